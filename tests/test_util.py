@@ -41,3 +41,12 @@ def test_bytes_are_shown_in_the_unit_of_their_size():
     texts = {3 << 40: "3 TiB", 1 << 30: "1 GiB", 3 << 19: "1536 KiB"}
     texts |= {3 << 9: "1536 bytes"}
     assert {num: units.size_text(num) for num in texts} == texts
+
+
+@pytest.mark.parametrize("number", [0, 1, 8, 9])
+def test_a_whole_number_is_accepted_between_its_bounds_alone(number):
+    if number in (1, 8):
+        units.check_whole(1, 8, blocks=number)
+    else:
+        with pytest.raises(ValueError, match=f"blocks={number} must be at"):
+            units.check_whole(1, 8, blocks=number)

@@ -157,3 +157,10 @@ def test_a_cache_that_is_not_a_prefills_is_refused():
         prompt_kv({})
     with pytest.raises(ValueError, match=r"has 3 slots; .* must be a prefill's"):
         prompt_kv(make_cache("unscanned", SLOTS))
+
+
+def test_a_cache_to_resume_from_has_the_shardings_it_was_asked_for():
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    cache = jax.device_put(make_cache("scanned", 1), place)
+    resumed = resume_cache(cache, prompt_kv(cache), 5)
+    assert {leaf.sharding for leaf in jax.tree.leaves(resumed)} == {place}

@@ -732,7 +732,8 @@ def of_leaves(like):
 REFUSED = [
     ({"sequence_axis": 0}, ValueError, "room for 3 tokens along axis 0 and 'key'"),
     ({"sequence_axis": {"key": 0}}, ValueError, "must be an int, or a tree of ints"),
-    ({"sequence_axis": 3}, ValueError, r"sequence_axis 3 of 'key' must be"),
+    ({"sequence_axis": 3}, ValueError, "sequence_axis 3 of 'key' must be"),
+    ({"sequence_axis": -4}, ValueError, "sequence_axis -4 of 'key' must be"),
     ({"num_host_blocks": 0}, ValueError, "num_host_blocks=0 must be at least 1"),
     ({"num_host_blocks": None}, ValueError, "one of"),
     ({"max_pending_saves": 0}, ValueError, "max_pending_saves=0 must be at least"),

@@ -5,7 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxkv.integrations.vllm.pool import StatesBlockPool, key_in_group
+from jaxkv.integrations.vllm.pool import (
+    StatesBlockPool,
+    VllmBlockPool,
+    key_in_group,
+)
 from tests.rigs.fake_vllm import BlockPool
 
 NUM_BLOCKS, NUM_STATES = 6, 4
@@ -81,3 +85,9 @@ def test_a_state_is_free_when_it_is_unpinned_in_all_groups():
 def test_a_pool_without_states_is_refused():
     with pytest.raises(ValueError, match=r"BlockPool is not .* --mamba-cache-mode"):
         StatesBlockPool(BlockPool(4, newer=True), STATE_GROUPS)
+
+
+def test_states_are_counted_without_the_null_block_and_other_models_have_none():
+    pool, attention, _ = make_pool()
+    assert pool.num_states == NUM_STATES - 1
+    assert VllmBlockPool(attention, 1).num_states == 0

@@ -10,7 +10,7 @@ import os
 import subprocess
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.mutants import choosing, drawing, faults, tables, trying
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/mutants.json"
 LOOKED_AT = Path(__file__).with_name("survivors.toml")
-SEED, NUMBER = "jaxkv", 150
+SEED, NUMBER = "jaxkv", 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Job:
     about: dict[str, Any]
 
 
-def jobs(seed: str, number: int, folder: Path) -> Iterator[Job]:
+def jobs(seed: str, number: int, rooms: Sequence[str], folder: Path) -> Iterator[Job]:
     """Give every change: one of the faults after each few mutants."""
     mutants = [
         Job(
@@ -47,10 +47,12 @@ def jobs(seed: str, number: int, folder: Path) -> Iterator[Job]:
             mutant.source,
             {"operator": mutant.operator, "line": mutant.line, "diff": mutant.diff},
         )
-        for mutant in drawing.draw_once(ROOT, seed, number, folder)
+        for mutant in drawing.draw_once(ROOT, seed, number, rooms, folder)
     ]
     by_hand = []
     for fault in faults.read():
+        if fault.room not in rooms:
+            continue
         source, lines = fault.put_into(ROOT)
         about = {"what": fault.what, "line": lines[0]}
         by_hand.append(
@@ -75,14 +77,14 @@ def run(args: argparse.Namespace) -> None:
     trying.prepare(folder)
     reach = choosing.Reach(args.map, ROOT)
     results = read_results(args.results)
-    results |= {"seed": args.seed, "number": args.number, "tree": _tree()}
+    draw = {"seed": args.seed, "number": args.number, "rooms": list(args.rooms)}
+    draws = [known for known in results["draws"] if not draw.items() <= known.items()]
+    results["draws"] = [*draws, draw | {"tree": _tree()}]
     looked_at = read_looked_at()
     workshop = trying.Workshop(ROOT, folder)
     ends_s = time.monotonic() + args.minutes * 60
-    for job in jobs(args.seed, args.number, folder):
+    for job in jobs(args.seed, args.number, args.rooms, folder):
         known = results[job.kind].get(job.name)
-        if args.rooms and job.room not in args.rooms:
-            continue
         if args.only:
             if job.name not in args.only:
                 continue
@@ -113,6 +115,11 @@ def try_job(
     tests, num_left_out = choosing.order(
         reach, reach.tests(job.path, job.lines), job.room, args.seconds
     )
+    in_children, more_left_out = choosing.order(
+        reach, reach.with_children(job.room) - set(tests), job.room, args.seconds
+    )
+    tests += in_children
+    num_left_out += more_left_out
     if "test" in looked_at:  # It was written for this change.
         tests = [looked_at["test"], *(t for t in tests if t != looked_at["test"])]
     expected_s = sum(reach.seconds.get(test, 1.0) for test in tests)
@@ -172,7 +179,7 @@ def read_results(path: Path) -> dict[str, Any]:
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
-    return {"mutants": {}, "faults": {}}
+    return {"draws": [], "mutants": {}, "faults": {}}
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
@@ -214,7 +221,13 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--minutes", type=float, default=60.0, help="begin none after")
     parser.add_argument("--only", nargs="+", help="names; also if there is a result")
-    parser.add_argument("--rooms", nargs="+", choices=drawing.ROOMS)
+    parser.add_argument(
+        "--rooms",
+        nargs="+",
+        choices=drawing.ROOMS,
+        default=drawing.ROOMS,
+        help="which share the mutants",
+    )
     parser.add_argument(
         "--survivors", action="store_true", help="try again what has survived"
     )
@@ -238,7 +251,7 @@ def main() -> int:
             fault.put_into(ROOT)
         print(f"{len(faults.read())} faults find their places.")
     elif args.do == "draw":
-        for mutant in drawing.draw(ROOT, args.seed, args.number):
+        for mutant in drawing.draw(ROOT, args.seed, args.number, args.rooms):
             print(mutant.name, f"{mutant.path}:{mutant.line}", mutant.operator)
             print(mutant.diff)
     elif args.do == "tree":

@@ -26,6 +26,7 @@ class Reach:
         self.seconds: dict[str, float] = {}
         self._lines: dict[str, dict[int, set[str]]] = {}
         self._calls: dict[str, set[str]] = collections.defaultdict(set)
+        self._with_children: set[str] = set()
         for file in sorted(folder.glob("*.json.gz")):
             with gzip.open(file, "rt") as stream:
                 part = json.load(stream)
@@ -37,6 +38,7 @@ class Reach:
                     of_path.setdefault(int(line), set()).update(names[i] for i in tests)
             for call, tests in part["calls"].items():
                 self._calls[call].update(names[i] for i in tests)
+            self._with_children.update(part["with_children"])
         self._native = _Native(root)
         self._imports = {
             path: _imported(root / path)
@@ -55,9 +57,14 @@ class Reach:
         found |= self._calling(path, lines)
         return found or self._of_file(path, of_path)
 
+    def with_children(self, room: str) -> set[str]:
+        """Return the tests of a room that start child processes."""
+        files = _files_of(room)
+        return {test for test in self._with_children if test.startswith(files)}
+
     def is_compiled(self, path: str) -> bool:
-        """Tell whether a file has compiled functions."""
-        return self._native.has_functions(path)
+        """Return whether a change of a file changes compiled functions."""
+        return path == "jaxkv/compiling.py" or self._native.has_functions(path)
 
     def _of_file(self, path: str, of_path: dict[int, set[str]]) -> set[str]:
         found = set().union(*of_path.values())
@@ -147,14 +154,19 @@ def order(
             break
         files[test.split("::")[0]].append(test)
         num_kept += 1
-    own = (f"tests/{room}/", f"jaxkv/{room}/")
 
     def cost(file: str) -> float:
         total_s = sum(reach.seconds[test] for test in files[file])
-        return total_s * (1.0 if file.startswith(own) else _FOREIGN)
+        return total_s * (1.0 if file.startswith(_files_of(room)) else _FOREIGN)
 
     kept = [test for file in sorted(files, key=cost) for test in files[file]]
     return kept, len(tests) - num_kept
+
+
+def _files_of(room: str) -> tuple[str, ...]:
+    """Return what the paths of a room's tests begin with."""
+    module = f"tests/test_{room.removeprefix('_')}.py"
+    return f"tests/{room}/", f"jaxkv/{room}/", f"jaxkv/{room}.py", module
 
 
 def _module(path: str) -> str:

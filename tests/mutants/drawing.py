@@ -13,11 +13,15 @@ import difflib
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOMS = ("scheduling", "search", "tiers", "policies", "transfer", "keys")
+# A room is a folder of jaxkv/ or a module beside them.
+ROOMS = (
+    *("scheduling", "search", "tiers", "policies", "transfer", "keys"),
+    *("integrations", "tools", "observe", "strict", "config", "compiling", "_util"),
+)
 LEAST_OF_A_ROOM = 8
 
 # Not drawn: those that need the names of two variables, and the removal of a decorator,
@@ -74,25 +78,31 @@ class Mutant:
     source: str
 
 
-def draw(root: Path, seed: str, number: int) -> list[Mutant]:
-    """Draw mutants of a tree, in an order of which every beginning is a fair sample."""
+def room_of(path: str) -> str:
+    """Return the room of a file, from its path in the tree."""
+    return path.split("/")[1].removesuffix(".py")
+
+
+def draw(
+    root: Path, seed: str, number: int, rooms: Sequence[str] = ROOMS
+) -> list[Mutant]:
+    """Draw mutants of some rooms; the first of them are a fair sample of all."""
     from cosmic_ray.operators.provider import OperatorProvider
 
     rng = random.Random(seed)
     provider = OperatorProvider()
     operators = {name: provider[name]() for name in provider if name not in _NOT_DRAWN}
-    rooms: dict[str, list[_Site]] = {}
+    sites: dict[str, list[_Site]] = {room: [] for room in rooms}
     sources: dict[str, str] = {}
-    for room in ROOMS:
-        rooms[room] = []
-        for file in sorted((root / "jaxkv" / room).rglob("*.py")):
-            path = file.relative_to(root).as_posix()
+    for file in sorted((root / "jaxkv").rglob("*.py")):
+        path = file.relative_to(root).as_posix()
+        if room_of(path) in sites:
             sources[path] = file.read_text(encoding="utf-8")
-            rooms[room] += _sites(path, sources[path], operators)
+            sites[room_of(path)] += _sites(path, sources[path], operators)
     drawn = {
-        room: list(_draw_from(room, rooms[room], share, sources, operators, rng))
+        room: list(_draw_from(room, sites[room], share, sources, operators, rng))
         for room, share in _shares(
-            {room: len(sites) for room, sites in rooms.items()}, number
+            {room: len(of_room) for room, of_room in sites.items()}, number
         ).items()
     }
     return sorted(
@@ -104,15 +114,19 @@ def draw(root: Path, seed: str, number: int) -> list[Mutant]:
     )
 
 
-def draw_once(root: Path, seed: str, number: int, folder: Path) -> list[Mutant]:
+def draw_once(
+    root: Path, seed: str, number: int, rooms: Sequence[str], folder: Path
+) -> list[Mutant]:
     """Draw mutants, or read those of the same tree, which were kept in a folder."""
-    hasher = hashlib.sha256(f"{seed} {number} ".encode())
+    hasher = hashlib.sha256(f"{seed} {number} {rooms} ".encode())
     for file in (Path(__file__), *sorted((root / "jaxkv").rglob("*.py"))):
         hasher.update(file.read_bytes())
     kept = folder / f"drawn-{hasher.hexdigest()[:16]}.json"
     if not kept.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = [dataclasses.asdict(mutant) for mutant in draw(root, seed, number)]
+        drawn = [
+            dataclasses.asdict(mutant) for mutant in draw(root, seed, number, rooms)
+        ]
         kept.write_text(json.dumps(drawn), encoding="utf-8")
     return [Mutant(**mutant) for mutant in json.loads(kept.read_text(encoding="utf-8"))]
 

@@ -4,6 +4,8 @@ import dataclasses
 import tomllib
 from pathlib import Path
 
+from tests.mutants import drawing
+
 FILE = Path(__file__).with_name("faults.toml")
 
 
@@ -26,7 +28,7 @@ class Fault:
     @property
     def room(self) -> str:
         """The room of the file."""
-        return self.path.split("/")[1]
+        return drawing.room_of(self.path)
 
     def put_into(self, root: Path) -> tuple[str, list[int]]:
         """Give the changed file, and the lines of the old one that are others now.

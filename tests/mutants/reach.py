@@ -1,7 +1,8 @@
 """A plugin of pytest that writes a map: which tests reach which line.
 
 Coverage sees the lines of Python. Compiled functions it does not see: for those the map
-has which of them each test called from Python, and for which policy's state.
+has which of them each test called from Python, and for which policy's state. Child
+processes it does not see either: the map names the tests that start some.
 
 Each run adds a file to the folder, so that a map can be made in parts, and what takes
 long left out:
@@ -25,6 +26,9 @@ from jaxkv import compiling
 
 ROOT = Path(__file__).resolve().parents[2]
 
+# A test with a child process that imports jaxkv uses more than this in children.
+_MIN_CHILD_S = 0.3
+
 
 class Recorder:
     """Counts what each test reaches, while pytest runs."""
@@ -37,6 +41,7 @@ class Recorder:
         self._tests: list[str] = []
         self._failed: set[str] = set()
         self._seconds: dict[str, float] = collections.Counter()
+        self._with_children: set[str] = set()
         self._calls: dict[str, set[str]] = collections.defaultdict(set)
         self._coverage = coverage.Coverage(
             data_file=None, source=[str(ROOT / "jaxkv")], config_file=False
@@ -71,9 +76,13 @@ class Recorder:
         self._test = item.nodeid
         self._tests.append(item.nodeid)
         self._coverage.switch_context(item.nodeid)
-        began_s = time.process_time()  # Others may use the machine, too.
+        began = os.times()  # Processor time, because others may use the machine, too.
         result = yield
-        self._seconds[item.nodeid] = time.process_time() - began_s
+        ended = os.times()
+        in_children_s = sum(ended[2:4]) - sum(began[2:4])
+        self._seconds[item.nodeid] = sum(ended[:2]) - sum(began[:2]) + in_children_s
+        if in_children_s > _MIN_CHILD_S:
+            self._with_children.add(item.nodeid)
         self._test = ""
         self._coverage.switch_context("")
         return result
@@ -101,6 +110,9 @@ class Recorder:
             json.dump(
                 {
                     "tests": [[test, round(self._seconds[test], 3)] for test in passed],
+                    "with_children": [
+                        test for test in passed if test in self._with_children
+                    ],
                     "lines": lines,
                     "calls": {
                         name: sorted(number[test] for test in tests if test in number)

@@ -19,9 +19,14 @@ def page(results: dict[str, Any], looked_at: dict[str, dict[str, str]]) -> str:
     mutants, by_hand = results["mutants"], results["faults"]
     parts = [
         HEAD,
-        f"Tree `{results.get('tree', '?')}`, seed `{results.get('seed', '?')}`: "
-        f"{len(mutants)} of {results.get('number', '?')} mutants and "
-        f"{len(by_hand)} faults were tried.\n",
+        f"{len(mutants)} mutants and {len(by_hand)} faults were tried.\n",
+        *(
+            f"* Seed `{draw['seed']}`: {draw['number']} mutants of "
+            f"{', '.join(draw['rooms'])} in the tree `{draw['tree']}`."
+            for draw in results["draws"]
+        ),
+        "\nElsewhere: survivors on lines that only the environment of a real engine, "
+        "or a GPU, reaches.\n",
         "## By room\n",
         *_table("room", drawing.ROOMS, mutants, looked_at, lambda e: e["room"]),
         "\nThe faults made by hand:\n",
@@ -43,20 +48,24 @@ def page(results: dict[str, Any], looked_at: dict[str, dict[str, str]]) -> str:
 
 
 def share(entries: dict[str, Any], looked_at: dict[str, dict[str, str]]) -> str:
-    """Tell which part is killed of those that are not equivalent."""
-    killed, _, survived = _counts(entries, looked_at)
+    """Return the share killed by the suite, of those that it could kill."""
+    killed, _, _, survived = _counts(entries, looked_at)
     return f"{killed / max(killed + survived, 1):.1%}"
 
 
 def _counts(
     entries: dict[str, Any], looked_at: dict[str, dict[str, str]]
-) -> tuple[int, int, int]:
-    killed = sum(entry["killed"] for entry in entries.values())
-    equivalent = sum(
-        not entry["killed"] and "equivalent" in looked_at.get(name, {})
-        for name, entry in entries.items()
+) -> tuple[int, int, int, int]:
+    """Return how many were killed, are equivalent, are elsewhere, and survived."""
+    counts: collections.Counter[str] = collections.Counter()
+    for name, entry in entries.items():
+        known = looked_at.get(name, {})
+        reasons = (word for word in ("equivalent", "elsewhere") if word in known)
+        counts["killed" if entry["killed"] else next(reasons, "survived")] += 1
+    killed, equivalent, elsewhere, survived = (
+        counts[word] for word in ("killed", "equivalent", "elsewhere", "survived")
     )
-    return killed, equivalent, len(entries) - killed - equivalent
+    return killed, equivalent, elsewhere, survived
 
 
 def _table(
@@ -67,8 +76,9 @@ def _table(
     name_of: Any,
 ) -> list[str]:
     lines = [
-        f"| {what} | tried | killed | equivalent | survived | killed of the others |",
-        "|---|---|---|---|---|---|",
+        f"| {what} | tried | killed | equivalent | elsewhere | survived "
+        "| killed of the others |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in (*names, "all"):
         some = {
@@ -77,11 +87,8 @@ def _table(
             if name in ("all", name_of(entry))
         }
         if some:
-            killed, equivalent, survived = _counts(some, looked_at)
-            lines.append(
-                f"| {name} | {len(some)} | {killed} | {equivalent} | {survived} "
-                f"| {share(some, looked_at)} |"
-            )
+            cells = name, len(some), *_counts(some, looked_at), share(some, looked_at)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 
@@ -116,6 +123,8 @@ def _survivors(
             lines.append(f"Survived at first; `{known['test']}` notices it.\n")
         elif "equivalent" in known:
             lines.append(f"Equivalent: {known['equivalent']}\n")
+        elif "elsewhere" in known:
+            lines.append(f"Elsewhere: {known['elsewhere']}\n")
         else:
             lines.append(known.get("reason", "Not looked at yet.") + "\n")
     return lines or ["None."]

@@ -25,19 +25,21 @@ def check(number: int | None = 7, *, least: int = 2) -> int | None:
 '''
 
 
+ROOMS = ("keys", "tools", "config")
+
+
 def tree_of(root, source=SOURCE):
-    for room in drawing.ROOMS:
-        folder = root / "jaxkv" / room
-        folder.mkdir(parents=True)
-        (folder / "file.py").write_text(source)
+    for name in ("keys/file.py", "tools/plan/file.py", "config.py", "types.py"):
+        path = root / "jaxkv" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
     return root
 
 
 def test_what_is_drawn_is_of_what_runs(tmp_path):
     pytest.importorskip("cosmic_ray")
-    number = drawing.LEAST_OF_A_ROOM * len(drawing.ROOMS)
-    mutants = drawing.draw(tree_of(tmp_path), "seed", number)
-    assert len({(mutant.path, mutant.source) for mutant in mutants}) > 30
+    mutants = drawing.draw(tree_of(tmp_path), "seed", 45, ROOMS)
+    assert len({(mutant.path, mutant.source) for mutant in mutants}) > 20
     for mutant in mutants:
         ast.parse(mutant.source)
         assert mutant.line in (8, 10, 12)
@@ -48,15 +50,20 @@ def test_what_is_drawn_is_of_what_runs(tmp_path):
 def test_a_seed_draws_the_same_again(tmp_path):
     pytest.importorskip("cosmic_ray")
     tree = tree_of(tmp_path)
-    first, again, other = (drawing.draw(tree, seed, 60) for seed in "aab")
+    first, again, other = (drawing.draw(tree, seed, 30, ROOMS) for seed in "aab")
     assert first == again != other
 
 
 def test_each_beginning_of_what_is_drawn_is_of_all_rooms(tmp_path):
     pytest.importorskip("cosmic_ray")
-    mutants = drawing.draw(tree_of(tmp_path), "seed", 56)
-    first = mutants[: len(drawing.ROOMS)]
-    assert {mutant.room for mutant in first} == set(drawing.ROOMS)
+    mutants = drawing.draw(tree_of(tmp_path), "seed", 30, ROOMS)
+    assert {mutant.room for mutant in mutants[: len(ROOMS)]} == set(ROOMS)
+
+
+def test_every_file_is_of_a_room_except_what_only_names_things():
+    package = Path(__file__).resolve().parents[2] / "jaxkv"
+    rooms = {path.stem for path in package.iterdir() if path.suffix in ("", ".py")}
+    assert rooms - {"__pycache__"} == {*drawing.ROOMS, "__init__", "types"}
 
 
 def test_each_fault_made_by_hand_finds_its_place():
@@ -82,9 +89,10 @@ def test_a_fault_tells_the_lines_that_it_changes(tmp_path):
     assert fault.put_into(tmp_path) == ("one\nfive\n", [2, 3, 4])
 
 
-def reach_of(folder, lines, calls=None, **seconds):
+def reach_of(folder, lines, calls=None, with_children=(), **seconds):
     """A map of one room, of tests that take so many seconds."""
     part = {"tests": list(seconds.items()), "lines": lines, "calls": calls or {}}
+    part["with_children"] = with_children
     with gzip.open(folder / "map.json.gz", "wt") as file:
         json.dump(part, file)
     return choosing.Reach(folder, folder)
@@ -118,6 +126,17 @@ def test_a_compiled_function_is_reached_through_those_that_call_it(tmp_path):
     assert reach.tests("jaxkv/policies/lru.py", [3]) == {"b"}  # For its state alone.
 
 
+def test_tests_with_child_processes_are_known_by_room(tmp_path):
+    starting = [
+        "tests/tools/test_x.py::a",
+        "tests/test_util.py::b",
+        "tests/keys/y.py::c",
+    ]
+    reach = reach_of(tmp_path, {}, with_children=starting)
+    assert reach.with_children("tools") == {starting[0]}
+    assert reach.with_children("_util") == {starting[1]}
+
+
 def test_the_cheapest_come_first_and_files_stay_together(tmp_path):
     seconds = {
         "tests/keys/test_x.py::slow": 5.0,
@@ -140,11 +159,15 @@ def test_the_cheapest_come_first_and_files_stay_together(tmp_path):
 def test_the_share_is_of_those_that_are_not_equivalent():
     entry = {"room": "keys", "path": "x.py", "line": 1, "operator": "O", "diff": ""}
     entries = {
-        name: entry | {"killed": name == "a", "by": "tests/x.py::y"} for name in "abc"
+        name: entry | {"killed": name == "a", "by": "tests/x.py::y"} for name in "abcd"
     }
-    looked_at = {"b": {"equivalent": "it only costs time."}}
+    looked_at = {
+        "b": {"equivalent": "it only costs time."},
+        "d": {"elsewhere": "a GPU."},
+    }
     assert tables.share(entries, looked_at) == "50.0%"
-    page = tables.page({"mutants": entries, "faults": {}}, looked_at)
-    assert "| keys | 3 | 1 | 1 | 1 | 50.0% |" in page
+    page = tables.page({"draws": [], "mutants": entries, "faults": {}}, looked_at)
+    assert "| keys | 4 | 1 | 1 | 1 | 1 | 50.0% |" in page
     assert "Equivalent: it only costs time." in page
+    assert "Elsewhere: a GPU." in page
     assert "Not looked at yet." in page

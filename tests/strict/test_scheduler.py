@@ -4,6 +4,7 @@ import pytest
 
 from jaxkv import FullAttention, SchedulerOutput, SlidingWindow
 from jaxkv.strict import StrictError, StrictOffloadScheduler
+from jaxkv.strict.worker import MOST_SILENT_STEPS
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig
 
 
@@ -70,3 +71,29 @@ def test_blocks_behind_a_window_may_be_freed(make):
     rig.pool.touch([first])
     rig.finish("one")
     rig.check_nothing_leaked()
+
+
+def test_stores_and_loads_in_flight_add_up_to_the_blocks_without_a_report(make):
+    rig = make()
+    rig.finish("one")
+    rig.settle()
+    rig.forget_device()
+    rig.admit(rig.request("loading", *range(4)))
+    rig.admit(rig.request("storing", *range(4, 8)))
+    rig.step(storing=2)
+    rig.step(tokens={"storing": 1})
+    in_transit = rig.scheduler.in_transit
+    assert in_transit.stores_in_flight == in_transit.loads_in_flight > 0
+    num = in_transit.stores_in_flight + in_transit.loads_in_flight
+    for _ in range(MOST_SILENT_STEPS - 2):
+        rig.step()
+    with pytest.raises(StrictError, match=f"with {num} blocks in flight"):
+        rig.step()
+
+
+def test_negative_blocks_are_refused_as_without_strict_mode(make):
+    rig = make()
+    request = rig.request("two", *range(4, 8))
+    rig.offer(request)
+    with pytest.raises(ValueError, match="-1 in the block table of request 'two'"):
+        rig.scheduler.update_state_after_alloc(request, [-1, 2], 0)

@@ -24,6 +24,7 @@ demo 7                          | unexpected argument '7'
 demo --turns                    | --turns: expected one argument
 demo --turns 0                  | --turns: '0' must be a whole number from 1 to
 demo --turns 1.5                | --turns: '1.5' must be a whole number from 1 to
+demo --concurrency 0            | --concurrency: '0' must be a whole number from 1 to
 demo --policy lur               | --policy: unknown 'lur': did you mean lru?
 demo --mode lazily              | --mode: unknown 'lazily': did you mean lazy?
 demo --layers mamba             | --layers: unknown 'mamba': choose from full, window

@@ -192,6 +192,10 @@ WINDOWS = [
     ({"sliding_window": 5}, [5] * 6),
     ({"model_type": "mistral", "sliding_window": None}, [None] * 6),
     ({"model_type": "gemma2", "sliding_window": 5}, [5, None] * 3),
+    (
+        {"model_type": "cohere2", "sliding_window": 5, "num_hidden_layers": 8},
+        [5, 5, 5, None] * 2,
+    ),
     ({"model_type": "gemma3_text", "sliding_window": 5}, [5] * 5 + [None]),
     ({"sliding_window": 5, "sliding_window_pattern": 3}, [5, 5, None] * 2),
     (

@@ -228,6 +228,7 @@ def test_a_sweep_is_every_policy_at_every_capacity(trace):
     for of_label in reports.values():
         assert of_label[0] == (0, 400)
         assert of_label[-1] == (400, 400)
+    assert (256, 400) in reports["lru, 60 blocks"]
 
 
 def test_invalid_arguments_are_refused_before_anything_runs(trace):

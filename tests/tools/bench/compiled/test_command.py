@@ -132,12 +132,13 @@ def test_known_breaks_are_listed_and_fail_no_run(compilers, capsys):
 def test_pools_and_models_are_compiled_as_described(compilers, tmp_path):
     configs, _ = compilers
     line = (
-        "bench compile --shape 8,64,16,128 --block-axis 1 --leaves 3 --dtype int8 "
-        "--shard 0 --row-major --target v5p,tpu7x --target v5p --blocks 2,4"
+        "bench compile --shape 8,64,16,128 --block-axis 1 --leaves 1 --dtype int8 "
+        "--shard 0 --row-major --target v5p,tpu7x --target v5p --blocks 2,4 --quick"
     )
-    assert cli.main(line.split()) == 0
+    assert cli.main(line.split()) == 2
+    assert cli.main(line.removesuffix(" --quick").split()) == 0
     (pool,) = configs[0].pools
-    assert (pool.shape, pool.block_axis, pool.num_leaves) == ((8, 64, 16, 128), 1, 3)
+    assert (pool.shape, pool.block_axis, pool.num_leaves) == ((8, 64, 16, 128), 1, 1)
     assert (pool.dtype, pool.sharded_axis, pool.row_major) == ("int8", 0, True)
     assert [target.name for target in configs[0].targets] == ["v5p", "tpu7x"]
     assert (configs[0].blocks, configs[0].examples) == ((2, 4), ())

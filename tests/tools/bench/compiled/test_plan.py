@@ -120,3 +120,9 @@ def test_targets_go_by_name_or_topology():
         parse_target("h200:2")
     for backend in ("tpu", "gpu", "cpu"):  # A compiling process finds no accelerator.
         assert environment(backend)["JAX_PLATFORMS"] == "cpu"
+
+
+def test_in_a_small_pool_copies_are_padded_to_the_smallest_program():
+    small = PoolShape("small", (8, 16, 8, 2, 128), 4)
+    plan = programs(CompileConfig(pools=(small,), targets=TARGETS[:1]))
+    assert {p.num_blocks for p in plan if p.kind == "copy"} == {16}
