@@ -29,6 +29,7 @@ def test_a_request_that_is_named_as_preempted_may_have_lost_its_blocks(make):
     with pytest.raises(StrictError, match=r"'one' are free, though it is not over"):
         rig.step()
     rig.step(["one"])
+    rig.step()
     rig.scheduler.request_finished(request)
     rig.settle()
     rig.check_nothing_leaked()
