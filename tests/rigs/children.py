@@ -83,8 +83,10 @@ class Child:
         return self.returncode
 
     def send_signal(self, number):
+        # The fork server may not have told yet how the child has ended.
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
