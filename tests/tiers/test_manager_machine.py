@@ -4,6 +4,8 @@ Hypothesis chooses the calls, and shrinks failures to the fewest. The executor i
 native one; `test_host_differential.py` compares the two executors to the bit.
 """
 
+import itertools
+import random
 from functools import partial
 
 import pytest
@@ -69,7 +71,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data(), is_retained=st.booleans())
     def make(self, data, is_retained):
-        name = data.draw(st.sampled_from([*TWINS]))
+        self.start(data.draw(st.sampled_from([*TWINS])), is_retained)
+
+    def start(self, name, is_retained):
         policy, twin = make_policy(name, self.num_blocks), TWINS[name]
         if is_retained:
             policy = make_retained(policy)
@@ -254,6 +258,42 @@ class LargeManagerMachine(ManagerMachine):
     """A manager of more blocks than are counted together, full at the start."""
 
     num_blocks = 70
+
+
+def test_a_manager_equals_its_twin_on_a_long_walk():
+    """Hypothesis makes few calls per policy; these are many, as requests make them."""
+    for name, is_retained in itertools.product(TWINS, (False, True)):
+        rng = random.Random(0)
+        machine = ManagerMachine()
+        machine.start(name, is_retained)
+        # Hazard learns anew once in 64 requests.
+        for number in range(1200 if machine.manager.listens else 400):
+            start = rng.randrange(len(KEYS))
+            keys = (KEYS * 2)[start : start + rng.randrange(7)]
+            if is_retained and rng.random() < 0.25:
+                times = rng.choice((None, 0.05, 2, 60)), rng.choice((0.05, 2, 60))
+                retention = Retention(rng.choice((0, 1, 2, 50, 98, 99)), *times)
+                machine.retain(keys, retention, int(10 ** (4 * rng.random())))
+            match rng.randrange(6 if machine.manager.listens else 5):
+                case 0:
+                    machine.touch(keys)
+                case 1:
+                    machine.prepare_store(keys)
+                case 2:
+                    machine.complete_store(keys, rng.random() < 0.9)
+                case 3:
+                    machine.prepare_load(keys, True)
+                case 4 if machine.loading:
+                    machine.both("complete_load", machine.loading.pop())
+                case 5 if machine.running and rng.random() < 0.5:
+                    output = rng.choice((None, 0, 63, 1000))
+                    machine.finish(
+                        keys, rng.randrange(10**5), output, rng.choice(STOPS)
+                    )
+                case 5:
+                    machine.begin(keys, int(10 ** (7 * rng.random())))
+            if number % 8 == 0:
+                machine.both_are_alike()
 
 
 TestManagerMachine = ManagerMachine.TestCase
