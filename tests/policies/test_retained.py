@@ -1,11 +1,14 @@
-"""What retention by priority promises, whatever the policy; twins say the rest."""
+"""Retention by priority, around LRU and around vLLM's ARC, which may refuse to evict.
+
+`tests/tiers/test_manager_machine.py` compares each retained policy with a twin.
+"""
 
 import jax
 import numpy as np
 import pytest
 
 from jaxkv.compiling import own
-from jaxkv.policies import get_policy_maker, make_retained, policy_names
+from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.retained import MOST_HALVINGS, MOST_PRIORITY, RELEASE
 from jaxkv.tiers.executors import NativeExecutor, make_executor
 
@@ -54,14 +57,9 @@ class Cache:
         return self.evict(num, copy)
 
 
-@pytest.fixture(params=policy_names())
+@pytest.fixture(params=["lru", "arc"])
 def cache(request):
     return Cache(make_retained(get_policy_maker(request.param)(NUM_BLOCKS, 64)))
-
-
-@pytest.fixture
-def of_lru():
-    return Cache(make_retained(get_policy_maker("lru")(NUM_BLOCKS, 64)))
 
 
 def test_blocks_go_by_priority_whatever_the_policy(cache):

@@ -9,7 +9,9 @@ import random
 import resource
 import sys
 import time
+from unittest import mock
 
+from jaxkv.scheduling import record
 from jaxkv.scheduling.record import TraceRecorder
 
 BLOCK_SIZE = 1
@@ -27,7 +29,9 @@ def main(path, mode, argument="0"):
     if mode == "small files":
         limit = int(argument)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    recorder = TraceRecorder(path, max_bytes=1 << 20, max_files=3)
+    max_bytes = 1 << 18 if mode == "rotating" else 1 << 20
+    with mock.patch.object(record, "LEAST_MAX_BYTES", max_bytes):
+        recorder = TraceRecorder(path, max_bytes=max_bytes, max_files=3)
     recorder.describe(BLOCK_SIZE)
     if mode == "exit":
         serve(recorder, 1)
@@ -42,7 +46,7 @@ def main(path, mode, argument="0"):
         gc.collect()
         with open(path, encoding="utf-8") as file:
             print(len(file.readlines()))
-    elif mode == "endless":
+    elif mode in ("endless", "rotating"):
         for number in range(1 << 30):
             serve(recorder, number)
             if number % 100 == 0:

@@ -1,8 +1,9 @@
 """One of two processes that share a store; `test_storage_processes.py` starts them.
 
-python -m tests.scheduling.storage_cases ADDRESS NUM_PROCESSES PROCESS SEED STEPS FOLDER
+python -m tests.scheduling.storage_cases ADDRESS NUM_PROCESSES PROCESS SEED STEPS \
+    FOLDER NUM_LIVES
 
-It prints a line of JSON: for each of three engines, one after the other, what it
+It prints a line of JSON: for each of two or three engines, one after the other, what it
 decided, and what has come from the store; every byte that is read is compared. The
 second has the store listed, the third asks it.
 """
@@ -20,7 +21,7 @@ from tests.campaign.paged import PagedEngine
 from tests.campaign.setups import random_setup
 
 
-def main(address, num_processes, process, seed, num_steps, folder):
+def main(address, num_processes, process, seed, num_steps, folder, num_lives):
     num_processes, process = int(num_processes), int(process)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4 // num_processes)
@@ -48,7 +49,7 @@ def main(address, num_processes, process, seed, num_steps, folder):
     own = random.Random(f"{seed}/{process}")
     print(setup, flush=True)
     lives, last = [], None
-    for life in range(3):  # The others find what the first has written.
+    for life in range(int(num_lives)):  # The others find what the first has written.
         if life == 2:
             asks = {"storage_list_s": 0.0, "storage_probe_s": 5.0}
             config = dataclasses.replace(setup.config, **asks)

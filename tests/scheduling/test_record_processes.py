@@ -23,9 +23,9 @@ def run(path, mode, *arguments):
 
 
 @contextmanager
-def endless(path):
-    """An engine that records for ever, of which some requests have been written."""
-    with Child(*RIG, path, "endless", stdout=PIPE) as process:
+def endless(path, mode="endless"):
+    """Run an engine that records indefinitely, and has written some requests."""
+    with Child(*RIG, path, mode, stdout=PIPE) as process:
         try:
             process.stdout.readline()
             yield process
@@ -175,7 +175,7 @@ def test_two_processes_do_not_record_to_one_file(tmp_path):
 
 def test_files_can_be_read_while_they_are_rotated(tmp_path):
     path = tmp_path / "requests.jsonl"
-    with endless(path) as process:
+    with endless(path, "rotating") as process:
         while not (tmp_path / "requests.jsonl.2").exists():
             process.stdout.readline()
         for _ in range(20):

@@ -113,9 +113,9 @@ def test_processes_with_schedulers_plan_and_report_alike(tmp_path):
 @pytest.mark.parametrize(
     ("num_processes", "end"),
     [
-        (2, "stall"),
         (4, "die"),
         (2, "hang"),
+        pytest.param(2, "stall", marks=LONG),
         pytest.param(4, "stall", marks=LONG),
         pytest.param(2, "die", marks=LONG),
     ],
