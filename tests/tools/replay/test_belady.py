@@ -68,5 +68,3 @@ def test_the_end_is_reported_and_capacity_0_is_refused():
     assert reports[-1] == (2, 2)
     with pytest.raises(ValueError, match="capacity_blocks=0 must be at least 1"):
         find_optimum(trace, 0)
-
-

@@ -179,6 +179,20 @@ def test_the_command_tells_what_the_run_had_found(tmp_path, capsys, plain_output
     }
 
 
+def test_prompt_only_leaves_out_what_outputs_filled(tmp_path, capsys, plain_output):
+    lines = [
+        {"t": 1, "in": 4, "out": 5, "ids": [1], "out_ids": [2]},
+        {"t": 2, "in": 12, "out": 1, "ids": [1, 2, 3]},
+    ]
+    trace = write(tmp_path / "a.jsonl", *lines, device_blocks=None)
+    figures = tmp_path / "figures.json"
+    for option, num_found in (("", 2), ("--prompt-only", 1)):
+        line = f"replay {trace} --policy lru --capacity 3 --no-optimum --json {figures}"
+        assert cli.main(f"{line} {option}".split()) == 0
+        (result,) = json.loads(figures.read_text())["results"]
+        assert result["num_hit_blocks"] == num_found, option
+
+
 def test_blocks_that_an_output_filled_are_stored_and_not_asked_for():
     # The second turn asks for what the first one's output filled.
     turns = [[1, 2, 3], [1, 2, 3, 4], [5], [1, 2, 3, 4]]

@@ -182,25 +182,21 @@ def test_published_figures_are_reproduced(shared_traces, figures):
         assert ratios == percents, (name, policy)
 
 
-@pytest.mark.parametrize(
-    ("name", "least", "least_untold"),
-    [
-        # In percent; without output and stop, more than LRU finds.
-        ("cc_agentic_a", {1184: 55, 3947: 92.3}, {1184: 47.4, 3947: 92.1}),
-        pytest.param(
-            LARGE,
-            *({5126: 16.5, 17089: 29.2}, {5126: 12.5, 17089: 28.2}),
-            marks=pytest.mark.long,
-        ),
-    ],
-)
+HAZARD = [
+    # In percent; without output and stop, more than LRU finds.
+    ("cc_agentic_a", {1184: 55, 3947: 92.3}, {1184: 47.4, 3947: 92.1}),
+    pytest.param(
+        *(LARGE, {5126: 16.5, 17089: 29.2}, {5126: 12.5, 17089: 28.2}),
+        marks=pytest.mark.long,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "least", "least_untold"), HAZARD)
 def test_hazard_finds_what_it_is_for(shared_traces, name, least, least_untold):
     trace = read_trace(shared_traces / f"{name}.jsonl.gz")
-    untold = dataclasses.replace(
-        trace,
-        output_tokens=np.full_like(trace.output_tokens, -1),
-        stops=np.zeros_like(trace.stops),
-    )
+    unknown = np.full_like(trace.output_tokens, -1), np.zeros_like(trace.stops)
+    untold = dataclasses.replace(trace, output_tokens=unknown[0], stops=unknown[1])
     for own, percents in ((trace, least), (untold, least_untold)):
         for result in sweep(own, ["hazard"], list(percents)):
             assert 100 * result.token_hit_ratio >= percents[result.capacity_blocks]
