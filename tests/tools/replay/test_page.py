@@ -1,9 +1,9 @@
 """The report of a replay, as a real browser shows it."""
 
-import html.parser
 import itertools
 import json
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -410,32 +410,13 @@ def test_the_command_is_on_the_page_and_strange_names_stay_text(browser, tmp_pat
     assert "NaN" not in path.read_text()
 
 
-class Balance(html.parser.HTMLParser):
-    """Checks that every element that is opened is closed."""
-
-    VOID = ("meta", "link")
-
-    def __init__(self):
-        super().__init__()
-        self.open = []
-
-    def handle_starttag(self, tag, attrs):
-        assert len(dict(attrs)) == len(attrs), (tag, attrs)
-        if tag not in (*self.VOID, "wbr"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_the_same_each_time_well_formed_and_has_no_address(
     comparison, page
 ):
     text = page.read_text(encoding="utf-8")
     assert render_page(comparison, COMMAND) == text
-    balance = Balance()
-    balance.feed(text)
-    assert balance.open == []
+    closed = re.sub(r"<((?:meta|link)\b[^>]*|wbr)>", r"<\1/>", text)
+    ElementTree.fromstring(closed.removeprefix("<!doctype html>").strip())
     assert not re.search(r"https?:|//|url\(|@import|<script|<img|<iframe", text)
 
 

@@ -9,23 +9,13 @@ import numpy as np
 import pytest
 
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
-from jaxkv.tools.replay.traces import (
-    TraceError,
-    _open_lines,
-    make_trace,
-    read_trace,
-)
+from jaxkv.tools.replay.traces import TraceError, _open_lines, make_trace, read_trace
 from jaxkv.types import STOPS
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]},
     {"timestamp": 9, "input_length": 600, "output_length": 1, "hash_ids": [7, -8]},
-    {
-        "timestamp": 9,
-        "input_length": 1024,
-        "output_length": 1,
-        "hash_ids": [7, 1 << 64],
-    },
+    {"timestamp": 9, "input_length": 1024, "output_length": 1, "hash_ids": [7, 2**64]},
 ]
 NORMALISED = [
     {"t": 0, "in": 1100, "out": 5, "ids": [0, 1]},
