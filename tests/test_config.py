@@ -98,6 +98,7 @@ def test_the_defaults_are_those_of_the_parts():
 
 def test_no_choice_of_the_parts_is_missing():
     of_rules = {field.name for field in dataclasses.fields(OffloadRules)}
+    assert all(f"    {name}: " in OffloadRules.__doc__ for name in of_rules)
     of_engine = set(TransferEngine.__init__.__kwdefaults__)
     of_worker = set(OffloadWorker.__init__.__kwdefaults__)
     for part, names in {
@@ -144,6 +145,12 @@ def test_none_and_nothing_in_the_environment():
             for text, values in (("", {}), (" ", {}), ("None", {name: None})):
                 config = OffloadConfig.from_env(environ={variable_of(name): text})
                 assert config == OffloadConfig(**values), (name, text)
+
+
+def test_the_environment_of_the_process_counts_only_if_asked(monkeypatch):
+    monkeypatch.setenv("JAXKV_MODE", "lazy")
+    assert OffloadConfig.from_env().mode == "lazy"
+    assert OffloadConfig().mode == OffloadConfig.from_dict({}).mode == "eager"
 
 
 def test_an_explicit_size_takes_the_place_of_either_size_in_the_environment():
@@ -487,6 +494,9 @@ def test_a_password_in_a_url_is_shown_to_nobody():
         assert "storage='" in texts[2] or "storage='" in texts[3], line
     url = PASSWORDS.split()[0]
     assert OffloadConfig(storage=url).to_dict()["storage"] == url
+    plain = repr(OffloadConfig(storage="s3://bucket/kv?region=eu"))
+    assert "storage='s3://bucket/kv?region=eu', " in plain
+    assert "storage_secret" not in plain
 
 
 def make_pool(num_blocks=16, block_size=4):
