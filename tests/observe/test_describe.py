@@ -58,27 +58,18 @@ def test_consecutive_blocks_are_one_event(catalog):
 
 
 def test_an_event_is_split_between_blocks_that_are_not_consecutive(catalog):
+    """A device pool has a key once for each block that holds it."""
     one, other = chain(catalog, range(6)), chain(catalog, [0, 1, 8, 9])
-    [told] = tell(catalog, stored(one[0], one[1], other[1], one[2], *other))
+    blocks = one[0], one[1], other[1], one[2], one[2], *other
+    [told, *gone] = tell(catalog, stored(*blocks), removed(one[2]), removed(one[2]))
+    assert gone == [[BlockRemoved([one[2]], "CPU", 0)]] * 2
     assert [(e.parent_block_hash, e.token_ids) for e in told] == [
         (None, [0, 1, 2, 3]),
         (one[0], [8, 9]),
         (one[1], [4, 5]),
+        (one[1], [4, 5]),
         (None, [0, 1, 8, 9]),
     ]
-
-
-def test_every_copy_of_a_block_has_its_own_event(catalog):
-    """As from a device pool: a key is there once for each block that holds it."""
-    keys = chain(catalog, range(4))
-    [first, second, third] = tell(
-        catalog, stored(keys[0], keys[1], keys[1]), removed(keys[1]), removed(keys[1])
-    )
-    assert [(e.parent_block_hash, e.token_ids) for e in first] == [
-        (None, [0, 1, 2, 3]),
-        (keys[0], [2, 3]),
-    ]
-    assert second == third == [BlockRemoved([keys[1]], "CPU", 0)]
 
 
 def test_groups_have_separate_events_with_their_kinds(catalog):

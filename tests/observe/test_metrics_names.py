@@ -83,11 +83,6 @@ def selected(query):
     return found, {label.strip() for each in grouped for label in each.split(",")}
 
 
-def test_selected_finds_names_and_labels_of_a_query():
-    query = 'sum by (le) (rate(a:b_bucket{engine=~"$engine"}[5m])) / max(c)'
-    assert selected(query) == ([("a:b_bucket", {"engine"}), ("c", set())], {"le"})
-
-
 def test_every_dashboard_query_names_existing_metrics_and_labels(all_families):
     samples = {}
     for family in all_families.values():

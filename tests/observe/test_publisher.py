@@ -21,14 +21,7 @@ from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM
 from tests.rigs.command_line import run_python
-from tests.rigs.listening import (
-    DECODER,
-    WAIT_MS,
-    Listener,
-    Picture,
-    removed,
-    stored,
-)
+from tests.rigs.listening import DECODER, WAIT_MS, Listener, Picture, removed, stored
 from tests.rigs.servers import free_port
 from tests.rigs.waiting import wait_for
 
@@ -366,6 +359,9 @@ REFUSED = (
     (EventSubscriber, ["tcp://*"], {}, "endpoint='tcp://.*' must be"),
     (EventSubscriber, [ANY], {"start_seq": -1}, "start_seq=-1 must be at least"),
     (EventSubscriber, [ANY], {"hwm": 0}, "hwm=0 must be at least 1"),
+    (EventSubscriber, [ANY], {}, r"endpoint='tcp://127.0.0.1:\*' cannot be"),
+    (EventSubscriber, [], {"replay_endpoint": "tcp://h:0"}, "must name the port at wh"),
+    (EventSubscriber, [], {"start_seq": 1 << 63}, "=9223372036854775808 must be at le"),
 )
 
 

@@ -103,12 +103,8 @@ END = [b"", END_OF_REPLAY, b""]
 @pytest.mark.parametrize("array_like", [False, True])
 def test_malformed_payloads_are_counted(array_like):
     good = encode_batch(KVEventBatch(0.5, [AllBlocksCleared()]), array_like=array_like)
-    with (
-        Publisher() as publisher,
-        connect(
-            publisher, payload=good, array_like=array_like, replay_endpoint=None
-        ) as subscriber,
-    ):
+    options = {"array_like": array_like, "replay_endpoint": None}
+    with Publisher() as publisher, connect(publisher, good, **options) as subscriber:
         for seq, payload in zip(range(2, 99, 2), BAD_PAYLOADS, strict=False):
             publisher.send(b"", number(seq - 1), payload)
             publisher.send(b"", number(1 << 62), payload)
@@ -235,7 +231,6 @@ def test_nothing_that_arrives_is_raised(seed):
             if rng.random() < 0.02:
                 num_received += subscriber.catch_up()
         stats = subscriber.stats
-        print(stats)
         assert stats.num_malformed > 20
         # Only a good batch may be believed, and whoever sends one may say any number.
         assert 0 <= stats.num_lost < 1 << 73
@@ -250,13 +245,6 @@ def test_arguments_that_cannot_be_used_are_refused_before_anything_is_received()
         for make in (EventSubscriber, EventPublisher):
             with pytest.raises(ValueError, match=r"topic=.* must be a text of valid U"):
                 make("tcp://127.0.0.1:5557", topic=topic)
-    for options, message in (
-        ({"endpoint": "tcp://127.0.0.1:*"}, r"endpoint='tcp://127.0.0.1:\*' cannot be"),
-        ({"replay_endpoint": "tcp://127.0.0.1:0"}, "must name the port at which"),
-        ({"start_seq": 1 << 63}, "start_seq=9223372036854775808 must be at least 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            EventSubscriber(**options)
     for timeout_s in WRONG_TIMES:
         with pytest.raises(ValueError, match=r"replay_timeout_s=.* from 0 to 2000000"):
             EventSubscriber(replay_timeout_s=timeout_s)

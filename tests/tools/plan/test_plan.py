@@ -21,25 +21,13 @@ from jaxkv.tools.replay.model_costs import make_model_costs, plain_costs
 from jaxkv.tools.replay.run import replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import make_trace
+from tests.tools.replay.test_model_costs import config
 
 SIZE = 16
 GQA = make_model_costs(
-    {
-        "model_type": "qwen2",
-        "num_hidden_layers": 4,
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "intermediate_size": 128,
-        "vocab_size": 100,
-        "sliding_window": 40,
-        "use_sliding_window": True,
-        "max_window_layers": 1,
-    }
+    config("qwen2", (4, 64, 8, 2, 128, 100))
+    | {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 1}
 )
-# 4 layers, of which the first sees all; a head has 8 numbers of 2 bytes.
-GQA_LAYERS = [None, 40, 40, 40]
-GQA_PARAMETERS = 4 * (2 * 64 * 8 * (8 + 2) + 3 * 64 * 128)
 
 
 def conversations(num_requests=120, seed=1):
@@ -64,15 +52,13 @@ def nearest_rank(values, percent):
 
 
 def twin_row(trace, speeds, result, num_devices):
-    """Compute a row of the model above, request by request and token by token."""
-    heads = max(1, 2 // num_devices)
-    token_layer_bytes = 2 * heads * 8 * 2
+    """Compute a row of the model above, request by request."""
     saved, loads, declined, load_bytes, host_tokens, total_s = [], 0, 0, 0, 0, 0.0
 
-    def compute(num_tokens, flops):
+    def prefill_s(first, last):
         if speeds.prefill_flops_per_s is None:
-            return num_tokens / speeds.prefill_tokens_per_s
-        return flops / speeds.prefill_flops_per_s
+            return (last - first) / speeds.prefill_tokens_per_s
+        return int(GQA.prefill_flops(first, last)) / speeds.prefill_flops_per_s
 
     for number in range(trace.num_requests):
         prompt = int(trace.input_tokens[number])
@@ -81,22 +67,9 @@ def twin_row(trace, speeds, result, num_devices):
         found = max(min(int(result.hits_by_request[number]) * SIZE, prompt), local)
         host_tokens += found - local
         last = max(min(found, prompt - 1), local)
-        num_bytes, flops = 0, 0
-        for window in GQA_LAYERS:
-            seen_next = last if window is None else min(last, window - 1)
-            for position in range(local, last):
-                num_bytes += token_layer_bytes * (position >= last - seen_next)
-                pairs = position + 1 if window is None else min(position + 1, window)
-                flops += 4 * 8 * 8 * pairs
-        flops += 2 * GQA_PARAMETERS * (last - local)
-        compute_s = compute(last - local, flops)
-        rest = sum(
-            min(position + 1, window or prompt)
-            for window in GQA_LAYERS
-            for position in range(local, prompt)
-        )
-        rest = 4 * 8 * 8 * rest + 2 * GQA_PARAMETERS * (prompt - local)
-        total_s += compute(prompt - local, rest)
+        num_bytes = int(GQA.load_bytes(local, last, num_devices))
+        compute_s = prefill_s(local, last)
+        total_s += prefill_s(local, prompt)
         load_s = speeds.load_latency_s + num_bytes / speeds.load_bytes_per_s
         if last == local:
             saved.append(0.0)
@@ -108,9 +81,9 @@ def twin_row(trace, speeds, result, num_devices):
             load_bytes += num_bytes
             saved.append(compute_s - load_s)
     span_s = (max(trace.time_ms) - min(trace.time_ms)) / 1000
-    store_bytes = [
-        int(n) * SIZE * 4 * token_layer_bytes for n in result.stores_by_request
-    ]
+    # Of 4 layers; a head, of which each device has one of 2, has 2 * 8 numbers.
+    stored_block = SIZE * 4 * 2 * max(1, 2 // num_devices) * 8 * 2
+    store_bytes = [int(n) * stored_block for n in result.stores_by_request]
     minutes = {}
     for time_ms, stored in zip(trace.time_ms, store_bytes, strict=True):
         minute = int((time_ms - min(trace.time_ms)) / 1000 // min(60, span_s))
@@ -231,6 +204,10 @@ def choose_plainly(demand, rows):
     return "slow loads", None, None
 
 
+EMPTY = PlanRow(*[0] * len(dataclasses.fields(PlanRow)))
+USES = "load_use", "store_use", "peak_store_use"
+
+
 def random_case(rng):
     """Make up a demand and rows, often with ties and at the rule's borders."""
     demand = Demand(
@@ -248,26 +225,12 @@ def random_case(rng):
             uses = [None] * 3
             if demand.span_s:
                 uses = [rng.choice((0.1, 0.9, 1.0, 1.2)) for _ in range(3)]
-            rows.append(
-                PlanRow(
-                    policy=policy,
-                    host_bytes=size,
-                    capacity_blocks=size >> 20,
-                    host_tokens=rng.choice((0, 9, 10, 200)),
-                    found_s=0.39 if is_cheap else rng.choice((1.0, 12.0)),
-                    num_loads=1,
-                    num_declined=0,
-                    load_bytes=1,
-                    store_bytes=1,
-                    saved_s=rng.choice((0.0, 0.4, 0.5, 9.0, 9.8, 10.0, 11.0)),
-                    saved_p50_s=0.0,
-                    saved_p95_s=0.0,
-                    saved_max_s=0.0,
-                    load_use=uses[0],
-                    store_use=uses[1],
-                    peak_store_use=uses[2],
-                )
-            )
+            figures = dict(zip(USES, uses, strict=True))
+            figures["host_tokens"] = rng.choice((0, 9, 10, 200))
+            figures["found_s"] = 0.39 if is_cheap else rng.choice((1.0, 12.0))
+            figures["saved_s"] = rng.choice((0.0, 0.4, 0.5, 9.0, 9.8, 10.0, 11.0))
+            row = dataclasses.replace(EMPTY, policy=policy, host_bytes=size, **figures)
+            rows.append(row)
     return demand, rows
 
 
@@ -277,12 +240,11 @@ def test_the_choice_is_the_rules_on_random_rows():
     for _ in range(3000):
         demand, rows = random_case(rng)
         choice = recommend(demand, rows)
-        took = choice.row
+        row = choice.row
         expected = choose_plainly(demand, rows)
         assert (
-            choice.reason,
-            took and took.host_bytes,
-            took and took.policy,
+            *(choice.reason, row and row.host_bytes),
+            row and row.policy,
         ) == expected
         assert choice.pays == (expected[0] == "pays")
         seen.add(choice.reason)

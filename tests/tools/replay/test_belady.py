@@ -1,4 +1,4 @@
-"""The optimum: no other choice of victims finds more. Published figures."""
+"""The optimum: no other choice of victims finds more."""
 
 import itertools
 import random
@@ -7,8 +7,7 @@ import pytest
 
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import find_on_device
-from jaxkv.tools.replay.run import OPTIMUM, sweep
-from jaxkv.tools.replay.traces import make_trace, read_trace
+from jaxkv.tools.replay.traces import make_trace
 
 
 def best_of_all(requests, capacity, local):
@@ -69,22 +68,3 @@ def test_the_end_is_reported_and_capacity_0_is_refused():
     assert reports[-1] == (2, 2)
     with pytest.raises(ValueError, match="capacity_blocks=0 must be at least 1"):
         find_optimum(trace, 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "percents"),
-    [
-        ("cc_agentic_a", {394: 22.2, 1184: 70.7}),
-        pytest.param("cc_agentic_a", {1973: 86.6, 3947: 95.2}, marks=pytest.mark.long),
-        pytest.param(
-            "mooncake_conversation",
-            {1708: 24.3, 5126: 35.6, 8544: 38.2, 17089: 38.2, 51269: 38.2},
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_published_figures_are_reproduced(shared_traces, name, percents):
-    trace = read_trace(shared_traces / f"{name}.jsonl.gz")
-    results = sweep(trace, [OPTIMUM], list(percents))
-    ratios = {r.capacity_blocks: round(100 * r.block_hit_ratio, 1) for r in results}
-    assert ratios == percents

@@ -52,25 +52,14 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
 def fake(monkeypatch):
     """Replace the replay by a fake one in which ARC refuses 7 stores."""
 
-    def sweep(
-        trace, policies, capacities, on_progress, device_blocks, admission, fleets
-    ):
+    def sweep(trace, policies, capacities, *_):
+        num = trace.num_requests
+        hits = 143 * np.eye(1, num, dtype=np.int64)[0]
+        counts = num, trace.num_block_refs, 143, None, None
         return [
-            ReplayResult(
-                policy=policy,
-                capacity_blocks=capacity,
-                num_requests=trace.num_requests,
-                num_block_refs=trace.num_block_refs,
-                num_hit_blocks=143,
-                input_tokens=None,
-                hit_tokens=None,
-                num_refused=7 * (policy == "arc"),
-                compile_s=1.0,
-                wall_s=1.0,
-                hits_by_request=143 * np.eye(1, trace.num_requests, dtype=np.int64)[0],
-            )
-            for policy in policies
-            for capacity in capacities
+            ReplayResult(name, size, *counts, 7 * (name == "arc"), 1.0, 1.0, hits)
+            for name in policies
+            for size in capacities
         ]
 
     monkeypatch.setattr("jaxkv.tools.replay.command.sweep", sweep)
@@ -192,28 +181,6 @@ def test_admission_is_applied_to_every_policy_and_named(capsys, tmp_path):
         assert stored[True]["optimum"][figure] == stored[False]["optimum"][figure]
 
 
-def test_prompt_only_leaves_out_what_outputs_filled(capsys, tmp_path):
-    # The second prompt goes on with what the first request's output filled.
-    head = (
-        '{"format": "jaxkv trace 1", "block_size": 16, "policy": "lru", "host_blocks":'
-        ' 8, "device_blocks": null, "groups": 1, "times": "ms", "lengths": "tokens", '
-        '"began_unix_ms": 0, "key_id": "87975abbcdecde50", "part": 0}\n'
-    )
-    lines = (
-        '{"t": 1, "in": 16, "out": 17, "ids": [1], "out_ids": [2]}\n'
-        '{"t": 2, "in": 48, "out": 1, "ids": [1, 2, 3]}\n'
-    )
-    trace, figures = tmp_path / "a.jsonl", tmp_path / "a.json"
-    trace.write_text(head + lines)
-    found = []
-    for option in ("", "--prompt-only"):
-        line = f"replay {trace} --policy lru --capacity 3 --no-optimum --json {figures}"
-        assert cli.main(f"{line} {option}".split()) == 0
-        (result,) = json.loads(figures.read_text())["results"]
-        found.append(result["num_hit_blocks"])
-    assert found == [2, 1]
-
-
 def test_the_page_has_the_command_that_made_it(fake, tmp_path):
     path = tmp_path / "a report.html"
     options = "--policy lru --policy arc --capacity 20,50% --block-size 128"
@@ -225,18 +192,6 @@ def test_the_page_has_the_command_that_made_it(fake, tmp_path):
         f"jaxkv replay synthetic:60 {options} --no-optimum --html &#x27;{path}&#x27;"
     )
     assert command in text
-
-
-def test_a_model_may_be_a_file(capsys, tmp_path):
-    path = tmp_path / "tiny" / "config.json"
-    path.parent.mkdir()
-    path.write_text(
-        '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, '
-        '"num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 256}'
-    )
-    for name in (path, path.parent):
-        assert cli.main(f"{SMALL} --model {name}".split()) == 0
-        assert "Model         tiny, 0.0 billion" in capsys.readouterr().out
 
 
 def test_what_cannot_be_written_whole_is_not_written(fake, capsys, tmp_path):

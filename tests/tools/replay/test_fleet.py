@@ -115,18 +115,6 @@ def test_hosts_take_nothing_from_a_store_that_evicts_nothing(trace):
         assert result.fetches_by_request.sum() > 0
 
 
-def test_a_store_that_evicts_lacks_what_a_host_alone_holds():
-    # 1 and 2 leave the store while the first host has them, which finds them there and
-    # does not write them again; without hosts the third request would.
-    requests = [[1, 2], [3, 4, 5], [1, 2], [1, 2]]
-    trace = make_trace("four", requests)
-    store = {"storage_blocks": 3}
-    result = replay("lru", trace, 6, fleet=Fleet(2, **store))
-    assert result.hits_by_request.tolist() == [0, 0, 2, 0]
-    alone = replay(STORE_ALONE, trace, 6, fleet=Fleet(2, **store))
-    assert alone.hits_by_request.tolist() == [0, 0, 0, 2]
-
-
 @pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("hazard", 2)])
 def test_a_fleet_finds_what_real_schedulers_over_one_store_do(policy, seed):
     trace, fleet = make_mixed_trace(seed), Fleet(3, "sticky", 230)

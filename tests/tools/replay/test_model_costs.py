@@ -12,90 +12,53 @@ from jaxkv.tools.replay.model_costs import (
     plain_costs,
 )
 
-LLAMA_8B, LLAMA_70B, DEEPSEEK_V3 = (
-    NAMED_MODELS[name] for name in ("llama-3.1-8b", "llama-3.1-70b", "deepseek-v3")
+LLAMA_8B, LLAMA_70B, QWEN3_8B, QWEN3_32B, DEEPSEEK_V3 = NAMED_MODELS.values()
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads"),
+    *("num_key_value_heads", "intermediate_size", "vocab_size"),
 )
-MIXTRAL_8X7B = {
-    **LLAMA_8B,
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "sliding_window": None,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
-QWEN2_5_7B = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 28,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "sliding_window": 131072,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-    "tie_word_embeddings": False,
-}
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "sliding_window": None,
-    "use_sliding_window": False,
-}
-GEMMA3_27B = {  # its text_config leaves the vocabulary out
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 62,
-    "hidden_size": 5376,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "intermediate_size": 21504,
-    "sliding_window": 1024,
-}
-GEMMA3_1B = {
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 26,
-    "hidden_size": 1152,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "intermediate_size": 6912,
-    "vocab_size": 262144,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-}
-DEEPSEEK_V2_LITE = {
-    **DEEPSEEK_V3,
-    "model_type": "deepseek_v2",
-    "num_hidden_layers": 27,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": None,
-    "vocab_size": 102400,
-}
+
+
+def config(model_type, sizes, **more):
+    return {"model_type": model_type, **dict(zip(SIZES, sizes, strict=False)), **more}
+
+
+MIXTRAL_8X7B = config(
+    *("mixtral", (32, 4096, 32, 8, 14336, 32000)),
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+)
+QWEN2_5_7B = config(
+    *("qwen2", (28, 3584, 28, 4, 18944, 152064)),
+    **{"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28},
+    tie_word_embeddings=False,
+)
+QWEN3_30B_A3B = config(
+    *("qwen3_moe", (48, 2048, 32, 4, 6144, 151936)),
+    **{"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128},
+    **{"num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    **{"sliding_window": None, "use_sliding_window": False},
+)
+# Its text_config leaves the vocabulary out.
+GEMMA3_27B = config(
+    *("gemma3_text", (62, 5376, 32, 16, 21504)), head_dim=128, sliding_window=1024
+)
+GEMMA3_1B = config(
+    *("gemma3_text", (26, 1152, 4, 1, 6912, 262144)),
+    **{"head_dim": 256, "sliding_window": 512, "sliding_window_pattern": 6},
+)
+DEEPSEEK_V2_LITE = DEEPSEEK_V3 | config(
+    *("deepseek_v2", (27, 2048, 16, 16, 10944, 102400)),
+    **{"moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2},
+    **{"num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None},
+)
 
 # Parameters as the weights' files have them, and those of norms, biases and gates,
 # which are no matrices: in each layer, and once.
 PUBLISHED = {
     "Llama 3.1 8B": (LLAMA_8B, 8_030_261_248, 2 * 4096, 4096),
+    "Llama 3.1 70B": (LLAMA_70B, 70_553_706_496, 2 * 8192, 8192),
+    "Qwen3 8B": (QWEN3_8B, 8_190_735_360, 2 * 4096 + 2 * 128, 4096),
+    "Qwen3 32B": (QWEN3_32B, 32_762_123_264, 2 * 5120 + 2 * 128, 5120),
     "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704, 2 * 4096, 4096),
     "Qwen2.5 7B": (QWEN2_5_7B, 7_615_616_512, 2 * 3584 + 36 * 128, 3584),
     "Qwen3 30B A3B": (QWEN3_30B_A3B, 30_532_122_624, 2 * 2048 + 2 * 128, 2048),
@@ -113,33 +76,28 @@ PUBLISHED = {
 
 
 def test_all_parameters_but_norms_and_biases_are_those_of_the_weights_files():
-    for name, (config, published, in_layer, once) in PUBLISHED.items():
-        costs = make_model_costs(config)
-        vectors = config["num_hidden_layers"] * in_layer + once
+    for name, (model, published, in_layer, once) in PUBLISHED.items():
+        costs = make_model_costs(model)
+        vectors = model["num_hidden_layers"] * in_layer + once
         assert costs.num_parameters == published - vectors, name
         assert vectors < 0.0005 * published, name
         assert costs.notes == (), name
 
 
 def test_active_parameters_are_the_published_ones():
-    for config, published in (
-        *((MIXTRAL_8X7B, 12.9e9), (QWEN3_30B_A3B, 3.3e9)),
-        (LLAMA_8B, 8.03e9),
-    ):
-        costs = make_model_costs(config)
-        assert costs.num_active_parameters == pytest.approx(published, rel=0.02)
-
-
-def test_active_parameters_of_deepseek_are_published_without_the_embedding():
-    """Its README: 36.6B, with the output layer's 0.9B, not the embedding's."""
-    costs = make_model_costs(DEEPSEEK_V3)
+    # DeepSeek counts the output layer's 0.9B, not the embedding's.
     embedding = 129280 * 7168
-    assert costs.num_active_parameters - embedding == pytest.approx(36.6e9, rel=0.002)
+    for model, published in (
+        *((MIXTRAL_8X7B, 12.9e9), (QWEN3_30B_A3B, 3.3e9), (LLAMA_8B, 8.03e9)),
+        (DEEPSEEK_V3, 36.6e9 + embedding),
+    ):
+        costs = make_model_costs(model)
+        assert costs.num_active_parameters == pytest.approx(published, rel=0.02)
     assert costs.num_prefill_parameters == costs.num_active_parameters - 2 * embedding
 
 
 def test_bytes_of_a_tokens_kv():
-    for config, kv_bytes in [
+    for model, kv_bytes in [
         (LLAMA_8B, 128 << 10),
         (LLAMA_70B, 320 << 10),
         (QWEN2_5_7B, 56 << 10),
@@ -147,7 +105,7 @@ def test_bytes_of_a_tokens_kv():
         (GEMMA3_27B, 62 * 2 * 16 * 128 * 2),
         (DEEPSEEK_V3, 61 * 576 * 2),
     ]:
-        assert make_model_costs(config).kv_bytes_per_token == kv_bytes
+        assert make_model_costs(model).kv_bytes_per_token == kv_bytes
     assert make_model_costs(LLAMA_8B, "float8_e4m3fn").kv_bytes_per_token == 64 << 10
     in_float32 = {**LLAMA_8B, "dtype": "float32", "torch_dtype": "bfloat16"}
     assert make_model_costs(in_float32).kv_bytes_per_token == 256 << 10
@@ -176,44 +134,27 @@ def seen(position, window, is_chunked):
     return len(range(first, position + 1))
 
 
-SMALL = {
-    "model_type": "llama",
-    "num_hidden_layers": 6,
-    "hidden_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 40,
-    "vocab_size": 100,
-}
+SMALL = config("llama", (6, 24, 4, 2, 40, 100), head_dim=8)
 # What changes SMALL, and the window of each layer.
-WINDOWS = [
+WINDOW = {"sliding_window": 5}
+LAYER_TYPES = ["sliding_attention"] * 2 + ["full_attention"] * 4
+WINDOWS = (
     ({}, [None] * 6),
-    ({"sliding_window": 5}, [5] * 6),
+    (WINDOW, [5] * 6),
     ({"model_type": "mistral", "sliding_window": None}, [None] * 6),
-    ({"model_type": "gemma2", "sliding_window": 5}, [5, None] * 3),
+    (WINDOW | {"model_type": "gemma2"}, [5, None] * 3),
+    (WINDOW | {"model_type": "cohere2", SIZES[0]: 8}, [5, 5, 5, None] * 2),
+    (WINDOW | {"model_type": "gemma3_text"}, [5] * 5 + [None]),
+    (WINDOW | {"sliding_window_pattern": 3}, [5, 5, None] * 2),
     (
-        {"model_type": "cohere2", "sliding_window": 5, "num_hidden_layers": 8},
-        [5, 5, 5, None] * 2,
-    ),
-    ({"model_type": "gemma3_text", "sliding_window": 5}, [5] * 5 + [None]),
-    ({"sliding_window": 5, "sliding_window_pattern": 3}, [5, 5, None] * 2),
-    (
-        {"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True}
-        | {"max_window_layers": 4},
+        WINDOW
+        | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 4},
         [None] * 4 + [5] * 2,
     ),
-    (
-        {"sliding_window": 5}
-        | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4},
-        [5, 5] + [None] * 4,
-    ),
-    ({"model_type": "gpt_oss", "sliding_window": 5}, [5, None] * 3),
-    (
-        {"model_type": "llama4_text", "attention_chunk_size": 5},
-        [5, 5, 5, None, 5, 5],
-    ),
-]
+    (WINDOW | {"layer_types": LAYER_TYPES}, [5, 5] + [None] * 4),
+    (WINDOW | {"model_type": "gpt_oss"}, [5, None] * 3),
+    ({"model_type": "llama4_text", "attention_chunk_size": 5}, [5, 5, 5, None, 5, 5]),
+)
 
 
 @pytest.mark.parametrize(("changes", "windows"), WINDOWS)
@@ -246,12 +187,8 @@ def test_flops_and_loads_are_those_of_each_token_and_layer_together(changes, win
 
 
 def test_layers_without_experts_are_counted_as_such():
-    base = {
-        **SMALL,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 10,
-    }
+    base = SMALL | {"num_experts": 4, "num_experts_per_tok": 2}
+    base["moe_intermediate_size"] = 10
     dense, expert, router = 3 * 24 * 40, 3 * 24 * 10, 24 * 4
     attention = 6 * (24 * 8 * 4 * 2 + 24 * 8 * 2 * 2)
 

@@ -13,7 +13,7 @@ from jaxkv.tools import main as cli
 from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import find_on_device
-from jaxkv.tools.replay.run import replay
+from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.traces import TraceError, make_trace, read_trace
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
 
@@ -179,6 +179,20 @@ def test_the_command_tells_what_the_run_had_found(tmp_path, capsys, plain_output
     }
 
 
+def test_prompt_only_leaves_out_what_outputs_filled(tmp_path, capsys, plain_output):
+    lines = [
+        {"t": 1, "in": 4, "out": 5, "ids": [1], "out_ids": [2]},
+        {"t": 2, "in": 12, "out": 1, "ids": [1, 2, 3]},
+    ]
+    trace = write(tmp_path / "a.jsonl", *lines, device_blocks=None)
+    figures = tmp_path / "figures.json"
+    for option, num_found in (("", 2), ("--prompt-only", 1)):
+        line = f"replay {trace} --policy lru --capacity 3 --no-optimum --json {figures}"
+        assert cli.main(f"{line} {option}".split()) == 0
+        (result,) = json.loads(figures.read_text())["results"]
+        assert result["num_hit_blocks"] == num_found, option
+
+
 def test_blocks_that_an_output_filled_are_stored_and_not_asked_for():
     # The second turn asks for what the first one's output filled.
     turns = [[1, 2, 3], [1, 2, 3, 4], [5], [1, 2, 3, 4]]
@@ -284,37 +298,46 @@ def test_a_replay_finds_what_the_scheduler_found_request_by_request(tmp_path):
         assert np.diff(trace.time_ms).min() > 0
 
 
-@pytest.mark.parametrize(
-    ("policy", "admission"),
-    [
-        ("lru", Admission(store_threshold=2)),
-        ("arc", Admission(max_unseen_blocks=1)),
-        ("lru", Admission(prompt_only=True)),
-        ("lru", Admission(max_offload_tokens=3 * BLOCK_SIZE + 1)),
-        ("arc", Admission(store_threshold=2, prompt_only=True)),
-        ("lru", Admission(max_unseen_blocks=2, max_offload_tokens=5 * BLOCK_SIZE)),
-    ],
-    ids=lambda value: getattr(value, "text", value),
+ADMISSIONS = (
+    ("lru", Admission(store_threshold=2)),
+    ("lru", Admission(store_threshold=3, max_offload_tokens=6 * BLOCK_SIZE - 1)),
+    ("arc", Admission(max_unseen_blocks=1)),
+    ("lru", Admission(max_unseen_blocks=0, prompt_only=True)),
+    ("lru", Admission(prompt_only=True)),
+    ("lru", Admission(max_offload_tokens=3 * BLOCK_SIZE + 1)),
+    ("arc", Admission(store_threshold=2, prompt_only=True)),
+    ("lru", Admission(max_unseen_blocks=2, max_offload_tokens=5 * BLOCK_SIZE)),
 )
-def test_with_an_admission_a_replay_finds_what_a_scheduler_with_it_finds(
-    tmp_path, policy, admission
-):
-    num_fewer = 0
+
+
+def test_with_an_admission_a_replay_finds_what_a_scheduler_with_it_finds(tmp_path):
+    num_fewer = dict.fromkeys(ADMISSIONS, 0)
     for seed, (device_blocks, host_blocks) in enumerate(SIZES):
         options = {"device_blocks": device_blocks, "host_blocks": host_blocks}
-        options["policy"] = policy
-        everything, ruled = (tmp_path / f"{name}{seed}" for name in ("all", "ruled"))
+        everything, ruled = tmp_path / f"all{seed}", tmp_path / f"ruled{seed}"
         run_random(everything, seed, **options)
-        rig = run_random(ruled, seed, **options, **dataclasses.asdict(admission))
         trace = read_trace(everything)
         device = find_on_device(trace, device_blocks - 1)
-        admitted = find_admitted(trace, admission, device=device)
-        result = replay(policy, trace, host_blocks, device=device, admitted=admitted)
-        host_hits = result.hits_by_request - device.hits
-        expected = read_trace(ruled).recording.host_tokens
-        assert (BLOCK_SIZE * host_hits).tolist() == expected.tolist()
-        num_stored = result.stores_by_request.sum()
-        assert num_stored == rig.scheduler.stats.num_stored > 0
-        without = replay(policy, trace, host_blocks, device=device)
-        num_fewer += without.stores_by_request.sum() - num_stored
-    assert num_fewer > 0
+        for case in ADMISSIONS:
+            policy, admission = case
+            rules = dataclasses.asdict(admission)
+            ruled.unlink(missing_ok=True)
+            rig = run_random(ruled, seed, policy=policy, **options, **rules)
+            admitted = find_admitted(trace, admission, device=device)
+            of_device = {"device": device, "admitted": admitted}
+            result = replay(policy, trace, host_blocks, **of_device)
+            host_hits = result.hits_by_request - device.hits
+            expected = read_trace(ruled).recording.host_tokens
+            assert (BLOCK_SIZE * host_hits).tolist() == expected.tolist(), case
+            num_stored = result.stores_by_request.sum()
+            assert num_stored == rig.scheduler.stats.num_stored > 0, case
+            without = replay(policy, trace, host_blocks, device=device)
+            num_fewer[case] += without.stores_by_request.sum() - num_stored
+    assert min(num_fewer.values()) > 0, num_fewer
+    # A sweep keeps the same blocks out at every capacity, but not from the optimum.
+    both = ["arc", OPTIMUM], [20, 40]
+    arc = Admission(store_threshold=2, prompt_only=True)
+    swept = sweep(trace, *both, admission=arc)
+    admitted = find_admitted(trace, arc)
+    assert swept[:2] == [replay("arc", trace, n, admitted=admitted) for n in (20, 40)]
+    assert swept[2:] == sweep(trace, [OPTIMUM], [20, 40])

@@ -9,23 +9,13 @@ import numpy as np
 import pytest
 
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
-from jaxkv.tools.replay.traces import (
-    TraceError,
-    _open_lines,
-    make_trace,
-    read_trace,
-)
+from jaxkv.tools.replay.traces import TraceError, _open_lines, make_trace, read_trace
 from jaxkv.types import STOPS
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]},
     {"timestamp": 9, "input_length": 600, "output_length": 1, "hash_ids": [7, -8]},
-    {
-        "timestamp": 9,
-        "input_length": 1024,
-        "output_length": 1,
-        "hash_ids": [7, 1 << 64],
-    },
+    {"timestamp": 9, "input_length": 1024, "output_length": 1, "hash_ids": [7, 2**64]},
 ]
 NORMALISED = [
     {"t": 0, "in": 1100, "out": 5, "ids": [0, 1]},
@@ -43,9 +33,12 @@ def write(path, lines):
 
 def test_both_formats_are_read(tmp_path):
     for lines, name in itertools.product(
-        (MOONCAKE, NORMALISED), ("a.jsonl", "a.jsonl.gz")
+        (MOONCAKE, NORMALISED), ("a.jsonl", "a.jsonl.gz", "a")
     ):
-        trace = read_trace(write(tmp_path / name, lines))
+        path = write(tmp_path / name, lines)
+        if name == "a":  # Gzip is recognised by content, not by name.
+            path.write_bytes((tmp_path / "a.jsonl.gz").read_bytes())
+        trace = read_trace(path)
         assert trace.name == "a"
         # Partial last blocks are left out, the others are renumbered.
         assert trace.ids.tolist() == [0, 1, 0, 0, 2]
@@ -56,12 +49,6 @@ def test_both_formats_are_read(tmp_path):
         assert trace.block_size == 512
         assert trace.num_requests == trace.num_unique_blocks == 3
         assert trace.num_block_refs == 5
-
-
-def test_gzip_is_recognised_by_content_not_by_name(tmp_path):
-    path = tmp_path / "trace"
-    path.write_bytes(gzip.compress(json.dumps(NORMALISED[0]).encode(), mtime=0))
-    assert read_trace(path).ids.tolist() == [0, 1]
 
 
 def test_fields_lines_and_requests_may_be_left_out_or_empty(tmp_path):
@@ -194,11 +181,3 @@ def test_synthetic_traces_are_deterministic_and_conversations():
             make_synthetic_trace(**({"num_requests": 3} | {name: 0}))
     with pytest.raises(ValueError, match="'empty' must have a request with a full"):
         make_trace("empty", [[], []])
-
-
-def test_recorded_traces_match_their_description(shared_traces):
-    trace = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
-    assert trace.num_requests == 1000
-    assert trace.num_unique_blocks == 20_527
-    assert trace.num_block_refs == 26_307
-    np.testing.assert_array_equal(trace.num_blocks, trace.input_tokens // 512)

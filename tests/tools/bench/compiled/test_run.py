@@ -6,11 +6,7 @@ import pytest
 from jaxkv.tools.bench.compiled import run
 from jaxkv.tools.bench.compiled.plan import CompileConfig
 from jaxkv.tools.bench.compiled.pools import PoolShape
-from jaxkv.tools.bench.compiled.targets import (
-    THIS_CPU,
-    missing_extra,
-    parse_target,
-)
+from jaxkv.tools.bench.compiled.targets import THIS_CPU, missing_extra, parse_target
 
 SMALL = PoolShape("small", (64, 4, 2, 16), 2, dtype="float32")
 
