@@ -5,7 +5,9 @@ import dataclasses
 import inspect
 import json
 import logging
+import os
 import re
+import shutil
 import threading
 import typing
 from pathlib import Path
@@ -28,6 +30,7 @@ from jaxkv.tools.bench.storage.run import StorageConfig
 from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.storage import StoreError, open_store
+from tests.rigs.command_line import run_python
 from tests.rigs.listening import stored
 from tests.rigs.scraping import get
 from tests.rigs.servers import free_port
@@ -84,6 +87,44 @@ def test_the_table_of_the_docs_has_all_keys_as_they_are():
         assert (value, type(value)) == (fields[name], type(fields[name])), name
         accepts_none = type(None) in typing.get_args(hints[name])
         assert accepts_none == KEYS[name].may_be_none, name
+
+
+ANOTHER_SETTING = """
+    max_odd_blocks: int | None = settings.number(
+        None, "scheduler", "Is there.", unit="host blocks", least=3
+    )
+"""
+SEES_IT = """
+import pytest
+from jaxkv import ConfigError, OffloadConfig, OffloadRules
+from jaxkv.config import table_of_keys
+from jaxkv.integrations.vllm import config as vllm
+
+assert OffloadConfig(max_odd_blocks=5).make_rules() == OffloadRules(max_odd_blocks=5)
+environ = {"JAXKV_MAX_ODD_BLOCKS": "5"}
+assert OffloadConfig.from_env(environ=environ).max_odd_blocks == 5
+assert vllm.read_extra_config({"max_odd_blocks": 5})[0].max_odd_blocks == 5
+assert "    max_odd_blocks: Is there." in OffloadRules.__doc__
+assert "| `max_odd_blocks` | `null`, host blocks | Is there. |" in table_of_keys()
+for make in (
+    lambda: OffloadRules(max_odd_blocks=2),
+    lambda: OffloadConfig(max_odd_blocks=2),
+    lambda: vllm.read_extra_config({"max_odd_blocks": 2}),
+):
+    with pytest.raises(ConfigError, match="^max_odd_blocks=2 must be a whole number"):
+        make()
+"""
+
+
+def test_a_rule_is_declared_in_one_place_and_seen_everywhere(tmp_path):
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "jaxkv", tmp_path / "jaxkv", ignore=ignore)
+    rules = tmp_path / "jaxkv/scheduling/rules.py"
+    before, end, after = rules.read_text("utf-8").partition("\n    def _contradictions")
+    rules.write_text(before + ANOTHER_SETTING + end + after, encoding="utf-8")
+    environ = os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = run_python(SEES_IT, cwd=tmp_path, env=environ, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_defaults_are_those_of_the_parts():
