@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import TransferEngine
+from jaxkv.transfer.kernels import SAVE_KINDS
 from tests.rigs.device_cases import devices
 
 [DEVICE] = devices(1)
@@ -37,6 +38,13 @@ def check_at_rest(engine):
     assert engine._table.num_pins == 0
     assert not engine._table._held.any()
     engine._table.check()
+
+
+def programs_of(engine):
+    """All programs of an engine; those of loads come last."""
+    copier = engine._copier
+    saves = [copier.save_program(kind) for kind in SAVE_KINDS[copier.mode]]
+    return saves + [copier.load_program(g) for g in range(copier.num_layer_groups)]
 
 
 class Moves:
