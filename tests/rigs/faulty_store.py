@@ -31,16 +31,7 @@ class Faults:
 
 
 class FaultyStore:
-    """Hands calls on to another store, with faults that a seed chooses.
-
-    Args:
-        inner: The store.
-        seed: Of the faults; they also depend on the order of calls.
-        faults: How often there are any.
-
-    Attributes:
-        num_faults: Faults of each kind so far.
-    """
+    """Hands calls on to another store, with faults by a seed and the order of calls."""
 
     def __init__(self, inner: BlobStore, seed: int, faults: Faults | None = None):
         self.inner = inner

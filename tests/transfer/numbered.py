@@ -48,13 +48,7 @@ def programs_of(engine):
 
 
 class Moves:
-    """An engine, and the pool that it returned last.
-
-    Args:
-        mode: The engine's.
-        pool: The pool; None for one of numbers.
-        options: Of the engine.
-    """
+    """An engine, and the pool that it returned last; a numbered one at first."""
 
     def __init__(self, mode, pool=None, num_host_blocks=NUM_HOST_BLOCKS, **options):
         self.pool = numbered_pool() if pool is None else pool
