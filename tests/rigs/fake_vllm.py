@@ -60,6 +60,9 @@ class KVConnectorBase_V1(abc.ABC):  # noqa: N801
     @abc.abstractmethod
     def build_connector_meta(self, scheduler_output): ...
 
+    def on_new_request(self, request):
+        return
+
     def get_kv_connector_stats(self):
         return None
 
@@ -107,6 +110,22 @@ class CacheHitSource(str, enum.Enum):  # noqa: UP042
 
 
 @dataclasses.dataclass
+class BlockStored:
+    block_hashes: list
+    parent_block_hash: bytes | None
+    token_ids: list
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+@dataclasses.dataclass
 class OlderBlockStored:
     """Of a version that knew neither groups nor extra keys."""
 
@@ -120,22 +139,15 @@ class OlderBlockStored:
 
 
 @dataclasses.dataclass
-class BlockStored(OlderBlockStored):
-    extra_keys: list | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-    locality: str | None = None
-
-
-@dataclasses.dataclass
 class OlderBlockRemoved:
     block_hashes: list
     medium: str | None
 
 
 @dataclasses.dataclass
-class BlockRemoved(OlderBlockRemoved):
+class BlockRemoved:
+    block_hashes: list
+    medium: str | None
     group_idx: int | None = None
     locality: str | None = None
 
