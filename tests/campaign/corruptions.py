@@ -3,11 +3,12 @@
 Each function breaks one promise in a `PagedEngine` that was just made.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 
-from jaxkv import ConnectorOutput
+from tests.campaign.users import PLAIN, User
 
 
 def a_load_flips_a_byte(engine):
@@ -45,14 +46,8 @@ def a_failed_load_is_reported_as_done(engine):
     update = engine.scheduler.update_connector_output
 
     def lie(report):
-        return update(
-            ConnectorOutput(
-                (*report.finished_recving, *report.failed_recving),
-                (),
-                report.completed_store_events,
-                report.failed_store_events,
-            )
-        )
+        loads = report.finished_recving + report.failed_recving
+        return update(replace(report, finished_recving=loads, failed_recving=()))
 
     engine.scheduler.update_connector_output = lie
 
@@ -62,10 +57,9 @@ def a_failed_save_is_reported_as_done(engine):
     update = engine.scheduler.update_connector_output
 
     def lie(report):
-        events = (*report.completed_store_events, *report.failed_store_events)
-        return update(
-            ConnectorOutput(report.finished_recving, report.failed_recving, events)
-        )
+        saves = report.completed_store_events + report.failed_store_events
+        reported = {"completed_store_events": saves, "failed_store_events": ()}
+        return update(replace(report, **reported))
 
     engine.scheduler.update_connector_output = lie
 
@@ -77,16 +71,8 @@ def keys_leave_out_salt_and_adapter(engine):
     def submit_without(tokens, extras):
         submit(tokens, extras)
         user = list(engine.users.values())[-1]
-        plain = type(user)(
-            user.request_id,
-            engine.groups,
-            user.tokens,
-            type(extras)(),
-            user.max_tokens,
-            engine.weights,
-            f"v{engine.epoch}",
-        )
-        user._chains = plain._chains
+        own = user.tokens, PLAIN, user.max_tokens, engine.weights, f"v{engine.epoch}"
+        user._chains = User(user.request_id, engine.groups, *own)._chains
 
     engine.submit = submit_without
 
@@ -96,7 +82,7 @@ def a_reset_keeps_everything(engine):
     scheduler = engine.scheduler
     scheduler.reset = lambda: not scheduler.has_pending_loads()
     engine.blocks.evict = lambda block_ids: None
-    engine.habits = _with(engine.habits, renames_weights=False)
+    engine.habits = replace(engine.habits, renames_weights=False)
 
 
 def what_an_offer_leaves_out_is_cached(engine):
@@ -109,9 +95,8 @@ def what_an_offer_leaves_out_is_cached(engine):
         return answer
 
     engine.scheduler.update_state_after_alloc = forget
-    engine.habits = _with(
-        engine.habits, takes_answers=False, leaves_holes=False, trims=False
-    )
+    plain = {"takes_answers": False, "leaves_holes": False, "trims": False}
+    engine.habits = replace(engine.habits, **plain)
 
 
 def a_pin_is_forgotten(engine):
@@ -161,10 +146,6 @@ def an_offer_is_too_long(engine):
         return real(pool, host_ids[:-1], device_ids[:-1], fewer, **how)
 
     mover.load_each = load_each
-
-
-def _with(habits, **changes):
-    return type(habits)(**(vars(habits) | changes))
 
 
 WRONG = "wrong bytes: "

@@ -26,10 +26,7 @@ class Overlaps:
         for what, blocks in (
             ("a host block is stored while it is loaded", stores & (read | loads)),
             ("a host block is loaded while it is stored", loads & written),
-            (
-                "a block is stored while it is loaded",
-                busy & saved,
-            ),
+            ("a block is stored while it is loaded", busy & saved),
             ("a block is copied while it is loaded", busy & copied),
             ("a block is loaded twice", loaded & set(meta.load_device_blocks)),
         ):

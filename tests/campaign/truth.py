@@ -54,18 +54,10 @@ def first_block_read(spec, num_tokens):
 
 
 def part(spec, group, digests, block, first, end):
-    """Bytes of tokens in a block.
+    """Return the rows and bytes of a request's tokens `first` to `end` in a block.
 
-    Args:
-        spec: The group of layers.
-        group: Its index.
-        digests: After 0, 1, 2, ... tokens of the request.
-        block: Index of the block.
-        first: The first token that is meant, of the request.
-        end: The token after the last one.
-
-    Returns:
-        bool[BLOCK_ROWS], which rows are meant, and uint8[BLOCK_ROWS, ROW_BYTES].
+    The rows are bool[BLOCK_ROWS], the bytes uint8[BLOCK_ROWS, ROW_BYTES]; `digests` are
+    those after 0, 1, 2, ... tokens.
     """
     if isinstance(spec, Mamba):
         # The state after the last token takes the place of those before.

@@ -99,19 +99,12 @@ _FILES = (
 
 
 class Fault(NamedTuple):
-    """A call that fails.
+    """A call that fails."""
 
-    Attributes:
-        call: The function, a name in `ERRORS`.
-        place: The function of jaxkv that needs it.
-        number: How many such calls in this place succeed before.
-        error: A number of `errno`, `SHORT`, `HANG`, `NO_THREAD` or `TIMED_OUT`.
-    """
-
-    call: str
-    place: str
-    number: int
-    error: int | str
+    call: str  # A name in `ERRORS`.
+    place: str  # The function of jaxkv that needs it.
+    number: int  # So many such calls in this place succeed before.
+    error: int | str  # Of `errno`, or `SHORT`, `HANG`, `NO_THREAD` or `TIMED_OUT`.
 
     def __str__(self):
         name = (
@@ -121,17 +114,9 @@ class Fault(NamedTuple):
 
 
 class FailingCalls:
-    """Counts the calls of jaxkv to the system, and has one of them fail.
+    """Counts the calls of jaxkv to the system, and has `num_times` in a place fail.
 
-    Args:
-        folder: Calls about files below it count.
-        port: Calls about connections to this port of any host count, too.
-        num_times: How many calls fail, one after the other in one place.
-
-    Attributes:
-        counts: How many calls there were while armed, by call and place.
-        has_failed: Whether the fault has happened.
-        is_hanging: Whether the call has not returned.
+    Calls count while it is armed, about files below `folder` and connections to `port`.
     """
 
     def __init__(self, folder, port=None, num_times=1):
@@ -144,7 +129,7 @@ class FailingCalls:
         self._is_armed = False
         self._fault = None
         self._goes_on = threading.Event()
-        self.counts = collections.Counter()
+        self.counts = collections.Counter()  # By call and place.
         self.has_failed = self.is_hanging = False
 
     @contextlib.contextmanager
@@ -465,13 +450,9 @@ def _place():
 
 
 def faults(counts, errors=ERRORS, *, all_errors=False):
-    """Yield each fault of the calls that a life made.
+    """Yield each fault of the calls that a life without faults has counted.
 
-    Args:
-        counts: `FailingCalls.counts` of a life in which nothing failed.
-        errors: Per call, what it may fail with.
-        all_errors: Whether each call fails in each of its ways. Otherwise the first in
-            each place does, and each of the others in one.
+    Unless `all_errors`, only the first call in each place fails in each of its ways.
     """
     for (call, place), num in sorted(counts.items()):
         for number in range(num):

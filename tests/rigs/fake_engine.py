@@ -48,14 +48,13 @@ def slot(prefix, group, layer):
 class Scheduler:
     """vLLM's scheduler: chunked prefill, prefix caching, preemption, drafts."""
 
-    def __init__(
-        self, connector, num_blocks, windows, *, newer, max_running=4, num_drafts=0
-    ):
+    MAX_RUNNING = 4
+
+    def __init__(self, connector, num_blocks, windows, *, newer, num_drafts=0):
         self.connector = connector
         self.num_drafts = num_drafts
         self.pool = BlockPool(num_blocks, newer=newer)
         self.windows = windows
-        self.max_running = max_running
         self.requests = {}
         self.tables = {}
         self.waiting = deque()
@@ -118,7 +117,7 @@ class Scheduler:
             for request in self.waiting:
                 is_new[request.request_id not in self.tables].append(request)
             self.waiting = is_new[False] + is_new[True]
-            while self.waiting and self.budget and len(self.running) < self.max_running:
+            while self.waiting and self.budget and len(self.running) < self.MAX_RUNNING:
                 answer = self.admit(self.waiting[0])
                 if answer == "no room":
                     self.preempt_a_session()
@@ -599,9 +598,9 @@ class Runner:
 class Unreliable:
     """An `OffloadWorker` with late reports and some failing transfers."""
 
-    def __init__(self, half, runner, rng, failure_rate=0.2):
+    def __init__(self, half, runner, rng):
         self._half, self._worker, self._runner = half, half._worker, runner
-        self._rng, self._failure_rate = rng, failure_rate
+        self._rng, self._failure_rate = rng, 0.2
         self._late = deque()
 
     def __getattr__(self, name):

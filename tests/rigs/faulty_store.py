@@ -14,48 +14,24 @@ from jaxkv.transfer.storage.store import can_list
 
 @dataclasses.dataclass
 class Faults:
-    """How often each thing happens, from 0 to 1; may be changed at any time.
+    """How often each thing happens, from 0 to 1; may be changed at any time."""
 
-    Attributes:
-        error: A call fails.
-        raising: A whole call raises, rather than its futures.
-        hang: A call is never answered, until `FaultyStore.let_go`.
-        late: A call is answered only after `late_s`.
-        late_s: See `late`.
-        cut: What is read is cut somewhere.
-        flip: What is read has a flipped bit.
-        longer: What is read has more at its end.
-        swap: What is read is the object of another name.
-        junk: What is read is nothing of ours.
-        lose: What was there is gone when it is read.
-        tear: What is written is cut, as by a power failure; the write succeeds.
-    """
-
-    error: float = 0.0
-    raising: float = 0.0
-    hang: float = 0.0
-    late: float = 0.0
+    error: float = 0.0  # A call fails.
+    raising: float = 0.0  # A whole call raises, rather than its futures.
+    hang: float = 0.0  # A call is never answered, until `FaultyStore.let_go`.
+    late: float = 0.0  # A call is answered only after `late_s`.
     late_s: float = 0.02
-    cut: float = 0.0
-    flip: float = 0.0
-    longer: float = 0.0
-    swap: float = 0.0
-    junk: float = 0.0
-    lose: float = 0.0
-    tear: float = 0.0
+    cut: float = 0.0  # What is read is cut somewhere.
+    flip: float = 0.0  # What is read has a flipped bit.
+    longer: float = 0.0  # What is read has more at its end.
+    swap: float = 0.0  # What is read is the object of another name.
+    junk: float = 0.0  # What is read is nothing of ours.
+    lose: float = 0.0  # What was there is gone when it is read.
+    tear: float = 0.0  # What is written is cut, and the write succeeds.
 
 
 class FaultyStore:
-    """Hands calls on to another store, with faults that a seed chooses.
-
-    Args:
-        inner: The store.
-        seed: Of the faults; they also depend on the order of calls.
-        faults: How often there are any.
-
-    Attributes:
-        num_faults: Faults of each kind so far.
-    """
+    """Hands calls on to another store, with faults by a seed and the order of calls."""
 
     def __init__(self, inner: BlobStore, seed: int, faults: Faults | None = None):
         self.inner = inner

@@ -406,8 +406,7 @@ def check_refused(rig, match, function, *arguments, error=ValueError):
 class StoreRig(Rig):
     """An engine over a store, for which a test answers.
 
-    Args:
-        there: Keys that the store has and nobody has told the engine of.
+    The store has the keys `there`, which the engine does not know.
     """
 
     def __init__(self, *there, **options):
@@ -474,14 +473,7 @@ class StoreRig(Rig):
 
 
 class StoredEngine:
-    """The parts of an engine with bytes, over a store.
-
-    Args:
-        url: Of the store.
-        store: A store to be used in place of what the URL names.
-        clock: Of the worker.
-        config: Fields of `OffloadConfig`.
-    """
+    """The parts of an engine with bytes, over the store of a URL, or over `store`."""
 
     OBJECT_BYTES = 192 + BLOCK_SIZE * 4
 

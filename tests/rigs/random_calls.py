@@ -23,11 +23,7 @@ STOPS = (None, "end_turn")
 
 
 class Caller:
-    """Makes random calls.
-
-    Args:
-        seed: Of the random generator.
-    """
+    """Makes random calls."""
 
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)

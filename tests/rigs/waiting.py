@@ -23,13 +23,6 @@ class Patience:
 
     A busy machine makes them slow, and uses none of their limit. Processes that hang
     use next to nothing for a while; processes that spin reach the limit.
-
-    Args:
-        pids: The processes.
-        max_cpu_s: Processor time that they may use together.
-
-    Attributes:
-        is_over: Whether they hang, or have used their time.
     """
 
     IDLE_S, MIN_CPU_S = 60.0, 0.5
@@ -42,6 +35,7 @@ class Patience:
 
     @property
     def is_over(self):
+        """Whether the processes hang, or have used their time together."""
         now_s = time.monotonic()
         for pid in self._cpu_s:
             with contextlib.suppress(FileNotFoundError):  # It has ended.

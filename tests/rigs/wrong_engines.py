@@ -36,17 +36,27 @@ class Right(example.Engine):
             self.step([])
 
 
-def right_but(mistake):
-    """Return a maker of right engines that have one mistake."""
-
-    def make(*sizes):
-        engine = Right(*sizes)
-        mistake(engine)
-        return engine
-
-    return make
+# Wrong engines by name, in the order of docs/integrate.md: a maker, and the error.
+WRONG = {}
 
 
+def wrong(message):
+    """Register a class of wrong engines, or a function that makes a right one wrong."""
+
+    def register(mistake):
+        def make(*sizes):
+            engine = Right(*sizes)
+            mistake(engine)
+            return engine
+
+        is_class = isinstance(mistake, type)
+        WRONG[mistake.__name__] = mistake if is_class else make, message
+        return mistake
+
+    return register
+
+
+@wrong("wait until update_connector_output")
 class DoesNotWait(Right):
     def admit(self, request):
         is_admitted = super().admit(request)
@@ -55,6 +65,7 @@ class DoesNotWait(Right):
         return is_admitted
 
 
+@wrong("cache.. was called for blocks")
 class CachesEarly(Right):
     def admit(self, request):
         is_admitted = super().admit(request)
@@ -64,10 +75,12 @@ class CachesEarly(Right):
         return is_admitted
 
 
+@wrong("update_state_after_alloc.. was not called")
 def never_tells_of_blocks(engine):
     engine.scheduler.update_state_after_alloc = lambda request, tables, num: tables
 
 
+@wrong("update_state_after_alloc.. was given no blocks for it")
 def declines_without_blocks(engine):
     tell = engine.scheduler.update_state_after_alloc
 
@@ -78,6 +91,7 @@ def declines_without_blocks(engine):
     engine.scheduler.update_state_after_alloc = decline
 
 
+@wrong("update_state_after_alloc.. was called .* before get_num_new_matched_tokens")
 def tells_of_blocks_first(engine):
     ask = engine.scheduler.get_num_new_matched_tokens
 
@@ -89,14 +103,17 @@ def tells_of_blocks_first(engine):
     engine.scheduler.get_num_new_matched_tokens = tell_and_ask
 
 
+@wrong("DeviceBlockPool.cache.. was never called")
 def never_caches(engine):
     engine.blocks.cache = lambda *pairs: []
 
 
+@wrong("OffloadWorker.poll.. was not called")
 def never_polls(engine):
     engine.worker.poll = ConnectorOutput
 
 
+@wrong("update_connector_output.. was not called")
 def never_passes_reports_on(engine):
     engine.scheduler.update_connector_output = lambda output: output
 
@@ -112,11 +129,13 @@ def takes_loads_that_failed(engine):
     engine.scheduler.update_connector_output = report_all_as_there
 
 
+@wrong("Go on with the pool that OffloadWorker.start")
 def keeps_the_old_pool(engine):
     start = engine.worker.start
     engine.worker.start = lambda meta, pool: (start(meta, pool), pool)[1]
 
 
+@wrong("update_state_after_alloc.. was given a table of 1 blocks")
 def passes_short_tables(engine):
     tell = engine.scheduler.update_state_after_alloc
 
@@ -127,12 +146,14 @@ def passes_short_tables(engine):
     engine.scheduler.update_state_after_alloc = tell_of_one
 
 
+@wrong("cache.. was given 1 blocks")
 class CachesByAShortTable(Right):
     def grow(self, request):
         super().grow(request)
         request.tables = [table[:1] for table in request.tables]
 
 
+@wrong("request_finished.. was given a table")
 class ForgetsBlocksAtTheEnd(Right):
     def finish(self, request):
         tables = [table[:-1] for table in request.tables]
@@ -141,10 +162,12 @@ class ForgetsBlocksAtTheEnd(Right):
             self.blocks.free(table[::-1])
 
 
+@wrong("take them by DeviceBlockPool.allocate")
 def never_allocates(engine):
     engine.blocks.allocate = lambda num: list(range(1, num + 1))
 
 
+@wrong("'who' is in SchedulerOutput.num_scheduled_tokens, but is not known")
 def schedules_the_unknown(engine):
     plan = engine.scheduler.build_connector_meta
 
@@ -159,6 +182,7 @@ class TakesBlocksForLarger(Right):
         super().__init__(*sizes, groups=(FullAttention(2 * BLOCK),))
 
 
+@wrong("was written while a load .* DeviceBlockPool.allocate")
 class WritesWhatIsLoaded(Right):
     def step(self, running):
         super().step(running)
@@ -168,6 +192,7 @@ class WritesWhatIsLoaded(Right):
             self.pool = {"kv": self.pool["kv"].at[block].set(1.0)}
 
 
+@wrong("was written while its store .* DeviceBlockPool.allocate")
 class WritesWhatIsStored(Right):
     def step(self, running):
         super().step(running)
@@ -175,76 +200,18 @@ class WritesWhatIsStored(Right):
             self.pool = {"kv": self.pool["kv"].at[block].set(1.0)}
 
 
+@wrong("free.., call request_finished")
 class NeverFinishes(Right):
     def finish(self, request):
         for table in request.tables:
             self.blocks.free(table[::-1])
 
 
+@wrong("is not over: call request_finished")
 class ReusesIds(Right):
     def finish(self, request):
         tokens = request.tokens[::-1]
         self.admit(example.Request(request.request_id, tokens, len(self.groups)))
-
-
-WRONG = {
-    # The twelve of which each names its call, in the order of docs/integrate.md; some
-    # have two ways to go wrong.
-    "does not wait for loads": (DoesNotWait, "wait until update_connector_output"),
-    "caches what is not loaded": (CachesEarly, "cache.. was called for blocks"),
-    "never says what it allocated": (
-        right_but(never_tells_of_blocks),
-        "update_state_after_alloc.. was not called",
-    ),
-    "runs what it has put back": (
-        right_but(declines_without_blocks),
-        "update_state_after_alloc.. was given no blocks for it",
-    ),
-    "says so before it asks": (
-        right_but(tells_of_blocks_first),
-        "update_state_after_alloc.. was called .* before get_num_new_matched_tokens",
-    ),
-    "never caches": (
-        right_but(never_caches),
-        "DeviceBlockPool.cache.. was never called",
-    ),
-    "never polls": (right_but(never_polls), "OffloadWorker.poll.. was not called"),
-    "never passes reports on": (
-        right_but(never_passes_reports_on),
-        "update_connector_output.. was not called",
-    ),
-    "keeps the pool of before": (
-        right_but(keeps_the_old_pool),
-        "Go on with the pool that OffloadWorker.start",
-    ),
-    "passes short tables": (
-        right_but(passes_short_tables),
-        "update_state_after_alloc.. was given a table of 1 blocks",
-    ),
-    "caches by a short table": (CachesByAShortTable, "cache.. was given 1 blocks"),
-    "forgets blocks at the end": (
-        ForgetsBlocksAtTheEnd,
-        "request_finished.. was given a table",
-    ),
-    "never allocates": (
-        right_but(never_allocates),
-        "take them by DeviceBlockPool.allocate",
-    ),
-    "schedules unknown requests": (
-        right_but(schedules_the_unknown),
-        "'who' is in SchedulerOutput.num_scheduled_tokens, but is not known",
-    ),
-    "writes what is being loaded": (
-        WritesWhatIsLoaded,
-        "was written while a load .* DeviceBlockPool.allocate",
-    ),
-    "writes what is being stored": (
-        WritesWhatIsStored,
-        "was written while its store .* DeviceBlockPool.allocate",
-    ),
-    "never ends a request": (NeverFinishes, "free.., call request_finished"),
-    "reuses ids": (ReusesIds, "is not over: call request_finished"),
-}
 
 
 def serve_twice(engine, prompts, num_new):

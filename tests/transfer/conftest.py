@@ -68,4 +68,5 @@ def gate(monkeypatch):
     monkeypatch.setattr(
         tickets.Piece, "is_ready", lambda piece: not gate.shut and is_ready(piece)
     )
-    return gate
+    yield gate
+    gate.shut = False  # A test that failed may have left it shut.

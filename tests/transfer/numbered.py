@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import TransferEngine
+from jaxkv.transfer.kernels import SAVE_KINDS
 from tests.rigs.device_cases import devices
 
 [DEVICE] = devices(1)
@@ -39,14 +40,15 @@ def check_at_rest(engine):
     engine._table.check()
 
 
-class Moves:
-    """An engine, and the pool that it returned last.
+def programs_of(engine):
+    """All programs of an engine; those of loads come last."""
+    copier = engine._copier
+    saves = [copier.save_program(kind) for kind in SAVE_KINDS[copier.mode]]
+    return saves + [copier.load_program(g) for g in range(copier.num_layer_groups)]
 
-    Args:
-        mode: The engine's.
-        pool: The pool; None for one of numbers.
-        options: Of the engine.
-    """
+
+class Moves:
+    """An engine, and the pool that it returned last; a numbered one at first."""
 
     def __init__(self, mode, pool=None, num_host_blocks=NUM_HOST_BLOCKS, **options):
         self.pool = numbered_pool() if pool is None else pool

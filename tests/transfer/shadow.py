@@ -24,22 +24,17 @@ def to_device(arrays):
 
 
 class Shadow:
-    """What a pool and its host blocks must hold, bit for bit.
-
-    Attributes:
-        leaves: The pool's leaves. Each has its blocks along its first axis here.
-        host: Host block id -> its device blocks, each one array a leaf. A device
-            block that was not saved (-1) is None: it may hold anything.
-    """
+    """What a pool and its host blocks must hold, bit for bit."""
 
     def __init__(self, pool, block_axis=0):
         """Start as a copy of `pool`, a tree of NumPy arrays."""
         axes = jax.tree.leaves(jax.tree.broadcast(block_axis, pool))
         self.axes = axes
-        self.leaves = [
+        self.leaves = [  # The blocks along the first axis of each.
             np.moveaxis(leaf.copy(), axis, 0)
             for leaf, axis in zip(jax.tree.leaves(pool), axes, strict=True)
         ]
+        # Host block id -> its device blocks, an array a leaf; None if not saved.
         self.host = {}
 
     def blocks(self, device_id):
@@ -75,11 +70,7 @@ class Shadow:
 
 
 def exercise(moves, shadow, rng, rounds=4):
-    """Save, load elsewhere and copy random blocks; compare every byte each time.
-
-    Args:
-        moves: A `numbered.Moves` over any pool.
-    """
+    """Save, load elsewhere and copy random blocks; compare every byte each time."""
     engine, m = moves.engine, moves.engine.blocks_per_host_block
     num_rows = engine.num_device_blocks // m
 

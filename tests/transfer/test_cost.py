@@ -10,7 +10,7 @@ import pytest
 from jaxkv.transfer import TransferEngine, kernels, memory, rows
 from tests.rigs.device_cases import only_on_cpu, spread
 from tests.rigs.waiting import wait_for
-from tests.transfer.numbered import DEVICE
+from tests.transfer.numbered import DEVICE, programs_of
 
 NUM_BLOCKS = 40
 
@@ -38,10 +38,8 @@ def whole_pool_converts(program):
 @only_on_cpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 def test_no_program_converts_the_pool(mode, dtype):
-    copier = TransferEngine(new_pool(dtype), 4, mode=mode)._copier
-    for kind in kernels.SAVE_KINDS[mode]:
-        assert whole_pool_converts(copier.save_program(kind)) == []
-    assert whole_pool_converts(copier.load_program(0)) == []
+    for program in programs_of(TransferEngine(new_pool(dtype), 4, mode=mode)):
+        assert whole_pool_converts(program) == []
 
 
 @only_on_cpu
@@ -187,9 +185,7 @@ def test_a_transfer_takes_one_program_for_up_to_four_extents(make, mode, monkeyp
 def test_programs_run_in_the_background(mode, fresh_programs, monkeypatch):
     # XLA:CPU runs a program of less than 1,000 operations in the thread that calls.
     def num_operations():
-        copier = TransferEngine(new_pool(), 16, mode=mode)._copier
-        programs = [copier.save_program(kind) for kind in kernels.SAVE_KINDS[mode]]
-        programs.append(copier.load_program(0))
+        programs = programs_of(TransferEngine(new_pool(), 16, mode=mode))
         return [program.cost_analysis()["flops"] for program in programs]
 
     assert min(num_operations()) >= 1000

@@ -311,25 +311,18 @@ def test_a_claimed_block_keeps_its_place_while_it_is_pinned():
     table.check()
 
 
-# With eight of 8 MiB, nearly every save of 16 MiB into 64 MiB carried rows over.
-@pytest.mark.parametrize(
-    ("tier_mib", "extent_mib"), [(16, 1), (64, 4), (128, 8), (4096, 8)]
-)
-def test_a_small_tier_has_sixteen_extents(tier_mib, extent_mib):
-    size = HostSize.of(4 * tier_mib, None, None, 1 << 18, 1)
-    assert size.extent_blocks == 4 * extent_mib
-
-
-# Handing over 80 leaves on 8 devices took as long as moving 1 MiB on each.
-@pytest.mark.parametrize(
-    ("num_devices", "staging_mib", "extent_mib"),
-    [(1, 256, 8), (4, 256, 32), (8, 256, 64), (16, 256, 64), (8, 16, 8)],
-)
-def test_a_large_tier_has_extents_of_8_mib_for_each_device(
-    num_devices, staging_mib, extent_mib
-):
-    size = HostSize.of(4096, None, None, 1 << 20, 1, num_devices, staging_mib << 20)
-    assert size.extent_blocks == extent_mib
+def test_a_small_tier_has_sixteen_extents_and_a_large_one_8_mib_for_each_device():
+    # With eight of 8 MiB, nearly every save of 16 MiB into 64 MiB carried rows over.
+    for tier_mib, extent_mib in ((16, 1), (64, 4), (128, 8), (4096, 8)):
+        size = HostSize.of(4 * tier_mib, None, None, 1 << 18, 1)
+        assert size.extent_blocks == 4 * extent_mib, tier_mib
+    # Handing over 80 leaves on 8 devices took as long as moving 1 MiB on each.
+    for num_devices, staging_mib, extent_mib in (
+        *((1, 256, 8), (4, 256, 32), (8, 256, 64), (16, 256, 64)),
+        (8, 16, 8),
+    ):
+        size = HostSize.of(4096, None, None, 1 << 20, 1, num_devices, staging_mib << 20)
+        assert size.extent_blocks == extent_mib, (num_devices, staging_mib)
 
 
 def place_all(table, ids, number):

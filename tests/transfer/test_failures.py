@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import TransferEngine
-from tests.rigs.device_cases import spread
 from tests.transfer.faults import FAULT
 from tests.transfer.numbered import (
     EXTENT_BYTES,
@@ -219,20 +218,6 @@ def test_a_failed_load_does_not_stop_the_others(make, monkeypatch, gate):
     assert [each.ticket for each in done] == [failed, loaded, saved]
     assert [each.error is None for each in done] == [False, True, True]
     assert moves.read([5, 20]) == [5, 5]
-
-
-def test_a_shard_without_room_fails_one_save_only(make):
-    # Two shards: blocks 0 to 11 on one device, the others on a second.
-    moves = make(spread(numbered_pool(), 2, "x"), num_host_blocks=8)
-    first = moves.save(range(8), range(8))  # Twice what a shard holds.
-    second = moves.save([12, 13], [2, 3])
-    third = moves.save([14], [4])
-    done = moves.drain()
-    assert [each.ticket for each in done] == [first, second, third]
-    assert "the extents of the shards [0] are full" in str(done[0].error)
-    assert [each.error for each in done[1:]] == [None, None]
-    moves.load_now([4, 2, 3], [20, 21, 22])
-    assert moves.numbers[20:23] == [14, 12, 13]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])

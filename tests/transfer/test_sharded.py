@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import Compression, TransferEngine
-from jaxkv.transfer.kernels import SAVE_KINDS
+from tests.transfer.numbered import programs_of
 from tests.transfer.shadow import Shadow, bits, random_array
 
 P = jax.sharding.PartitionSpec
@@ -78,12 +78,6 @@ def pointers(arrays):
         for array in jax.tree.leaves(arrays)
         for shard in array.addressable_shards
     }
-
-
-def programs(engine):
-    copier = engine._copier
-    saves = [copier.save_program(kind) for kind in SAVE_KINDS[copier.mode]]
-    return saves + [copier.load_program(g) for g in range(copier.num_layer_groups)]
 
 
 def extents(engine):
@@ -164,7 +158,7 @@ def round_trips(
     )
     step = make_step(layer_groups) if in_step else None
     assert engine.kernel == (kernel or "xla")
-    for program in programs(engine):
+    for program in programs_of(engine):
         found = COLLECTIVES.findall(program.as_text())
         assert not found, found
     pool_memory, host_memory = pointers(pool), pointers(extents(engine))
@@ -221,7 +215,7 @@ def compressed(num_devices, spec, dtype, mode):
     place = jax.sharding.NamedSharding(mesh, spec)
     pool = to_devices(values, place)
     engine = TransferEngine(pool, 32, mode=mode, compression=Compression(dtype))
-    for program in programs(engine):
+    for program in programs_of(engine):
         found = COLLECTIVES.findall(program.as_text())
         assert not found, found
     ids = np.arange(NUM_BLOCKS)
@@ -278,7 +272,8 @@ def one_shard_filled(mode, others_wait):
     pool, done = engine.drain(pool)
     assert [each.ticket for each in done] == [failing, *after], done
     assert isinstance(done[0].error, MemoryError), done
-    assert "are full; make the host tier larger, or spread" in str(done[0].error)
+    message = "the extents of the shards [0] are full; make the host tier larger, or"
+    assert message in str(done[0].error)
     assert [each.error for each in done[1:]] == [None] * len(after)
     assert engine.bytes_in_flight == engine.num_in_flight == 0
     assert engine._table.num_pins == 0

@@ -22,17 +22,11 @@ BLOCK_BYTES = 4 * 4 + 2 * 2 * 3
 
 @dataclasses.dataclass(eq=False)
 class Cell:
-    """The contents of a block, now or once a transfer is over.
+    """The contents of a block, now or once a transfer is over."""
 
-    Attributes:
-        value: Its bytes, an array for each leaf.
-        source: The cell it was loaded from; unknown if that one is.
-        ok: False once it is undefined: a load into it has failed or was abandoned.
-    """
-
-    value: list[np.ndarray]
-    source: "Cell | None" = None
-    ok: bool = True
+    value: list[np.ndarray]  # An array for each leaf.
+    source: "Cell | None" = None  # The cell it was loaded from.
+    ok: bool = True  # False once a load into it has failed or was abandoned.
 
     def is_known(self):
         return self.ok and (self.source is None or self.source.is_known())
@@ -44,17 +38,11 @@ NOT_SAVED = Cell([], ok=False)  # A device block that the save of a host block l
 
 @dataclasses.dataclass(eq=False)
 class Flight:
-    """A transfer in flight.
+    """A transfer in flight."""
 
-    Attributes:
-        device_ids: The device blocks that it touches.
-        cells: The cells it writes, by host block of a save, by device block of a load.
-        may_fail: Whether a failure was injected while it was in flight.
-    """
-
-    device_ids: set[int]
-    cells: dict[int, list[Cell]]
-    may_fail: bool = False
+    device_ids: set[int]  # That it touches.
+    cells: dict[int, list[Cell]]  # By host block of a save, device block of a load.
+    may_fail: bool = False  # A failure was injected while it was in flight.
 
 
 @jax.jit

@@ -1,39 +1,7 @@
-"""Traps of moving bytes with JAX, and the test for each.
+"""Traps of moving bytes with JAX; test_bits, test_cost and test_engine have others.
 
 Where a guard can be removed, a test shows that the trap still exists: if such a test
 fails, JAX has fixed it, and the guard may go.
-
-- A scatter of a small float converts the whole pool, and moving one changes
-  signalling NaNs: test_cost `no_program_converts`; test_bits `every_bit_pattern`; here
-  `without_the_compiler_options`.
-- A device buffer donated to a host result aborts the process:
-  `no_program_donates_across`, `donating_across` (in a separate process).
-- The next step donates the pool that a save reads: `no_program_donates_across`;
-  test_engine `a_device_block_may_be_overwritten`.
-- Fresh host memory is slow: test_cost `a_fused_save_recycles`.
-- A NumPy view of donated memory undoes the donation: `a_numpy_view_of_an_extent`.
-- NumPy memory is read late, and in place: test_engine `the_caller_may_change`; here
-  `plans_have_their_own_memory`.
-- A target of -1 is the last block: `rows_that_are_not_wanted`.
-- A gather clamps ids out of range: test_refused `refused_calls`; here
-  `every_row_of_a_save`.
-- A failed array says that it is ready: `an_error_is_raised_only`.
-- A donated array cannot be queried: `watched_arrays`.
-- A program for every number of blocks: test_cost `each_kind_of_program`.
-- Host memory runs out: test_memory `a_lack_of_host_memory`; here
-  `running_out_of_memory`, `an_engine_checks`.
-- The runtimes set limits: test_limits.
-- unpinned_host changes bfloat16, and is ignored inside jit: test_memory
-  `host_memory_is_pinned`; here `the_source`.
-- The TFRT client runs on one stream: test_probe `the_client_with_one_stream`; here
-  `an_engine_checks`.
-- compute_on changes its interface, `jnp.zeros(device=...)` fails for host memory:
-  `the_source`.
-- Not every backend computes in host memory: `staged_programs_stay`.
-- A pool is committed to a mesh: test_cost `a_load_keeps_the_sharding`; here
-  `transfers_under_a_guard`.
-- Another thread dispatches in another order: test_refused `another_thread`.
-- The caller forbids implicit transfers: `transfers_under_a_guard`.
 """
 
 import ast
@@ -53,16 +21,15 @@ from jaxkv.transfer import TransferEngine, kernels, memory, probe, rows, tickets
 from jaxkv.transfer.plans import NOTHING
 from tests.rigs.device_cases import only_on_cpu, spread
 from tests.rigs.waiting import wait_for
-from tests.transfer.numbered import DEVICE, EXTENT_BYTES, NUM_BLOCKS, numbered_pool
+from tests.transfer.numbered import (
+    DEVICE,
+    EXTENT_BYTES,
+    NUM_BLOCKS,
+    numbered_pool,
+    programs_of,
+)
 
 SOURCE = Path(jaxkv.transfer.__file__).parent
-
-
-def programs_of(engine):
-    copier = engine._copier
-    return [copier.save_program(kind) for kind in kernels.SAVE_KINDS[engine.mode]] + [
-        copier.load_program(group) for group in range(copier.num_layer_groups)
-    ]
 
 
 def kinds(shardings):

@@ -67,15 +67,25 @@ def read_all(storage, *numbers):
     return [done[ticket] for ticket in tickets]
 
 
-class Clock:
-    now_s = 100.0
+def outcomes(storage, *numbers):
+    return [each.outcome for each in read_all(storage, *numbers)]
 
-    def __call__(self):
-        return self.now_s
+
+def check_reads(storage, *numbers):
+    """Read blocks, and check that each has its own bytes."""
+    for n, each in zip(numbers, read_all(storage, *numbers), strict=True):
+        assert (each.key, each.outcome) == (key(n), "done")
+        assert bytes(each.payload) == payload(n)
 
 
 @pytest.fixture
 def clock():
+    class Clock:
+        now_s = 100.0
+
+        def __call__(self):
+            return self.now_s
+
     return Clock()
 
 
@@ -111,11 +121,8 @@ def test_blocks_come_back_as_they_went(storage):
     done = wait_all(storage, 200)
     assert {each.ticket for each in done} == set(tickets)
     assert {(each.kind, each.outcome) for each in done} == {("write", "done")}
-    *found, missing = read_all(storage, *range(201))
-    for n, each in enumerate(found):
-        assert (each.key, each.outcome) == (key(n), "done")
-        assert bytes(each.payload) == payload(n)
-    assert missing.outcome == "missing"
+    check_reads(storage, *range(200))
+    assert outcomes(storage, 200) == ["missing"]
     stats = storage.stats
     assert (stats.num_written, stats.num_read, stats.num_missing) == (200, 200, 1)
     assert stats.bytes_written == stats.bytes_read == 200 * OBJECT
@@ -224,8 +231,7 @@ def test_writes_that_do_not_fit_are_dropped_and_counted(faulty):
         assert len(write_all(storage, 9)) == 1
     with StorageIO(faulty, BLOCKS, write_bytes=1, read_bytes=1) as storage:
         write_all(storage, 1)  # One block fits a queue that is smaller.
-        (read,) = read_all(storage, 1)
-        assert bytes(read.payload) == payload(1)
+        check_reads(storage, 1)
 
 
 def test_reads_end_at_their_deadline_and_a_late_answer_is_thrown_away(faulty, clock):
@@ -275,8 +281,7 @@ def test_reads_do_not_wait_for_writes_that_hang(faulty):
         storage.submit_writes(writes(*range(2, 200)))
         wait_for(lambda: faulty.num_faults["hang"] >= 4)
         faulty.faults.hang = 0.0
-        (read,) = read_all(storage, 1)
-        assert bytes(read.payload) == payload(1)
+        check_reads(storage, 1)
 
 
 def test_what_was_cancelled_is_not_reported(faulty, faulty_storage):
@@ -312,6 +317,7 @@ DAMAGES = [
     (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "checksum"),
     (lambda data: b"something else", "foreign"),
     (lambda data: bytes(len(data)), "foreign"),
+    (lambda data: bytes(1 << 20), "foreign"),
     (lambda data: data.replace(key(1), key(2)), "key"),
 ]
 
@@ -323,38 +329,30 @@ def test_what_is_not_right_is_refused_and_deleted_unless_it_is_foreign(store, st
         replace(store, 1, damage)
         (read,) = read_all(storage, 1)
         assert (read.outcome, read.reason, read.payload) == ("refused", reason, None)
+        assert read.num_bytes <= OBJECT, "it reads no further than a block goes"
         refused[reason] += 1
         if reason == "foreign":
-            assert read_all(storage, 1)[0].outcome == "refused"
+            assert outcomes(storage, 1) == ["refused"]
             refused[reason] += 1
         else:
             num_deleted += 1
             wait_for(lambda num=num_deleted: storage.stats.num_deleted == num)
-            assert read_all(storage, 1)[0].outcome == "missing"
+            assert outcomes(storage, 1) == ["missing"]
         assert storage.stats.refused == refused
         assert storage.stats.num_deleted == num_deleted
         write_all(storage, 1)
-        assert bytes(read_all(storage, 1)[0].payload) == payload(1)
-
-
-def test_a_planted_object_of_any_size_is_read_as_far_as_a_block_goes(store, storage):
-    write_all(storage, 1, 2)
+        check_reads(storage, 1)
     replace(store, 1, lambda data: data + bytes(1 << 20))
-    replace(store, 2, lambda data: bytes(1 << 20))
-    right, foreign = read_all(storage, 1, 2)
-    assert right.num_bytes == foreign.num_bytes == OBJECT
-    assert bytes(right.payload) == payload(1)
-    assert (foreign.outcome, foreign.reason) == ("refused", "foreign")
+    check_reads(storage, 1)
 
 
 def test_deleted_blocks_are_gone_and_can_be_written_again(storage):
     write_all(storage, 1, 2)
     storage.delete([key(1), key(3)])
     wait_for(lambda: storage.stats.num_deleted == 2)
-    outcomes = [each.outcome for each in read_all(storage, 1, 2)]
-    assert outcomes == ["missing", "done"]
+    assert outcomes(storage, 1, 2) == ["missing", "done"]
     write_all(storage, 1)
-    assert read_all(storage, 1)[0].outcome == "done"
+    check_reads(storage, 1)
 
 
 def test_a_write_takes_back_a_delete_that_waits_before_it(faulty, faulty_storage):
@@ -367,11 +365,11 @@ def test_a_write_takes_back_a_delete_that_waits_before_it(faulty, faulty_storage
     faulty.faults.hang = 0.0
     write_all(storage, 1)
     wait_for(lambda: faulty.let_go() or storage.stats.num_deleted)
-    assert read_all(storage, 1)[0].outcome == "done"
+    check_reads(storage, 1)
     assert storage.stats.num_deleted == 1
 
 
-def test_a_probe_tells_how_much_of_a_run_is_there_in_as_many_rounds_as_it_takes(store):
+def test_a_probe_counts_stored_blocks_of_a_run_and_a_listing_has_every_shard(store):
     shards = [ObjectFormat(b"m", "u8", SIZE, shard=n, num_shards=2) for n in range(2)]
     run = list(map(key, range(100)))
     with StorageIO(store, shards[0]) as storage, StorageIO(store, shards[1]) as other:
@@ -385,6 +383,9 @@ def test_a_probe_tells_how_much_of_a_run_is_there_in_as_many_rounds_as_it_takes(
         assert outcomes == ["done", "done", "missing", "done"]
         assert {probe.kind for probe in probes.values()} == {"probe"}
         assert storage.stats.num_probed < 60
+        other.list_all()
+        listed = [(key(n), 0) for n in range(77)] + [(key(77), 1)]
+        assert take_all_pages(other) == listed
         with pytest.raises(ValueError, match="no keys"):
             storage.submit_probes([run, []], FOREVER)
 
@@ -418,17 +419,6 @@ def test_a_new_process_finds_all_blocks_and_nothing_else(store, storage):
         storage.list_all()
         assert take_all_pages(storage) == [(key(n), 0) for n in range(300)]
     assert all(future.result(60) for future in store.exists(strange))
-
-
-def test_blocks_of_every_shard_are_listed():
-    store = MemoryStore()
-    shards = [ObjectFormat(b"m", "u8", SIZE, shard=n, num_shards=2) for n in range(2)]
-    for objects in shards:
-        with StorageIO(store, objects) as storage:
-            write_all(storage, 1)
-    with StorageIO(store, shards[1]) as storage:
-        storage.list_all()
-        assert take_all_pages(storage) == [(key(1), 0), (key(1), 1)]
 
 
 def test_a_listing_that_fails_ends_and_is_counted(faulty, faulty_storage):
@@ -465,8 +455,7 @@ def test_close_writes_what_waits_if_it_is_given_the_time(store):
     storage = StorageIO(store, BLOCKS)
     storage.submit_writes(writes(*range(100)))
     storage.close(60.0)
-    assert storage.stats.num_written == 100
-    assert storage.stats.num_dropped == 0
+    assert (storage.stats.num_written, storage.stats.num_dropped) == (100, 0)
 
 
 def test_close_waits_for_deletes_that_the_store_was_asked_for(faulty):
@@ -583,20 +572,18 @@ print("end")
     assert (done.stdout, done.returncode) == ("end\n", 0), done.stderr
 
 
-def submit_each(storage, number):
-    """Submit a read, a write and a probe."""
-    storage.submit_reads([key(number)], FOREVER)
-    storage.submit_writes(writes(number))
-    storage.submit_probes([[key(number)]], FOREVER)
-
-
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
 def test_calls_without_a_thread_fail_at_once_and_later_ones_are_made(
     store, error, caplog
 ):
+    def submit_each():
+        storage.submit_reads([key(1)], FOREVER)
+        storage.submit_writes(writes(1))
+        storage.submit_probes([[key(1)]], FOREVER)
+
     with refused_threads(error=error):
         storage = StorageIO(store, BLOCKS)
-        submit_each(storage, 1)
+        submit_each()
         done = storage.wait(0)
         assert {(each.kind, each.outcome, each.reason) for each in done} == {
             (kind, "failed", "other") for kind in ("read", "write", "probe")
@@ -607,7 +594,7 @@ def test_calls_without_a_thread_fail_at_once_and_later_ones_are_made(
         assert "can't start new thread" in stats.last_error
         storage.log_health()
     write_all(storage, 1)
-    submit_each(storage, 1)
+    submit_each()
     assert {each.outcome for each in wait_all(storage, 3)} == {"done"}
     assert storage.is_up
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -620,7 +607,7 @@ def test_a_thread_that_cannot_be_started_is_started_by_a_later_call(tmp_path, fi
         storage = StorageIO(LocalStore(str(tmp_path)), BLOCKS)
     assert len(refused) == 1
     write_all(storage, *range(9))
-    assert {each.outcome for each in read_all(storage, *range(9))} == {"done"}
+    check_reads(storage, *range(9))
     storage.submit_probes([[key(1)]], FOREVER)
     wait_all(storage, 1)
     assert not any(crew.num_missing for crew in storage._crews.values())
@@ -649,21 +636,14 @@ def test_a_delete_that_failed_is_made_again_at_the_next_listing(faulty, faulty_s
     write_all(storage, 2)  # It must stay.
     storage.list_all()
     wait_for(lambda: storage.stats.num_deleted == 1)
-    outcomes = [each.outcome for each in read_all(storage, 1, 2)]
-    assert outcomes == ["missing", "done"]
+    assert outcomes(storage, 1, 2) == ["missing", "done"]
     assert storage.is_up
 
 
 class FullStore(MemoryStore):
-    """A store that takes as many objects as it has room for.
+    """A store with room for some objects, which counts the writes that it is given."""
 
-    Attributes:
-        room: How many it takes.
-        num_tried: Writes so far.
-    """
-
-    room = 0
-    num_tried = 0
+    room = num_tried = 0
 
     def put(self, items):
         self.num_tried += len(items)
@@ -700,11 +680,11 @@ def test_a_full_store_that_takes_no_record_of_a_bound_is_still_listed_and_trimme
     with StorageIO(store, BLOCKS) as storage:
         write_all(storage, *range(10))
         storage.list_all(Bound(4))
-        keys, ended = [], None
+        pages, ended = [], None
         while ended is None:
-            pages, ended = storage.take_pages(100)
-            keys += [name for page in pages for name in page.keys]
-        assert len(keys) == 10
+            more, ended = storage.take_pages(100)
+            pages += more
+        assert sum(len(page.keys) for page in pages) == 10
         assert (ended.is_whole, ended.bound, ended.num_blocks) == (True, 4, 4)
         wait_for(lambda: storage.stats.num_deleted == 6)
         assert storage.stats.failed == {"write full": 1}
