@@ -1,6 +1,5 @@
 """What each rule of the offload scheduler changes, and which rules are refused."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -414,10 +413,3 @@ def test_wrong_rules_are_refused():
         with pytest.raises(ValueError, match=why):
             OffloadRules(**rules)
     assert OffloadRules(max_unseen_blocks=np.int32(2)).max_unseen_blocks == 2
-
-
-def test_rules_are_values():
-    rules = OffloadRules(store_threshold=2)
-    assert rules == OffloadRules(store_threshold=2)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rules.mode = "lazy"
