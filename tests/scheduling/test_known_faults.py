@@ -289,6 +289,22 @@ def test_a_flush_leaves_no_copy_to_wait_for_its_turn(mode):
     assert not rig.step().need_flush
 
 
+def test_an_offer_that_waits_for_room_holds_up_nobody_who_shares_its_blocks():
+    rig = Rig(delay_shared_loads=True)
+    rig.store(1, 2)
+    waiting, other = rig.request("two", 1, 2, 3), rig.request("three", 1, 2, 4)
+    assert rig.offer(waiting) == (2 * BLOCK_SIZE, True)
+    assert rig.scheduler.explain(other).deferral is None
+    assert rig.admit(other) == 2 * BLOCK_SIZE
+    assert rig.scheduler.explain(waiting).deferral == "shared"
+    assert rig.offer(waiting) == (None, False)
+    rig.step()
+    rig.load_arrives()
+    rig.finish("three")
+    rig.scheduler.request_finished(waiting)
+    rig.end()
+
+
 def test_a_sliding_window_has_a_block_at_several_positions():
     """vLLM stored it as often as its table has it, and let go of it as often."""
     rig = Rig(groups=HYBRID)
