@@ -4,8 +4,9 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import itertools
 import threading
-import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -277,17 +278,23 @@ def test_a_transfer_that_is_stuck_in_one_process_fails_in_all(run, num_processes
         return output
 
     expected = ConnectorOutput(failed_store_events=(4,))
-    assert run(body, num_processes, deadline_s=0.2) == [expected] * num_processes
+    options = {"deadline_s": 5.0, "clock": itertools.count().__next__}
+    assert run(body, num_processes, **options) == [expected] * num_processes
 
 
 def test_a_deadline_is_not_missed_while_nobody_waits(run):
+    now_s = [0.0]
+    # As if both compiled.
+    have_stored = threading.Barrier(2, lambda: now_s.append(100.0))
+
     def body(process):
         process.step(store=(1, 0), event=4)
-        time.sleep(1.5)  # As if it compiled.
+        have_stored.wait(TIMEOUT_S)
         return process.drain()
 
     expected = ConnectorOutput(completed_store_events=(4,))
-    assert run(body, deadline_s=1.0) == [expected, expected]
+    options = {"deadline_s": 1.0, "clock": lambda: now_s[-1]}
+    assert run(body, **options) == [expected, expected]
 
 
 def check_ends(result, step, processes, *texts):
@@ -314,7 +321,7 @@ def test_a_transfer_that_is_stuck_ends_the_run_where_no_deadline_is_sooner(run, 
             with pytest.raises(AgreementError):
                 process.drain()
 
-    healthy, stuck = run(body, deadline_s=None, agreement_timeout_s=0.5)
+    healthy, stuck = run(body, deadline_s=None, agreement_timeout_s=1.0)
     check_ends(stuck, 1, (1,), "store event 4 of step 1: not over in process 1 within")
     what = "processes [1] have not said how store event 4 of step 1"
     check_ends(healthy, 1, (1,), what)
@@ -400,11 +407,13 @@ def test_what_is_known_is_said_before_it_is_due(run, store):
     """So that nobody waits for it in the step in which it is."""
     said, heard = threading.Event(), threading.Event()
 
+    def is_sent(process):
+        process.worker.poll()
+        return not process.worker._agreement._unsent
+
     def body(process):
         process.step(store=(1, 0))
-        while process.worker._agreement._unsent:
-            process.worker.poll()
-            time.sleep(0.001)
+        wait_for(is_sent, process)
         if process.number == 1:
             said.set()
             assert heard.wait(TIMEOUT_S)
@@ -437,7 +446,7 @@ def test_a_service_that_fails_or_does_not_answer_ends_the_run(run, store, monkey
     answer = threading.Event()
     monkeypatch.setattr(store, "key_value_set", lambda *_: answer.wait())
     try:
-        for error in run(body, agreement_timeout_s=0.3):
+        for error in run(body, agreement_timeout_s=1.0):
             assert isinstance(error, AgreementError)
             assert error.processes == (0, 1)
     finally:
@@ -531,28 +540,41 @@ def test_what_keeps_processes_from_agreeing_is_refused(monkeypatch):
         OffloadWorker(engine, report_after_steps=2)
 
 
+class Looks(threading.Event):
+    """Counts how often a watchdog looks, and has it look again soon."""
+
+    num = 0
+
+    def wait(self, timeout):
+        self.num += 1
+        return super().wait(min(timeout, 0.001))
+
+
 def test_a_call_that_does_not_return_ends_the_process(monkeypatch):
-    monkeypatch.setattr("jaxkv.scheduling.watchdog._LEAST_LIMIT_S", 1.0)
-    monkeypatch.setattr("jaxkv.scheduling.watchdog._MARGIN_S", 0.0)
-    said, ended = [], threading.Event()
+    # However short the timeout is, a call may take the time of a compilation.
+    assert (Watchdog(1).limit_s, Watchdog(60).limit_s) == (30, 65)
+    now_s, messages, looks = [0.0], [], Looks()
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("jaxkv.scheduling.watchdog.time", clock)
+    watchdog = Watchdog(1, messages.append)
+    watchdog._watch.is_ending = looks
 
-    def end(message):
-        said.append(message)
-        ended.set()
+    def pass_time(seconds):
+        now_s[0] += seconds
+        until = looks.num + 3
+        wait_for(lambda: looks.num >= until or messages)
 
-    watchdog = Watchdog(0.1, end)
     with watchdog.watch(lambda: "a call that goes on"):
         for _ in range(5):
-            time.sleep(0.3)
+            pass_time(20)
             watchdog.beat()
-    time.sleep(1.3)  # Between calls nobody is stuck.
-    assert said == []
+    pass_time(100)  # Between calls nobody is stuck.
+    assert messages == []
     with watchdog.watch(lambda: "a long call"):
-        assert ended.wait(TIMEOUT_S)
-    assert said == ["a long call"]
-    monkeypatch.undo()
-    # However short the timeout is, a call may take the time of a compilation.
-    assert (Watchdog(0.1).limit_s, Watchdog(60).limit_s) == (30, 65)
+        pass_time(20)
+        assert messages == []
+        pass_time(20)
+    assert messages == ["a long call"]
 
 
 def test_a_call_that_nothing_can_watch_is_made_and_the_next_one_is_watched():

@@ -1,6 +1,7 @@
 """`auto` serves with the policy whose shadow is ahead for long enough."""
 
 import logging
+from functools import partial
 
 import pytest
 
@@ -153,13 +154,8 @@ def test_engines_that_are_told_the_same_times_change_at_the_same_request(hasty):
 def test_a_policy_that_was_shadowed_anyway_is_shadowed_once():
     rig = Rig(policy="auto", shadow="lru*1,2;arc*1")
     named = [(own.policy, own.num_blocks) for own in rig.scheduler.shadow_counts]
-    assert named == [
-        ("lru", 16),
-        ("lru", 32),
-        ("arc", 16),
-        ("hazard", 16),
-        ("slru", 16),
-    ]
+    added = ("hazard", 16), ("slru", 16)
+    assert named == [("lru", 16), ("lru", 32), ("arc", 16), *added]
 
 
 def test_stores_pause_while_no_shadow_finds_anything_and_go_on_when_one_does():
@@ -178,38 +174,19 @@ def test_stores_pause_while_no_shadow_finds_anything_and_go_on_when_one_does():
 
 
 def test_what_auto_cannot_serve_is_refused():
-    on_evict = "on_evict' needs cache_policy='lru'"
-    rows = {"blocks_per_host_block": 2}
-    for make, match in (
-        (
-            lambda: Rig(policy="auto", retention=True),
-            "cache_policy='auto' and retention=True exclude",
-        ),
-        (
-            lambda: OffloadConfig(cache_policy="auto", retention=True),
-            "cache_policy='auto' and retention=True exclude",
-        ),
-        (lambda: Rig(policy="auto", **rows), "and blocks_per_host_block=2 exclude"),
-        (
-            lambda: OffloadConfig(cache_policy="auto", **rows),
-            "and blocks_per_host_block=2 exclude",
-        ),
-        (
-            lambda: Rig(policy="auto", num_storage_blocks=8, storage_write="on_evict"),
-            on_evict,
-        ),
-        (
-            lambda: OffloadConfig(
-                cache_policy="auto", storage="kv", storage_write="on_evict"
-            ),
-            on_evict,
-        ),
+    on_evict = {"storage_write": "on_evict"}
+    config, manager = OffloadConfig, partial(OffloadingManager, BLOCK_SIZE, 8)
+    for make, options, match in (
+        (Rig, {"retention": True}, "cache_policy='auto' and retention=True exclude"),
+        (config, {"retention": True}, "cache_policy='auto' and retention=True exclude"),
+        (Rig, {"blocks_per_host_block": 2}, "and blocks_per_host_block=2 exclude"),
+        (config, {"blocks_per_host_block": 2}, "and blocks_per_host_block=2 exclude"),
+        (Rig, {"num_storage_blocks": 8} | on_evict, "needs cache_policy='lru'"),
+        (config, {"storage": "kv"} | on_evict, "needs cache_policy='lru'"),
         # Shadows do not see all of such a model; a tier has no requests.
-        (lambda: Rig(policy="auto", groups=HYBRID), "'auto' needs a model with one gr"),
-        (
-            lambda: OffloadingManager(BLOCK_SIZE, 8, cache_policy="auto"),
-            "'auto' needs an OffloadScheduler",
-        ),
+        (Rig, {"groups": HYBRID}, "'auto' needs a model with one gr"),
+        (manager, {}, "'auto' needs an OffloadScheduler"),
     ):
+        name = "policy" if make is Rig else "cache_policy"
         with pytest.raises(ValueError, match=match):
-            make()
+            make(**{name: "auto"}, **options)

@@ -220,21 +220,6 @@ def test_a_copy_that_there_is_no_room_for_or_that_is_not_made():
         assert rig.offer(request) == (BLOCK_SIZE, True)
 
 
-def test_a_load_that_takes_longer_than_to_compute():
-    rig = stored(1, 2, skip_slow_loads=True, block_bytes=1)
-    rig.scheduler.note_rates(load_bytes_per_s=1e-3, prefill_tokens_per_s=1e3)
-    request = rig.request("?", 1, 2)
-    answers = []
-    for _ in range(40):
-        found = rig.scheduler.explain(request)
-        assert found == rig.scheduler.explain(request)
-        answers.append(rig.offer(request))
-        assert (found.num_offered_tokens, found.is_awaited) == answers[-1]
-        assert found.deferral == (None if answers[-1][0] else "gate")
-        assert of(rig, request) == ["host"] * 2
-    assert set(answers) == {(0, False), (8, True)}  # One in 32 passes.
-
-
 @pytest.mark.parametrize("num_pinned", [15, 16])
 def test_what_the_host_has_no_room_for_is_not_said_to_be_fetched(num_pinned):
     rig = StoreRig(num_storage_blocks=8, device_blocks=32, storage_write="on_reuse")

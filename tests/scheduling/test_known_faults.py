@@ -1,7 +1,5 @@
 """Faults of vLLM 0.19.1's offload scheduler, and of jaxkv's own, that are no more."""
 
-import itertools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,10 +13,8 @@ from tests.rigs.offload_rig import (
     HYBRID,
     NUM_BLOCKS,
     Rig,
-    check_refused,
     make_keys,
     make_rig,
-    modes,
     on_host,
 )
 
@@ -70,6 +66,23 @@ def test_a_block_that_the_host_evicts_mid_request_is_stored_again():
     assert rig.hit(1, 2, 3, 4) == 3
 
 
+def test_a_request_that_resumes_is_stored_from_its_first_block_on():
+    rig = Rig()
+    request = rig.request("one", 1, 2, 3)
+    rig.admit(request)
+    rig.step(one=2)
+    rig.step(tokens={"one": 1})
+    rig.preempt("one", silently=True)
+    rig.step(preempted=("one",))
+    rig.store_arrives(ok=False)
+    rig.forget_device()
+    assert rig.admit(request) == 0
+    rig.step(one=3)
+    meta = rig.step(tokens={"one": 1})
+    assert meta.store_device_blocks == tuple(request.block_ids[:3])
+    rig.end()
+
+
 def test_a_block_that_gets_its_key_after_it_was_offered_is_stored_at_the_end():
     rig = Rig()
     one = rig.request("one", 1, 2)
@@ -107,50 +120,6 @@ def test_a_store_that_ends_after_its_request_has_the_device_evict_the_tail_first
     assert len(rig.pool.find_prefix(request.block_keys)) == 2
 
 
-def test_the_tail_of_a_request_does_not_take_the_place_of_its_head():
-    """At its end only the missing blocks were offered, and the others not protected."""
-    rig = Rig(host_blocks=4)
-    rig.admit(rig.request("one", 1, 2, 3, 4))
-    rig.step(one=2)
-    rig.step(tokens={"one": 1})
-    rig.store_arrives()
-    rig.run(rig.request("newest", 8, 9))  # The host is full.
-    rig.step(one=2)
-    rig.finish("one")
-    assert len(rig.step().store_host_blocks) == 2
-    rig.store_arrives()
-    rig.forget_device()
-    assert rig.hit(1, 2, 3) == 3
-
-
-def test_a_request_that_resumes_is_stored_from_its_first_block_on():
-    rig = Rig()
-    request = rig.request("one", 1, 2, 3)
-    rig.admit(request)
-    rig.step(one=2)
-    rig.step(tokens={"one": 1})
-    rig.preempt("one", silently=True)
-    rig.step(preempted=("one",))
-    rig.store_arrives(ok=False)
-    rig.forget_device()
-    assert rig.admit(request) == 0
-    rig.step(one=3)
-    meta = rig.step(tokens={"one": 1})
-    assert meta.store_device_blocks == tuple(request.block_ids[:3])
-    rig.end()
-
-
-def test_a_request_preempted_and_admitted_between_two_steps_is_stored():
-    rig = Rig()
-    request = rig.request("a", 1, 2)
-    rig.admit(request)
-    rig.preempt("a")
-    rig.admit(request)
-    rig.step(preempted=["a"], tokens={"a": request.num_tokens})
-    rig.end()
-    assert len(rig.host) == 2
-
-
 def test_blocks_found_when_an_offer_was_declined_are_stored_if_computed_after_all():
     """They counted as offered, and were stored at the end of the request only."""
     rig = Rig(host_blocks=4)
@@ -164,21 +133,6 @@ def test_blocks_found_when_an_offer_was_declined_are_stored_if_computed_after_al
     rig.step(one=3)
     meta = rig.step(tokens={"one": 1})
     assert meta.store_device_blocks == tuple(request.block_ids[:3])
-
-
-@modes
-def test_an_idle_engine_sees_that_stores_are_pending(mode):
-    rig = make_rig(mode)
-    rig.admit(rig.request("one", 1, 2))
-    rig.step(one=2)
-    assert not rig.scheduler.has_pending_stores()
-    rig.finish("one")
-    # Eager blocks wait for a step; lazy ones are looked for in it.
-    assert rig.scheduler.has_pending_stores() == (mode == "eager")
-    assert rig.step().store_event == 0
-    assert rig.scheduler.has_pending_stores()
-    rig.store_arrives()
-    assert not rig.scheduler.has_pending_stores()
 
 
 def test_a_request_that_asks_often_counts_as_one_use():
@@ -208,25 +162,6 @@ def test_a_request_that_asks_often_counts_as_one_use():
 
 
 # Lazy stores.
-
-
-def test_lazy_stores_leave_no_block_out():
-    rig = Rig(mode="lazy", max_num_batched_tokens=BLOCK_SIZE)
-    rig.pool.allocate(NUM_BLOCKS - 1 - 6)  # Others have them.
-    rig.admit(rig.request("one", 1, 2, 3, 4, 5))
-    rig.step(one=5)
-    rig.finish("one")
-    # First the block that is not full, which contains nothing.
-    assert [key is None for key in rig.pool.next_free(6)[1]] == [True] + [False] * 5
-    for _ in range(3):
-        rig.step()
-    while rig.stores:
-        rig.store_arrives()
-    for _ in range(3):
-        rig.settle()
-    cached = {key for key in rig.pool.next_free(2)[1] if key}
-    assert cached
-    assert cached <= on_host(rig)
 
 
 def test_lazy_stores_offer_again_what_the_host_has_lost():
@@ -285,82 +220,6 @@ def test_lazy_stores_do_not_pass_over_what_a_load_copied_or_an_offer_held():
 # Copies on the device.
 
 
-@pytest.mark.parametrize("host_has", [1, 2])
-def test_a_hole_in_the_devices_prefix_is_filled_from_the_host(host_has):
-    """The first `host_has` blocks are on the host, all but the second on the device."""
-    rig = Rig()
-    rig.run(rig.request("head", *range(1, host_has + 1)))
-    rig.admit(rig.request("all", 1, 2, 3, 4))
-    rig.step(all=4)
-    rig.step(tokens={"all": 1})
-    rig.finish("all")
-    rig.store_arrives(ok=False)
-    rig.pool.evict(rig.pool.find(make_keys(1, 2)[1:]))
-    request = rig.request("next", 1, 2, 3, 4, 5)
-    taken = rig.admit(request)
-    assert taken == BLOCK_SIZE * (0 if host_has == 1 else 3)
-    if taken:
-        meta = rig.step()
-        assert meta.load_device_blocks == (request.block_ids[1],)
-        assert meta.copy_to_blocks == tuple(request.block_ids[2:4])
-        rig.load_arrives()
-    rig.step(next=5)  # which looks at the bytes
-    rig.end()
-
-
-def test_blocks_that_only_the_device_has_are_copied_and_there_in_the_same_step():
-    rig = Rig()
-    for name in ("one", "two"):
-        rig.admit(rig.request(name, 1, 2, 3))
-    rig.step(one=3, two=3)
-    rig.finish("one")
-    rig.finish("two")
-    rig.step()
-    rig.store_arrives(ok=False)
-    assert not rig.host
-    # The engine's own search ends where its first block is another's.
-    request = rig.request("next", 1, 2, 3, 4)
-    num_tokens, [blocks] = rig.find(request)
-    assert num_tokens == 3 * BLOCK_SIZE
-    assert rig.query(request, BLOCK_SIZE) == (2 * BLOCK_SIZE, False)
-    rig.pool.touch(blocks[:1])
-    table = blocks[:1] + rig.pool.allocate(4)
-    rig.take(request, table, 2 * BLOCK_SIZE)
-    meta = rig.scheduler.build_connector_meta(SchedulerOutput({}))
-    assert meta.load_event == NO_EVENT
-    assert meta.copy_from_blocks == tuple(blocks[1:])
-    assert meta.copy_to_blocks == tuple(table[1:3])
-    assert not rig.scheduler.has_pending_loads()
-    rig.scheduler.request_finished(request)
-    rig.pool.free(table[::-1])
-    rig.end()
-
-
-@pytest.mark.parametrize("host_has", [True, False])
-def test_what_a_request_copies_leaves_it_room(host_has):
-    """It could ask forever, for what was offered to it kept its own blocks from it."""
-    rig = Rig()
-    path = range(NUM_BLOCKS - 2)
-    rig.admit(rig.request("one", *path))
-    rig.step(one=len(path))
-    rig.finish("one")
-    rig.step()
-    rig.store_arrives(ok=host_has)
-    rig.pool.evict(rig.pool.find(make_keys(0)))
-    if not host_has:
-        # All but the first, which alone the host has.
-        rig.run(rig.request("head", 0))
-        rig.pool.evict(rig.pool.find(make_keys(0)))
-    num_from_host = len(path) if host_has else 1
-    assert rig.admit(rig.request("two", *path)) == num_from_host * BLOCK_SIZE
-    meta = rig.step()
-    assert len(meta.load_host_blocks) == num_from_host
-    assert not meta.copy_from_blocks
-    rig.load_arrives()
-    rig.step(two=len(path))
-    rig.end()
-
-
 def test_a_part_of_an_offer_that_is_all_copies_is_reported_too():
     """The request waits for a report, as it was told to when it was offered a load."""
     rig = Rig()
@@ -417,66 +276,6 @@ def test_a_failed_load_is_computed_again_on_both_tiers(groups, has_copies):
     assert rig.hit(1, 2, 3, 4, 5) == 4
 
 
-@modes
-def test_an_abort_during_a_load_leaks_nothing(mode):
-    ends = itertools.product(
-        ("offered", "taken", "loading"), ("finish", "preempt"), (False, True)
-    )
-    for moment, end, delay in ends:
-        rig = make_rig(mode, delay_shared_loads=delay)
-        rig.store(1, 2)
-        request = rig.request("two", 1, 2, 3)
-        if moment == "offered":
-            assert rig.offer(request) == (2 * BLOCK_SIZE, True)
-            rig.scheduler.request_finished(request)
-            assert rig.scheduler.in_transit.host_blocks_read == 0
-        else:
-            rig.admit(request)
-            if moment == "loading":
-                rig.step()
-            getattr(rig, end)("two")
-            assert bool(rig.loads) == (moment == "loading")
-        rig.end()
-
-
-def test_a_preempted_request_asks_again_until_its_old_load_is_over():
-    rig = Rig()
-    rig.store(1, 2)
-    request = rig.request("two", 1, 2, 3)
-    rig.admit(request)
-    rig.step()
-    written = request.block_ids[:2]
-    rig.preempt("two")
-    rig.step(preempted=("two",))
-    assert rig.admit(request) is None
-    free = rig.pool.allocate(rig.pool.num_free)
-    assert not set(free) & set(written)  # for they are still being written
-    rig.pool.free(free)
-    (names, _) = rig.loads.popleft()
-    # Nobody waits for that load any more, so the engine does not hear of it.
-    assert rig.report(finished_recving=names) == ConnectorOutput()
-    assert rig.admit(request) == 2 * BLOCK_SIZE
-    rig.step()
-    rig.load_arrives()
-    rig.step(two=1)
-    rig.end()
-
-
-@modes
-def test_a_request_preempted_and_admitted_between_two_steps_gets_its_load(mode):
-    """The step that named it as preempted dropped what it had taken since."""
-    rig = Rig(mode=mode)
-    rig.store(1, 2)
-    request = rig.request("b", 1, 2)
-    assert rig.admit(request) == 2 * BLOCK_SIZE
-    rig.preempt("b")
-    assert rig.admit(request) == 2 * BLOCK_SIZE
-    assert rig.step(preempted=["b"]).load_event_to_reqs == {0: ("b",)}
-    rig.load_arrives()
-    rig.step(tokens={"b": 1})
-    rig.end()
-
-
 def test_a_request_that_a_step_preempts_gets_no_load():
     rig = Rig()
     rig.store(1, 2)
@@ -485,17 +284,6 @@ def test_a_request_that_a_step_preempts_gets_no_load():
     rig.free(request)
     assert rig.step(preempted=["b"]).load_event == NO_EVENT
     rig.end()
-
-
-def test_a_refused_offer_leaves_no_keys_behind():
-    rig = Rig()
-    stranger = rig.request("stranger", 1, 2)
-    match = "num_external_tokens"
-    check_refused(rig, match, rig.take, stranger, [], BLOCK_SIZE)
-    # It has other keys when it comes, and these count.
-    stranger.block_keys_by_group = [make_keys(7, 8)]
-    rig.run(stranger)
-    assert on_host(rig) == set(make_keys(7, 8))
 
 
 @pytest.mark.parametrize("mode", ["fused", "staged"])
@@ -518,30 +306,6 @@ def test_a_flush_leaves_no_copy_to_wait_for_its_turn(mode):
     assert engine.num_waiting == engine.num_in_flight == 0
     assert worker.poll() == ConnectorOutput(completed_store_events=(0,))
     assert not rig.step().need_flush
-
-
-def test_requests_that_share_a_prefix_wait_for_one_anothers_load_only_if_wanted():
-    rig = Rig()
-    rig.store(1, 2)
-    for name, last in (("two", 3), ("three", 4)):
-        assert rig.admit(rig.request(name, 1, 2, last)) == 2 * BLOCK_SIZE
-    meta = rig.step()
-    assert meta.load_event_to_reqs == {0: ("two", "three")}
-    assert len(set(meta.load_device_blocks)) == 4
-    rig.load_arrives()
-    rig.step(two=1, three=1)
-    rig = Rig(delay_shared_loads=True)
-    rig.store(1, 2)
-    rig.admit(rig.request("two", 1, 2, 3))
-    later = rig.request("three", 1, 2, 4)
-    assert rig.admit(later) is None
-    assert rig.admit(rig.request("other", 8)) == 0
-    rig.step()
-    assert rig.admit(later) is None
-    rig.load_arrives()
-    assert rig.admit(later) == 0  # as all of it is on the device now
-    assert later.num_computed_tokens == 2 * BLOCK_SIZE
-    rig.end()
 
 
 def test_an_offer_that_waits_for_room_holds_up_nobody_who_shares_its_blocks():

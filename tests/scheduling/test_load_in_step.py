@@ -36,21 +36,6 @@ def test_what_is_offered_counts_as_there_in_the_step(groups):
     assert (meta.load_event, meta.load_in_step) == (NO_EVENT, False)
 
 
-def test_blocks_are_held_until_the_step_is_reported():
-    rig = stored(1, 2)
-    request = rig.request("one", 1, 2, 3)
-    rig.admit(request)
-    rig.step(one=1)
-    written = request.block_ids[:2]
-    rig.finish("one")
-    free = rig.pool.allocate(rig.pool.num_free)
-    assert not set(free) & set(written)
-    rig.pool.free(free)
-    names, _ = rig.loads.popleft()
-    assert rig.report(finished_recving=names) == ConnectorOutput()
-    rig.check_nothing_leaked()
-
-
 def test_the_engine_hears_of_a_running_requests_load_only_if_it_failed():
     for ok in (True, False):
         rig = stored(1, 2)
@@ -65,21 +50,6 @@ def test_the_engine_hears_of_a_running_requests_load_only_if_it_failed():
         # What could not be read is forgotten; the request is to be preempted then.
         assert rig.scheduler.num_host_blocks_held == 2 * ok
         rig.end()
-
-
-def test_a_preempted_request_asks_again_when_its_step_is_over():
-    rig = stored(1, 2)
-    request = rig.request("one", 1, 2, 3)
-    rig.admit(request)
-    rig.step(one=1)
-    rig.preempt("one")
-    rig.step(preempted=("one",))
-    assert rig.admit(request) is None
-    names, _ = rig.loads.popleft()
-    rig.report(finished_recving=names)
-    assert rig.admit(request) is not None
-    rig.step(one=1)
-    rig.end()
 
 
 def test_loads_in_the_step_are_not_held_up_by_the_bound():

@@ -3,7 +3,6 @@
 import pytest
 
 from jaxkv.scheduling.moves import Ledger, Move
-from jaxkv.scheduling.protocol import NO_EVENT
 
 
 def make_ledger(*sizes):
@@ -23,13 +22,6 @@ def test_a_move_is_over_when_every_worker_has_reported_it():
     assert (second.ok.tolist(), ledger.num_blocks) == ([True, False], 1)
     assert ledger.report([(0, False)]) == [first]
     assert (first.ok, list(ledger.moves)) == (False, [])
-
-
-def test_moves_that_leave_together_have_one_event():
-    ledger, _ = make_ledger(1)
-    assert ledger.issue([]) == NO_EVENT
-    moves = [Move([], [], []) for _ in range(2)]
-    assert (ledger.issue(moves), moves[0].event, moves[1].event) == (1, 1, 1)
 
 
 def test_a_report_that_is_not_due_is_refused():

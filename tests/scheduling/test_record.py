@@ -151,16 +151,21 @@ def test_another_recorder_has_other_ids_unless_both_have_one_key_file(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [*(f"{n}.jsonl" for n in "abcd"), "key"]
 
 
-def test_a_key_file_that_cannot_be_read_or_guessed_is_refused(path, tmp_path):
+def test_what_a_recorder_cannot_begin_with_is_refused(path, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "short").write_text("0123456789abcde\n")
-    for name, error, match in (
-        ("pipe", OSError, r"recorded ids from .*it is not a plain file"),
-        ("short", ValueError, r"short' has 15 bytes, and must have at least"),
-        ("nowhere/key", OSError, r"cannot read the key .*nowhere.*No such file"),
+    for name, value, error, match in (
+        ("max_bytes", "1000KB", ValueError, "=1000000 must be at least 1048576"),
+        ("max_bytes", "much", ValueError, "'much' must be a size such as 64MiB"),
+        ("max_files", 0, ValueError, "=0 must be at least 1"),
+        ("max_files", 1.5, ValueError, "=1.5 must be a whole number from 1 on"),
+        ("key_file", "pipe", OSError, "recorded ids from .*it is not a plain file"),
+        ("key_file", "short", ValueError, "short' has 15 bytes, and must have at l"),
+        ("key_file", "nowhere/key", OSError, "cannot read the key .*No such file"),
     ):
+        value = tmp_path / value if name == "key_file" else value
         with pytest.raises(error, match=match):
-            TraceRecorder(path, key_file=tmp_path / name)
+            TraceRecorder(path, **{name: value})
         assert not path.exists()
 
 
@@ -192,15 +197,6 @@ def test_ids_and_blocks_of_long_prompts_are_all_there(path, secret):
     assert np.array(ids, np.float64).astype(np.int64).tolist() == ids
 
 
-def test_keys_of_any_length_are_recorded(path, secret):
-    with TraceRecorder(path) as recorder:
-        rig = Rig(recorder=recorder)
-        request = make_request("a", 1, 2)
-        request.block_keys_by_group = [[b"short", b"longer than thirty-two bytes" * 2]]
-        rig.run(request)
-    assert requests_of(path)[0]["ids"] == secret(request.block_keys)
-
-
 def test_what_is_not_computed_or_stored_is_not_said_to_be_filled(path):
     with TraceRecorder(path) as recorder:
         rig = Rig(recorder=recorder, prompt_only=True)
@@ -221,25 +217,24 @@ def test_what_is_not_computed_or_stored_is_not_said_to_be_filled(path):
     assert (line["in"], len(line["out_ids"])) == (5, 1)
 
 
-def test_the_group_with_full_attention_is_recorded(path, secret):
-    groups = (SlidingWindow(BLOCK_SIZE, 8), FullAttention(BLOCK_SIZE))
-    with TraceRecorder(path) as recorder:
-        rig = Rig(groups=groups, recorder=recorder)
-        rig.run(rig.request("a", 1, 2, 3))
-    (line,) = requests_of(path)
-    assert line["ids"] == secret(make_keys(1, 2, 3, group=1))
-    assert lines_of(path)[0]["groups"] == 2
-
-
-def test_ids_stand_for_host_blocks(path, secret):
-    with TraceRecorder(path) as recorder:
-        rig = Rig(recorder=recorder, blocks_per_host_block=2)
-        rig.run(make_request("a", 1, 2, 3, 4, 5))
-    header, line = lines_of(path)
-    assert header["block_size"] == 2 * BLOCK_SIZE
-    assert header["device_blocks"] == 7
-    keys = make_keys(1, 2, 3, 4, 5)
-    assert line["ids"] == secret([keys[1], keys[3]])
+def test_ids_stand_for_host_blocks_of_the_group_with_full_attention(path, secret):
+    keys, rows = make_keys(1, 2, 3, 4), {"blocks_per_host_block": 2}
+    groups = SlidingWindow(BLOCK_SIZE, 8), FullAttention(BLOCK_SIZE)
+    of_any_length = [b"short", b"longer than thirty-two bytes" * 2]
+    for options, given, recorded, header in (
+        ({}, [of_any_length], of_any_length, (BLOCK_SIZE, 15, 1)),
+        (rows, [keys], [keys[1], keys[3]], (2 * BLOCK_SIZE, 7, 1)),
+        ({"groups": groups}, [keys, keys[::-1]], keys[::-1], (BLOCK_SIZE, 15, 2)),
+    ):
+        with TraceRecorder(path) as recorder:
+            rig = Rig(recorder=recorder, **options)
+            request = rig.request("a", *range(len(given[0])))
+            request.block_keys_by_group = given
+            rig.run(request)
+        first, line = lines_of(path)
+        assert line["ids"] == secret(recorded), options
+        names = "block_size", "device_blocks", "groups"
+        assert tuple(map(first.get, names)) == header, options
 
 
 def test_a_preempted_request_is_one_line_with_what_it_found_first(path):
@@ -396,62 +391,6 @@ def test_what_the_queue_has_no_room_for_is_dropped_and_nobody_waits(
     assert "it is too slow" in caplog.text
 
 
-def test_a_full_disk_costs_requests_and_no_more(path, monkeypatch, caplog):
-    write, failing = os.write, []
-
-    def part_of(fd, data):
-        if failing:
-            write(fd, data[:5])
-            raise OSError(28, "No space left on device")
-        return write(fd, data)
-
-    with described(path) as recorder:
-        monkeypatch.setattr(os, "write", part_of)
-        for number, is_full in enumerate([False, True, True, False, False]):
-            failing[:] = [True] * is_full
-            serve(recorder, number)
-    assert recorder.stats == RecordStats(3, 2)
-    lines = requests_of(path)
-    assert [line.get("in") for line in lines] == [0, None, 3, 4]
-    assert lines[1] == {"dropped": 2}
-    (warning,) = caplog.records
-    assert warning.levelno == logging.WARNING
-    assert "No space left on device" in warning.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("name", "failing", "max_files"),
-    [
-        *(("close", 0, 1), ("close", 0, 3), ("unlink", 0, 1), ("replace", 0, 3)),
-        *(("open", 0, 3), ("fstat", 0, 3), ("write", 2, 3)),
-    ],
-)
-def test_a_rotation_that_fails_once_costs_a_request_and_no_more(
-    path, monkeypatch, caplog, name, failing, max_files
-):
-    monkeypatch.setattr(record_module, "LEAST_MAX_BYTES", 1)
-    call, numbers = getattr(os, name), itertools.count()
-
-    def fail_once(*args, **named):
-        if name == "close":
-            call(*args)  # As Linux does before it fails.
-        if next(numbers) == failing:
-            raise OSError(5, "Input/output error")
-        return None if name == "close" else call(*args, **named)
-
-    with described(path, max_bytes=1000, max_files=max_files) as recorder:
-        monkeypatch.setattr(os, name, fail_once)
-        with caplog.at_level(logging.INFO, "jaxkv"):
-            for number in range(12):
-                recorder.begin(str(number), make_keys(*range(5)), number)
-                recorder.finish(str(number))
-                recorder.flush()
-        monkeypatch.setattr(os, name, call)
-    assert recorder.stats == RecordStats(11, 1)
-    assert requests_of(path)[-1]["in"] == 11
-    assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
-
-
 def test_a_rotation_that_fails_halfway_loses_no_older_file(path, monkeypatch):
     replace = os.replace
 
@@ -595,35 +534,6 @@ def test_what_cannot_be_recorded_to_is_refused_in_one_line(tmp_path):
         assert "\n" not in text
         assert name.rpartition("/")[2].partition("\0")[0] in text
         assert "name a file in a folder that exists" in text
-
-
-def test_numbers_that_cannot_be_right_are_refused(path):
-    for arguments, message in (
-        ({"max_bytes": "1000KB"}, "max_bytes=1000000 must be at least 1048576"),
-        ({"max_bytes": "much"}, "'much' must be a size such as 64MiB"),
-        ({"max_files": 0}, "max_files=0 must be at least 1"),
-        ({"max_files": 1.5}, "max_files=1.5 must be a whole number from 1 on"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TraceRecorder(path, **arguments)
-        assert not path.exists()
-
-
-def test_without_a_recorder_requests_leave_nothing_behind():
-    before = {thread.name for thread in threading.enumerate()}
-    rig = Rig()
-    rig.run(make_request("a", 1))
-    assert rig.scheduler.recorder is None
-    assert {thread.name for thread in threading.enumerate()} <= before
-
-
-def test_a_recorder_that_nobody_has_any_more_closes_its_file(path):
-    recorder = described(path)
-    serve(recorder, 1)
-    recorder.begin("runs", [], 2)
-    del recorder
-    assert [line["in"] for line in requests_of(path)] == [1, 2]
-    TraceRecorder(path).close()  # The lock is gone.
 
 
 def test_a_configuration_makes_the_recorder_of_its_scheduler(path):

@@ -224,9 +224,3 @@ def test_a_consumer_gets_all_blocks_that_are_written_while_it_waits(tmp_path):
         pools = np.asarray(producer.pool[0])
         rows = [*range(1, 6), *range(1, 16), *range(1, 5)]  # Each part from block 1 on.
         assert consumer.bytes_of(keys) == [pools[row].tobytes() for row in rows]
-
-
-def test_a_producer_that_dies_costs_computing(tmp_path):
-    options = {"storage_list_s": 0.0, "storage_await_s": 0.05}
-    with StoredEngine(tmp_path, **options) as consumer:
-        assert consumer.num_found(expecting(make_request("prompt", 1, 2, 3))) == 0

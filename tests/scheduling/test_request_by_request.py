@@ -93,17 +93,6 @@ class Loading:
             seen.append(ConnectorOutput.aggregate(outputs))
         return seen
 
-    def finish_all(self):
-        """Let all transfers be done; give the completions."""
-        completions = []
-        while self.engine.num_in_flight:
-            self.next_piece()
-            for _ in range(2):
-                self.pool = self.engine.advance(self.pool)
-                completions += self.engine.poll()
-        self.check_idle()
-        return completions
-
     def check_idle(self):
         engine = self.engine
         assert engine.num_in_flight == engine.num_waiting == engine.bytes_in_flight == 0
@@ -193,40 +182,6 @@ def test_a_load_that_fails_does_not_fail_those_beside_it(monkeypatch):
     assert loading.blocks(32, 1) == [0]
     assert loading.blocks(40, 2) == [40, 41]
     loading.check_idle()
-
-
-@modes
-def test_an_abandoned_load_writes_nothing_more_while_others_go_on(mode, piecewise):
-    """Its device blocks may be others' by then."""
-    loading = piecewise(mode)
-    gone, *kept = loading.load_each([0, 4, 1, 5, 9], [32, 33, 40, 41, 50], [2, 2, 1])
-    # A piece of it that has not been issued, and others that have or will be.
-    loading.engine.abandon(gone)
-    assert not loading.engine.is_waiting(gone)
-    before = loading.blocks(32, 2)
-    done = loading.finish_all()
-    assert {each.ticket for each in done} == {*kept}
-    assert not any(each.error for each in done)
-    assert loading.blocks(32, 2) == before == [32, 33]
-    assert loading.blocks(40, 2) == [1, 5]
-    assert loading.blocks(50, 1) == [9]
-
-
-@modes
-def test_a_piece_that_nobody_wants_is_not_issued(mode, piecewise):
-    loading = piecewise(mode)
-    engine = loading.engine
-    first, long = loading.load_each([24, *range(20)], [60, *range(32, 52)], [1, 20])
-    # It reads what the long one was to write.
-    later = engine.save(loading.pool, [32], [30])
-    engine.abandon(long)
-    assert engine.num_waiting == 1  # The save.
-    loading.finish_all()
-    assert len(loading.done) < 5
-    assert loading.blocks(32, 20) == [*range(32, 52)]
-    assert loading.blocks(60, 1) == [24]
-    assert not engine.is_waiting(first)
-    assert not engine.is_waiting(later)
 
 
 class Clock:

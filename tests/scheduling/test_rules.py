@@ -1,6 +1,5 @@
 """What each rule of the offload scheduler changes, and which rules are refused."""
 
-import dataclasses
 import itertools
 
 import numpy as np
@@ -399,11 +398,8 @@ def test_rules_that_do_not_go_together_are_refused():
 
 def test_wrong_rules_are_refused():
     for rules, why in (
-        ({"mode": "later"}, "mode='later' must be"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
-        ({"world_size": 0}, "world_size=0"),
         ({"blocks_per_host_block": 0}, "blocks_per_host_block=0"),
-        ({"store_threshold": -1}, "store_threshold=-1"),
         ({"max_offload_tokens": 0}, "max_offload_tokens=0"),
         ({"store_threshold": None}, "store_threshold=None must be a whole number"),
         ({"max_unseen_blocks": 4.0}, "max_unseen_blocks=4.0 must be a whole number"),
@@ -412,19 +408,8 @@ def test_wrong_rules_are_refused():
         ({"store_max_wait_steps": 0}, "store_max_wait_steps=0"),
         ({"block_bytes": -1}, "block_bytes=-1"),
         ({"skip_slow_loads": True}, "needs block_bytes"),
-        ({"prompt_only": "no"}, "prompt_only='no' must be true or false"),
         ({"retention": 1}, "retention=1 must be true or false"),
-        ({"world_size": None}, "world_size=None must be a whole number from 1"),
-        ({"store_threshold": True}, "store_threshold=True must be a whole number"),
-        ({"max_num_batched_tokens": "5"}, "max_num_batched_tokens='5' must be a whole"),
     ):
         with pytest.raises(ValueError, match=why):
             OffloadRules(**rules)
     assert OffloadRules(max_unseen_blocks=np.int32(2)).max_unseen_blocks == 2
-
-
-def test_rules_are_values():
-    rules = OffloadRules(store_threshold=2)
-    assert rules == OffloadRules(store_threshold=2)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rules.mode = "lazy"

@@ -14,10 +14,9 @@ from jaxkv import (
     OffloadConfig,
     find_cached_prefix,
 )
-from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
+from jaxkv.scheduling.protocol import NO_EVENT, SchedulerOutput
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.search.groups import FullAttention, Mamba
-from jaxkv.tiers.base import HOST_MEDIUM
+from jaxkv.search.groups import FullAttention
 from jaxkv.types import NULL_BLOCK
 from tests.rigs.offload_rig import (
     BLOCK_SIZE,
@@ -35,13 +34,6 @@ from tests.rigs.offload_rig import (
 )
 
 # What is offered and stored.
-
-
-def test_the_last_token_is_always_computed():
-    rig = Rig()
-    rig.store(1, 2, 3)
-    whole_blocks = make_request("two", 1, 2, 3, extra_tokens=0)
-    assert rig.admit(whole_blocks) == 2 * BLOCK_SIZE
 
 
 def test_a_block_is_findable_only_after_its_bytes_arrived():
@@ -94,56 +86,12 @@ def test_a_host_without_room_for_all_victims_takes_the_half_that_goes_first():
     assert on_host(rig) == set(make_keys(1, 2, 3, 4)[2:])
 
 
-def test_part_of_an_offer_can_be_taken():
-    rig = Rig()
-    rig.store(1, 2, 3)
-    for num_blocks in (0, 1, 2):
-        name, num_tokens = f"take-{num_blocks}", num_blocks * BLOCK_SIZE
-        request = make_request(name, 1, 2, 3, 4)
-        assert rig.admit(request, take=num_tokens) == num_tokens
-        assert len(rig.step().load_device_blocks) == num_blocks
-        if num_blocks:
-            rig.load_arrives()
-        rig.finish(name)
-        rig.forget_device()
-    rig.end()
-
-
 def test_storing_a_block_evicts_tails_before_heads():
     """vLLM 0.19.1 evicted block 0 of a prefix first, and lost all of it."""
     rig = Rig(host_blocks=4)
     rig.run(make_request("one", 1, 2, 3, 4))
     rig.store(9)
     assert rig.admit(make_request("two", 1, 2, 3, 4, 5)) == 3 * BLOCK_SIZE
-
-
-def test_blocks_allocated_later_are_stored_too():
-    rig = Rig()
-    request = make_request("one", 1, 2, extra_tokens=0)
-    rig.admit(request)
-    request.block_keys_by_group = [make_keys(1, 2, 3)]
-    request.num_tokens += BLOCK_SIZE
-    (new,) = rig.pool.allocate(1)
-    request.block_ids.append(new)
-    output = SchedulerOutput({"one": 1}, new_block_ids={"one": [new]})
-    rig.scheduler.build_connector_meta(output)
-    rig.compute(request, 3 * BLOCK_SIZE)
-    meta = rig.step(one=0)
-    assert meta.store_event == NO_EVENT
-    assert new in rig.step(one=1).store_device_blocks
-
-
-def test_a_prompt_in_parts_is_stored_part_by_part():
-    rig = make_rig()
-    request = rig.request("one", 1, 2, 3, 4)
-    rig.admit(request)
-    stored = []
-    for num_tokens in (6, 6, 1, 3, 1):
-        meta = rig.step(tokens={"one": num_tokens})
-        stored.append(list(meta.store_device_blocks))
-    ids = request.block_ids
-    assert stored == [[], ids[:1], ids[1:3], [], ids[3:4]]
-    rig.end()
 
 
 def test_tokens_that_are_only_scheduled_are_not_stored():
@@ -197,41 +145,6 @@ def test_what_the_host_has_comes_back_and_is_not_stored_again(mode):
 
 
 @modes
-def test_the_host_gives_up_what_was_used_least_recently(mode):
-    rig = make_rig(mode)
-    for number in range(0, 40, 10):
-        rig.store(*range(number, number + 4))
-    assert rig.scheduler.num_host_blocks_held == NUM_BLOCKS
-    # The first is used again, and what is being loaded stays in any case.
-    rig.store(0, 1, 2, 3, name="again")
-    rig.admit(rig.request("loading", *range(10, 14), 99))
-    rig.step()
-    rig.run(rig.request("new", *range(50, 54)))
-    rig.pool.evict(range(NUM_BLOCKS))
-    hits = [rig.hit(*range(n, n + 4), 99) for n in (0, 10, 20, 30, 50)]
-    assert hits == [4, 4, 0, 4, 4]
-    rig.end()
-
-
-@modes
-def test_blocks_being_loaded_are_not_reused_when_their_request_ends(mode):
-    rig = make_rig(mode)
-    rig.store(1, 2)
-    request = rig.request("two", 1, 2, 3)
-    rig.admit(request)
-    written = request.block_ids[:2]
-    rig.step()
-    rig.finish("two")
-    assert rig.scheduler.has_pending_loads()
-    taken = rig.pool.allocate(rig.pool.num_free)
-    assert not set(taken) & set(written)
-    rig.pool.free(taken)
-    rig.load_arrives()
-    rig.end()
-    assert rig.hit(1, 2, 3) == 2
-
-
-@modes
 def test_blocks_being_stored_are_not_reused_on_the_device(mode):
     rig = make_rig(mode)
     request = rig.request("one", 1, 2)
@@ -251,37 +164,6 @@ def test_blocks_being_stored_are_not_reused_on_the_device(mode):
     rig.end()
     rig.forget_device()
     assert rig.hit(1, 2, 3) == 2
-
-
-@modes
-def test_the_null_block_never_moves(mode):
-    rig = make_rig(mode, groups=HYBRID)
-    rig.store(1, 2, 3)
-    request = rig.request("two", 1, 2, 3, 4)
-    assert rig.admit(request) == 3 * BLOCK_SIZE
-    full, window = request.tables
-    assert window[0] == NULL_BLOCK
-    meta = rig.step()
-    assert meta.load_device_blocks == (*full[:3], *window[1:3])
-    rig.load_arrives()
-    rig.step(two=1)
-    rig.finish("two")
-    stored = rig.step().store_device_blocks
-    assert stored
-    assert NULL_BLOCK not in (*stored, *meta.load_device_blocks)
-    rig.end()
-
-
-def test_a_mamba_group_moves_its_last_state_alone():
-    rig = make_rig(groups=(FullAttention(BLOCK_SIZE), Mamba(2 * BLOCK_SIZE)))
-    rig.store(1, 2, 3, 4, 5)
-    request = rig.request("two", 1, 2, 3, 4, 6)
-    assert rig.admit(request) == 4 * BLOCK_SIZE
-    meta = rig.step()
-    assert meta.load_device_blocks == (*request.tables[0][:4], request.tables[1][1])
-    rig.load_arrives()
-    rig.step(two=1)
-    rig.end()
 
 
 def test_a_request_without_keys_is_served_and_keys_may_lag_while_it_runs():
@@ -349,89 +231,6 @@ def test_a_block_table_may_be_any_array_of_ints():
 
 
 # What is reported.
-
-
-@pytest.mark.parametrize("failing", [None, 0, 1])
-def test_a_transfer_is_over_when_all_workers_have_reported_it(failing):
-    rig = make_rig(world_size=2)
-
-    def check(finished, failed, ended, is_pending):
-        """Report by one worker and then the other; nothing is over in between."""
-        fields = [failed if worker == failing else finished for worker in range(2)]
-        assert rig.report(**{fields[0]: ended}) == ConnectorOutput()
-        assert is_pending()
-        expected = {finished if failing is None else failed: ended}
-        assert rig.report(**{fields[1]: ended}) == ConnectorOutput(**expected)
-        assert not is_pending()
-
-    rig.admit(rig.request("one", 1, 2))
-    rig.step(one=2)
-    rig.finish("one")
-    rig.step()
-    num_free = rig.pool.num_free
-    event, copies = rig.stores.popleft()
-    check(
-        *("completed_store_events", "failed_store_events", (event,)),
-        lambda: rig.pool.num_free == num_free,
-    )
-    assert rig.pool.num_free == num_free + 2
-    assert rig.scheduler.num_host_blocks_held == (2 if failing is None else 0)
-    if failing is None:
-        rig.host |= copies
-    else:
-        rig.run(rig.request("again", 1, 2))
-    rig.forget_device()
-    rig.admit(rig.request("two", 1, 2, 3))
-    rig.step()
-    rig.loads.clear()
-    check(
-        *("finished_recving", "failed_recving", ("two",)),
-        rig.scheduler.has_pending_loads,
-    )
-    rig.end()
-
-
-@pytest.mark.parametrize("num_reported", [0, 1])
-def test_reports_of_what_is_not_in_flight_are_refused(num_reported):
-    rig = make_rig(world_size=2)
-    rig.store(1, 2)
-    rig.admit(rig.request("two", 1, 2, 3))
-    rig.admit(rig.request("not issued", 1, 2, 3, 4))
-    rig.finish("not issued")
-    rig.admit(rig.request("stores", 8))
-    rig.step(stores=1)
-    rig.admit(rig.request("later", 1, 2, 3))
-    store = rig.step(tokens={"stores": 1}).store_event
-    good = ConnectorOutput(("two",), (), (store,))
-    update = rig.scheduler.update_connector_output
-    for _ in range(num_reported):
-        update(good)
-    for bad in (
-        (("two",), (), (store, store + 1), ()),
-        (("two",), (), (), (-1,)),
-        (("two",), (), (store, store), (store,)),
-        (("two", "two"), ("two",), (store,), ()),
-        (("one",), (), (store,), ()),
-        ((), ("not issued",), (store,), ()),
-    ):
-        check_refused(rig, "report", update, ConnectorOutput(*bad))
-    for _ in range(1 - num_reported):
-        assert update(good) == ConnectorOutput()
-    assert update(good) == good
-    check_refused(rig, "report", update, ConnectorOutput(("two",)))
-    check_refused(rig, "report", update, ConnectorOutput((), (), (store,)))
-
-
-def test_events_tell_what_the_host_holds():
-    rig = Rig(host_blocks=3)
-    held = set()
-    for number in range(6):
-        rig.run(make_request(f"r{number}", number, number + 1))
-        for event in rig.scheduler.take_events():
-            assert event.medium == HOST_MEDIUM
-            change = held.difference_update if event.removed else held.update
-            change(event.block_hashes)
-    assert held == on_host(rig)
 
 
 def test_stats_do_not_call_dropped_what_the_host_has():
@@ -628,13 +427,6 @@ def test_a_chain_of_another_block_size_is_refused_even_if_it_has_as_many_keys():
     check_refused(rig, what, rig.query, request)
     with pytest.raises(ValueError, match=r"keys_by_group\[0\] has keys of blocks of 5"):
         find_cached_prefix(rig.pool, rig.groups, [chain.keys], 9)
-
-
-def test_keys_for_one_group_in_place_of_a_list_for_each_are_refused():
-    keys, pool = make_keys(1, 2), DeviceBlockPool(4)
-    for groups in (FullAttention(BLOCK_SIZE),), HYBRID:
-        with pytest.raises((TypeError, ValueError), match=r"keys_by_group.*a list"):
-            find_cached_prefix(pool, groups, keys, 8)
 
 
 def test_a_pool_that_is_not_that_of_the_arrays_or_groups_is_refused():

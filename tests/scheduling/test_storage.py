@@ -18,60 +18,13 @@ from tests.rigs.offload_rig import (
     StoreRig,
     make_keys,
     make_request,
-    on_host,
 )
-
-
-def test_private_blocks_are_not_written():
-    secret = set(make_keys(7, 8))
-    for write in ("through", "on_reuse", "on_evict"):
-        rig = StoreRig(
-            is_private=secret.__contains__, storage_write=write, host_blocks=16
-        )
-        # What is evicted next is looked at when the host is full.
-        num_others = 12 if write == "on_evict" else 0
-        for name in "abc":
-            rig.serve(f"{name}'", 7, 8)
-            rig.serve(name, 1, 2)
-            rig.forget_device()
-        for other in range(100, 100 + num_others):
-            rig.serve(f"{other}", other)
-        assert set(rig.written) >= set(make_keys(1, 2)), write
-        assert not secret & set(rig.written), write
-        assert rig.hit(7, 8) == 2, "the host has them all the same"
-        assert rig.scheduler.stats.num_storage_dropped == 0
-
-
-def test_a_host_block_is_not_evicted_while_it_is_written():
-    rig = StoreRig(host_blocks=2)
-    rig.run(make_request("a", 1, 2))
-    batches = [batch for moves in rig.asked for batch in moves.writes]
-    keys = {key for batch in batches for key in batch.keys}
-    assert keys
-    rig.run(make_request("b", 7, 8))
-    assert keys <= on_host(rig)
 
 
 def test_blocks_that_are_not_written_are_counted_by_reason_and_in_all():
     reasons = {"slow": 1, "evicted": 2, "failed": 4, "reset": 8}
     fields = {f"num_storage_dropped_{name}": num for name, num in reasons.items()}
     assert OffloadStats(**fields).num_storage_dropped == 15
-
-
-def test_fetched_blocks_are_there_when_every_worker_has_reported_them():
-    rig = StoreRig(world_size=2)
-    rig.has(*make_keys(1, 2))
-    request = make_request("a", 1, 2, 3)
-    assert rig.offer(request) == (None, False)
-    rig.step()
-    asked = list(rig.asked)
-    assert len(asked) == 1
-    rig.answer()
-    assert rig.offer(request) == (None, False)
-    assert rig.scheduler.has_pending_loads()
-    rig.asked = asked
-    rig.answer()
-    assert rig.offer(request) == (2 * BLOCK_SIZE, True)
 
 
 def leave(rig):

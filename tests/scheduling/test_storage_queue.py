@@ -278,19 +278,6 @@ def test_requests_that_queue_compute_when_the_store_brings_nothing():
     assert rig.step().below[0].fetches
 
 
-def test_reset_is_done_while_queued_requests_hold_what_was_fetched():
-    rig = QueueRig(*ASKS_ALL)
-    requests = fill(rig)
-    for request in requests:
-        rig.take(request, [], 0)
-    assert not rig.scheduler.has_pending_loads()
-    assert rig.scheduler.reset()
-    assert not rig.scheduler.below[0].holds
-    for request in requests:
-        assert rig.offer(request) == (0, False)
-        rig.scheduler.request_finished(request)
-
-
 def test_what_is_held_leaves_half_of_the_host_to_stores():
     rig = QueueRig(*ASKS_ALL, device_blocks=33)
     fill(rig)

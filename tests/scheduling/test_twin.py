@@ -12,6 +12,7 @@ import pytest
 from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
 from tests.reference.block_pool import BlockPool, PoolEvent
 from tests.reference.hit_search import find_longest_cache_hit
+from tests.reference.longest import first_read, longest_prefix
 
 FULL = FullAttention(4)
 
@@ -38,20 +39,6 @@ def test_the_pool_gives_up_what_was_freed_first_and_serves_what_was_first_cached
     assert pool.get_cached_block(b"k") is None
 
 
-def needed(spec, num_blocks):
-    """The blocks, of so many, that the next token reads; of a window at least one."""
-    match spec:
-        case FullAttention():
-            first = 0
-        case SlidingWindow(size, window):
-            first = num_blocks - max(1, -(-(window - 1) // size))
-        case ChunkedLocal(size, chunk):
-            first = num_blocks - num_blocks % (chunk // size)
-        case Mamba():
-            first = num_blocks - 1
-    return set(range(max(0, first), num_blocks))
-
-
 EQUAL = [FULL, SlidingWindow(4, 2), SlidingWindow(4, 14), Mamba(4), ChunkedLocal(4, 12)]
 MIXED = [FULL, FullAttention(2), SlidingWindow(2, 9), SlidingWindow(8, 10), Mamba(6)]
 
@@ -68,16 +55,13 @@ def test_the_search_finds_the_longest_common_hit():
         cached = {key: key for row in keys for key in row if rng.random() < share}
         limit = rng.randint(0, 96)
         length, blocks = find_longest_cache_hit(specs, keys, cached.get, limit)
-        assert length == max(
-            tokens
-            for tokens in range(0, limit + 1, lcm(*(s.block_size for s in specs)))
-            if all(
-                cached.keys() >= {(g, i) for i in needed(s, tokens // s.block_size)}
-                for g, s in enumerate(specs)
-            )
-        ), seed
+        counts, step = map(len, keys), lcm(*(spec.block_size for spec in specs))
+        has = lambda g, i: (g, i) in cached  # noqa: E731, B023
+        longest = longest_prefix(specs, list(counts), has, limit, step)
+        assert length == longest, seed
         for g, spec in enumerate(specs):
             assert len(blocks[g]) == length // spec.block_size, seed
             assert cached.keys() >= set(blocks[g]) - {None}, seed
-            there = {i for i, block in enumerate(blocks[g]) if block == (g, i)}
-            assert needed(spec, len(blocks[g])) <= there, seed
+            first = first_read(spec, length)
+            read = [(g, i) for i in range(first, len(blocks[g]))]
+            assert blocks[g][first:] == read, seed

@@ -144,13 +144,3 @@ def test_blocks_in_place_of_null_blocks_are_not_cached():
     assert rig.take(request, request.tables, 0) == request.tables
     assert rig.pool.unwritten == {*own}
     assert cache_all(rig, request) == [[], own]
-
-
-def test_an_offer_to_a_hybrid_is_declined_without_a_table(rig):
-    """As docs/integrate.md says; it was refused, after the offer had been dropped."""
-    request = rig.request("one", *PROMPT, 5)
-    assert rig.offer(request) == (OFFER, True)
-    assert rig.take(request, [], 0) == [[], []]
-    assert not rig.scheduler.has_pending_loads()
-    rig.scheduler.request_finished(request)
-    rig.end()

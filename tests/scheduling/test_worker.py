@@ -73,43 +73,6 @@ def test_a_flush_waits_and_is_reported_with_the_next_poll():
     assert worker.poll() == ConnectorOutput(completed_store_events=(3,))
 
 
-def poll_until(worker, pool, field, *, with_steps):
-    """Poll, with or without steps in between, until something is reported."""
-    for _ in range(100_000):
-        if with_steps:
-            pool = worker.start(metadata(), pool)
-        if seen := getattr(worker.poll(), field):
-            return pool, seen
-    raise AssertionError("nothing was reported")
-
-
-@pytest.mark.parametrize("mode", ["fused", "staged"])
-def test_what_landed_is_reported_once_to_one_who_polls_and_loads_in_a_step(mode):
-    pool = make_pool()
-    worker = OffloadWorker(TransferEngine(pool, 3, mode=mode))
-    pool = worker.start(metadata(store=[(4, 2)]), pool)
-    events = "completed_store_events"
-    pool, seen = poll_until(worker, pool, events, with_steps=False)
-    assert seen == (0,)
-    assert worker.drain(pool)[1] == ConnectorOutput()
-    pool = worker.start(metadata(load=[(0, 2)]), pool)
-    pool, seen = poll_until(worker, pool, "finished_recving", with_steps=True)
-    assert seen == ("r",)
-    np.testing.assert_array_equal(pool["k"][0], [8, 9])
-
-
-def test_a_failed_transfer_is_told_to_the_scheduler(monkeypatch):
-    pool = make_pool()
-    engine = TransferEngine(pool, 3)
-    worker = OffloadWorker(engine)
-    pool = worker.start(metadata(store=[(4, 2)], store_event=5), pool)
-    pool, [done] = engine.drain(pool)
-    failed = dataclasses.replace(done, error=RuntimeError("bus on fire"))
-    monkeypatch.setattr(engine, "poll", lambda: [failed])
-    assert worker.poll() == ConnectorOutput(failed_store_events=(5,))
-    assert worker.blocks_stored == 0
-
-
 def test_what_others_move_with_the_engine_does_not_stop_the_reports():
     pool = make_pool()
     engine = TransferEngine(pool, 3)
