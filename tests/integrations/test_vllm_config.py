@@ -61,59 +61,46 @@ def test_a_policy_may_come_from_a_module_that_has_it(own_policies):
 
 def test_the_keys_set_rules_and_sizes(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    config = read(
-        windows=(None, 6),
-        extra={
-            "num_cpu_blocks": 7,
-            "eviction_policy": "arc",
-            "store_threshold": 2,
-            "max_unseen_blocks": 8,
-            "offload_prompt_only": True,
-            "max_offload_tokens": 64,
-            "delay_shared_loads": True,
-            "retention": True,
-            "staging_bytes": "1MiB",
-            "transfer_deadline_s": 5,
-            "record": "/nowhere/requests.jsonl",
-            "record_max_bytes": "2MiB",
-            "record_max_files": 1,
-            "record_key_file": "/nowhere/key",
-            "storage": "redis://:password@host:1",
-            "storage_bytes": "1MiB",
-            "storage_write": "through",
-            "max_storage_blocks": 9,
-            "storage_deadline_s": 2,
-            "storage_list_s": None,
-            "storage_secret": "0123456789abcdef",
-            "storage_namespace": "weights of Monday",
-            "storage_keep_on_reset": True,
-        },
-    )
-    assert config.groups == (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 6))
-    assert config.num_host_blocks == 7
-    assert dataclasses.asdict(config.offload) == OffloadConfig().to_dict() | {
-        "num_host_blocks": 7,
-        "cache_policy": "arc",
+    same = {  # Under the names of the library's configuration.
         "store_threshold": 2,
         "max_unseen_blocks": 8,
-        "prompt_only": True,
         "max_offload_tokens": 64,
         "delay_shared_loads": True,
-        "copy_on_device": False,
         "retention": True,
-        "staging_bytes": 1 << 20,
-        "deadline_s": 5.0,
         "record": "/nowhere/requests.jsonl",
-        "record_max_bytes": 2 << 20,
         "record_max_files": 1,
         "record_key_file": "/nowhere/key",
         "storage": "redis://:password@host:1",
-        "storage_bytes": 1 << 20,
         "storage_write": "through",
         "max_storage_blocks": 9,
-        "storage_deadline_s": 2.0,
+        "storage_deadline_s": 2,
         "storage_list_s": None,
+        "storage_probe_s": 0.5,
+        "storage_await_s": 7,
         "storage_secret": "0123456789abcdef",
+    }
+    sizes = {"staging_bytes": "1MiB", "record_max_bytes": "2MiB"}
+    others = {
+        "num_cpu_blocks": 7,
+        "eviction_policy": "arc",
+        "offload_prompt_only": True,
+        "transfer_deadline_s": 5,
+        "storage_bytes": "1MiB",
+        "storage_namespace": "weights of Monday",
+        "storage_keep_on_reset": True,
+    }
+    config = read(windows=(None, 6), extra=same | sizes | others)
+    assert config.groups == (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 6))
+    assert config.num_host_blocks == 7
+    assert dataclasses.asdict(config.offload) == OffloadConfig().to_dict() | same | {
+        "num_host_blocks": 7,
+        "cache_policy": "arc",
+        "prompt_only": True,
+        "copy_on_device": False,
+        "deadline_s": 5.0,
+        "staging_bytes": 1 << 20,
+        "record_max_bytes": 2 << 20,
+        "storage_bytes": 1 << 20,
     }
     storage = config.storage
     # A block is 2 layers of 4 tokens of 64 bytes, and a header of 192 bytes.
