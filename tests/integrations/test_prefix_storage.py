@@ -583,11 +583,8 @@ REFUSED = [
     ),
     ({"storage_bytes": 100}, ValueError, "must be at least 432, what one host"),
     ({"storage_bytes": "much"}, ConfigError, "storage_bytes='much' must be a size"),
-    ({"storage_write": "never"}, ConfigError, "must be one of on_reuse"),
     (EVICTING | {"cache_policy": "arc"}, ValueError, "'on_evict' needs cache_policy="),
     (EVICTING | {"retention": True}, ValueError, "'on_evict' needs cache_policy="),
-    ({"storage_deadline_s": 0}, ConfigError, "a number of seconds above 0"),
-    ({"storage_secret": "short"}, ConfigError, "at least 16 bytes"),
     (
         {"storage_byte": 5},
         TypeError,

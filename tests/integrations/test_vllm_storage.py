@@ -122,7 +122,6 @@ def knows(engine):
         {"extra": {"blocks_per_chunk": 2}},
         {"is_async": True},
         {"extra": {"storage_write": "on_reuse"}},
-        {"extra": {"storage_write": "on_evict", "num_cpu_blocks": 16}},
     ],
     ids=str,
 )
@@ -133,11 +132,6 @@ def test_an_engine_that_is_started_anew_is_warm(monkeypatch, make, options):
     for number in range(2):
         assert ask(first, f"first{number}") == number * TOKENS
         first.scheduler.pool.overwrite_all()
-    if "num_cpu_blocks" in options.get("extra", {}):
-        # Blocks are written before the host needs their place.
-        for start in range(100, 1000, 100):
-            if not knows(first):
-                ask(first, f"other {start}", range(start, start + 9), 1)
     first.check_nothing_leaked()
     close(first)
     again = make(**options)
@@ -146,20 +140,6 @@ def test_an_engine_that_is_started_anew_is_warm(monkeypatch, make, options):
     stats = again.offload_scheduler.stats
     assert stats.num_storage_loaded > 0
     assert stats.num_storage_failed == 0
-
-
-@pytest.mark.parametrize("asks", [False, True])
-def test_engines_that_run_side_by_side_share_a_store(newest, make, asks):
-    extra = {"storage_list_s": 0.01, "storage_probe_s": 0.0}
-    if asks:
-        extra = {"storage_list_s": 0.0, "storage_probe_s": WAIT_S}
-    one, other = make(), make(extra)
-    ask(other, "before", range(100, 118))
-    ask(one, "first")
-    if not asks:
-        until(other, lambda: knows(other))
-    assert ask(other, "again") == TOKENS
-    other.check_nothing_leaked()
 
 
 def test_other_weights_under_the_same_path_find_nothing(newest, make, model):
@@ -384,14 +364,13 @@ def test_an_adapter_finds_what_its_own_weights_have_computed(
     assert ask(make(windows=windows), "trained", lora=adapter) == 0
 
 
-@pytest.mark.parametrize("write", ["through", "on_reuse", "on_evict"])
 def test_blocks_of_an_adapter_that_is_not_known_stay_out_of_the_store(
-    newest, make, adapter, tmp_path, monkeypatch, caplog, write
+    newest, make, adapter, tmp_path, monkeypatch, caplog
 ):
     from jaxkv.integrations.vllm import adapters
 
     monkeypatch.setattr(adapters, "process_started_s", lambda: 0.0)
-    engine = make({"storage_write": write, "num_cpu_blocks": 8})
+    engine = make({"num_cpu_blocks": 8})
     for number in range(3):
         ask(engine, f"r{number}", lora=adapter)
         engine.scheduler.pool.overwrite_all()
