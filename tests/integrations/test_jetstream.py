@@ -243,21 +243,12 @@ def test_a_prompt_that_was_loaded_before_clear_is_not_kept(make, learns):
         cache.learn(engine_cache(), 32)
     cache.clear("1" if learns == "between" else None)
     assert cache.save(KEY, value_of(KEY)) is False
+    assert cache.save(KEY, value_of(KEY)) is False, "not loaded since"
     cache.flush()
     assert (cache.load(KEY), cache.errors) == (None, {})
     assert cache.save(KEY[:8], value_of(KEY)) is True, "what was loaded, shortened"
     cache.flush()
     check_value(cache.load(KEY), KEY)
-
-
-def test_a_prompt_that_is_saved_after_clear_and_was_not_loaded_is_not_kept(make):
-    cache = make()
-    cache.clear()
-    assert cache.save(KEY, value_of(KEY)) is False
-    cache.load((*KEY[:8], 1))
-    assert cache.save(KEY, value_of(KEY)) is False
-    cache.load((*KEY, 1))
-    assert cache.save(KEY, value_of(KEY)) is True
 
 
 def test_a_clear_in_the_middle_of_a_drivers_prefill_keeps_nothing_of_it(make):
@@ -497,29 +488,23 @@ def test_sequence_axes_are_found_by_length_rules_and_names():
     assert axes_of(one_layer, 16) == unscanned
     assert axes_of(engine_cache(), 32) == AXES | {"generated": None, "index": None}
     cube = {"key": jnp.zeros((8, 8, 8)), "index": jnp.zeros(())}
-    with pytest.raises(ValueError, match=r"axes \[0, 1, 2\] of 'key'.*sequence_axes"):
-        find_sequence_axes(cube, 8)
     assert axes_of(cube, None, {"k*": -1, "*": None}) == {"key": 2, "index": None}
-    with pytest.raises(ValueError, match="no pattern of sequence_axes matches 'index'"):
-        find_sequence_axes(cube, None, {"k*": -1})
-    with pytest.raises(
-        ValueError, match=r"axis 3 of 'k\*' in sequence_axes must be in"
-    ):
-        find_sequence_axes(cube, None, {"k*": 3, "*": None})
-    with pytest.raises(ValueError, match="has a sequence axis of padded_length=9"):
-        find_sequence_axes(cube, 9)
-    with pytest.raises(ValueError, match="padded_length=None and no known names"):
-        find_sequence_axes(cube)
-    with pytest.raises(ValueError, match="has no leaves"):
-        find_sequence_axes({})
     two = {"a": [jnp.zeros((8,))], "b": jnp.zeros((4,))}
-    with pytest.raises(ValueError, match=r"'a/0' has 8 .* not 4: it is not a cache"):
-        find_sequence_axes(two, 4, {"*": 0})
     # A recurrent state named as keys: MaxText's linear attention.
     state = maxtext_cache(16)
     state["decoder"]["layers"]["cached_prefill_key"] = jnp.zeros((1, 2, 4, 4))
-    with pytest.raises(ValueError, match="a recurrent state cannot be cut"):
-        find_sequence_axes(state, 16)
+    for arguments, message in [
+        ((cube, 8), r"axes \[0, 1, 2\] of 'key'.*sequence_axes"),
+        ((cube, None, {"k*": -1}), "no pattern of sequence_axes matches 'index'"),
+        ((cube, None, {"k*": 3, "*": None}), r"axis 3 of 'k\*' in sequence_axes must"),
+        ((cube, 9), "has a sequence axis of padded_length=9"),
+        ((cube,), "padded_length=None and no known names"),
+        (({},), "has no leaves"),
+        ((two, 4, {"*": 0}), r"'a/0' has 8 .* not 4: it is not a cache"),
+        ((state, 16), "a recurrent state cannot be cut"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            find_sequence_axes(*arguments)
 
 
 def test_compare_shapes_finds_the_sequence_axes():
@@ -529,14 +514,14 @@ def test_compare_shapes_finds_the_sequence_axes():
     }
     rules = compare_shapes(jnp.zeros((8, 8)), jnp.zeros((8, 16)))
     assert axes_of(jnp.zeros((8, 16)), None, rules) == {"": 1}
-    with pytest.raises(ValueError, match=r"the axes \[0, 1\] differ"):
-        compare_shapes(jnp.zeros((8, 8)), jnp.zeros((16, 16)))
-    with pytest.raises(ValueError, match="have the same shapes"):
-        compare_shapes(jnp.zeros((8, 8)), jnp.zeros((8, 8)))
-    with pytest.raises(ValueError, match="the same structure"):
-        compare_shapes([jnp.zeros(8)], {"a": jnp.zeros(16)})
-    with pytest.raises(ValueError, match="must have the same axes"):
-        compare_shapes(jnp.zeros(8), jnp.zeros((8, 8)))
+    for first, second, message in [
+        (jnp.zeros((8, 8)), jnp.zeros((16, 16)), r"the axes \[0, 1\] differ"),
+        (jnp.zeros((8, 8)), jnp.zeros((8, 8)), "have the same shapes"),
+        ([jnp.zeros(8)], {"a": jnp.zeros(16)}, "the same structure"),
+        (jnp.zeros(8), jnp.zeros((8, 8)), "must have the same axes"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            compare_shapes(first, second)
 
 
 EXTRAS_OF = {"extras_of": "alice"}
@@ -718,65 +703,63 @@ def test_a_first_cache_whose_axis_is_not_clear_is_not_kept_and_the_next_is(
     assert cache.save(KEY, value_of(KEY)) is True
 
 
-def test_memory_that_is_not_there_is_asked_for_once_by_save(make, caplog, monkeypatch):
-    asked = []
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(MemoryError, "64.0 GiB of pinned memory"), (StoreError, "name a folder that")],
+)
+def test_memory_or_storage_that_is_not_there_is_asked_for_once_by_save(
+    make, caplog, tmp_path, error, text
+):
+    asked, storage = [], {}
+    if error is StoreError:
+        (tmp_path / "file").write_text("")
+        storage = STORED | {"storage": str(tmp_path / "file")}
 
-    def refuse(*args, **named):
+    def make_store(*args, **named):
         asked.append(1)
-        raise MemoryError("64.0 GiB of pinned memory")
+        if error is MemoryError:
+            raise MemoryError("64.0 GiB of pinned memory")
+        return PrefixStore(*args, **named)
 
-    cache = make()
-    with monkeypatch.context() as patch:
-        patch.setattr("jaxkv.integrations.jetstream.PrefixStore", refuse)
+    cache = make(**storage)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxkv.integrations.jetstream.PrefixStore", make_store)
         assert [cache.save(KEY, value_of(KEY)) for _ in range(3)] == [False] * 3
         assert len(asked) == 1
-        assert "64.0 GiB of pinned memory" in caplog.text
-        with pytest.raises(MemoryError, match=r"64.0 GiB"):
+        assert text in caplog.text
+        assert "only learn() asks again" in caplog.text
+        with pytest.raises(error, match=text):
             cache.learn(engine_cache(), 32)
+    (tmp_path / "file").unlink(missing_ok=True)
     cache.learn(engine_cache(), 32)
     assert cache.save(KEY, value_of(KEY)) is True
 
 
-def break_extras(cache, patch):
-    def extras_of(key):
-        raise KeyError(key)  # Another message each time.
-
-    cache._extras_of = extras_of
-
-
-def break_transfers(cache, patch):
+def test_no_error_of_the_cache_reaches_the_driver(make, monkeypatch, caplog):
     def fail(*args):
-        raise RuntimeError("the device is gone")
+        raise KeyError(args[:1])  # Another message each time.
 
-    patch.setattr(cache.store._copier, "load", fail)
-    patch.setattr(cache.store._copier, "save", fail)
-
-
-def break_store(cache, patch):
-    cache.store.close()
-
-
-def break_rebuild(cache, patch):
-    def fail(kv):
-        raise ValueError("RESOURCE_EXHAUSTED: out of memory on the device")
-
-    patch.setattr(cache._shared.template, "rebuild", fail)
-
-
-@pytest.mark.parametrize(
-    "broken", [break_extras, break_transfers, break_store, break_rebuild]
-)
-def test_no_error_of_the_cache_reaches_the_driver(make, broken, monkeypatch, caplog):
     prompts = shared_prompts(12, seed=5)
     expected, _ = serve(prompts, None)
-    cache = make()
-    assert serve(prompts[:4], Flushing(cache))[0] == expected[:4]
-    broken(cache, monkeypatch)
-    # What an exception does to the driver shows in its answers.
-    assert serve(prompts, cache)[0] == expected
-    assert sum(cache.errors.values()) >= 3
-    told = [record.message.split("()")[0] for record in caplog.records]
-    assert sorted(told) == sorted(cache.errors), "one cause in each method, told once"
+    for broken in ("extras", "transfers", "store", "rebuild"):
+        cache = make()
+        assert serve(prompts[:4], Flushing(cache))[0] == expected[:4]
+        if broken == "extras":
+            monkeypatch.setattr(cache, "_extras_of", fail)
+        elif broken == "transfers":
+            monkeypatch.setattr(cache.store._copier, "load", fail)
+            monkeypatch.setattr(cache.store._copier, "save", fail)
+        elif broken == "store":
+            cache.store.close()
+        else:
+            monkeypatch.setattr(cache._shared.template, "rebuild", fail)
+        caplog.clear()
+        # What an exception does to the driver shows in its answers.
+        assert serve(prompts, cache)[0] == expected, broken
+        assert sum(cache.errors.values()) >= 3, broken
+        told = [record.message.split("()")[0] for record in caplog.records]
+        # One cause in each method, told once.
+        assert sorted(told) == sorted(cache.errors), broken
 
 
 STORED = {
@@ -830,19 +813,6 @@ def test_what_storage_needs_is_asked_for_in_one_line(make, tmp_path):
         cache.learn(engine_cache(), 32)
         assert cache.store._namespace.weights_epoch == "1"
     make().clear()
-
-
-def test_storage_that_cannot_be_had_is_asked_for_once_by_save(make, caplog, tmp_path):
-    (tmp_path / "file").write_text("")
-    cache = make(**STORED, storage=str(tmp_path / "file"))
-    assert [cache.save(KEY, value_of(KEY)) for _ in range(3)] == [False] * 3
-    assert "name a folder that can be made and read" in caplog.text
-    assert "only learn() asks again" in caplog.text
-    with pytest.raises(StoreError, match="name a folder"):
-        cache.learn(engine_cache(), 32)
-    (tmp_path / "file").unlink()
-    cache.learn(engine_cache(), 32)
-    assert cache.save(KEY, value_of(KEY)) is True
 
 
 def test_adapters_with_versions_are_the_same_wherever_their_weights_are():

@@ -25,7 +25,8 @@ from tests.rigs.fake_maxtext import (
     make_cache,
 )
 
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+# Layers one by one, and in stacks of one axis and of two.
+layouts = pytest.mark.parametrize("layout", ["unscanned", "mixed"])
 
 
 def check_rows(engine, kv, tokens):

@@ -50,12 +50,20 @@ types = pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 
 
 @types
-@pytest.mark.parametrize("mode", ["fused", "staged"])
-def test_kv_comes_back_where_it_was(axis_type, mode):
+@pytest.mark.parametrize(
+    ("mode", "is_spread"), [("fused", True), ("staged", True), ("fused", False)]
+)
+def test_kv_comes_back_where_its_template_is(axis_type, mode, is_spread):
     places, arrays = shardings(mesh_of(axis_type)), values()
-    kv, prompt = put(arrays, places), list(range(LENGTH))
+    like = kv = put(arrays, places)
+    prompt = list(range(LENGTH))
+    if not is_spread:
+        kv = jax.tree.map(jnp.array, arrays)
+        like = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like
+        )
     with PrefixStore(
-        kv, namespace=NAMESPACE, num_host_blocks=16, sequence_axis=1, mode=mode
+        like, namespace=NAMESPACE, num_host_blocks=16, sequence_axis=1, mode=mode
     ) as store:
         assert store.save(prompt, kv) == 16
         store.flush()
@@ -64,25 +72,6 @@ def test_kv_comes_back_where_it_was(axis_type, mode):
         check_equal(hit.kv, kept(arrays, 16))
         for mine, place in zip(*map(jax.tree.leaves, (hit.kv, places)), strict=True):
             assert mine.sharding.is_equivalent_to(place, mine.ndim), mine.sharding
-
-
-def test_kv_of_one_device_is_spread_as_the_shapes_of_the_template_say():
-    places, arrays = shardings(mesh_of()), values()
-    like = jax.tree.map(
-        lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
-        arrays,
-        places,
-    )
-    prompt = list(range(LENGTH))
-    with PrefixStore(
-        like, namespace=NAMESPACE, num_host_blocks=16, sequence_axis=1
-    ) as store:
-        store.save(prompt, jax.tree.map(jnp.array, arrays))
-        store.flush()
-        hit = store.load(prompt[:9])
-        assert hit.num_tokens == 8
-        check_equal(hit.kv, kept(arrays, 8))
-        assert hit.kv["kv"].sharding.is_equivalent_to(places["kv"], 4)
 
 
 @types

@@ -150,14 +150,6 @@ def test_what_cannot_be_recorded_to_stops_the_engine_at_its_start(newest, tmp_pa
         Engine(generation="0.32", extra=extra)
 
 
-def test_blocks_on_the_device_are_not_loaded(newest):
-    engine = make_warm_engine()
-    engine.run(Request("head", range(9), 1))
-    assert engine.scheduler.num_external_tokens == 2 * BLOCK_SIZE
-    engine.run(Request("again", range(18), 1))
-    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
-
-
 SERVED = {
     "0.19": dict(generation="0.19"),
     "0.32": dict(generation="0.32"),
@@ -173,18 +165,11 @@ SERVED = {
 LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 9)]
 
 
-@pytest.mark.parametrize("seed", [0, *LONG])
-@pytest.mark.parametrize("name", SERVED)
-def test_every_token_read_equals_the_computed_one(name, seed, monkeypatch):
-    options = SERVED[name]
-    fake_vllm.install(monkeypatch, options["generation"])
-    rng = np.random.default_rng(seed)
-    engine = Engine(**options)
-    engine.make_unreliable(rng)
-    prompts = [rng.integers(0, 50, 30).tolist() for _ in range(3)]
+def serve_at_random(engine, rng, prompts, num_requests, run):
+    """Serve requests, some preempted or aborted; return how many were answered."""
     served = []
-    for number in range(60):
-        head = prompts[rng.integers(3)][: rng.integers(1, 31)]
+    for number in range(num_requests):
+        head = prompts[rng.integers(len(prompts))][: rng.integers(1, 31)]
         prompt = head + rng.integers(0, 50, rng.integers(0, 5)).tolist()
         request = Request(f"r{number}", prompt, int(rng.integers(1, 12)))
         served.append((request, prompt))
@@ -197,14 +182,25 @@ def test_every_token_read_equals_the_computed_one(name, seed, monkeypatch):
             alive = engine.scheduler.requests.values()
             alive = [own for own in alive if own.status != "ABORTED"]
             if alive:
-                victim = alive[rng.integers(len(alive))]
-                engine.scheduler.abort(victim.request_id)
-    engine.run()
+                engine.scheduler.abort(alive[rng.integers(len(alive))].request_id)
+    run(engine)
     engine.check_nothing_leaked()
     done = [(own, prompt) for own, prompt in served if own.status != "ABORTED"]
-    assert len(done) > 40
     for request, prompt in done:
         assert request.tokens == reference(prompt, request.max_tokens - len(prompt))
+    return len(done)
+
+
+@pytest.mark.parametrize("seed", [0, *LONG])
+@pytest.mark.parametrize("name", SERVED)
+def test_every_token_read_equals_the_computed_one(name, seed, monkeypatch):
+    options = SERVED[name]
+    fake_vllm.install(monkeypatch, options["generation"])
+    rng = np.random.default_rng(seed)
+    engine = Engine(**options)
+    engine.make_unreliable(rng)
+    prompts = [rng.integers(0, 50, 30).tolist() for _ in range(3)]
+    assert serve_at_random(engine, rng, prompts, 60, Engine.run) > 40
     assert engine.scheduler.num_external_tokens > 0
     assert engine.scheduler.was_preempted
 
@@ -304,48 +300,6 @@ def test_hybrid_models_are_refused_on_vllm_019(monkeypatch):
         Engine(generation="0.19", windows=(None, 6))
 
 
-def test_a_request_preempted_between_steps_gets_its_load(newest):
-    """vLLM reports it with the step that resumes it; its load must not be dropped."""
-    engine = make_warm_engine()
-    request = Request("again", range(18), 3)
-    engine.scheduler.add(request)
-    engine.step()
-    while request.status == "WAITING_FOR_REMOTE_KVS":
-        engine.step()
-    assert request.status == "RUNNING"
-    engine.scheduler.reset_running()
-    forget_device(engine)
-    engine.step()
-    assert request.status == "WAITING_FOR_REMOTE_KVS"
-    engine.run()
-    assert request.tokens == reference(range(18), 3)
-    engine.check_nothing_leaked()
-
-
-def test_a_request_aborted_while_it_loads_holds_its_blocks_until_the_end(newest):
-    engine = make_warm_engine()
-    pool = engine.scheduler.pool
-    engine.scheduler.add(Request("again", range(18), 3))
-    output = engine.scheduler.schedule()
-    engine.scheduler.abort("again")
-    assert len(pool.free_queue) < len(pool.blocks) - 1
-    engine.scheduler.update(output, *engine.runner.execute(output))
-    engine.run()
-    engine.check_nothing_leaked()
-
-
-def test_an_idle_engine_steps_until_its_stores_have_arrived(newest):
-    engine = Engine()
-    engine.scheduler.add(Request("one", range(9), 1))
-    while engine.scheduler.requests:
-        engine.step()
-    assert engine.scheduler.connector.has_pending_push_work()
-    assert len(engine.scheduler.pool.free_queue) < len(engine.scheduler.pool.blocks) - 1
-    engine.run()
-    engine.check_nothing_leaked()
-    assert engine.offload_scheduler.num_host_blocks_held == 2
-
-
 def test_a_policy_is_told_why_a_request_stopped():
     for status, stop_reason, stop in [
         ("FINISHED_STOPPED", None, "end_turn"),
@@ -413,22 +367,6 @@ def test_a_router_hints_how_long_blocks_are_to_be_kept(caplog):
     assert not caplog.records
     assert retention(("kv.retain", "1.0", {"seconds": 9})) is None
     assert "the hint kv.retain is ignored: 'seconds' must be one" in caplog.text
-
-
-def test_a_clients_limits_hold(newest):
-    for of_first, of_again, num_found in [
-        ({"max_offload_tokens": 8}, {}, 8),
-        ({"max_offload_tokens": 0}, {}, 0),
-        ({}, {"max_load_tokens": 9}, 8),
-        ({}, {"max_load_tokens": 0}, 0),
-    ]:
-        engine = Engine()
-        first, again = Request("first", range(18), 1), Request("again", range(18), 1)
-        first.kv_transfer_params, again.kv_transfer_params = of_first, of_again
-        engine.run(first)
-        forget_device(engine)
-        engine.run(again)
-        assert engine.scheduler.num_external_tokens == num_found, (of_first, of_again)
 
 
 def test_the_prefix_of_a_client_who_asks_for_it_stays_on_the_host(newest):
@@ -641,18 +579,15 @@ def test_the_halves_in_two_processes_share_only_what_they_send(newest):
     engine = Engine(**options)
     engine.runner = RemoteRunner(**options)
     try:
-        first = Request("first", range(18), 3)
-        engine.run(first)
-        engine.scheduler.pool.overwrite_all()
-        again = Request("again", range(18), 3)
-        engine.run(again)
-        assert again.tokens == first.tokens == reference(range(18), 3)
-        assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
-        engine.scheduler.pool.overwrite_all()
-        engine.runner.drop_pool()
-        last = Request("last", range(18), 3)
-        engine.run(last)
-        assert last.tokens == reference(range(18), 3)
+        for name in ("first", "again", "last"):
+            request = Request(name, range(18), 3)
+            # A busy machine may leave the other process without a core for seconds.
+            engine.run(request, max_steps=100_000)
+            assert request.tokens == reference(range(18), 3), name
+            if name == "again":
+                assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+                engine.runner.drop_pool()
+            engine.scheduler.pool.overwrite_all()
         engine.check_nothing_leaked()
     finally:
         engine.runner.close()
@@ -856,11 +791,19 @@ def test_old_kv_of_a_device_that_is_not_reset_does_not_come_back_to_the_host(apa
     assert engine.scheduler.num_external_tokens == found + 7 * BLOCK_SIZE
 
 
-def test_who_knows_better_keeps_the_host_when_the_device_is_reset(newest):
-    engine = make_warm_engine(extra={"keep_on_device_reset": True})
-    reset_device(engine)
-    engine.run(Request("again", range(18), 1))
-    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+def test_what_leaves_the_weights_as_they_are_leaves_the_host_its_blocks(newest):
+    def load_adapter(engine):
+        state = engine.runner.state
+        engine.runner.state = state | {"q.lora_a_stacked": np.ones(4)}
+
+    for extra, route in (
+        ({"keep_on_device_reset": True}, reset_device),
+        ({}, load_adapter),
+    ):
+        engine = make_warm_engine(extra=extra)
+        route(engine)
+        engine.run(Request("again", range(18), 1))
+        assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE, route
 
 
 def test_what_is_noticed_of_new_weights_is_logged_once(newest, caplog):
@@ -878,14 +821,6 @@ def test_what_is_noticed_of_new_weights_is_logged_once(newest, caplog):
         engine.run(Request("again", range(18), 1))
         (line,) = re.findall(".*: the host tier forgets its blocks.*", caplog.text)
         assert reason in line
-
-
-def test_an_adapter_that_is_loaded_leaves_what_others_have_on_the_host(newest):
-    engine = make_warm_engine()
-    state = engine.runner.state
-    engine.runner.state = state | {"q.lora_a_stacked": np.ones(4)}
-    engine.run(Request("again", range(18), 1))
-    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
 
 
 @pytest.mark.parametrize(
@@ -1035,30 +970,18 @@ def test_log_lines_reach_vllms_log_before_anything_slow(newest, vllm_log, monkey
     assert "; policy lru, executor native; no storage; " in told[3]
 
 
-@pytest.mark.parametrize(
-    ("left", "staging", "said"),
-    [
-        (None, 256, []),
-        (512, 256, []),
-        (200, 100, ["staging_bytes is 100 MiB instead of 256, half of what"]),
-    ],
-)
 def test_transfers_take_no_more_device_memory_than_half_of_what_is_left(
-    newest, vllm_log, monkeypatch, left, staging, said
+    newest, vllm_log, monkeypatch
 ):
-    left = left and left << 20
+    left = None
     monkeypatch.setattr(limits, "device_bytes_left", lambda devices: left)
-    engine = Engine(extra={"num_cpu_blocks": 64})
-    moved = engine.runner.connector._worker._worker._engine
-    assert moved._staging_bytes == staging << 20
-    warnings = [r.getMessage() for r in vllm_log if r.levelname == "WARNING"]
-    assert [text.partition(" of what")[0] + " of what" for text in warnings] == said
-
-
-def test_an_engine_without_device_memory_for_transfers_does_not_start(
-    newest, monkeypatch
-):
-    monkeypatch.setattr(limits, "device_bytes_left", lambda devices: 63 << 20)
+    for left, staging in ((None, 256), (512 << 20, 256), (200 << 20, 100)):
+        engine = Engine(extra={"num_cpu_blocks": 64})
+        moved = engine.runner.connector._worker._worker._engine
+        assert moved._staging_bytes == staging << 20, left
+    (warning,) = [r.getMessage() for r in vllm_log if r.levelname == "WARNING"]
+    assert "staging_bytes is 100 MiB instead of 256, half of what" in warning
+    left = 63 << 20
     with pytest.raises(ValueError, match=r"63 MiB of memory left.*--gpu-memory-util"):
         Engine(extra={"num_cpu_blocks": 64})
 
@@ -1190,23 +1113,3 @@ def test_shadows_count_what_other_hosts_would_find(newest):
         "off 0": 0,
     }
     engine.check_nothing_leaked()
-
-
-def test_what_is_counted_until_an_engine_idles_is_reported(newest):
-    engine = Engine()
-    halves = engine.runner.connector, engine.scheduler.connector
-    first = Request("first", range(18), 1)
-    engine.scheduler.add(first)
-    total = type(halves[0]).build_kv_connector_stats()
-    while engine.scheduler.has_requests():
-        engine.step()
-        for half in halves:
-            stats = half.get_kv_connector_stats()
-            if stats is not None:
-                total.aggregate(stats)
-    worker = halves[0]._worker._worker
-    counters, gauges = total.data["counters"], total.data["gauges"]
-    assert counters["vllm:kv_offload_store_bytes"] == {"": worker.bytes_stored}
-    assert counters["jaxkv:kv_offload_blocks_stored"] == {"": 4}
-    in_flight = gauges["jaxkv:kv_offload_transfers_in_flight"]
-    assert in_flight == {"load": 0, "store": 0}

@@ -61,59 +61,46 @@ def test_a_policy_may_come_from_a_module_that_has_it(own_policies):
 
 def test_the_keys_set_rules_and_sizes(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    config = read(
-        windows=(None, 6),
-        extra={
-            "num_cpu_blocks": 7,
-            "eviction_policy": "arc",
-            "store_threshold": 2,
-            "max_unseen_blocks": 8,
-            "offload_prompt_only": True,
-            "max_offload_tokens": 64,
-            "delay_shared_loads": True,
-            "retention": True,
-            "staging_bytes": "1MiB",
-            "transfer_deadline_s": 5,
-            "record": "/nowhere/requests.jsonl",
-            "record_max_bytes": "2MiB",
-            "record_max_files": 1,
-            "record_key_file": "/nowhere/key",
-            "storage": "redis://:password@host:1",
-            "storage_bytes": "1MiB",
-            "storage_write": "through",
-            "max_storage_blocks": 9,
-            "storage_deadline_s": 2,
-            "storage_list_s": None,
-            "storage_secret": "0123456789abcdef",
-            "storage_namespace": "weights of Monday",
-            "storage_keep_on_reset": True,
-        },
-    )
-    assert config.groups == (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 6))
-    assert config.num_host_blocks == 7
-    assert dataclasses.asdict(config.offload) == OffloadConfig().to_dict() | {
-        "num_host_blocks": 7,
-        "cache_policy": "arc",
+    same = {  # Under the names of the library's configuration.
         "store_threshold": 2,
         "max_unseen_blocks": 8,
-        "prompt_only": True,
         "max_offload_tokens": 64,
         "delay_shared_loads": True,
-        "copy_on_device": False,
         "retention": True,
-        "staging_bytes": 1 << 20,
-        "deadline_s": 5.0,
         "record": "/nowhere/requests.jsonl",
-        "record_max_bytes": 2 << 20,
         "record_max_files": 1,
         "record_key_file": "/nowhere/key",
         "storage": "redis://:password@host:1",
-        "storage_bytes": 1 << 20,
         "storage_write": "through",
         "max_storage_blocks": 9,
-        "storage_deadline_s": 2.0,
+        "storage_deadline_s": 2,
         "storage_list_s": None,
+        "storage_probe_s": 0.5,
+        "storage_await_s": 7,
         "storage_secret": "0123456789abcdef",
+    }
+    sizes = {"staging_bytes": "1MiB", "record_max_bytes": "2MiB"}
+    others = {
+        "num_cpu_blocks": 7,
+        "eviction_policy": "arc",
+        "offload_prompt_only": True,
+        "transfer_deadline_s": 5,
+        "storage_bytes": "1MiB",
+        "storage_namespace": "weights of Monday",
+        "storage_keep_on_reset": True,
+    }
+    config = read(windows=(None, 6), extra=same | sizes | others)
+    assert config.groups == (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 6))
+    assert config.num_host_blocks == 7
+    assert dataclasses.asdict(config.offload) == OffloadConfig().to_dict() | same | {
+        "num_host_blocks": 7,
+        "cache_policy": "arc",
+        "prompt_only": True,
+        "copy_on_device": False,
+        "deadline_s": 5.0,
+        "staging_bytes": 1 << 20,
+        "record_max_bytes": 2 << 20,
+        "storage_bytes": 1 << 20,
     }
     storage = config.storage
     # A block is 2 layers of 4 tokens of 64 bytes, and a header of 192 bytes.
@@ -178,24 +165,15 @@ BAD_KEYS = [
         "cpu_bytes_to_use=1048576 and num_cpu_blocks=32 exclude one another",
     ),
     ({"store_threshold": "2"}, "store_threshold='2' must be a whole number"),
-    ({"store_threshold": -1}, "store_threshold=-1 must be a whole number"),
     ({"offload_prompt_only": "no"}, "'no' must be true or false"),
     ({"lazy_offload": True}, "lazy_offload=true is not supported: vLLM's block pool"),
     ({"blocks_per_chunk": 0}, "blocks_per_chunk=0 must be a whole number from 1"),
     ({"transfer_deadline_s": 0}, "must be a number of seconds above 0"),
-    ({"record": ""}, "record='' must be the name of a file"),
-    ({"record_max_bytes": "1KiB"}, "='1KiB' must be a size such as .*, at least 10485"),
-    ({"record_max_files": 0}, "record_max_files=0 must be a whole number from 1"),
-    ({"storage": ""}, "storage='' must be a folder or a URL such as file:///var/cache"),
     ({"storage_bytes": "1GiB"}, "storage_bytes needs a storage, such as storage='file"),
     (STORE | {"storage_bytes": 703}, "=703 must be at least 704, what one host block"),
     (
         STORE | {"storage_write": "on_reus"},
         "storage_write='on_reus' must be one of .* did you mean on_reuse",
-    ),
-    (
-        STORE | {"storage_secret": "short"},
-        r"secret=\.\.\. must be a text of at least 16",
     ),
     (STORE | {"storage_namespace": " "}, "=' ' must be a text that is not empty"),
     (

@@ -15,9 +15,9 @@ import pytest
 from jaxkv import FullAttention, OffloadingEvent
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
-from jaxkv.transfer.storage import open_store
+from tests.integrations.test_vllm import LONG, reference, serve_at_random
 from tests.rigs import fake_vllm
-from tests.rigs.fake_engine import LOSSES, Engine, next_token, reset_connector
+from tests.rigs.fake_engine import LOSSES, Engine, reset_connector
 from tests.rigs.fake_vllm import BLOCK_SIZE, BlockRemoved, BlockStored, Request
 
 WAIT_S = 120
@@ -98,13 +98,6 @@ def until(engine, holds):
         time.sleep(1e-3)
 
 
-def reference(prompt, num_output):
-    tokens = list(prompt)
-    for _ in range(num_output):
-        tokens.append(next_token(tokens))
-    return tokens
-
-
 def ask(engine, name, prompt=PROMPT, num_output=3, **options):
     """Serve a request; return how many tokens came from host and store."""
     before = engine.scheduler.num_external_tokens
@@ -129,7 +122,6 @@ def knows(engine):
         {"extra": {"blocks_per_chunk": 2}},
         {"is_async": True},
         {"extra": {"storage_write": "on_reuse"}},
-        {"extra": {"storage_write": "on_evict", "num_cpu_blocks": 16}},
     ],
     ids=str,
 )
@@ -140,11 +132,6 @@ def test_an_engine_that_is_started_anew_is_warm(monkeypatch, make, options):
     for number in range(2):
         assert ask(first, f"first{number}") == number * TOKENS
         first.scheduler.pool.overwrite_all()
-    if "num_cpu_blocks" in options.get("extra", {}):
-        # Blocks are written before the host needs their place.
-        for start in range(100, 1000, 100):
-            if not knows(first):
-                ask(first, f"other {start}", range(start, start + 9), 1)
     first.check_nothing_leaked()
     close(first)
     again = make(**options)
@@ -155,55 +142,15 @@ def test_an_engine_that_is_started_anew_is_warm(monkeypatch, make, options):
     assert stats.num_storage_failed == 0
 
 
-def test_the_secret_may_come_from_the_environment(newest, make, monkeypatch):
-    monkeypatch.setenv("JAXKV_STORAGE_SECRET", "0123456789abcdef")
-    ask(make(), "first")
-    monkeypatch.delenv("JAXKV_STORAGE_SECRET")
-    assert ask(make(), "without") == 0
-    engine = make({"storage_secret": "0123456789abcdef"})
-    assert ask(engine, "with") == TOKENS
-    half = engine.runner.connector._worker
-    assert "0123456789abcdef" not in repr(half._config)
-
-
-@pytest.mark.parametrize("asks", [False, True])
-def test_engines_that_run_side_by_side_share_a_store(newest, make, asks):
-    extra = {"storage_list_s": 0.01, "storage_probe_s": 0.0}
-    if asks:
-        extra = {"storage_list_s": 0.0, "storage_probe_s": WAIT_S}
-    one, other = make(), make(extra)
-    ask(other, "before", range(100, 118))
-    ask(one, "first")
-    if not asks:
-        until(other, lambda: knows(other))
-    assert ask(other, "again") == TOKENS
-    other.check_nothing_leaked()
-
-
-def replace_weights(folder):
-    (folder / "model.safetensors").write_bytes(bytes(256 * 64))
-    age(folder)  # As where all files have one time.
-
-
-def replace_one_byte(folder):
-    data = bytearray((folder / "model.safetensors").read_bytes())
-    data[5000] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
-
-
-def touch(folder):
-    os.utime(folder / "model.safetensors")
-
-
 def test_other_weights_under_the_same_path_find_nothing(newest, make, model):
     ask(make(), "first")
     moved = model.rename(model.parent / "moved")
     assert ask(make(model=moved), "again") == TOKENS, "the path does not matter"
-    for number, change in enumerate((replace_weights, replace_one_byte, touch)):
-        change(moved)
-        other = make(model=moved)
-        other.runner.weights = number + 1  # The runner would notice.
-        assert ask(other, f"other{number}") == 0, change.__name__
+    (moved / "model.safetensors").write_bytes(bytes(256 * 64))
+    age(moved)  # As where all files have one time.
+    other = make(model=moved)
+    other.runner.weights = 1  # The runner would notice.
+    assert ask(other, "other") == 0
 
 
 def test_a_name_takes_the_place_of_looking_at_the_weights(newest, make):
@@ -239,64 +186,6 @@ def test_a_request_waits_for_the_store_and_others_run_meanwhile(newest, make):
     engine.check_nothing_leaked()
 
 
-def test_a_request_that_is_aborted_while_it_waits_leaves_nothing_behind(newest, make):
-    ask(make(), "first")
-    engine = make()
-    ask(engine, "warm-up", range(100, 109), 1)
-    storage = engine.runner.connector._worker._worker.storage
-    advance, storage.advance = storage.advance, lambda: None
-    engine.scheduler.add(Request("waiting", PROMPT, 3))
-    engine.step()
-    engine.scheduler.abort("waiting")
-    storage.advance = advance
-    serve(engine)
-    engine.check_nothing_leaked()
-    assert ask(engine, "again") == TOKENS
-
-
-@pytest.mark.parametrize("damage", ["gone", "changed"])
-def test_what_the_store_does_not_give_is_computed(newest, make, tmp_path, damage):
-    ask(make(), "first")
-    engine = make()
-    ask(engine, "warm-up", range(100, 109), 1)
-    for path in (tmp_path / "store").rglob("*.0"):
-        if damage == "gone":
-            path.unlink()
-        else:
-            data = path.read_bytes()
-            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert ask(engine, "again") == 0
-    assert engine.offload_scheduler.stats.num_storage_failed > 0
-    engine.check_nothing_leaked()
-
-
-def test_a_store_that_does_not_answer_holds_nobody_up_for_longer(
-    newest, make, monkeypatch
-):
-    from jaxkv.scheduling import storage_worker
-
-    class Silent:
-        """Lists and reads without an end."""
-
-        def __init__(self, inner):
-            self._inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self._inner, name)
-
-        def list(self, *args, **named):
-            time.sleep(WAIT_S)
-            return iter(())
-
-    monkeypatch.setattr(
-        storage_worker, "open_store", lambda url: Silent(open_store(url))
-    )
-    engine = make({"storage_deadline_s": 0.2})
-    began_s = time.monotonic()
-    assert ask(engine, "first") == 0
-    assert 0.2 <= time.monotonic() - began_s < WAIT_S / 2
-
-
 def test_the_halves_share_a_store_by_what_they_send_alone(newest, make, monkeypatch):
     """As in two processes, which pickle it."""
     import jaxkv.integrations.vllm.scheduler as scheduler
@@ -316,40 +205,16 @@ def test_the_halves_share_a_store_by_what_they_send_alone(newest, make, monkeypa
     assert found == [0, TOKENS]
 
 
-LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 9)]
-
-
 @pytest.mark.parametrize("seed", [0, *LONG])
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 def test_every_token_read_equals_the_computed_one(newest, make, windows, seed):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 50, 30).tolist() for _ in range(6)]
     num_done = num_fetched = 0
-    for start in range(3):
+    for _ in range(3):
         engine = make({"num_cpu_blocks": 12, "storage_list_s": 0.01}, windows=windows)
         engine.make_unreliable(rng)
-        served = []
-        for number in range(30):
-            head = prompts[rng.integers(6)][: rng.integers(1, 31)]
-            prompt = head + rng.integers(0, 50, rng.integers(0, 5)).tolist()
-            request = Request(f"r{start}-{number}", prompt, int(rng.integers(1, 12)))
-            served.append((request, prompt))
-            engine.scheduler.add(request)
-            for _ in range(rng.integers(0, 6)):
-                engine.step()
-            if rng.random() < 0.1:
-                engine.scheduler.reset_running()
-            alive = engine.scheduler.requests.values()
-            alive = [own for own in alive if own.status != "ABORTED"]
-            if alive and rng.random() < 0.1:
-                engine.scheduler.abort(alive[rng.integers(len(alive))].request_id)
-        serve(engine)
-        engine.check_nothing_leaked()
-        for request, prompt in served:
-            if request.status != "ABORTED":
-                num_done += 1
-                wanted = reference(prompt, request.max_tokens - len(prompt))
-                assert request.tokens == wanted
+        num_done += serve_at_random(engine, rng, prompts, 30, serve)
         num_fetched += engine.offload_scheduler.stats.num_storage_loaded
         close(engine)
     assert num_done > 60
@@ -370,12 +235,10 @@ def test_new_weights_are_never_served_what_the_store_has_of_old_ones(
     assert "is not used any more until the next start" in caplog.text
     files = sorted((tmp_path / "store").rglob("*.0"))
     assert ask(engine, "others", range(100, 118)) == 0
-    time.sleep(0.05)
-    ask(engine, "more", range(200, 209))
-    # It has the old ones still, which the old weights find, and no new one.
-    assert sorted((tmp_path / "store").rglob("*.0")) == files
     engine.check_nothing_leaked()
-    close(engine)
+    close(engine)  # It waits for what is being written.
+    # The store has the old ones still, which the old weights find, and no new one.
+    assert sorted((tmp_path / "store").rglob("*.0")) == files
     assert ask(make(), "old weights") == TOKENS
 
 
@@ -499,14 +362,13 @@ def test_an_adapter_finds_what_its_own_weights_have_computed(
     assert ask(make(windows=windows), "trained", lora=adapter) == 0
 
 
-@pytest.mark.parametrize("write", ["through", "on_reuse", "on_evict"])
 def test_blocks_of_an_adapter_that_is_not_known_stay_out_of_the_store(
-    newest, make, adapter, tmp_path, monkeypatch, caplog, write
+    newest, make, adapter, tmp_path, monkeypatch, caplog
 ):
     from jaxkv.integrations.vllm import adapters
 
     monkeypatch.setattr(adapters, "process_started_s", lambda: 0.0)
-    engine = make({"storage_write": write, "num_cpu_blocks": 8})
+    engine = make({"num_cpu_blocks": 8})
     for number in range(3):
         ask(engine, f"r{number}", lora=adapter)
         engine.scheduler.pool.overwrite_all()

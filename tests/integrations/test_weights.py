@@ -97,12 +97,28 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         describe_weights(folder)
 
 
-def test_files_that_change_while_they_may_be_read_are_refused(checkpoint):
+def tick(folder):
+    """Return a time later than all files, and earlier than what is written next."""
+    probe = folder / "probe"
+
+    def now_s():
+        probe.write_text("")
+        os.utime(probe)
+        return probe.stat().st_ctime
+
+    before_s, start_s = now_s(), now_s()
+    while start_s <= before_s:
+        start_s = now_s()
+    while now_s() <= start_s:
+        pass
+    return start_s
+
+
+def test_files_that_change_while_they_may_be_read_are_refused(tmp_path, checkpoint):
     path = f"{checkpoint}/model.safetensors"
-    start_s = os.stat(path).st_ctime + 1
+    start_s = tick(tmp_path)
     assert describe_weights(checkpoint, read_since_s=start_s)
     # A copy that keeps the time of its source, as by rsync -a.
-    time.sleep(1.1)
     os.utime(path, ns=(OLD, OLD))
     with pytest.raises(UnknownWeightsError, match=r"safetensors has changed after"):
         describe_weights(checkpoint, read_since_s=start_s)
@@ -114,38 +130,29 @@ def test_files_that_were_put_in_the_place_of_others_are_refused(tmp_path, what):
     for name in "one", "two":
         make(tmp_path / name / "model", model__safetensors=name.encode())
     model, other = tmp_path / "one" / "model", tmp_path / "two" / "model"
-    named = tmp_path / "latest"
+    named = changed = tmp_path / "latest"
     if what == "link":
         named.symlink_to("one/model")
     elif what == "link to a link":
-        (tmp_path / "production").symlink_to(model)
+        changed = tmp_path / "production"
+        changed.symlink_to(model)
         named.symlink_to("one/../production")
     elif what == "file":
         named.mkdir()
-        (named / "model.safetensors").symlink_to(model / "model.safetensors")
+        changed, other = (folder / "model.safetensors" for folder in (named, other))
+        changed.symlink_to(model / "model.safetensors")
     else:
-        named = model
-    time.sleep(0.02)  # More than the times of files are apart.
-    start_s = time.time()
-    time.sleep(0.02)
+        named = changed = model
+    start_s = tick(tmp_path)
     assert describe_weights(str(named), read_since_s=start_s)
     (tmp_path / "one" / "notes.txt").write_text("does not matter")
     (model / "notes.txt").write_text("does not matter")
     assert describe_weights(str(named), read_since_s=start_s)
-
-    if what == "file":
-        changed = named / "model.safetensors"
-    else:
-        changed = {
-            "link": named,
-            "link to a link": tmp_path / "production",
-            "folder": model,
-        }[what]
     changed.rename(tmp_path / "before")
     if what == "folder":
         other.rename(changed)
     else:
-        changed.symlink_to(other / "model.safetensors" if what == "file" else other)
+        changed.symlink_to(other)
     assert describe_weights(str(named)), "it is there"
     message = re.escape(f"{changed} has changed after this process began")
     with pytest.raises(UnknownWeightsError, match=message):
@@ -156,9 +163,7 @@ def test_a_folder_above_that_is_copied_with_its_time_changes_nothing(tmp_path):
     """As an overlay does with those of an image when something is written below."""
     model = make(tmp_path / "image" / "model", model__safetensors=b"one")
     status = os.stat(tmp_path / "image")
-    time.sleep(0.02)
-    start_s = time.time()
-    time.sleep(0.02)
+    start_s = tick(tmp_path)
     (tmp_path / "image" / "logs").mkdir()
     os.utime(tmp_path / "image", ns=(status.st_atime_ns, status.st_mtime_ns))
     assert os.stat(tmp_path / "image").st_ctime > start_s
@@ -187,10 +192,10 @@ def test_a_snapshot_of_the_hub_is_its_commit_wherever_it_lies(tmp_path):
         describe_weights("org/name", **hub)
 
 
-@pytest.mark.parametrize("model", ["s3://bucket/model", "org/name:Q4_K_M", "a/b/c"])
-def test_what_is_neither_here_nor_on_the_hub_is_refused(model):
-    with pytest.raises(UnknownWeightsError, match="is neither a folder nor a name"):
-        describe_weights(model)
+def test_what_is_neither_here_nor_on_the_hub_is_refused():
+    for model in ("s3://bucket/model", "org/name:Q4_K_M", "a/b/c"):
+        with pytest.raises(UnknownWeightsError, match="is neither a folder nor a name"):
+            describe_weights(model)
 
 
 def test_the_hubs_folder_is_the_environments():
