@@ -5,8 +5,6 @@ import importlib
 import pathlib
 import pickle
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -19,6 +17,7 @@ from jaxkv.search.groups import FullAttention
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.tiers.retention import Retention
 from jaxkv.transfer import host_rows
+from tests.rigs import children
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NUM_BLOCKS = 8
@@ -263,10 +262,7 @@ def test_an_entry_point_refuses_what_is_wrong_and_changes_nothing(case):
 
 @pytest.mark.parametrize("num", [2_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_no_random_number_crashes_a_public_call(num):
-    command = [sys.executable, "-m", "tests.rigs.random_calls", "0", str(num)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    done = children.run("-m", "tests.rigs.random_calls", "0", num, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert num // 10 < int(done.stdout) < 9 * num // 10
 

@@ -29,7 +29,8 @@ from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.policies import registry
 from jaxkv.tools import main as cli
-from tests.rigs.command_line import run_command
+from tests.rigs import children
+from tests.rigs.command_line import LAUNCHER, run_command
 
 LONG = "x" * 100_000
 SURROGATE = "\ud800"
@@ -218,16 +219,21 @@ def test_masked_arrays_are_refused():
 
 def test_replay_prints_all_figures_whatever_the_terminal():
     line = "replay synthetic:200 --policy lru --capacity 10%"
-    for environ in (
-        {"COLUMNS": "5", "PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C"},
-        {"COLUMNS": "many", "PYTHONUTF8": "0", "LC_ALL": "C"},
+    c_locale = {"LANG": "C", "LC_ALL": "C"}
+    ascii_only = c_locale | {"COLUMNS": "5", "PYTHONIOENCODING": "ascii"}
+    # A forked process chooses no encoding, but it reads the width of its terminal.
+    text = "import sys\nfor stream in (sys.stdout, sys.stderr):\n"
+    text += f"    stream.reconfigure(encoding='ascii')\n{LAUNCHER[2]}"
+    of_any_width = os.environ | c_locale | {"COLUMNS": "many"}
+    for done in (
+        run_command(line, env=os.environ | ascii_only, text=True, encoding="ascii"),
+        children.run("-c", text, *line.split(), env=of_any_width),
     ):
-        done = run_command(line, env=os.environ | environ)
         assert done.returncode == 0, done.stderr
-        assert b"Traceback" not in done.stderr
-        out = done.stdout.decode("ascii")
+        assert "Traceback" not in done.stderr
+        assert done.stdout.isascii()
         for wanted in ("Capacity, blocks", "Prefix tokens found", "optimum (ceiling)"):
-            assert wanted in out
-        assert out.count("%") >= 5
-        for progress in done.stderr.decode("ascii").splitlines():
+            assert wanted in done.stdout
+        assert done.stdout.count("%") >= 5
+        for progress in done.stderr.splitlines():
             assert progress.endswith(" ...")

@@ -30,6 +30,7 @@ from jaxkv.tools.doctor.report import fact_lines
 from jaxkv.tools.doctor.store import Store, look_at
 from jaxkv.transfer import limits
 from jaxkv.transfer.storage import LocalStore, MemoryStore
+from tests.rigs import children
 from tests.rigs.command_line import run_python
 from tests.rigs.servers import free_port, redis_server
 from tests.transfer.test_limits import LIMIT, PREALLOCATE, PREMAPPED, V1, Machine
@@ -375,13 +376,6 @@ def test_a_failing_probe_is_wrong(machine, capsys, monkeypatch):
         assert message in capsys.readouterr().out
 
 
-def run_doctor(words, **environ):
-    """Run it in a process of its own."""
-    text = "import sys\nfrom jaxkv.tools import main as cli\n"
-    text += "sys.exit(cli.main(sys.argv[1:]))"
-    return run_python(text, *words, text=True, env=os.environ | environ)
-
-
 def test_the_doctor_names_missing_extras_and_runs_without_rich(
     machine, capsys, monkeypatch, tmp_path
 ):
@@ -409,7 +403,11 @@ def test_the_doctor_names_missing_extras_and_runs_without_rich(
 
 
 def test_a_backend_that_does_not_start_is_wrong(monkeypatch, tmp_path):
-    done = run_doctor(["doctor"], JAX_PLATFORMS="nonsense")
+    # A forked process has read the variable before it was set.
+    text = "import jax\njax.config.update('jax_platforms', 'nonsense')\n"
+    text += "from jaxkv.tools import main\nmain.main()"
+    environ = os.environ | {"JAX_PLATFORMS": "nonsense"}
+    done = children.run("-c", text, "doctor", env=environ)
     assert done.returncode == 1, done.stderr
     assert "Device       none: jax does not start" in done.stdout
     assert re.search(r"WRONG  jax does not start: .*nonsense", done.stdout)

@@ -12,6 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv.tools import COMMANDS
+from tests.rigs import children
 from tests.rigs.command_line import LAUNCHER, ROOT, run_command, run_python
 from tests.rigs.waiting import wait_for
 
@@ -143,35 +144,44 @@ def test_what_is_public_is_imported_when_it_is_used():
     assert COMMANDS == ("demo", "replay", "plan", "bench", "doctor")
 
 
+def fork_command(prelude, line):
+    """Run a statement and then a command in a forked process."""
+    text = f"import os, sys\n{prelude}\n{LAUNCHER[2]}"
+    return children.run("-c", text, *line.split())
+
+
 def test_output_to_a_full_disk_is_one_line():
     if not pathlib.Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
-    for line in ("doctor --no-probe", "--version"):
-        with open("/dev/full", "wb") as full:
-            done = run_command(line, stdout=full)
-        name = "jaxkv doctor" if line.startswith("doctor") else "jaxkv"
-        wanted = f"{name}: error: cannot write the output (No space left on device)\n"
-        assert done.stderr.decode() == wanted
-        assert done.returncode == 1
+    message = "error: cannot write the output (No space left on device)\n"
+    with open("/dev/full", "wb") as full:
+        done = run_command("--version", stdout=full)
+    assert (done.returncode, done.stderr.decode()) == (1, f"jaxkv: {message}")
+    redirect = "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
+    done = fork_command(redirect, "doctor --no-probe")
+    assert (done.returncode, done.stderr) == (1, f"jaxkv doctor: {message}")
 
 
 def test_output_that_is_or_was_closed_is_no_error():
-    for line in ("--help", "replay synthetic:9 --policy lru"):
-        reader, writer = os.pipe()
-        os.close(reader)
-        done = run_command(line, stdout=writer)
-        os.close(writer)
-        assert (done.returncode, done.stderr) == (141, b"")
+    replay = "replay synthetic:9 --policy lru --capacity 10"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_command("--help", stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+    close_reader = "r, w = os.pipe(); os.close(r); sys.stdout = open(w, 'w')"
+    done = fork_command(close_reader, replay)
+    assert (done.returncode, done.stderr) == (141, "")
     code = "import os, sys\nfor fd in {}: os.close(fd)\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
-    for line, closed in (
-        ("--version", (1,)),
-        ("replay synthetic:9 --policy lru --capacity 10", (0, 1, 2)),
-        ("replay nowhere", (2,)),
-    ):
+    for line, closed in (("--version", (1,)), ("replay nowhere", (2,))):
         done = run_python(code.format(closed), *LAUNCHER, *line.split())
         assert done.returncode == (2 if "nowhere" in line else 0)
         assert b"Traceback" not in done.stdout + done.stderr
+    # A new interpreter whose streams are closed has no objects for them.
+    close_all = "sys.stdin = sys.stdout = sys.stderr = None; os.closerange(0, 3)"
+    done = fork_command(close_all, replay)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_bug_keeps_its_traceback_and_is_exit_1():

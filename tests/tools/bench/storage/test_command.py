@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 
 import pytest
 
@@ -19,6 +18,7 @@ from jaxkv.tools.bench.storage.run import (
 )
 from jaxkv.transfer.storage import objects as objects_module
 from jaxkv.transfer.storage import open_store
+from tests.rigs.children import DEVNULL, Child
 from tests.rigs.command_line import LAUNCHER
 from tests.rigs.servers import (
     mooncake_lender,
@@ -116,29 +116,18 @@ def test_a_store_that_fails_or_bytes_that_differ_are_one_line(
 @pytest.mark.skipif(not pathlib.Path("/proc").exists(), reason="there is no /proc")
 def test_a_signal_leaves_nothing_in_the_folder(tmp_path):
     folder = tmp_path / "store"
-    words = [
-        "bench",
-        "storage",
-        str(folder),
-        "--rounds",
-        "1000",
-        "--per-round",
-        "16MiB",
-    ]
-    process = subprocess.Popen(
-        [*LAUNCHER, *words],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = "bench", "storage", folder, "--rounds", "1000", "--per-round", "16MiB"
+    log = tmp_path / "log"
+    with log.open("w") as err:
+        process = Child(*LAUNCHER[1:], *words, stdout=DEVNULL, stderr=err)
     try:
         wait_for(lambda: process.poll() or any(files for *_, files in os.walk(folder)))
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        process.wait(timeout=60)
     finally:
         process.kill()
         process.wait()
     assert process.returncode == 128 + signal.SIGINT
-    [line] = [line for line in err.splitlines() if line[-3:] != "..."]
+    [line] = [line for line in log.read_text().splitlines() if line[-3:] != "..."]
     assert line == "jaxkv bench: interrupted"
     assert not any(files for *_, files in os.walk(folder))
