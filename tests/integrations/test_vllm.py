@@ -203,6 +203,7 @@ def test_every_token_read_equals_the_computed_one(name, seed, monkeypatch):
     assert serve_at_random(engine, rng, prompts, 60, Engine.run) > 40
     assert engine.scheduler.num_external_tokens > 0
     assert engine.scheduler.was_preempted
+    assert not engine.runner.connector._worker._targets
 
 
 def fail_loads(engine):
