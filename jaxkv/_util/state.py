@@ -16,7 +16,7 @@ import functools
 import hashlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -71,15 +71,13 @@ class State:
     @property
     def digest(self) -> str:
         """A digest that is equal for equal states, in every process."""
-        hasher = hashlib.blake2b(digest_size=16)
+        parts: list[bytes] = []
         for name, (kind, fields) in self.entries.items():
             if not getattr(kind, "_NOT_DIGESTED", False):
-                for data in _encoded((name, kind.__name__)):
-                    hasher.update(data)
+                _encode((name, kind.__name__), parts)
                 for pair in sorted(fields.items()):
-                    for data in _encoded(pair):
-                        hasher.update(data)
-        return hasher.hexdigest()
+                    _encode(pair, parts)
+        return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
 
 def snapshot(root: object, name: str) -> State:
@@ -109,6 +107,8 @@ def snapshot(root: object, name: str) -> State:
             held = getattr(value, attribute)
             if type(held) in _PLAIN:
                 fields[attribute] = held
+            elif type(held) is np.ndarray:
+                fields[attribute] = held.copy()
             elif not callable(held):
                 fields[attribute] = read(held, f"{name}.{attribute}")
         return ref
@@ -180,10 +180,10 @@ def _is_overwritten(held: Any, saved: Any) -> bool:
     if type(held) is not type(saved) or _form(saved) != "arrays":
         return False
     kind: Any = type(saved)
-    return all(
-        _is_overwritten(getattr(held, name), getattr(saved, name))
-        for name in _field_names(kind)
-    )
+    for name in _field_names(kind):
+        if not _is_overwritten(getattr(held, name), getattr(saved, name)):
+            return False
+    return True
 
 
 # Values that need no copy.
@@ -211,7 +211,15 @@ def _copied(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
         items = [getattr(value, name) for name in names]
     elif form == "rebuilt":
         make, items = value.__reduce__()
-    copied = [visit(item, name) for name, item in zip(names, items, strict=False)]
+    copied = [
+        item
+        if type(item) in _PLAIN
+        # Most items are arrays, which need no name.
+        else item.copy()
+        if type(item) is np.ndarray
+        else visit(item, name)
+        for name, item in zip(names, items, strict=False)
+    ]
     if form == "rebuilt":
         return Rebuilt(make, tuple(copied))
     if form == "deque":
@@ -273,31 +281,35 @@ def _attributes(kind: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     return tuple(slots), frozenset(left_out)
 
 
-def _encoded(value: Any) -> Iterator[bytes]:
-    """Encode a value of a state; different values have different encodings."""
+def _encode(value: Any, parts: list[bytes]) -> None:
+    """Append a value of a state; different values have different encodings."""
     kind: Any = type(value)
     if isinstance(value, np.ndarray):
-        yield f"{value.dtype}{value.shape}".encode() + value.tobytes()
+        parts.append(f"{value.dtype.str}{value.shape}".encode() + value.tobytes())
     elif kind in (set, frozenset):
-        items = sorted(b"".join(_encoded(item)) for item in value)
-        yield from (f"set{len(items)}(".encode(), *items)
-    elif kind in (list, tuple) and _PLAIN.issuperset(map(type, value)):
-        yield f"{value!r};".encode()
-    elif isinstance(value, dict):
-        yield from _encoded([item for pair in value.items() for item in pair])
-    elif kind is Rebuilt and getattr(value.make, "_NOT_DIGESTED", False):
-        yield b"cache;"
-    elif isinstance(value, list | tuple | deque):
-        yield f"{kind.__name__}{len(value)}(".encode()
+        items = []
         for item in value:
-            yield from _encoded(item)
+            encoded: list[bytes] = []
+            _encode(item, encoded)
+            items.append(b"".join(encoded))
+        parts += (f"set{len(items)}(".encode(), *sorted(items))
+    elif kind in (list, tuple) and _PLAIN.issuperset(map(type, value)):
+        parts.append(f"{value!r};".encode())
+    elif isinstance(value, dict):
+        _encode([item for pair in value.items() for item in pair], parts)
+    elif kind is Rebuilt and getattr(value.make, "_NOT_DIGESTED", False):
+        parts.append(b"cache;")
+    elif isinstance(value, list | tuple | deque):
+        parts.append(f"{kind.__name__}{len(value)}(".encode())
+        for item in value:
+            _encode(item, parts)
     elif _form(value) == "arrays":
-        yield from _encoded([getattr(value, name) for name in _field_names(kind)])
+        _encode([getattr(value, name) for name in _field_names(kind)], parts)
     elif (
         kind in _PLAIN
         or dataclasses.is_dataclass(kind)
         or isinstance(value, np.generic)
     ):
-        yield f"{kind.__name__} {value!r};".encode()
+        parts.append(f"{kind.__name__} {value!r};".encode())
     else:
-        yield b"other;"  # Of another package, or a function.
+        parts.append(b"other;")  # Of another package, or a function.

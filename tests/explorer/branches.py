@@ -136,7 +136,7 @@ def walk(setup, rng, num_actions):
             num = min(rng.randrange(1, _MOST_ACTIONS), num_left)
             num_left -= num
             for n in range(num):
-                if n % _REFUSE_EVERY == 0:
+                if n % _REFUSE_EVERY == _REFUSE_EVERY // 2:
                     world.try_refused()
                 _do(world, rng, actions)
             search.go_on_calmly(world)

@@ -1,17 +1,18 @@
 """Every order of what may happen: states, each once, and how to get to a wrong one."""
 
 import dataclasses
-import itertools
 import json
 import time
 from array import array
 from collections import Counter, deque
 
-from tests.explorer.world import World, WrongError, pack, unpack
+from tests.explorer.world import World, WrongError, dump, pack, unpack
 
 _NONE = 2**32 - 1
 # Far more actions than a calm engine takes to serve all requests.
 _MOST_CALM = 400
+# States whose actions were not tried are compressed from this number on.
+_MAX_UNPACKED = 1000
 
 
 @dataclasses.dataclass
@@ -111,7 +112,7 @@ def explore(
     end_s = None if minutes is None else start_s + 60 * minutes
     world, graph, result = World(setup), _Graph(), Result()
     saved = world.save()
-    frontier = deque([(graph.add(world.digest(), _NONE, None), pack(saved))])
+    frontier = deque([(graph.add(world.digest(), _NONE, None), saved)])
 
     def note():
         result.num_states = len(graph.parents)
@@ -129,11 +130,11 @@ def explore(
     try:
         world.check()
         while frontier and not is_over():
-            number, packed = frontier[0]
+            number, kept = frontier[0]
             if max_depth is not None and graph.depths[number] >= max_depth:
                 break
             frontier.popleft()
-            saved = unpack(packed)
+            saved = _open(kept)
             world.restore(saved)
             if number % refuse_every == 0:
                 world.try_refused()
@@ -154,7 +155,7 @@ def explore(
                 found = graph.numbers.get(digest)
                 if found is None:
                     found = graph.add(digest, number, action)
-                    frontier.append((found, pack(world.save())))
+                    frontier.append((found, _keep(world.save(), frontier)))
                 if action == calm:
                     graph.calm[number] = found
                 trial = None
@@ -176,6 +177,14 @@ def explore(
             result.actions.append(trial)
     note()
     return result
+
+
+def _keep(saved, frontier):
+    return saved if len(frontier) < _MAX_UNPACKED else pack(saved)
+
+
+def _open(kept):
+    return unpack(kept) if type(kept) is bytes else kept
 
 
 def _check_over(world):
@@ -200,41 +209,24 @@ def _check_live(world, graph, frontier, end_s):
             if len(chain) > _MOST_CALM:
                 _stuck(number)
         if not is_live[at] and graph.calm[at] == _NONE:
-            # Not tried yet. What it comes to there is followed as far as is new.
+            # Not tried yet: this costs less without the digests of what follows.
             if end_s is not None and time.monotonic() > end_s:
                 continue
-            at = _follow(world, graph, saved, at, is_live)
+            _follow(world, saved[at], at)
         for own in chain:
             is_live[own] = True
         is_live[at] = True
     return sum(is_live)
 
 
-def _follow(world, graph, saved, number, is_live):
+def _follow(world, kept, number):
     """Let a calm engine go on from a state that was not tried."""
-    world.restore(unpack(saved[number]))
-    at = number
-    for _ in range(_MOST_CALM):
-        calm = world.calm()
-        if calm is None:
-            try:
-                _check_over(world)
-            except WrongError as error:
-                error.number = number
-                raise
-            is_live[number] = True
-            return number
-        try:
-            world.do(calm)
-        except WrongError as error:
-            error.number = number
-            raise
-        at = graph.numbers.get(world.digest())
-        # Known states are followed by their own chains.
-        if at is not None and is_live[at]:
-            is_live[number] = True
-            return number
-    return _stuck(number)
+    world.restore(_open(kept))
+    try:
+        go_on_calmly(world)
+    except WrongError as error:
+        error.number = number
+        raise
 
 
 def go_on_calmly(world):
@@ -343,33 +335,34 @@ def compare_futures(setup, num_states):
     """
     world = World(setup)
     start = world.save()
-    known, frontier, num = {world.digest(): None}, deque([start]), 0
+    known, futures, num = {world.digest(): start}, {}, 0
+    frontier, again = deque(known.items()), []
 
-    def future(saved):
-        found = []
-        world.restore(saved)
-        actions = world.actions()
-        for action in actions:
-            world.restore(saved)
-            world.do(action)
-            found.append(world.digest())
-        return actions, found
-
-    again = []
-    while frontier and len(known) < num_states:
-        saved = frontier.popleft()
+    def steps(saved):
+        """Try every action; yield it, the digest that it leads to, and the state."""
         world.restore(saved)
         for action in world.actions():
             world.restore(saved)
             world.do(action)
-            digest, after = world.digest(), world.save()
+            yield action, world.digest(), world.save()
+
+    def future(saved):
+        return [(action, digest) for action, digest, _ in steps(saved)]
+
+    while frontier and len(known) < num_states:
+        before, saved = frontier.popleft()
+        futures[before] = []
+        for action, digest, after in steps(saved):
+            futures[before].append((action, digest))
             if digest not in known:
                 known[digest] = after
-                frontier.append(after)
-            elif known[digest] is not None and pack(known[digest]) != pack(after):
-                again.append((known[digest], after))
-    for first, second in itertools.islice(again, num_states):
-        if future(first) != future(second):
+                frontier.append((digest, after))
+            elif len(again) < num_states and dump(known[digest]) != dump(after):
+                again.append((digest, after))
+    for digest, after in again:
+        if digest not in futures:
+            futures[digest] = future(known[digest])
+        if future(after) != futures[digest]:
             raise WrongError("a digest leaves out something that matters")
         num += 1
     return num
