@@ -220,6 +220,25 @@ def test_lazy_stores_do_not_pass_over_what_a_load_copied_or_an_offer_held():
 # Copies on the device.
 
 
+def test_a_part_of_an_offer_that_is_all_copies_is_reported_too():
+    """The request waits for a report, as it was told to when it was offered a load."""
+    rig = Rig()
+    rig.run(rig.request("before", 1, 2, 3))
+    blocks = rig.pool.find(make_keys(1, 2, 3)).tolist()
+    rig.pool.evict(blocks[2:])
+    request = rig.request("one", 1, 2, 3)
+    # The engine does not make use of what the device has: two copies, then a load.
+    assert rig.query(request) == (12, True)
+    rig.take(request, rig.pool.allocate(4), 8)
+    meta = rig.step()
+    assert meta.copy_from_blocks == tuple(blocks[:2])
+    assert meta.load_event_to_reqs == {meta.load_event: ("one",)}
+    assert not meta.load_device_blocks
+    report = ConnectorOutput(finished_recving=("one",))
+    assert rig.scheduler.update_connector_output(report) == report
+    assert not rig.scheduler.has_pending_loads()
+
+
 # Loads.
 
 

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import itertools
 import json
+import logging
 import os
 import random
 import stat
@@ -430,6 +431,26 @@ def test_a_line_that_cannot_be_taken_back_is_left_behind(path, monkeypatch):
 
 def no_thread(thread):
     raise RuntimeError("can't start new thread")
+
+
+def test_a_thread_that_cannot_be_started_once_costs_no_request(
+    path, monkeypatch, caplog
+):
+    with caplog.at_level(logging.INFO, "jaxkv"):
+        recorder = TraceRecorder(path)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        rig = Rig(recorder=recorder)  # Nor does the engine fail.
+        rig.run(make_request("a", 1))
+        recorder.flush()
+        assert recorder.stats == RecordStats()
+        monkeypatch.undo()
+        rig.run(make_request("b", 1, 2))
+        recorder.close()
+    assert recorder.stats == RecordStats(2, 0)
+    assert len(requests_of(path)) == 2
+    warning, info = caplog.messages
+    assert warning == f"requests are not recorded to {path} (can't start new thread)."
+    assert info.startswith(f"requests are recorded to {path} again after ")
 
 
 def test_without_any_thread_a_recorder_writes_when_it_is_closed(path, monkeypatch):
