@@ -1189,6 +1189,8 @@ class World:
             delay_shared_loads=rules.delay_shared_loads,
         ):
             return []  # Others store less, or later.
+        if self._num_rows() > self.setup.num_host_blocks:
+            return []  # The host may have no room, or evict one for another.
         factor, rows = rules.blocks_per_host_block, []
         num_tokens = r.num_computed_tokens - r.num_output_placeholders
         groups = zip(self.groups, r.block_keys_by_group, r.tables, strict=True)
@@ -1199,6 +1201,18 @@ class World:
             held_rows = is_held.reshape(-1, factor).all(axis=1)
             rows += compress(keys[first + factor - 1 : num : factor], held_rows)
         return rows
+
+    def _num_rows(self):
+        """Count the host blocks that all requests could fill."""
+        factor = self.setup.rules.blocks_per_host_block
+        return len(
+            {
+                key
+                for r in self.requests
+                for keys in r.block_keys_by_group
+                for key in keys[factor - 1 :: factor]
+            }
+        )
 
     def _check_stored(self, name, rows):
         expect(
