@@ -4,8 +4,8 @@ A walk over attributes finds what an object holds: a new attribute needs no line
 Objects of jaxkv become `Entry` records, which refer to one another by name; arrays and
 containers are copied. Left out are callables and what a class lists in `_NOT_STATE`:
 caches, scratch memory, open files. Objects of other packages, such as an engine's
-requests, are kept by reference. An object whose class defines `__reduce__` is rebuilt
-by that.
+requests, are kept by reference. A class that defines `__reduce__` says
+how its objects are rebuilt.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def snapshot(root: object, name: str) -> State:
 
 
 def restore(root: object, state: State) -> None:
-    """Put an object back into a state of an object like it.
+    """Restore an object from the state of an object of the same configuration.
 
     Objects that attributes lead to are changed, so that others may go on referring to
     them. Objects in lists and dicts are made anew.
