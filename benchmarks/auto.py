@@ -37,8 +37,8 @@ from common import (
 from jaxkv.keys.packed import PackedKeys, keys_to_words
 from jaxkv.policies import get_policy_maker, make_hazard
 from jaxkv.policies.registry import AUTO
-from jaxkv.scheduling.auto import CANDIDATES, with_candidates
-from jaxkv.scheduling.shadows import Shadows
+from jaxkv.scheduling.whatif.auto import CANDIDATES, with_candidates
+from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.tiers.change_over import change_over, resume
 from jaxkv.tiers.executors import make_executor
 from jaxkv.tools.replay.device import find_on_device

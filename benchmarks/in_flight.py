@@ -48,7 +48,6 @@ import jax.numpy as jnp
 
 from common import make_parser, old_garbage_left_alone, show_machine, write_figures
 from engine_calls import BLOCK_SIZE, Prompt
-from jaxkv.scheduling.agreement import Agreement
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     ConnectorOutput,
@@ -57,7 +56,8 @@ from jaxkv.scheduling.protocol import (
 )
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.worker.agreement import Agreement
+from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.tickets import Piece

@@ -45,7 +45,7 @@ from jaxkv import (
     SlidingWindow,
 )
 from jaxkv.integrations.vllm.scheduler import VllmRequest
-from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.scheduling.record.record import TraceRecorder
 
 BLOCK_SIZE = 16
 FULL, WINDOW = FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 1024)

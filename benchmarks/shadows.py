@@ -36,7 +36,7 @@ from jaxkv.keys.packed import (
     keys_to_words,
     words_to_keys,
 )
-from jaxkv.scheduling.shadows import Shadows, parse_shadows
+from jaxkv.scheduling.whatif.shadows import Shadows, parse_shadows
 from jaxkv.tools.replay.device import DeviceHits
 from jaxkv.tools.replay.run import replay
 from jaxkv.tools.replay.traces import Trace, read_trace

@@ -24,7 +24,7 @@ import numpy as np
 
 from common import make_parser, show_machine, write_figures
 from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.kernels import Mode
 

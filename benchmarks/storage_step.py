@@ -32,8 +32,8 @@ from unittest import mock
 import numpy as np
 
 from common import make_parser, show_machine, write_figures
-from jaxkv.scheduling import storage_worker
-from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.scheduling.worker import storage_worker
+from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps

@@ -42,10 +42,9 @@ from jaxkv._util.settings import (
 from jaxkv.observe.start import log_start
 from jaxkv.policies import policy_names
 from jaxkv.policies.registry import AUTO
-from jaxkv.scheduling.auto import contradictions
 from jaxkv.scheduling.boundary import TierBelow
 from jaxkv.scheduling.protocol import Mover
-from jaxkv.scheduling.record import (
+from jaxkv.scheduling.record.record import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_FILES,
     LEAST_MAX_BYTES,
@@ -58,8 +57,9 @@ from jaxkv.scheduling.rules import (
     check_victims,
 )
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.scheduling.storage_worker import StorageWorker, open_storage
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.whatif.auto import contradictions
+from jaxkv.scheduling.worker.storage_worker import StorageWorker, open_storage
+from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.groups import GroupSpec, as_groups
 from jaxkv.strict import (
     StrictOffloadScheduler,

@@ -24,7 +24,7 @@ from jaxkv._util import parse_bytes
 from jaxkv.config import KEYS, table_of_keys, variable_of
 from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.scheduling.rules import OffloadRules
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tools.bench.storage.run import StorageConfig
 from jaxkv.tools.demo.records import DemoConfig

@@ -32,7 +32,7 @@ from jaxkv.scheduling.plan import (
 )
 from jaxkv.scheduling.rules import WriteRule, check_victims
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.search.groups import FullAttention
 from jaxkv.search.tiers import first_tokens
 from jaxkv.tiers.storage import StorageTier

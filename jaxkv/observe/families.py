@@ -24,8 +24,8 @@ from jaxkv.scheduling.stats import (
     InTransit,
     OffloadStats,
 )
-from jaxkv.scheduling.storage_worker import StorageWorker
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.worker.storage_worker import StorageWorker
+from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.transfer.storage.store import ERROR_KINDS

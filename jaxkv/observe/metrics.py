@@ -30,7 +30,7 @@ from jaxkv.observe.families import (
 )
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stats import Histogram
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.tiers.device import DeviceBlockPool
 
 try:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from jaxkv._util import rounded_size
-from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.transfer import AnyEngine
 
 _log = logging.getLogger(__name__)

@@ -483,8 +483,8 @@ def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
       less what those of B2 lower it, and by a sixteenth of the blocks at most. One
       step after the other lets a single long prompt throw the target from one end to
       the other (there: 51787). All that grows with the tier, as a sample of keys has it
-      (`jaxkv.scheduling.key_sample`). One unit a request would not, and of a request
-      with few ghosts a sample would mostly see none.
+      (`jaxkv.scheduling.whatif.key_sample`). One unit a request would not, and of a
+      request with few ghosts a sample would mostly see none.
     * A key that is inserted while it has a ghost goes to T2, as in the paper: this is
       its second use. vLLM puts it in T1, where it has to prove itself again.
 

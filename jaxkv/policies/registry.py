@@ -18,7 +18,7 @@ PolicyMaker: TypeAlias = Callable[[int, int], Policy]
 """Makes a policy: ``(num_blocks, max_batch) -> Policy``."""
 
 AUTO = "auto"
-"""The name that lets the requests choose the policy (`jaxkv.scheduling.auto`)."""
+"""Has the requests choose the policy (`jaxkv.scheduling.whatif.auto`)."""
 
 _makers: dict[str, PolicyMaker] = {}
 

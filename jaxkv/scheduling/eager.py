@@ -16,8 +16,8 @@ from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
-from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stores import StorePause, Stores
+from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.bare import REORDER_SHARE
 from jaxkv.tiers.device import DeviceBlockPool

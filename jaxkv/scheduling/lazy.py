@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxkv.scheduling.rules import OffloadRules
-from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stores import Stores
+from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import GroupSpec, lazy_target_blocks
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex

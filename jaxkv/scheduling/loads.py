@@ -17,8 +17,8 @@ from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.protocol import NO_EVENT, Request
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
-from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import FullAttention, GroupSpec, alignment
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 from jaxkv._util import settings, shown
 from jaxkv._util.settings import ConfigError, Key, Settings
 from jaxkv.policies import policy_names
-from jaxkv.scheduling.shadows import parse_shadows
+from jaxkv.scheduling.whatif.shadows import parse_shadows
 from jaxkv.search.groups import FullAttention, GroupSpec
 
 WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]

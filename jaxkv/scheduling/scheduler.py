@@ -6,7 +6,7 @@
     once         bind_device_block_pool
     a request    get_num_new_matched_tokens -> the engine allocates its blocks
                  -> update_state_after_alloc
-    a step       build_connector_meta -> `jaxkv.scheduling.worker` moves the blocks
+    a step       build_connector_meta -> `OffloadWorker` moves the blocks
                  -> the model runs -> update_connector_output
     preempted    request_preempted, before its blocks are freed
     at its end   request_finished, for an aborted request too
@@ -36,13 +36,6 @@ from jaxkv.policies.base import Policy
 from jaxkv.policies.hazard import HazardState
 from jaxkv.policies.registry import AUTO
 from jaxkv.policies.reuse import ReuseTable, scaled
-from jaxkv.scheduling.auto import (
-    CANDIDATES,
-    PolicyChoice,
-    check_auto_groups,
-    contradictions,
-    with_candidates,
-)
 from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.checks import check_count, check_report, checked_step
 from jaxkv.scheduling.eager import EagerStores, Ready
@@ -51,7 +44,6 @@ from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.loads import NO_LOADS, Loads, mark_skipped
 from jaxkv.scheduling.moves import Report, reports_of
 from jaxkv.scheduling.notifier import RequestNotifier, output_tokens_of, stop_of
-from jaxkv.scheduling.outlook import Outlook, OutlookLog
 from jaxkv.scheduling.plan import (
     Gate,
     View,
@@ -59,7 +51,6 @@ from jaxkv.scheduling.plan import (
     most_found_tokens,
     plan,
 )
-from jaxkv.scheduling.policy_state import PolicyStateFile
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -74,14 +65,23 @@ from jaxkv.scheduling.protocol import (
     TierReport,
     checked_tables,
 )
-from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_groups
-from jaxkv.scheduling.shadows import ShadowCount, Shadows, parse_shadows
-from jaxkv.scheduling.speeds import Speeds
 from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
 from jaxkv.scheduling.stores import Stores, StoreSteps
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.whatif.auto import (
+    CANDIDATES,
+    PolicyChoice,
+    check_auto_groups,
+    contradictions,
+    with_candidates,
+)
+from jaxkv.scheduling.whatif.outlook import Outlook, OutlookLog
+from jaxkv.scheduling.whatif.policy_state import PolicyStateFile
+from jaxkv.scheduling.whatif.shadows import ShadowCount, Shadows, parse_shadows
+from jaxkv.scheduling.whatif.speeds import Speeds
+from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.search.tiers import check_pool
@@ -107,8 +107,8 @@ class OffloadScheduler:
             Blocks of all groups share one pool, and are of the same number of bytes.
         num_host_blocks: Blocks of the host tier; see `jaxkv.num_host_blocks`.
         cache_policy: Which of them to evict when it is full; a name or a `Policy`; or
-            "auto", with which the requests choose (`jaxkv.scheduling.auto`). With eager
-            stores that sets `pause_unused_stores`.
+            "auto", with which the requests choose (`jaxkv.scheduling.whatif.auto`).
+            With eager stores that sets `pause_unused_stores`.
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
         executor: Who runs the decisions about the host; see `BlockIndex`.

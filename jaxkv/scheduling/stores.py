@@ -16,8 +16,8 @@ from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
-from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.base import Placement, as_ids
 from jaxkv.tiers.device import DeviceBlockPool, Victims

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.strict.blocks import PoolBlocks, StrictError
 from jaxkv.transfer import AnyEngine, MultiPoolEngine
 from jaxkv.types import PyTree

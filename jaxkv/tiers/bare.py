@@ -1,7 +1,7 @@
 """A host tier that is only an index: what it would find, take and evict.
 
 `jaxkv replay` serves traces with it, and the shadows of a tier that serves
-(`jaxkv.scheduling.shadows`) their requests, by the rules of eager stores
+(`jaxkv.scheduling.whatif.shadows`) their requests, by the rules of eager stores
 (`jaxkv.scheduling.eager`).
 """
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax
 
-from jaxkv.scheduling import auto
+from jaxkv.scheduling.whatif import auto
 from tests.campaign.by_hand import ByHand
 from tests.campaign.connector import run_connector
 from tests.campaign.counting import summary

@@ -10,7 +10,7 @@ import tempfile
 import time
 from unittest import mock
 
-from jaxkv.scheduling import storage_worker
+from jaxkv.scheduling.worker import storage_worker
 from jaxkv.transfer.storage import MemoryStore, open_store
 from tests.campaign import store_faults
 from tests.campaign.paged import PagedEngine

@@ -25,9 +25,9 @@ from jaxkv import DeviceBlockPool, OffloadConfig, TraceRecorder
 from jaxkv.keys.keyed import hash_keys
 from jaxkv.keys.packed import pack
 from jaxkv.observe.publisher import END_OF_REPLAY, EventPublisher
-from jaxkv.scheduling import record
-from jaxkv.scheduling.policy_state import SAVE_EVERY_MS
 from jaxkv.scheduling.protocol import SchedulerOutput
+from jaxkv.scheduling.record import record
+from jaxkv.scheduling.whatif.policy_state import SAVE_EVERY_MS
 from jaxkv.search.groups import FullAttention
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent

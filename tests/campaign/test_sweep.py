@@ -9,7 +9,7 @@ import urllib.parse
 
 import pytest
 
-from jaxkv.scheduling import trace_file
+from jaxkv.scheduling.record import trace_file
 from jaxkv.transfer.storage import StoreError, local, storage_io, workers
 from tests.campaign.sweep import (
     EventsLife,

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from jaxkv import OffloadConfig
-from jaxkv.scheduling import storage_worker
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     ConnectorOutput,
@@ -25,6 +24,7 @@ from jaxkv.scheduling.protocol import (
 )
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.scheduling.worker import storage_worker
 from jaxkv.search.groups import FullAttention, SlidingWindow, as_groups
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool

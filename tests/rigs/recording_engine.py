@@ -11,8 +11,8 @@ import sys
 import time
 from unittest import mock
 
-from jaxkv.scheduling import record
-from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.scheduling.record import record
+from jaxkv.scheduling.record.record import TraceRecorder
 
 BLOCK_SIZE = 1
 

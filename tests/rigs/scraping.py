@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxkv import OffloadRules, OffloadScheduler, OffloadWorker, TransferEngine
 from jaxkv.observe.metrics import OffloadMetrics
-from jaxkv.scheduling.record import RecordStats
-from jaxkv.scheduling.storage_worker import open_storage
+from jaxkv.scheduling.record.record import RecordStats
+from jaxkv.scheduling.worker.storage_worker import open_storage
 from jaxkv.tiers.device import DeviceBlockPool
 
 

@@ -3,12 +3,12 @@
 import hashlib
 import random
 
-from jaxkv.scheduling import auto
+from jaxkv.scheduling.whatif import auto
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
 
 
 def auto_at_once():
-    """Constants of `jaxkv.scheduling.auto` with which it changes at whatever lead."""
+    """Constants of `whatif.auto` that let it change policy at any lead."""
     shares = {"SHARE_OF_HOST": 0.0, "LEAST_SHARE": 0.0}
     return {"CHECK_EVERY": 4, "PATIENCE": 1, **shares}
 

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from jaxkv import OffloadWorker, TransferEngine
-from jaxkv.scheduling.exchange import Exchange, open_exchanges
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     ConnectorOutput,
     OffloadMetadata,
     TierReport,
 )
-from jaxkv.scheduling.storage_worker import StorageWorker
-from jaxkv.scheduling.tier_agreement import KEYS_PER_STEP, TierAgreement
-from jaxkv.scheduling.watchdog import Watchdog
-from jaxkv.scheduling.worker import AgreementError, PlanMismatchError
+from jaxkv.scheduling.worker.exchange import Exchange, open_exchanges
+from jaxkv.scheduling.worker.storage_worker import StorageWorker
+from jaxkv.scheduling.worker.tier_agreement import KEYS_PER_STEP, TierAgreement
+from jaxkv.scheduling.worker.watchdog import Watchdog
+from jaxkv.scheduling.worker.worker import AgreementError, PlanMismatchError
 from jaxkv.transfer import kernels
 from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
 from tests.rigs.refused_threads import refused_threads

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 
 from jaxkv import OffloadConfig, OffloadingManager
-from jaxkv.scheduling import auto, shadows
-from jaxkv.scheduling.auto import CANDIDATES, PolicyChoice
-from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
+from jaxkv.scheduling.whatif import auto, shadows
+from jaxkv.scheduling.whatif.auto import CANDIDATES, PolicyChoice
+from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, Rig, modes
 from tests.rigs.traffic import Traffic, auto_at_once, change_in_turn
 

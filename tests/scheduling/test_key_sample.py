@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxkv.keys.packed import PackedKeys, key_from_int, keys_to_words
-from jaxkv.scheduling.key_sample import KeySample
-from jaxkv.scheduling.shadows import Shadows, parse_shadows
+from jaxkv.scheduling.whatif.key_sample import KeySample
+from jaxkv.scheduling.whatif.shadows import Shadows, parse_shadows
 
 HEAD = [key_from_int(number) for number in range(40)]
 

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from jaxkv.scheduling.outlook import Outlook, OutlookLog
-from jaxkv.scheduling.shadows import ShadowCount
-from jaxkv.scheduling.speeds import Speeds
+from jaxkv.scheduling.whatif.outlook import Outlook, OutlookLog
+from jaxkv.scheduling.whatif.shadows import ShadowCount
+from jaxkv.scheduling.whatif.speeds import Speeds
 from tests.rigs.offload_rig import Rig
 
 GIB = 1 << 30

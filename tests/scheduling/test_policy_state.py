@@ -13,9 +13,9 @@ import pytest
 
 from jaxkv import OffloadConfig
 from jaxkv.policies.hazard import NUM_CLASSES
-from jaxkv.scheduling import policy_state
-from jaxkv.scheduling.policy_state import PolicyStateFile
 from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.scheduling.whatif import policy_state
+from jaxkv.scheduling.whatif.policy_state import PolicyStateFile
 from tests.rigs.traffic import Traffic
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.tools.replay.traces import read_trace
 from tests.rigs import children, recording_engine
 from tests.rigs.children import PIPE, ROOT, Child

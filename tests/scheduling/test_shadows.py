@@ -6,8 +6,8 @@ import pytest
 
 from jaxkv import ConfigError
 from jaxkv.keys.packed import words_to_keys
-from jaxkv.scheduling import shadows as shadows_lib
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.whatif import shadows as shadows_lib
 from jaxkv.tools.replay.traces import keys_of, read_trace
 from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, FakeRequest, Rig, modes
 from tests.rigs.traffic import Traffic

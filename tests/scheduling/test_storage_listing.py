@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import OffloadConfig, TransferEngine
-from jaxkv.scheduling import storage_worker
+from jaxkv.scheduling.worker import storage_worker
 from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.offload_rig import (

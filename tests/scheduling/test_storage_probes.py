@@ -17,7 +17,7 @@ from jaxkv.scheduling.protocol import (
     TierProbe,
     TierReport,
 )
-from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
 from jaxkv.transfer.storage.run_search import RunSearch
 from tests.rigs.faulty_store import FaultyStore

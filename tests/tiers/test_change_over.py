@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.policies import get_policy_maker
-from jaxkv.scheduling.auto import CANDIDATES
+from jaxkv.scheduling.whatif.auto import CANDIDATES
 from jaxkv.tiers.change_over import _nearest
 from jaxkv.tiers.executors import make_executor
 from jaxkv.tiers.host import OffloadingManager

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import OffloadWorker, TransferEngine
-from jaxkv.scheduling import watchdog
 from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
-from jaxkv.scheduling.worker import AgreementError
+from jaxkv.scheduling.worker import watchdog
+from jaxkv.scheduling.worker.worker import AgreementError
 
 P = jax.sharding.PartitionSpec
 NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_STEPS = 16, 7, 14

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv import OffloadWorker, TransferEngine
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
-from jaxkv.scheduling.worker import PlanMismatchError
+from jaxkv.scheduling.worker.worker import PlanMismatchError
 from tests.rigs.offload_rig import NUM_BLOCKS, Rig
 
 P = jax.sharding.PartitionSpec

@@ -16,7 +16,7 @@ from typing import Any
 from jaxkv.observe.families import OF_SCHEDULER, OF_WORKER, Family, Readings
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stats import Histogram
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.worker.worker import OffloadWorker
 
 
 def _base(name: str) -> Any:

@@ -29,7 +29,7 @@ from jaxkv.scheduling.protocol import (
     TierMoves,
     TierReport,
 )
-from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.transfer import AnyEngine, MultiPoolEngine
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.host_memory import parse_argument

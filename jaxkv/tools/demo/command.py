@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jaxkv._util import gib, rounded_size
 from jaxkv.policies import policy_names
 from jaxkv.policies.registry import AUTO
-from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.tools.console import make_console, print_facts, print_lines
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord
 from jaxkv.tools.options import (

@@ -16,11 +16,11 @@ from typing import Literal
 
 from jaxkv.keys.hashing import KeyChain, Namespace
 from jaxkv.scheduling.protocol import SchedulerOutput
-from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.rules import OffloadRules, WriteRule
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.scheduling.storage_worker import open_storage
-from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.scheduling.worker.storage_worker import open_storage
+from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tools.demo.allocation import most_blocks

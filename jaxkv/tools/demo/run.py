@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.demo.allocation import most_blocks

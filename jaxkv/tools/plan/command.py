@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from jaxkv._util import shown
-from jaxkv.scheduling.speeds import Speeds
+from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth

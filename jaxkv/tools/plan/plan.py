@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.scheduling.outlook import ENOUGH as ENOUGH
-from jaxkv.scheduling.speeds import Speeds
+from jaxkv.scheduling.whatif.outlook import ENOUGH as ENOUGH
+from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import ReplayResult
 from jaxkv.tools.replay.traces import MOST_TOKENS, Trace

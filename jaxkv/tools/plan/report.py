@@ -14,7 +14,7 @@ from jaxkv._util import (
     time_text,
 )
 from jaxkv.config import variable_of
-from jaxkv.scheduling.speeds import Speeds
+from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools import page
 from jaxkv.tools.console import print_charts, print_facts, print_lines
 from jaxkv.tools.machine import num_cpus, versions

@@ -1,4 +1,4 @@
-"""A replay's host whose policy the requests choose (`jaxkv.scheduling.auto`).
+"""A replay's host whose policy the requests choose (`jaxkv.scheduling.whatif.auto`).
 
 The shadows by which it chooses are shown each request after it was served.
 """
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys, key_from_int, keys_to_words, words_to_keys
 from jaxkv.policies import get_policy_maker
-from jaxkv.scheduling.auto import CANDIDATES, PolicyChoice, with_candidates
-from jaxkv.scheduling.shadows import Shadows
+from jaxkv.scheduling.whatif.auto import CANDIDATES, PolicyChoice, with_candidates
+from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.tiers.change_over import change_over
 from jaxkv.tiers.executors import Executor, Words, make_executor
 from jaxkv.tools.replay.traces import Trace

@@ -12,9 +12,8 @@ may be a "stop", "tool_use" or "end_turn", which says why the request stopped. E
 are equal blocks after equal prefixes; the numbers have no other meaning. In shapes, R
 is the number of requests.
 
-What `jaxkv.scheduling.record` writes is of the normalised format, with a first line
-about the file, and fields for the blocks that a request's output filled and for what it
-found when it ran.
+`TraceRecorder` writes the normalised format, with a first line about the file, and
+fields for the blocks that a request's output filled and for its hits when it ran.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jaxkv._util import shown, shown_name
-from jaxkv.scheduling.record import FORMAT
+from jaxkv.scheduling.record.record import FORMAT
 from jaxkv.types import KEY_WORDS, STOPS, Stop
 
 BLOCK_SIZE = 512

@@ -127,7 +127,7 @@ def spoil_loads_if_asked():
         adapters.Adapters.mark = lambda marks, lora: bytes(32)
         return
     from jaxkv.integrations.vllm.worker import WorkerHalf
-    from jaxkv.scheduling.worker import OffloadWorker
+    from jaxkv.scheduling.worker.worker import OffloadWorker
 
     poll, loads = WorkerHalf.poll, OffloadWorker.poll
     num_loads = [0]

@@ -13,7 +13,7 @@ import random
 
 import pytest
 
-from jaxkv.scheduling.auto import PolicyChoice
+from jaxkv.scheduling.whatif.auto import PolicyChoice
 from jaxkv.tools.demo.allocation import most_blocks
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig

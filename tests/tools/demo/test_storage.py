@@ -18,7 +18,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxkv.scheduling import storage_worker
+from jaxkv.scheduling.worker import storage_worker
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxkv.scheduling.speeds import Speeds
+from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.plan import plan as planning
 from jaxkv.tools.plan.plan import (
     Demand,

@@ -9,7 +9,6 @@ import pytest
 
 from jaxkv.keys.packed import words_to_keys
 from jaxkv.policies import policy_names
-from jaxkv.scheduling import auto
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     ConnectorOutput,
@@ -18,6 +17,7 @@ from jaxkv.scheduling.protocol import (
 )
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stores import StorePause
+from jaxkv.scheduling.whatif import auto
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tools.replay.device import find_on_device

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxkv.scheduling.record import LEAST_MAX_BYTES, TraceRecorder
+from jaxkv.scheduling.record.record import LEAST_MAX_BYTES, TraceRecorder
 from jaxkv.tools import main as cli
 from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.belady import find_optimum

@@ -34,7 +34,7 @@ from jaxkv._util import Resource, check_whole, parse_bytes, read_file, shown
 from jaxkv._util.outage import OutageLog
 from jaxkv.keys.keyed import SECRET_BYTES, hash_keys
 from jaxkv.keys.packed import pack
-from jaxkv.scheduling.trace_file import TraceFile
+from jaxkv.scheduling.record.trace_file import TraceFile
 from jaxkv.types import STOPS, BlockKey, Stop
 
 FORMAT = "jaxkv trace 1"

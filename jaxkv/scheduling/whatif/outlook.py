@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 
 from jaxkv._util import percent_text, rounded_size, time_text
-from jaxkv.scheduling.shadows import OFF, ShadowCount
-from jaxkv.scheduling.speeds import Speeds
+from jaxkv.scheduling.whatif.shadows import OFF, ShadowCount
+from jaxkv.scheduling.whatif.speeds import Speeds
 
 ENOUGH = 0.9
 """The share of what the best size gives from which a smaller one is recommended."""

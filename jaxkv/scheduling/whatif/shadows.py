@@ -17,9 +17,9 @@ same. The engine is taken to load whatever is found, and to store whatever there
 for: `skip_slow_loads` and `pause_unused_stores` do not change what a shadow sees. What
 comes from a store behind the host it does not see either.
 
-Beyond `FULL_BLOCKS` a shadow is of a sample (`jaxkv.scheduling.key_sample`): of the
-keys that are in it, and with as small a share of the blocks. What it finds of a prefix
-stands for as many times more. There stores arrive at once, and nothing is held.
+Beyond `FULL_BLOCKS` a shadow replays a sample of the keys on the same share of the
+blocks (`jaxkv.scheduling.whatif.key_sample`), and a hit counts as many times more.
+Stores arrive there at once, and no block is held.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
 from jaxkv.policies.reuse import ReuseTable, from_counts
-from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
+from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
 from jaxkv.tiers.change_over import emptied, resume
 from jaxkv.tiers.device import DeviceBlockPool

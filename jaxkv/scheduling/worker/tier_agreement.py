@@ -8,8 +8,8 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from jaxkv.scheduling.exchange import Exchange
 from jaxkv.scheduling.protocol import TierReport
+from jaxkv.scheduling.worker.exchange import Exchange
 from jaxkv.types import KEY_BYTES, BlockKey
 
 # How many keys of a listing are sent in a step, which all go through jax's coordination

@@ -14,11 +14,7 @@ import jax
 import numpy as np
 
 from jaxkv._util import shown, strict_class
-from jaxkv.scheduling.agreement import Agreement, Batch, EventName, Transfer
-from jaxkv.scheduling.agreement import PlanMismatchError as PlanMismatchError
 from jaxkv.scheduling.checks import check_plan
-from jaxkv.scheduling.exchange import AgreementError as AgreementError
-from jaxkv.scheduling.exchange import open_exchanges
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     NO_MOVES,
@@ -30,8 +26,12 @@ from jaxkv.scheduling.protocol import (
     TierReport,
 )
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
-from jaxkv.scheduling.storage_worker import StorageWorker
-from jaxkv.scheduling.tier_agreement import KEYS_PER_STEP, TierAgreement
+from jaxkv.scheduling.worker.agreement import Agreement, Batch, EventName, Transfer
+from jaxkv.scheduling.worker.agreement import PlanMismatchError as PlanMismatchError
+from jaxkv.scheduling.worker.exchange import AgreementError as AgreementError
+from jaxkv.scheduling.worker.exchange import open_exchanges
+from jaxkv.scheduling.worker.storage_worker import StorageWorker
+from jaxkv.scheduling.worker.tier_agreement import KEYS_PER_STEP, TierAgreement
 from jaxkv.transfer import (
     AnyEngine,
     Completion,

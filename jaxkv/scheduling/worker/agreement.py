@@ -10,8 +10,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from jaxkv.scheduling.exchange import AgreementError, Exchange
-from jaxkv.scheduling.watchdog import Watchdog
+from jaxkv.scheduling.worker.exchange import AgreementError, Exchange
+from jaxkv.scheduling.worker.watchdog import Watchdog
 from jaxkv.transfer import AnyEngine, Completion, Ticket
 from jaxkv.types import PyTree
 

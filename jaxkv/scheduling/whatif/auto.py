@@ -25,9 +25,9 @@ from collections.abc import Iterator, Sequence
 
 from jaxkv._util import percent_text
 from jaxkv.policies.registry import AUTO
-from jaxkv.scheduling.key_sample import NUM_GROUPS
 from jaxkv.scheduling.rules import RuleSettings
-from jaxkv.scheduling.shadows import Shadow, Shadows
+from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS
+from jaxkv.scheduling.whatif.shadows import Shadow, Shadows
 from jaxkv.search.groups import FullAttention, GroupSpec
 
 CANDIDATES = ("hazard", "lru", "slru")

@@ -1,0 +1,1 @@
+"""Requests recorded as a trace."""

@@ -1,0 +1,1 @@
+"""The workers' side of a step: transfers run, outcomes agreed between processes."""
