@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 # From the ground up. Rooms of one floor do not see each other.
 FLOORS = [
@@ -51,6 +52,10 @@ def floor_of(room: str) -> int | None:
     return None
 
 
+def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
 def imports(sources: Sources, module: str) -> Iterator[tuple[str, bool]]:
     """Yield what a module imports, and whether only inside a function."""
     is_package = any(name.startswith(f"{module}.") for name in sources)
@@ -65,6 +70,8 @@ def imports(sources: Sources, module: str) -> Iterator[tuple[str, bool]]:
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 yield (full if full in sources else base), lazy
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            yield from ((arg.value, lazy) for arg in node.args if is_text(arg))
         lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, lazy)
@@ -146,6 +153,7 @@ def test_the_checker_allows_what_it_should():
 
 
 LAZY = "def f():\n    from jaxkv.transfer import memory"
+BY_NAME = "import importlib\nimportlib.import_module('jaxkv.tiers.host')"
 
 
 def test_the_checker_catches_each_fault():
@@ -154,6 +162,7 @@ def test_the_checker_catches_each_fault():
         ("types", "from .tiers import host", "may not import jaxkv.tiers.host"),
         ("tiers.host", "from jaxkv import LRU", "host may not import jaxkv"),
         ("tiers.host", "import jaxkv.nowhere", "not import jaxkv.nowhere"),
+        ("types", BY_NAME, "may not import jaxkv.tiers.host"),
         ("policies.lru", LAZY, "may not import jaxkv.transfer.memory"),
         ("tools.main", "import rich", "may import rich only in a function"),
         ("tools.demo.command", "import rich", "import rich only in a function"),

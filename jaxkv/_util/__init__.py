@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import difflib
 import fractions
-import importlib
 import operator
 import os
 import re
@@ -13,7 +12,7 @@ import stat
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self, SupportsIndex, TypeVar, cast
+from typing import Self, SupportsIndex, TypeVar
 
 # Characters of a value or name that a message shows.
 _MOST_SHOWN = 100
@@ -37,18 +36,29 @@ FLAGS = {
 _Part = TypeVar("_Part")
 
 
+substitutes: dict[type, type] = {}
+"""The strict class of each part; `jaxkv.strict` adds them when it is imported."""
+
+
+def is_strict() -> bool:
+    """Return whether the environment variable `JAXKV_STRICT` is a true flag."""
+    return FLAGS.get(os.environ.get("JAXKV_STRICT", "").lower(), False)
+
+
 def strict_class(cls: type[_Part]) -> type[_Part]:
-    """Give the class to make of a part: `JAXKV_STRICT=1` asks for the strict one.
+    """Return the class to make a part of: the strict one where `JAXKV_STRICT` is set.
 
-    It is asked for by name, as that room lies above all others that have parts.
-
-    Args:
-        cls: The usual class.
+    Raises:
+        RuntimeError: The variable was set only after jaxkv was imported.
     """
-    if not FLAGS.get(os.environ.get("JAXKV_STRICT", "").lower()):
+    if not is_strict():
         return cls
-    strict = importlib.import_module("jaxkv.strict")
-    return cast(type[_Part], getattr(strict, f"Strict{cls.__name__}", cls))
+    if not substitutes:
+        raise RuntimeError(
+            "JAXKV_STRICT was set after jaxkv was imported, without its strict parts: "
+            "set it before, or import jaxkv.strict."
+        )
+    return substitutes.get(cls, cls)
 
 
 def parse_bytes(size: str | SupportsIndex) -> int:

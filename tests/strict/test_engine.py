@@ -1,11 +1,15 @@
 """The strict transfer engine: late reports, garbage until then, and checksums."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import OffloadConfig, TransferEngine
+from jaxkv import OffloadConfig, TransferEngine, _util
 from jaxkv.strict import StrictError, StrictTransferEngine
 from jaxkv.strict.engine import MOST_STEPS
 
@@ -167,6 +171,22 @@ def test_the_environment_makes_all_engines_strict(monkeypatch, flag):
     assert engine.mode == "staged"
     monkeypatch.setenv("JAXKV_STRICT", "0")
     assert type(TransferEngine(make_pool(), 4)) is TransferEngine
+
+
+def test_a_process_imports_strict_parts_where_its_environment_asks_for_them():
+    program = "import sys, jaxkv; print('jaxkv.strict' in sys.modules)"
+    for flag, imported in (("1", "True"), ("0", "False")):
+        environ = os.environ | {"JAXKV_STRICT": flag}
+        command = [sys.executable, "-c", program]
+        out = subprocess.run(command, env=environ, check=True, capture_output=True)
+        assert out.stdout.decode().strip() == imported
+
+
+def test_a_variable_set_too_late_is_refused_and_not_ignored(monkeypatch):
+    monkeypatch.setenv("JAXKV_STRICT", "1")
+    monkeypatch.setattr(_util, "substitutes", {})
+    with pytest.raises(RuntimeError, match=r"set it before, or import jaxkv\.strict"):
+        TransferEngine(make_pool(), 4)
 
 
 def test_a_configuration_makes_all_its_parts_strict():
