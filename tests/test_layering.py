@@ -8,6 +8,7 @@ import ast
 import graphlib
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -25,6 +26,24 @@ FLOORS = [
     ("jaxkv",),  # the public face, jaxkv/__init__.py
     ("tools", "integrations"),
 ]
+# The most lines of Python that a room may have. A ceiling only goes down.
+CEILINGS = {
+    "types": 50,
+    "_util": 1_080,
+    "compiling": 980,
+    "keys": 890,
+    "policies": 5_070,
+    "transfer": 11_490,
+    "tiers": 5_030,
+    "search": 690,
+    "scheduling": 10_880,
+    "observe": 2_240,
+    "strict": 1_090,
+    "config": 1_040,
+    "jaxkv": 100,
+    "tools": 15_950,
+    "integrations": 7_900,
+}
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}
 CORE |= sys.stdlib_module_names
 EXTRAS = {"flax", "rich", "matplotlib", "zmq", "msgspec", "prometheus_client"}
@@ -127,6 +146,19 @@ def test_every_room_imports_only_what_is_below():
     sources = read_sources()
     assert "jaxkv.types" in sources
     assert faults(sources) == []
+
+
+def test_no_room_has_more_lines_than_its_ceiling():
+    sizes = Counter({room: 0 for room in CEILINGS})
+    for module, text in read_sources().items():
+        sizes[room_of(module)] += text.count("\n")
+    assert sizes.keys() == CEILINGS.keys()
+    assert [
+        f"{room} has {size} lines, its ceiling is {CEILINGS[room]}, and a ceiling only "
+        "goes down: take lines out of the room"
+        for room, size in sizes.items()
+        if size > CEILINGS[room]
+    ] == []
 
 
 def test_a_newcomer_reads_a_short_list_first():
