@@ -7,10 +7,10 @@ import re
 import shutil
 import textwrap
 
+import numpy as np
 import pytest
 
-from jaxkv import compiling
-from jaxkv.compiling import compiled, digest_of, inlined
+from jaxkv.compiling import code_cache, compiled, digest_of, inlined
 from tests.campaign.store_faults import StoreFault, disk_of
 from tests.rigs.children import PIPE, Child
 
@@ -181,9 +181,10 @@ def test_a_second_process_compiles_nothing(package):
 def test_a_change_of_how_things_are_compiled_has_all_compiled_anew(package):
     program = write_version(package, 1)
     run(program, package)
-    compiling = package / "jaxkv" / "compiling.py"
-    compiling.write_text(compiling.read_text(encoding="utf-8") + "\n# Changed.\n")
-    assert run(program, package) == ["1", "0"]
+    for file in ("parts.py", "code_cache.py"):
+        path = package / "jaxkv" / "compiling" / file
+        path.write_text(path.read_text(encoding="utf-8") + "\n# Changed.\n")
+        assert run(program, package) == ["1", "0"]
 
 
 # Of files that have compiled code, or constants that it reads, a change that makes a
@@ -244,8 +245,8 @@ def test_what_is_no_whole_file_of_its_own_is_compiled_anew(package):
 
 
 def test_code_of_another_signature_is_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling, "_folders", lambda: (tmp_path,))
-    monkeypatch.setattr(compiling.CodeCache, "_file_name", lambda *_: "any.code")
+    monkeypatch.setattr(code_cache, "_folders", lambda: (tmp_path,))
+    monkeypatch.setattr(code_cache.CodeCache, "_file_name", lambda *_: "any.code")
 
     def add_one(number):
         return number + 1
@@ -377,7 +378,7 @@ def test_a_digest_changes_with_all_that_a_function_calls_or_reads():
         module.value = make(number.format(f"[{value!r}]"))
         add(make(of_module, module=module))
     for value in (1, 2):
-        add(make(read, value=compiling.np.full(2, value)))
+        add(make(read, value=np.full(2, value)))
     add(make(call, called=compiled(make(number.format(7)))))
     add(make(call, called=compiled(make(number.format(7)), nogil=True)))
     assert len(set(digests)) == len(digests)
@@ -395,10 +396,10 @@ def test_a_digest_is_the_same_for_the_same_code():
 
 
 def test_old_files_do_not_pile_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling, "_MOST_BYTES", 10)
+    monkeypatch.setattr(code_cache, "_MAX_FOLDER_BYTES", 10)
     for number in range(5):
         path = tmp_path / f"{number}.code"
         path.write_bytes(bytes(4))
         os.utime(path, (number, number))
-    compiling._make_room(tmp_path)
+    code_cache._delete_oldest(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3.code", "4.code"]

@@ -64,7 +64,7 @@ class Reach:
 
     def is_compiled(self, path: str) -> bool:
         """Return whether a change of a file changes compiled functions."""
-        return path == "jaxkv/compiling.py" or self._native.has_functions(path)
+        return path.startswith("jaxkv/compiling/") or self._native.has_functions(path)
 
     def _of_file(self, path: str, of_path: dict[int, set[str]]) -> set[str]:
         found = set().union(*of_path.values())
