@@ -1,6 +1,6 @@
 """Parts for an engine's own tests, which find its mistakes and name them.
 
-`JAXKV_STRICT=1` or `OffloadConfig(strict=True)` makes them in place of the usual ones.
+`JAXKV_STRICT=1` or `OffloadConfig(strict=True)` makes them instead of the usual parts.
 """
 
 from jaxkv._util import substitutes

@@ -11,7 +11,7 @@ import pytest
 
 from jaxkv import OffloadConfig, TransferEngine, _util
 from jaxkv.strict import StrictError, StrictTransferEngine
-from jaxkv.strict.engine import MOST_STEPS
+from jaxkv.strict.engine import MAX_STEPS
 
 NUM_BLOCKS = 6
 
@@ -103,7 +103,7 @@ def test_the_seed_chooses_how_late_reports_are():
     first = num_steps(1)
     assert first == num_steps(1) != num_steps(2)
     assert min(first) >= 1
-    assert len(set(first)) == MOST_STEPS
+    assert len(set(first)) == MAX_STEPS
 
 
 def test_saves_are_reported_to_one_who_only_polls(engine):
@@ -156,7 +156,7 @@ def test_a_load_that_is_abandoned_before_its_step_is_never_written(engine):
     pool = save(engine, make_pool())
     pool, ticket = engine.load(pool, [0], [4])
     engine.abandon(ticket)
-    for _ in range(MOST_STEPS + 1):
+    for _ in range(MAX_STEPS + 1):
         pool = engine.advance(pool)
         assert engine.poll() == []
     assert np.isnan(pool["wide"][4]).all()

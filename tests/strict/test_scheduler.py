@@ -4,7 +4,7 @@ import pytest
 
 from jaxkv import FullAttention, SchedulerOutput, SlidingWindow
 from jaxkv.strict import StrictError, StrictOffloadScheduler
-from jaxkv.strict.worker import MOST_SILENT_STEPS
+from jaxkv.strict.worker import MAX_SILENT_STEPS
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig
 
 
@@ -86,7 +86,7 @@ def test_stores_and_loads_in_flight_add_up_to_the_blocks_without_a_report(make):
     in_transit = rig.scheduler.in_transit
     assert in_transit.stores_in_flight == in_transit.loads_in_flight > 0
     num = in_transit.stores_in_flight + in_transit.loads_in_flight
-    for _ in range(MOST_SILENT_STEPS - 2):
+    for _ in range(MAX_SILENT_STEPS - 2):
         rig.step()
     with pytest.raises(StrictError, match=f"with {num} blocks in flight"):
         rig.step()
