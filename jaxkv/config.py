@@ -679,7 +679,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         Args:
             engine: Has the host blocks.
             namespace: What the bytes of all blocks depend on; see
-                `jaxkv.scheduling.storage_worker.open_storage`.
+                `jaxkv.scheduling.worker.storage_worker.open_storage`.
             num_blocks: Host blocks that it may hold; None for what `storage_bytes` has
                 room for.
             clock: Seconds since some moment.

@@ -138,7 +138,7 @@ def run(monkeypatch, store):
         place = local.number, local.num_processes
         return [Exchange(store, *place, topic, timeout_s) for topic in topics]
 
-    monkeypatch.setattr("jaxkv.scheduling.worker.open_exchanges", open_some)
+    monkeypatch.setattr("jaxkv.scheduling.worker.worker.open_exchanges", open_some)
 
     def run(body, num_processes=2, **options):
         results = [None] * num_processes
@@ -515,7 +515,7 @@ def test_one_process_asks_nobody(monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr("jaxkv.scheduling.worker.open_exchanges", refuse)
+    monkeypatch.setattr("jaxkv.scheduling.worker.worker.open_exchanges", refuse)
     pool = jnp.zeros((NUM_BLOCKS, 4))
     worker = OffloadWorker(
         TransferEngine(pool, NUM_BLOCKS), report_after_steps=1, check_plans=True
@@ -555,7 +555,7 @@ def test_a_call_that_does_not_return_ends_the_process(monkeypatch):
     assert (Watchdog(1).limit_s, Watchdog(60).limit_s) == (30, 65)
     now_s, messages, looks = [0.0], [], Looks()
     clock = SimpleNamespace(monotonic=lambda: now_s[0])
-    monkeypatch.setattr("jaxkv.scheduling.watchdog.time", clock)
+    monkeypatch.setattr("jaxkv.scheduling.worker.watchdog.time", clock)
     watchdog = Watchdog(1, messages.append)
     watchdog._watch.is_ending = looks
 
