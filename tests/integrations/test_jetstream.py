@@ -544,28 +544,26 @@ def test_a_closed_cache_sets_no_memory_aside_any_more(make, caplog):
 
 KEY = tuple(range(16))
 OTHER_SHAPE = engine_cache(KEY, generated=jnp.zeros((6, 2, 8)))
+IN_NUMPY = jax.tree.map(np.array, engine_cache(KEY))
 LONG = tuple(range(100_000, 110_000))
 REFUSED = [
-    ("do not begin with the key", value_of(LONG, prefix=engine_cache(()))),
-    ("must have the structure", value_of(KEY, prefix=[jnp.zeros(32)])),
-    ("'generated' must be float32[5, 2, 8]", value_of(KEY, prefix=OTHER_SHAPE)),
-    ("template for 32", value_of(KEY, 64)),
-    (
-        "pytree of jax.Arrays",
-        value_of(KEY, prefix=jax.tree.map(np.array, engine_cache(KEY))),
-    ),
-    ("NoneType", None),
+    (LONG, value_of(LONG[1:], 32, engine_cache()), "begin with the key, (100000, 1"),
+    (KEY, value_of(KEY, prefix=[jnp.zeros(32)]), "must have the structure"),
+    (KEY, value_of(KEY, prefix=OTHER_SHAPE), "'generated' must be float32[5, 2, 8]"),
+    (KEY, value_of(KEY, 64), "template for 32"),
+    (KEY, value_of(KEY, prefix=IN_NUMPY), "pytree of jax.Arrays"),
+    (KEY, None, "NoneType"),
 ]
 
 
 def test_a_cache_that_save_cannot_take_is_logged_once_and_counted(make, caplog):
-    for message, value in REFUSED:
+    for key, value, message in REFUSED:
         caplog.clear()
         cache = make()
         keep(cache, KEY)
         held = cache.held_bytes
         for count in (1, 2, 3):
-            assert cache.save(KEY, value) is False
+            assert cache.save(key, value) is False
             assert cache.errors == {"save": count}
         (record,) = [entry for entry in caplog.records if "save()" in entry.message]
         assert record.levelname == "ERROR"
