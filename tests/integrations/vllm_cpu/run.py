@@ -197,33 +197,10 @@ def conversations(run):
         ]
 
 
-def prefixes(run):
-    """Prompts that share a part, or go on from an answer, asked twice."""
-    rng = np.random.default_rng(2)
-    shared = [rng.integers(0, 256, 90).tolist() for _ in range(2)]
-    prompts = [
-        [*beginning, *rng.integers(0, 256, rng.integers(5, 120)).tolist()]
-        for beginning in shared
-        for _ in range(3)
-    ]
-    for _ in range(2):
-        answers = run.ask(prompts, num_tokens=[40] * len(prompts))
-    for _ in range(2):
-        run.ask(
-            [
-                [*prompt, *answer, *rng.integers(0, 256, 5).tolist()]
-                for prompt, answer in zip(prompts, answers, strict=True)
-            ]
-        )
-
-
 def under_pressure(seed, ask, is_fixed=False):
     """Have 20 users ask three times, who leave others out of steps and preempt them.
 
-    Args:
-        seed: Of what they ask.
-        ask: Takes prompts, and how many tokens each answer has; returns the answers.
-        is_fixed: Whether what they ask does not depend on the answers.
+    With `is_fixed`, prompts do not depend on answers.
     """
     rng = np.random.default_rng(seed)
     users = range(20)
@@ -296,28 +273,6 @@ def adapters(run):
     for lora in (None, *loras, None, *loras):
         run.ask(prompts_of(0)[:3], lora=lora)
         run.ask(prompts_of(1), lora=lora)
-
-
-def aborts(run):
-    """Requests that are aborted while blocks are stored and loaded for them."""
-    from vllm import SamplingParams
-
-    engine = run.llm.llm_engine
-    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-    run.ask(prompts_of(0))
-    for number in range(4):
-        for user, prompt in enumerate(prompts_of(0)):
-            inputs = {"prompt_token_ids": [*prompt, number]}
-            engine.add_request(f"{number}-{user}", inputs, sampling)
-        for _ in range(1 + number):
-            engine.step()
-        engine.abort_request([f"{number}-{user}" for user in (0, 2, 4)])
-        while engine.has_unfinished_requests():
-            engine.step()
-    run.ask(prompts_of(0))
-    run.settle()
-    pool = run.core.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
 def resets(run):
@@ -528,12 +483,10 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         conversations,
-        prefixes,
         pressure,
         interruptions,
         salts,
         adapters,
-        aborts,
         resets,
         new_weights,
         new_adapters,
