@@ -176,6 +176,15 @@ def test_the_cache_answers_as_jetstreams_documentation_says(make):
     assert cache.save(key[:13], value_of(key[:13]))
 
 
+def test_a_cache_of_another_device_comes_back_where_the_first_was(make):
+    cache, key, devices = make(), tuple(range(16)), jax.devices()
+    cache.learn(engine_cache(), 32)
+    assert keep(cache, key, jax.device_put(engine_cache(key), devices[1]))
+    found = cache.load(key)
+    assert {leaf.device for leaf in jax.tree.leaves(found.prefix)} == {devices[0]}
+    check_value(found, key)
+
+
 def test_the_drivers_requests_are_recorded(make, tmp_path):
     path = tmp_path / "requests.jsonl"
     cache = make(recorder=TraceRecorder(path))

@@ -125,6 +125,14 @@ def test_a_worker_refuses_runners_that_it_cannot_serve(newest, monkeypatch):
         assert vars(runner) == {"kv_caches": caches}
 
 
+def test_an_engine_that_cannot_be_served_does_not_start(newest, tmp_path):
+    path = tmp_path / "nowhere" / "requests.jsonl"
+    with pytest.raises(FileNotFoundError, match=r"record to .*nowhere/requests"):
+        Engine(extra={"record": str(path)})
+    with pytest.raises(ValueError, match="lazy_offload=true is not supported"):
+        Engine(extra={"lazy_offload": True})
+
+
 @pytest.mark.parametrize("windows", [(None,), (6, None)], ids=["full", "hybrid"])
 def test_requests_are_recorded(newest, tmp_path, windows):
     path = tmp_path / "requests.jsonl"
@@ -698,6 +706,18 @@ def test_a_device_reset_succeeds_while_stores_are_in_flight(newest, windows):
     forget_device(engine)
     assert ask(engine) + ask(engine, range(100, 118)) == 2 * TOKENS
     engine.check_nothing_leaked()
+
+
+def test_a_shutdown_waits_for_the_stores_in_flight(newest):
+    engine = Engine()
+    hold_reports(engine)
+    engine.scheduler.add(Request("first", range(18), 1))
+    while engine.scheduler.requests:
+        engine.step()
+    worker = engine.runner.connector._worker._worker
+    assert worker.num_in_flight
+    engine.runner.connector.shutdown()
+    assert not worker.num_in_flight
 
 
 def test_after_a_refused_device_reset_no_old_kv_is_stored_or_loaded(newest):
