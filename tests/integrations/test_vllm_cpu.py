@@ -232,6 +232,14 @@ def test_the_comparison_fails_where_new_adapters_are_not_noticed(lab):
         lab.run("new_adapters", fault="blind", **options)
 
 
+@pytest.mark.long
+def test_aborts_leave_nothing_behind(lab):
+    """The scenario itself counts free blocks."""
+    expected, found = lab.run_both("aborts", model="llama-float32")
+    check_same_answers(found, expected)
+    assert hit_tokens(found) > 1000
+
+
 def test_the_kernels_of_the_plugin_are_those_of_tpu_inference(lab):
     printed = lab.run_code("from vllm_cpu import check_kernels as c; c.main()")
     assert "11 batches alike" in printed

@@ -275,6 +275,28 @@ def adapters(run):
         run.ask(prompts_of(1), lora=lora)
 
 
+def aborts(run):
+    """Requests that are aborted while their blocks are stored and loaded."""
+    from vllm import SamplingParams
+
+    engine = run.llm.llm_engine
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    run.ask(prompts_of(0))
+    for number in range(4):
+        for user, prompt in enumerate(prompts_of(0)):
+            inputs = {"prompt_token_ids": [*prompt, number]}
+            engine.add_request(f"{number}-{user}", inputs, sampling)
+        for _ in range(1 + number):
+            engine.step()
+        engine.abort_request([f"{number}-{user}" for user in (0, 2, 4)])
+        while engine.has_unfinished_requests():
+            engine.step()
+    run.ask(prompts_of(0))
+    run.settle()
+    pool = run.core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
 def resets(run):
     """Resets, and pools made anew, with the same weights: answers stay the same."""
     prompts = prompts_of(0)
@@ -487,6 +509,7 @@ SCENARIOS = {
         interruptions,
         salts,
         adapters,
+        aborts,
         resets,
         new_weights,
         new_adapters,
