@@ -5,11 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxkv.transfer.extent_table import (
-    NO_EXTENT,
-    ExtentTable,
-    SharedMemory,
-)
+from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, SharedMemory
 from jaxkv.transfer.host_memory import HostSize
 
 
@@ -72,9 +68,7 @@ class Twin:
         held = {place: old[place] for place in placement.carried_places.tolist()}
         for host_id, place in zip(placement.ids, placement.places, strict=True):
             held[int(place)] = (int(host_id), save.number)
-        self.contents[
-            placement.extent
-        ] = {}  # Its old contents are about to be overwritten.
+        self.contents[placement.extent] = {}  # It is about to be overwritten.
         save.todo = np.delete(save.todo, placement.picked)
         save.pieces += 1
         self.in_flight.append((save, placement, held))
@@ -209,9 +203,8 @@ def test_random_saves_and_reads_agree_with_the_model(shape, seed):
                 twin.finish()
         twin.check()
     twin.settle_all(rng)
-    ids = rng.permutation(
-        num_blocks
-    )  # All blocks at once fit, whatever was there before.
+    # All blocks at once fit, whatever was there before.
+    ids = rng.permutation(num_blocks)
     twin.claim(ids, shards_of(ids, num_shards))
     twin.settle_all(rng)
     assert sorted(twin.readable) == list(range(num_blocks))

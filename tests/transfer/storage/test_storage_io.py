@@ -557,13 +557,21 @@ def test_calls_without_a_thread_fail_at_once_and_later_ones_are_made(
             (kind, "failed", "other") for kind in ("read", "write", "probe")
         }
         storage.delete([key(1)])
+        storage.list_all()
+        pages, ended = storage.take_pages(10)
+        assert (pages, ended.is_whole) == ([], False)
         stats = storage.stats
+        assert stats.failed == dict.fromkeys(
+            ("list other", "probe other", "read other", "write other"), 1
+        )
         assert stats.queued_write_bytes == stats.open_read_bytes == 0
         assert "can't start new thread" in stats.last_error
         storage.log_health()
     write_all(storage, 1)
     submit_each()
     assert {each.outcome for each in wait_all(storage, 3)} == {"done"}
+    storage.list_all()
+    assert take_all_pages(storage) == [(key(1), 0)]
     assert storage.is_up
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     storage.close(60.0)
@@ -580,18 +588,6 @@ def test_a_thread_that_cannot_be_started_is_started_by_a_later_call(tmp_path):
         wait_all(storage, 1)
         assert not any(crew.num_missing for crew in storage._crews.values())
         storage.close(60.0)
-
-
-def test_a_listing_without_a_thread_has_failed_and_the_next_one_lists(storage):
-    write_all(storage, 1)
-    with refused_threads():
-        storage.list_all()
-        storage.list_all()
-        pages, ended = storage.take_pages(10)
-        assert (pages, ended.is_whole) == ([], False)
-        assert storage.stats.failed == {"list other": 2}
-    storage.list_all()
-    assert take_all_pages(storage) == [(key(1), 0)]
 
 
 def test_a_delete_that_failed_is_made_again_at_the_next_listing(faulty, faulty_storage):
