@@ -375,6 +375,7 @@ def test_redis_is_used_again_once_it_is_back(tmp_path):
                 thread.join()
             with redis.Redis.from_url(url) as client:
                 assert client.info("clients")["connected_clients"] <= 4
+            assert listed(store, "nowhere") == []
             process.kill()
             process.wait()
             assert read_error(store) == "unreachable"
