@@ -602,11 +602,11 @@ HARMLESS = {
     ("thread", "transfer.storage.workers.start_thread"),
     ("thread", "integrations.prefix_copier.TaskThread.run"),
     ("thread", "integrations.prefix_copier.call_apart"),
-    ("stat", "scheduling.record._read_secret"),
-    ("lstat", "scheduling.trace_file.TraceFile.__init__"),
-    ("lstat", "scheduling.trace_file.TraceFile._rotate.<locals>.<genexpr>"),
-    ("lstat", "scheduling.policy_state.PolicyStateFile.__init__"),
-    ("flock", "scheduling.trace_file._lock"),  # Some file systems have no locks.
+    ("stat", "scheduling.record.record._read_secret"),
+    ("lstat", "scheduling.record.trace_file.TraceFile.__init__"),
+    ("lstat", "scheduling.record.trace_file.TraceFile._rotate.<locals>.<genexpr>"),
+    ("lstat", "scheduling.whatif.policy_state.PolicyStateFile.__init__"),
+    ("flock", "scheduling.record.trace_file._lock"),  # Some file systems have no locks.
 }
 
 # A subfolder that an engine must not read is others'.

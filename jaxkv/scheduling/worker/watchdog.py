@@ -37,7 +37,7 @@ def end_process(message: str) -> NoReturn:
     """
     out = sys.__stderr__
     if out is not None:
-        out.write(f"jaxkv.scheduling.worker.AgreementError: {message}\n")
+        out.write(f"jaxkv.scheduling.worker.worker.AgreementError: {message}\n")
         out.flush()
         faulthandler.dump_traceback(out)
     os._exit(1)
