@@ -178,7 +178,7 @@ def test_a_second_process_compiles_nothing(package):
     assert run(program, package) == ["1", "1"]
 
 
-def test_a_change_of_how_things_are_compiled_has_all_compiled_anew(package):
+def test_a_change_of_the_compiler_recompiles_everything(package):
     program = write_version(package, 1)
     run(program, package)
     for file in ("parts.py", "code_cache.py"):
@@ -210,7 +210,7 @@ CHANGES = {
         pytest.param("types.py", marks=pytest.mark.long),
     ],
 )
-def test_a_change_of_what_compiled_code_is_made_of_has_it_compiled_anew(package, file):
+def test_a_change_of_code_or_constants_recompiles_their_users(package, file):
     old, new = CHANGES[file]
     path = package / "jaxkv" / file
     text = path.read_text(encoding="utf-8")
@@ -230,7 +230,7 @@ def test_compiled_code_finds_nothing_by_overload():
         assert not re.search(r"^@overload\(", text, re.MULTILINE), path
 
 
-def test_what_is_no_whole_file_of_its_own_is_compiled_anew(package):
+def test_a_damaged_or_swapped_file_is_recompiled(package):
     program = write_version(package, 1)
     run(program, package)
     [ask], [answer] = kept_code(package, "ask"), kept_code(package, "answer")
@@ -244,7 +244,7 @@ def test_what_is_no_whole_file_of_its_own_is_compiled_anew(package):
     assert run(program, package) == ["1", "1"]
 
 
-def test_code_of_another_signature_is_not_taken(tmp_path, monkeypatch):
+def test_code_of_another_signature_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(code_cache, "_folders", lambda: (tmp_path,))
     monkeypatch.setattr(code_cache.CodeCache, "_file_name", lambda *_: "any.code")
 
@@ -258,7 +258,7 @@ def test_code_of_another_signature_is_not_taken(tmp_path, monkeypatch):
     assert not of_floats.stats.cache_hits
 
 
-def test_without_a_folder_to_write_to_it_works_all_the_same_and_warns_once(package):
+def test_without_a_writable_folder_functions_compile_and_warn_once(package):
     program = write_version(package, 1)
     # A file stands where each folder would be; root may write to any real one.
     (package / "jaxkv" / "__pycache__").touch()
@@ -295,7 +295,7 @@ def test_a_cold_start_on_a_full_disk_compiles(package):
         assert run(program, package, NUMBA_CACHE_DIR=str(disk)) == ["1", "0"]
 
 
-def test_two_first_starts_at_once_leave_each_its_own_code(package):
+def test_two_concurrent_first_starts_each_keep_their_code(package):
     ask = write_version(package, 1).read_text(encoding="utf-8")
     numbers, programs, processes = ("0", "0.5"), [], []
     for place, number in enumerate(numbers):
@@ -309,7 +309,7 @@ def test_two_first_starts_at_once_leave_each_its_own_code(package):
         assert run(program, package) == [answer, "1"]
 
 
-def test_code_of_before_a_file_was_exchanged_is_not_taken_for_that_of_after(tmp_path):
+def test_code_from_before_a_file_was_replaced_is_not_used_after(tmp_path):
     environ = {
         "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path))),
@@ -330,9 +330,7 @@ def test_code_of_before_a_file_was_exchanged_is_not_taken_for_that_of_after(tmp_
 @pytest.mark.parametrize(
     "changed", ["policy", pytest.param("helper", marks=pytest.mark.long)]
 )
-def test_machine_code_is_not_taken_for_that_of_a_policy_that_was_changed(
-    tmp_path, changed
-):
+def test_machine_code_of_a_changed_policy_is_not_used(tmp_path, changed):
     """Nor for that of one which calls something in another file that was changed."""
     for found in (0, -1):
         of = {"policy": 0, "helper": 0} | {changed: found}
@@ -352,7 +350,7 @@ def make(text, **names):
     return space["function"]
 
 
-def test_a_digest_changes_with_all_that_a_function_calls_or_reads():
+def test_a_digest_changes_with_everything_a_function_calls_or_reads():
     number = "def function(): return {}"
     call = "def function(): return called()"
     read = "def function(): return value"

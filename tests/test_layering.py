@@ -48,10 +48,10 @@ CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}
 CORE |= sys.stdlib_module_names
 EXTRAS = {"flax", "rich", "matplotlib", "zmq", "msgspec", "prometheus_client"}
 EXTRAS |= {"tensorstore", "redis", "mooncake"}
-ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}  # what is plugged into
-# Packages that are of no use without an extra, and say so when imported.
+ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}
+# Packages that need an extra, and say so when imported.
 NEED_EXTRAS = ("jaxkv.tools.demo", "jaxkv.observe")
-# But for what the command line imports of them in any case.
+# Except what the command line always imports of them.
 NEED_NONE = ("jaxkv.tools.demo.command",)
 
 Sources = dict[str, str]  # a module's full name -> its text
@@ -59,8 +59,8 @@ Sources = dict[str, str]  # a module's full name -> its text
 
 def room_of(module: str) -> str:
     """Name the room of a module."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "jaxkv"
+    path = module.split(".")
+    return path[1] if len(path) > 1 else "jaxkv"
 
 
 def floor_of(room: str) -> int | None:
@@ -76,7 +76,7 @@ def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def imports(sources: Sources, module: str) -> Iterator[tuple[str, bool]]:
-    """Yield what a module imports, and whether only inside a function."""
+    """Yield the names that a module imports, and whether only inside a function."""
     is_package = any(name.startswith(f"{module}.") for name in sources)
     package = module if is_package else module.rpartition(".")[0]
 
@@ -99,27 +99,27 @@ def imports(sources: Sources, module: str) -> Iterator[tuple[str, bool]]:
 
 
 def faults(sources: Sources) -> list[str]:
-    """Say what breaks the rules, one line each."""
-    found = []
+    """List the violations of the rules, one line each."""
+    lines = []
     for module in sorted(sources):
         room = room_of(module)
         floor = floor_of(room)
         if floor is None:
-            found.append(f"{room} has no place in FLOORS of {Path(__file__).name}")
+            lines.append(f"{room} has no place in FLOORS of {Path(__file__).name}")
             continue
         for name, lazy in imports(sources, module):
             top = name.partition(".")[0]
             if top == "jaxkv":
-                other = floor_of(room_of(name))
-                is_below = other is not None and other < floor
+                imported = floor_of(room_of(name))
+                is_below = imported is not None and imported < floor
                 if not (is_below or room_of(name) == room):
-                    found.append(f"{module} may not import {name}")
+                    lines.append(f"{module} may not import {name}")
             elif top in EXTRAS | ENGINES:
                 is_bound = not module.startswith(NEED_EXTRAS) or module in NEED_NONE
                 if not lazy and is_bound:
-                    found.append(f"{module} may import {name} only in a function")
+                    lines.append(f"{module} may import {name} only in a function")
             elif top not in CORE:
-                found.append(f"{module} imports {name}, which is no dependency")
+                lines.append(f"{module} imports {name}, which is no dependency")
     graph = {
         module: {name for name, _ in imports(sources, module) if name in sources}
         - {module}
@@ -128,8 +128,8 @@ def faults(sources: Sources) -> list[str]:
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        found.append(f"imports go in a circle: {' -> '.join(error.args[1])}")
-    return list(dict.fromkeys(found))
+        lines.append(f"imports go in a circle: {' -> '.join(error.args[1])}")
+    return list(dict.fromkeys(lines))
 
 
 def read_sources() -> Sources:
@@ -165,10 +165,10 @@ def test_a_newcomer_reads_a_short_list_first():
     assert len({room_of(module) for module in read_sources()}) <= 16
 
 
-def check_one(module: str, source: str, **others: str) -> list[str]:
-    """Check one made-up module beside ones that it may name, empty unless given."""
+def check_one(module: str, source: str, **sources: str) -> list[str]:
+    """Check a made-up module next to some that it may name, empty unless given."""
     names = ("types", "policies", "policies.lru", "policies.arc", "tiers.host")
-    made = {f"jaxkv.{name}": others.get(name, "") for name in names}
+    made = {f"jaxkv.{name}": sources.get(name, "") for name in names}
     return faults(made | {"jaxkv": "", "jaxkv.transfer.memory": "", module: source})
 
 

@@ -106,7 +106,7 @@ def test_the_seed_chooses_how_late_reports_are():
     assert len(set(first)) == MAX_STEPS
 
 
-def test_saves_are_reported_to_one_who_only_polls(engine):
+def test_saves_are_reported_to_an_engine_that_only_polls(engine):
     ticket = engine.save(make_pool(), [1], [0])
     while not (done := engine.poll()):
         pass
@@ -120,7 +120,7 @@ def test_the_pool_that_was_passed_is_not_donated(engine):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((pool, new)))
 
 
-def test_the_pool_of_before_a_load_is_refused_and_nothing_changes(engine):
+def test_a_pool_from_before_a_load_is_refused_and_nothing_changes(engine):
     old = save(engine, make_pool())
     pool, ticket = engine.load(old, [0], [4])
     with pytest.raises(StrictError, match="this is the pool of before the load"):
@@ -130,7 +130,7 @@ def test_the_pool_of_before_a_load_is_refused_and_nothing_changes(engine):
     assert pool["int"][4, 0] == 1
 
 
-def test_other_bytes_than_were_saved_are_found(engine):
+def test_a_load_of_other_bytes_than_were_saved_is_refused(engine):
     pool = save(engine, make_pool())
     # Not through the strict engine, as if a fault of its own had changed the host's.
     TransferEngine.save(engine, {**pool, "int": pool["int"] + 1}, [1], [0])

@@ -187,6 +187,8 @@ class StorageWorker:
                 f"must be the engine's host blocks, of {engine.host_payload_bytes}."
             )
         host_rows.prepare()
+        self.storage_io = storage_io
+        self.deadline_s = deadline_s
         # Whether this worker has listed the store once, if it must, and has reported
         # all of it. Only the first of several processes lists.
         self.is_listed = False
@@ -199,8 +201,6 @@ class StorageWorker:
         # bound. Set it before the first `advance`.
         self.bound: Bound | None = None
         self._engine = engine
-        self._io = storage_io
-        self._deadline_s = deadline_s
         self._await_s = await_s
         self._list_every_s = list_every_s
         self._clock = clock
@@ -226,11 +226,11 @@ class StorageWorker:
             collections.OrderedDict()
         )
         self._probed: list[tuple[int, tuple[bool, ...]]] = []
-        self._found: list[BlockKey] = []
+        self._listed_keys: list[BlockKey] = []
         # Reported after the keys that the listing has found.
         self._listed: bool | None = None
         self._bound: tuple[int, int] | None = None
-        self._gone: list[BlockKey] = []
+        self._deleted_keys: list[BlockKey] = []
         # The shards listed so far of blocks that are incomplete.
         self._shards: dict[BlockKey, set[int]] = {}
         self._lists = storage_io.objects.shard == 0
@@ -244,12 +244,7 @@ class StorageWorker:
     @property
     def read_bytes_per_s(self) -> float:
         """Recent read rate; 0 before the first read."""
-        return self._io.read_bytes_per_s
-
-    @property
-    def deadline_s(self) -> float:
-        """The time limit of a fetch or a write."""
-        return self._deadline_s
+        return self.storage_io.read_bytes_per_s
 
     @property
     def num_in_flight(self) -> int:
@@ -259,12 +254,12 @@ class StorageWorker:
     @property
     def shards(self) -> tuple[int, int]:
         """The shard of each block that this worker has, and the number of shards."""
-        return self._io.objects.shard, self._io.objects.num_shards
+        return self.storage_io.objects.shard, self.storage_io.objects.num_shards
 
     @property
     def object_bytes(self) -> int:
         """Bytes of a host block in the store, over all shards."""
-        return self._io.objects.object_bytes * self._io.objects.num_shards
+        return self.storage_io.objects.object_bytes * self.storage_io.objects.num_shards
 
     def num_blocks(self, num_bytes: int) -> int:
         """Return how many host blocks `num_bytes` of the store can hold.
@@ -279,11 +274,6 @@ class StorageWorker:
             )
         return num_bytes // self.object_bytes
 
-    @property
-    def storage_io(self) -> StorageIO:
-        """The reader and writer of objects."""
-        return self._io
-
     def start(self, moves: TierMoves | None) -> None:
         """Start a step's moves; returns at once."""
         if moves is not None:
@@ -294,18 +284,18 @@ class StorageWorker:
             for probe in moves.probes:
                 self._start_probe(probe)
             if moves.deletes:
-                self._io.delete(moves.deletes)
+                self.storage_io.delete(moves.deletes)
             if moves.is_last:
                 self._lists = False
-                self._found.clear()
-                self._gone.clear()
+                self._listed_keys.clear()
+                self._deleted_keys.clear()
                 self._listed = self._bound = None
                 self._shards.clear()
         self.advance()
 
     def advance(self) -> None:
         """Advance everything in flight; returns at once."""
-        for done in self._io.poll():
+        for done in self.storage_io.poll():
             self._complete(done)
         for fetch in list(self._fetches.values()):
             if fetch.missing:
@@ -330,17 +320,18 @@ class StorageWorker:
 
         A listing waits until its keys, `max_found_keys` at a time, are taken.
         """
-        found, self._found = self._found[:max_found_keys], self._found[max_found_keys:]
-        room = max_found_keys - len(found)
-        gone, self._gone = self._gone[:room], self._gone[room:]
+        keys, deleted = self._listed_keys, self._deleted_keys
+        room = max(max_found_keys - len(keys), 0)
+        self._listed_keys, self._deleted_keys = keys[max_found_keys:], deleted[room:]
         listed = bound = None
-        if not (self._found or self._gone):
+        if not (self._listed_keys or self._deleted_keys):
             self.is_listed = self._has_listed
             listed, self._listed = self._listed, None
             bound, self._bound = self._bound, None
         ended = tuple(self._fetched), tuple(self._written)
         report = TierReport(
-            *(*ended, tuple(found), listed, bound, tuple(gone)),
+            *(*ended, tuple(keys[:max_found_keys]), listed, bound),
+            gone=tuple(deleted[:room]),
             probed=tuple(self._probed),
             num_full=self._num_full,
         )
@@ -361,7 +352,7 @@ class StorageWorker:
     def wait(self) -> None:
         """Wait until all fetches, writes and probes have ended or are late."""
         # By real time, whatever the worker's clock is.
-        end_s = time.monotonic() + self._deadline_s
+        end_s = time.monotonic() + self.deadline_s
         while self.num_in_flight:
             self.advance()
             if self.num_in_flight:
@@ -383,13 +374,13 @@ class StorageWorker:
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Release the store and the threads; wait so long for writes and deletes."""
-        _close(self._copies, self._io, timeout_s)
+        _close(self._copies, self.storage_io, timeout_s)
         self._observe()
 
     @property
     def closer(self) -> Callable[[], None]:
         """A `close` without a reference to the worker or the engine."""
-        return functools.partial(_close, self._copies, self._io)
+        return functools.partial(_close, self._copies, self.storage_io)
 
     def _give_up(self) -> None:
         """Stop waiting for the store, but not for copies in memory."""
@@ -400,7 +391,7 @@ class StorageWorker:
             probe.deadline_s = -math.inf
 
     def _give_up_reads(self) -> None:
-        self._io.cancel(self._read_of)
+        self.storage_io.cancel(self._read_of)
         for fetch in self._fetches.values():
             fetch.num_open = 0
             fetch.missing.clear()
@@ -408,14 +399,14 @@ class StorageWorker:
 
     def _start_fetch(self, batch: TierBatch) -> None:
         now_s = self._clock()
-        num, deadline_s = len(batch.keys), now_s + self._deadline_s
+        num, deadline_s = len(batch.keys), now_s + self.deadline_s
         fetch = _Fetch(batch, {}, num, deadline_s, now_s + self._await_s)
         self._fetches[batch.event] = fetch
         self._read(fetch, range(num))
 
     def _read(self, fetch: _Fetch, indices: Sequence[int]) -> None:
         keys = [fetch.batch.keys[index] for index in indices]
-        tickets = self._io.submit_reads(keys, fetch.deadline_s)
+        tickets = self.storage_io.submit_reads(keys, fetch.deadline_s)
         for index, ticket in zip(indices, tickets, strict=True):
             self._read_of[ticket] = fetch, index
 
@@ -450,7 +441,7 @@ class StorageWorker:
     def _start_write(self, batch: TierBatch) -> None:
         held = self._engine.read_host(batch.upper_blocks)
         oks = [False] * len(batch.keys)
-        write = _Write(batch, self._clock() + self._deadline_s, oks)
+        write = _Write(batch, self._clock() + self.deadline_s, oks)
         self._writes[batch.event] = write
         tickets: list[int | None] = []
         copying = self._copies.submit(self._copy, write, held, tickets)
@@ -469,8 +460,8 @@ class StorageWorker:
             return
         runs = [(index, self._unknown(run)) for index, run in enumerate(probe.runs)]
         runs = [(index, run) for index, run in runs if run]
-        until_s = now_s + self._deadline_s
-        tickets = self._io.submit_probes([run for _, run in runs], until_s)
+        until_s = now_s + self.deadline_s
+        tickets = self.storage_io.submit_probes([run for _, run in runs], until_s)
         for ticket, sent in zip(tickets, runs, strict=True):
             started.tickets[ticket] = sent
             self._probe_of[ticket] = started
@@ -492,8 +483,8 @@ class StorageWorker:
             probe.has_failed = True
         elif done.outcome != "late" and num < len(run):
             self._add_absent(run[num])
-        if probe.is_reported and self._lists and self._io.objects.num_shards == 1:
-            self._found += run[:num]  # For the next request.
+        if probe.is_reported and self._lists and self.shards[1] == 1:
+            self._listed_keys += run[:num]  # For the next request.
 
     def _add_absent(self, key: BlockKey) -> None:
         now_s = self._clock()
@@ -509,7 +500,7 @@ class StorageWorker:
             if probe.tickets and now_s < probe.deadline_s:
                 continue
             for ticket, (index, _) in probe.tickets.items():
-                probe.nums_found[index] = self._io.num_found_so_far(ticket)
+                probe.nums_found[index] = self.storage_io.num_found_so_far(ticket)
             oks = [
                 at < num
                 for run, num in zip(probe.request.runs, probe.nums_found, strict=True)
@@ -531,7 +522,7 @@ class StorageWorker:
             copied.append((key, [payload]))
             num_bytes = len(copied) * self._engine.host_payload_bytes
             if num_bytes >= _BYTES_PER_CALL or index + 1 == held.num_blocks:
-                tickets += self._io.submit_writes(copied)
+                tickets += self.storage_io.submit_writes(copied)
                 copied = []
 
     def _end_copy(
@@ -544,7 +535,7 @@ class StorageWorker:
         """Release the blocks; what was not copied is not written."""
         error = copying.exception()
         if error is not None:
-            self._io.note_failure("write", error)
+            self.storage_io.note_failure("write", error)
         held.close()
         self._copied.append((write, tickets))
 
@@ -589,7 +580,7 @@ class StorageWorker:
             return
         oks = [index in fetch.payloads for index in range(len(batch.keys))]
         if fetch.write is not None and fetch.write.error is not None:
-            self._io.note_failure("read", fetch.write.error)
+            self.storage_io.note_failure("read", fetch.write.error)
             oks = [False] * len(oks)
         del self._fetches[batch.event]
         self._fetched.append((batch.event, tuple(oks)))
@@ -616,7 +607,7 @@ class StorageWorker:
             write = next(iter(self._writes.values()))
             if write.tickets is None or now_s <= write.deadline_s:
                 return
-            self._io.cancel(write.tickets, is_late=True)
+            self.storage_io.cancel(write.tickets, is_late=True)
             for ticket in write.tickets:
                 del self._write_of[ticket]
             write.tickets = {}
@@ -628,37 +619,38 @@ class StorageWorker:
 
     def _observe(self) -> None:
         """Record the store's latencies, and log whether it fails."""
-        for kind, latencies in self._io.take_latencies().items():
+        for kind, latencies in self.storage_io.take_latencies().items():
             for latency_s in latencies:
                 self.latencies[kind].add(latency_s)
-        self._io.log_health()
+        self.storage_io.log_health()
 
     def _list(self) -> None:
         """Begin a listing when it is time, and collect its keys."""
         if not self._is_listing:
             if self._clock() < self._next_list_s:
                 return
-            self._io.list_all(self.bound)
+            self.storage_io.list_all(self.bound)
             self._is_listing = True
-        if len(self._found) + len(self._gone) >= _KEYS_PER_REPORT:
+        room = _KEYS_PER_REPORT - len(self._listed_keys)
+        if room <= len(self._deleted_keys):
             return
-        pages, ended = self._io.take_pages(_KEYS_PER_REPORT - len(self._found))
-        num_shards = self._io.objects.num_shards
+        pages, ended = self.storage_io.take_pages(room)
+        num_shards = self.storage_io.objects.num_shards
         for page in pages:
             if num_shards == 1:
-                self._found += page.keys
+                self._listed_keys += page.keys
                 continue
             for key, shard in zip(page.keys, page.shards, strict=True):
                 shards = self._shards.setdefault(key, set())
                 shards.add(shard)
                 if len(shards) == num_shards:
                     del self._shards[key]
-                    self._found.append(key)
+                    self._listed_keys.append(key)
         if ended is not None:
             self._shards.clear()
             self._is_listing, self._has_listed = False, True
             self._listed = ended.is_whole
-            self._gone += ended.gone
+            self._deleted_keys += ended.gone
             if ended.bound is not None:
                 self._bound = ended.bound, ended.num_blocks
             every_s = self._list_every_s

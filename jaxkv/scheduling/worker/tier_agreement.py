@@ -63,8 +63,8 @@ class TierAgreement:
             step = self._steps.popleft()
             subject = f"what tiers below the host have sent and got by step {step}"
             for text in self._exchange.receive(subject):
-                for tier, ended, *listing, num_full in json.loads(text):
-                    found, gone, listed, bound = listing
+                rows = json.loads(text)
+                for tier, ended, keys, deleted, listed, bound, num_full in rows:
                     report = merged.get(tier, TierReport(tier=tier))
                     for kind, event, oks in ended:
                         outcome = self._count((tier, kind, event), oks)
@@ -73,8 +73,8 @@ class TierAgreement:
                             report = dataclasses.replace(report, **{kind: outcomes})
                     merged[tier] = dataclasses.replace(
                         report,
-                        found=report.found + _keys_of(found),
-                        gone=report.gone + _keys_of(gone),
+                        found=report.found + _keys_of(keys),
+                        gone=report.gone + _keys_of(deleted),
                         listed=report.listed if listed is None else listed,
                         bound=report.bound if bound is None else tuple(bound),
                         num_full=max(report.num_full, num_full),
