@@ -7,6 +7,7 @@ values and the nearest name.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -95,6 +96,16 @@ _ADDRESS = settings.Text(
 # Less is a number whose unit was forgotten.
 _MIN_HOST_BYTES = 1 << 10
 _SIZES = ("host_bytes", "num_host_blocks")
+
+
+@contextlib.contextmanager
+def _closed_on_error(part: TraceRecorder | StorageWorker | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if part is not None:
+            part.close()
+        raise
 
 
 def _check_secret(value: Any) -> str:
@@ -205,7 +216,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         names=lambda: KERNELS,
     )
     staging_bytes: int | str = settings.size(
-        DEFAULT_STAGING_BYTES, "engine", "Most bytes in flight."
+        DEFAULT_STAGING_BYTES, "engine", "Maximum bytes in flight."
     )
     extent_bytes: int | str | None = settings.size(
         None,
@@ -216,7 +227,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     layer_groups: int = settings.number(
         1,
         "engine",
-        "In how many parts a load arrives, the first layers first.",
+        "Parts that a load arrives in, the first layers first.",
         unit="parts",
         minimum=1,
     )
@@ -266,7 +277,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     storage_bytes: int | str = settings.size(
         16 << 30,
         "storage",
-        "Most bytes of this model's blocks in the store. The largest value of all "
+        "Maximum bytes of this model's blocks in the store. The largest value of all "
         "engines that share it applies.",
     )
     storage_owner: bool = settings.flag(
@@ -345,7 +356,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     record_max_bytes: int | str = settings.size(
         DEFAULT_MAX_BYTES,
         "record",
-        "Most bytes of that file; then it becomes `FILE.1`, and a new one begins.",
+        "Maximum bytes of that file; then it becomes `FILE.1`, and a new one begins.",
         minimum=LEAST_MAX_BYTES,
     )
     record_max_files: int = settings.number(
@@ -372,7 +383,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "does wrong.",
     )
     strict_seed: int = settings.number(
-        0, "strict", "Chooses how late they are.", unit="", minimum=0
+        0, "strict", "Seed for how late they are.", unit="", minimum=0
     )
     strict_fail_loads: int = settings.number(
         0,
@@ -580,7 +591,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             )
         rules = self.make_rules(block_bytes)
         recorder = self.make_recorder()
-        try:
+        with _closed_on_error(recorder):
             make = StrictOffloadScheduler if self.strict else OffloadScheduler
             return make(
                 groups,
@@ -596,10 +607,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 policy_state=self.policy_state,
                 num_device_blocks=num_device_blocks,
             )
-        except BaseException:
-            if recorder is not None:
-                recorder.close()
-            raise
 
     def make_worker(
         self,
@@ -628,7 +635,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             storage = self.open_storage(
                 engine, namespace=storage_namespace, clock=clock
             )
-        try:
+        with _closed_on_error(storage):
             make = StrictOffloadWorker if self.strict else OffloadWorker
             return make(
                 engine,
@@ -640,10 +647,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 storage=storage,
                 movers=movers,
             )
-        except BaseException:
-            if storage is not None:
-                storage.close()
-            raise
 
     def open_storage(
         self,
@@ -683,13 +686,10 @@ class OffloadConfig(RuleSettings, _HostSettings):
             max_blocks=self.max_storage_blocks,
             clock=clock,
         )
-        try:
+        with _closed_on_error(storage):
             if num_blocks is None:  # Refuses too few bytes.
                 num_blocks = storage.num_blocks(cast(int, self.storage_bytes))
             storage.bound = Bound(num_blocks, self.storage_owner)
-        except BaseException:
-            storage.close()
-            raise
         return storage
 
     def make_recorder(self) -> TraceRecorder | None:
@@ -788,7 +788,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             num_storage_blocks = worker.storage.num_blocks(
                 cast(int, self.storage_bytes)
             )
-        try:
+        with _closed_on_error(worker.storage):
             scheduler = self.make_scheduler(
                 groups,
                 engine.num_host_blocks,
@@ -797,10 +797,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 policy_clock=policy_clock,
                 num_device_blocks=engine.num_device_blocks,
             )
-        except BaseException:
-            if worker.storage is not None:
-                worker.storage.close()
-            raise
         log_start(
             engine,
             policy=self.cache_policy,

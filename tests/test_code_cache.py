@@ -1,4 +1,4 @@
-"""How machine code is kept, found again and made anew."""
+"""Machine code on disk: kept, read by later processes, recompiled after a change."""
 
 import contextlib
 import os
@@ -115,7 +115,7 @@ def start(program, cwd, **environ):
 
 
 def result(process):
-    """Give the words that a process writes, and what it complains about."""
+    """Return the words that a process writes, and its complaints."""
     with process:
         process.wait(timeout=300)
         out, complaints = process.stdout.read(), process.stderr.read()
@@ -134,7 +134,7 @@ def write(folder, text, name="program.py"):
 
 
 def write_version(package, version):
-    """Have the package hold a function and one that it calls, of a version."""
+    """Write a version of a function, and of one that it calls, into the package."""
     write(package / "jaxkv", QUESTION, "questions.py")
     write(package / "jaxkv", ANSWER.format(version=version), "answers.py")
     return write(package, ASK)
@@ -224,7 +224,7 @@ def test_a_change_of_code_or_constants_recompiles_their_users(package, file):
 
 
 def test_compiled_code_finds_nothing_by_overload():
-    """As a digest of what calls it would not see it."""
+    """A digest of a caller would not see it."""
     for path in (ROOT / "jaxkv").glob("**/*.py"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"^@overload\(", text, re.MULTILINE), path
@@ -237,7 +237,7 @@ def test_a_damaged_or_swapped_file_is_recompiled(package):
     whole = ask.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    # That of the other function has the same signature.
+    # The code of the other function has the same signature.
     for bad in (whole[:100], b"", bytes(flipped), answer.read_bytes()):
         ask.write_bytes(bad)
         assert run(program, package) == ["1", "0"]
@@ -331,7 +331,7 @@ def test_code_from_before_a_file_was_replaced_is_not_used_after(tmp_path):
     "changed", ["policy", pytest.param("helper", marks=pytest.mark.long)]
 )
 def test_machine_code_of_a_changed_policy_is_not_used(tmp_path, changed):
-    """Nor for that of one which calls something in another file that was changed."""
+    """The same holds if a file has changed that the policy calls into."""
     for found in (0, -1):
         of = {"policy": 0, "helper": 0} | {changed: found}
         program = write(tmp_path, OWN_POLICY.format(found=of["policy"]))

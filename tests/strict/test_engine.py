@@ -65,7 +65,7 @@ def test_blocks_of_a_load_are_garbage_until_its_step(engine):
 
 
 def num_steps(seed):
-    """How late the reports of ten loads are."""
+    """Count the steps until each of ten loads is reported."""
     engine = StrictTransferEngine(make_pool(), 4, strict_seed=seed)
     pool, steps = save(engine, make_pool()), []
     for _ in range(10):

@@ -38,12 +38,7 @@ from jaxkv.scheduling.worker.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.worker.exchange import open_exchanges
 from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.scheduling.worker.tier_agreement import KEYS_PER_STEP, TierAgreement
-from jaxkv.transfer import (
-    AnyEngine,
-    Completion,
-    StepLoads,
-    Ticket,
-)
+from jaxkv.transfer import AnyEngine, Completion, StepLoads, Ticket
 from jaxkv.transfer.ids import copy_pairs
 from jaxkv.types import PyTree
 
@@ -302,8 +297,7 @@ class OffloadWorker:
         if self._check_plans:
             self._compare(meta)
         if self._agreement is not None:
-            last, flush = self._last_due, meta.need_flush
-            pool = self._settle(pool, self._agreement, last, flush)
+            pool = self._settle(pool, self._agreement, self._last_due, meta.need_flush)
         elif meta.need_flush or self._is_due():
             pool, completions = self._engine.drain(pool)
             self._record(completions)
