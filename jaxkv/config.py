@@ -835,7 +835,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         if self.record is not None and self.record == self.record_key_file:
             yield (
                 f"record={shown(self.record)} and record_key_file must be two files: "
-                "a secret beside what it hides hides nothing."
+                "a secret next to what it hides hides nothing."
             )
         if self.events_replay_endpoint is not None and self.events_endpoint is None:
             yield (

@@ -137,34 +137,31 @@ def restore(root: object, state: State) -> None:
         for attribute, saved in fields.items():
             if type(saved) in _PLAIN:
                 setattr(target, attribute, saved)
-            elif not _is_overwritten(getattr(target, attribute, None), saved):
+            elif not _overwrite(getattr(target, attribute, None), saved):
                 setattr(target, attribute, write(saved))
 
 
-def _is_overwritten(held: Any, saved: Any) -> bool:
-    """Overwrite the arrays of an object in place, if all shapes match.
-
-    Other objects know their addresses.
-    """
+def _overwrite(held: Any, saved: Any) -> bool:
+    """Overwrite in place arrays whose addresses others know; False if any differs."""
     if isinstance(saved, np.ndarray):
-        is_alike = isinstance(held, np.ndarray) and held.shape == saved.shape
-        if is_alike := is_alike and held.flags.writeable:
+        fits = isinstance(held, np.ndarray) and held.shape == saved.shape
+        if fits := fits and held.flags.writeable:
             held[...] = saved
-        return is_alike
+        return fits
     if type(saved) is Rebuilt and _form(held) == "rebuilt":
         make, args = held.__reduce__()
         pairs = zip(args, saved.args, strict=True) if make is saved.make else ()
         return bool(pairs) and all(
-            old is new or (type(old) is str and old == new) or _is_overwritten(old, new)
+            old is new or (type(old) is str and old == new) or _overwrite(old, new)
             for old, new in pairs
         )
     if type(held) is not type(saved) or _form(saved) != "arrays":
         return False
     kind: Any = type(saved)
-    for name in _field_names(kind):
-        if not _is_overwritten(getattr(held, name), getattr(saved, name)):
-            return False
-    return True
+    return all(
+        _overwrite(getattr(held, name), getattr(saved, name))
+        for name in _field_names(kind)
+    )
 
 
 # Values that need no copy.

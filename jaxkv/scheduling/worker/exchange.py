@@ -1,4 +1,4 @@
-"""Messages between the processes of a run, in rounds and beside their devices.
+"""Messages between the processes of a run, in rounds and without their devices.
 
 They pass through the key-value store of jax's coordination service. A collective on the
 devices would not do:
