@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from jaxkv.scheduling.worker.exchange import AgreementError, Exchange
@@ -74,6 +74,15 @@ class Transfer:
         self.done = done if done is not None and done.error is None else None
 
 
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """A step's transfers, in the order of their start, before the processes agree."""
+
+    number: int
+    transfers: list[Transfer]
+    num_open: int = 0  # Not ended in this process; counted, as polls are frequent.
+
+
 class Agreement:
     """Makes a transfer that has failed in one process fail in all.
 
@@ -95,9 +104,9 @@ class Agreement:
         self._deadline_s = deadline_s
         self._clock = clock
         self._transfers: dict[Ticket, Transfer] = {}
-        # By step, in the order of their start, until the processes agree.
-        self._steps: dict[int, list[Transfer]] = {}
-        self._unsent: deque[int] = deque()  # Steps whose outcome has not been sent.
+        # In order; also the steps whose outcome has not been sent.
+        self._steps: OrderedDict[int, _Step] = OrderedDict()
+        self._unsent: deque[_Step] = deque()
         self._failure: Exception | None = None
         self._watchdog = Watchdog(exchange.timeout_s)
 
@@ -107,22 +116,24 @@ class Agreement:
 
     def begin(self, transfer: Transfer) -> None:
         """Add a transfer that was started."""
-        if transfer.step not in self._steps:
-            self._steps[transfer.step] = []
-            self._unsent.append(transfer.step)
+        number = transfer.step
+        if number not in self._steps:
+            self._steps[number] = _Step(number, [])
+            self._unsent.append(self._steps[number])
         self._transfers[transfer.ticket] = transfer
-        self._steps[transfer.step].append(transfer)
+        self._steps[number].transfers.append(transfer)
+        self._steps[number].num_open += 1
 
     def send(self) -> None:
         """Send the outcomes of the steps that have ended here; never waits."""
         for done in self._engine.poll():
             transfer = self._transfers.get(done.ticket)
             if transfer is not None:
-                transfer.end(done)
+                self._end(transfer, done)
         # In the order of steps, because the exchange counts its rounds.
-        while self._unsent and not _open(self._steps[self._unsent[0]]):
+        while self._unsent and not self._unsent[0].num_open:
             step = self._unsent.popleft()
-            self._exchange.send(_text(step, self._steps[step]), step)
+            self._exchange.send(_text(step.number, step.transfers), step.number)
 
     def settle(
         self, pool: PyTree, last: int, *, wait_for_all: bool
@@ -159,14 +170,19 @@ class Agreement:
             pool = self._engine.advance(pool)
             self.send()
             waited_s = self._clock() - start_s
-            steps = self._steps if wait_for_all else self._up_to(last)
-            late = [late for step in steps for late in _open(self._steps[step])]
+            late = [
+                transfer
+                for step in self._up_to(None if wait_for_all else last)
+                if step.num_open
+                for transfer in step.transfers
+                if not transfer.has_ended
+            ]
             if not late:
                 return pool
             if self._deadline_s is not None and waited_s > self._deadline_s:
                 for transfer in late:
                     self._engine.abandon(transfer.ticket)
-                    transfer.end(None)
+                    self._end(transfer, None)
                 continue
             if waited_s > self._exchange.timeout_s:
                 process = self._exchange.process
@@ -184,19 +200,22 @@ class Agreement:
     def _receive(self, last: int, end_s: float) -> list[Transfer]:
         """Wait for the outcomes of all processes; return the transfers up to a step."""
         agreed = []
-        for step in self._up_to(last):
-            transfers = self._steps[step]
-            subject = f"how {_listed(transfers)} ended"
+        for step in list(self._up_to(last)):
+            subject = f"how {_listed(step.transfers)} ended"
             texts = self._exchange.receive(subject, end_s - self._clock())
             plans, outcomes = zip(*(text.rsplit(" ", 1) for text in texts), strict=True)
-            check_same_plans(step, "started", plans, self._exchange.process)
+            check_same_plans(step.number, "started", plans, self._exchange.process)
             oks = [set(column) == {"1"} for column in zip(*outcomes, strict=True)]
-            del self._steps[step]
-            for transfer, ok in zip(transfers, oks, strict=True):
+            del self._steps[step.number]
+            for transfer, ok in zip(step.transfers, oks, strict=True):
                 del self._transfers[transfer.ticket]
                 transfer.done = transfer.done if ok else None
                 agreed.append(transfer)
         return agreed
+
+    def _end(self, transfer: Transfer, done: Completion | None) -> None:
+        self._steps[transfer.step].num_open -= not transfer.has_ended
+        transfer.end(done)
 
     def _describe(self, call: str) -> str:
         text = (
@@ -207,13 +226,12 @@ class Agreement:
         silent = self._exchange.silent
         return f"{text}: processes {list(silent)} are silent." if silent else f"{text}."
 
-    def _up_to(self, last: int) -> list[int]:
-        return [step for step in self._steps if step <= last]
-
-
-def _open(transfers: list[Transfer]) -> list[Transfer]:
-    """List the transfers that have not ended in this process."""
-    return [transfer for transfer in transfers if not transfer.has_ended]
+    def _up_to(self, last: int | None) -> Iterator[_Step]:
+        """Yield the steps up to `last`; all if it is None."""
+        for number, step in self._steps.items():
+            if last is not None and number > last:
+                break
+            yield step
 
 
 def _listed(transfers: list[Transfer]) -> str:
