@@ -18,39 +18,27 @@ from jaxkv.tools.demo.report import Difference
 
 
 def make_turn(conversation, turn, device, host, ttft_s, generated=(7, 8, 9)):
-    return TurnRecord(
-        conversation=conversation,
-        turn=turn,
-        prompt_tokens=1000,
-        device_hit_tokens=device,
-        host_hit_tokens=host,
-        prefilled_tokens=1000 - device - host,
-        ttft_s=ttft_s,
-        generated=generated,
-    )
+    hits = device, host, 1000 - device - host
+    return TurnRecord(conversation, turn, 1000, *hits, ttft_s, generated)
 
 
 OFF = RunRecord(
-    turns=(
+    (
         make_turn(0, 1, 0, 0, 1.0),
         make_turn(1, 1, 100, 0, 2.0),
         make_turn(0, 2, 100, 0, 2.0),
         make_turn(1, 2, 100, 0, 3.0),
     ),
-    wall_s=10.0,
-    **dict.fromkeys(["blocks_stored", "blocks_loaded", "bytes_stored"], 0),
-    **dict.fromkeys(["bytes_loaded", "peak_host_bytes"], 0),
+    *(10.0, 0, 0, 0, 0, 0),
 )
 ON = RunRecord(
-    turns=(
+    (
         make_turn(0, 1, 0, 0, 1.0),
         make_turn(1, 1, 200, 0, 1.5),
         make_turn(0, 2, 100, 700, 0.25),
         make_turn(1, 2, 100, 800, 0.75),
     ),
-    wall_s=6.0,
-    **{"blocks_stored": 50, "blocks_loaded": 1500, "bytes_stored": 50 << 16},
-    **{"bytes_loaded": 1500 << 16, "peak_host_bytes": 3 << 20},
+    *(6.0, 50, 1500, 50 << 16, 1500 << 16, 3 << 20),
 )
 RECORD = DemoRecord(
     config=DemoConfig(conversations=2, turns=2),
