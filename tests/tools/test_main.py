@@ -133,12 +133,3 @@ def test_an_error_of_the_run_is_one_line_and_a_bug_keeps_its_traceback(
         assert err.count("\n") == 1
     with pytest.raises(ValueError, match="of ours"):
         cli.main(["demo"])
-
-
-def test_a_terminal_gets_a_bar(fake, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich see a terminal
-    assert cli.main(["demo"]) == 0
-    err = capsys.readouterr().err
-    assert "measuring transfers" in err
-    assert "━" in err
-    assert "..." not in err

@@ -225,14 +225,6 @@ def test_the_pool_is_updated_in_place(steps, kind):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(pool))
 
 
-def test_the_seed_determines_the_weights():
-    first, again, other = (
-        jax.tree.leaves(nnx.state(make_steps(SMALL, seed).model)) for seed in (1, 1, 2)
-    )
-    chex.assert_trees_all_equal(first, again)
-    assert any((a != b).any() for a, b in zip(first, other, strict=True))
-
-
 def test_the_pool_has_a_slot_per_layer_of_a_group():
     groups = {
         "full": (FullAttention(16),),

@@ -7,7 +7,6 @@ import pytest
 
 from jaxkv.scheduling.boundary import TierBelow
 from jaxkv.tiers.index import BlockIndex
-from jaxkv.tools.plan.plan import find_returning
 from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.device import find_on_device, fit_device
 from jaxkv.tools.replay.fleet import ROUTES, Fleet, find_conversations
@@ -101,18 +100,6 @@ def test_without_hosts_a_store_is_one_lru(trace, shared_traces):
         assert (alone.hits_by_request == one.hits_by_request).all()
         assert (alone.stores_by_request == one.stores_by_request).all()
         assert 0 < one.num_hit_blocks < requests.num_block_refs
-
-
-def test_hosts_take_nothing_from_a_store_that_evicts_nothing(trace):
-    largest = int(trace.num_blocks.max())
-    for route, policy in (
-        *(("round-robin", "lru"), ("sticky", "hazard")),
-        ("prefix", "lru"),
-    ):
-        fleet = Fleet(4, route, trace.num_unique_blocks)
-        result = replay(policy, trace, 2 * largest, fleet=fleet)
-        assert (result.hits_by_request == find_returning(trace)).all(), route
-        assert result.fetches_by_request.sum() > 0
 
 
 @pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("hazard", 2)])

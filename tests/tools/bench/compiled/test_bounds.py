@@ -62,11 +62,6 @@ def test_a_broken_bound_is_reported():
         assert broken(figures | {name: beyond}, **case) == [line]
 
 
-def test_several_broken_bounds_are_all_reported():
-    lines = broken({"accessed_bytes": 100 * MOVED, "temp_bytes": POOL, "kernels": 99})
-    assert [line.split()[0] for line in lines] == ["bytes", "temp", "99"]
-
-
 def test_what_does_not_grow_with_the_blocks_is_free():
     # A mebibyte of temp, for semaphores and the plan.
     small = {"moved_bytes": 4096, "accessed_bytes": None}

@@ -10,7 +10,6 @@ import pytest
 from jaxkv.tools import machine
 from jaxkv.tools.bench.transfer import designs, records
 from jaxkv.tools.bench.transfer import run as transfer
-from jaxkv.tools.bench.transfer.overlap import Step
 from jaxkv.tools.bench.transfer.paged_pool import PagedPool
 from jaxkv.tools.bench.transfer.plan import (
     Cycle,
@@ -145,17 +144,6 @@ def test_a_pool_counts_blocks_that_differ_from_their_tags():
     assert paged.check(np.array([4, 6], np.int32)) == 0
     paged.tags[[2, 3]] = paged.tags[[3, 2]]
     assert paged.check() == 3
-
-
-def test_a_step_writes_only_to_its_own_block():
-    paged = PagedPool(num_blocks=4, block_bytes=2 * KIB, num_layers=2)
-    step = Step(paged.leaves, paged.scratch_block)
-    before = np.array(paged.leaves[0][paged.scratch_block])
-    old = paged.leaves
-    paged.leaves = step(paged.leaves)
-    assert old[0].is_deleted()
-    assert paged.check() == 0
-    assert (np.array(paged.leaves[0][paged.scratch_block]) != before).any()
 
 
 @pytest.mark.parametrize("direction", records.DIRECTIONS)
