@@ -73,16 +73,14 @@ def test_labels_that_would_fail_every_scrape_are_refused():
 
 
 def test_nothing_listens_before_serve(monkeypatch):
-    listening = []
-    listen = socket.socket.listen
+    listening, listen = [], socket.socket.listen
 
     def watched(self, *args):
         listening.append(self.getsockname())
         return listen(self, *args)
 
     monkeypatch.setattr(socket.socket, "listen", watched)
-    parts = make_all()
-    threads = threading.active_count()
+    parts, threads = make_all(), threading.active_count()
     metrics = OffloadMetrics(*parts, CollectorRegistry())
     assert list(metrics.collect())
     assert metrics.format_line()

@@ -162,8 +162,7 @@ def test_numbers_that_begin_again_are_those_of_another_publisher():
         for seq in (1, 2, 0):
             publisher.send(b"", number(seq), GOOD)
             assert subscriber.receive(timeout_s=10).seq == seq
-        stats = subscriber.stats
-        assert (stats.num_restarts, stats.num_lost) == (1, 0)
+        assert (subscriber.stats.num_restarts, subscriber.stats.num_lost) == (1, 0)
 
 
 def test_a_replay_of_nonsense_without_an_end_comes_to_an_end():

@@ -1,11 +1,14 @@
 """The command line: one-line errors and exit codes."""
 
 import dataclasses
+import io
 import socket
 
 import pytest
+from rich.console import Console
 
 from jaxkv.tools import main as cli
+from jaxkv.tools import progress
 from jaxkv.tools.demo import run
 from jaxkv.tools.demo.records import (
     BandwidthRecord,
@@ -133,3 +136,20 @@ def test_an_error_of_the_run_is_one_line_and_a_bug_keeps_its_traceback(
         assert err.count("\n") == 1
     with pytest.raises(ValueError, match="of ours"):
         cli.main(["demo"])
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_phase_leaves_the_progress_when_the_next_one_begins(width, monkeypatch):
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True)
+    monkeypatch.setattr(progress, "make_console", lambda stderr: console)
+    with progress.show_progress() as on_progress:
+        on_progress("compiling", 0, 0)
+        on_progress("asking, 51,269 blocks", 0, 96)
+        on_progress("asking, 51,269 blocks", 48, 96)
+        console.file = file = io.StringIO()
+        on_progress("measuring", 0, 0)
+    shown = file.getvalue()
+    assert "compiling" not in shown
+    assert "measuring" in shown
+    assert "51,269 blocks" in shown

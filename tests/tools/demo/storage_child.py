@@ -12,8 +12,8 @@ import json
 import sys
 
 from jaxkv.tools.demo.engine import Engine
-from jaxkv.tools.demo.steps import make_steps
 from tests.tools.demo import test_storage
+from tests.tools.demo.small_engine import steps_of
 
 
 def write(steps, folder, seed):
@@ -44,4 +44,4 @@ def prefill(steps, folder):
 if __name__ == "__main__":
     kind, *words = sys.argv[1:]
     run = {"write": write, "prefill": prefill}[kind]
-    run(make_steps(test_storage.FULL, seed=0), *words)
+    run(steps_of("full"), *words)

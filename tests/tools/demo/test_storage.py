@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 import random
-import shutil
 import signal
 import time
 
@@ -18,54 +17,36 @@ import numpy as np
 import pytest
 
 from jaxkv.scheduling.worker import storage_worker
-from jaxkv.tools.demo.engine import Engine, EngineConfig
-from jaxkv.tools.demo.model import ModelConfig
-from jaxkv.tools.demo.steps import make_steps
+from jaxkv.tools.demo.engine import Engine
 from jaxkv.transfer.storage import open_store
 from tests.rigs.children import PIPE, Child
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.scraping import read
 from tests.rigs.servers import free_port, mooncake_master, redis_server
 from tests.rigs.waiting import Patience, wait_for
+from tests.tools.demo.small_engine import CONFIG, steps_of
 
-FULL = ModelConfig(
-    num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
-)
-HYBRID = dataclasses.replace(FULL, num_layers=4, layers="hybrid", window_tokens=10)
-CONFIG = EngineConfig(
-    block_size=4,
-    device_blocks=64,
-    host_blocks=64,
-    concurrency=3,
-    max_seq_tokens=96,
-    weights_epoch="test",
-    chunk_sizes=(16,),
-)
 MOST_STEPS = 20_000
 
 
 @pytest.fixture(scope="module")
-def models():
-    return {"full": make_steps(FULL, seed=0), "hybrid": make_steps(HYBRID, seed=0)}
-
-
-@pytest.fixture(scope="module")
-def expected(models):
+def expected():
     """Gives the answers of an engine without a host tier to the questions of a seed."""
 
     @functools.cache
     def of(seed, model="full"):
-        return converse(Engine(models[model], plain(host_blocks=0)), seed)
+        return converse(Engine(steps_of(model), plain(host_blocks=0)), seed)
 
     return of
 
 
 def plain(**changes):
-    return dataclasses.replace(CONFIG, **changes)
+    sizes = {"device_blocks": 64, "host_blocks": 64, "concurrency": 3}
+    return dataclasses.replace(CONFIG, **sizes | changes)
 
 
-def make_engine(steps, **changes):
-    engine = Engine(steps, plain(**changes))
+def make_engine(model="full", **changes):
+    engine = Engine(steps_of(model), plain(**changes))
     engine.list_storage()
     return engine
 
@@ -115,9 +96,9 @@ def converse(engine, seed, num_turns=3):
     return answers
 
 
-def run(steps, seed, **changes):
+def run(seed, model="full", **changes):
     """Run conversations in a new engine; give the answers and the counts."""
-    engine = make_engine(steps, **changes)
+    engine = make_engine(model, **changes)
     answers = converse(engine, seed)
     settle(engine)
     stats = engine.offload.stats
@@ -135,7 +116,7 @@ def run(steps, seed, **changes):
     ],
 )
 def test_a_new_engine_finds_what_the_last_one_wrote(
-    models, expected, tmp_path, model, mode, storage_write, few
+    expected, tmp_path, model, mode, storage_write, few
 ):
     config = {
         "storage": str(tmp_path),
@@ -146,7 +127,7 @@ def test_a_new_engine_finds_what_the_last_one_wrote(
     # A host of few blocks is no obstacle.
     lives += [{"host_blocks": number, "load_in_step": True} for number in few]
     for number, changes in enumerate(lives):
-        answers, stats = run(models[model], 1, **config | changes)
+        answers, stats = run(1, model, **config | changes)
         assert answers == expected(1, model)
         if number:
             assert stats.num_storage_loaded > 0
@@ -166,9 +147,7 @@ FAULTS = {
 }
 
 
-def test_a_store_that_goes_wrong_changes_no_token(
-    models, expected, tmp_path, monkeypatch
-):
+def test_a_store_that_goes_wrong_changes_no_token(expected, tmp_path, monkeypatch):
     stores = []
 
     def open_faulty(url):
@@ -183,7 +162,7 @@ def test_a_store_that_goes_wrong_changes_no_token(
         # How often a store is called depends on how quickly it answers, and with that
         # whether a life meets a fault. Each begins with what the last one has left.
         for _ in range(20):
-            engine = make_engine(models["full"], **config)
+            engine = make_engine(**config)
             assert converse(engine, 1) == expected(1), kind
             settle(engine)
             stores[-1].let_go()
@@ -192,35 +171,6 @@ def test_a_store_that_goes_wrong_changes_no_token(
                 break
         else:
             raise AssertionError(f"no life has met a fault: {kind}")
-
-
-def test_a_folder_that_cannot_be_used_any_more_changes_no_token(
-    models, expected, tmp_path
-):
-    folder = tmp_path / "store"
-
-    def replace_files():
-        for path in [each for each in folder.rglob("*.0") if each.is_file()]:
-            path.unlink()
-            path.mkdir()
-
-    def replace_folder():
-        shutil.rmtree(folder)
-        folder.write_text("in the place of a folder")
-
-    config = {"storage": str(folder), "storage_write": "through"}
-    # All of these hold for root as well, unlike a mode.
-    for spoil in (replace_files, lambda: shutil.rmtree(folder), replace_folder):
-        answers, stats = run(models["full"], 1, **config)
-        assert (answers, stats.num_storage_stored > 0) == (expected(1), True)
-        engine = make_engine(models["full"], **config)
-        spoil()
-        assert converse(engine, 1) == expected(1)
-        settle(engine)
-        assert engine.offload.stats.num_storage_failed > 0
-        engine.close()
-        if folder.is_dir():
-            shutil.rmtree(folder)
 
 
 @contextlib.contextmanager
@@ -239,7 +189,7 @@ def server(kind, tmp_path, port):
     "kind", ["redis", pytest.param("mooncake", marks=pytest.mark.long)]
 )
 def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token(
-    models, expected, tmp_path, caplog, kind
+    expected, tmp_path, caplog, kind
 ):
     port = free_port()
 
@@ -258,7 +208,7 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
         if kind == "mooncake":
             url += "?segment=64MiB"
         config = {"storage_write": "through", "host_blocks": 20}
-        engine = make_engine(models["full"], storage=url, **config)
+        engine = make_engine(storage=url, **config)
         assert converse(engine, 0) == expected(0)
         settle(engine)
         assert (is_up(), told()) == (1.0, [])
@@ -294,7 +244,7 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
 
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.long)])
 def test_a_process_killed_while_it_writes_leaves_no_wrong_block(
-    models, expected, tmp_path, kills
+    expected, tmp_path, kills
 ):
     rng = random.Random(kills)
     folder = tmp_path / "store"
@@ -317,14 +267,14 @@ def test_a_process_killed_while_it_writes_leaves_no_wrong_block(
             child.wait()
         assert "WRONG" not in log.read_text()
     for seed in (7, 8):
-        answers, stats = run(models["full"], seed, storage=str(folder))
+        answers, stats = run(seed, storage=str(folder))
         assert answers == expected(seed)
         if seed == 7:
             assert stats.num_storage_loaded > 0
 
 
 def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
-    models, tmp_path
+    tmp_path,
 ):
     rng = random.Random(11)
     prompts = [rng.choices(range(256), k=30 + 3 * n) for n in range(14)]
@@ -355,10 +305,10 @@ def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
             child.kill()
 
     try:
-        alone = Engine(models["full"], plain(host_blocks=0))
+        alone = Engine(steps_of("full"), plain(host_blocks=0))
         expected, _ = serve(alone, prompts, remote_prefill=False)
         wait_s = {"storage_deadline_s": 240.0, "storage_await_s": 240.0}
-        engine = make_engine(models["full"], storage=folder, host_blocks=400, **wait_s)
+        engine = make_engine(storage=folder, host_blocks=400, **wait_s)
         assert child.stdout.readline() == "ready\n"
         send(prompts[:7])
         generated, nums_computed = serve(engine, prompts[:7])
@@ -366,7 +316,7 @@ def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
         assert max(nums_computed) <= CONFIG.block_size
         settle(engine)
         engine.close()
-        engine = make_engine(models["full"], storage=folder, host_blocks=400)
+        engine = make_engine(storage=folder, host_blocks=400)
         send(prompts[7:13])
         generated, nums_computed = serve(engine, prompts[7:], during_step=kill)
         assert child.wait() == -signal.SIGKILL
@@ -379,7 +329,7 @@ def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
             child.kill()
 
 
-def test_a_drain_waits_no_longer_than_the_deadline(models, tmp_path, monkeypatch):
+def test_a_drain_waits_no_longer_than_the_deadline(tmp_path, monkeypatch):
     faults = Faults(hang=1.0)
 
     def open_hanging(url):
@@ -387,7 +337,7 @@ def test_a_drain_waits_no_longer_than_the_deadline(models, tmp_path, monkeypatch
 
     monkeypatch.setattr(storage_worker, "open_store", open_hanging)
     config = {"storage": str(tmp_path), "storage_write": "through"}
-    engine = Engine(models["full"], plain(storage_deadline_s=0.2, **config))
+    engine = Engine(steps_of("full"), plain(storage_deadline_s=0.2, **config))
     # A clock that stands still: the deadline is one of real time.
     engine.worker.storage._clock = lambda: 0.0
     engine.submit(list(range(50)), 5)

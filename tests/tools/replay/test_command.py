@@ -68,49 +68,33 @@ def test_a_device_and_a_model_add_their_sections(run_line):
     out, err, written = run_line(line)
     assert err.startswith("device, 80 blocks ...\n")
     device, model = written["device"], written["model"]
-    assert device["num_blocks"] == 80
     share = device["num_hit_blocks"] / written["trace"]["num_block_refs"]
-    assert (
-        f"Device        80 blocks, LRU; alone {100 * share:.2f}% of the blocks," in out
-    )
-    assert "Model         llama-3.1-8b, 8.0 billion parameters; " in out
+    assert f"\nDevice        80 blocks, LRU; alone {100 * share:.2f}% of the" in out
+    assert "\nModel         llama-3.1-8b, 8.0 billion parameters; " in out
     for result in written["results"]:
         parts = [result[f"num_{p}hit_blocks"] for p in ("device_", "host_", "")]
         assert parts[0] == device["num_hit_blocks"]
         assert parts[0] + parts[1] == parts[2]
         saved = result["saved_prefill_flops"]
         assert result["saved_prefill_ratio"] == saved / model["prefill_flops"]
-    titles = [" ".join(line.split()) for line in out.splitlines() if line[:1] == "P"]
-    assert titles == [
-        f"{what} {verb} {place}"
-        for what, verb, places in (
-            ("Prefix blocks", "found", ("on device and host", "on the host")),
-            ("Prefix tokens", "found", ("on device and host", "on the host")),
-            ("Prefill FLOPs", "saved", ("by device and host", "by the host")),
-        )
-        for place in places
-    ]
+    titles = [tuple(li.split()[:3]) for li in out.splitlines() if li[:1] == "P"]
+    kinds = ("blocks", "found"), ("tokens", "found"), ("FLOPs", "saved")
+    assert [each[1:] for each in titles] == [kind for kind in kinds for _ in range(2)]
 
 
 def test_engines_are_compared_with_and_without_a_store(run_line, tmp_path):
     page, picture = tmp_path / "a.html", tmp_path / "a.png"
-    line = f"{SMALL} --engines 3 --html {page} --plot {picture}"
-    for route, options in (
-        ("sticky", ""),
-        ("prefix", " --device-blocks 30"),
-        ("sticky", " --device-blocks 30 --storage-blocks 60%"),
-    ):
-        out, _, written = run_line(f"{line} --route {route}{options}")
-        results = results_of(written)
-        shares = [max(r["requests_by_engine"]) / 60 for r in results.values()]
-        ends = dict.fromkeys(f"{100 * own(shares):.2f}%" for own in (min, max))
-        if "storage" not in options:
-            busiest = " to ".join(ends)
-            assert f"3, {route}, each with a host; the busiest serves {busiest}" in out
-        for result in results.values():
-            assert sum(result["requests_by_engine"]) == 60
-            assert (result["num_engines"], result["route"]) == (3, route)
-    unique = written["trace"]["num_unique_blocks"]
+    out, _, written = run_line(f"{SMALL} --engines 3 --route prefix")
+    share = min(max(r["requests_by_engine"]) for r in written["results"]) / 60
+    line = f"3, prefix, each with a host; the busiest serves {100 * share:.2f}%"
+    assert line in out
+    options = "--device-blocks 30 --storage-blocks 60%"
+    line = f"{SMALL} --engines 3 --route sticky {options}"
+    out, _, written = run_line(f"{line} --html {page} --plot {picture}")
+    results, unique = results_of(written), written["trace"]["num_unique_blocks"]
+    for result in results.values():
+        assert sum(result["requests_by_engine"]) == 60
+        assert (result["num_engines"], result["route"]) == (3, "sticky")
     num_blocks = unique * 60 // 100
     assert f"Store         {num_blocks:,} blocks (59.9% of the different), LRU" in out
     policies = list(dict.fromkeys(policy for policy, _ in results))
@@ -118,7 +102,6 @@ def test_engines_are_compared_with_and_without_a_store(run_line, tmp_path):
     few = results["lru", unique // 5], results["lru + store", unique // 5]
     assert few[0]["num_hit_blocks"] < few[1]["num_hit_blocks"]
     assert few[1]["num_fetched_blocks"] > 0
-    assert "Prefix blocks found on any tier" in out
     assert "optimum" not in out
     assert "<strong>3 engines</strong> have a host" in page.read_text()
     assert picture.read_bytes().startswith(b"\x89PNG")
