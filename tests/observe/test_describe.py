@@ -123,37 +123,7 @@ def test_unknown_blocks_have_no_tokens_and_are_counted(catalog):
     ]
 
 
-def test_a_cleared_tier_is_removals_while_another_tier_has_blocks(catalog):
-    keys = chain(catalog, range(4))
-    clear, clear_device = removed(), removed(medium=DEVICE_MEDIUM)
-    told = tell(
-        catalog,
-        stored(*keys),
-        stored(*keys, keys[1], medium=DEVICE_MEDIUM),
-        clear,
-        clear,
-        stored(keys[0]),
-        clear_device,
-        clear,
-    )
-    assert told[2] == [BlockRemoved(keys, "CPU", 0)]
-    assert told[3] == []
-    assert told[5] == [BlockRemoved([keys[0], keys[1], keys[1]], "GPU", 0)]
-    assert told[6] == [AllBlocksCleared()]
-    assert tell(BlockCatalog(), clear) == [[AllBlocksCleared()]]
-
-
-def test_a_host_block_is_described_as_its_device_blocks(catalog):
-    """Routers split prompts into blocks of one size, that of the device."""
-    keys = chain(catalog, range(10))
-    [told, gone] = tell(
-        catalog, stored(keys[1], keys[3], block_size=4), removed(keys[3])
-    )
-    assert [(e.block_hashes, e.token_ids, e.block_size) for e in told] == [
-        (keys[:4], list(range(8)), 2)
-    ]
-    assert gone == [BlockRemoved(keys[2:4], "CPU", 0)]
-    # An event has the block size of its group.
+def test_an_event_has_the_block_size_of_its_group(catalog):
     large = Namespace("model", "weights", "float32", "NHD", 4)
     keys = KeyChain(large, group=1, record=catalog.record).extend(range(8))
     [[event]] = tell(catalog, stored(*keys, block_size=2))

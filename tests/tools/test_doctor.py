@@ -59,8 +59,8 @@ def facts_of(machine, platform="cpu", environ=None, **changes):
 def check(facts, *expected, **question):
     """Compare the findings with lines of level, fact and advice; ... is any text."""
     lines = [
-        f"{each.level}: {each.what} -> {each.advice}"
-        for each in judge(facts, Question(**question))
+        f"{finding.level}: {finding.what} -> {finding.advice}"
+        for finding in judge(facts, Question(**question))
     ]
     assert len(lines) == len(expected), lines
     for line, text in zip(lines, expected, strict=True):
@@ -107,16 +107,15 @@ def test_a_size_is_judged_by_the_memory_that_it_would_take(tmp_path):
     for number, row in enumerate(SIZES.strip().splitlines()):
         for short, name in VARIABLES.items():
             row = row.replace(short, name)
-        (platform, gib, *environ), asked, best, found = (
-            cell.strip() if at == 3 else cell.split()
-            for at, cell in enumerate(row.split("|"))
-        )
+        host, sizes, best_gib, findings = (cell.strip() for cell in row.split("|"))
+        platform, gib, *environ = host.split()
         machine = Machine(tmp_path / str(number), int(float(gib) * GIB))
-        facts = facts_of(machine, platform, dict(one.split("=") for one in environ))
-        pairs = zip(asked[::2], asked[1::2], strict=True)
-        question = {f"{name}_bytes": int(float(n) * GIB) for name, n in pairs}
-        assert recommend(facts, Question(**question)).num_bytes == float(*best) * GIB
-        check(facts, *filter(None, found.split(" & ")), **question)
+        facts = facts_of(machine, platform, dict(pair.split("=") for pair in environ))
+        words = iter(sizes.split())
+        question = {f"{name}_bytes": int(float(next(words)) * GIB) for name in words}
+        check(facts, *filter(None, findings.split(" & ")), **question)
+        best = recommend(facts, Question(**question))
+        assert best.num_bytes == float(best_gib) * GIB, row
 
 
 def test_a_tighter_cgroup_is_a_note_and_sets_the_size(tmp_path):

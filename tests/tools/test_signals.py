@@ -121,15 +121,15 @@ def test_a_command_under_signals(tmp_path, command, end, moment_s, is_stopped):
         for pid in processes_of(child.pid):
             os.kill(pid, signal.SIGKILL)
         child.wait()
-    others = [x for x in log.read_text().splitlines() if not PROGRESS.fullmatch(x)]
+    messages = [x for x in log.read_text().splitlines() if not PROGRESS.fullmatch(x)]
     files = sorted(path.name for path in cwd.iterdir())
     assert not left, f"children are left: {left}"
     # What comes as it ends may be too late to be noticed, but else is not ignored.
     is_late = is_over or (code == 0 and took_s < 2)
     if end is None or (is_late and code == 0):
-        assert (code, others, files) == (0, [], ["figures.json"])
+        assert (code, messages, files) == (0, [], ["figures.json"])
     else:
-        assert (code, others) == (128 + end, [f"jaxkv {command}: {ENDS[end]}"])
+        assert (code, messages) == (128 + end, [f"jaxkv {command}: {ENDS[end]}"])
         assert files == [] or is_late
     if end is not None:
         assert took_s < 60, f"it took {took_s:.0f} s to end"

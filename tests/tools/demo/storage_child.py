@@ -3,8 +3,8 @@
 python -m tests.tools.demo.storage_child write FOLDER SEED
 python -m tests.tools.demo.storage_child prefill FOLDER
 
-The first one talks for ever. The second one computes prompts for others: each line of
-its standard input is a JSON list of prompts.
+The first command converses until it is killed. The second one computes prompts for
+other engines: each line of its standard input is a JSON list of prompts.
 """
 
 import itertools

@@ -224,5 +224,5 @@ def test_each_step_is_compiled_once_and_a_prefix_stored_once_for_its_weights():
     assert engine.worker.blocks_stored == 64 // 4 + 4 * (8 // 4)
     assert request.device_hit_tokens == 64
     assert [program.func._cache_size() for program in programs] == sizes
-    other = make_engine(weights_epoch="other").submit(prefix, 2)
-    assert other.chains[0].keys[0] != request.chains[0].keys[0]
+    retrained = make_engine(weights_epoch="2").submit(prefix, 2)
+    assert retrained.chains[0].keys[0] != request.chains[0].keys[0]

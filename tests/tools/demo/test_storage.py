@@ -159,8 +159,8 @@ def test_a_store_that_goes_wrong_changes_no_token(expected, tmp_path, monkeypatc
     for kind in FAULTS:
         if kind in ("late", "hanging"):
             config["storage_deadline_s"] = 0.03
-        # How often a store is called depends on how quickly it answers, and with that
-        # whether a life meets a fault. Each begins with what the last one has left.
+        # Whether an engine meets a fault depends on how quickly the store answers. Each
+        # engine begins with the objects that the last one wrote.
         for _ in range(20):
             engine = make_engine(**config)
             assert converse(engine, 1) == expected(1), kind
@@ -170,7 +170,7 @@ def test_a_store_that_goes_wrong_changes_no_token(expected, tmp_path, monkeypatc
             if any(stores[-1].num_faults.values()):
                 break
         else:
-            raise AssertionError(f"no life has met a fault: {kind}")
+            raise AssertionError(f"no engine met a fault: {kind}")
 
 
 @contextlib.contextmanager
