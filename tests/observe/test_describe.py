@@ -130,6 +130,17 @@ def test_an_event_has_the_block_size_of_its_group(catalog):
     assert (event.block_size, event.token_ids) == (4, list(range(8)))
 
 
+def test_int_block_hashes_are_vllms_numbers(catalog):
+    keys = chain(catalog, range(4))
+    events = stored(keys[1], b"\x01\x00"), removed(keys[1])
+    [told, gone] = tell(catalog, *events, int_block_hashes=True)
+    mask = 2**64 - 1
+    assert told[0].parent_block_hash == int.from_bytes(keys[0], "big") & mask
+    assert told[0].block_hashes == gone[0].block_hashes
+    assert told[0].block_hashes == [int.from_bytes(keys[1], "big") & mask]
+    assert told[1].block_hashes == [256]
+
+
 # The wire format. Expected values are written out, independent of the code.
 
 BATCH = KVEventBatch(

@@ -193,6 +193,39 @@ def test_what_is_waited_for_delays_no_other_request(monkeypatch):
     check_at_rest(engine)
 
 
+def test_a_synchronous_load_is_used_in_the_same_step(monkeypatch):
+    """For example one that only copies blocks on the device."""
+    engine = make_engine(host_blocks=HOST_BLOCKS)
+    prompt = random_tokens(0, 60)
+    first = engine.submit(prompt, 4)
+    finish(engine, first)
+    flush_device(engine)
+    ask = engine.offload.get_num_new_matched_tokens
+    monkeypatch.setattr(
+        engine.offload,
+        "get_num_new_matched_tokens",
+        lambda *arguments: (ask(*arguments)[0], False),
+    )
+    start, reports = engine.worker.start, []
+
+    def start_and_wait(meta, pool):
+        pool, output = engine.worker.drain(start(meta, pool))
+        reports.append(output)
+        return pool
+
+    monkeypatch.setattr(engine.worker, "start", start_and_wait)
+    monkeypatch.setattr(
+        engine.worker, "poll", lambda: reports.pop() if reports else ConnectorOutput()
+    )
+    again = engine.submit(prompt, 4)
+    engine.step()
+    assert again.host_hit_tokens == 56
+    assert len(again.generated) == 1
+    finish(engine, again)
+    assert again.generated == first.generated
+    check_at_rest(engine)
+
+
 def test_invalid_requests_are_refused():
     engine = make_engine()
     for prompt_tokens, new_tokens, match in (
