@@ -250,6 +250,41 @@ FAST = Speeds(1e9, 1e9, prefill_tokens_per_s=1000.0)
 PLAIN = plain_costs(1000)
 
 
+def timed(requests, every_ms=10_000):
+    """A trace of full blocks, and half a block of tokens after them."""
+    return make_trace(
+        "made up",
+        requests,
+        every_ms * np.arange(len(requests)),
+        [len(request) * SIZE + SIZE // 2 for request in requests],
+        SIZE,
+    )
+
+
+def test_the_traffic_of_several_servers_is_shared_by_their_links():
+    requests = [[0, 1, *range(10 * i + 10, 10 * i + 18)] for i in range(40)]
+    trace = timed(requests, every_ms=100)
+    slow = dataclasses.replace(FAST, store_bytes_per_s=1e6, prefill_tokens_per_s=2000.0)
+    plan, _ = plan_of(trace, PLAIN, slow, (20, 100))
+    assert plan.demand.num_servers == 1
+    assert plan.recommendation.reason == "slow stores"
+    # 8 blocks of 16,000 bytes each 0.1 s.
+    assert plan.rows[0].store_use == pytest.approx(1.28, rel=0.05)
+    several = dataclasses.replace(slow, prefill_tokens_per_s=1000.0)
+    plan, _ = plan_of(trace, PLAIN, several, (20, 100))
+    assert plan.demand.num_servers == pytest.approx(1.68, rel=0.05)
+    assert plan.rows[0].store_use == pytest.approx(1.28 / 1.68, rel=0.05)
+    assert plan.recommendation.pays
+
+
+def test_the_last_token_is_computed_in_any_case():
+    trace = make_trace("whole", [[1, 2]] * 2, [0, 1000], [2 * SIZE] * 2, SIZE)
+    speeds = Speeds(1e12, 1e12, prefill_tokens_per_s=1.0)
+    (row,) = plan_of(trace, PLAIN, speeds, (2,))[0].rows
+    assert row.host_tokens == 2 * SIZE
+    assert row.saved_s == pytest.approx(2 * SIZE - 1)
+
+
 def test_what_cannot_be_planned_is_refused():
     with pytest.raises(
         ValueError, match="15999 bytes hold no block, which takes 16000"
