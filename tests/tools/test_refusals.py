@@ -82,6 +82,7 @@ plan MODEL --device-bytes 5     | --device-bytes: 5 bytes hold
 plan MODEL --device-bytes 1GiB --device-blocks 5 | --device-blocks says it already
 plan MODEL --measure --load-gb-per-s 5 | --measure: the speeds are given already
 plan MODEL --prefill-tokens-per-s 5 --mfu 0.5 | --mfu: --prefill-tokens-per-s says it
+plan MODEL --policy lur         | unknown 'lur': did you mean lru?
 plan long.jsonl --model llama-3.1-8b | 'in' must be a number of tokens from 0 to
 
 bench                           | name what to measure: choose from transfer

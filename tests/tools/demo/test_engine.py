@@ -226,6 +226,20 @@ def test_a_synchronous_load_is_used_in_the_same_step(monkeypatch):
     check_at_rest(engine)
 
 
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing():
+    engine = make_engine(host_blocks=HOST_BLOCKS)
+    prompt = random_tokens(0, 60)
+    finish(engine, engine.submit(prompt, 2))
+    flush_device(engine)
+    request = engine.submit(prompt, 2)
+    while request.phase is Phase.WAITING:
+        engine.step()
+    assert request.phase is Phase.LOADING
+    engine.abort(request)
+    engine.drain()
+    check_at_rest(engine)
+
+
 def test_invalid_requests_are_refused():
     engine = make_engine()
     for prompt_tokens, new_tokens, match in (
