@@ -81,7 +81,7 @@ class Taken(NamedTuple):
     name: str
     num_taken: int
     num: int
-    missed: list[tuple[int, int]]  # From which line to which.
+    missed: list[tuple[int, int]]  # Line numbers: from, to.
 
 
 def walk(setup, rng, num_actions):

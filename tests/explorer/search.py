@@ -162,7 +162,7 @@ def _open(kept):
 
 
 def _check_over(world):
-    """Where a calm engine has nothing to do all requests have ended."""
+    """Check that all has ended where a calm engine has nothing to do."""
     left = [r.request_id for r in world.requests if r.phase != "done"]
     if left:
         raise WrongError(f"{', '.join(left)} can never end")
@@ -172,7 +172,7 @@ def _check_over(world):
 
 
 def _check_live(world, graph, frontier, end_s):
-    """Follow a calm engine from every state; give how many are known to end."""
+    """Follow a calm engine from every state; return how many are known to end."""
     saved = dict(frontier)
     is_live = bytearray(len(graph.calm))
     for number in range(len(graph.calm)):
@@ -225,7 +225,7 @@ def _stuck(number):
 
 
 def what_goes_wrong(setup, actions):
-    """Do some actions; return the error, or None, and how many actions lead to it.
+    """Replay actions; return the error, or None, and how many actions lead to it.
 
     Raises:
         LookupError: One of the actions is impossible at its turn.
@@ -246,7 +246,7 @@ def what_goes_wrong(setup, actions):
 
 
 def shrink(setup, actions):
-    """Leave out of what leads to an error whatever can be left out."""
+    """Drop every action that an error does not need."""
 
     def is_wrong(some):
         try:
@@ -285,7 +285,7 @@ def read_counterexample(path):
 
 
 def compare_futures(setup, num_states):
-    """Look whether states of equal digests have equal futures; give how many did.
+    """Check that states of equal digests have equal futures; return how many did.
 
     Each state that is met again, on another way, is compared with the first of its
     digest: what may happen, and the digests that it leads to.

@@ -181,7 +181,7 @@ class Hold:
 
 
 def _small_policy_maker(name):
-    """Give the maker of a policy whose ghosts are few, as all has to be copied."""
+    """Return the maker of a policy whose ghosts are few, as all has to be copied."""
     if name == "hazard":
         return functools.partial(make_hazard, num_ghosts=_NUM_GHOSTS)
     return get_policy_maker(name)
@@ -243,6 +243,7 @@ class World:
         self.setup = setup
         self.seen = Counter()  # How often each thing has happened.
         self._state = None
+        self._is_at_rest = False  # All has ended, and was checked.
         self.groups = setup.groups
         self.pool = DeviceBlockPool(setup.num_device_blocks + 1)
 
@@ -346,6 +347,7 @@ class World:
         state, rest = saved
         if self._state is state:
             return  # Nothing has happened since.
+        self._is_at_rest = False
         self.scheduler.restore(state)
         self._state = state
         requests, engine = pickle.loads(rest)
@@ -502,7 +504,7 @@ class World:
         return sum(self._num_lacking(r)) <= self.pool.num_free
 
     def do(self, action):
-        """Let something happen, and look whether all is right.
+        """Do an action, and check that all is right.
 
         Raises:
             WrongError: It is not.
@@ -519,8 +521,10 @@ class World:
             raise WrongError(f"{type(error).__name__}: {error}") from error
         self.check()
         has_ended = all(r.phase == DONE for r in self.requests) and not self.transfers
-        if has_ended and kind not in _OUTSIDE:
-            self._check_end()
+        if not has_ended:
+            self._is_at_rest = False
+        elif kind not in _OUTSIDE and not (kind == "step" and self._is_at_rest):
+            self._is_at_rest = self._check_end()
 
     def _named(self, name):
         return self.requests[int(name[1:])]
@@ -596,7 +600,7 @@ class World:
         return where
 
     def _offered(self, r, local, num):
-        """Say which blocks an offer must hold."""
+        """Return which blocks an offer must hold."""
         factor, end = self.setup.rules.blocks_per_host_block, local + num
         where = self._where(r)
         num_offers = self.pool.state.offers.sum() - sum(
@@ -630,7 +634,7 @@ class World:
         ]
 
     def _begin_request(self, r, has_asked):
-        """Note that a request uses its blocks, for the first time or again."""
+        """Record that a request uses its blocks, for the first time or again."""
         name = r.request_id
         self.fetched.pop(name, None)
         self.num_vain.pop(name, None)
@@ -641,7 +645,7 @@ class World:
             self.num_asked_tokens += r.num_tokens if has_asked else 0
 
     def _take_hold(self, r, end):
-        """Note which blocks a request has taken of its offer."""
+        """Record which blocks a request has taken of its offer."""
         hold = self.holds[r.request_id]
         ends = [end // spec.block_size for spec in self.groups]
         hold.copies = {at: b for at, b in hold.copies.items() if at[1] < ends[at[0]]}
@@ -655,7 +659,7 @@ class World:
         hold.targets = [r.tables[g][i] for g, i in [*loaded, *hold.copies]]
 
     def _drop_hold(self, name, *, is_put_back=False):
-        """Note that a request abandons what it was offered and what has not left."""
+        """Record that a request abandons what it was offered and what has not left."""
         hold = self.holds.get(name)
         if hold is not None and not hold.has_left:
             del self.holds[name]
@@ -704,7 +708,7 @@ class World:
         return offers | {0} if self.setup.rules.skip_slow_loads else offers
 
     def _check_verdicts(self, r, told):
-        """Look whether blocks are where they are said to be, and nowhere else."""
+        """Check that blocks are where they are said to be, and nowhere else."""
         said = {(block.group, block.index): block for block in told.blocks}
         where = self._where(r)
         if list(said) != list(where):
@@ -927,7 +931,7 @@ class World:
         self.seen[f"{kind} begins"] += 1
 
     def _give(self, hosts, kind):
-        """Give host blocks to what is to write them; their bytes are gone."""
+        """Hand host blocks to a transfer that writes them; their bytes are lost."""
         for transfer in self.transfers:
             is_load = transfer.kind == "load"
             if any(pair[0 if is_load else 1] in hosts for pair in transfer.pairs):
@@ -1007,7 +1011,7 @@ class World:
         return ConnectorOutput(below=(report,))
 
     def _check_sources(self, t):
-        """Look whether what is read is still what it was."""
+        """Check that the sources of a transfer are unchanged."""
         for (source, target), what in zip(t.pairs, t.contents, strict=True):
             if t.kind == "store":
                 if self.device[source] != what:
@@ -1021,7 +1025,7 @@ class World:
                 raise WrongError(f"host block {target} changed while written")
 
     def _arrive(self, t):
-        """Have what all workers have moved be where it goes."""
+        """Put what all workers have moved in its place."""
         if t.kind == "store":
             rows = {}
             for (_, host), what in zip(t.pairs, t.contents, strict=True):
@@ -1041,7 +1045,7 @@ class World:
                 self.objects[source] = what
 
     def _note_fetched(self, key, row):
-        """Note that a block has come for those that wait for it."""
+        """Record that a block has come for those that wait for it."""
         for r in self.requests:
             keys = [key for own in r.block_keys_by_group for key in own]
             wait = self.scheduler.below[0].waits.get(r.request_id)
@@ -1199,7 +1203,7 @@ class World:
         self.pool.evict(blocks[blocks != NO_BLOCK])
 
     def _do_change(self):
-        """Have the next policy take over, as `auto` does; every block stays."""
+        """Let the next policy take over, as `auto` does; every block stays."""
         names, host = self.setup.policies, self.host_tier
         before = self._kept(host)
         self.serving = names[(names.index(self.serving) + 1) % len(names)]
@@ -1215,7 +1219,7 @@ class World:
     # What has to hold.
 
     def check(self):
-        """Look whether all is right.
+        """Check that all is right.
 
         Raises:
             WrongError: It is not.
@@ -1362,9 +1366,10 @@ class World:
                 )
 
     def _check_end(self):
+        """Check that nothing is left; return False while something is pending."""
         own = self.scheduler
         if own.has_pending_loads() or own.has_pending_stores() or self.is_to_reset:
-            return
+            return False
         self.seen["ends"] += 1
         num_free, num = self.pool.num_free, self.pool.num_blocks - 1
         if num_free != num:
@@ -1388,6 +1393,7 @@ class World:
             raise WrongError(f"in transit: {own.in_transit}")
         if self.holds:
             raise WrongError(f"held at the end: {self.holds}")
+        return True
 
     def try_refused(self):
         """Call what is refused; nothing may change.
@@ -1483,7 +1489,7 @@ class World:
         ).digest()
 
     def canonical(self):
-        """Say all that the future depends on, in canonical names."""
+        """Return all that the future depends on, in canonical names."""
         self._entries = entries = self._snapshot().entries
         names = {None: {}, "device": self._device_names()}
         tiers = [self._canonical_tier(tier) for tier in self._tiers]
@@ -1550,7 +1556,7 @@ class World:
         return order
 
     def _canonical_device(self):
-        """Say what each device block has, and who has it."""
+        """Return what each device block has, and who has it."""
         state, names = self.pool.state, self._names["device"]
         hosts, keys = self._names["host"], state.directory.keys.tobytes()
         refs, pins, copies = (
@@ -1587,7 +1593,7 @@ class World:
         return names, (held, lost, bounds)
 
     def _canonical_entry(self, name):
-        """Say what an object of the scheduler has, but for counters and constants."""
+        """Return an object of the scheduler without counters and constants."""
         kind, fields = self._entries[name]
         owner = kind.__name__
         if owner == "Move" or owner == "Load":
@@ -1609,7 +1615,7 @@ class World:
         return shown
 
     def _show(self, value, of_tier=None, is_ordered=False):
-        """Say a value, in which numbers are ids of a tier, or of a ledger."""
+        """Return a value, in which numbers are ids of a tier, or of a ledger."""
         kind = type(value)
         if kind is int and of_tier is not None and value != NO_BLOCK:
             return self._names[of_tier][value]
@@ -1683,7 +1689,7 @@ _IGNORED = {
 
 
 def _queued(world, queued, fields):
-    """Say who waits for room, how often it has asked, and who has asked before."""
+    """Return who waits for room, how often it has asked, and who has asked before."""
     asks, entries = fields["_last_ask"], world._entries
     others = {*fields["holds"], *fields["waits"]}
     return [
@@ -1696,7 +1702,7 @@ def _queued(world, queued, fields):
 
 
 def _lazy_look(world, seen, fields):
-    """Say what has become free since the last look, if that is all that is new."""
+    """Return what has become free since the last look, if that is all that is new."""
     stores = world._fields("_stores")
     changes = world.pool.num_changes
     if seen is None or seen[0] != changes:
@@ -1710,7 +1716,7 @@ def _lazy_look(world, seen, fields):
 
 
 def _pause(world, num_offered, fields):
-    """Say how much was stored in vain, and whether anything was found since."""
+    """Return how much was stored in vain, and whether anything was found since."""
     if not world.setup.rules.pause_unused_stores:
         return None
     stats = world.scheduler.stats
@@ -1724,7 +1730,7 @@ def _boundary_look(world, seen, _):
 
 
 def _moves(world, moves, fields):
-    """Say what is in flight; loads are said with their requests."""
+    """Return what is in flight; loads are said with their requests."""
     refs = [ref for _, ref in sorted(moves.items())]
     return [
         world._canonical_entry(ref.name)
@@ -1743,7 +1749,7 @@ def _ranks(ledger):
 
 
 def _events(ledger):
-    """Say the events of moves that have not left."""
+    """Return the events of moves that have not left."""
 
     def show(world, moves, _):
         entries = world._entries

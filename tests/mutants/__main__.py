@@ -78,7 +78,7 @@ def try_change(
     reach: choosing.Reach,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Give a changed tree to the tests that reach its line, and then to the killers."""
+    """Run the tests that reach a changed line, and then the killers."""
     native = reach.is_compiled(change.path)
     log = args.folder.absolute() / "logs" / f"{change.name}.txt"
     of_lines = reach.tests(change.path, change.lines)

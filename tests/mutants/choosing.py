@@ -104,7 +104,7 @@ class _Native:
         return bool(self._spans.get(path))
 
     def reaching(self, path: str, lines: Iterable[int] | None) -> set[str]:
-        """Give the functions from which the one at some lines is called, or any."""
+        """Return the functions that reach the one at some lines, or any one."""
         wanted = {
             name
             for first, last, name in self._spans.get(path, [])
@@ -124,7 +124,7 @@ class _Native:
 def order(
     reach: Reach, tests: set[str], room: str, budget_s: float
 ) -> tuple[list[str], int]:
-    """Put tests in the order in which they are tried; return how many are left out.
+    """Sort tests by the order of their trial; return how many are left out.
 
     Files that take least come first, and in each the cheapest test: a file's tests stay
     together, because what it compiles is dropped after it. The dearest tests beyond

@@ -188,7 +188,7 @@ def _draw_from(
 
 
 def _counts(operator: str, before: str, after: str) -> bool:
-    """Tell whether a change is of what runs, and is what its operator says."""
+    """Return whether a change is of code that runs, and is what its operator says."""
     try:
         plain = _plain(ast.parse(after))
     except SyntaxError:
@@ -210,7 +210,7 @@ def _plain(tree: ast.Module) -> str:
 
 
 class _Plain(ast.NodeTransformer):
-    """Takes out what is not to be mutated."""
+    """Takes out what must not be mutated."""
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None

@@ -23,7 +23,7 @@ class Fault(NamedTuple):
         return drawing.room_of(self.path)
 
     def put_into(self, root: Path) -> tuple[str, list[int]]:
-        """Give the changed file, and the lines of the old one that are others now.
+        """Return the changed file, and which lines of the old one have changed.
 
         Raises:
             ValueError: If a place is not there, or there more than once.
