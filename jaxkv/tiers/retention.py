@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._util import nearest, shown
+from jaxkv._util import hint, shown
 from jaxkv.policies.retained import MOST_HALVINGS, MOST_PRIORITY
 
 _MOST_S = 2_000_000
@@ -86,9 +86,8 @@ class Retention:
             raise ValueError(f"{shown(values)} must have keys, of {names}.")
         for name in values:
             if name not in names:
-                near = nearest(str(name), names)
-                hint = f": did you mean {near}?" if near else "."
-                raise ValueError(f"{shown(name)} must be one of {names}{hint}")
+                near = hint(str(name), names) or "."
+                raise ValueError(f"{shown(name)} must be one of {names}{near}")
         return cls(**values)
 
     @property

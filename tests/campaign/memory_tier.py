@@ -86,7 +86,7 @@ class MemoryMover:
             self._fetched.append((event, tuple(ok and has_come for ok in oks)))
         self._fetches = under_way
 
-    def take_reports(self, most_found=0):
+    def take_reports(self, max_found_keys=0):
         report = TierReport(tuple(self._fetched), tuple(self._written))
         self._fetched, self._written = [], []
         return (report,) if report.fetched or report.written else ()
@@ -104,7 +104,7 @@ class MemoryConfig(OffloadConfig):
     """A configuration with a key for the tier."""
 
     memory_blocks: int = settings.number(
-        64, "memory", "Blocks of the memory tier.", unit="host blocks", least=1
+        64, "memory", "Blocks of the memory tier.", unit="host blocks", minimum=1
     )
     fails = staticmethod(lambda: False)
 

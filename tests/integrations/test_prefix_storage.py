@@ -26,14 +26,12 @@ from jaxkv import ConfigError, Extras, Namespace, OffloadConfig
 from jaxkv.config import KEYS
 from jaxkv.integrations.prefix_storage import StorageKeys
 from jaxkv.keys.hashing import NO_EXTRAS
-from jaxkv.scheduling.worker import storage_worker
 from jaxkv.transfer.storage import StoreError, open_store
 from tests.integrations.test_prefix_store import (
     BLOCK,
     LENGTH,
     LIKE,
     check_at_rest,
-    keep,
     make_store,
     random_prompt,
 )
@@ -64,17 +62,20 @@ def make(closing, tmp_path):
     return make
 
 
-def write(store, *prompts):
-    """Save prompts, and wait until the storage has them."""
-    for tokens in prompts:
-        keep(store, tokens)
-    assert store.wait_for_storage(60)
+def save(store, tokens, extras=NO_EXTRAS):
+    """Save a prompt, and wait until it is wherever it gets to."""
+    epoch = store.begin(tokens, extras)
+    kv = to_device(known_kv(tokens, LENGTH, extras))
+    store.save(tokens, kv, extras=extras, epoch=epoch)
+    store.flush()
 
 
 def filled(make, *prompts, **arguments):
-    """Fill the folder by a store that is closed then."""
+    """Fill the folder by a store that is gone then."""
     with make(**arguments) as store:
-        write(store, *prompts or (PROMPT,))
+        for tokens in prompts or (PROMPT,):
+            save(store, tokens)
+        assert store.wait_for_storage(60)
     return store
 
 
@@ -104,7 +105,9 @@ def faulty(monkeypatch):
         opened.append(FaultyStore(open_store(url), len(opened), faults))
         return opened[-1]
 
-    monkeypatch.setattr(storage_worker, "open_store", open_faulty)
+    monkeypatch.setattr(
+        "jaxkv.scheduling.worker.storage_worker.open_store", open_faulty
+    )
     yield faults
     vars(faults).update(vars(Faults()))
     for store in opened:
@@ -143,7 +146,7 @@ def test_a_prompt_that_another_computes_is_loaded_once_it_is_there(make):
             lambda: other._storage.worker.storage_io.stats.num_missing >= NUM_BLOCKS
         )
         assert not hit.done()
-        keep(one, PROMPT)
+        save(one, PROMPT)
         found = hit.result(60)
     assert found.num_tokens == NUM_TOKENS
     check_hit(found, PROMPT)
@@ -172,7 +175,7 @@ def test_objects_that_are_not_right_are_misses(make, tmp_path, damage, num):
     if hit is not None:
         assert hit.num_tokens < NUM_TOKENS
         check_hit(hit, PROMPT)
-    keep(store, PROMPT)  # It was computed again.
+    save(store, PROMPT)  # It was computed again.
     check_hit(store.load(PROMPT), PROMPT)
     assert store.wait_for_storage(60)
     check_at_rest(store)
@@ -209,15 +212,18 @@ def test_what_others_have_written_is_not_found_and_stays(make, tmp_path):
         assert after == before, name
 
 
-def test_of_a_stored_prompt_what_is_asked_for_and_not_on_the_host_is_fetched(make):
-    """In parts, and as far as the host has room."""
+def test_a_long_prompt_comes_in_parts_as_far_as_the_host_has_room(make):
     filled(make)
-    for num_host_blocks, min_tokens in ((24, NUM_TOKENS), (5, BLOCK)):
+    for num_host_blocks, least in ((24, NUM_TOKENS), (5, BLOCK)):
         store = listed(make, num_host_blocks=num_host_blocks, max_storage_blocks=2)
         hit = store.load(PROMPT)
-        assert min_tokens <= hit.num_tokens <= num_host_blocks * BLOCK
+        assert least <= hit.num_tokens <= num_host_blocks * BLOCK
         check_hit(hit, PROMPT)
         check_at_rest(store)
+
+
+def test_of_a_stored_prompt_what_is_asked_for_and_not_on_the_host_is_fetched(make):
+    filled(make)
     store = listed(make)
     assert store.load(PROMPT, min_tokens=NUM_TOKENS + 1) is None
     assert store.stats.storage_fetched_blocks == 0
@@ -227,7 +233,7 @@ def test_of_a_stored_prompt_what_is_asked_for_and_not_on_the_host_is_fetched(mak
     assert hit.num_tokens == 20
     check_hit(hit, PROMPT)
     store = listed(make)
-    keep(store, PROMPT[: 3 * BLOCK])
+    save(store, PROMPT[: 3 * BLOCK])
     check_hit(store.load(PROMPT), PROMPT)
     stats = store.stats
     assert (stats.hit_tokens, stats.storage_hit_tokens) == (NUM_TOKENS, 4 * BLOCK)
@@ -261,7 +267,8 @@ def test_what_comes_slower_than_it_is_computed_is_not_waited_for(make):
 def test_only_what_is_asked_for_again_is_written_by_default(make):
     store = make(storage_write="on_reuse")
     assert store.load(PROMPT) is None
-    write(store, PROMPT)
+    save(store, PROMPT)
+    assert store.wait_for_storage(60)
     assert store.stats.storage_written_blocks == 0
     assert store.load([*PROMPT[:13], 5]).num_tokens == 12
     assert store.wait_for_storage(60)
@@ -275,13 +282,15 @@ def test_a_machine_without_threads_costs_misses_and_the_store_recovers(make, err
     with refused_threads(error=error):
         for each in tokens[:3]:
             assert store.load(each) is None
-            keep(store, each)
+            save(store, each)
             store.prefetch(each)
         wait_for(lambda: "list other" in store.storage_stats.failed)
         store.wait_for_storage(1.0)
         assert store.load(tokens[0]) is not None  # From the host.
     wait_for(lambda: store.wait_for_storage(1.0))
-    write(store, *tokens)
+    for each in tokens:
+        save(store, each)
+    assert store.wait_for_storage(60)
     store.close()
     store = listed(make)
     assert store.load(tokens[5]).num_tokens == NUM_TOKENS
@@ -315,7 +324,8 @@ def test_a_prefix_store_that_no_thread_can_serve_is_refused_and_closes_its_store
 
 def test_clearing_needs_a_name_for_the_weights_and_their_kv_is_not_found(make):
     store = make(storage_list_s=0.02)
-    write(store, PROMPT)
+    save(store, PROMPT)
+    assert store.wait_for_storage(60)
     for nothing in (None, ""):
         with pytest.raises(ValueError, match="must name the weights from now on"):
             store.clear(nothing)
@@ -324,17 +334,17 @@ def test_clearing_needs_a_name_for_the_weights_and_their_kv_is_not_found(make):
     filled(make, OTHER, **OF_OTHERS["other weights"])
     wait_for(store.load, OTHER)  # It is listed again, whatever is there.
     assert store.load(PROMPT) is None
-    keep(store, PROMPT[:9])
+    save(store, PROMPT[:9])
     store.clear("0")  # The old weights are back.
     check_hit(wait_for(store.load, PROMPT), PROMPT)
 
 
 def test_without_storage_a_name_of_other_weights_clears_as_well(make):
     store = make(storage=None)
-    keep(store, PROMPT)
+    save(store, PROMPT)
     store.clear("1")
     assert store.load(PROMPT) is None
-    keep(store, PROMPT)
+    save(store, PROMPT)
     check_hit(store.load(PROMPT), PROMPT)
     assert store.storage_stats is None
     assert store.wait_for_storage()
@@ -349,9 +359,9 @@ def test_a_store_that_hangs_is_waited_for_until_the_deadline_alone(make, faulty)
     assert store.load(PROMPT) is None
     assert time.monotonic() - begin_s > 0.25
     assert store.load(PROMPT) is None  # It is not asked for again.
-    keep(store, PROMPT)  # What is computed instead is kept, and found.
+    save(store, PROMPT)  # What is computed instead is kept, and found.
     check_hit(store.load(PROMPT), PROMPT)
-    keep(store, OTHER)  # Nor does it wait for a write, or `close` for any answer.
+    save(store, OTHER)  # Nor does it wait for a write, or `close` for any answer.
     store.close()
 
 
@@ -372,7 +382,7 @@ def test_a_prompt_that_is_cleared_while_it_is_fetched_is_a_miss(make, faulty):
         store.clear("1")
         assert loading.result(timeout=20) is None  # Long before the deadline.
     for first in range(5):  # Its places on the host are given to others.
-        keep(store, [first, *OTHER[1:]])
+        save(store, [first, *OTHER[1:]])
         check_hit(store.load([first, *OTHER[1:]]), [first, *OTHER[1:]])
     assert store.wait_for_storage(60)
     check_at_rest(store)
@@ -384,7 +394,7 @@ def test_a_remote_prefill_that_is_cleared_while_it_is_awaited_is_a_miss(make):
         loading = thread.submit(reader.load, PROMPT, remote_prefill=True)
         wait_for(lambda: reader.held_bytes)
         reader.clear("1")
-        keep(writer, PROMPT)  # By the weights before.
+        save(writer, PROMPT)  # By the weights before.
         assert loading.result(timeout=20) is None
     assert (reader.load(PROMPT), reader.stats.hit_tokens) == (None, 0)
 
@@ -486,11 +496,11 @@ def test_waiting_for_the_store_tells_that_it_does_not_have_it_all(make, faulty):
     store = make(storage_deadline_s=1e300)
     assert not store.wait_for_storage(math.inf), "it could not be listed"
     assert store.wait_for_storage(), "nothing has failed since"
-    keep(store, PROMPT)
+    save(store, PROMPT)
     assert not store.wait_for_storage(), "nothing was written"
     faulty.error = 0.0
     store.clear("2")
-    keep(store, PROMPT)
+    save(store, PROMPT)
     assert store.wait_for_storage()
     assert store.stats.storage_written_blocks == NUM_BLOCKS
 
@@ -499,7 +509,8 @@ def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
     """Twenty that wait for a store, which answers when they are gone."""
     store = restarted(make, PROMPT, OTHER, num_host_blocks=24)
     # What is on the host is held, too, while the rest is fetched.
-    write(store, PROMPT[: 2 * BLOCK])
+    save(store, PROMPT[: 2 * BLOCK])
+    assert store.wait_for_storage(60)
     faulty.hang = 1.0
 
     def interrupt(*_):
@@ -557,7 +568,8 @@ def test_what_the_host_is_about_to_evict_is_written(make):
     prompts = [[who] * 9 for who in range(40)]
     store = make(num_host_blocks=24, storage_write="on_evict", cache_policy="lru")
     for tokens in prompts:
-        write(store, tokens)
+        save(store, tokens)
+        assert store.wait_for_storage(60)
     assert store.stats.evicted_blocks >= 50
     assert store.stats.storage_written_blocks >= 40
     assert sum(store.load(tokens) is not None for tokens in prompts) > 12 + 20
@@ -605,7 +617,7 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 from tests.integrations import test_prefix_storage as t
 store = t.make_store(storage=sys.argv[1], storage_bytes="1MiB", storage_write="through")
-t.keep(store, t.PROMPT)
+t.save(store, t.PROMPT)
 print("end")
 """
 
@@ -629,7 +641,8 @@ def test_the_keys_are_those_of_the_configuration(make, tmp_path):
     environ["JAXKV_STORAGE_BYTES"] = "1MiB"
     config = OffloadConfig.from_env(environ=environ)
     store = make(**config.storage_keys())
-    write(store, PROMPT)
+    save(store, PROMPT)
+    assert store.wait_for_storage(60)
     assert store.stats.storage_written_blocks == NUM_BLOCKS
     none = OffloadConfig().storage_keys()
     assert none["storage"] is None

@@ -58,7 +58,7 @@ class Reach:
         return {test for test in self._with_children if test.startswith(files)}
 
     def is_compiled(self, path: str) -> bool:
-        return path == "jaxkv/compiling.py" or self._native.has_functions(path)
+        return path.startswith("jaxkv/compiling/") or self._native.has_functions(path)
 
     def _of_file(self, path: str, of_path: dict[int, set[str]]) -> set[str]:
         found = set().union(*of_path.values())
