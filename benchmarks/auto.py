@@ -137,7 +137,7 @@ def restart(trace: Trace, capacity: int, kept: str) -> NDArray[np.int64]:
         told = keys, positions, time_ms
         mark = host.begin(*told, int(trace.input_tokens[request]))
         step = host.request_step(keys)
-        host.touch(keys)
+        host.touch(keys, True)
         host.complete_step(step.block_ids, step.num_hits)
         output, stop = int(trace.output_tokens[request]), int(trace.stops[request])
         host.finish(*told, output, stop, mark)

@@ -261,7 +261,8 @@ def retain(
     blocks = jnp.where(found == NO_BLOCK, num_blocks, found)
     before = state.priorities.at[blocks].get(mode="fill", fill_value=ORDINARY)
     old_terms = state.terms.at[blocks].get(mode="fill", fill_value=0)
-    terms = jnp.stack([given_ms, half_life_ms, ttl_ms]).astype(jnp.uint32)
+    times = given_ms, half_life_ms, ttl_ms
+    terms = jnp.stack([jnp.asarray(time_ms, jnp.uint32) for time_ms in times])
     own = _decayed(jnp.asarray(priority), terms, state.now_ms)
     is_higher = (own > 0) & (own >= _decayed(before, old_terms, state.now_ms))
     is_put = is_higher | (priority < 0)

@@ -72,7 +72,7 @@ class OffloadingManager(BlockIndex):
         names, words = pack(block_hashes)
         if not names:
             return LoadStoreSpec(NO_IDS)
-        block_ids, bad = self.executor.prepare_load(words)
+        bad, block_ids = self.executor.prepare_load(words)
         if bad >= 0:
             why = "is not ready for reading: its store has not completed."
             if block_ids[bad] == NO_BLOCK:
@@ -92,7 +92,7 @@ class OffloadingManager(BlockIndex):
         names, words = pack(block_hashes)
         if not names:
             return
-        block_ids, bad = self.executor.complete_load(words)
+        bad, block_ids = self.executor.complete_load(words)
         if bad >= 0:
             why = "has fewer loads in progress than complete_load() would end."
             if block_ids[bad] == NO_BLOCK:

@@ -63,52 +63,43 @@ class HostState:
 
 
 class LoadAnswer(NamedTuple):
-    """The blocks of a batch to read.
+    """The blocks of a batch to read."""
 
-    Attributes:
-        block_ids: i32[K]. Block of each key, NO_BLOCK where it is absent or padding.
-        bad: bool[K]. The keys that are in the way. If any, nothing was done.
-    """
-
+    bad_row: Array
+    """i32[]. The first key in the way: then nothing changed; -1 for none."""
     block_ids: Array
-    bad: Array
+    """i32[K]. The block of each key, NO_BLOCK where it is absent or padding."""
 
 
 class StoreAnswer(NamedTuple):
-    """Where to store a batch of blocks.
+    """Where to store a batch of blocks."""
 
-    Attributes:
-        ok: bool[]. False if there was no room; then nothing was done.
-        block_ids: i32[K]. Block that each key is to be stored in, NO_BLOCK where the
-            key is already known, repeats an earlier one, or is padding.
-        evicted_keys: u32[K, 8]. Keys that had to leave, in the order of eviction.
-        num_evicted: i32[]. How many.
-    """
-
-    ok: Array
-    block_ids: Array
-    evicted_keys: Array
+    num_stored: Array
+    """i32[]. How many keys to store."""
     num_evicted: Array
+    """i32[]. How many keys were evicted; -1 if there was no room: nothing changed."""
+    block_ids: Array
+    """i32[K]. The block for each key, NO_BLOCK where the key is already known, repeats
+    an earlier one, or is padding."""
+    evicted_keys: Array
+    """u32[K, 8]. In the order of eviction."""
 
 
 class StepAnswer(NamedTuple):
-    """What a request served by one call is to load and to store.
-
-    Attributes:
-        num_hits: i32[]. Keys, from the first on, whose blocks to load.
-        ok: bool[]. False if there was no room for the others; then none is stored.
-        block_ids: i32[K]. For the first `num_hits` keys the block to load from, for
-            the others the block to store in; NO_BLOCK where the key is known but is
-            no hit, repeats an earlier one, or is padding.
-        evicted_keys: u32[K, 8]. Keys that had to leave, in the order of eviction.
-        num_evicted: i32[]. How many.
-    """
+    """What to load and to store for a request that is served by one call."""
 
     num_hits: Array
-    ok: Array
-    block_ids: Array
-    evicted_keys: Array
+    """i32[]. Keys, from the first on, whose blocks to load."""
+    num_stored: Array
+    """i32[]. How many of the others to store."""
     num_evicted: Array
+    """i32[]. How many keys were evicted; -1 if there was no room: none is stored."""
+    block_ids: Array
+    """i32[K]. The block to load from for the first `num_hits` keys, the block to store
+    in for the others; NO_BLOCK where the key is known but no hit, repeats an earlier
+    one, or is padding."""
+    evicted_keys: Array
+    """u32[K, 8]. In the order of eviction."""
 
 
 def init(policy: Policy) -> HostState:
@@ -118,6 +109,12 @@ def init(policy: Policy) -> HostState:
         ref_cnt=full((policy.num_blocks,), 0, jnp.int32),
         pool=_init_pool(policy.num_blocks),
     )
+
+
+def find(policy: Policy, state: HostState, keys: Array, count: Array) -> Array:
+    """Find the block of each key, stores in progress included: i32[K]."""
+    found: Array = policy.find(state.policy, keys, count)
+    return found
 
 
 def find_readable(policy: Policy, state: HostState, keys: Array, count: Array) -> Array:
@@ -131,18 +128,17 @@ def lookup(policy: Policy, state: HostState, keys: Array, count: Array) -> Array
     return _leading(find_readable(policy, state, keys, count) != NO_BLOCK)
 
 
-def touch(policy: Policy, state: HostState, keys: Array, count: Array) -> HostState:
-    """Record a use of each key, the first key as the most recent."""
+def touch(
+    policy: Policy,
+    state: HostState,
+    keys: Array,
+    count: Array,
+    counts_as_use: Array | bool = True,
+) -> HostState:
+    """Record a use of each key, the first as the most recent; or only reorder them."""
     ready = find_readable(policy, state, keys, count) != NO_BLOCK
-    touched = policy.touch(state.policy, keys, count, ready)
+    touched = policy.touch(state.policy, keys, count, ready & counts_as_use)
     return dataclasses.replace(state, policy=touched)
-
-
-def reorder(policy: Policy, state: HostState, keys: Array, count: Array) -> HostState:
-    """Make keys the most recent, the first above all, without counting it as a use."""
-    unused = jnp.zeros(keys.shape[:1], jnp.bool_)
-    reordered = policy.touch(state.policy, keys, count, unused)
-    return dataclasses.replace(state, policy=reordered)
 
 
 def begin(
@@ -205,10 +201,10 @@ def prepare_load(
 ) -> tuple[HostState, LoadAnswer]:
     """Pin blocks that are about to be read. All keys must be known and ready."""
     block_ids = policy.find(state.policy, keys, count)
-    bad = _valid(keys, count) & (_ref_cnt(state, block_ids) < 0)
-    pinned = jnp.where(jnp.any(bad), NO_BLOCK, block_ids)
+    bad_row = _first(_valid(keys, count) & (_ref_cnt(state, block_ids) < 0))
+    pinned = jnp.where(bad_row >= 0, NO_BLOCK, block_ids)
     ref_cnt = state.ref_cnt.at[_index(state, pinned)].add(1, mode="drop")
-    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(block_ids, bad)
+    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(bad_row, block_ids)
 
 
 def pin(state: HostState, block_ids: Array) -> tuple[HostState, Array]:
@@ -236,10 +232,10 @@ def complete_load(
     ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(-1, mode="drop")
     unpinned = dataclasses.replace(state, ref_cnt=ref_cnt)
     # A key may be given as often as it was pinned; one time more makes it negative.
-    bad = _valid(keys, count) & (_ref_cnt(unpinned, block_ids) < 0)
-    undone = jnp.where(jnp.any(bad), block_ids, NO_BLOCK)
+    bad_row = _first(_valid(keys, count) & (_ref_cnt(unpinned, block_ids) < 0))
+    undone = jnp.where(bad_row >= 0, block_ids, NO_BLOCK)
     ref_cnt = ref_cnt.at[_index(state, undone)].add(1, mode="drop")
-    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(block_ids, bad)
+    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(bad_row, block_ids)
 
 
 def prepare_store(
@@ -344,13 +340,8 @@ def request_step(
     missing = _valid(keys, count) & (block_ids == NO_BLOCK)
     state = dataclasses.replace(state, policy=touched)
     state, stored = _store(policy, state, keys, block_ids, missing, is_hit=is_hit)
-    return state, StepAnswer(
-        num_hits=num_hits,
-        ok=stored.ok,
-        block_ids=jnp.where(is_hit, block_ids, stored.block_ids),
-        evicted_keys=stored.evicted_keys,
-        num_evicted=stored.num_evicted,
-    )
+    both = jnp.where(is_hit, block_ids, stored.block_ids)
+    return state, StepAnswer(num_hits, *stored._replace(block_ids=both))
 
 
 def complete_step(
@@ -387,6 +378,12 @@ def complete_step(
 def _valid(keys: Array, count: Array) -> Array:
     """Tell keys from padding: bool[K]."""
     return jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+
+
+def _first(flags: Array) -> Array:
+    """Number the first row that is true, -1 for none: i32[]."""
+    num_before = _leading(~flags)
+    return jnp.where(num_before < flags.shape[0], num_before, -1)
 
 
 def _leading(flags: Array) -> Array:
@@ -433,10 +430,10 @@ def _store(
         jnp.repeat(jnp.array([-protection, NOT_READY], jnp.int32), keys.shape[0]),
         mode="drop",
     )
-    return (
-        HostState(inserted.state, ref_cnt, pool),
-        StoreAnswer(evicted.ok, stored, evicted.keys, num_evicted),
-    )
+    num_stored = jnp.sum(inserted.inserted, dtype=jnp.int32)
+    num_evicted = jnp.where(evicted.ok, num_short, -1)
+    answer = StoreAnswer(num_stored, num_evicted, stored, evicted.keys)
+    return HostState(inserted.state, ref_cnt, pool), answer
 
 
 def _index(state: HostState, block_ids: Array) -> Array:

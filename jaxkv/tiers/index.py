@@ -204,7 +204,7 @@ class BlockIndex:
         """
         names, words = pack(block_hashes)
         if 0 < len(names) <= self.policy.max_batch:
-            self.executor.touch(words)
+            self.executor.touch(words, True)
         else:
             self._touch_in_parts(words, counts_as_use=True)
 
@@ -216,7 +216,7 @@ class BlockIndex:
         """
         names, words = pack(block_hashes)
         if 0 < len(names) <= self.policy.max_batch:
-            self.executor.touch(words, counts_as_use=False)
+            self.executor.touch(words, False)
         else:
             self._touch_in_parts(words, counts_as_use=False)
 

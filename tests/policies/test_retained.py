@@ -99,7 +99,7 @@ def test_a_refusal_changes_nothing_though_the_lowest_would_suffice_for_some(cach
 def test_a_policy_that_refuses_because_of_priorities_is_asked_without_them():
     # Below its target, vLLM's ARC takes from T2 alone: here what is retained.
     arc = Cache(make_retained(get_policy_maker("arc")(NUM_BLOCKS, 64)))
-    arc.executor.touch(keys_of([0]))
+    arc.executor.touch(keys_of([0]), True)
     arc.state.inner.target.view(np.float64)[0] = NUM_BLOCKS
     arc.retain([0], 99, ttl_ms=MINUTE_MS)
     assert arc.victims(1) == {0}

@@ -62,7 +62,7 @@ def test_xla_programs_are_traced_once_for_each_padded_size():
     def serve_all(num):
         keys = rng.integers(0, 1 << 32, (num, 8), np.uint32)
         executor.complete_store(keys[: executor.prepare_store(keys).num_stored], True)
-        executor.touch(keys)
+        executor.touch(keys, True)
         executor.prepare_load(keys[: executor.lookup(keys)])
         executor.complete_load(keys)
 

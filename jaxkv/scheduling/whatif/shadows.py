@@ -456,7 +456,7 @@ class Shadows:
             if tier.listens:
                 told = words, visit.positions, now_ms % _TIMES, num_tokens
                 course.mark = tier.executor.begin(*told)
-            tier.executor.touch(words)
+            tier.executor.touch(words, True)
 
     def first_open_block(self, name: str, keys: Sequence[BlockKey]) -> int:
         """Return the first block of a request that a shadow may still be offered."""
@@ -611,7 +611,7 @@ class Shadows:
         if self._pool is None:
             num, ids = tier.executor.lookup(words), _NO_IDS
             if num and self.sample is None:
-                ids, _ = tier.executor.prepare_load(words[:num])
+                _, ids = tier.executor.prepare_load(words[:num])
             return num, ids
         found = tier.executor.find_beside(self._pool.bound, words)
         num, on_device, on_host = found

@@ -565,7 +565,7 @@ def _serve(
         step = _step(executor, keys, offered)
     if step.evicted_keys is not None:
         # The second touch comes before the blocks are ready, which matters to ARC.
-        executor.touch(keys)
+        executor.touch(keys, True)
     executor.complete_step(step.block_ids, step.num_hits)
     if on_arrival is not None and step.num_stored:
         placed = step.block_ids[-len(offered) :]
@@ -581,10 +581,10 @@ def _serve(
 def _step(executor: Executor, keys: Words, admitted: Words) -> Step:
     """Do as `Executor.request_step` does, but store only what may be stored."""
     num_hits = executor.lookup(keys)
-    executor.touch(keys)
+    executor.touch(keys, True)
     block_ids = np.empty(0, np.int64)
     if num_hits:
-        block_ids, _ = executor.prepare_load(keys[:num_hits])
+        _, block_ids = executor.prepare_load(keys[:num_hits])
     if not len(admitted):
         return Step(num_hits, 0, block_ids, keys[:0])
     stored = executor.prepare_store(admitted)
