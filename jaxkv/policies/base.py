@@ -99,22 +99,16 @@ class Policy(NamedTuple):
             under jit. A list in the dict is a list of keys, `bytes`; every key that
             has a block is in one of the lists, and no key is in two. What else is
             in the dict, such as a number, is the policy's own.
-        begin: ``(state, keys, count, positions, now_ms, num_tokens) -> (state, mark)``.
-            A request begins that asks for `num_tokens` (i32[]) tokens, with these
-            keys; `positions` (i32[K]) count the blocks before each in its prefix, and
-            0 begins another prefix. `now_ms` (u32[]) is the time in milliseconds since
-            any moment, modulo 2**32. `mark` (i32[]) comes back when the request
-            finishes. None where the policy does not want to know, as is `finish`:
-            then they are never called, and cost nothing.
-        finish: ``(state, keys, count, positions, now_ms, num_output_tokens, stop, mark)
-            -> state``. It has finished with these keys and generated these tokens
-            (i32[], -1 if that is not known); `stop` (i32[]) is an index of
-            `jaxkv.types.STOPS`.
+        note: ``(state, kind, keys, count, positions, facts) -> (state, mark)``. Use
+            facts (i32[8]) about a request with these keys. `kind`, static, and the
+            places of the facts are those of `jaxkv.policies.facts`. `positions`
+            (i32[K]) count the blocks before each key in its prefix; 0 begins another
+            prefix. `mark` (i32[]) of `BEGIN` is a fact of `FINISH`. None where the
+            policy uses no such facts: then it is never called, and costs nothing.
         native: The same transitions in place, for callers in Python; None where there
             are none, and then these callers run the pure functions.
-        retain: ``(state, keys, count, priority, half_life_ms, ttl_ms, given_ms) ->
-            state``. Give blocks a priority; None where the policy has none, and
-            `jaxkv.policies.make_retained` makes one that has.
+        retains: Whether `note` gives blocks the priority of `RETAIN`;
+            `jaxkv.policies.make_retained` makes a policy that does.
         always_evicts: Whether `evict` finds `num` blocks wherever so many hold a key
             and have a `ref_cnt` of 0, whatever happened before.
         hand_over: ``(state) -> Held``. Say what another policy needs to take over, on
@@ -134,17 +128,16 @@ class Policy(NamedTuple):
     evict: Callable[[PyTree, jax.Array, jax.Array, int], EvictResult]
     snapshot: Callable[[PyTree], dict[str, Any]]
     native: NativePolicy | None = None
-    begin: Callable[..., tuple[PyTree, jax.Array]] | None = None
-    finish: Callable[..., PyTree] | None = None
-    retain: Callable[..., PyTree] | None = None
+    note: Callable[..., tuple[PyTree, jax.Array]] | None = None
+    retains: bool = False
     always_evicts: bool = False
     hand_over: Callable[[PyTree], Held] | None = None
     take_over: Callable[[Held, Learned | None], PyTree] | None = None
 
     @property
     def listens(self) -> bool:
-        """Whether the policy wants to be told when requests begin and finish."""
-        return self.begin is not None
+        """Whether the policy uses facts about requests."""
+        return self.note is not None
 
 
 def native_only(
@@ -173,10 +166,8 @@ def native_only(
         )
 
     names = ["find", "touch", "insert", "remove", "evict"]
-    if native.begin is not None:
-        names += ["begin", "finish"]
-    if native.retain is not None:
-        names.append("retain")
+    if native.note is not None:
+        names.append("note")
     pure: dict[str, Any] = dict.fromkeys(names, refuse)
     return Policy(
         num_blocks=num_blocks,

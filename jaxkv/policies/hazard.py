@@ -48,6 +48,15 @@ from jaxkv.policies import reuse as reuse_lib
 from jaxkv.policies.base import EvictResult, Held, InsertResult, Learned, Policy
 from jaxkv.policies.clock import later
 from jaxkv.policies.directory import SLOTS_PER_BUCKET, Directory
+from jaxkv.policies.facts import (
+    BEGIN,
+    FINISH,
+    MARK,
+    NOW_MS,
+    NUM_OUTPUT,
+    NUM_TOKENS,
+    STOP,
+)
 from jaxkv.policies.ghosts import Ghosts
 from jaxkv.policies.lru import find, native_find
 from jaxkv.policies.native import NativePolicy, register_native
@@ -201,24 +210,46 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
             state.is_queued[entry] = False
 
 
-def begin(
+def note(
     state: HazardState,
+    kind: int,
     keys: Array,
     count: Array,
     positions: Array,
-    now_ms: Array,
-    num_tokens: Array,
+    facts: Array,
 ) -> tuple[HazardState, Array]:
-    """Learn from what a request uses again; see `Policy.begin`."""
+    """Learn from what a request uses again, and how it ends; see `Policy.note`."""
+    if kind == BEGIN:
+        return _begin(state, keys, count, positions, facts)
+    if kind == FINISH:
+        state = _finish(state, keys, count, positions, facts)
+    return state, facts[MARK]
+
+
+@compiled
+def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
+    """Do as `note`, in place."""
+    mark: Any = np.int64(facts[MARK])
+    if kind == BEGIN:
+        mark = np.int64(_native_begin(state, keys, positions, facts))
+    elif kind == FINISH:
+        _native_finish(state, keys, positions, facts)
+    return mark
+
+
+def _begin(
+    state: HazardState, keys: Array, count: Array, positions: Array, facts: Array
+) -> tuple[HazardState, Array]:
+    """Learn which blocks are used again, and give all the request's class."""
     rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
     is_meant = rows < count
-    now_ms = later(state.now_ms, state.is_told, now_ms)
+    now_ms = later(state.now_ms, state.is_told, facts[NOW_MS])
     num_begun = state.num_begun + 1
     reuse = lax.cond(
         num_begun == REBUILD_EVERY, reuse_lib.rebuild, lambda table: table, state.reuse
     )
     num_blocks = jnp.max(jnp.where(is_meant, positions + 1, 1))
-    size = jnp.maximum(num_tokens // num_blocks, 1)
+    size = jnp.maximum(facts[NUM_TOKENS] // num_blocks, 1)
     size = jnp.where(count > 0, size, UNKNOWN_SIZE)
 
     notes, last_ms, entries, tags = _known(state, keys, is_meant)
@@ -254,12 +285,9 @@ def begin(
 
 
 @compiled
-def native_begin(
-    state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int
-) -> Any:
-    """Do as `begin`, in place."""
+def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     num_rows = keys.shape[0]
-    clock.tell(state, now_ms)
+    clock.tell(state, facts[NOW_MS])
     now: Any = np.int64(state.now_ms[()])
     state.num_begun[()] += 1
     if state.num_begun[()] == REBUILD_EVERY:
@@ -269,7 +297,7 @@ def native_begin(
     for row in range(num_rows):
         num_blocks = greater(num_blocks, positions[row] + 1)
     if num_rows:
-        size: Any = np.int64(num_tokens) // num_blocks
+        size: Any = np.int64(facts[NUM_TOKENS]) // num_blocks
         state.block_tokens[()] = lesser(
             np.int64(state.block_tokens[()]), greater(size, 1)
         )
@@ -318,25 +346,18 @@ def native_begin(
     return mark
 
 
-def finish(
-    state: HazardState,
-    keys: Array,
-    count: Array,
-    positions: Array,
-    now_ms: Array,
-    num_output_tokens: Array,
-    stop: Array,
-    mark: Array,
+def _finish(
+    state: HazardState, keys: Array, count: Array, positions: Array, facts: Array
 ) -> HazardState:
-    """Complete the class of a request's blocks; see `Policy.finish`."""
+    """Complete the class of a request's blocks."""
     num_blocks = _num_blocks(state)
     rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
     is_meant = rows < count
-    now_ms = later(state.now_ms, state.is_told, now_ms)
-    steps = jnp.asarray(OUTPUT_STEPS, jnp.int32)
-    output = 1 + jnp.sum(num_output_tokens >= steps, dtype=jnp.int32)
-    output = jnp.where(num_output_tokens < 0, 0, output)
-    of_class = (stop * NUM_OUTPUTS + output) * NUM_ASKED + (mark & ASKED_MASK)
+    now_ms = later(state.now_ms, state.is_told, facts[NOW_MS])
+    steps, mark = jnp.asarray(OUTPUT_STEPS, jnp.int32), facts[MARK]
+    output = 1 + jnp.sum(facts[NUM_OUTPUT] >= steps, dtype=jnp.int32)
+    output = jnp.where(facts[NUM_OUTPUT] < 0, 0, output)
+    of_class = (facts[STOP] * NUM_OUTPUTS + output) * NUM_ASKED + (mark & ASKED_MASK)
     mark = of_class | (mark & TURN_MASK << TURN_SHIFT)
     touches = state.reuse.touches.at[of_class].add(UNIT * count)
 
@@ -359,25 +380,17 @@ def finish(
 
 
 @compiled
-def native_finish(
-    state: Any,
-    keys: Any,
-    positions: Any,
-    now_ms: int,
-    num_output_tokens: int,
-    stop: int,
-    mark: int,
-) -> None:
-    """Do as `finish`, in place."""
+def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
     num_rows = keys.shape[0]
-    clock.tell(state, now_ms)
+    clock.tell(state, facts[NOW_MS])
     now: Any = np.int64(state.now_ms[()])
     output: Any = np.int64(0)
-    if num_output_tokens >= 0:
+    if facts[NUM_OUTPUT] >= 0:
         output = np.int64(1)
         for step in OUTPUT_STEPS:
-            output += num_output_tokens >= step
-    of_class = (stop * NUM_OUTPUTS + output) * NUM_ASKED + (mark & ASKED_MASK)
+            output += facts[NUM_OUTPUT] >= step
+    mark = facts[MARK]
+    of_class = (facts[STOP] * NUM_OUTPUTS + output) * NUM_ASKED + (mark & ASKED_MASK)
     mark = of_class | (mark & TURN_MASK << TURN_SHIFT)
     state.reuse.touches[of_class] += reuse_lib.UNIT * num_rows
 
@@ -720,8 +733,7 @@ def make_hazard(
         snapshot=snapshot,
         native=NATIVE,
         always_evicts=True,
-        begin=begin,
-        finish=finish,
+        note=note,
         hand_over=hand_over,
         take_over=functools.partial(
             take_over, num_blocks, num_ghosts, objective == "flops"
@@ -1103,8 +1115,7 @@ NATIVE = NativePolicy(
     native_insert,
     native_remove,
     native_evict,
-    begin=native_begin,
-    finish=native_finish,
+    note=native_note,
 )
 
 

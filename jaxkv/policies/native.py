@@ -32,12 +32,8 @@ class NativePolicy(NamedTuple):
             (i32[K]) and their keys to `keys` (u32[K, 8]); all or none.
         variant: A number that three of them are given, so that policies which differ
             in details share their machine code.
-        begin: ``(state, keys, positions, now_ms, num_tokens) -> mark``. A request
-            begins; None, as for `finish`, where the policy is not to be told.
-        finish: ``(state, keys, positions, now_ms, num_output_tokens, stop, mark)``.
-            It has finished.
-        retain: ``(state, keys, priority, half_life_ms, ttl_ms, given_ms)``. Give
-            blocks a priority; None where there are none.
+        note: ``(state, kind, keys, positions, facts) -> mark``. Use facts about a
+            request; see `Policy.note`. None where the policy uses none.
         remove_blocks: ``(state, entries, block_ids)``. In place of `remove`, for a
             policy that has to know the blocks (i32[K]) of the entries; None, as a rule.
     """
@@ -48,9 +44,7 @@ class NativePolicy(NamedTuple):
     remove: Callable[..., None]
     evict: Callable[..., Any]
     variant: int = 0
-    begin: Callable[..., Any] | None = None
-    finish: Callable[..., None] | None = None
-    retain: Callable[..., None] | None = None
+    note: Callable[..., Any] | None = None
     remove_blocks: Callable[..., None] | None = None
 
     @property
@@ -82,33 +76,8 @@ def register_native(state_class: type, native: NativePolicy) -> None:
 
 
 @compiled
-def _begin(state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
+def _note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
     return 0
-
-
-@compiled
-def _finish(
-    state: Any,
-    keys: Any,
-    positions: Any,
-    now_ms: int,
-    num_output_tokens: int,
-    stop: int,
-    mark: int,
-) -> None:
-    pass
-
-
-@compiled
-def _retain(
-    state: Any,
-    keys: Any,
-    priority: int,
-    half_life_ms: int,
-    ttl_ms: int,
-    given_ms: int,
-) -> None:
-    pass
 
 
 @compiled
@@ -118,8 +87,6 @@ def _remove_blocks(state: Any, entries: Any, block_ids: Any) -> None:
 
 # What is done for a policy that has no function of the name.
 _DEFAULTS: dict[str, Callable[..., Any]] = {
-    "begin": _begin,
-    "finish": _finish,
-    "retain": _retain,
+    "note": _note,
     "remove_blocks": _remove_blocks,
 }

@@ -15,8 +15,7 @@ false, as for vLLM's ARC) is asked for all of them at once, as what it had evict
 not be had back; and if it refuses because of what it was shown, without priorities.
 
 Of two priorities that a block is given the one counts that is higher when the second is
-given; the second, if they are equal. The time is what `begin`, `finish` and `retain`
-are told.
+given; the second, if they are equal. The time is that of the last note.
 """
 
 from __future__ import annotations
@@ -34,6 +33,14 @@ from jaxkv.compiling import compiled, empty, filled, functions_of, inlined, less
 from jaxkv.policies import clock
 from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.clock import later
+from jaxkv.policies.facts import (
+    HALF_LIFE_MS,
+    MARK,
+    NOW_MS,
+    PRIORITY,
+    RETAIN,
+    TTL_MS,
+)
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.xla import after, full
 from jaxkv.types import NO_BLOCK, PyTree
@@ -162,113 +169,57 @@ def native_remove(state: Any, entries: Any, block_ids: Any) -> None:
             _put(state, block_ids[row], NOT_HELD)
 
 
-def begin(
+def note(
     inner: Policy,
     state: RetainedState,
+    kind: int,
     keys: Array,
     count: Array,
     positions: Array,
-    now_ms: Array,
-    num_tokens: Array,
+    facts: Array,
 ) -> tuple[RetainedState, Array]:
-    """Note the time of a request's beginning; see `Policy.begin`."""
-    state, mark = _tell(state, now_ms), jnp.zeros((), jnp.int32)
-    if inner.begin is None:
-        return state, mark
-    told, mark = inner.begin(state.inner, keys, count, positions, now_ms, num_tokens)
-    return dataclasses.replace(state, inner=told), mark
+    """Give blocks a priority, or show the inner policy a request; see `Policy.note`."""
+    state = _tell(state, facts[NOW_MS])
+    if kind == RETAIN:
+        return _retain(inner, state, keys, count, facts), facts[MARK]
+    if inner.note is None:
+        return state, facts[MARK]
+    noted, mark = inner.note(state.inner, kind, keys, count, positions, facts)
+    return dataclasses.replace(state, inner=noted), mark
 
 
 @compiled
-def native_begin(
-    state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int
-) -> Any:
-    """Do as `begin`, in place."""
-    inner = state.inner
-    clock.tell(state, now_ms)
-    return functions_of(inner).begin(inner, keys, positions, now_ms, num_tokens)
+def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
+    """Do as `note`, in place."""
+    inner, mark = state.inner, np.int64(facts[MARK])
+    clock.tell(state, facts[NOW_MS])
+    if kind == RETAIN:
+        _native_retain(state, keys, facts)
+    else:
+        mark = np.int64(functions_of(inner).note(inner, kind, keys, positions, facts))
+    return mark
 
 
-def finish(
-    inner: Policy,
-    state: RetainedState,
-    keys: Array,
-    count: Array,
-    positions: Array,
-    now_ms: Array,
-    num_output_tokens: Array,
-    stop: Array,
-    mark: Array,
+def _retain(
+    inner: Policy, state: RetainedState, keys: Array, count: Array, facts: Array
 ) -> RetainedState:
-    """Note the time of a request's end; see `Policy.finish`."""
-    state = _tell(state, now_ms)
-    if inner.finish is None:
-        return state
-    told = inner.finish(
-        state.inner, keys, count, positions, now_ms, num_output_tokens, stop, mark
-    )
-    return dataclasses.replace(state, inner=told)
+    """Give blocks (keys without one are ignored) a priority, from 0 to 99.
 
-
-@compiled
-def native_finish(
-    state: Any,
-    keys: Any,
-    positions: Any,
-    now_ms: int,
-    num_output_tokens: int,
-    stop: int,
-    mark: int,
-) -> None:
-    """Do as `finish`, in place."""
-    inner = state.inner
-    clock.tell(state, now_ms)
-    functions_of(inner).finish(
-        inner, keys, positions, now_ms, num_output_tokens, stop, mark
-    )
-
-
-def retain(
-    inner: Policy,
-    state: RetainedState,
-    keys: Array,
-    count: Array,
-    priority: Array,
-    half_life_ms: Array,
-    ttl_ms: Array,
-    given_ms: Array,
-) -> RetainedState:
-    """Give blocks a priority; see `Policy.retain`.
-
-    Args:
-        inner: The inner policy.
-        state: The state before.
-        keys: u32[K, 8]. Keys without a block are ignored.
-        count: i32[]. How many of them are meant.
-        priority: i32[]. From 0 to 99; -1 to have them be ordinary, whatever they were
-            given.
-        half_life_ms: u32[]. 0 for none.
-        ttl_ms: u32[]. 0 for none.
-        given_ms: u32[]. When it is given, or was. The time is told by that as well.
-
-    Returns:
-        The state after.
+    -1 (`RELEASE`) makes them ordinary, whatever they were given.
     """
-    given_ms = jnp.asarray(given_ms, jnp.uint32)
-    state = _tell(state, given_ms)
     num_blocks = state.priorities.shape[0]
     found = inner.find(state.inner, keys, count)
     blocks = jnp.where(found == NO_BLOCK, num_blocks, found)
     before = state.priorities.at[blocks].get(mode="fill", fill_value=ORDINARY)
     old_terms = state.terms.at[blocks].get(mode="fill", fill_value=0)
-    times = given_ms, half_life_ms, ttl_ms
-    terms = jnp.stack([jnp.asarray(time_ms, jnp.uint32) for time_ms in times])
-    own = _decayed(jnp.asarray(priority), terms, state.now_ms)
+    terms = jnp.stack([facts[NOW_MS], facts[HALF_LIFE_MS], facts[TTL_MS]])
+    terms, priority = terms.astype(jnp.uint32), facts[PRIORITY]
+    own = _decayed(priority, terms, state.now_ms)
     is_higher = (own > 0) & (own >= _decayed(before, old_terms, state.now_ms))
     is_put = is_higher | (priority < 0)
     blocks = after(jnp.where(is_put, blocks, num_blocks), before, old_terms)
     with_terms = jnp.where(is_higher, blocks, num_blocks)
-    new = jnp.maximum(priority, ORDINARY).astype(jnp.int32)
+    new = jnp.maximum(priority, ORDINARY)
     priorities = state.priorities.at[blocks].set(new, mode="drop")
     return dataclasses.replace(
         state,
@@ -279,17 +230,10 @@ def retain(
 
 
 @compiled
-def native_retain(
-    state: Any,
-    keys: Any,
-    priority: int,
-    half_life_ms: int,
-    ttl_ms: int,
-    given_ms: int,
-) -> None:
-    """Do as `retain`, in place."""
-    clock.tell(state, given_ms)
+def _native_retain(state: Any, keys: Any, facts: Any) -> None:
     now: Any = np.int64(state.now_ms[()])
+    priority, given_ms = facts[PRIORITY], facts[NOW_MS]
+    half_life_ms, ttl_ms = facts[HALF_LIFE_MS], facts[TTL_MS]
     entries = empty(keys.shape[0], np.int32)
     block_ids = empty(keys.shape[0], np.int32)
     functions_of(state.inner).find(state.inner, keys, entries, block_ids)
@@ -525,7 +469,7 @@ def make_retained(inner: Policy) -> Policy:
         inner: The other policy.
 
     Returns:
-        The policy, whose `retain` gives blocks priorities. Equal arguments give the
+        The policy, whose `note` gives blocks priorities. Equal arguments give the
         same object.
 
     Raises:
@@ -534,16 +478,17 @@ def make_retained(inner: Policy) -> Policy:
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxkv.policies import make_lru
+        >>> from jaxkv.policies.facts import RETAIN, facts
         >>> lru = make_retained(make_lru(num_blocks=4))
         >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
         >>> state, _ = lru.insert(lru.init(), keys, jnp.array([3, 1]))
-        >>> count, priority, half_life_ms = jnp.int32(1), jnp.int32(80), 60_000
-        >>> state = lru.retain(state, keys, count, priority, half_life_ms, 0, 0)
+        >>> given = jnp.array(facts(0, priority=80, half_life_ms=60_000))
+        >>> state, _ = lru.note(state, RETAIN, keys, jnp.int32(1), given[:2], given)
         >>> evicted = lru.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
         >>> evicted.block_ids.tolist()  # 3 was used before it, but is retained
         [1, -1]
     """
-    if inner.retain is not None:
+    if inner.retains:
         raise ValueError("the policy retains blocks already; wrap it once.")
     own = None
     if inner.native is not None:
@@ -559,9 +504,7 @@ def make_retained(inner: Policy) -> Policy:
             remove,
             evict,
             snapshot,
-            begin,
-            finish,
-            retain,
+            note,
         )
     }
     return Policy(
@@ -569,6 +512,7 @@ def make_retained(inner: Policy) -> Policy:
         max_batch=inner.max_batch,
         native=own,
         always_evicts=inner.always_evicts,
+        retains=True,
         **of_inner,
     )
 
@@ -611,9 +555,7 @@ NATIVE = NativePolicy(
     native_insert,
     native_remove,
     native_evict,
-    begin=native_begin,
-    finish=native_finish,
-    retain=native_retain,
+    note=native_note,
     remove_blocks=native_remove,
 )
 

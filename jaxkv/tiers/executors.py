@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from jaxkv._util import shown
 from jaxkv.compiling import Bound, EntryPoints, entry_point, own
 from jaxkv.policies.base import Policy
+from jaxkv.policies.facts import BEGIN, Facts, facts
 from jaxkv.tiers import device_native, host_native, host_state
 from jaxkv.tiers.base import refuse_outside
 from jaxkv.tiers.host_state import HostState
@@ -88,7 +89,7 @@ class Op(Generic[Arguments, Answer]):
     """A verb over keys: the functions of its name in `host_state` and `host_native`.
 
     Args:
-        samples: Arguments like those that follow the keys.
+        samples: Arguments like those that follow the keys; an int is static for XLA.
         writes: The dtype of an array, one item per key, that the native function
             writes and the pure one returns; None for none.
         evicts: Whether the same holds for evicted keys, u32[n, 8].
@@ -123,11 +124,7 @@ class _Verbs:
     find_readable = Op[[Words], Blocks](writes=np.int32)
     lookup = Op[[Words], int]()
     touch = Op[[Words, bool], None](True, has_variant=True)
-    begin = Op[[Words, Positions, int, int], int](_SOME_POSITIONS, 0, 0)
-    finish = Op[[Words, Positions, int, int, int, int], None](
-        _SOME_POSITIONS, 0, 0, 0, 0
-    )
-    retain = Op[[Words, int, int, int, int], None](0, 0, 0, 0)
+    note = Op[[Words, int, Positions, Facts], int](BEGIN, _SOME_POSITIONS, facts(0))
     prepare_load = Op[[Words], tuple[int, Ids]](
         writes=np.int64, answer=lambda *row_and_ids: row_and_ids
     )
@@ -305,8 +302,12 @@ class XlaExecutor(_Verbs):
         num_keys = len(keys)
         padded = np.zeros((_padded(num_keys), KEY_WORDS), np.uint32)
         padded[:num_keys] = keys
-        batch = padded, np.int32(num_keys), *map(_as_traced, arguments)
-        self.state, result = _compiled(op.name, self._policy, self.state, *batch)
+        static = tuple(value for value in arguments if type(value) is int)
+        rest = map(_as_traced, arguments[len(static) :])
+        self.state, result = _compiled(
+            *(op.name, static, self._policy, self.state, padded, np.int32(num_keys)),
+            *rest,
+        )
 
         def as_native(value: Any) -> Any:
             if not value.ndim:
@@ -384,10 +385,19 @@ def cpu_device() -> jax.Device:
         return jax.local_devices()[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _compiled(name: str, policy: Policy, state: HostState, *batch: Any) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _compiled(
+    name: str,
+    static: tuple[int, ...],
+    policy: Policy,
+    state: HostState,
+    keys: Any,
+    count: Any,
+    *rest: Any,
+) -> Any:
     """Run a pure function, which returns a state, an answer, or both."""
-    result = getattr(host_state, name)(policy, state, *batch)
+    function = getattr(host_state, name)
+    result = function(policy, state, keys, count, *static, *rest)
     if isinstance(result, HostState):
         return result, None
     if isinstance(result, tuple) and isinstance(result[0], HostState):
@@ -413,10 +423,11 @@ def _padded(size: int) -> int:
 
 
 def _as_traced(argument: Any) -> Any:
-    """Pad an array with an item per key; cut a number to 32 bits."""
+    """Pad an array with an item per key; make one of facts, each cut to 32 bits."""
     if isinstance(argument, np.ndarray):
         return _pad(argument, 0)
-    return argument if isinstance(argument, bool) else np.int64(argument).astype("i4")
+    is_facts = isinstance(argument, tuple)
+    return np.array(argument, np.int64).astype(np.int32) if is_facts else argument
 
 
 def _pad(numbers: NDArray[Any], padding: int) -> NDArray[np.int32]:

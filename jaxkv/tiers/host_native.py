@@ -118,41 +118,10 @@ def touch(state: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
 
 
 @compiled
-def begin(state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
-    """Tell the policy that a request begins; see `NativePolicy.begin`."""
+def note(state: Any, keys: Any, kind: int, positions: Any, facts: Any) -> Any:
+    """Show the policy facts about a request; see `NativePolicy.note`."""
     policy = state.policy
-    return functions_of(policy).begin(policy, keys, positions, now_ms, num_tokens)
-
-
-@compiled
-def finish(
-    state: Any,
-    keys: Any,
-    positions: Any,
-    now_ms: int,
-    num_output_tokens: int,
-    stop: int,
-    mark: int,
-) -> None:
-    """Tell the policy that a request has finished; see `NativePolicy.finish`."""
-    policy = state.policy
-    functions_of(policy).finish(
-        policy, keys, positions, now_ms, num_output_tokens, stop, mark
-    )
-
-
-@compiled
-def retain(
-    state: Any,
-    keys: Any,
-    priority: int,
-    half_life_ms: int,
-    ttl_ms: int,
-    given_ms: int,
-) -> None:
-    """Give blocks a priority; see `NativePolicy.retain`."""
-    policy = state.policy
-    functions_of(policy).retain(policy, keys, priority, half_life_ms, ttl_ms, given_ms)
+    return functions_of(policy).note(policy, kind, keys, positions, facts)
 
 
 @compiled

@@ -141,59 +141,20 @@ def touch(
     return dataclasses.replace(state, policy=touched)
 
 
-def begin(
+def note(
     policy: Policy,
     state: HostState,
     keys: Array,
     count: Array,
+    kind: int,
     positions: Array,
-    now_ms: Array,
-    num_tokens: Array,
+    facts: Array,
 ) -> tuple[HostState, Array]:
-    """Tell a policy that listens that a request begins; see `Policy.begin`."""
-    if policy.begin is None:
+    """Show the policy facts about a request, if it uses any; see `Policy.note`."""
+    if policy.note is None:
         return state, jnp.zeros((), jnp.int32)
-    told, mark = policy.begin(state.policy, keys, count, positions, now_ms, num_tokens)
-    return dataclasses.replace(state, policy=told), mark
-
-
-def finish(
-    policy: Policy,
-    state: HostState,
-    keys: Array,
-    count: Array,
-    positions: Array,
-    now_ms: Array,
-    num_output_tokens: Array,
-    stop: Array,
-    mark: Array,
-) -> HostState:
-    """Tell a policy that listens that a request has finished; see `Policy.finish`."""
-    if policy.finish is None:
-        return state
-    told = policy.finish(
-        state.policy, keys, count, positions, now_ms, num_output_tokens, stop, mark
-    )
-    return dataclasses.replace(state, policy=told)
-
-
-def retain(
-    policy: Policy,
-    state: HostState,
-    keys: Array,
-    count: Array,
-    priority: Array,
-    half_life_ms: Array,
-    ttl_ms: Array,
-    given_ms: Array,
-) -> HostState:
-    """Give blocks a priority, if the policy has any; see `Policy.retain`."""
-    if policy.retain is None:
-        return state
-    terms = priority, half_life_ms, ttl_ms, given_ms
-    return dataclasses.replace(
-        state, policy=policy.retain(state.policy, keys, count, *terms)
-    )
+    noted, mark = policy.note(state.policy, kind, keys, count, positions, facts)
+    return dataclasses.replace(state, policy=noted), mark
 
 
 def prepare_load(

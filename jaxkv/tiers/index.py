@@ -22,6 +22,7 @@ from jaxkv.keys.packed import (
 )
 from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.base import Policy
+from jaxkv.policies.facts import BEGIN, FINISH, RETAIN, facts
 from jaxkv.policies.lru import LRUState, next_victims
 from jaxkv.policies.retained import RELEASE
 from jaxkv.policies.reuse import ReuseTable
@@ -56,6 +57,7 @@ from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
 _LEAST_MAX_BATCH = 4096
 NO_IDS = np.empty(0, np.int64)
+_NO_POSITIONS = np.empty(0, np.int32)
 _TIMES = 1 << 32  # Times on the array side have 32 bits.
 _MOST_COUNT = (1 << 31) - 1
 
@@ -162,7 +164,7 @@ class BlockIndex:
         self.num_blocks = num_blocks
         self.policy = _as_policy(cache_policy, num_blocks)
         self._tells_keys = self.policy.listens
-        if retention and self.policy.retain is None:
+        if retention and not self.policy.retains:
             self.policy = make_retained(self.policy)
         self._alternatives = {
             name: _as_policy(name, num_blocks) for name in alternatives
@@ -173,7 +175,7 @@ class BlockIndex:
                 "no other policy can take over."
             )
         self.listens = any(policy.listens for policy in self._policies)
-        self.retains = self.policy.retain is not None
+        self.retains = self.policy.retains
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.drops = DropReasons(remember_drops)
         self.num_held_blocks = 0
@@ -261,10 +263,9 @@ class BlockIndex:
         self._pass_time(int(now_ms))
         if retention is None:
             self._notes.forget(names)
-            self._give(names, RELEASE, 0, 0, self._now_ms)
         else:
             self._notes.note(names, retention, self._now_ms)
-            self._give_retention(names, retention, self._now_ms)
+        self._give(names, retention, self._now_ms)
 
     def begin_request(
         self,
@@ -301,7 +302,9 @@ class BlockIndex:
         if told is None:
             return 0
         self._pass_time(int(now_ms))
-        return self.executor.begin(*told, self._now_ms % _TIMES, int(num_tokens))
+        words, where = told
+        about = facts(self._now_ms % _TIMES, num_tokens=int(num_tokens))
+        return self.executor.note(words, BEGIN, where, about)
 
     def finish_request(
         self,
@@ -336,9 +339,14 @@ class BlockIndex:
         told = self._rows_told(block_hashes, positions)
         if told is not None:
             self._pass_time(int(now_ms))
-            output = -1 if num_output_tokens is None else int(num_output_tokens)
-            numbers = output, STOPS.index(stop), int(mark)
-            self.executor.finish(*told, self._now_ms % _TIMES, *numbers)
+            words, where = told
+            about = facts(
+                self._now_ms % _TIMES,
+                num_output=-1 if num_output_tokens is None else int(num_output_tokens),
+                stop=STOPS.index(stop),
+                mark=int(mark),
+            )
+            self.executor.note(words, FINISH, where, about)
 
     def has_room(self, block_hashes: Iterable[bytes], pinned: BlockIds = ()) -> bool:
         """Tell whether `place`, not filtered, would find room; nothing changes.
@@ -767,16 +775,16 @@ class BlockIndex:
     def _warm_up(self, policy: Policy) -> None:
         scratch = make_executor(policy, self._executor_name)
         _, words = pack([bytes(KEY_BYTES)])
-        ids = np.zeros(1, np.int64)
+        ids, where = np.zeros(1, np.int64), np.zeros(1, np.int32)
         for read in (scratch.find, scratch.find_readable):
             read(words)
         for counts_as_use in (True, False):
             scratch.touch(words, counts_as_use)
         if self.listens:
-            mark = scratch.begin(words, np.zeros(1, np.int32), 0, 1)
-            scratch.finish(words, np.zeros(1, np.int32), 0, -1, 0, mark)
+            scratch.note(words, BEGIN, where, facts(0))
+            scratch.note(words, FINISH, where, facts(0))
         if self.retains:
-            scratch.retain(words, RELEASE, 0, 0, 0)
+            scratch.note(words, RETAIN, where, facts(0))
         scratch.prepare_store(words)
         scratch.complete_store(words, True)
         scratch.pin(ids)
@@ -835,35 +843,25 @@ class BlockIndex:
         if self._is_told and ahead > 0 and ahead % _TIMES >= _TIMES // 2:
             between = (self._now_ms + ahead % _TIMES // 2) % _TIMES
             _, no_keys = pack([])
-            nothing = no_keys, np.empty(0, np.int32)
-            self.executor.finish(*nothing, between, -1, 0, 0)
+            self.executor.note(no_keys, FINISH, _NO_POSITIONS, facts(between))
         self._now_ms, self._is_told = now_ms, True
 
-    def _give_retention(
-        self, names: list[bytes], retention: Retention, given_ms: int
-    ) -> None:
-        terms = retention.priority, retention.half_life_ms, retention.ttl_ms
-        self._give(names, *terms, given_ms)
-
     def _give(
-        self,
-        names: list[bytes],
-        priority: int,
-        half_life_ms: int,
-        ttl_ms: int,
-        given_ms: int,
+        self, names: list[bytes], retention: Retention | None, given_ms: int
     ) -> None:
-        """Give blocks that are here a priority, a part of them at a time."""
+        """Give blocks that are here a priority, or none, a batch at a time."""
         _, words = pack(names)
-        most = self.policy.max_batch
-        for start in range(0, len(words), most):
-            self.executor.retain(
-                words[start : start + most],
-                priority,
-                half_life_ms,
-                ttl_ms,
+        about = facts(given_ms % _TIMES, priority=RELEASE)
+        if retention is not None:
+            about = facts(
                 given_ms % _TIMES,
+                priority=retention.priority,
+                half_life_ms=retention.half_life_ms,
+                ttl_ms=retention.ttl_ms,
             )
+        for start in range(0, len(words), self.policy.max_batch):
+            batch = words[start : start + self.policy.max_batch]
+            self.executor.note(batch, RETAIN, _NO_POSITIONS, about)
 
     def _touch_in_parts(self, words: Words, *, counts_as_use: bool) -> None:
         most = self.policy.max_batch
@@ -900,7 +898,7 @@ class BlockIndex:
         if self.retains and self._notes:
             noted = self._notes.groups(to_store, self._now_ms)
             for (retention, given_ms), keys in noted:
-                self._give_retention(keys, retention, given_ms)
+                self._give(keys, retention, given_ms)
         self.num_held_blocks += num_stored - num_evicted
         self.num_evicted += num_evicted
         self.num_lost += num_evicted

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies import PolicyMaker, get_policy_maker
+from jaxkv.policies.facts import BEGIN, FINISH, facts
 from jaxkv.policies.registry import AUTO
 from jaxkv.tiers.bare import those_of
 from jaxkv.tiers.executors import Executor, Step, Words, make_executor
@@ -535,13 +536,13 @@ def _serve(
     def begin() -> int:
         if news is None or not num_asked:
             return 0
-        asked = keys[:num_asked], positions[:num_asked]
-        return executor.begin(*asked, news.time_ms, news.input_tokens)
+        about = facts(news.time_ms, num_tokens=news.input_tokens)
+        return executor.note(keys[:num_asked], BEGIN, positions[:num_asked], about)
 
     def finish(mark: int) -> None:
         if news is not None:
-            end = news.time_ms, news.output_tokens, news.stop
-            executor.finish(keys, positions, *end, mark)
+            end = {"num_output": news.output_tokens, "stop": news.stop, "mark": mark}
+            executor.note(keys, FINISH, positions, facts(news.time_ms, **end))
 
     if ahead is not None:
         num_found, num_stored, is_refused = serve_behind(
