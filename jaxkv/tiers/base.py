@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -63,36 +63,6 @@ def refuse_outside(
     if ids.size and not (least <= int(ids.min()) and int(ids.max()) < end):
         wrong = next(each for each in ids.tolist() if not least <= each < end)
         raise ValueError(f"{name}={wrong} must be in [{least}, {end}).")
-
-
-class Tier(Protocol):
-    """A place that blocks can be found in, as the search and the scheduler see it."""
-
-    @property
-    def medium(self) -> str:
-        """The name of the tier in events."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the tier."""
-        ...
-
-    def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
-        """Find the block that serves each key: i32[n], NO_BLOCK where none can."""
-        ...
-
-    def pin(self, block_ids: BlockIds) -> None:
-        """Keep blocks from being reused while a transfer reads or writes them."""
-        ...
-
-    def unpin(self, block_ids: BlockIds) -> None:
-        """Take pins back."""
-        ...
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """Hand out what happened since the last time."""
-        ...
 
 
 @dataclasses.dataclass(eq=False, slots=True)

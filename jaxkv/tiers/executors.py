@@ -183,16 +183,17 @@ class NativeExecutor(_Verbs):
             getattr(host_native, op.name), *head, _SOME_KEYS, *op.samples, *arrays
         )
 
+        call: Callable[..., Any] = functools.partial(function, *head)
+        run = call
+
         def write(keys: Words, *arguments: Any) -> Any:
             array = np.empty(len(keys), dtype)
-            number = function(*head, keys, *arguments, array)
-            return answer(number, array)
+            return answer(run(keys, *arguments, array), array)
 
         def write_evicted(keys: Words) -> Any:
             array, evicted = np.empty(len(keys), dtype), room.of(len(keys))
-            return answer(*function(*head, keys, array, evicted), array, evicted)
+            return answer(*run(keys, array, evicted), array, evicted)
 
-        call: Callable[..., Any] = functools.partial(function, *head)
         if arrays:
             call = write_evicted if op.evicts else write
         vars(self)[op.name] = call  # From now on found without coming here.
