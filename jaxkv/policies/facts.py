@@ -36,5 +36,5 @@ def facts(
     half_life_ms: int = 0,
     ttl_ms: int = 0,
 ) -> Facts:
-    """Put facts in their places."""
+    """Return a row of facts in their places."""
     return now_ms, num_tokens, num_output, stop, mark, priority, half_life_ms, ttl_ms

@@ -1,4 +1,4 @@
-"""What a cache policy does in place: the native counterpart of the pure contract."""
+"""The in-place functions of a cache policy, counterparts of the pure ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NativePolicy(NamedTuple):
             more than the order.
         insert: ``(state, variant, keys, block_ids)``. Add a key wherever `block_ids`
             (i32[K]) is not NO_BLOCK, which is written where there is no room for it.
-        remove: ``(state, entries)``. Forget entries, each of which holds a block.
+        remove: ``(state, entries)``. Forget entries; each holds a block.
         evict: ``(state, variant, num, ref_cnt, block_ids, keys) -> bool``. Evict `num`
             blocks whose `ref_cnt` (i32[B]) is 0, write their ids to `block_ids`
             (i32[K]) and their keys to `keys` (u32[K, 8]); all or none.
@@ -49,15 +49,15 @@ class NativePolicy(NamedTuple):
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Those that it has, by their names."""
-        return {name: own for name, own in self._asdict().items() if callable(own)}
+        """The functions that the policy has, by their names."""
+        return {name: f for name, f in self._asdict().items() if callable(f)}
 
 
 _registered: dict[type, NativePolicy] = {}
 
 
 def register_native(state_class: type, native: NativePolicy) -> None:
-    """Have compiled functions call a policy's own wherever they meet its state.
+    """Tie a policy's functions to its state, so that compiled functions find them.
 
     Args:
         state_class: The class of the policy's state.
@@ -66,8 +66,8 @@ def register_native(state_class: type, native: NativePolicy) -> None:
     Raises:
         ValueError: If the class is known with other functions.
     """
-    known = _registered.setdefault(state_class, native)
-    if known.functions != native.functions:
+    before = _registered.setdefault(state_class, native)
+    if before.functions != native.functions:
         raise ValueError(
             f"{state_class} has native functions already; another policy must have a "
             "state class of its own."

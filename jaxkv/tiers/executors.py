@@ -6,8 +6,8 @@ runs the pure functions (`host_state`) as XLA programs: for policies that have n
 others, and for comparison. Both give the same answers and, to the bit, the same states.
 Keys are u32[n, 8], C-contiguous and read-only; n is at least 1.
 
-`Executor` is the table of verbs. A new verb is a function in `host_state`, its twin in
-`host_native`, and a row of the table.
+`_Verbs` is the table of verbs over keys. A new one is a function in `host_state`, its
+twin in `host_native`, and a row of the table.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer", covariant=True)
 
 # What compiled functions are made ready for; keys are read-only.
-_SOME_KEYS = np.frombuffer(bytes(4 * KEY_WORDS), np.uint32).reshape(1, KEY_WORDS)
-_SOME_IDS = np.empty(1, np.int64)
-_SOME_POSITIONS = np.zeros(1, np.int32)
+_SAMPLE_KEYS = np.frombuffer(bytes(4 * KEY_WORDS), np.uint32).reshape(1, KEY_WORDS)
+_SAMPLE_IDS = np.empty(1, np.int64)
+_SAMPLE_POSITIONS = np.zeros(1, np.int32)
 
 _SMALLEST_BATCH = 16
 _BATCH_STEP = 4
@@ -124,7 +124,7 @@ class _Verbs:
     find_readable = Op[[Words], Blocks](writes=np.int32)
     lookup = Op[[Words], int]()
     touch = Op[[Words, bool], None](True, has_variant=True)
-    note = Op[[Words, int, Positions, Facts], int](BEGIN, _SOME_POSITIONS, facts(0))
+    note = Op[[Words, int, Positions, Facts], int](BEGIN, _SAMPLE_POSITIONS, facts(0))
     prepare_load = Op[[Words], tuple[int, Ids]](
         writes=np.int64, answer=lambda *row_and_ids: row_and_ids
     )
@@ -158,8 +158,8 @@ class NativeExecutor(_Verbs):
         self._by_ids = EntryPoints(
             host_native,
             {
-                "pin": (self._ref_cnt, _SOME_IDS),
-                "complete_step": (self._ref_cnt, _SOME_IDS, 0, 0),
+                "pin": (self._ref_cnt, _SAMPLE_IDS),
+                "complete_step": (self._ref_cnt, _SAMPLE_IDS, 0, 0),
             },
         )
         # Functions that take the device's state, too, once they were called.
@@ -180,7 +180,7 @@ class NativeExecutor(_Verbs):
         if op.evicts:
             arrays.append(room.of(1))
         function = entry_point(
-            getattr(host_native, op.name), *head, _SOME_KEYS, *op.samples, *arrays
+            getattr(host_native, op.name), *head, _SAMPLE_KEYS, *op.samples, *arrays
         )
 
         call: Callable[..., Any] = functools.partial(function, *head)
@@ -286,7 +286,7 @@ class _Room:
 class XlaExecutor(_Verbs):
     """Runs the pure functions as XLA programs, with keys padded to a few sizes.
 
-    Its methods are those of `NativeExecutor`, except `place_from`.
+    It has the methods of `NativeExecutor`, except `place_from`.
     """
 
     def __init__(self, policy: Policy, state: HostState) -> None:

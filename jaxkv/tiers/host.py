@@ -24,12 +24,12 @@ from jaxkv.types import KEY_BYTES, NO_BLOCK
 class OffloadingManager(BlockIndex):
     """A `BlockIndex` of the host, with the calls of vLLM.
 
-    The methods, their order of calls and their results are those of vLLM 0.19.1's
+    Methods, order of calls and results equal vLLM 0.19.1's
     `CPUOffloadingManager`, with three differences: misuse raises a ValueError that
     names the key; a call that raises changes nothing; and a key that is given twice to
     `prepare_store` takes one block (vLLM's takes two and never finds the first again).
 
-    Arguments, errors and attributes are those of `BlockIndex`.
+    For arguments, errors and attributes see `BlockIndex`.
 
     Example:
         >>> m = OffloadingManager(block_size=16, num_blocks=2)
@@ -102,15 +102,15 @@ class OffloadingManager(BlockIndex):
     def prepare_store(
         self, block_hashes: Iterable[bytes], *, filtered: bool = True
     ) -> PrepareStoreOutput | None:
-        """Do as `place` does, and list all keys.
+        """Find room for blocks as `place` does, and list all keys.
 
         Args:
             block_hashes: Keys of blocks that could be stored.
             filtered: Whether a `store_threshold` counts.
 
         Returns:
-            What to store where, and what had to leave; None if there is no room, and
-            then nothing has changed.
+            Keys to store and evicted keys; None if there is no room, and then nothing
+            has changed.
         """
         placement = self.place(block_hashes, filtered=filtered)
         return None if placement is None else _as_output(placement)
@@ -150,7 +150,7 @@ class OffloadingManager(BlockIndex):
         return RequestStepOutput(num_hits, loads, store, (self.executor, block_ids))
 
     def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
-        """Have blocks be found, as their bytes have arrived; see `BlockIndex`."""
+        """Make blocks findable: their bytes have arrived; see `BlockIndex`."""
         check_are_bytes(keys)
         super().publish(block_ids, keys)
 

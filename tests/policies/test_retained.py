@@ -10,7 +10,7 @@ import pytest
 from jaxkv.compiling import own
 from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.facts import BEGIN, RETAIN, facts
-from jaxkv.policies.retained import MOST_HALVINGS, MOST_PRIORITY, RELEASE
+from jaxkv.policies.retained import MAX_HALVINGS, MAX_PRIORITY, RELEASE
 from jaxkv.tiers.executors import NativeExecutor, make_executor
 
 NUM_BLOCKS = 6
@@ -80,7 +80,7 @@ def test_a_priority_halves_with_every_half_life_and_ends_with_the_time_to_live()
     lru.retain([1, 2, 3, 4, 5], 30, ttl_ms=100 * MINUTE_MS)
     assert lru.victims(1, at_ms=2 * MINUTE_MS - 1) == {1}  # 40 against 30
     assert lru.victims(1, at_ms=2 * MINUTE_MS) == {0}  # 20
-    assert MOST_PRIORITY >> MOST_HALVINGS == 0
+    assert MAX_PRIORITY >> MAX_HALVINGS == 0
     lru.retain([0], RELEASE)
     lru.retain([0, 1], 99, ttl_ms=MINUTE_MS)
     assert not lru.victims(4, at_ms=MINUTE_MS - 1) & {0, 1}
