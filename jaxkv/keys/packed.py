@@ -154,11 +154,11 @@ class UnlistedKeys(Sequence[bytes]):
         return key
 
 
-def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
+def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], NDArray[np.uint32]]:
     """List keys, of any length, and lay out their stand-ins on the array side.
 
     A key that is not of 32 bytes is there as `key_from_foreign`. The answer is the keys
-    as they were given, the same list if they are one, and u32[n, 8].
+    as they were given, the same object if it is a list of any kind, and u32[n, 8].
 
     Example:
         >>> names, words = pack([b"k" * 32, b"short"])
@@ -171,10 +171,15 @@ def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
     return listed, words
 
 
-def lay_out(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32], bool]:
+def lay_out(
+    names: Iterable[bytes],
+) -> tuple[Sequence[bytes], NDArray[np.uint32], bool]:
     """`pack` keys; return also whether any of them is foreign."""
     if isinstance(names, PackedKeys):
         return names, names.words, names.has_foreign
+    # Its exact type: to look for subclasses of an abstract one takes longer.
+    if type(names) is UnlistedKeys:
+        return names, names.words, False
     if not isinstance(names, list):
         if not (hasattr(names, "__iter__") or hasattr(names, "__getitem__")):
             raise TypeError(f"keys={shown(names)} must be a list of keys, of bytes.")
@@ -213,7 +218,7 @@ def has_foreign(names: Sequence[bytes]) -> bool:
     """Whether any key is foreign; for packed ones, whether one may be."""
     if isinstance(names, PackedKeys):
         return names.has_foreign
-    if isinstance(names, UnlistedKeys):
+    if type(names) is UnlistedKeys:
         return False
     return not set(map(len, names)) <= _ONLY_KEYS
 

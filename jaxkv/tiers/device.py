@@ -617,7 +617,7 @@ class DeviceBlockPool:
 
     def _pairs(
         self, block_ids: BlockIds, keys: Sequence[BlockKey]
-    ) -> tuple[NDArray[Any], list[bytes], NDArray[np.uint32], bool]:
+    ) -> tuple[NDArray[Any], Sequence[bytes], NDArray[np.uint32], bool]:
         """Return ids, names, words (u32[n, 8]), and whether any key is foreign."""
         ids = as_ids(block_ids)
         names, words, has_foreign = lay_out(keys)

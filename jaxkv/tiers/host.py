@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -198,7 +198,7 @@ class OffloadingManager(BlockIndex):
             scratch.complete_load(words)
             scratch.request_step(words)
 
-    def _step_by_step(self, names: list[bytes]) -> RequestStepOutput:
+    def _step_by_step(self, names: Sequence[bytes]) -> RequestStepOutput:
         """Serve a request by the calls that a request step stands for."""
         num_hits = self.lookup(names)
         self.touch(names)

@@ -325,7 +325,7 @@ class BlockIndex:
         return placement
 
     def place(
-        self, keys: Iterable[bytes] | UnlistedKeys, *, filtered: bool = True
+        self, keys: Iterable[bytes], *, filtered: bool = True
     ) -> Placement | None:
         """Find room for the blocks that are not known yet; None if there is none.
 
@@ -333,7 +333,7 @@ class BlockIndex:
         are given. If `filtered`, keys with too few look-ups (`store_threshold`) count
         as not given.
         """
-        names, words = _laid_out(keys)
+        names, words = pack(keys)
         rows: list[int] | None = None  # The keys that are left; None for all.
         if self._reuse is not None and filtered:
             passes = self._reuse.passes(names)
@@ -444,9 +444,9 @@ class BlockIndex:
         is_known: NDArray[np.bool_] = self.find_held(keys) != NO_BLOCK
         return is_known
 
-    def find_held(self, keys: Iterable[bytes] | UnlistedKeys) -> NDArray[np.int32]:
+    def find_held(self, keys: Iterable[bytes]) -> NDArray[np.int32]:
         """`find`, stores in progress included."""
-        names, words = _laid_out(keys)
+        names, words = pack(keys)
         return self.executor.find(words) if len(names) else np.empty(0, np.int32)
 
     def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -724,7 +724,7 @@ class BlockIndex:
         self._now_ms, self._has_time = now_ms, True
 
     def _give(
-        self, names: list[bytes], retention: Retention | None, given_ms: int
+        self, names: Sequence[bytes], retention: Retention | None, given_ms: int
     ) -> None:
         """Set the priority of blocks that are here, or remove it, a batch at a time."""
         _, words = pack(names)
@@ -803,14 +803,6 @@ class BlockIndex:
             self.events.append(
                 OffloadingEvent(block_hashes, self.block_size, self.medium, removed)
             )
-
-
-def _laid_out(
-    keys: Iterable[bytes] | UnlistedKeys,
-) -> tuple[Sequence[bytes], Words]:
-    """`pack` keys, and leave unlisted ones unlisted."""
-    # Its exact type: to look for subclasses of an abstract one takes longer.
-    return (keys, keys.words) if type(keys) is UnlistedKeys else pack(keys)
 
 
 def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:
