@@ -261,14 +261,10 @@ class DeviceBlockPool:
         return np.stack([self.state.ref_cnt[ids], self.state.pins[ids]])
 
     def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
-        """Find the block that serves each key.
+        """Find the block that serves each key: i32[n], NO_BLOCK where there is none.
 
-        Args:
-            keys: n of them.
-
-        Returns:
-            i32[n]. Of several blocks with the key the one cached first, NO_BLOCK where
-            there is none. They are not held until `touch` is called.
+        Of several blocks with the key it is the one cached first. They are not held
+        until `touch` is called.
         """
         _, words = pack(keys)
         block_ids = np.empty(len(words), np.int32)
@@ -278,11 +274,7 @@ class DeviceBlockPool:
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[int]:
         """List the blocks of the longest run of cached keys, from the first on.
 
-        Args:
-            keys: Keys of a prefix, in its order.
-
-        Returns:
-            Their blocks. They are not held until `touch` is called.
+        They are not held until `touch` is called.
         """
         _, words = pack(keys)
         block_ids = np.empty(len(words), np.int32)
@@ -291,15 +283,7 @@ class DeviceBlockPool:
         return prefix
 
     def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
-        """Whether blocks still hold a key, serving it or not.
-
-        Args:
-            block_ids: n blocks.
-            keys: n keys, one for each block.
-
-        Returns:
-            bool[n].
-        """
+        """Whether each of n blocks still holds its key, serving it or not: bool[n]."""
         ids, _, words, _ = self._pairs(block_ids, keys)
         is_held = np.empty(len(ids), np.bool_)
         if self._native.holds(self.bound, ids, words, is_held) >= 0:
@@ -307,13 +291,7 @@ class DeviceBlockPool:
         return is_held
 
     def allocate(self, num: int) -> list[int]:
-        """Take blocks, evicting what they cached.
-
-        Args:
-            num: How many.
-
-        Returns:
-            Their ids, each held once.
+        """Take blocks, evicting what they cached; each is held once.
 
         Raises:
             ValueError: If fewer are free, or `num` is negative; then nothing changes.
@@ -334,25 +312,18 @@ class DeviceBlockPool:
         return block_ids
 
     def next_free(self, num: int) -> tuple[list[int], list[bytes | None]]:
-        """Return the blocks that `allocate` would take next.
+        """Return the next blocks that `allocate` would take, and the keys lost then.
 
-        Args:
-            num: How many; if fewer are free, these.
-
-        Returns:
-            Their ids in its order, and the key that each would lose, None if none.
+        If fewer than `num` are free, these; None for a block without a key.
         """
         block_ids, keys = self._take(self._native.next_free, self._cut_to_free(num))
         return block_ids, keys()
 
     def next_keys(self, num: int) -> NDArray[np.uint32]:
-        """Return the keys of the blocks that `allocate` would take next.
+        """Return the keys that the blocks `allocate` would take next would lose.
 
-        Args:
-            num: How many blocks to look at; if fewer are free, these.
-
-        Returns:
-            u32[n, 8], read-only. In their order; blocks without a key are left out.
+        If fewer than `num` are free, of these: u32[n, 8], read-only. Blocks without a
+        key are left out.
         """
         num = self._cut_to_free(num)
         _, has_key, words = self._shown(self._native.next_free, num)
@@ -361,11 +332,10 @@ class DeviceBlockPool:
     def next_victims(
         self, num: int, find: Callable[..., tuple[int, int]] | None = None
     ) -> Victims:
-        """Return the blocks with a key that `allocate` would take next.
+        """Return which of the `num` blocks that `allocate` would take next hold a key.
 
-        Args:
-            num: How many blocks to look at; if fewer are free, these.
-            find: A native function that does the same and may know of more copies.
+        If fewer are free, of these. `find` is a native function that does the same and
+        may know of more copies.
         """
         num = self._cut_to_free(num)
         if len(self._victims[0]) < num:
@@ -381,13 +351,9 @@ class DeviceBlockPool:
         return Victims(block_ids, copies[:num_found], rows, keys)
 
     def note_copies(self, block_ids: BlockIds, copies: BlockIds) -> None:
-        """Record which host block has the contents of each of some blocks.
+        """Record the host block with a block's contents, NO_BLOCK for none.
 
         It is forgotten with the contents.
-
-        Args:
-            block_ids: n blocks that hold a key.
-            copies: n host blocks, NO_BLOCK for none.
 
         Raises:
             ValueError: If an id is no block's, or there is not a copy for each.
@@ -418,9 +384,8 @@ class DeviceBlockPool:
     def free(self, block_ids: BlockIds) -> None:
         """Release blocks that were allocated or touched.
 
-        Args:
-            block_ids: The blocks. Of those that become free, the first is allocated
-                first: pass a prefix tail first.
+        Of those that become free, the first is allocated first: pass a prefix tail
+        first.
 
         Raises:
             ValueError: If a block is not held as often; then none is released.
@@ -439,11 +404,8 @@ class DeviceBlockPool:
 
         For transfers that read them: a block that is freed, or was free already, is
         allocated as early as if there had been no transfer, but not during it.
-
-        Args:
-            block_ids: The blocks.
-            is_offer: Whether it is for an offer, which may be left without an answer:
-                `num_pending_free` does not count the blocks then.
+        `is_offer` is for an offer, which may be left without an answer:
+        `num_pending_free` does not count the blocks then.
         """
         ids = as_ids(block_ids)
         if self._native.pin(self.bound, ids, is_offer) >= 0:
@@ -464,14 +426,10 @@ class DeviceBlockPool:
             )
 
     def cache(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
-        """Make full, computed blocks findable.
+        """Make full, computed blocks findable by their keys.
 
-        Args:
-            block_ids: Blocks that are held.
-            keys: Their contents' keys. A block that has its key is left alone.
-
-        Returns:
-            The blocks that were skipped, as they are `unwritten`.
+        The blocks are held. A block that has its key is left alone. Returned are the
+        blocks that were skipped, as they are `unwritten`.
 
         Raises:
             ValueError: If a block is known under another key, or is given two; then
@@ -517,11 +475,7 @@ class DeviceBlockPool:
         self._note_evicted(ids, evicted())
 
     def reset(self) -> bool:
-        """Forget the contents of all blocks, unless one is held or pinned.
-
-        Returns:
-            Whether it was done.
-        """
+        """Forget the contents of all blocks; False if one is held or pinned."""
         if self.num_free < self.num_blocks - 1:
             return False
         empty = init(self.num_blocks)

@@ -43,27 +43,14 @@ class OffloadingManager(BlockIndex):
     """
 
     def lookup(self, block_hashes: Iterable[bytes]) -> int:
-        """Count the keys, from the first on, that are present and ready.
-
-        Args:
-            block_hashes: Keys of a prefix, in its order.
-
-        Returns:
-            The length of the hit, in blocks.
-        """
+        """Count the keys of a prefix, from the first on, that are present and ready."""
         names, words = pack(block_hashes)
         if self._reuse is not None:
             self._reuse.count(names)
         return self.executor.lookup(words) if names else 0
 
     def prepare_load(self, block_hashes: Iterable[bytes]) -> LoadStoreSpec:
-        """Pin blocks that are about to be read.
-
-        Args:
-            block_hashes: Keys that are present and ready.
-
-        Returns:
-            Where they are, in the order given.
+        """Pin blocks that are about to be read, and return them in the order given.
 
         Raises:
             ValueError: If a key is absent or its bytes have not arrived. Then nothing
@@ -81,10 +68,7 @@ class OffloadingManager(BlockIndex):
         return LoadStoreSpec(block_ids)
 
     def complete_load(self, block_hashes: Iterable[bytes]) -> None:
-        """Unpin blocks that were read.
-
-        Args:
-            block_hashes: Keys given to `prepare_load` before, once for each time.
+        """Unpin blocks that were read, once for each `prepare_load`.
 
         Raises:
             ValueError: If a key has no load in progress. Then nothing is unpinned.
@@ -102,15 +86,10 @@ class OffloadingManager(BlockIndex):
     def prepare_store(
         self, block_hashes: Iterable[bytes], *, filtered: bool = True
     ) -> PrepareStoreOutput | None:
-        """Find room for blocks as `place` does, and list all keys.
+        """Find room for blocks that could be stored, as `place`, and list all keys.
 
-        Args:
-            block_hashes: Keys of blocks that could be stored.
-            filtered: Whether a `store_threshold` counts.
-
-        Returns:
-            Keys to store and evicted keys; None if there is no room, and then nothing
-            has changed.
+        `filtered` is whether a `store_threshold` counts. None means that there is no
+        room; then nothing has changed.
         """
         placement = self.place(block_hashes, filtered=filtered)
         return None if placement is None else _as_output(placement)
@@ -119,14 +98,9 @@ class OffloadingManager(BlockIndex):
         """Serve a whole request: pin what is on the host and find room for the rest.
 
         The same as `lookup`, `touch`, `prepare_load` of the hits and `prepare_store`,
-        with one call and one search for the keys.
-
-        Args:
-            block_hashes: Keys of a prefix, in its order.
-
-        Returns:
-            What to load and what to store. End it with `complete_step`, or, where
-            something failed, its parts with `complete_load` and `complete_store`.
+        with one call and one search for the keys of the prefix. End it with
+        `complete_step`, or, where something failed, its parts with `complete_load` and
+        `complete_store`.
 
         Example:
             >>> m = OffloadingManager(block_size=16, num_blocks=2)
@@ -155,14 +129,11 @@ class OffloadingManager(BlockIndex):
         super().publish(block_ids, keys)
 
     def complete_step(self, step: RequestStepOutput) -> None:
-        """End the loads and stores of a request step, all of them arrived.
-
-        Args:
-            step: What `request_step` returned.
+        """End the loads and stores of a `request_step`, all of them arrived.
 
         Raises:
-            ValueError: If it is none of this manager's, or it, or a part of it, was
-                ended before. Then nothing changes.
+            ValueError: If it is not of this manager, or it, or a part of it, was ended
+                before. Then nothing changes.
         """
         pending = step.pending if isinstance(step, RequestStepOutput) else None
         executor, block_ids = pending or (None, NO_IDS)
@@ -184,10 +155,8 @@ class OffloadingManager(BlockIndex):
         """Load, or compile, what the methods run, so that no later call waits for it.
 
         It takes seconds where the machine has not run them before, else part of one.
-
-        Args:
-            step_by_step: Whether `lookup`, `prepare_load`, `complete_load` and
-                `request_step` will be called, too.
+        `step_by_step` includes `lookup`, `prepare_load`, `complete_load` and
+        `request_step`.
         """
         super().warm_up()
         if step_by_step:
