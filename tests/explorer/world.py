@@ -254,7 +254,7 @@ class World:
             return self.host_tier
 
         with (
-            mock.patch.object(index_lib, "_LEAST_MAX_BATCH", _LEAST_MAX_BATCH),
+            mock.patch.object(index_lib, "_MIN_MAX_BATCH", _LEAST_MAX_BATCH),
             mock.patch.object(index_lib, "get_policy_maker", _small_policy_maker),
             mock.patch.object(scheduler_lib, "BlockIndex", make_index),
         ):

@@ -20,7 +20,7 @@ from jaxkv._util import read_file, shown
 from jaxkv._util.outage import OutageLog
 from jaxkv.policies import reuse
 from jaxkv.policies.hazard import NUM_CLASSES
-from jaxkv.policies.reuse import MOST, NUM_BINS, UNIT, ReuseTable
+from jaxkv.policies.reuse import MAX_COUNT, NUM_BINS, UNIT, ReuseTable
 
 SAVE_EVERY_MS = 600_000
 
@@ -142,7 +142,7 @@ def _counts(listed: Any, shape: tuple[int, ...]) -> Any:
     if counts.shape != shape or any(type(count) is not int for count in counts.flat):
         raise ValueError("not an array of counts")
     # Of Python's numbers, whose sum cannot wrap around.
-    if min(counts.flat) < 0 or sum(counts.flat) > 2 * MOST:
+    if min(counts.flat) < 0 or sum(counts.flat) > 2 * MAX_COUNT:
         raise ValueError("counts out of range")
     return counts.astype(np.int32)
 
