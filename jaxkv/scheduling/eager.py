@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys
+from jaxkv.scheduling.listening import Listeners, Offer, Passes
 from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
 from jaxkv.scheduling.stores import StorePause, Stores
-from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.bare import REORDER_SHARE
 from jaxkv.tiers.device import DeviceBlockPool
@@ -72,10 +71,11 @@ class EagerStores:
         rules: What the engine chose.
         stores: Takes what was chosen.
         keys: The requests' keys.
+        listeners: Notified of what is offered.
+        num_found_elsewhere: As of `StorePause`.
 
     Attributes:
         pause: Whether stores are paused.
-        shadows: Offered the same; None if nothing is.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class EagerStores:
         rules: OffloadRules,
         stores: Stores,
         keys: RequestKeys,
+        listeners: Listeners,
+        num_found_elsewhere: Callable[[], int],
     ) -> None:
         self._groups = groups
         self._host = host
@@ -92,8 +94,10 @@ class EagerStores:
         self._factor = rules.blocks_per_host_block
         self._stores = stores
         self._keys = keys
-        self.pause = StorePause(rules, host.num_blocks, stores.stats)
-        self.shadows: Shadows | None = None
+        self._listeners = listeners
+        self.pause = StorePause(
+            rules, host.num_blocks, stores.stats, num_found_elsewhere
+        )
         self._progress: dict[str, _Progress] = {}
         # Requests of the steps since the last offers.
         self._scheduled: dict[str, int] = {}
@@ -136,8 +140,6 @@ class EagerStores:
     def recompute(self, request_id: str) -> None:
         """Note that what was to come from the host for a request did not."""
         self._start_over(self._progress[request_id])
-        if self.shadows is not None:
-            self.shadows.recompute(request_id)
 
     def replace_tables(
         self, request: Request, tables: list[list[int]], limits: tuple[int, int]
@@ -222,31 +224,15 @@ class EagerStores:
     def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Ready]) -> None:
         """Offer what `find_ready` has just found."""
         self._scheduled.clear()
-        offer = self._offer if self.shadows is None else self._offer_beside
         for progress, limits, keys in ready:
             progress.limits = limits
             self._follow(progress, keys)
-            offer(pool, progress, keys, self._num_full(progress, keys))
-
-    def finish_beside(
-        self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
-    ) -> None:
-        """Do as `finish` does, and offer the same to the shadows."""
-        request_id = request.request_id
-        progress = self._progress.get(request_id)
-        if progress is None:
-            return
-        progress.request, progress.limits = request, limits
-        (keys,) = self._keys.of(progress.request)
-        (num_full,) = self._num_full(progress, [keys])
-        passes = self._passes(pool, progress, keys, 0, 0, num_full)
-        num_waiting = len(self._stores.waiting.keys)
-        can_store = not self._stores.is_congested
-        self.finish(pool, request, limits)
-        assert self.shadows is not None
-        placed = frozenset(self._stores.waiting.keys[num_waiting:])
-        offer = request_id, keys, num_full, placed, passes
-        self.shadows.offer(*offer, is_end=True, can_store=can_store)
+            num_full, first = self._num_full(progress, keys), progress.num_offered
+            num_waiting = len(self._stores.waiting.keys)
+            self._offer(pool, progress, keys, num_full)
+            if self._listeners.offered:
+                blocks = keys[0], first[0], num_full[0]
+                self._notify(pool, progress, *blocks, num_waiting)
 
     def finish(
         self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
@@ -257,6 +243,41 @@ class EagerStores:
             return
         progress.request, progress.limits = request, limits
         keys = self._current_keys(progress)
+        can_store = not self._stores.is_congested
+        num_waiting = len(self._stores.waiting.keys)
+        self._finish(pool, progress, keys)
+        if self._listeners.offered:
+            blocks = keys[0], 0, self._num_full(progress, keys)[0]
+            self._notify(pool, progress, *blocks, num_waiting, True, can_store)
+
+    def _notify(
+        self,
+        pool: DeviceBlockPool,
+        progress: _Progress,
+        keys: PackedKeys,
+        first: int,
+        end: int,
+        num_waiting: int,
+        is_end: bool = False,
+        can_store: bool = True,
+    ) -> None:
+        """Notify of an offer, before which `num_waiting` blocks waited."""
+        offer = Offer(
+            progress.request.request_id,
+            keys,
+            first,
+            end,
+            frozenset(self._stores.waiting.keys[num_waiting:]),
+            lambda start: self._passes(pool, progress, keys, start, first, end),
+            is_end,
+            can_store,
+        )
+        for notify in self._listeners.offered:
+            notify(offer)
+
+    def _finish(
+        self, pool: DeviceBlockPool, progress: _Progress, keys: Sequence[PackedKeys]
+    ) -> None:
         if (
             progress.is_ordered
             and progress.num_lost == self._host.num_lost
@@ -370,24 +391,6 @@ class EagerStores:
                 self._host.reorder(prefix.keys)
                 progress.is_ordered = True
 
-    def _offer_beside(
-        self,
-        pool: DeviceBlockPool,
-        progress: _Progress,
-        keys: Sequence[Sequence[BlockKey]],
-        num_full: list[int],
-    ) -> None:
-        """Do as `_offer` does, and offer the same to the shadows."""
-        assert self.shadows is not None
-        name = progress.request.request_id
-        (own,), (num,), (first,) = keys, num_full, progress.num_offered
-        start = min(first, num, self.shadows.first_open_block(name, own))
-        passes = self._passes(pool, progress, own, start, first, num)
-        num_waiting = len(self._stores.waiting.keys)
-        self._offer(pool, progress, keys, num_full)
-        placed = frozenset(self._stores.waiting.keys[num_waiting:])
-        self.shadows.offer(name, own, num, placed, passes, start)
-
     def _passes(
         self,
         pool: DeviceBlockPool,
@@ -396,7 +399,7 @@ class EagerStores:
         start: int,
         first: int,
         num: int,
-    ) -> NDArray[np.bool_] | None:
+    ) -> Passes:
         """Tell which of a request's blocks [start, num) may be stored; None for all.
 
         Those before `first` are known to be held.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from jaxkv.scheduling.listening import Listeners
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
-from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import GroupSpec, lazy_target_blocks
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
@@ -24,10 +24,10 @@ class LazyStores:
         host: The host tier, which keeps from now on what it loses.
         rules: What the engine chose.
         stores: Takes what was chosen.
+        listeners: Notified of what is offered.
 
     Attributes:
         num_blocks: How many blocks each look goes over.
-        shadows: Offered the same; None if nothing is.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class LazyStores:
         host: BlockIndex,
         rules: OffloadRules,
         stores: Stores,
+        listeners: Listeners,
     ) -> None:
         # What the device allocates between two looks, beside what it may in a step.
         num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
@@ -43,7 +44,7 @@ class LazyStores:
         self._host = host
         host.lost = []
         self._stores = stores
-        self.shadows: Shadows | None = None
+        self._listeners = listeners
         self._seen: tuple[int, int, int] | None = None
         # Whether the host had no room for all at the last look.
         self._is_refused = False
@@ -54,7 +55,8 @@ class LazyStores:
             pool.forget_copies(self._host.lost.pop())
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
-        if self.shadows is not None:
+        listeners = self._listeners.victims_offered
+        if listeners:
             words = pool.next_keys(self.num_blocks)
             passes = self._host.passes_of(words)
             num_waiting = len(self._stores.waiting.keys)
@@ -62,9 +64,9 @@ class LazyStores:
         self._is_refused = False
         if victims.rows.size:
             self._is_refused = not self._stores.place_victims(pool, victims)
-        if self.shadows is not None:
+        for notify in listeners:
             placed = frozenset(self._stores.waiting.keys[num_waiting:])
-            self.shadows.offer_victims(words, placed, passes)
+            notify(words, placed, passes)
         # What was placed is pinned by now, which is no change to come back for.
         self._seen = self._look(pool)
 

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
+from jaxkv.scheduling.listening import Listeners
 from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.protocol import NO_EVENT, Request
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import FullAttention, GroupSpec, alignment
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
@@ -114,11 +114,11 @@ class Loads:
         rules: What the engine chose.
         stats: Where loads that arrive and loads that fail are counted.
         keys: The requests' keys.
+        listeners: Notified of loads that end.
 
     Attributes:
         by_request: What each request was offered or gets.
         in_flight: Those that have left.
-        shadows: Told of what ends; None if nothing is.
     """
 
     def __init__(
@@ -128,14 +128,15 @@ class Loads:
         rules: OffloadRules,
         stats: OffloadStats,
         keys: RequestKeys,
+        listeners: Listeners,
     ) -> None:
+        self._listeners = listeners
         self._groups = groups
         self._host = host
         self._rules = rules
         self._stats = stats
         self._keys = keys
         self.by_request: dict[str, Load] = {}
-        self.shadows: Shadows | None = None
         # Those that were taken and have not left, in the order in which they were:
         # those with a transfer, and those with nothing but copies.
         self._waiting: OrderedDict[str, Load] = OrderedDict()
@@ -356,9 +357,9 @@ class Loads:
         if not loads:
             return
         self._release(loads)
-        if self.shadows is not None:
-            for load in loads:
-                self.shadows.release(load.request_id)
+        for notify in self._listeners.released:
+            lost = [load.keys for load in loads if not load.ok]
+            notify([load.request_id for load in loads], lost)
         targets = [
             ids
             for load in loads
@@ -372,8 +373,6 @@ class Loads:
             if not load.ok:
                 # The next request that asks computes them, and stores them anew.
                 self._host.discard(load.keys)
-                if self.shadows is not None:
-                    self.shadows.discard(load.keys)
             if self._waiting.pop(load.request_id, None) is not None:
                 self._num_blocks_waiting -= load.num_blocks
             self._copying.pop(load.request_id, None)

@@ -18,11 +18,9 @@ a step call by call.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NoReturn, Self, cast
 
 import jax
@@ -35,20 +33,20 @@ from jaxkv.keys.mark import KeyMark
 from jaxkv.policies.base import Policy
 from jaxkv.policies.hazard import HazardState
 from jaxkv.policies.registry import AUTO
-from jaxkv.policies.reuse import ReuseTable, scaled
 from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.checks import check_count, check_report, checked_step
 from jaxkv.scheduling.eager import EagerStores, Ready
 from jaxkv.scheduling.explain import Explanation, explain
+from jaxkv.scheduling.idle_warning import IdleWarning
 from jaxkv.scheduling.lazy import LazyStores
+from jaxkv.scheduling.listening import End, Listener, Listeners, Lookup, Start
 from jaxkv.scheduling.loads import NO_LOADS, Loads, mark_skipped
 from jaxkv.scheduling.moves import Report, reports_of
-from jaxkv.scheduling.notifier import RequestNotifier, output_tokens_of, stop_of
+from jaxkv.scheduling.notifier import RequestNotifier, stop_of
 from jaxkv.scheduling.plan import (
     Gate,
     View,
     check_rates,
-    most_found_tokens,
     plan,
 )
 from jaxkv.scheduling.prefix import row_keys
@@ -66,21 +64,20 @@ from jaxkv.scheduling.protocol import (
     checked_tables,
 )
 from jaxkv.scheduling.record.record import TraceRecorder
+from jaxkv.scheduling.record.recording import Recording
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_groups
 from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
 from jaxkv.scheduling.stores import Stores, StoreSteps
 from jaxkv.scheduling.whatif.auto import (
     CANDIDATES,
-    PolicyChoice,
     check_auto_groups,
     contradictions,
-    with_candidates,
 )
-from jaxkv.scheduling.whatif.outlook import Outlook, OutlookLog
+from jaxkv.scheduling.whatif.outlook import Outlook
 from jaxkv.scheduling.whatif.policy_state import PolicyStateFile
-from jaxkv.scheduling.whatif.shadows import ShadowCount, Shadows, parse_shadows
-from jaxkv.scheduling.whatif.speeds import Speeds
+from jaxkv.scheduling.whatif.shadows import ShadowCount
+from jaxkv.scheduling.whatif.what_if import Shadowed, WhatIf
 from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
@@ -90,11 +87,8 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.storage import StorageTier
-from jaxkv.types import BlockKey, Stop
+from jaxkv.types import BlockKey
 
-_LOG = logging.getLogger(__name__)
-# After how many requests it is strange that nothing was ever offered to the host.
-_MANY_REQUESTS = 100
 _PAUSE_S = 1e-3  # Between two looks at a store that is being listed.
 
 
@@ -149,7 +143,7 @@ class OffloadScheduler:
         delays: How long look-ups took, and loads from the look-up to their arrival.
     """
 
-    _NOT_STATE = "recorder", "_view", "_look", "_outlooks", "_policy_state"
+    _NOT_STATE = "recorder", "_view", "_policy_state"
 
     def __new__(cls, *_args: Any, **_named: Any) -> Self:
         """Make a strict one where `JAXKV_STRICT` asks for it."""
@@ -205,7 +199,34 @@ class OffloadScheduler:
         self._gate = Gate(rules, self._stats)
         self._keys = RequestKeys(self.groups, rules)
         parts = self.groups, host, rules
-        self._loads = Loads(*parts, self._stats, self._keys)
+        self.recorder = recorder
+        policy_name = cache_policy if isinstance(cache_policy, str) else None
+        self._whatif = WhatIf(host, policy_name)
+        if rules.shadow is not None or is_auto:
+            self._whatif = Shadowed(
+                self.groups,
+                host,
+                policy_name,
+                rules,
+                self._stats,
+                self._gate,
+                self._keys,
+                executor,
+                is_auto=is_auto,
+                has_tiers_below=bool(tiers_below or num_storage_blocks),
+            )
+            self._whatif.close_with(self)
+        listeners: list[Listener] = [self.delays]
+        if recorder is not None:
+            facts = self.groups, rules, num_host_blocks, policy_name
+            listeners.append(Recording(recorder, *facts))
+        listeners += self._whatif, IdleWarning(self.groups, rules, self._stats, host)
+        if policy_state is not None:
+            self._policy_state = self._resume(policy_state)
+            weakref.finalize(self, self._policy_state.save)
+            listeners.append(self._policy_state)
+        self._listeners = Listeners(listeners)
+        self._loads = Loads(*parts, self._stats, self._keys, self._listeners)
         tiers = list(tiers_below)
         if num_storage_blocks:
             tier = StorageTier(
@@ -234,20 +255,24 @@ class OffloadScheduler:
         self.below = tuple(boundaries)
         # The store's alone, if there is one.
         self._storage = self.below[len(tiers_below) :]
-        self._stores = Stores(host, rules, self._stats, on_arrival)
+        self._stores = Stores(host, rules, self._stats, self._listeners, on_arrival)
         self._store_steps = StoreSteps(self.groups, rules)
         self._eager: EagerStores | None = None
         self._lazy: LazyStores | None = None
         if rules.mode == "eager":
-            self._eager = EagerStores(*parts, self._stores, self._keys)
+            self._eager = EagerStores(
+                *parts,
+                self._stores,
+                self._keys,
+                self._listeners,
+                self._whatif.num_found_tokens,
+            )
         else:
-            self._lazy = LazyStores(*parts, self._stores)
+            self._lazy = LazyStores(*parts, self._stores, self._listeners)
         # Tokens that requests had found on the device when they asked; and the keys
         # that they asked for, where there are tiers below the host.
         self._num_local: dict[str, int] = {}
         self._asked: dict[str, list[KeyMark]] = {}
-        # Requests that are over and had a full block.
-        self._num_ended = 0
         # Requests that count as having used their blocks.
         self._known: set[str] = set()
         # Requests that `request_preempted` was called for since the last step.
@@ -265,44 +290,8 @@ class OffloadScheduler:
             rules.blocks_per_host_block,
             policy_clock or clock,
         )
-        self.recorder = recorder
-        self._policy_name = cache_policy if isinstance(cache_policy, str) else None
-        # The group of layers whose blocks are recorded.
-        self._recorded = next(
-            (n for n, own in enumerate(self.groups) if isinstance(own, FullAttention)),
-            0,
-        )
         # Whether the next token reads all of a prefix; tokens of the smallest row.
         self._is_all_read = all(isinstance(own, FullAttention) for own in self.groups)
-        self._least_tokens = rules.blocks_per_host_block * min(
-            spec.block_size for spec in self.groups
-        )
-        self._shadows: Shadows | None = None
-        self._look: Callable[[], Outlook] | None = None
-        self._choice: PolicyChoice | None = None
-        if rules.shadow is not None or is_auto:
-            self._shadows = self._make_shadows(rules.shadow, executor, is_auto=is_auto)
-            if is_auto:
-                self._choice = PolicyChoice(self._shadows)
-                if self._eager is not None:
-                    self._eager.pause.num_found_elsewhere = self._choice.count_found
-            self._look = partial(
-                _look,
-                self._shadows,
-                self._stats,
-                self._gate,
-                self.groups[0].block_size,
-                self._choice or self._policy_name or "the policy that serves",
-                num_host_blocks,
-                rules.block_bytes,
-                not self.below,
-            )
-            self._outlooks = OutlookLog(self._look)
-            weakref.finalize(self, self._outlooks.close)
-        self._policy_state: PolicyStateFile | None = None
-        if policy_state is not None:
-            self._policy_state = self._resume(policy_state)
-            weakref.finalize(self, self._policy_state.save)
         self._pool: DeviceBlockPool = cast(DeviceBlockPool, _Unbound())
         self._view = cast(View, self._pool)
 
@@ -323,16 +312,8 @@ class OffloadScheduler:
                 "than those meant would move. Make it for as many, or name by "
                 "block_axis the axis that counts them."
             )
-        if self.recorder is not None and isinstance(self._pool, _Unbound):
-            factor = self.rules.blocks_per_host_block
-            self.recorder.describe(
-                self.groups[self._recorded].block_size * factor,
-                keys_per_id=factor,
-                policy=self._policy_name,
-                host_blocks=self.num_host_blocks,
-                device_blocks=(pool.num_blocks - 1) // factor,
-                groups=len(self.groups),
-            )
+        for notify in self._listeners.bound:  # The recorder may refuse.
+            notify(pool)
         self._pool = pool
         for own in self.below:
             own.limit_held(pool.num_blocks // self.rules.blocks_per_host_block)
@@ -344,9 +325,6 @@ class OffloadScheduler:
         )
         if self._lazy is not None:
             self._lazy.clear(pool)
-        if self._shadows is not None:
-            copies = self.rules.copy_on_device
-            self._shadows.bind(pool if copies else None)
 
     @property
     def num_host_blocks_held(self) -> int:
@@ -377,7 +355,7 @@ class OffloadScheduler:
     @property
     def shadow_counts(self) -> tuple[ShadowCount, ...]:
         """What each of the `shadow` tiers has come to; any thread may ask."""
-        return () if self._shadows is None else self._shadows.counts
+        return self._whatif.counts
 
     def outlook(self) -> Outlook:
         """Say what other memory or another policy would give, by the shadows so far.
@@ -395,21 +373,17 @@ class OffloadScheduler:
             <BLANKLINE>
             No request has looked for its prefix yet.
         """
-        if self._look is None:
-            raise ValueError(
-                "there are no shadows: name some, as in OffloadRules(shadow='lru*2')."
-            )
-        return self._look()
+        return self._whatif.outlook()
 
     @property
     def serving_policy(self) -> str | None:
         """The name of the policy that serves now; None for one without a name."""
-        return self._policy_name if self._choice is None else self._choice.policy
+        return self._whatif.policy
 
     @property
     def num_policy_changes(self) -> int | None:
         """How often "auto" has changed the policy; None with another."""
-        return None if self._choice is None else self._choice.num_changes
+        return self._whatif.num_changes
 
     @property
     def is_storing_paused(self) -> bool | None:
@@ -450,8 +424,8 @@ class OffloadScheduler:
         for own in self.below:
             own.tier.warm_up()
         self._pool.warm_up()
-        if self._shadows is not None:
-            self._shadows.warm_up()
+        for notify in self._listeners.warm_up:
+            notify()
         if isinstance(self._pool, DeviceBlockPool):
             is_lazy = self._lazy is not None
             self._manager.warm_up_beside(self._pool, is_lazy=is_lazy)
@@ -555,18 +529,11 @@ class OffloadScheduler:
             for own in self.below:
                 own.hold(name)
         self._num_local[name] = num_computed_tokens
-        if self._shadows is not None and found.num_tokens is not None:
-            size = self.groups[0].block_size
-            most = most_found_tokens(request, num_computed_tokens)
-            self._shadows.look_up(
-                name,
-                self._keys.of(request)[0],
-                num_computed_tokens // size,
-                max(most, 0) // size,
-            )
-        offer = found.num_tokens, found.is_awaited
-        self.delays.note_lookup(name, start_s, *offer)
-        return offer
+        answer = found.num_tokens, found.is_awaited
+        lookup = Lookup(request, num_computed_tokens, *answer, start_s)
+        for notify in self._listeners.looked_up:
+            notify(lookup)
+        return answer
 
     def num_fetched_tokens(self, request_id: str) -> int:
         """Count the tokens that came from the store because a request waited for them.
@@ -656,23 +623,23 @@ class OffloadScheduler:
             self._stats.count_request(request, num_local, num_external_tokens)
             if host.listens:
                 self._notifier.begin(request, keys)
-            if self.recorder is not None:
-                self._record(request, keys, num_local, num_external_tokens)
             # Once, however often it asked: a request uses its blocks once.
             used = row_keys(self.groups, keys, self.rules.blocks_per_host_block)
             for own in self.below:
                 own.note_asked(used)
             host.count_lookup(used)
             host.touch(used)
-            if self._shadows is not None:
-                self._shadows.begin(
-                    name,
-                    keys[0],
-                    request.num_tokens,
-                    self._notifier.now_ms(),
-                    is_found=num_local is not None,
-                    is_loaded=name in self._loads.by_request,
+            if self._listeners.begun:
+                start = Start(
+                    request,
+                    keys,
+                    num_local,
+                    num_external_tokens,
+                    name in self._loads.by_request,
+                    self._notifier.now_ms,
                 )
+                for notify in self._listeners.begun:
+                    notify(start)
         if self._is_all_read:
             return [list(table) for table in tables]
         prefix = keys, tables, num_local, num_external_tokens
@@ -797,7 +764,8 @@ class OffloadScheduler:
         if has_loads:
             loads = reports_of(output.finished_recving, output.failed_recving)
             finished, failed = self._loads.report(pool, loads)
-            self.delays.note_loads(finished, failed)
+            for notify in self._listeners.loaded:
+                notify(finished, failed)
             if finished or failed:
                 self._stores.num_changes += 1
             if self._eager is not None:
@@ -860,38 +828,22 @@ class OffloadScheduler:
         if tables is not None and self._eager is not None:
             self._eager.replace_tables(request, tables, limits)
         self._part_with(request, limits)
-        listens = self._manager.listens
-        is_noted = listens or self.recorder is not None or self._shadows is not None
-        if is_noted and request.request_id in self._known:
+        name = request.request_id
+        has_begun = name in self._known
+        keys: Sequence[Sequence[BlockKey]] = ()
+        if has_begun:
             keys = self._keys.of(request)
-            if listens:
+            if self._manager.listens:
                 self._notifier.finish(request, keys, stop)
-            if self.recorder is not None:
-                self._record_end(request, keys, stop)
-            if self._shadows is not None:
-                num_output = output_tokens_of(request)
-                now_ms = self._notifier.now_ms()
-                name = request.request_id
-                self._shadows.finish(name, keys[0], now_ms, num_output, stop)
-                self._outlooks.note(now_ms)
-        if self._shadows is not None:
-            is_held = request.request_id in self._loads.by_request
-            self._shadows.forget(request.request_id, is_held=is_held)
-            if self._choice is not None and (policy := self._choice.choose()):
-                # Here, and not while a step is made up.
-                learned = self._shadows.learned_by(policy)
-                self._manager.change_policy(policy, *learned)
-        if self._policy_state is not None:
-            self._policy_state.note(self._notifier.now_ms())
+        has_load = name in self._loads.by_request
+        end = End(request, keys, stop, has_begun, has_load, self._notifier.now_ms)
+        for notify in self._listeners.finished:
+            notify(end)
         for own in self.below:
             own.forget(request.request_id)
             own.num_fetched_tokens.pop(request.request_id, None)
         self._known.discard(request.request_id)
         self._keys.forget(request.request_id)
-        if request.num_computed_tokens >= self._least_tokens:
-            self._num_ended += 1
-            if self._num_ended == _MANY_REQUESTS:
-                self._warn_if_nothing_was_offered()
         return False, None
 
     def request_finished_all_groups(
@@ -1019,8 +971,8 @@ class OffloadScheduler:
             self._eager.clear()
         if self._lazy is not None:
             self._lazy.clear(self._pool)
-        if self._shadows is not None:
-            self._shadows.clear()
+        for notify in self._listeners.reset:
+            notify()
         return True
 
     def disable_storage(self) -> None:
@@ -1050,40 +1002,6 @@ class OffloadScheduler:
         for own in self.below:
             own.forget(name)
 
-    def _record(
-        self,
-        request: Request,
-        keys: Sequence[Sequence[BlockKey]],
-        num_local: int | None,
-        num_external: int,
-    ) -> None:
-        """Record that a request begins."""
-        assert self.recorder is not None
-        num_prompt = getattr(request, "num_prompt_tokens", None)
-        if num_prompt is None:
-            num_prompt = request.num_tokens
-        found = (None, None) if num_local is None else (num_local, num_external)
-        self.recorder.begin(
-            request.request_id, keys[self._recorded], num_prompt, *found
-        )
-
-    def _record_end(
-        self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None
-    ) -> None:
-        """Record that a request is over, and what it leaves to be stored."""
-        assert self.recorder is not None
-        num_computed = 0
-        if not self.rules.prompt_only:
-            num_ahead = getattr(request, "num_output_placeholders", 0)
-            num_computed = request.num_computed_tokens - num_ahead
-        self.recorder.finish(
-            request.request_id,
-            keys[self._recorded],
-            request.num_tokens,
-            num_computed,
-            stop,
-        )
-
     def _check_below(self, reports: Sequence[TierReport]) -> None:
         """Refuse reports of tiers below the host that are not due."""
         for report in reports:
@@ -1096,25 +1014,6 @@ class OffloadScheduler:
         for own in self.below:
             own.check([each for each in reports if each.tier == own.number])
 
-    def _warn_if_nothing_was_offered(self) -> None:
-        """Warn of it once many requests have ended."""
-        stats, pool = self.stats, self._pool
-        is_idle = not (stats.num_offered or stats.num_skipped or stats.num_loads)
-        if self._lazy is not None:
-            # The device may have had room for all of them so far.
-            is_idle &= (
-                isinstance(pool, DeviceBlockPool) and not pool.state.has_key.any()
-            )
-        if is_idle:
-            _LOG.warning(
-                "%d requests with a full block are over, and no block was ever offered "
-                "to the host. Call update_state_after_alloc() for each request, name "
-                "it in SchedulerOutput.num_scheduled_tokens in each step that computes "
-                "it, and give DeviceBlockPool.cache() the blocks that are full; "
-                "JAXKV_STRICT=1 says which of these is missing.",
-                _MANY_REQUESTS,
-            )
-
     def _check_kept_keys(self, request: Request) -> None:
         """Refuse wrong keys of a request that is known: they are about to be read."""
         if request.request_id in self._keys.by_request:
@@ -1125,14 +1024,12 @@ class OffloadScheduler:
         name = request.request_id
         if name in self._loads.by_request:
             self._loads.drop(self._pool, name)
-        self.delays.forget(name)
+        for notify in self._listeners.left:
+            notify(name)
         self._num_local.pop(name, None)
         self._asked.pop(name, None)
         if self._eager is not None:
-            if self._shadows is not None:
-                self._eager.finish_beside(self._pool, request, limits)
-            else:
-                self._eager.finish(self._pool, request, limits)
+            self._eager.finish(self._pool, request, limits)
 
     def _resume(self, path: str) -> PolicyStateFile:
         """Go on with what was learned before, if that is known."""
@@ -1147,88 +1044,12 @@ class OffloadScheduler:
                 f"policy_state={shown(path)} is for one process: each of several would "
                 "begin with what its own file has, and their tiers evict other blocks."
             )
-        shadows = None if self._choice is None else self._shadows
-        learned = partial(_learned, host, shadows)
+        learned = self._whatif.learned
         file = PolicyStateFile(path, host.num_blocks, host.block_size, learned)
         before = file.read()
         if before is not None:
-            self._take_up(before)
+            self._whatif.resume(before)
         return file
-
-    def _take_up(self, learned: ReuseTable) -> None:
-        """Have "hazard" go on with what was learned, wherever it is."""
-        host = self._manager
-        if isinstance(host.executor.state.policy, HazardState):
-            host.resume(learned)
-        if self._choice is not None and self._shadows is not None:
-            self._shadows.resume("hazard", learned)
-
-    def _make_shadows(
-        self, text: str | None, executor: ExecutorName, *, is_auto: bool
-    ) -> Shadows:
-        """Make the shadows of the host, and have them see what it sees."""
-        if len(self.groups) > 1 or not self._is_all_read:
-            raise ValueError(
-                f"shadow={shown(text)} needs a model with one group of layers, of full "
-                f"attention: {self.groups} read other parts of a prefix."
-            )
-        size = self.groups[0].block_size
-        sizes = self.num_host_blocks, size
-        is_lazy = self._lazy is not None
-        named = () if text is None else parse_shadows(text)
-        if is_auto:
-            named = with_candidates(named)
-        shadows = Shadows(named, *sizes, executor, is_lazy=is_lazy)
-        for own in (self._loads, self._stores, self._eager, self._lazy):
-            if own is not None:
-                own.shadows = shadows
-        return shadows
-
-
-def _learned(host: BlockIndex, shadows: Shadows | None) -> ReuseTable:
-    """Give what "hazard" has learned, which serves or has a shadow."""
-    own = host.executor.state.policy
-    if isinstance(own, HazardState):
-        return own.reuse
-    assert shadows is not None
-    executor, scale = shadows.learned_by("hazard")
-    return scaled(executor.state.policy.reuse, scale)
-
-
-def _look(
-    shadows: Shadows,
-    stats: OffloadStats,
-    gate: Gate,
-    block_size: int,
-    policy: str | PolicyChoice,
-    num_host_blocks: int,
-    block_bytes: int,
-    is_alone: bool,
-) -> Outlook:
-    """Put together what `OffloadScheduler.outlook` says, without the scheduler."""
-    speeds = None
-    if gate.load_bytes_per_s and gate.prefill_tokens_per_s:
-        speeds = Speeds(
-            gate.load_bytes_per_s,
-            gate.load_bytes_per_s,
-            prefill_tokens_per_s=gate.prefill_tokens_per_s,
-        )
-    choice = policy if isinstance(policy, PolicyChoice) else None
-    return Outlook(
-        policy if isinstance(policy, str) else policy.policy,
-        num_host_blocks,
-        block_bytes,
-        shadows.num_requests,
-        stats.num_device_query_tokens,
-        stats.num_device_hit_tokens,
-        stats.num_host_hit_tokens,
-        shadows.num_asked_tokens,
-        shadows.counts,
-        speeds,
-        block_size,
-        is_alone,
-        None if choice is None else choice.num_changes,
-    )
 
 
 class _Unbound:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jaxkv.scheduling.listening import Listener, Lookup
 from jaxkv.scheduling.protocol import Request
 
 # The buckets of vLLM's histograms of the same names (`jaxkv.observe.metrics`).
@@ -231,7 +232,7 @@ class Histogram:
         return samples
 
 
-class Delays:
+class Delays(Listener):
     """How long look-ups take, and how long requests wait for what they found.
 
     Args:
@@ -257,38 +258,30 @@ class Delays:
         self._deferred_s: dict[str, float] = {}
         self._offered_s: dict[str, float] = {}
 
-    def note_lookup(
-        self, request_id: str, start_s: float, num_tokens: int | None, is_awaited: bool
-    ) -> None:
-        """Note a look-up that has just ended.
-
-        Args:
-            request_id: Whose it is.
-            start_s: When it began.
-            num_tokens: What it offered; None if it was deferred.
-            is_awaited: Whether the request is to wait for that.
-        """
+    def looked_up(self, lookup: Lookup) -> None:
+        """Measure a lookup that has just ended."""
+        request_id, start_s = lookup.request.request_id, lookup.start_s
         now_s = self.clock()
         self.lookups.add(now_s - start_s)
-        if num_tokens is None:
+        if lookup.num_tokens is None:
             self._deferred_s.setdefault(request_id, start_s)
             return
         if request_id in self._deferred_s:
             self._end_deferral(request_id, now_s)
-        if is_awaited:
+        if lookup.is_awaited:
             self._offered_s[request_id] = start_s
         else:
             self._offered_s.pop(request_id, None)
 
-    def note_loads(self, finished: Iterable[str], failed: Iterable[str]) -> None:
-        """Note loads that were reported to be over."""
+    def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:
+        """Measure loads that have ended."""
         for request_id in finished:
             self.loads.add(self.clock() - self._offered_s.pop(request_id))
         for request_id in failed:
             self._offered_s.pop(request_id, None)
 
-    def forget(self, request_id: str) -> None:
-        """Note that a request asks and waits no more."""
+    def left(self, request_id: str) -> None:
+        """End the deferral of a request that waits no more."""
         self._offered_s.pop(request_id, None)
         if request_id in self._deferred_s:
             self._end_deferral(request_id, self.clock())

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys
+from jaxkv.scheduling.listening import Listeners
 from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.base import Placement, as_ids
 from jaxkv.tiers.device import DeviceBlockPool, Victims
@@ -99,29 +99,31 @@ class StorePause:
         rules: What the engine chose.
         num_host_blocks: Blocks of the host tier.
         stats: Where it is counted what is offered, and found.
+        num_found_elsewhere: Counts tokens that shadows find, for which no store is
+            paused: they end the pause, too.
 
     Attributes:
         is_on: Whether stores are paused.
-        num_found_elsewhere: Counts what a shadow finds, for which no store is paused:
-            that ends the pause, too. None for no shadow.
     """
 
     def __init__(
-        self, rules: OffloadRules, num_host_blocks: int, stats: OffloadStats
+        self,
+        rules: OffloadRules,
+        num_host_blocks: int,
+        stats: OffloadStats,
+        num_found_elsewhere: Callable[[], int],
     ) -> None:
         self.is_on = False
         self._most_unused = 2 * num_host_blocks * rules.blocks_per_host_block
         self._stats = stats
         self._num_offered = 0
         self._num_found = 0
-        self.num_found_elsewhere: Callable[[], int] | None = None
+        self._num_found_elsewhere = num_found_elsewhere
 
     def leaves_out(self, keys: Sequence[BlockKey]) -> bool:
         """Tell whether a request is not to be stored, by the keys of its prompt."""
         stats = self._stats
-        num_found = stats.num_host_hit_tokens
-        if self.num_found_elsewhere is not None:
-            num_found += self.num_found_elsewhere()
+        num_found = stats.num_host_hit_tokens + self._num_found_elsewhere()
         if num_found != self._num_found:
             self._num_found = num_found
             self._num_offered = stats.num_offered
@@ -153,6 +155,7 @@ class Stores:
         host: The host tier.
         rules: What the engine chose.
         stats: Where stores that arrive and blocks that are dropped are counted.
+        listeners: Notified of stores that end.
         on_arrival: Told the keys of what has arrived on the host.
 
     Attributes:
@@ -160,7 +163,6 @@ class Stores:
         stats: As given.
         waiting: What has its place on the host, and has not left.
         in_flight: What has left.
-        shadows: Told of what arrives; None if nothing is.
     """
 
     def __init__(
@@ -168,17 +170,18 @@ class Stores:
         host: BlockIndex,
         rules: OffloadRules,
         stats: OffloadStats,
+        listeners: Listeners,
         on_arrival: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
         self.num_changes = 0
         self.stats = stats
+        self._listeners = listeners
         self._on_arrival = on_arrival
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
         # Whether holds, places and pins are one call, where the host can do that.
         self._is_plain = self._factor == 1 and rules.copy_on_device
-        self.shadows: Shadows | None = None
         self.waiting = _no_blocks()
         self.in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
         # Rows in flight that the host tier has not forgotten.
@@ -368,8 +371,8 @@ class Stores:
                     self._host.complete_store(keys, False)
                     self._host.drops.note(keys, "store failed")
                     stats.num_dropped_failed += num_blocks
-                if self.shadows is not None:
-                    self.shadows.arrive(keys, ok=bool(store.ok))
+                for notify in self._listeners.stored:
+                    notify(keys, bool(store.ok))
             pool.unpin(store.sources)
             self.num_changes += 1
         return events

@@ -17,20 +17,7 @@ from tests.explorer.world import World, WrongError
 
 # Files that decide nothing that an order of events could change, and why.
 FILES_OUTSIDE = {
-    "agreement.py": "what several processes agree on; a world has one",
-    "exchange.py": "how they tell one another",
-    "tier_agreement.py": "what they agree on about tiers below the host",
-    "watchdog.py": "ends a process that is stuck",
-    "worker.py": "moves bytes; the world's engine is in its place",
-    "storage_worker.py": "moves bytes to and from a store, likewise",
-    "record.py": "writes down requests for later",
-    "trace_file.py": "reads what was written down",
-    "shadows.py": "observe, and change nothing; a world has none",
-    "auto.py": "chooses a policy by them",
-    "policy_state.py": "keeps what a policy has learned in a file",
-    "key_sample.py": "chooses what shadows see",
-    "outlook.py": "says what shadows have found",
-    "speeds.py": "what that saves",
+    "idle_warning.py": "a line of the log",
     "checks.py": "refuses what an engine says wrongly",
 }
 
@@ -38,9 +25,8 @@ FILES_OUTSIDE = {
 FUNCTIONS_OUTSIDE = {
     "eager.py EagerStores._check_all": "refuses what an engine says wrongly",
     "eager.py EagerStores._follow": "a request of a world keeps its history",
-    "eager.py EagerStores.finish_beside": "offers to shadows",
-    "eager.py EagerStores._offer_beside": "offers to shadows",
-    "eager.py EagerStores._passes": "offers to shadows",
+    "eager.py EagerStores._notify": "notifies listeners",
+    "eager.py EagerStores._passes": "notifies listeners",
     "explain.py Explanation.__str__": "text",
     "explain.py Explanation._rows": "text",
     "explain.py _span": "text",
@@ -69,17 +55,9 @@ FUNCTIONS_OUTSIDE = {
     "scheduler.py OffloadScheduler.bind_device_block_pool": "before any event",
     "scheduler.py OffloadScheduler.note_rates": "takes rates of several tiers",
     "scheduler.py OffloadScheduler._forget_below": "a request keeps its history",
-    "scheduler.py OffloadScheduler._record": "writes down a request for later",
-    "scheduler.py OffloadScheduler.outlook": "says what shadows have found",
-    "scheduler.py OffloadScheduler._make_shadows": "refuses settings",
     "scheduler.py OffloadScheduler._resume": "before any event",
-    "scheduler.py OffloadScheduler._take_up": "what a policy has learned",
-    "scheduler.py _learned": "says what a policy has learned",
-    "scheduler.py _look": "says what shadows have found",
     "scheduler.py OffloadScheduler.warm_up": "before any event",
     "scheduler.py OffloadScheduler.wait_for_storage": "before any event",
-    "scheduler.py OffloadScheduler._warn_if_nothing_was_offered": "a line of the log",
-    "scheduler.py OffloadScheduler._record_end": "writes down a request for later",
     "scheduler.py _serves_with_others": "asks for other processes",
     "stats.py Histogram.keep_samples": "for a reader of metrics",
     "stats.py Histogram.take_samples": "for a reader of metrics",
@@ -172,10 +150,8 @@ def measure(worlds, num_actions, seed, say=print):
     measured = coverage.Coverage(
         data_file=None, config_file=False, branch=True, include=[f"{folder}/*"]
     )
-    # They are told, and change nothing; a world has none.
-    measured.exclude(r"if self\._?shadows is not None")
-    measured.exclude(r"if learned is not None")
-    measured.exclude(r"if self\.(num_found_elsewhere|_policy_state) is not None")
+    # Listeners change nothing; a world has none.
+    measured.exclude(r"for notify in |if (self\._)?listeners")
     for name, setup in worlds.items():
         with measured.collect():
             seen, error, actions = walk(

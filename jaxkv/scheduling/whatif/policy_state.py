@@ -21,6 +21,7 @@ from jaxkv._util.outage import OutageLog
 from jaxkv.policies import reuse
 from jaxkv.policies.hazard import NUM_CLASSES
 from jaxkv.policies.reuse import MOST, NUM_BINS, UNIT, ReuseTable
+from jaxkv.scheduling.listening import End, Listener
 
 SAVE_EVERY_MS = 600_000
 
@@ -30,7 +31,7 @@ _MOST_BYTES = 1 << 22
 _LOG = logging.getLogger("jaxkv")
 
 
-class PolicyStateFile:
+class PolicyStateFile(Listener):
     """Reads what was learned before, and writes what has been learned by now.
 
     Args:
@@ -99,8 +100,9 @@ class PolicyStateFile:
             raise self._error(f"is of {shown(wrong)}, and must be of {right}")
         return reuse.from_counts(touches, reuses)
 
-    def note(self, now_ms: int) -> None:
-        """Take note of the time; save what is due."""
+    def finished(self, end: End) -> None:
+        """Save what has been learned, every `SAVE_EVERY_MS`."""
+        now_ms = end.now_ms()
         if self._next_ms is None:
             self._next_ms = now_ms + SAVE_EVERY_MS
         if now_ms >= self._next_ms:

@@ -284,7 +284,7 @@ class Shadows:
             max(round(own.factor * num_host_blocks), own.policy != OFF)
             for own in shadows
         ]
-        self._block_size = block_size
+        self.block_size = block_size
         self._bits = sample_bits
         self._executor_name: ExecutorName = executor
         sizes = [num for num in self._num_blocks if num]
@@ -331,12 +331,12 @@ class Shadows:
     @property
     def num_asked_tokens(self) -> int:
         """Tokens that requests looked for beyond the device's own prefix."""
-        return self._num_asked * self._block_size
+        return self._num_asked * self.block_size
 
     @property
     def counts(self) -> tuple[ShadowCount, ...]:
         """What each shadow has come to; any thread may ask."""
-        bits, size, counts = self._bits, self._block_size, []
+        bits, size, counts = self._bits, self.block_size, []
         tiers = iter(self._tiers)
         asked = (self._num_hot + (sum(self._asked) << bits)) * size
         for shadow, num_blocks in zip(self._shadows, self._num_blocks, strict=True):
@@ -376,7 +376,7 @@ class Shadows:
         It is cheap, and never less than before.
         """
         found = sum(self._tier_of(policy).found)
-        return (self._num_hot + (found << self._bits)) * self._block_size
+        return (self._num_hot + (found << self._bits)) * self.block_size
 
     def learned_by(self, policy: str) -> tuple[Executor, int]:
         """Give the index of this shadow, and how many keys each of its stands for."""
