@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys
+from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.listening import Listeners, Offer, Passes
 from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.protocol import Request
@@ -59,7 +60,7 @@ Ready: TypeAlias = tuple[_Progress, tuple[int, int], Sequence[PackedKeys]]
 """A request that has blocks to offer, its limits, and its keys, for each group."""
 
 
-class EagerStores:
+class EagerStores(Chooser):
     """Chooses what to store, request by request.
 
     A block that the host evicts while the request runs is stored again at its end,
@@ -73,9 +74,6 @@ class EagerStores:
         keys: The requests' keys.
         listeners: Notified of what is offered.
         num_found_elsewhere: As of `StorePause`.
-
-    Attributes:
-        pause: Whether stores are paused.
     """
 
     def __init__(
@@ -95,14 +93,19 @@ class EagerStores:
         self._stores = stores
         self._keys = keys
         self._listeners = listeners
-        self.pause = StorePause(
+        self._pause = StorePause(
             rules, host.num_blocks, stores.stats, num_found_elsewhere
         )
         self._progress: dict[str, _Progress] = {}
         # Requests of the steps since the last offers.
         self._scheduled: dict[str, int] = {}
 
-    def register(
+    @property
+    def is_paused(self) -> bool | None:
+        """Whether stores are paused; None if they never are."""
+        return self._pause.is_on if self._rules.pause_unused_stores else None
+
+    def begun(
         self,
         request: Request,
         keys: Sequence[PackedKeys],
@@ -111,17 +114,7 @@ class EagerStores:
         num_external: int,
         limits: tuple[int, int],
     ) -> None:
-        """Take note of a request, or of its block tables if it is known.
-
-        Args:
-            request: The request.
-            keys: Its keys, for each group.
-            tables: All its device blocks, for each group; kept.
-            num_local: Tokens that were found on the device; None if not looked up,
-                as the request runs already.
-            num_external: Tokens that come from the host.
-            limits: What `RequestKeys.check_stores` returned.
-        """
+        """Follow a request, or its new block tables if it is known."""
         # Who has just looked begins anew, even after an offer that was declined.
         if num_local is None and self.replace_tables(request, tables, limits):
             return
@@ -133,18 +126,18 @@ class EagerStores:
         marks = list(map(KeyMark.of, keys, offered))
         progress = _Progress(request, tables, offered, marks, limits, is_ordered=True)
         if self._rules.pause_unused_stores:
-            progress.is_left_out = self.pause.leaves_out(keys[0])
+            progress.is_left_out = self._pause.leaves_out(keys[0])
         progress.next_tokens = self._next_tokens(progress)
         self._progress[request.request_id] = progress
 
     def recompute(self, request_id: str) -> None:
-        """Note that what was to come from the host for a request did not."""
+        """Expect a request to compute the blocks whose load has failed."""
         self._start_over(self._progress[request_id])
 
     def replace_tables(
         self, request: Request, tables: list[list[int]], limits: tuple[int, int]
     ) -> bool:
-        """Take note of the block tables of a request, if it is known; they are kept."""
+        """Keep the block tables of a request, if it is known; return whether it is."""
         progress = self._progress.get(request.request_id)
         if progress is None:
             return False
@@ -161,14 +154,7 @@ class EagerStores:
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
-        """Take note of a step, and of the blocks that requests got and lost before it.
-
-        Args:
-            scheduled: Requests that compute something in the step.
-            new_tables: The blocks that they and others got, for each group.
-            preempted: Requests that have lost their blocks, and are not known to have
-                new ones.
-        """
+        """Record which requests a step computes, and which blocks they got and lost."""
         for request_id in preempted:
             self._progress.pop(request_id, None)
         for request_id, tables in new_tables.items():
@@ -181,18 +167,7 @@ class EagerStores:
     def find_ready(
         self, scheduled: Mapping[str, int], preempted: Sequence[str]
     ) -> list[Ready]:
-        """Find the requests that have something to offer; nothing changes.
-
-        They are of this step or of those since the last offers.
-
-        Args:
-            scheduled: Requests that compute something in the step.
-            preempted: Requests that have lost their blocks.
-
-        Raises:
-            TypeError: A request that is ready has an attribute of another type.
-            ValueError: Or one that is negative.
-        """
+        """Find those of this step and of the steps since the last offers."""
         num_changes = self._stores.num_changes
         late = []
         names = {**self._scheduled, **scheduled} if self._scheduled else scheduled
@@ -288,7 +263,7 @@ class EagerStores:
         from_head = [0] * len(self._groups)
         num_full = self._num_full(progress, keys)
         rows = self._rows(progress, keys, from_head, num_full)
-        if progress.is_left_out and self.pause.is_on:
+        if progress.is_left_out and self._pause.is_on:
             stats.num_paused += len(rows.keys) * factor
             self._host.drops.note(rows.keys, "paused")
             return
@@ -315,8 +290,8 @@ class EagerStores:
         lost = compress(rows.keys[num_done:], ~is_known[num_done:])
         self._host.drops.note(lost, "full")
 
-    def clear(self) -> None:
-        """Note that the host has forgotten everything."""
+    def clear(self, pool: DeviceBlockPool) -> None:
+        """Offer all blocks anew."""
         for progress in self._progress.values():
             self._start_over(progress)
 

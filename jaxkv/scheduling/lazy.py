@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.listening import Listeners
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
@@ -10,7 +14,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
 
 
-class LazyStores:
+class LazyStores(Chooser):
     """Chooses what to store from the old end of the device's order of eviction.
 
     Each look is at the blocks that will be evicted next, as many as twice those of a
@@ -49,7 +53,7 @@ class LazyStores:
         # Whether the host had no room for all at the last look.
         self._is_refused = False
 
-    def offer_step(self, pool: DeviceBlockPool) -> None:
+    def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Any]) -> None:
         """Offer the blocks that the device will evict next."""
         while self._host.lost:
             pool.forget_copies(self._host.lost.pop())

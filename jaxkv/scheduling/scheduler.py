@@ -35,7 +35,8 @@ from jaxkv.policies.hazard import HazardState
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.checks import check_count, check_report, checked_step
-from jaxkv.scheduling.eager import EagerStores, Ready
+from jaxkv.scheduling.chooser import Chooser
+from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.idle_warning import IdleWarning
 from jaxkv.scheduling.lazy import LazyStores
@@ -257,10 +258,9 @@ class OffloadScheduler:
         self._storage = self.below[len(tiers_below) :]
         self._stores = Stores(host, rules, self._stats, self._listeners, on_arrival)
         self._store_steps = StoreSteps(self.groups, rules)
-        self._eager: EagerStores | None = None
-        self._lazy: LazyStores | None = None
+        self._chooser: Chooser
         if rules.mode == "eager":
-            self._eager = EagerStores(
+            self._chooser = EagerStores(
                 *parts,
                 self._stores,
                 self._keys,
@@ -268,7 +268,7 @@ class OffloadScheduler:
                 self._whatif.num_found_tokens,
             )
         else:
-            self._lazy = LazyStores(*parts, self._stores, self._listeners)
+            self._chooser = LazyStores(*parts, self._stores, self._listeners)
         # Tokens that requests had found on the device when they asked; and the keys
         # that they asked for, where there are tiers below the host.
         self._num_local: dict[str, int] = {}
@@ -323,8 +323,7 @@ class OffloadScheduler:
         self._view = View(
             self.groups, self.rules, self._keys, self._gate, *parts, is_plain
         )
-        if self._lazy is not None:
-            self._lazy.clear(pool)
+        self._chooser.clear(pool)
 
     @property
     def num_host_blocks_held(self) -> int:
@@ -388,9 +387,7 @@ class OffloadScheduler:
     @property
     def is_storing_paused(self) -> bool | None:
         """Whether stores are paused; None without `pause_unused_stores`."""
-        if self._eager is None or not self.rules.pause_unused_stores:
-            return None
-        return self._eager.pause.is_on
+        return self._chooser.is_paused
 
     @property
     def in_transit(self) -> InTransit:
@@ -427,7 +424,7 @@ class OffloadScheduler:
         for notify in self._listeners.warm_up:
             notify()
         if isinstance(self._pool, DeviceBlockPool):
-            is_lazy = self._lazy is not None
+            is_lazy = self.rules.mode == "lazy"
             self._manager.warm_up_beside(self._pool, is_lazy=is_lazy)
         no_blocks = [np.zeros(0, np.bool_)] * len(self.groups)
         find_longest_hit(self.groups, no_blocks, 0)
@@ -615,9 +612,8 @@ class OffloadScheduler:
         self._asked.pop(name, None)
         if num_external_tokens:
             self._store_steps.note_tokens(num_external_tokens)
-        if self._eager is not None:
-            found = num_local, num_external_tokens, limits
-            self._eager.register(request, keys, tables, *found)
+        found = num_local, num_external_tokens
+        self._chooser.begun(request, keys, tables, *found, limits)
         if begins and name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
@@ -677,30 +673,20 @@ class OffloadScheduler:
         if self._store_steps.batch_blocks:
             must_store = need_flush or not num_tokens or bool(stores.waiting.keys)
             is_due = self._store_steps.is_due(pool, must_store=must_store)
-        ready: list[Ready] = []
-        if self._eager is not None and is_due:
-            # The last that can be refused: it reads what requests say of themselves.
-            ready = self._eager.find_ready(scheduled, preempted)
+        # The last that can be refused: it reads what requests say of themselves.
+        ready = self._chooser.find_ready(scheduled, preempted) if is_due else ()
         for name in preempted:
             loads.drop(pool, name)
         self._preempted.clear()
         if self._store_steps.batch_blocks:
             self._store_steps.begin(num_tokens, is_due=is_due)
-        if self._eager is not None:
-            self._eager.note_step(scheduled, new_tables, preempted)
-            if is_due:
-                self._eager.offer_step(pool, ready)
-            is_due = bool(stores.waiting.keys)
-        # Most steps end here.
-        has_loads = loads.by_request and loads.has_waiting
-        if not (is_due or has_loads or need_flush or self.below):
-            return NO_MOVES
+        self._chooser.note_step(scheduled, new_tables, preempted)
         in_flight = loads.in_flight.num_blocks + stores.in_flight.num_blocks
         most = rules.max_blocks_in_flight
         if most is not None:
             most = max(most - in_flight, 0)
         loading = NO_LOADS
-        if has_loads:
+        if loads.has_waiting:
             # What the step itself writes cannot be put off: the request runs in it.
             most_loaded = None if rules.load_in_step else most
             leaving, loading = loads.issue(pool, most_loaded, in_flight)
@@ -708,9 +694,9 @@ class OffloadScheduler:
             if most is not None:
                 # A load that is held up waits for room: stores may not take it.
                 most = 0 if loads.has_waiting else max(most - leaving, 0)
-        if self._lazy is not None and is_due:
+        if is_due:
             # After the loads, which let go of the free blocks that they copy.
-            self._lazy.offer_step(pool)
+            self._chooser.offer_step(pool, ready)
         store = stores.issue(most, in_flight) if stores.waiting.keys else None
         moves: list[TierMoves] = []
         for own in self.below:
@@ -768,9 +754,8 @@ class OffloadScheduler:
                 notify(finished, failed)
             if finished or failed:
                 self._stores.num_changes += 1
-            if self._eager is not None:
-                for request_id in failed:
-                    self._eager.recompute(request_id)
+            for request_id in failed:
+                self._chooser.recompute(request_id)
         stored, lost = self._stores.report(pool, stores) if stores else ((), ())
         if output.below:
             for own in self.below:
@@ -825,8 +810,8 @@ class OffloadScheduler:
         if block_ids is not None:
             tables = self._tables(request.request_id, block_ids)
         self._check_kept_keys(request)
-        if tables is not None and self._eager is not None:
-            self._eager.replace_tables(request, tables, limits)
+        if tables is not None:
+            self._chooser.replace_tables(request, tables, limits)
         self._part_with(request, limits)
         name = request.request_id
         has_begun = name in self._known
@@ -967,10 +952,7 @@ class OffloadScheduler:
         self._manager.clear()
         for own in self.below:
             own.reset()
-        if self._eager is not None:
-            self._eager.clear()
-        if self._lazy is not None:
-            self._lazy.clear(self._pool)
+        self._chooser.clear(self._pool)
         for notify in self._listeners.reset:
             notify()
         return True
@@ -1028,8 +1010,7 @@ class OffloadScheduler:
             notify(name)
         self._num_local.pop(name, None)
         self._asked.pop(name, None)
-        if self._eager is not None:
-            self._eager.finish(self._pool, request, limits)
+        self._chooser.finish(self._pool, request, limits)
 
     def _resume(self, path: str) -> PolicyStateFile:
         """Go on with what was learned before, if that is known."""
