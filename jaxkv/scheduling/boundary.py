@@ -25,8 +25,10 @@ from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierProbe, TierRepor
 from jaxkv.scheduling.rules import OffloadRules, WriteRule, check_victims
 from jaxkv.scheduling.stats import TierCounts
 from jaxkv.search.groups import FullAttention, GroupSpec
+from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.key_memory import ReuseFilter
+from jaxkv.tiers.storage import StorageTier
 from jaxkv.types import NO_BLOCK, BlockKey
 
 Ids: TypeAlias = NDArray[np.int64]
@@ -407,6 +409,11 @@ class Boundary:
         self._leave_queue(request_id)
         self._last_ask.pop(request_id, None)
 
+    def finish(self, request_id: str) -> None:
+        """Forget a request that has finished."""
+        self.forget(request_id)
+        self.num_fetched_tokens.pop(request_id, None)
+
     def _leave_queue(self, request_id: str) -> None:
         for of_requests in (self._queued, self._num_vain_asks, self._overdue):
             of_requests.pop(request_id, None)
@@ -486,6 +493,10 @@ class Boundary:
             self.number,
             tuple(probes),
         )
+
+    def reports_in(self, reports: Sequence[TierReport]) -> list[TierReport]:
+        """Return the reports of this lower tier."""
+        return [report for report in reports if report.tier == self.number]
 
     def check(self, reports: Sequence[TierReport]) -> None:
         """Raise ValueError if workers report what is not in flight on them."""
@@ -784,6 +795,58 @@ class Boundary:
         self.counts.stored += len(arrived) * self.factor
         if arrived and self._on_arrival is not None:
             self._on_arrival(arrived)
+
+
+def make_boundaries(
+    groups: tuple[GroupSpec, ...],
+    host: BlockIndex,
+    rules: OffloadRules,
+    tiers_below: Sequence[TierBelow],
+    num_storage_blocks: int,
+    is_private: Callable[[BlockKey], bool] | None,
+    enable_events: bool,
+    executor: ExecutorName,
+) -> tuple[Boundary, ...]:
+    """Make the boundaries below the host, the nearest first, the store's last."""
+    tiers = list(tiers_below)
+    if num_storage_blocks:
+        size = host.block_size
+        tier = StorageTier(size, num_storage_blocks, enable_events, executor=executor)
+        blocks, probe_s = rules.max_storage_blocks, rules.storage_probe_s or 0.0
+        write = rules.storage_write
+        tiers.append(TierBelow(tier, write, blocks, probe_s, has_other_writers=True))
+    uppers = [host, *[below.tier for below in tiers]]
+    on_arrival: Callable[[Sequence[BlockKey]], None] | None = None
+    boundaries: list[Boundary] = []
+    for number, below in reversed(list(enumerate(tiers))):
+        boundary = Boundary(
+            groups,
+            uppers[number],
+            below,
+            rules,
+            is_private=is_private,
+            on_arrival=on_arrival,
+            number=number,
+        )
+        boundaries.insert(0, boundary)
+        on_arrival = boundary.note_stored
+    return tuple(boundaries)
+
+
+def check_reports(
+    boundaries: Sequence[Boundary], reports: Sequence[TierReport]
+) -> None:
+    """Refuse reports of tiers below the host that are not due."""
+    for report in reports:
+        if not 0 <= report.tier < len(boundaries):
+            raise ValueError(
+                f"a report of tier {report.tier} below the host came, and the "
+                f"scheduler has {len(boundaries)} such tiers: give it "
+                "num_storage_blocks, or tiers_below."
+            )
+    if reports:
+        for boundary in boundaries:
+            boundary.check(boundary.reports_in(reports))
 
 
 def _as_batch(

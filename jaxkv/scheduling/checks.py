@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
+import jax
 import numpy as np
 
 from jaxkv._util import shown, whole
@@ -178,3 +179,8 @@ def check_plan(meta: OffloadMetadata) -> None:
     below = meta.below
     if not is_collection(below) or not all(isinstance(own, TierMoves) for own in below):
         raise _wrong_field("below", below, "a tuple of TierMoves", "plan")
+
+
+def serves_with_others() -> bool:
+    """Whether several processes run one program; starts no backend to find out."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1

@@ -13,9 +13,8 @@ from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.listening import Listeners, Offer, Passes
-from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.protocol import Request
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests, Rows, rows_of
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
 from jaxkv.scheduling.stores import StorePause, Stores
 from jaxkv.search.groups import GroupSpec
@@ -35,7 +34,7 @@ class _Progress:
         num_offered: How many of them were offered and are done, or were found.
         marks: The keys of these, for each group.
         limits: How many of its tokens are certain, and how many may be stored, as
-            `RequestKeys.check_stores` returned last.
+            `Requests.check_stores` returned last.
         next_tokens: Computed tokens from which on there may be more to offer.
         refused_at: `Stores.num_changes` when the host had no room for the rest.
         is_ordered: Whether these have their place in the host's order of eviction.
@@ -71,8 +70,8 @@ class EagerStores(Chooser):
         host: The host tier.
         rules: What the engine chose.
         stores: Takes what was chosen.
-        keys: The requests' keys.
         listeners: Notified of what is offered.
+        requests: The requests.
         num_found_elsewhere: As of `StorePause`.
     """
 
@@ -82,8 +81,8 @@ class EagerStores(Chooser):
         host: BlockIndex,
         rules: OffloadRules,
         stores: Stores,
-        keys: RequestKeys,
         listeners: Listeners,
+        requests: Requests,
         num_found_elsewhere: Callable[[], int],
     ) -> None:
         self._groups = groups
@@ -91,7 +90,7 @@ class EagerStores(Chooser):
         self._rules = rules
         self._factor = rules.blocks_per_host_block
         self._stores = stores
-        self._keys = keys
+        self._requests = requests
         self._listeners = listeners
         self._pause = StorePause(
             rules, host.num_blocks, stores.stats, num_found_elsewhere
@@ -183,7 +182,7 @@ class EagerStores(Chooser):
                     late.append(progress)
             if not late or self._stores.is_congested:
                 return []
-            check, keys_of = self._keys.check_stores, self._keys.of
+            check, keys_of = self._requests.check_stores, self._requests.of
             return [(own, check(own.request), keys_of(own.request)) for own in late]
         except (TypeError, ValueError):  # The latter of arrays.
             self._check_all(names)
@@ -193,8 +192,8 @@ class EagerStores(Chooser):
         """Raise an error that names the attribute which has another type."""
         for progress in map(self._progress.get, names):
             if progress is not None:
-                self._keys.check_stores(progress.request)
-                self._keys.checked(progress.request, is_admission=False)
+                self._requests.check_stores(progress.request)
+                self._requests.checked(progress.request, is_admission=False)
 
     def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Ready]) -> None:
         """Offer what `find_ready` has just found."""
@@ -303,7 +302,7 @@ class EagerStores(Chooser):
 
     def _current_keys(self, progress: _Progress) -> Sequence[PackedKeys]:
         """Return a request's keys; offer all anew if those offered were rewritten."""
-        keys = self._keys.of(progress.request)
+        keys = self._requests.of(progress.request)
         self._follow(progress, keys)
         return keys
 

@@ -21,7 +21,7 @@ from jaxkv.scheduling.plan import (
     plan,
 )
 from jaxkv.scheduling.protocol import Request
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests
 from jaxkv.search.groups import GroupSpec
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.search.tiers import Match, find_cached_prefix, search, source_of
@@ -201,10 +201,11 @@ def explain(
     """
     groups, below = view.groups, view.below
     # Not the keys of the scheduler, which are kept until the request ends.
-    view = view._replace(keys=RequestKeys(groups, view.rules, may_lag=True))
-    view.keys.check_lookup(request)
-    view.keys.check_stores(request)
-    keys = view.keys.checked(request)
+    requests = Requests(groups, view.rules, view.host, may_lag=True)
+    view = view._replace(requests=requests)
+    view.requests.check_lookup(request)
+    view.requests.check_stores(request)
+    keys = view.requests.checked(request)
     most = request.num_tokens - 1
     if num_computed_tokens is None:
         num_computed_tokens, _ = find_cached_prefix(view.pool, groups, keys, most)
@@ -217,7 +218,7 @@ def explain(
         own, fetch, num = found.fetch
         if own.would_fetch(fetch, num):
             break
-        below = below[: own.number]
+        below = found.nearer
     else:
         found = near
     factor = view.rules.blocks_per_host_block
@@ -272,7 +273,7 @@ def _verdicts(
             _prefix_alone(spec, is_there),
         )
     )
-    _, most_stored = view.keys.check_stores(request)
+    _, most_stored = view.requests.check_stores(request)
     factor = view.rules.blocks_per_host_block
     why_absent = _why_absent(view.host, most_stored, factor, spec, keys)
     in_load = _indices_in(near.own, group)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.listening import Listeners
-from jaxkv.scheduling.moves import Ledger, Move, Report
+from jaxkv.scheduling.moves import Budget, Ledger, Move, Report
 from jaxkv.scheduling.protocol import NO_EVENT, Request
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import FullAttention, GroupSpec, alignment
@@ -113,7 +113,7 @@ class Loads:
         host: The host tier.
         rules: What the engine chose.
         stats: Where loads that arrive and loads that fail are counted.
-        keys: The requests' keys.
+        requests: The requests.
         listeners: Notified of loads that end.
 
     Attributes:
@@ -126,8 +126,8 @@ class Loads:
         groups: tuple[GroupSpec, ...],
         host: BlockIndex,
         rules: OffloadRules,
+        requests: Requests,
         stats: OffloadStats,
-        keys: RequestKeys,
         listeners: Listeners,
     ) -> None:
         self._listeners = listeners
@@ -135,7 +135,7 @@ class Loads:
         self._host = host
         self._rules = rules
         self._stats = stats
-        self._keys = keys
+        self._requests = requests
         self.by_request: dict[str, Load] = {}
         # Those that were taken and have not left, in the order in which they were:
         # those with a transfer, and those with nothing but copies.
@@ -252,35 +252,30 @@ class Loads:
         """Whether a load has been taken and has not left."""
         return bool(self._waiting or self._copying)
 
-    def issue(
-        self, pool: DeviceBlockPool, num_blocks: int | None, in_flight: int
-    ) -> tuple[int, dict[str, Any]]:
+    def issue(self, pool: DeviceBlockPool, budget: Budget) -> dict[str, Any]:
         """Send out loads that have been taken, in the order in which they were.
 
-        Args:
-            pool: The device's blocks.
-            num_blocks: How many device blocks may leave; None for any number. A load
-                that is larger leaves if nothing else is in flight.
-            in_flight: Device blocks that are in flight, in either direction.
+        A load that is larger than the budget leaves if nothing else is in flight.
 
         Returns:
-            How many device blocks leave; and the fields of `OffloadMetadata` that say
-            so, of copies too, which are done in this step.
+            The fields of `OffloadMetadata` about loads, and about copies, which are
+            done in this step.
         """
         ready = list(self._copying.values())
         self._copying.clear()
         while self._waiting:
             load = next(iter(self._waiting.values()))
-            if num_blocks is not None:
-                if load.num_blocks > num_blocks and in_flight:
-                    break  # Nor may others overtake it.
-                num_blocks -= load.num_blocks
-                in_flight += load.num_blocks
+            # What the step itself writes cannot be put off: the request runs in it.
+            is_too_large = load.num_blocks > budget.num_left and budget.in_flight
+            if is_too_large and not self._rules.load_in_step:
+                budget.num_left = 0  # Neither loads nor stores may overtake it.
+                break
+            budget.take(load.num_blocks)
             self._waiting.popitem(last=False)
             self._num_blocks_waiting -= load.num_blocks
             ready.append(load)
         if not ready:
-            return 0, NO_LOADS
+            return NO_LOADS
         leaving = [load for load in ready if load.is_awaited or load.sources.size]
         copying = [load for load in ready if load.copy_sources.size]
         event = self.in_flight.issue(leaving)
@@ -294,7 +289,7 @@ class Loads:
             if load.event == NO_EVENT:
                 pool.unpin(load.copy_targets)
         names = tuple([load.request_id for load in leaving])
-        return sum([load.num_blocks for load in leaving]), {
+        return {
             "load_event": event,
             "load_device_blocks": _flat([load.targets for load in leaving]),
             "load_host_blocks": _flat([load.sources for load in leaving]),
@@ -331,7 +326,7 @@ class Loads:
                 continue
             is_useless = not load.ok
             if load.is_awaited and load.request is not None:
-                is_useless |= not load.is_of(self._keys.of(load.request))
+                is_useless |= not load.is_of(self._requests.of(load.request))
             if is_useless:
                 # Now the request computes all that it was to get.
                 pool.unwritten.difference_update(load.skipped)

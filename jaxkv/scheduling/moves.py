@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jaxkv._util import shown
 from jaxkv.scheduling.protocol import NO_EVENT
+from jaxkv.scheduling.rules import NO_LIMIT
 from jaxkv.types import BlockKey
 
 Ids = TypeVar("Ids", bound=list[int] | NDArray[np.integer[Any]])
@@ -129,6 +130,22 @@ class Ledger(Generic[AnyMove]):
         more = len(self.moves) - _MOST_NAMES
         names = f"{list(self.moves)[:_MOST_NAMES]}"
         return f"{names} and {more} more" if more > 0 else names
+
+
+class Budget:
+    """How many device blocks may still leave in a step, and how many are in flight."""
+
+    __slots__ = "in_flight", "num_left"
+
+    def __init__(self, max_in_flight: int | None, in_flight: int) -> None:
+        max_in_flight = NO_LIMIT if max_in_flight is None else max_in_flight
+        self.num_left = max(max_in_flight - in_flight, 0)
+        self.in_flight = in_flight
+
+    def take(self, num_blocks: int) -> None:
+        """Let blocks leave."""
+        self.num_left = max(self.num_left - num_blocks, 0)
+        self.in_flight += num_blocks
 
 
 def reports_of(

@@ -17,7 +17,7 @@ from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.boundary import Boundary, Fetch, Probing
 from jaxkv.scheduling.loads import NO_IDS, Load, Loads, joined
 from jaxkv.scheduling.protocol import NO_EVENT, Request
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
@@ -150,7 +150,7 @@ class View(NamedTuple):
     Attributes:
         groups: The groups of the model's layers.
         rules: What the engine chose.
-        keys: The requests' keys.
+        requests: The requests.
         gate: Judges whether a load is worth its time.
         pool: The device's blocks.
         host: The host tier.
@@ -161,7 +161,7 @@ class View(NamedTuple):
 
     groups: tuple[GroupSpec, ...]
     rules: OffloadRules
-    keys: RequestKeys
+    requests: Requests
     gate: Gate
     pool: DeviceBlockPool
     host: BlockIndex
@@ -182,6 +182,7 @@ class Plan(NamedTuple):
             what, and how many blocks of it at most, from the first on.
         probe: A probe to send first: the tier, the runs of keys, and how long the
             request waits for the answer.
+        nearer: The tiers above the one that is fetched from, the nearest first.
         queue: The tier below the host in front of which the request waits for room, as
             others hold it.
         searched: The tiers of which this is what they have of the request for now.
@@ -197,6 +198,7 @@ class Plan(NamedTuple):
     load: Load | None = None
     fetch: tuple[Boundary, Fetch, int] | None = None
     probe: tuple[Boundary, list[list[BlockKey]], float] | None = None
+    nearer: tuple[Boundary, ...] = ()
     queue: Boundary | None = None
     searched: tuple[Boundary, ...] = ()
     load_speed: Speed = None
@@ -220,10 +222,10 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
 
     Raises:
         ValueError: If `num_computed_tokens` is no number of whole blocks, or as
-            `RequestKeys.checked`.
-        TypeError: As `RequestKeys.checked`.
+            `Requests.checked`.
+        TypeError: As `Requests.checked`.
     """
-    view.keys.check_lookup(request)
+    view.requests.check_lookup(request)
     num: int | None = num_computed_tokens
     if type(num) is not int:
         num = whole(num)
@@ -234,7 +236,7 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
                 f"{shown(request.request_id)} must be of whole blocks: a multiple of "
                 f"{spec.block_size}."
             )
-    keys = view.keys.checked(request)
+    keys = view.requests.checked(request)
     own = view.loads.by_request.get(request.request_id)
     if own is not None and own.event != NO_EVENT:
         # From before a preemption; its end will be reported.
@@ -301,6 +303,7 @@ def _plan_fetch(
         None,
         deferral=own.name,
         fetch=(own, fetch, num),
+        nearer=above,
         searched=(own,),
         fetch_speeds=speeds,
     )

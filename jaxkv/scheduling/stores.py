@@ -7,15 +7,16 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.listening import Listeners
-from jaxkv.scheduling.moves import Ledger, Move, Report
-from jaxkv.scheduling.prefix import Rows
+from jaxkv.scheduling.moves import Budget, Ledger, Move, Report
+from jaxkv.scheduling.protocol import NO_EVENT
+from jaxkv.scheduling.requests import Rows
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
@@ -30,6 +31,12 @@ _PAUSE_SAMPLE = 16
 
 Store: TypeAlias = Move[list[int]]
 """Device blocks, m of them for each row, on their way to the host."""
+NO_STORES: dict[str, Any] = {
+    "store_event": NO_EVENT,
+    "store_device_blocks": (),
+    "store_host_blocks": (),
+}
+"""The fields of `OffloadMetadata` about stores, in a step without any."""
 
 
 class StoreSteps:
@@ -318,24 +325,19 @@ class Stores:
         waiting.sources += to_read.tolist()
         return to_read
 
-    def issue(self, num_blocks: int | None, in_flight: int) -> Store | None:
+    def issue(self, budget: Budget) -> dict[str, Any]:
         """Send out what has a place on the host, the first come first.
 
-        Args:
-            num_blocks: How many device blocks may leave; None for any number. A row
-                that is larger leaves if nothing else is in flight.
-            in_flight: Device blocks that are in flight, in either direction.
+        A row that is larger than the budget leaves if nothing else is in flight.
 
         Returns:
-            What leaves; None if that is nothing.
+            The fields of `OffloadMetadata` about stores.
         """
         waiting = self.waiting
-        num = len(waiting.keys)
-        if num_blocks is not None:
-            least = 0 if in_flight else 1
-            num = min(num, max(num_blocks // self._factor, least))
+        num_rows = max(budget.num_left // self._factor, not budget.in_flight)
+        num = min(len(waiting.keys), num_rows)
         if num == 0:
-            return None
+            return NO_STORES
         if num == len(waiting.keys):
             leaving, self.waiting = waiting, _no_blocks()
         else:
@@ -345,7 +347,11 @@ class Stores:
             del keys[:num], waiting.sources[:end], targets[:num]
         self.in_flight.issue([leaving])
         self._num_known_in_flight += num
-        return leaving
+        return {
+            "store_event": leaving.event,
+            "store_device_blocks": tuple(leaving.sources),
+            "store_host_blocks": tuple(leaving.targets),
+        }
 
     def report(
         self, pool: DeviceBlockPool, reports: Sequence[Report]

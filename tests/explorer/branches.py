@@ -33,19 +33,19 @@ FUNCTIONS_OUTSIDE = {
     "protocol.py OffloadMetadata.digest": "compared between processes",
     "protocol.py _listed": "takes arrays for lists",
     **{
-        f"request_keys.py {name}": "refuses what an engine says wrongly"
+        f"requests.py {name}": "refuses what an engine says wrongly"
         for name in (
             "keys_by_group",
-            "RequestKeys.check",
-            "RequestKeys.check_lookup",
-            "RequestKeys.check_stores",
-            "RequestKeys.checked",
-            "RequestKeys._check_lists",
-            "RequestKeys._check_number",
-            "RequestKeys._lacks",
+            "Requests.check",
+            "Requests.check_lookup",
+            "Requests.check_stores",
+            "Requests.checked",
+            "Requests._check_lists",
+            "Requests._check_number",
+            "Requests._lacks",
         )
     },
-    "request_keys.py _Growing.updated": "a request of a world keeps its history",
+    "requests.py _Growing.updated": "a request of a world keeps its history",
     "rules.py _check_shadow": "refuses settings",
     "rules.py RuleSettings._contradictions": "refuses settings",
     "rules.py OffloadRules._contradictions": "refuses settings",
@@ -54,11 +54,8 @@ FUNCTIONS_OUTSIDE = {
     "scheduler.py OffloadScheduler.__init__": "refuses settings",
     "scheduler.py OffloadScheduler.bind_device_block_pool": "before any event",
     "scheduler.py OffloadScheduler.note_rates": "takes rates of several tiers",
-    "scheduler.py OffloadScheduler._forget_below": "a request keeps its history",
-    "scheduler.py OffloadScheduler._resume": "before any event",
     "scheduler.py OffloadScheduler.warm_up": "before any event",
     "scheduler.py OffloadScheduler.wait_for_storage": "before any event",
-    "scheduler.py _serves_with_others": "asks for other processes",
     "stats.py Histogram.keep_samples": "for a reader of metrics",
     "stats.py Histogram.take_samples": "for a reader of metrics",
 }

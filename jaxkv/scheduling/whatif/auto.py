@@ -24,8 +24,9 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from jaxkv._util import percent_text
+from jaxkv._util.settings import ConfigError
 from jaxkv.policies.registry import AUTO
-from jaxkv.scheduling.rules import RuleSettings
+from jaxkv.scheduling.rules import OffloadRules, RuleSettings
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS
 from jaxkv.scheduling.whatif.shadows import Shadow, Shadows
 from jaxkv.search.groups import FullAttention, GroupSpec
@@ -66,18 +67,22 @@ def contradictions(rules: RuleSettings) -> Iterator[str]:
             )
 
 
-def check_auto_groups(groups: Sequence[GroupSpec]) -> None:
-    """Refuse models of which shadows do not see all.
+def rules_of_auto(rules: OffloadRules, groups: Sequence[GroupSpec]) -> OffloadRules:
+    """Check that "auto" can serve; return the rules with what it sets.
 
     Raises:
-        ValueError: With what to do instead.
+        ConfigError: The rules exclude it.
+        ValueError: Shadows do not see all of the model.
     """
+    if faults := list(contradictions(rules)):
+        raise ConfigError(faults)
     if len(groups) > 1 or not isinstance(groups[0], FullAttention):
         raise ValueError(
             f"cache_policy={AUTO!r} needs a model with one group of layers, of full "
             f"attention: {groups} read other parts of a prefix, which shadows do not "
             "see. Name a policy."
         )
+    return dataclasses.replace(rules, pause_unused_stores=rules.mode == "eager")
 
 
 def with_candidates(shadows: Sequence[Shadow]) -> tuple[Shadow, ...]:

@@ -19,9 +19,13 @@ import numpy as np
 from jaxkv._util import read_file, shown
 from jaxkv._util.outage import OutageLog
 from jaxkv.policies import reuse
-from jaxkv.policies.hazard import NUM_CLASSES
+from jaxkv.policies.hazard import NUM_CLASSES, HazardState
+from jaxkv.policies.registry import AUTO
 from jaxkv.policies.reuse import MOST, NUM_BINS, UNIT, ReuseTable
+from jaxkv.scheduling.checks import serves_with_others
 from jaxkv.scheduling.listening import End, Listener
+from jaxkv.scheduling.whatif.what_if import WhatIf
+from jaxkv.tiers.index import BlockIndex
 
 SAVE_EVERY_MS = 600_000
 
@@ -136,6 +140,31 @@ class PolicyStateFile(Listener):
         return ValueError(
             f"policy_state={shown(self._path)} {why}: remove it, or name another file."
         )
+
+
+def open_policy_state(path: str, host: BlockIndex, what_if: WhatIf) -> PolicyStateFile:
+    """Open the file of a host tier, which goes on with what was learned before.
+
+    Raises:
+        ValueError: The policy learns nothing, several processes serve, or the file is
+            of another policy, size or version.
+        OSError: The file cannot be read.
+    """
+    if not isinstance(host.executor.state.policy, HazardState):
+        raise ValueError(
+            f"policy_state={shown(path)} needs cache_policy='hazard' or {AUTO!r}, "
+            "without retention: no other policy learns what a file could keep."
+        )
+    if serves_with_others():
+        raise ValueError(
+            f"policy_state={shown(path)} is for one process: each of several would "
+            "begin with what its own file has, and their tiers evict other blocks."
+        )
+    file = PolicyStateFile(path, host.num_blocks, host.block_size, what_if.learned)
+    learned = file.read()
+    if learned is not None:
+        what_if.resume(learned)
+    return file
 
 
 def _counts(listed: Any, shape: tuple[int, ...]) -> Any:

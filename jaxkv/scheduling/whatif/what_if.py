@@ -6,7 +6,6 @@ changes the policy of the tier that serves.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -14,9 +13,8 @@ from jaxkv._util import shown
 from jaxkv.policies.hazard import HazardState
 from jaxkv.policies.reuse import ReuseTable, scaled
 from jaxkv.scheduling.listening import End, Keys, Listener, Lookup, Offer, Passes, Start
-from jaxkv.scheduling.notifier import output_tokens_of
 from jaxkv.scheduling.plan import Gate, most_found_tokens
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests, output_tokens_of
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.scheduling.whatif.auto import PolicyChoice, with_candidates
@@ -70,7 +68,7 @@ class Shadowed(WhatIf):
     It holds no reference to the scheduler, which can be freed before this is closed.
     """
 
-    _NOT_STATE = ("_log",)
+    _NOT_STATE = ("log",)
 
     def __init__(
         self,
@@ -80,11 +78,11 @@ class Shadowed(WhatIf):
         rules: OffloadRules,
         stats: OffloadStats,
         gate: Gate,
-        keys: RequestKeys,
+        requests: Requests,
         executor: ExecutorName,
         *,
         is_auto: bool,
-        has_tiers_below: bool,
+        is_alone: bool,
     ) -> None:
         if len(groups) > 1 or not isinstance(groups[0], FullAttention):
             raise ValueError(
@@ -103,9 +101,9 @@ class Shadowed(WhatIf):
         self._choice = PolicyChoice(self.shadows) if is_auto else None
         if self._choice is not None:
             self.policy, self.num_changes = self._choice.policy, 0
-        self._rules, self._stats, self._gate, self._keys = rules, stats, gate, keys
-        self._has_tiers_below = has_tiers_below
-        self._log = OutlookLog(self.outlook)
+        self._rules, self._stats, self._gate = rules, stats, gate
+        self._requests, self._is_alone = requests, is_alone
+        self.log = OutlookLog(self.outlook)
 
     @property
     def counts(self) -> tuple[ShadowCount, ...]:
@@ -130,13 +128,9 @@ class Shadowed(WhatIf):
             self.shadows.counts,
             speeds,
             self._host.block_size,
-            not self._has_tiers_below,
+            self._is_alone,
             self.num_changes,
         )
-
-    def close_with(self, scheduler: object) -> None:
-        """Log the last outlook when the scheduler is freed."""
-        weakref.finalize(scheduler, self._log.close)
 
     def num_found_tokens(self) -> int:
         """Return the tokens that the policies of "auto" have found so far."""
@@ -170,7 +164,7 @@ class Shadowed(WhatIf):
         request, num_tokens = lookup.request, lookup.num_computed_tokens
         size = self.shadows.block_size
         max_tokens = max(most_found_tokens(request, num_tokens), 0)
-        keys = self._keys.of(request)[0]
+        keys = self._requests.of(request)[0]
         first, last = num_tokens // size, max_tokens // size
         self.shadows.look_up(request.request_id, keys, first, last)
 
@@ -231,7 +225,7 @@ class Shadowed(WhatIf):
         if end.has_begun:
             num_output, now_ms = output_tokens_of(end.request), end.now_ms()
             self.shadows.finish(name, end.keys[0], now_ms, num_output, end.stop)
-            self._log.note(now_ms)
+            self.log.note(now_ms)
         self.shadows.forget(name, is_held=end.has_load)
         if self._choice is not None and (policy := self._choice.choose()):
             self._host.change_policy(policy, *self.shadows.learned_by(policy))
