@@ -1,4 +1,4 @@
-"""Eager stores: every full block, soon after it was computed."""
+"""Eager stores: every full block is offered soon after it was computed."""
 
 from __future__ import annotations
 
@@ -26,33 +26,20 @@ from jaxkv.types import BlockKey
 
 @dataclasses.dataclass
 class _Progress:
-    """How far a request has been stored.
-
-    Attributes:
-        request: The request.
-        tables: Its device blocks, for each group.
-        num_offered: How many of them were offered and are done, or were found.
-        marks: The keys of these, for each group.
-        limits: How many of its tokens are certain, and how many may be stored, as
-            `Requests.check_stores` returned last.
-        next_tokens: Computed tokens from which on there may be more to offer.
-        refused_at: `Stores.num_changes` when the host had no room for the rest.
-        is_ordered: Whether these have their place in the host's order of eviction.
-        num_lost: `BlockIndex.num_lost` when the host had all of them, from the
-            head on; -1 if that was never looked at.
-        is_left_out: Whether it is not to be stored while stores are paused.
-    """
+    """How far a request has been stored. Lists have an item for each group."""
 
     request: Request
-    tables: list[list[int]]
-    num_offered: list[int]
-    marks: list[KeyMark]
-    limits: tuple[int, int]
-    next_tokens: int = 0
-    refused_at: int = -1
-    is_ordered: bool = False
+    tables: list[list[int]]  # Its device blocks.
+    num_offered: list[int]  # Blocks that were hits, or were offered and are done.
+    marks: list[KeyMark]  # Their keys.
+    limits: tuple[int, int]  # What `Requests.check_stores` last returned.
+    next_tokens: int = 0  # Computed tokens from which there may be more to offer.
+    refused_at: int = -1  # `Stores.num_changes` when the host had no room for the rest.
+    is_ordered: bool = False  # Whether the offered are in order in the host's order.
+    # `BlockIndex.num_lost` when the host had all of them, from the head on; -1 if
+    # unknown.
     num_lost: int = -1
-    is_left_out: bool = False
+    is_skipped: bool = False  # Whether it is not stored while stores are paused.
 
 
 Ready: TypeAlias = tuple[_Progress, tuple[int, int], Sequence[PackedKeys]]
@@ -63,16 +50,7 @@ class EagerStores(Chooser):
     """Chooses what to store, request by request.
 
     A block that the host evicts while the request runs is stored again at its end,
-    when the device, too, is about to give it up.
-
-    Args:
-        groups: The groups of the model's layers.
-        host: The host tier.
-        rules: What the engine chose.
-        stores: Takes what was chosen.
-        listeners: Notified of what is offered.
-        requests: The requests.
-        num_found_elsewhere: As of `StorePause`.
+    when the device, too, is about to evict it.
     """
 
     def __init__(
@@ -114,7 +92,7 @@ class EagerStores(Chooser):
         limits: tuple[int, int],
     ) -> None:
         """Follow a request, or its new block tables if it is known."""
-        # Who has just looked begins anew, even after an offer that was declined.
+        # A request that has just looked begins anew, even if it declined its offer.
         if num_local is None and self.replace_tables(request, tables, limits):
             return
         factor = self._factor
@@ -125,7 +103,7 @@ class EagerStores(Chooser):
         marks = list(map(KeyMark.of, keys, offered))
         progress = _Progress(request, tables, offered, marks, limits, is_ordered=True)
         if self._rules.pause_unused_stores:
-            progress.is_left_out = self._pause.leaves_out(keys[0])
+            progress.is_skipped = self._pause.skips(keys[0])
         progress.next_tokens = self._next_tokens(progress)
         self._progress[request.request_id] = progress
 
@@ -189,14 +167,14 @@ class EagerStores(Chooser):
             raise
 
     def _check_all(self, names: Iterable[str]) -> None:
-        """Raise an error that names the attribute which has another type."""
+        """Raise an error that names the attribute of another type."""
         for progress in map(self._progress.get, names):
             if progress is not None:
                 self._requests.check_stores(progress.request)
                 self._requests.checked(progress.request, is_admission=False)
 
     def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Ready]) -> None:
-        """Offer what `find_ready` has just found."""
+        """Offer the blocks of requests that `find_ready` has just found."""
         self._scheduled.clear()
         for progress, limits, keys in ready:
             progress.limits = limits
@@ -262,7 +240,7 @@ class EagerStores(Chooser):
         from_head = [0] * len(self._groups)
         num_full = self._num_full(progress, keys)
         rows = self._rows(progress, keys, from_head, num_full)
-        if progress.is_left_out and self._pause.is_on:
+        if progress.is_skipped and self._pause.is_on:
             stats.num_paused += len(rows.keys) * factor
             self._host.drops.note(rows.keys, "paused")
             return
@@ -297,11 +275,11 @@ class EagerStores(Chooser):
     def _start_over(self, progress: _Progress) -> None:
         progress.num_offered = [0] * len(self._groups)
         progress.marks = [KeyMark()] * len(self._groups)
-        progress.next_tokens = NO_LIMIT if progress.is_left_out else 0
+        progress.next_tokens = NO_LIMIT if progress.is_skipped else 0
         progress.refused_at = -1
 
     def _current_keys(self, progress: _Progress) -> Sequence[PackedKeys]:
-        """Return a request's keys; offer all anew if those offered were rewritten."""
+        """Return a request's keys; offer all anew if offered ones were rewritten."""
         keys = self._requests.of(progress.request)
         self._follow(progress, keys)
         return keys
@@ -329,14 +307,7 @@ class EagerStores(Chooser):
         keys: Sequence[Sequence[BlockKey]],
         num_full: list[int],
     ) -> None:
-        """Offer what a request has that was not offered before.
-
-        Args:
-            pool: The device's blocks.
-            progress: The request's.
-            keys: Its keys, for each group.
-            num_full: How many blocks of each group are certain and may be stored.
-        """
+        """Offer the blocks up to `num_full` that were not offered before."""
         first = progress.num_offered
         rows = self._rows(progress, keys, first, num_full)
         num_skipped = self._host.num_skipped
@@ -374,10 +345,7 @@ class EagerStores(Chooser):
         first: int,
         num: int,
     ) -> Passes:
-        """Tell which of a request's blocks [start, num) may be stored; None for all.
-
-        Those before `first` are known to be held.
-        """
+        """Return which blocks [start, num) may be stored; those before `first` may."""
         passes = np.ones(num - start, np.bool_)
         if isinstance(pool, DeviceBlockPool):  # To ask vLLM's takes long.
             table = progress.tables[0][first:num]
@@ -388,8 +356,8 @@ class EagerStores(Chooser):
         return None if passes.all() else passes
 
     def _next_tokens(self, progress: _Progress) -> int:
-        """Tell how many tokens a request must have before there is more to offer."""
-        if progress.is_left_out:
+        """Return how many tokens a request needs before there is more to offer."""
+        if progress.is_skipped:
             return NO_LIMIT
         next_tokens = NO_LIMIT
         for offered, spec in zip(progress.num_offered, self._groups, strict=True):
@@ -406,12 +374,6 @@ class EagerStores(Chooser):
         first: list[int],
         last: list[int],
     ) -> Rows:
-        """List a request's blocks from `first` up to `last`, of each group."""
-        return rows_of(
-            self._groups,
-            keys,
-            progress.tables,
-            first,
-            last,
-            self._factor,
-        )
+        """List the blocks [first, last) of each group."""
+        tables, factor = progress.tables, self._factor
+        return rows_of(self._groups, keys, tables, first, last, factor)

@@ -1,4 +1,4 @@
-"""Lazy stores: what the device is about to evict, and not before."""
+"""Lazy stores: blocks are offered when the device is about to evict them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,11 @@ from jaxkv.tiers.index import BlockIndex
 class LazyStores(Chooser):
     """Chooses what to store from the old end of the device's order of eviction.
 
-    Each look is at the blocks that will be evicted next, as many as twice those of a
-    full step and a batch, and stores what the host lacks. It begins at the oldest
-    block: there is no cursor that could pass one by. What the host has, as far as it
-    was looked up or stored here, is noted in the device's tier until the host loses it,
-    so that only the others are looked up.
-
-    Args:
-        groups: The groups of the model's layers.
-        host: The host tier, which keeps from now on what it loses.
-        rules: What the engine chose.
-        stores: Takes what was chosen.
-        listeners: Notified of what is offered.
-
-    Attributes:
-        num_blocks: How many blocks each look goes over.
+    Each look goes over the blocks that will be evicted next, twice those of a full step
+    and a batch, and stores what the host lacks. It begins at the oldest block: there is
+    no cursor that could pass one by. What the host has, as far as it was looked up or
+    stored here, is noted in the device's tier until the host loses it, so that only the
+    others are looked up.
     """
 
     def __init__(
@@ -42,7 +32,7 @@ class LazyStores(Chooser):
         stores: Stores,
         listeners: Listeners,
     ) -> None:
-        # What the device allocates between two looks, beside what it may in a step.
+        # In addition to a step's, the blocks that the device allocates between looks.
         num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
         self.num_blocks = num_blocks + rules.store_batch
         self._host = host
@@ -71,19 +61,19 @@ class LazyStores(Chooser):
         for notify in listeners:
             placed = frozenset(self._stores.waiting.keys[num_waiting:])
             notify(words, placed, passes)
-        # What was placed is pinned by now, which is no change to come back for.
+        # What was placed is pinned by now, which is no reason to look again.
         self._seen = self._look(pool)
 
     def clear(self, pool: DeviceBlockPool) -> None:
-        """Note that the host has nothing of what a pool has."""
+        """Forget which blocks of a pool the host has: it has none."""
         self._seen = None
         pool.forget_copies()
 
     def _look(self, pool: DeviceBlockPool) -> tuple[int, int, int]:
-        """Give numbers that differ if there may be something new to store."""
+        """Return numbers that differ if there may be something new to store."""
         stores = self._stores
-        # Without what stores have pinned: it has been looked at. What a load had pinned
-        # has not, and is among the free ones afterwards.
+        # What stores have pinned was looked at. What a load had pinned was not, and is
+        # free afterwards.
         num_free = pool.num_free + stores.in_flight.num_blocks
         num_free += len(stores.waiting.sources)
         refused_at = stores.num_changes if self._is_refused else -1

@@ -25,16 +25,18 @@ from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
-from jaxkv._util import shown, strict_class
+from jaxkv._util import strict_class
 from jaxkv._util.state import State, restore, snapshot
 from jaxkv.policies.base import Policy
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.boundary import TierBelow, check_reports, make_boundaries
 from jaxkv.scheduling.checks import (
+    check_alike,
+    check_bound,
     check_count,
     check_report,
+    check_times_are_alike,
     checked_step,
-    serves_with_others,
 )
 from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.eager import EagerStores
@@ -43,8 +45,8 @@ from jaxkv.scheduling.idle_warning import IdleWarning
 from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.listening import End, Listener, Listeners, Lookup, Start
 from jaxkv.scheduling.loads import NO_LOADS, Loads, mark_skipped
-from jaxkv.scheduling.moves import Budget, Report, reports_of
-from jaxkv.scheduling.plan import Gate, Plan, View, check_rates, plan
+from jaxkv.scheduling.moves import Budget, reports_of
+from jaxkv.scheduling.plan import Gate, Plan, View, checked_rates, plan
 from jaxkv.scheduling.protocol import (
     NO_MOVES,
     NO_REPORTS,
@@ -53,6 +55,7 @@ from jaxkv.scheduling.protocol import (
     OffloadMetadata,
     Request,
     SchedulerOutput,
+    TierMoves,
     checked_tables,
 )
 from jaxkv.scheduling.record.record import TraceRecorder
@@ -159,10 +162,8 @@ class OffloadScheduler:
         rules, is_auto = rules or OffloadRules(), cache_policy == AUTO
         self.rules = rules = rules_of_auto(rules, groups) if is_auto else rules
         check_groups(rules, groups)
-        self.num_host_blocks, self.num_storage_blocks = (
-            num_host_blocks,
-            num_storage_blocks,
-        )
+        self.num_host_blocks = num_host_blocks
+        self.num_storage_blocks = num_storage_blocks
         self._num_device_blocks = num_device_blocks
         self._manager = host = BlockIndex(
             groups[0].block_size * rules.blocks_per_host_block,
@@ -176,16 +177,12 @@ class OffloadScheduler:
             executor=executor,
             alternatives=CANDIDATES if is_auto else (),
         )
-        if host.listens and policy_clock is None and serves_with_others():
+        if host.listens and policy_clock is None:
             setting = "retention=True" if rules.retention else f"{cache_policy=}"
-            raise ValueError(
-                f"{setting} decides by the time, and each process has its own: "
-                "their tiers would evict other blocks. Pass a policy_clock that says "
-                "the same in all of them, or choose what asks for no time."
-            )
+            check_times_are_alike(setting)
         self._stats = OffloadStats()
         self._gate = Gate(rules, self._stats)
-        self._requests = Requests(groups, rules, host, policy_clock or clock)
+        self._book = Requests(groups, rules, host, policy_clock or clock)
         self.below = make_boundaries(
             groups,
             host,
@@ -202,19 +199,9 @@ class OffloadScheduler:
         policy = cache_policy if isinstance(cache_policy, str) else None
         self._whatif = WhatIf(host, policy)
         if is_auto or rules.shadow is not None:
-            self._whatif = Shadowed(
-                groups,
-                host,
-                policy,
-                rules,
-                self._stats,
-                self._gate,
-                self._requests,
-                executor,
-                is_auto=is_auto,
-                is_alone=not self.below,
-            )
-            weakref.finalize(self, self._whatif.log.close)
+            parts = host, policy, rules, self._stats, self._gate, self._book, executor
+            self._whatif = Shadowed(*parts, is_alone=not self.below)
+            weakref.finalize(self, self._whatif.close)
         listeners: list[Listener] = [self.delays]
         if recorder is not None:
             facts = groups, rules, num_host_blocks, policy
@@ -227,7 +214,7 @@ class OffloadScheduler:
         self._listeners = Listeners(listeners)
 
         watched = self._stats, self._listeners
-        self._loads = Loads(groups, host, rules, self._requests, *watched)
+        self._loads = Loads(groups, host, rules, self._book, *watched)
         on_arrival = self.below[0].note_stored if self.below else None
         self._stores = Stores(host, rules, *watched, on_arrival)
         self._store_steps = StoreSteps(groups, rules)
@@ -243,7 +230,7 @@ class OffloadScheduler:
         parts = self.groups, self._manager, self.rules, self._stores, self._listeners
         if self.rules.mode == "lazy":
             return LazyStores(*parts)
-        return EagerStores(*parts, self._requests, self._whatif.num_found_tokens)
+        return EagerStores(*parts, self._book, self._whatif.num_found_tokens)
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
         """Take the pool whose blocks are held during transfers.
@@ -254,30 +241,16 @@ class OffloadScheduler:
                 Then nothing changes.
         """
         check_pool(pool, self.groups)
-        expected = self._num_device_blocks
-        if expected is not None and pool.num_blocks != expected:
-            raise ValueError(
-                f"num_blocks={pool.num_blocks} of the DeviceBlockPool must be "
-                f"{expected}, as the arrays have along their block axis: other blocks "
-                "than those meant would move. Make it for as many, or name by "
-                "block_axis the axis that counts them."
-            )
+        check_bound(pool.num_blocks, self._num_device_blocks)
         for notify in self._listeners.bound:  # The recorder may refuse.
             notify(pool)
-        self._pool, factor = pool, self.rules.blocks_per_host_block
+        factor, self._pool = self.rules.blocks_per_host_block, pool
         for boundary in self.below:
             boundary.limit_held(pool.num_blocks // factor)
         is_plain = len(self.groups) == factor == 1 and self._is_all_read
+        tiers = pool, self._manager, self._loads, self.below
         self._view = View(
-            self.groups,
-            self.rules,
-            self._requests,
-            self._gate,
-            pool,
-            self._manager,
-            self._loads,
-            self.below,
-            is_plain,
+            self.groups, self.rules, self._book, self._gate, *tiers, is_plain
         )
         self._chooser.clear(pool)
 
@@ -400,17 +373,7 @@ class OffloadScheduler:
             ValueError: A rate is not a number of at least 0, or there is not one for
                 each tier. Then nothing changes.
         """
-        rates = storage_bytes_per_s
-        if not isinstance(rates, Sequence):
-            check_rates(storage_bytes_per_s=rates)
-            rates = [*[0.0] * (len(self.below) - 1), rates][: len(self.below)]
-        if len(rates) != len(self.below):
-            raise ValueError(
-                f"{storage_bytes_per_s=} has {len(rates)} rates, and there are "
-                f"{len(self.below)} tiers below the host: give one for each."
-            )
-        for rate in rates:
-            check_rates(storage_bytes_per_s=rate)
+        rates = checked_rates(storage_bytes_per_s, len(self.below))
         self._gate.note_rates(load_bytes_per_s, prefill_tokens_per_s)
         for boundary, rate in zip(self.below, rates, strict=True):
             boundary.bytes_per_s = rate
@@ -445,13 +408,13 @@ class OffloadScheduler:
         while True:
             found = plan(view, request, num_computed_tokens)
             name = request.request_id  # Only now known to exist.
-            if self.below and self._requests.is_rewritten(request):
+            if self.below and self._book.is_rewritten(request):
                 for boundary in self.below:
                     boundary.forget(name)  # It waits for what it wanted before.
                 continue
             if found.load_speed or found.fetch_speeds:
                 self._gate.count(found.load_speed, *found.fetch_speeds)
-            if self._ask_below(name, found):
+            if not self.below or self._ask_below(name, found):
                 break
             # The tier above has no room for the fetch.
             view = view._replace(below=found.nearer)
@@ -462,7 +425,7 @@ class OffloadScheduler:
             # It may find no room on the device: what was fetched for it stays.
             for boundary in self.below:
                 boundary.hold(name)
-        self._requests.num_local[name] = num_computed_tokens
+        self._book.num_local[name] = num_computed_tokens
         answer = found.num_tokens, found.is_awaited
         lookup = Lookup(request, num_computed_tokens, *answer, start_s)
         for notify in self._listeners.looked_up:
@@ -543,7 +506,7 @@ class OffloadScheduler:
                 changes.
             TypeError: `block_ids` is not a list or an array of ints.
         """
-        requests, pool = self._requests, self._pool
+        requests, pool = self._book, self._pool
         limits = requests.check_stores(request)
         requests.check_retention(request)
         name = request.request_id
@@ -578,7 +541,7 @@ class OffloadScheduler:
         num_external: int,
     ) -> None:
         """Count one use of a request's blocks, however often it has asked."""
-        host, requests = self._manager, self._requests
+        host, requests = self._manager, self._book
         self._stats.count_request(request, num_local, num_external)
         requests.begin(request, keys)
         used = requests.row_keys(keys)
@@ -611,10 +574,9 @@ class OffloadScheduler:
         """
         pool, loads, stores = self._pool, self._loads, self._stores
         scheduled, num_tokens = checked_step(output)
-        tables = {
-            name: self._tables(name, table)
-            for name, table in output.new_block_ids.items()
-        }
+        tables = {}
+        for name, table in output.new_block_ids.items():
+            tables[name] = self._tables(name, table)
         need_flush, preempted = False, []
         if output.preempted_req_ids:
             need_flush = self.rules.flush_on_preemption
@@ -643,9 +605,12 @@ class OffloadScheduler:
             self._chooser.offer_step(pool, ready)
         if stores.waiting.keys:
             storing = stores.issue(budget or self._budget())
-        below = tuple([move for own in self.below if (move := own.issue()) is not None])
+        below: tuple[TierMoves, ...] = ()
+        for boundary in self.below:
+            if (move := boundary.issue()) is not None:
+                below += (move,)
         if loading is NO_LOADS and storing is NO_STORES and not (need_flush or below):
-            return NO_MOVES
+            return NO_MOVES  # As in most steps.
         return OffloadMetadata(**loading, **storing, need_flush=need_flush, below=below)
 
     def _budget(self) -> Budget:
@@ -669,30 +634,31 @@ class OffloadScheduler:
         if output is NO_REPORTS:
             return output
         check_report(output)
-        loads = reports_of(output.finished_recving, output.failed_recving)
-        stores = reports_of(output.completed_store_events, output.failed_store_events)
-        if not (loads or stores or output.below):
+        has_loads = output.finished_recving or output.failed_recving
+        has_stores = output.completed_store_events or output.failed_store_events
+        if not (has_loads or has_stores or output.below):
             return output  # As in most steps.
+        pool = self._pool
+        finished: tuple[str, ...] = ()
+        failed: tuple[str, ...] = ()
+        stores = reports_of(output.completed_store_events, output.failed_store_events)
         self._stores.in_flight.check(stores)
         check_reports(self.below, output.below)
-        finished, failed = self._report_loads(loads) if loads else ([], [])
-        stored, lost = self._stores.report(self._pool, stores)
+        if has_loads:
+            loads = reports_of(output.finished_recving, output.failed_recving)
+            finished, failed = map(tuple, self._loads.report(pool, loads))
+            for notify in self._listeners.loaded:
+                notify(finished, failed)
+            self._stores.num_changes += bool(finished or failed)
+            for request_id in failed:
+                self._chooser.recompute(request_id)
+        stored, lost = map(tuple, self._stores.report(pool, stores))
         if output.below:
             for boundary in self.below:
                 boundary.report(boundary.reports_in(output.below))
             # What has ended may make room on the host.
             self._stores.num_changes += 1
-        events = tuple(stored), tuple(lost)
-        return ConnectorOutput(tuple(finished), tuple(failed), *events, output.below)
-
-    def _report_loads(self, reports: Sequence[Report]) -> tuple[list[str], list[str]]:
-        finished, failed = self._loads.report(self._pool, reports)
-        for notify in self._listeners.loaded:
-            notify(finished, failed)
-        self._stores.num_changes += bool(finished or failed)
-        for request_id in failed:
-            self._chooser.recompute(request_id)
-        return finished, failed
+        return ConnectorOutput(finished, failed, stored, lost, output.below)
 
     def request_preempted(self, request: Request) -> None:
         """Record that a request is about to lose its blocks, and will come back.
@@ -704,8 +670,8 @@ class OffloadScheduler:
         Args:
             request: The request, its `num_computed_tokens` those of before.
         """
-        limits = self._requests.check_stores(request)
-        self._requests.check_known_keys(request)
+        limits = self._book.check_stores(request)
+        self._book.check_known_keys(request)
         self._leave(request, limits)
         self._preempted.add(request.request_id)
 
@@ -729,7 +695,7 @@ class OffloadScheduler:
             ValueError: `stop` is no reason to stop, `retention` is no `Retention`, or
                 something in `block_ids` is no block's id. Then nothing changes.
         """
-        requests = self._requests
+        requests = self._book
         limits, stop = requests.check_stores(request), stop_of(request)
         requests.check_retention(request)
         name = request.request_id
@@ -763,7 +729,7 @@ class OffloadScheduler:
         self._loads.drop(self._pool, name)
         for notify in self._listeners.left:
             notify(name)
-        self._requests.end_lookup(name)
+        self._book.end_lookup(name)
         self._chooser.finish(self._pool, request, limits)
 
     def snapshot(self) -> State:
@@ -802,21 +768,7 @@ class OffloadScheduler:
             ValueError: The state is of another configuration, or there is another pool
                 than a `DeviceBlockPool`. Then nothing changes.
         """
-        entry, pool = state.entries["scheduler"], self._pool
-        names = "groups", "rules", "num_host_blocks", "num_storage_blocks"
-        facts = {name: (entry.fields[name], getattr(self, name)) for name in names}
-        if isinstance(pool, DeviceBlockPool):
-            saved_pool = state.entries[entry.fields["_pool"].name]
-            num = saved_pool.fields.get("num_blocks")
-            facts["num_blocks of the bound DeviceBlockPool"] = num, pool.num_blocks
-        else:
-            facts["class of the bound pool"] = type(pool), DeviceBlockPool
-        for name, (saved_value, value) in facts.items():
-            if saved_value != value:
-                raise ValueError(
-                    f"the {name} must be as in the state, {shown(saved_value)}, to "
-                    f"restore it, and is {shown(value)}."
-                )
+        check_alike(self, state.entries, self._pool)
         restore(self, state)
 
     def take_events(self) -> Iterator[OffloadingEvent]:

@@ -76,7 +76,7 @@ class StrictOffloadScheduler(OffloadScheduler):
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._known: dict[str, _Known] = {}
+        self._requests: dict[str, _Known] = {}
         self._num_silent = 0
         self._has_cached = False
         # The engine's own pool of device blocks; None for another kind.
@@ -103,8 +103,8 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Ask how much more of a request can be had; see `OffloadScheduler`."""
-        self._requests.check_lookup(request)
-        known = self._known.get(request.request_id)
+        self._book.check_lookup(request)
+        known = self._requests.get(request.request_id)
         if known is not None:
             self._check_same(request, known)
             is_running = known.phase == "running" and not known.may_ask
@@ -118,7 +118,7 @@ class StrictOffloadScheduler(OffloadScheduler):
                     "SchedulerOutput.preempted_req_ids."
                 )
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        self._known[request.request_id] = _Known(
+        self._requests[request.request_id] = _Known(
             request,
             request.num_tokens,
             self._marks(request),
@@ -132,9 +132,9 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, request: Request, block_ids: BlockTable, num_external_tokens: int
     ) -> list[list[int]]:
         """Note the device blocks of a request; see `OffloadScheduler`."""
-        self._requests.check_stores(request)
+        self._book.check_stores(request)
         name = request.request_id
-        known = self._known.get(name)
+        known = self._requests.get(name)
         if known is not None and known.phase != "preempted":
             self._check_same(request, known)
         else:
@@ -169,7 +169,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         known.request, known.num_tokens = request, request.num_tokens
         known.marks = self._marks(request)
         known.tables = [list(own) for own in answer]
-        self._known[name] = known
+        self._requests[name] = known
         return answer
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
@@ -181,19 +181,19 @@ class StrictOffloadScheduler(OffloadScheduler):
             if num_tokens > 0:
                 self._check_scheduled(name)
         for name, table in output.new_block_ids.items():
-            if name not in self._known:
+            if name not in self._requests:
                 raise StrictError(_unknown(name, "new_block_ids"))
             tables = tables_by_group(table, len(self.groups))
             self._check_held("SchedulerOutput.new_block_ids", name, tables)
             # None yet, where the request has only asked.
-            for own, new in zip(self._known[name].tables, tables, strict=False):
+            for own, new in zip(self._requests[name].tables, tables, strict=False):
                 own += new
         # Of the others a call has told, and they may have been admitted again since.
         silent = [own for own in output.preempted_req_ids if own not in self._preempted]
         meta = super().build_connector_meta(output)
         for name, num_tokens in output.num_scheduled_tokens.items():
             if num_tokens > 0:
-                self._known[name].num_left = None
+                self._requests[name].num_left = None
         for name in silent:
             if output.num_scheduled_tokens.get(name, 0) == 0:
                 self._note_preempted(name)
@@ -207,8 +207,8 @@ class StrictOffloadScheduler(OffloadScheduler):
         answer = super().update_connector_output(output)
         self._num_silent = 0
         for name in (*answer.finished_recving, *answer.failed_recving):
-            if name in self._known:
-                known = self._known[name]
+            if name in self._requests:
+                known = self._requests[name]
                 known.is_loading = False
                 if name in answer.failed_recving:
                     known.may_ask = True
@@ -224,7 +224,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, request: Request, block_ids: BlockTable | None = None
     ) -> tuple[bool, None]:
         """Note that a request is over; see `OffloadScheduler`."""
-        self._requests.check_stores(request)
+        self._book.check_stores(request)
         name = request.request_id
         tables = tables_by_group(
             [] if block_ids is None else block_ids, len(self.groups)
@@ -234,7 +234,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             num = _num_computed(request)
             self._check_covers("request_finished", name, tables, num, "it has computed")
         answer = super().request_finished(request, block_ids)
-        self._known.pop(name, None)
+        self._requests.pop(name, None)
         return answer
 
     @property
@@ -244,7 +244,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         return in_transit.stores_in_flight + in_transit.loads_in_flight
 
     def _note_preempted(self, name: str) -> None:
-        known = self._known.get(name)
+        known = self._requests.get(name)
         if known is not None:
             known.phase, known.is_loading = "preempted", False
 
@@ -284,7 +284,7 @@ class StrictOffloadScheduler(OffloadScheduler):
 
         Blocks that a window has left behind may be freed.
         """
-        for name, known in self._known.items():
+        for name, known in self._requests.items():
             if known.phase != "running" or name in output.preempted_req_ids:
                 continue
             for spec, own in zip(self.groups, known.tables, strict=True):
@@ -331,7 +331,7 @@ class StrictOffloadScheduler(OffloadScheduler):
 
     def _check_scheduled(self, name: str) -> None:
         """Refuse to compute a request that is not ready."""
-        known = self._known.get(name)
+        known = self._requests.get(name)
         if known is None:
             raise StrictError(_unknown(name, "num_scheduled_tokens"))
         why = None

@@ -53,7 +53,7 @@ FUNCTIONS_OUTSIDE = {
     "rules.py check_victims": "refuses settings",
     "scheduler.py OffloadScheduler.__init__": "refuses settings",
     "scheduler.py OffloadScheduler.bind_device_block_pool": "before any event",
-    "scheduler.py OffloadScheduler.note_rates": "takes rates of several tiers",
+    "plan.py checked_rates": "takes rates of several tiers",
     "scheduler.py OffloadScheduler.warm_up": "before any event",
     "scheduler.py OffloadScheduler.wait_for_storage": "before any event",
     "stats.py Histogram.keep_samples": "for a reader of metrics",

@@ -221,7 +221,7 @@ def test_a_step_that_drops_what_was_taken_after_a_preemption_is_found(monkeypatc
     """The explorer found it."""
 
     def leave(self, request):
-        self._leave(request, self._requests.check_stores(request))
+        self._leave(request, self._book.check_stores(request))
 
     monkeypatch.setattr(OffloadScheduler, "request_preempted", leave)
     setup = Setup((("ab", 2), ("ab", 2)), num_device_blocks=3, served=(0,))

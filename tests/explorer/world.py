@@ -1804,7 +1804,7 @@ def _pause(world, num_offered, fields):
     if not world.setup.rules.pause_unused_stores:
         return None
     stats = world.scheduler.stats
-    num_unused = min(stats.num_offered - num_offered, fields["_most_unused"])
+    num_unused = min(stats.num_offered - num_offered, fields["_max_unused"])
     return num_unused, stats.num_host_hit_tokens != fields["_num_found"]
 
 

@@ -1,8 +1,8 @@
-"""What `hazard` has learned, in a file: a restarted engine goes on with it.
+"""A file of what `hazard` has learned: a restarted engine goes on with it.
 
 The file has counts of how soon blocks of each class of request were used again, and
-nothing about any block: no key, no hash of one. Of what else the policy knows, what it
-knows of blocks goes with the blocks.
+nothing about any block: no key, no hash of one. What the policy knows of blocks ends
+with the blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxkv.tiers.index import BlockIndex
 SAVE_EVERY_MS = 600_000
 
 _FORMAT = "jaxkv policy state 1"
-_MOST_BYTES = 1 << 22
+_MAX_BYTES = 1 << 22
 
 _LOG = logging.getLogger("jaxkv")
 
@@ -38,15 +38,8 @@ _LOG = logging.getLogger("jaxkv")
 class PolicyStateFile(Listener):
     """Reads what was learned before, and writes what has been learned by now.
 
-    Args:
-        path: The file.
-        num_host_blocks: Blocks of the host tier.
-        block_size: Tokens in a block.
-        learned: Returns what has been learned. It must not hold a reference to the
-            scheduler, which could not be freed then.
-
-    Attributes:
-        learned: As given.
+    `learned` returns the latter. It must not hold a reference to the scheduler, which
+    could not be freed then.
     """
 
     def __init__(
@@ -72,14 +65,14 @@ class PolicyStateFile(Listener):
         )
 
     def read(self) -> ReuseTable | None:
-        """Read what was learned before; None if there is no file yet.
+        """Return what was learned before; None if there is no file yet.
 
         Raises:
             ValueError: It is of another policy, size or version, or broken.
             OSError: It cannot be read.
         """
         try:
-            content = read_file(self._path, _MOST_BYTES)
+            content = read_file(self._path, _MAX_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
-from jaxkv._util import shown
 from jaxkv.policies.hazard import HazardState
+from jaxkv.policies.registry import AUTO
 from jaxkv.policies.reuse import ReuseTable, scaled
 from jaxkv.scheduling.listening import End, Keys, Listener, Lookup, Offer, Passes, Start
-from jaxkv.scheduling.plan import Gate, most_found_tokens
+from jaxkv.scheduling.plan import Gate, max_hit_tokens
 from jaxkv.scheduling.requests import Requests, output_tokens_of
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
@@ -21,7 +21,6 @@ from jaxkv.scheduling.whatif.auto import PolicyChoice, with_candidates
 from jaxkv.scheduling.whatif.outlook import Outlook, OutlookLog
 from jaxkv.scheduling.whatif.shadows import ShadowCount, Shadows, parse_shadows
 from jaxkv.scheduling.whatif.speeds import Speeds
-from jaxkv.search.groups import FullAttention, GroupSpec
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
 
@@ -68,11 +67,10 @@ class Shadowed(WhatIf):
     It holds no reference to the scheduler, which can be freed before this is closed.
     """
 
-    _NOT_STATE = ("log",)
+    _NOT_STATE = ("_log",)
 
     def __init__(
         self,
-        groups: tuple[GroupSpec, ...],
         host: BlockIndex,
         policy: str | None,
         rules: OffloadRules,
@@ -81,20 +79,15 @@ class Shadowed(WhatIf):
         requests: Requests,
         executor: ExecutorName,
         *,
-        is_auto: bool,
         is_alone: bool,
     ) -> None:
-        if len(groups) > 1 or not isinstance(groups[0], FullAttention):
-            raise ValueError(
-                f"shadow={shown(rules.shadow)} needs a model with one group of layers, "
-                f"of full attention: {groups} read other parts of a prefix."
-            )
         super().__init__(host, policy)
+        is_auto = policy == AUTO
         shadows = () if rules.shadow is None else parse_shadows(rules.shadow)
         self.shadows = Shadows(
             with_candidates(shadows) if is_auto else shadows,
             host.num_blocks,
-            groups[0].block_size,
+            host.block_size,
             executor,
             is_lazy=rules.mode == "lazy",
         )
@@ -103,7 +96,7 @@ class Shadowed(WhatIf):
             self.policy, self.num_changes = self._choice.policy, 0
         self._rules, self._stats, self._gate = rules, stats, gate
         self._requests, self._is_alone = requests, is_alone
-        self.log = OutlookLog(self.outlook)
+        self._log = OutlookLog(self.outlook)
 
     @property
     def counts(self) -> tuple[ShadowCount, ...]:
@@ -131,6 +124,10 @@ class Shadowed(WhatIf):
             self._is_alone,
             self.num_changes,
         )
+
+    def close(self) -> None:
+        """Log the last outlook."""
+        self._log.close()
 
     def num_found_tokens(self) -> int:
         """Return the tokens that the policies of "auto" have found so far."""
@@ -163,7 +160,7 @@ class Shadowed(WhatIf):
             return
         request, num_tokens = lookup.request, lookup.num_computed_tokens
         size = self.shadows.block_size
-        max_tokens = max(most_found_tokens(request, num_tokens), 0)
+        max_tokens = max(max_hit_tokens(request, num_tokens), 0)
         keys = self._requests.of(request)[0]
         first, last = num_tokens // size, max_tokens // size
         self.shadows.look_up(request.request_id, keys, first, last)
@@ -225,7 +222,7 @@ class Shadowed(WhatIf):
         if end.has_begun:
             num_output, now_ms = output_tokens_of(end.request), end.now_ms()
             self.shadows.finish(name, end.keys[0], now_ms, num_output, end.stop)
-            self.log.note(now_ms)
+            self._log.note(now_ms)
         self.shadows.forget(name, is_held=end.has_load)
         if self._choice is not None and (policy := self._choice.choose()):
             self._host.change_policy(policy, *self.shadows.learned_by(policy))
