@@ -3,9 +3,9 @@
 What a request finds only in the lower tier is fetched to the upper one while the
 request waits; then it is a hit there like any other, and is held until the request has
 device blocks: others that wait with it would evict it, and it would be read again. No
-more is fetched than can be held. The lower tier may first be asked for what no tier is
-known to have (a probe). Blocks worth keeping are written down in the background. All
-moves end when every worker has reported them; nothing here waits.
+more is fetched than can be held. The lower tier may first be asked for blocks that no
+tier is known to have (a probe). Blocks worth keeping are written down in the
+background. All moves end when every worker has reported them; nothing here waits.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _MAX_ABSENT_KEYS = 1 << 12  # Remembered as missing from the lower tier.
 # After asking this often for room that others hold, while none of them makes progress,
 # a request takes the room of those that have stopped asking, or does without a fetch.
 _MAX_VAIN_ASKS = 8
-# After asking in vain this often, whoever makes progress, it goes before all others.
+# After this many vain asks, even if holders make progress, it goes before all others.
 _OVERDUE_ASKS = 64
 _NO_IDS = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(eq=False)
 class _Wait:
-    """What a request waits for, and holds meanwhile."""
+    """The fetches that a request waits for, and the blocks that it holds meanwhile."""
 
     events: set[int]  # Of the fetches that have not ended.
     # Blocks of the upper tier that are pinned until it asks again, once for each time
@@ -75,7 +75,7 @@ class _Queued:
 
 @dataclasses.dataclass(eq=False)
 class Probing:
-    """What the lower tier was asked for on behalf of a request."""
+    """The probes of the lower tier on behalf of a request."""
 
     events: set[int] = dataclasses.field(default_factory=set)  # Probes in flight.
     num: int = 0  # How often it was asked.
@@ -105,7 +105,7 @@ class TierBelow(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """What has to come to the upper tier before a request can have a prefix."""
+    """The blocks that must come to the upper tier before a request has a prefix."""
 
     num_tokens: int  # Of the longest prefix, with all tiers down to the lower one.
     upper_rows: list[int]  # Blocks of the upper tier that it reads.
@@ -191,7 +191,7 @@ class Boundary:
         self._num_asks = 0
         self._last_ask: dict[str, int] = {}
         self._queued: dict[str, _Queued] = {}
-        # How often each has asked in vain in all; those that are overdue, in order.
+        # Vain asks of each request in all; those that are overdue, in order.
         self._num_vain_asks: dict[str, int] = {}
         self._overdue: dict[str, None] = {}
         # How often a hold has ended, and whether the last fetch brought anything.
@@ -215,7 +215,7 @@ class Boundary:
         self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_fetch: list[_TierMove] = []
         self._to_delete: list[BlockKey] = []
-        # The fetches of what others may still be writing.
+        # The fetches of blocks that others may still be writing.
         self._awaited: set[int] = set()
         # What `_look_at_victims` saw when it last looked.
         self._seen: tuple[int, int, int] | None = None
@@ -245,7 +245,7 @@ class Boundary:
     def may_have(self, request_id: str, keys: Sequence[BlockKey]) -> NDArray[np.int32]:
         """Return 0 for each block that the tier may have, NO_BLOCK for others: i32[n].
 
-        It lacks what it reported missing to the request, and private blocks.
+        It has neither what it reported missing to the request nor private blocks.
         """
         ids = np.zeros(len(keys), np.int32)
         probing = self.probing.get(request_id)
@@ -265,7 +265,7 @@ class Boundary:
         return key in self.fetch_of
 
     def limit_held(self, num_blocks: int) -> None:
-        """Hold no more than the device has room for, in blocks of the tiers."""
+        """Hold at most as many blocks of the tiers as the device has room for."""
         self.max_held = min(self.max_held, max(1, num_blocks))
 
     def has_room(self, request_id: str, fetch: Fetch) -> bool:
@@ -446,9 +446,9 @@ class Boundary:
 
     def check(self, reports: Sequence[TierReport]) -> None:
         """Raise ValueError if a report is of what is not in flight."""
-        self.fetches.check([each for report in reports for each in report.fetched])
-        self._writes.check([each for report in reports for each in report.written])
-        self.probes.check([each for report in reports for each in report.probed])
+        self.fetches.check([end for report in reports for end in report.fetched])
+        self._writes.check([end for report in reports for end in report.written])
+        self.probes.check([end for report in reports for end in report.probed])
 
     def report(self, reports: Sequence[TierReport]) -> None:
         """Apply checked reports."""
@@ -566,14 +566,14 @@ class Boundary:
         """
         probing = self.probing.setdefault(request_id, Probing())
         probing.num += 1
-        parts = [[key for key in run if key not in self._probe_of] for run in runs]
-        new = [part for part in parts if part]
+        unasked = [[key for key in run if key not in self._probe_of] for run in runs]
+        new = [run for run in unasked if run]
         if new:
-            keys = [key for part in new for key in part]
+            keys = [key for run in new for key in run]
             move: _TierMove = Move(keys, _NO_IDS, _NO_IDS)
             event = self.probes.issue([move])
             self._probe_of.update(dict.fromkeys(keys, move))
-            sent = tuple(tuple(map(key_from_foreign, part)) for part in new)
+            sent = tuple(tuple(map(key_from_foreign, run)) for run in new)
             self._to_probe.append(TierProbe(event, sent, wait_s))
         probing.events = {self._probe_of[key].event for run in runs for key in run}
         for event in probing.events:

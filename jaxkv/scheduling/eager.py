@@ -26,14 +26,14 @@ from jaxkv.types import BlockKey
 
 @dataclasses.dataclass
 class _Progress:
-    """How far a request has been stored. Lists have an item for each group."""
+    """The stores of a request so far. Lists have an item for each group."""
 
     request: Request
     tables: list[list[int]]  # Its device blocks.
     num_offered: list[int]  # Blocks that were hits, or were offered and are done.
     marks: list[KeyMark]  # Their keys.
     limits: tuple[int, int]  # What `Requests.check_stores` last returned.
-    next_tokens: int = 0  # Computed tokens from which there may be more to offer.
+    next_tokens: int = 0  # Computed tokens that it needs to have more to offer.
     refused_at: int = -1  # `Stores.num_changes` when the host had no room for the rest.
     is_ordered: bool = False  # Whether the offered are in order in the host's order.
     # `BlockIndex.num_lost` when the host had all of them, from the head on; -1 if
@@ -137,14 +137,14 @@ class EagerStores(Chooser):
         for request_id, tables in new_tables.items():
             progress = self._progress.get(request_id)
             if progress is not None:
-                for own, new in zip(progress.tables, tables, strict=True):
-                    own += new
+                for table, new in zip(progress.tables, tables, strict=True):
+                    table += new
         self._scheduled.update(scheduled)
 
     def find_ready(
         self, scheduled: Mapping[str, int], preempted: Sequence[str]
     ) -> list[Ready]:
-        """Find those of this step and of the steps since the last offers."""
+        """Find requests of this step, and of the steps since the last offers."""
         num_changes = self._stores.num_changes
         late = []
         names = {**self._scheduled, **scheduled} if self._scheduled else scheduled
@@ -160,8 +160,8 @@ class EagerStores(Chooser):
                     late.append(progress)
             if not late or self._stores.is_congested:
                 return []
-            check, keys_of = self._requests.check_stores, self._requests.of
-            return [(own, check(own.request), keys_of(own.request)) for own in late]
+            limits_of, keys_of = self._requests.check_stores, self._requests.of
+            return [(p, limits_of(p.request), keys_of(p.request)) for p in late]
         except (TypeError, ValueError):  # The latter of arrays.
             self._check_all(names)
             raise
@@ -264,8 +264,8 @@ class EagerStores(Chooser):
         num_lost = int((~is_known[num_done:]).sum()) * factor
         stats.num_offered += num_lost
         stats.num_dropped_full += num_lost
-        lost = compress(rows.keys[num_done:], ~is_known[num_done:])
-        self._host.drops.note(lost, "full")
+        dropped = compress(rows.keys[num_done:], ~is_known[num_done:])
+        self._host.drops.note(dropped, "full")
 
     def clear(self, pool: DeviceBlockPool) -> None:
         """Offer all blocks anew."""
@@ -295,8 +295,8 @@ class EagerStores(Chooser):
         """Count the blocks that are certain and may be stored, for each group."""
         num_tokens = min(progress.limits)
         factor, num_full = self._factor, []
-        for spec, own, table in zip(self._groups, keys, progress.tables, strict=True):
-            num = min(num_tokens // spec.block_size, len(own), len(table))
+        for spec, names, table in zip(self._groups, keys, progress.tables, strict=True):
+            num = min(num_tokens // spec.block_size, len(names), len(table))
             num_full.append(num // factor * factor)
         return num_full
 

@@ -252,7 +252,7 @@ def _verdicts(
     _, max_stored = view.requests.check_stores(request)
     factor = view.rules.blocks_per_host_block
     why_absent = _why_absent(view.host, max_stored, factor, spec, keys)
-    in_load = _indices_in(near.own, group)
+    in_load = _indices_in(near.current, group)
     for index in range(len(keys)):
         if index >= usable:
             yield "missed", "last token"

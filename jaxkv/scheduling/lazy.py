@@ -17,9 +17,9 @@ from jaxkv.tiers.index import BlockIndex
 class LazyStores(Chooser):
     """Chooses what to store from the old end of the device's order of eviction.
 
-    Each look goes over the blocks that will be evicted next, twice those of a full step
-    and a batch, and stores what the host lacks. It begins at the oldest block: there is
-    no cursor that could pass one by. What the host has, as far as it was looked up or
+    Each look goes over the next victims, twice the blocks of a full step and a batch,
+    and stores what the host does not have. It begins at the oldest block: there is no
+    cursor that could pass one by. What the host has, as far as it was looked up or
     stored here, is noted in the device's tier until the host loses it, so that only the
     others are looked up.
     """

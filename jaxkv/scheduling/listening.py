@@ -1,8 +1,8 @@
 """Watchers of a scheduler: they are called after the fact and change no decision.
 
 A listener overrides the methods of `Listener` that it needs; the scheduler calls no
-others, in the order in which the listeners were given. A method may not raise, wait or
-call the scheduler, except that `bound` may refuse the pool by a ValueError.
+others, listener by listener. A method must not raise, wait or call the scheduler,
+except that `bound` may refuse the pool by a ValueError.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Listener:
     def stored(self, keys: Keys, ok: bool) -> None:
         """Notify of a store that every worker has reported."""
 
-    def released(self, request_ids: Sequence[str], lost: Sequence[Keys]) -> None:
-        """Notify of requests whose loads hold no blocks now, and of bytes lost."""
+    def released(self, request_ids: Sequence[str], unloaded: Sequence[Keys]) -> None:
+        """Notify of requests whose loads hold no blocks now, and of failed keys."""
 
     def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:
         """Notify of the requests whose loads every worker has reported."""

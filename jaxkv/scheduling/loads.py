@@ -38,7 +38,7 @@ _ONE = np.int32(1)
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Load(Move[Ids]):
-    """What one request gets from the host, and from elsewhere on the device.
+    """The blocks that one request gets from the host, and from elsewhere on the device.
 
     r rows of m device blocks each, and c copies. `sources` are i32[r], `targets`
     i32[r, m], empty until the allocation. A part of a row that is not wanted has
@@ -71,7 +71,7 @@ class Load(Move[Ids]):
 
     @property
     def num_blocks(self) -> int:
-        """How many device blocks it writes."""
+        """Device blocks that it writes."""
         return len(self.written_blocks)
 
     def is_of(self, keys: Sequence[Sequence[BlockKey]]) -> bool:
@@ -195,25 +195,26 @@ class Loads:
             )
         num_tokens = load.num_computed_tokens + num_external_tokens
         targets = find_targets(load, self._groups, tables, num_tokens)
-        taken, left = load, None
+        rest: Load | None = None
+        offer = load
         if num_external_tokens < offered:
-            taken, left = split_load(load, *targets)
+            load, rest = split_load(offer, *targets)
         else:
             load.set_targets(*targets)
-        taken.request = request
-        pool.pin(taken.written_blocks)
-        if taken.copy_targets.size:
-            pool.pin(taken.copy_targets)
-        if load.copy_sources.size:
-            pool.pin(taken.copy_sources)
-            pool.unpin(load.copy_sources, is_offer=True)
-        if left is not None:
-            self._release([left])
-        self.by_request[request.request_id] = taken
-        queue = self._waiting if taken.num_blocks else self._copying
-        queue[request.request_id] = taken
-        self._num_blocks_waiting += taken.num_blocks
-        return taken
+        load.request = request
+        pool.pin(load.written_blocks)
+        if load.copy_targets.size:
+            pool.pin(load.copy_targets)
+        if offer.copy_sources.size:
+            pool.pin(load.copy_sources)
+            pool.unpin(offer.copy_sources, is_offer=True)
+        if rest is not None:
+            self._release([rest])
+        self.by_request[request.request_id] = load
+        queue = self._waiting if load.num_blocks else self._copying
+        queue[request.request_id] = load
+        self._num_blocks_waiting += load.num_blocks
+        return load
 
     @property
     def has_waiting(self) -> bool:
@@ -221,7 +222,7 @@ class Loads:
         return bool(self._waiting or self._copying)
 
     def issue(self, pool: DeviceBlockPool, budget: Budget) -> dict[str, Any]:
-        """Send out loads that have been taken, in the order in which they were.
+        """Send out loads that have been taken, the first taken first.
 
         A load that is larger than the budget leaves if nothing else is in flight.
 
@@ -366,7 +367,7 @@ def find_targets(
     Raises:
         ValueError: A table has no block where one will be loaded, or one twice.
     """
-    tables = [np.array(own, np.int32) for own in block_ids]
+    tables = [np.array(ids, np.int32) for ids in block_ids]
 
     # All that was offered, of the only group.
     num_offered = load.num_computed_tokens + load.num_tokens
@@ -381,21 +382,21 @@ def find_targets(
             if (blocks != NULL_BLOCK).all():
                 return blocks
         blocks = np.full(indices.shape, NO_BLOCK, np.int32)
-        for group, (spec, own) in enumerate(zip(groups, tables, strict=True)):
+        for group, (spec, table) in enumerate(zip(groups, tables, strict=True)):
             wanted = (indices >= 0) & (indices < num_tokens // spec.block_size)
             if len(groups) > 1:
                 wanted &= of_group == group
             wanted_indices = indices[wanted]
-            is_absent = wanted_indices >= own.size
+            is_absent = wanted_indices >= table.size
             if not is_absent.any():
-                blocks[wanted] = found = own[wanted_indices]
-                is_absent = found == NULL_BLOCK
+                blocks[wanted] = ids = table[wanted_indices]
+                is_absent = ids == NULL_BLOCK
             if is_absent.any():
                 absent = wanted_indices[is_absent]
                 raise ValueError(
                     f"block {absent[0]} of group {group} of request "
                     f"{shown(load.request_id)} is to be loaded, but its block table, "
-                    f"of {own.size} blocks, has none there."
+                    f"of {table.size} blocks, has none there."
                 )
         return blocks
 
@@ -448,10 +449,10 @@ def mark_skipped(
         # What the request computes may be in a block that was elsewhere before.
         is_unwritten = ~np.isin(head, [NULL_BLOCK, *written.tolist(), *tail])
         # An engine may have put blocks of its own where the device was not searched.
-        found = np.flatnonzero(is_unwritten[: min(start, len(own_keys))])
-        if found.size:
-            found_keys = [own_keys[index] for index in found.tolist()]
-            is_unwritten[found] = ~pool.holds(head[found], found_keys)
+        local = np.flatnonzero(is_unwritten[: min(start, len(own_keys))])
+        if local.size:
+            local_keys = [own_keys[index] for index in local.tolist()]
+            is_unwritten[local] = ~pool.holds(head[local], local_keys)
         unwritten += head[is_unwritten].tolist()
         is_unwritten[:start] = False
         skipped += head[is_unwritten].tolist()
@@ -475,7 +476,7 @@ def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load 
     """Split a load into what has targets, and the rest if there is any."""
 
     def part(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
-        own = dataclasses.replace(
+        part_load = dataclasses.replace(
             load,
             keys=list(compress(load.keys, rows.tolist())),
             sources=load.sources[rows],
@@ -485,8 +486,8 @@ def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load 
             copy_groups=load.copy_groups[copies],
             copy_indices=load.copy_indices[copies],
         )
-        own.set_targets(targets[rows], copy_targets[copies])
-        return own
+        part_load.set_targets(targets[rows], copy_targets[copies])
+        return part_load
 
     rows, copies = (targets != NO_BLOCK).any(axis=1), copy_targets != NO_BLOCK
     if rows.all() and copies.all():

@@ -80,7 +80,7 @@ class Ledger(Generic[AnyMove]):
             move = self.moves.get(name)
             due = self._num_workers - move.num_reports if move else 0
             if move is None or counts[name] > due:
-                count = [other for other, _ in reports].count(name)
+                count = [reported for reported, _ in reports].count(name)
                 raise ValueError(
                     f"{count} reports of {self._what} {shown(name)}, of which {due} "
                     f"are due; in flight are {self._names()}."
@@ -110,13 +110,13 @@ class Ledger(Generic[AnyMove]):
 
     def _names(self) -> str:
         """List the first moves in flight."""
-        more = len(self.moves) - _MAX_NAMES
+        num_unlisted = len(self.moves) - _MAX_NAMES
         names = f"{list(self.moves)[:_MAX_NAMES]}"
-        return f"{names} and {more} more" if more > 0 else names
+        return f"{names} and {num_unlisted} more" if num_unlisted > 0 else names
 
 
 class Budget:
-    """How many device blocks may still leave in a step, and how many are in flight."""
+    """Device blocks that may still leave in a step, and those in flight."""
 
     __slots__ = "in_flight", "num_left"
 
@@ -126,7 +126,7 @@ class Budget:
         self.in_flight = in_flight
 
     def take(self, num_blocks: int) -> None:
-        """Let blocks leave."""
+        """Count blocks that leave."""
         self.num_left = max(self.num_left - num_blocks, 0)
         self.in_flight += num_blocks
 

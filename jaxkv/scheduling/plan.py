@@ -62,8 +62,8 @@ class Gate:
         self._stats = stats
         self._is_on = rules.skip_slow_loads
         self._block_bytes = rules.block_bytes
-        self.load_bytes_per_s = 0.0  # 0 if unknown, and so is the next one.
-        self.prefill_tokens_per_s = 0.0
+        self.load_bytes_per_s = 0.0  # 0 if unknown.
+        self.prefill_tokens_per_s = 0.0  # 0 if unknown.
         self._num_slow = 0
         self._num_slow_fetches = 0
 
@@ -148,7 +148,7 @@ def checked_rates(rates: float | Sequence[float], num_tiers: int) -> Sequence[fl
 
 
 class View(NamedTuple):
-    """What a plan reads and does not change."""
+    """The tiers and books that a plan reads and does not change."""
 
     groups: tuple[GroupSpec, ...]
     rules: OffloadRules
@@ -162,7 +162,7 @@ class View(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a lookup comes to."""
+    """The outcome of a lookup, not applied yet."""
 
     num_tokens: int | None  # Offered; None if the request asks again later.
     is_awaited: bool = False  # Whether the request has to wait for the offer.
@@ -171,15 +171,15 @@ class Plan(NamedTuple):
     # What has to come up a tier first, if there is room: from where, what, and how
     # many blocks of it at most, from the first on.
     fetch: tuple[Boundary, Fetch, int] | None = None
-    nearer: tuple[Boundary, ...] = ()  # The boundaries above that of the fetch.
+    nearer: tuple[Boundary, ...] = ()  # The boundaries above the fetch's.
     # A probe to send first: the tier, the runs of keys, and how long the request waits.
     probe: tuple[Boundary, list[list[BlockKey]], float] | None = None
     queue: Boundary | None = None  # Where the request waits for room that others hold.
     searched: tuple[Boundary, ...] = ()  # Tiers that have no more of the request now.
     load_speed: Speed = None
     fetch_speeds: tuple[Speed, ...] = ()
-    own: Load | None = None  # The load that the request has in flight.
-    # Host blocks that others are loading, for which the request waits.
+    current: Load | None = None  # The load that the request has in flight.
+    # Host blocks that others are loading and the request waits for.
     shared: frozenset[int] = frozenset()
 
 
@@ -208,10 +208,10 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
                 f"{spec.block_size}."
             )
     keys = view.requests.checked(request)
-    own = view.loads.by_request.get(request.request_id)
-    if own is not None and own.event != NO_EVENT:
+    current = view.loads.by_request.get(request.request_id)
+    if current is not None and current.event != NO_EVENT:
         # From before a preemption; workers will report it.
-        return Plan(None, deferral="loading", own=own)
+        return Plan(None, deferral="loading", current=current)
     searched: tuple[Boundary, ...] = ()
     speeds: tuple[Speed, ...] = ()
     for boundary in reversed(view.below):
@@ -220,7 +220,7 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
         speeds += first.fetch_speeds
         if first.deferral is not None:
             return first._replace(searched=searched, fetch_speeds=speeds)
-    answer = _plan_load(view, request, keys, num_computed_tokens, own)
+    answer = _plan_load(view, request, keys, num_computed_tokens, current)
     if not searched:
         return answer
     return answer._replace(searched=searched, fetch_speeds=speeds)
@@ -288,7 +288,7 @@ class Look(NamedTuple):
 
 
 class _Lack(NamedTuple):
-    """What the longest prefix reads and the nearer tiers lack."""
+    """The blocks of the longest prefix that the nearer tiers do not have."""
 
     num_tokens: int  # Of the prefix.
     upper_rows: list[int]  # Blocks of the upper tier.
@@ -297,7 +297,7 @@ class _Lack(NamedTuple):
 
 
 def _find_lack(look: Look, asker: str | None) -> _Lack:
-    """Search all tiers; for `asker` also what the lower tier is not known to lack."""
+    """Search all tiers; for `asker`, expect the lower one to have unknown blocks."""
     boundary, factor = look.boundary, look.boundary.factor
     upper, lower = boundary.upper, boundary.tier
     sources = *look.nearer, source_of(upper, factor), source_of(lower, factor)
@@ -325,8 +325,8 @@ def _find_lack(look: Look, asker: str | None) -> _Lack:
 def find_fetch(look: Look, expected_by: str | None = None) -> Fetch | None:
     """Find what only the lower tier has of the longest prefix; None for nothing.
 
-    `expected_by` is the request if it waits for what others write to the lower tier:
-    that tier is expected to have what it did not report as missing.
+    `expected_by` is the request if it waits for others to write to the lower tier: that
+    is then expected to have what it did not report as missing.
     """
     groups, factor = look.boundary.groups, look.boundary.factor
     lack = _find_lack(look, expected_by)
@@ -351,7 +351,7 @@ def find_fetch(look: Look, expected_by: str | None = None) -> Fetch | None:
 
 
 def may_probe(boundary: Boundary, probing: Probing | None) -> bool:
-    """Whether the lower tier may be asked for what a request lacks."""
+    """Whether the lower tier may be asked for blocks of a request."""
     if not boundary.probe_s or len(boundary.probes.moves) >= _MAX_PROBES:
         return False
     return probing is None or probing.num < boundary.max_probes
@@ -362,8 +362,8 @@ def find_probe(
 ) -> tuple[tuple[list[list[BlockKey]], float] | None, Speed]:
     """Choose the keys of a probe: blocks that no tier is known to have.
 
-    They are what the longest possible prefix would read, if the lower tier had all that
-    it is not known to lack.
+    The longest possible prefix would read them, if the lower tier had all blocks except
+    those that it reported missing.
 
     Returns:
         The runs of keys, and how long the request waits for the answer, None if there
@@ -448,7 +448,7 @@ def _plan_load(
 
 
 def _rows_loading(loads: Loads, rows: Ids, own: Load | None) -> set[int]:
-    """Return those of some host blocks that loads of other requests will read.
+    """Return which of some host blocks loads of other requests will read.
 
     What is only offered is not counted: its request may get no room, and stand behind
     one that would wait for it.
@@ -462,9 +462,11 @@ def _rows_loading(loads: Loads, rows: Ids, own: Load | None) -> set[int]:
 
 def max_hit_tokens(request: Request, num_computed_tokens: int) -> int:
     """Return how many tokens of a request may be hits: not the last, for its logits."""
-    most = request.num_tokens - 1
+    max_tokens = request.num_tokens - 1
     max_load: int | None = getattr(request, "max_load_tokens", None)
-    return most if max_load is None else min(most, num_computed_tokens + max_load)
+    if max_load is None:
+        return max_tokens
+    return min(max_tokens, num_computed_tokens + max_load)
 
 
 def is_prefilled_elsewhere(request: Request) -> bool:
@@ -475,9 +477,9 @@ def is_prefilled_elsewhere(request: Request) -> bool:
 def find_load(
     view: View, request: Request, keys: Keys, num_computed_tokens: int
 ) -> tuple[Match, Load | None]:
-    """Find the longest prefix on the device and the host, and what the request lacks.
+    """Find the longest prefix on the device and the host, and the load that it needs.
 
-    The load is None if that is nothing.
+    The load is None if the request has all of it.
     """
     groups, factor = view.groups, view.rules.blocks_per_host_block
 
@@ -495,7 +497,7 @@ def find_load(
     match, load = look(source_of(view.pool))
     if load is not None and load.copy_sources.size:
         # Beside the blocks that it is to copy a request must find its own, else it
-        # would hold them and ask for ever, if no other request ends.
+        # would hold them and ask indefinitely, if no other request ends.
         nums = (-(-request.num_tokens // spec.block_size) for spec in groups)
         if _num_free_beside(view, request.request_id, load.copy_sources) < sum(nums):
             return look(source_of(view.pool)._replace(max_tokens=num_computed_tokens))
@@ -528,7 +530,7 @@ def _find_plain_load(
     tiers, or, where nothing is copied, the host alone behind what the request has.
 
     Returns:
-        What the request lacks, None if that is nothing; and False instead if there is
+        The load, None if the request has all of it; and False instead if there is
         something to copy, which is left to `find_load`.
     """
     (spec,), (own_keys,) = view.groups, keys
@@ -575,7 +577,7 @@ def _load_of(
     num_computed_tokens: int,
     factor: int,
 ) -> Load:
-    """List what a request lacks of its longest prefix, as a load."""
+    """Make the load of the blocks that a request needs for its longest prefix."""
     rows, row_indices, sources, copies = [], [], [], []
     row_keys: list[BlockKey] = []
     for spec, own, needed, on_device, on_host in zip(

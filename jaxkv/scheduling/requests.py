@@ -34,7 +34,7 @@ _REQUIRED = attrgetter("request_id", "num_tokens", "num_computed_tokens")
 class Rows(NamedTuple):
     """n host blocks of a request, of m device blocks, in the order of its tokens."""
 
-    keys: Sequence[BlockKey]  # n; the key of a row is that of its last block.
+    keys: Sequence[BlockKey]  # n; a row has the key of its last block.
     device_keys: Sequence[BlockKey]  # n * m
     device_blocks: Sequence[int] | NDArray[np.int64]  # n * m
     groups: NDArray[np.intp] | None  # [n], each row's group; None if there is one.
@@ -155,7 +155,7 @@ class Requests:
         return name
 
     def check_lookup(self, request: Request) -> None:
-        """Do as `check` does, for a call that looks for a request's prefix."""
+        """Check as `check` does, for a call that looks for a request's prefix."""
         name = self.check(request)
         max_tokens = getattr(request, "max_load_tokens", None)
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 0):
@@ -168,7 +168,7 @@ class Requests:
             )
 
     def check_stores(self, request: Request) -> tuple[int, int]:
-        """Do as `check` does, for a call after which a request's blocks are stored.
+        """Check as `check` does, for a call after which a request's blocks are stored.
 
         Returns:
             How many of its tokens have certainly been computed; and how many may be
@@ -242,7 +242,7 @@ class Requests:
                     if num != num_full and (num > num_full or is_new):
                         self._check_number(request, group, num, num_full)
         except Exception as error:
-            if is_new:  # Perhaps nobody will ever say that it has finished.
+            if is_new:  # The engine may never finish it.
                 self.by_request.pop(name, None)
             elif not isinstance(error, ValueError):
                 self._check_lists(request)
@@ -262,7 +262,7 @@ class Requests:
     def _check_number(
         self, request: Request, group: int, num: int, num_full: int
     ) -> None:
-        """Refuse keys of a group that are not those of its full blocks, or none."""
+        """Refuse keys of a group that are neither of all its full blocks nor none."""
         if num <= num_full and (not num or self._may_lag):
             return
         size = self._groups[group].block_size
@@ -275,7 +275,7 @@ class Requests:
         )
 
     def _lacks(self, request: object) -> TypeError:
-        """Make an error that names the attributes that a request lacks."""
+        """Make an error that names the missing attributes of a request."""
         names = ["request_id", "block_keys", "num_tokens", "num_computed_tokens"]
         if self._num_groups > 1:
             names.remove("block_keys")  # `keys_by_group` reads another one.
@@ -365,7 +365,7 @@ class Requests:
     def _retain(
         self, request: Request, keys: Sequence[Sequence[BlockKey]], now_ms: int
     ) -> None:
-        """Give a request's blocks the priority that it wants, if it wants any."""
+        """Set the priority of a request's blocks, if it has a `retention`."""
         retention = _retention_of(request) if self._host.retains else None
         if retention is not None:
             if retention.num_tokens is not None:

@@ -17,21 +17,18 @@ a step call by call.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
 from jaxkv._util import strict_class
-from jaxkv._util.state import State, restore, snapshot
 from jaxkv.policies.base import Policy
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.boundary import TierBelow, check_reports, make_boundaries
 from jaxkv.scheduling.checks import (
-    check_alike,
     check_bound,
     check_count,
     check_report,
@@ -40,7 +37,6 @@ from jaxkv.scheduling.checks import (
 )
 from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.eager import EagerStores
-from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.idle_warning import IdleWarning
 from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.listening import End, Listener, Listeners, Lookup, Start
@@ -60,20 +56,18 @@ from jaxkv.scheduling.protocol import (
 )
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.record.recording import Recording
+from jaxkv.scheduling.reporting import Reporting
 from jaxkv.scheduling.requests import Requests, stop_of
 from jaxkv.scheduling.rules import OffloadRules, check_groups
-from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
+from jaxkv.scheduling.stats import Delays, OffloadStats
 from jaxkv.scheduling.stores import NO_STORES, Stores, StoreSteps
 from jaxkv.scheduling.whatif.auto import CANDIDATES, rules_of_auto
-from jaxkv.scheduling.whatif.outlook import Outlook
 from jaxkv.scheduling.whatif.policy_state import open_policy_state
-from jaxkv.scheduling.whatif.shadows import ShadowCount
 from jaxkv.scheduling.whatif.what_if import Shadowed, WhatIf
 from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.search.tiers import check_pool
-from jaxkv.tiers.base import OffloadingEvent
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
@@ -82,7 +76,7 @@ from jaxkv.types import BlockKey
 _LIST_POLL_S = 1e-3
 
 
-class OffloadScheduler:
+class OffloadScheduler(Reporting):
     """Decides what is stored to the host and what is loaded back.
 
     Args:
@@ -91,7 +85,7 @@ class OffloadScheduler:
             Blocks of all groups share one pool, and are of the same number of bytes.
         num_host_blocks: Blocks of the host tier; see `jaxkv.num_host_blocks`.
         cache_policy: Which of them to evict when it is full; a name or a `Policy`; or
-            "auto", with which the requests choose (`jaxkv.scheduling.whatif.auto`).
+            "auto": the requests choose (`jaxkv.scheduling.whatif.auto`).
             With eager stores that sets `pause_unused_stores`.
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
@@ -99,8 +93,8 @@ class OffloadScheduler:
         num_storage_blocks: Host blocks that the worker's store behind the host may
             hold; 0 for no store.
         is_private: Returns True for a key whose block must never be written to the
-            store, such as that of a LoRA adapter that the key does not identify; None
-            to write any.
+            store, such as KV of a LoRA adapter that the key does not identify; None to
+            write any.
         clock: Returns seconds, for `delays`; no decision depends on it.
         policy_clock: Returns seconds, for a cache policy that needs to know when
             requests begin and finish, such as "hazard"; None for `clock`. Processes
@@ -183,16 +177,8 @@ class OffloadScheduler:
         self._stats = OffloadStats()
         self._gate = Gate(rules, self._stats)
         self._book = Requests(groups, rules, host, policy_clock or clock)
-        self.below = make_boundaries(
-            groups,
-            host,
-            rules,
-            tiers_below,
-            num_storage_blocks,
-            is_private,
-            enable_events,
-            executor,
-        )
+        lower = tiers_below, num_storage_blocks, is_private, enable_events, executor
+        self.below = make_boundaries(groups, host, rules, *lower)
         self._storage = self.below[len(tiers_below) :]  # The store's, if there is one.
 
         self.delays, self.recorder = Delays(clock), recorder
@@ -233,7 +219,7 @@ class OffloadScheduler:
         return EagerStores(*parts, self._book, self._whatif.num_found_tokens)
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
-        """Take the pool whose blocks are held during transfers.
+        """Bind the pool whose blocks are held during transfers.
 
         Raises:
             ValueError: The pool has blocks of another size than the groups, or is not
@@ -254,88 +240,8 @@ class OffloadScheduler:
         )
         self._chooser.clear(pool)
 
-    @property
-    def num_host_blocks_held(self) -> int:
-        """Blocks of the host tier that hold something, stores in flight included."""
-        return self._manager.num_held_blocks
-
-    @property
-    def num_storage_blocks_held(self) -> int:
-        """Host blocks that the store is known to hold, writes in flight included."""
-        return sum(boundary.tier.num_held_blocks for boundary in self._storage)
-
-    @property
-    def num_storage_blocks_left_out(self) -> int:
-        """Host blocks that the store holds beyond those, which the index leaves out."""
-        return sum(boundary.tier.num_left_out for boundary in self._storage)
-
-    @property
-    def stats(self) -> OffloadStats:
-        """How stores and loads ended so far."""
-        host = self._manager
-        stats = dataclasses.replace(
-            self._stats, num_evicted=host.num_evicted, num_skipped=host.num_skipped
-        )
-        for boundary in self._storage:
-            stats = stats.with_storage(boundary.counts, boundary.tier.num_evicted)
-        return stats
-
-    @property
-    def shadow_counts(self) -> tuple[ShadowCount, ...]:
-        """What each of the `shadow` tiers has counted; any thread may ask."""
-        return self._whatif.counts
-
-    def outlook(self) -> Outlook:
-        """Return what other memory or another policy would find, by the shadows so far.
-
-        Any thread may ask. `Outlook.since` leaves out an earlier one.
-
-        Raises:
-            ValueError: There are no shadows.
-
-        Example:
-            >>> scheduler = OffloadScheduler(16, 64, rules=OffloadRules(shadow="lru*2"))
-            >>> print(scheduler.outlook())
-            policy        host  found  error  saved a request
-            lru     128 blocks   0.0%    0.0                ?
-            <BLANKLINE>
-            No request has looked for its prefix yet.
-        """
-        return self._whatif.outlook()
-
-    @property
-    def serving_policy(self) -> str | None:
-        """The name of the policy that serves now; None for one without a name."""
-        return self._whatif.policy
-
-    @property
-    def num_policy_changes(self) -> int | None:
-        """How often "auto" has changed the policy; None with another."""
-        return self._whatif.num_changes
-
-    @property
-    def is_storing_paused(self) -> bool | None:
-        """Whether stores are paused; None without `pause_unused_stores`."""
-        return self._chooser.is_paused
-
-    @property
-    def in_transit(self) -> InTransit:
-        """The blocks in flight now; any thread may ask, as for `stats`."""
-        return InTransit(*self._stores.in_transit, *self._loads.in_transit)
-
-    def has_pending_stores(self) -> bool:
-        """Whether blocks are in flight to the host, or on to tiers below it.
-
-        An engine without requests goes on stepping while there are.
-        """
-        return len(self._stores) > 0 or any(own.has_writes for own in self.below)
-
-    def has_pending_loads(self) -> bool:
-        """Whether blocks are in flight to the device, for any request."""
-        return len(self._loads) > 0 or any(own.has_fetches for own in self.below)
-
     def warm_up(self) -> None:
-        """Load or compile all decisions now, so that no request waits for that.
+        """Load or compile all decisions now, so that no request waits for them.
 
         This covers the device's pool, and `find_cached_prefix` over it. It takes
         seconds where the machine has not run them before, else part of one.
@@ -410,7 +316,7 @@ class OffloadScheduler:
             name = request.request_id  # Only now known to exist.
             if self.below and self._book.is_rewritten(request):
                 for boundary in self.below:
-                    boundary.forget(name)  # It waits for what it wanted before.
+                    boundary.forget(name)  # It waits for blocks of its old keys.
                 continue
             if found.load_speed or found.fetch_speeds:
                 self._gate.count(found.load_speed, *found.fetch_speeds)
@@ -433,9 +339,9 @@ class OffloadScheduler:
         return answer
 
     def _ask_below(self, name: str, found: Plan) -> bool:
-        """Ask tiers below the host for what a plan needs; return whether that was done.
+        """Ask tiers below the host for the blocks of a plan.
 
-        It was not if a fetch found no room in the tier above.
+        Returns False if a fetch finds no room in the tier above.
         """
         if found.queue is not None:
             found.queue.queue(name)
@@ -451,32 +357,6 @@ class OffloadScheduler:
             for nearer in found.nearer:  # There will be more to find.
                 nearer.looked_up.pop(name, None)
         return True
-
-    def num_fetched_tokens(self, request_id: str) -> int:
-        """Return the tokens that came from the store because a request waited for them.
-
-        They are those of its last fetch, until it finishes.
-        """
-        nums = (own.num_fetched_tokens.get(request_id, 0) for own in self.below)
-        return max(nums, default=0)
-
-    def explain(
-        self, request: Request, num_computed_tokens: int | None = None
-    ) -> Explanation:
-        """Return for each block of a request where it is or why not; nothing changes.
-
-        If keys were rewritten since the request last asked, its next lookup first
-        drops what it waits for below the host. The explanation does not foresee that.
-
-        Args:
-            request: A request, whether it is known or not.
-            num_computed_tokens: Tokens found on the device, whole blocks; None to look
-                for the device's own prefix.
-
-        Raises:
-            ValueError: That is no number of whole blocks.
-        """
-        return explain(self._view, request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockTable, num_external_tokens: int
@@ -517,7 +397,7 @@ class OffloadScheduler:
         try:
             load = self._loads.take(pool, request, keys, tables, num_external)
         except ValueError:
-            if is_new:  # Perhaps nobody will ever say that it has finished.
+            if is_new:  # The engine may never finish it.
                 requests.forget(name)
             raise
         # One that declines and has no blocks stays in the queue: it is yet to begin.
@@ -652,13 +532,13 @@ class OffloadScheduler:
             self._stores.num_changes += bool(finished or failed)
             for request_id in failed:
                 self._chooser.recompute(request_id)
-        stored, lost = map(tuple, self._stores.report(pool, stores))
+        stored, unstored = map(tuple, self._stores.report(pool, stores))
         if output.below:
             for boundary in self.below:
                 boundary.report(boundary.reports_in(output.below))
             # What has ended may make room on the host.
             self._stores.num_changes += 1
-        return ConnectorOutput(finished, failed, stored, lost, output.below)
+        return ConnectorOutput(finished, failed, stored, unstored, output.below)
 
     def request_preempted(self, request: Request) -> None:
         """Record that a request is about to lose its blocks, and will come back.
@@ -720,7 +600,7 @@ class OffloadScheduler:
     def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, None]:
-        """Do as `request_finished` does, for an engine whose tables have groups."""
+        """See `request_finished`; for an engine whose tables have groups."""
         return self.request_finished(request, block_ids)
 
     def _leave(self, request: Request, limits: tuple[int, int]) -> None:
@@ -731,56 +611,6 @@ class OffloadScheduler:
             notify(name)
         self._book.end_lookup(name)
         self._chooser.finish(self._pool, request, limits)
-
-    def snapshot(self) -> State:
-        """Copy all that decisions depend on, also of the tiers and the device's pool.
-
-        Returns:
-            The state, as plain values. It refers to the engine's requests.
-
-        Example:
-            >>> scheduler = OffloadScheduler(16, num_host_blocks=4)
-            >>> scheduler.bind_device_block_pool(DeviceBlockPool(8))
-            >>> before = scheduler.snapshot()
-            >>> before.entries["scheduler._loads.in_flight"].fields["moves"]
-            {}
-            >>> _ = scheduler.reset()
-            >>> scheduler.restore(before)
-            >>> scheduler.digest() == before.digest
-            True
-        """
-        return snapshot(self, "scheduler")
-
-    def digest(self) -> str:
-        """Return a digest of `snapshot`; equal in all processes that decide alike."""
-        return self.snapshot().digest
-
-    def restore(self, state: State) -> None:
-        """Go back to a state of this scheduler, or of one of the same configuration.
-
-        The bound pool is put back, too. Files, recordings and measured times are not.
-
-        Args:
-            state: What `snapshot` returned. It refers to the engine's requests, which
-                the engine must put back.
-
-        Raises:
-            ValueError: The state is of another configuration, or there is another pool
-                than a `DeviceBlockPool`. Then nothing changes.
-        """
-        check_alike(self, state.entries, self._pool)
-        restore(self, state)
-
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        """Yield the events of the host tier and of those below since the last call."""
-        yield from self._manager.take_events()
-        for boundary in self.below:
-            yield from boundary.tier.take_events()
-
-    @property
-    def is_storage_listed(self) -> bool:
-        """Whether the store's content is known, except what others write since."""
-        return all(boundary.tier.is_listed for boundary in self._storage)
 
     def wait_for_storage(
         self, worker: OffloadWorker, timeout_s: float | None = None

@@ -22,7 +22,7 @@ MOST_SAMPLES = 1 << 14
 
 @dataclasses.dataclass
 class OffloadStats:
-    """How stores and loads ended so far.
+    """Counts of stores and loads that have ended so far.
 
     Blocks are device blocks unless a field says otherwise. Whatever was offered to the
     host is stored, dropped, or still in flight (`InTransit`).
@@ -57,8 +57,8 @@ class OffloadStats:
     num_loaded: int = 0  # Blocks that came back from the host.
     num_copied: int = 0  # Blocks that were copied on the device, instead of loaded.
     num_storage_stored: int = 0  # Blocks that got to the store.
-    # Blocks that were to be written there and were not: too many were in flight; the
-    # host had evicted them; the store failed or was late; the host was reset.
+    # Blocks for it that were not written: too many were in flight; the host had evicted
+    # them; the store failed or was late; the host was reset.
     num_storage_dropped_slow: int = 0
     num_storage_dropped_evicted: int = 0
     num_storage_dropped_failed: int = 0
@@ -78,7 +78,7 @@ class OffloadStats:
 
     @property
     def num_storage_dropped(self) -> int:
-        """Blocks that were to be written to the store and were not."""
+        """Blocks for the store that were not written."""
         return (
             self.num_storage_dropped_slow
             + self.num_storage_dropped_evicted
@@ -87,7 +87,7 @@ class OffloadStats:
         )
 
     def with_storage(self, counts: TierCounts, num_evicted: int) -> OffloadStats:
-        """Return a copy with what became of blocks between the host and a store."""
+        """Return a copy with the counts of blocks between the host and a store."""
         own = {f"num_storage_{name}": num for name, num in vars(counts).items()}
         return dataclasses.replace(self, num_storage_evicted=num_evicted, **own)
 
@@ -108,9 +108,9 @@ class OffloadStats:
 
 @dataclasses.dataclass
 class TierCounts:
-    """What became of blocks between a tier and the next one down, in device blocks.
+    """Counts of device blocks between a tier and the next one down.
 
-    The fields are those of `OffloadStats` that begin with `num_storage_`.
+    `OffloadStats` has the same fields with the prefix `num_storage_`.
     """
 
     stored: int = 0
@@ -155,7 +155,7 @@ class Histogram:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many values each bucket has; the last has those above all bounds."""
+        """The number of values in each bucket; the last has those above all bounds."""
         return tuple(self._counts)
 
     def add(self, value: float) -> None:
@@ -179,7 +179,7 @@ class Histogram:
 
 
 class Delays(Listener):
-    """How long lookups take, and how long requests wait for what they found."""
+    """Measures lookups, and how long requests wait for the blocks that they found."""
 
     _NOT_STATE = "lookups", "deferrals", "loads"
     _NOT_DIGESTED = True  # The times since when requests wait.

@@ -40,7 +40,7 @@ NO_STORES: dict[str, Any] = {
 
 
 class StoreSteps:
-    """Decides in which steps blocks are stored, so that few transfers move many.
+    """Decides which steps store blocks, so that few transfers move many.
 
     Blocks that could be stored stay where they are until `OffloadRules.store_batch` of
     them have been computed, or the first has waited for `store_max_wait_steps`: what a
@@ -81,7 +81,7 @@ class StoreSteps:
         self.note_tokens(num_tokens)
 
     def note_tokens(self, num_tokens: int) -> None:
-        """Count tokens for which the device has allocated blocks."""
+        """Count tokens that the device has allocated blocks for."""
         self._num_tokens = min(self._num_tokens + num_tokens, self._batch_tokens)
 
 
@@ -189,7 +189,7 @@ class Stores:
     ) -> tuple[int, bool]:
         """Find room on the host for blocks that it does not know.
 
-        Blocks that the device does not hold, and those of the host, count as done. An
+        Blocks that the device does not hold, or that the host has, count as done. An
         offer that begins with the head of a prefix (`is_head`) is also put in order in
         the host's order of eviction.
 
@@ -228,7 +228,7 @@ class Stores:
         return num, is_held is None
 
     def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> bool:
-        """Find room on the host for what the device evicts next; return if for all.
+        """Find room on the host for the device's next victims; return if for all.
 
         The host does not evict copies of the victims to make room for the others.
         """
@@ -249,7 +249,7 @@ class Stores:
         return self._halve(num, take) == num
 
     def _halve(self, num: int, take: Callable[[int], bool]) -> int:
-        """Take the first `num` rows, or half of them and so on; return how many.
+        """Store the first `num` rows, or half of them and so on; return how many.
 
         The tier places all or none, and the head of a prefix is worth having without
         its tail.

@@ -50,6 +50,8 @@ FUNCTIONS_OUTSIDE = {
     "rules.py RuleSettings._contradictions": "refuses settings",
     "rules.py OffloadRules._contradictions": "refuses settings",
     "rules.py check_groups": "refuses settings",
+    "rules.py check_seen": "refuses settings",
+    "rules.py unseen_rules": "refuses settings",
     "rules.py check_victims": "refuses settings",
     "scheduler.py OffloadScheduler.__init__": "refuses settings",
     "scheduler.py OffloadScheduler.bind_device_block_pool": "before any event",

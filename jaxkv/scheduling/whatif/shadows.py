@@ -106,7 +106,7 @@ Shadow(policy='off', factor=0.0))
 
 
 class ShadowCount(NamedTuple):
-    """What a shadow has counted so far; of a sample, what that stands for.
+    """The counts of a shadow so far; of a sample, what that stands for.
 
     The sample was asked for more or less than its share of all, and so found more or
     less: `share` is more accurate than `num_found_tokens`.
@@ -124,7 +124,7 @@ class ShadowCount(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The part that it found of what it was asked for, from 0 to 1."""
+        """The found part of the tokens asked for, from 0 to 1."""
         return self.num_found_tokens / max(self.num_asked_tokens, 1)
 
 
@@ -138,7 +138,7 @@ class _Visit:
 
     def __init__(self) -> None:
         self.mark = KeyMark()  # Its keys that were read.
-        self.words = _NO_WORDS  # u32[n, 8], those of them that take part.
+        self.words = _NO_WORDS  # u32[n, 8], the ones that take part.
         self.rows: list[int] | None = None  # Which of its keys; None if all.
         self.num_hot = 0  # Its first keys that are taken to be resident.
         self.groups: list[int] = []  # The part of the sample that each word is in.
@@ -150,7 +150,7 @@ class _Visit:
 
     @property
     def positions(self) -> NDArray[np.int32]:
-        """The place of each of `words`: those of a sample count as its blocks."""
+        """The place of each of `words`, which count as all blocks."""
         return np.arange(len(self.words), dtype=np.int32)
 
     def cut(self, num_blocks: int) -> int:
@@ -175,7 +175,7 @@ class _Tier(BareTier):
     def place_victims(
         self, keys: Words, passes: NDArray[np.bool_] | None
     ) -> tuple[Words, Store] | None:
-        """Do as `place` does, and evict none of the keys to make room for others."""
+        """Store victims as `place` does, without evicting one of them for another."""
         if not len(keys):
             return None
         found = self.executor.find(keys).astype(np.int64)
@@ -251,7 +251,7 @@ class Shadows:
             if own.policy != OFF
         ]
         # Blocks that were looked for: all; those that are taken to be resident, and the
-        # requests that found some of them; those of the sample, by its parts.
+        # requests that found some of them; blocks of the sample, by its parts.
         self._num_asked = self._num_hot = self._num_hot_loads = 0
         self.num_requests = 0  # That looked for their prefix.
         self._asked = [0] * NUM_GROUPS
@@ -261,7 +261,7 @@ class Shadows:
         self._pool: DeviceBlockPool | None = None
 
     def bind(self, pool: object) -> None:
-        """Take the pool of the device, if it can be searched for copies."""
+        """Bind the pool of the device, if it can be searched for copies."""
         self._pool = pool if isinstance(pool, DeviceBlockPool) else None
 
     def warm_up(self) -> None:

@@ -204,11 +204,11 @@ class Shadowed(WhatIf):
         """End stores."""
         self.shadows.arrive(keys, ok=ok)
 
-    def released(self, request_ids: Sequence[str], lost: Sequence[Keys]) -> None:
+    def released(self, request_ids: Sequence[str], unloaded: Sequence[Keys]) -> None:
         """Release what is held, and forget what could not be loaded."""
         for name in request_ids:
             self.shadows.release(name)
-        for keys in lost:
+        for keys in unloaded:
             self.shadows.discard(keys)
 
     def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:
