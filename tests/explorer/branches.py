@@ -19,47 +19,37 @@ from tests.explorer.world import World, WrongError
 OUTSIDE = {
     "it refuses calls or settings, or checks what an engine says": (
         *("eager.py EagerStores._check_all", "scheduler.py OffloadScheduler.__init__"),
-        *("request_keys.py keys_by_group", "request_keys.py RequestKeys.check"),
-        "request_keys.py RequestKeys.check_lookup",
-        "request_keys.py RequestKeys.check_stores",
-        *("request_keys.py RequestKeys.checked", "request_keys.py RequestKeys._lacks"),
-        "request_keys.py RequestKeys._check_lists",
-        "request_keys.py RequestKeys._check_number",
+        *("requests.py keys_by_group", "requests.py Requests.check"),
+        *("requests.py Requests.check_lookup", "requests.py Requests.check_stores"),
+        *("requests.py Requests.checked", "requests.py Requests._lacks"),
+        *("requests.py Requests._check_lists", "requests.py Requests._check_number"),
         *("rules.py _check_shadow", "rules.py RuleSettings._contradictions"),
         *("rules.py OffloadRules._contradictions", "rules.py check_groups"),
-        *("rules.py check_victims", "scheduler.py OffloadScheduler._make_shadows"),
+        *("rules.py check_seen", "rules.py unseen_rules", "rules.py check_victims"),
     ),
-    "it serves shadows, of which a world has none": (
-        "eager.py EagerStores.finish_beside",
-        *("eager.py EagerStores._offer_beside", "eager.py EagerStores._passes"),
-        *("scheduler.py OffloadScheduler.outlook", "scheduler.py _look"),
+    "it notifies listeners, which change nothing": (
+        *("eager.py EagerStores._notify", "eager.py EagerStores._passes"),
     ),
     "a request of a world keeps its history": (
-        *("eager.py EagerStores._follow", "request_keys.py _Growing.updated"),
-        "scheduler.py OffloadScheduler._forget_below",
+        *("eager.py EagerStores._follow", "requests.py _Growing.updated"),
     ),
     "it runs before any event": (
         "scheduler.py OffloadScheduler.bind_device_block_pool",
-        *("scheduler.py OffloadScheduler._resume", "scheduler.py _learned"),
-        "scheduler.py OffloadScheduler._take_up",
         "scheduler.py OffloadScheduler.warm_up",
         "scheduler.py OffloadScheduler.wait_for_storage",
     ),
     "it is text, or a record for a reader of logs, metrics or files": (
         *("explain.py Explanation.__str__", "explain.py Explanation._rows"),
-        *("explain.py _span", "scheduler.py OffloadScheduler._record"),
-        "scheduler.py OffloadScheduler._warn_if_nothing_was_offered",
-        "scheduler.py OffloadScheduler._record_end",
-        *("stats.py Histogram.keep_samples", "stats.py Histogram.take_samples"),
+        *("explain.py _span", "stats.py Histogram.keep_samples"),
+        "stats.py Histogram.take_samples",
     ),
     "it is about several processes, or several tiers": (
         *("protocol.py OffloadMetadata.digest", "protocol.py _listed"),
-        "scheduler.py OffloadScheduler.note_rates",
-        "scheduler.py _serves_with_others",
+        "plan.py checked_rates",
     ),
 }
-# Its only file without a decision, for the first of these reasons.
-_REFUSING = "checks.py"
+# Files without a decision: one refuses calls, the other writes a line of the log.
+_UNDECIDED = ("checks.py", "idle_warning.py")
 
 # How likely an action is, 1 for others: what ends or forgets much comes less often.
 _WEIGHTS = {
@@ -123,10 +113,8 @@ def measure(worlds, num_actions, seed, say=print):
     measured = coverage.Coverage(
         data_file=None, config_file=False, branch=True, include=[f"{folder}/*"]
     )
-    # A world has none of these, which observe and change nothing.
-    measured.exclude(r"if self\._?shadows is not None")
-    measured.exclude(r"if learned is not None")
-    measured.exclude(r"if self\.(num_found_elsewhere|_policy_state) is not None")
+    # Listeners change nothing; a world has none.
+    measured.exclude(r"for notify in |if (self\._)?listeners")
     for name, setup in worlds.items():
         with measured.collect():
             rng = random.Random(f"{seed} {name}")
@@ -136,8 +124,8 @@ def measure(worlds, num_actions, seed, say=print):
             return [], (name, error, actions)
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "branches.json")
-        morfs = [str(file) for file in folder.glob("*.py") if file.name != _REFUSING]
-        measured.json_report(morfs=morfs, outfile=str(path))
+        deciding = (f for f in folder.glob("*.py") if f.name not in _UNDECIDED)
+        measured.json_report(morfs=list(map(str, deciding)), outfile=str(path))
         report = json.loads(path.read_text(encoding="utf-8"))
     outside = {name for names in OUTSIDE.values() for name in names}
     files = []

@@ -224,10 +224,10 @@ def test_an_eviction_that_takes_marks_away_is_found(monkeypatch):
 def test_a_step_that_drops_what_was_taken_after_a_preemption_is_found(monkeypatch):
     """The explorer found it."""
 
-    def part_with(self, request):
-        self._part_with(request, self._keys.check_stores(request))
+    def leave(self, request):
+        self._leave(request, self._book.check_stores(request))
 
-    monkeypatch.setattr(OffloadScheduler, "request_preempted", part_with)
+    monkeypatch.setattr(OffloadScheduler, "request_preempted", leave)
     setup = Setup((("ab", 2), ("ab", 2)), num_device_blocks=3, served=(0,))
     actions, error = found(dataclasses.replace(setup, acts=("preempt",)))
     assert "blocks are pinned [0, 0, 0, 0] times, and used [0, 1, 0, 0]" in error

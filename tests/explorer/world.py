@@ -113,7 +113,7 @@ def make_keys(group, text, size, num_tokens):
 
 @functools.cache
 def packed_keys(keys):
-    """Keys as `RequestKeys` gives them."""
+    """Keys as `Requests` gives them."""
     names, words, _ = lay_out(list(keys))
     return PackedKeys(names, words)
 
@@ -1640,7 +1640,7 @@ class World:
 _SHOWN = frozenset(
     (
         *("OffloadScheduler", "Gate", "Loads", "Stores", "StoreSteps", "EagerStores"),
-        *("StorePause", "LazyStores", "RequestNotifier", "Boundary", "ReuseFilter"),
+        *("StorePause", "LazyStores", "Requests", "Boundary", "ReuseFilter"),
         *("DropReasons", "RetentionNotes", "Ledger"),
     )
 )
@@ -1666,7 +1666,7 @@ _LEDGERS = {"fetches": "fetches", "_writes": "writes", "probes": "probe"}
 # What is remembered when all requests have ended, and constants.
 _REMEMBERED = {
     *("_counts", "_held_back", "_reasons", "_notes", "_absent", "unwritten", "lost"),
-    *("_alternatives", "_block_sizes", "_preempted", "_scheduled"),
+    *("_alternatives", "_preempted", "_scheduled"),
 }
 # Fields of ids, and of whose.
 _IDS = {
@@ -1684,7 +1684,7 @@ _IGNORED = {
     *("_asked", "_next_event", "num_fetched_tokens", "_num_holders", "_last_ask"),
     *("_num_asks", "_num_released", "_num_readers", "num_changes", "_num_found"),
     *("bytes_per_s", "load_bytes_per_s", "prefill_tokens_per_s", "_is_refused"),
-    *(("Boundary", "num_lost"), ("Load", "keys")),
+    *(("Boundary", "num_lost"), ("Load", "keys"), ("Requests", "by_request")),
 }
 
 
@@ -1720,7 +1720,7 @@ def _pause(world, num_offered, fields):
     if not world.setup.rules.pause_unused_stores:
         return None
     stats = world.scheduler.stats
-    num_unused = min(stats.num_offered - num_offered, fields["_most_unused"])
+    num_unused = min(stats.num_offered - num_offered, fields["_max_unused"])
     return num_unused, stats.num_host_hit_tokens != fields["_num_found"]
 
 

@@ -361,7 +361,7 @@ def test_a_request_that_no_file_has_room_for_is_dropped_and_counted(path, caplog
 def test_what_the_queue_has_no_room_for_is_dropped_and_nobody_waits(
     path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(record_module, "_MOST_QUEUED_BLOCKS", 100)
+    monkeypatch.setattr(record_module, "_MAX_QUEUED_BLOCKS", 100)
     is_blocked, goes_on = threading.Event(), threading.Event()
     recorder, write = described(path), os.write
 
