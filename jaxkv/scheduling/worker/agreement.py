@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -208,7 +209,8 @@ class Agreement:
         return f"{text}: processes {list(silent)} are silent." if silent else f"{text}."
 
     def _up_to(self, last: int) -> list[int]:
-        return [step for step in self._steps if step <= last]
+        # In their order, so that later steps, of which there may be many, cost nothing.
+        return list(itertools.takewhile(lambda step: step <= last, self._steps))
 
 
 def _open(transfers: list[Transfer]) -> list[Transfer]:
