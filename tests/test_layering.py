@@ -36,7 +36,7 @@ CEILINGS = {
     "transfer": 11_490,
     "tiers": 5_030,
     "search": 640,
-    "scheduling": 10_720,
+    "scheduling": 10_700,
     "observe": 2_240,
     "strict": 1_030,
     "config": 1_000,

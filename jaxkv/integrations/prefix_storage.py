@@ -25,6 +25,7 @@ from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.plan import (
     Gate,
+    Look,
     find_fetch,
     find_probe,
     may_probe,
@@ -354,10 +355,10 @@ class PrefixStorage:
         own, gate = self._storage, self._gate
         own.bytes_per_s = self.worker.read_bytes_per_s
         max_tokens = len(keys) * self._groups[0].block_size
-        nearer = [first_tokens(0)]
+        look = Look(own, [first_tokens(0)], [keys], max_tokens)
         is_to_ask = not is_expected and may_probe(own, own.probing.get(name))
         if is_to_ask and max_tokens >= min_tokens:
-            probe, speed = find_probe(gate, own, name, nearer, [keys], max_tokens)
+            probe, speed = find_probe(gate, look, name)
             gate.count(None, speed)
             if probe is not None:
                 own.probe(name, *probe)
@@ -365,8 +366,7 @@ class PrefixStorage:
                 return True
         if not (self.tier.num_held_blocks or is_expected):
             return False
-        expected_by = name if is_expected else None
-        fetch = find_fetch(own, nearer, [keys], max_tokens, expected_by=expected_by)
+        fetch = find_fetch(look, name if is_expected else None)
         if fetch is None or fetch.num_tokens < min_tokens:
             return False
         num, speed = size_fetch(gate, own, fetch)

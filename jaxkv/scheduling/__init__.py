@@ -1,4 +1,4 @@
-"""What moves in a step, and who carries it out."""
+"""Scheduling: which blocks move in a step, and the worker that moves them."""
 
 from jaxkv.scheduling.protocol import ConnectorOutput as ConnectorOutput
 from jaxkv.scheduling.protocol import OffloadMetadata as OffloadMetadata

@@ -1,11 +1,11 @@
-"""Blocks on their way between a tier and the next one down.
+"""Boundaries: blocks in flight between a tier and the next one down.
 
 What a request finds only in the lower tier is fetched to the upper one while the
 request waits; then it is a hit there like any other, and is held until the request has
 device blocks: others that wait with it would evict it, and it would be read again. No
-more is fetched than can be held. What no tier is known to have the lower one may be
-asked for first (a probe). Blocks worth keeping are written down in the background. All
-end when every worker has reported them; nothing here waits.
+more is fetched than can be held. The lower tier may first be asked for blocks that no
+tier is known to have (a probe). Blocks worth keeping are written down in the
+background. All moves end when every worker has reported them; nothing here waits.
 """
 
 from __future__ import annotations
@@ -25,78 +25,61 @@ from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierProbe, TierRepor
 from jaxkv.scheduling.rules import OffloadRules, WriteRule, check_victims
 from jaxkv.scheduling.stats import TierCounts
 from jaxkv.search.groups import FullAttention, GroupSpec
+from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.key_memory import ReuseFilter
+from jaxkv.tiers.storage import StorageTier
 from jaxkv.types import NO_BLOCK, BlockKey
 
 Ids: TypeAlias = NDArray[np.int64]
 _TierMove: TypeAlias = Move[Ids]
 
-# Blocks may wait to be written for as many as are written at a time, times this.
+# Blocks that may wait to be written, as a multiple of those written at a time.
 _WAITING_PER_WRITE = 4
 
-# Of how many keys it is remembered that they were asked for: some times those that are
-# in the upper tier, as what it has evicted may come back.
-_LEAST_REMEMBERED = 1 << 16
+# Keys whose requests are remembered: some times those in the upper tier, as what it has
+# evicted may come back.
+_MIN_REMEMBERED_KEYS = 1 << 16
 _REMEMBERED_PER_BLOCK = 4
 
-# The most keys that are remembered as missing from the lower tier.
-_MOST_ABSENT = 1 << 12
+_MAX_ABSENT_KEYS = 1 << 12  # Remembered as missing from the lower tier.
 
 # After asking this often for room that others hold, while none of them makes progress,
 # a request takes the room of those that have stopped asking, or does without a fetch.
 _MAX_VAIN_ASKS = 8
-# After asking in vain this often, whoever makes progress, it goes before all others.
+# After this many vain asks, even if holders make progress, it goes before all others.
 _OVERDUE_ASKS = 64
 _NO_IDS = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(eq=False)
 class _Wait:
-    """What a request waits for, and holds meanwhile.
+    """The fetches that a request waits for, and the blocks that it holds meanwhile."""
 
-    Attributes:
-        events: Of the fetches that are not over.
-        rows: Blocks of the upper tier that are pinned until it has asked again, each
-            once for each time that it is in the list.
-        ends: Where each block ends that it waits for.
-        arrived_ends: Of these, the ones that have arrived.
-    """
-
-    events: set[int]
+    events: set[int]  # Of the fetches that have not ended.
+    # Blocks of the upper tier that are pinned until it asks again, once for each time
+    # that they are in the list.
     rows: list[int]
-    ends: dict[BlockKey, int]
+    ends: dict[BlockKey, int]  # Where each block ends that it waits for.
     arrived_ends: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(eq=False)
 class _Queued:
-    """A request that waits for room that other requests hold.
+    """A request that waits for room that other requests hold."""
 
-    Attributes:
-        num_released: `Boundary._num_released` when it began.
-        first_ask: The number of its first ask since.
-        num_asks: How often it has asked in vain since, while no fetch was on its way.
-    """
-
-    num_released: int
-    first_ask: int
-    num_asks: int = 0
+    num_released: int  # `Boundary._num_released` when it began.
+    first_ask: int  # The number of its first ask since.
+    num_asks: int = 0  # In vain since, while no fetch was in flight.
 
 
 @dataclasses.dataclass(eq=False)
 class Probing:
-    """What the lower tier was asked for on behalf of a request.
+    """The probes of the lower tier on behalf of a request."""
 
-    Attributes:
-        events: Of the probes that are not over.
-        num: How often it was asked.
-        absent: What it did not have.
-    """
-
-    events: set[int] = dataclasses.field(default_factory=set)
-    num: int = 0
-    absent: set[BlockKey] = dataclasses.field(default_factory=set)
+    events: set[int] = dataclasses.field(default_factory=set)  # Probes in flight.
+    num: int = 0  # How often it was asked.
+    absent: set[BlockKey] = dataclasses.field(default_factory=set)  # What it lacked.
 
 
 class TierBelow(NamedTuple):
@@ -122,23 +105,14 @@ class TierBelow(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """What has to come to the upper tier before a request can have a prefix.
+    """The blocks that must come to the upper tier before a request has a prefix."""
 
-    Attributes:
-        num_tokens: Length of the longest prefix, with all tiers down to the lower one.
-        upper_rows: Blocks of the upper tier that it needs and that are there.
-        keys: Keys of the blocks that only the lower tier has, in the prefix's order.
-        end_tokens: Where each of them ends.
-        row_tokens: Tokens in each.
-        is_awaited: Whether the lower tier may get some of them yet, from others.
-    """
-
-    num_tokens: int
-    upper_rows: list[int]
-    keys: list[BlockKey]
-    end_tokens: list[int]
-    row_tokens: int
-    is_awaited: bool = False
+    num_tokens: int  # Of the longest prefix, with all tiers down to the lower one.
+    upper_rows: list[int]  # Blocks of the upper tier that it reads.
+    keys: list[BlockKey]  # Of the blocks that only the lower tier has, in order.
+    end_tokens: list[int]  # Where each of them ends.
+    row_tokens: int  # Tokens in each.
+    is_awaited: bool = False  # Whether others may yet write some of them there.
 
 
 class Boundary:
@@ -148,45 +122,15 @@ class Boundary:
         groups: The groups of the model's layers.
         upper: The upper tier.
         below: The lower tier, and what goes there.
-        rules: What the engine chose.
-        is_private: Tells the keys of blocks that are never written to the lower tier;
-            None for none.
-        on_arrival: Told the keys of what has arrived in the lower tier.
+        rules: The engine's rules.
+        is_private: Returns True for the key of a block that must never be written to
+            the lower tier; None to write any.
+        on_arrival: Called with the keys of blocks that have arrived in the lower tier.
         number: Which tier the lower one is, 0 for the first below the host.
 
     Raises:
-        ConfigError: It is not known what the upper tier would evict next, and the rule
-            for writes asks for it.
-
-    Attributes:
-        groups: As given.
-        upper: As given.
-        tier: The lower tier.
-        name: What the lower tier is called in `Plan.deferral` and explanations.
-        number: As given.
-        counts: What became of the blocks.
-        bytes_per_s: How fast fetches are; 0 if that is not known.
-        num_fetched_tokens: How many tokens were fetched for each request that has not
-            finished, if any were.
-        num_lost: Blocks that left for the lower tier so far, and did not get there in
-            time.
-        factor: Device blocks in a block of the tiers.
-        most_fetched: Blocks that may be fetched at a time.
-        max_held: Blocks that may be fetched and held for requests that have no device
-            blocks yet, unless one request alone needs more.
-        may_cut: Whether a part of a prefix may be fetched, its first blocks.
-        fetches: What is on its way to the upper tier.
-        fetch_of: In which of these a block is.
-        waits: What requests wait for.
-        holds: Blocks of the upper tier that are held for requests which have asked
-            again, until they have device blocks.
-        looked_up: How many listed blocks there were when a request was looked up.
-        probe_s: How long a request waits at a time while the tier is asked for blocks;
-            0 if it is not.
-        most_probes: How often it is asked for a request.
-        has_other_writers: Whether requests may wait for what others write to it.
-        probing: What it was asked for, for requests that have no blocks yet.
-        probes: What it is being asked for.
+        ConfigError: The rule for writes needs the upper tier's next victims, which that
+            does not know.
     """
 
     def __init__(
@@ -205,11 +149,11 @@ class Boundary:
         self.upper = upper
         self.number = number
         self.counts = TierCounts()
-        self.bytes_per_s = 0.0
+        self.bytes_per_s = 0.0  # Of fetches; 0 if unknown.
         self.tier = tier = below.tier
-        self.name = tier.medium.lower()
-        self.num_fetched_tokens: dict[str, int] = {}
-        self.num_lost = 0
+        self.name = tier.medium.lower()  # In `Plan.deferral` and explanations.
+        self.num_fetched_tokens: dict[str, int] = {}  # For requests not finished.
+        self.num_lost = 0  # Blocks that left and did not arrive in time.
         self._write = below.write
         self._is_private = is_private
         self._on_arrival = on_arrival
@@ -217,18 +161,20 @@ class Boundary:
         self._is_disabled = self._must_send_last = False
         self.factor = rules.blocks_per_host_block
         # Neither may hold so much of the upper tier that requests find no room on it.
-        most, num_blocks = below.most_blocks, upper.num_blocks
-        self._most_written = min(most, max(1, num_blocks // 8))
-        self.most_fetched = min(most, max(1, num_blocks // 2))
+        max_blocks, num_blocks = below.most_blocks, upper.num_blocks
+        self._max_written = min(max_blocks, max(1, num_blocks // 8))
+        self.max_fetched = min(max_blocks, max(1, num_blocks // 2))
+        # For requests without device blocks, unless one alone needs more.
         self.max_held = max(1, num_blocks // 2)
-        # Where every block is read, a shorter prefix consists of its first ones.
+        # Whether a part of a prefix may be fetched: if every block is read, a shorter
+        # one consists of its first blocks.
         self.may_cut = all(isinstance(group, FullAttention) for group in groups)
         # Which blocks were asked for again; None where that does not matter.
         self._asked: ReuseFilter | None = None
         if below.write == "on_reuse":
-            most = max(_LEAST_REMEMBERED, _REMEMBERED_PER_BLOCK * num_blocks)
-            self._asked = ReuseFilter(threshold=2, max_size=most)
-        # From blocks of the lower tier to blocks of the upper one, and back.
+            max_keys = max(_MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK * num_blocks)
+            self._asked = ReuseFilter(threshold=2, max_size=max_keys)
+        # From the lower tier to the upper one, and back.
         self.fetches: Ledger[_TierMove] = Ledger(
             f"fetch from {self.name}", rules.world_size
         )
@@ -237,6 +183,7 @@ class Boundary:
         )
         self.fetch_of: dict[BlockKey, _TierMove] = {}
         self.waits: dict[str, _Wait] = {}
+        # Blocks of the upper tier that are held for requests which have asked again.
         self.holds: dict[str, list[int]] = {}
         # How often each block is held for requests.
         self._num_holders: dict[int, int] = {}
@@ -244,17 +191,18 @@ class Boundary:
         self._num_asks = 0
         self._last_ask: dict[str, int] = {}
         self._queued: dict[str, _Queued] = {}
-        # How often each has asked in vain in all; those that are overdue, in order.
+        # Vain asks of each request in all; those that are overdue, in order.
         self._num_vain_asks: dict[str, int] = {}
         self._overdue: dict[str, None] = {}
         # How often a hold has ended, and whether the last fetch brought anything.
         self._num_released = 0
         self._is_bringing = True
+        # How many listed blocks there were when each request was looked up.
         self.looked_up: dict[str, int] = {}
         # Where not every block is read, which ones depends on how long a prefix is: it
         # may take a second question, and the two share the time.
-        self.most_probes = 1 if self.may_cut else 2
-        self.probe_s = below.probe_s / self.most_probes
+        self.max_probes = 1 if self.may_cut else 2
+        self.probe_s = below.probe_s / self.max_probes
         self.has_other_writers = below.has_other_writers
         self.probing: dict[str, Probing] = {}
         self.probes: Ledger[_TierMove] = Ledger(
@@ -262,24 +210,24 @@ class Boundary:
         )
         self._probe_of: dict[BlockKey, _TierMove] = {}
         self._to_probe: list[TierProbe] = []
-        # What it did not have when it was asked last; the oldest first.
+        # Keys that it lacked when it was last asked, the oldest first.
         self._absent: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_fetch: list[_TierMove] = []
         self._to_delete: list[BlockKey] = []
-        # The fetches of what others may still be writing.
+        # The fetches of blocks that others may still be writing.
         self._awaited: set[int] = set()
         # What `_look_at_victims` saw when it last looked.
         self._seen: tuple[int, int, int] | None = None
 
     @property
     def has_fetches(self) -> bool:
-        """Whether blocks are on their way up, asked for, or held for a request."""
+        """Whether fetches or probes are in flight, or requests wait for them."""
         return bool(self.fetches.moves or self.waits or self.probes.moves)
 
     @property
     def has_writes(self) -> bool:
-        """Whether blocks are on their way down, or wait to be written."""
+        """Whether writes are in flight, or wait."""
         waits = self._to_write or self._to_delete or self._must_send_last
         return bool(self._writes.moves or waits)
 
@@ -291,17 +239,17 @@ class Boundary:
 
     def is_probing(self, request_id: str) -> bool:
         """Whether a request waits for a probe."""
-        own = self.probing.get(request_id)
-        return own is not None and bool(own.events)
+        probing = self.probing.get(request_id)
+        return probing is not None and bool(probing.events)
 
     def may_have(self, request_id: str, keys: Sequence[BlockKey]) -> NDArray[np.int32]:
-        """Give 0 for each block that the tier may have, NO_BLOCK for others: i32[n].
+        """Return 0 for each block that the tier may have, NO_BLOCK for others: i32[n].
 
-        It lacks what it said so of to the request, and what is never written to it.
+        It has neither what it reported missing to the request nor private blocks.
         """
         ids = np.zeros(len(keys), np.int32)
-        own = self.probing.get(request_id)
-        absent = own.absent if own is not None else set()
+        probing = self.probing.get(request_id)
+        absent = probing.absent if probing is not None else set()
         if absent:
             ids[[key in absent for key in keys]] = NO_BLOCK
         if self._is_private is not None:
@@ -309,7 +257,7 @@ class Boundary:
         return ids
 
     def was_absent(self, key: BlockKey) -> bool:
-        """Whether the tier did not have a block when it was asked for it last."""
+        """Whether the tier lacked a block when it was last asked for it."""
         return key in self._absent
 
     def is_fetching(self, key: BlockKey) -> bool:
@@ -317,7 +265,7 @@ class Boundary:
         return key in self.fetch_of
 
     def limit_held(self, num_blocks: int) -> None:
-        """Hold no more than the device has room for, in blocks of the tiers."""
+        """Hold at most as many blocks of the tiers as the device has room for."""
         self.max_held = min(self.max_held, max(1, num_blocks))
 
     def has_room(self, request_id: str, fetch: Fetch) -> bool:
@@ -328,14 +276,14 @@ class Boundary:
         """
         if request_id in self._queued and not self._is_bringing:
             return False
-        keys = fetch.keys[: self.most_fetched] if self.may_cut else fetch.keys
+        keys = fetch.keys[: self.max_fetched] if self.may_cut else fetch.keys
         num_new = len(self._not_fetched(fetch, len(keys)))
         num_fetched = self.fetches.num_blocks
-        if not num_new or num_new > self.most_fetched:
+        if not num_new or num_new > self.max_fetched:
             return True  # All of it is on its way, or it never fits.
         if next(iter(self._overdue), request_id) != request_id:
             return False
-        if num_fetched and num_fetched + num_new > self.most_fetched:
+        if num_fetched and num_fetched + num_new > self.max_fetched:
             return False
         num_held = len(self._num_holders) + num_fetched
         num_new += sum(row not in self._num_holders for row in fetch.upper_rows)
@@ -344,8 +292,8 @@ class Boundary:
     def may_queue(self, request_id: str) -> bool:
         """Whether a request that finds no room waits for it.
 
-        Not if it holds something itself, if the lower tier brings nothing, or if it has
-        waited long enough, and no holder makes progress.
+        It does not if it holds something itself, if the lower tier brings nothing, or
+        if it has waited long enough and no holder makes progress.
         """
         if request_id in self.holds or not self._is_bringing:
             return False
@@ -372,8 +320,8 @@ class Boundary:
         if queued.num_asks == _MAX_VAIN_ASKS:
             for name in {**self.holds, **self.waits, **self._queued}:
                 wait = self.waits.get(name)
-                is_over = wait is None or not wait.events
-                if is_over and self._last_ask[name] < queued.first_ask:
+                has_ended = wait is None or not wait.events
+                if has_ended and self._last_ask[name] < queued.first_ask:
                     self.forget(name)
 
     def hold(self, request_id: str) -> None:
@@ -400,12 +348,17 @@ class Boundary:
             self._num_released += 1
 
     def forget(self, request_id: str) -> None:
-        """Let go of a request that is over, or has its blocks."""
+        """Forget a request that has finished, or has its blocks."""
         self.release(request_id)
         self.looked_up.pop(request_id, None)
         self.probing.pop(request_id, None)
         self._leave_queue(request_id)
         self._last_ask.pop(request_id, None)
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request that has finished."""
+        self.forget(request_id)
+        self.num_fetched_tokens.pop(request_id, None)
 
     def _leave_queue(self, request_id: str) -> None:
         for of_requests in (self._queued, self._num_vain_asks, self._overdue):
@@ -416,7 +369,7 @@ class Boundary:
         self._last_ask[request_id] = self._num_asks
 
     def _end_wait(self, request_id: str) -> _Wait | None:
-        """End what a request waits for; return what is held for it, if it waited."""
+        """End the wait of a request; return what it holds, None if it did not wait."""
         probing = self.probing.get(request_id)
         if probing is not None:
             for event in probing.events:
@@ -447,7 +400,7 @@ class Boundary:
                 del self._num_holders[row]
 
     def note_asked(self, keys: Sequence[BlockKey]) -> None:
-        """Note that a new request asks for blocks, before it uses them."""
+        """Count the blocks that a new request asks for, before it uses them."""
         if self._asked is not None:
             self._asked.count(keys)
             is_there = self.upper.find(keys) != NO_BLOCK
@@ -455,22 +408,22 @@ class Boundary:
         self.tier.touch(keys)
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
-        """Note that blocks have got to the upper tier."""
+        """Offer blocks that have arrived in the upper tier to the lower one."""
         if self._write == "through":
             self._offer(keys)
         elif self._asked is not None:
-            # Some have been asked for before, and were evicted since.
+            # Some were asked for before, and evicted since.
             self._offer(list(compress(keys, self._asked.passes(keys))))
 
     def issue(self) -> TierMoves | None:
-        """Send out what a step asks of the lower tier; None for nothing."""
+        """Return what a step asks of the lower tier; None for nothing."""
         fetches, self._to_fetch = self._to_fetch, []
         probes, self._to_probe = self._to_probe, []
         if self._write == "on_evict":
             self._look_at_victims()
         writes: list[_TierMove] = []
-        if self._to_write and self._writes.num_blocks < self._most_written:
-            writes = self._take_writes(self._most_written - self._writes.num_blocks)
+        if self._to_write and self._writes.num_blocks < self._max_written:
+            writes = self._take_writes(self._max_written - self._writes.num_blocks)
         deletes, self._to_delete = self._to_delete, []
         is_last, self._must_send_last = self._must_send_last, False
         if not (fetches or writes or deletes or is_last or probes):
@@ -487,14 +440,18 @@ class Boundary:
             tuple(probes),
         )
 
+    def reports_in(self, reports: Sequence[TierReport]) -> list[TierReport]:
+        """Return the reports of this lower tier."""
+        return [report for report in reports if report.tier == self.number]
+
     def check(self, reports: Sequence[TierReport]) -> None:
-        """Raise ValueError if workers report what is not in flight on them."""
-        self.fetches.check([each for report in reports for each in report.fetched])
-        self._writes.check([each for report in reports for each in report.written])
-        self.probes.check([each for report in reports for each in report.probed])
+        """Raise ValueError if a report is of what is not in flight."""
+        self.fetches.check([end for report in reports for end in report.fetched])
+        self._writes.check([end for report in reports for end in report.written])
+        self.probes.check([end for report in reports for end in report.probed])
 
     def report(self, reports: Sequence[TierReport]) -> None:
-        """Note what workers reported, which `check` has let pass."""
+        """Apply checked reports."""
         for report in reports:
             for move in self.fetches.report(report.fetched):
                 self._end_fetch(move)
@@ -509,9 +466,9 @@ class Boundary:
                     self._to_delete += self.tier.note_full(report.num_full)
 
     def reset(self) -> None:
-        """Forget all that is known to be in the lower tier.
+        """Forget what is known to be in the lower tier.
 
-        The upper tier has been cleared. What is on its way there must be over before
+        The upper tier has been cleared. What is in flight there must have ended before
         its blocks are given to others.
         """
         for ledger in (self._writes, self.fetches, self.probes):
@@ -540,9 +497,9 @@ class Boundary:
         self.tier.clear()
 
     def disable(self) -> None:
-        """Forget what is in the tier, for good: nothing is read or written any more.
+        """Stop reading and writing the lower tier, for good.
 
-        What is on its way ends as it does after `reset`. The upper tier has been
+        What is in flight ends as it does after `reset`. The upper tier has been
         cleared, or will be before a block of it is used again.
         """
         if self._is_disabled:
@@ -558,10 +515,8 @@ class Boundary:
     def fetch(self, request_id: str, fetch: Fetch, num: int) -> bool:
         """Begin to fetch what a request lacks; return whether it has to wait.
 
-        Args:
-            request_id: The request, which waits for nothing.
-            fetch: What has just been planned.
-            num: How many blocks at most, from the first on.
+        The fetch has just been planned, of the first `num` blocks at most, and the
+        request waits for nothing.
         """
         expected: list[BlockKey] = []
         if fetch.is_awaited:
@@ -604,31 +559,28 @@ class Boundary:
     def probe(
         self, request_id: str, runs: Sequence[Sequence[BlockKey]], wait_s: float
     ) -> None:
-        """Have the tier asked for blocks that a request lacks, which waits for it.
+        """Ask the tier for blocks that a request lacks, which waits `wait_s` for it.
 
-        Args:
-            request_id: The request; `may_probe` it.
-            runs: Keys of blocks that continue one another. What the tier is being asked
-                for already is not asked for again.
-            wait_s: How long it waits.
+        Keys of a run continue one another. The tier is not asked again for what it is
+        being asked for.
         """
-        own = self.probing.setdefault(request_id, Probing())
-        own.num += 1
-        parts = [[key for key in run if key not in self._probe_of] for run in runs]
-        new = [part for part in parts if part]
+        probing = self.probing.setdefault(request_id, Probing())
+        probing.num += 1
+        unasked = [[key for key in run if key not in self._probe_of] for run in runs]
+        new = [run for run in unasked if run]
         if new:
-            keys = [key for part in new for key in part]
+            keys = [key for run in new for key in run]
             move: _TierMove = Move(keys, _NO_IDS, _NO_IDS)
             event = self.probes.issue([move])
             self._probe_of.update(dict.fromkeys(keys, move))
-            sent = tuple(tuple(map(key_from_foreign, part)) for part in new)
+            sent = tuple(tuple(map(key_from_foreign, run)) for run in new)
             self._to_probe.append(TierProbe(event, sent, wait_s))
-        own.events = {self._probe_of[key].event for run in runs for key in run}
-        for event in own.events:
+        probing.events = {self._probe_of[key].event for run in runs for key in run}
+        for event in probing.events:
             self.probes.moves[event].waiters[request_id] = None
 
     def would_fetch(self, fetch: Fetch, num: int) -> bool:
-        """Tell whether `fetch` would have a request wait; nothing changes."""
+        """Whether `fetch` would have a request wait; nothing changes."""
         if fetch.is_awaited and not self.tier.has_room(fetch.keys[:num]):
             return False
         for share in self._shares(num):
@@ -638,14 +590,14 @@ class Boundary:
                 return is_fetched or not bool(self.upper.contains(head).all())
         return False
 
-    def _shares(self, most: int) -> Iterator[int]:
-        """Give how much to try to fetch: all, half of it, and so on, or all or none."""
-        while most:
-            yield most
-            most = most // 2 if self.may_cut else 0
+    def _shares(self, num: int) -> Iterator[int]:
+        """Yield how much to try to fetch: all, half of it and so on, or all or none."""
+        while num:
+            yield num
+            num = num // 2 if self.may_cut else 0
 
     def _not_fetched(self, fetch: Fetch, num: int) -> list[BlockKey]:
-        """List the first blocks of a fetch that are not on their way."""
+        """List the first blocks of a fetch that are not in flight."""
         return [key for key in fetch.keys[:num] if key not in self.fetch_of]
 
     def _start(self, keys: list[BlockKey], upper_blocks: Ids) -> _TierMove | None:
@@ -660,41 +612,41 @@ class Boundary:
         return move
 
     def _offer(self, keys: Sequence[BlockKey]) -> None:
-        """Take note of blocks that are in the upper tier and worth writing."""
+        """Queue blocks that are in the upper tier and worth writing."""
         if self._is_disabled:
             return
         keys = self._public(keys)
         new = compress(keys, (~self.tier.contains(keys)).tolist())
-        most = self._most_written * _WAITING_PER_WRITE
+        max_waiting = self._max_written * _WAITING_PER_WRITE
         for key in new:
             if key in self._to_write:
                 continue
-            if len(self._to_write) >= most:
+            if len(self._to_write) >= max_waiting:
                 self.counts.dropped_slow += self.factor
             else:
                 self._to_write[key] = None
 
     def _public(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Leave out blocks that may not be written."""
+        """Return the keys without those of private blocks."""
         if self._is_private is None:
             return keys
         return list(filterfalse(self._is_private, keys))
 
     def _look_at_victims(self) -> None:
-        """Offer what will be evicted next, as much as may be written at a time."""
+        """Offer the next victims, as many as may be written at a time."""
         upper = self.upper
         look = upper.num_evicted, upper.num_held_blocks, self._writes.num_blocks
         if look != self._seen:
             self._seen = look
-            room = self._most_written - len(self._to_write)
-            victims = self._public(upper.next_victims(2 * self._most_written))
+            room = self._max_written - len(self._to_write)
+            victims = self._public(upper.next_victims(2 * self._max_written))
             self._offer(victims[: max(room, 0)])
 
-    def _take_writes(self, most: int) -> list[_TierMove]:
+    def _take_writes(self, max_blocks: int) -> list[_TierMove]:
         """Hold blocks that leave for the lower tier, all together."""
         keys = [
             self._to_write.popitem(last=False)[0]
-            for _ in range(min(most, len(self._to_write)))
+            for _ in range(min(max_blocks, len(self._to_write)))
         ]
         rows = self.upper.find(keys)
         is_there = rows != NO_BLOCK
@@ -759,15 +711,15 @@ class Boundary:
             self._absent.pop(key, None)
         self._note_absent(absent)
         for request_id in move.waiters:
-            own = self.probing[request_id]
-            own.events.discard(move.event)
-            own.absent.update(absent)
+            probing = self.probing[request_id]
+            probing.events.discard(move.event)
+            probing.absent.update(absent)
 
     def _note_absent(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
             self._absent[key] = None
             self._absent.move_to_end(key)
-        while len(self._absent) > _MOST_ABSENT:
+        while len(self._absent) > _MAX_ABSENT_KEYS:
             self._absent.popitem(last=False)
 
     def _end_write(self, move: _TierMove) -> None:
@@ -786,10 +738,62 @@ class Boundary:
             self._on_arrival(arrived)
 
 
+def make_boundaries(
+    groups: tuple[GroupSpec, ...],
+    host: BlockIndex,
+    rules: OffloadRules,
+    tiers_below: Sequence[TierBelow],
+    num_storage_blocks: int,
+    is_private: Callable[[BlockKey], bool] | None,
+    enable_events: bool,
+    executor: ExecutorName,
+) -> tuple[Boundary, ...]:
+    """Make the boundaries below the host, the nearest first, the store's last."""
+    tiers = list(tiers_below)
+    if num_storage_blocks:
+        size = host.block_size
+        tier = StorageTier(size, num_storage_blocks, enable_events, executor=executor)
+        blocks, probe_s = rules.max_storage_blocks, rules.storage_probe_s or 0.0
+        write = rules.storage_write
+        tiers.append(TierBelow(tier, write, blocks, probe_s, has_other_writers=True))
+    uppers = [host, *[below.tier for below in tiers]]
+    on_arrival: Callable[[Sequence[BlockKey]], None] | None = None
+    boundaries: list[Boundary] = []
+    for number, below in reversed(list(enumerate(tiers))):
+        boundary = Boundary(
+            groups,
+            uppers[number],
+            below,
+            rules,
+            is_private=is_private,
+            on_arrival=on_arrival,
+            number=number,
+        )
+        boundaries.insert(0, boundary)
+        on_arrival = boundary.note_stored
+    return tuple(boundaries)
+
+
+def check_reports(
+    boundaries: Sequence[Boundary], reports: Sequence[TierReport]
+) -> None:
+    """Refuse reports of tiers below the host that are not due."""
+    for report in reports:
+        if not 0 <= report.tier < len(boundaries):
+            raise ValueError(
+                f"a report of tier {report.tier} below the host came, and the "
+                f"scheduler has {len(boundaries)} such tiers: give it "
+                "num_storage_blocks, or tiers_below."
+            )
+    if reports:
+        for boundary in boundaries:
+            boundary.check(boundary.reports_in(reports))
+
+
 def _as_batch(
     move: _TierMove, upper: Ids, lower: Ids, is_awaited: bool = False
 ) -> TierBatch:
-    """Describe a move to the worker."""
+    """Make the worker's description of a move."""
     keys = tuple(map(key_from_foreign, move.keys))
     ids = tuple(upper.tolist()), tuple(lower.tolist())
     return TierBatch(move.event, keys, *ids, is_awaited)
@@ -798,5 +802,5 @@ def _as_batch(
 def _parts(move: _TierMove) -> tuple[list[BlockKey], list[BlockKey]]:
     """List the keys of a move's blocks that arrived, and of those that did not."""
     ok = np.asarray(move.ok)
-    arrived, lost = (compress(move.keys, own.tolist()) for own in (ok, ~ok))
+    arrived, lost = (compress(move.keys, flags.tolist()) for flags in (ok, ~ok))
     return list(arrived), list(lost)

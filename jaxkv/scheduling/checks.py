@@ -1,13 +1,15 @@
-"""Checks of what an engine passes to the scheduler, before anything changes."""
+"""Checks of the arguments of an engine, before anything changes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
+import jax
 import numpy as np
 
 from jaxkv._util import shown, whole
+from jaxkv._util.state import Entry
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     ConnectorOutput,
@@ -16,16 +18,17 @@ from jaxkv.scheduling.protocol import (
     TierMoves,
     TierReport,
 )
+from jaxkv.tiers.device import DeviceBlockPool
 
 
 def check_count(
-    name: str, value: object, request_id: str, most: int | None = None
+    name: str, value: object, request_id: str, max_value: int | None = None
 ) -> int:
     """Return a number of a request as an int; it must be a whole number from 0 on.
 
     Raises:
         TypeError: It is not a whole number.
-        ValueError: It is negative, or more than `most`.
+        ValueError: It is negative, or more than `max_value`.
     """
     number = whole(value)
     what = f"{name}={shown(value)} of request {shown(request_id)} must be"
@@ -33,8 +36,8 @@ def check_count(
         raise TypeError(f"{what} a whole number from 0 on.")
     if number < 0:
         raise ValueError(f"{what} at least 0.")
-    if most is not None and number > most:
-        raise ValueError(f"{what} at most {most}.")
+    if max_value is not None and number > max_value:
+        raise ValueError(f"{what} at most {max_value}.")
     return number
 
 
@@ -60,16 +63,16 @@ def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
     if preempted != () and not is_names(preempted):
         raise _wrong_field("preempted_req_ids", preempted, "a list of ids", "step")
     try:
-        total, least = sum(scheduled.values()), min(scheduled.values(), default=1)
+        total, lowest = sum(scheduled.values()), min(scheduled.values(), default=1)
     except (TypeError, ValueError):  # The latter of an array of several.
-        total = least = -1
-    if type(total) is not int or least < 0:
+        total = lowest = -1
+    if type(total) is not int or lowest < 0:
         checked = {
             name: check_count("num_scheduled_tokens", num, name)
             for name, num in scheduled.items()
         }
-        scheduled, total, least = checked, sum(checked.values()), 0
-    if least == 0:
+        scheduled, total, lowest = checked, sum(checked.values()), 0
+    if lowest == 0:
         scheduled = {name: num for name, num in scheduled.items() if num}
     return scheduled, total
 
@@ -130,14 +133,14 @@ def _check_tier_report(report: TierReport) -> None:
 
 
 def _is_end(end: Any) -> bool:
-    """Whether it is an event, and whether all or which of its blocks are there."""
+    """Whether it is a pair of an event and a flag, or flags of its blocks."""
     if not is_collection(end) or len(end) != 2:
         return False
     event, ok = end
     if isinstance(ok, bool):
         return whole(event) is not None
     is_listed = is_collection(ok) or isinstance(ok, np.ndarray)
-    is_flags = is_listed and all(isinstance(own, bool | np.bool_) for own in ok)
+    is_flags = is_listed and all(isinstance(flag, bool | np.bool_) for flag in ok)
     return whole(event) is not None and is_flags
 
 
@@ -176,5 +179,62 @@ def check_plan(meta: OffloadMetadata) -> None:
             sizes = meta.load_sizes
             raise _wrong_field("load_sizes", sizes, "numbers of blocks", "plan")
     below = meta.below
-    if not is_collection(below) or not all(isinstance(own, TierMoves) for own in below):
+    if not is_collection(below) or not all(
+        isinstance(moves, TierMoves) for moves in below
+    ):
         raise _wrong_field("below", below, "a tuple of TierMoves", "plan")
+
+
+def check_bound(num_blocks: int, expected: int | None) -> None:
+    """Refuse a pool of another number of blocks than the arrays, if that is known.
+
+    Raises:
+        ValueError: It says what to do instead.
+    """
+    if expected is not None and num_blocks != expected:
+        raise ValueError(
+            f"{num_blocks=} of the DeviceBlockPool must be {expected}, as the arrays "
+            "have along their block axis: other blocks than those meant would move. "
+            "Make it for as many, or name by block_axis the axis that counts them."
+        )
+
+
+def check_alike(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> None:
+    """Refuse the state of a scheduler of another configuration.
+
+    Raises:
+        ValueError: It says what differs.
+    """
+    fields = entries["scheduler"].fields
+    names = "groups", "rules", "num_host_blocks", "num_storage_blocks"
+    facts = {name: (fields[name], getattr(scheduler, name)) for name in names}
+    if isinstance(pool, DeviceBlockPool):
+        num = entries[fields["_pool"].name].fields.get("num_blocks")
+        facts["num_blocks of the bound DeviceBlockPool"] = num, pool.num_blocks
+    else:
+        facts["class of the bound pool"] = type(pool), DeviceBlockPool
+    for name, (saved, value) in facts.items():
+        if saved != value:
+            raise ValueError(
+                f"the {name} must be as in the state, {shown(saved)}, to restore it, "
+                f"and is {shown(value)}."
+            )
+
+
+def check_times_are_alike(setting: str) -> None:
+    """Refuse a policy that decides by the time if several processes serve one model.
+
+    Raises:
+        ValueError: It says what to do instead.
+    """
+    if serves_with_others():
+        raise ValueError(
+            f"{setting} decides by the time, and each process has its own: their "
+            "tiers would evict other blocks. Pass a policy_clock that says the same "
+            "in all of them, or choose what asks for no time."
+        )
+
+
+def serves_with_others() -> bool:
+    """Whether several processes run one program; starts no backend to find out."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1

@@ -1,23 +1,22 @@
-"""Eager stores: every full block, soon after it was computed."""
+"""Eager stores: every full block is offered soon after it was computed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys
-from jaxkv.scheduling.prefix import Rows, rows_of
+from jaxkv.scheduling.chooser import Chooser
+from jaxkv.scheduling.listening import Listeners, Offer, Passes
 from jaxkv.scheduling.protocol import Request
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests, Rows, rows_of
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
 from jaxkv.scheduling.stores import StorePause, Stores
-from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.bare import REORDER_SHARE
 from jaxkv.tiers.device import DeviceBlockPool
@@ -27,55 +26,31 @@ from jaxkv.types import BlockKey
 
 @dataclasses.dataclass
 class _Progress:
-    """How far a request has been stored.
-
-    Attributes:
-        request: The request.
-        tables: Its device blocks, for each group.
-        num_offered: How many of them were offered and are done, or were found.
-        marks: The keys of these, for each group.
-        limits: How many of its tokens are certain, and how many may be stored, as
-            `RequestKeys.check_stores` returned last.
-        next_tokens: Computed tokens from which on there may be more to offer.
-        refused_at: `Stores.num_changes` when the host had no room for the rest.
-        is_ordered: Whether these have their place in the host's order of eviction.
-        num_lost: `BlockIndex.num_lost` when the host had all of them, from the
-            head on; -1 if that was never looked at.
-        is_left_out: Whether it is not to be stored while stores are paused.
-    """
+    """The stores of a request so far. Lists have an item for each group."""
 
     request: Request
-    tables: list[list[int]]
-    num_offered: list[int]
-    marks: list[KeyMark]
-    limits: tuple[int, int]
-    next_tokens: int = 0
-    refused_at: int = -1
-    is_ordered: bool = False
+    tables: list[list[int]]  # Its device blocks.
+    num_offered: list[int]  # Blocks that were hits, or were offered and are done.
+    marks: list[KeyMark]  # Their keys.
+    limits: tuple[int, int]  # What `Requests.check_stores` last returned.
+    next_tokens: int = 0  # Computed tokens that it needs to have more to offer.
+    refused_at: int = -1  # `Stores.num_changes` when the host had no room for the rest.
+    is_ordered: bool = False  # Whether the offered are in order in the host's order.
+    # `BlockIndex.num_lost` when the host had all of them, from the head on; -1 if
+    # unknown.
     num_lost: int = -1
-    is_left_out: bool = False
+    is_skipped: bool = False  # Whether it is not stored while stores are paused.
 
 
 Ready: TypeAlias = tuple[_Progress, tuple[int, int], Sequence[PackedKeys]]
 """A request that has blocks to offer, its limits, and its keys, for each group."""
 
 
-class EagerStores:
+class EagerStores(Chooser):
     """Chooses what to store, request by request.
 
     A block that the host evicts while the request runs is stored again at its end,
-    when the device, too, is about to give it up.
-
-    Args:
-        groups: The groups of the model's layers.
-        host: The host tier.
-        rules: What the engine chose.
-        stores: Takes what was chosen.
-        keys: The requests' keys.
-
-    Attributes:
-        pause: Whether stores are paused.
-        shadows: Offered the same; None if nothing is.
+    when the device, too, is about to evict it.
     """
 
     def __init__(
@@ -84,21 +59,30 @@ class EagerStores:
         host: BlockIndex,
         rules: OffloadRules,
         stores: Stores,
-        keys: RequestKeys,
+        listeners: Listeners,
+        requests: Requests,
+        num_found_elsewhere: Callable[[], int],
     ) -> None:
         self._groups = groups
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
         self._stores = stores
-        self._keys = keys
-        self.pause = StorePause(rules, host.num_blocks, stores.stats)
-        self.shadows: Shadows | None = None
+        self._requests = requests
+        self._listeners = listeners
+        self._pause = StorePause(
+            rules, host.num_blocks, stores.stats, num_found_elsewhere
+        )
         self._progress: dict[str, _Progress] = {}
         # Requests of the steps since the last offers.
         self._scheduled: dict[str, int] = {}
 
-    def register(
+    @property
+    def is_paused(self) -> bool | None:
+        """Whether stores are paused; None if they never are."""
+        return self._pause.is_on if self._rules.pause_unused_stores else None
+
+    def begun(
         self,
         request: Request,
         keys: Sequence[PackedKeys],
@@ -107,18 +91,8 @@ class EagerStores:
         num_external: int,
         limits: tuple[int, int],
     ) -> None:
-        """Take note of a request, or of its block tables if it is known.
-
-        Args:
-            request: The request.
-            keys: Its keys, for each group.
-            tables: All its device blocks, for each group; kept.
-            num_local: Tokens that were found on the device; None if not looked up,
-                as the request runs already.
-            num_external: Tokens that come from the host.
-            limits: What `RequestKeys.check_stores` returned.
-        """
-        # Who has just looked begins anew, even after an offer that was declined.
+        """Follow a request, or its new block tables if it is known."""
+        # A request that has just looked begins anew, even if it declined its offer.
         if num_local is None and self.replace_tables(request, tables, limits):
             return
         factor = self._factor
@@ -129,20 +103,18 @@ class EagerStores:
         marks = list(map(KeyMark.of, keys, offered))
         progress = _Progress(request, tables, offered, marks, limits, is_ordered=True)
         if self._rules.pause_unused_stores:
-            progress.is_left_out = self.pause.leaves_out(keys[0])
+            progress.is_skipped = self._pause.skips(keys[0])
         progress.next_tokens = self._next_tokens(progress)
         self._progress[request.request_id] = progress
 
     def recompute(self, request_id: str) -> None:
-        """Note that what was to come from the host for a request did not."""
+        """Expect a request to compute the blocks whose load has failed."""
         self._start_over(self._progress[request_id])
-        if self.shadows is not None:
-            self.shadows.recompute(request_id)
 
     def replace_tables(
         self, request: Request, tables: list[list[int]], limits: tuple[int, int]
     ) -> bool:
-        """Take note of the block tables of a request, if it is known; they are kept."""
+        """Keep the block tables of a request, if it is known; return whether it is."""
         progress = self._progress.get(request.request_id)
         if progress is None:
             return False
@@ -159,38 +131,20 @@ class EagerStores:
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
-        """Take note of a step, and of the blocks that requests got and lost before it.
-
-        Args:
-            scheduled: Requests that compute something in the step.
-            new_tables: The blocks that they and others got, for each group.
-            preempted: Requests that have lost their blocks, and are not known to have
-                new ones.
-        """
+        """Record which requests a step computes, and which blocks they got and lost."""
         for request_id in preempted:
             self._progress.pop(request_id, None)
         for request_id, tables in new_tables.items():
             progress = self._progress.get(request_id)
             if progress is not None:
-                for own, new in zip(progress.tables, tables, strict=True):
-                    own += new
+                for table, new in zip(progress.tables, tables, strict=True):
+                    table += new
         self._scheduled.update(scheduled)
 
     def find_ready(
         self, scheduled: Mapping[str, int], preempted: Sequence[str]
     ) -> list[Ready]:
-        """Find the requests that have something to offer; nothing changes.
-
-        They are of this step or of those since the last offers.
-
-        Args:
-            scheduled: Requests that compute something in the step.
-            preempted: Requests that have lost their blocks.
-
-        Raises:
-            TypeError: A request that is ready has an attribute of another type.
-            ValueError: Or one that is negative.
-        """
+        """Find requests of this step, and of the steps since the last offers."""
         num_changes = self._stores.num_changes
         late = []
         names = {**self._scheduled, **scheduled} if self._scheduled else scheduled
@@ -206,47 +160,31 @@ class EagerStores:
                     late.append(progress)
             if not late or self._stores.is_congested:
                 return []
-            check, keys_of = self._keys.check_stores, self._keys.of
-            return [(own, check(own.request), keys_of(own.request)) for own in late]
+            limits_of, keys_of = self._requests.check_stores, self._requests.of
+            return [(p, limits_of(p.request), keys_of(p.request)) for p in late]
         except (TypeError, ValueError):  # The latter of arrays.
             self._check_all(names)
             raise
 
     def _check_all(self, names: Iterable[str]) -> None:
-        """Raise an error that names the attribute which has another type."""
+        """Raise an error that names the attribute of another type."""
         for progress in map(self._progress.get, names):
             if progress is not None:
-                self._keys.check_stores(progress.request)
-                self._keys.checked(progress.request, is_admission=False)
+                self._requests.check_stores(progress.request)
+                self._requests.checked(progress.request, is_admission=False)
 
     def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Ready]) -> None:
-        """Offer what `find_ready` has just found."""
+        """Offer the blocks of requests that `find_ready` has just found."""
         self._scheduled.clear()
-        offer = self._offer if self.shadows is None else self._offer_beside
         for progress, limits, keys in ready:
             progress.limits = limits
             self._follow(progress, keys)
-            offer(pool, progress, keys, self._num_full(progress, keys))
-
-    def finish_beside(
-        self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
-    ) -> None:
-        """Do as `finish` does, and offer the same to the shadows."""
-        request_id = request.request_id
-        progress = self._progress.get(request_id)
-        if progress is None:
-            return
-        progress.request, progress.limits = request, limits
-        (keys,) = self._keys.of(progress.request)
-        (num_full,) = self._num_full(progress, [keys])
-        passes = self._passes(pool, progress, keys, 0, 0, num_full)
-        num_waiting = len(self._stores.waiting.keys)
-        can_store = not self._stores.is_congested
-        self.finish(pool, request, limits)
-        assert self.shadows is not None
-        placed = frozenset(self._stores.waiting.keys[num_waiting:])
-        offer = request_id, keys, num_full, placed, passes
-        self.shadows.offer(*offer, is_end=True, can_store=can_store)
+            num_full, first = self._num_full(progress, keys), progress.num_offered
+            num_waiting = len(self._stores.waiting.keys)
+            self._offer(pool, progress, keys, num_full)
+            if self._listeners.offered:
+                blocks = keys[0], first[0], num_full[0]
+                self._notify(pool, progress, *blocks, num_waiting)
 
     def finish(
         self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
@@ -257,6 +195,41 @@ class EagerStores:
             return
         progress.request, progress.limits = request, limits
         keys = self._current_keys(progress)
+        can_store = not self._stores.is_congested
+        num_waiting = len(self._stores.waiting.keys)
+        self._finish(pool, progress, keys)
+        if self._listeners.offered:
+            blocks = keys[0], 0, self._num_full(progress, keys)[0]
+            self._notify(pool, progress, *blocks, num_waiting, True, can_store)
+
+    def _notify(
+        self,
+        pool: DeviceBlockPool,
+        progress: _Progress,
+        keys: PackedKeys,
+        first: int,
+        end: int,
+        num_waiting: int,
+        is_end: bool = False,
+        can_store: bool = True,
+    ) -> None:
+        """Notify of an offer, before which `num_waiting` blocks waited."""
+        offer = Offer(
+            progress.request.request_id,
+            keys,
+            first,
+            end,
+            frozenset(self._stores.waiting.keys[num_waiting:]),
+            lambda start: self._passes(pool, progress, keys, start, first, end),
+            is_end,
+            can_store,
+        )
+        for notify in self._listeners.offered:
+            notify(offer)
+
+    def _finish(
+        self, pool: DeviceBlockPool, progress: _Progress, keys: Sequence[PackedKeys]
+    ) -> None:
         if (
             progress.is_ordered
             and progress.num_lost == self._host.num_lost
@@ -267,7 +240,7 @@ class EagerStores:
         from_head = [0] * len(self._groups)
         num_full = self._num_full(progress, keys)
         rows = self._rows(progress, keys, from_head, num_full)
-        if progress.is_left_out and self.pause.is_on:
+        if progress.is_skipped and self._pause.is_on:
             stats.num_paused += len(rows.keys) * factor
             self._host.drops.note(rows.keys, "paused")
             return
@@ -291,23 +264,23 @@ class EagerStores:
         num_lost = int((~is_known[num_done:]).sum()) * factor
         stats.num_offered += num_lost
         stats.num_dropped_full += num_lost
-        lost = compress(rows.keys[num_done:], ~is_known[num_done:])
-        self._host.drops.note(lost, "full")
+        dropped = compress(rows.keys[num_done:], ~is_known[num_done:])
+        self._host.drops.note(dropped, "full")
 
-    def clear(self) -> None:
-        """Note that the host has forgotten everything."""
+    def clear(self, pool: DeviceBlockPool) -> None:
+        """Offer all blocks anew."""
         for progress in self._progress.values():
             self._start_over(progress)
 
     def _start_over(self, progress: _Progress) -> None:
         progress.num_offered = [0] * len(self._groups)
         progress.marks = [KeyMark()] * len(self._groups)
-        progress.next_tokens = NO_LIMIT if progress.is_left_out else 0
+        progress.next_tokens = NO_LIMIT if progress.is_skipped else 0
         progress.refused_at = -1
 
     def _current_keys(self, progress: _Progress) -> Sequence[PackedKeys]:
-        """Return a request's keys; offer all anew if those offered were rewritten."""
-        keys = self._keys.of(progress.request)
+        """Return a request's keys; offer all anew if offered ones were rewritten."""
+        keys = self._requests.of(progress.request)
         self._follow(progress, keys)
         return keys
 
@@ -322,8 +295,8 @@ class EagerStores:
         """Count the blocks that are certain and may be stored, for each group."""
         num_tokens = min(progress.limits)
         factor, num_full = self._factor, []
-        for spec, own, table in zip(self._groups, keys, progress.tables, strict=True):
-            num = min(num_tokens // spec.block_size, len(own), len(table))
+        for spec, names, table in zip(self._groups, keys, progress.tables, strict=True):
+            num = min(num_tokens // spec.block_size, len(names), len(table))
             num_full.append(num // factor * factor)
         return num_full
 
@@ -334,14 +307,7 @@ class EagerStores:
         keys: Sequence[Sequence[BlockKey]],
         num_full: list[int],
     ) -> None:
-        """Offer what a request has that was not offered before.
-
-        Args:
-            pool: The device's blocks.
-            progress: The request's.
-            keys: Its keys, for each group.
-            num_full: How many blocks of each group are certain and may be stored.
-        """
+        """Offer the blocks up to `num_full` that were not offered before."""
         first = progress.num_offered
         rows = self._rows(progress, keys, first, num_full)
         num_skipped = self._host.num_skipped
@@ -370,24 +336,6 @@ class EagerStores:
                 self._host.reorder(prefix.keys)
                 progress.is_ordered = True
 
-    def _offer_beside(
-        self,
-        pool: DeviceBlockPool,
-        progress: _Progress,
-        keys: Sequence[Sequence[BlockKey]],
-        num_full: list[int],
-    ) -> None:
-        """Do as `_offer` does, and offer the same to the shadows."""
-        assert self.shadows is not None
-        name = progress.request.request_id
-        (own,), (num,), (first,) = keys, num_full, progress.num_offered
-        start = min(first, num, self.shadows.first_open_block(name, own))
-        passes = self._passes(pool, progress, own, start, first, num)
-        num_waiting = len(self._stores.waiting.keys)
-        self._offer(pool, progress, keys, num_full)
-        placed = frozenset(self._stores.waiting.keys[num_waiting:])
-        self.shadows.offer(name, own, num, placed, passes, start)
-
     def _passes(
         self,
         pool: DeviceBlockPool,
@@ -396,11 +344,8 @@ class EagerStores:
         start: int,
         first: int,
         num: int,
-    ) -> NDArray[np.bool_] | None:
-        """Tell which of a request's blocks [start, num) may be stored; None for all.
-
-        Those before `first` are known to be held.
-        """
+    ) -> Passes:
+        """Return which blocks [start, num) may be stored; those before `first` may."""
         passes = np.ones(num - start, np.bool_)
         if isinstance(pool, DeviceBlockPool):  # To ask vLLM's takes long.
             table = progress.tables[0][first:num]
@@ -411,8 +356,8 @@ class EagerStores:
         return None if passes.all() else passes
 
     def _next_tokens(self, progress: _Progress) -> int:
-        """Tell how many tokens a request must have before there is more to offer."""
-        if progress.is_left_out:
+        """Return how many tokens a request needs before there is more to offer."""
+        if progress.is_skipped:
             return NO_LIMIT
         next_tokens = NO_LIMIT
         for offered, spec in zip(progress.num_offered, self._groups, strict=True):
@@ -429,12 +374,6 @@ class EagerStores:
         first: list[int],
         last: list[int],
     ) -> Rows:
-        """List a request's blocks from `first` up to `last`, of each group."""
-        return rows_of(
-            self._groups,
-            keys,
-            progress.tables,
-            first,
-            last,
-            self._factor,
-        )
+        """List the blocks [first, last) of each group."""
+        tables, factor = progress.tables, self._factor
+        return rows_of(self._groups, keys, tables, first, last, factor)

@@ -1,4 +1,4 @@
-"""Block by block: what the tiers hold of a request, and why they lack the rest."""
+"""Explanations: for each block of a request where it is, or why it is missing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxkv.scheduling.plan import (
     Plan,
     View,
     find_load,
-    most_found_tokens,
+    max_hit_tokens,
     plan,
 )
 from jaxkv.scheduling.protocol import Request
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests
 from jaxkv.search.groups import GroupSpec
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.search.tiers import Match, find_cached_prefix, search, source_of
@@ -104,55 +104,34 @@ _ELSEWHERE = ("last token", "gap", "other group", "no room", "no copy", "capped"
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerdict:
-    """What a block is to a request.
-
-    Attributes:
-        group: The group of layers.
-        index: Which of the request's blocks in that group.
-        first_token: The first token in it.
-        num_tokens: Tokens in it.
-        verdict: What it is.
-        reason: Why, where there is more to say.
-    """
+    """What a block is to a request."""
 
     group: int
-    index: int
+    index: int  # Of the request's blocks in that group.
     first_token: int
     num_tokens: int
     verdict: Verdict
-    reason: Reason | None = None
+    reason: Reason | None = None  # If there is more to say.
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What the tiers hold of a request. As text it is a table.
-
-    Attributes:
-        request_id: The request.
-        num_tokens: Its tokens.
-        num_computed_tokens: What it has, or the device by itself.
-        num_offered_tokens: What `OffloadScheduler.get_num_new_matched_tokens` would
-            offer beyond that; None if the request has to ask again.
-        is_awaited: Whether it would have to wait for it.
-        deferral: Why that is less than the tiers hold: a load of its own is under way,
-            it waits for another's, computing is faster, blocks come from a tier below
-            the host first, or are asked for there, or what was fetched for others has
-            to be used first. None if it is not.
-        blocks: All its full blocks, one group after the other.
-        is_store_listed: Whether it is known what the store has; True if there is none.
-    """
+    """What the tiers hold of a request. As text it is a table."""
 
     request_id: str
     num_tokens: int
-    num_computed_tokens: int
+    num_computed_tokens: int  # What it has, or the device by itself.
+    # What `OffloadScheduler.get_num_new_matched_tokens` would offer beyond that; None
+    # if the request has to ask again.
     num_offered_tokens: int | None
-    is_awaited: bool
-    deferral: Deferral | None
-    blocks: tuple[BlockVerdict, ...]
+    is_awaited: bool  # Whether it would have to wait for it.
+    deferral: Deferral | None  # Why that is less than the tiers hold.
+    blocks: tuple[BlockVerdict, ...]  # All full blocks, group after group.
+    # Whether it is known what the store has; True if there is none.
     is_store_listed: bool = True
 
     def __str__(self) -> str:
-        """Show a table, in which blocks of one verdict in a row are one line."""
+        """Return a table; consecutive blocks of one verdict are one line."""
         offer = self.num_offered_tokens or 0
         lines = [
             f"Request {self.request_id}: {self.num_tokens} tokens, "
@@ -192,45 +171,43 @@ class Explanation:
 def explain(
     view: View, request: Request, num_computed_tokens: int | None
 ) -> Explanation:
-    """Say what the tiers hold of a request. Changes nothing.
+    """Return what the tiers hold of a request; nothing changes.
 
-    Args:
-        view: The tiers, and what moves between them.
-        request: The request.
-        num_computed_tokens: What it has; None for what the device has by itself.
+    `num_computed_tokens` is None for those that the device has by itself.
     """
     groups, below = view.groups, view.below
-    # Not the keys of the scheduler, which are kept until the request ends.
-    view = view._replace(keys=RequestKeys(groups, view.rules, may_lag=True))
-    view.keys.check_lookup(request)
-    view.keys.check_stores(request)
-    keys = view.keys.checked(request)
-    most = request.num_tokens - 1
+    # Not the scheduler's, which keep the keys until the request finishes.
+    requests = Requests(groups, view.rules, view.host, may_lag=True)
+    view = view._replace(requests=requests)
+    requests.check_lookup(request)
+    requests.check_stores(request)
+    keys = requests.checked(request)
+    max_tokens = request.num_tokens - 1
     if num_computed_tokens is None:
-        num_computed_tokens, _ = find_cached_prefix(view.pool, groups, keys, most)
+        num_computed_tokens, _ = find_cached_prefix(view.pool, groups, keys, max_tokens)
     near = plan(view._replace(below=()), request, num_computed_tokens)
     match, _ = find_load(view, request, keys, num_computed_tokens)
     while below:
         found = plan(view._replace(below=below), request, num_computed_tokens)
         if found.fetch is None:
             break
-        own, fetch, num = found.fetch
-        if own.would_fetch(fetch, num):
+        boundary, fetch, num = found.fetch
+        if boundary.would_fetch(fetch, num):
             break
-        below = below[: own.number]
+        below = found.nearer
     else:
         found = near
     factor = view.rules.blocks_per_host_block
     # Of the device, too, all that is there: also where another group has less.
     sources = source_of(view.pool), source_of(view.host, factor)
-    presence = search(groups, keys, most, sources)
+    presence = search(groups, keys, max_tokens, sources)
     blocks: list[BlockVerdict] = []
     for group in range(len(groups)):
         verdicts = _verdicts(
             view, request, keys, presence, match, near, group, num_computed_tokens
         )
-        for own in view.below:
-            verdicts = _with_below(verdicts, own, keys[group], factor)
+        for boundary in view.below:
+            verdicts = _with_below(verdicts, boundary, keys[group], factor)
         size = groups[group].block_size
         blocks += [
             BlockVerdict(group, index, index * size, size, verdict, reason)
@@ -244,7 +221,7 @@ def explain(
         found.is_awaited,
         found.deferral,
         tuple(blocks),
-        all(own.tier.is_listed for own in view.below),
+        all(boundary.tier.is_listed for boundary in view.below),
     )
 
 
@@ -258,9 +235,9 @@ def _verdicts(
     group: int,
     num_computed_tokens: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Judge the blocks of a group, in their order."""
+    """Yield the verdict on each block of a group."""
     spec, keys = view.groups[group], all_keys[group]
-    most = most_found_tokens(request, num_computed_tokens)
+    max_tokens = max_hit_tokens(request, num_computed_tokens)
     device_blocks, host_blocks = (ids[group] for ids in presence.block_ids)
     usable = min(max(request.num_tokens - 1, 0) // spec.block_size, len(keys))
     is_there = ((device_blocks != NO_BLOCK) | (host_blocks != NO_BLOCK))[:usable]
@@ -272,10 +249,10 @@ def _verdicts(
             _prefix_alone(spec, is_there),
         )
     )
-    _, most_stored = view.keys.check_stores(request)
+    _, max_stored = view.requests.check_stores(request)
     factor = view.rules.blocks_per_host_block
-    why_absent = _why_absent(view.host, most_stored, factor, spec, keys)
-    in_load = _indices_in(near.own, group)
+    why_absent = _why_absent(view.host, max_stored, factor, spec, keys)
+    in_load = _indices_in(near.current, group)
     for index in range(len(keys)):
         if index >= usable:
             yield "missed", "last token"
@@ -289,7 +266,7 @@ def _verdicts(
         elif not is_there[index]:
             reason = why_absent(index)
             yield ("pending" if reason == "storing" else "missed"), reason
-        elif (index + 1) * spec.block_size > most:
+        elif (index + 1) * spec.block_size > max_tokens:
             yield "missed", "capped"
         elif index < longest:
             yield "missed", "no room" if view.rules.copy_on_device else "no copy"
@@ -299,24 +276,24 @@ def _verdicts(
 
 def _with_below(
     verdicts: Iterable[tuple[Verdict, Reason | None]],
-    own: Boundary,
+    boundary: Boundary,
     keys: Sequence[BlockKey],
     blocks_per_row: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Say of blocks of a group that nearer tiers lack whether the next one has them."""
+    """Yield the verdicts, for missing blocks also by what a lower tier has."""
     rows = list(keys[blocks_per_row - 1 :: blocks_per_row])
-    is_there = own.tier.find(rows) != NO_BLOCK
+    is_there = boundary.tier.find(rows) != NO_BLOCK
     for index, (verdict, reason) in enumerate(verdicts):
         row = index // blocks_per_row
         # What is fetched to the host has a place there, as if it were being stored.
         is_absent = reason == "storing" or (
             verdict == "missed" and reason not in _ELSEWHERE
         )
-        if row < len(rows) and is_absent and own.is_fetching(rows[row]):
+        if row < len(rows) and is_absent and boundary.is_fetching(rows[row]):
             yield "pending", "fetching"
         elif row < len(rows) and verdict == "missed" and is_absent and is_there[row]:
-            yield own.name, None
-        elif row < len(rows) and reason == "never" and own.was_absent(rows[row]):
+            yield boundary.name, None
+        elif row < len(rows) and reason == "never" and boundary.was_absent(rows[row]):
             yield verdict, "absent"
         else:
             yield verdict, reason
@@ -324,12 +301,12 @@ def _with_below(
 
 def _prefix_alone(spec: GroupSpec, is_there: NDArray[np.bool_]) -> int:
     """Count the tokens of the longest prefix that a group has by itself."""
-    most = is_there.size * spec.block_size
-    return find_longest_hit((spec,), (is_there,), most).num_tokens
+    max_tokens = is_there.size * spec.block_size
+    return find_longest_hit((spec,), (is_there,), max_tokens).num_tokens
 
 
 def _indices_in(load: Load | None, group: int) -> set[int]:
-    """Give the blocks of a group that a load brings."""
+    """Return the blocks of a group that a load brings."""
     if load is None:
         return set()
     indices = load.row_indices[load.row_groups == group].reshape(-1).tolist()
@@ -339,12 +316,12 @@ def _indices_in(load: Load | None, group: int) -> set[int]:
 
 def _why_absent(
     host: BlockIndex,
-    most_stored: int,
+    max_stored: int,
     factor: int,
     spec: GroupSpec,
     keys: Sequence[BlockKey],
 ) -> Callable[[int], Reason]:
-    """Make what tells why a block of a group is on neither tier."""
+    """Return a function that returns why a block of a group is on neither tier."""
     rows = list(keys[factor - 1 :: factor])
     is_known = host.contains(rows)
     passes = host.passes(rows)
@@ -360,7 +337,7 @@ def _why_absent(
             return loss
         if not passes[row]:
             return "rare"
-        if (row + 1) * factor * spec.block_size > most_stored:
+        if (row + 1) * factor * spec.block_size > max_stored:
             return "left out"
         return "never"
 

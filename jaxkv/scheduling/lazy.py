@@ -1,33 +1,27 @@
-"""Lazy stores: what the device is about to evict, and not before."""
+"""Lazy stores: blocks are offered when the device is about to evict them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from jaxkv.scheduling.chooser import Chooser
+from jaxkv.scheduling.listening import Listeners
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
-from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import GroupSpec, lazy_target_blocks
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
 
 
-class LazyStores:
+class LazyStores(Chooser):
     """Chooses what to store from the old end of the device's order of eviction.
 
-    Each look is at the blocks that will be evicted next, as many as twice those of a
-    full step and a batch, and stores what the host lacks. It begins at the oldest
-    block: there is no cursor that could pass one by. What the host has, as far as it
-    was looked up or stored here, is noted in the device's tier until the host loses it,
-    so that only the others are looked up.
-
-    Args:
-        groups: The groups of the model's layers.
-        host: The host tier, which keeps from now on what it loses.
-        rules: What the engine chose.
-        stores: Takes what was chosen.
-
-    Attributes:
-        num_blocks: How many blocks each look goes over.
-        shadows: Offered the same; None if nothing is.
+    Each look goes over the next victims, twice the blocks of a full step and a batch,
+    and stores what the host does not have. It begins at the oldest block: there is no
+    cursor that could pass one by. What the host has, as far as it was looked up or
+    stored here, is noted in the device's tier until the host loses it, so that only the
+    others are looked up.
     """
 
     def __init__(
@@ -36,25 +30,27 @@ class LazyStores:
         host: BlockIndex,
         rules: OffloadRules,
         stores: Stores,
+        listeners: Listeners,
     ) -> None:
-        # What the device allocates between two looks, beside what it may in a step.
+        # In addition to a step's, the blocks that the device allocates between looks.
         num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
         self.num_blocks = num_blocks + rules.store_batch
         self._host = host
         host.lost = []
         self._stores = stores
-        self.shadows: Shadows | None = None
+        self._listeners = listeners
         self._seen: tuple[int, int, int] | None = None
         # Whether the host had no room for all at the last look.
         self._is_refused = False
 
-    def offer_step(self, pool: DeviceBlockPool) -> None:
+    def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Any]) -> None:
         """Offer the blocks that the device will evict next."""
         while self._host.lost:
             pool.forget_copies(self._host.lost.pop())
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
-        if self.shadows is not None:
+        listeners = self._listeners.victims_offered
+        if listeners:
             words = pool.next_keys(self.num_blocks)
             passes = self._host.passes_of(words)
             num_waiting = len(self._stores.waiting.keys)
@@ -62,22 +58,22 @@ class LazyStores:
         self._is_refused = False
         if victims.rows.size:
             self._is_refused = not self._stores.place_victims(pool, victims)
-        if self.shadows is not None:
+        for notify in listeners:
             placed = frozenset(self._stores.waiting.keys[num_waiting:])
-            self.shadows.offer_victims(words, placed, passes)
-        # What was placed is pinned by now, which is no change to come back for.
+            notify(words, placed, passes)
+        # What was placed is pinned by now, which is no reason to look again.
         self._seen = self._look(pool)
 
     def clear(self, pool: DeviceBlockPool) -> None:
-        """Note that the host has nothing of what a pool has."""
+        """Forget which blocks of a pool the host has: it has none."""
         self._seen = None
         pool.forget_copies()
 
     def _look(self, pool: DeviceBlockPool) -> tuple[int, int, int]:
-        """Give numbers that differ if there may be something new to store."""
+        """Return numbers that differ if there may be something new to store."""
         stores = self._stores
-        # Without what stores have pinned: it has been looked at. What a load had pinned
-        # has not, and is among the free ones afterwards.
+        # What stores have pinned was looked at. What a load had pinned was not, and is
+        # free afterwards.
         num_free = pool.num_free + stores.in_flight.num_blocks
         num_free += len(stores.waiting.sources)
         refused_at = stores.num_changes if self._is_refused else -1

@@ -1,4 +1,4 @@
-"""Blocks on their way back to the device, from the query to the last report."""
+"""Loads: blocks in flight back to the device, from the lookup to the last report."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
-from jaxkv.scheduling.moves import Ledger, Move, Report
+from jaxkv.scheduling.listening import Listeners
+from jaxkv.scheduling.moves import Budget, Ledger, Move, Report
 from jaxkv.scheduling.protocol import NO_EVENT, Request
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import FullAttention, GroupSpec, alignment
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
@@ -38,64 +38,48 @@ _ONE = np.int32(1)
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Load(Move[Ids]):
-    """What one request gets from the host, and from elsewhere on the device.
+    """The blocks that one request gets from the host, and from elsewhere on the device.
 
-    A row is a host block, which holds m device blocks. r rows, c copies. The sources
-    are i32[r], the targets i32[r, m], of which there are none until the allocation,
-    with NO_BLOCK for a part that is not wanted.
-
-    Attributes:
-        request_id: Whose it is.
-        num_computed_tokens: What the request had when it asked.
-        num_tokens: What it was offered beyond that.
-        marks: The request's keys up to the end of what it was offered, for each group.
-        row_groups: i32[r]. The group of layers of each row.
-        row_indices: i32[r, m]. Which of the request's blocks in that group its parts
-            are; NO_BLOCK for a part that is not wanted.
-        copy_sources: i32[c]. Device blocks to be copied.
-        copy_groups: i32[c]. The group of layers of each.
-        copy_indices: i32[c]. Which of the request's blocks in that group it is.
-        copy_targets: i32[c]. Device blocks that are written; none until the allocation.
-        request: The request, once it has taken the offer.
-        is_awaited: Whether the request waits for a report, which comes even if it takes
-            no more of the offer than copies.
-        is_taken: Whether the request has its device blocks.
-        skipped: Device blocks of what was offered that nothing is written to.
-        written_blocks: i32[w]. Device blocks that the transfer writes.
+    r rows of m device blocks each, and c copies. `sources` are i32[r], `targets`
+    i32[r, m], empty until the allocation. A part of a row that is not wanted has
+    NO_BLOCK.
     """
 
     request_id: str
-    num_computed_tokens: int
-    num_tokens: int
-    marks: list[KeyMark]
-    row_groups: Ids
-    row_indices: Ids
-    copy_sources: Ids
-    copy_groups: Ids
-    copy_indices: Ids
+    num_computed_tokens: int  # What the request had when it asked.
+    num_tokens: int  # What it was offered beyond that.
+    marks: list[KeyMark]  # For each group, its keys to the end of the offer.
+    row_groups: Ids  # i32[r], the group of each row.
+    row_indices: Ids  # i32[r, m], the request's blocks in that group.
+    copy_sources: Ids  # i32[c], device blocks to copy.
+    copy_groups: Ids  # i32[c]
+    copy_indices: Ids  # i32[c]
+    # i32[c], device blocks that are written; empty until the allocation.
     copy_targets: Ids = dataclasses.field(default_factory=lambda: NO_IDS)
-    request: Request | None = None
+    request: Request | None = None  # Set once it has taken the offer.
+    # Whether the request waits for a report, even if it takes nothing but copies.
     is_awaited: bool = False
-    is_taken: bool = False
-    skipped: Sequence[int] = ()
+    is_taken: bool = False  # Whether the request has its device blocks.
+    skipped: Sequence[int] = ()  # Device blocks of the offer that nothing writes.
+    # i32[w], device blocks that the transfer writes.
     written_blocks: Ids = dataclasses.field(default_factory=lambda: NO_IDS)
 
     @property
     def name(self) -> str:
-        """What workers call it."""
+        """Its name in reports."""
         return self.request_id
 
     @property
     def num_blocks(self) -> int:
-        """How many device blocks it writes."""
+        """Device blocks that it writes."""
         return len(self.written_blocks)
 
     def is_of(self, keys: Sequence[Sequence[BlockKey]]) -> bool:
-        """Whether it is still of its request, which has these keys now."""
+        """Whether its request, which has these keys now, can still use it."""
         return all(map(KeyMark.is_in, self.marks, keys))
 
-    def aim(self, targets: Ids, copy_targets: Ids) -> None:
-        """Note the device blocks that are written."""
+    def set_targets(self, targets: Ids, copy_targets: Ids) -> None:
+        """Set the device blocks that are written."""
         self.targets, self.copy_targets = targets, copy_targets
         self.written_blocks = targets[targets != NO_BLOCK]
         self.is_taken = True
@@ -104,21 +88,9 @@ class Load(Move[Ids]):
 class Loads:
     """The loads of all requests.
 
-    Every block of a load is held: on the host from the query on, so that nothing can
+    Every block of a load is held: on the host from the lookup on, so that nothing can
     evict what was offered; on the device from the allocation on; both until all workers
     have reported it.
-
-    Args:
-        groups: The groups of the model's layers.
-        host: The host tier.
-        rules: What the engine chose.
-        stats: Where loads that arrive and loads that fail are counted.
-        keys: The requests' keys.
-
-    Attributes:
-        by_request: What each request was offered or gets.
-        in_flight: Those that have left.
-        shadows: Told of what ends; None if nothing is.
     """
 
     def __init__(
@@ -126,18 +98,19 @@ class Loads:
         groups: tuple[GroupSpec, ...],
         host: BlockIndex,
         rules: OffloadRules,
+        requests: Requests,
         stats: OffloadStats,
-        keys: RequestKeys,
+        listeners: Listeners,
     ) -> None:
+        self._listeners = listeners
         self._groups = groups
         self._host = host
         self._rules = rules
         self._stats = stats
-        self._keys = keys
-        self.by_request: dict[str, Load] = {}
-        self.shadows: Shadows | None = None
-        # Those that were taken and have not left, in the order in which they were:
-        # those with a transfer, and those with nothing but copies.
+        self._requests = requests
+        self.by_request: dict[str, Load] = {}  # What each was offered or gets.
+        # Those that were taken and have not left, the first taken first: those with a
+        # transfer, and those with nothing but copies.
         self._waiting: OrderedDict[str, Load] = OrderedDict()
         self._copying: dict[str, Load] = {}
         self.in_flight: Ledger[Load] = Ledger("the load of request", rules.world_size)
@@ -159,7 +132,7 @@ class Loads:
         return self._num_blocks_waiting, self.in_flight.num_blocks, num_read
 
     def blocks_awaited(self) -> set[int]:
-        """List the device blocks of loads that requests wait for."""
+        """Return the device blocks of loads that requests wait for."""
         awaited = [load for load in self.by_request.values() if load.is_awaited]
         return {block for load in awaited for block in load.written_blocks.tolist()}
 
@@ -170,13 +143,9 @@ class Loads:
         load: Load | None,
         is_awaited: bool,
     ) -> None:
-        """Hold what a request is offered now, in place of what it was offered before.
+        """Hold an offer (None for nothing) in place of the previous one.
 
-        Args:
-            pool: The device's blocks.
-            request_id: The request; it has no load in flight.
-            load: What it is offered; None for nothing.
-            is_awaited: Whether it has to wait for that.
+        The request has no load in flight.
         """
         self.drop(pool, request_id)
         if load is None:
@@ -196,7 +165,7 @@ class Loads:
         tables: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> Load | None:
-        """Note where what was offered is to go; give what was taken of it."""
+        """Set where the offer goes; return what was taken of it."""
         load = self.by_request.get(request.request_id)
         if load is not None and load.is_taken:
             if num_external_tokens:
@@ -226,60 +195,56 @@ class Loads:
             )
         num_tokens = load.num_computed_tokens + num_external_tokens
         targets = find_targets(load, self._groups, tables, num_tokens)
-        taken, left = load, None
+        rest: Load | None = None
+        offer = load
         if num_external_tokens < offered:
-            taken, left = split_load(load, *targets)
+            load, rest = split_load(offer, *targets)
         else:
-            load.aim(*targets)
-        taken.request = request
-        pool.pin(taken.written_blocks)
-        if taken.copy_targets.size:
-            pool.pin(taken.copy_targets)
-        if load.copy_sources.size:
-            pool.pin(taken.copy_sources)
-            pool.unpin(load.copy_sources, is_offer=True)
-        if left is not None:
-            self._release([left])
-        self.by_request[request.request_id] = taken
-        queue = self._waiting if taken.num_blocks else self._copying
-        queue[request.request_id] = taken
-        self._num_blocks_waiting += taken.num_blocks
-        return taken
+            load.set_targets(*targets)
+        load.request = request
+        pool.pin(load.written_blocks)
+        if load.copy_targets.size:
+            pool.pin(load.copy_targets)
+        if offer.copy_sources.size:
+            pool.pin(load.copy_sources)
+            pool.unpin(offer.copy_sources, is_offer=True)
+        if rest is not None:
+            self._release([rest])
+        self.by_request[request.request_id] = load
+        queue = self._waiting if load.num_blocks else self._copying
+        queue[request.request_id] = load
+        self._num_blocks_waiting += load.num_blocks
+        return load
 
     @property
     def has_waiting(self) -> bool:
         """Whether a load has been taken and has not left."""
         return bool(self._waiting or self._copying)
 
-    def issue(
-        self, pool: DeviceBlockPool, num_blocks: int | None, in_flight: int
-    ) -> tuple[int, dict[str, Any]]:
-        """Send out loads that have been taken, in the order in which they were.
+    def issue(self, pool: DeviceBlockPool, budget: Budget) -> dict[str, Any]:
+        """Send out loads that have been taken, the first taken first.
 
-        Args:
-            pool: The device's blocks.
-            num_blocks: How many device blocks may leave; None for any number. A load
-                that is larger leaves if nothing else is in flight.
-            in_flight: Device blocks that are in flight, in either direction.
+        A load that is larger than the budget leaves if nothing else is in flight.
 
         Returns:
-            How many device blocks leave; and the fields of `OffloadMetadata` that say
-            so, of copies too, which are done in this step.
+            The fields of `OffloadMetadata` about loads, and about copies, which are
+            done in this step.
         """
         ready = list(self._copying.values())
         self._copying.clear()
         while self._waiting:
             load = next(iter(self._waiting.values()))
-            if num_blocks is not None:
-                if load.num_blocks > num_blocks and in_flight:
-                    break  # Nor may others overtake it.
-                num_blocks -= load.num_blocks
-                in_flight += load.num_blocks
+            # What the step itself writes cannot be put off: the request runs in it.
+            is_too_large = load.num_blocks > budget.num_left and budget.in_flight
+            if is_too_large and not self._rules.load_in_step:
+                budget.num_left = 0  # Neither loads nor stores may overtake it.
+                break
+            budget.take(load.num_blocks)
             self._waiting.popitem(last=False)
             self._num_blocks_waiting -= load.num_blocks
             ready.append(load)
         if not ready:
-            return 0, NO_LOADS
+            return NO_LOADS
         leaving = [load for load in ready if load.is_awaited or load.sources.size]
         copying = [load for load in ready if load.copy_sources.size]
         event = self.in_flight.issue(leaving)
@@ -293,7 +258,7 @@ class Loads:
             if load.event == NO_EVENT:
                 pool.unpin(load.copy_targets)
         names = tuple([load.request_id for load in leaving])
-        return sum([load.num_blocks for load in leaving]), {
+        return {
             "load_event": event,
             "load_device_blocks": _flat([load.targets for load in leaving]),
             "load_host_blocks": _flat([load.sources for load in leaving]),
@@ -307,20 +272,20 @@ class Loads:
     def report(
         self, pool: DeviceBlockPool, reports: Sequence[Report]
     ) -> tuple[list[str], list[str]]:
-        """Note what workers reported.
+        """Apply what workers reported.
 
         Returns:
-            The requests that wait for a load that is now there; and those whose loads
+            The requests that wait for a load that has arrived; and those whose loads
             have failed, on one worker or more, or brought what the request had before
             its keys were rewritten.
 
         Raises:
-            ValueError: If no report of such a load is due. Then nothing changes.
+            ValueError: No report of such a load is due. Then nothing changes.
         """
         self.in_flight.check(reports)
-        over = self.in_flight.report(reports)
+        ended = self.in_flight.report(reports)
         answers: tuple[list[str], list[str]] = [], []
-        for load in over:
+        for load in ended:
             if load.ok:
                 self._stats.num_loads += 1
                 self._stats.num_loaded += load.num_blocks
@@ -330,13 +295,13 @@ class Loads:
                 continue
             is_useless = not load.ok
             if load.is_awaited and load.request is not None:
-                is_useless |= not load.is_of(self._keys.of(load.request))
+                is_useless |= not load.is_of(self._requests.of(load.request))
             if is_useless:
                 # Now the request computes all that it was to get.
                 pool.unwritten.difference_update(load.skipped)
             if load.is_awaited or is_useless:
                 answers[is_useless].append(load.request_id)
-        self._end(pool, over)
+        self._end(pool, ended)
         return answers
 
     def drop(self, pool: DeviceBlockPool, request_id: str) -> None:
@@ -352,13 +317,13 @@ class Loads:
         self._end(pool, [load])
 
     def _end(self, pool: DeviceBlockPool, loads: Sequence[Load]) -> None:
-        """Let go of all blocks of loads, but of sources of copies."""
+        """Release all blocks of loads except the sources of copies."""
         if not loads:
             return
         self._release(loads)
-        if self.shadows is not None:
-            for load in loads:
-                self.shadows.release(load.request_id)
+        for notify in self._listeners.released:
+            lost = [load.keys for load in loads if not load.ok]
+            notify([load.request_id for load in loads], lost)
         targets = [
             ids
             for load in loads
@@ -372,23 +337,21 @@ class Loads:
             if not load.ok:
                 # The next request that asks computes them, and stores them anew.
                 self._host.discard(load.keys)
-                if self.shadows is not None:
-                    self.shadows.discard(load.keys)
             if self._waiting.pop(load.request_id, None) is not None:
                 self._num_blocks_waiting -= load.num_blocks
             self._copying.pop(load.request_id, None)
 
     def _release(self, loads: Sequence[Load]) -> None:
-        """Let go of the host blocks of loads."""
+        """Release the host blocks of loads."""
         rows = joined([load.sources for load in loads])
         if rows.size:
             self._host.unpin(rows)
             np.subtract.at(self._num_readers, rows, _ONE)
 
 
-def joined(each: Sequence[Ids]) -> Ids:
-    """Put arrays in a row, such as those of all groups."""
-    return each[0] if len(each) == 1 else np.concatenate(each)
+def joined(arrays: Sequence[Ids]) -> Ids:
+    """Concatenate arrays, such as those of all groups."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def find_targets(
@@ -397,22 +360,14 @@ def find_targets(
     block_ids: Sequence[Sequence[int]],
     num_tokens: int,
 ) -> tuple[Ids, Ids]:
-    """Look up the device blocks that a load is to write.
+    """Return the targets and copy targets of a load of a prefix of `num_tokens`.
 
-    Args:
-        load: The load.
-        groups: The groups of the model's layers.
-        block_ids: The request's device blocks, for each group.
-        num_tokens: How much of the prefix is wanted.
-
-    Returns:
-        What `Load.targets` and `Load.copy_targets` will be.
+    `block_ids` are the request's device blocks, for each group.
 
     Raises:
-        ValueError: If a table has no block where one will be loaded, or one has two
-            places there.
+        ValueError: A table has no block where one will be loaded, or one twice.
     """
-    tables = [np.array(own, np.int32) for own in block_ids]
+    tables = [np.array(ids, np.int32) for ids in block_ids]
 
     # All that was offered, of the only group.
     num_offered = load.num_computed_tokens + load.num_tokens
@@ -427,21 +382,21 @@ def find_targets(
             if (blocks != NULL_BLOCK).all():
                 return blocks
         blocks = np.full(indices.shape, NO_BLOCK, np.int32)
-        for group, (spec, own) in enumerate(zip(groups, tables, strict=True)):
+        for group, (spec, table) in enumerate(zip(groups, tables, strict=True)):
             wanted = (indices >= 0) & (indices < num_tokens // spec.block_size)
             if len(groups) > 1:
                 wanted &= of_group == group
             wanted_indices = indices[wanted]
-            is_absent = wanted_indices >= own.size
+            is_absent = wanted_indices >= table.size
             if not is_absent.any():
-                blocks[wanted] = found = own[wanted_indices]
-                is_absent = found == NULL_BLOCK
+                blocks[wanted] = ids = table[wanted_indices]
+                is_absent = ids == NULL_BLOCK
             if is_absent.any():
                 absent = wanted_indices[is_absent]
                 raise ValueError(
                     f"block {absent[0]} of group {group} of request "
                     f"{shown(load.request_id)} is to be loaded, but its block table, "
-                    f"of {own.size} blocks, has none there."
+                    f"of {table.size} blocks, has none there."
                 )
         return blocks
 
@@ -470,21 +425,12 @@ def mark_skipped(
     """Find the blocks of a prefix that nothing is written to; mark them in the pool.
 
     The next token does not read them: they are outside the window, in another chunk,
-    or hold older states. So they are neither loaded nor copied, nor computed.
-
-    Args:
-        groups: The groups of the model's layers.
-        pool: The device's blocks. Of those in `tables`, just the ones that are found
-            are `unwritten` afterwards.
-        keys: The request's keys, for each group.
-        tables: Its device blocks, for each group.
-        num_local: Tokens that were found on the device; None if it was not searched, as
-            the request runs already. Then nothing is found here.
-        num_external: Tokens that come to them.
-        load: How they come; None if there are none.
+    or hold older states. So they are neither loaded nor copied, nor computed. Of the
+    blocks in `tables`, exactly these are `unwritten` in the pool afterwards. If the
+    request runs already (`num_local` is None), there are none.
 
     Returns:
-        The tables, with NULL_BLOCK in place of what is found behind `num_local`.
+        The tables, with NULL_BLOCK in place of such blocks behind `num_local`.
     """
     if num_local is None:
         return [list(table) for table in tables]
@@ -500,13 +446,13 @@ def mark_skipped(
         if isinstance(spec, FullAttention):
             start = end = 0  # All of it is read.
         head, tail = np.array(table[:end], np.int32), list(table[end:])
-        # What the request computes may be in a block that has had another place.
+        # What the request computes may be in a block that was elsewhere before.
         is_unwritten = ~np.isin(head, [NULL_BLOCK, *written.tolist(), *tail])
         # An engine may have put blocks of its own where the device was not searched.
-        found = np.flatnonzero(is_unwritten[: min(start, len(own_keys))])
-        if found.size:
-            found_keys = [own_keys[index] for index in found.tolist()]
-            is_unwritten[found] = ~pool.holds(head[found], found_keys)
+        local = np.flatnonzero(is_unwritten[: min(start, len(own_keys))])
+        if local.size:
+            local_keys = [own_keys[index] for index in local.tolist()]
+            is_unwritten[local] = ~pool.holds(head[local], local_keys)
         unwritten += head[is_unwritten].tolist()
         is_unwritten[:start] = False
         skipped += head[is_unwritten].tolist()
@@ -519,19 +465,18 @@ def mark_skipped(
     return answer
 
 
-def _flat(each: Sequence[Ids]) -> tuple[int, ...]:
-    """List the ids of several arrays in a row."""
+def _flat(arrays: Sequence[Ids]) -> tuple[int, ...]:
     flat: list[int] = []
-    for ids in each:
+    for ids in arrays:
         flat += ids.ravel().tolist()
     return tuple(flat)
 
 
 def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load | None]:
-    """Split a load into what has targets and what was offered in vain, if anything."""
+    """Split a load into what has targets, and the rest if there is any."""
 
     def part(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
-        own = dataclasses.replace(
+        part_load = dataclasses.replace(
             load,
             keys=list(compress(load.keys, rows.tolist())),
             sources=load.sources[rows],
@@ -541,11 +486,11 @@ def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load 
             copy_groups=load.copy_groups[copies],
             copy_indices=load.copy_indices[copies],
         )
-        own.aim(targets[rows], copy_targets[copies])
-        return own
+        part_load.set_targets(targets[rows], copy_targets[copies])
+        return part_load
 
     rows, copies = (targets != NO_BLOCK).any(axis=1), copy_targets != NO_BLOCK
     if rows.all() and copies.all():
-        load.aim(targets, copy_targets)
+        load.set_targets(targets, copy_targets)
         return load, None
     return part(rows, copies), part(~rows, ~copies)

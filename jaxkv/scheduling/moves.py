@@ -1,4 +1,4 @@
-"""The ledger: blocks that move from one tier to another, until all workers report."""
+"""Moves: blocks in flight between two tiers, until all workers have reported them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jaxkv._util import shown
 from jaxkv.scheduling.protocol import NO_EVENT
+from jaxkv.scheduling.rules import NO_LIMIT
 from jaxkv.types import BlockKey
 
 Ids = TypeVar("Ids", bound=list[int] | NDArray[np.integer[Any]])
@@ -20,60 +21,43 @@ Report: TypeAlias = tuple[Hashable, bool | Sequence[bool]]
 """A worker's report of a move: its name, and whether all of it, or which of its
 blocks, have arrived."""
 
-# How many moves an error lists.
-_MOST_NAMES = 8
+_MAX_NAMES = 8  # Moves that an error lists.
 
 
 @dataclasses.dataclass(eq=False)
 class Move(Generic[Ids]):
-    """Blocks that move together from one tier to another. n rows, each a host block.
+    """Blocks that move together from one tier to another: n rows, each a host block."""
 
-    Attributes:
-        keys: Key of each row.
-        sources: Where the blocks are, as ids of the source tier.
-        targets: Where they go, as ids of the target tier.
-        event: The event that it left with; NO_EVENT before.
-        waiters: Requests that wait for it, as keys of a dict, which keeps their order.
-        num_reports: Workers that have reported it.
-        ok: Whether all of it, or which rows, arrived on each of these.
-        is_stale: Whether the tiers, or the request, have forgotten it.
-    """
-
-    keys: list[BlockKey]
-    sources: Ids
-    targets: Ids
-    event: int = NO_EVENT
+    keys: list[BlockKey]  # n
+    sources: Ids  # Ids in the source tier.
+    targets: Ids  # Ids in the target tier.
+    event: int = NO_EVENT  # The event that it left with; NO_EVENT before.
+    # Requests that wait for it, as keys of a dict, which keeps their order.
     waiters: dict[str, None] = dataclasses.field(default_factory=dict)
-    num_reports: int = 0
-    ok: bool | NDArray[np.bool_] = True
-    is_stale: bool = False
+    num_reports: int = 0  # Workers that have reported it.
+    ok: bool | NDArray[np.bool_] = True  # Whether all, or which rows, arrived on these.
+    is_stale: bool = False  # Whether the tiers, or the request, have forgotten it.
 
     @property
     def name(self) -> Hashable:
-        """What workers call it."""
+        """Its name in reports."""
         return self.event
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks are in flight with it."""
+        """Blocks in flight with it."""
         return len(self.sources)
 
 
 class Ledger(Generic[AnyMove]):
     """Moves between two tiers that have left, and that some worker has not reported.
 
-    Args:
-        what: What an error calls one of them.
-        num_workers: Workers, each of which reports each move.
-
-    Attributes:
-        moves: The moves by name, the oldest first.
-        num_blocks: Blocks in flight with them.
+    `what` is the name of one in errors.
     """
 
     def __init__(self, what: str, num_workers: int) -> None:
-        self.moves: dict[Hashable, AnyMove] = {}
-        self.num_blocks = 0
+        self.moves: dict[Hashable, AnyMove] = {}  # By name, the oldest first.
+        self.num_blocks = 0  # In flight.
         self._what = what
         self._num_workers = num_workers
         self._next_event = 0
@@ -96,7 +80,7 @@ class Ledger(Generic[AnyMove]):
             move = self.moves.get(name)
             due = self._num_workers - move.num_reports if move else 0
             if move is None or counts[name] > due:
-                count = [each for each, _ in reports].count(name)
+                count = [reported for reported, _ in reports].count(name)
                 raise ValueError(
                     f"{count} reports of {self._what} {shown(name)}, of which {due} "
                     f"are due; in flight are {self._names()}."
@@ -108,31 +92,47 @@ class Ledger(Generic[AnyMove]):
                 )
 
     def report(self, reports: Sequence[Report]) -> list[AnyMove]:
-        """Note reports that `check` has let pass; return the moves that are over."""
-        over = []
+        """Apply checked reports; return the moves that every worker has reported."""
+        ended = []
         for name, ok in reports:
             move = self.moves[name]
             move.num_reports += 1
             move.ok &= ok if isinstance(ok, bool) else np.array(ok, np.bool_)
             if move.num_reports == self._num_workers:
-                over.append(move)
+                ended.append(move)
                 self.remove(move)
-        return over
+        return ended
 
     def remove(self, move: AnyMove) -> None:
-        """Take out a move of which no report is expected any more."""
+        """Remove a move that no worker will report any more."""
         del self.moves[move.name]
         self.num_blocks -= move.num_blocks
 
     def _names(self) -> str:
-        """List the moves in flight; not all of many."""
-        more = len(self.moves) - _MOST_NAMES
-        names = f"{list(self.moves)[:_MOST_NAMES]}"
-        return f"{names} and {more} more" if more > 0 else names
+        """List the first moves in flight."""
+        num_unlisted = len(self.moves) - _MAX_NAMES
+        names = f"{list(self.moves)[:_MAX_NAMES]}"
+        return f"{names} and {num_unlisted} more" if num_unlisted > 0 else names
+
+
+class Budget:
+    """Device blocks that may still leave in a step, and those in flight."""
+
+    __slots__ = "in_flight", "num_left"
+
+    def __init__(self, max_in_flight: int | None, in_flight: int) -> None:
+        max_in_flight = NO_LIMIT if max_in_flight is None else max_in_flight
+        self.num_left = max(max_in_flight - in_flight, 0)
+        self.in_flight = in_flight
+
+    def take(self, num_blocks: int) -> None:
+        """Count blocks that leave."""
+        self.num_left = max(self.num_left - num_blocks, 0)
+        self.in_flight += num_blocks
 
 
 def reports_of(
     completed: Sequence[Hashable], failed: Sequence[Hashable]
 ) -> Sequence[Report]:
-    """List reports of moves that arrived as a whole or not at all."""
+    """Make reports of moves that arrived as a whole or not at all."""
     return [*zip(completed, repeat(True)), *zip(failed, repeat(False))]

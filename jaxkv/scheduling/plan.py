@@ -1,11 +1,11 @@
-"""What a look-up comes to: one plan over all tiers, which holds and changes nothing.
+"""A plan: what a lookup offers from all tiers. Making one holds and changes nothing.
 
 `OffloadScheduler` applies a plan, `explain` shows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, NamedTuple, SupportsFloat, TypeAlias
 
@@ -17,7 +17,7 @@ from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.boundary import Boundary, Fetch, Probing
 from jaxkv.scheduling.loads import NO_IDS, Load, Loads, joined
 from jaxkv.scheduling.protocol import NO_EVENT, Request
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
@@ -27,54 +27,48 @@ from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import NO_BLOCK, BlockKey
 
 Ids: TypeAlias = NDArray[np.int32]
+Keys: TypeAlias = Sequence[Sequence[BlockKey]]
+"""A request's keys, for each group of layers."""
+
 Deferral: TypeAlias = str
-"""Why a request gets less than the tiers hold: it has a load under way ("loading");
+"""Why a request gets less than the tiers hold: it has a load in flight ("loading");
 another loads one of its blocks ("shared"); computing is faster ("gate"); a tier is
-asked for blocks that may be there ("asked"); what is fetched for others has to be used
+asked for blocks that it may have ("asked"); what is fetched for others has to be used
 first ("queued"); or the name of a tier from which blocks come first
 (`Boundary.name`)."""
 
 Speed: TypeAlias = Literal["probe", "slow"] | None
-"""How the `Gate` judges a load: slower than to compute, but made, to measure; slower;
+"""How the `Gate` judges a load: slower than computing, but made, to measure; slower;
 None if it is not slower, as far as is known."""
 
 _PROBE_INTERVAL = 32
-# Of the time that it would take to compute what a tier is asked for, the part that a
-# request may wait for the answer.
-_SHARE_WAITED = 0.1
-# Blocks of each group that it is asked for at a time, or as many as can be fetched, if
-# that is more: a request gets no more of it.
-_MOST_PROBED = 256
-_MOST_PROBES = 64  # That are not over.
+# While a tier is asked for blocks, a request waits at most for this part of the time
+# that it would take to compute them.
+_MAX_WAIT_SHARE = 0.1
+# Blocks of each group to ask for at a time, or as many as can be fetched, if that is
+# more; a request gets no more of them.
+_MAX_PROBED_BLOCKS = 256
+_MAX_PROBES = 64  # In flight.
 
 
 class Gate:
     """Judges whether loads would take longer than to compute the tokens again.
 
-    It knows rates only from `note_rates`, and lets everything pass until then. Of the
-    loads that it would decline one in `_PROBE_INTERVAL` passes, so that the rate of
-    loads goes on being measured.
-
-    Args:
-        rules: What the engine chose.
-        stats: Where declined loads are counted.
-
-    Attributes:
-        load_bytes_per_s: As it was noted last; 0 if unknown.
-        prefill_tokens_per_s: Likewise.
+    It lets everything pass until `note_rates` is called. Of the loads that it would
+    decline, one in `_PROBE_INTERVAL` passes, so that the rate of loads is measured on.
     """
 
     def __init__(self, rules: OffloadRules, stats: OffloadStats) -> None:
         self._stats = stats
         self._is_on = rules.skip_slow_loads
         self._block_bytes = rules.block_bytes
-        self.load_bytes_per_s = 0.0
-        self.prefill_tokens_per_s = 0.0
+        self.load_bytes_per_s = 0.0  # 0 if unknown.
+        self.prefill_tokens_per_s = 0.0  # 0 if unknown.
         self._num_slow = 0
         self._num_slow_fetches = 0
 
     def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
-        """Take note of what was measured; see `OffloadScheduler.note_rates`."""
+        """Set what was measured; see `OffloadScheduler.note_rates`."""
         check_rates(
             load_bytes_per_s=load_bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s
         )
@@ -82,13 +76,7 @@ class Gate:
         self.prefill_tokens_per_s = prefill_tokens_per_s
 
     def judge_load(self, num_tokens: int, num_blocks: int, num_ahead: int) -> Speed:
-        """Judge a load from the host; nothing is counted.
-
-        Args:
-            num_tokens: Tokens that it saves computing.
-            num_blocks: Device blocks that it moves.
-            num_ahead: Those in flight before it.
-        """
+        """Judge a load of device blocks, with some in flight before it."""
         if not self.load_bytes_per_s:
             return None
         num_bytes = (num_ahead + num_blocks) * self._block_bytes
@@ -98,7 +86,7 @@ class Gate:
     def judge_fetch(
         self, num_tokens: int, num_blocks: int, num_ahead: int, bytes_per_s: float
     ) -> Speed:
-        """Judge a fetch to the host, which a load follows; nothing is counted."""
+        """Judge a fetch of device blocks to the host, which a load follows."""
         if not bytes_per_s:
             return None
         num_bytes = num_blocks * self._block_bytes
@@ -108,16 +96,11 @@ class Gate:
             fetch_s += num_bytes / self.load_bytes_per_s
         return self._judge(fetch_s, num_tokens, self._num_slow_fetches)
 
-    def probe_s(self, least_s: float, num_tokens: int) -> float:
-        """Say how long a request may wait while a tier is asked for some tokens.
-
-        Args:
-            least_s: How long in any case.
-            num_tokens: Tokens that it would compute otherwise.
-        """
+    def probe_s(self, min_s: float, num_tokens: int) -> float:
+        """Return how long a request may wait while a tier is asked for some tokens."""
         if not (self._is_on and self.prefill_tokens_per_s):
-            return least_s
-        return max(least_s, _SHARE_WAITED * num_tokens / self.prefill_tokens_per_s)
+            return min_s
+        return max(min_s, _MAX_WAIT_SHARE * num_tokens / self.prefill_tokens_per_s)
 
     def _judge(self, load_s: float, num_tokens: int, num_slow: int) -> Speed:
         if not (self._is_on and self.prefill_tokens_per_s):
@@ -144,64 +127,59 @@ def check_rates(**rates: float) -> None:
             raise ValueError(f"{name}={shown(rate)} must be a number of at least 0.")
 
 
-class View(NamedTuple):
-    """What a plan reads, and does not change.
+def checked_rates(rates: float | Sequence[float], num_tiers: int) -> Sequence[float]:
+    """Return a rate for each tier below the host; a single one is the last tier's.
 
-    Attributes:
-        groups: The groups of the model's layers.
-        rules: What the engine chose.
-        keys: The requests' keys.
-        gate: Judges whether a load is worth its time.
-        pool: The device's blocks.
-        host: The host tier.
-        loads: The loads of all requests.
-        below: What moves between the host and each tier below it, the nearest first.
-        is_plain: Whether `_find_plain_load` serves: as for most models and settings.
+    Raises:
+        ValueError: There are not as many, or one is no number of at least 0.
     """
+    storage_bytes_per_s = rates
+    if not isinstance(rates, Sequence):
+        check_rates(storage_bytes_per_s=rates)
+        rates = [*[0.0] * (num_tiers - 1), rates][:num_tiers]
+    if len(rates) != num_tiers:
+        raise ValueError(
+            f"{storage_bytes_per_s=} has {len(rates)} rates, and there are "
+            f"{num_tiers} tiers below the host: give one for each."
+        )
+    for rate in rates:
+        check_rates(storage_bytes_per_s=rate)
+    return rates
+
+
+class View(NamedTuple):
+    """The tiers and books that a plan reads and does not change."""
 
     groups: tuple[GroupSpec, ...]
     rules: OffloadRules
-    keys: RequestKeys
+    requests: Requests
     gate: Gate
     pool: DeviceBlockPool
     host: BlockIndex
     loads: Loads
-    below: tuple[Boundary, ...]
-    is_plain: bool
+    below: tuple[Boundary, ...]  # The nearest to the host first.
+    is_plain: bool  # Whether `_find_plain_load` serves, as for most models.
 
 
 class Plan(NamedTuple):
-    """What a look-up comes to.
+    """The outcome of a lookup, not applied yet."""
 
-    Attributes:
-        num_tokens: What is offered; None if the request asks again later.
-        is_awaited: Whether the request has to wait for it.
-        deferral: Why it is less than the tiers hold; None if it is not.
-        load: What is offered, to be held.
-        fetch: What has to come up a tier first, if there is room for it: from where,
-            what, and how many blocks of it at most, from the first on.
-        probe: A probe to send first: the tier, the runs of keys, and how long the
-            request waits for the answer.
-        queue: The tier below the host in front of which the request waits for room, as
-            others hold it.
-        searched: The tiers of which this is what they have of the request for now.
-        load_speed: How the gate judges the load.
-        fetch_speeds: How the gate judges fetches.
-        own: The load that the request has under way.
-        shared: Host blocks that others are loading, for which the request waits.
-    """
-
-    num_tokens: int | None
-    is_awaited: bool = False
-    deferral: Deferral | None = None
-    load: Load | None = None
+    num_tokens: int | None  # Offered; None if the request asks again later.
+    is_awaited: bool = False  # Whether the request has to wait for the offer.
+    deferral: Deferral | None = None  # Why it is less than the tiers hold.
+    load: Load | None = None  # The offer, to be held.
+    # What has to come up a tier first, if there is room: from where, what, and how
+    # many blocks of it at most, from the first on.
     fetch: tuple[Boundary, Fetch, int] | None = None
+    nearer: tuple[Boundary, ...] = ()  # The boundaries above the fetch's.
+    # A probe to send first: the tier, the runs of keys, and how long the request waits.
     probe: tuple[Boundary, list[list[BlockKey]], float] | None = None
-    queue: Boundary | None = None
-    searched: tuple[Boundary, ...] = ()
+    queue: Boundary | None = None  # Where the request waits for room that others hold.
+    searched: tuple[Boundary, ...] = ()  # Tiers that have no more of the request now.
     load_speed: Speed = None
     fetch_speeds: tuple[Speed, ...] = ()
-    own: Load | None = None
+    current: Load | None = None  # The load that the request has in flight.
+    # Host blocks that others are loading and the request waits for.
     shared: frozenset[int] = frozenset()
 
 
@@ -209,21 +187,16 @@ _NOTHING = Plan(0)
 
 
 def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
-    """Plan what continues a request's prefix.
+    """Plan what continues a request's prefix of `num_computed_tokens`.
 
-    What the request was offered before counts as let go of.
-
-    Args:
-        view: The tiers, and what moves between them.
-        request: The request.
-        num_computed_tokens: What it has of the prefix.
+    The request's previous offer counts as released.
 
     Raises:
-        ValueError: If `num_computed_tokens` is no number of whole blocks, or as
-            `RequestKeys.checked`.
-        TypeError: As `RequestKeys.checked`.
+        ValueError: `num_computed_tokens` is no number of whole blocks, or as
+            `Requests.checked`.
+        TypeError: As `Requests.checked`.
     """
-    view.keys.check_lookup(request)
+    view.requests.check_lookup(request)
     num: int | None = num_computed_tokens
     if type(num) is not int:
         num = whole(num)
@@ -234,11 +207,11 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
                 f"{shown(request.request_id)} must be of whole blocks: a multiple of "
                 f"{spec.block_size}."
             )
-    keys = view.keys.checked(request)
-    own = view.loads.by_request.get(request.request_id)
-    if own is not None and own.event != NO_EVENT:
-        # From before a preemption; its end will be reported.
-        return Plan(None, deferral="loading", own=own)
+    keys = view.requests.checked(request)
+    current = view.loads.by_request.get(request.request_id)
+    if current is not None and current.event != NO_EVENT:
+        # From before a preemption; workers will report it.
+        return Plan(None, deferral="loading", current=current)
     searched: tuple[Boundary, ...] = ()
     speeds: tuple[Speed, ...] = ()
     for boundary in reversed(view.below):
@@ -247,7 +220,7 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
         speeds += first.fetch_speeds
         if first.deferral is not None:
             return first._replace(searched=searched, fetch_speeds=speeds)
-    answer = _plan_load(view, request, keys, num_computed_tokens, own)
+    answer = _plan_load(view, request, keys, num_computed_tokens, current)
     if not searched:
         return answer
     return answer._replace(searched=searched, fetch_speeds=speeds)
@@ -255,203 +228,180 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
 
 def _plan_fetch(
     view: View,
-    own: Boundary,
+    boundary: Boundary,
     request: Request,
-    keys: Sequence[Sequence[BlockKey]],
+    keys: Keys,
     num_computed_tokens: int,
 ) -> Plan:
-    """Plan what comes up to a tier first, or is asked for; deferred if there is any."""
-    name, tier = request.request_id, own.tier
-    wait = own.waits.get(name)
+    """Plan what is fetched or asked for first; deferred if there is any."""
+    name, tier = request.request_id, boundary.tier
+    wait = boundary.waits.get(name)
     if wait is not None:
-        return Plan(None, deferral=own.name) if wait.events else _NOTHING
-    asked = own.probing.get(name)
-    if asked is not None and asked.events:
+        return Plan(None, deferral=boundary.name) if wait.events else _NOTHING
+    probing = boundary.probing.get(name)
+    if probing is not None and probing.events:
         return Plan(None, deferral="asked")
-    is_expected = own.has_other_writers and is_prefilled_elsewhere(request)
-    is_to_ask = not is_expected and may_probe(own, asked)
-    is_searched = own.looked_up.get(name) == tier.num_found
+    is_expected = boundary.has_other_writers and is_prefilled_elsewhere(request)
+    is_to_ask = not is_expected and may_probe(boundary, probing)
+    is_searched = boundary.looked_up.get(name) == tier.num_found
     if is_searched or not (tier.num_held_blocks or is_to_ask or is_expected):
         return _NOTHING
     device = first_tokens(num_computed_tokens)
     if view.rules.copy_on_device:  # Without it the pool may have no `find`.
         device = source_of(view.pool)
-    above = view.below[: own.number]
-    nearer = device, *[source_of(b.upper, own.factor) for b in above]
-    max_tokens = most_found_tokens(request, num_computed_tokens)
-    prefix = keys, max_tokens, num_computed_tokens
+    above = view.below[: boundary.number]
+    nearer = device, *[source_of(own.upper, own.factor) for own in above]
+    max_tokens = max_hit_tokens(request, num_computed_tokens)
+    look = Look(boundary, nearer, keys, max_tokens, num_computed_tokens)
     speeds: tuple[Speed, ...] = ()
     if is_to_ask:
-        probe, speed = find_probe(view.gate, own, name, nearer, *prefix)
+        probe, speed = find_probe(view.gate, look, name)
         if probe is not None:
-            return Plan(None, deferral="asked", probe=(own, *probe))
+            return Plan(None, deferral="asked", probe=(boundary, *probe))
         speeds = () if speed is None else (speed,)
-    fetch = find_fetch(own, nearer, *prefix, name if is_expected else None)
+    fetch = find_fetch(look, name if is_expected else None)
+    searched = Plan(0, searched=(boundary,), fetch_speeds=speeds)
     if fetch is None:
-        return Plan(0, searched=(own,), fetch_speeds=speeds)
-    if not own.has_room(name, fetch):
-        if own.may_queue(name):
-            return Plan(None, deferral="queued", queue=own)
+        return searched
+    if not boundary.has_room(name, fetch):
+        if boundary.may_queue(name):
+            return Plan(None, deferral="queued", queue=boundary)
         return Plan(0, fetch_speeds=speeds)
-    num, speed = size_fetch(view.gate, own, fetch)
+    num, speed = size_fetch(view.gate, boundary, fetch)
     speeds += () if speed is None else (speed,)
+    searched = searched._replace(fetch_speeds=speeds)
     if not num:
-        return Plan(0, searched=(own,), fetch_speeds=speeds)
-    return Plan(
-        None,
-        deferral=own.name,
-        fetch=(own, fetch, num),
-        searched=(own,),
-        fetch_speeds=speeds,
+        return searched
+    fetched = boundary, fetch, num
+    deferred = searched._replace(num_tokens=None, deferral=boundary.name)
+    return deferred._replace(fetch=fetched, nearer=above)
+
+
+class Look(NamedTuple):
+    """A search of a request's prefix, down to the lower tier of a boundary."""
+
+    boundary: Boundary
+    nearer: Sequence[Source]  # The device, and the tiers above the boundary's.
+    keys: Keys
+    max_tokens: int  # That the prefix may have.
+    num_computed_tokens: int = 0  # That the request has of it.
+
+
+class _Lack(NamedTuple):
+    """The blocks of the longest prefix that the nearer tiers do not have."""
+
+    num_tokens: int  # Of the prefix.
+    upper_rows: list[int]  # Blocks of the upper tier.
+    rows: list[list[int]]  # For each group, the request's rows that are below it.
+    unknown: list[list[int]]  # Of these, the ones that the lower tier may only have.
+
+
+def _find_lack(look: Look, asker: str | None) -> _Lack:
+    """Search all tiers; for `asker`, expect the lower one to have unknown blocks."""
+    boundary, factor = look.boundary, look.boundary.factor
+    upper, lower = boundary.upper, boundary.tier
+    sources = *look.nearer, source_of(upper, factor), source_of(lower, factor)
+    if asker is not None:
+        sources = *sources, Source(partial(boundary.may_have, asker), factor)
+    match = search(boundary.groups, look.keys, look.max_tokens, sources)
+    lack, num_nearer = _Lack(match.num_tokens, [], [], []), len(look.nearer)
+    for spec, needed, *ids_of in zip(
+        boundary.groups, match.needed, *match.block_ids, strict=True
+    ):
+        start = look.num_computed_tokens // spec.block_size
+        missing = (np.flatnonzero(needed[start:]) + start).astype(np.int32)
+        for ids in ids_of[:num_nearer]:
+            missing = missing[ids[missing] == NO_BLOCK]
+        in_upper, in_lower = ids_of[num_nearer], ids_of[num_nearer + 1]
+        upper_rows = in_upper[missing]
+        lack.upper_rows.extend(np.unique(upper_rows[upper_rows != NO_BLOCK]).tolist())
+        missing = missing[upper_rows == NO_BLOCK]
+        lack.rows.append(np.unique(missing // factor).tolist())
+        unknown = missing[in_lower[missing] == NO_BLOCK]
+        lack.unknown.append(np.unique(unknown // factor).tolist())
+    return lack
+
+
+def find_fetch(look: Look, expected_by: str | None = None) -> Fetch | None:
+    """Find what only the lower tier has of the longest prefix; None for nothing.
+
+    `expected_by` is the request if it waits for others to write to the lower tier: that
+    is then expected to have what it did not report as missing.
+    """
+    groups, factor = look.boundary.groups, look.boundary.factor
+    lack = _find_lack(look, expected_by)
+    if lack.num_tokens <= look.num_computed_tokens:
+        return None
+    ends = [
+        ((row + 1) * factor * spec.block_size, keys[(row + 1) * factor - 1])
+        for spec, keys, rows in zip(groups, look.keys, lack.rows, strict=True)
+        for row in rows
+    ]
+    if not ends:
+        return None
+    ends.sort(key=lambda end: end[0])
+    return Fetch(
+        lack.num_tokens,
+        lack.upper_rows,
+        [key for _, key in ends],
+        [end for end, _ in ends],
+        factor * groups[0].block_size,
+        expected_by is not None,
     )
 
 
-def find_fetch(
-    own: Boundary,
-    nearer: Sequence[Source],
-    keys: Sequence[Sequence[BlockKey]],
-    max_tokens: int,
-    num_computed_tokens: int = 0,
-    expected_by: str | None = None,
-) -> Fetch | None:
-    """Find what only the lower tier has of a request's longest prefix.
-
-    Args:
-        own: The upper tier and the lower one.
-        nearer: What the device has, and the tiers between it and the upper one.
-        keys: The request's keys, for each group.
-        max_tokens: Most tokens that the prefix may have.
-        num_computed_tokens: What the request has of it.
-        expected_by: The request, if it waits for what others write to the lower tier:
-            that is taken to have what it did not say that it lacks.
-
-    Returns:
-        What has to be fetched; None if nothing, or if the tier has nothing of it.
-    """
-    groups, factor = own.groups, own.factor
-    sources = *nearer, source_of(own.upper, factor), source_of(own.tier, factor)
-    if expected_by is not None:
-        sources = *sources, Source(partial(own.may_have, expected_by), factor)
-    match = search(groups, keys, max_tokens, sources)
-    if match.num_tokens <= num_computed_tokens:
-        return None
-    upper_rows: list[int] = []
-    rows: list[tuple[int, BlockKey]] = []
-    each = _lacking(groups, match, len(nearer), num_computed_tokens)
-    for group, missing in enumerate(each):
-        spec, in_upper = groups[group], match.block_ids[len(nearer)][group]
-        is_in_upper = in_upper[missing] != NO_BLOCK
-        upper_rows += np.unique(in_upper[missing[is_in_upper]]).tolist()
-        for row in np.unique(missing[~is_in_upper] // factor).tolist():
-            end = (row + 1) * factor
-            rows.append((end * spec.block_size, keys[group][end - 1]))
-    if not rows:
-        return None
-    rows.sort(key=lambda row: row[0])
-    ends, row_keys = [end for end, _ in rows], [key for _, key in rows]
-    row_tokens = factor * groups[0].block_size
-    is_awaited = expected_by is not None
-    return Fetch(match.num_tokens, upper_rows, row_keys, ends, row_tokens, is_awaited)
-
-
-def may_probe(own: Boundary, asked: Probing | None) -> bool:
-    """Tell whether the lower tier may be asked for what a request lacks.
-
-    Args:
-        own: The upper tier and the lower one.
-        asked: What it was asked for so far, for this request.
-    """
-    if not own.probe_s or len(own.probes.moves) >= _MOST_PROBES:
+def may_probe(boundary: Boundary, probing: Probing | None) -> bool:
+    """Whether the lower tier may be asked for blocks of a request."""
+    if not boundary.probe_s or len(boundary.probes.moves) >= _MAX_PROBES:
         return False
-    return asked is None or asked.num < own.most_probes
+    return probing is None or probing.num < boundary.max_probes
 
 
 def find_probe(
-    gate: Gate,
-    own: Boundary,
-    request_id: str,
-    nearer: Sequence[Source],
-    keys: Sequence[Sequence[BlockKey]],
-    max_tokens: int,
-    num_computed_tokens: int = 0,
+    gate: Gate, look: Look, request_id: str
 ) -> tuple[tuple[list[list[BlockKey]], float] | None, Speed]:
     """Choose the keys of a probe: blocks that no tier is known to have.
 
-    They are what the longest possible prefix would read, if the lower tier had all that
-    it is not known to lack.
-
-    Args:
-        gate: Judges whether a fetch would be worth its time.
-        own: The upper tier and the lower one, which it `may_probe`.
-        request_id: The request.
-        nearer: As of `find_fetch`, and so are the others.
-        keys: The request's keys, for each group.
-        max_tokens: Most tokens that the prefix may have.
-        num_computed_tokens: What the request has of it.
+    The longest possible prefix would read them, if the lower tier had all blocks except
+    those that it reported missing.
 
     Returns:
         The runs of keys, and how long the request waits for the answer, None if there
         is nothing to ask for; and how the gate judges the fetch of all of it, if it is
         not worth its time.
     """
-    groups, factor = own.groups, own.factor
-
-    sources = *nearer, source_of(own.upper, factor), source_of(own.tier, factor)
-    perhaps = Source(partial(own.may_have, request_id), factor)
-    match = search(groups, keys, max_tokens, (*sources, perhaps))
+    boundary, factor = look.boundary, look.boundary.factor
+    lack = _find_lack(look, request_id)
+    max_rows = max(_MAX_PROBED_BLOCKS, boundary.max_fetched)
     runs: list[list[BlockKey]] = []
     starts, num_rows = [], 0
-    most = max(_MOST_PROBED, own.most_fetched)
-    each = _lacking(groups, match, len(sources), num_computed_tokens)
-    for spec, of_group, missing in zip(groups, keys, each, strict=True):
-        rows = np.unique(missing // factor)[:most].tolist()
-        if rows:
+    for spec, keys, rows in zip(boundary.groups, look.keys, lack.unknown, strict=True):
+        if rows := rows[:max_rows]:
             num_rows += len(rows)
             starts.append(rows[0] * factor * spec.block_size)
-            runs.append([of_group[(row + 1) * factor - 1] for row in rows])
+            runs.append([keys[(row + 1) * factor - 1] for row in rows])
     if not runs:
         return None, None
-    num_tokens = match.num_tokens - max(min(starts), num_computed_tokens)
-    ahead = own.fetches.num_blocks * factor
-    speed = gate.judge_fetch(num_tokens, num_rows * factor, ahead, own.bytes_per_s)
+    num_tokens = lack.num_tokens - max(min(starts), look.num_computed_tokens)
+    num_ahead = boundary.fetches.num_blocks * factor
+    blocks = num_rows * factor, num_ahead
+    speed = gate.judge_fetch(num_tokens, *blocks, boundary.bytes_per_s)
     if speed == "slow":
         return None, speed
-    return (runs, gate.probe_s(own.probe_s, num_tokens)), None
+    return (runs, gate.probe_s(boundary.probe_s, num_tokens)), None
 
 
-def _lacking(
-    groups: tuple[GroupSpec, ...],
-    match: Match,
-    num_sources: int,
-    num_computed_tokens: int,
-) -> Iterator[Ids]:
-    """Give for each group the blocks that a prefix reads and the first sources lack."""
-    found = match.block_ids[:num_sources]
-    for spec, needed, *block_ids in zip(groups, match.needed, *found, strict=True):
-        start = num_computed_tokens // spec.block_size
-        missing = (np.flatnonzero(needed[start:]) + start).astype(np.int32)
-        for ids in block_ids:
-            missing = missing[ids[missing] == NO_BLOCK]
-        yield missing
+def size_fetch(gate: Gate, boundary: Boundary, fetch: Fetch) -> tuple[int, Speed]:
+    """Return how many blocks to fetch now, from the first on, and how fast that is.
 
-
-def size_fetch(gate: Gate, own: Boundary, fetch: Fetch) -> tuple[int, Speed]:
-    """Say how many blocks may be fetched now, from the first on, and how fast that is.
-
-    Args:
-        gate: Judges whether a fetch is worth its time.
-        own: What is being fetched.
-        fetch: What has to be fetched.
-
-    Returns:
-        The number, 0 if it is not worth its time; and how the gate judges it.
+    None are fetched if that is not worth its time.
     """
-    room = own.most_fetched - own.fetches.num_blocks
+    room = boundary.max_fetched - boundary.fetches.num_blocks
     num = len(fetch.keys)
     for index, key in enumerate(fetch.keys):
-        room -= key not in own.fetch_of
+        room -= key not in boundary.fetch_of
         if room < 0:
-            num = index if own.may_cut else 0
+            num = index if boundary.may_cut else 0
             break
     if not num:
         return 0, None
@@ -459,9 +409,8 @@ def size_fetch(gate: Gate, own: Boundary, fetch: Fetch) -> tuple[int, Speed]:
     if num < len(fetch.keys):
         end = fetch.end_tokens[num] - fetch.row_tokens
     num_tokens = max(end - (fetch.end_tokens[0] - fetch.row_tokens), 0)
-    factor = own.factor
-    ahead = own.fetches.num_blocks * factor
-    speed = gate.judge_fetch(num_tokens, num * factor, ahead, own.bytes_per_s)
+    blocks = num * boundary.factor, boundary.fetches.num_blocks * boundary.factor
+    speed = gate.judge_fetch(num_tokens, *blocks, boundary.bytes_per_s)
     return (0 if speed == "slow" else num), speed
 
 
@@ -498,60 +447,46 @@ def _plan_load(
     return Plan(load.num_tokens, is_awaited, load=load, load_speed=speed)
 
 
-def _rows_loading(loads: Loads, rows: Ids, beside: Load | None) -> set[int]:
-    """List those of some host blocks that loads will read, beside one.
+def _rows_loading(loads: Loads, rows: Ids, own: Load | None) -> set[int]:
+    """Return which of some host blocks loads of other requests will read.
 
     What is only offered is not counted: its request may get no room, and stand behind
     one that would wait for it.
     """
-    taken: set[int] = set()
+    read: set[int] = set()
     for load in loads.by_request.values():
-        if load is not beside and load.is_taken:
-            taken.update(load.sources.tolist())
-    return taken.intersection(rows.tolist())
+        if load is not own and load.is_taken:
+            read.update(load.sources.tolist())
+    return read.intersection(rows.tolist())
 
 
-def most_found_tokens(request: Request, num_computed_tokens: int) -> int:
-    """Tell how many tokens of a request may be found: not the last, for its logits.
-
-    Args:
-        request: The request.
-        num_computed_tokens: What the device has of its prefix.
-    """
-    most = request.num_tokens - 1
-    own: int | None = getattr(request, "max_load_tokens", None)
-    return most if own is None else min(most, num_computed_tokens + own)
+def max_hit_tokens(request: Request, num_computed_tokens: int) -> int:
+    """Return how many tokens of a request may be hits: not the last, for its logits."""
+    max_tokens = request.num_tokens - 1
+    max_load: int | None = getattr(request, "max_load_tokens", None)
+    if max_load is None:
+        return max_tokens
+    return min(max_tokens, num_computed_tokens + max_load)
 
 
 def is_prefilled_elsewhere(request: Request) -> bool:
-    """Tell whether another engine computes a request's prompt and stores it."""
+    """Whether another engine computes a request's prompt and stores it."""
     return bool(getattr(request, "remote_prefill", False))
 
 
 def find_load(
-    view: View,
-    request: Request,
-    keys: Sequence[Sequence[BlockKey]],
-    num_computed_tokens: int,
+    view: View, request: Request, keys: Keys, num_computed_tokens: int
 ) -> tuple[Match, Load | None]:
-    """Find what the device and the host have of a request's prefix.
+    """Find the longest prefix on the device and the host, and the load that it needs.
 
-    Args:
-        view: The tiers, and what moves between them.
-        request: The request.
-        keys: Its keys, for each group.
-        num_computed_tokens: What the request has of it.
-
-    Returns:
-        The longest prefix that may be used, and what the request lacks of it; None if
-        that is nothing.
+    The load is None if the request has all of it.
     """
     groups, factor = view.groups, view.rules.blocks_per_host_block
 
     def look(device: Source) -> tuple[Match, Load | None]:
         sources = device, source_of(view.host, factor)
-        most = most_found_tokens(request, num_computed_tokens)
-        match = search(groups, keys, most, sources)
+        max_tokens = max_hit_tokens(request, num_computed_tokens)
+        match = search(groups, keys, max_tokens, sources)
         if match.num_tokens <= num_computed_tokens:
             return match, None
         name = request.request_id
@@ -562,15 +497,15 @@ def find_load(
     match, load = look(source_of(view.pool))
     if load is not None and load.copy_sources.size:
         # Beside the blocks that it is to copy a request must find its own, else it
-        # would hold them and ask for ever, if no other request ends.
-        each = (-(-request.num_tokens // spec.block_size) for spec in groups)
-        if _num_free_beside(view, request.request_id, load.copy_sources) < sum(each):
+        # would hold them and ask indefinitely, if no other request ends.
+        nums = (-(-request.num_tokens // spec.block_size) for spec in groups)
+        if _num_free_beside(view, request.request_id, load.copy_sources) < sum(nums):
             return look(source_of(view.pool)._replace(max_tokens=num_computed_tokens))
     return match, load
 
 
 def _num_free_beside(view: View, request_id: str, sources: Ids) -> int:
-    """Count the free device blocks if some are held, and what a request has is not."""
+    """Count the free device blocks, were some held and what a request has released."""
     own, dropped = view.loads.by_request.get(request_id), NO_IDS
     if own is not None and own.event == NO_EVENT:
         parts = own.copy_sources, own.written_blocks, own.copy_targets
@@ -592,15 +527,14 @@ def _find_plain_load(
     """Do as `find_load` does, for one group, of full attention, and rows of one block.
 
     Most models are like that, and most loads without a copy. One call searches both
-    tiers, or the host behind what the request has, where nothing is copied.
+    tiers, or, where nothing is copied, the host alone behind what the request has.
 
     Returns:
-        What the request lacks, None if that is nothing; and whether this is so: not if
-        there is something to be copied, which is left to `find_load`.
+        The load, None if the request has all of it; and False instead if there is
+        something to copy, which is left to `find_load`.
     """
     (spec,), (own_keys,) = view.groups, keys
-    most = most_found_tokens(request, num_computed_tokens)
-    usable = max(most, 0) // spec.block_size
+    usable = max(max_hit_tokens(request, num_computed_tokens), 0) // spec.block_size
     if usable < len(own_keys):
         own_keys = own_keys[:usable]
     start = num_computed_tokens // spec.block_size
@@ -638,22 +572,12 @@ def _find_plain_load(
 def _load_of(
     groups: tuple[GroupSpec, ...],
     request_id: str,
-    keys: Sequence[Sequence[BlockKey]],
+    keys: Keys,
     match: Match,
     num_computed_tokens: int,
-    blocks_per_host_block: int,
+    factor: int,
 ) -> Load:
-    """List what a request lacks of its longest prefix, as a load.
-
-    Args:
-        groups: The groups of the model's layers.
-        request_id: The request.
-        keys: Its keys, for each group.
-        match: The longest prefix.
-        num_computed_tokens: What the request has of it.
-        blocks_per_host_block: Device blocks in a host block.
-    """
-    factor = blocks_per_host_block
+    """Make the load of the blocks that a request needs for its longest prefix."""
     rows, row_indices, sources, copies = [], [], [], []
     row_keys: list[BlockKey] = []
     for spec, own, needed, on_device, on_host in zip(
@@ -700,9 +624,9 @@ def _load_of(
     )
 
 
-def _number(each: Sequence[Ids]) -> Ids:
-    """Tell of each item of arrays in a row which array it is from."""
-    if len(each) == 1:
-        return np.zeros(len(each[0]), np.int32)
-    numbers = np.arange(len(each), dtype=np.int32)
-    return np.repeat(numbers, [len(own) for own in each])
+def _number(arrays: Sequence[Ids]) -> Ids:
+    """Return for each item of arrays in a row the number of its array."""
+    if len(arrays) == 1:
+        return np.zeros(len(arrays[0]), np.int32)
+    numbers = np.arange(len(arrays), dtype=np.int32)
+    return np.repeat(numbers, list(map(len, arrays)))

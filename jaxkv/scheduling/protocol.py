@@ -1,6 +1,6 @@
-"""What an engine, the offload scheduler and the worker tell one another.
+"""The values that an engine, the offload scheduler and the worker exchange.
 
-The names are those of vLLM's connectors; everything here is a value or a shape.
+They are named as in vLLM's connectors.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ NumPy's or JAX's."""
 
 
 class Request(Protocol):
-    """What the scheduler reads of an engine's request. It changes none of it.
+    """The attributes of an engine's request that the scheduler reads.
 
-    Eight attributes more are read where there are any:
+    It reads eight more if the request has them:
 
     * ``block_keys_by_group``, where the model has several groups of layers: for each
       of them what `block_keys` is for the only one.
     * ``num_output_placeholders``, with asynchronous scheduling: how many of
       `num_computed_tokens` are not computed for certain yet.
-    * ``num_prompt_tokens``, if only prompts are to be stored, or the cache policy
-      learns from how much requests generate.
+    * ``num_prompt_tokens``, if only prompts are stored, or the cache policy learns from
+      how much requests generate.
     * ``stop``, once it has finished: one of `jaxkv.types.STOPS`, for such a policy.
     * ``retention``, with `OffloadRules.retention`: how long to keep its blocks,
       a `jaxkv.Retention`. It counts from the request's beginning, and from its end.
@@ -69,12 +69,12 @@ class Request(Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Of these, the ones whose KV is in the device pool."""
+        """Tokens, of these, whose KV is in the device pool."""
         ...
 
 
 def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
-    """Give a block table as one list for each group of layers; [] for no blocks.
+    """Return a block table as one list for each group of layers; [] for no blocks.
 
     Raises:
         TypeError: It is not a list or an array, such as a string.
@@ -120,25 +120,19 @@ def _listed(items: Any) -> list[Any]:
 def checked_tables(
     request_id: str, table: BlockTable, num_groups: int, num_blocks: int
 ) -> list[list[int]]:
-    """Do as `tables_by_group` does, and refuse ids that no device block has.
-
-    Args:
-        request_id: Whose table it is, for the message.
-        table: The table.
-        num_groups: Groups of the model's layers.
-        num_blocks: Blocks of the device's pool.
+    """Return a block table as `tables_by_group` does, without ids of no device block.
 
     Raises:
         TypeError: As `tables_by_group`.
-        ValueError: If the lists are not as many as the groups, or something in them is
-            no block's id.
+        ValueError: The lists are not as many as the groups, or something in them is no
+            block's id.
     """
     tables = tables_by_group(table, num_groups)
-    return [_checked_ids(request_id, own, num_blocks) for own in tables]
+    return [_checked_ids(request_id, ids, num_blocks) for ids in tables]
 
 
 def _checked_ids(request_id: str, values: list[Any], num_blocks: int) -> list[int]:
-    """Give ids as Python's ints, once it is known that they are blocks'."""
+    """Return block ids as Python's ints; refuse others."""
     if len(values) == 1 and type(values[0]) is int and 0 <= values[0] < num_blocks:
         # What a running request gets: two thirds less time where caches are cold.
         return values
@@ -150,7 +144,7 @@ def _checked_ids(request_id: str, values: list[Any], num_blocks: int) -> list[in
             return ids.tolist()
     except (TypeError, OverflowError):
         pass
-    wrong = next(each for each in values if not _is_id(each, num_blocks))
+    wrong = next(value for value in values if not _is_id(value, num_blocks))
     raise ValueError(
         f"{shown(wrong)} in the block table of request {shown(request_id)} must be a "
         f"block id, an int in [0, {num_blocks})."
@@ -164,16 +158,16 @@ def _is_id(value: object, num_blocks: int) -> bool:
 
 @dataclasses.dataclass(slots=True)  # Made in each step: frozen ones take twice as long.
 class SchedulerOutput:
-    """What the engine is about to compute in a step.
+    """The requests and tokens that the engine is about to compute in a step.
 
     Attributes:
         num_scheduled_tokens: Tokens to compute, by request id.
         new_block_ids: Device blocks allocated since the last step, by request id,
             other than those given to `update_state_after_alloc`.
         preempted_req_ids: Requests whose blocks were taken away since the last step.
-            One for which `OffloadScheduler.request_preempted` was not called is not to
-            be admitted again before this step; one for which it was called, and that is
-            preempted once more before it, needs another call.
+            Without a call of `OffloadScheduler.request_preempted`, a request must not
+            be admitted again before this step. With one, it needs another call if it is
+            preempted once more before the step.
     """
 
     num_scheduled_tokens: Mapping[str, int]
@@ -183,91 +177,63 @@ class SchedulerOutput:
 
 @dataclasses.dataclass(frozen=True)
 class TierBatch:
-    """Blocks that move together between a tier and the next one down.
+    """Blocks that move together between a tier and the next one down."""
 
-    Attributes:
-        event: Its number, among those of its direction.
-        keys: Their keys, of 32 bytes.
-        upper_blocks: The block of each in the upper tier.
-        lower_blocks: The block of each in the lower tier.
-        is_awaited: Whether another engine may still be writing them there.
-    """
-
-    event: int
-    keys: tuple[BlockKey, ...]
-    upper_blocks: tuple[int, ...]
+    event: int  # Numbered by direction.
+    keys: tuple[BlockKey, ...]  # Of 32 bytes.
+    upper_blocks: tuple[int, ...]  # The block of each in the upper tier.
     lower_blocks: tuple[int, ...]
-    is_awaited: bool = False
+    is_awaited: bool = False  # Whether another engine may still be writing them.
 
 
 @dataclasses.dataclass(frozen=True)
 class TierProbe:
-    """Blocks of which a tier below the host is asked whether it has them.
+    """A question to a tier below the host, whether it has some blocks."""
 
-    Attributes:
-        event: Its number, among those of probes.
-        runs: Keys of blocks that continue one another, for each group of layers.
-        wait_s: How long a request waits for the answer. What is not known by then is
-            reported as if it were not there.
-    """
-
-    event: int
+    event: int  # Numbered among probes.
+    # Keys of blocks that continue one another, for each group of layers.
     runs: tuple[tuple[BlockKey, ...], ...]
+    # How long a request waits for the answer. What is unknown by then is reported as
+    # missing.
     wait_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class TierMoves:
-    """What a step asks of a tier below the host.
+    """The moves that a step asks of a tier below the host."""
 
-    Attributes:
-        fetches: What to bring to the tier above it.
-        writes: What to write to it.
-        deletes: Keys of what to delete there.
-        is_last: Whether nothing will be asked of it any more.
-        tier: Which tier, 0 for the first below the host.
-        probes: What to ask it about.
-    """
-
-    fetches: tuple[TierBatch, ...] = ()
+    fetches: tuple[TierBatch, ...] = ()  # To the tier above it.
     writes: tuple[TierBatch, ...] = ()
     deletes: tuple[BlockKey, ...] = ()
-    is_last: bool = False
-    tier: int = 0
+    is_last: bool = False  # Whether nothing will be asked of it any more.
+    tier: int = 0  # 0 for the first below the host.
     probes: tuple[TierProbe, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class TierReport:
-    """What became of it, and what else is in the tier, on one worker.
+    """The moves of a tier that have ended on one worker, and what else it has."""
 
-    Attributes:
-        fetched: The events of fetches that are over, and which of their blocks are in
-            the upper tier now.
-        written: The events of writes that are over, and which of their blocks are in
-            the tier now.
-        found: Keys of blocks that a listing has found, or a probe after its time.
-        listed: Whether the tier is listed: with these, a listing has found all (True),
-            has failed, or takes longer than a caller waits for it (False). None for
-            nothing new.
-        bound: How many blocks the tier may hold, and how many it has, as of the end of
-            that listing. None if it is not known.
-        gone: Keys of blocks that the listing has deleted, as they were too many.
-        tier: Which tier, 0 for the first below the host.
-        probed: The events of probes that are over, and which of their blocks are in the
-            tier, one run after the other.
-        num_full: Blocks that were not written, as the tier's medium has no room.
-    """
-
+    # Events of fetches that have ended, and which of their blocks are in the upper
+    # tier.
     fetched: tuple[tuple[int, tuple[bool, ...]], ...] = ()
+    # Events of writes that have ended, and which of their blocks are in the tier.
     written: tuple[tuple[int, tuple[bool, ...]], ...] = ()
+    # Keys of blocks that a listing has found, or a probe after its time.
     found: tuple[BlockKey, ...] = ()
+    # Whether the tier is listed: with these, a listing has found all (True), has
+    # failed, or takes longer than a caller waits for it (False). None for nothing new.
     listed: bool | None = None
+    # How many blocks the tier may hold and has, at the end of that listing; None if
+    # unknown.
     bound: tuple[int, int] | None = None
+    # Keys of blocks that the listing has deleted, as they were too many.
     gone: tuple[BlockKey, ...] = ()
-    tier: int = 0
+    tier: int = 0  # 0 for the first below the host.
+    # Events of probes that have ended, and which of their blocks are in the tier, one
+    # run after the other.
     probed: tuple[tuple[int, tuple[bool, ...]], ...] = ()
-    num_full: int = 0
+    num_full: int = 0  # Blocks that were not written, as the medium has no room.
 
 
 class Mover(Protocol):
@@ -382,14 +348,14 @@ NO_MOVES = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=Fa
 
 @dataclasses.dataclass(frozen=True)
 class ConnectorOutput:
-    """What workers saw complete; what each of several saw is in a row.
+    """The moves that workers saw complete; those of several workers in a row.
 
     Attributes:
         finished_recving: Requests whose load arrived.
         failed_recving: Requests whose load failed; they compute those tokens instead.
         completed_store_events: Store events that arrived.
         failed_store_events: Store events that did not.
-        below: What became of moves to and from tiers below the host.
+        below: How moves to and from tiers below the host have ended.
     """
 
     finished_recving: tuple[str, ...] = ()
@@ -400,7 +366,7 @@ class ConnectorOutput:
 
     @staticmethod
     def aggregate(outputs: Sequence[ConnectorOutput]) -> ConnectorOutput:
-        """Put together what several workers saw in a step.
+        """Combine what several workers saw in a step.
 
         Example:
             >>> one = ConnectorOutput(completed_store_events=(3,))

@@ -1,4 +1,4 @@
-"""What an engine may choose about offloading, and which choices do not go together."""
+"""The rules of offloading that an engine chooses, and which exclude one another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]
 # Several extents of one device, half an extent of eight: to start the transfer of fewer
 # bytes takes the engine's thread about as long as they take on the bus.
 _BATCH_BYTES = 32 << 20
-_MOST_IN_BATCH = 64
+_MAX_BATCH_BLOCKS = 64
 
 NO_LIMIT = 1 << 62
 """More tokens than a request has."""
@@ -210,16 +210,7 @@ class RuleSettings(Settings):
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
         if self.shadow is not None:
-            for word, serves in (
-                ("retention", not self.retention),
-                ("blocks_per_host_block", self.blocks_per_host_block == 1),
-            ):
-                if not serves:
-                    yield (
-                        f"shadow={shown(self.shadow)} and {word}="
-                        f"{getattr(self, word)} exclude one another: shadows know "
-                        "neither priorities nor rows of blocks."
-                    )
+            yield from unseen_rules(f"shadow={shown(self.shadow)}", self)
         if self.mode != "lazy":
             return
         if self.blocks_per_host_block > 1:
@@ -257,14 +248,14 @@ class OffloadRules(RuleSettings):
 
     @property
     def store_batch(self) -> int:
-        """How many blocks are stored at a time; 0 for all, in each step."""
+        """Blocks to store at a time; 0 to store all in each step."""
         if self.store_batch_blocks is not None:
             return self.store_batch_blocks
         if not self.block_bytes:
             return 0
         num_blocks = _BATCH_BYTES // self.block_bytes
         # With one, a batch is there in each step that has something to store.
-        return min(num_blocks, _MOST_IN_BATCH) if num_blocks > 1 else 0
+        return min(num_blocks, _MAX_BATCH_BLOCKS) if num_blocks > 1 else 0
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
@@ -272,12 +263,32 @@ class OffloadRules(RuleSettings):
             yield "skip_slow_loads=True needs block_bytes, a device block's bytes."
 
 
-def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
-    """Refuse rules that do not suit the model's groups of layers.
+def unseen_rules(setting: str, rules: RuleSettings) -> Iterator[str]:
+    """Yield why rules exclude a setting that needs shadows."""
+    for word, is_seen in (
+        ("retention", not rules.retention),
+        ("blocks_per_host_block", rules.blocks_per_host_block == 1),
+    ):
+        if not is_seen:
+            yield (
+                f"{setting} and {word}={getattr(rules, word)} exclude one another: "
+                "shadows know neither priorities nor rows of blocks."
+            )
 
-    Raises:
-        ConfigError: With the reason.
-    """
+
+def check_seen(setting: str, groups: tuple[GroupSpec, ...]) -> None:
+    """Raise ValueError if shadows, which a setting needs, do not see all of a model."""
+    if groups != (FullAttention(groups[0].block_size),):
+        raise ValueError(
+            f"{setting} needs a model with one group of layers, of full attention: "
+            f"{groups} read other parts of a prefix, which shadows do not see."
+        )
+
+
+def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
+    """Raise ValueError for rules that do not suit the model's groups of layers."""
+    if rules.shadow is not None:
+        check_seen(f"shadow={shown(rules.shadow)}", groups)
     factor = rules.blocks_per_host_block
     if factor > 1 and groups != (FullAttention(groups[0].block_size),):
         raise ConfigError(
@@ -289,14 +300,10 @@ def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
 
 
 def check_victims(write: WriteRule, tells_victims: bool) -> None:
-    """Refuse `on_evict` where it is unknown what a tier would evict next.
-
-    Args:
-        write: Which of its blocks are written to the next tier down.
-        tells_victims: Whether it is known (`BlockIndex.tells_victims`).
+    """Refuse `on_evict` for a tier that does not know its next victims.
 
     Raises:
-        ConfigError: It is not known, with what would be right.
+        ConfigError: It says what to choose instead.
     """
     if write == "on_evict" and not tells_victims:
         raise ConfigError(

@@ -1,13 +1,14 @@
-"""How many stores and loads there were, how they ended, how long they took."""
+"""Counts of stores and loads, how they ended and how long they took."""
 
 from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jaxkv.scheduling.listening import Listener, Lookup
 from jaxkv.scheduling.protocol import Request
 
 # The buckets of vLLM's histograms of the same names (`jaxkv.observe.metrics`).
@@ -16,95 +17,68 @@ LOOKUP_BUCKETS = (1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.
 DELAY_BUCKETS = (1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
 MOST_SAMPLES = 1 << 14
-"""Values that a `Histogram` keeps at most until they are taken."""
+"""Values that a `Histogram` keeps until they are taken; then the last ones."""
 
 
 @dataclasses.dataclass
 class OffloadStats:
-    """How stores and loads ended so far.
+    """Counts of stores and loads that have ended so far.
 
-    Blocks are device blocks unless it says otherwise. Whatever was offered to the host
-    is stored, dropped, or still on its way (`InTransit`).
+    Blocks are device blocks unless a field says otherwise. Whatever was offered to the
+    host is stored, dropped, or still in flight (`InTransit`).
 
     A reader in another thread may see a block that has been offered and is nowhere
     else yet, never the other way round: a part is counted after the whole and, as the
     fields are read in their order, read before it.
-
-    Attributes:
-        num_store_refusals: Times that the host had no room for all that was offered.
-        num_stored: Blocks that got to the host.
-        num_dropped_full: Blocks that did not get to the host, as it had no room until
-            their request was over.
-        num_dropped_slow: Likewise, as too much was on its way already.
-        num_dropped_failed: Blocks whose transfer to the host failed.
-        num_dropped_reset: Blocks that were on their way when the host was reset.
-        num_offered: Blocks that were to be stored: that got a place on the host, or
-            were dropped without.
-        num_skipped: Times that a host block was not stored as too few had asked for it
-            (`OffloadRules.store_threshold`), or as it was in the tail of a prompt that
-            no request had asked for (`max_unseen_blocks`).
-        num_paused: Blocks of requests that were not stored, as nothing that was stored
-            had been asked for (`pause_unused_stores`).
-        num_evicted: Host blocks that were evicted to make room for others.
-        num_loads: Loads that arrived, each for a request.
-        num_loads_failed: Loads that did not.
-        num_loads_declined: Look-ups whose load would have taken longer than to compute;
-            a request that asks again counts again.
-        num_loaded: Blocks that came back from the host.
-        num_copied: Blocks that were copied on the device, in place of a load.
-        num_storage_stored: Blocks that got to the store.
-        num_storage_dropped_slow: Blocks that were to be written there and were not, as
-            too many were on their way.
-        num_storage_dropped_evicted: Likewise, as the host had evicted them by then.
-        num_storage_dropped_failed: Likewise, as the store failed or was late.
-        num_storage_dropped_reset: Likewise, as the host was reset meanwhile.
-        num_storage_loaded: Blocks that came from the store to the host.
-        num_storage_failed: Blocks that were to come and did not: they were not there
-            any more, not right, or late.
-        num_storage_found: Blocks that the store turned out to have when it was asked.
-        num_storage_evicted: Host blocks that the store was to delete to make room.
-        num_fetches_declined: Times that nothing was fetched from the store, as it would
-            have taken longer than to compute.
-        num_device_hit_tokens: Tokens of new requests that were found on the device.
-        num_device_query_tokens: Tokens of new requests, found or not.
-        num_host_hit_tokens: Of the tokens that the device's own prefix did not have,
-            those that the host brought, or copies on the device.
-        num_host_query_tokens: Tokens that the device's own prefix did not have.
     """
 
-    num_store_refusals: int = 0
-    num_stored: int = 0
+    num_store_refusals: int = 0  # Times that the host had no room for all offered.
+    num_stored: int = 0  # Blocks that got to the host.
+    # Blocks that did not: the host had no room until their request had finished; too
+    # much was in flight already; their transfer failed; the host was reset.
     num_dropped_full: int = 0
     num_dropped_slow: int = 0
     num_dropped_failed: int = 0
     num_dropped_reset: int = 0
-    num_offered: int = 0
+    num_offered: int = 0  # Blocks that got a place on the host, or were dropped.
+    # Times that a host block was not stored because too few had asked for it
+    # (`OffloadRules.store_threshold`), or because it was in the tail of a prompt that
+    # no request had asked for (`max_unseen_blocks`).
     num_skipped: int = 0
+    # Blocks of requests that were not stored because nothing stored had been asked for
+    # (`pause_unused_stores`).
     num_paused: int = 0
-    num_evicted: int = 0
-    num_loads: int = 0
+    num_evicted: int = 0  # Host blocks that were evicted to make room for others.
+    num_loads: int = 0  # Loads that arrived, each for a request.
     num_loads_failed: int = 0
+    # Lookups whose load would have taken longer than to compute; a request that asks
+    # again counts again.
     num_loads_declined: int = 0
-    num_loaded: int = 0
-    num_copied: int = 0
-    num_storage_stored: int = 0
+    num_loaded: int = 0  # Blocks that came back from the host.
+    num_copied: int = 0  # Blocks that were copied on the device, instead of loaded.
+    num_storage_stored: int = 0  # Blocks that got to the store.
+    # Blocks for it that were not written: too many were in flight; the host had evicted
+    # them; the store failed or was late; the host was reset.
     num_storage_dropped_slow: int = 0
     num_storage_dropped_evicted: int = 0
     num_storage_dropped_failed: int = 0
     num_storage_dropped_reset: int = 0
-    num_storage_loaded: int = 0
-    num_storage_failed: int = 0
-    num_storage_found: int = 0
-    num_storage_evicted: int = 0
+    num_storage_loaded: int = 0  # Blocks that came from the store to the host.
+    num_storage_failed: int = 0  # Blocks that were missing there, damaged or late.
+    num_storage_found: int = 0  # Blocks that the store had when it was asked.
+    num_storage_evicted: int = 0  # Host blocks that the store was to delete.
+    # Times that nothing was fetched from the store, as computing was faster.
     num_fetches_declined: int = 0
-    num_device_hit_tokens: int = 0
-    num_device_query_tokens: int = 0
+    num_device_hit_tokens: int = 0  # Tokens of new requests found on the device.
+    num_device_query_tokens: int = 0  # Tokens of new requests, found or not.
+    # Tokens that the device's own prefix did not have: those that the host brought, or
+    # copies on the device; and all of them.
     num_host_hit_tokens: int = 0
     num_host_query_tokens: int = 0
 
     @property
     def num_storage_dropped(self) -> int:
-        """Blocks that were to be written to the store and were not."""
+        """Blocks for the store that were not written."""
         return (
             self.num_storage_dropped_slow
             + self.num_storage_dropped_evicted
@@ -113,24 +87,16 @@ class OffloadStats:
         )
 
     def with_storage(self, counts: TierCounts, num_evicted: int) -> OffloadStats:
-        """Copy these, with what became of blocks between the host and a store.
-
-        Args:
-            counts: All of that but `num_storage_evicted`.
-            num_evicted: That.
-        """
+        """Return a copy with the counts of blocks between the host and a store."""
         own = {f"num_storage_{name}": num for name, num in vars(counts).items()}
         return dataclasses.replace(self, num_storage_evicted=num_evicted, **own)
 
     def count_request(
         self, request: Request, num_local: int | None, num_external: int
     ) -> None:
-        """Count what a new request had found when it got its blocks.
+        """Count the tokens that a new request had found when it got its blocks.
 
-        Args:
-            request: The request.
-            num_local: Tokens found on the device; None if none was asked for.
-            num_external: Tokens that come from the host or are copied.
+        `num_local` is None if it did not look its prefix up.
         """
         if num_local is not None:
             num_tokens = request.num_tokens
@@ -142,9 +108,9 @@ class OffloadStats:
 
 @dataclasses.dataclass
 class TierCounts:
-    """What became of blocks between a tier and the next one down, in device blocks.
+    """Counts of device blocks between a tier and the next one down.
 
-    The fields are those of `OffloadStats` that begin with `num_storage_`.
+    `OffloadStats` has the same fields with the prefix `num_storage_`.
     """
 
     stored: int = 0
@@ -158,36 +124,20 @@ class TierCounts:
 
 
 class InTransit(NamedTuple):
-    """What is on its way now, in device blocks unless it says otherwise.
+    """Blocks in flight now, device blocks unless a field says otherwise."""
 
-    Attributes:
-        stores_waiting: Blocks with a place on the host that have not left yet.
-        stores_in_flight: Blocks that have left for the host.
-        host_blocks_written: Host blocks with a store that waits or is in flight.
-        loads_waiting: Blocks to be loaded for requests that have their device blocks.
-        loads_in_flight: Blocks that have left for the device.
-        host_blocks_read: Host blocks held for a load: offered, waiting or in flight.
-    """
-
-    stores_waiting: int
+    stores_waiting: int  # With a place on the host, not left yet.
     stores_in_flight: int
-    host_blocks_written: int
-    loads_waiting: int
+    host_blocks_written: int  # Host blocks of both.
+    loads_waiting: int  # For requests that have their device blocks.
     loads_in_flight: int
-    host_blocks_read: int
+    host_blocks_read: int  # Host blocks held for loads: offered, waiting, in flight.
 
 
 class Histogram:
-    """Counts values by size.
+    """Counts values by size. One thread adds to it; others may read meanwhile.
 
-    One thread adds to it; others may read meanwhile.
-
-    Args:
-        bounds: The largest value of each bucket but the last, ascending.
-
-    Attributes:
-        bounds: As given.
-        total: The sum of all values.
+    `bounds` are the largest value of each bucket except the last, ascending.
 
     Example:
         >>> sizes = Histogram([1.0, 10.0])
@@ -205,7 +155,7 @@ class Histogram:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many values each bucket has; the last those above all bounds."""
+        """The number of values in each bucket; the last has those above all bounds."""
         return tuple(self._counts)
 
     def add(self, value: float) -> None:
@@ -216,10 +166,7 @@ class Histogram:
             self._samples.append(value)
 
     def keep_samples(self) -> None:
-        """Keep the values from now on, for a reader that takes them every step.
-
-        Who does not, gets the last `MOST_SAMPLES`: they are not kept without end.
-        """
+        """Keep values from now on, at most `MOST_SAMPLES`, for `take_samples`."""
         if self._samples is None:
             self._samples = deque(maxlen=MOST_SAMPLES)
 
@@ -231,64 +178,47 @@ class Histogram:
         return samples
 
 
-class Delays:
-    """How long look-ups take, and how long requests wait for what they found.
-
-    Args:
-        clock: Seconds since some moment.
-
-    Attributes:
-        lookups: Seconds of each single look-up.
-        deferrals: Seconds from a look-up that was deferred until one that
-            gives an answer, or the end of the request.
-        loads: Seconds from the look-up that offered a load until it was reported to
-            have arrived, whatever it had to wait for.
-    """
+class Delays(Listener):
+    """Measures lookups, and how long requests wait for the blocks that they found."""
 
     _NOT_STATE = "lookups", "deferrals", "loads"
     _NOT_DIGESTED = True  # The times since when requests wait.
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.lookups = Histogram(LOOKUP_BUCKETS)
+        self.lookups = Histogram(LOOKUP_BUCKETS)  # Seconds of each single lookup.
+        # Seconds from a lookup that was deferred until one that is answered, or the end
+        # of the request; and from a lookup that offered a load until it had arrived.
         self.deferrals = Histogram(DELAY_BUCKETS)
         self.loads = Histogram(DELAY_BUCKETS)
-        self.clock = clock
-        # When the look-up of each request began that was put off, or offered a load.
+        self.clock = clock  # Returns seconds.
+        # When the lookup of each request began that was deferred, or offered a load.
         self._deferred_s: dict[str, float] = {}
         self._offered_s: dict[str, float] = {}
 
-    def note_lookup(
-        self, request_id: str, start_s: float, num_tokens: int | None, is_awaited: bool
-    ) -> None:
-        """Note a look-up that has just ended.
-
-        Args:
-            request_id: Whose it is.
-            start_s: When it began.
-            num_tokens: What it offered; None if it was deferred.
-            is_awaited: Whether the request is to wait for that.
-        """
+    def looked_up(self, lookup: Lookup) -> None:
+        """Measure a lookup that has just ended."""
+        request_id, start_s = lookup.request.request_id, lookup.start_s
         now_s = self.clock()
         self.lookups.add(now_s - start_s)
-        if num_tokens is None:
+        if lookup.num_tokens is None:
             self._deferred_s.setdefault(request_id, start_s)
             return
         if request_id in self._deferred_s:
             self._end_deferral(request_id, now_s)
-        if is_awaited:
+        if lookup.is_awaited:
             self._offered_s[request_id] = start_s
         else:
             self._offered_s.pop(request_id, None)
 
-    def note_loads(self, finished: Iterable[str], failed: Iterable[str]) -> None:
-        """Note loads that were reported to be over."""
+    def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:
+        """Measure loads that have ended."""
         for request_id in finished:
             self.loads.add(self.clock() - self._offered_s.pop(request_id))
         for request_id in failed:
             self._offered_s.pop(request_id, None)
 
-    def forget(self, request_id: str) -> None:
-        """Note that a request asks and waits no more."""
+    def left(self, request_id: str) -> None:
+        """End the deferral of a request that waits no more."""
         self._offered_s.pop(request_id, None)
         if request_id in self._deferred_s:
             self._end_deferral(request_id, self.clock())

@@ -1,4 +1,4 @@
-"""Blocks on their way to the host, from their place there to the last report."""
+"""Stores: blocks in flight to the host, from their place there to the last report."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys
-from jaxkv.scheduling.moves import Ledger, Move, Report
-from jaxkv.scheduling.prefix import Rows
+from jaxkv.scheduling.listening import Listeners
+from jaxkv.scheduling.moves import Budget, Ledger, Move, Report
+from jaxkv.scheduling.protocol import NO_EVENT
+from jaxkv.scheduling.requests import Rows
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.base import Placement, as_ids
 from jaxkv.tiers.device import DeviceBlockPool, Victims
@@ -29,27 +30,26 @@ _LOG = logging.getLogger(__name__)
 _PAUSE_SAMPLE = 16
 
 Store: TypeAlias = Move[list[int]]
-"""Device blocks, m of them for each row, on their way to the host."""
+"""Device blocks, m for each row, in flight to the host."""
+NO_STORES: dict[str, Any] = {
+    "store_event": NO_EVENT,
+    "store_device_blocks": (),
+    "store_host_blocks": (),
+}
+"""The fields of `OffloadMetadata` about stores, in a step without any."""
 
 
 class StoreSteps:
-    """Says in which steps blocks are stored, so that few transfers move many.
+    """Decides which steps store blocks, so that few transfers move many.
 
     Blocks that could be stored stay where they are until `OffloadRules.store_batch` of
     them have been computed, or the first has waited for `store_max_wait_steps`: what a
     running request holds is not evicted. That depends on counts alone, which are the
     same in all processes that serve one model.
-
-    Args:
-        groups: The groups of the model's layers.
-        rules: What the engine chose.
-
-    Attributes:
-        batch_blocks: How many blocks are stored at a time; 0 to store in each step.
     """
 
     def __init__(self, groups: tuple[GroupSpec, ...], rules: OffloadRules) -> None:
-        self.batch_blocks = rules.store_batch
+        self.batch_blocks = rules.store_batch  # 0 to store in each step.
         blocks_per_token = sum(1 / spec.block_size for spec in groups)
         self._batch_tokens = math.ceil(rules.store_batch / blocks_per_token)
         self._max_wait_steps = rules.store_max_wait_steps
@@ -61,10 +61,8 @@ class StoreSteps:
     def is_due(self, pool: DeviceBlockPool, *, must_store: bool) -> bool:
         """Whether blocks are stored in the step that begins.
 
-        Args:
-            pool: The device's blocks. Where a batch of them is not free, nothing waits:
-                what is held could be let go of at any time.
-            must_store: Whether to store in this step without waiting for a batch.
+        If less than a batch is free in the pool, nothing waits: what requests hold
+        could be released at any time.
         """
         return (
             must_store
@@ -74,7 +72,7 @@ class StoreSteps:
         )
 
     def begin(self, num_tokens: int, *, is_due: bool) -> None:
-        """Begin a step that computes some tokens."""
+        """Begin a step that computes `num_tokens`."""
         if is_due:
             self._num_tokens = 0
             self._steps_left = self._max_wait_steps
@@ -83,7 +81,7 @@ class StoreSteps:
         self.note_tokens(num_tokens)
 
     def note_tokens(self, num_tokens: int) -> None:
-        """Take note of tokens for which the device has allocated blocks."""
+        """Count tokens that the device has allocated blocks for."""
         self._num_tokens = min(self._num_tokens + num_tokens, self._batch_tokens)
 
 
@@ -94,34 +92,27 @@ class StorePause:
     last found something there. A sample of the requests is still stored, and stays for
     longer, as it has the host to itself: the first hit ends the pause. The last block
     of a prompt decides whether it is in the sample, because many prompts begin alike.
-
-    Args:
-        rules: What the engine chose.
-        num_host_blocks: Blocks of the host tier.
-        stats: Where it is counted what is offered, and found.
-
-    Attributes:
-        is_on: Whether stores are paused.
-        num_found_elsewhere: Counts what a shadow finds, for which no store is paused:
-            that ends the pause, too. None for no shadow.
+    Tokens that shadows find (`num_found_elsewhere`) end the pause, too.
     """
 
     def __init__(
-        self, rules: OffloadRules, num_host_blocks: int, stats: OffloadStats
+        self,
+        rules: OffloadRules,
+        num_host_blocks: int,
+        stats: OffloadStats,
+        num_found_elsewhere: Callable[[], int],
     ) -> None:
         self.is_on = False
-        self._most_unused = 2 * num_host_blocks * rules.blocks_per_host_block
+        self._max_unused = 2 * num_host_blocks * rules.blocks_per_host_block
         self._stats = stats
         self._num_offered = 0
         self._num_found = 0
-        self.num_found_elsewhere: Callable[[], int] | None = None
+        self._num_found_elsewhere = num_found_elsewhere
 
-    def leaves_out(self, keys: Sequence[BlockKey]) -> bool:
-        """Tell whether a request is not to be stored, by the keys of its prompt."""
+    def skips(self, keys: Sequence[BlockKey]) -> bool:
+        """Whether a request is not stored, by the keys of its prompt."""
         stats = self._stats
-        num_found = stats.num_host_hit_tokens
-        if self.num_found_elsewhere is not None:
-            num_found += self.num_found_elsewhere()
+        num_found = stats.num_host_hit_tokens + self._num_found_elsewhere()
         if num_found != self._num_found:
             self._num_found = num_found
             self._num_offered = stats.num_offered
@@ -130,7 +121,7 @@ class StorePause:
             self.is_on = False
         elif not self.is_on:
             num_unused = stats.num_offered - self._num_offered
-            self.is_on = num_unused >= self._most_unused
+            self.is_on = num_unused >= self._max_unused
             if self.is_on:
                 _LOG.info(
                     "%d blocks were stored and none was asked for: only one request in "
@@ -145,22 +136,8 @@ class Stores:
     """The stores of all requests, eager or lazy.
 
     A device block is held until its store has ended. It keeps its place in the order
-    of eviction meanwhile, so that a store changes nothing about what goes next.
-
-    Blocks are looked for in the steps that `StoreSteps` says.
-
-    Args:
-        host: The host tier.
-        rules: What the engine chose.
-        stats: Where stores that arrive and blocks that are dropped are counted.
-        on_arrival: Told the keys of what has arrived on the host.
-
-    Attributes:
-        num_changes: Counts what may have made room on the host.
-        stats: As given.
-        waiting: What has its place on the host, and has not left.
-        in_flight: What has left.
-        shadows: Told of what arrives; None if nothing is.
+    of eviction meanwhile, so that a store does not change what is evicted next.
+    `on_arrival` is called with the keys of blocks that have arrived on the host.
     """
 
     def __init__(
@@ -168,17 +145,19 @@ class Stores:
         host: BlockIndex,
         rules: OffloadRules,
         stats: OffloadStats,
+        listeners: Listeners,
         on_arrival: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
-        self.num_changes = 0
+        self.num_changes = 0  # Counts what may have made room on the host.
         self.stats = stats
+        self._listeners = listeners
         self._on_arrival = on_arrival
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
         # Whether holds, places and pins are one call, where the host can do that.
         self._is_plain = self._factor == 1 and rules.copy_on_device
-        self.shadows: Shadows | None = None
+        # What has its place on the host and has not left, and what has left.
         self.waiting = _no_blocks()
         self.in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
         # Rows in flight that the host tier has not forgotten.
@@ -202,24 +181,21 @@ class Stores:
     @property
     def is_congested(self) -> bool:
         """Whether as much waits as may be in flight at a time."""
-        most = self._rules.max_blocks_in_flight
-        return most is not None and len(self.waiting.sources) >= most
+        max_blocks = self._rules.max_blocks_in_flight
+        return max_blocks is not None and len(self.waiting.sources) >= max_blocks
 
     def place(
         self, pool: DeviceBlockPool, offer: Rows, *, is_head: bool
     ) -> tuple[int, bool]:
         """Find room on the host for blocks that it does not know.
 
-        Args:
-            pool: The device's blocks.
-            offer: What could be stored. What a device block does not contain, and what
-                the host has, counts as done.
-            is_head: Whether it begins with the head of a prefix. What the host has of
-                it then gets its place in the order of eviction.
+        Blocks that the device does not hold, or that the host has, count as done. An
+        offer that begins with the head of a prefix (`is_head`) is also put in order in
+        the host's order of eviction.
 
         Returns:
             How many rows are done, from the first on; and whether the device blocks
-            contain all of the rows.
+            hold all of the rows.
         """
         num = len(offer.keys)
         if not num:
@@ -252,15 +228,9 @@ class Stores:
         return num, is_held is None
 
     def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> bool:
-        """Find room on the host for blocks that the device is about to evict.
+        """Find room on the host for the device's next victims; return if for all.
 
-        Args:
-            pool: The device's blocks, rows of one.
-            victims: What it has just told of them. The host does not evict what they
-                have there to make room for the others.
-
-        Returns:
-            Whether it has found room for all.
+        The host does not evict copies of the victims to make room for the others.
         """
         bare = victims.block_ids[victims.rows]
 
@@ -279,7 +249,7 @@ class Stores:
         return self._halve(num, take) == num
 
     def _halve(self, num: int, take: Callable[[int], bool]) -> int:
-        """Take the first rows, or half of them, and so on; return how many.
+        """Store the first `num` rows, or half of them and so on; return how many.
 
         The tier places all or none, and the head of a prefix is worth having without
         its tail.
@@ -295,7 +265,7 @@ class Stores:
         placement: Placement | None,
         blocks: NDArray[np.int64],
     ) -> bool:
-        """Have what has found room wait; return whether all that was given has."""
+        """Pin blocks that have found room, which wait to leave; return if they have."""
         if placement is None:
             return False
         pool.pin(self._wait(placement, blocks))
@@ -304,7 +274,7 @@ class Stores:
     def _wait(
         self, placement: Placement, blocks: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Have what has found room wait to leave; return the device blocks of it."""
+        """Add blocks that have found room to those that wait; return their ids."""
         if placement.rows is not None:
             blocks = blocks[placement.rows]
         to_read = blocks.reshape(-1)
@@ -315,24 +285,19 @@ class Stores:
         waiting.sources += to_read.tolist()
         return to_read
 
-    def issue(self, num_blocks: int | None, in_flight: int) -> Store | None:
+    def issue(self, budget: Budget) -> dict[str, Any]:
         """Send out what has a place on the host, the first come first.
 
-        Args:
-            num_blocks: How many device blocks may leave; None for any number. A row
-                that is larger leaves if nothing else is in flight.
-            in_flight: Device blocks that are in flight, in either direction.
+        A row that is larger than the budget leaves if nothing else is in flight.
 
         Returns:
-            What leaves; None if that is nothing.
+            The fields of `OffloadMetadata` about stores.
         """
         waiting = self.waiting
-        num = len(waiting.keys)
-        if num_blocks is not None:
-            least = 0 if in_flight else 1
-            num = min(num, max(num_blocks // self._factor, least))
+        num_rows = max(budget.num_left // self._factor, not budget.in_flight)
+        num = min(len(waiting.keys), num_rows)
         if num == 0:
-            return None
+            return NO_STORES
         if num == len(waiting.keys):
             leaving, self.waiting = waiting, _no_blocks()
         else:
@@ -342,15 +307,18 @@ class Stores:
             del keys[:num], waiting.sources[:end], targets[:num]
         self.in_flight.issue([leaving])
         self._num_known_in_flight += num
-        return leaving
+        return {
+            "store_event": leaving.event,
+            "store_device_blocks": tuple(leaving.sources),
+            "store_host_blocks": tuple(leaving.targets),
+        }
 
     def report(
         self, pool: DeviceBlockPool, reports: Sequence[Report]
     ) -> tuple[list[int], list[int]]:
-        """Note what workers reported, which `Ledger.check` has let pass.
+        """Apply checked reports; return the events that arrived, and that failed.
 
-        Returns:
-            The events that are over on all workers: those that arrived, and others.
+        They are those that every worker has reported.
         """
         events: tuple[list[int], list[int]] = [], []
         stats = self.stats
@@ -368,14 +336,14 @@ class Stores:
                     self._host.complete_store(keys, False)
                     self._host.drops.note(keys, "store failed")
                     stats.num_dropped_failed += num_blocks
-                if self.shadows is not None:
-                    self.shadows.arrive(keys, ok=bool(store.ok))
+                for notify in self._listeners.stored:
+                    notify(keys, bool(store.ok))
             pool.unpin(store.sources)
             self.num_changes += 1
         return events
 
     def forget(self, pool: DeviceBlockPool) -> None:
-        """Let go of what waits; what is in flight holds its device blocks, no more."""
+        """Release what waits; what is in flight holds nothing but its device blocks."""
         pool.unpin(self.waiting.sources)
         for store in (self.waiting, *self.in_flight.moves.values()):
             if not store.is_stale:

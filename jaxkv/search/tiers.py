@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from jaxkv._util import check_whole, shown
 from jaxkv.search.groups import GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
-from jaxkv.tiers.base import Tier
 from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 
 Ids: TypeAlias = NDArray[np.int32]
@@ -43,7 +43,7 @@ class Match(NamedTuple):
     needed: list[NDArray[np.bool_]]  # bool[n] for each group: blocks of the prefix.
 
 
-def source_of(tier: Tier, blocks_per_row: int = 1) -> Source:
+def source_of(tier: BlockIndex | DeviceBlockPool, blocks_per_row: int = 1) -> Source:
     """Make a source of all blocks of a tier."""
     return Source(tier.find, blocks_per_row)
 

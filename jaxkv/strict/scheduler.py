@@ -19,7 +19,7 @@ from jaxkv.scheduling.protocol import (
     SchedulerOutput,
     tables_by_group,
 )
-from jaxkv.scheduling.request_keys import keys_by_group
+from jaxkv.scheduling.requests import keys_by_group
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention
 from jaxkv.strict.blocks import StrictError
@@ -85,7 +85,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Match a request; see `OffloadScheduler`."""
-        self._keys.check_lookup(request)
+        self._book.check_lookup(request)
         entry = self._requests.get(request.request_id)
         if entry is not None:
             self._check_same(request, entry)
@@ -114,7 +114,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, request: Request, block_ids: BlockTable, num_external_tokens: int
     ) -> list[list[int]]:
         """Record the device blocks of a request; see `OffloadScheduler`."""
-        self._keys.check_stores(request)
+        self._book.check_stores(request)
         name = request.request_id
         entry = self._requests.get(name)
         if entry is not None and entry.phase != "preempted":
@@ -206,7 +206,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, request: Request, block_ids: BlockTable | None = None
     ) -> tuple[bool, None]:
         """Record the end of a request; see `OffloadScheduler`."""
-        self._keys.check_stores(request)
+        self._book.check_stores(request)
         name = request.request_id
         tables = tables_by_group(
             [] if block_ids is None else block_ids, len(self.groups)

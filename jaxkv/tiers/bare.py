@@ -1,6 +1,6 @@
-"""A host tier that is only an index: what it would find, take and evict.
+"""A host tier that is only an index: what it would find, admit and evict.
 
-`jaxkv replay` serves traces with it, and the shadows of a tier that serves
+`jaxkv replay` serves traces with it, and the shadows of a serving tier
 (`jaxkv.scheduling.whatif.shadows`) their requests, by the rules of eager stores
 (`jaxkv.scheduling.eager`).
 """
@@ -23,48 +23,31 @@ block of the prefix."""
 
 @dataclasses.dataclass(slots=True)
 class Course:
-    """How far a request has come with a tier.
+    """How far a request has come with a tier."""
 
-    Attributes:
-        num_known: Its keys, from the first on, that were found, offered or refused.
-        is_ordered: Whether these have their place in the tier's order of eviction.
-        whole_at: `BareTier.num_lost` when the tier had all of them, from the head on;
-            -1 if that was never looked at.
-        is_refused: Whether there was no room for some.
-        mark: What `Executor.begin` returned.
-        num_found: Of its keys, those that its last look-up found.
-        under_way: Keys that have been stored, and where, until that is completed.
-    """
-
-    num_known: int = 0
-    is_ordered: bool = True
+    num_known: int = 0  # Its keys, from the first on, that were hits or offered.
+    is_ordered: bool = True  # Whether these are in order in the order of eviction.
+    # `BareTier.num_lost` when the tier had all of them, from the head on, or -1.
     whole_at: int = -1
-    is_refused: bool = False
-    mark: int = 0
-    num_found: int = 0
+    is_refused: bool = False  # Whether there was no room for some.
+    mark: int = 0  # What `Executor.begin` returned.
+    num_found: int = 0  # Keys that its last lookup found.
+    # Keys that are being stored, and where.
     under_way: list[tuple[Words, Store]] = dataclasses.field(default_factory=list)
 
 
 class BareTier:
-    """A tier without bytes.
+    """A tier without bytes, around an empty index.
 
-    Keys are u32[n, 8], C-contiguous and read-only, as executors take them.
-
-    Args:
-        executor: Its index, empty.
-
-    Attributes:
-        executor: As given.
-        num_stored: Blocks that it has taken.
-        num_evicted: Blocks that it has evicted.
-        num_lost: Blocks that have left it, evicted or not.
+    Keys are u32[n, 8], C-contiguous and read-only, as executors take them. `passes`
+    (bool[n]) says which of n keys may be stored; None for all.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.num_stored = 0
         self.num_evicted = 0
-        self.num_lost = 0
+        self.num_lost = 0  # Blocks that have left, evicted or not.
 
     def offer(
         self,
@@ -74,15 +57,9 @@ class BareTier:
         passes: NDArray[np.bool_] | None = None,
         start: int = 0,
     ) -> None:
-        """Offer what a request has computed and not offered before.
+        """Offer the keys of a request up to `end` that were not offered before.
 
-        Args:
-            course: The request's.
-            keys: All its keys.
-            end: How many of them, from the first on, are computed.
-            passes: bool[n]. Which of its keys, from `start` on, may be stored; None for
-                all.
-            start: A key that was offered before, or the first one that was not.
+        `passes` begins at `start`: a key that was offered before, or the first new one.
         """
         first = course.num_known
         if first >= end:
@@ -109,15 +86,7 @@ class BareTier:
         *,
         can_store: bool = True,
     ) -> None:
-        """Offer all of a request again at its end, unless the tier has it.
-
-        Args:
-            course: As of `offer`, like those that follow.
-            keys: All its keys.
-            end: How many of them are computed.
-            passes: bool[n]. Which may be stored; None for all.
-            can_store: Whether anything may be stored now.
-        """
+        """Offer all of a request again at its end, unless the tier has it."""
         is_whole = course.whole_at == self.num_lost and course.num_known == end
         if not end or (is_whole and course.is_ordered):
             return
@@ -132,15 +101,10 @@ class BareTier:
     def place(
         self, keys: Words, passes: NDArray[np.bool_] | None = None
     ) -> tuple[int, tuple[Words, Store] | None]:
-        """Store what there is room for, all or half and so on, as `Stores.place` does.
+        """Store all keys or half of them and so on.
 
-        Args:
-            keys: What could be stored.
-            passes: bool[n]. Which of it may be; None for all.
-
-        Returns:
-            How many keys are done, from the first on; and those that may be stored, and
-            where, None if there are none.
+        Returns how many are done, from the first on; and those that may be stored, and
+        where, None if there are none.
         """
         num = len(keys)
         while num:
@@ -165,7 +129,7 @@ class BareTier:
         return store
 
     def complete(self, keys: Words, *, ok: bool) -> None:
-        """End the stores of keys; if they failed, their blocks are forgotten."""
+        """End the stores of keys; if they failed, forget the blocks."""
         ended = self.executor.complete_store(keys, ok)
         if not ok:
             self.num_lost += int(ended.sum())
@@ -176,7 +140,7 @@ class BareTier:
 
 
 def those_of(keys: Words, passes: NDArray[np.bool_]) -> Words:
-    """Choose the keys that may be stored."""
+    """Return the keys that may be stored."""
     if passes.all():
         return keys
     chosen = keys[passes]

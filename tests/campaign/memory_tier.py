@@ -27,7 +27,6 @@ class Memory:
         self.rows = np.zeros((num_blocks, self.host_payload_bytes), np.uint8)
 
     def read_host(self, blocks):
-        """Give the bytes of blocks as they are now."""
         rows = self.rows[list(blocks)]
         return SimpleNamespace(
             num_blocks=len(rows),
@@ -36,7 +35,6 @@ class Memory:
         )
 
     def write_host(self, blocks, payloads):
-        """Take the bytes of blocks."""
         for block, payload in zip(blocks, payloads, strict=True):
             self.rows[block] = payload
         return SimpleNamespace(is_over=True, error=None)
@@ -59,7 +57,6 @@ class MemoryMover:
         return len(self._fetches)
 
     def start(self, moves):
-        """Start what a step asks for."""
         for batch in moves.writes if moves else ():
             held = self._engine.read_host(batch.upper_blocks)
             for index, block in enumerate(batch.lower_blocks):
@@ -90,13 +87,11 @@ class MemoryMover:
         self._fetches = under_way
 
     def take_reports(self, max_found_keys=0):
-        """Hand out what is over."""
         report = TierReport(tuple(self._fetched), tuple(self._written))
         self._fetched, self._written = [], []
         return (report,) if report.fetched or report.written else ()
 
     def wait(self):
-        """Wait until all fetches are over."""
         while self._fetches:
             self.advance()
 

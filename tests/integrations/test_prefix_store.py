@@ -708,7 +708,7 @@ def test_a_load_that_is_interrupted_at_any_line_leaves_nothing_pinned(make):
     keep(store, prompt)
     root = pathlib.Path(prefix_store.__file__).parents[1]
     places = [str(root), threading.__file__, concurrent.futures.__path__[0]]
-    num_interrupted, left = 0, 0
+    num_interrupted, left, before = 0, 0, sys.gettrace()
 
     def trace(frame, event, _):
         nonlocal left
@@ -733,7 +733,7 @@ def test_a_load_that_is_interrupted_at_any_line_leaves_nothing_pinned(make):
         except KeyboardInterrupt:
             num_interrupted += 1
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
     assert num_interrupted > 20
     check_hit(hit, prompt)
     # The loads that nobody waits for are over before it: all blocks can be evicted.

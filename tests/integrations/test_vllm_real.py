@@ -14,13 +14,12 @@ import pytest
 
 from jaxkv import ConnectorOutput
 from jaxkv.integrations.vllm.config import ConnectorConfig
-from tests.rigs.fake_engine import Unreliable
+from tests.rigs.fake_engine import Unreliable, reference
 from tests.rigs.real_vllm import (
     BLOCK_SIZE,
     CONNECTOR,
     NUM_STATES,
     engine_maker,
-    reference,
 )
 
 pytestmark = [

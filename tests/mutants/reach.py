@@ -51,7 +51,7 @@ class Recorder:
         self._watch_compiled_functions()
 
     def _watch_compiled_functions(self) -> None:
-        """Note each call of a function that was made ready, and for what state."""
+        """Record each call of a function that was made ready, and its states."""
         make = compiling.entry_point
 
         def watched(function: Any, *arguments: Any) -> Any:

@@ -9,7 +9,7 @@ from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
 
 def auto_at_once():
     """Constants of `whatif.auto` that let it change policy at any lead."""
-    shares = {"SHARE_OF_HOST": 0.0, "LEAST_SHARE": 0.0}
+    shares = {"SHARE_OF_HOST": 0.0, "MIN_SHARE": 0.0}
     return {"CHECK_EVERY": 4, "PATIENCE": 1, **shares}
 
 

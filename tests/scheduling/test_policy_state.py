@@ -65,10 +65,10 @@ def test_an_engine_goes_on_with_what_another_has_learned(path, executor):
 
 
 def test_with_auto_its_shadow_learns_while_another_serves_and_goes_on_too(path):
-    shadows = served(path, "auto")._shadows
+    shadows = served(path, "auto")._whatif.shadows
     executor, _ = shadows.learned_by("hazard")
     after = make(path, "auto")
-    for own in (after._manager.executor, after._shadows.learned_by("hazard")[0]):
+    for own in (after._manager.executor, after._whatif.shadows.learned_by("hazard")[0]):
         np.testing.assert_array_equal(
             own.state.policy.reuse.touches, executor.state.policy.reuse.touches
         )
@@ -102,7 +102,8 @@ def test_a_reset_forgets_blocks_and_not_what_was_learned(path, rules, has_file):
 
 def tables_of(scheduler):
     """What each policy has learned that learns."""
-    tiers = [] if scheduler._shadows is None else scheduler._shadows._tiers
+    shadows = getattr(scheduler._whatif, "shadows", None)
+    tiers = [] if shadows is None else shadows._tiers
     states = [own.executor.state.policy for own in (scheduler._manager, *tiers)]
     states = [getattr(own, "inner", own) for own in states]
     learned = [own.reuse for own in states if hasattr(own, "reuse")]

@@ -361,7 +361,7 @@ def test_a_request_that_no_file_has_room_for_is_dropped_and_counted(path, caplog
 def test_what_the_queue_has_no_room_for_is_dropped_and_nobody_waits(
     path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(record_module, "_MOST_QUEUED_BLOCKS", 100)
+    monkeypatch.setattr(record_module, "_MAX_QUEUED_BLOCKS", 100)
     is_blocked, goes_on = threading.Event(), threading.Event()
     recorder, write = described(path), os.write
 
@@ -526,7 +526,7 @@ def test_what_cannot_be_recorded_to_is_refused_in_one_line(tmp_path):
         ("folder", "Is a directory"),
         ("pipe", "No such device or address"),
         ("/dev/null", "it is no plain file"),
-        ("nul\0l", "embedded null byte"),
+        ("nul\0l", "embedded null"),
     ):
         with pytest.raises((OSError, ValueError), match=reason) as refusal:
             TraceRecorder(os.path.join(tmp_path, name))

@@ -7,8 +7,9 @@ import pytest
 
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys, key_from_foreign, keys_to_words
-from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.requests import Requests
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.tiers.index import BlockIndex
 from tests.rigs.offload_rig import (
     BLOCK_SIZE,
     FULL,
@@ -68,7 +69,8 @@ def test_packed_keys_are_those_of_a_request_after_any_rewriting():
         rng = random.Random(7)
         groups = (FULL * 2)[:num_groups]
         request = make_request("r", groups=groups)
-        keys, path, seen = RequestKeys(groups, OffloadRules()), [], []
+        requests = Requests(groups, OffloadRules(), BlockIndex(1, 1))
+        path, seen = [], []
         for _ in range(150):
             if rng.random() < 0.3:
                 del path[rng.randrange(len(path) + 1) :]
@@ -82,7 +84,7 @@ def test_packed_keys_are_those_of_a_request_after_any_rewriting():
             else:
                 for own, other in zip(request.block_keys_by_group, now, strict=True):
                     own[:] = other
-            before, packed = seen[-1:], keys.of(request)
+            before, packed = seen[-1:], requests.of(request)
             assert packed == now
             for own in packed:
                 words = keys_to_words([key_from_foreign(key) for key in own])

@@ -22,7 +22,7 @@ def check_same(scheduler):
     assert same.num_stored >= same.num_evicted > 100
     assert same.num_asked_tokens > found[0]
     assert larger.num_found_tokens > found[0] > 0
-    states = scheduler._manager.executor, scheduler._shadows._tiers[0].executor
+    states = scheduler._manager.executor, scheduler._whatif.shadows._tiers[0].executor
     jax.tree.map(np.testing.assert_array_equal, *[own.state for own in states])
 
 
@@ -81,8 +81,8 @@ def test_shadows_of_a_sample_let_go_of_all_they_hold_and_store(mode, monkeypatch
         assert count.error_tokens > 0
     traffic.rig.settle()
     traffic.rig.end()
-    assert not scheduler._shadows._held
-    for tier in scheduler._shadows._tiers:
+    assert not scheduler._whatif.shadows._held
+    for tier in scheduler._whatif.shadows._tiers:
         assert not np.asarray(tier.executor.state.ref_cnt).any()
 
 

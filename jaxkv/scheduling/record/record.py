@@ -7,10 +7,10 @@ A file has one JSON object a line, first one about the file itself, then one a r
      "ids": [4711, 815, ...], "out_ids": [42, 99]}
 
 No token is written, and no key of a block: an id is a keyed hash of a block's key, by a
-random secret that is not kept (`jaxkv.keys.keyed`). docs/sizing.md says what each field
-is, and what a file reveals.
+random secret that is not kept (`jaxkv.keys.keyed`). docs/sizing.md describes the
+fields, and what a file reveals.
 
-A step hands over references and never waits. A thread hashes, formats and writes, about
+A step queues references and never waits. A thread hashes, formats and writes them about
 twice a second. What it cannot write, or has no room for in its queue, is dropped and
 counted.
 """
@@ -38,7 +38,7 @@ from jaxkv.scheduling.record.trace_file import TraceFile
 from jaxkv.types import STOPS, BlockKey, Stop
 
 FORMAT = "jaxkv trace 1"
-"""What the first line of a file says that it is."""
+"""The format that the first line of a file names."""
 
 DEFAULT_MAX_BYTES = 256 << 20
 DEFAULT_MAX_FILES = 4
@@ -46,14 +46,13 @@ LEAST_MAX_BYTES = 1 << 20
 """A file has room for a request of 800,000 tokens in blocks of 16."""
 
 LEAST_KEY_BYTES = 16
-"""What a secret must have at least, which others must not guess."""
+"""The shortest secret that others cannot guess."""
 
 _WRITE_EVERY_S = 0.5
-_MOST_QUEUED_BLOCKS = 1 << 18
-_MOST_QUEUED_REQUESTS = 1 << 14
+_MAX_QUEUED_BLOCKS = 1 << 18
+_MAX_QUEUED_REQUESTS = 1 << 14
 _PIECE_BYTES = 1 << 18
-# How many ids are formatted at a time. Another thread that wants to go on waits so
-# long, some 0.1 ms.
+# Ids that are formatted at a time: for so long, some 0.1 ms, other threads wait.
 _IDS_AT_A_TIME = 1024
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -61,38 +60,22 @@ _log = logging.getLogger("jaxkv")
 
 
 class RecordStats(NamedTuple):
-    """How many requests a recorder wrote.
+    """How many requests a recorder wrote."""
 
-    Attributes:
-        num_written: Requests in the file, or in one that was rotated away.
-        num_dropped: Requests that are not, as the disk was full or too slow.
-    """
-
-    num_written: int = 0
-    num_dropped: int = 0
+    num_written: int = 0  # In the file, or in one that was rotated away.
+    num_dropped: int = 0  # Not written, as the disk was full or too slow.
 
 
 class _Request(NamedTuple):
-    """A request as it goes to the thread.
+    """A request on its way to the thread."""
 
-    Attributes:
-        time_us: When it began, from the recorder's first moment on.
-        keys: The keys of its blocks, of the prompt and behind it.
-        input_tokens: Tokens of its prompt.
-        output_tokens: Tokens that it generated; None if that is not known.
-        num_computed: Of all these, those whose KV there was; None likewise.
-        device_tokens: Tokens that were found on the device; None likewise.
-        host_tokens: Tokens that came from the host beside them; None likewise.
-        stop: Why it stopped.
-    """
-
-    time_us: int
-    keys: Sequence[BlockKey]
+    time_us: int  # When it began, since the recorder did.
+    keys: Sequence[BlockKey]  # Of its blocks, of the prompt and behind it.
     input_tokens: int
-    device_tokens: int | None
-    host_tokens: int | None
+    device_tokens: int | None  # Found on the device; None if unknown.
+    host_tokens: int | None  # In addition, from the host; None if unknown.
     output_tokens: int | None = None
-    num_computed: int | None = None
+    num_computed: int | None = None  # Tokens, of all these, that had KV.
     stop: Stop | None = None
 
 
@@ -105,14 +88,14 @@ class TraceRecorder(Resource):
     are written with what is known of them. A process that was forked records nothing.
 
     Args:
-        path: The file; compressed if its name ends in ".gz". One that is there already
-            is kept as FILE.1. Only its owner can read it.
+        path: The file; compressed if its name ends in ".gz". An existing one is kept as
+            FILE.1. Only its owner can read it.
         max_bytes: Most bytes of a file, such as ``"256MiB"``.
         max_files: How many are kept: FILE, FILE.1 and so on.
         key_file: A file with the secret of the hash, for files of several engines that
-            can be replayed together; made if it is not there. None for a random
+            can be replayed together; made if it does not exist. None for a random
             secret that is written nowhere.
-        clock: Seconds since some moment.
+        clock: Returns seconds.
 
     Raises:
         OSError: A file cannot be written or read, or another process records to it.
@@ -167,12 +150,12 @@ class TraceRecorder(Resource):
     def describe(
         self, block_size: int, *, keys_per_id: int = 1, **facts: str | int | None
     ) -> None:
-        """Say what engine it is; once, before the first request.
+        """Describe the engine; once, before the first request.
 
         Args:
             block_size: Tokens of the blocks that ids stand for.
             keys_per_id: Keys of a request for each of them; the last one counts.
-            facts: What more the files are to begin with.
+            facts: More fields of each file's first line.
 
         Raises:
             ValueError: The recorder serves an engine already.
@@ -194,14 +177,15 @@ class TraceRecorder(Resource):
         device_tokens: int | None = None,
         host_tokens: int | None = None,
     ) -> None:
-        """Note that a request begins.
+        """Record that a request begins.
 
         Args:
-            name: Which; not written.
+            name: The request's name, which is not written.
             keys: The keys of its blocks. The list is read later: it may only grow.
             input_tokens: Tokens of its prompt.
             device_tokens: Tokens that it found on the device; None if not looked up.
-            host_tokens: Tokens that come from the host beside them; None likewise.
+            host_tokens: Tokens that come from the host in addition; None if not looked
+                up.
         """
         self._open[name] = _Request(
             self._now_us(), keys, input_tokens, device_tokens, host_tokens
@@ -215,15 +199,15 @@ class TraceRecorder(Resource):
         num_computed: int | None = None,
         stop: Stop | None = None,
     ) -> None:
-        """Note that a request is over, by itself or by abort.
+        """Record that a request has finished, by itself or by abort.
 
         Args:
-            name: Which; nothing happens if it is not known to have begun.
+            name: The request's name; nothing happens if it has not begun.
             keys: The keys of all its blocks, which may only grow, too; None if there
                 are no more than at first.
-            num_tokens: Its tokens, prompt and generated; None if that is not known.
-            num_computed: Those whose KV there was; None likewise.
-            stop: Why it stopped, if that is known.
+            num_tokens: Its tokens, prompt and generated; None if unknown.
+            num_computed: Those that had KV; None if unknown.
+            stop: Why it stopped, if known.
         """
         request = self._open.pop(name, None)
         if request is None:
@@ -240,18 +224,18 @@ class TraceRecorder(Resource):
         self._writer.put(request)
 
     def flush(self) -> None:
-        """Wait until all requests that are over have been written, or dropped."""
+        """Wait until all finished requests have been written, or dropped."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what there is, and close the file. Requests are ignored from then on.
+        """Write all requests, and close the file. Later ones are ignored.
 
         Waits for the disk, but no longer than ten seconds.
         """
         self._finalizer()
 
     def _now_us(self) -> int:
-        """Tell the time; never the same twice, so that it is an order, too."""
+        """Return the time; never the same twice, so that it is an order, too."""
         now_us = int(1e6 * (self._clock() - self._start_s))
         self._last_us = max(now_us, self._last_us + 1)
         return self._last_us
@@ -265,24 +249,12 @@ def _end(writer: _Writer, unfinished: dict[str, _Request]) -> None:
 
 
 class _Writer:
-    """The thread, and what goes to it. It does not know the recorder, which may go.
-
-    Args:
-        path: The file.
-        max_bytes: Most bytes of a file.
-        max_files: How many are kept.
-        secret: Of the hash of keys.
-
-    Attributes:
-        facts: What a file says of the engine; empty until that is known.
-        keys_per_id: Keys of a request for each of its ids.
-        num_written: Requests that were written.
-        num_dropped: Requests that were not.
-    """
+    """The thread and its queue. The recorder, to which nothing refers, may be freed."""
 
     def __init__(
         self, path: str, max_bytes: int, max_files: int, secret: bytes
     ) -> None:
+        # Fields about the engine in each file's first line; empty until described.
         self.facts: dict[str, str | int] = {}
         self.keys_per_id = 1
         self.num_written = 0
@@ -293,17 +265,17 @@ class _Writer:
         self._file = TraceFile(path, max_bytes, max_files, self._header)
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
-        # Guards what follows; it is never held for long. Reentrant, as the collector of
-        # garbage may close a recorder at any time.
+        # Guards what follows; never held for long. Reentrant, as the garbage collector
+        # may close a recorder at any time.
         self._changed = threading.Condition(threading.RLock())
         self._queue: list[_Request] = []
         self._num_blocks = 0
         self._num_refused = 0
         self._num_put = self._num_done = 0
-        self._hurries = False
+        self._is_urgent = False
         self._is_closed = False
-        # Of the thread alone: what the file does not say yet that it lacks.
-        self._num_unsaid = 0
+        # Used by the thread alone: dropped requests that the file does not count yet.
+        self._num_uncounted = 0
         self._outage = OutageLog(
             _log,
             f"requests are not recorded to {path}",
@@ -311,10 +283,7 @@ class _Writer:
         )
 
     def start(self, facts: dict[str, str | int]) -> None:
-        """Start the thread, now that it is known what the files begin with.
-
-        Not with the first request, whose step would wait for it.
-        """
+        """Start the thread, so that the first request's step need not wait for it."""
         self.facts = facts
         self._has_thread()
 
@@ -334,12 +303,7 @@ class _Writer:
             return self._thread is not None
 
     def put(self, request: _Request, *, is_last: bool = False) -> None:
-        """Hand a request over; it is dropped if the thread cannot keep up.
-
-        Args:
-            request: The request.
-            is_last: Whether the file is about to be closed, so that there is time.
-        """
+        """Queue a request; drop it if the thread cannot keep up, except at the end."""
         if os.getpid() != self._pid:
             return
         num_blocks = len(request.keys)
@@ -347,8 +311,8 @@ class _Writer:
             if self._is_closed:
                 return
             has_room = (
-                self._num_blocks + num_blocks <= _MOST_QUEUED_BLOCKS
-                and len(self._queue) < _MOST_QUEUED_REQUESTS
+                self._num_blocks + num_blocks <= _MAX_QUEUED_BLOCKS
+                and len(self._queue) < _MAX_QUEUED_REQUESTS
             )
             if has_room or is_last or not self._queue:
                 self._queue.append(request)
@@ -356,23 +320,23 @@ class _Writer:
                 self._num_put += 1
             else:
                 self._num_refused += 1
-            self._hurries |= 2 * self._num_blocks > _MOST_QUEUED_BLOCKS
-            if self._hurries or len(self._queue) == 1:
+            self._is_urgent |= 2 * self._num_blocks > _MAX_QUEUED_BLOCKS
+            if self._is_urgent or len(self._queue) == 1:
                 self._changed.notify_all()
         self._has_thread()
 
     def flush(self) -> None:
-        """Wait until all that was put has been written or dropped."""
+        """Wait until all queued requests have been written or dropped."""
         if os.getpid() != self._pid or not self._has_thread():
             return
         with self._changed:
             num_put = self._num_put
-            self._hurries = True
+            self._is_urgent = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._num_done >= num_put)
 
     def close(self) -> None:
-        """Write all that was put, and close the file."""
+        """Write all queued requests, and close the file."""
         if os.getpid() != self._pid:
             return  # The file is the parent's.
         with self._changed:
@@ -390,14 +354,14 @@ class _Writer:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closed)
                 self._changed.wait_for(
-                    lambda: self._hurries or self._is_closed, _WRITE_EVERY_S
+                    lambda: self._is_urgent or self._is_closed, _WRITE_EVERY_S
                 )
-                self._hurries = False
+                self._is_urgent = False
             self._write_queue()
         self._end()
 
     def _end(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the rest of the queue, and close the file."""
         if self.facts:
             self._write_queue()
         try:
@@ -406,7 +370,7 @@ class _Writer:
             self._outage.begin(error.strerror)
 
     def _write_queue(self) -> None:
-        """Write what there is now."""
+        """Write all that is queued now."""
         with self._changed:
             queue, self._queue = self._queue, []
             num_refused, self._num_refused = self._num_refused, 0
@@ -416,25 +380,21 @@ class _Writer:
             if texts:
                 self._write(texts)
             with self._changed:
-                self._num_blocks -= sum(len(each.keys) for each in requests)
+                self._num_blocks -= sum(len(request.keys) for request in requests)
                 self._num_done += len(requests)
                 self._changed.notify_all()
 
     def _pieces(
         self, queue: Sequence[_Request]
     ) -> Iterator[tuple[list[_Request], list[bytes]]]:
-        """Format requests, as many at a time as are written at once.
-
-        Yields:
-            Some requests and their lines, but for what is no request.
-        """
+        """Yield requests and their lines, as many at a time as are written at once."""
         requests: list[_Request] = []
         texts: list[bytes] = []
         for request in queue:
             requests.append(request)
             try:
                 texts.append(self._line_of(request))
-            except Exception as error:  # It is no reason to stop an engine.
+            except Exception as error:  # A wrong request must not stop an engine.
                 self._drop(1, repr(error))
             if sum(map(len, texts)) >= _PIECE_BYTES:
                 yield requests, texts
@@ -444,20 +404,20 @@ class _Writer:
 
     def _write(self, texts: Sequence[bytes]) -> None:
         lines = list(texts)
-        if self._num_unsaid:
-            lines.insert(0, _line({"dropped": self._num_unsaid}))
+        if self._num_uncounted:
+            lines.insert(0, _line({"dropped": self._num_uncounted}))
         try:
             self._file.append(b"".join(lines))
         except OSError as error:
             self._drop(len(texts), error.strerror or str(error))
         else:
             self.num_written += len(texts)
-            self._num_unsaid = 0
+            self._num_uncounted = 0
             self._outage.end()
 
     def _drop(self, num: int, why: str) -> None:
         self.num_dropped += num
-        self._num_unsaid += num
+        self._num_uncounted += num
         self._outage.begin(why)
 
     def _header(self, num_before: int) -> bytes:
@@ -477,7 +437,7 @@ class _Writer:
         )
 
     def _line_of(self, request: _Request) -> bytes:
-        # One line that no reader takes would make the whole file useless.
+        # One line that no reader accepts would make the whole file useless.
         check_whole(0, input_tokens=request.input_tokens)
         if request.stop not in STOPS:
             raise ValueError(f"stop={shown(request.stop)} must be one of {STOPS}.")
@@ -497,14 +457,14 @@ class _Writer:
         parts = [json.dumps(known, default=int)[:-1], ', "ids": ']
         parts += _as_list(ids[:num_prompt])
         if request.num_computed is not None:
-            behind = ids[num_prompt : request.num_computed // block_size]
-            if behind.size:
-                parts += [', "out_ids": ', *_as_list(behind)]
+            out_ids = ids[num_prompt : request.num_computed // block_size]
+            if out_ids.size:
+                parts += [', "out_ids": ', *_as_list(out_ids)]
         return "".join([*parts, "}\n"]).encode()
 
 
 def _as_list(ids: Any) -> Iterator[str]:
-    """Format numbers as a JSON list, and let other threads go on now and then."""
+    """Format numbers as a JSON list, and let other threads run now and then."""
     yield "["
     for start in range(0, len(ids), _IDS_AT_A_TIME):
         if start:
@@ -527,8 +487,8 @@ def _read_secret(path: str) -> bytes:
     """
     try:
         if not os.path.exists(path):
-            # Under another name first, as others may read it at the same moment.
-            # Its name is new: it is no link to another file.
+            # Under another name first, as others may read it at the same moment. The
+            # name is new, and so no link to another file.
             draft = f"{path}.{secrets.token_hex(8)}"
             is_new = os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
             fd = os.open(draft, os.O_WRONLY | is_new, 0o600)

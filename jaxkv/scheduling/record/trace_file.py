@@ -1,9 +1,9 @@
 """The file that requests are recorded in: of bounded size, whole, and of one process.
 
-Where a file has no room for the next part, FILE becomes FILE.1, FILE.1 becomes
-FILE.2, and a new FILE begins. A file is locked while it is written, so that no two
-processes write one. What could be written in part only, as the disk is full, is taken
-back. A file whose name ends in ".gz" is a row of gzip members, each whole: whoever is
+If a file has no room for the next part, FILE becomes FILE.1, FILE.1 becomes FILE.2, and
+a new FILE begins. A file is locked while it is written, so that no two processes write
+one. A part that could not be written whole, as the disk is full, is cut off again. A
+file whose name ends in ".gz" is a row of gzip members, each whole: a process that is
 killed leaves a file that can be read up to its last member.
 """
 
@@ -27,13 +27,10 @@ _LEVEL = 6  # Of gzip: twice as fast as the default, and the files are as small.
 
 
 class TraceFile:
-    """Appends to a file, and begins another one where that is full.
+    """Appends to a file, and begins another one when it is full.
 
-    Args:
-        path: The file. One that is there already is rotated away.
-        max_bytes: Most bytes of a file.
-        max_files: How many are kept, the one that is written among them.
-        header: Writes what a file begins with; it is told how many came before.
+    An existing file is rotated away. `header` returns how a file begins, given how many
+    came before.
 
     Raises:
         OSError: The file cannot be written, or another process writes it. The message
@@ -92,7 +89,7 @@ class TraceFile:
         self._write(piece)
 
     def close(self) -> None:
-        """Close the file, which lets others have it."""
+        """Close the file, so that others may write it."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1  # Closed even if that fails.
             os.close(fd)
@@ -106,14 +103,14 @@ class TraceFile:
             while done < len(piece):
                 done += os.write(self._fd, piece[done:])
         except OSError:
-            self._take_back()
+            self._cut_off()
             raise
         if not self._num_bytes:
             self._num_begun += 1
         self._num_bytes += done
 
-    def _take_back(self) -> None:
-        """Cut the file behind its last whole line; if that fails, leave the file."""
+    def _cut_off(self) -> None:
+        """Cut the file behind its last whole line; if that fails, close it."""
         try:
             os.ftruncate(self._fd, self._num_bytes)
             os.lseek(self._fd, self._num_bytes, os.SEEK_SET)
@@ -122,8 +119,8 @@ class TraceFile:
                 self.close()
 
     def _begin(self) -> None:
-        """Begin a file that is not there yet."""
-        # Whoever may read it learns when who shares which prefix.
+        """Begin a file that does not exist yet."""
+        # A reader would learn when who shares which prefix.
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             _lock(fd)
@@ -141,11 +138,11 @@ class TraceFile:
         except FileNotFoundError:
             return
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise ValueError("it is no plain file")
             _lock(fd)
-            if found.st_size:
+            if status.st_size:
                 self._rotate()
             else:
                 os.unlink(self.path)

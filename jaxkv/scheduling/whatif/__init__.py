@@ -1,1 +1,1 @@
-"""What other policies and host sizes would have found, and the choice made by it."""
+"""Shadows of other policies and host sizes, and the choice of a policy by them."""

@@ -2,17 +2,17 @@
 
 A key is in the sample by its own bits, so that all its uses are, or none; a tier with
 as small a share of the blocks then finds about the same share of the sampled keys
-(spatial sampling: SHARDS, Waldspurger et al., FAST '15). Prefixes fit that: of blocks
-that are found only with all those before them, as many of the sampled ones are found.
+(spatial sampling: SHARDS, Waldspurger et al., FAST '15). That holds for prefixes, too,
+whose blocks are found only with all blocks before them.
 
-A key also stands for its whole prefix. So of each `_STRATUM` blocks in a row one can be
-taken, by the bits of the first of them: then the sample has as much of each prompt, and
-is asked for as large a share of all as it has of the blocks. Where many prompts have
-that first block in common, each key goes by its own bits.
+A key also stands for its whole prefix. So one of each `_STRATUM` blocks in a row can be
+chosen, by the bits of the first of them: then the sample has as much of each prompt,
+and is asked for as large a share of all as it has of the blocks. Where many prompts
+have that first block in common, each key goes by its own bits.
 
-What a few keys get of all uses, such as the blocks that all prompts begin with, no such
-sample can tell: it has them or not. Keys that are asked for `_OFTEN` times while the
-smallest tier could be filled once are taken out of it. They are there whatever the
+No such sample can measure how many uses a few hot keys get, such as the blocks that all
+prompts begin with: it has them or not. Keys that are asked for `_OFTEN` times while the
+smallest tier could be filled once are left out of it. They are resident whatever the
 policy, and each counts once, not as often as a sampled key stands for.
 """
 
@@ -29,32 +29,24 @@ NUM_GROUPS = 16
 """Parts of the sample, by which its error is estimated."""
 
 _OFTEN = 4
-_LEAST_COUNT = 16
-# Fillings of the smallest tier, and keys, after which counts are halved.
-_MOST_COUNTED, _MOST_KEYS = 64, 1 << 16
+_MIN_COUNT = 16
+# Fillings of the smallest tier, and keys, beyond which counts are halved.
+_MAX_FILLINGS, _MAX_KEYS = 64, 1 << 16
 _STRATUM = 32
 _SAMPLE, _GROUP, _OFFSET = 7, 6, 5  # Words of a key that directories do not go by.
 
 
 class KeySample:
-    """Chooses keys.
+    """Chooses one key in ``2**bits``, for tiers of at least `min_blocks` blocks."""
 
-    Args:
-        bits: One key in ``2**bits`` is chosen.
-        least_blocks: Blocks of the smallest tier that the sample is for.
-
-    Attributes:
-        bits: As given.
-    """
-
-    def __init__(self, bits: int, least_blocks: int) -> None:
+    def __init__(self, bits: int, min_blocks: int) -> None:
         self.bits = bits
         self._mask = np.uint32((1 << bits) - 1)
         # Each stratum of this many consecutive keys offers one key; where the rate is
         # lower than that, the bits of the offered key decide whether it is sampled.
         self._stratum = min(1 << bits, _STRATUM)
         self._rest = (1 << bits) // self._stratum - 1
-        self._least_blocks = least_blocks
+        self._min_blocks = min_blocks
         # How many requests began with the prefix up to a key. Each adds a key at most,
         # behind those that are known (as LZ78 does).
         self._counts: dict[BlockKey, int] = {}
@@ -66,13 +58,10 @@ class KeySample:
         return rows
 
     def choose_of_prefix(self, words: Words, num_hot: int, first: int = 0) -> list[int]:
-        """List the rows of the keys of a prefix that are in the sample.
+        """List the rows of a prefix, u32[n, 8], that are in the sample.
 
-        Args:
-            words: u32[n, 8]. All keys of the prefix.
-            num_hot: How many keys, the first ones, are the hottest: these are not.
-            first: The first key to choose from; which one is chosen of a stratum does
-                not depend on it.
+        Its first `num_hot` keys, the hottest, are not, nor those before `first`; which
+        key of a stratum is chosen does not depend on `first`.
         """
         rows: list[int] = []
         start = self.end_of_stratum(num_hot)
@@ -88,14 +77,14 @@ class KeySample:
         return [row for row in rows if row >= first] if first else rows
 
     def end_of_stratum(self, num_hot: int) -> int:
-        """Tell up to which key of a prefix each goes by its own bits."""
+        """Return the first key of a prefix that does not go by its own bits."""
         return -(-num_hot // self._stratum) * self._stratum
 
     def note_request(self, keys: Sequence[BlockKey]) -> int:
-        """Count what a request asks for; tell how many keys, the first, are hottest."""
+        """Count the keys of a request; return how many of the first are hottest."""
         counts, num = self._counts, len(keys)
         self._num_blocks += num
-        least = max(_LEAST_COUNT, _OFTEN * self._num_blocks // self._least_blocks)
+        min_count = max(_MIN_COUNT, _OFTEN * self._num_blocks // self._min_blocks)
         num_hot = 0
         for key in keys:
             count = counts.get(key, 0)
@@ -103,31 +92,29 @@ class KeySample:
             if not count:
                 break
             # No key is asked for more often than the one before it.
-            num_hot += count >= least
-        is_old = self._num_blocks > _MOST_COUNTED * self._least_blocks
-        if is_old or len(counts) > _MOST_KEYS:
+            num_hot += count >= min_count
+        is_old = self._num_blocks > _MAX_FILLINGS * self._min_blocks
+        if is_old or len(counts) > _MAX_KEYS:
             self._num_blocks //= 2
             halves = {key: count // 2 for key, count in counts.items()}
             self._counts = {key: count for key, count in halves.items() if count}
         return num_hot
 
     def groups(self, words: Words) -> list[int]:
-        """Tell in which part of the sample each key of u32[n, 8] is."""
+        """Return the part of the sample that each key of u32[n, 8] is in."""
         groups: list[int] = (words[:, _GROUP] % NUM_GROUPS).tolist()
         return groups
 
-    def error(self, found: Sequence[float], asked: Sequence[float]) -> float:
+    def error(self, num_found: Sequence[float], num_asked: Sequence[float]) -> float:
         """Estimate the standard error of how many blocks were found.
 
-        The parts are samples, too, whose shares differ by chance as that of the whole
-        does (Cochran, Sampling Techniques, 6.3).
-
-        Args:
-            found: How many keys of each part were found.
-            asked: How many were asked for.
+        The parts, whose keys `num_found` and `num_asked` count, are samples, too. Their
+        shares differ by chance as the share of the whole does (Cochran, Sampling
+        Techniques, 6.3).
         """
-        share = sum(found) / max(sum(asked), 1)
-        offs = (own - share * num for own, num in zip(found, asked, strict=True))
-        spread = sum(off**2 for off in offs) * len(found) / (len(found) - 1)
+        share = sum(num_found) / max(sum(num_asked), 1)
+        parts = zip(num_found, num_asked, strict=True)
+        spread = sum((num - share * num_all) ** 2 for num, num_all in parts)
+        spread *= len(num_found) / (len(num_found) - 1)
         scale = 1 << self.bits
         return float(np.sqrt(spread * scale * (scale - 1)))

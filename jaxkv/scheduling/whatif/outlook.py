@@ -1,4 +1,4 @@
-"""What the shadows of a tier say: what other memory or another policy would give."""
+"""An outlook: what other memory or another policy would find, by the shadows."""
 
 from __future__ import annotations
 
@@ -12,51 +12,37 @@ from jaxkv.scheduling.whatif.shadows import OFF, ShadowCount
 from jaxkv.scheduling.whatif.speeds import Speeds
 
 ENOUGH = 0.9
-"""The share of what the best size gives from which a smaller one is recommended."""
+"""A smaller size is recommended if it gives this share of what the best gives."""
 
 _LOG = logging.getLogger("jaxkv")
 _LOG_EVERY_MS = 3_600_000
-_FEW_POINTS = 1.0  # What less memory may cost.
-_LEAST_POINTS = 0.1
+_FEW_POINTS = 1.0  # Percentage points that less memory may cost.
+_MIN_POINTS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """What a host tier found, and what others would have found of the same traffic.
+    """What a host tier found, and what others would have found of the same traffic."""
 
-    Attributes:
-        policy: The policy that serves.
-        num_blocks: Its host blocks.
-        block_bytes: Bytes of one; 0 if that is not known.
-        num_requests: Requests.
-        num_tokens: Tokens of all these.
-        num_device_tokens: Those that the device had.
-        num_host_tokens: Those that the host had beyond that.
-        num_asked_tokens: Those that could have been found beyond the device's, in whole
-            blocks, and without the last token.
-        shadows: What each shadow counted.
-        speeds: Those of loads and prefill; None if they are not known.
-        block_size: Tokens in a block.
-        is_alone: Whether nothing came from tiers below the host: shadows have none.
-        num_changes: How often "auto" has changed the policy; None if it is fixed.
-    """
-
-    policy: str
-    num_blocks: int
-    block_bytes: int
+    policy: str  # The policy that serves.
+    num_blocks: int  # Its host blocks.
+    block_bytes: int  # 0 if unknown.
     num_requests: int
-    num_tokens: int
-    num_device_tokens: int
-    num_host_tokens: int
+    num_tokens: int  # Of all requests.
+    num_device_tokens: int  # Of these, found on the device.
+    num_host_tokens: int  # Found on the host beyond that.
+    # Tokens that could have been found beyond the device's, in whole blocks and without
+    # the last token.
     num_asked_tokens: int
     shadows: tuple[ShadowCount, ...]
-    speeds: Speeds | None
-    block_size: int
+    speeds: Speeds | None  # Of loads and prefill; None if unknown.
+    block_size: int  # Tokens.
+    # Whether nothing came from tiers below the host, which shadows do not have.
     is_alone: bool = True
-    num_changes: int | None = None
+    num_changes: int | None = None  # Of the policy, by "auto"; None if it is fixed.
 
     def since(self, earlier: Outlook) -> Outlook:
-        """Leave out what an earlier outlook of the same engine has."""
+        """Return the difference from an earlier outlook of the same engine."""
         return dataclasses.replace(
             self,
             num_requests=self.num_requests - earlier.num_requests,
@@ -83,19 +69,19 @@ class Outlook:
         )
 
     def points(self, shadow: ShadowCount) -> float:
-        """Give the percentage of all tokens that a shadow found on the host."""
+        """Return the percentage of all tokens that a shadow found on the host."""
         return 100 * shadow.share * self.num_asked_tokens / max(self.num_tokens, 1)
 
     def error_points(self, shadow: ShadowCount) -> float:
-        """Give the standard error of that, in points."""
+        """Return the standard error of `points`, in percentage points."""
         asked = max(shadow.num_asked_tokens, 1)
         share = self.num_asked_tokens / max(self.num_tokens, 1)
         return 100 * shadow.error_tokens / asked * share
 
     def saved_s(self, shadow: ShadowCount) -> float | None:
-        """Give the seconds of prefill that it saves a request; None if not known.
+        """Return the seconds of prefill saved per request, None if unknown.
 
-        Loads are taken to be of the same length.
+        That assumes loads of the same length.
         """
         if self.speeds is None or not self.block_bytes:
             return None
@@ -110,7 +96,7 @@ class Outlook:
 
     @property
     def serving(self) -> ShadowCount:
-        """What serves, as its own shadow counts it if there is one."""
+        """The serving tier, as its shadow counts it if there is one."""
         for shadow in self.shadows:
             if (shadow.policy, shadow.num_blocks) == (self.policy, self.num_blocks):
                 return shadow
@@ -120,7 +106,7 @@ class Outlook:
 
     @property
     def sentence(self) -> str:
-        """Say in a sentence what more memory or another policy would give."""
+        """A sentence about what more memory or another policy would find."""
         device = percent_text(self.num_device_tokens, self.num_tokens)
         host = percent_text(self.num_host_tokens, self.num_tokens)
         text = (
@@ -132,39 +118,36 @@ class Outlook:
             text += " with the tiers below it. Without those"
         if not self.num_tokens:
             return "no request has looked for its prefix yet"
-        own, found = self.serving, []
-        alike = [each for each in self.shadows if each.policy == self.policy]
-        larger = [each for each in alike if self._gains(each) and each != own]
-        larger = [each for each in larger if each.num_blocks > own.num_blocks]
+        serving, phrases = self.serving, []
+        num_blocks = serving.num_blocks
+        alike = [row for row in self.shadows if row.policy == self.policy]
+        larger = [row for row in alike if self._gains(row) and row != serving]
+        larger = [row for row in larger if row.num_blocks > num_blocks]
         if larger:
-            most = max(map(self._gain, larger))
-            enough = [each for each in larger if self._gain(each) >= ENOUGH * most]
-            row = min(enough, key=lambda each: each.num_blocks)
-            more = self._size(row.num_blocks - own.num_blocks)
-            found.append(f"{more} more would find {self._change(row)}")
-        others = [
-            each
-            for each in self.shadows
-            if each.num_blocks == own.num_blocks and self._gains(each)
-        ]
-        if others:
-            row = max(others, key=self._gain)
-            found.append(f"{row.policy} in place of {self.policy} {self._change(row)}")
-        smaller = [
-            each
-            for each in alike
-            if each.num_blocks < own.num_blocks and self._gain(each) > -_FEW_POINTS
-        ]
+            max_gain = max(map(self._gain, larger))
+            enough = [row for row in larger if self._gain(row) >= ENOUGH * max_gain]
+            row = min(enough, key=lambda shadow: shadow.num_blocks)
+            size = self._size(row.num_blocks - num_blocks)
+            phrases.append(f"{size} more would find {self._change(row)}")
+        same_size = [row for row in self.shadows if row.num_blocks == num_blocks]
+        better = [row for row in same_size if self._gains(row)]
+        if better:
+            row = max(better, key=self._gain)
+            phrases.append(
+                f"{row.policy} in place of {self.policy} {self._change(row)}"
+            )
+        smaller = [row for row in alike if row.num_blocks < num_blocks]
+        smaller = [row for row in smaller if self._gain(row) > -_FEW_POINTS]
         if smaller and not larger:
-            row = min(smaller, key=lambda each: each.num_blocks)
-            less = self._size(own.num_blocks - row.num_blocks)
-            found.append(f"{less} less would find {self._change(row)}")
-        if not found:
-            found.append("no other that is shadowed would find more")
-        return f"{text}{'; ' if self.is_alone else ', '}{'; '.join(found)}"
+            row = min(smaller, key=lambda shadow: shadow.num_blocks)
+            size = self._size(num_blocks - row.num_blocks)
+            phrases.append(f"{size} less would find {self._change(row)}")
+        if not phrases:
+            phrases.append("no other that is shadowed would find more")
+        return f"{text}{'; ' if self.is_alone else ', '}{'; '.join(phrases)}"
 
     def __str__(self) -> str:
-        """Show all shadows as a table, and the sentence under it."""
+        """Return a table of all shadows, and the sentence under it."""
         rows = [("policy", "host", "found", "error", "saved a request")]
         for own in self.shadows:
             saved_s = self.saved_s(own)
@@ -191,7 +174,7 @@ class Outlook:
 
     @property
     def _chosen(self) -> str:
-        """Say if the requests have chosen the policy, and how often."""
+        """Whether the requests have chosen the policy, and how often, as text."""
         if self.num_changes is None:
             return ""
         times = "change" if self.num_changes == 1 else "changes"
@@ -202,8 +185,8 @@ class Outlook:
 
     def _gains(self, shadow: ShadowCount) -> bool:
         """Whether a shadow finds more, by more than chance."""
-        least = max(_LEAST_POINTS, 2 * self.error_points(shadow))
-        return shadow.policy != OFF and self._gain(shadow) > least
+        min_gain = max(_MIN_POINTS, 2 * self.error_points(shadow))
+        return shadow.policy != OFF and self._gain(shadow) > min_gain
 
     def _change(self, shadow: ShadowCount) -> str:
         gain, error = self._gain(shadow), self.error_points(shadow)
@@ -222,11 +205,10 @@ class Outlook:
 
 
 class OutlookLog:
-    """Logs an outlook once an hour, of that hour, and one of all at the end.
+    """Logs the outlook of each hour, and one of all at the end.
 
-    Args:
-        look: Returns the current outlook. It must not hold a reference to the
-            scheduler, which could not be freed then.
+    `look` returns the current outlook. It must not hold a reference to the scheduler,
+    which could not be freed then.
     """
 
     def __init__(self, look: Callable[[], Outlook]) -> None:
@@ -235,7 +217,7 @@ class OutlookLog:
         self._next_ms: int | None = None
 
     def note(self, now_ms: int) -> None:
-        """Take note of the time; log what is due."""
+        """Log the outlook of the last hour, once an hour."""
         if self._next_ms is None:
             self._next_ms = now_ms + _LOG_EVERY_MS
         if now_ms < self._next_ms:
@@ -247,7 +229,7 @@ class OutlookLog:
         _LOG.info("in the last hour, %s", since.sentence)
 
     def close(self) -> None:
-        """Log what there is to say in the end."""
+        """Log the outlook of all requests."""
         now = self._look()
         if now.num_requests:
             _LOG.info("all in all, %s", now.sentence)

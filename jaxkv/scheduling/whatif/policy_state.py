@@ -1,8 +1,8 @@
-"""What `hazard` has learned, in a file: a restarted engine goes on with it.
+"""A file of what `hazard` has learned: a restarted engine goes on with it.
 
 The file has counts of how soon blocks of each class of request were used again, and
-nothing about any block: no key, no hash of one. Of what else the policy knows, what it
-knows of blocks goes with the blocks.
+nothing about any block: no key, no hash of one. What the policy knows of blocks ends
+with the blocks.
 """
 
 from __future__ import annotations
@@ -19,29 +19,27 @@ import numpy as np
 from jaxkv._util import read_file, shown
 from jaxkv._util.outage import OutageLog
 from jaxkv.policies import reuse
-from jaxkv.policies.hazard import NUM_CLASSES
-from jaxkv.policies.reuse import MOST, NUM_BINS, UNIT, ReuseTable
+from jaxkv.policies.hazard import NUM_CLASSES, HazardState
+from jaxkv.policies.registry import AUTO
+from jaxkv.policies.reuse import MAX_COUNT, NUM_BINS, UNIT, ReuseTable
+from jaxkv.scheduling.checks import serves_with_others
+from jaxkv.scheduling.listening import End, Listener
+from jaxkv.scheduling.whatif.what_if import WhatIf
+from jaxkv.tiers.index import BlockIndex
 
 SAVE_EVERY_MS = 600_000
 
 _FORMAT = "jaxkv policy state 1"
-_MOST_BYTES = 1 << 22
+_MAX_BYTES = 1 << 22
 
 _LOG = logging.getLogger("jaxkv")
 
 
-class PolicyStateFile:
+class PolicyStateFile(Listener):
     """Reads what was learned before, and writes what has been learned by now.
 
-    Args:
-        path: The file.
-        num_host_blocks: Blocks of the host tier.
-        block_size: Tokens in a block.
-        learned: Returns what has been learned. It must not hold a reference to the
-            scheduler, which could not be freed then.
-
-    Attributes:
-        learned: As given.
+    `learned` returns the latter. It must not hold a reference to the scheduler, which
+    could not be freed then.
     """
 
     def __init__(
@@ -67,14 +65,14 @@ class PolicyStateFile:
         )
 
     def read(self) -> ReuseTable | None:
-        """Read what was learned before; None if there is no file yet.
+        """Return what was learned before; None if there is no file yet.
 
         Raises:
             ValueError: It is of another policy, size or version, or broken.
             OSError: It cannot be read.
         """
         try:
-            content = read_file(self._path, _MOST_BYTES)
+            content = read_file(self._path, _MAX_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -99,8 +97,9 @@ class PolicyStateFile:
             raise self._error(f"is of {shown(wrong)}, and must be of {right}")
         return reuse.from_counts(touches, reuses)
 
-    def note(self, now_ms: int) -> None:
-        """Take note of the time; save what is due."""
+    def finished(self, end: End) -> None:
+        """Save what has been learned, every `SAVE_EVERY_MS`."""
+        now_ms = end.now_ms()
         if self._next_ms is None:
             self._next_ms = now_ms + SAVE_EVERY_MS
         if now_ms >= self._next_ms:
@@ -136,13 +135,38 @@ class PolicyStateFile:
         )
 
 
+def open_policy_state(path: str, host: BlockIndex, what_if: WhatIf) -> PolicyStateFile:
+    """Open the file of a host tier, which goes on with what was learned before.
+
+    Raises:
+        ValueError: The policy learns nothing, several processes serve, or the file is
+            of another policy, size or version.
+        OSError: The file cannot be read.
+    """
+    if not isinstance(host.executor.state.policy, HazardState):
+        raise ValueError(
+            f"policy_state={shown(path)} needs cache_policy='hazard' or {AUTO!r}, "
+            "without retention: no other policy learns what a file could keep."
+        )
+    if serves_with_others():
+        raise ValueError(
+            f"policy_state={shown(path)} is for one process: each of several would "
+            "begin with what its own file has, and their tiers evict other blocks."
+        )
+    file = PolicyStateFile(path, host.num_blocks, host.block_size, what_if.learned)
+    learned = file.read()
+    if learned is not None:
+        what_if.resume(learned)
+    return file
+
+
 def _counts(listed: Any, shape: tuple[int, ...]) -> Any:
     """Check counts, and make i32[shape] of them."""
     counts = np.array(listed, object)
     if counts.shape != shape or any(type(count) is not int for count in counts.flat):
         raise ValueError("not an array of counts")
     # Of Python's numbers, whose sum cannot wrap around.
-    if min(counts.flat) < 0 or sum(counts.flat) > 2 * MOST:
+    if min(counts.flat) < 0 or sum(counts.flat) > 2 * MAX_COUNT:
         raise ValueError("counts out of range")
     return counts.astype(np.int32)
 

@@ -1,21 +1,21 @@
-"""Shadows: what host tiers of other sizes and policies would find of the same traffic.
+"""Shadows: host tiers of other sizes and policies, without bytes, behind one device.
 
-A shadow has no bytes. It gets the look-ups, uses, stores, times and ends of the
-requests that the engine serves, behind the same device:
+A shadow gets the lookups, uses, stores, times and ends of the requests that the engine
+serves:
 
-- what it finds of a request is what continues the device's own prefix, at the moment of
-  the look-up, on the device or in the shadow;
-- of what the device computes it is offered what it has not found itself, when the tier
-  that serves is offered blocks: also what that tier has already, and not what the tier
-  lacks and the shadow has;
+- it finds what continues the device's own prefix, at the moment of the lookup, on the
+  device or in the shadow;
+- it is offered what the device computes, except what it has found itself, when the
+  serving tier is offered blocks: also what that tier has already, and not what that
+  tier lacks and the shadow has;
 - a block that both store can be found once its transfer has arrived, or not at all if
   that failed; a block that only the shadow stores, at once;
 - what a request is offered is held until its load has ended, if there is one.
 
-So a shadow of the policy and size that serve is in step with the tier: it finds the
-same. The engine is taken to load whatever is found, and to store whatever there is room
-for: `skip_slow_loads` and `pause_unused_stores` do not change what a shadow sees. What
-comes from a store behind the host it does not see either.
+So the shadow of the serving policy and size is in step with the tier: it finds the
+same. It assumes that the engine loads whatever is found and stores whatever there is
+room for: `skip_slow_loads` and `pause_unused_stores` do not change what a shadow sees.
+It does not see what comes from a store behind the host.
 
 Beyond `FULL_BLOCKS` a shadow replays a sample of the keys on the same share of the
 blocks (`jaxkv.scheduling.whatif.key_sample`), and a hit counts as many times more.
@@ -36,6 +36,7 @@ from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
+from jaxkv.policies.facts import BEGIN, FINISH, facts
 from jaxkv.policies.reuse import ReuseTable, from_counts
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
@@ -57,8 +58,8 @@ FULL_BLOCKS = 2048
 OFF = "off"
 """The name of a shadow that finds nothing: the engine without a host tier."""
 
-_MOST_SHADOWS = 16
-_MOST_KEYS = 4096  # Of a request, the first ones.
+_MAX_SHADOWS = 16
+_MAX_KEYS = 4096  # Of a request, the first ones.
 _TIMES = 1 << 32  # Times on the array side have 32 bits.
 _NO_IDS = np.empty(0, np.int64)
 _, _NO_WORDS = pack([])
@@ -66,36 +67,28 @@ _FACTOR = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 class Shadow(NamedTuple):
-    """A host tier that could be in place of the one that serves.
+    """A host tier that could be in place of the one that serves."""
 
-    Attributes:
-        policy: Its policy, or `OFF`.
-        factor: Its size, as a multiple of the serving tier's; 0 for `OFF`.
-    """
-
-    policy: str
-    factor: float
+    policy: str  # Or `OFF`.
+    factor: float  # Its size, as a multiple of the serving tier's; 0 for `OFF`.
 
 
 def parse_shadows(text: str) -> tuple[Shadow, ...]:
-    """Read the setting `shadow`.
-
-    Args:
-        text: Policies, each with multiples of the serving tier's size.
+    """Parse the setting `shadow`: policies with multiples of the serving tier's size.
 
     Raises:
-        ValueError: It is none, with what is wrong.
+        ValueError: With what is wrong.
 
     Example:
         >>> parse_shadows("lru*0.5,2; hazard*1; off")[1:]
         (Shadow(policy='lru', factor=2.0), Shadow(policy='hazard', factor=1.0), \
 Shadow(policy='off', factor=0.0))
     """
-    found: list[Shadow] = []
+    shadows: list[Shadow] = []
     for part in text.split(";"):
-        policy, star, factors = (each.strip() for each in part.partition("*"))
+        policy, star, factors = (word.strip() for word in part.partition("*"))
         if policy == OFF and not star:
-            found.append(Shadow(OFF, 0.0))
+            shadows.append(Shadow(OFF, 0.0))
             continue
         if policy not in policy_names():
             names = ", ".join(policy_names())
@@ -107,60 +100,37 @@ Shadow(policy='off', factor=0.0))
                     f"{shown(number)} must be a multiple of the host tier's size, from "
                     f"0.01 to 100, as in {policy}*0.5,2"
                 )
-            found.append(Shadow(policy, float(number)))
-    if len(set(found)) < len(found) or len(found) > _MOST_SHADOWS:
-        raise ValueError(f"name each shadow once, and at most {_MOST_SHADOWS}")
-    return tuple(found)
+            shadows.append(Shadow(policy, float(number)))
+    if len(set(shadows)) < len(shadows) or len(shadows) > _MAX_SHADOWS:
+        raise ValueError(f"name each shadow once, and at most {_MAX_SHADOWS}")
+    return tuple(shadows)
 
 
 class ShadowCount(NamedTuple):
-    """What a shadow has come to so far; of a sample, what that stands for.
+    """The counts of a shadow so far; of a sample, what that stands for.
 
-    What the sample was asked for is more or less than all requests asked for, and what
-    it found is likewise: `share` tells most.
-
-    Attributes:
-        policy: Its policy, or `OFF`.
-        num_blocks: The host blocks that it stands for.
-        num_asked_tokens: Tokens looked for beyond the device's own prefix.
-        num_found_tokens: Tokens of these that it found.
-        num_loads: Requests that found any.
-        num_stored: Blocks stored.
-        num_evicted: Blocks evicted.
-        error_tokens: The standard error of `num_found_tokens`, because only some keys
-            are in the sample; 0 if all are.
+    The sample was asked for more or less than its share of all, and so found more or
+    less: `share` is more accurate than `num_found_tokens`.
     """
 
-    policy: str
-    num_blocks: int
-    num_asked_tokens: int = 0
+    policy: str  # Or `OFF`.
+    num_blocks: int  # The host blocks that it stands for.
+    num_asked_tokens: int = 0  # Looked for beyond the device's own prefix.
     num_found_tokens: int = 0
-    num_loads: int = 0
-    num_stored: int = 0
+    num_loads: int = 0  # Requests that found any.
+    num_stored: int = 0  # Blocks.
     num_evicted: int = 0
+    # The standard error of `num_found_tokens`, if only a sample of keys is replayed.
     error_tokens: float = 0.0
 
     @property
     def share(self) -> float:
-        """What it found of what it was asked for, from 0 to 1."""
+        """The found part of the tokens asked for, from 0 to 1."""
         return self.num_found_tokens / max(self.num_asked_tokens, 1)
 
 
 class _Visit:
-    """A request, as far as shadows see it.
-
-    Attributes:
-        mark: Its keys that were looked through.
-        words: u32[n, 8]. Those of them that take part.
-        rows: Which of its keys these are; None if all are.
-        num_hot: How many of its keys, the first ones, are taken to be there.
-        groups: The part of the sample that each of `words` is in.
-        courses: How far it has come with each tier; empty if no key takes part.
-        first: How many of its blocks the device has found.
-        last: How many blocks might have been found.
-        start: The first of `words` that was looked up.
-        end: The first one behind these.
-    """
+    """A request, as far as shadows see it."""
 
     __slots__ = (
         *("courses", "end", "first", "groups", "last", "mark", "num_hot", "rows"),
@@ -168,49 +138,45 @@ class _Visit:
     )
 
     def __init__(self) -> None:
-        self.mark = KeyMark()
-        self.words = _NO_WORDS
-        self.rows: list[int] | None = None
-        self.num_hot = 0
-        self.groups: list[int] = []
+        self.mark = KeyMark()  # Its keys that were read.
+        self.words = _NO_WORDS  # u32[n, 8], the ones that take part.
+        self.rows: list[int] | None = None  # Which of its keys; None if all.
+        self.num_hot = 0  # Its first keys that are taken to be resident.
+        self.groups: list[int] = []  # The part of the sample that each word is in.
+        # How far it has come with each tier; empty if no key takes part.
         self.courses: list[Course] = []
-        self.first = self.last = self.start = self.end = 0
+        # Blocks that the device has found, and those that might have been found.
+        self.first = self.last = 0
+        self.start = self.end = 0  # The words that were looked up.
 
     @property
     def positions(self) -> NDArray[np.int32]:
-        """How many of `words` come before each: those of a sample are its blocks."""
+        """The place of each of `words`, which count as all blocks."""
         return np.arange(len(self.words), dtype=np.int32)
 
     def cut(self, num_blocks: int) -> int:
-        """Count what takes part of the first blocks of the request."""
+        """Count the words of the first blocks of the request."""
         if self.rows is None:
             return min(num_blocks, len(self.words))
         return bisect_left(self.rows, num_blocks)
 
 
 class _Tier(BareTier):
-    """A shadow's tier, and what it has found.
-
-    Attributes:
-        policy: Its policy.
-        listens: Whether that wants to know of requests.
-        found: Blocks found, by the parts of the sample.
-        num_loads: Requests that found any.
-    """
+    """A shadow's tier, and what it has found."""
 
     def __init__(self, policy: str, num_blocks: int, executor: ExecutorName) -> None:
-        max_batch = max(_MOST_KEYS, 2 * num_blocks)
+        max_batch = max(_MAX_KEYS, 2 * num_blocks)
         self.policy = get_policy_maker(policy)(num_blocks, max_batch)
         self._executor_name: ExecutorName = executor
         super().__init__(make_executor(self.policy, executor))
         self.listens = self.policy.listens
-        self.found = [0] * NUM_GROUPS
-        self.num_loads = 0
+        self.found = [0] * NUM_GROUPS  # Blocks, by the parts of the sample.
+        self.num_loads = 0  # Requests that found any.
 
     def place_victims(
         self, keys: Words, passes: NDArray[np.bool_] | None
     ) -> tuple[Words, Store] | None:
-        """Do as `place` does, and evict none of the keys that are here for others."""
+        """Store victims as `place` does, without evicting one of them for another."""
         if not len(keys):
             return None
         found = self.executor.find(keys).astype(np.int64)
@@ -232,7 +198,7 @@ class _Tier(BareTier):
         return None
 
     def settle(self, keys: Words, store: Store, placed: Container[BlockKey]) -> None:
-        """Have stores be found at once, but for those whose keys are in `placed`."""
+        """Make stored blocks findable at once, except those in `placed`."""
         ids = store.block_ids
         if placed:
             rows = np.flatnonzero(ids != NO_BLOCK)
@@ -242,27 +208,15 @@ class _Tier(BareTier):
             self.executor.complete_step(ids, 0)
 
     def clear(self) -> None:
-        """Forget all blocks, but not what was counted and learned."""
+        """Forget all blocks, and keep what was counted and learned."""
         self.executor = emptied(self.executor, self.policy, self._executor_name)
 
 
 class Shadows:
-    """The shadows of a host tier.
+    """The shadows of a host tier. They change nothing in the tiers that serve.
 
-    They observe: nothing here changes the tiers that serve.
-
-    Args:
-        shadows: Which.
-        num_host_blocks: Blocks of the tier that serves.
-        block_size: Tokens in a block.
-        executor: Who runs their decisions; see `BlockIndex`.
-        sample_bits: One key in ``2**sample_bits`` takes part; None to choose that.
-        is_lazy: Whether what they are offered are single blocks (`offer_victims`).
-
-    Attributes:
-        num_host_blocks: As given.
-        sample: Chooses the keys that take part; None if all do.
-        num_requests: Requests that looked for their prefix.
+    One key in ``2**sample_bits`` takes part; None to choose the bits by the size. If
+    `is_lazy`, single blocks are offered (`offer_victims`).
     """
 
     def __init__(
@@ -284,10 +238,11 @@ class Shadows:
             max(round(own.factor * num_host_blocks), own.policy != OFF)
             for own in shadows
         ]
-        self._block_size = block_size
+        self.block_size = block_size
         self._bits = sample_bits
         self._executor_name: ExecutorName = executor
         sizes = [num for num in self._num_blocks if num]
+        # Chooses the keys that take part; None if all do.
         self.sample = (
             KeySample(sample_bits, min(sizes)) if sample_bits and sizes else None
         )
@@ -296,10 +251,10 @@ class Shadows:
             for own, num in zip(shadows, self._num_blocks, strict=True)
             if own.policy != OFF
         ]
-        # Blocks that were looked for: all; those that are taken to be there, and the
-        # requests that found some of them; those of the sample, by its parts.
+        # Blocks that were looked for: all; those that are taken to be resident, and the
+        # requests that found some of them; blocks of the sample, by its parts.
         self._num_asked = self._num_hot = self._num_hot_loads = 0
-        self.num_requests = 0
+        self.num_requests = 0  # That looked for their prefix.
         self._asked = [0] * NUM_GROUPS
         self._visits: dict[str, _Visit] = {}
         # Blocks of each tier that loads of requests hold.
@@ -307,7 +262,7 @@ class Shadows:
         self._pool: DeviceBlockPool | None = None
 
     def bind(self, pool: object) -> None:
-        """Take the pool of the device, if it can be searched for copies."""
+        """Bind the pool of the device, if it can be searched for copies."""
         self._pool = pool if isinstance(pool, DeviceBlockPool) else None
 
     def warm_up(self) -> None:
@@ -331,12 +286,12 @@ class Shadows:
     @property
     def num_asked_tokens(self) -> int:
         """Tokens that requests looked for beyond the device's own prefix."""
-        return self._num_asked * self._block_size
+        return self._num_asked * self.block_size
 
     @property
     def counts(self) -> tuple[ShadowCount, ...]:
-        """What each shadow has come to; any thread may ask."""
-        bits, size, counts = self._bits, self._block_size, []
+        """What each shadow has counted so far; any thread may ask."""
+        bits, size, counts = self._bits, self.block_size, []
         tiers = iter(self._tiers)
         asked = (self._num_hot + (sum(self._asked) << bits)) * size
         for shadow, num_blocks in zip(self._shadows, self._num_blocks, strict=True):
@@ -367,23 +322,20 @@ class Shadows:
         return list(self._asked)
 
     def num_found_of_sample(self, policy: str) -> list[int]:
-        """Give what the shadow of a policy and the size that serves found of these."""
+        """Return what the shadow of a policy and the serving size found of these."""
         return list(self._tier_of(policy).found)
 
     def num_found_tokens_of(self, policy: str) -> int:
-        """Give the tokens that this shadow has found, with what the sample stands for.
-
-        It is cheap, and never less than before.
-        """
+        """Return the tokens that this shadow has found; cheap, and never fewer."""
         found = sum(self._tier_of(policy).found)
-        return (self._num_hot + (found << self._bits)) * self._block_size
+        return (self._num_hot + (found << self._bits)) * self.block_size
 
     def learned_by(self, policy: str) -> tuple[Executor, int]:
-        """Give the index of this shadow, and how many keys each of its stands for."""
+        """Return this shadow's index, and how many keys each of its keys stands for."""
         return self._tier_of(policy).executor, 1 << self._bits
 
     def resume(self, policy: str, table: ReuseTable) -> None:
-        """Have this shadow go on with what was learned of all keys."""
+        """Let this shadow go on with what was learned of all keys."""
         own, bits = self._tier_of(policy), self._bits
         table = from_counts(table.touches >> bits, table.reuses >> bits)
         own.executor = resume(own.executor, own.policy, self._executor_name, table)
@@ -391,22 +343,15 @@ class Shadows:
     def look_up(
         self, name: str, keys: Sequence[BlockKey], first: int, last: int
     ) -> None:
-        """Note that a request looks for what continues its prefix on the device.
-
-        Args:
-            name: The request.
-            keys: Its keys.
-            first: How many of its blocks the device's own prefix has.
-            last: How many blocks may be found.
-        """
+        """Look up the blocks [first, last) that continue the device's own prefix."""
         visit = self._visit(name, keys)
         self.release(name)
         visit.first, visit.last = first, last
         if not visit.courses:
             return
         visit.start, visit.end = start, end = visit.cut(first), visit.cut(last)
-        # Right behind the hottest keys, some are new to the sample whenever there are
-        # more of those: that such a key is missing says nothing if the next is there.
+        # Some keys right behind the hottest are new to the sample whenever there are
+        # more of those: such a key may be missing although the next one is resident.
         sure = start
         if self.sample is not None and self._knows_prefixes:
             sure = max(visit.cut(self.sample.end_of_stratum(visit.num_hot)), start)
@@ -434,15 +379,10 @@ class Shadows:
         is_found: bool,
         is_loaded: bool,
     ) -> None:
-        """Note that a request begins to use its blocks, for the first time.
+        """Use a request's blocks for the first time.
 
-        Args:
-            name: The request.
-            keys: Its keys.
-            num_tokens: Its tokens.
-            now_ms: The time in milliseconds, since any moment.
-            is_found: Whether it has looked up what it found.
-            is_loaded: Whether the tier that serves loads something for it.
+        `is_found` says whether it has looked its prefix up, `is_loaded` whether the
+        serving tier loads something for it.
         """
         visit = self._visit(name, keys)
         if not is_loaded:
@@ -454,9 +394,9 @@ class Shadows:
             return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
-                told = words, visit.positions, now_ms % _TIMES, num_tokens
-                course.mark = tier.executor.begin(*told)
-            tier.executor.touch(words)
+                about = facts(now_ms % _TIMES, num_tokens=num_tokens)
+                course.mark = tier.executor.note(words, BEGIN, visit.positions, about)
+            tier.executor.touch(words, True)
 
     def first_open_block(self, name: str, keys: Sequence[BlockKey]) -> int:
         """Return the first block of a request that a shadow may still be offered."""
@@ -478,19 +418,19 @@ class Shadows:
         is_end: bool = False,
         can_store: bool = True,
     ) -> None:
-        """Offer what a request has computed.
+        """Offer the first `num_blocks` of a request, which it has computed.
 
         Args:
             name: The request.
             keys: Its keys.
-            num_blocks: How many of its blocks, from the first on, may be stored.
-            placed: The keys that the tier that serves has just found room for.
-            passes: bool[num_blocks - start]. Which of these blocks, from `start` on,
-                may be stored; None for all.
+            num_blocks: Its blocks that may be stored.
+            placed: The keys that the serving tier has just found room for.
+            passes: bool[num_blocks - start]. Which of them may be stored, from `start`
+                on; None for all.
             start: `first_open_block`, or a block before it; 0 with `is_end`.
             is_end: Whether it is about to lose its device blocks: then all of it is
                 offered again, unless the shadow has it.
-            can_store: Whether the tier that serves may store anything at the end.
+            can_store: Whether the serving tier may store anything at the end.
         """
         visit = self._visit(name, keys)
         end = visit.cut(num_blocks)
@@ -517,13 +457,7 @@ class Shadows:
         placed: Container[BlockKey],
         passes: NDArray[np.bool_] | None,
     ) -> None:
-        """Offer what the device evicts next, as lazy stores do.
-
-        Args:
-            words: u32[n, 8]. The keys, the next one first.
-            placed: As in `offer`.
-            passes: bool[n]. Which of them may be stored; None for all.
-        """
+        """Offer u32[n, 8], which the device evicts next, as lazy stores do."""
         if self.sample is not None:
             rows = self.sample.choose(words)
             words = words[rows]
@@ -535,26 +469,26 @@ class Shadows:
                 tier.settle(*stored, placed)
 
     def arrive(self, keys: Sequence[BlockKey], *, ok: bool) -> None:
-        """Note that stores of the tier that serves have ended."""
+        """End stores of the serving tier."""
         if self.sample is None:
             _, words = pack(keys)
             for tier in self._tiers:
                 tier.complete(words, ok=ok)
 
     def release(self, name: str) -> None:
-        """Note that what a request was offered is not held any more."""
+        """Release what a request was offered."""
         for tier, ids in zip(self._tiers, self._held.pop(name, ()), strict=False):
             if ids.size:
                 tier.executor.complete_step(ids, len(ids))
 
     def discard(self, keys: Sequence[BlockKey]) -> None:
-        """Note that blocks were to be loaded, and their bytes are no good."""
+        """Forget blocks whose load has failed."""
         _, words = pack(keys)
         for tier in self._tiers:
             tier.discard(words)
 
     def recompute(self, name: str) -> None:
-        """Note that a request computes what was to be loaded for it."""
+        """Expect a request to compute the blocks whose load has failed."""
         visit = self._visits.get(name)
         for course in visit.courses if visit else ():
             course.num_known = 0
@@ -567,33 +501,27 @@ class Shadows:
         num_output_tokens: int | None,
         stop: Stop | None,
     ) -> None:
-        """Note that a request that has begun is over.
-
-        Args:
-            name: The request.
-            keys: All its keys.
-            now_ms: The time, by the clock of `begin`.
-            num_output_tokens: Tokens that it generated, if that is known.
-            stop: Why it stopped, if that is known.
-        """
+        """Notify policies that a request that has begun has finished."""
         visit = self._visit(name, keys)
         if not visit.courses:
             return
         output = -1 if num_output_tokens is None else num_output_tokens
-        end = now_ms % _TIMES, output, STOPS.index(stop)
+        reason = STOPS.index(stop)
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
-                told = visit.words, visit.positions, *end, course.mark
-                tier.executor.finish(*told)
+                about = facts(
+                    now_ms % _TIMES, num_output=output, stop=reason, mark=course.mark
+                )
+                tier.executor.note(visit.words, FINISH, visit.positions, about)
 
     def forget(self, name: str, *, is_held: bool = False) -> None:
-        """Forget a request; what it was offered stays held if a load is under way."""
+        """Forget a request; `is_held` keeps its offer while a load is in flight."""
         self._visits.pop(name, None)
         if not is_held:
             self.release(name)
 
     def clear(self) -> None:
-        """Forget all blocks, as the tier that serves does."""
+        """Forget all blocks, as the serving tier does."""
         self._held.clear()
         for tier in self._tiers:
             tier.clear()
@@ -602,16 +530,16 @@ class Shadows:
                 course.num_known, course.whole_at = 0, -1
 
     def _tier_of(self, policy: str) -> _Tier:
-        """Give the tier of the shadow of a policy and the size that serves."""
+        """Return the tier of the shadow of a policy and the serving size."""
         with_tiers = [own for own in self._shadows if own.policy != OFF]
         return self._tiers[with_tiers.index(Shadow(policy, 1.0))]
 
     def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
-        """Look up what continues a prefix; hold it if this is of no sample."""
+        """Look up what continues a prefix; hold it if all keys take part."""
         if self._pool is None:
             num, ids = tier.executor.lookup(words), _NO_IDS
             if num and self.sample is None:
-                ids, _ = tier.executor.prepare_load(words[:num])
+                _, ids = tier.executor.prepare_load(words[:num])
             return num, ids
         found = tier.executor.find_beside(self._pool.bound, words)
         num, on_device, on_host = found
@@ -622,7 +550,7 @@ class Shadows:
         return num, ids
 
     def _visit(self, name: str, keys: Sequence[BlockKey]) -> _Visit:
-        """Return what is known of a request, after a look at the keys that are new."""
+        """Return what is known of a request, once its new keys are read."""
         visit = self._visits.get(name)
         if visit is None or not visit.mark.is_in(keys):
             visit = self._begin_visit(visit, keys)
@@ -632,7 +560,7 @@ class Shadows:
             return visit
         _, words = pack(keys)
         if self.sample is None:
-            visit.words = words[:_MOST_KEYS]
+            visit.words = words[:_MAX_KEYS]
         elif rows := self._rows_of(words, visit.num_hot, first, len(visit.words)):
             assert visit.rows is not None
             visit.rows += rows
@@ -645,7 +573,7 @@ class Shadows:
         return visit
 
     def _begin_visit(self, before: _Visit | None, keys: Sequence[BlockKey]) -> _Visit:
-        """Begin with a request, or once more with one whose keys were rewritten."""
+        """Begin with a request, or anew with one whose keys were rewritten."""
         visit = _Visit()
         if self.sample is not None:
             visit.num_hot = self.sample.note_request(keys)
@@ -657,9 +585,9 @@ class Shadows:
     def _rows_of(
         self, words: Words, num_hot: int, first: int, num_chosen: int
     ) -> list[int]:
-        """Choose the keys of a prefix that take part, from the first new one on."""
+        """Return the keys of a prefix that take part, from the first new one on."""
         assert self.sample is not None
-        room = _MOST_KEYS - num_chosen
+        room = _MAX_KEYS - num_chosen
         if room <= 0:
             return []
         if self._knows_prefixes:
@@ -668,7 +596,7 @@ class Shadows:
         return [first + row for row in self.sample.choose(words[first:])][:room]
 
     def _count(self, visit: _Visit) -> None:
-        """Count what a request has looked for, and what was found of it."""
+        """Count what a request has looked for and found."""
         first, start = visit.first, visit.start
         self.num_requests += 1
         self._num_asked += visit.last - first
@@ -687,7 +615,7 @@ class Shadows:
 
 
 def _count_groups(counts: list[int], groups: list[int], num: int) -> None:
-    """Count the first of some keys by their groups; all as of the first one if none."""
+    """Count the first `num` of some keys by their groups, if they have any."""
     if not groups:
         counts[0] += num
     for group in groups[:num]:

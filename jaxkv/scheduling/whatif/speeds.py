@@ -22,27 +22,20 @@ class PrefillCosts(Protocol):
 class Speeds:
     """How fast a server moves and computes.
 
-    Attributes:
-        load_bytes_per_s: From the host to a device, of each device.
-        store_bytes_per_s: From a device to the host, of each device.
-        load_latency_s: What a load takes however small it is.
-        prefill_tokens_per_s: Tokens of a prompt that are computed in a second; None to
-            go by FLOPs.
-        prefill_flops_per_s: FLOPs of prefill in a second, of all devices together; None
-            to go by tokens.
+    Prefill goes by tokens or by FLOPs: the other one is None.
     """
 
-    load_bytes_per_s: float
-    store_bytes_per_s: float
-    load_latency_s: float = 0.0
+    load_bytes_per_s: float  # From the host to a device, of each device.
+    store_bytes_per_s: float  # From a device to the host, of each device.
+    load_latency_s: float = 0.0  # Of a load, however small it is.
     prefill_tokens_per_s: float | None = None
-    prefill_flops_per_s: float | None = None
+    prefill_flops_per_s: float | None = None  # Of all devices together.
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 0.0 if field.name == "load_latency_s" else 1e-9
-            if value is not None and not least <= value < float("inf"):
+            min_value = 0.0 if field.name == "load_latency_s" else 1e-9
+            if value is not None and not min_value <= value < float("inf"):
                 raise ValueError(f"{field.name}={value} must be a number above 0.")
         if (self.prefill_tokens_per_s is None) == (self.prefill_flops_per_s is None):
             raise ValueError(
@@ -52,12 +45,9 @@ class Speeds:
     def prefill_s(
         self, model: PrefillCosts | None, start: Any, stop: Any
     ) -> NDArray[np.float64]:
-        """Return the seconds to compute tokens of a prompt: f64[...].
+        """Return the seconds to compute the tokens i64[...] [start, stop): f64[...].
 
-        Args:
-            model: What the tokens cost; not needed to go by tokens.
-            start: i64[...]. The first token's position, from 0.
-            stop: i64[...]. The position after the last.
+        To go by tokens, no model is needed.
         """
         if self.prefill_flops_per_s is not None:
             assert model is not None
@@ -67,18 +57,14 @@ class Speeds:
         return np.asarray((stop - start) / self.prefill_tokens_per_s, np.float64)
 
     def load_s(self, load_bytes: Any) -> NDArray[np.float64]:
-        """Return the seconds of loads, by what each device loads: f64[...]."""
+        """Return the seconds of loads of bytes of each device: f64[...]."""
         return np.asarray(self.load_latency_s + load_bytes / self.load_bytes_per_s)
 
     def saved_s(self, prefill_s: Any, load_bytes: Any) -> NDArray[np.float64]:
         """Return the seconds saved by loads in place of prefill: f64[...].
 
-        A request saves the difference, and nothing where the load would take longer
-        (`OffloadRules.skip_slow_loads` declines it).
-
-        Args:
-            prefill_s: f64[...]. What the prefill takes.
-            load_bytes: i64[...]. What each device loads.
+        Nothing is saved where a load of `load_bytes` of each device would take longer
+        than `prefill_s` (`OffloadRules.skip_slow_loads` declines it).
         """
         saved_s = np.maximum(prefill_s - self.load_s(load_bytes), 0.0)
         return np.asarray(saved_s, np.float64)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from jaxkv.scheduling.worker.exchange import AgreementError, Exchange
@@ -74,15 +75,6 @@ class Transfer:
         self.done = done if done is not None and done.error is None else None
 
 
-@dataclasses.dataclass(eq=False)
-class _Step:
-    """A step's transfers, in the order of their start, before the processes agree."""
-
-    number: int
-    transfers: list[Transfer]
-    num_open: int = 0  # Not ended in this process; counted, as polls are frequent.
-
-
 class Agreement:
     """Makes a transfer that has failed in one process fail in all.
 
@@ -104,9 +96,9 @@ class Agreement:
         self._deadline_s = deadline_s
         self._clock = clock
         self._transfers: dict[Ticket, Transfer] = {}
-        # In order; also the steps whose outcome has not been sent.
-        self._steps: OrderedDict[int, _Step] = OrderedDict()
-        self._unsent: deque[_Step] = deque()
+        # By step, in the order of their start, until the processes agree.
+        self._steps: dict[int, list[Transfer]] = {}
+        self._unsent: deque[int] = deque()  # Steps whose outcome has not been sent.
         self._failure: Exception | None = None
         self._watchdog = Watchdog(exchange.timeout_s)
 
@@ -116,24 +108,22 @@ class Agreement:
 
     def begin(self, transfer: Transfer) -> None:
         """Add a transfer that was started."""
-        number = transfer.step
-        if number not in self._steps:
-            self._steps[number] = _Step(number, [])
-            self._unsent.append(self._steps[number])
+        if transfer.step not in self._steps:
+            self._steps[transfer.step] = []
+            self._unsent.append(transfer.step)
         self._transfers[transfer.ticket] = transfer
-        self._steps[number].transfers.append(transfer)
-        self._steps[number].num_open += 1
+        self._steps[transfer.step].append(transfer)
 
     def send(self) -> None:
         """Send the outcomes of the steps that have ended here; never waits."""
         for done in self._engine.poll():
             transfer = self._transfers.get(done.ticket)
             if transfer is not None:
-                self._end(transfer, done)
+                transfer.end(done)
         # In the order of steps, because the exchange counts its rounds.
-        while self._unsent and not self._unsent[0].num_open:
+        while self._unsent and not _open(self._steps[self._unsent[0]]):
             step = self._unsent.popleft()
-            self._exchange.send(_text(step.number, step.transfers), step.number)
+            self._exchange.send(_text(step, self._steps[step]), step)
 
     def settle(
         self, pool: PyTree, last: int, *, wait_for_all: bool
@@ -170,19 +160,14 @@ class Agreement:
             pool = self._engine.advance(pool)
             self.send()
             waited_s = self._clock() - start_s
-            late = [
-                transfer
-                for step in self._up_to(None if wait_for_all else last)
-                if step.num_open
-                for transfer in step.transfers
-                if not transfer.has_ended
-            ]
+            steps = self._steps if wait_for_all else self._up_to(last)
+            late = [late for step in steps for late in _open(self._steps[step])]
             if not late:
                 return pool
             if self._deadline_s is not None and waited_s > self._deadline_s:
                 for transfer in late:
                     self._engine.abandon(transfer.ticket)
-                    self._end(transfer, None)
+                    transfer.end(None)
                 continue
             if waited_s > self._exchange.timeout_s:
                 process = self._exchange.process
@@ -200,22 +185,19 @@ class Agreement:
     def _receive(self, last: int, end_s: float) -> list[Transfer]:
         """Wait for the outcomes of all processes; return the transfers up to a step."""
         agreed = []
-        for step in list(self._up_to(last)):
-            subject = f"how {_listed(step.transfers)} ended"
+        for step in self._up_to(last):
+            transfers = self._steps[step]
+            subject = f"how {_listed(transfers)} ended"
             texts = self._exchange.receive(subject, end_s - self._clock())
             plans, outcomes = zip(*(text.rsplit(" ", 1) for text in texts), strict=True)
-            check_same_plans(step.number, "started", plans, self._exchange.process)
+            check_same_plans(step, "started", plans, self._exchange.process)
             oks = [set(column) == {"1"} for column in zip(*outcomes, strict=True)]
-            del self._steps[step.number]
-            for transfer, ok in zip(step.transfers, oks, strict=True):
+            del self._steps[step]
+            for transfer, ok in zip(transfers, oks, strict=True):
                 del self._transfers[transfer.ticket]
                 transfer.done = transfer.done if ok else None
                 agreed.append(transfer)
         return agreed
-
-    def _end(self, transfer: Transfer, done: Completion | None) -> None:
-        self._steps[transfer.step].num_open -= not transfer.has_ended
-        transfer.end(done)
 
     def _describe(self, call: str) -> str:
         text = (
@@ -226,12 +208,14 @@ class Agreement:
         silent = self._exchange.silent
         return f"{text}: processes {list(silent)} are silent." if silent else f"{text}."
 
-    def _up_to(self, last: int | None) -> Iterator[_Step]:
-        """Yield the steps up to `last`; all if it is None."""
-        for number, step in self._steps.items():
-            if last is not None and number > last:
-                break
-            yield step
+    def _up_to(self, last: int) -> list[int]:
+        # In their order, so that later steps, of which there may be many, cost nothing.
+        return list(itertools.takewhile(lambda step: step <= last, self._steps))
+
+
+def _open(transfers: list[Transfer]) -> list[Transfer]:
+    """List the transfers that have not ended in this process."""
+    return [transfer for transfer in transfers if not transfer.has_ended]
 
 
 def _listed(transfers: list[Transfer]) -> str:

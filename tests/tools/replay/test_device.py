@@ -173,7 +173,7 @@ def test_auto_finds_what_it_finds_in_a_real_engine(monkeypatch):
     for name, value in auto_at_once().items():
         monkeypatch.setattr(auto, name, value)
     # No replay pauses stores.
-    monkeypatch.setattr(StorePause, "leaves_out", lambda *_: False)
+    monkeypatch.setattr(StorePause, "skips", lambda *_: False)
     num_changes = 0
     for seed, (device_blocks, capacity) in enumerate([(25, 60), (90, 30), (64, 400)]):
         trace = make_mixed_trace(seed)

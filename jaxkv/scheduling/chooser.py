@@ -1,0 +1,86 @@
+"""The contract of eager and lazy stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxkv.keys.packed import PackedKeys
+from jaxkv.scheduling.protocol import Request
+from jaxkv.tiers.device import DeviceBlockPool
+
+
+class Chooser:
+    """Chooses which device blocks are offered to the host, and when.
+
+    The scheduler calls every method; each does nothing unless it is overridden.
+    """
+
+    @property
+    def is_paused(self) -> bool | None:
+        """Whether stores are paused; None if they never are."""
+        return None
+
+    def begun(
+        self,
+        request: Request,
+        keys: Sequence[PackedKeys],
+        tables: list[list[int]],
+        num_local: int | None,
+        num_external: int,
+        limits: tuple[int, int],
+    ) -> None:
+        """Follow a request, or its new block tables if it is known.
+
+        Args:
+            request: The request.
+            keys: Its keys, for each group.
+            tables: All its device blocks, for each group; kept.
+            num_local: Tokens found on the device; None if nothing was looked up, as
+                the request runs already.
+            num_external: Tokens that come from the host.
+            limits: What `Requests.check_stores` returned.
+        """
+
+    def replace_tables(
+        self, request: Request, tables: list[list[int]], limits: tuple[int, int]
+    ) -> bool:
+        """Keep the block tables of a request, if it is known; return whether it is."""
+        return False
+
+    def find_ready(
+        self, scheduled: Mapping[str, int], preempted: Sequence[str]
+    ) -> Sequence[Any]:
+        """Find the requests that have blocks to offer; nothing changes.
+
+        Args:
+            scheduled: Requests that compute something in the step that begins.
+            preempted: Requests that have lost their blocks.
+
+        Raises:
+            TypeError: An attribute of a ready request has another type.
+            ValueError: Or it is negative.
+        """
+        return ()
+
+    def note_step(
+        self,
+        scheduled: Mapping[str, int],
+        new_tables: Mapping[str, list[list[int]]],
+        preempted: Iterable[str],
+    ) -> None:
+        """Record which requests a step computes, and which blocks they got and lost."""
+
+    def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Any]) -> None:
+        """Offer the blocks of a step, once its loads have left, and what is `ready`."""
+
+    def finish(
+        self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
+    ) -> None:
+        """Offer all blocks of a request that is about to lose them."""
+
+    def recompute(self, request_id: str) -> None:
+        """Expect a request to compute the blocks whose load has failed."""
+
+    def clear(self, pool: DeviceBlockPool) -> None:
+        """Forget which blocks of a pool the host has: it has none."""

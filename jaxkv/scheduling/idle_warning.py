@@ -1,0 +1,61 @@
+"""Warns of an engine that never offers a block to the host."""
+
+from __future__ import annotations
+
+import logging
+
+from jaxkv.scheduling.listening import End, Listener
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.search.groups import GroupSpec
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.index import BlockIndex
+
+_MANY_REQUESTS = 100
+_LOG = logging.getLogger(__name__)
+
+
+class IdleWarning(Listener):
+    """Warns once if nothing was offered to the host after `_MANY_REQUESTS` requests."""
+
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...],
+        rules: OffloadRules,
+        stats: OffloadStats,
+        host: BlockIndex,
+    ) -> None:
+        self._stats, self._host = stats, host
+        self._is_lazy = rules.mode == "lazy"
+        block_size = min(spec.block_size for spec in groups)
+        self._min_tokens = rules.blocks_per_host_block * block_size
+        self._num_finished = 0
+        self._pool: object = None
+
+    def bound(self, pool: object) -> None:
+        """Keep the pool."""
+        self._pool = pool
+
+    def finished(self, end: End) -> None:
+        """Count a request that had a full block."""
+        if end.request.num_computed_tokens < self._min_tokens:
+            return
+        self._num_finished += 1
+        if self._num_finished != _MANY_REQUESTS:
+            return
+        stats, pool = self._stats, self._pool
+        is_idle = not (stats.num_offered or self._host.num_skipped or stats.num_loads)
+        if self._is_lazy:
+            # The device may have had room for all blocks so far.
+            is_idle &= (
+                isinstance(pool, DeviceBlockPool) and not pool.state.has_key.any()
+            )
+        if is_idle:
+            _LOG.warning(
+                "%d requests with a full block are over, and no block was ever offered "
+                "to the host. Call update_state_after_alloc() for each request, name "
+                "it in SchedulerOutput.num_scheduled_tokens in each step that computes "
+                "it, and give DeviceBlockPool.cache() the blocks that are full; "
+                "JAXKV_STRICT=1 says which of these is missing.",
+                _MANY_REQUESTS,
+            )

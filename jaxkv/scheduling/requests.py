@@ -1,0 +1,463 @@
+"""Requests: their keys in order, and what is kept of each until it has finished.
+
+Keys are checked and packed once, not in every step. The cache policy is notified of
+requests that begin and finish, if it needs to know.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv._util import shown
+from jaxkv.keys.mark import KeyMark
+from jaxkv.keys.packed import PackedKeys, lay_out
+from jaxkv.scheduling.checks import check_count
+from jaxkv.scheduling.protocol import Request
+from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
+from jaxkv.search.groups import GroupSpec
+from jaxkv.search.tiers import check_keys, check_keys_by_group
+from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.retention import Retention
+from jaxkv.types import KEY_WORDS, STOPS, BlockKey, Stop
+
+_FEW_KEYS = 256
+_MAX_TOKENS = (1 << 31) - 1  # Policies count tokens in 32 bits.
+_REQUIRED = attrgetter("request_id", "num_tokens", "num_computed_tokens")
+
+
+class Rows(NamedTuple):
+    """n host blocks of a request, of m device blocks, in the order of its tokens."""
+
+    keys: Sequence[BlockKey]  # n; a row has the key of its last block.
+    device_keys: Sequence[BlockKey]  # n * m
+    device_blocks: Sequence[int] | NDArray[np.int64]  # n * m
+    groups: NDArray[np.intp] | None  # [n], each row's group; None if there is one.
+
+
+def rows_of(
+    groups: tuple[GroupSpec, ...],
+    keys: Sequence[Sequence[BlockKey]],
+    tables: Sequence[Sequence[int]],
+    first: Sequence[int],
+    end: Sequence[int],
+    factor: int,
+) -> Rows:
+    """List the blocks [first, end) of each group, so that a part is a prefix's head.
+
+    Rows are of `factor` blocks; `first` and `end` are multiples of it.
+    """
+    if len(groups) == 1:
+        device_keys, table = keys[0], tables[0]
+        if first[0] or end[0] < len(device_keys):
+            device_keys = device_keys[first[0] : end[0]]
+        names = device_keys if factor == 1 else device_keys[factor - 1 :: factor]
+        return Rows(names, device_keys, table[first[0] : end[0]], None)
+    # Several groups have rows of one block (`check_groups`).
+    parts = [slice(*ends) for ends in zip(first, end, strict=True)]
+    ends = [
+        (np.arange(part.start, max(part.start, part.stop)) + 1) * spec.block_size
+        for spec, part in zip(groups, parts, strict=True)
+    ]
+    order = np.argsort(np.concatenate(ends), kind="stable")
+    of_group = np.repeat(np.arange(len(groups)), list(map(len, ends)))[order]
+    all_keys = [key for own, part in zip(keys, parts, strict=True) for key in own[part]]
+    blocks = [b for table, part in zip(tables, parts, strict=True) for b in table[part]]
+    in_order = [all_keys[row] for row in order.tolist()]
+    in_tables = [blocks[row] for row in order.tolist()] if blocks else []
+    return Rows(in_order, in_order, in_tables, of_group)
+
+
+def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockKey]]:
+    """Return a request's keys as one list for each group of layers."""
+    if num_groups == 1:
+        return (request.block_keys,)
+    keys: Sequence[Sequence[BlockKey]]
+    keys = getattr(request, "block_keys_by_group", ())
+    if len(keys) != num_groups:
+        raise ValueError(
+            f"request {shown(request.request_id)} must have block_keys_by_group, with "
+            f"a list for each of the {num_groups} groups."
+        )
+    return keys
+
+
+class Requests:
+    """The requests of a scheduler.
+
+    Args:
+        groups: The groups of the model's layers.
+        rules: The engine's rules.
+        host: The host tier, whose policy is notified.
+        clock: Returns seconds, for the policy.
+        may_lag: Whether a request may come without the keys of its last full blocks.
+    """
+
+    _NOT_STATE = ("_has_keys",)
+
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...],
+        rules: OffloadRules,
+        host: BlockIndex,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        may_lag: bool = False,
+    ) -> None:
+        self._groups, self._host, self._clock = groups, host, clock
+        self._num_groups = len(groups)
+        self._factor = rules.blocks_per_host_block
+        self._prompt_only = rules.prompt_only
+        self._max_offload_tokens = rules.max_offload_tokens or NO_LIMIT
+        self._may_lag = may_lag
+        # The packed keys of each request, for each group.
+        self.by_request: dict[str, list[_Growing]] = {}
+        # Tokens that requests found on the device when they last looked.
+        self.num_local: dict[str, int] = {}
+        # Requests that have used their blocks, and what the policy said of each.
+        self._begun: set[str] = set()
+        self._policy_marks: dict[str, int] = {}
+        # The keys that requests last looked for, if there are tiers below the host.
+        self._asked: dict[str, list[KeyMark]] = {}
+        # Whether a class has `block_keys`: a property may be slow.
+        self._has_keys: dict[type, bool] = {}
+
+    def check(self, request: Request) -> str:
+        """Refuse what is not a `Request`; return its id.
+
+        What only lookups or only stores read is for `check_lookup` or `check_stores`.
+
+        Raises:
+            TypeError: An attribute is missing, or has another type.
+            ValueError: A number is negative or too large.
+        """
+        has_keys = self._has_keys.get(type(request))
+        if has_keys is None:
+            has_keys = self._num_groups > 1 or hasattr(type(request), "block_keys")
+            self._has_keys[type(request)] = has_keys
+        try:
+            name, num_tokens, num_computed = _REQUIRED(request)
+        except AttributeError:
+            raise self._lacks(request) from None
+        if not has_keys and not hasattr(request, "block_keys"):
+            raise self._lacks(request)
+        if type(name) is not str and not isinstance(name, str):
+            raise TypeError(f"request_id={shown(name)} must be a str.")
+        if type(num_tokens) is not int or not 0 <= num_tokens <= _MAX_TOKENS:
+            check_count("num_tokens", num_tokens, name, _MAX_TOKENS)
+        if type(num_computed) is not int or num_computed < 0:
+            check_count("num_computed_tokens", num_computed, name)
+        return name
+
+    def check_lookup(self, request: Request) -> None:
+        """Check as `check` does, for a call that looks for a request's prefix."""
+        name = self.check(request)
+        max_tokens = getattr(request, "max_load_tokens", None)
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 0):
+            check_count("max_load_tokens", max_tokens, name)
+        is_remote = getattr(request, "remote_prefill", None)
+        if not (is_remote is None or isinstance(is_remote, bool | np.bool_)):
+            raise TypeError(
+                f"remote_prefill={shown(is_remote)} of request {shown(name)} must be "
+                "True, False or None."
+            )
+
+    def check_stores(self, request: Request) -> tuple[int, int]:
+        """Check as `check` does, for a call after which a request's blocks are stored.
+
+        Returns:
+            How many of its tokens have certainly been computed; and how many may be
+            stored, from the first on.
+        """
+        name = self.check(request)
+        num_ahead = getattr(request, "num_output_placeholders", 0)
+        if type(num_ahead) is not int or num_ahead < 0:
+            check_count("num_output_placeholders", num_ahead, name)
+        max_tokens = self._max_offload_tokens
+        max_of_request = getattr(request, "max_offload_tokens", None)
+        if max_of_request is not None:
+            if type(max_of_request) is not int or max_of_request < 0:
+                check_count("max_offload_tokens", max_of_request, name)
+            max_tokens = min(max_tokens, max_of_request)
+        num_prompt = getattr(request, "num_prompt_tokens", None)
+        if num_prompt is not None:
+            if type(num_prompt) is not int or num_prompt < 0:
+                check_count("num_prompt_tokens", num_prompt, name)
+            if self._prompt_only:
+                max_tokens = min(max_tokens, num_prompt)
+        elif self._prompt_only:
+            raise TypeError(
+                f"request {shown(name)} lacks num_prompt_tokens, which "
+                "prompt_only=True needs: it stores the blocks of prompts alone."
+            )
+        return request.num_computed_tokens - num_ahead, max_tokens
+
+    def check_retention(self, request: Request) -> None:
+        """Refuse a `retention` of another type, where blocks have priorities.
+
+        Raises:
+            ValueError: It is no `Retention`.
+        """
+        if self._host.retains:
+            _retention_of(request)
+
+    def check_known_keys(self, request: Request) -> None:
+        """Refuse wrong keys of a request that is known: they are about to be read."""
+        if request.request_id in self.by_request:
+            self.checked(request, is_admission=False)
+
+    def checked(
+        self, request: Request, *, is_admission: bool = True
+    ) -> Sequence[PackedKeys]:
+        """Return a request's keys, for each group, if they are right.
+
+        On errors nothing is kept of a request that is new.
+
+        Args:
+            request: The request, whose attributes have been checked.
+            is_admission: Whether it looks for a prefix or has got its blocks. A new
+                one must then have the keys of all its full blocks or none, and no
+                request may have more.
+
+        Raises:
+            TypeError: There is not a list of keys for each group, or a key is not of
+                bytes.
+            ValueError: The keys are not of blocks of the groups' sizes.
+        """
+        name = request.request_id
+        is_new = name not in self.by_request
+        try:
+            if is_new or not self._has_keys[type(request)]:  # No property to call.
+                self._check_lists(request)
+            keys = self.of(request)
+            if is_admission:
+                for group, spec in enumerate(self._groups):
+                    num_full = request.num_tokens // spec.block_size
+                    num = len(keys[group])
+                    if num != num_full and (num > num_full or is_new):
+                        self._check_number(request, group, num, num_full)
+        except Exception as error:
+            if is_new:  # The engine may never finish it.
+                self.by_request.pop(name, None)
+            elif not isinstance(error, ValueError):
+                self._check_lists(request)
+            raise
+        return keys
+
+    def _check_lists(self, request: Request) -> None:
+        """Refuse keys that are not a list of keys for each group."""
+        if self._num_groups == 1:
+            name = "block_keys"
+            check_keys(self._groups[0], request.block_keys, name, request.request_id)
+        else:
+            name = "block_keys_by_group"
+            keys = getattr(request, name, ())
+            check_keys_by_group(self._groups, keys, name, request.request_id)
+
+    def _check_number(
+        self, request: Request, group: int, num: int, num_full: int
+    ) -> None:
+        """Refuse keys of a group that are neither of all its full blocks nor none."""
+        if num <= num_full and (not num or self._may_lag):
+            return
+        size = self._groups[group].block_size
+        raise ValueError(
+            f"request {shown(request.request_id)} of {request.num_tokens} tokens has "
+            f"{num} keys in group {group}, whose blocks have {size} tokens, so that "
+            f"{num_full} are full: make the keys, and the groups of OffloadScheduler, "
+            "with the block size of the pool, and give a new request the keys of all "
+            "its full blocks, or none."
+        )
+
+    def _lacks(self, request: object) -> TypeError:
+        """Make an error that names the missing attributes of a request."""
+        names = ["request_id", "block_keys", "num_tokens", "num_computed_tokens"]
+        if self._num_groups > 1:
+            names.remove("block_keys")  # `keys_by_group` reads another one.
+        missing = [name for name in names if not hasattr(request, name)]
+        return TypeError(
+            f"request={shown(request)} must have the attributes of "
+            f"jaxkv.scheduling.protocol.Request; it lacks {', '.join(missing)}."
+        )
+
+    def of(self, request: Request) -> Sequence[PackedKeys]:
+        """Return a request's keys, for each group, as they are now.
+
+        A list grows with the request. If the engine has rewritten keys, it is a new
+        list, and the one before stays as it was.
+        """
+        name, current = request.request_id, self.by_request.get(request.request_id)
+        if self._num_groups == 1:
+            keys = request.block_keys
+            if current is None:
+                current = self.by_request[name] = [_Growing(keys)]
+            elif (now := current[0].updated(keys)) is not current[0]:
+                current = self.by_request[name] = [now]
+            return current
+        all_keys = keys_by_group(request, self._num_groups)
+        if current is None:
+            current = list(map(_Growing, all_keys))
+        else:
+            current = list(map(_Growing.updated, current, all_keys))
+        self.by_request[name] = current
+        return current
+
+    def row_keys(self, keys: Sequence[Sequence[BlockKey]]) -> Sequence[BlockKey]:
+        """List the keys of a request's host blocks in the order of its tokens."""
+        if self._num_groups == self._factor == 1:
+            return keys[0]
+        no_tables: list[list[int]] = [[] for _ in keys]
+        first, end = [0] * len(keys), list(map(len, keys))
+        return rows_of(self._groups, keys, no_tables, first, end, self._factor).keys
+
+    def is_rewritten(self, request: Request) -> bool:
+        """Record which keys a lookup has read; return whether they were rewritten."""
+        keys = self.by_request[request.request_id]
+        before = self._asked.get(request.request_id)
+        self._asked[request.request_id] = [KeyMark.of(own, len(own)) for own in keys]
+        return before is not None and not all(map(KeyMark.is_in, before, keys))
+
+    def end_lookup(self, request_id: str) -> int | None:
+        """Forget a lookup; return the tokens found on the device, None if unknown."""
+        self._asked.pop(request_id, None)
+        return self.num_local.pop(request_id, None)
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a request has used its blocks."""
+        return request_id in self._begun
+
+    def begin(self, request: Request, keys: Sequence[Sequence[BlockKey]]) -> None:
+        """Record that a request uses its blocks; notify the policy."""
+        self._begun.add(request.request_id)
+        if self._host.listens:
+            rows, positions = self._rows_by_group(keys)
+            now_ms = self.now_ms()
+            self._policy_marks[request.request_id] = self._host.begin_request(
+                rows, request.num_tokens, now_ms, positions
+            )
+            self._retain(request, keys, now_ms)
+
+    def finish(
+        self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None
+    ) -> None:
+        """Notify the policy that a request has finished."""
+        if self._host.listens:
+            mark = self._policy_marks.pop(request.request_id)
+            rows, positions = self._rows_by_group(keys)
+            num_output, now_ms = output_tokens_of(request), self.now_ms()
+            self._host.finish_request(rows, mark, now_ms, num_output, stop, positions)
+            self._retain(request, keys, now_ms)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has finished."""
+        self._begun.discard(request_id)
+        self.by_request.pop(request_id, None)
+
+    def now_ms(self) -> int:
+        """Return the time by the policy's clock."""
+        return int(1000 * self._clock())
+
+    def _retain(
+        self, request: Request, keys: Sequence[Sequence[BlockKey]], now_ms: int
+    ) -> None:
+        """Set the priority of a request's blocks, if it has a `retention`."""
+        retention = _retention_of(request) if self._host.retains else None
+        if retention is not None:
+            if retention.num_tokens is not None:
+                keys = [
+                    own[: retention.num_tokens // spec.block_size]
+                    for own, spec in zip(keys, self._groups, strict=True)
+                ]
+            self._host.retain(self._rows_by_group(keys)[0], retention, now_ms)
+
+    def _rows_by_group(
+        self, keys: Sequence[Sequence[BlockKey]]
+    ) -> tuple[Sequence[BlockKey], list[int]]:
+        """List the keys of host blocks, group after group, and their places in it."""
+        if self._num_groups == self._factor == 1:
+            return keys[0], list(range(len(keys[0])))
+        rows = [own[self._factor - 1 :: self._factor] for own in keys]
+        places = [place for own in rows for place in range(len(own))]
+        return [key for own in rows for key in own], places
+
+
+class _Growing(PackedKeys):
+    """The keys of one group of a request, with room for more."""
+
+    __slots__ = ("_mark", "_room")
+    _NOT_DIGESTED = True  # Whatever reads a request may make it up to date.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Growing, (list(self),)
+
+    def __init__(self, keys: Sequence[BlockKey]) -> None:
+        names, words, some_foreign = lay_out(keys)
+        super().__init__(names, words, has_foreign=some_foreign)
+        num = len(names)
+        self._mark = KeyMark.of(names, num)
+        self._room = words
+        if num > _FEW_KEYS:  # Else the first key to be added would copy all of them.
+            self._make_room(num + num // 8)
+
+    def updated(self, keys: Sequence[BlockKey]) -> _Growing:
+        """Append a request's new keys; return a new list if keys were rewritten."""
+        if not self._mark.is_in(keys):
+            return _Growing(keys)
+        num, total = len(self), len(keys)
+        if num < total:
+            added, words, some_foreign = lay_out(keys[num:])
+            if total > len(self._room):
+                self._make_room(2 * total)
+            self._room[num:total] = words
+            self.extend(added)
+            self.has_foreign |= some_foreign
+            self.words = self._room[:total]
+            self.words.flags.writeable = False
+            self._mark = KeyMark.of(keys, total)
+        return self
+
+    def _make_room(self, num: int) -> None:
+        room = np.empty((num, KEY_WORDS), np.uint32)
+        room[: len(self)] = self.words
+        self._room = room
+
+
+def output_tokens_of(request: Request) -> int | None:
+    """Return the number of tokens that a request has generated; None if unknown."""
+    num_prompt: int | None = getattr(request, "num_prompt_tokens", None)
+    return None if num_prompt is None else max(request.num_tokens - num_prompt, 0)
+
+
+def stop_of(request: Request) -> Stop | None:
+    """Return why a request stopped; None if unknown.
+
+    Raises:
+        ValueError: It is none of `jaxkv.types.STOPS`.
+    """
+    stop: Stop | None = getattr(request, "stop", None)
+    if not isinstance(stop, str | None) or stop not in STOPS:
+        raise ValueError(
+            f"stop={shown(stop)} of request {shown(request.request_id)} must be one of "
+            f"{STOPS}."
+        )
+    return stop
+
+
+def _retention_of(request: Request) -> Retention | None:
+    """Return how long to keep a request's blocks; None if it does not say.
+
+    Raises:
+        ValueError: It is no `Retention`.
+    """
+    retention: Retention | None = getattr(request, "retention", None)
+    if retention is not None and not isinstance(retention, Retention):
+        raise ValueError(
+            f"retention={shown(retention)} of request {request.request_id!r} must be a "
+            "jaxkv.Retention, or None."
+        )
+    return retention

@@ -1,0 +1,233 @@
+"""What other host tiers would find of the same requests, and the policy chosen by it.
+
+Shadows only watch. "auto" also acts, when a request finishes and at no other time: it
+changes the policy of the tier that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+from jaxkv.policies.hazard import HazardState
+from jaxkv.policies.registry import AUTO
+from jaxkv.policies.reuse import ReuseTable, scaled
+from jaxkv.scheduling.listening import End, Keys, Listener, Lookup, Offer, Passes, Start
+from jaxkv.scheduling.plan import Gate, max_hit_tokens
+from jaxkv.scheduling.requests import Requests, output_tokens_of
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.scheduling.whatif.auto import PolicyChoice, with_candidates
+from jaxkv.scheduling.whatif.outlook import Outlook, OutlookLog
+from jaxkv.scheduling.whatif.shadows import ShadowCount, Shadows, parse_shadows
+from jaxkv.scheduling.whatif.speeds import Speeds
+from jaxkv.tiers.executors import ExecutorName
+from jaxkv.tiers.index import BlockIndex
+
+
+class WhatIf(Listener):
+    """A tier without shadows, whose policy (None for one without a name) is fixed."""
+
+    num_changes: int | None = None  # How often "auto" has changed the policy.
+
+    def __init__(self, host: BlockIndex, policy: str | None) -> None:
+        self._host = host
+        self.policy = policy
+
+    @property
+    def counts(self) -> tuple[ShadowCount, ...]:
+        """What each shadow has counted so far."""
+        return ()
+
+    def outlook(self) -> Outlook:
+        """See `OffloadScheduler.outlook`."""
+        raise ValueError(
+            "there are no shadows: name some, as in OffloadRules(shadow='lru*2')."
+        )
+
+    def num_found_tokens(self) -> int:
+        """Return the tokens that the policies of "auto" have found so far."""
+        return 0
+
+    def learned(self) -> ReuseTable:
+        """Return what "hazard" has learned, in the serving tier or in its shadow."""
+        state = self._host.executor.state.policy
+        assert isinstance(state, HazardState)
+        return state.reuse
+
+    def resume(self, learned: ReuseTable) -> None:
+        """Go on with what "hazard" has learned before, wherever it is."""
+        if isinstance(self._host.executor.state.policy, HazardState):
+            self._host.resume(learned)
+
+
+class Shadowed(WhatIf):
+    """A tier with shadows.
+
+    It holds no reference to the scheduler, which can be freed before this is closed.
+    """
+
+    _NOT_STATE = ("_log",)
+
+    def __init__(
+        self,
+        host: BlockIndex,
+        policy: str | None,
+        rules: OffloadRules,
+        stats: OffloadStats,
+        gate: Gate,
+        requests: Requests,
+        executor: ExecutorName,
+        *,
+        is_alone: bool,
+    ) -> None:
+        super().__init__(host, policy)
+        is_auto = policy == AUTO
+        shadows = () if rules.shadow is None else parse_shadows(rules.shadow)
+        self.shadows = Shadows(
+            with_candidates(shadows) if is_auto else shadows,
+            host.num_blocks,
+            host.block_size,
+            executor,
+            is_lazy=rules.mode == "lazy",
+        )
+        self._choice = PolicyChoice(self.shadows) if is_auto else None
+        if self._choice is not None:
+            self.policy, self.num_changes = self._choice.policy, 0
+        self._rules, self._stats, self._gate = rules, stats, gate
+        self._requests, self._is_alone = requests, is_alone
+        self._log = OutlookLog(self.outlook)
+
+    @property
+    def counts(self) -> tuple[ShadowCount, ...]:
+        """What each shadow has counted so far."""
+        return self.shadows.counts
+
+    def outlook(self) -> Outlook:
+        """See `OffloadScheduler.outlook`."""
+        gate, stats, speeds = self._gate, self._stats, None
+        if gate.load_bytes_per_s and gate.prefill_tokens_per_s:
+            bytes_per_s, tokens_per_s = gate.load_bytes_per_s, gate.prefill_tokens_per_s
+            speeds = Speeds(bytes_per_s, bytes_per_s, prefill_tokens_per_s=tokens_per_s)
+        return Outlook(
+            self.policy or "the policy that serves",
+            self._host.num_blocks,
+            self._rules.block_bytes,
+            self.shadows.num_requests,
+            stats.num_device_query_tokens,
+            stats.num_device_hit_tokens,
+            stats.num_host_hit_tokens,
+            self.shadows.num_asked_tokens,
+            self.shadows.counts,
+            speeds,
+            self._host.block_size,
+            self._is_alone,
+            self.num_changes,
+        )
+
+    def close(self) -> None:
+        """Log the last outlook."""
+        self._log.close()
+
+    def num_found_tokens(self) -> int:
+        """Return the tokens that the policies of "auto" have found so far."""
+        return 0 if self._choice is None else self._choice.count_found()
+
+    def learned(self) -> ReuseTable:
+        """Return what "hazard" has learned, in the serving tier or in its shadow."""
+        if isinstance(self._host.executor.state.policy, HazardState):
+            return super().learned()
+        executor, scale = self.shadows.learned_by("hazard")
+        return scaled(executor.state.policy.reuse, scale)
+
+    def resume(self, learned: ReuseTable) -> None:
+        """Go on with what "hazard" has learned before, wherever it is."""
+        super().resume(learned)
+        if self._choice is not None:
+            self.shadows.resume("hazard", learned)
+
+    def bound(self, pool: Any) -> None:
+        """Search the device's pool, too, if blocks may be copied on the device."""
+        self.shadows.bind(pool if self._rules.copy_on_device else None)
+
+    def warm_up(self) -> None:
+        """Load or compile what the shadows run."""
+        self.shadows.warm_up()
+
+    def looked_up(self, lookup: Lookup) -> None:
+        """Look the prefix up in the shadows."""
+        if lookup.num_tokens is None:
+            return
+        request, num_tokens = lookup.request, lookup.num_computed_tokens
+        size = self.shadows.block_size
+        max_tokens = max(max_hit_tokens(request, num_tokens), 0)
+        keys = self._requests.of(request)[0]
+        first, last = num_tokens // size, max_tokens // size
+        self.shadows.look_up(request.request_id, keys, first, last)
+
+    def begun(self, start: Start) -> None:
+        """Use the request's blocks."""
+        self.shadows.begin(
+            start.request.request_id,
+            start.keys[0],
+            start.request.num_tokens,
+            start.now_ms(),
+            is_found=start.num_local is not None,
+            is_loaded=start.has_load,
+        )
+
+    def offered(self, offer: Offer) -> None:
+        """Offer the same blocks, and those that a shadow has refused before."""
+        name, keys, first = offer.request_id, offer.keys, 0
+        if not offer.is_end:
+            first = min(
+                offer.first, offer.end, self.shadows.first_open_block(name, keys)
+            )
+        self.shadows.offer(
+            name,
+            keys,
+            offer.end,
+            offer.placed,
+            offer.passes(first),
+            first,
+            is_end=offer.is_end,
+            can_store=offer.can_store,
+        )
+
+    def victims_offered(
+        self, words: Any, placed: Container[bytes], passes: Passes
+    ) -> None:
+        """Offer the same blocks."""
+        self.shadows.offer_victims(words, placed, passes)
+
+    def stored(self, keys: Keys, ok: bool) -> None:
+        """End stores."""
+        self.shadows.arrive(keys, ok=ok)
+
+    def released(self, request_ids: Sequence[str], unloaded: Sequence[Keys]) -> None:
+        """Release what is held, and forget what could not be loaded."""
+        for name in request_ids:
+            self.shadows.release(name)
+        for keys in unloaded:
+            self.shadows.discard(keys)
+
+    def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:
+        """Expect the requests whose loads have failed to compute their blocks."""
+        for name in failed:
+            self.shadows.recompute(name)
+
+    def finished(self, end: End) -> None:
+        """Forget the request; with "auto", change the policy that serves if due."""
+        name = end.request.request_id
+        if end.has_begun:
+            num_output, now_ms = output_tokens_of(end.request), end.now_ms()
+            self.shadows.finish(name, end.keys[0], now_ms, num_output, end.stop)
+            self._log.note(now_ms)
+        self.shadows.forget(name, is_held=end.has_load)
+        if self._choice is not None and (policy := self._choice.choose()):
+            self._host.change_policy(policy, *self.shadows.learned_by(policy))
+            self.policy, self.num_changes = policy, self._choice.num_changes
+
+    def reset(self) -> None:
+        """Forget all blocks."""
+        self.shadows.clear()
