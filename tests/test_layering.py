@@ -7,6 +7,7 @@ another, as long as that goes in no circle. A new room needs a floor here.
 import ast
 import graphlib
 import importlib.util
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -53,6 +54,8 @@ ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}
 NEED_EXTRAS = ("jaxkv.tools.demo", "jaxkv.observe")
 # Except what the command line always imports of them.
 NEED_NONE = ("jaxkv.tools.demo.command",)
+
+ROOT = Path(__file__).resolve().parent.parent
 
 Sources = dict[str, str]  # a module's full name -> its text
 
@@ -133,12 +136,11 @@ def faults(sources: Sources) -> list[str]:
 
 
 def read_sources() -> Sources:
-    root = Path(__file__).resolve().parent.parent
     return {
-        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
             ".__init__"
         ): path.read_text(encoding="utf-8")
-        for path in (root / "jaxkv").rglob("*.py")
+        for path in (ROOT / "jaxkv").rglob("*.py")
     }
 
 
@@ -163,6 +165,17 @@ def test_no_room_has_more_lines_than_its_ceiling():
 
 def test_a_newcomer_reads_a_short_list_first():
     assert len({room_of(module) for module in read_sources()}) <= 16
+
+
+def test_the_page_of_a_package_lists_its_files():
+    pages = list((ROOT / "jaxkv").glob("*/README.md"))
+    assert pages
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        files = {path.name for path in page.parent.rglob("*.py")} - {"__init__.py"}
+        assert files <= set(re.findall(r"\w+\.py", text)), page
+        firsts = " ".join(re.findall(r"^\| `.*?\|", text, re.MULTILINE))
+        assert set(re.findall(r"\w+\.py", firsts)) <= files, page
 
 
 def check_one(module: str, source: str, **sources: str) -> list[str]:
