@@ -36,7 +36,7 @@ from common import (
 )
 from jaxkv.keys.packed import PackedKeys, keys_to_words
 from jaxkv.policies import get_policy_maker, make_hazard
-from jaxkv.policies.facts import BEGIN, FINISH, facts
+from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.whatif.auto import CANDIDATES, with_candidates
 from jaxkv.scheduling.whatif.shadows import Shadows
@@ -135,14 +135,14 @@ def restart(trace: Trace, capacity: int, kept: str) -> NDArray[np.int64]:
             continue
         time_ms = int(trace.time_ms[request])
         assert trace.input_tokens is not None
-        begun = facts(time_ms, num_tokens=int(trace.input_tokens[request]))
-        mark = host.note(keys, BEGIN, positions, begun)
+        about = begun(time_ms, int(trace.input_tokens[request]))
+        mark = host.note(keys, BEGIN, positions, about)
         step = host.request_step(keys)
         host.touch(keys, True)
         host.complete_step(step.block_ids, step.num_hits)
         output, stop = int(trace.output_tokens[request]), int(trace.stops[request])
-        ended = facts(time_ms, num_output=output, stop=stop, mark=mark)
-        host.note(keys, FINISH, positions, ended)
+        about = finished(time_ms, output, stop, mark)
+        host.note(keys, FINISH, positions, about)
         num_hits[request] = step.num_hits
     return num_hits
 

@@ -25,16 +25,16 @@ PRIORITY, HALF_LIFE_MS, TTL_MS: Of `RETAIN`: see `jaxkv.policies.retained`.
 Facts: TypeAlias = tuple[int, int, int, int, int, int, int, int]
 
 
-def facts(
-    now_ms: int,
-    *,
-    num_tokens: int = 0,
-    num_output: int = -1,
-    stop: int = 0,
-    mark: int = 0,
-    priority: int = 0,
-    half_life_ms: int = 0,
-    ttl_ms: int = 0,
-) -> Facts:
-    """Return a row of facts in their places."""
-    return now_ms, num_tokens, num_output, stop, mark, priority, half_life_ms, ttl_ms
+def begun(now_ms: int, num_tokens: int) -> Facts:
+    """Return the facts of `BEGIN`."""
+    return now_ms, num_tokens, 0, 0, 0, 0, 0, 0
+
+
+def finished(now_ms: int, num_output: int, stop: int, mark: int) -> Facts:
+    """Return the facts of `FINISH`."""
+    return now_ms, 0, num_output, stop, mark, 0, 0, 0
+
+
+def retained(now_ms: int, priority: int, half_life_ms: int, ttl_ms: int) -> Facts:
+    """Return the facts of `RETAIN`."""
+    return now_ms, 0, 0, 0, 0, priority, half_life_ms, ttl_ms

@@ -478,11 +478,11 @@ def make_retained(inner: Policy) -> Policy:
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxkv.policies import make_lru
-        >>> from jaxkv.policies.facts import RETAIN, facts
+        >>> from jaxkv.policies.facts import RETAIN, retained
         >>> lru = make_retained(make_lru(num_blocks=4))
         >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
         >>> state, _ = lru.insert(lru.init(), keys, jnp.array([3, 1]))
-        >>> given = jnp.array(facts(0, priority=80, half_life_ms=60_000))
+        >>> given = jnp.array(retained(0, 80, half_life_ms=60_000, ttl_ms=0))
         >>> state, _ = lru.note(state, RETAIN, keys, jnp.int32(1), given[:2], given)
         >>> evicted = lru.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
         >>> evicted.block_ids.tolist()  # 3 was used before it, but is retained

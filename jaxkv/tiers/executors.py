@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from jaxkv._util import shown
 from jaxkv.compiling import Bound, EntryPoints, entry_point, own
 from jaxkv.policies.base import Policy
-from jaxkv.policies.facts import BEGIN, Facts, facts
+from jaxkv.policies.facts import BEGIN, Facts, begun
 from jaxkv.tiers import device_native, host_native, host_state
 from jaxkv.tiers.base import refuse_outside
 from jaxkv.tiers.host_state import HostState
@@ -70,19 +70,18 @@ class Step(NamedTuple):
     """u32[m, 8]. As in `Store`; None if there was no room."""
 
 
-def _as_store(
-    num_stored: int, num_evicted: int, block_ids: Ids, evicted: Words
-) -> Store | None:
+def _as_store(counts: tuple[int, int], block_ids: Ids, evicted: Words) -> Store | None:
+    num_stored, num_evicted = counts
     if num_evicted < 0:
         return None
     return Store(num_stored, block_ids, evicted[:num_evicted])
 
 
-def _as_step(
-    num_hits: int, num_stored: int, num_evicted: int, block_ids: Ids, evicted: Words
-) -> Step:
-    evicted_keys = None if num_evicted < 0 else evicted[:num_evicted]
-    return Step(num_hits, num_stored, block_ids, evicted_keys)
+def _as_step(counts: tuple[int, int, int], block_ids: Ids, evicted: Words) -> Step:
+    num_hits, num_stored, num_evicted = counts
+    if num_evicted < 0:
+        return Step(num_hits, num_stored, block_ids, None)
+    return Step(num_hits, num_stored, block_ids, evicted[:num_evicted])
 
 
 class Op(Generic[Arguments, Answer]):
@@ -94,7 +93,7 @@ class Op(Generic[Arguments, Answer]):
             writes and the pure one returns; None for none.
         evicts: Whether the same holds for evicted keys, u32[n, 8].
         has_variant: Whether the native function takes the policy's variant.
-        answer: ``(numbers that both functions return, then the arrays) -> answer``.
+        answer: ``(number or numbers that both functions return, arrays) -> answer``.
     """
 
     def __init__(
@@ -124,7 +123,9 @@ class _Verbs:
     find_readable = Op[[Words], Blocks](writes=np.int32)
     lookup = Op[[Words], int]()
     touch = Op[[Words, bool], None](True, has_variant=True)
-    note = Op[[Words, int, Positions, Facts], int](BEGIN, _SAMPLE_POSITIONS, facts(0))
+    note = Op[[Words, int, Positions, Facts], int](
+        BEGIN, _SAMPLE_POSITIONS, begun(0, 0)
+    )
     prepare_load = Op[[Words], tuple[int, Ids]](
         writes=np.int64, answer=lambda *row_and_ids: row_and_ids
     )
@@ -174,7 +175,8 @@ class NativeExecutor(_Verbs):
         It does not refer to the executor, which keeps it: a circle would keep the
         state of an executor that was replaced.
         """
-        head = (self._bound, self._variant) if op.has_variant else (self._bound,)
+        bound, variant = self._bound, self._variant
+        head = (bound, variant) if op.has_variant else (bound,)
         dtype, answer, room = op.writes, op.answer, self._room
         arrays: list[Any] = [] if dtype is None else [np.empty(1, dtype)]
         if op.evicts:
@@ -186,16 +188,21 @@ class NativeExecutor(_Verbs):
         call: Callable[..., Any] = functools.partial(function, *head)
         run = call
 
-        def write(keys: Words, *arguments: Any) -> Any:
+        def write(keys: Words) -> Any:
             array = np.empty(len(keys), dtype)
-            return answer(run(keys, *arguments, array), array)
+            return answer(run(keys, array), array)
+
+        def write_with(keys: Words, argument: Any) -> Any:
+            array = np.empty(len(keys), dtype)
+            return answer(run(keys, argument, array), array)
 
         def write_evicted(keys: Words) -> Any:
             array, evicted = np.empty(len(keys), dtype), room.of(len(keys))
-            return answer(*run(keys, array, evicted), array, evicted)
+            counts = function(bound, variant, keys, array, evicted)
+            return answer(counts, array, evicted)
 
         if arrays:
-            call = write_evicted if op.evicts else write
+            call = write_evicted if op.evicts else write_with if op.samples else write
         vars(self)[op.name] = call  # From now on found without coming here.
         return call
 
@@ -243,10 +250,10 @@ class NativeExecutor(_Verbs):
         """
         block_ids, evicted = np.empty(len(keys), np.int64), self._room.of(len(keys))
         host = self._bound, self._variant
-        num_stored, num_evicted = self._call(
+        counts = self._call(
             "place_from", device, *host, keys, sources, is_head, block_ids, evicted
         )
-        return _as_store(num_stored, num_evicted, block_ids, evicted)
+        return _as_store(counts, block_ids, evicted)
 
     def next_victims(
         self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
@@ -317,7 +324,11 @@ class XlaExecutor(_Verbs):
             return rows.astype(op.writes) if rows.ndim == 1 else rows
 
         result = jax.tree.map(as_native, result)
-        return op.answer(*result) if isinstance(result, tuple) else result
+        if not isinstance(result, tuple):
+            return result
+        if op.evicts:
+            return op.answer(result[:-2], *result[-2:])
+        return op.answer(*result)
 
     def pin(self, block_ids: Ids) -> bool:
         refuse_outside(block_ids, self._policy.num_blocks)

@@ -22,7 +22,7 @@ from jaxkv.keys.packed import (
 )
 from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.base import Policy
-from jaxkv.policies.facts import BEGIN, FINISH, RETAIN, facts
+from jaxkv.policies.facts import BEGIN, FINISH, RETAIN, begun, finished, retained
 from jaxkv.policies.lru import LRUState, next_victims
 from jaxkv.policies.retained import RELEASE
 from jaxkv.policies.reuse import ReuseTable
@@ -256,7 +256,7 @@ class BlockIndex:
             return 0
         self._pass_time(int(now_ms))
         words, where = rows
-        about = facts(self._now_ms % _TIMES, num_tokens=int(num_tokens))
+        about = begun(self._now_ms % _TIMES, int(num_tokens))
         return self.executor.note(words, BEGIN, where, about)
 
     def finish_request(
@@ -282,12 +282,9 @@ class BlockIndex:
         if rows is not None:
             self._pass_time(int(now_ms))
             words, where = rows
-            about = facts(
-                self._now_ms % _TIMES,
-                num_output=-1 if num_output_tokens is None else int(num_output_tokens),
-                stop=STOPS.index(stop),
-                mark=int(mark),
-            )
+            output = -1 if num_output_tokens is None else int(num_output_tokens)
+            end = output, STOPS.index(stop), int(mark)
+            about = finished(self._now_ms % _TIMES, *end)
             self.executor.note(words, FINISH, where, about)
 
     def has_room(self, block_hashes: Iterable[bytes], pinned: BlockIds = ()) -> bool:
@@ -660,10 +657,10 @@ class BlockIndex:
         for counts_as_use in (True, False):
             scratch.touch(words, counts_as_use)
         if self.listens:
-            scratch.note(words, BEGIN, where, facts(0))
-            scratch.note(words, FINISH, where, facts(0))
+            scratch.note(words, BEGIN, where, begun(0, 1))
+            scratch.note(words, FINISH, where, finished(0, -1, 0, 0))
         if self.retains:
-            scratch.note(words, RETAIN, where, facts(0))
+            scratch.note(words, RETAIN, where, retained(0, RELEASE, 0, 0))
         scratch.prepare_store(words)
         scratch.complete_store(words, True)
         scratch.pin(ids)
@@ -720,7 +717,9 @@ class BlockIndex:
         if self._has_time and ahead > 0 and ahead % _TIMES >= _TIMES // 2:
             between = (self._now_ms + ahead % _TIMES // 2) % _TIMES
             _, no_keys = pack([])
-            self.executor.note(no_keys, FINISH, _NO_POSITIONS, facts(between))
+            self.executor.note(
+                no_keys, FINISH, _NO_POSITIONS, finished(between, -1, 0, 0)
+            )
         self._now_ms, self._has_time = now_ms, True
 
     def _give(
@@ -728,14 +727,10 @@ class BlockIndex:
     ) -> None:
         """Set the priority of blocks that are here, or remove it, a batch at a time."""
         _, words = pack(names)
-        about = facts(given_ms % _TIMES, priority=RELEASE)
+        terms = RELEASE, 0, 0
         if retention is not None:
-            about = facts(
-                given_ms % _TIMES,
-                priority=retention.priority,
-                half_life_ms=retention.half_life_ms,
-                ttl_ms=retention.ttl_ms,
-            )
+            terms = retention.priority, retention.half_life_ms, retention.ttl_ms
+        about = retained(given_ms % _TIMES, *terms)
         for start in range(0, len(words), self.policy.max_batch):
             batch = words[start : start + self.policy.max_batch]
             self.executor.note(batch, RETAIN, _NO_POSITIONS, about)
@@ -743,6 +738,9 @@ class BlockIndex:
     def _touch(self, keys: Iterable[bytes], counts_as_use: bool) -> None:
         _, words = pack(keys)
         size = self.policy.max_batch
+        if 0 < len(words) <= size:
+            self.executor.touch(words, counts_as_use)
+            return
         # From the last batch to the first, as keys are touched in one batch.
         for start in reversed(range(0, len(words), size)):
             self.executor.touch(words[start : start + size], counts_as_use)

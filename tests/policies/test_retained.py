@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.compiling import own
 from jaxkv.policies import get_policy_maker, make_retained
-from jaxkv.policies.facts import BEGIN, RETAIN, facts
+from jaxkv.policies.facts import BEGIN, RETAIN, begun, retained
 from jaxkv.policies.retained import MAX_HALVINGS, MAX_PRIORITY, RELEASE
 from jaxkv.tiers.executors import NativeExecutor, make_executor
 
@@ -40,8 +40,7 @@ class Cache:
         return self.executor.state.policy
 
     def retain(self, numbers, priority, half_life_ms=NONE, ttl_ms=NONE, at_ms=0):
-        times = {"half_life_ms": half_life_ms, "ttl_ms": ttl_ms}
-        given = facts(at_ms, priority=priority, **times)
+        given = retained(at_ms, priority, half_life_ms, ttl_ms)
         self.executor.note(keys_of(numbers), RETAIN, np.empty(0, np.int32), given)
 
     def evict(self, num, executor=None):
@@ -53,7 +52,7 @@ class Cache:
     def victims(self, num, at_ms=0, read=()):
         """What would be evicted at a time, while some are read; None if refused."""
         copy = NativeExecutor(self.policy, self.executor.state)
-        copy.note(keys_of([999]), BEGIN, np.zeros(1, np.int32), facts(at_ms))
+        copy.note(keys_of([999]), BEGIN, np.zeros(1, np.int32), begun(at_ms, 1))
         if read:
             copy.prepare_load(keys_of(read))
         return self.evict(num, copy)

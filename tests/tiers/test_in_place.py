@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.policies import get_policy_maker
-from jaxkv.policies.facts import BEGIN, FINISH, facts
+from jaxkv.policies.facts import BEGIN, FINISH, begun
 from jaxkv.tiers import host_state
 
 NUM_BLOCKS = 1 << 14
@@ -39,7 +39,7 @@ def compile_with(function, policy, kind=None):
     if kind is not None:
         function = functools.partial(function, kind=kind)
         arguments.append(jax.ShapeDtypeStruct((BATCH,), np.int32))
-        arguments.append(jax.ShapeDtypeStruct((len(facts(0)),), np.int32))
+        arguments.append(jax.ShapeDtypeStruct((len(begun(0, 0)),), np.int32))
     jitted = jax.jit(function, static_argnums=0, donate_argnums=1)
     return jitted.lower(policy, state, *arguments).compile()
 

@@ -36,7 +36,7 @@ from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
-from jaxkv.policies.facts import BEGIN, FINISH, facts
+from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.reuse import ReuseTable, from_counts
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
@@ -394,7 +394,7 @@ class Shadows:
             return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
-                about = facts(now_ms % _TIMES, num_tokens=num_tokens)
+                about = begun(now_ms % _TIMES, num_tokens)
                 course.mark = tier.executor.note(words, BEGIN, visit.positions, about)
             tier.executor.touch(words, True)
 
@@ -509,9 +509,7 @@ class Shadows:
         reason = STOPS.index(stop)
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
-                about = facts(
-                    now_ms % _TIMES, num_output=output, stop=reason, mark=course.mark
-                )
+                about = finished(now_ms % _TIMES, output, reason, course.mark)
                 tier.executor.note(visit.words, FINISH, visit.positions, about)
 
     def forget(self, name: str, *, is_held: bool = False) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies import PolicyMaker, get_policy_maker
-from jaxkv.policies.facts import BEGIN, FINISH, facts
+from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.registry import AUTO
 from jaxkv.tiers.bare import those_of
 from jaxkv.tiers.executors import Executor, Step, Words, make_executor
@@ -536,13 +536,13 @@ def _serve(
     def begin() -> int:
         if news is None or not num_asked:
             return 0
-        about = facts(news.time_ms, num_tokens=news.input_tokens)
+        about = begun(news.time_ms, news.input_tokens)
         return executor.note(keys[:num_asked], BEGIN, positions[:num_asked], about)
 
     def finish(mark: int) -> None:
         if news is not None:
-            end = {"num_output": news.output_tokens, "stop": news.stop, "mark": mark}
-            executor.note(keys, FINISH, positions, facts(news.time_ms, **end))
+            about = finished(news.time_ms, news.output_tokens, news.stop, mark)
+            executor.note(keys, FINISH, positions, about)
 
     if ahead is not None:
         num_found, num_stored, is_refused = serve_behind(
