@@ -18,6 +18,7 @@ from tests.explorer.world import World, WrongError
 # Functions that no order of events reaches, by the reason.
 OUTSIDE = {
     "it refuses calls or settings, or checks what an engine says": (
+        "boundary.py check_reports",
         *("eager.py EagerStores._check_all", "scheduler.py OffloadScheduler.__init__"),
         *("requests.py keys_by_group", "requests.py Requests.check"),
         *("requests.py Requests.check_lookup", "requests.py Requests.check_stores"),
@@ -34,6 +35,7 @@ OUTSIDE = {
         *("eager.py EagerStores._follow", "requests.py _Growing.updated"),
     ),
     "it runs before any event": (
+        "boundary.py make_boundaries",
         "scheduler.py OffloadScheduler.bind_device_block_pool",
         "scheduler.py OffloadScheduler.warm_up",
         "scheduler.py OffloadScheduler.wait_for_storage",

@@ -167,12 +167,12 @@ def test_a_signal_ends_children_and_a_main_thread_that_never_returns():
 
 def test_what_is_public_is_imported_when_it_is_used():
     source = pathlib.Path(jaxkv.__file__).read_text(encoding="utf-8")
-    modules = {
-        alias.name: node.module
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and node.module != "typing"
-        for alias in node.names
-    }
+    (for_types,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    modules = {a.name: node.module for node in for_types.body for a in node.names}
     assert modules == jaxkv._MODULES
     for name in modules:
         assert getattr(jaxkv, name).__name__ == name if name != "Policy" else True
