@@ -84,7 +84,8 @@ def test_nothing_listens_before_serve(monkeypatch):
     metrics = OffloadMetrics(*parts, CollectorRegistry())
     assert list(metrics.collect())
     assert metrics.format_line()
-    assert listening == [] and set(threading.enumerate()) <= threads
+    assert listening == []
+    assert set(threading.enumerate()) <= threads
     port = metrics.serve(0)
     assert listening == [("127.0.0.1", port)]
     with pytest.raises(RuntimeError, match=f"already serving at port {port}"):
