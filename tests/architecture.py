@@ -58,8 +58,8 @@ text.bytes { fill: #b3401f; stroke: none; text-anchor: middle; }
 
 def folders_of(room):
     """List the folders of a room, such as "record/"."""
-    found = (ROOT / "jaxkv" / room).glob("*/__init__.py")
-    return sorted(f"{path.parent.name}/" for path in found)
+    inits = (ROOT / "jaxkv" / room).glob("*/__init__.py")
+    return sorted(f"{path.parent.name}/" for path in inits)
 
 
 def draw_room(room, x, y, width):

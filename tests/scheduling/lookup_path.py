@@ -51,7 +51,7 @@ def num_climbs(entered):
 
 def paths():
     """Trace a lookup that is offered a load, with and without a store, or fetches."""
-    found = {}
+    traces = {}
     for name, num_storage_blocks, num_on_host in (
         ("load", 0, 3),
         ("load above a store", 16, 3),
@@ -63,19 +63,19 @@ def paths():
             for _ in range(3):
                 rig.step()
             rig.forget_device()
-        if num_storage_blocks:  # It has no more than the host, if that has anything.
+        if num_storage_blocks:  # If the host has blocks, the store has no others.
             keys = tuple(make_keys(*range(4 - num_on_host)))
             report = ConnectorOutput(below=(TierReport(found=keys),))
             rig.scheduler.update_connector_output(report)
         request = make_request(name, *range(5))
         answers = []
-        found[name] = files_entered(
+        traces[name] = files_entered(
             lambda rig=rig, request=request, answers=answers: answers.append(
                 rig.scheduler.get_num_new_matched_tokens(request, 0)
             )
         )
         assert (answers[0][0] is None) == (name == "fetch"), answers
-    return found
+    return traces
 
 
 def main():
