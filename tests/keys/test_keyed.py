@@ -85,5 +85,6 @@ def test_no_keys_have_no_ids():
 
 
 def test_a_secret_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"len\(secret\)=15 must be 16 bytes"):
-        hash_keys(np.zeros((1, 8), np.uint32), bytes(15))
+    for num in (15, 17):
+        with pytest.raises(ValueError, match=rf"len\(secret\)={num} must be 16 bytes"):
+            hash_keys(np.zeros((1, 8), np.uint32), bytes(num))
