@@ -585,7 +585,7 @@ class OffloadScheduler(Reporting):
             self._chooser.replace_tables(request, tables, limits)
         self._leave(request, limits)
         has_begun = requests.has_begun(name)
-        keys = requests.of(request) if has_begun else ()
+        keys = requests.by_request[name] if has_begun else ()
         if has_begun:
             requests.finish(request, keys, stop)
         has_load = name in self._loads.by_request
@@ -606,7 +606,8 @@ class OffloadScheduler(Reporting):
     def _leave(self, request: Request, limits: tuple[int, int]) -> None:
         """Release a request's load, and store what it leaves behind."""
         name = request.request_id
-        self._loads.drop(self._pool, name)
+        if name in self._loads.by_request:
+            self._loads.drop(self._pool, name)
         for notify in self._listeners.left:
             notify(name)
         self._book.end_lookup(name)
