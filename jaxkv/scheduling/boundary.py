@@ -118,15 +118,9 @@ class Fetch(NamedTuple):
 class Boundary:
     """Fetches of the blocks that requests wait for, and writes of those to keep.
 
-    Args:
-        groups: The groups of the model's layers.
-        upper: The upper tier.
-        below: The lower tier, and what goes there.
-        rules: The engine's rules.
-        is_private: Returns True for the key of a block that must never be written to
-            the lower tier; None to write any.
-        on_arrival: Called with the keys of blocks that have arrived in the lower tier.
-        number: Which tier the lower one is, 0 for the first below the host.
+    `is_private` returns True for the key of a block that must never be written to the
+    lower tier. `on_arrival` is called with the keys of blocks that have arrived there.
+    `number` is 0 for the first tier below the host.
 
     Raises:
         ConfigError: The rule for writes needs the upper tier's next victims, which that
@@ -785,9 +779,8 @@ def check_reports(
                 f"scheduler has {len(boundaries)} such tiers: give it "
                 "num_storage_blocks, or tiers_below."
             )
-    if reports:
-        for boundary in boundaries:
-            boundary.check(boundary.reports_in(reports))
+    for boundary in boundaries:
+        boundary.check(boundary.reports_in(reports))
 
 
 def _as_batch(

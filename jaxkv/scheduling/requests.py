@@ -88,14 +88,10 @@ def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockK
 
 
 class Requests:
-    """The requests of a scheduler.
+    """The requests of a scheduler, and of the policy of its host tier.
 
-    Args:
-        groups: The groups of the model's layers.
-        rules: The engine's rules.
-        host: The host tier, whose policy is notified.
-        clock: Returns seconds, for the policy.
-        may_lag: Whether a request may come without the keys of its last full blocks.
+    `clock` returns seconds, for the policy. With `may_lag` a request may come without
+    the keys of its last full blocks.
     """
 
     _NOT_STATE = ("_has_keys",)
@@ -198,11 +194,7 @@ class Requests:
         return request.num_computed_tokens - num_ahead, max_tokens
 
     def check_retention(self, request: Request) -> None:
-        """Refuse a `retention` of another type, where blocks have priorities.
-
-        Raises:
-            ValueError: It is no `Retention`.
-        """
+        """Raise ValueError for a `retention` of another type, if it is used."""
         if self._host.retains:
             _retention_of(request)
 
@@ -214,15 +206,11 @@ class Requests:
     def checked(
         self, request: Request, *, is_admission: bool = True
     ) -> Sequence[PackedKeys]:
-        """Return a request's keys, for each group, if they are right.
+        """Return a checked request's keys, for each group, if they are right.
 
-        On errors nothing is kept of a request that is new.
-
-        Args:
-            request: The request, whose attributes have been checked.
-            is_admission: Whether it looks for a prefix or has got its blocks. A new
-                one must then have the keys of all its full blocks or none, and no
-                request may have more.
+        If it looks for a prefix or has got its blocks (`is_admission`), a new one must
+        have the keys of all its full blocks or none, and no request may have more. On
+        errors nothing is kept of a request that is new.
 
         Raises:
             TypeError: There is not a list of keys for each group, or a key is not of
@@ -434,11 +422,7 @@ def output_tokens_of(request: Request) -> int | None:
 
 
 def stop_of(request: Request) -> Stop | None:
-    """Return why a request stopped; None if unknown.
-
-    Raises:
-        ValueError: It is none of `jaxkv.types.STOPS`.
-    """
+    """Return why a request stopped, None if unknown; raise ValueError for others."""
     stop: Stop | None = getattr(request, "stop", None)
     if not isinstance(stop, str | None) or stop not in STOPS:
         raise ValueError(
@@ -449,11 +433,7 @@ def stop_of(request: Request) -> Stop | None:
 
 
 def _retention_of(request: Request) -> Retention | None:
-    """Return how long to keep a request's blocks; None if it does not say.
-
-    Raises:
-        ValueError: It is no `Retention`.
-    """
+    """Return how long to keep a request's blocks; raise ValueError for others."""
     retention: Retention | None = getattr(request, "retention", None)
     if retention is not None and not isinstance(retention, Retention):
         raise ValueError(

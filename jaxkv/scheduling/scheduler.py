@@ -523,7 +523,8 @@ class OffloadScheduler(Reporting):
         failed: tuple[str, ...] = ()
         stores = reports_of(output.completed_store_events, output.failed_store_events)
         self._stores.in_flight.check(stores)
-        check_reports(self.below, output.below)
+        if output.below:
+            check_reports(self.below, output.below)
         if has_loads:
             loads = reports_of(output.finished_recving, output.failed_recving)
             finished, failed = map(tuple, self._loads.report(pool, loads))

@@ -23,6 +23,8 @@ FILES_OUTSIDE = {
 
 # Functions of the other files that no order of events reaches, and why.
 FUNCTIONS_OUTSIDE = {
+    "boundary.py check_reports": "refuses what an engine says wrongly",
+    "boundary.py make_boundaries": "before any event",
     "eager.py EagerStores._check_all": "refuses what an engine says wrongly",
     "eager.py EagerStores._follow": "a request of a world keeps its history",
     "eager.py EagerStores._notify": "notifies listeners",

@@ -419,17 +419,11 @@ class Shadows:
     ) -> None:
         """Offer the first `num_blocks` of a request, which it has computed.
 
-        Args:
-            name: The request.
-            keys: Its keys.
-            num_blocks: Its blocks that may be stored.
-            placed: The keys that the serving tier has just found room for.
-            passes: bool[num_blocks - start]. Which of them may be stored, from `start`
-                on; None for all.
-            start: `first_open_block`, or a block before it; 0 with `is_end`.
-            is_end: Whether it is about to lose its device blocks: then all of it is
-                offered again, unless the shadow has it.
-            can_store: Whether the serving tier may store anything at the end.
+        `placed` are the keys that the serving tier has just found room for. `passes`
+        (bool[num_blocks - start], None for all) says which blocks from `start` on may
+        be stored; `start` is at most `first_open_block`. At its end a request is about
+        to lose its device blocks: all are offered again (from 0), unless the shadow has
+        them, and `can_store` says whether the serving tier may store any.
         """
         visit = self._visit(name, keys)
         end = visit.cut(num_blocks)
