@@ -70,7 +70,7 @@ class _Queued:
 
     num_released: int  # `Boundary._num_released` when it began.
     first_ask: int  # The number of its first ask since.
-    num_asks: int = 0  # In vain since, while no fetch was in flight.
+    num_asks: int = 0  # Vain ones since, while no fetch was in flight.
 
 
 @dataclasses.dataclass(eq=False)
@@ -507,7 +507,7 @@ class Boundary:
         self._to_delete.clear()
 
     def fetch(self, request_id: str, fetch: Fetch, num: int) -> bool:
-        """Begin to fetch what a request lacks; return whether it has to wait.
+        """Begin to fetch blocks for a request; return whether it has to wait.
 
         The fetch has just been planned, of the first `num` blocks at most, and the
         request waits for nothing.
@@ -553,10 +553,9 @@ class Boundary:
     def probe(
         self, request_id: str, runs: Sequence[Sequence[BlockKey]], wait_s: float
     ) -> None:
-        """Ask the tier for blocks that a request lacks, which waits `wait_s` for it.
+        """Send a probe for a request, which waits `wait_s` for the answer.
 
-        Keys of a run continue one another. The tier is not asked again for what it is
-        being asked for.
+        Keys of a run continue one another. Keys of probes in flight are not sent again.
         """
         probing = self.probing.setdefault(request_id, Probing())
         probing.num += 1
@@ -621,7 +620,7 @@ class Boundary:
                 self._to_write[key] = None
 
     def _public(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Return the keys without those of private blocks."""
+        """Return the keys of blocks that are not private."""
         if self._is_private is None:
             return keys
         return list(filterfalse(self._is_private, keys))

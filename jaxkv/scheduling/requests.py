@@ -119,7 +119,7 @@ class Requests:
         self._begun: set[str] = set()
         self._policy_marks: dict[str, int] = {}
         # The keys that requests last looked for, if there are tiers below the host.
-        self._asked: dict[str, list[KeyMark]] = {}
+        self._looked_for: dict[str, list[KeyMark]] = {}
         # Whether a class has `block_keys`: a property may be slow.
         self._has_keys: dict[type, bool] = {}
 
@@ -306,13 +306,15 @@ class Requests:
     def is_rewritten(self, request: Request) -> bool:
         """Record which keys a lookup has read; return whether they were rewritten."""
         keys = self.by_request[request.request_id]
-        before = self._asked.get(request.request_id)
-        self._asked[request.request_id] = [KeyMark.of(own, len(own)) for own in keys]
+        before = self._looked_for.get(request.request_id)
+        self._looked_for[request.request_id] = [
+            KeyMark.of(names, len(names)) for names in keys
+        ]
         return before is not None and not all(map(KeyMark.is_in, before, keys))
 
     def end_lookup(self, request_id: str) -> int | None:
         """Forget a lookup; return the tokens found on the device, None if unknown."""
-        self._asked.pop(request_id, None)
+        self._looked_for.pop(request_id, None)
         return self.num_local.pop(request_id, None)
 
     def has_begun(self, request_id: str) -> bool:
@@ -358,8 +360,8 @@ class Requests:
         if retention is not None:
             if retention.num_tokens is not None:
                 keys = [
-                    own[: retention.num_tokens // spec.block_size]
-                    for own, spec in zip(keys, self._groups, strict=True)
+                    names[: retention.num_tokens // spec.block_size]
+                    for names, spec in zip(keys, self._groups, strict=True)
                 ]
             self._host.retain(self._rows_by_group(keys)[0], retention, now_ms)
 
@@ -369,9 +371,9 @@ class Requests:
         """List the keys of host blocks, group after group, and their places in it."""
         if self._num_groups == self._factor == 1:
             return keys[0], list(range(len(keys[0])))
-        rows = [own[self._factor - 1 :: self._factor] for own in keys]
-        places = [place for own in rows for place in range(len(own))]
-        return [key for own in rows for key in own], places
+        rows = [names[self._factor - 1 :: self._factor] for names in keys]
+        places = [place for names in rows for place in range(len(names))]
+        return [key for names in rows for key in names], places
 
 
 class _Growing(PackedKeys):

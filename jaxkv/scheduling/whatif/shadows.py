@@ -6,8 +6,8 @@ serves:
 - it finds what continues the device's own prefix, at the moment of the lookup, on the
   device or in the shadow;
 - it is offered what the device computes, except what it has found itself, when the
-  serving tier is offered blocks: also what that tier has already, and not what that
-  tier lacks and the shadow has;
+  serving tier is offered blocks: also what that tier has already, and not what only
+  the shadow has;
 - a block that both store can be found once its transfer has arrived, or not at all if
   that failed; a block that only the shadow stores, at once;
 - what a request is offered is held until its load has ended, if there is one.
@@ -289,7 +289,7 @@ class Shadows:
 
     @property
     def counts(self) -> tuple[ShadowCount, ...]:
-        """What each shadow has counted so far; any thread may ask."""
+        """The counts of each shadow so far; any thread may ask."""
         bits, size, counts = self._bits, self.block_size, []
         tiers = iter(self._tiers)
         asked = (self._num_hot + (sum(self._asked) << bits)) * size
@@ -334,7 +334,7 @@ class Shadows:
         return self._tier_of(policy).executor, 1 << self._bits
 
     def resume(self, policy: str, table: ReuseTable) -> None:
-        """Let this shadow go on with what was learned of all keys."""
+        """Go on, in this shadow, with counts of all keys."""
         own, bits = self._tier_of(policy), self._bits
         table = from_counts(table.touches >> bits, table.reuses >> bits)
         own.executor = resume(own.executor, own.policy, self._executor_name, table)
@@ -342,7 +342,7 @@ class Shadows:
     def look_up(
         self, name: str, keys: Sequence[BlockKey], first: int, last: int
     ) -> None:
-        """Look up the blocks [first, last) that continue the device's own prefix."""
+        """Search for the blocks [first, last) that continue the device's own prefix."""
         visit = self._visit(name, keys)
         self.release(name)
         visit.first, visit.last = first, last
@@ -526,7 +526,7 @@ class Shadows:
         return self._tiers[with_tiers.index(Shadow(policy, 1.0))]
 
     def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
-        """Look up what continues a prefix; hold it if all keys take part."""
+        """Search for the continuation of a prefix; hold it if all keys take part."""
         if self._pool is None:
             num, ids = tier.executor.lookup(words), _NO_IDS
             if num and self.sample is None:
