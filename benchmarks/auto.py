@@ -36,6 +36,7 @@ from common import (
 )
 from jaxkv.keys.packed import PackedKeys, keys_to_words
 from jaxkv.policies import get_policy_maker, make_hazard
+from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.whatif.auto import CANDIDATES, with_candidates
 from jaxkv.scheduling.whatif.shadows import Shadows
@@ -134,13 +135,14 @@ def restart(trace: Trace, capacity: int, kept: str) -> NDArray[np.int64]:
             continue
         time_ms = int(trace.time_ms[request])
         assert trace.input_tokens is not None
-        told = keys, positions, time_ms
-        mark = host.begin(*told, int(trace.input_tokens[request]))
+        about = begun(time_ms, int(trace.input_tokens[request]))
+        mark = host.note(keys, BEGIN, positions, about)
         step = host.request_step(keys)
-        host.touch(keys)
+        host.touch(keys, True)
         host.complete_step(step.block_ids, step.num_hits)
         output, stop = int(trace.output_tokens[request]), int(trace.stops[request])
-        host.finish(*told, output, stop, mark)
+        about = finished(time_ms, output, stop, mark)
+        host.note(keys, FINISH, positions, about)
         num_hits[request] = step.num_hits
     return num_hits
 

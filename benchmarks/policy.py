@@ -41,6 +41,7 @@ from common import (
 )
 from jaxkv import OffloadingManager, Retention, make_lru, policy_names
 from jaxkv.keys import PackedKeys, keys_to_words
+from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.tiers import host_state
 from ordered_dict_twin import ARC, Manager, RescanningARC
 
@@ -112,9 +113,10 @@ class Tier:
             return len(self.packed(keys))
         self.now_ms += 500
         where, words = np.arange(len(keys), dtype=np.int32), keys.words
-        mark = executor.begin(words, where, self.now_ms, 16 * len(keys))
+        about = begun(self.now_ms, 16 * len(keys))
+        mark = executor.note(words, BEGIN, where, about)
         num = len(self.packed(keys))
-        executor.finish(words, where, self.now_ms, 100, 0, mark)
+        executor.note(words, FINISH, where, finished(self.now_ms, 100, 0, mark))
         self._wait()
         return num
 

@@ -1,9 +1,10 @@
 """KV-cache offloading for JAX: a second home in host memory for paged KV blocks.
 
-What is public is imported when it is first used, so that a command line can be ready
+A public object is imported when it is first used, so that a command line can be ready
 for signals before jax is loaded.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,62 +50,23 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "jaxkv.config": (
-        "ConfigError",
-        "OffloadConfig",
-    ),
-    "jaxkv.keys": (
-        "Extras",
-        "KeyChain",
-        "MultimodalItem",
-        "Namespace",
-    ),
-    "jaxkv.policies": (
-        "Policy",
-        "get_policy_maker",
-        "make_arc",
-        "make_arc_fixed",
-        "make_hazard",
-        "make_lru",
-        "make_retained",
-        "make_slru",
-        "policy_names",
-        "register_policy",
-    ),
-    "jaxkv.scheduling": (
-        "ConnectorOutput",
-        "OffloadMetadata",
-        "OffloadRules",
-        "OffloadScheduler",
-        "OffloadWorker",
-        "SchedulerOutput",
-        "TraceRecorder",
-    ),
-    "jaxkv.search": (
-        "ChunkedLocal",
-        "FullAttention",
-        "Mamba",
-        "SlidingWindow",
-        "find_cached_prefix",
-        "num_host_blocks",
-    ),
-    "jaxkv.tiers": (
-        "DeviceBlockPool",
-        "LoadStoreSpec",
-        "OffloadingEvent",
-        "OffloadingManager",
-        "PrepareStoreOutput",
-        "RequestStepOutput",
-        "Retention",
-        "Snapshot",
-    ),
-    "jaxkv.transfer": ("TransferEngine",),
+    "jaxkv.config": "ConfigError OffloadConfig",
+    "jaxkv.keys": "Extras KeyChain MultimodalItem Namespace",
+    "jaxkv.policies": "Policy get_policy_maker make_arc make_arc_fixed make_hazard "
+    "make_lru make_retained make_slru policy_names register_policy",
+    "jaxkv.scheduling": "ConnectorOutput OffloadMetadata OffloadRules OffloadScheduler "
+    "OffloadWorker SchedulerOutput TraceRecorder",
+    "jaxkv.search": "ChunkedLocal FullAttention Mamba SlidingWindow find_cached_prefix "
+    "num_host_blocks",
+    "jaxkv.tiers": "DeviceBlockPool LoadStoreSpec OffloadingEvent OffloadingManager "
+    "PrepareStoreOutput RequestStepOutput Retention Snapshot",
+    "jaxkv.transfer": "TransferEngine",
 }
-_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
-    """Import what is public, or a room, when it is first asked for."""
+    """Import a public object, or a package, when it is first used."""
     import importlib
     import importlib.util
 
@@ -121,3 +83,15 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULES})
+
+
+def _import_strict_parts() -> None:
+    """Import the strict parts where the environment asks for them."""
+    from jaxkv._util import is_strict
+
+    if is_strict():
+        from jaxkv import strict as strict
+
+
+if "JAXKV_STRICT" in os.environ:
+    _import_strict_parts()

@@ -1,12 +1,13 @@
 """One configuration for all parts, from code, a dict, JSON or the environment.
 
-Each key is declared once, as a field: those of `OffloadRules` in
-`jaxkv/scheduling/rules.py`, the others here. A refusal has the value, what would be
-right, and the nearest name.
+Each key is declared once, as a field: the keys of `OffloadRules` in
+`jaxkv/scheduling/rules.py`, the others here. A refusal names the value, the expected
+values and the nearest name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,28 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    NamedTuple,
-    TypeVar,
-    cast,
-    get_args,
-)
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import jax
 
-from jaxkv._util import nearest, settings, shown, shown_name
-from jaxkv._util.settings import (
-    ConfigError as ConfigError,
-)
-from jaxkv._util.settings import (
-    Key,
-    Scope,
-    Settings,
-    keys_of,
-    table_of,
-)
+from jaxkv._util import did_you_mean, settings, shown, shown_name
+from jaxkv._util.settings import ConfigError as ConfigError
+from jaxkv._util.settings import Key, Settings, keys_of, table_of
 from jaxkv.observe.start import log_start
 from jaxkv.policies import policy_names
 from jaxkv.policies.registry import AUTO
@@ -79,49 +65,51 @@ from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
 from jaxkv.types import PyTree
 
 if TYPE_CHECKING:
-    # They need extras, which not everybody has.
+    # These need extras, which may be missing.
     from jaxkv.observe.catalog import BlockCatalog
     from jaxkv.observe.metrics import OffloadMetrics
     from jaxkv.observe.publisher import EventPublisher
 
 PREFIX = "JAXKV_"
-"""What the names of the environment's variables begin with."""
+"""The prefix of the environment's variables."""
 
-_T = TypeVar("_T")
-
-# Of the tests of this project, and no part of a configuration.
+# Variables of this project's tests, which are not settings.
 _TEST_PREFIX = "JAXKV_TEST_"
-
-_SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
-
-# What is less is a number whose unit was forgotten.
-_LEAST_HOST_BYTES = 1 << 10
+_FILE = settings.Text(
+    "the name of a file, without quotes; ~ and variables are not replaced, and ./ "
+    "before a name allows them",
+    # A URL would be a folder of its name.
+    r"(?![\s~$\"'`])(?![A-Za-z][A-Za-z0-9+.-]*:/)[^\0-\x1f]{0,4095}[^\0-\x1f\s]",
+)
+_ENDPOINT = settings.Text(
+    "an address such as tcp://127.0.0.1:5557 or ipc:///run/kv, with a port below 65536",
+    r"tcp://\S+:(?:\*|(?P<port>[0-9]{1,5}))|ipc://\S+",
+)
+_STORE = settings.Text(
+    "a folder or a URL such as file:///var/cache/kv or s3://bucket/prefix",
+    r"\S(?:.{0,1022}\S)?",
+)
+_ADDRESS = settings.Text(
+    "a host or an address such as 127.0.0.1, without a port",
+    r"[\w.-]+|[0-9A-Fa-f]*(?::[0-9A-Fa-f.]*){2,7}(?:%\w+)?",
+)
+# Less is a number whose unit was forgotten.
+_MIN_HOST_BYTES = 1 << 10
 _SIZES = ("host_bytes", "num_host_blocks")
 
 
-def _file(default: _T, scope: Scope, about: str) -> _T:
-    """Declare the name of a file."""
-    expected = (
-        "the name of a file, without quotes; ~ and variables are not replaced, and ./ "
-        "before a name allows them"
-    )
-    # A URL would be a folder of its name.
-    pattern = rf"(?![\s~$\"'`])(?!{_SCHEME}:/)[^\0-\x1f]{{0,4095}}[^\0-\x1f\s]"
-    return settings.text(default, scope, about, expected=expected, pattern=pattern)
-
-
-def _endpoint(default: _T, scope: Scope, about: str) -> _T:
-    """Declare an address of ZeroMQ."""
-    expected = (
-        "an address such as tcp://127.0.0.1:5557 or ipc:///run/kv, with a port below "
-        "65536"
-    )
-    pattern = r"tcp://\S+:(?:\*|(?P<port>[0-9]{1,5}))|ipc://\S+"
-    return settings.text(default, scope, about, expected=expected, pattern=pattern)
+@contextlib.contextmanager
+def _closed_on_error(part: TraceRecorder | StorageWorker | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if part is not None:
+            part.close()
+        raise
 
 
 def _check_secret(value: Any) -> str:
-    # Without the newline of the file that it was read from, as in the environment.
+    # Without the newline of a file that it was read from, as in the environment.
     secret = value.strip() if isinstance(value, str) else ""
     if len(secret.encode()) < LEAST_SECRET_BYTES:
         raise ValueError
@@ -133,8 +121,8 @@ class Offload(NamedTuple):
 
     Attributes:
         engine: Moves the bytes.
-        scheduler: Decides what moves; wants `bind_device_block_pool`.
-        worker: Starts on the engine what the scheduler plans, and reports it.
+        scheduler: Decides what moves; call its `bind_device_block_pool`.
+        worker: Starts the scheduler's plans on the engine, and reports them.
     """
 
     engine: TransferEngine
@@ -144,21 +132,21 @@ class Offload(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _HostSettings(Settings):
-    """The host tier: its size, and what it evicts."""
+    """The host tier: its size and cache policy."""
 
     host_bytes: int | str | None = settings.size(
         None,
         "engine",
         "Host memory for blocks in this process, spare room included. Set this or "
         "`num_host_blocks`.",
-        least=_LEAST_HOST_BYTES,
+        minimum=_MIN_HOST_BYTES,
     )
     num_host_blocks: int | None = settings.number(
         None,
         "engine, scheduler",
         "Host blocks, in place of `host_bytes`; spare memory comes on top.",
         unit="host blocks",
-        least=1,
+        minimum=1,
     )
     cache_policy: str = settings.name(
         "lru",
@@ -178,12 +166,11 @@ class _HostSettings(Settings):
 @settings.documented
 @dataclasses.dataclass(frozen=True)
 class OffloadConfig(RuleSettings, _HostSettings):
-    """All that can be chosen about offloading, apart from what the model is.
+    """Every offloading setting except the model's own.
 
-    docs/configuration.md has a table of the keys. They are those of `TransferEngine`,
-    `OffloadRules`, `OffloadScheduler` and `OffloadWorker`, which say more; `mode` is
-    that of the rules, the engine's is `transfer_mode`, as its `kernel` is
-    `transfer_kernel`.
+    docs/configuration.md has a table of the keys. `TransferEngine`, `OffloadRules`,
+    `OffloadScheduler` and `OffloadWorker` have the same keys and say more. `mode` is a
+    rule; the engine's mode and kernel are `transfer_mode` and `transfer_kernel`.
 
     Values are checked when it is made. Sizes may be given as text, and are kept in
     bytes.
@@ -201,11 +188,12 @@ class OffloadConfig(RuleSettings, _HostSettings):
         (1073741824, 'lazy')
     """
 
-    policy_state: str | None = _file(
+    policy_state: str | None = settings.text(
         None,
         "scheduler",
         "File that keeps what `hazard` has learned, for a restart "
         "([shadows.md](shadows.md)). Each engine needs its own.",
+        _FILE,
     )
     enable_events: bool = settings.flag(
         False,
@@ -228,7 +216,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         names=lambda: KERNELS,
     )
     staging_bytes: int | str = settings.size(
-        DEFAULT_STAGING_BYTES, "engine", "Most bytes in flight."
+        DEFAULT_STAGING_BYTES, "engine", "Maximum bytes in flight."
     )
     extent_bytes: int | str | None = settings.size(
         None,
@@ -239,9 +227,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
     layer_groups: int = settings.number(
         1,
         "engine",
-        "In how many parts a load arrives, the first layers first.",
+        "Parts that a load arrives in, the first layers first.",
         unit="parts",
-        least=1,
+        minimum=1,
     )
     compression: Quantised | None = settings.name(
         None,
@@ -263,7 +251,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "Report each transfer exactly this many steps after its own, as several "
         "processes need. `null`: once it is done.",
         unit="steps",
-        least=1,
+        minimum=1,
     )
     check_plans: bool = settings.flag(
         False,
@@ -283,14 +271,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "A store that outlives the process and that engines share: a folder, or a URL "
         "such as `s3://BUCKET/PREFIX` or `redis://HOST:PORT` "
         "([storage.md](storage.md)).",
-        expected="a folder or a URL such as file:///var/cache/kv or s3://bucket/prefix",
-        pattern=r"\S(?:.{0,1022}\S)?",
+        _STORE,
         show=shown_url,
     )
     storage_bytes: int | str = settings.size(
         16 << 30,
         "storage",
-        "Most bytes of this model's blocks in the store. The largest value of all "
+        "Maximum bytes of this model's blocks in the store. The largest value of all "
         "engines that share it applies.",
     )
     storage_owner: bool = settings.flag(
@@ -331,14 +318,18 @@ class OffloadConfig(RuleSettings, _HostSettings):
             is_secret=True,
         ),
     )
-    events_endpoint: str | None = _endpoint(
+    events_endpoint: str | None = settings.text(
         None,
         "events",
         "Where `make_publisher` publishes events, `tcp://HOST:PORT` or `ipc://PATH`; "
         "it turns `enable_events` on.",
+        _ENDPOINT,
     )
-    events_replay_endpoint: str | None = _endpoint(
-        None, "events", "Address that answers requests for a replay."
+    events_replay_endpoint: str | None = settings.text(
+        None,
+        "events",
+        "Address that answers requests for a replay.",
+        _ENDPOINT,
     )
     events_topic: str = settings.text("", "events", "Topic that subscribers filter by.")
     metrics_port: int | None = settings.number(
@@ -346,41 +337,42 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "metrics",
         "HTTP port of `serve_metrics`; 0 for any free port, `null` for none.",
         unit="",
-        least=0,
-        most=65535,
+        minimum=0,
+        maximum=65535,
     )
     metrics_address: str = settings.text(
         "127.0.0.1",
         "metrics",
         "Address of that port; by default only this machine can reach it.",
-        expected="a host or an address such as 127.0.0.1, without a port",
-        pattern=r"[\w.-]+|[0-9A-Fa-f]*(?::[0-9A-Fa-f.]*){2,7}(?:%\w+)?",
+        _ADDRESS,
     )
-    record: str | None = _file(
+    record: str | None = settings.text(
         None,
         "record",
         "File in which requests are recorded ([sizing.md](sizing.md)), compressed if "
         "its name ends in `.gz`.",
+        _FILE,
     )
     record_max_bytes: int | str = settings.size(
         DEFAULT_MAX_BYTES,
         "record",
-        "Most bytes of that file; then it becomes `FILE.1`, and a new one begins.",
-        least=LEAST_MAX_BYTES,
+        "Maximum bytes of that file; then it becomes `FILE.1`, and a new one begins.",
+        minimum=LEAST_MAX_BYTES,
     )
     record_max_files: int = settings.number(
         DEFAULT_MAX_FILES,
         "record",
         "Files kept, the current one included.",
         unit="files",
-        least=1,
+        minimum=1,
     )
-    record_key_file: str | None = _file(
+    record_key_file: str | None = settings.text(
         None,
         "record",
         "File with the secret behind recorded ids, created if missing. Engines whose "
         "records are replayed together share it. `null`: a random secret that is not "
         "kept.",
+        _FILE,
     )
 
     strict: bool = settings.flag(
@@ -391,18 +383,18 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "does wrong.",
     )
     strict_seed: int = settings.number(
-        0, "strict", "Chooses how late they are.", unit="", least=0
+        0, "strict", "Seed for how late they are.", unit="", minimum=0
     )
     strict_fail_loads: int = settings.number(
         0,
         "strict",
         "Fail one load in this many, for the engine to compute; 0 for none.",
         unit="loads",
-        least=0,
+        minimum=0,
     )
 
     def __repr__(self) -> str:
-        """Write all that was chosen, without secrets."""
+        """Write all settings, without secrets."""
         values = (
             f"{field.name}={KEYS[field.name].show(value)!r}"
             if isinstance(value := getattr(self, field.name), str)
@@ -417,10 +409,10 @@ class OffloadConfig(RuleSettings, _HostSettings):
         """Make a configuration from keys and values.
 
         Args:
-            values: What differs from the defaults.
+            values: The settings that differ from the defaults.
 
         Raises:
-            ConfigError: Keys are unknown, values wrong, or they do not go together.
+            ConfigError: Keys are unknown, or values are wrong or do not go together.
         """
         faults = unknown(values, "key")
         if faults:
@@ -429,10 +421,10 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OffloadConfig:
-        """Make a configuration from a JSON object; bytes are taken for UTF-8.
+        """Make a configuration from a JSON object, as text or UTF-8 bytes.
 
         Raises:
-            ConfigError: It is no JSON object, or `from_dict` refuses it.
+            ConfigError: It is not a JSON object, or `from_dict` refuses it.
         """
         return cls.from_dict(parse_json(text))
 
@@ -441,7 +433,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         """Make a configuration from a file that holds a JSON object.
 
         Raises:
-            ConfigError: As `from_json`; it names the file.
+            ConfigError: See `from_json`; the message names the file.
             OSError: The file cannot be read.
         """
         text = pathlib.Path(path).read_bytes()
@@ -459,19 +451,18 @@ class OffloadConfig(RuleSettings, _HostSettings):
     ) -> OffloadConfig:
         """Make a configuration from the environment's variables.
 
-        A key's variable is its name in capitals after ``JAXKV_``. An empty one counts
-        as not set, except that of the secret, which is refused with a store. ``1``,
-        ``true``, ``yes`` and ``on`` are true, ``0``, ``false``, ``no`` and ``off``
-        false, ``none`` is None, in any case.
+        A key's variable is its name in capitals after ``JAXKV_``. An empty variable
+        counts as unset; with a store, an empty secret is refused. ``1``, ``true``,
+        ``yes`` and ``on`` are true, ``0``, ``false``, ``no`` and ``off`` false,
+        ``none`` is None, in upper or lower case.
 
         Args:
-            explicit: Keys and values that count more than the environment's, as
-                `from_dict` takes them.
-            environ: The environment; that of the process if None.
+            explicit: Keys and values, as in `from_dict`, that override the environment.
+            environ: The environment; the process's if None.
 
         Raises:
             ConfigError: A variable has an unknown name or a wrong value, which the
-                message names; or as `from_dict`.
+                message names; or see `from_dict`.
         """
         explicit = dict(explicit or {})
         environ = os.environ if environ is None else environ
@@ -483,7 +474,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         if faults:
             raise ConfigError(faults)
         if any(explicit.get(key_name) is not None for key_name in _SIZES):
-            # One size takes the place of the other.
+            # An explicit size overrides both.
             for key_name in _SIZES:
                 values.pop(key_name, None)
         try:
@@ -494,11 +485,11 @@ class OffloadConfig(RuleSettings, _HostSettings):
             raise ConfigError(faults) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all keys and values, as `from_dict` and JSON take them."""
+        """Return all keys and values, for `from_dict` and JSON."""
         return dataclasses.asdict(self)
 
     def storage_keys(self) -> dict[str, Any]:
-        """Give the keys about the store behind the host, as `PrefixStore` takes them.
+        """Return the keys of the store behind the host, for `PrefixStore`.
 
         >>> OffloadConfig(storage="kv").storage_keys()["storage_write"]
         'on_reuse'
@@ -508,17 +499,16 @@ class OffloadConfig(RuleSettings, _HostSettings):
     def make_engine(
         self, pool: PyTree, *, block_axis: PyTree = 0, head_axis: PyTree = -2
     ) -> TransferEngine:
-        """Make the transfer engine of a pool, which sets the host memory aside.
+        """Make the transfer engine of a pool, and allocate its host memory.
 
         Args:
-            pool: A pool of the layout that all later ones will have.
-            block_axis: Which axis counts the blocks; see `TransferEngine`.
-            head_axis: Which axis counts the heads, for `compression`; see
-                `Compression`.
+            pool: A pool with the layout of all later ones.
+            block_axis: The axis that counts the blocks; see `TransferEngine`.
+            head_axis: The axis that counts the heads; see `Compression`.
 
         Raises:
-            ValueError: No size is set, or as `TransferEngine`.
-            MemoryError: There is not that much host memory.
+            ValueError: No size is set, or `TransferEngine` refuses an argument.
+            MemoryError: There is too little host memory.
         """
         if self.host_bytes is None and self.num_host_blocks is None:
             raise ValueError(_NO_SIZE)
@@ -571,36 +561,37 @@ class OffloadConfig(RuleSettings, _HostSettings):
         tiers_below: Sequence[TierBelow] = (),
         num_device_blocks: int | None = None,
     ) -> OffloadScheduler:
-        """Make the scheduler, and a recorder for it if there is a file to record to.
+        """Make the scheduler and, with `record`, its recorder.
 
-        Close its `recorder` when the engine stops, or leave that to the interpreter.
+        Close its `recorder` when the engine stops, or let the interpreter close it.
 
         Args:
             groups: The groups of the model's layers; see `OffloadScheduler`.
-            num_host_blocks: Those of the engine; None for the key of that name.
+            num_host_blocks: Host blocks of the engine; None for `self.num_host_blocks`.
             block_bytes: Bytes of a device block, which `skip_slow_loads` needs.
-            num_storage_blocks: Host blocks that the store may hold, as the worker's
-                `storage.num_blocks(config.storage_bytes)` says; 0 for no store.
-            policy_clock: As of `OffloadScheduler`: several processes need one if the
-                cache policy asks for the time, or with `retention`.
-            tiers_below: As of `OffloadScheduler`.
+            num_storage_blocks: Host blocks that the store may hold,
+                `worker.storage.num_blocks(config.storage_bytes)`; 0 for no store.
+            policy_clock: See `OffloadScheduler`: several processes need one if the
+                cache policy depends on time, or with `retention`.
+            tiers_below: See `OffloadScheduler`.
             num_device_blocks: Blocks of the engine's pool, `engine.num_device_blocks`;
-                None if that is not known.
+                None if unknown.
 
         Raises:
-            ValueError: There is no number of host blocks, or as `OffloadScheduler`.
-            OSError: As `make_recorder`.
+            ValueError: The number of host blocks is unknown, or `OffloadScheduler`
+                refuses an argument.
+            OSError: See `make_recorder`.
         """
         if num_host_blocks is None:
             num_host_blocks = self.num_host_blocks
         if num_host_blocks is None:
             raise ValueError(
                 "num_host_blocks=None must be given where the configuration has none: "
-                "pass that of the engine, which knows it."
+                "pass engine.num_host_blocks."
             )
         rules = self.make_rules(block_bytes)
         recorder = self.make_recorder()
-        try:
+        with _closed_on_error(recorder):
             make = StrictOffloadScheduler if self.strict else OffloadScheduler
             return make(
                 groups,
@@ -616,10 +607,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 policy_state=self.policy_state,
                 num_device_blocks=num_device_blocks,
             )
-        except BaseException:
-            if recorder is not None:
-                recorder.close()
-            raise
 
     def make_worker(
         self,
@@ -634,14 +621,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
         Args:
             engine: The engine whose blocks it moves.
-            storage_namespace: What the bytes of all blocks depend on; see
-                `open_storage`.
+            storage_namespace: Determines the bytes of all blocks; see `open_storage`.
             clock: Seconds since some moment.
-            movers: As of `OffloadWorker`.
-            storage: A store that is open; None to open it below the host.
+            movers: See `OffloadWorker`.
+            storage: An open store; None to open the configured one.
 
         Raises:
-            ValueError: As `OffloadWorker` and `open_storage`.
+            ValueError: `OffloadWorker` or `open_storage` refuses an argument.
             ImportError: The store needs an extra that is missing.
             StoreError: The store cannot be used.
         """
@@ -649,7 +635,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             storage = self.open_storage(
                 engine, namespace=storage_namespace, clock=clock
             )
-        try:
+        with _closed_on_error(storage):
             make = StrictOffloadWorker if self.strict else OffloadWorker
             return make(
                 engine,
@@ -661,10 +647,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 storage=storage,
                 movers=movers,
             )
-        except BaseException:
-            if storage is not None:
-                storage.close()
-            raise
 
     def open_storage(
         self,
@@ -678,14 +660,14 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
         Args:
             engine: Has the host blocks.
-            namespace: What the bytes of all blocks depend on; see
-                `jaxkv.scheduling.storage_worker.open_storage`.
-            num_blocks: Host blocks that it may hold; None for what `storage_bytes` has
-                room for.
+            namespace: Determines the bytes of all blocks, as `Namespace` does: blocks
+                of other namespaces are neither listed nor found.
+            num_blocks: Host blocks that it may hold; None for as many as fit into
+                `storage_bytes`.
             clock: Seconds since some moment.
 
         Raises:
-            ValueError: There is no room for a block, or the URL is wrong.
+            ValueError: Not one block fits, or the URL is wrong.
             ImportError: The store needs an extra that is missing.
             StoreError: The store cannot be used.
         """
@@ -704,20 +686,17 @@ class OffloadConfig(RuleSettings, _HostSettings):
             max_blocks=self.max_storage_blocks,
             clock=clock,
         )
-        try:
+        with _closed_on_error(storage):
             if num_blocks is None:  # Refuses too few bytes.
                 num_blocks = storage.num_blocks(cast(int, self.storage_bytes))
             storage.bound = Bound(num_blocks, self.storage_owner)
-        except BaseException:
-            storage.close()
-            raise
         return storage
 
     def make_recorder(self) -> TraceRecorder | None:
         """Make a `TraceRecorder`; None without `record`.
 
-        Of several processes that serve one model together only the first records, as
-        all of them see the same requests: None in the others.
+        If several processes serve one model, all see the same requests and only the
+        first records: None in the others.
 
         Raises:
             ValueError: The secret is too short.
@@ -743,8 +722,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
         Raises:
             ImportError: The extra ``events`` is missing.
-            ValueError: An address is none.
-            OSError: It cannot be had.
+            ValueError: An address is wrong.
+            OSError: An address is not available.
         """
         if self.events_endpoint is None:
             return None
@@ -794,12 +773,12 @@ class OffloadConfig(RuleSettings, _HostSettings):
         storage_namespace: bytes = b"",
         policy_clock: Callable[[], float] | None = None,
     ) -> Offload:
-        """Make all parts for one pool, and log a line that says what they are.
+        """Make all parts for one pool, and log a line that describes them.
 
-        The arguments and errors are those of the methods for each part.
+        The methods for each part describe the arguments and errors.
         """
         groups = as_groups(groups)
-        # Before gigabytes are set aside in vain.
+        # Before gigabytes are allocated.
         check_groups(self, groups)
         engine = self.make_engine(pool, block_axis=block_axis, head_axis=head_axis)
         block_bytes = engine.block_bytes // engine.blocks_per_host_block
@@ -809,7 +788,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             num_storage_blocks = worker.storage.num_blocks(
                 cast(int, self.storage_bytes)
             )
-        try:
+        with _closed_on_error(worker.storage):
             scheduler = self.make_scheduler(
                 groups,
                 engine.num_host_blocks,
@@ -818,10 +797,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 policy_clock=policy_clock,
                 num_device_blocks=engine.num_device_blocks,
             )
-        except BaseException:
-            if worker.storage is not None:
-                worker.storage.close()
-            raise
         log_start(
             engine,
             policy=self.cache_policy,
@@ -834,7 +809,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         return Offload(engine, scheduler, worker)
 
     def _ports(self) -> list[str]:
-        """Say what `serve_metrics` and `make_publisher` will serve, and where."""
+        """Describe the ports of `serve_metrics` and `make_publisher`."""
         ports = []
         if self.metrics_port is not None:
             where = self.metrics_port or "any free port"
@@ -860,7 +835,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         if self.record is not None and self.record == self.record_key_file:
             yield (
                 f"record={shown(self.record)} and record_key_file must be two files: "
-                "a secret beside what it hides hides nothing."
+                "a secret next to what it hides hides nothing."
             )
         if self.events_replay_endpoint is not None and self.events_endpoint is None:
             yield (
@@ -886,7 +861,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
 
 def _is_another_process() -> bool:
-    """Whether the first of several processes runs beside this; starts no backend."""
+    """Return whether this is not the first of several processes; starts no backend."""
     return jax.distributed.is_initialized() and jax.process_index() > 0
 
 
@@ -907,7 +882,7 @@ def table_of_keys() -> str:
 
 
 def variable_of(key: str) -> str:
-    """Name the variable of the environment that sets a key.
+    """Return the environment variable of a key.
 
     >>> variable_of("host_bytes")
     'JAXKV_HOST_BYTES'
@@ -916,36 +891,28 @@ def variable_of(key: str) -> str:
 
 
 def unknown(
-    given: Iterable[object], kind: str, spell: Callable[[str], str] = str
+    keys: Iterable[object], kind: str, spell: Callable[[str], str] = str
 ) -> list[str]:
-    """List the unknown keys, each with the known one that is most like it.
+    """List the unknown keys as faults, each with the most similar key.
 
-    Args:
-        given: Names of keys.
-        kind: What to call one of them.
-        spell: How they spell a key.
+    A fault calls one a `kind` and writes keys as `spell` does.
     """
-    known = [spell(key) for key in KEYS]
+    valid = {spell(key) for key in KEYS}
     faults = []
-    for word in given:
-        if word not in known:
+    for word in keys:
+        if word not in valid:
             shown = shown_name(word)
             plain = (word if isinstance(word, str) else shown).lower()
             plain = re.sub("^jax[_-]?kv[_-]?", "", plain)
-            near = nearest(plain, list(KEYS))
-            hint = (
-                f"did you mean {spell(near)}?"
-                if near
-                else f"choose from {', '.join(known)}"
-            )
-            faults.append(f"unknown {kind} {shown}: {hint}")
+            near = did_you_mean(plain, list(KEYS), spell)
+            faults.append(f"unknown {kind} {shown}: {near}")
     return faults
 
 
 def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are meant for a configuration, in order.
+    """Return the variables meant as settings, sorted.
 
-    They include those that differ from a right name only in case and separators.
+    They may differ from a setting's variable in case and separators.
     """
     letters = {_letters(variable_of(word)) for word in KEYS}
     return {
@@ -961,11 +928,7 @@ def _letters(variable: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Read the values of keys from variables.
-
-    Returns:
-        The values, and what is wrong with the variables.
-    """
+    """Read settings from variables; return the values and the variables' faults."""
     variables = variables_of(environ)
     faults = unknown(variables, "variable", variable_of)
     values = {}
@@ -980,7 +943,7 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[s
 
 
 def blank_secret_faults(environ: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with the variable of a store's secret, if it has none."""
+    """Return a fault if the variable of a store's secret is set but empty."""
     variable = variable_of("storage_secret")
     if environ.get(variable, variable).strip().lower() not in ("", "none"):
         return []
@@ -991,22 +954,22 @@ def blank_secret_faults(environ: Mapping[str, str]) -> list[str]:
 
 
 def with_variables(fault: str, used: Set[str]) -> str:
-    """Add to a fault which of its values come from the environment."""
+    """Add to a fault the variables that its values come from."""
     words = [word for word in KEYS if word in used and f"{word}=" in fault]
     named = [variable_of(word) for word in words]
     return f"{fault} ({', '.join(named)} in the environment)" if named else fault
 
 
 def parse_json(text: str | bytes) -> dict[str, Any]:
-    """Read a JSON object; bytes are taken for UTF-8.
+    """Read a JSON object, as text or UTF-8 bytes.
 
     Raises:
-        ConfigError: It is none, or has a key more than once.
+        ConfigError: It is not a JSON object, or has a key more than once.
     """
     if not isinstance(text, str | bytes | bytearray):
         raise ConfigError([f"{shown(text)} must be JSON, as a str or as bytes"])
     try:
-        # Not what `json` takes bytes for, which may be UTF-16 by their look.
+        # `json` itself would guess an encoding, such as UTF-16.
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         fault = f"this is not JSON: it is no UTF-8 text ({error.reason})"
@@ -1018,7 +981,7 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
     except RecursionError:
         fault = "this is nested too deeply to be a JSON object of keys and values"
         raise ConfigError([fault]) from None
-    except ValueError as error:  # of the syntax, or of the encoding
+    except ValueError as error:  # Wrong syntax or encoding.
         raise ConfigError([f"this is not JSON: {error}"]) from None
     if not isinstance(values, dict):
         fault = f"{shown(values)} must be a JSON object of keys and values"

@@ -15,7 +15,7 @@ _ON_GPU = (
 )
 # These touch no device, or the CPU's alone, in processes of their own.
 _NOT_ON_GPU = (
-    *("bits", "extent_table", "host_rows", "limits", "processes", "sharded"),
+    *("bits", "extent_table", "limits", "processes", "sharded"),
     "step_schedule",
 )
 

@@ -1,4 +1,4 @@
-"""How machine code is kept, found again and made anew."""
+"""Machine code on disk: kept, read by later processes, recompiled after a change."""
 
 import contextlib
 import os
@@ -7,10 +7,10 @@ import re
 import shutil
 import textwrap
 
+import numpy as np
 import pytest
 
-from jaxkv import compiling
-from jaxkv.compiling import compiled, digest_of, inlined
+from jaxkv.compiling import code_cache, compiled, digest_of, inlined
 from tests.campaign.store_faults import StoreFault, disk_of
 from tests.rigs.children import PIPE, Child
 
@@ -115,7 +115,7 @@ def start(program, cwd, **environ):
 
 
 def result(process):
-    """Give the words that a process writes, and what it complains about."""
+    """Return the words that a process writes, and its complaints."""
     with process:
         process.wait(timeout=300)
         out, complaints = process.stdout.read(), process.stderr.read()
@@ -134,7 +134,7 @@ def write(folder, text, name="program.py"):
 
 
 def write_version(package, version):
-    """Have the package hold a function and one that it calls, of a version."""
+    """Write a version of a function, and of one that it calls, into the package."""
     write(package / "jaxkv", QUESTION, "questions.py")
     write(package / "jaxkv", ANSWER.format(version=version), "answers.py")
     return write(package, ASK)
@@ -178,12 +178,13 @@ def test_a_second_process_compiles_nothing(package):
     assert run(program, package) == ["1", "1"]
 
 
-def test_a_change_of_how_things_are_compiled_has_all_compiled_anew(package):
+def test_a_change_of_the_compiler_recompiles_everything(package):
     program = write_version(package, 1)
     run(program, package)
-    compiling = package / "jaxkv" / "compiling.py"
-    compiling.write_text(compiling.read_text(encoding="utf-8") + "\n# Changed.\n")
-    assert run(program, package) == ["1", "0"]
+    for file in ("parts.py", "code_cache.py"):
+        path = package / "jaxkv" / "compiling" / file
+        path.write_text(path.read_text(encoding="utf-8") + "\n# Changed.\n")
+        assert run(program, package) == ["1", "0"]
 
 
 # Of files that have compiled code, or constants that it reads, a change that makes a
@@ -209,7 +210,7 @@ CHANGES = {
         pytest.param("types.py", marks=pytest.mark.long),
     ],
 )
-def test_a_change_of_what_compiled_code_is_made_of_has_it_compiled_anew(package, file):
+def test_a_change_of_code_or_constants_recompiles_their_users(package, file):
     old, new = CHANGES[file]
     path = package / "jaxkv" / file
     text = path.read_text(encoding="utf-8")
@@ -223,29 +224,29 @@ def test_a_change_of_what_compiled_code_is_made_of_has_it_compiled_anew(package,
 
 
 def test_compiled_code_finds_nothing_by_overload():
-    """As a digest of what calls it would not see it."""
+    """A digest of a caller would not see it."""
     for path in (ROOT / "jaxkv").glob("**/*.py"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"^@overload\(", text, re.MULTILINE), path
 
 
-def test_what_is_no_whole_file_of_its_own_is_compiled_anew(package):
+def test_a_damaged_or_swapped_file_is_recompiled(package):
     program = write_version(package, 1)
     run(program, package)
     [ask], [answer] = kept_code(package, "ask"), kept_code(package, "answer")
     whole = ask.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
-    # That of the other function has the same signature.
+    # The code of the other function has the same signature.
     for bad in (whole[:100], b"", bytes(flipped), answer.read_bytes()):
         ask.write_bytes(bad)
         assert run(program, package) == ["1", "0"]
     assert run(program, package) == ["1", "1"]
 
 
-def test_code_of_another_signature_is_not_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling, "_folders", lambda: (tmp_path,))
-    monkeypatch.setattr(compiling.CodeCache, "_file_name", lambda *_: "any.code")
+def test_code_of_another_signature_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_cache, "_folders", lambda: (tmp_path,))
+    monkeypatch.setattr(code_cache.CodeCache, "_file_name", lambda *_: "any.code")
 
     def add_one(number):
         return number + 1
@@ -257,7 +258,7 @@ def test_code_of_another_signature_is_not_taken(tmp_path, monkeypatch):
     assert not of_floats.stats.cache_hits
 
 
-def test_without_a_folder_to_write_to_it_works_all_the_same_and_warns_once(package):
+def test_without_a_writable_folder_functions_compile_and_warn_once(package):
     program = write_version(package, 1)
     # A file stands where each folder would be; root may write to any real one.
     (package / "jaxkv" / "__pycache__").touch()
@@ -294,7 +295,7 @@ def test_a_cold_start_on_a_full_disk_compiles(package):
         assert run(program, package, NUMBA_CACHE_DIR=str(disk)) == ["1", "0"]
 
 
-def test_two_first_starts_at_once_leave_each_its_own_code(package):
+def test_two_concurrent_first_starts_each_keep_their_code(package):
     ask = write_version(package, 1).read_text(encoding="utf-8")
     numbers, programs, processes = ("0", "0.5"), [], []
     for place, number in enumerate(numbers):
@@ -308,7 +309,7 @@ def test_two_first_starts_at_once_leave_each_its_own_code(package):
         assert run(program, package) == [answer, "1"]
 
 
-def test_code_of_before_a_file_was_exchanged_is_not_taken_for_that_of_after(tmp_path):
+def test_code_from_before_a_file_was_replaced_is_not_used_after(tmp_path):
     environ = {
         "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path))),
@@ -329,10 +330,8 @@ def test_code_of_before_a_file_was_exchanged_is_not_taken_for_that_of_after(tmp_
 @pytest.mark.parametrize(
     "changed", ["policy", pytest.param("helper", marks=pytest.mark.long)]
 )
-def test_machine_code_is_not_taken_for_that_of_a_policy_that_was_changed(
-    tmp_path, changed
-):
-    """Nor for that of one which calls something in another file that was changed."""
+def test_machine_code_of_a_changed_policy_is_not_used(tmp_path, changed):
+    """The same holds if a file has changed that the policy calls into."""
     for found in (0, -1):
         of = {"policy": 0, "helper": 0} | {changed: found}
         program = write(tmp_path, OWN_POLICY.format(found=of["policy"]))
@@ -351,7 +350,7 @@ def make(text, **names):
     return space["function"]
 
 
-def test_a_digest_changes_with_all_that_a_function_calls_or_reads():
+def test_a_digest_changes_with_everything_a_function_calls_or_reads():
     number = "def function(): return {}"
     call = "def function(): return called()"
     read = "def function(): return value"
@@ -377,7 +376,7 @@ def test_a_digest_changes_with_all_that_a_function_calls_or_reads():
         module.value = make(number.format(f"[{value!r}]"))
         add(make(of_module, module=module))
     for value in (1, 2):
-        add(make(read, value=compiling.np.full(2, value)))
+        add(make(read, value=np.full(2, value)))
     add(make(call, called=compiled(make(number.format(7)))))
     add(make(call, called=compiled(make(number.format(7)), nogil=True)))
     assert len(set(digests)) == len(digests)
@@ -395,10 +394,10 @@ def test_a_digest_is_the_same_for_the_same_code():
 
 
 def test_old_files_do_not_pile_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiling, "_MOST_BYTES", 10)
+    monkeypatch.setattr(code_cache, "_MAX_FOLDER_BYTES", 10)
     for number in range(5):
         path = tmp_path / f"{number}.code"
         path.write_bytes(bytes(4))
         os.utime(path, (number, number))
-    compiling._make_room(tmp_path)
+    code_cache._delete_oldest(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3.code", "4.code"]

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from jaxkv import compiling
 from jaxkv.compiling import (
     Bound,
+    CodeCache,
     compiled,
     copy_row,
     empty,
@@ -13,6 +13,7 @@ from jaxkv.compiling import (
     greater,
     lesser,
     own,
+    parts,
     same_row,
 )
 from jaxkv.policies import lru
@@ -82,9 +83,9 @@ def test_where_numba_is_another_than_is_known_it_compiles_by_itself(monkeypatch)
     def entry(number):
         return part(number)
 
-    monkeypatch.setattr(compiling, "_answer", None)
-    monkeypatch.setattr(compiling.CodeCache, "load_overload", lambda *_: None)
-    monkeypatch.setattr(compiling._PartLowering, "run_pass", fail)
+    monkeypatch.setattr(parts, "_parts_work", None)
+    monkeypatch.setattr(CodeCache, "load_overload", lambda *_: None)
+    monkeypatch.setattr(parts._PartLowering, "run_pass", fail)
     assert entry(1) == 2
-    assert compiling._answer is False
+    assert parts._parts_work is False
     assert part.signatures  # It has machine code of its own.

@@ -91,7 +91,7 @@ def test_the_table_of_the_docs_has_all_keys_as_they_are():
 
 ANOTHER_SETTING = """
     max_odd_blocks: int | None = settings.number(
-        None, "scheduler", "Is there.", unit="host blocks", least=3
+        None, "scheduler", "Is there.", unit="host blocks", minimum=3
     )
 """
 SEES_IT = """

@@ -12,6 +12,7 @@ import pytest
 
 from jaxkv.policies import get_policy_maker, registry
 from jaxkv.transfer.storage.store_url import SCHEMES, StoreUrl
+from tests import architecture
 from tests.policies.test_contract import *  # noqa: F403 - on the policy of the docs
 
 # These choose their policies by themselves.
@@ -19,6 +20,7 @@ test_jit_equals_eager = test_state_survives_an_orbax_checkpoint = None
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")]
+PAGES += [str(path.relative_to(ROOT)) for path in ROOT.glob("jaxkv/*/README.md")]
 PAGES += ["README.md", "CONTRIBUTING.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMES_A_FILE = re.compile(r"(?:tests|benchmarks|examples|jaxkv|docs)/[\w/.-]+\.\w+")
@@ -88,6 +90,19 @@ def test_what_the_pages_name_is_there():
         files = [ROOT / name for name in NAMES_A_FILE.findall(text)]
         files += [(ROOT / page).parent / link for link in LINKS_TO.findall(text)]
         assert [str(file) for file in files if not file.exists()] == [], page
+
+
+def test_the_page_of_the_architecture_names_files_of_the_tree():
+    text = architecture.PICTURE.with_suffix(".md").read_text(encoding="utf-8")
+    names = re.findall(r"`([\w/]+\.py)`", text)
+    assert len(names) > 20
+    missing = [name for name in names if not any(ROOT.glob(f"jaxkv/**/{name}"))]
+    assert [name for name in missing if not (ROOT / name).exists()] == []
+
+
+def test_the_picture_of_the_architecture_is_of_this_tree():
+    """`python -m tests.architecture` draws it anew."""
+    assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.draw()
 
 
 def test_the_policy_of_the_docs_evicts_the_tail_of_the_oldest_batch_first(make):

@@ -141,7 +141,7 @@ ROWS = {
             "request_step",
         )
     },
-    "host_native.begin": all_of(
+    "host_native.note": all_of(
         refuse_counts(
             "num_tokens", COUNTS, lambda c, n: c.listening.begin_request([KEY], n, 5)
         ),
@@ -150,8 +150,6 @@ ROWS = {
             COUNTS[:-1],
             lambda c, n: c.listening.begin_request([KEY], 16, 5, [n]),
         ),
-    ),
-    "host_native.finish": all_of(
         refuse_counts(
             "mark",
             [-(1 << 63), -(1 << 31) - 1, *COUNTS[2:]],
@@ -167,11 +165,11 @@ ROWS = {
             COUNTS[:-1],
             lambda c, n: c.listening.finish_request([KEY], 0, 5, positions=[n]),
         ),
-    ),
-    "host_native.retain": refuse_counts(
-        "priority",
-        [-1, 100, 1 << 63],
-        lambda c, n: c.listening.retain([KEY], Retention(n, ttl_s=1), 5),
+        refuse_counts(
+            "priority",
+            [-1, 100, 1 << 63],
+            lambda c, n: c.listening.retain([KEY], Retention(n, ttl_s=1), 5),
+        ),
     ),
     "host_native.pin": refuse_ids(lambda case, ids: case.manager.pin(ids)),
     "host_native.complete_step": all_of(

@@ -7,9 +7,12 @@ another, as long as that goes in no circle. A new room needs a floor here.
 import ast
 import graphlib
 import importlib.util
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 # From the ground up. Rooms of one floor do not see each other.
 FLOORS = [
@@ -24,23 +27,43 @@ FLOORS = [
     ("jaxkv",),  # the public face, jaxkv/__init__.py
     ("tools", "integrations"),
 ]
+# The most lines of Python that a room may have. A ceiling only goes down.
+CEILINGS = {
+    "types": 50,
+    "_util": 1_030,
+    "compiling": 1_010,
+    "keys": 890,
+    "policies": 5_070,
+    "transfer": 11_490,
+    "tiers": 5_030,
+    "search": 640,
+    "scheduling": 10_700,
+    "observe": 2_240,
+    "strict": 1_030,
+    "config": 1_000,
+    "jaxkv": 100,
+    "tools": 15_950,
+    "integrations": 7_900,
+}
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}
 CORE |= sys.stdlib_module_names
 EXTRAS = {"flax", "rich", "matplotlib", "zmq", "msgspec", "prometheus_client"}
 EXTRAS |= {"tensorstore", "redis", "mooncake"}
-ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}  # what is plugged into
-# Packages that are of no use without an extra, and say so when imported.
+ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}
+# Packages that need an extra, and say so when imported.
 NEED_EXTRAS = ("jaxkv.tools.demo", "jaxkv.observe")
-# But for what the command line imports of them in any case.
+# Except what the command line always imports of them.
 NEED_NONE = ("jaxkv.tools.demo.command",)
+
+ROOT = Path(__file__).resolve().parent.parent
 
 Sources = dict[str, str]  # a module's full name -> its text
 
 
 def room_of(module: str) -> str:
     """Name the room of a module."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "jaxkv"
+    path = module.split(".")
+    return path[1] if len(path) > 1 else "jaxkv"
 
 
 def floor_of(room: str) -> int | None:
@@ -51,8 +74,12 @@ def floor_of(room: str) -> int | None:
     return None
 
 
+def is_text(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
 def imports(sources: Sources, module: str) -> Iterator[tuple[str, bool]]:
-    """Yield what a module imports, and whether only inside a function."""
+    """Yield the names that a module imports, and whether only inside a function."""
     is_package = any(name.startswith(f"{module}.") for name in sources)
     package = module if is_package else module.rpartition(".")[0]
 
@@ -65,6 +92,8 @@ def imports(sources: Sources, module: str) -> Iterator[tuple[str, bool]]:
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 yield (full if full in sources else base), lazy
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            yield from ((arg.value, lazy) for arg in node.args if is_text(arg))
         lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
             yield from walk(child, lazy)
@@ -73,27 +102,27 @@ def imports(sources: Sources, module: str) -> Iterator[tuple[str, bool]]:
 
 
 def faults(sources: Sources) -> list[str]:
-    """Say what breaks the rules, one line each."""
-    found = []
+    """List the violations of the rules, one line each."""
+    lines = []
     for module in sorted(sources):
         room = room_of(module)
         floor = floor_of(room)
         if floor is None:
-            found.append(f"{room} has no place in FLOORS of {Path(__file__).name}")
+            lines.append(f"{room} has no place in FLOORS of {Path(__file__).name}")
             continue
         for name, lazy in imports(sources, module):
             top = name.partition(".")[0]
             if top == "jaxkv":
-                other = floor_of(room_of(name))
-                is_below = other is not None and other < floor
+                imported = floor_of(room_of(name))
+                is_below = imported is not None and imported < floor
                 if not (is_below or room_of(name) == room):
-                    found.append(f"{module} may not import {name}")
+                    lines.append(f"{module} may not import {name}")
             elif top in EXTRAS | ENGINES:
                 is_bound = not module.startswith(NEED_EXTRAS) or module in NEED_NONE
                 if not lazy and is_bound:
-                    found.append(f"{module} may import {name} only in a function")
+                    lines.append(f"{module} may import {name} only in a function")
             elif top not in CORE:
-                found.append(f"{module} imports {name}, which is no dependency")
+                lines.append(f"{module} imports {name}, which is no dependency")
     graph = {
         module: {name for name, _ in imports(sources, module) if name in sources}
         - {module}
@@ -102,17 +131,16 @@ def faults(sources: Sources) -> list[str]:
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        found.append(f"imports go in a circle: {' -> '.join(error.args[1])}")
-    return list(dict.fromkeys(found))
+        lines.append(f"imports go in a circle: {' -> '.join(error.args[1])}")
+    return list(dict.fromkeys(lines))
 
 
 def read_sources() -> Sources:
-    root = Path(__file__).resolve().parent.parent
     return {
-        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(
             ".__init__"
         ): path.read_text(encoding="utf-8")
-        for path in (root / "jaxkv").rglob("*.py")
+        for path in (ROOT / "jaxkv").rglob("*.py")
     }
 
 
@@ -122,14 +150,38 @@ def test_every_room_imports_only_what_is_below():
     assert faults(sources) == []
 
 
+def test_no_room_has_more_lines_than_its_ceiling():
+    sizes = Counter({room: 0 for room in CEILINGS})
+    for module, text in read_sources().items():
+        sizes[room_of(module)] += text.count("\n")
+    assert sizes.keys() == CEILINGS.keys()
+    assert [
+        f"{room} has {size} lines, its ceiling is {CEILINGS[room]}, and a ceiling only "
+        "goes down: take lines out of the room"
+        for room, size in sizes.items()
+        if size > CEILINGS[room]
+    ] == []
+
+
 def test_a_newcomer_reads_a_short_list_first():
     assert len({room_of(module) for module in read_sources()}) <= 16
 
 
-def check_one(module: str, source: str, **others: str) -> list[str]:
-    """Check one made-up module beside ones that it may name, empty unless given."""
+def test_the_page_of_a_package_lists_its_files():
+    pages = list((ROOT / "jaxkv").glob("*/README.md"))
+    assert pages
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        files = {path.name for path in page.parent.rglob("*.py")} - {"__init__.py"}
+        assert files <= set(re.findall(r"\w+\.py", text)), page
+        firsts = " ".join(re.findall(r"^\| `.*?\|", text, re.MULTILINE))
+        assert set(re.findall(r"\w+\.py", firsts)) <= files, page
+
+
+def check_one(module: str, source: str, **sources: str) -> list[str]:
+    """Check a made-up module next to some that it may name, empty unless given."""
     names = ("types", "policies", "policies.lru", "policies.arc", "tiers.host")
-    made = {f"jaxkv.{name}": others.get(name, "") for name in names}
+    made = {f"jaxkv.{name}": sources.get(name, "") for name in names}
     return faults(made | {"jaxkv": "", "jaxkv.transfer.memory": "", module: source})
 
 
@@ -146,6 +198,7 @@ def test_the_checker_allows_what_it_should():
 
 
 LAZY = "def f():\n    from jaxkv.transfer import memory"
+BY_NAME = "import importlib\nimportlib.import_module('jaxkv.tiers.host')"
 
 
 def test_the_checker_catches_each_fault():
@@ -154,6 +207,7 @@ def test_the_checker_catches_each_fault():
         ("types", "from .tiers import host", "may not import jaxkv.tiers.host"),
         ("tiers.host", "from jaxkv import LRU", "host may not import jaxkv"),
         ("tiers.host", "import jaxkv.nowhere", "not import jaxkv.nowhere"),
+        ("types", BY_NAME, "may not import jaxkv.tiers.host"),
         ("policies.lru", LAZY, "may not import jaxkv.transfer.memory"),
         ("tools.main", "import rich", "may import rich only in a function"),
         ("tools.demo.command", "import rich", "import rich only in a function"),

@@ -22,7 +22,7 @@ def test_a_size_in_bytes_is_read():
             assert options.parse_bytes(size) == num_bytes
 
 
-def test_what_is_no_size_is_refused_by_name():
+def test_an_invalid_size_is_refused_by_name():
     for size in (
         *("", "GiB", "-1", "+1", "1e9", "0", "0.5", "1 M", "1  MiB", "nan", "1GiB/s"),
         *("٣", "9" * 400, 0, -1, True, 1.0, None, b"1GiB"),

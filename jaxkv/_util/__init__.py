@@ -1,23 +1,22 @@
-"""Sizes written by people, suggestions for misspelt names, closable resources."""
+"""Sizes in messages and settings, hints for misspelt names, closable resources."""
 
 from __future__ import annotations
 
 import abc
 import difflib
 import fractions
-import importlib
 import operator
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self, SupportsIndex, TypeVar, cast
+from typing import Self, SupportsIndex, TypeVar
 
-# Characters of a value or name that a message shows.
-_MOST_SHOWN = 100
-_MOST_SHORT = 4  # Letters of a name of which each one counts.
+# A message shows this many characters of a value or name.
+_MAX_SHOWN = 100
+_MAX_SHORT = 4  # In a name of so few letters each one counts.
 
 _UNITS = {
     "": 1,
@@ -32,34 +31,40 @@ FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-"""What flags are called in the environment, in lower case."""
+"""The words for flags in the environment, in lower case."""
 
 _Part = TypeVar("_Part")
 
 
+substitutes: dict[type, type] = {}
+"""The strict class of each part; `jaxkv.strict` adds them when it is imported."""
+
+
+def is_strict() -> bool:
+    """Return whether the environment variable `JAXKV_STRICT` is a true flag."""
+    return FLAGS.get(os.environ.get("JAXKV_STRICT", "").lower(), False)
+
+
 def strict_class(cls: type[_Part]) -> type[_Part]:
-    """Give the class to make of a part: `JAXKV_STRICT=1` asks for the strict one.
+    """Return the class to make a part of: the strict one where `JAXKV_STRICT` is set.
 
-    It is asked for by name, as that room lies above all others that have parts.
-
-    Args:
-        cls: The usual class.
+    Raises:
+        RuntimeError: The variable was set only after jaxkv was imported.
     """
-    if not FLAGS.get(os.environ.get("JAXKV_STRICT", "").lower()):
+    if not is_strict():
         return cls
-    strict = importlib.import_module("jaxkv.strict")
-    return cast(type[_Part], getattr(strict, f"Strict{cls.__name__}", cls))
+    if not substitutes:
+        raise RuntimeError(
+            "JAXKV_STRICT was set after jaxkv was imported, without its strict parts: "
+            "set it before, or import jaxkv.strict."
+        )
+    return substitutes.get(cls, cls)
 
 
 def parse_bytes(size: str | SupportsIndex) -> int:
-    """Parse a size such as ``64MiB``, ``1.5 GB`` or ``4096``.
+    """Parse a size such as ``64MiB``, ``1.5 GB`` or ``4096`` into bytes.
 
-    Args:
-        size: A number with a unit (of 1024 as in ``MiB`` or of 1000 as in ``MB``), or
-            bytes as a number without a unit or an int.
-
-    Returns:
-        Bytes, at least 1. A fraction of a byte is dropped.
+    A fraction of a byte is dropped.
 
     Raises:
         ValueError: `size` is not a size, or less than one byte.
@@ -69,8 +74,8 @@ def parse_bytes(size: str | SupportsIndex) -> int:
     >>> parse_bytes(4096)
     4096
     """
-    num_bytes = _parse_text(size) if isinstance(size, str) else _parse_int(size)
-    if num_bytes < 1:
+    num_bytes = _parse_text(size) if isinstance(size, str) else whole(size)
+    if not num_bytes or num_bytes < 1:
         raise ValueError(
             f"{shown(size)} must be a size such as 64MiB, 1GiB or a number of bytes"
         )
@@ -78,17 +83,9 @@ def parse_bytes(size: str | SupportsIndex) -> int:
 
 
 def check_whole(
-    least: int | None, most: int | None = None, /, **values: object
+    minimum: int | None, maximum: int | None = None, /, **values: object
 ) -> None:
-    """Refuse what is no whole number from `least` on, or above `most`.
-
-    Args:
-        least: The smallest that will do; None for any.
-        most: The largest; None for any.
-        values: The numbers, by the names that the caller knows them by.
-
-    Raises:
-        ValueError: One is another kind of value, or less, or more.
+    """Raise ValueError unless all values are whole numbers within bounds.
 
     >>> check_whole(1, num_blocks=8)
     >>> check_whole(1, num_blocks=8.0)
@@ -98,16 +95,16 @@ def check_whole(
     for name, value in values.items():
         number = whole(value)
         if number is None:
-            start = "" if least is None else f" from {least} on"
+            start = "" if minimum is None else f" from {minimum} on"
             raise ValueError(f"{name}={shown(value)} must be a whole number{start}.")
-        if least is not None and number < least:
-            raise ValueError(f"{name}={shown(value)} must be at least {least}.")
-        if most is not None and number > most:
-            raise ValueError(f"{name}={shown(value)} must be at most {most}.")
+        if minimum is not None and number < minimum:
+            raise ValueError(f"{name}={shown(value)} must be at least {minimum}.")
+        if maximum is not None and number > maximum:
+            raise ValueError(f"{name}={shown(value)} must be at most {maximum}.")
 
 
 def whole(value: object) -> int | None:
-    """Read any kind of int, which a flag is not; None for other values."""
+    """Convert any kind of int; None for other values, flags included."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
@@ -189,91 +186,93 @@ def _parse_text(text: str) -> int:
     )
     if not match or match[2] not in _UNITS:
         return 0
-    # Not a float: it would round sizes of more than 53 bits.
+    # A float would round sizes of more than 53 bits.
     return int(fractions.Fraction(match[1]) * _UNITS[match[2]])
 
 
-def _parse_int(number: SupportsIndex) -> int:
-    """Convert any kind of int; 0 if it is not one."""
-    try:
-        return 0 if isinstance(number, bool) else operator.index(number)
-    except TypeError:
-        return 0
-
-
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """Return the known name most like a word; None if none is like it.
+def nearest(word: str, names: Sequence[str]) -> str | None:
+    """Return the name most like a word; None if none is.
 
     >>> nearest("lur", ["lru", "arc"])
     'lru'
-    >>> nearest("lfu", ["lru", "arc"])  # It is no misspelt lru.
+    >>> nearest("lfu", ["lru", "arc"])  # Not a misspelt lru.
     """
-    # What is much longer is like none, and would take long to compare.
-    if len(word) > 4 * max(map(len, known), default=0):
+    # A much longer word is like none of them, and would take long to compare.
+    if len(word) > 4 * max(map(len, names), default=0):
         return None
-    near = difflib.get_close_matches(word, known)
+    near = difflib.get_close_matches(word, names)
     return next((name for name in near if _may_be_meant(word, name)), None)
 
 
 def _may_be_meant(word: str, name: str) -> bool:
-    """Whether a word that is like a name may be the name misspelt.
+    """Return whether a word that is like a name may be the name misspelt.
 
-    One letter makes another name of a short one, as of lfu and lru, int4 and int8: then
-    letters may only be missing, too many or in another order.
+    Short names may differ in one letter, such as lfu and lru, or int4 and int8. So
+    there letters may only be missing, superfluous or in another order.
     """
-    if min(len(word), len(name)) > _MOST_SHORT:
+    if min(len(word), len(name)) > _MAX_SHORT:
         return True
-    own, meant = Counter(word), Counter(name)
-    return own <= meant or meant <= own
+    letters, meant = Counter(word), Counter(name)
+    return letters <= meant or meant <= letters
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Suggest the known name most like a word, or list all names.
+def hint(word: str, names: Sequence[str]) -> str:
+    """Return ": did you mean NAME?" for the name most like a word, or "".
 
-    >>> did_you_mean("lur", ["lru", "arc"])
-    'did you mean lru?'
+    >>> hint("lur", ["lru", "arc"])
+    ': did you mean lru?'
     """
-    near = nearest(word, known)
-    return f"did you mean {near}?" if near else f"choose from {', '.join(known)}"
+    near = nearest(word, names)
+    return f": did you mean {near}?" if near else ""
+
+
+def did_you_mean(
+    word: str, names: Sequence[str], spell: Callable[[str], str] = str
+) -> str:
+    """Suggest the name most like a word, or list all names, as `spell` writes them.
+
+    >>> did_you_mean("lur", ["lru", "arc"], str.upper)
+    'did you mean LRU?'
+    """
+    near = nearest(word, names)
+    if near:
+        return f"did you mean {spell(near)}?"
+    return f"choose from {', '.join(map(spell, names))}"
 
 
 def shown(value: object) -> str:
-    """Write a value for a message: on one line, and cut if it is long.
+    """Write a value for a message: in one line, and cut if it is long.
 
     >>> shown("lru"), shown("a" * 1000)[:60]
     ("'lru'", "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaa")
     """
-    if isinstance(value, str | bytes) and len(value) > 2 * _MOST_SHOWN:
-        # Before each of its characters is quoted.
-        text = f"{value[:_MOST_SHOWN]!r}...{value[-_MOST_SHOWN:]!r}"
+    if isinstance(value, str | bytes) and len(value) > 2 * _MAX_SHOWN:
+        # Cut before each of its characters is quoted.
+        text = f"{value[:_MAX_SHOWN]!r}...{value[-_MAX_SHOWN:]!r}"
     else:
         try:
             text = repr(value)
-        # It is nested too deeply, an int of more digits than Python writes, or of a
-        # class that cannot be written.
+        # Such as too deep nesting, too many digits, or a class with a faulty `repr`.
         except Exception:
             text = f"<{type(value).__name__}>"
     return _cut(one_line(text))
 
 
 def one_line(text: str) -> str:
-    """Write a text in one line, what cannot be printed being escaped."""
+    """Write a text in one line, with unprintable characters escaped."""
     line = " ".join(text.splitlines())
     if line.isprintable():
         return line
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
-        for each in line
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii")
+        for c in line
     )
 
 
 def read_file(path: str, max_bytes: int) -> bytes | None:
     """Read a file up to a size; None if the path is no plain file.
 
-    A pipe would keep its reader waiting, and a device has no end.
-
-    Raises:
-        OSError: The file cannot be read.
+    A pipe would block its reader, and a device has no end.
     """
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -284,16 +283,16 @@ def read_file(path: str, max_bytes: int) -> bytes | None:
 
 
 def shown_name(name: object) -> str:
-    """Write a name for a message: as it is, if that can be read."""
+    """Write a name for a message, without quotes if it is printable."""
     is_plain = isinstance(name, str) and name.isprintable()
     return _cut(str(name)) if is_plain else shown(name)
 
 
 def _cut(text: str) -> str:
-    """Leave the middle of a long text out."""
-    if len(text) <= _MOST_SHOWN:
+    """Cut the middle of a long text."""
+    if len(text) <= _MAX_SHOWN:
         return text
-    half = _MOST_SHOWN // 2
+    half = _MAX_SHOWN // 2
     return f"{text[:half]}...{text[-half:]}"
 
 
@@ -302,7 +301,7 @@ class Resource(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release what is held; no calls after this."""
+        """Release all resources; no other call may follow."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""What the extras of pyproject.toml need, and how to install it.
+"""The packages behind the extras of pyproject.toml, and how to install them.
 
 Messages name the packages, not ``jaxkv[EXTRA]``: no package index has jaxkv yet.
 """
@@ -29,7 +29,7 @@ PLATFORMS: Mapping[str, Mapping[str, str]] = {
     "aot-tpu": {"libtpu": "jax[tpu]>=0.10"},
     "aot-gpu": {"jax_cuda12_plugin": "jax[cuda12-local]>=0.10"},
 }
-"""The same for extras that add an accelerator, or its compiler."""
+"""The same for each extra that adds an accelerator, or its compiler."""
 
 
 def missing_packages(extra: str) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ def pip_install(extra: str) -> str:
     'pip install "pyzmq>=26" "msgspec>=0.18"'
     """
     requirements = _modules_of(extra).values()
-    return " ".join(["pip install", *(f'"{each}"' for each in requirements)])
+    return " ".join(["pip install", *(f'"{package}"' for package in requirements)])
 
 
 def _modules_of(extra: str) -> Mapping[str, str]:

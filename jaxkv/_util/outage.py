@@ -1,4 +1,4 @@
-"""The two lines that a log gets about something that fails for a while."""
+"""Log lines for something that fails for a while: one at the start, one at the end."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import logging
 import time
 from collections.abc import Callable
 
-_EVERY_S = 60.0  # Between two warnings, however often it fails.
+_MIN_PAUSE_S = 60.0  # Between two warnings.
 
 
 class OutageLog:
     """Logs when something begins to fail, and when it works again.
 
-    An outage that begins within a minute of the last warning is not logged.
+    An outage that begins within a minute of the last warning is not logged. The lines
+    begin with `fails` and `works`.
 
-    Args:
-        log: Where the lines go.
-        fails: What is wrong while it fails.
-        works: What is right again.
-        clock: Seconds since some moment.
-
-    Example:
-        >>> outage = OutageLog(logging.getLogger(), "x is not written", "x is written")
-        >>> outage.end()  # Nothing has failed.
+    >>> outage = OutageLog(logging.getLogger(), "x is not written", "x is written")
+    >>> outage.end()  # Nothing has failed.
     """
 
     def __init__(
@@ -34,12 +28,12 @@ class OutageLog:
     ) -> None:
         self._log, self._fails, self._works, self._clock = log, fails, works, clock
         self._warned_s = float("-inf")
-        self._is_open = False  # It was warned of this outage.
+        self._is_open = False  # Whether the current outage was logged.
 
     def begin(self, why: object) -> None:
         """Record a failure; log it if it begins an outage."""
         now_s = self._clock()
-        if not self._is_open and now_s >= self._warned_s + _EVERY_S:
+        if not self._is_open and now_s >= self._warned_s + _MIN_PAUSE_S:
             self._is_open, self._warned_s = True, now_s
             self._log.warning("%s (%s).", self._fails, why)
 

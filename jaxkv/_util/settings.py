@@ -1,10 +1,9 @@
 """Settings: each is declared once, as a field of a `Settings` dataclass.
 
-The field's `Key` says what its values are, in Python and as text, which parts they
-reach and what they are for. Checks, messages, docstrings and the tables of the
-documentation come from there. A dataclass may inherit the settings of others. A message
-names a setting as ``name=value``, so that a caller that calls it by another name, such
-as an environment's variable, can say so.
+The field's `Key` determines its checks, messages, docstring and row in the tables of
+the documentation. A dataclass may inherit the settings of others. A message names a
+setting as ``name=value``, so that a caller with another name for it, such as an
+environment's variable, can add that.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
-from jaxkv._util import FLAGS, nearest, parse_bytes, shown, size_text
+from jaxkv._util import FLAGS, hint, parse_bytes, shown, size_text
 
 Scope: TypeAlias = Literal[
     "engine",
@@ -33,20 +32,19 @@ Scope: TypeAlias = Literal[
     "record",
     "strict",
 ]
-"""Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`, the
-store behind the host (`open_storage`), `EventPublisher` and `OffloadMetrics` of
-`jaxkv.observe`, `TraceRecorder`, and the strict ones of `jaxkv.strict`."""
+"""The parts that a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`,
+the store behind the host (`open_storage`), `EventPublisher` and `OffloadMetrics` of
+`jaxkv.observe`, `TraceRecorder`, and the strict parts of `jaxkv.strict`."""
 
-
-# In place of a text, these may have a secret in them.
+# Given instead of a text, these may contain a secret.
 _MAY_HOLD_TEXT = (bytes, bytearray, os.PathLike, Sequence, Mapping, Set)
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be right.
+    """A configuration with faults.
 
     Attributes:
-        faults: What is wrong with it, each in a sentence.
+        faults: A sentence for each fault.
     """
 
     def __init__(self, faults: Sequence[str]) -> None:
@@ -56,54 +54,37 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a key of a configuration takes.
-
-    Attributes:
-        scope: Which parts it reaches.
-        about: What it is for, in Markdown.
-        unit: Of its values; empty for names and flags.
-        expected: What its values are, for messages; empty if they are names.
-        check: Gives a Python value as it is kept; raises ValueError or TypeError.
-        parse: Reads a text, which `check` is to see next; raises ValueError.
-        may_be_none: Whether None is one of them, as text ``none``.
-        names: What there is, if its values are names.
-        is_secret: Whether values are hidden in messages.
-        show: Gives a value without its secrets.
-    """
+    """The values that a setting takes."""
 
     scope: Scope
-    about: str
-    unit: str
-    expected: str
-    check: Callable[[Any], Any]
-    parse: Callable[[str], Any] = str
-    may_be_none: bool = False
-    names: Callable[[], Sequence[str]] = tuple
-    is_secret: bool = False
-    show: Callable[[str], str] = str
+    about: str  # What the setting does, in Markdown.
+    unit: str  # Of its values; empty for names and flags.
+    expected: str  # Describes its values in messages; empty if they are names.
+    check: Callable[[Any], Any]  # Converts a value; raises ValueError or TypeError.
+    parse: Callable[[str], Any] = str  # Converts a text for `check`.
+    may_be_none: bool = False  # As text: ``none``.
+    names: Callable[[], Sequence[str]] = tuple  # The values, if they are names.
+    is_secret: bool = False  # Whether messages hide its values.
+    show: Callable[[str], str] = str  # Removes secrets from a value.
 
-    def read(self, given: Any, *, is_text: bool = False) -> Any:
-        """Give a value as it is kept.
-
-        Args:
-            given: From Python or JSON; or a text that stands for it.
-            is_text: Whether it is the latter, as in the environment.
+    def read(self, value: Any, *, is_text: bool = False) -> Any:
+        """Convert a value of Python or JSON, or a text of the environment.
 
         Raises:
-            ValueError: It is no such value, with what would be right.
+            ValueError: The value is wrong; the message says what is expected.
         """
         if is_text:
-            given = given.strip()
-        is_none = given.lower() == "none" if is_text else given is None
+            value = value.strip()
+        is_none = value.lower() == "none" if is_text else value is None
         if is_none and self.may_be_none:
             return None
         try:
-            return self.check(self.parse(given) if is_text else given)
+            return self.check(self.parse(value) if is_text else value)
         except (TypeError, ValueError, OverflowError, RecursionError):
-            raise ValueError(self._refusal(given)) from None
+            raise ValueError(self._refusal(value)) from None
 
     def shown(self, value: object) -> str:
-        """Write a value for a message, without what must stay hidden."""
+        """Write a value for a message, without secrets."""
         if isinstance(value, str):
             return "..." if self.is_secret else shown(self.show(value))
         hides = self.is_secret or self.show is not str
@@ -114,21 +95,18 @@ class Key:
     def _refusal(self, value: object) -> str:
         names = list(self.names())
         expected = f"one of {', '.join(names)}" if names else self.expected
-        near = nearest(value.lower(), names) if isinstance(value, str) else None
-        return (
-            f"{self.shown(value)} must be {expected}"
-            + (", or None" if self.may_be_none else "")
-            + (f": did you mean {near}?" if near else "")
-        )
+        or_none = ", or None" if self.may_be_none else ""
+        near = hint(value.lower(), names) if isinstance(value, str) else ""
+        return f"{self.shown(value)} must be {expected}{or_none}{near}"
 
 
 _T = TypeVar("_T")
 
 
 def declare(default: _T, key: Key) -> _T:
-    """Declare a field, which may be None if that is its default.
+    """Declare a field, which may be None if its default is None.
 
-    As `dataclasses.field`, it says that it gives the default, for type checkers.
+    For type checkers it returns the default, as `dataclasses.field` does.
     """
     if default is None:
         key = dataclasses.replace(key, may_be_none=True)
@@ -137,18 +115,18 @@ def declare(default: _T, key: Key) -> _T:
     )
 
 
-def size(default: _T, scope: Scope, about: str, *, least: int = 1) -> _T:
-    """Declare a size in bytes, such as ``"8GiB"``, from `least` on."""
+def size(default: _T, scope: Scope, about: str, *, minimum: int = 1) -> _T:
+    """Declare a size in bytes, such as ``"8GiB"``."""
 
     def check(value: Any) -> int:
         num_bytes = parse_bytes(value)
-        if num_bytes < least:
+        if num_bytes < minimum:
             raise ValueError
         return num_bytes
 
     expected = "a size such as 64MiB, 1GiB or a number of bytes"
-    if least > 1:
-        expected += f", at least {least}"
+    if minimum > 1:
+        expected += f", at least {minimum}"
     return declare(default, Key(scope, about, "bytes", expected, check))
 
 
@@ -158,19 +136,20 @@ def number(
     about: str,
     *,
     unit: str,
-    least: int,
-    most: int | None = None,
+    minimum: int,
+    maximum: int | None = None,
 ) -> _T:
-    """Declare a whole number from `least` on, perhaps up to `most`."""
+    """Declare a whole number."""
 
     def check(value: Any) -> int:
         whole = operator.index(value)
-        too_large = most is not None and whole > most
-        if isinstance(value, bool) or whole < least or too_large:
+        is_large = maximum is not None and whole > maximum
+        if isinstance(value, bool) or whole < minimum or is_large:
             raise ValueError
         return whole
 
-    expected = f"a whole number from {least}" + (f" to {most}" if most else "")
+    limit = f" to {maximum}" if maximum else ""
+    expected = f"a whole number from {minimum}{limit}"
     return declare(default, Key(scope, about, unit, expected, check, _parse_int))
 
 
@@ -195,7 +174,7 @@ def seconds(
 
 
 def flag(default: _T, scope: Scope, about: str) -> _T:
-    """Declare what is true or false."""
+    """Declare a flag, true or false."""
 
     def check(value: Any) -> bool:
         if not isinstance(value, bool):
@@ -222,29 +201,37 @@ def name(
     return declare(default, Key(scope, about, "", "", check, names=names))
 
 
+class Text(NamedTuple):
+    """Texts that match a pattern, whose group `port`, if any, is below 65536."""
+
+    expected: str = "a text of valid Unicode"
+    pattern: str = "(?s:.*)"
+
+
+_ANY_TEXT = Text()
+
+
 def text(
     default: _T,
     scope: Scope,
     about: str,
-    *,
-    expected: str = "a text of valid Unicode",
-    pattern: str = "(?s:.*)",
+    kind: Text = _ANY_TEXT,
     show: Callable[[str], str] = str,
 ) -> _T:
-    """Declare a text of a pattern, whose group `port`, if any, is below 65536."""
+    """Declare a text."""
 
     def check(value: Any) -> str:
-        match = re.fullmatch(pattern, value)
+        match = re.fullmatch(kind.pattern, value)
         if not match or int(match.groupdict().get("port") or 0) > 65535:
             raise ValueError
         value.encode()  # Refuses a lone surrogate, which cannot be sent.
         return cast(str, value)
 
-    return declare(default, Key(scope, about, "", expected, check, show=show))
+    return declare(default, Key(scope, about, "", kind.expected, check, show=show))
 
 
 def same(cls: type[Settings], word: str) -> Any:
-    """Declare a field as other settings have it."""
+    """Declare a field as in other settings."""
     field = cls.__dataclass_fields__[word]
     return declare(field.default, field.metadata["key"])
 
@@ -263,10 +250,10 @@ def _parse_flag(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings that are checked when they are made, and kept as their keys say.
+    """Settings that are checked and converted when they are made.
 
     Raises:
-        ConfigError: Values are wrong, with all that are; or do not go together.
+        ConfigError: Some values are wrong, or they do not go together.
     """
 
     def __post_init__(self) -> None:
@@ -283,12 +270,12 @@ class Settings:
             raise ConfigError(faults)
 
     def _contradictions(self) -> Iterator[str]:
-        """Say which values, each right by itself, do not go together."""
+        """Yield a fault for each set of valid values that do not go together."""
         yield from ()
 
 
 def keys_of(cls: type[Settings]) -> dict[str, Key]:
-    """Give the keys of settings by name, in the order of the fields."""
+    """Return the keys of settings by name, in the order of the fields."""
     return {field.name: field.metadata["key"] for field in dataclasses.fields(cls)}
 
 
@@ -296,7 +283,7 @@ _Cls = TypeVar("_Cls", bound=type[Settings])
 
 
 def documented(cls: _Cls) -> _Cls:
-    """Add what each setting is to the docstring of its class."""
+    """Add the description of each setting to the docstring of its class."""
     rows = (
         textwrap.fill(f"{word}: {key.about}", 80, subsequent_indent="    ")
         for word, key in keys_of(cls).items()
@@ -311,11 +298,9 @@ def table_of(
 ) -> str:
     """Write a table of settings for the documentation.
 
-    Args:
-        rows: For each name its key, its default, and what it does, in Markdown, where
-            that is not what the key says.
-        has_scope: Whether the settings of a part stand together, under its name. A
-            setting that reaches several parts is with the last of them.
+    A row has a setting's key, its default, and a description in place of the key's, or
+    "". With `has_scope` the settings of a part are grouped under its name; a setting
+    that reaches several parts is grouped with the last of them.
     """
     lines = ["| setting | default | what it does |", "|---|---|---|"]
     groups: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Snapshots of an object and all that it holds, as plain values.
+"""Snapshots of an object and everything that it holds, as plain values.
 
 A walk over attributes finds what an object holds: a new attribute needs no line here.
 Objects of jaxkv become `Entry` records, which refer to one another by name; arrays and
@@ -24,34 +24,20 @@ import numpy as np
 
 
 class Ref(NamedTuple):
-    """A reference to an entry of the snapshot.
-
-    Attributes:
-        name: The entry's name.
-    """
+    """A reference to an entry of the snapshot, by its name."""
 
     name: str
 
 
 class Rebuilt(NamedTuple):
-    """An object that a call makes anew.
-
-    Attributes:
-        make: What to call.
-        args: The copied arguments.
-    """
+    """An object that a call makes anew, from copied arguments."""
 
     make: Callable[..., Any]
     args: tuple[Any, ...]
 
 
 class Entry(NamedTuple):
-    """The state of one object.
-
-    Attributes:
-        kind: Its class.
-        fields: Its attributes, copied.
-    """
+    """The state of one object: its class and its copied attributes."""
 
     kind: type
     fields: dict[str, Any]
@@ -59,11 +45,10 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """The state of an object and of all that it holds.
+    """The state of an object and of everything that it holds.
 
-    Attributes:
-        entries: The state of each object, by the path of attributes that leads to it.
-            The first one is the object itself.
+    The entries are named by the path of attributes that leads to each object. The
+    first one is the object itself.
     """
 
     entries: Mapping[str, Entry]
@@ -71,22 +56,17 @@ class State:
     @property
     def digest(self) -> str:
         """A digest that is equal for equal states, in every process."""
-        parts: list[bytes] = []
+        chunks: list[bytes] = []
         for name, (kind, fields) in self.entries.items():
             if not getattr(kind, "_NOT_DIGESTED", False):
-                _encode((name, kind.__name__), parts)
+                _encode((name, kind.__name__), chunks)
                 for pair in sorted(fields.items()):
-                    _encode(pair, parts)
-        return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+                    _encode(pair, chunks)
+        return hashlib.blake2b(b"".join(chunks), digest_size=16).hexdigest()
 
 
 def snapshot(root: object, name: str) -> State:
-    """Copy the state of an object.
-
-    Args:
-        root: The object.
-        name: What its entry is called.
-    """
+    """Copy the state of an object, whose entry has this name."""
     entries: dict[str, Entry] = {}
     refs: dict[int, Ref] = {}
 
@@ -125,15 +105,15 @@ def restore(root: object, state: State) -> None:
     """
     entries = state.entries
     objects = {next(iter(entries)): root}
-    known = {id(root)}
+    matched = {id(root)}
 
     def match(held: Any, saved: Any) -> None:
-        """Find the objects that entries are to change."""
+        """Find the objects that entries will change."""
         if type(saved) is Ref:
-            is_free = saved.name not in objects and id(held) not in known
+            is_free = saved.name not in objects and id(held) not in matched
             if is_free and type(held) is entries[saved.name].kind:
                 objects[saved.name] = held
-                known.add(id(held))
+                matched.add(id(held))
         elif type(saved) is type(held) is tuple:
             for held_item, saved_item in zip(held, saved, strict=False):
                 match(held_item, saved_item)
@@ -157,33 +137,31 @@ def restore(root: object, state: State) -> None:
         for attribute, saved in fields.items():
             if type(saved) in _PLAIN:
                 setattr(target, attribute, saved)
-            elif not _is_overwritten(getattr(target, attribute, None), saved):
+            elif not _overwrite(getattr(target, attribute, None), saved):
                 setattr(target, attribute, write(saved))
 
 
-def _is_overwritten(held: Any, saved: Any) -> bool:
-    """Write arrays over those of an object like it, whose addresses others know."""
+def _overwrite(held: Any, saved: Any) -> bool:
+    """Overwrite in place arrays whose addresses others know; False if any differs."""
     if isinstance(saved, np.ndarray):
-        is_alike = isinstance(held, np.ndarray) and held.shape == saved.shape
-        if is_alike := is_alike and held.flags.writeable:
+        fits = isinstance(held, np.ndarray) and held.shape == saved.shape
+        if fits := fits and held.flags.writeable:
             held[...] = saved
-        return is_alike
+        return fits
     if type(saved) is Rebuilt and _form(held) == "rebuilt":
         make, args = held.__reduce__()
         pairs = zip(args, saved.args, strict=True) if make is saved.make else ()
         return bool(pairs) and all(
-            one is other
-            or (type(one) is str and one == other)
-            or _is_overwritten(one, other)
-            for one, other in pairs
+            old is new or (type(old) is str and old == new) or _overwrite(old, new)
+            for old, new in pairs
         )
     if type(held) is not type(saved) or _form(saved) != "arrays":
         return False
     kind: Any = type(saved)
-    for name in _field_names(kind):
-        if not _is_overwritten(getattr(held, name), getattr(saved, name)):
-            return False
-    return True
+    return all(
+        _overwrite(getattr(held, name), getattr(saved, name))
+        for name in _field_names(kind)
+    )
 
 
 # Values that need no copy.
@@ -281,35 +259,35 @@ def _attributes(kind: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     return tuple(slots), frozenset(left_out)
 
 
-def _encode(value: Any, parts: list[bytes]) -> None:
+def _encode(value: Any, chunks: list[bytes]) -> None:
     """Append a value of a state; different values have different encodings."""
     kind: Any = type(value)
     if isinstance(value, np.ndarray):
-        parts.append(f"{value.dtype.str}{value.shape}".encode() + value.tobytes())
+        chunks.append(f"{value.dtype.str}{value.shape}".encode() + value.tobytes())
     elif kind in (set, frozenset):
         items = []
         for item in value:
             encoded: list[bytes] = []
             _encode(item, encoded)
             items.append(b"".join(encoded))
-        parts += (f"set{len(items)}(".encode(), *sorted(items))
+        chunks += (f"set{len(items)}(".encode(), *sorted(items))
     elif kind in (list, tuple) and _PLAIN.issuperset(map(type, value)):
-        parts.append(f"{value!r};".encode())
+        chunks.append(f"{value!r};".encode())
     elif isinstance(value, dict):
-        _encode([item for pair in value.items() for item in pair], parts)
+        _encode([item for pair in value.items() for item in pair], chunks)
     elif kind is Rebuilt and getattr(value.make, "_NOT_DIGESTED", False):
-        parts.append(b"cache;")
+        chunks.append(b"cache;")
     elif isinstance(value, list | tuple | deque):
-        parts.append(f"{kind.__name__}{len(value)}(".encode())
+        chunks.append(f"{kind.__name__}{len(value)}(".encode())
         for item in value:
-            _encode(item, parts)
+            _encode(item, chunks)
     elif _form(value) == "arrays":
-        _encode([getattr(value, name) for name in _field_names(kind)], parts)
+        _encode([getattr(value, name) for name in _field_names(kind)], chunks)
     elif (
         kind in _PLAIN
         or dataclasses.is_dataclass(kind)
         or isinstance(value, np.generic)
     ):
-        parts.append(f"{kind.__name__} {value!r};".encode())
+        chunks.append(f"{kind.__name__} {value!r};".encode())
     else:
-        parts.append(b"other;")  # Of another package, or a function.
+        chunks.append(b"other;")  # Of another package, or a function.

@@ -19,7 +19,7 @@ from typing import Any, TypedDict, cast
 import jax
 
 from jaxkv import ConfigError, Namespace, OffloadConfig, OffloadingManager
-from jaxkv._util import nearest
+from jaxkv._util import hint
 from jaxkv.integrations.prefix_copier import PrefixCopier
 from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.scheduling.boundary import Boundary, TierBelow
@@ -81,11 +81,8 @@ def storage_config(
     """
     for name in given:
         if name not in StorageKeys.__annotations__:
-            near = nearest(name, list(StorageKeys.__annotations__))
-            raise TypeError(
-                f"got an unexpected keyword argument {name!r}"
-                + (f": did you mean {near}?" if near else "")
-            )
+            near = hint(name, list(StorageKeys.__annotations__))
+            raise TypeError(f"got an unexpected keyword argument {name!r}{near}")
     config = OffloadConfig.from_dict(given)
     if config.storage is None:
         return None

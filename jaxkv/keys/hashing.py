@@ -88,7 +88,7 @@ def _check_range(name: str, value: int, low: int, bits: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Namespace:
-    """What the bytes of every block depend on, besides the tokens.
+    """The inputs of every block's bytes, in addition to the tokens.
 
     Blocks are shared only within one namespace. Change `weights_epoch` whenever the
     weights change under the same model name: older blocks are then never found.
@@ -134,7 +134,7 @@ class MultimodalItem:
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What the bytes of one request's blocks depend on, besides the tokens.
+    """The inputs of the bytes of one request's blocks, in addition to the tokens.
 
     Salt and LoRA are part of every block's key. A multimodal item is part of the key
     of the block in which it begins: earlier blocks do not depend on it, and later ones
@@ -290,7 +290,7 @@ class KeyChain:
         self._constant = hashlib.sha256(_encode_constant(namespace, group, extras))
         self._group, self._record = group, record
         self._plain = dataclasses.replace(extras, multimodal=())
-        # Extras of the blocks in which items begin, with offsets from their start.
+        # Extras of the blocks that an item begins in, with its offset there.
         self._special: dict[int, Extras] = {}
         for item in extras.multimodal:
             block, offset = divmod(item.offset, namespace.block_size)
@@ -303,12 +303,12 @@ class KeyChain:
 
     @property
     def keys(self) -> Sequence[BlockKey]:
-        """All keys so far: not a copy, but a list that changes with the chain."""
+        """The keys so far: not a copy, but a list that changes with the chain."""
         return self._keys
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, those of the partial block included."""
+        """Tokens so far, including the partial block."""
         return (len(self._keys) * self._block_bytes + len(self._tail)) // TOKEN_BYTES
 
     def extend(self, tokens: TokenIds) -> list[BlockKey]:
@@ -331,15 +331,14 @@ class KeyChain:
         parent = self._keys[-1] if self._keys else None
         keys: list[BlockKey] = []
         for start in range(0, stop, self._block_bytes):
-            own = data[start : start + self._block_bytes]
+            block = data[start : start + self._block_bytes]
             extras = self._special.get(len(self._keys) + len(keys), self._plain)
             hasher = self._constant.copy()
-            hasher.update(
-                _encode_parent(parent) + _encode_items(extras) + self._tokens_head + own
-            )
+            fields = _encode_parent(parent) + _encode_items(extras)
+            hasher.update(fields + self._tokens_head + block)
             key = hasher.digest()
             if self._record is not None:
-                self._record(KeyedBlock(key, parent, own, self._group, extras))
+                self._record(KeyedBlock(key, parent, block, self._group, extras))
             keys.append(key)
             parent = key
         self._keys += keys
@@ -347,7 +346,7 @@ class KeyChain:
         return keys
 
     def rewind(self, num_blocks: int) -> None:
-        """Drop all tokens after the first full blocks, those of the partial block too.
+        """Drop all tokens after the first full blocks, including the partial block.
 
         The chain then continues as a new chain of the tokens that are left. `extras`
         stay, with each multimodal item at its offset.

@@ -9,7 +9,7 @@ from jaxkv.types import BlockKey
 
 
 class KeyMark(NamedTuple):
-    """How many keys a list began with, and the last of them.
+    """The first keys of a list: their number, and the last of them.
 
     A key stands for all tokens up to the end of its block. Therefore, if the last one
     is in its place, those before it are, too: no other key is compared.

@@ -1,4 +1,4 @@
-"""Keys of others, and keys as the array side has them."""
+"""Foreign keys, and keys as the array side has them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def key_from_foreign(raw: bytes) -> BlockKey:
 
 
 class PackedKeys(list[bytes]):
-    """Keys that are asked about again and again, with what the array side reads.
+    """Keys that are used repeatedly, with their form on the array side.
 
     To look through thousands of keys and to lay them out costs Python longer than the
     array side takes to find them. A list of this kind has that done once. Only its
@@ -124,12 +124,6 @@ def _repacked(
 class UnlistedKeys(Sequence[bytes]):
     """Keys as the array side has them, listed for Python only where they are read.
 
-    Args:
-        words: u32[n, 8]. As `keys_to_words` has them.
-
-    Raises:
-        ValueError: They have another shape, or other numbers.
-
     Example:
         >>> keys = UnlistedKeys(keys_to_words([b"k" * 32, b"l" * 32]))
         >>> len(keys), list(keys[1:]) == [b"l" * 32]
@@ -160,14 +154,11 @@ class UnlistedKeys(Sequence[bytes]):
         return key
 
 
-def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
-    """List keys, of any length, and lay out what the array side knows them by.
+def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], NDArray[np.uint32]]:
+    """List keys, of any length, and lay out their stand-ins on the array side.
 
-    Args:
-        names: n keys. Those that are not of 32 bytes go by `key_from_foreign`.
-
-    Returns:
-        The keys as they were given, the same list if they are one, and u32[n, 8].
+    A key that is not of 32 bytes is there as `key_from_foreign`. The answer is the keys
+    as they were given, the same object if it is a list of any kind, and u32[n, 8].
 
     Example:
         >>> names, words = pack([b"k" * 32, b"short"])
@@ -180,10 +171,15 @@ def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
     return listed, words
 
 
-def lay_out(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32], bool]:
-    """Do as `pack` does, and tell whether any of the keys is foreign."""
+def lay_out(
+    names: Iterable[bytes],
+) -> tuple[Sequence[bytes], NDArray[np.uint32], bool]:
+    """`pack` keys; return also whether any of them is foreign."""
     if isinstance(names, PackedKeys):
         return names, names.words, names.has_foreign
+    # Its exact type: to look for subclasses of an abstract one takes longer.
+    if type(names) is UnlistedKeys:
+        return names, names.words, False
     if not isinstance(names, list):
         if not (hasattr(names, "__iter__") or hasattr(names, "__getitem__")):
             raise TypeError(f"keys={shown(names)} must be a list of keys, of bytes.")
@@ -203,11 +199,7 @@ def lay_out(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32], bo
 
 
 def check_are_bytes(keys: Iterable[bytes]) -> None:
-    """Refuse what is not a list of keys, and lay nothing out.
-
-    Raises:
-        TypeError: With what it is.
-    """
+    """Raise TypeError for anything but a list of keys; lay nothing out."""
     if isinstance(keys, PackedKeys | UnlistedKeys):
         return
     if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
@@ -218,27 +210,23 @@ def check_are_bytes(keys: Iterable[bytes]) -> None:
 
 
 def is_foreign(name: bytes) -> bool:
-    """Tell whether the array side knows a key by another than itself."""
+    """Whether the array side has a stand-in for a key."""
     return len(name) != KEY_BYTES
 
 
 def has_foreign(names: Sequence[bytes]) -> bool:
-    """Tell whether any of some keys is foreign; of packed ones, whether one may be."""
+    """Whether any key is foreign; for packed ones, whether one may be."""
     if isinstance(names, PackedKeys):
         return names.has_foreign
-    if isinstance(names, UnlistedKeys):
+    if type(names) is UnlistedKeys:
         return False
     return not set(map(len, names)) <= _ONLY_KEYS
 
 
 def keys_to_words(keys: Sequence[BlockKey]) -> NDArray[np.uint32]:
-    """Turn keys into what the array side works with.
+    """Convert keys of `KEY_BYTES` to the form of the array side: u32[n, 8], read-only.
 
-    Args:
-        keys: n keys of `KEY_BYTES`.
-
-    Returns:
-        u32[n, 8]. Read-only; word i is bytes 4i to 4i+3, little-endian.
+    Word i is bytes 4i to 4i+3, little-endian.
 
     Example:
         >>> words = keys_to_words([bytes(range(32))])
@@ -252,10 +240,7 @@ def keys_to_words(keys: Sequence[BlockKey]) -> NDArray[np.uint32]:
 
 
 def words_to_keys(words: ArrayLike) -> list[BlockKey]:
-    """Turn words back into keys.
-
-    Args:
-        words: u32[n, 8]. What `keys_to_words` gives.
+    """Convert words (u32[n, 8]), such as `keys_to_words` returns, back to keys.
 
     Example:
         >>> words_to_keys(keys_to_words([b"k" * 32]))

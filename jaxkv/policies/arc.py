@@ -3,7 +3,7 @@
 Four lists, each from the least to the most recently used. T1 has the blocks that were
 used once, T2 those that were used again. What is evicted from them leaves its key in
 B1 and B2, the ghosts. `target` is the size that T1 should have: the use of a ghost of
-B1 shows that T1 is too small and raises it, that of one of B2 lowers it (Megiddo and
+B1 shows that T1 is too small and raises it, the use of one of B2 lowers it (Megiddo and
 Modha, FAST 2003).
 
 `make_arc` is exact to vLLM 0.19.1's `ARCCachePolicy`, which departs from the paper:
@@ -69,27 +69,20 @@ _SWING = 16
 class ARCState:
     """The blocks that are held and the ghosts of some that were. E = 3 B.
 
-    Three times the blocks is enough: T1 and T2 share the blocks, a ghost that takes
-    the place of a block brings no new key, and B1 and B2 have at most B ghosts each
-    after every eviction.
-
-    Attributes:
-        directory: Which entry holds a key.
-        block_ids: i32[E]. The block of each entry in T1 or T2, else NO_BLOCK.
-        order: The four lists.
-        sizes: i32[4]. Entries in each list.
-        unused: i32[E]. A stack of the entries that are in no list; its height is
-            what `sizes` leaves of E.
-        target: u32[2]. The bits of the target, a float64: vLLM's is a Python float, and
-            its decisions cannot be had exactly with less; JAX has none by default.
+    Three times the blocks is enough: T1 and T2 share the blocks, a ghost that takes the
+    place of a block brings no new key, and B1 and B2 have at most B ghosts each after
+    every eviction.
     """
 
-    directory: Directory
-    block_ids: Array
-    order: RecencyLog
-    sizes: Array
+    directory: Directory  # The entry that holds a key.
+    block_ids: Array  # i32[E]. The block of each entry in T1 or T2, else NO_BLOCK.
+    order: RecencyLog  # The four lists.
+    sizes: Array  # i32[4]. Entries in each list.
     unused: Array
+    """i32[E]. A stack of the entries that are in no list; `sizes` give its height."""
     target: Array
+    """u32[2]. The bits of the target, a float64: vLLM's is a Python float, and its
+    decisions need as many bits; JAX has no float64 by default."""
 
 
 def init(num_blocks: int, max_batch: int) -> ARCState:
@@ -112,7 +105,7 @@ def find(state: ARCState, keys: Array, count: Array) -> Array:
 
 @compiled
 def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
-    """Do as `find`, in place."""
+    """In-place form of `find`."""
     directory_lib.native_find(state.directory, keys, entries)
     for row in range(entries.shape[0]):
         entry = entries[row]
@@ -147,7 +140,7 @@ def touch(
 
 @compiled
 def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
-    """Do as `touch`, in place."""
+    """In-place form of `touch`."""
     count = entries.shape[0]
     recency.native_make_room(state.order, count)
     num_b1, num_b2 = 0, 0
@@ -208,7 +201,7 @@ def insert(
 
 @compiled
 def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
-    """Do as `insert`, in place."""
+    """In-place form of `insert`."""
     num_rows = block_ids.shape[0]
     entries = filled(num_rows, directory_lib.NO_ENTRY, np.int32)
     fresh = filled(num_rows, directory_lib.NO_ENTRY, np.int32)
@@ -269,7 +262,7 @@ def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
 
 @compiled
 def native_remove(state: Any, entries: Any) -> None:
-    """Do as `remove`, in place."""
+    """In-place form of `remove`."""
     for entry in entries:
         if entry >= 0:
             state.sizes[recency.native_list_of(state.order, entry)] -= 1
@@ -284,7 +277,7 @@ def evict(
 ) -> EvictResult:
     """Evict the oldest blocks of T1 down to the target, then of T2.
 
-    If `fixed`, go on with those of T1 where T2 has no more; see `Policy.evict`.
+    If `fixed`, T1 gives more where T2 has no more; see `Policy.evict`.
     """
     none, num_blocks = _num_entries(state), ref_cnt.shape[0]
 
@@ -306,7 +299,7 @@ def evict(
     ok = t1.num + t2.num >= num
     from_t1, from_t2 = jnp.where(ok, num - t2.num, 0), jnp.where(ok, t2.num, 0)
 
-    # The victims: some of T1, then those of T2, then (if fixed) the others of T1.
+    # The victims: some of T1, then of T2, then (if fixed) the others of T1.
     row = jnp.arange(width, dtype=jnp.int32)
     is_t2 = (row >= num_first) & (row < num_first + t2.num)
     of_t1 = t1.entries[jnp.where(row < num_first, row, row - t2.num)]
@@ -344,7 +337,7 @@ def evict(
 def native_evict(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
-    """Do as `evict`, in place."""
+    """In-place form of `evict`."""
     order, num_blocks = state.order, ref_cnt.shape[0]
     t1, t2 = empty(num, np.int32), empty(num, np.int32)
     # Taken one by one, blocks would come from T1 while |T1| >= int(target).
@@ -363,7 +356,7 @@ def native_evict(
     if num_t1 + num_t2 < num:
         return False
 
-    # Some of T1, then those of T2, then (if fixed) the others of T1.
+    # Some of T1, then of T2, then (if fixed) the others of T1.
     victims = empty(num, np.int32)
     copy_items(victims, 0, t1, num_first)
     copy_items(victims, num_first, t2, num_t2)
@@ -420,9 +413,9 @@ def _move_target_once(state: Any, num_b1: int, num_b2: int) -> None:
     """Move the target once for `num_b1` ghosts of B1 and `num_b2` of B2."""
     target, num_blocks = state.target.view(np.float64), state.block_ids.shape[0] // 3
     b1, b2 = greater(state.sizes[B1], 1), greater(state.sizes[B2], 1)
-    longer, most = greater(b1, b2), num_blocks / _SWING
+    longer, max_step = greater(b1, b2), num_blocks / _SWING
     step = num_b1 * longer / b1 - num_b2 * longer / b2
-    step = greater(lesser(step, most), -most)
+    step = greater(lesser(step, max_step), -max_step)
     target[0] = greater(lesser(target[0] + step, float(num_blocks)), 0.0)
 
 
@@ -479,8 +472,8 @@ def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
     * Where T2 has no block to give, T1 gives more. vLLM 0.19.1 refuses the eviction
       then, and nothing is offloaded until the target has moved (mended there since,
       by pull request 55461).
-    * A call of `touch` moves the target once, by what all its ghosts of B1 raise it
-      less what those of B2 lower it, and by a sixteenth of the blocks at most. One
+    * A call of `touch` moves the target once: up for all its ghosts of B1, down for
+      all of B2, and by a sixteenth of the blocks at most. One
       step after the other lets a single long prompt throw the target from one end to
       the other (there: 51787). All that grows with the tier, as a sample of keys has it
       (`jaxkv.scheduling.whatif.key_sample`). One unit a request would not, and of a
@@ -493,7 +486,7 @@ def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
         max_batch: Most keys in one call.
 
     Returns:
-        The policy, as that of `make_arc`.
+        The policy; see `make_arc`.
 
     Raises:
         ValueError: If an argument is less than 1.
@@ -551,27 +544,18 @@ def _take_unused(state: ARCState, wanted: Array) -> Array:
 
 
 def _give_back(unused: Array, sizes: Array, entries: Array) -> Array:
-    """Push entries (i32[K], E for none) on the stack, which is as high as `sizes` say.
-
-    Args:
-        unused: i32[E]. The stack before.
-        sizes: i32[4]. Entries in each list afterwards.
-        entries: i32[K]. Entries that left the lists, or never came to be in one.
-
-    Returns:
-        i32[E]. The stack after.
-    """
+    """Push entries (i32[K], E for none) on the stack (i32[E]); `sizes` exclude them."""
     num_entries = unused.shape[0]
-    given = entries < num_entries
-    rank = running_count(given) - 1
+    is_entry = entries < num_entries
+    rank = running_count(is_entry) - 1
     height = num_entries - jnp.sum(sizes, dtype=jnp.int32)
-    at = jnp.where(given, height - 1 - rank, num_entries)
+    at = jnp.where(is_entry, height - 1 - rank, num_entries)
     return unused.at[at].set(entries, mode="drop")
 
 
 @inlined
 def _native_num_unused(state: Any) -> Any:
-    """Tell how high the stack of unused entries is."""
+    """Return the height of the stack of unused entries."""
     num = state.unused.shape[0]
     for size in state.sizes:
         num -= size
@@ -596,16 +580,10 @@ def _num_entries(state: ARCState) -> int:
 
 
 def _adapt_target(target: Array, lists: Array, sizes: Array, num_blocks: int) -> Array:
-    """Move the target once for each ghost that was used.
+    """Move the target (u32[2], bits) once for each ghost that was used.
 
-    Args:
-        target: u32[2]. Bits of the target before.
-        lists: i32[K]. What lists the used entries were in, in the order of use.
-        sizes: i32[4]. Entries in each list, the same throughout.
-        num_blocks: The highest target.
-
-    Returns:
-        u32[2]. Bits of the target after.
+    `lists` (i32[K]) are the lists of the used entries, in the order of use; `sizes`
+    (i32[4]) are the same throughout.
     """
     is_ghost = (lists == B1) | (lists == B2)
     rank = running_count(is_ghost) - 1
@@ -630,16 +608,9 @@ def _adapt_target(target: Array, lists: Array, sizes: Array, num_blocks: int) ->
 def _adapt_target_once(
     target: Array, lists: Array, sizes: Array, num_blocks: int
 ) -> Array:
-    """Move the target once for all ghosts that were used.
+    """Move the target (u32[2], bits) once for all ghosts that were used.
 
-    Args:
-        target: u32[2]. Bits of the target before.
-        lists: i32[K]. What lists the used entries were in, in any order.
-        sizes: i32[4]. Entries in each list.
-        num_blocks: The highest target.
-
-    Returns:
-        u32[2]. Bits of the target after.
+    `lists` (i32[K]) are the lists of the used entries, in any order.
     """
     is_ghost = lists[:, None] == jnp.array([B1, B2], jnp.int32)[None, :]
     hits = jnp.sum(is_ghost, axis=0, dtype=jnp.int32)
@@ -647,9 +618,9 @@ def _adapt_target_once(
         ghosts = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
         # Multiplied before it is divided, so that no backend rounds less often.
         up, down = hits.astype(jnp.float64) * jnp.max(ghosts) / ghosts
-        most = num_blocks / _SWING
+        max_step = num_blocks / _SWING
         value = lax.bitcast_convert_type(target, jnp.float64)
-        value = value + jnp.clip(up - down, -most, most)
+        value = value + jnp.clip(up - down, -max_step, max_step)
         value = jnp.clip(value, 0.0, float(num_blocks))
         return lax.bitcast_convert_type(value, jnp.uint32)
 

@@ -15,7 +15,7 @@ from jaxkv.types import PyTree
 
 
 class EvictResult(NamedTuple):
-    """What a policy evicted.
+    """The result of an eviction.
 
     Attributes:
         state: The policy's state afterwards; bit for bit as it was if not `ok`.
@@ -35,8 +35,8 @@ class InsertResult(NamedTuple):
 
     Attributes:
         state: The policy's state afterwards.
-        inserted: bool[K]. Whether the key was added. One that was to be and was not
-            found no room in the key directory and must be treated as not stored.
+        inserted: bool[K]. Whether the key was added. A key with a block that was not
+            added found no room in the key directory and must be treated as not stored.
     """
 
     state: PyTree
@@ -44,30 +44,21 @@ class InsertResult(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a policy hands over to another: what the tier holds. n blocks.
+    """The blocks that a policy hands over to another: n blocks of the tier."""
 
-    Attributes:
-        directory: Which block holds a key; an entry is a block id.
-        blocks: i32[n]. The blocks that hold a key, the last used at the end.
-    """
-
-    directory: Directory
+    directory: Directory  # The block that holds a key; an entry is a block id.
     blocks: NDArray[np.int32]
+    """i32[n]. The blocks that hold a key, the last used at the end."""
 
 
 class Learned(NamedTuple):
-    """What a policy has learned in another tier that was shown the same requests.
+    """The lessons of a policy in another tier that was shown the same requests."""
 
-    Attributes:
-        state: Its state there.
-        blocks: i32[n]. The block there of the key that each of `Held.blocks` holds, or
-            else of the nearest of them, in the order of use, that has one.
-        scale: How many keys each of that tier's stands for.
-    """
-
-    state: PyTree
+    state: PyTree  # Its state there.
     blocks: NDArray[np.int32]
-    scale: int
+    """i32[n]. The block there with the key of each of `Held.blocks`, or else of the
+    nearest of them, in the order of use, that has one."""
+    scale: int  # How many keys each key of the other tier stands for.
 
 
 class Policy(NamedTuple):
@@ -76,8 +67,8 @@ class Policy(NamedTuple):
     A policy maps keys to host block ids and keeps an order among them. It knows
     nothing of bytes, and the manager shows it the reference counts where it has to
     look at them. Every function but `snapshot` is pure and may be traced; none raises,
-    none looks at anything but its arguments. Batches are `keys: u32[K, 8]` of which
-    the first `count: i32[]` are meant; the rest is padding.
+    none looks at anything but its arguments. A batch is `keys: u32[K, 8]`; its first
+    `count: i32[]` keys are meant, the rest is padding.
 
     Attributes:
         num_blocks: Blocks of the tier that the policy was made for, B.
@@ -99,23 +90,17 @@ class Policy(NamedTuple):
             under jit. A list in the dict is a list of keys, `bytes`; every key that
             has a block is in one of the lists, and no key is in two. What else is
             in the dict, such as a number, is the policy's own.
-        begin: ``(state, keys, count, positions, now_ms, num_tokens) -> (state, mark)``.
-            A request begins that asks for `num_tokens` (i32[]) tokens, with these
-            keys; `positions` (i32[K]) count the blocks before each in its prefix, and
-            0 begins another prefix. `now_ms` (u32[]) is the time in milliseconds since
-            any moment, modulo 2**32. `mark` (i32[]) comes back when the request
-            finishes. None where the policy does not want to know, as is `finish`:
-            then they are never called, and cost nothing.
-        finish: ``(state, keys, count, positions, now_ms, num_output_tokens, stop, mark)
-            -> state``. It has finished with these keys and generated these tokens
-            (i32[], -1 if that is not known); `stop` (i32[]) is an index of
-            `jaxkv.types.STOPS`.
+        note: ``(state, kind, keys, count, positions, facts) -> (state, mark)``. Use
+            facts (i32[8]) about a request with these keys. `jaxkv.policies.facts`
+            lists each `kind`, which is static, and the facts. `positions`
+            (i32[K]) count the blocks before each key in its prefix; 0 begins another
+            prefix. `mark` (i32[]) of `BEGIN` is a fact of `FINISH`. None where the
+            policy uses no such facts: then it is never called, and costs nothing.
         native: The same transitions in place, for callers in Python; None where there
             are none, and then these callers run the pure functions.
-        retain: ``(state, keys, count, priority, half_life_ms, ttl_ms, given_ms) ->
-            state``. Give blocks a priority; None where the policy has none, and
-            `jaxkv.policies.make_retained` makes one that has.
-        always_evicts: Whether `evict` finds `num` blocks wherever so many hold a key
+        retains: Whether `note` gives blocks the priority of `RETAIN`;
+            `jaxkv.policies.make_retained` makes a policy that does.
+        always_evicts: Whether `evict` finds `num` blocks wherever as many hold a key
             and have a `ref_cnt` of 0, whatever happened before.
         hand_over: ``(state) -> Held``. Say what another policy needs to take over, on
             the host; None where it cannot.
@@ -134,55 +119,13 @@ class Policy(NamedTuple):
     evict: Callable[[PyTree, jax.Array, jax.Array, int], EvictResult]
     snapshot: Callable[[PyTree], dict[str, Any]]
     native: NativePolicy | None = None
-    begin: Callable[..., tuple[PyTree, jax.Array]] | None = None
-    finish: Callable[..., PyTree] | None = None
-    retain: Callable[..., PyTree] | None = None
+    note: Callable[..., tuple[PyTree, jax.Array]] | None = None
+    retains: bool = False
     always_evicts: bool = False
     hand_over: Callable[[PyTree], Held] | None = None
     take_over: Callable[[Held, Learned | None], PyTree] | None = None
 
     @property
     def listens(self) -> bool:
-        """Whether the policy wants to be told when requests begin and finish."""
-        return self.begin is not None
-
-
-def native_only(
-    name: str,
-    num_blocks: int,
-    max_batch: int,
-    init: Callable[[], PyTree],
-    snapshot: Callable[[PyTree], dict[str, Any]],
-    native: NativePolicy,
-) -> Policy:
-    """Make a policy that has no pure functions. What would trace one is refused.
-
-    Args:
-        name: What to call it when it is refused.
-        num_blocks: As in `Policy`, and so are the others.
-        max_batch: Most keys of one call.
-        init: Makes an empty cache.
-        snapshot: Shows a state.
-        native: The functions that there are.
-    """
-
-    def refuse(*_: object) -> Any:
-        raise ValueError(
-            f"policy {name!r} has native functions only, and cannot be jitted: use it "
-            "with executor='native', or give it pure functions."
-        )
-
-    names = ["find", "touch", "insert", "remove", "evict"]
-    if native.begin is not None:
-        names += ["begin", "finish"]
-    if native.retain is not None:
-        names.append("retain")
-    pure: dict[str, Any] = dict.fromkeys(names, refuse)
-    return Policy(
-        num_blocks=num_blocks,
-        max_batch=max_batch,
-        init=init,
-        snapshot=snapshot,
-        native=native,
-        **pure,
-    )
+        """Whether the policy uses facts about requests."""
+        return self.note is not None

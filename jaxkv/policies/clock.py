@@ -1,6 +1,6 @@
-"""The time that a policy was told last.
+"""The time of the last note to a policy: milliseconds modulo 2**32.
 
-It is what others say, in milliseconds modulo 2**32, and does not go back.
+It comes from callers and never goes back.
 """
 
 from __future__ import annotations
@@ -18,16 +18,7 @@ _HALF_TIME = np.uint32(1 << 31)
 
 
 def later(before_ms: Array, is_told: Array, now_ms: Array) -> Array:
-    """Give the time after it was told.
-
-    Args:
-        before_ms: u32[]. The time before.
-        is_told: bool[]. Whether it is known.
-        now_ms: u32[]. What is told.
-
-    Returns:
-        u32[].
-    """
+    """Return the later of the last time, if `is_told`, and a new one: u32[]."""
     now_ms = jnp.asarray(now_ms, jnp.uint32)
     is_ahead = now_ms - before_ms < _HALF_TIME
     return jnp.where(~is_told | is_ahead, now_ms, before_ms)
@@ -35,7 +26,7 @@ def later(before_ms: Array, is_told: Array, now_ms: Array) -> Array:
 
 @inlined
 def tell(state: Any, now_ms: int) -> None:
-    """Note the time, which does not go back."""
+    """Record a time, unless it goes back."""
     ahead = (now_ms - np.int64(state.now_ms[()])) & TIME_MASK
     if not state.is_told[()] or ahead < _HALF_TIME:
         state.now_ms[()] = now_ms & TIME_MASK
@@ -44,5 +35,5 @@ def tell(state: Any, now_ms: int) -> None:
 
 @inlined
 def age_of(now_ms: int, last_ms: Any) -> Any:
-    """Tell how long ago a time was; both are modulo 2**32."""
+    """Return the time since another; both are modulo 2**32."""
     return (now_ms - np.int64(last_ms)) & TIME_MASK

@@ -65,25 +65,19 @@ _SLOT_BITS = np.uint32(1) << np.arange(2 * SLOTS_PER_BUCKET, dtype=np.uint32)
 _ONE_BUCKET = np.uint32((1 << SLOTS_PER_BUCKET) - 1)
 # Of a batch, how many rows may try again without the others: one in eight, or 256.
 _LOSERS_SHARE = 8
-_LEAST_LOSERS = 256
+_MIN_LOSERS = 256
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Directory:
-    """An index from keys to entries. N buckets, S = 8 N slots.
+    """An index from keys to entries. N buckets, S = 8 N slots."""
 
-    Attributes:
-        tags: u32[N, 8]. Tag of the key in each slot, 0 where the slot is empty.
-        entries: i32[S]. Entry in each slot; larger than any entry where it is empty.
-        keys: u32[E, 8]. Key of each entry; stale where the entry is not in use.
-        slots: i32[E]. Slot of each entry; stale where the entry is not in use.
-    """
-
-    tags: Array
+    tags: Array  # u32[N, 8]. Tag of the key in each slot, 0 where the slot is empty.
     entries: Array
-    keys: Array
-    slots: Array
+    """i32[S]. Entry in each slot; larger than any entry where it is empty."""
+    keys: Array  # u32[E, 8]. Key of each entry; stale where the entry is not in use.
+    slots: Array  # i32[E]. Slot of each entry; stale where the entry is not in use.
 
 
 def init(num_entries: int) -> Directory:
@@ -102,7 +96,7 @@ def init(num_entries: int) -> Directory:
 
 @inlined
 def finish(number: Any) -> Any:
-    """Let every bit of the low 32 count in every other, as MurmurHash3 does."""
+    """Mix the low 32 bits, so that each depends on all, as MurmurHash3 does."""
     bits = np.uint64(number) & np.uint64(_LOW)
     bits = ((bits ^ (bits >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & np.uint64(_LOW)
     bits = ((bits ^ (bits >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & np.uint64(_LOW)
@@ -112,18 +106,18 @@ def finish(number: Any) -> Any:
 @inlined
 def address(directory: Any, keys: Any, row: int) -> Any:
     """Compute a key's tag, which is not 0, and its two buckets."""
-    one, two = np.uint64(0), np.uint64(0)
+    first, second = np.uint64(0), np.uint64(0)
     for word in range(KEY_WORDS):
-        one += np.uint64(keys[row, word]) * _FACTORS[0, word]
-        two += np.uint64(keys[row, word]) * _FACTORS[1, word]
-    one, two = finish(one), finish(two)
-    mixed = (two >> np.uint64(7)) * np.uint64(0x2545F491)
-    tag = np.uint32((one ^ mixed) & np.uint64(_LOW))
+        first += np.uint64(keys[row, word]) * _FACTORS[0, word]
+        second += np.uint64(keys[row, word]) * _FACTORS[1, word]
+    first, second = finish(first), finish(second)
+    mixed = (second >> np.uint64(7)) * np.uint64(0x2545F491)
+    tag = np.uint32((first ^ mixed) & np.uint64(_LOW))
     last_bucket = np.uint64(directory.tags.shape[0] - 1)
     return (
         greater(tag, np.uint32(1)),
-        one & last_bucket,
-        two & last_bucket,
+        first & last_bucket,
+        second & last_bucket,
     )
 
 
@@ -139,9 +133,9 @@ def find_at(
     directory: Any, tag: Any, first: Any, second: Any, keys: Any, row: int
 ) -> Any:
     """Find the entry of the key in a row, whose address is known, NO_ENTRY if none."""
-    found = np.int32(NO_ENTRY)
-    # A bit for each slot of both buckets that holds the tag: one or none, but for two
-    # equal tags, of which one look-up in 10^8 meets any.
+    match = np.int32(NO_ENTRY)
+    # A bit for each slot of both buckets that holds the tag: one or none, except that
+    # one look-up in 10^8 meets two equal tags.
     matches = equal_words(directory.tags, first, tag)
     matches |= equal_words(directory.tags, second, tag) << np.uint64(SLOTS_PER_BUCKET)
     while matches:
@@ -150,10 +144,10 @@ def find_at(
         slot &= np.uint64(SLOTS_PER_BUCKET - 1)
         entry = directory.entries[bucket * np.uint64(SLOTS_PER_BUCKET) + slot]
         if same_row(directory.keys, entry, keys, row):
-            found = entry
+            match = entry
             break
         matches &= matches - np.uint64(1)
-    return found
+    return match
 
 
 @inlined
@@ -167,17 +161,10 @@ def find_one(directory: Any, keys: Any, row: int) -> Any:
 def addresses(
     directory: Any, keys: Any, start: int, stop: int, tags: Any, buckets: Any
 ) -> None:
-    """Compute the addresses of some rows, and have their buckets fetched.
+    """Compute the addresses of rows `start` to `stop`, and prefetch their buckets.
 
-    They are on their way from memory together, while the first is read.
-
-    Args:
-        directory: A `Directory`.
-        keys: u32[K, 8].
-        start: The first row.
-        stop: The row after the last.
-        tags: u32[GROUP]. Written, from 0 on.
-        buckets: u64[2 * GROUP]. Likewise, two of each row.
+    They are on their way from memory together, while the first is read. Written, from 0
+    on, are the tags (u32[GROUP]) and two buckets per row (u64[2 * GROUP]).
     """
     for row in range(start, stop):
         tag, first, second = address(directory, keys, row)
@@ -188,16 +175,7 @@ def addresses(
 
 
 def find(directory: Directory, keys: Array, valid: Array) -> Array:
-    """Find the entry of each key.
-
-    Args:
-        directory: Where to look.
-        keys: u32[K, 8]. What to look for.
-        valid: bool[K]. False for padding.
-
-    Returns:
-        i32[K]. The entry of each key, E where the key is absent or padding.
-    """
+    """Find the entry of each key that is `valid` (bool[K]): i32[K], E for no entry."""
     num_entries = directory.keys.shape[0]
     tag, buckets = _address(keys, directory.tags.shape[0])
     matches = _slot_bits(directory.tags, buckets, tag)
@@ -215,8 +193,8 @@ def find(directory: Directory, keys: Array, valid: Array) -> Array:
         same = jnp.all(_read(directory.keys, entries) == keys, axis=1)
         return jnp.where((matches > 0) & same, entries, num_entries)
 
-    # One round, but for two equal tags in one key's buckets: one look-up in 10^8.
-    _, found = lax.while_loop(
+    # One round, except for two equal tags in one key's buckets: one look-up in 10^8.
+    _, matched = lax.while_loop(
         lambda carry: jnp.any(carry[0] > 0),
         lambda carry: (
             carry[0] & (carry[0] - 1),
@@ -224,18 +202,12 @@ def find(directory: Directory, keys: Array, valid: Array) -> Array:
         ),
         (matches, jnp.full_like(buckets[:, 0], num_entries)),
     )
-    return found
+    return matched
 
 
 @compiled
 def native_find(directory: Any, keys: Any, entries: Any) -> None:
-    """Write the entry of each key to `entries` (i32[K]), NO_ENTRY where it is absent.
-
-    Args:
-        directory: A `Directory`.
-        keys: u32[K, 8].
-        entries: i32[K]. Written.
-    """
+    """Write the entry of each key to i32[K], NO_ENTRY where it is absent."""
     tags = empty(GROUP, np.uint32)
     buckets = empty(2 * GROUP, np.uint64)
     num_keys = keys.shape[0]
@@ -251,7 +223,7 @@ def native_find(directory: Any, keys: Any, entries: Any) -> None:
 
 @compiled
 def find_prefix(directory: Any, keys: Any, entries: Any) -> Any:
-    """As `find`, up to the first key that is absent; tell how many come before it."""
+    """`find` up to the first key that is absent; return how many come before it."""
     num_keys = keys.shape[0]
     start, width = 0, 8
     # A part at a time, as nothing after the first miss is of interest.
@@ -274,20 +246,12 @@ def find_first(directory: Directory, keys: Array, count: Array) -> Array:
 def insert(
     directory: Directory, keys: Array, entries: Array
 ) -> tuple[Directory, Array]:
-    """Add keys that are absent and distinct.
+    """Add keys that are absent and distinct; bool[K] are the keys that were added.
 
-    Each key claims a free slot of its emptier bucket. The result depends on nothing
-    but the arguments.
-
-    Args:
-        directory: Where to add them.
-        keys: u32[K, 8]. The keys.
-        entries: i32[K]. The unused entry that each key gets, E for padding.
-
-    Returns:
-        The new directory, and bool[K]: whether the key was added. A key is refused
-        only if all slots of its two buckets are taken; at the load that `init`
-        provides for, uniform keys do not get there.
+    Each key gets the unused entry in `entries` (i32[K], E for padding). It claims a
+    free slot of its emptier bucket. The result depends on nothing but the arguments. A
+    key is refused only if all slots of its two buckets are taken; at the load that
+    `init` provides for, uniform keys do not get there.
     """
     num_entries = directory.keys.shape[0]
     num_slots = directory.entries.shape[0]
@@ -296,14 +260,14 @@ def insert(
     turn = tag % SLOTS_PER_BUCKET
 
     def propose(table: Array, rows: Array) -> tuple[Array, Array]:
-        own, ahead = _read(buckets, rows), _read(turn, rows)
-        free = _slot_bits(table.reshape(-1, SLOTS_PER_BUCKET), own, FREE)
+        pair, ahead = _read(buckets, rows), _read(turn, rows)
+        free = _slot_bits(table.reshape(-1, SLOTS_PER_BUCKET), pair, FREE)
         first, second = free & _ONE_BUCKET, free >> SLOTS_PER_BUCKET
         emptier = lax.population_count(second) > lax.population_count(first)
         free = jnp.where(emptier, second, first)
         turned = (free >> ahead) | (free << (SLOTS_PER_BUCKET - ahead))
         nearest = (_lowest(turned) + ahead.astype(jnp.int32)) % SLOTS_PER_BUCKET
-        bucket = jnp.where(emptier, own[:, 1], own[:, 0])
+        bucket = jnp.where(emptier, pair[:, 1], pair[:, 0])
         return bucket * SLOTS_PER_BUCKET + nearest, free > 0
 
     table, slots = _claim(directory.entries, entries < num_entries, propose)
@@ -324,11 +288,8 @@ def insert(
 def native_insert(directory: Any, keys: Any, entries: Any) -> None:
     """Add keys that are absent and distinct.
 
-    Args:
-        directory: A `Directory`.
-        keys: u32[K, 8].
-        entries: i32[K]. The unused entry that each key gets, NO_ENTRY for none. Where
-            the key finds no slot, NO_ENTRY is written.
+    Each key gets the unused entry in `entries` (i32[K], NO_ENTRY for none). NO_ENTRY is
+    written where the key finds no slot.
     """
     num_rows = keys.shape[0]
     rows = empty(num_rows, np.int32)
@@ -367,11 +328,7 @@ def native_insert(directory: Any, keys: Any, entries: Any) -> None:
 def insert_at(
     directory: Any, tag: Any, first: Any, second: Any, keys: Any, row: int, entry: int
 ) -> Any:
-    """Add the key in a row, which is absent and whose address is known.
-
-    Returns:
-        Whether there was a slot for it.
-    """
+    """Add the absent key in a row; return whether there was a slot for it."""
     slot = _propose(directory, tag, first, second)
     if slot >= 0:
         _take(directory, slot, tag, keys, row, entry)
@@ -399,10 +356,9 @@ def native_remove(directory: Any, entry: int) -> None:
 
 @compiled
 def mark_first(keys: Any, wanted: Any) -> Any:
-    """Clear `wanted` (bool[K]) where an earlier row that is wanted has the same key.
+    """Clear `wanted` (bool[K]) where an earlier wanted row has the same key.
 
-    Returns:
-        How many rows are wanted after.
+    The answer is how many rows are wanted after.
     """
     num_rows = keys.shape[0]
     size = 16
@@ -463,22 +419,14 @@ def tags_of(keys: Array) -> Array:
 
 
 def first_occurrence(keys: Array, valid: Array) -> Array:
-    """Tell which rows of a batch are the first with their key.
-
-    Args:
-        keys: u32[K, 8]. The batch.
-        valid: bool[K]. False for padding.
-
-    Returns:
-        bool[K]. True for every distinct valid key's first row.
-    """
+    """Mark the first row of every distinct key that is `valid` (bool[K]): bool[K]."""
     num_rows = keys.shape[0]
     num_places = 16 * num_rows
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    # A table of two rows of places. Every key has a place in each; who has it is the
+    # A table of two rows of places. Every key has a place in each; its owner is the
     # lowest row of the batch.
-    one, two = (hashes % num_places for hashes in _hash(keys))
-    places = jnp.stack([one, two + num_places]).astype(jnp.int32)
+    first, second = (hashes % num_places for hashes in _hash(keys))
+    places = jnp.stack([first, second + num_places]).astype(jnp.int32)
     table = jnp.full((2 * num_places,), FREE, jnp.int32)
     owners = _read(
         table.at[jnp.where(valid[None], places, 2 * num_places)].min(
@@ -495,8 +443,8 @@ def first_occurrence(keys: Array, valid: Array) -> Array:
         is_first, doubtful = carry
         row = jnp.min(jnp.where(doubtful, rows, num_rows - 1))
         same = valid & (rows < row) & jnp.all(keys == keys[row][None], axis=1)
-        here = rows == row
-        return is_first | (here & ~jnp.any(same)), doubtful & ~here
+        is_row = rows == row
+        return is_first | (is_row & ~jnp.any(same)), doubtful & ~is_row
 
     return lax.while_loop(
         lambda carry: jnp.any(carry[1]),
@@ -510,37 +458,32 @@ def _claim(
     wanted: Array,
     propose: Callable[[Array, Array], tuple[Array, Array]],
 ) -> tuple[Array, Array]:
-    """Let the rows of a batch take places in a table, one row a place.
+    """Assign places in a table to the rows of a batch, one row per place.
 
-    A row takes a free place by writing its number there; where several want the same
-    place at the same time the lowest row has it, and the others propose again.
-
-    Args:
-        table: i32[P]. Places that are taken hold a number, the others `FREE`.
-        wanted: bool[K]. The rows that want a place.
-        propose: ``(table, rows) -> (places, has_room)``, i32[R] and bool[R]: a free
-            place that each row tries to get, and whether there is one.
-
-    Returns:
-        The table after, and i32[K]: the place of each row, P where it has none.
+    A row takes a free place by writing its number there; where several bid for the same
+    place at the same time the lowest row gets it, and the others propose again. Places
+    of `table` (i32[P]) that are taken hold a number, the others `FREE`. For some rows,
+    ``propose(table, rows) -> (places, has_room)`` returns a free place that each tries
+    to get (i32[R]), and whether there is one (bool[R]). The answer is the table and the
+    place of each row that is `wanted` (bool[K]): i32[K], P where it has none.
     """
     num_rows, num_places = wanted.shape[0], table.shape[0]
     all_rows = jnp.arange(num_rows, dtype=jnp.int32)
-    # Few lose. Once there are no more than these they try again without the others.
-    width = min(num_rows, max(_LEAST_LOSERS, num_rows // _LOSERS_SHARE))
+    # Few lose. Once they are at most this many they try again without the others.
+    width = min(num_rows, max(_MIN_LOSERS, num_rows // _LOSERS_SHARE))
 
-    # Where a row still wants a place, `places` is `pending`.
+    # The place of a row that has none yet.
     pending = -1
 
     def bid(table: Array, rows: Array, places: Array) -> tuple[Array, Array]:
-        """Let `rows` (distinct) try once; return the table and their `places`."""
+        """Bid once for `rows` (distinct); return the table and their `places`."""
         wanted, has_room = propose(table, rows)
         bids = jnp.where((places == pending) & has_room, wanted, num_places)
         table = table.at[bids].min(rows, mode="drop")
-        lost = _read(table, wanted) != rows
-        taken = jnp.where(lost, pending, wanted)
-        taken = jnp.where(has_room, taken, num_places)
-        return table, jnp.where(places == pending, taken, places)
+        has_lost = _read(table, wanted) != rows
+        won = jnp.where(has_lost, pending, wanted)
+        won = jnp.where(has_room, won, num_places)
+        return table, jnp.where(places == pending, won, places)
 
     def bid_of_losers(table: Array, places: Array) -> tuple[Array, Array]:
         rank = running_count(places == pending) - 1
@@ -548,9 +491,9 @@ def _claim(
         at = jnp.where(places == pending, rank, width)
         rows = rows.at[at].set(all_rows, mode="drop")
         in_bounds = jnp.minimum(rows, num_rows - 1)
-        own = jnp.where(rows < num_rows, _read(places, in_bounds), num_places)
-        table, own = bid(table, in_bounds, own)
-        return table, places.at[rows].set(own, mode="drop")
+        won = jnp.where(rows < num_rows, _read(places, in_bounds), num_places)
+        table, won = bid(table, in_bounds, won)
+        return table, places.at[rows].set(won, mode="drop")
 
     def is_any_left(carry: tuple[Array, Array]) -> Array:
         return jnp.any(carry[1] == pending)
@@ -573,9 +516,9 @@ def _claim(
 
 def _address(keys: Array, num_buckets: int) -> tuple[Array, Array]:
     """Compute each key's tag, u32[K] and never empty, and buckets, i32[K, 2]."""
-    one, two = _hash(keys)
-    tag = jnp.maximum(one ^ (two >> 7) * jnp.uint32(0x2545F491), _EMPTY_TAG + 1)
-    buckets = jnp.stack([one, two], axis=1) & jnp.uint32(num_buckets - 1)
+    first, second = _hash(keys)
+    tag = jnp.maximum(first ^ (second >> 7) * jnp.uint32(0x2545F491), _EMPTY_TAG + 1)
+    buckets = jnp.stack([first, second], axis=1) & jnp.uint32(num_buckets - 1)
     return tag, buckets.astype(jnp.int32)
 
 
@@ -584,29 +527,23 @@ def _hash(keys: Array) -> tuple[Array, Array]:
     # Keys of jaxkv.keys.hashing are uniform already. Keys of others may differ in one
     # bit of one word, so every word counts: a multilinear hash, finished as
     # MurmurHash3 is.
-    one, two = _finish(
-        jnp.sum(keys[None] * _FACTORS[:, None], axis=2, dtype=jnp.uint32)
-    )
-    return one, two
+    sums = jnp.sum(keys[None] * _FACTORS[:, None], axis=2, dtype=jnp.uint32)
+    first, second = _finish(sums)
+    return first, second
 
 
 def _finish(hashes: Array) -> Array:
-    """Let every bit count in every other: u32[...]."""
+    """Mix so that every bit depends on every other: u32[...]."""
     hashes = (hashes ^ (hashes >> 16)) * jnp.uint32(0x85EBCA6B)
     hashes = (hashes ^ (hashes >> 13)) * jnp.uint32(0xC2B2AE35)
     return hashes ^ (hashes >> 16)
 
 
 def _slot_bits(table: Array, buckets: Array, content: Array | int) -> Array:
-    """Tell which slots of each key's buckets hold `content`, a bit each: u32[K].
+    """Mark the slots of each key's buckets (i32[K, 2]) that hold `content`: u32[K].
 
-    Args:
-        table: u32[N, 8] or i32[N, 8]. What the slots hold.
-        buckets: i32[K, 2].
-        content: What to look for; of the same type, [K] or one for all.
-
-    Returns:
-        Bits 0 to 7 for the first bucket, bits 8 to 15 for the second.
+    Bits 0 to 7 are of the first bucket, bits 8 to 15 of the second. `content` has the
+    type of the table, [K] or one for all.
     """
     slots = _read(table, buckets).reshape(-1, _SLOT_BITS.size)
     wanted = jnp.asarray(content, table.dtype).reshape(-1, 1)

@@ -1,10 +1,10 @@
-"""What is known of keys that have no block: a fixed table that forgets the oldest.
+"""Notes on keys that have no block: a fixed table that forgets the oldest.
 
 A ghost is a word, the upper bits of a key's tag and a note of the caller's, and the
 time of the key's last use. Four ghosts share a place, which the lower bits of the tag
-give, and a new one takes the slot of the oldest of the four. Two keys with one tag are
-taken for one, and two that come in one batch and want the same slot leave one ghost:
-what is learned from ghosts is statistics, and nothing that is found depends on them.
+select, and a new one takes the slot of the oldest of the four. Two keys with one tag
+are taken for one, and two keys of one batch that choose the same slot leave one ghost:
+ghosts only feed statistics, and no look-up depends on them.
 """
 
 from __future__ import annotations
@@ -42,15 +42,14 @@ class Ghosts:
     """A table of ghosts. N places, G = 4 N slots.
 
     Attributes:
-        table: u32[N, 8]. Tags and notes of four, 0 where there is none; and when their
-            keys were used last.
+        table: u32[N, 8]. Tags and notes of four, 0 for none; and their keys' last uses.
     """
 
     table: Array
 
     @property
     def num_slots(self) -> int:
-        """How many ghosts there is room for; the slot that stands for none."""
+        """The number of slots, G, which also stands for no slot."""
         return self.table.shape[0] * WAYS
 
 
@@ -64,7 +63,7 @@ def init(num_ghosts: int) -> Ghosts:
 
 @inlined
 def fetch(ghosts: Any, tag: Any) -> None:
-    """Have the place of a tag fetched from memory, and do not wait for it."""
+    """Prefetch the place of a tag from memory."""
     last = np.uint64(ghosts.table.shape[0] - 1)
     prefetch(ghosts.table, (np.uint64(tag) & last) * _PLACE)
 
@@ -81,12 +80,12 @@ def find(ghosts: Ghosts, tags: Array) -> Array:
 def native_find(ghosts: Any, tag: Any) -> Any:
     """Find the slot of a tag, NO_SLOT if it has none."""
     first = np.int64(tag) & (ghosts.table.shape[0] - 1)
-    own, found = np.uint32(tag) & _TAG_MASK, np.int64(NO_SLOT)
+    upper, slot = np.uint32(tag) & _TAG_MASK, np.int64(NO_SLOT)
     for way in range(WAYS - 1, -1, -1):
         word = ghosts.table[first, way]
-        if word & _TAG_MASK == own and word != 0:
-            found = first << _WAY_BITS | way
-    return found
+        if word & _TAG_MASK == upper and word != 0:
+            slot = first << _WAY_BITS | way
+    return slot
 
 
 def choose(ghosts: Ghosts, tags: Array, now_ms: Array) -> Array:
@@ -101,16 +100,16 @@ def choose(ghosts: Ghosts, tags: Array, now_ms: Array) -> Array:
 
 @inlined
 def native_choose(ghosts: Any, tag: Any, now_ms: int) -> Any:
-    """Choose a slot for a tag: its own, an empty one, or that of the oldest ghost."""
+    """Choose a slot for a tag: its own, an empty one, or the oldest ghost's."""
     first = np.int64(tag) & (ghosts.table.shape[0] - 1)
-    own, chosen = np.uint32(tag) & _TAG_MASK, first << _WAY_BITS
+    upper, chosen = np.uint32(tag) & _TAG_MASK, first << _WAY_BITS
     oldest = np.int64(-1)
     for way in range(WAYS):
         word = ghosts.table[first, way]
         age = (now_ms - np.int64(ghosts.table[first, WAYS + way])) & _TIME_MASK
         if word == 0:
             age = np.int64(_TIME_MASK)
-        elif word & _TAG_MASK == own:
+        elif word & _TAG_MASK == upper:
             age = np.int64(_TIME_MASK + 1)
         if age > oldest:
             oldest = age
@@ -149,15 +148,8 @@ def write(
 ) -> Ghosts:
     """Write ghosts; of those with the same slot the highest word and time stay.
 
-    Args:
-        ghosts: The table before.
-        slots: i32[K]. From `choose`; G is passed over.
-        tags: u32[K].
-        notes: i32[K].
-        last_ms: u32[K], or u32[] for all.
-
-    Returns:
-        The table after.
+    `slots` (i32[K]) are from `choose`; G is skipped. `tags` are u32[K], `notes` i32[K],
+    `last_ms` u32[K], or u32[] for all.
     """
     words = (tags & np.uint32(~NOTE_MASK & 0xFFFFFFFF)) | notes.astype(jnp.uint32)
     last_ms = jnp.broadcast_to(last_ms, slots.shape)
@@ -169,15 +161,7 @@ def write(
 
 @compiled
 def native_write(ghosts: Any, slots: Any, tags: Any, notes: Any, last_ms: Any) -> None:
-    """Write ghosts; of those with the same slot the highest word and time stay.
-
-    Args:
-        ghosts: A `Ghosts`.
-        slots: i64[K]. From `choose`; NO_SLOT is passed over.
-        tags: u32[K].
-        notes: i32[K].
-        last_ms: u32[K], or u32[1] for all.
-    """
+    """In-place form of `write`; `slots` are i64[K], NO_SLOT for none."""
     for slot in slots:
         if slot >= 0:
             ghosts.table[slot >> _WAY_BITS, slot & WAYS - 1] = 0
@@ -204,18 +188,18 @@ def count(ghosts: Ghosts) -> int:
 
 
 def _cells(slots: Array) -> Array:
-    """Give the cells of the words in slots; past the end for G."""
+    """Return the cells of the words in slots; past the end for G."""
     return slots // WAYS * (2 * WAYS) + slots % WAYS
 
 
 def _read_places(ghosts: Ghosts, tags: Array) -> tuple[Array, Array, Array]:
-    """Give the place of each tag, i32[K], and its words and times, u32[K, 4] each."""
+    """Return the place of each tag, i32[K], and its words and times, u32[K, 4] each."""
     last = np.uint32(ghosts.table.shape[0] - 1)
     first = (tags & last).astype(jnp.int32)
-    own = ghosts.table.at[first].get(mode="promise_in_bounds")
-    return first, own[:, :WAYS], own[:, WAYS:]
+    places = ghosts.table.at[first].get(mode="promise_in_bounds")
+    return first, places[:, :WAYS], places[:, WAYS:]
 
 
 def _matches(words: Array, tags: Array) -> Array:
-    """Tell which words (u32[K, 4]) are of a tag (u32[K]): bool[K, 4]."""
+    """Mark the words (u32[K, 4]) of a tag (u32[K]): bool[K, 4]."""
     return (words != 0) & ((words ^ tags[:, None]) >> NOTE_BITS == 0)

@@ -34,36 +34,25 @@ _IDENTITY = np.empty(0, np.int32)  # An entry is its block id.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LRUState:
-    """The blocks that are held, in the order of last use. An entry is a block id.
+    """The blocks that are held, in the order of last use. An entry is a block id."""
 
-    Attributes:
-        directory: Which block holds a key.
-        order: The blocks from the least to the most recently used.
-    """
-
-    directory: Directory
-    order: RecencyLog
+    directory: Directory  # Which block holds a key.
+    order: RecencyLog  # The blocks from the least to the most recently used.
 
 
-# Of how many records `next_victims` looks at, beside those asked for: dead ones lie
-# between the others until the log is compacted.
-_MOST_DEAD = 4096
+# Records that `next_victims` looks at in addition: dead ones lie between the others
+# until the log is compacted.
+_MAX_DEAD = 4096
 
 
 def next_victims(state: LRUState, ref_cnt: ArrayLike, num: int) -> NDArray[np.int32]:
-    """Look which blocks would be evicted next; on NumPy arrays, and not under jit.
+    """Find the next `num` blocks to evict (perhaps fewer): i32[n], the next one first.
 
-    Args:
-        state: Of a native executor.
-        ref_cnt: i32[B]. Blocks with more than 0 are held, and not evicted.
-        num: How many to look for.
-
-    Returns:
-        i32[n], the next one first; n may be less than `num`.
+    For the state of a native executor. Blocks with a `ref_cnt` (i32[B]) above 0 stay.
     """
     log = state.order
     head, tail = int(log.heads[0]), int(log.tail[()])
-    positions = np.arange(head, min(tail, head + num + _MOST_DEAD))
+    positions = np.arange(head, min(tail, head + num + _MAX_DEAD))
     blocks = np.asarray(log.entries)[positions]
     is_entry = blocks < log.places.shape[0]
     positions, blocks = positions[is_entry], blocks[is_entry]
@@ -89,7 +78,7 @@ def find(state: Any, keys: Array, count: Array) -> Array:
 
 @compiled
 def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
-    """Do as `find`, in place."""
+    """In-place form of `find`."""
     directory_lib.native_find(state.directory, keys, entries)
     copy_items(block_ids, 0, entries, entries.shape[0])
 
@@ -105,7 +94,7 @@ def touch(state: LRUState, keys: Array, count: Array, ready: Array) -> LRUState:
 
 @compiled
 def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
-    """Do as `touch`, in place."""
+    """In-place form of `touch`."""
     count = entries.shape[0]
     recency.native_make_room(state.order, count)
     for row in range(count - 1, -1, -1):
@@ -128,7 +117,7 @@ def insert(state: Any, keys: Array, block_ids: Array) -> InsertResult:
 
 @compiled
 def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
-    """Do as `insert`, in place."""
+    """In-place form of `insert`."""
     directory_lib.native_insert(state.directory, keys, block_ids)
     count = 0
     for row in range(block_ids.shape[0]):
@@ -154,7 +143,7 @@ def remove(state: LRUState, keys: Array, block_ids: Array) -> LRUState:
 
 @compiled
 def native_remove(state: Any, entries: Any) -> None:
-    """Do as `remove`, in place."""
+    """In-place form of `remove`."""
     for entry in entries:
         if entry >= 0:
             directory_lib.native_remove(state.directory, entry)
@@ -180,7 +169,7 @@ def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResul
 def native_evict(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
-    """Do as `evict`, in place."""
+    """In-place form of `evict`."""
     victims = block_ids[:num]
     num_found, head = recency.native_find_oldest(
         state.order, num, 0, _IDENTITY, ref_cnt, victims
@@ -205,14 +194,14 @@ def snapshot(state: LRUState) -> dict[str, Any]:
 
 
 def hand_over(state: Any) -> Held:
-    """Say what is held, for any state that has a directory of blocks and an order."""
+    """Return the held blocks, for any state with a directory of blocks and an order."""
     return Held(state.directory, recency.all_in_order(state.order))
 
 
 def take_over(
     num_blocks: int, max_batch: int, held: Held, learned: Learned | None
 ) -> LRUState:
-    """Take over blocks in their order of use, which is all that LRU goes by."""
+    """Make the state for blocks in their order of use, which LRU needs alone."""
     del learned
     order = recency.init(num_blocks, max_batch)
     return LRUState(held.directory, recency.filled(order, held.blocks))

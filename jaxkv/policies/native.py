@@ -1,4 +1,4 @@
-"""What a cache policy does in place: the native counterpart of the pure contract."""
+"""The in-place functions of a cache policy, counterparts of the pure ones."""
 
 from __future__ import annotations
 
@@ -26,18 +26,14 @@ class NativePolicy(NamedTuple):
             more than the order.
         insert: ``(state, variant, keys, block_ids)``. Add a key wherever `block_ids`
             (i32[K]) is not NO_BLOCK, which is written where there is no room for it.
-        remove: ``(state, entries)``. Forget entries, each of which holds a block.
+        remove: ``(state, entries)``. Forget entries; each holds a block.
         evict: ``(state, variant, num, ref_cnt, block_ids, keys) -> bool``. Evict `num`
             blocks whose `ref_cnt` (i32[B]) is 0, write their ids to `block_ids`
             (i32[K]) and their keys to `keys` (u32[K, 8]); all or none.
         variant: A number that three of them are given, so that policies which differ
             in details share their machine code.
-        begin: ``(state, keys, positions, now_ms, num_tokens) -> mark``. A request
-            begins; None, as for `finish`, where the policy is not to be told.
-        finish: ``(state, keys, positions, now_ms, num_output_tokens, stop, mark)``.
-            It has finished.
-        retain: ``(state, keys, priority, half_life_ms, ttl_ms, given_ms)``. Give
-            blocks a priority; None where there are none.
+        note: ``(state, kind, keys, positions, facts) -> mark``. Use facts about a
+            request; see `Policy.note`. None where the policy uses none.
         remove_blocks: ``(state, entries, block_ids)``. In place of `remove`, for a
             policy that has to know the blocks (i32[K]) of the entries; None, as a rule.
     """
@@ -48,22 +44,20 @@ class NativePolicy(NamedTuple):
     remove: Callable[..., None]
     evict: Callable[..., Any]
     variant: int = 0
-    begin: Callable[..., Any] | None = None
-    finish: Callable[..., None] | None = None
-    retain: Callable[..., None] | None = None
+    note: Callable[..., Any] | None = None
     remove_blocks: Callable[..., None] | None = None
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Those that it has, by their names."""
-        return {name: own for name, own in self._asdict().items() if callable(own)}
+        """The functions that the policy has, by their names."""
+        return {name: f for name, f in self._asdict().items() if callable(f)}
 
 
 _registered: dict[type, NativePolicy] = {}
 
 
 def register_native(state_class: type, native: NativePolicy) -> None:
-    """Have compiled functions call a policy's own wherever they meet its state.
+    """Tie a policy's functions to its state, so that compiled functions find them.
 
     Args:
         state_class: The class of the policy's state.
@@ -72,8 +66,8 @@ def register_native(state_class: type, native: NativePolicy) -> None:
     Raises:
         ValueError: If the class is known with other functions.
     """
-    known = _registered.setdefault(state_class, native)
-    if known.functions != native.functions:
+    before = _registered.setdefault(state_class, native)
+    if before.functions != native.functions:
         raise ValueError(
             f"{state_class} has native functions already; another policy must have a "
             "state class of its own."
@@ -82,33 +76,8 @@ def register_native(state_class: type, native: NativePolicy) -> None:
 
 
 @compiled
-def _begin(state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
+def _note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
     return 0
-
-
-@compiled
-def _finish(
-    state: Any,
-    keys: Any,
-    positions: Any,
-    now_ms: int,
-    num_output_tokens: int,
-    stop: int,
-    mark: int,
-) -> None:
-    pass
-
-
-@compiled
-def _retain(
-    state: Any,
-    keys: Any,
-    priority: int,
-    half_life_ms: int,
-    ttl_ms: int,
-    given_ms: int,
-) -> None:
-    pass
 
 
 @compiled
@@ -118,8 +87,6 @@ def _remove_blocks(state: Any, entries: Any, block_ids: Any) -> None:
 
 # What is done for a policy that has no function of the name.
 _DEFAULTS: dict[str, Callable[..., Any]] = {
-    "begin": _begin,
-    "finish": _finish,
-    "retain": _retain,
+    "note": _note,
     "remove_blocks": _remove_blocks,
 }

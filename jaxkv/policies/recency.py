@@ -41,41 +41,26 @@ _MAX_LISTS = 4
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RecencyLog:
-    """Lists of entries in the order of last use. N lists.
+    """Lists of entries in the order of last use. N lists."""
 
-    Attributes:
-        entries: i32[L]. The entry recorded at each position; E where none was.
-        places: i32[E]. The list and the newest position of each entry; -1 if it is in
-            no list.
-        heads: i32[N]. No record of the list before this position is alive.
-        tail: i32[]. Where the next record goes.
-    """
-
-    entries: Array
-    places: Array
-    heads: Array
-    tail: Array
+    entries: Array  # i32[L]. The entry recorded at each position; E where none was.
+    places: Array  # i32[E]. The list and newest position of each entry; -1 for no list.
+    heads: Array  # i32[N]. No record of the list before this position is alive.
+    tail: Array  # i32[]. The position of the next record.
 
 
 class Oldest(NamedTuple):
-    """The entries at the old end of a list; nothing is changed by finding them.
+    """The entries at the old end of a list; nothing is changed by finding them."""
 
-    Attributes:
-        entries: i32[K]. From the oldest on, then E.
-        num: i32[]. How many were found.
-        head: i32[]. The head of the list once they are gone.
-    """
-
-    entries: Array
-    num: Array
-    head: Array
+    entries: Array  # i32[K]. From the oldest on, then E.
+    num: Array  # i32[]. How many were found.
+    head: Array  # i32[]. The head of the list once they are removed.
 
 
 def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
     """Make empty lists of up to `num_entries` in all, for batches of `max_batch`.
 
-    Raises:
-        ValueError: If the log would be too long to number its positions.
+    A log that is too long to number its positions raises a ValueError.
     """
     # Four times the entries: a compaction (linear in the log) then comes at most once
     # in three uses of every entry.
@@ -91,12 +76,9 @@ def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
 
 
 def filled(empty: RecencyLog, entries: NDArray[np.int32], lists: Any = 0) -> RecencyLog:
-    """Make lists of entries in an order of use. For the host, not for jit.
+    """Make lists of `entries` (i32[n]), the last used at the end. On the host only.
 
-    Args:
-        empty: As `init` makes it.
-        entries: i32[n]. The entries, the last used at the end.
-        lists: i32[n], or one number for all. The list of each.
+    `lists` (i32[n], or one number for all) are their lists.
     """
     records: Any = np.array(empty.entries)
     places: Any = np.array(empty.places)
@@ -168,28 +150,21 @@ def append(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> Recen
 def put(
     log: RecencyLog, entries: Array, lists: Array | int, ranks: Array, count: Array
 ) -> RecencyLog:
-    """Put entries at the end of lists. There must be room for them.
+    """Append entries to lists. There must be room for them.
 
-    Args:
-        log: The order before.
-        entries: i32[K]. Entries to move to the end, E where there is none. An entry
-            may appear more than once; its highest rank counts.
-        lists: i32[K], or one number for all. The list that each is put in. An entry
-            stays in its list or goes up; `remove` it first if it is to go down.
-        ranks: i32[K]. Order among them, distinct, in [0, count) wherever there is an
-            entry. The highest ends as the most recent.
-        count: i32[]. Positions to use up.
-
-    Returns:
-        The order after.
+    An entry (`entries`, i32[K], E for none) may appear more than once; its highest rank
+    counts. It stays in its list or goes up (`lists`, i32[K], or one number for all);
+    `remove` it first to put it into a lower one. `ranks` (i32[K]) are distinct, in [0,
+    count) wherever there is an entry; the highest ends as the most recent. `count`
+    (i32[]) positions are used up.
     """
     num_entries, length = log.places.shape[0], log.entries.shape[0]
     positions = log.tail + ranks
-    known = entries < num_entries
+    is_entry = entries < num_entries
     places = positions + (jnp.asarray(lists, jnp.int32) << POSITION_BITS)
     return dataclasses.replace(
         log,
-        entries=log.entries.at[jnp.where(known, positions, length)].set(
+        entries=log.entries.at[jnp.where(is_entry, positions, length)].set(
             entries, mode="drop"
         ),
         places=log.places.at[entries].max(places, mode="drop"),
@@ -199,7 +174,7 @@ def put(
 
 @inlined
 def native_put(log: Any, entry: int, of_list: int, rank: int) -> None:
-    """Put an entry `rank` records after the tail, for which there must be room.
+    """Append an entry `rank` records after the tail; there must be room for it.
 
     The tail stays; `advance` moves it once all of a batch have been put.
     """
@@ -215,7 +190,7 @@ def advance(log: Any, count: int) -> None:
 
 
 def remove(log: RecencyLog, entries: Array) -> RecencyLog:
-    """Take `entries` (i32[K], E for none) out of their lists."""
+    """Remove `entries` (i32[K], E for none) from their lists."""
     return dataclasses.replace(
         log, places=log.places.at[entries].set(NO_PLACE, mode="drop")
     )
@@ -223,31 +198,31 @@ def remove(log: RecencyLog, entries: Array) -> RecencyLog:
 
 @inlined
 def native_remove(log: Any, entry: int) -> None:
-    """Take an entry out of its list."""
+    """In-place form of `remove`, for one entry."""
     log.places[entry] = NO_PLACE
 
 
 def list_of(log: RecencyLog, entries: Array) -> Array:
-    """Tell the list that each entry is in: i32[K], -1 for none."""
+    """Return the list of each entry: i32[K], -1 for none."""
     return _places(log, entries) >> POSITION_BITS
 
 
 @inlined
 def native_list_of(log: Any, entry: int) -> Any:
-    """Tell the list that an entry is in, -1 for none."""
+    """Return the list of an entry, -1 for none."""
     return log.places[entry] >> POSITION_BITS
 
 
 @inlined
 def is_at(log: Any, position: int, of_list: int) -> Any:
-    """Tell whether the record at a position is alive and of a list."""
+    """Whether the record at a position is alive and of a list."""
     entry = log.entries[position]
-    here = position + (of_list << POSITION_BITS)
-    return entry < log.places.shape[0] and log.places[entry] == here
+    place = position + (of_list << POSITION_BITS)
+    return entry < log.places.shape[0] and log.places[entry] == place
 
 
 def is_newest(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> Array:
-    """Tell which rows of the last `put` stand: bool[K], one for every entry."""
+    """Mark the rows of the last `put` that stand: bool[K], one for every entry."""
     positions = log.tail - count + ranks
     return _position(_places(log, entries)) == positions
 
@@ -259,18 +234,11 @@ def find_oldest(
     width: int,
     of_list: int = 0,
 ) -> Oldest:
-    """Find the `num` oldest eligible entries of a list, or as many as there are.
+    """Find the `num` (i32[]) oldest eligible entries of a list, or all if fewer.
 
-    Args:
-        log: The order.
-        num: i32[]. How many, at most `width`.
-        is_eligible: ``i32[C] -> bool[C]``: which of some entries may be taken. The
-            answer for entries of other lists does not matter.
-        width: Length of the answer.
-        of_list: The list.
-
-    Returns:
-        What was found.
+    `is_eligible`, ``i32[C] -> bool[C]``, marks the entries that may be taken; its
+    answer for entries of other lists does not matter. `width`, at least `num`, is the
+    answer's length.
     """
     num_entries, length = log.places.shape[0], log.entries.shape[0]
     chunk = min(max(_CHUNK, width), length)
@@ -278,7 +246,7 @@ def find_oldest(
     def scan(
         carry: tuple[Array, Array, Array, Array, Array],
     ) -> tuple[Array, Array, Array, Array, Array]:
-        position, found, taken, left, end = carry
+        position, num_found, oldest, left, end = carry
         # The last chunk is cut short by starting it earlier and masking what was seen.
         start = jnp.minimum(position, length - chunk)
         at = start + jnp.arange(chunk, dtype=jnp.int32)
@@ -286,16 +254,16 @@ def find_oldest(
         place_here = at + (of_list << POSITION_BITS)
         alive = (at >= position) & (_places(log, entries) == place_here)
         eligible = alive & is_eligible(jnp.minimum(entries, num_entries - 1))
-        rank = found + running_count(eligible) - 1
+        rank = num_found + running_count(eligible) - 1
         take = eligible & (rank < num)
-        taken = taken.at[jnp.where(take, rank, width)].set(entries, mode="drop")
+        oldest = oldest.at[jnp.where(take, rank, width)].set(entries, mode="drop")
         left = jnp.minimum(left, jnp.min(jnp.where(alive & ~take, at, length)))
         end = jnp.maximum(end, jnp.max(jnp.where(take, at + 1, 0)))
-        found = jnp.minimum(rank[-1] + 1, num)
-        return start + chunk, found, taken, left, end
+        num_found = jnp.minimum(rank[-1] + 1, num)
+        return start + chunk, num_found, oldest, left, end
 
     head = log.heads[of_list]
-    _, found, taken, left, end = lax.while_loop(
+    _, num_found, oldest, left, end = lax.while_loop(
         lambda carry: (carry[1] < num) & (carry[0] < log.tail),
         scan,
         (
@@ -308,28 +276,20 @@ def find_oldest(
     )
     # Up to the last that was found, or to the tail if the whole log was searched: how
     # far the last chunk went beyond that changes no result.
-    end = jnp.where(found < num, log.tail, end)
-    return Oldest(taken, found, jnp.minimum(left, end))
+    end = jnp.where(num_found < num, log.tail, end)
+    return Oldest(oldest, num_found, jnp.minimum(left, end))
 
 
 @compiled
 def native_find_oldest(
-    log: Any, num: int, of_list: int, block_ids: Any, ref_cnt: Any, found: Any
+    log: Any, num: int, of_list: int, block_ids: Any, ref_cnt: Any, oldest: Any
 ) -> Any:
-    """Find the `num` oldest entries of a list that may be taken, or as many as it has.
+    """In-place form of `find_oldest`; the log stays as it is.
 
-    Args:
-        log: A `RecencyLog`, which stays as it is.
-        num: How many.
-        of_list: The list.
-        block_ids: i32[E]. The block of each entry; of no length if an entry is its
-            block id.
-        ref_cnt: i32[B]. An entry may be taken if that of its block is 0; of no length
-            if every entry may be.
-        found: i32[K]. The entries are written to it, from the oldest on.
-
-    Returns:
-        How many were found, and the head of the list once they are gone.
+    An entry is eligible if the `ref_cnt` (i32[B]) of its block in `block_ids` (i32[E])
+    is 0. An empty `block_ids` means that an entry is its block id, an empty `ref_cnt`
+    that every entry is eligible. Entries are written to `oldest` (i32[K]). The answer
+    is their number, and the head of the list once they are removed.
     """
     num_found = 0
     head, tail = log.heads[of_list], log.tail[()]
@@ -340,7 +300,7 @@ def native_find_oldest(
             entry = log.entries[position]
             block = block_ids[entry] if block_ids.size else entry
             if ref_cnt.size == 0 or ref_cnt[block] == 0:
-                found[num_found] = entry
+                oldest[num_found] = entry
                 num_found += 1
                 end = position + 1
             else:
@@ -357,27 +317,21 @@ def pop_oldest(
     is_eligible: Callable[[Array], Array],
     width: int,
 ) -> tuple[RecencyLog, Array, Array]:
-    """Take the `num` oldest eligible entries out of the only list, all or none.
+    """Remove the `num` oldest eligible entries from the only list, all or none.
 
-    Args:
-        log: The order before.
-        num: i32[]. How many, at most `width`.
-        is_eligible: ``i32[C] -> bool[C]``: which of some entries may be taken.
-        width: Length of the answer.
-
-    Returns:
-        The order after, i32[width] with the entries from the oldest on and then E,
-        and bool[]: whether there were `num`. If not, the order is as it was.
+    The arguments are as of `find_oldest`. The answer is the order after, the entries
+    from the oldest on and then E (i32[width]), and whether there were `num` (bool[]).
+    If not, the order is as it was.
     """
     oldest = find_oldest(log, num, is_eligible, width)
     ok = oldest.num >= num
-    taken = jnp.where(ok, oldest.entries, log.places.shape[0])
-    log = remove(log, taken)
-    return set_heads(log, [oldest], ok), taken, ok
+    entries = jnp.where(ok, oldest.entries, log.places.shape[0])
+    log = remove(log, entries)
+    return set_heads(log, [oldest], ok), entries, ok
 
 
 def set_heads(log: RecencyLog, oldest: Sequence[Oldest], ok: Array) -> RecencyLog:
-    """Note, if `ok` (bool[]), that what was found in each list has been removed."""
+    """Record, if `ok` (bool[]), that each list's oldest entries were removed."""
     heads = jnp.stack([of_list.head for of_list in oldest])
     return dataclasses.replace(log, heads=jnp.where(ok, heads, log.heads))
 

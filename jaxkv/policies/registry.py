@@ -1,4 +1,4 @@
-"""The names that cache policies go by, jaxkv's own and those of its users."""
+"""The names of cache policies, jaxkv's and its users'."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POLICIES: Mapping[str, PolicyMaker] = MappingProxyType(_makers)
 
 
 def register_policy(name: str, make: PolicyMaker) -> None:
-    """Give a policy a name, by which it can be chosen from then on in this process.
+    """Register a policy by a name, which can be chosen from then on in this process.
 
     Args:
         name: A lower-case identifier that no policy has yet.
@@ -63,7 +63,7 @@ def policy_names() -> list[str]:
 
 
 def get_policy_maker(name: str) -> PolicyMaker:
-    """Look up a policy by its name.
+    """Return the maker of a policy by its name.
 
     Args:
         name: One of `policy_names()`.

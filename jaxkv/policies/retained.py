@@ -1,22 +1,21 @@
 """Keep some blocks longer than others, whatever the policy: retention by priority.
 
 A block may be given a priority, from 1 to 99, with a half-life or a time to live, or
-both. While it lasts, the block is evicted after those of lower priority; blocks that
-were given none have 0. The priority halves after each half-life, rounded down, and is 0
+both. While it lasts, the block is evicted after blocks of lower priority; blocks
+without one have 0. The priority halves after each half-life, rounded down, and is 0
 after the time to live. Nothing is pinned: where the others do not suffice, blocks are
 evicted whatever their priority, the lowest first.
 
 This is a policy around another one, the inner policy, which chooses among blocks of one
-priority and knows nothing of it: blocks that are not to go are shown to it as if they
-were being read. Usually that is one call. Where blocks of several priorities have to
-go, all idle ones below the highest of these go first, in a call of their own. A policy
-that may refuse an eviction although enough blocks are idle (`Policy.always_evicts` is
-false, as for vLLM's ARC) is asked for all of them at once, as what it had evicted could
-not be had back; and if it refuses because of what it was shown, without priorities.
+priority and knows nothing of it: it sees blocks that must stay as if they were being
+read. Usually that is one call. Where blocks of several priorities have to go, all idle
+ones below the highest of these go first, in a call of their own. A policy that may
+refuse an eviction although enough blocks are idle (`Policy.always_evicts` is false, as
+for vLLM's ARC) evicts all of them in one call, as an eviction cannot be undone; and if
+it refuses because blocks must stay, without priorities.
 
 Of two priorities that a block is given the one counts that is higher when the second is
-given; the second, if they are equal. The time is what `begin`, `finish` and `retain`
-are told.
+given; the second, if they are equal. The last note gives the time.
 """
 
 from __future__ import annotations
@@ -34,12 +33,20 @@ from jaxkv.compiling import compiled, empty, filled, functions_of, inlined, less
 from jaxkv.policies import clock
 from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.clock import later
+from jaxkv.policies.facts import (
+    HALF_LIFE_MS,
+    MARK,
+    NOW_MS,
+    PRIORITY,
+    RETAIN,
+    TTL_MS,
+)
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.xla import after, full
 from jaxkv.types import NO_BLOCK, PyTree
 
-MOST_PRIORITY = 99
-MOST_HALVINGS = 7
+MAX_PRIORITY = 99
+MAX_HALVINGS = 7
 """After these nothing is left of any priority."""
 
 ORDINARY = 0
@@ -58,33 +65,25 @@ in milliseconds; 0 for none of the latter two."""
 SHIELD = 1 << 29
 """The reference count that the inner policy sees of a block that it is not to evict."""
 
-_NUM_PRIORITIES = MOST_PRIORITY + 1
+_NUM_PRIORITIES = MAX_PRIORITY + 1
 
-_PRIORITY_BITS = MOST_PRIORITY.bit_length()
+_PRIORITY_BITS = MAX_PRIORITY.bit_length()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RetainedState:
-    """The inner policy's state, and what blocks were given.
+    """The inner policy's state, and the priorities of blocks."""
 
-    Attributes:
-        inner: The inner policy's state.
-        priorities: i32[B]. As they were given; 0 for none, -1 where the block holds no
-            key.
-        terms: u32[B, 3]. When that was, the half-life and the time to live, in
-            milliseconds; stale where the priority is not above 0.
-        counts: i32[B / 64]. How many of 64 blocks have a priority above 0.
-        now_ms: u32[]. The time that was told last.
-        is_told: bool[]. Whether it is known.
-    """
-
-    inner: PyTree
+    inner: PyTree  # The inner policy's state.
     priorities: Array
+    """i32[B]. As they were given; 0 for none, -1 where the block holds no key."""
     terms: Array
-    counts: Array
-    now_ms: Array
-    is_told: Array
+    """u32[B, 3]. When that was, the half-life and the time to live, in milliseconds;
+    stale where the priority is not above 0."""
+    counts: Array  # i32[B / 64]. How many of 64 blocks have a priority above 0.
+    now_ms: Array  # u32[]. The time of the last note.
+    is_told: Array  # bool[]. Whether there was one.
 
 
 def init(inner: Policy) -> RetainedState:
@@ -107,7 +106,7 @@ def find(inner: Policy, state: RetainedState, keys: Array, count: Array) -> Arra
 
 @compiled
 def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
-    """Do as `find`, in place."""
+    """In-place form of `find`."""
     functions_of(state.inner).find(state.inner, keys, entries, block_ids)
 
 
@@ -121,7 +120,7 @@ def touch(
 
 @compiled
 def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
-    """Do as `touch`, in place."""
+    """In-place form of `touch`."""
     functions_of(state.inner).touch(state.inner, variant >> 1, entries, is_use)
 
 
@@ -138,7 +137,7 @@ def insert(
 
 @compiled
 def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
-    """Do as `insert`, in place."""
+    """In-place form of `insert`."""
     functions_of(state.inner).insert(state.inner, variant >> 1, keys, block_ids)
     for block in block_ids:
         if block != NO_BLOCK:
@@ -155,119 +154,64 @@ def remove(
 
 @compiled
 def native_remove(state: Any, entries: Any, block_ids: Any) -> None:
-    """Do as `remove`, in place."""
+    """In-place form of `remove`."""
     functions_of(state.inner).remove_blocks(state.inner, entries, block_ids)
     for row in range(entries.shape[0]):
         if entries[row] >= 0:
             _put(state, block_ids[row], NOT_HELD)
 
 
-def begin(
+def note(
     inner: Policy,
     state: RetainedState,
+    kind: int,
     keys: Array,
     count: Array,
     positions: Array,
-    now_ms: Array,
-    num_tokens: Array,
+    facts: Array,
 ) -> tuple[RetainedState, Array]:
-    """Note the time of a request's beginning; see `Policy.begin`."""
-    state, mark = _tell(state, now_ms), jnp.zeros((), jnp.int32)
-    if inner.begin is None:
-        return state, mark
-    told, mark = inner.begin(state.inner, keys, count, positions, now_ms, num_tokens)
-    return dataclasses.replace(state, inner=told), mark
+    """Set priorities, or show a request to the inner policy; see `Policy.note`."""
+    state = _tell(state, facts[NOW_MS])
+    if kind == RETAIN:
+        return _retain(inner, state, keys, count, facts), facts[MARK]
+    if inner.note is None:
+        return state, facts[MARK]
+    after_note, mark = inner.note(state.inner, kind, keys, count, positions, facts)
+    return dataclasses.replace(state, inner=after_note), mark
 
 
 @compiled
-def native_begin(
-    state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int
-) -> Any:
-    """Do as `begin`, in place."""
-    inner = state.inner
-    clock.tell(state, now_ms)
-    return functions_of(inner).begin(inner, keys, positions, now_ms, num_tokens)
+def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
+    """In-place form of `note`."""
+    inner, mark = state.inner, np.int64(facts[MARK])
+    clock.tell(state, facts[NOW_MS])
+    if kind == RETAIN:
+        _native_retain(state, keys, facts)
+    else:
+        mark = np.int64(functions_of(inner).note(inner, kind, keys, positions, facts))
+    return mark
 
 
-def finish(
-    inner: Policy,
-    state: RetainedState,
-    keys: Array,
-    count: Array,
-    positions: Array,
-    now_ms: Array,
-    num_output_tokens: Array,
-    stop: Array,
-    mark: Array,
+def _retain(
+    inner: Policy, state: RetainedState, keys: Array, count: Array, facts: Array
 ) -> RetainedState:
-    """Note the time of a request's end; see `Policy.finish`."""
-    state = _tell(state, now_ms)
-    if inner.finish is None:
-        return state
-    told = inner.finish(
-        state.inner, keys, count, positions, now_ms, num_output_tokens, stop, mark
-    )
-    return dataclasses.replace(state, inner=told)
+    """Set the priority, from 0 to 99, of the blocks of keys.
 
-
-@compiled
-def native_finish(
-    state: Any,
-    keys: Any,
-    positions: Any,
-    now_ms: int,
-    num_output_tokens: int,
-    stop: int,
-    mark: int,
-) -> None:
-    """Do as `finish`, in place."""
-    inner = state.inner
-    clock.tell(state, now_ms)
-    functions_of(inner).finish(
-        inner, keys, positions, now_ms, num_output_tokens, stop, mark
-    )
-
-
-def retain(
-    inner: Policy,
-    state: RetainedState,
-    keys: Array,
-    count: Array,
-    priority: Array,
-    half_life_ms: Array,
-    ttl_ms: Array,
-    given_ms: Array,
-) -> RetainedState:
-    """Give blocks a priority; see `Policy.retain`.
-
-    Args:
-        inner: The inner policy.
-        state: The state before.
-        keys: u32[K, 8]. Keys without a block are ignored.
-        count: i32[]. How many of them are meant.
-        priority: i32[]. From 0 to 99; -1 to have them be ordinary, whatever they were
-            given.
-        half_life_ms: u32[]. 0 for none.
-        ttl_ms: u32[]. 0 for none.
-        given_ms: u32[]. When it is given, or was. The time is told by that as well.
-
-    Returns:
-        The state after.
+    -1 (`RELEASE`) makes them ordinary, whatever they were given.
     """
-    given_ms = jnp.asarray(given_ms, jnp.uint32)
-    state = _tell(state, given_ms)
     num_blocks = state.priorities.shape[0]
-    found = inner.find(state.inner, keys, count)
-    blocks = jnp.where(found == NO_BLOCK, num_blocks, found)
+    blocks = inner.find(state.inner, keys, count)
+    blocks = jnp.where(blocks == NO_BLOCK, num_blocks, blocks)
     before = state.priorities.at[blocks].get(mode="fill", fill_value=ORDINARY)
     old_terms = state.terms.at[blocks].get(mode="fill", fill_value=0)
-    terms = jnp.stack([given_ms, half_life_ms, ttl_ms]).astype(jnp.uint32)
-    own = _decayed(jnp.asarray(priority), terms, state.now_ms)
-    is_higher = (own > 0) & (own >= _decayed(before, old_terms, state.now_ms))
+    terms = jnp.stack([facts[NOW_MS], facts[HALF_LIFE_MS], facts[TTL_MS]])
+    terms, priority = terms.astype(jnp.uint32), facts[PRIORITY]
+    rest = _decayed(priority, terms, state.now_ms)
+    is_higher = (rest > 0) & (rest >= _decayed(before, old_terms, state.now_ms))
     is_put = is_higher | (priority < 0)
     blocks = after(jnp.where(is_put, blocks, num_blocks), before, old_terms)
     with_terms = jnp.where(is_higher, blocks, num_blocks)
-    new = jnp.maximum(priority, ORDINARY).astype(jnp.int32)
+    new = jnp.maximum(priority, ORDINARY)
     priorities = state.priorities.at[blocks].set(new, mode="drop")
     return dataclasses.replace(
         state,
@@ -278,27 +222,20 @@ def retain(
 
 
 @compiled
-def native_retain(
-    state: Any,
-    keys: Any,
-    priority: int,
-    half_life_ms: int,
-    ttl_ms: int,
-    given_ms: int,
-) -> None:
-    """Do as `retain`, in place."""
-    clock.tell(state, given_ms)
+def _native_retain(state: Any, keys: Any, facts: Any) -> None:
     now: Any = np.int64(state.now_ms[()])
+    priority, given_ms = facts[PRIORITY], facts[NOW_MS]
+    half_life_ms, ttl_ms = facts[HALF_LIFE_MS], facts[TTL_MS]
     entries = empty(keys.shape[0], np.int32)
     block_ids = empty(keys.shape[0], np.int32)
     functions_of(state.inner).find(state.inner, keys, entries, block_ids)
-    own = decayed(priority, clock.age_of(now, given_ms), half_life_ms, ttl_ms)
+    rest = decayed(priority, clock.age_of(now, given_ms), half_life_ms, ttl_ms)
     for block in block_ids:
         if block == NO_BLOCK:
             continue
         if priority < 0:
             _put(state, block, ORDINARY)
-        elif own > 0 and own >= priority_of(state, block, now):
+        elif rest > 0 and rest >= priority_of(state, block, now):
             _put(state, block, priority)
             state.terms[block, GIVEN] = given_ms & clock.TIME_MASK
             state.terms[block, HALF_LIFE] = half_life_ms
@@ -309,25 +246,25 @@ def evict(
     inner: Policy, state: RetainedState, num: Array, ref_cnt: Array, width: int
 ) -> EvictResult:
     """Evict the blocks of the lowest priorities; see `Policy.evict`."""
-    own = _decayed(state.priorities, state.terms, state.now_ms)
-    is_idle = (own >= 0) & (ref_cnt == 0)
+    rests = _decayed(state.priorities, state.terms, state.now_ms)
+    is_idle = (rests >= 0) & (ref_cnt == 0)
     is_enough = jnp.sum(is_idle, dtype=jnp.int32) >= num
 
-    # The highest priority of which some have to go.
+    # The highest priority with victims.
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        least, most = ends
-        middle = (least + most) // 2
-        reaches = jnp.sum(is_idle & (own <= middle), dtype=jnp.int32) >= num
-        least = jnp.where(reaches, least, middle + 1)
-        return least, jnp.where(reaches, middle, most)
+        low, high = ends
+        middle = (low + high) // 2
+        reaches = jnp.sum(is_idle & (rests <= middle), dtype=jnp.int32) >= num
+        low = jnp.where(reaches, low, middle + 1)
+        return low, jnp.where(reaches, middle, high)
 
-    ends = jnp.int32(ORDINARY), jnp.int32(MOST_PRIORITY)
+    ends = jnp.int32(ORDINARY), jnp.int32(MAX_PRIORITY)
     _, limit = lax.fori_loop(0, _PRIORITY_BITS, halve, ends)
-    num_below = jnp.sum(is_idle & (own < limit), dtype=jnp.int32)
+    num_below = jnp.sum(is_idle & (rests < limit), dtype=jnp.int32)
     if inner.always_evicts:
         limits = limit - 1, limit
     else:
-        num_below, limits = num, (limit, jnp.int32(MOST_PRIORITY))
+        num_below, limits = num, (limit, jnp.int32(MAX_PRIORITY))
     rows = jnp.arange(width, dtype=jnp.int32)
 
     # One loop of two rounds, so that the inner policy is compiled once.
@@ -336,16 +273,16 @@ def evict(
     ) -> tuple[PyTree, Array, Array, Array]:
         inner_state, block_ids, keys, left = carry
         wanted = jnp.where(first == 0, jnp.minimum(num_below, left), left)
-        is_above = (ref_cnt == 0) & (own > jnp.where(first == 0, *limits))
+        is_above = (ref_cnt == 0) & (rests > jnp.where(first == 0, *limits))
         shielded = jnp.where(is_above, SHIELD, ref_cnt)
         part = inner.evict(inner_state, wanted, shielded, width)
-        taken = jnp.where(part.ok, wanted, 0)
-        at = jnp.where(rows < taken, rows + num - left, width)
+        num_evicted = jnp.where(part.ok, wanted, 0)
+        at = jnp.where(rows < num_evicted, rows + num - left, width)
         return (
             part.state,
             block_ids.at[at].set(part.block_ids, mode="drop"),
             keys.at[at].set(part.keys, mode="drop"),
-            left - taken,
+            left - num_evicted,
         )
 
     none = jnp.full((width,), NO_BLOCK, jnp.int32)
@@ -353,8 +290,8 @@ def evict(
     begun = state.inner, none, no_keys, jnp.where(is_enough, num, 0)
     inner_state, block_ids, keys, left = lax.fori_loop(0, 2, take, begun)
     ok = is_enough & (left == 0)
-    # Of what has decayed there is nothing to look at any more.
-    is_past = (state.priorities > 0) & (own == ORDINARY) & ok & (num > 0)
+    # A priority that has ended need not be looked at again.
+    is_past = (state.priorities > 0) & (rests == ORDINARY) & ok & (num > 0)
     priorities = jnp.where(is_past, ORDINARY, state.priorities)
     state = dataclasses.replace(state, inner=inner_state, priorities=priorities)
     return EvictResult(_drop(state, block_ids), block_ids, keys, ok)
@@ -364,17 +301,21 @@ def evict(
 def native_evict(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
-    """Do as `evict`, in place."""
+    """In-place form of `evict`."""
     inner = state.inner
-    own = variant >> 1
+    inner_variant = variant >> 1
     num_retained = 0
     for count in state.counts:
         num_retained += count
     if num == 0 or num_retained == 0:
-        is_done = functions_of(inner).evict(inner, own, num, ref_cnt, block_ids, keys)
+        is_done = functions_of(inner).evict(
+            inner, inner_variant, num, ref_cnt, block_ids, keys
+        )
     else:
         _shield(state, ref_cnt, ORDINARY)
-        is_done = functions_of(inner).evict(inner, own, num, ref_cnt, block_ids, keys)
+        is_done = functions_of(inner).evict(
+            inner, inner_variant, num, ref_cnt, block_ids, keys
+        )
         _lower_shields(state, ref_cnt)
         if not is_done:
             is_done = _evict_retained(state, variant, num, ref_cnt, block_ids, keys)
@@ -388,19 +329,19 @@ def native_evict(
 
 @inlined
 def decayed(priority: int, age_ms: int, half_life_ms: int, ttl_ms: int) -> Any:
-    """Tell what is left of a priority."""
+    """Return the rest of a priority."""
     left = np.int64(priority)
     if left > 0:
         if ttl_ms > 0 and age_ms >= ttl_ms:
             left = np.int64(ORDINARY)
         elif half_life_ms > 0:
-            left >>= lesser(age_ms // half_life_ms, MOST_HALVINGS)
+            left >>= lesser(age_ms // half_life_ms, MAX_HALVINGS)
     return left
 
 
 @inlined
 def priority_of(state: Any, block: int, now_ms: int) -> Any:
-    """Tell the priority of a block at a time; NOT_HELD where it holds no key."""
+    """Return the priority of a block at a time; NOT_HELD where it holds no key."""
     priority: Any = state.priorities[block]
     half_life: Any = np.int64(state.terms[block, HALF_LIFE])
     ttl: Any = np.int64(state.terms[block, TIME_TO_LIVE])
@@ -419,7 +360,7 @@ def _put(state: Any, block: int, priority: int) -> None:
 
 @compiled
 def _shield(state: Any, ref_cnt: Any, limit: int) -> None:
-    """Have idle blocks above a priority look as if they were read."""
+    """Make idle blocks above a priority look as if they were read."""
     now: Any = np.int64(state.now_ms[()])
     num_blocks = ref_cnt.shape[0]
     for chunk in range(state.counts.shape[0]):
@@ -462,18 +403,18 @@ def _evict_retained(
     while num_below + numbers[limit] < num:
         num_below += numbers[limit]
         limit += 1
-    own = variant >> 1
+    inner_variant = variant >> 1
     if variant & 1:
         _shield(state, ref_cnt, limit - 1)
         is_done = functions_of(inner).evict(
-            inner, own, num_below, ref_cnt, block_ids, keys
+            inner, inner_variant, num_below, ref_cnt, block_ids, keys
         )
         _lower_shields(state, ref_cnt)
         if is_done:
             _shield(state, ref_cnt, limit)
             is_done = functions_of(inner).evict(
                 inner,
-                own,
+                inner_variant,
                 num - num_below,
                 ref_cnt,
                 block_ids[num_below:],
@@ -481,18 +422,22 @@ def _evict_retained(
             )
             _lower_shields(state, ref_cnt)
         return is_done
-    # It may refuse, and what was evicted before could not be had back: in one call.
+    # It may refuse, and an earlier eviction could not be undone: in one call.
     _shield(state, ref_cnt, limit)
-    is_done = functions_of(inner).evict(inner, own, num, ref_cnt, block_ids, keys)
+    is_done = functions_of(inner).evict(
+        inner, inner_variant, num, ref_cnt, block_ids, keys
+    )
     _lower_shields(state, ref_cnt)
     if not is_done:
-        is_done = functions_of(inner).evict(inner, own, num, ref_cnt, block_ids, keys)
+        is_done = functions_of(inner).evict(
+            inner, inner_variant, num, ref_cnt, block_ids, keys
+        )
     return is_done
 
 
 @compiled
 def _forget_past(state: Any) -> None:
-    """Have blocks be ordinary of whose priority nothing is left."""
+    """Make blocks whose priorities have ended ordinary."""
     now: Any = np.int64(state.now_ms[()])
     num_blocks = state.priorities.shape[0]
     for chunk in range(state.counts.shape[0]):
@@ -512,8 +457,8 @@ def snapshot(inner: Policy, state: RetainedState) -> dict[str, Any]:
         priority above 0 now.
     """
     terms = jnp.asarray(state.terms), jnp.asarray(state.now_ms)
-    own = _decayed(jnp.asarray(state.priorities), *terms)
-    return inner.snapshot(state.inner) | {"num_retained": int((own > 0).sum())}
+    rests = _decayed(jnp.asarray(state.priorities), *terms)
+    return inner.snapshot(state.inner) | {"num_retained": int((rests > 0).sum())}
 
 
 @functools.cache
@@ -524,7 +469,7 @@ def make_retained(inner: Policy) -> Policy:
         inner: The other policy.
 
     Returns:
-        The policy, whose `retain` gives blocks priorities. Equal arguments give the
+        The policy, whose `note` gives blocks priorities. Equal arguments give the
         same object.
 
     Raises:
@@ -533,21 +478,22 @@ def make_retained(inner: Policy) -> Policy:
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxkv.policies import make_lru
+        >>> from jaxkv.policies.facts import RETAIN, retained
         >>> lru = make_retained(make_lru(num_blocks=4))
         >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
         >>> state, _ = lru.insert(lru.init(), keys, jnp.array([3, 1]))
-        >>> count, priority, half_life_ms = jnp.int32(1), jnp.int32(80), 60_000
-        >>> state = lru.retain(state, keys, count, priority, half_life_ms, 0, 0)
+        >>> given = jnp.array(retained(0, 80, half_life_ms=60_000, ttl_ms=0))
+        >>> state, _ = lru.note(state, RETAIN, keys, jnp.int32(1), given[:2], given)
         >>> evicted = lru.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
         >>> evicted.block_ids.tolist()  # 3 was used before it, but is retained
         [1, -1]
     """
-    if inner.retain is not None:
+    if inner.retains:
         raise ValueError("the policy retains blocks already; wrap it once.")
-    own = None
+    native = None
     if inner.native is not None:
         variant = inner.native.variant << 1 | inner.always_evicts
-        own = NATIVE._replace(variant=variant)
+        native = NATIVE._replace(variant=variant)
     of_inner: dict[str, Any] = {
         function.__name__: functools.partial(function, inner)
         for function in (
@@ -558,25 +504,24 @@ def make_retained(inner: Policy) -> Policy:
             remove,
             evict,
             snapshot,
-            begin,
-            finish,
-            retain,
+            note,
         )
     }
     return Policy(
         num_blocks=inner.num_blocks,
         max_batch=inner.max_batch,
-        native=own,
+        native=native,
         always_evicts=inner.always_evicts,
+        retains=True,
         **of_inner,
     )
 
 
 def _decayed(priorities: Array, terms: Array, now_ms: Array) -> Array:
-    """Tell what is left of priorities, i32[...], given on `terms` (u32[..., 3])."""
+    """Return the rest of priorities, i32[...], given on `terms` (u32[..., 3])."""
     age_ms = now_ms - terms[..., GIVEN]
     half_life_ms, ttl_ms = terms[..., HALF_LIFE], terms[..., TIME_TO_LIVE]
-    halvings = jnp.minimum(age_ms // jnp.maximum(half_life_ms, 1), MOST_HALVINGS)
+    halvings = jnp.minimum(age_ms // jnp.maximum(half_life_ms, 1), MAX_HALVINGS)
     halvings = jnp.where(half_life_ms > 0, halvings, 0).astype(jnp.int32)
     is_over = (ttl_ms > 0) & (age_ms >= ttl_ms)
     left = jnp.where(is_over, ORDINARY, priorities >> halvings)
@@ -592,7 +537,7 @@ def _tell(state: RetainedState, now_ms: Array) -> RetainedState:
 
 
 def _drop(state: RetainedState, block_ids: Array) -> RetainedState:
-    """Note that blocks (i32[K], NO_BLOCK for none) hold no key any more."""
+    """Record that blocks (i32[K], NO_BLOCK for none) hold no key any more."""
     blocks = jnp.where(block_ids == NO_BLOCK, state.priorities.shape[0], block_ids)
     priorities = state.priorities.at[blocks].set(NOT_HELD, mode="drop")
     return dataclasses.replace(state, priorities=priorities, counts=_count(priorities))
@@ -610,9 +555,7 @@ NATIVE = NativePolicy(
     native_insert,
     native_remove,
     native_evict,
-    begin=native_begin,
-    finish=native_finish,
-    retain=native_retain,
+    note=native_note,
     remove_blocks=native_remove,
 )
 

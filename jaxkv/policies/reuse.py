@@ -1,18 +1,18 @@
-"""How soon blocks of each class are used again, and what that makes them worth.
+"""Statistics of reuse: how soon each class of blocks is used again, and its value.
 
-The table counts, for each class, how many blocks were used, and at which ages they were
-used again. What a block is worth is the most uses for the time that it is kept which
-keeping it can bring: over all ages `stop` at which one may give it up,
+The table counts, for each class, how many blocks were used, and their ages when they
+were used again. The value of a block is the highest rate of uses that keeping it can
+bring: over all ages `stop` to give it up at,
 
     max over stop of  (uses again until then) / (time that blocks are held until then)
 
 (the index of Gittins, 1979, which generalises the hit density of LHD, NSDI 2018). A
-class of which little is known is taken to be like all of them together.
+class with few uses is taken to be like all of them together.
 
 Both sets of functions have to agree to the bit, and compilers round sums of products as
-they like. So counts are integers, bins are half octaves of which every width is a power
-of two, and the index is kept as the bits of a float32, which order as the number does
-and are about its logarithm; between two bins they are interpolated as integers.
+they like. So counts are integers, bins are half octaves whose widths are powers of two,
+and the index is kept as the bits of a float32, which order as the number does and are
+about its logarithm; between two bins they are interpolated as integers.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ NUM_BINS = 28
 """Half octaves of the age; the last has no end."""
 
 UNIT = 16
-"""What one use counts, so that a decay leaves something of few."""
+"""The weight of one use, so that a decay leaves something of few uses."""
 
 SHRINK = 200 * UNIT
 """How much the uses of all classes count in each."""
 
 PRIOR = 1 * UNIT
-"""What is taken to have been used again in each bin before anything was seen, ..."""
+"""The assumed uses again in each bin before any was seen, ..."""
 
 PRIOR_TOUCHES = 2 * NUM_BINS * PRIOR
-"""... and of how many uses: blocks are the less worth, the older they are."""
+"""... and the assumed uses: the older a block, the lower its value."""
 
 DECAY_BITS = 8
 """At every rebuild all counts lose one in 256."""
 
-MOST = 1 << 28
+MAX_COUNT = 1 << 28
 """Counts are halved when they come to more than this in all."""
 
 WIDTHS = np.array([2] + [1 << (b - 1) // 2 for b in range(1, NUM_BINS)], np.float32)
@@ -60,18 +60,14 @@ _FINE = 8  # Bits of the part of a bin that has gone by.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ReuseTable:
-    """What was seen of C classes, and what follows.
+    """Counts of C classes, and the values that follow from them."""
 
-    Attributes:
-        touches: i32[C]. Blocks that were used, `UNIT` for each.
-        reuses: i32[C, 28]. Of those, the ones that were used again, by their age then.
-        index: i32[C, 29]. What a block is worth at the beginning of each bin, as the
-            bits of a float32, in uses a 512 ms; the last column repeats the one before.
-    """
-
-    touches: Array
+    touches: Array  # i32[C]. Blocks that were used, `UNIT` for each.
     reuses: Array
+    """i32[C, 28]. Of those, the ones that were used again, by their age then."""
     index: Array
+    """i32[C, 29]. The value of a block at the beginning of each bin, as the bits of a
+    float32, in uses per 512 ms; the last column repeats the one before."""
 
 
 def init(num_classes: int) -> ReuseTable:
@@ -84,7 +80,7 @@ def init(num_classes: int) -> ReuseTable:
 
 
 def bin_of(age_ms: Array) -> tuple[Array, Array]:
-    """Tell the bin of ages (u32[K]) and the part that has gone by: i32[K], in 1/256."""
+    """Return the bin of ages (u32[K]), i32[K], and the elapsed part of it, in 1/256."""
     top = jnp.maximum(31 - lax.clz(age_ms | 1).astype(jnp.int32), 10)
     shift = (top - 1).astype(jnp.uint32)
     half = ((age_ms >> shift) & 1).astype(jnp.int32)
@@ -99,7 +95,7 @@ def bin_of(age_ms: Array) -> tuple[Array, Array]:
 
 @inlined
 def native_bin_of(age_ms: int) -> Any:
-    """Tell the bin of an age, and the part of it that has gone by, in 1/256."""
+    """In-place form of `bin_of`, for one age."""
     bits, age_bin, part = np.int64(age_ms), np.int64(0), np.int64(0)
     if bits < 1024:
         part = bits >> 2
@@ -125,35 +121,35 @@ def count(
 
 @inlined
 def native_count(table: Any, of_class: int, age_ms: int) -> None:
-    """Record that a block of a class was used again at an age."""
+    """In-place form of `count`, for one block."""
     age_bin, _ = native_bin_of(age_ms)
     table.reuses[of_class, age_bin] += UNIT
 
 
 def value_of(table: ReuseTable, classes: Array, ages_ms: Array) -> Array:
-    """Tell what blocks are worth: i32[K], the more the higher."""
+    """Return the values of blocks: i32[K]."""
     age_bin, part = bin_of(ages_ms)
     cells = classes * (NUM_BINS + 1) + age_bin
     index = table.index.reshape(-1)
-    here = index.at[cells].get(mode="promise_in_bounds")
-    there = index.at[cells + 1].get(mode="promise_in_bounds")
-    return here + ((there - here) >> _FINE) * part
+    start = index.at[cells].get(mode="promise_in_bounds")
+    end = index.at[cells + 1].get(mode="promise_in_bounds")
+    return start + ((end - start) >> _FINE) * part
 
 
 @inlined
 def native_value_of(table: Any, of_class: int, age_ms: int) -> Any:
-    """Tell what a block of a class and an age is worth."""
+    """In-place form of `value_of`, for one block."""
     age_bin, part = native_bin_of(age_ms)
-    here = np.int64(table.index[of_class, age_bin])
-    there = np.int64(table.index[of_class, age_bin + 1])
-    return here + ((there - here) >> _FINE) * part
+    start = np.int64(table.index[of_class, age_bin])
+    end = np.int64(table.index[of_class, age_bin + 1])
+    return start + ((end - start) >> _FINE) * part
 
 
 def rebuild(table: ReuseTable) -> ReuseTable:
-    """Let the counts decay, and compute what blocks are worth by them."""
+    """Decay the counts, and compute the values of blocks by them."""
     # In halves, as the sum of what is there may be too much for 32 bits.
     total = jnp.maximum(jnp.sum(table.touches >> 1), jnp.sum(table.reuses >> 1))
-    halving = (total > MOST >> 1).astype(jnp.int32)
+    halving = (total > MAX_COUNT >> 1).astype(jnp.int32)
     touches, reuses = table.touches >> halving, table.reuses >> halving
     touches -= touches >> DECAY_BITS
     reuses -= reuses >> DECAY_BITS
@@ -162,14 +158,14 @@ def rebuild(table: ReuseTable) -> ReuseTable:
 
 @compiled
 def native_rebuild(table: Any) -> None:
-    """Let the counts decay, and compute what blocks are worth by them."""
+    """In-place form of `rebuild`."""
     num_classes = table.touches.shape[0]
     total_touches, total_reuses = np.int64(0), np.int64(0)
     for of_class in range(num_classes):
         total_touches += table.touches[of_class] >> 1
         for age_bin in range(NUM_BINS):
             total_reuses += table.reuses[of_class, age_bin] >> 1
-    halving = 1 if greater(total_touches, total_reuses) > MOST >> 1 else 0
+    halving = 1 if greater(total_touches, total_reuses) > MAX_COUNT >> 1 else 0
     shares = filled(NUM_BINS, 0, np.int64)
     touches = np.int64(PRIOR_TOUCHES)
     for of_class in range(num_classes):
@@ -199,7 +195,7 @@ def native_rebuild(table: Any) -> None:
 
 @compiled
 def _fill_row(table: Any, of_class: int, shares: Any) -> None:
-    """Compute what blocks of a class are worth, at each bin's beginning."""
+    """Compute the value of a class's blocks at each bin's beginning."""
     reuses = empty(NUM_BINS, np.int64)
     held = empty(NUM_BINS, np.float32)
     left: Any = np.int64(table.touches[of_class] + SHRINK)
@@ -228,7 +224,7 @@ def scaled(table: ReuseTable, scale: int) -> ReuseTable:
     touches: Any = np.asarray(table.touches)
     reuses: Any = np.asarray(table.reuses)
     total = int(max(touches.sum(dtype=np.int64), reuses.sum(dtype=np.int64), 1))
-    factor = np.int32(max(min(scale, MOST // total), 1))
+    factor = np.int32(max(min(scale, MAX_COUNT // total), 1))
     return from_counts(touches * factor, reuses * factor)
 
 

@@ -1,10 +1,10 @@
 """Segmented LRU: blocks that were used again are protected from those that were not.
 
 Two lists, each from the least to the most recently used. A new block is on probation;
-when it is used again it is protected. At most half of the blocks are: what is protected
-in excess of that, the least recently used of it, is on probation again, as the most
-recent there. Blocks are evicted from those on probation first (Karedla, Love and
-Wherry, 1994). A block whose store is in progress is not protected by a use.
+when it is used again it is protected. At most half of the blocks are: the least
+recently used of any excess are on probation again, as the most recent there. Blocks are
+evicted from those on probation first (Karedla, Love and Wherry, 1994). A block whose
+store is in progress is not protected by a use.
 """
 
 from __future__ import annotations
@@ -44,16 +44,11 @@ class SLRUState:
     """The blocks that are held, in two lists. An entry is a block id.
 
     They are found as by LRU, and new ones are inserted as there: in the first list.
-
-    Attributes:
-        directory: Which block holds a key.
-        order: The blocks on probation and those that are protected.
-        num_protected: i32[]. How many are protected.
     """
 
-    directory: Directory
-    order: RecencyLog
-    num_protected: Array
+    directory: Directory  # The block that holds a key.
+    order: RecencyLog  # The blocks on probation and the protected ones.
+    num_protected: Array  # i32[]. How many are protected.
 
 
 def init(num_blocks: int, max_batch: int) -> SLRUState:
@@ -96,7 +91,7 @@ def touch(state: SLRUState, keys: Array, count: Array, ready: Array) -> SLRUStat
 
 @compiled
 def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
-    """Do as `touch`, in place."""
+    """In-place form of `touch`."""
     order, count = state.order, entries.shape[0]
     recency.native_make_room(order, count)
     for row in range(count - 1, -1, -1):
@@ -135,7 +130,7 @@ def remove(state: SLRUState, keys: Array, block_ids: Array) -> SLRUState:
 
 @compiled
 def native_remove(state: Any, entries: Any) -> None:
-    """Do as `remove`, in place."""
+    """In-place form of `remove`."""
     for entry in entries:
         if entry >= 0:
             if recency.native_list_of(state.order, entry) == PROTECTED:
@@ -176,7 +171,7 @@ def evict(state: SLRUState, num: Array, ref_cnt: Array, width: int) -> EvictResu
 def native_evict(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
-    """Do as `evict`, in place."""
+    """In-place form of `evict`."""
     victims = block_ids[:num]
     num_first, head_first = recency.native_find_oldest(
         state.order, num, PROBATION, _IDENTITY, ref_cnt, victims
@@ -211,10 +206,10 @@ def snapshot(state: SLRUState) -> dict[str, Any]:
 def take_over(
     num_blocks: int, max_batch: int, held: Held, learned: Learned | None
 ) -> SLRUState:
-    """Take over blocks in their order of use.
+    """Make the state for blocks in their order of use.
 
-    As many are protected as may be, of those that are where that was learned, the last
-    used.
+    Blocks that were protected where that was learned stay so, the last used, up to the
+    limit.
     """
     order = recency.init(num_blocks, max_batch, num_lists=2)
     lists = np.full(held.blocks.size, PROBATION, np.int32)
@@ -285,7 +280,7 @@ def _remove(state: SLRUState, entries: Array) -> SLRUState:
 
 
 def _unchanged(order: RecencyLog) -> Oldest:
-    """Stand for a list of which nothing was taken."""
+    """Stand for a list that keeps all its entries."""
     none = jnp.zeros((0,), jnp.int32)
     return Oldest(none, jnp.int32(0), order.heads[PROBATION])
 

@@ -1,4 +1,4 @@
-"""What XLA:CPU has to be told or asked in a certain way to be fast.
+"""Workarounds for XLA:CPU: update in place, count flags fast.
 
 `running_count` counts over a batch of flags. `after` makes XLA see that a read of an
 array comes before a write to it: a donated array is updated in place only if XLA can
@@ -29,16 +29,10 @@ def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Array:
 
 
 def running_count(flags: Array) -> Array:
-    """Count the true values up to and including each position.
+    """Count the true values of bool[K] up to and including each position: i32[K].
 
     The same as a cumulative sum, with a sum over words of 32 flags and population
     counts inside them in place of one over every flag, which XLA:CPU does slowly.
-
-    Args:
-        flags: bool[K].
-
-    Returns:
-        i32[K].
     """
     num_flags = flags.size
     if num_flags < _WORD:
@@ -59,14 +53,10 @@ def running_count(flags: Array) -> Array:
 
 
 def after(indices: Array, *reads: Array) -> Array:
-    """Make what is done at `indices` wait for values that were read.
+    """Make a scatter at `indices` (i32[K], none negative) wait for earlier reads.
 
-    Args:
-        indices: i32[K]. Where a scatter will write; none is negative.
-        reads: i32[K, ...] or u32[K, ...]. What was gathered from the same array.
-
-    Returns:
-        `indices`, depending on every one of `reads`.
+    `reads` (i32[K, ...] or u32[K, ...]) were gathered from the same array. The answer
+    is `indices`, depending on every one of them.
     """
     # Always 0, as no index is negative, but XLA does not know that.
     zero = indices >> 31

@@ -251,8 +251,8 @@ class Mover(Protocol):
         """Go on with what is under way; returns at once."""
         ...
 
-    def take_reports(self, most_found: int = ...) -> tuple[TierReport, ...]:
-        """Hand out what is over, with `most_found` keys of a listing at most."""
+    def take_reports(self, max_found_keys: int = ...) -> tuple[TierReport, ...]:
+        """Return what has ended, with at most `max_found_keys` keys of a listing."""
         ...
 
     def wait(self) -> None:

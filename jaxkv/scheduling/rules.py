@@ -48,7 +48,7 @@ class RuleSettings(Settings):
         "Most tokens that a step computes. Lazy stores keep blocks for twice as many "
         "ready to be evicted.",
         unit="tokens",
-        least=1,
+        minimum=1,
     )
     world_size: int = settings.number(
         1,
@@ -56,7 +56,7 @@ class RuleSettings(Settings):
         "Workers that report each transfer to one scheduler; it is complete when all "
         "have.",
         unit="workers",
-        least=1,
+        minimum=1,
     )
     blocks_per_host_block: int = settings.number(
         1,
@@ -65,7 +65,7 @@ class RuleSettings(Settings):
         "blocks are stored and evicted only together. Only with one full-attention "
         "group and eager stores.",
         unit="device blocks",
-        least=1,
+        minimum=1,
     )
     store_threshold: int = settings.number(
         0,
@@ -73,7 +73,7 @@ class RuleSettings(Settings):
         "Store only blocks that this many requests have asked for; a preempted request "
         "counts once. 0 or 1 stores all.",
         unit="requests",
-        least=0,
+        minimum=0,
     )
     max_unseen_blocks: int | None = settings.number(
         None,
@@ -82,7 +82,7 @@ class RuleSettings(Settings):
         "before, from the first on, and the others once they are asked for again; "
         "`null` stores all. Generated tokens do not count.",
         unit="host blocks",
-        least=0,
+        minimum=0,
     )
     prompt_only: bool = settings.flag(
         False, "scheduler", "Do not store generated tokens. Not with lazy stores."
@@ -93,7 +93,7 @@ class RuleSettings(Settings):
         "How many tokens of a request to store, from the first on; `null` stores all. "
         "Not with lazy stores.",
         unit="tokens",
-        least=1,
+        minimum=1,
     )
     delay_shared_loads: bool = settings.flag(
         False,
@@ -106,7 +106,7 @@ class RuleSettings(Settings):
         "scheduler",
         "Most blocks in flight, in either direction; loads go first. `null`: no limit.",
         unit="device blocks",
-        least=1,
+        minimum=1,
     )
     store_batch_blocks: int | None = settings.number(
         None,
@@ -115,14 +115,14 @@ class RuleSettings(Settings):
         "short, no model runs or their request ends. 0 stores in each step; `null`: 32 "
         "MiB, at most 64.",
         unit="device blocks",
-        least=0,
+        minimum=0,
     )
     store_max_wait_steps: int = settings.number(
         16,
         "scheduler",
         "Most steps that a block waits, with `store_batch_blocks`.",
         unit="steps",
-        least=1,
+        minimum=1,
     )
     pause_unused_stores: bool = settings.flag(
         False,
@@ -169,7 +169,7 @@ class RuleSettings(Settings):
         "scheduler",
         "Most blocks on their way to or from the store; fewer on a small host.",
         unit="host blocks",
-        least=1,
+        minimum=1,
     )
     storage_probe_s: float | None = settings.seconds(
         None,
@@ -204,7 +204,7 @@ class RuleSettings(Settings):
         "For how many evicted or dropped blocks to remember why, for "
         "`OffloadScheduler.explain`.",
         unit="host blocks",
-        least=0,
+        minimum=0,
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -243,7 +243,7 @@ class OffloadRules(RuleSettings):
         "Size of a device block, for `skip_slow_loads`, and for `store_batch_blocks` "
         "that is not given.",
         unit="bytes",
-        least=0,
+        minimum=0,
     )
 
     @property

@@ -1,4 +1,4 @@
-"""How much of a request is still there, for every kind of attention."""
+"""Search for the longest cached prefix, for every kind of attention."""
 
 from jaxkv.search.groups import ChunkedLocal as ChunkedLocal
 from jaxkv.search.groups import FullAttention as FullAttention

@@ -1,9 +1,9 @@
 """Kinds of attention: which blocks of a prefix the next token still reads.
 
 Layers that keep the same tokens in blocks of the same size share their block tables and
-form a group. A model has one group or several (a hybrid model). What sets the kinds
-apart is how much of a prefix has to be there before its next token can be computed; the
-search for the longest such prefix is in `jaxkv.search.hits`.
+form a group. A model has one group or several (a hybrid model). The kinds differ in how
+much of a prefix must be resident before its next token can be computed; the search for
+the longest such prefix is in `jaxkv.search.hits`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxkv._util import shown
 
 @dataclasses.dataclass(frozen=True)
 class FullAttention:
-    """Every token reads all the tokens before it.
+    """Every token reads all tokens before it.
 
     Attributes:
         block_size: Tokens in a block.
@@ -60,8 +60,8 @@ class ChunkedLocal:
 
     def __post_init__(self) -> None:
         _check_tokens(self)
-        # vLLM allows any chunk. It then takes for a hit what ends in the middle of a
-        # chunk and has none of its blocks, so that the next token reads garbage.
+        # vLLM allows any chunk. A hit may then end in the middle of a chunk without any
+        # of its blocks, and the next token reads garbage.
         if self.chunk % self.block_size:
             raise ValueError(
                 f"{self} must have a chunk that is a multiple of its block_size."
@@ -87,19 +87,17 @@ GroupSpec: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | Mamba
 
 
 def as_groups(groups: int | GroupSpec | Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
-    """Make a checked tuple of whatever says which groups a model has.
+    """Check the groups of a model, and return them as a tuple.
 
-    Args:
-        groups: The groups; one group; or a block size in tokens, which stands for one
-            group with full attention.
+    One group need not be in a sequence. A block size in tokens stands for one group
+    with full attention.
 
     Raises:
-        TypeError: Something is not a group.
+        TypeError: An item is not a group.
         ValueError: There is no group, or `check_groups` refuses them.
 
-    Example:
-        >>> as_groups(16)
-        (FullAttention(block_size=16),)
+    >>> as_groups(16)
+    (FullAttention(block_size=16),)
     """
     if isinstance(groups, int) and not isinstance(groups, bool):
         return (FullAttention(groups),)
@@ -125,9 +123,9 @@ def check_groups(groups: tuple[GroupSpec, ...]) -> None:
     """Refuse groups that cannot be searched together.
 
     Raises:
-        ValueError: There is none, the block sizes have no common multiple in int32,
-            or a group with chunked local attention is beside another of a block size
-            that does not divide its own, which vLLM refuses too.
+        ValueError: There is none, the block sizes have no common multiple in int32, or
+            the block size of a group with chunked local attention is not a multiple of
+            all others, which vLLM refuses too.
     """
     if not groups:
         raise ValueError(f"{groups=} must hold at least one group.")
@@ -145,11 +143,10 @@ def check_groups(groups: tuple[GroupSpec, ...]) -> None:
 
 
 def alignment(groups: tuple[GroupSpec, ...]) -> int:
-    """Tell in tokens where hits may end: at the ends of blocks of all groups at once.
+    """Return the step of hits in tokens: they end at block ends of all groups at once.
 
-    Example:
-        >>> alignment((FullAttention(16), Mamba(24)))
-        48
+    >>> alignment((FullAttention(16), Mamba(24)))
+    48
     """
     return math.lcm(*(group.block_size for group in groups))
 
@@ -157,18 +154,13 @@ def alignment(groups: tuple[GroupSpec, ...]) -> int:
 def lazy_target_blocks(
     groups: tuple[GroupSpec, ...], max_num_batched_tokens: int
 ) -> int:
-    """Tell how many device blocks lazy offloading keeps ready to be evicted.
+    """Return how many device blocks lazy offloading keeps ready for eviction.
 
-    The rule is that of vLLM 0.19.1's `SimpleCPUOffloadScheduler`: twice what one
-    request may take that fills a step.
+    vLLM 0.19.1's `SimpleCPUOffloadScheduler` has the same rule: twice the blocks of a
+    request that fills a step of `max_num_batched_tokens`.
 
-    Args:
-        groups: The groups of the model.
-        max_num_batched_tokens: Most tokens of a step.
-
-    Example:
-        >>> lazy_target_blocks((FullAttention(16), SlidingWindow(16, 100)), 64)
-        24
+    >>> lazy_target_blocks((FullAttention(16), SlidingWindow(16, 100)), 64)
+    24
     """
     if max_num_batched_tokens < 1:
         raise ValueError(f"{max_num_batched_tokens=} must be at least 1.")
@@ -187,15 +179,15 @@ def lazy_target_blocks(
 def num_host_blocks(
     host_bytes: int, device_bytes: int, num_device_blocks: int, world_size: int = 1
 ) -> int:
-    """Tell how many blocks the host tier has, from what a block takes on the device.
+    """Return the size of the host tier in blocks, from their size on the device.
 
-    The rule is that of vLLM 0.19.1's `SimpleCPUOffloadScheduler`. A budget that is too
+    vLLM 0.19.1's `SimpleCPUOffloadScheduler` has the same rule. A budget that is too
     small for a block gives one block.
 
     Args:
-        host_bytes: Host memory for the tier, of all workers together.
-        device_bytes: Device memory of the KV cache of one worker, all groups.
-        num_device_blocks: Blocks in it.
+        host_bytes: Host memory of the tier, for all workers together.
+        device_bytes: Device memory of one worker's KV cache, over all groups.
+        num_device_blocks: Blocks in this memory.
         world_size: Workers that share the host memory.
 
     Example:

@@ -1,16 +1,14 @@
-"""How long a prefix the tiers hold, for all groups of a model together.
+"""The longest prefix that can be used, over masks of the groups' resident blocks.
 
-A prefix can be used if every group holds what its kind of attention reads from there
-on (`jaxkv.search.groups`). vLLM 0.19.1 searches one kind after the other, each within
-the length that the one before has left, until no length shrinks. Here one fact takes
-the place of that loop: whether a prefix can be used depends on its own blocks alone,
-and not on where a search began. So lengths are judged one by one from the longest on,
-by differences of running counts, and the first that suits every group is the one at
-which vLLM's loop ends.
+A prefix can be used if every group holds the blocks that its next token reads
+(`jaxkv.search.groups`). vLLM 0.19.1 searches one kind of attention after the other,
+each within the length left by the last one, until no length shrinks. Here no such loop
+is needed: a prefix's own blocks alone determine whether it can be used, wherever a
+search began. So lengths are tried from the longest on, by differences of running
+counts, and vLLM's loop ends at the first length that all groups can use.
 
-vLLM leaves the loop after a single pass where there are full attention and one kind
-more. That changes no answer: what the other kind leaves is a part of what full
-attention has, and suits the other kind.
+For full attention and one other kind, vLLM leaves the loop after one pass. The result
+is the same: the other kind's length is within full attention's, and both can use it.
 """
 
 from __future__ import annotations
@@ -36,16 +34,12 @@ from jaxkv.search.groups import (
 
 
 class Hit(NamedTuple):
-    """The longest prefix that can be used, and what it consists of.
+    """The longest prefix that can be used, and the blocks of it that are needed."""
 
-    Attributes:
-        num_tokens: Its length; a multiple of `alignment` of the groups.
-        needed: One bool[n_g] for each group. The blocks whose contents the next token
-            reads. The others need not be loaded: they are outside the window, in
-            another chunk, older states, or beyond the prefix.
-    """
-
-    num_tokens: int
+    num_tokens: int  # A multiple of the groups' `alignment`.
+    # bool[n_g] for each group: the blocks that the next token reads. The others need
+    # not be loaded: they are outside the window, in another chunk, older states, or
+    # beyond the prefix.
     needed: list[NDArray[np.bool_]]
 
 
@@ -54,51 +48,41 @@ def find_longest_hit(
 ) -> Hit:
     """Find the longest prefix that every group can use.
 
-    The answers are those of vLLM 0.19.1's `find_longest_cache_hit`. The work is linear
-    in the number of blocks.
-
-    Args:
-        groups: What `as_groups` gives.
-        masks: One bool[n_g] for each group: which blocks of the sequence can be had,
-            from any tier. A block that is not full cannot.
-        max_tokens: Most tokens that the prefix may have. Below 1, there is no hit.
+    vLLM 0.19.1's `find_longest_cache_hit` returns the same. The work is linear in the
+    number of blocks. `masks` has a bool[n_g] for each group of `as_groups`: which full
+    blocks of the sequence are in some tier.
 
     Raises:
         TypeError: A mask is not of bool.
-        ValueError: The groups cannot be searched together, or the masks are not one
-            for each group, of one dimension.
+        ValueError: The groups cannot be searched together, or there is not one mask of
+            one dimension for each.
 
-    Example:
-        >>> import numpy as np
-        >>> from jaxkv.search.groups import FullAttention, SlidingWindow
-        >>> groups = (FullAttention(16), SlidingWindow(16, window=20))
-        >>> full = np.array([True, True, True, True, False])
-        >>> window = np.array([False, True, True, False, True])
-        >>> hit = find_longest_hit(groups, (full, window), max_tokens=79)
-        >>> hit.num_tokens
-        48
-        >>> [mask.tolist().count(True) for mask in hit.needed]
-        [3, 2]
+    >>> groups = (FullAttention(16), SlidingWindow(16, window=20))
+    >>> full = np.array([True, True, True, True, False])
+    >>> window = np.array([False, True, True, False, True])
+    >>> hit = find_longest_hit(groups, (full, window), max_tokens=79)
+    >>> hit.num_tokens, [mask.tolist().count(True) for mask in hit.needed]
+    (48, [3, 2])
     """
     _check_masks(groups, masks)
     if len(groups) == 1 and isinstance(groups[0], FullAttention):
         return _leading(groups[0], masks[0], max_tokens)
     specs, step = _specs(groups)
     covered = [m.shape[0] * g.block_size for g, m in zip(groups, masks, strict=True)]
-    # Hits end after a whole number of steps, so only such lengths are judged.
+    # Hits end after a whole number of steps, so only such lengths are tried.
     max_steps = max(min(max_tokens, *covered), 0) // step
     offsets = np.array([0, *itertools.accumulate(map(len, masks))], np.int64)
-    is_there = masks[0] if len(masks) == 1 else np.concatenate(masks)
-    needed = np.empty(len(is_there), np.bool_)
+    is_resident = masks[0] if len(masks) == 1 else np.concatenate(masks)
+    needed = np.empty(len(is_resident), np.bool_)
     num_tokens = native.find_longest(
-        specs, offsets, np.ascontiguousarray(is_there), max_steps, step, needed
+        specs, offsets, np.ascontiguousarray(is_resident), max_steps, step, needed
     )
     bounds = itertools.pairwise(offsets.tolist())
     return Hit(num_tokens, [needed[start:stop] for start, stop in bounds])
 
 
 def _leading(group: FullAttention, mask: NDArray[np.bool_], max_tokens: int) -> Hit:
-    """Find the longest prefix where there is nothing but full attention."""
+    """Find the longest prefix if there is only full attention."""
     num = 0
     if mask.size and mask[0]:
         num = int(mask.argmin()) or mask.size  # The first False, if there is one.
@@ -110,7 +94,7 @@ def _leading(group: FullAttention, mask: NDArray[np.bool_], max_tokens: int) -> 
 
 @functools.lru_cache(maxsize=64)
 def _specs(groups: tuple[GroupSpec, ...]) -> tuple[NDArray[np.int64], int]:
-    """Give groups as compiled functions take them, and how far apart hits may end."""
+    """Return groups for compiled functions, and the step of hits in tokens."""
     check_groups(groups)
     rows = [(*_kind_and_span(group), group.block_size) for group in groups]
     specs = np.array([(kind, size, span) for kind, span, size in rows], np.int64)
@@ -118,13 +102,13 @@ def _specs(groups: tuple[GroupSpec, ...]) -> tuple[NDArray[np.int64], int]:
 
 
 def _kind_and_span(group: GroupSpec) -> tuple[int, int]:
-    """Tell the kind of a group, and the blocks of its window or chunk."""
+    """Return the kind of a group, and the blocks of its window or chunk."""
     match group:
         case FullAttention():
             return native.FULL, 0
         case SlidingWindow(block_size, window):
-            # The next token is in its own window. vLLM asks for a block even where the
-            # window is one token wide, so that there is something to hit.
+            # The next token is in its own window. Even for a window of one token vLLM
+            # needs a block, so that there is something to hit.
             return native.WINDOW, max(1, -(-(window - 1) // block_size))
         case ChunkedLocal(block_size, chunk):
             return native.CHUNKED, chunk // block_size
@@ -135,7 +119,7 @@ def _kind_and_span(group: GroupSpec) -> tuple[int, int]:
 def _check_masks(
     groups: tuple[GroupSpec, ...], masks: Sequence[NDArray[np.bool_]]
 ) -> None:
-    """Refuse masks that do not belong to the groups."""
+    """Refuse masks that do not fit the groups."""
     if len(masks) != len(groups):
         raise ValueError(f"{len(masks)=} must be {len(groups)}, one for each group.")
     for index, mask in enumerate(masks):

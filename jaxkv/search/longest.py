@@ -1,4 +1,4 @@
-"""The longest prefix that all groups of a model can use, over masks of their blocks."""
+"""Compiled search for the longest prefix that all groups of a model can use."""
 
 from __future__ import annotations
 
@@ -14,30 +14,23 @@ FULL, WINDOW, CHUNKED, MAMBA = range(4)
 
 @compiled
 def find_longest(
-    specs: Any, offsets: Any, is_there: Any, max_steps: int, step: int, needed: Any
+    specs: Any, offsets: Any, is_resident: Any, max_steps: int, step: int, needed: Any
 ) -> Any:
-    """Find the longest prefix of which every group has what the next token reads.
+    """Return in tokens the longest prefix whose next token can be computed.
 
-    Args:
-        specs: i64[G, 3]. Of each group its kind, its block size in tokens, and how
-            many blocks its window or chunk has.
-        offsets: i64[G + 1]. Where the blocks of each group begin in the rows below.
-        is_there: bool[n]. Which blocks can be had, one group after the other.
-        max_steps: The longest length to try, in steps.
-        step: Tokens; lengths are multiples of it.
-        needed: bool[n]. Written: the blocks that the next token reads.
-
-    Returns:
-        The length in tokens.
+    A row of `specs` i64[G, 3] has a group's kind, its block size in tokens, and the
+    blocks of its window or chunk. Group g has the rows `offsets[g]:offsets[g + 1]` of
+    `is_resident` bool[n] and of `needed` bool[n], which is written: the blocks that the
+    next token reads. Lengths up to `max_steps` steps of `step` tokens are tried.
     """
     num_groups = specs.shape[0]
-    # How many blocks of a group are missing before each.
-    missing = empty(is_there.shape[0] + num_groups, np.int64)
+    # The number of missing blocks of a group before each of its blocks.
+    missing = empty(is_resident.shape[0] + num_groups, np.int64)
     for group in range(num_groups):
         at = offsets[group] + group
         missing[at] = 0
         for row in range(offsets[group], offsets[group + 1]):
-            missing[at + 1] = missing[at] + (not is_there[row])
+            missing[at + 1] = missing[at] + (not is_resident[row])
             at += 1
     num_tokens = 0
     for length in range(max_steps * step, 0, -step):
@@ -60,12 +53,12 @@ def find_longest(
 
 @compiled
 def _first_needed(specs: Any, group: int, end: int) -> Any:
-    """Tell from which block on a prefix that ends before block `end` is read."""
+    """Return the first block that is read of a prefix that ends before block `end`."""
     kind, span = specs[group, 0], specs[group, 2]
     if kind == WINDOW:
         return greater(end - span, 0)
     if kind == CHUNKED:
-        # Nothing at all, for a prefix that ends with a chunk.
+        # No block, if the prefix ends with a chunk.
         return end - end % span
     if kind == MAMBA:
         return greater(end - 1, 0)

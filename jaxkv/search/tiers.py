@@ -1,8 +1,8 @@
-"""How much of a request is still there: one search of all tiers.
+"""One search of all tiers for the longest prefix of a request.
 
-vLLM 0.19.1 searches the device first and the host from there on. A block that the
-device has evicted in the middle of a prefix then ends its reuse unless the host has
-all the blocks that follow. Here a block counts wherever it is.
+vLLM 0.19.1 searches the device first, and the host from there on. If the device has
+evicted a block in the middle of a prefix, reuse ends there unless the host has all
+later blocks. Here a block counts in any tier.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from jaxkv._util import check_whole, shown
 from jaxkv.search.groups import GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
-from jaxkv.tiers.base import Tier
 from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 
 Ids: TypeAlias = NDArray[np.int32]
@@ -25,43 +25,31 @@ Keys: TypeAlias = Sequence[BlockKey]
 
 
 class Source(NamedTuple):
-    """Where a search looks.
+    """A tier, or another place with blocks, for a search."""
 
-    Attributes:
-        find: Finds the block of each key: i32[n], NO_BLOCK for none.
-        blocks_per_row: Blocks of a request in a block of the tier, whose key is the
-            last one's.
-        max_tokens: Tokens, from the first on, whose blocks may come from there; None
-            for all.
-    """
-
-    find: Callable[[Keys], Ids]
+    find: Callable[[Keys], Ids]  # Returns the block of each key, i32[n], or NO_BLOCK.
+    # Blocks of a request in a block of the tier, whose key is the last one's.
     blocks_per_row: int = 1
+    # Only the first tokens' blocks may come from it; None for all.
     max_tokens: int | None = None
 
 
 class Match(NamedTuple):
-    """The longest prefix that can be used, and where its blocks are.
-
-    Attributes:
-        num_tokens: Its length.
-        block_ids: For each source, i32[n] for each group: the block of each key that
-            was searched for, NO_BLOCK where there is none.
-        needed: bool[n] for each group. Whether the prefix consists of it.
-    """
+    """The longest prefix that can be used, and the places of its blocks."""
 
     num_tokens: int
+    # i32[n] for each source and group: the block of each key, or NO_BLOCK.
     block_ids: list[list[Ids]]
-    needed: list[NDArray[np.bool_]]
+    needed: list[NDArray[np.bool_]]  # bool[n] for each group: blocks of the prefix.
 
 
-def source_of(tier: Tier, blocks_per_row: int = 1) -> Source:
-    """Make a source of all that a tier holds."""
+def source_of(tier: BlockIndex | DeviceBlockPool, blocks_per_row: int = 1) -> Source:
+    """Make a source of all blocks of a tier."""
     return Source(tier.find, blocks_per_row)
 
 
 def first_tokens(num_tokens: int) -> Source:
-    """Make a source that has the blocks of the first tokens, as NULL_BLOCK."""
+    """Make a source with NULL_BLOCK for each block of the first tokens."""
 
     def find(keys: Keys) -> Ids:
         return np.full(len(keys), NULL_BLOCK, np.int32)
@@ -75,13 +63,13 @@ def find_cached_prefix(
     keys_by_group: Sequence[Keys],
     max_tokens: int,
 ) -> tuple[int, list[list[int]]]:
-    """Find the longest prefix of a request that the device holds by itself.
+    """Find the longest prefix of a request that the device alone holds.
 
     Args:
         pool: The device's blocks.
         groups: The groups of the model's layers.
         keys_by_group: Keys of the request's full blocks, for each group.
-        max_tokens: Most tokens that the prefix may have.
+        max_tokens: The maximum length of the prefix in tokens.
 
     Returns:
         Its length in tokens, and for each group its blocks in order, NULL_BLOCK for
@@ -90,8 +78,8 @@ def find_cached_prefix(
     Raises:
         TypeError: If the keys are not a list of keys for each group, or `max_tokens` is
             not an int.
-        ValueError: If the lists are not as many as the groups, or the keys or the pool
-            are known to have blocks of other sizes.
+        ValueError: If there is not a list for each group, or the keys or the pool are
+            known to have blocks of other sizes.
     """
     groups = as_groups(groups)
     check_keys_by_group(groups, keys_by_group)
@@ -113,17 +101,13 @@ def check_keys_by_group(
     name: str = "keys_by_group",
     request_id: str | None = None,
 ) -> None:
-    """Refuse what is not a list of keys for each group, in constant time.
+    """Refuse anything but a list of keys for each group, in constant time.
 
-    Args:
-        groups: The groups of the model's layers.
-        keys_by_group: The keys.
-        name: What the caller calls them.
-        request_id: Whose they are, for the message.
+    A message calls the keys `name` and names the request.
 
     Raises:
-        TypeError: As `check_keys`, or it is not a list.
-        ValueError: As `check_keys`, or there is not a list for each group.
+        TypeError: It is not a list, or see `check_keys`.
+        ValueError: There is not a list for each group, or see `check_keys`.
     """
     if not _is_list(keys_by_group) or len(keys_by_group) != len(groups):
         wrong: type[Exception] = ValueError if _is_list(keys_by_group) else TypeError
@@ -131,12 +115,12 @@ def check_keys_by_group(
             f"{name}={shown(keys_by_group)}{_of(request_id)} must have a list for each "
             f"of the {len(groups)} groups, such as [request.block_keys] for one."
         )
-    for group, (spec, own) in enumerate(zip(groups, keys_by_group, strict=True)):
-        check_keys(spec, own, f"{name}[{group}]", request_id)
+    for group, (spec, keys) in enumerate(zip(groups, keys_by_group, strict=True)):
+        check_keys(spec, keys, f"{name}[{group}]", request_id)
 
 
 def check_keys(group: GroupSpec, keys: Keys, name: str, request_id: str | None) -> None:
-    """Refuse what is not a list of keys of a group, in constant time.
+    """Refuse anything but a list of keys of a group, in constant time.
 
     Raises:
         TypeError: It is not a list, or its first item is not of bytes.
@@ -161,25 +145,26 @@ def _of(request_id: str | None) -> str:
 
 
 def check_pool(pool: DeviceBlockPool, groups: tuple[GroupSpec, ...]) -> None:
-    """Refuse what is not a pool, or is known to have blocks of other sizes.
+    """Refuse anything but a pool, or one known to have blocks of other sizes.
 
     Raises:
         TypeError: It is not a pool.
-        ValueError: It has blocks of other sizes than the groups.
+        ValueError: No group has its block size.
     """
     if not hasattr(pool, "num_blocks"):
         raise TypeError(f"pool={shown(pool)} must be a DeviceBlockPool.")
-    size = getattr(pool, "block_size", 0)  # 0 where it is not known.
+    size = getattr(pool, "block_size", 0)  # 0 if unknown.
     if size and size not in [group.block_size for group in groups]:
         raise ValueError(
-            f"block_size={shown(size)} of the DeviceBlockPool must be that of {groups}."
+            f"block_size={shown(size)} of the DeviceBlockPool must be the block_size "
+            f"of one of {groups}."
         )
 
 
 def _is_list(value: object) -> bool:
-    """Whether a value has items in an order; strings count as one item."""
+    """Return whether a value has ordered items; strings count as one item."""
     cls = type(value)
-    if cls is list:  # It takes long to look for subclasses of abstract ones.
+    if cls is list:  # Checks of abstract classes take longer.
         return True
     if isinstance(value, str | bytes | bytearray | Mapping):
         return False
@@ -192,26 +177,20 @@ def search(
     max_tokens: int,
     sources: Sequence[Source],
 ) -> Match:
-    """Find the longest prefix of a request of which every block is in some source.
+    """Find the longest prefix of a request whose blocks are all in some source.
 
-    Args:
-        groups: The groups of the model's layers.
-        keys_by_group: Keys of the request's full blocks, for each group.
-        max_tokens: Most tokens that the prefix may have.
-        sources: Where to look, the nearest first.
-
-    Returns:
-        What was found. Nothing is held or changed.
+    `keys_by_group` has the keys of full blocks; `sources` begin with the nearest.
+    Nothing is held or changed.
     """
-    most_per_row = max(source.blocks_per_row for source in sources)
+    max_per_row = max(source.blocks_per_row for source in sources)
     keys = []
     for group, all_keys in zip(groups, keys_by_group, strict=True):
         usable = max(max_tokens, 0) // group.block_size
-        # The row that the last of them is in may go further.
-        usable += -usable % most_per_row
+        # The row of the last usable block may extend further.
+        usable += -usable % max_per_row
         keys.append(all_keys if usable >= len(all_keys) else all_keys[:usable])
     block_ids = [
-        [_find(source, group, own) for group, own in zip(groups, keys, strict=True)]
+        [_find(source, group, row) for group, row in zip(groups, keys, strict=True)]
         for source in sources
     ]
     masks = []
@@ -225,7 +204,7 @@ def search(
 
 
 def _find(source: Source, group: GroupSpec, keys: Keys) -> Ids:
-    """Find the blocks of a group in a source."""
+    """Return the blocks of a group in a source, i32[n]."""
     num, per_row = len(keys), source.blocks_per_row
     if source.max_tokens is not None:
         num = min(num, source.max_tokens // group.block_size)

@@ -1,9 +1,16 @@
 """Parts for an engine's own tests, which find its mistakes and name them.
 
-`JAXKV_STRICT=1` or `OffloadConfig(strict=True)` makes them in place of the usual ones.
+`JAXKV_STRICT=1` or `OffloadConfig(strict=True)` makes them instead of the usual parts.
 """
 
+from jaxkv._util import substitutes
+from jaxkv.scheduling import OffloadScheduler, OffloadWorker
 from jaxkv.strict.blocks import StrictError as StrictError
 from jaxkv.strict.engine import StrictTransferEngine as StrictTransferEngine
 from jaxkv.strict.scheduler import StrictOffloadScheduler as StrictOffloadScheduler
 from jaxkv.strict.worker import StrictOffloadWorker as StrictOffloadWorker
+from jaxkv.transfer import TransferEngine
+
+substitutes[TransferEngine] = StrictTransferEngine
+substitutes[OffloadScheduler] = StrictOffloadScheduler
+substitutes[OffloadWorker] = StrictOffloadWorker

@@ -1,4 +1,4 @@
-"""A transfer engine that is as slow as it may be."""
+"""A transfer engine that is as slow as allowed."""
 
 from __future__ import annotations
 
@@ -21,72 +21,55 @@ from jaxkv.types import PyTree
 
 SEED_VARIABLE = "JAXKV_STRICT_SEED"
 FAIL_LOADS_VARIABLE = "JAXKV_STRICT_FAIL_LOADS"
-MOST_STEPS = 4
-"""The most steps, calls of `advance`, after which a transfer is carried out."""
+MAX_STEPS = 4
+"""A transfer is carried out after at most this many steps, calls of `advance`."""
 
-MOST_POLLS = 16
-"""The most calls of `poll` in a step; each further one counts as a step."""
+MAX_POLLS = 16
+"""After this many calls of `poll` in a step, each further one counts as a step."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
-    """A transfer that was not reported.
+    """A transfer that was not reported."""
 
-    Attributes:
-        call: Number of the call that began it.
-        due: The step from which on it may be reported.
-        device_ids: i64[n, m]. Its device blocks.
-        host_ids: i64[n]. Its host blocks.
-        sums: Checksums of the blocks of a load that waits, filled with garbage, and
-            of what was in them before.
-        own: What the engine calls it; None for a load that waits.
-        done: How it has ended.
-        is_to_fail: Whether it is a load that is never carried out.
-    """
-
-    call: int
-    due: int
-    device_ids: NDArray[np.int64]
-    host_ids: NDArray[np.int64]
+    call: int  # Number of the call that began it.
+    due: int  # The first step that may report it.
+    device_ids: NDArray[np.int64]  # i64[n, m]
+    host_ids: NDArray[np.int64]  # i64[n]
+    # Of each block of a deferred load: checksums of its garbage and its last content.
     sums: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    own: Ticket | None = None
-    done: Completion | None = None
-    is_to_fail: bool = False
+    issued: Ticket | None = None  # The engine's ticket; None for a deferred load.
+    done: Completion | None = None  # Once it has ended.
+    must_fail: bool = False  # Whether it is a load that is never carried out.
 
     @property
     def blocks(self) -> list[int]:
-        """Its device blocks, in a row."""
+        """Its device blocks as a flat list."""
         ids: list[int] = self.device_ids.ravel().tolist()
         return ids
 
     @property
     def rows(self) -> Iterator[tuple[int, list[int]]]:
-        """Each of its host blocks, and the device blocks of that."""
+        """Each of its host blocks, with its device blocks."""
         return zip(self.host_ids.tolist(), self.device_ids.tolist(), strict=True)
 
 
 class StrictTransferEngine(TransferEngine):
-    """Moves blocks as an accelerator might, at its worst, and looks at the bytes.
+    """Moves blocks as an accelerator might at its worst, and checks the bytes.
 
-    Transfers are those of the mode ``"staged"``. Each is reported up to `MOST_STEPS`
-    calls of `advance` later, as chosen at random. The blocks of a load are garbage
-    until then, NaN where there is one; the caller's pool is not donated, so that a
-    caller who goes on with the wrong one is found out. What a load brings is compared
-    with what the save found.
+    Transfers have the mode ``"staged"``, also in place of ``"fused"``. Each is reported
+    up to `MAX_STEPS` calls of `advance` later, at random. Until then the blocks of a
+    load are garbage, NaN if possible. The caller's pool is not donated, so that a
+    caller that continues with the wrong pool is detected. The bytes of a load are
+    compared with the bytes of the save.
 
-    Args:
-        pool: As of `TransferEngine`, and so are the others.
-        num_host_blocks: See `pool`.
-        mode: ``"fused"`` is taken for ``"staged"``.
-        strict_seed: Chooses how late transfers are; None for that of the environment.
-        strict_fail_loads: Fail one load in this many: it is reported with an error, and
-            its blocks stay garbage. 0 for none; None for that of the environment. Loads
-            that a step writes do not fail.
-        named: See `pool`.
+    `strict_seed` chooses how late transfers are. One load in `strict_fail_loads` is
+    reported with an error, and its blocks stay garbage; 0 for none. Loads that a step
+    writes do not fail. If either is None, the environment has the value.
 
     Raises:
         StrictError: By `advance`, `save`, `load` and `drain`: something wrote to a
-            block that is being loaded, or it is not the pool of the last call.
+            block that is being loaded, or the pool is not the one of the last call.
     """
 
     def __init__(
@@ -115,8 +98,8 @@ class StrictTransferEngine(TransferEngine):
         self._num_calls = 0
         self._last_due = {"save": 0, "load": 0}
         self._flights: dict[Ticket, _Flight] = {}
-        # What each host block was saved from: the transfer, and a checksum for each of
-        # its device blocks, None for one that was left out.
+        # By host block: the number of its save, and a checksum of each of its device
+        # blocks, None for one that was left out.
         self._saved: dict[int, tuple[int, list[int | None]]] = {}
 
     @property
@@ -126,15 +109,15 @@ class StrictTransferEngine(TransferEngine):
 
     @property
     def num_waiting(self) -> int:
-        """Transfers that wait for others, or for their time."""
+        """Transfers that wait for other ones, or for their step."""
         return super().num_waiting + len(self._deferred())
 
     def is_waiting(self, ticket: Ticket) -> bool:
-        """Whether a transfer still has to read or write the pool in a later call."""
+        """Return whether a later call must read or write the pool for a transfer."""
         flight = self._flights.get(ticket)
         if flight is None:
             return False
-        return flight.own is None or super().is_waiting(flight.own)
+        return flight.issued is None or super().is_waiting(flight.issued)
 
     def save(
         self,
@@ -145,13 +128,12 @@ class StrictTransferEngine(TransferEngine):
         """Copy device blocks to host blocks; see `TransferEngine.save`."""
         ticket = super().save(pool, device_block_ids, host_block_ids)
         flight = self._begin(ticket, device_block_ids, host_block_ids)
-        flight.own = ticket
+        flight.issued = ticket
         sums = self._blocks.sums(pool, flight.blocks)
         for host, row in flight.rows:
             self._saved.pop(host, None)
             if sums is not None and self._is_exact:
-                found = [sums.get(block) for block in row]
-                self._saved[host] = ticket.number, found
+                self._saved[host] = ticket.number, [sums.get(block) for block in row]
         self._num_calls += 1
         return ticket
 
@@ -179,10 +161,10 @@ class StrictTransferEngine(TransferEngine):
             first += size
             flight = self._begin(ticket, device[rows], host[rows])
             if in_step:
-                flight.own = ticket
+                flight.issued = ticket
             elif self._fail_loads:
                 self._num_loads += 1
-                flight.is_to_fail = self._num_loads % self._fail_loads == 0
+                flight.must_fail = self._num_loads % self._fail_loads == 0
         self._num_calls += 1
         if not in_step:
             flights = [self._flights[ticket] for ticket in tickets]
@@ -191,8 +173,8 @@ class StrictTransferEngine(TransferEngine):
             pool = self._blocks.spoiled(pool, blocks)
             sums = self._blocks.sums(pool, blocks) or {}
             for flight in flights:
-                known = sums.keys() & before.keys() & set(flight.blocks)
-                flight.sums = {block: (sums[block], before[block]) for block in known}
+                both = sums.keys() & before.keys() & set(flight.blocks)
+                flight.sums = {block: (sums[block], before[block]) for block in both}
         return pool, tickets
 
     def copy(
@@ -206,13 +188,13 @@ class StrictTransferEngine(TransferEngine):
         return super().copy(pool, source_block_ids, target_block_ids)
 
     def advance(self, pool: PyTree) -> PyTree:
-        """Carry out what is due; see `TransferEngine.advance`."""
+        """Carry out the transfers that are due; see `TransferEngine.advance`."""
         self._check(pool)
         self._now += 1
         self._num_polls = 0
         pool = self._issue(pool)
-        # Waits, so that the seed alone says how late it is. Several processes agree on
-        # that, and one that is lost must not hold the others up here.
+        # Wait, so that the seed alone determines how late a transfer is. Several
+        # processes agree on that, and a lost one must not block the others here.
         if self._is_due() and jax.process_count() == 1:
             pool, completions = super().drain(pool)
         else:
@@ -222,17 +204,17 @@ class StrictTransferEngine(TransferEngine):
         return pool
 
     def poll(self) -> list[Completion]:
-        """Report the transfers that are over and due; see `TransferEngine.poll`."""
+        """Report the transfers that have ended and are due."""
         self._check_thread()
         self._num_polls += 1
-        if self._num_polls > MOST_POLLS:
-            # An engine that waits for saves alone need not call `advance`.
+        if self._num_polls > MAX_POLLS:
+            # An engine that waits for nothing but saves need not call `advance`.
             self._now += 1
             self._collect(None, super().poll())
         return self._take()
 
     def drain(self, pool: PyTree) -> tuple[PyTree, list[Completion]]:
-        """Carry all transfers out; see `TransferEngine.drain`."""
+        """Carry out all transfers; see `TransferEngine.drain`."""
         self._check(pool)
         for flight in self._flights.values():
             flight.due = min(flight.due, self._now)
@@ -245,8 +227,8 @@ class StrictTransferEngine(TransferEngine):
         """Abandon a transfer; see `TransferEngine.abandon`."""
         self._check_thread()
         flight = self._flights.get(ticket)
-        if flight is None or (flight.done is None and flight.own is not None):
-            super().abandon(ticket if flight is None else flight.own or ticket)
+        if flight is None or (flight.done is None and flight.issued is not None):
+            super().abandon(ticket if flight is None else flight.issued or ticket)
         if flight is not None:
             del self._flights[ticket]
             self._forget(ticket, flight)
@@ -254,7 +236,7 @@ class StrictTransferEngine(TransferEngine):
     def take_step_loads(
         self, pool: PyTree, num_extents: int
     ) -> tuple[PyTree, StepLoads]:
-        """Hand over loads for the next program; see `TransferEngine`."""
+        """Return the loads for the next program; see `TransferEngine`."""
         if self.has_step_loads:
             pool = self._blocks.copied(pool)
         return super().take_step_loads(pool, num_extents)
@@ -271,11 +253,11 @@ class StrictTransferEngine(TransferEngine):
     def _begin(
         self, ticket: Ticket, device_ids: BlockIdsLike, host_ids: BlockIdsLike
     ) -> _Flight:
-        """Take note of a transfer, and choose when it is due."""
+        """Add a transfer, and choose when it is due."""
         host = np.asarray(host_ids, np.int64)
         device = np.asarray(device_ids, np.int64).reshape(len(host), -1)
-        due = self._now + self._rng.randint(1, MOST_STEPS)
-        # Nor is it reported before earlier ones.
+        due = self._now + self._rng.randint(1, MAX_STEPS)
+        # It is not reported before earlier ones.
         due = self._last_due[ticket.direction] = max(
             due, self._last_due[ticket.direction]
         )
@@ -284,19 +266,19 @@ class StrictTransferEngine(TransferEngine):
         return flight
 
     def _deferred(self) -> list[Ticket]:
-        """List the loads that wait for their time."""
-        return [name for name, flight in self._flights.items() if flight.own is None]
+        """List the loads that wait for their step."""
+        return [name for name, flight in self._flights.items() if flight.issued is None]
 
     def _check(self, pool: PyTree) -> None:
-        """Refuse a pool in which a block has changed that is being loaded."""
+        """Refuse a pool if a block that is being loaded has changed."""
         flights = [self._flights[ticket] for ticket in self._deferred()]
         expected = dict(pair for flight in flights for pair in flight.sums.items())
-        found = self._blocks.sums(pool, list(expected))
-        if found is None:  # The pool is lost; there is nothing to compare.
+        sums = self._blocks.sums(pool, list(expected))
+        if sums is None:  # The pool is lost; there is nothing to compare.
             for flight in flights:
                 flight.sums.clear()
             return
-        for block, now in found.items():
+        for block, now in sums.items():
             garbage, before = expected[block]
             if now == before != garbage:
                 raise StrictError(
@@ -315,23 +297,23 @@ class StrictTransferEngine(TransferEngine):
                 )
 
     def _is_due(self) -> bool:
-        """Whether something is due that has not ended."""
+        """Return whether a transfer is due that has not ended."""
         return any(
             flight.due <= self._now and flight.done is None
             for flight in self._flights.values()
         )
 
     def _issue(self, pool: PyTree) -> PyTree:
-        """Begin the loads that are due, but for those that are to fail."""
+        """Begin the loads that are due, except those that must fail."""
         flights = []
         for name in self._deferred():
             flight = self._flights[name]
             if flight.due > self._now:
                 continue
-            if flight.is_to_fail:
+            if flight.must_fail:
                 error = RuntimeError(f"strict_fail_loads={self._fail_loads}")
                 ids = tuple(flight.host_ids.tolist())
-                flight.own, flight.done = name, Completion(name, ids, 0, error)
+                flight.issued, flight.done = name, Completion(name, ids, 0, error)
             else:
                 flights.append(flight)
         if flights or self._queue.num_in_flight:
@@ -344,13 +326,13 @@ class StrictTransferEngine(TransferEngine):
             device = device[:, 0]
         sizes = [len(flight.host_ids) for flight in flights]
         pool, tickets = super()._load(pool, host, device, sizes, False)
-        for flight, own in zip(flights, tickets, strict=True):
-            flight.own = own
+        for flight, ticket in zip(flights, tickets, strict=True):
+            flight.issued = ticket
         return pool
 
     def _collect(self, pool: PyTree | None, completions: Sequence[Completion]) -> None:
-        """Keep what has ended; compare what loads have brought with what was saved."""
-        names = {flight.own: name for name, flight in self._flights.items()}
+        """Record completions; compare the bytes of loads with the bytes saved."""
+        names = {flight.issued: name for name, flight in self._flights.items()}
         for done in completions:
             name = names[done.ticket]
             flight = self._flights[name]
@@ -361,7 +343,7 @@ class StrictTransferEngine(TransferEngine):
                 self._compare(pool, flight)
 
     def _compare(self, pool: PyTree, flight: _Flight) -> None:
-        """Compare the blocks of a load that has arrived with what was saved."""
+        """Compare the blocks of a load that has arrived with the blocks saved."""
         sums = self._blocks.sums(pool, flight.blocks)
         if sums is None:
             return
@@ -379,22 +361,25 @@ class StrictTransferEngine(TransferEngine):
                     )
 
     def _forget(self, ticket: Ticket, flight: _Flight) -> None:
-        """Forget what a failed save should have left on the host."""
+        """Forget the checksums of a transfer that was a failed save."""
         for host in flight.host_ids.tolist():
             if self._saved.get(host, (-1,))[0] == ticket.number:
                 del self._saved[host]
 
     def _take(self) -> list[Completion]:
-        """Take what is over and due, but for what earlier calls have to go before."""
-        taken: list[Completion] = []
+        """Collect the transfers that have ended and are due.
+
+        In each direction, earlier calls are reported first.
+        """
+        completions: list[Completion] = []
         unfinished: dict[str, int] = {}
-        for ticket in sorted(self._flights, key=lambda each: each.number):
+        for ticket in sorted(self._flights, key=lambda ticket: ticket.number):
             flight, direction = self._flights[ticket], ticket.direction
             if unfinished.get(direction, flight.call) != flight.call:
                 continue
             if flight.done is None or flight.due > self._now:
                 unfinished[direction] = flight.call
                 continue
-            taken.append(flight.done)
+            completions.append(flight.done)
             del self._flights[ticket]
-        return taken
+        return completions

@@ -1,4 +1,4 @@
-"""A scheduler that watches in which order the engine calls it, and with what."""
+"""A scheduler that checks the order and the arguments of the engine's calls."""
 
 from __future__ import annotations
 
@@ -23,67 +23,49 @@ from jaxkv.scheduling.requests import keys_by_group
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention
 from jaxkv.strict.blocks import StrictError
-from jaxkv.strict.worker import MOST_SILENT_STEPS
+from jaxkv.strict.worker import MAX_SILENT_STEPS
 from jaxkv.tiers.base import BlockIds
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.types import NULL_BLOCK, BlockKey
 
 
 @dataclasses.dataclass
-class _Known:
-    """What the scheduler knows of a request.
+class _Entry:
+    """A request from its look-up until its end."""
 
-    Attributes:
-        request: The request, as it was given last.
-        num_tokens: Tokens that it had.
-        marks: Its keys, for each group.
-        phase: Whether it has asked, has its blocks, or has lost them again.
-        is_put_back: Whether it has asked, and then got no blocks.
-        is_awaited: Whether it has to wait for what it was offered.
-        is_loading: Whether it waits for that.
-        may_ask: Whether it may ask again though it has its blocks.
-        num_found: Tokens that it had or was offered when it got its blocks.
-        num_local: Of these, the ones that it had.
-        num_left: The same once its load has failed, until it is computed; else None.
-        tables: Its device blocks, for each group.
-    """
-
-    request: Request
+    request: Request  # As it was passed last.
     num_tokens: int
-    marks: list[KeyMark]
+    marks: list[KeyMark]  # Of its keys, for each group.
+    # After its look-up, after it got blocks, and after it lost them again.
     phase: Literal["asked", "running", "preempted"] = "asked"
-    is_put_back: bool = False
-    is_awaited: bool = False
+    is_put_back: bool = False  # It got no blocks after its look-up.
+    must_wait: bool = False  # For the load of its offer.
     is_loading: bool = False
-    may_ask: bool = False
-    num_found: int = 0
-    num_local: int = 0
-    num_left: int | None = None
-    tables: list[list[int]] = dataclasses.field(default_factory=list)
+    may_ask: bool = False  # Again, though it has its blocks.
+    num_found: int = 0  # Tokens computed or offered when it got its blocks.
+    num_local: int = 0  # Of these, the tokens already computed.
+    num_left: int | None = None  # The same from a failed load until it is computed.
+    tables: list[list[int]] = dataclasses.field(default_factory=list)  # By group.
 
 
 class StrictOffloadScheduler(OffloadScheduler):
-    """Decides what `OffloadScheduler` does, and refuses calls that make no sense.
-
-    Args:
-        args: As of `OffloadScheduler`.
-        named: See `args`.
+    """Decides the same as `OffloadScheduler`, and refuses calls that make no sense.
 
     Raises:
-        StrictError: By most methods: the engine has left a call out, made it too early,
-            or given it something that cannot be right. Then nothing changes.
+        StrictError: By most methods: the engine has left out a call, made it too early,
+            or passed a wrong argument. Then nothing changes.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._requests: dict[str, _Known] = {}
+        self._requests: dict[str, _Entry] = {}
         self._num_silent = 0
         self._has_cached = False
-        # The engine's own pool of device blocks; None for another kind.
+        # The engine's `DeviceBlockPool`; None for another kind of pool.
         self._blocks: DeviceBlockPool | None = None
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
-        """Take the pool, and watch what is cached; see `OffloadScheduler`."""
+        """Bind the pool, and check what is cached; see `OffloadScheduler`."""
         super().bind_device_block_pool(pool)
         if not isinstance(pool, DeviceBlockPool) or pool is self._blocks:
             return
@@ -91,23 +73,23 @@ class StrictOffloadScheduler(OffloadScheduler):
         self._has_cached = bool(pool.state.has_key.any())
         cache = pool.cache
 
-        def watched(block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
+        def checked(block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
             self._check_cached(block_ids, keys)
             self._has_cached = True
             return cache(block_ids, keys)
 
-        # Of this pool alone; others are as they were.
-        setattr(pool, "cache", watched)  # noqa: B010
+        # Only on this pool, not on its class.
+        setattr(pool, "cache", checked)  # noqa: B010
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Ask how much more of a request can be had; see `OffloadScheduler`."""
+        """Match a request; see `OffloadScheduler`."""
         self._book.check_lookup(request)
-        known = self._requests.get(request.request_id)
-        if known is not None:
-            self._check_same(request, known)
-            is_running = known.phase == "running" and not known.may_ask
+        entry = self._requests.get(request.request_id)
+        if entry is not None:
+            self._check_same(request, entry)
+            is_running = entry.phase == "running" and not entry.may_ask
             if self._blocks is not None and is_running:
                 raise StrictError(
                     f"request {shown(request.request_id)} asks by "
@@ -118,11 +100,11 @@ class StrictOffloadScheduler(OffloadScheduler):
                     "SchedulerOutput.preempted_req_ids."
                 )
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        self._requests[request.request_id] = _Known(
+        self._requests[request.request_id] = _Entry(
             request,
             request.num_tokens,
             self._marks(request),
-            is_awaited=bool(answer[0]) and answer[1],
+            must_wait=bool(answer[0]) and answer[1],
             num_found=num_computed_tokens,
             num_local=num_computed_tokens,
         )
@@ -131,14 +113,14 @@ class StrictOffloadScheduler(OffloadScheduler):
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockTable, num_external_tokens: int
     ) -> list[list[int]]:
-        """Note the device blocks of a request; see `OffloadScheduler`."""
+        """Record the device blocks of a request; see `OffloadScheduler`."""
         self._book.check_stores(request)
         name = request.request_id
-        known = self._requests.get(name)
-        if known is not None and known.phase != "preempted":
-            self._check_same(request, known)
+        entry = self._requests.get(name)
+        if entry is not None and entry.phase != "preempted":
+            self._check_same(request, entry)
         else:
-            known = None
+            entry = None
             if num_external_tokens or self._blocks is not None:
                 raise StrictError(
                     f"update_state_after_alloc() was called for request {shown(name)} "
@@ -146,14 +128,14 @@ class StrictOffloadScheduler(OffloadScheduler):
                     "then say what was allocated. A request that was preempted has to "
                     "ask again."
                 )
-            # Other engines, such as vLLM, need not ask if nothing can be had.
-            known = _Known(request, request.num_tokens, self._marks(request))
+            # Other engines, such as vLLM, need not ask if nothing can be loaded.
+            entry = _Entry(request, request.num_tokens, self._marks(request))
         tables = tables_by_group(block_ids, len(self.groups))
         is_declined = not (any(tables) or num_external_tokens)
         if not is_declined:
             self._check_held("update_state_after_alloc", name, tables)
-        num_found = known.num_found
-        if known.phase == "asked" and not is_declined:
+        num_found = entry.num_found
+        if entry.phase == "asked" and not is_declined:
             num_found += num_external_tokens
             self._check_covers(
                 "update_state_after_alloc", name, tables, num_found, "were found for it"
@@ -161,15 +143,15 @@ class StrictOffloadScheduler(OffloadScheduler):
         answer = super().update_state_after_alloc(
             request, block_ids, num_external_tokens
         )
-        known.is_put_back = known.phase == "asked" and is_declined
-        if known.phase == "asked" and not is_declined:
-            known.phase = "running"
-            known.num_found = num_found
-            known.is_loading = known.is_awaited and num_external_tokens > 0
-        known.request, known.num_tokens = request, request.num_tokens
-        known.marks = self._marks(request)
-        known.tables = [list(own) for own in answer]
-        self._requests[name] = known
+        entry.is_put_back = entry.phase == "asked" and is_declined
+        if entry.phase == "asked" and not is_declined:
+            entry.phase = "running"
+            entry.num_found = num_found
+            entry.is_loading = entry.must_wait and num_external_tokens > 0
+        entry.request, entry.num_tokens = request, request.num_tokens
+        entry.marks = self._marks(request)
+        entry.tables = [list(table) for table in answer]
+        self._requests[name] = entry
         return answer
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
@@ -185,45 +167,45 @@ class StrictOffloadScheduler(OffloadScheduler):
                 raise StrictError(_unknown(name, "new_block_ids"))
             tables = tables_by_group(table, len(self.groups))
             self._check_held("SchedulerOutput.new_block_ids", name, tables)
-            # None yet, where the request has only asked.
-            for own, new in zip(self._requests[name].tables, tables, strict=False):
-                own += new
-        # Of the others a call has told, and they may have been admitted again since.
-        silent = [own for own in output.preempted_req_ids if own not in self._preempted]
+            # A request that has only asked has no tables.
+            for old, new in zip(self._requests[name].tables, tables, strict=False):
+                old += new
+        # A call has named the others, and they may have been admitted again since.
+        preempted = set(output.preempted_req_ids) - set(self._preempted)
         meta = super().build_connector_meta(output)
         for name, num_tokens in output.num_scheduled_tokens.items():
             if num_tokens > 0:
                 self._requests[name].num_left = None
-        for name in silent:
+        for name in preempted:
             if output.num_scheduled_tokens.get(name, 0) == 0:
-                self._note_preempted(name)
-        # Other engines, such as vLLM, pass on reports that say something.
+                self._set_preempted(name)
+        # Other engines, such as vLLM, pass on only reports that are not empty.
         if self._num_in_flight and self._blocks is not None:
             self._num_silent += 1
         return meta
 
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
-        """Release what no worker reads or writes; see `OffloadScheduler`."""
+        """Release blocks that no worker reads or writes; see `OffloadScheduler`."""
         answer = super().update_connector_output(output)
         self._num_silent = 0
         for name in (*answer.finished_recving, *answer.failed_recving):
             if name in self._requests:
-                known = self._requests[name]
-                known.is_loading = False
+                entry = self._requests[name]
+                entry.is_loading = False
                 if name in answer.failed_recving:
-                    known.may_ask = True
-                    known.num_left = known.num_local
+                    entry.may_ask = True
+                    entry.num_left = entry.num_local
         return answer
 
     def request_preempted(self, request: Request) -> None:
-        """Note that a request is about to lose its blocks; see `OffloadScheduler`."""
+        """Record that a request is preempted; see `OffloadScheduler`."""
         super().request_preempted(request)
-        self._note_preempted(request.request_id)
+        self._set_preempted(request.request_id)
 
     def request_finished(
         self, request: Request, block_ids: BlockTable | None = None
     ) -> tuple[bool, None]:
-        """Note that a request is over; see `OffloadScheduler`."""
+        """Record the end of a request; see `OffloadScheduler`."""
         self._book.check_stores(request)
         name = request.request_id
         tables = tables_by_group(
@@ -239,26 +221,26 @@ class StrictOffloadScheduler(OffloadScheduler):
 
     @property
     def _num_in_flight(self) -> int:
-        """Device blocks that were sent out and not reported."""
+        """Device blocks in flight."""
         in_transit = self.in_transit
         return in_transit.stores_in_flight + in_transit.loads_in_flight
 
-    def _note_preempted(self, name: str) -> None:
-        known = self._requests.get(name)
-        if known is not None:
-            known.phase, known.is_loading = "preempted", False
+    def _set_preempted(self, name: str) -> None:
+        entry = self._requests.get(name)
+        if entry is not None:
+            entry.phase, entry.is_loading = "preempted", False
 
     def _marks(self, request: Request) -> list[KeyMark]:
-        keys = keys_by_group(request, len(self.groups))
-        return [KeyMark.of(own, len(own)) for own in keys]
+        groups = keys_by_group(request, len(self.groups))
+        return [KeyMark.of(keys, len(keys)) for keys in groups]
 
-    def _check_same(self, request: Request, known: _Known) -> None:
-        """Refuse another request under the id of one that is not over."""
-        if request is known.request:  # The engine may rewrite it.
+    def _check_same(self, request: Request, entry: _Entry) -> None:
+        """Refuse another request under the id of one that has not ended."""
+        if request is entry.request:  # The engine may rewrite it.
             return
         keys = keys_by_group(request, len(self.groups))
-        is_same = request.num_tokens >= known.num_tokens
-        is_same &= all(map(KeyMark.is_in, known.marks, keys))
+        is_same = request.num_tokens >= entry.num_tokens
+        is_same &= all(map(KeyMark.is_in, entry.marks, keys))
         if not is_same:
             raise StrictError(
                 f"request {shown(request.request_id)} has other tokens than the one "
@@ -269,8 +251,8 @@ class StrictOffloadScheduler(OffloadScheduler):
     def _check_held(
         self, call: str, name: str, tables: Sequence[Sequence[int]]
     ) -> None:
-        """Refuse blocks that are free."""
-        free = self._free_among([block for own in tables for block in own])
+        """Refuse tables with free blocks."""
+        free = self._free_among([block for table in tables for block in table])
         if free:
             raise StrictError(
                 f"{call}() was given blocks {free} for "
@@ -280,17 +262,17 @@ class StrictOffloadScheduler(OffloadScheduler):
             )
 
     def _check_not_freed(self, output: SchedulerOutput) -> None:
-        """Refuse to go on if a request has lost its blocks without a call.
+        """Refuse a step if a request has lost its blocks without a call.
 
-        Blocks that a window has left behind may be freed.
+        Blocks before a window may be freed.
         """
-        for name, known in self._requests.items():
-            if known.phase != "running" or name in output.preempted_req_ids:
+        for name, entry in self._requests.items():
+            if entry.phase != "running" or name in output.preempted_req_ids:
                 continue
-            for spec, own in zip(self.groups, known.tables, strict=True):
+            for spec, table in zip(self.groups, entry.tables, strict=True):
                 if not isinstance(spec, FullAttention):
                     continue
-                free = self._free_among(own)
+                free = self._free_among(table)
                 if free:
                     raise StrictError(
                         f"blocks {free} of request {shown(name)} are free, though it "
@@ -300,13 +282,13 @@ class StrictOffloadScheduler(OffloadScheduler):
                     )
 
     def _free_among(self, block_ids: Sequence[int]) -> list[int]:
-        """List the first of some blocks that are free, where the pool is known."""
+        """List the first free blocks among some, if the pool is bound."""
         pool = self._blocks
         ids = np.array(block_ids, np.int64)
         if pool is None or not len(ids) or not (ids >= 0).all():
             return []
         if (ids >= pool.num_blocks).any():
-            return []  # They are refused by the usual scheduler.
+            return []  # `OffloadScheduler` refuses them.
         free = ids[(pool.counts(ids)[0] == 0) & (ids != NULL_BLOCK)]
         return sorted(set(free.tolist()))[:8]
 
@@ -318,40 +300,40 @@ class StrictOffloadScheduler(OffloadScheduler):
         num_tokens: int,
         why: str,
     ) -> None:
-        """Refuse tables that end before what a request has."""
-        for group, (spec, own) in enumerate(zip(self.groups, tables, strict=True)):
-            least = -(-num_tokens // spec.block_size)
-            if len(own) < least:
+        """Refuse tables that are too short for a request's tokens."""
+        for group, (spec, table) in enumerate(zip(self.groups, tables, strict=True)):
+            min_blocks = -(-num_tokens // spec.block_size)
+            if len(table) < min_blocks:
                 raise StrictError(
-                    f"{call}() was given a table of {len(own)} blocks for request "
+                    f"{call}() was given a table of {len(table)} blocks for request "
                     f"{shown(name)} in group {group}, but {num_tokens} tokens {why}, "
-                    f"which take {least}: pass all of its blocks, those found on the "
-                    "device first, with the null block for what is not there."
+                    f"which take {min_blocks}: pass all of its blocks, the ones found "
+                    "on the device first, with the null block for a missing one."
                 )
 
     def _check_scheduled(self, name: str) -> None:
         """Refuse to compute a request that is not ready."""
-        known = self._requests.get(name)
-        if known is None:
+        entry = self._requests.get(name)
+        if entry is None:
             raise StrictError(_unknown(name, "num_scheduled_tokens"))
         why = None
-        if known.is_put_back:
+        if entry.is_put_back:
             why = (
                 ", but update_state_after_alloc() was given no blocks for it, which "
                 "leaves it in the queue: pass its block tables to run it, also without "
                 "its offer."
             )
-        elif known.phase == "asked":
+        elif entry.phase == "asked":
             why = (
                 ", but update_state_after_alloc() was not called for it after "
                 "get_num_new_matched_tokens()."
             )
-        elif known.phase == "preempted":
+        elif entry.phase == "preempted":
             why = (
                 " though it was preempted: call get_num_new_matched_tokens() and "
                 "update_state_after_alloc() anew."
             )
-        elif known.is_loading:
+        elif entry.is_loading:
             why = (
                 " while its load is in flight: get_num_new_matched_tokens() said that "
                 "it takes time, so wait until update_connector_output() names the "
@@ -361,23 +343,23 @@ class StrictOffloadScheduler(OffloadScheduler):
             raise StrictError(
                 f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens{why}"
             )
-        num_computed = _num_computed(known.request)
-        if known.num_left is not None and num_computed > known.num_left:
+        num_computed = _num_computed(entry.request)
+        if entry.num_left is not None and num_computed > entry.num_left:
             raise StrictError(
                 f"request {shown(name)} goes on after {num_computed} tokens, but its "
-                f"load has failed, so that it has {known.num_left}: "
+                f"load has failed, so that it has {entry.num_left}: "
                 "update_connector_output() named it in failed_recving. Compute what it "
                 "was offered."
             )
         if self._blocks is not None and not self._has_cached:
-            self._refuse_uncached(name, known)
+            self._refuse_uncached(name, entry)
 
-    def _refuse_uncached(self, name: str, known: _Known) -> None:
-        """Refuse to go on if a block is full, and none was ever made findable."""
-        num_computed = _num_computed(known.request)
+    def _refuse_uncached(self, name: str, entry: _Entry) -> None:
+        """Refuse a step if a block is full, and `cache` was never called."""
+        num_computed = _num_computed(entry.request)
         for spec in self.groups:
             num_full = num_computed // spec.block_size
-            if num_full > known.num_found // spec.block_size:
+            if num_full > entry.num_found // spec.block_size:
                 raise StrictError(
                     f"request {shown(name)} has computed {num_full} full blocks, and "
                     "DeviceBlockPool.cache() was never called: call it after each step "
@@ -386,7 +368,7 @@ class StrictOffloadScheduler(OffloadScheduler):
                 )
 
     def _check_cached(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> None:
-        """Refuse to make blocks findable that are being loaded, or are not there."""
+        """Refuse to cache blocks that are being loaded, or that do not exist."""
         if len(block_ids) < len(keys):
             raise StrictError(
                 f"DeviceBlockPool.cache() was given {len(block_ids)} blocks for "
@@ -403,8 +385,8 @@ class StrictOffloadScheduler(OffloadScheduler):
             )
 
     def _check_reports(self) -> None:
-        """Refuse to go on without reports of transfers."""
-        if self._num_silent >= MOST_SILENT_STEPS:
+        """Refuse a step if no transfer is ever reported."""
+        if self._num_silent >= MAX_SILENT_STEPS:
             raise StrictError(
                 f"update_connector_output() was not called in {self._num_silent} steps "
                 f"with {self._num_in_flight} blocks in flight: in every step call "
@@ -413,7 +395,7 @@ class StrictOffloadScheduler(OffloadScheduler):
 
 
 def _num_computed(request: Request) -> int:
-    """Count the tokens that a request has computed, without those only scheduled."""
+    """Count the tokens that a request has computed, without tokens only scheduled."""
     num_ahead: int = getattr(request, "num_output_placeholders", 0)
     return request.num_computed_tokens - num_ahead
 
@@ -421,6 +403,6 @@ def _num_computed(request: Request) -> int:
 def _unknown(name: str, where: str) -> str:
     return (
         f"request {shown(name)} is in SchedulerOutput.{where}, but is not known: call "
-        "get_num_new_matched_tokens() and update_state_after_alloc() first. It is not "
-        "known any more once request_finished() was called."
+        "get_num_new_matched_tokens() and update_state_after_alloc() first. A request "
+        "is forgotten after request_finished()."
     )

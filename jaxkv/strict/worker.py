@@ -1,4 +1,4 @@
-"""A worker that watches the blocks of stores, and whether it is polled."""
+"""A worker that checks the blocks of stores, and whether it is polled."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from jaxkv.strict.blocks import PoolBlocks, StrictError
 from jaxkv.transfer import AnyEngine, MultiPoolEngine
 from jaxkv.types import PyTree
 
-MOST_SILENT_STEPS = 16
-"""The most steps that an engine may go on without asking for reports."""
+MAX_SILENT_STEPS = 16
+"""An engine must poll for reports within this many steps."""
 
 
 class StrictOffloadWorker(OffloadWorker):
-    """Carries transfers out, and refuses a pool whose blocks in flight have changed.
-
-    Args:
-        engine: As of `OffloadWorker`, and so are the others.
-        named: See `engine`.
+    """Carries out transfers, and refuses a pool whose blocks in flight have changed.
 
     Raises:
         StrictError: By `start` and `drain`: something wrote to a block whose store is
@@ -30,21 +26,22 @@ class StrictOffloadWorker(OffloadWorker):
     def __init__(self, engine: AnyEngine, **named: Any) -> None:
         super().__init__(engine, **named)
         self._has_pools = isinstance(engine, MultiPoolEngine)
-        # Of each pool, the id of its first block.
         if isinstance(engine, MultiPoolEngine):
             firsts = engine.first_blocks.tolist()
-            layouts = [one.layout for one in engine.engines]
+            layouts = [pool.layout for pool in engine.engines]
         else:
             firsts, layouts = [0], [engine.layout]
-        each = zip(firsts, map(PoolBlocks, layouts), strict=False)
-        self._blocks: list[tuple[int, PoolBlocks]] = list(each)
+        # Each pool, with the id of its first block.
+        self._blocks: list[tuple[int, PoolBlocks]] = list(
+            zip(firsts, map(PoolBlocks, layouts), strict=False)
+        )
         self._num_silent = 0
-        # Checksums of what is being stored, by store event.
+        # Checksums of the blocks in flight, by store event.
         self._storing: dict[int, dict[int, int]] = {}
 
     def start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
         """Start the transfers of a step; see `OffloadWorker.start`."""
-        if self.num_in_flight and self._num_silent >= MOST_SILENT_STEPS:
+        if self.num_in_flight and self._num_silent >= MAX_SILENT_STEPS:
             raise StrictError(
                 f"OffloadWorker.poll() was not called in {self._num_silent} steps with "
                 f"{self.num_in_flight} transfers in flight: call it in every step, and "
@@ -63,50 +60,47 @@ class StrictOffloadWorker(OffloadWorker):
     def poll(self) -> ConnectorOutput:
         """Report what completed; see `OffloadWorker.poll`."""
         self._num_silent = 0
-        return self._noted(super().poll())
+        return self._forget_reported(super().poll())
 
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
         """Wait for all transfers; see `OffloadWorker.drain`."""
         self._check(pool)
         self._num_silent = 0
         pool, output = super().drain(pool)
-        return pool, self._noted(output)
+        return pool, self._forget_reported(output)
 
     def abandon(self) -> ConnectorOutput:
         """Abandon all transfers; see `OffloadWorker.abandon`."""
-        return self._noted(super().abandon())
+        return self._forget_reported(super().abandon())
 
     def _sums(self, pool: PyTree, block_ids: Sequence[int]) -> dict[int, int] | None:
-        """Make checksums of blocks, as `PoolBlocks.sums` does."""
         sums: dict[int, int] = {}
-        for own, (first, blocks) in zip(
-            pool if self._has_pools else [pool], self._blocks, strict=True
-        ):
+        pools = pool if self._has_pools else [pool]
+        for leaves, (first, blocks) in zip(pools, self._blocks, strict=True):
             end = first + blocks.num_blocks
-            of_pool = blocks.sums(
-                own, [n - first for n in block_ids if first <= n < end]
+            local = blocks.sums(
+                leaves, [block - first for block in block_ids if first <= block < end]
             )
-            if of_pool is None:
+            if local is None:
                 return None
-            sums |= {first + number: crc for number, crc in of_pool.items()}
+            sums |= {first + block: crc for block, crc in local.items()}
         return sums
 
-    def _noted(self, output: ConnectorOutput) -> ConnectorOutput:
-        """Take note of what is reported."""
+    def _forget_reported(self, output: ConnectorOutput) -> ConnectorOutput:
         for event in (*output.completed_store_events, *output.failed_store_events):
             self._storing.pop(event, None)
         return output
 
     def _check(self, pool: PyTree) -> None:
-        """Refuse a pool in which a block has changed that is being stored."""
+        """Refuse a pool if a block that is being stored has changed."""
         expected: dict[int, int] = {}
         for sums in self._storing.values():
             expected |= sums
-        found = self._sums(pool, list(expected))
-        if found is None:
+        current = self._sums(pool, list(expected))
+        if current is None:
             self._storing.clear()  # The pool is lost.
             return
-        for block, now in found.items():
+        for block, now in current.items():
             if now != expected[block]:
                 raise StrictError(
                     f"device block {block} was written while its store is in flight. "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -25,12 +25,7 @@ BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | jax.Array
 
 
 def as_ids(block_ids: BlockIds, name: str = "block_id") -> NDArray[Any]:
-    """Make i64[n] of block ids.
-
-    Raises:
-        TypeError: If they are no flat list of ints.
-        ValueError: If one needs more than 64 bits.
-    """
+    """Make i64[n] of block ids; raise if they are no flat list of ints of 64 bits."""
     flat = "must be a flat list of ints"
     if isinstance(block_ids, jax.Array):
         block_ids = np.asarray(block_ids)
@@ -57,42 +52,12 @@ def as_ids(block_ids: BlockIds, name: str = "block_id") -> NDArray[Any]:
 
 
 def refuse_outside(
-    ids: NDArray[np.integer[Any]], end: int, least: int = 0, name: str = "block_id"
+    ids: NDArray[np.integer[Any]], end: int, min_id: int = 0, name: str = "block_id"
 ) -> None:
-    """Raise ValueError if an id is not in [least, end)."""
-    if ids.size and not (least <= int(ids.min()) and int(ids.max()) < end):
-        wrong = next(each for each in ids.tolist() if not least <= each < end)
-        raise ValueError(f"{name}={wrong} must be in [{least}, {end}).")
-
-
-class Tier(Protocol):
-    """A place that blocks can be found in, as the search and the scheduler see it."""
-
-    @property
-    def medium(self) -> str:
-        """The name of the tier in events."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the tier."""
-        ...
-
-    def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
-        """Find the block that serves each key: i32[n], NO_BLOCK where none can."""
-        ...
-
-    def pin(self, block_ids: BlockIds) -> None:
-        """Keep blocks from being reused while a transfer reads or writes them."""
-        ...
-
-    def unpin(self, block_ids: BlockIds) -> None:
-        """Take pins back."""
-        ...
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """Hand out what happened since the last time."""
-        ...
+    """Raise ValueError if an id is not in [min_id, end)."""
+    if ids.size and not (min_id <= int(ids.min()) and int(ids.max()) < end):
+        wrong = next(id_ for id_ in ids.tolist() if not min_id <= id_ < end)
+        raise ValueError(f"{name}={wrong} must be in [{min_id}, {end}).")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -100,33 +65,26 @@ class LoadStoreSpec:
     """Host blocks on one side of a transfer.
 
     Attributes:
-        block_ids: i64[n]. In the order of the keys that were asked about.
+        block_ids: i64[n]. In the order of the keys in the call.
     """
 
     block_ids: NDArray[np.int64]
 
     @staticmethod
     def medium() -> str:
-        """Name the tier that the ids belong to."""
+        """Return the name of the tier with these blocks."""
         return HOST_MEDIUM
 
 
 class Placement(NamedTuple):
-    """Where `BlockIndex.place` has found room, and for what.
+    """Where `BlockIndex.place` has found room."""
 
-    Attributes:
-        keys: Keys that were absent, in the order given.
-        rows: Which of the keys given these were, by their first place: i64[n]; None
-            for all.
-        block_ids: i64[n]. Where each of them goes.
-        evicted_keys: Keys that had to leave, in the order of eviction. Good until the
-            next call.
-    """
-
-    keys: Sequence[BlockKey]
+    keys: Sequence[BlockKey]  # Absent keys, in the order given.
     rows: NDArray[np.int64] | None
-    block_ids: NDArray[np.int64]
+    """i64[n]. Their first rows among the keys given; None for all."""
+    block_ids: NDArray[np.int64]  # i64[n]. The block for each of them.
     evicted_keys: Sequence[BlockKey]
+    """In the order of eviction. Good until the next call."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -134,10 +92,10 @@ class PrepareStoreOutput:
     """The answer of `OffloadingManager.prepare_store`.
 
     Attributes:
-        block_hashes_to_store: Keys that were absent, in the order given.
-        store_spec: Where each of them goes.
-        block_hashes_evicted: Keys that had to leave, in the order of eviction.
-        rows: Which of the keys given those to store were, by their first place: i64[n].
+        block_hashes_to_store: Absent keys, in the order given.
+        store_spec: The block for each of them.
+        block_hashes_evicted: Evicted keys, in the order of eviction.
+        rows: i64[n]. The first row of each key to store among the keys given.
     """
 
     block_hashes_to_store: list[BlockKey]
@@ -152,9 +110,9 @@ class RequestStepOutput:
 
     Attributes:
         num_hits: Keys, from the first on, whose blocks are on the host.
-        load_spec: Where these are. They are pinned until the step is completed.
-        store: What to store where, and what had to leave; None if there is no room.
-        pending: The manager's note of what `complete_step` is to end.
+        load_spec: The blocks of these. They are pinned until the step is completed.
+        store: Keys to store and evicted keys; None if there is no room.
+        pending: The manager's record of the step, for `complete_step`.
     """
 
     num_hits: int
@@ -168,10 +126,9 @@ class OffloadingEvent:
     """Blocks that became findable on a tier, or left it.
 
     Attributes:
-        block_hashes: Their keys, in the order in which it happened; none if all that
-            the tier had left it.
+        block_hashes: Their keys, in order; none if all blocks left the tier.
         block_size: Tokens in a block.
-        medium: `DEVICE_MEDIUM`, `HOST_MEDIUM` or that of a tier below the host.
+        medium: `DEVICE_MEDIUM`, `HOST_MEDIUM` or the medium of a tier below the host.
         removed: True if they left.
     """
 

@@ -1,10 +1,10 @@
 """The device tier: who holds which block of the device, and what it caches.
 
-The rules are those of vLLM 0.19.1's `BlockPool`: a free block keeps its
-contents and its key until it is needed for something else, the longest unused first.
-Pins are jaxkv's own: a transfer that reads a block keeps it from being allocated, but
-leaves it its place among those that wait for that. A block can be allocated if it is
-neither held nor pinned.
+The rules follow vLLM 0.19.1's `BlockPool`: a free block keeps its contents and its key
+until it is needed for another use, the longest unused first. Pins are jaxkv's addition:
+a transfer that reads a block keeps it from being allocated, but the block keeps its
+place in the queue of free blocks. A block can be allocated if it is neither held nor
+pinned.
 """
 
 from __future__ import annotations
@@ -40,43 +40,39 @@ _NO_IDS = np.empty(0, np.int64)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeviceTier:
-    """Everything known about the blocks of the device, which `device_native` updates.
-
-    Attributes:
-        directory: The block that serves each key. An entry is a block id. Its `keys`
-            has the keys of blocks that hold a key and do not serve it, too.
-        has_key: bool[B]. Whether the block has a key.
-        copies: i32[B]. Which host block is known to have the same contents, NO_BLOCK if
-            none is.
-        following: i32[B]. The block with the same key that came next, -1 for none.
-        preceding: i32[B]. The one that came before. The serving block has the
-            complement of the last one here, a number below 0.
-        ref_cnt: i32[B]. Holders of each block; always 0 for the null block.
-        pins: i32[B]. Transfers and offers that keep each block from being allocated.
-        offers: i32[B]. Those of the pins that are of offers without an answer.
-        newer: i32[B]. The block that is to go after this one, of those that nobody
-            holds; the null block after the last, -1 for a block that is held.
-        older: i32[B]. The block that is to go before this one, likewise.
-        num_free: i32[]. Blocks that nobody holds and that are not pinned.
-        num_pending_free: i32[]. Blocks that nobody holds and that transfers alone pin.
-    """
+    """The state of the blocks of the device, which `device_native` updates."""
 
     directory: Directory
-    has_key: NDArray[np.bool_]
+    """The block that serves each key. An entry is a block id. Its `keys` also has the
+    keys of blocks that hold a key and do not serve it."""
+    has_key: NDArray[np.bool_]  # bool[B]. Whether the block has a key.
     copies: NDArray[np.int32]
+    """i32[B]. The host block that is known to have the same contents, NO_BLOCK for
+    none."""
     following: NDArray[np.int32]
+    """i32[B]. The block with the same key that came next, -1 for none."""
     preceding: NDArray[np.int32]
+    """i32[B]. The one that came before. The serving block has the complement of the
+    last one here, a number below 0."""
     ref_cnt: NDArray[np.int32]
+    """i32[B]. Holders of each block; always 0 for the null block."""
     pins: NDArray[np.int32]
+    """i32[B]. Transfers and offers that keep each block from being allocated."""
     offers: NDArray[np.int32]
+    """i32[B]. The pins of offers without an answer, included in `pins`."""
     newer: NDArray[np.int32]
+    """i32[B]. The next free block after this one; the null block after the last, -1 for
+    a block that is held."""
     older: NDArray[np.int32]
-    num_free: NDArray[np.int32]
+    """i32[B]. The free block before this one; the null block before the first, -1 for a
+    block that is held."""
+    num_free: NDArray[np.int32]  # i32[]. Blocks neither held nor pinned.
     num_pending_free: NDArray[np.int32]
+    """i32[]. Blocks not held, and pinned by transfers alone."""
 
 
 def init(num_blocks: int) -> DeviceTier:
-    """Make the state of a tier of `num_blocks`, all free but the null block."""
+    """Make the state of a tier of `num_blocks`, all free except the null block."""
     blocks = np.arange(num_blocks, dtype=np.int32)
     return DeviceTier(
         directory=own(directory_lib.init(num_blocks)),
@@ -96,7 +92,7 @@ def init(num_blocks: int) -> DeviceTier:
 
 
 def check(tier: DeviceTier) -> None:
-    """Raise AssertionError if something is not as it should be."""
+    """Raise AssertionError if the state breaks an invariant."""
     num_blocks = len(tier.ref_cnt)
     assert tier.ref_cnt.min() >= 0
     assert tier.offers.min() >= 0
@@ -143,21 +139,13 @@ def _empty_words(num: int) -> NDArray[np.uint32]:
 
 
 class Victims(NamedTuple):
-    """Blocks that hold a key, in the order in which `allocate` would take them.
+    """Blocks that hold a key, in the order of allocation. Good until the next call."""
 
-    Good until the next call.
-
-    Attributes:
-        block_ids: i64[n].
-        copies: i64[n]. The host block of each, NO_BLOCK where none was noted.
-        rows: i64[m]. Which of them these are.
-        keys: Their m keys.
-    """
-
-    block_ids: NDArray[np.int64]
+    block_ids: NDArray[np.int64]  # i64[n].
     copies: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    keys: Sequence[bytes]
+    """i64[n]. The host block of each, NO_BLOCK where none was noted."""
+    rows: NDArray[np.int64]  # i64[m]. The rows without a copy.
+    keys: Sequence[bytes]  # The keys of these.
 
 
 class DeviceBlockPool:
@@ -173,13 +161,12 @@ class DeviceBlockPool:
 
     Attributes:
         num_blocks: Blocks in the pool.
-        num_changes: Grows with whatever changes which block is allocated next, what it
-            contains, or whether a copy of that is known to be lost; pins do not.
-        block_size: As given.
+        num_changes: Grows with each change of the next block to allocate, of its
+            contents, or of a known copy's loss; not with pins.
+        block_size: Tokens in a block.
         unwritten: Blocks whose tokens were neither computed nor loaded; `cache` skips
-            them. `OffloadScheduler` adds them, `allocate` removes its own.
-
-        state: All that is known, as a pytree of NumPy arrays that calls change.
+            them. `OffloadScheduler` adds them, `allocate` removes the blocks it takes.
+        state: The whole state, as a pytree of NumPy arrays that calls change.
         bound: The state as compiled functions take it.
 
     Raises:
@@ -226,7 +213,7 @@ class DeviceBlockPool:
         self.bound = bound = Bound(self.state)
         keys = np.zeros((1, KEY_WORDS), np.uint32)
         some_keys = keys.view()
-        some_keys.flags.writeable = False  # As those that are asked about.
+        some_keys.flags.writeable = False  # As callers' keys are.
         flags, ids = np.empty(1, np.bool_), _NO_IDS
         self._native = EntryPoints(
             native,
@@ -256,7 +243,7 @@ class DeviceBlockPool:
 
     @property
     def num_pending_free(self) -> int:
-        """Blocks that nobody holds any more, and that are free once transfers end.
+        """Blocks that are no longer held, and that are free once transfers end.
 
         An engine that preempts until it has enough blocks counts these, too. Blocks
         that an offer without an answer would copy are not among them.
@@ -274,14 +261,10 @@ class DeviceBlockPool:
         return np.stack([self.state.ref_cnt[ids], self.state.pins[ids]])
 
     def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
-        """Find the block that serves each key.
+        """Find the block that serves each key: i32[n], NO_BLOCK where there is none.
 
-        Args:
-            keys: n of them.
-
-        Returns:
-            i32[n]. Of several blocks with the key the one cached first, NO_BLOCK where
-            there is none. They are not held until `touch` is called.
+        Of several blocks with the key it is the one cached first. They are not held
+        until `touch` is called.
         """
         _, words = pack(keys)
         block_ids = np.empty(len(words), np.int32)
@@ -289,30 +272,18 @@ class DeviceBlockPool:
         return block_ids
 
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[int]:
-        """List the blocks of the longest run of keys, from the first on, that is here.
+        """List the blocks of the longest run of cached keys, from the first on.
 
-        Args:
-            keys: Keys of a prefix, in its order.
-
-        Returns:
-            Their blocks. They are not held until `touch` is called.
+        They are not held until `touch` is called.
         """
         _, words = pack(keys)
         block_ids = np.empty(len(words), np.int32)
         num_found = self._native.find_prefix(self.bound, words, block_ids)
-        found: list[int] = block_ids[:num_found].tolist()
-        return found
+        prefix: list[int] = block_ids[:num_found].tolist()
+        return prefix
 
     def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
-        """Tell which blocks still hold a key, whether they serve it or not.
-
-        Args:
-            block_ids: n blocks.
-            keys: n keys, one for each block.
-
-        Returns:
-            bool[n].
-        """
+        """Whether each of n blocks still holds its key, serving it or not: bool[n]."""
         ids, _, words, _ = self._pairs(block_ids, keys)
         is_held = np.empty(len(ids), np.bool_)
         if self._native.holds(self.bound, ids, words, is_held) >= 0:
@@ -320,16 +291,10 @@ class DeviceBlockPool:
         return is_held
 
     def allocate(self, num: int) -> list[int]:
-        """Take blocks, evicting what they cached.
-
-        Args:
-            num: How many.
-
-        Returns:
-            Their ids, each held once.
+        """Take blocks, evicting what they cached; each is held once.
 
         Raises:
-            ValueError: If fewer are free, or `num` is negative; then none is taken.
+            ValueError: If fewer are free, or `num` is negative; then nothing changes.
         """
         if type(num) is not int or num < 0:
             check_whole(0, num=num)
@@ -341,46 +306,38 @@ class DeviceBlockPool:
         block_ids, evicted = self._take(self._native.allocate, num)
         self.num_changes += 1
         if self._events is not None or self._names or self.unwritten:
-            # `evict` leaves marks: who holds a block may still want to cache it.
+            # `evict` keeps them: the block's holder may still cache it.
             self.unwritten.difference_update(block_ids)
             self._note_evicted(block_ids, evicted())
         return block_ids
 
     def next_free(self, num: int) -> tuple[list[int], list[bytes | None]]:
-        """Tell which blocks `allocate` would take next.
+        """Return the next blocks that `allocate` would take, and the keys lost then.
 
-        Args:
-            num: How many; if fewer are free, these.
-
-        Returns:
-            Their ids in its order, and the key that each would lose, None if none.
+        If fewer than `num` are free, these; None for a block without a key.
         """
-        block_ids, keys = self._take(self._native.next_free, self._most_free(num))
+        block_ids, keys = self._take(self._native.next_free, self._cut_to_free(num))
         return block_ids, keys()
 
     def next_keys(self, num: int) -> NDArray[np.uint32]:
-        """Tell the keys that the blocks `allocate` would take next would lose.
+        """Return the keys that the blocks `allocate` would take next would lose.
 
-        Args:
-            num: How many blocks to look at; if fewer are free, these.
-
-        Returns:
-            u32[n, 8], read-only. In their order, those of blocks without one left out.
+        If fewer than `num` are free, of these: u32[n, 8], read-only. Blocks without a
+        key are left out.
         """
-        num = self._most_free(num)
+        num = self._cut_to_free(num)
         _, has_key, words = self._shown(self._native.next_free, num)
         return UnlistedKeys(words[has_key]).words
 
     def next_victims(
         self, num: int, find: Callable[..., tuple[int, int]] | None = None
     ) -> Victims:
-        """Tell which of the blocks that `allocate` would take next hold a key.
+        """Return which of the `num` blocks that `allocate` would take next hold a key.
 
-        Args:
-            num: How many blocks to look at; if fewer are free, these.
-            find: What does so natively, and may know of more copies.
+        If fewer are free, of these. `find` is a native function that does the same and
+        may know of more copies.
         """
-        num = self._most_free(num)
+        num = self._cut_to_free(num)
         if len(self._victims[0]) < num:
             self._victims = *np.empty((3, num), np.int64), _empty_words(num)
         block_ids, copies, rows, words = self._victims
@@ -394,21 +351,19 @@ class DeviceBlockPool:
         return Victims(block_ids, copies[:num_found], rows, keys)
 
     def note_copies(self, block_ids: BlockIds, copies: BlockIds) -> None:
-        """Note which host block has the contents of each of some blocks.
+        """Record the host block with a block's contents, NO_BLOCK for none.
 
         It is forgotten with the contents.
-
-        Args:
-            block_ids: n blocks that hold a key.
-            copies: n host blocks, NO_BLOCK for none.
 
         Raises:
             ValueError: If an id is no block's, or there is not a copy for each.
         """
-        ids, own = as_ids(block_ids), as_ids(copies)
-        if len(ids) != len(own):
-            raise ValueError(f"{len(own)} copies must be one for each of {len(ids)}.")
-        if self._native.note_copies(self.bound, ids, own) >= 0:
+        ids, host_ids = as_ids(block_ids), as_ids(copies)
+        if len(ids) != len(host_ids):
+            raise ValueError(
+                f"{len(host_ids)} copies must be one for each of {len(ids)}."
+            )
+        if self._native.note_copies(self.bound, ids, host_ids) >= 0:
             self._refuse_outside(ids)
 
     def forget_copies(self, words: NDArray[np.uint32] | None = None) -> None:
@@ -429,9 +384,8 @@ class DeviceBlockPool:
     def free(self, block_ids: BlockIds) -> None:
         """Release blocks that were allocated or touched.
 
-        Args:
-            block_ids: Which. Of those that become free, the first is
-                allocated first: pass a prefix tail first.
+        Of those that become free, the first is allocated first: pass a prefix tail
+        first.
 
         Raises:
             ValueError: If a block is not held as often; then none is released.
@@ -450,21 +404,18 @@ class DeviceBlockPool:
 
         For transfers that read them: a block that is freed, or was free already, is
         allocated as early as if there had been no transfer, but not during it.
-
-        Args:
-            block_ids: Which.
-            is_offer: Whether it is for an offer, which may be left without an answer:
-                `num_pending_free` does not count the blocks then.
+        `is_offer` is for an offer, which may be left without an answer:
+        `num_pending_free` does not count the blocks then.
         """
         ids = as_ids(block_ids)
         if self._native.pin(self.bound, ids, is_offer) >= 0:
             self._refuse_outside(ids)
 
     def unpin(self, block_ids: BlockIds, *, is_offer: bool = False) -> None:
-        """Take pins back, which were for an offer or not.
+        """Remove pins, which were for an offer or not.
 
         Raises:
-            ValueError: If a block is not pinned as often; then none is taken back.
+            ValueError: If a block is not pinned as often; then none is removed.
         """
         ids = as_ids(block_ids)
         bad = self._native.unpin(self.bound, ids, is_offer)
@@ -475,14 +426,10 @@ class DeviceBlockPool:
             )
 
     def cache(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
-        """Make full, computed blocks findable.
+        """Make full, computed blocks findable by their keys.
 
-        Args:
-            block_ids: Blocks that are held.
-            keys: What each of them contains. A block that has its key is left alone.
-
-        Returns:
-            The blocks that were skipped, as they are `unwritten`.
+        The blocks are held. A block that has its key is left alone. Returned are the
+        blocks that were skipped, as they are `unwritten`.
 
         Raises:
             ValueError: If a block is known under another key, or is given two; then
@@ -514,10 +461,10 @@ class DeviceBlockPool:
         return []
 
     def evict(self, block_ids: BlockIds) -> None:
-        """Forget what blocks contain; they stay with their requests."""
-        given = as_ids(block_ids)
-        self._refuse_outside(given)
-        ids = list(dict.fromkeys(given.tolist()))
+        """Forget the contents of blocks; they stay with their requests."""
+        repeated = as_ids(block_ids)
+        self._refuse_outside(repeated)
+        ids = list(dict.fromkeys(repeated.tolist()))
 
         def evict(bound: Bound, num: int, *answer: Any) -> None:
             answer[0][:] = ids
@@ -528,11 +475,7 @@ class DeviceBlockPool:
         self._note_evicted(ids, evicted())
 
     def reset(self) -> bool:
-        """Forget what all blocks contain, unless one is held or pinned.
-
-        Returns:
-            Whether it was done.
-        """
+        """Forget the contents of all blocks; False if one is held or pinned."""
         if self.num_free < self.num_blocks - 1:
             return False
         empty = init(self.num_blocks)
@@ -552,10 +495,10 @@ class DeviceBlockPool:
         return True
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Hand out the events since the last time; none if they are not kept.
+        """Return the events since the last time; none if they are not kept.
 
         Every block that gets a key or loses it counts, so that a key that several
-        blocks hold is there as often. A removal of no keys is that of all.
+        blocks hold is there as often. A removal of no keys means that all were removed.
         """
         if self._events is None:
             return []
@@ -584,11 +527,11 @@ class DeviceBlockPool:
         scratch.evict(blocks)
 
     def check(self) -> None:
-        """Raise AssertionError if something is not as it should be. For tests."""
+        """Raise AssertionError if the state breaks an invariant. For tests."""
         check(self.state)
         assert all(self.state.has_key[list(self._names)])
 
-    def _most_free(self, num: int) -> int:
+    def _cut_to_free(self, num: int) -> int:
         """Cut a number of blocks to those that are free."""
         check_whole(None, num=num)
         return max(min(num, self.num_free), 0)
@@ -596,11 +539,7 @@ class DeviceBlockPool:
     def _take(
         self, function: Callable[..., None], num: int
     ) -> tuple[list[int], Callable[[], list[bytes | None]]]:
-        """Call what writes `num` blocks and their keys.
-
-        Returns:
-            The blocks, and what lists their keys, None for no key.
-        """
+        """Call a function that writes blocks and keys; the keys are listed later."""
         block_ids, has_key, words = self._shown(function, num)
 
         def keys() -> list[bytes | None]:
@@ -615,7 +554,7 @@ class DeviceBlockPool:
     def _shown(
         self, function: Callable[..., None], num: int
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint32]]:
-        """Call what writes `num` blocks, whether each has a key, and the keys."""
+        """Call a function that writes blocks, whether each has a key, and the keys."""
         block_ids = np.empty(num, np.int64)
         has_key = np.empty(num, np.bool_)
         words = _empty_words(num)
@@ -632,12 +571,8 @@ class DeviceBlockPool:
 
     def _pairs(
         self, block_ids: BlockIds, keys: Sequence[BlockKey]
-    ) -> tuple[NDArray[Any], list[bytes], NDArray[np.uint32], bool]:
-        """Make arrays of blocks and their keys.
-
-        Returns:
-            The blocks; the keys as given, and as u32[n, 8]; whether any is foreign.
-        """
+    ) -> tuple[NDArray[Any], Sequence[bytes], NDArray[np.uint32], bool]:
+        """Return ids, names, words (u32[n, 8]), and whether any key is foreign."""
         ids = as_ids(block_ids)
         names, words, has_foreign = lay_out(keys)
         if len(names) != len(ids):
@@ -645,7 +580,7 @@ class DeviceBlockPool:
         return ids, names, words, has_foreign
 
     def _known_as(self, ids: NDArray[Any], keys: Sequence[BlockKey], row: int) -> bytes:
-        """Tell the key of a row's block, which an earlier row gave if it has none."""
+        """Return the key of a row's block; without one, the key of its first row."""
         block_id = int(ids[row])
         if not self.state.has_key[block_id]:
             return keys[int(np.argmax(ids == block_id))]
@@ -656,9 +591,9 @@ class DeviceBlockPool:
         if self._names:
             for block_id in block_ids:
                 self._names.pop(block_id, None)
-        lost = [key for key in keys if key is not None]
-        if lost:
-            self._record(lost, removed=True)
+        evicted = [key for key in keys if key is not None]
+        if evicted:
+            self._record(evicted, removed=True)
 
     def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
         if self._events is not None:

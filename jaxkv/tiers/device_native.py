@@ -1,13 +1,14 @@
-"""The device tier's transitions in place; `jaxkv.tiers.device` says what they are.
+"""The device tier's transitions in place; `jaxkv.tiers.device` defines them.
 
-Every function takes a `Bound` of a `DeviceTier`. The null block among block ids is
-passed over. A function that refuses changes nothing; it tells the first row that is
-wrong, which may be one that is no block's (`find_outside`), -1 if none is.
+Every function takes a `Bound` of a `DeviceTier`. Block ids are i64[K], keys u32[K, 8].
+The null block among block ids is passed over. On bad input a function changes nothing
+and returns the first bad row, such as one that is no block's (`find_outside`); -1 means
+success.
 
-The free blocks are in a ring of two links a block, `newer` and `older`,
-that the null block closes: the one after it goes next, the one before it last. Blocks
-that hold the same key form a chain in the order in which they came, the one that serves
-the key first; `preceding` of that one is the complement of the last, a number below 0.
+The free blocks are in a ring of two links per block, `newer` and `older`, that the null
+block closes: the one after it goes next, the one before it last. Blocks with the same
+key form a chain in the order of their arrival. The first of the chain serves the key;
+its `preceding` is the complement of the last, a number below 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NO_LINK = -1
 
 @compiled
 def find_outside(tier: Any, block_ids: Any) -> Any:
-    """Find the first row (i64[K]) that is no block of the pool, -1 for none."""
+    """Find the first row that is no block of the pool, -1 for none."""
     num_blocks = tier.ref_cnt.shape[0]
     for row in range(block_ids.shape[0]):
         if not 0 <= block_ids[row] < num_blocks:
@@ -35,19 +36,19 @@ def find_outside(tier: Any, block_ids: Any) -> Any:
 
 @compiled
 def find(tier: Any, keys: Any, block_ids: Any) -> None:
-    """Write the block that serves each key (u32[K, 8]), NO_BLOCK if none, to i32[K]."""
+    """Write the block that serves each key, NO_BLOCK if none, to i32[K]."""
     directory_lib.native_find(tier.directory, keys, block_ids)
 
 
 @compiled
 def find_prefix(tier: Any, keys: Any, block_ids: Any) -> Any:
-    """As `find`, up to the first key that has none; tell how many come before it."""
+    """`find` up to the first key that has none; return how many come before it."""
     return directory_lib.find_prefix(tier.directory, keys, block_ids)
 
 
 @compiled
 def holds(tier: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
-    """Tell which blocks (i64[K]) hold a key (u32[K, 8]), serving it or not: bool[K]."""
+    """Write to bool[K] whether blocks hold a key, serving it or not."""
     bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
@@ -63,20 +64,16 @@ def holds(tier: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
 
 @compiled
 def next_free(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
-    """Tell which blocks `allocate` would give.
+    """Write the next `num` blocks that `allocate` would take, which are free.
 
-    Args:
-        tier: The tier.
-        num: How many, at most those that are free.
-        block_ids: i64[num]. Written.
-        has_key: bool[num]. Written: whether the block has a key.
-        keys: u32[num, 8]. Written: the keys of those that have.
+    `block_ids` is i64[num]; `has_key`, bool[num], whether each has a key; `keys`,
+    u32[num, 8], the keys of those that have.
     """
-    block, found = tier.newer[NULL_BLOCK], 0
-    while found < num:
+    block, row = tier.newer[NULL_BLOCK], 0
+    while row < num:
         if tier.pins[block] == 0:
-            _show(tier, block, found, block_ids, has_key, keys)
-            found += 1
+            _show(tier, block, row, block_ids, has_key, keys)
+            row += 1
         block = tier.newer[block]
 
 
@@ -84,18 +81,11 @@ def next_free(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> N
 def next_victims(
     tier: Any, num: int, block_ids: Any, copies: Any, rows: Any, keys: Any
 ) -> Any:
-    """Tell which of the blocks that `allocate` would give have a key.
+    """Write those of the next `num` free blocks that have a key.
 
-    Args:
-        tier: The tier.
-        num: How many to look at, at most those that are free.
-        block_ids: i64[num]. Written: those that have a key.
-        copies: i64[num]. Written: their `DeviceTier.copies`.
-        rows: i64[num]. Written: the rows of those without a copy.
-        keys: u32[num, 8]. Written: the keys of these.
-
-    Returns:
-        How many have a key; how many of them have no copy.
+    Written are the blocks and their `DeviceTier.copies` (i64[num] each), the rows
+    without a copy (i64[num]) and the keys of these (u32[num, 8]). The answer is how
+    many have a key, and how many of them have no copy.
     """
     block, num_seen, num_found, num_bare = tier.newer[NULL_BLOCK], 0, 0, 0
     while num_seen < num:
@@ -114,7 +104,7 @@ def next_victims(
 
 @compiled
 def note_copies(tier: Any, block_ids: Any, copies: Any) -> Any:
-    """Note of blocks (i64[K]) with a key where a copy is (i64[K])."""
+    """Record copies (i64[K]) of blocks with a key."""
     bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
@@ -126,7 +116,7 @@ def note_copies(tier: Any, block_ids: Any, copies: Any) -> Any:
 
 @compiled
 def forget_copies(tier: Any, keys: Any) -> Any:
-    """Forget where copies of all blocks with some keys (u32[K, 8]) are; count them."""
+    """Forget the copies of all blocks with some keys; count them."""
     num_forgotten = 0
     for row in range(keys.shape[0]):
         block = directory_lib.find_one(tier.directory, keys, row)
@@ -139,23 +129,23 @@ def forget_copies(tier: Any, keys: Any) -> Any:
 
 @compiled
 def allocate(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
-    """Take the blocks that `next_free` tells, and hold each once."""
-    block, found = tier.newer[NULL_BLOCK], 0
-    while found < num:
+    """Take the blocks that `next_free` returns, and hold each once."""
+    block, row = tier.newer[NULL_BLOCK], 0
+    while row < num:
         after = tier.newer[block]
         if tier.pins[block] == 0:
-            _show(tier, block, found, block_ids, has_key, keys)
+            _show(tier, block, row, block_ids, has_key, keys)
             _unqueue(tier, block)
             _drop(tier, block)
             tier.ref_cnt[block] = 1
-            found += 1
+            row += 1
         block = after
     tier.num_free[()] -= num
 
 
 @compiled
 def touch(tier: Any, block_ids: Any) -> Any:
-    """Hold blocks (i64[K]) once more for each time they are given."""
+    """Hold blocks once more for each time they are given."""
     bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
@@ -170,10 +160,10 @@ def touch(tier: Any, block_ids: Any) -> Any:
 
 @compiled
 def free(tier: Any, block_ids: Any) -> Any:
-    """Release blocks (i64[K]) once for each time they are given.
+    """Release blocks once for each time they are given.
 
-    Those that are free now are queued in this order, where one that is
-    repeated counts at its first place. Wrong is a block that is not held as often.
+    Those that are free now are queued in this order, a repeated one at its first place.
+    A block that is not held as often is a bad row.
     """
     bad = find_outside(tier, block_ids)
     if bad < 0:
@@ -189,7 +179,7 @@ def free(tier: Any, block_ids: Any) -> Any:
 
 @compiled
 def pin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
-    """Keep blocks (i64[K]) from being allocated, once more for each time given."""
+    """Keep blocks from being allocated, once more for each time they are given."""
     bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
@@ -201,9 +191,9 @@ def pin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
 
 @compiled
 def unpin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
-    """Take pins back, one for each time that a block (i64[K]) is given.
+    """Remove a pin for each time that a block is given.
 
-    Wrong is a block that is not pinned as often.
+    A block that is not pinned as often is a bad row.
     """
     bad = find_outside(tier, block_ids)
     if bad >= 0:
@@ -233,7 +223,7 @@ def add_pins(tier: Any, block: int, num: int, is_offer: bool) -> None:
 
 @inlined
 def _tally(tier: Any, block: int, num: int) -> None:
-    """Count a block that nobody holds as free or pending, once more or less."""
+    """Count a block that is not held as free or pending, once more or less."""
     if tier.pins[block] == 0:
         tier.num_free[()] += num
     elif tier.offers[block] == 0:
@@ -242,16 +232,11 @@ def _tally(tier: Any, block: int, num: int) -> None:
 
 @compiled
 def cache(tier: Any, block_ids: Any, keys: Any, added: Any) -> Any:
-    """Make blocks findable.
+    """Make blocks findable by their keys. A block that has its key is left alone.
 
-    Args:
-        tier: The tier.
-        block_ids: i64[K].
-        keys: u32[K, 8]. What each block contains. One that has its key is left alone.
-        added: bool[K]. Written: whether the block got the key; not if it had it, and
-            not in the unlikely case that the directory had no room.
-
-    Wrong is a row whose block has another key.
+    Written to `added` (bool[K]) is whether the block got the key; not if it had it, or
+    in the unlikely case that the directory had no room. A block with another key is a
+    bad row.
     """
     bad = find_outside(tier, block_ids)
     if bad < 0:
@@ -274,13 +259,9 @@ def cache(tier: Any, block_ids: Any, keys: Any, added: Any) -> Any:
 
 @compiled
 def evict(tier: Any, block_ids: Any, has_key: Any, keys: Any) -> None:
-    """Forget what blocks contain; they stay with their requests.
+    """Forget the contents of blocks, each given once; they stay with their requests.
 
-    Args:
-        tier: The tier.
-        block_ids: i64[K]. Each once.
-        has_key: bool[K]. Written: whether the block had a key.
-        keys: u32[K, 8]. Written: the keys of those that had.
+    Written are whether each had a key (bool[K]), and the keys of those that had.
     """
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
@@ -316,7 +297,7 @@ def _unqueue(tier: Any, block: int) -> None:
 
 @compiled
 def _lower(counts: Any, block_ids: Any) -> Any:
-    """Take one from a count for each row; the first row that has none left, or -1."""
+    """Subtract one for each row; return the first row without any left, or -1."""
     is_bad = False
     for block in block_ids:
         if block > NULL_BLOCK:
@@ -336,10 +317,10 @@ def _lower(counts: Any, block_ids: Any) -> Any:
 
 @compiled
 def _find_contradiction(tier: Any, block_ids: Any, keys: Any) -> Any:
-    """Find the first row whose block has another key, or an earlier row gives it one.
+    """Find the first row whose block has another key, or gets one from an earlier row.
 
-    A block without a key has no links. For the length of this call `following` says
-    which row was the first to name it.
+    A block without a key has no links. During this call its `following` is the first
+    row with it.
     """
     bad = -1
     for row in range(block_ids.shape[0]):
@@ -364,11 +345,7 @@ def _find_contradiction(tier: Any, block_ids: Any, keys: Any) -> Any:
 
 @inlined
 def _add(tier: Any, block: int, where: Any, keys: Any, row: int) -> Any:
-    """Give a block the key of a row, whose address is known.
-
-    Returns:
-        Whether there was room for it.
-    """
+    """Give a block the key of a row; return whether there was room for it."""
     tag, first, second = where
     directory = tier.directory
     serving = directory_lib.find_at(directory, tag, first, second, keys, row)

@@ -1,17 +1,20 @@
-"""Who runs the host tier's transitions for callers in Python: arrays in, arrays out.
+"""Run the host tier's transitions for callers in Python: arrays in, arrays out.
 
 `NativeExecutor` has the state in NumPy arrays and updates them in place by compiled
 functions (`host_native`): microseconds a call. `XlaExecutor` has it in JAX arrays and
 runs the pure functions (`host_state`) as XLA programs: for policies that have no
 others, and for comparison. Both give the same answers and, to the bit, the same states.
 Keys are u32[n, 8], C-contiguous and read-only; n is at least 1.
+
+`_Verbs` is the table of verbs over keys. A new one is a function in `host_state`, its
+twin in `host_native`, and a row of the table.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -20,9 +23,8 @@ from numpy.typing import NDArray
 from jaxkv._util import shown
 from jaxkv.compiling import Bound, EntryPoints, entry_point, own
 from jaxkv.policies.base import Policy
-from jaxkv.tiers import device_native as native_device
-from jaxkv.tiers import host_native as native
-from jaxkv.tiers import host_state
+from jaxkv.policies.facts import BEGIN, Facts, begun
+from jaxkv.tiers import device_native, host_native, host_state
 from jaxkv.tiers.base import refuse_outside
 from jaxkv.tiers.host_state import HostState
 from jaxkv.types import KEY_WORDS, NO_BLOCK
@@ -30,61 +32,352 @@ from jaxkv.types import KEY_WORDS, NO_BLOCK
 ExecutorName: TypeAlias = Literal["native", "xla"]
 Words: TypeAlias = NDArray[np.uint32]
 Ids: TypeAlias = NDArray[np.int64]
+Blocks: TypeAlias = NDArray[np.int32]
+Flags: TypeAlias = NDArray[np.bool_]
 Positions: TypeAlias = NDArray[np.int32]
 
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer", covariant=True)
+
 # What compiled functions are made ready for; keys are read-only.
-_SOME_KEYS = np.frombuffer(bytes(4 * KEY_WORDS), np.uint32).reshape(1, KEY_WORDS)
-_SOME_IDS = np.empty(1, np.int64)
-_SOME_POSITIONS = np.zeros(1, np.int32)
+_SAMPLE_KEYS = np.frombuffer(bytes(4 * KEY_WORDS), np.uint32).reshape(1, KEY_WORDS)
+_SAMPLE_IDS = np.empty(1, np.int64)
+_SAMPLE_POSITIONS = np.zeros(1, np.int32)
 
 _SMALLEST_BATCH = 16
 _BATCH_STEP = 4
 
 
 class Store(NamedTuple):
-    """Where to store keys.
-
-    Attributes:
-        num_stored: How many keys to store.
-        block_ids: i64[n]. NO_BLOCK where the key is known or repeats an earlier one.
-        evicted_keys: u32[m, 8]. Keys that had to leave, in the order of eviction. Good
-            until the next call.
-    """
+    """Where to store keys."""
 
     num_stored: int
     block_ids: Ids
+    """i64[n]. NO_BLOCK where the key is known or repeats an earlier one."""
     evicted_keys: Words
+    """u32[m, 8]. In the order of eviction. Good until the next call."""
 
 
 class Step(NamedTuple):
-    """What to load and where to store.
-
-    Attributes:
-        num_hits: Keys, from the first on, to load.
-        num_stored: How many keys to store.
-        block_ids: i64[n]. The blocks of the hits, then as `Store.block_ids`.
-        evicted_keys: u32[m, 8]. As in `Store`; None if there was no room.
-    """
+    """Which blocks to load, and where to store the others."""
 
     num_hits: int
+    """Keys, from the first on, to load."""
     num_stored: int
     block_ids: Ids
+    """i64[n]. The blocks of the hits, then as in `Store`."""
     evicted_keys: Words | None
+    """u32[m, 8]. As in `Store`; None if there was no room."""
+
+
+def _as_store(counts: tuple[int, int], block_ids: Ids, evicted: Words) -> Store | None:
+    num_stored, num_evicted = counts
+    if num_evicted < 0:
+        return None
+    return Store(num_stored, block_ids, evicted[:num_evicted])
+
+
+def _as_step(counts: tuple[int, int, int], block_ids: Ids, evicted: Words) -> Step:
+    num_hits, num_stored, num_evicted = counts
+    if num_evicted < 0:
+        return Step(num_hits, num_stored, block_ids, None)
+    return Step(num_hits, num_stored, block_ids, evicted[:num_evicted])
+
+
+class Op(Generic[Arguments, Answer]):
+    """A verb over keys: the functions of its name in `host_state` and `host_native`.
+
+    Args:
+        samples: Arguments like those that follow the keys; an int is static for XLA.
+        writes: The dtype of an array, one item per key, that the native function
+            writes and the pure one returns; None for none.
+        evicts: Whether the same holds for evicted keys, u32[n, 8].
+        has_variant: Whether the native function takes the policy's variant.
+        answer: ``(number or numbers that both functions return, arrays) -> answer``.
+    """
+
+    def __init__(
+        self,
+        *samples: Any,
+        writes: Any = None,
+        evicts: bool = False,
+        has_variant: bool = False,
+        answer: Callable[..., Any] = lambda number, array: array,
+    ) -> None:
+        self.samples, self.writes, self.evicts = samples, writes, evicts
+        self.has_variant, self.answer = has_variant, answer
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(
+        self, executor: _Verbs, owner: type | None = None
+    ) -> Callable[Arguments, Answer]:
+        return executor._bind(self)
+
+
+class _Verbs:
+    """The verbs over keys. `jaxkv.tiers.host_state` says what each does."""
+
+    find = Op[[Words], Blocks](writes=np.int32)
+    find_readable = Op[[Words], Blocks](writes=np.int32)
+    lookup = Op[[Words], int]()
+    touch = Op[[Words, bool], None](True, has_variant=True)
+    note = Op[[Words, int, Positions, Facts], int](
+        BEGIN, _SAMPLE_POSITIONS, begun(0, 0)
+    )
+    prepare_load = Op[[Words], tuple[int, Ids]](
+        writes=np.int64, answer=lambda *row_and_ids: row_and_ids
+    )
+    complete_load = Op[[Words], tuple[int, Ids]](
+        writes=np.int64, answer=lambda *row_and_ids: row_and_ids
+    )
+    prepare_store = Op[[Words], Store | None](
+        writes=np.int64, evicts=True, has_variant=True, answer=_as_store
+    )
+    complete_store = Op[[Words, bool], Flags](True, writes=np.bool_)
+    discard = Op[[Words], Flags](writes=np.bool_)
+    request_step = Op[[Words], Step](
+        writes=np.int64, evicts=True, has_variant=True, answer=_as_step
+    )
+
+    def _bind(self, op: Op[..., Any]) -> Callable[..., Any]:
+        raise NotImplementedError
+
+
+class NativeExecutor(_Verbs):
+    """Runs compiled functions over NumPy arrays, a copy of the given state."""
+
+    def __init__(self, policy: Policy, state: HostState) -> None:
+        assert policy.native is not None
+        self.state: HostState = own(state)
+        self._policy = policy
+        self._variant = policy.native.variant
+        self._bound = Bound(self.state)
+        self._ref_cnt = self.state.ref_cnt
+        self._room = _Room()
+        self._by_ids = EntryPoints(
+            host_native,
+            {
+                "pin": (self._ref_cnt, _SAMPLE_IDS),
+                "complete_step": (self._ref_cnt, _SAMPLE_IDS, 0, 0),
+            },
+        )
+        # Functions that take the device's state, too, once they were called.
+        self._by_device: dict[str, Callable[..., Any]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_executor, (self._policy, "native", self.state)
+
+    def _bind(self, op: Op[..., Any]) -> Callable[..., Any]:
+        """Make a verb at its first use.
+
+        It does not refer to the executor, which keeps it: a circle would keep the
+        state of an executor that was replaced.
+        """
+        bound, variant = self._bound, self._variant
+        head = (bound, variant) if op.has_variant else (bound,)
+        dtype, answer, room = op.writes, op.answer, self._room
+        arrays: list[Any] = [] if dtype is None else [np.empty(1, dtype)]
+        if op.evicts:
+            arrays.append(room.of(1))
+        function = entry_point(
+            getattr(host_native, op.name), *head, _SAMPLE_KEYS, *op.samples, *arrays
+        )
+
+        call: Callable[..., Any] = functools.partial(function, *head)
+        run = call
+
+        def write(keys: Words) -> Any:
+            array = np.empty(len(keys), dtype)
+            return answer(run(keys, array), array)
+
+        def write_with(keys: Words, argument: Any) -> Any:
+            array = np.empty(len(keys), dtype)
+            return answer(run(keys, argument, array), array)
+
+        def write_evicted(keys: Words) -> Any:
+            array, evicted = np.empty(len(keys), dtype), room.of(len(keys))
+            counts = function(bound, variant, keys, array, evicted)
+            return answer(counts, array, evicted)
+
+        if arrays:
+            call = write_evicted if op.evicts else write_with if op.samples else write
+        vars(self)[op.name] = call  # From now on found without coming here.
+        return call
+
+    def pin(self, block_ids: Ids) -> bool:
+        """Pin blocks, unless one is being stored. An id that is no block's raises."""
+        is_done: bool = self._by_ids.pin(self._ref_cnt, block_ids)
+        if not is_done:
+            refuse_outside(block_ids, len(self._ref_cnt))
+        return is_done
+
+    def complete_step(
+        self, block_ids: Ids, num_hits: int, min_id: int = NO_BLOCK
+    ) -> bool:
+        """End loads of the first blocks and stores of the others.
+
+        Fewer than `num_hits` ids raise, and an id that is no block's, except NO_BLOCK
+        where that is `min_id`.
+        """
+        if not 0 <= num_hits <= len(block_ids):
+            _refuse_hits(num_hits, len(block_ids))
+        is_done: bool = self._by_ids.complete_step(
+            self._ref_cnt, block_ids, num_hits, min_id
+        )
+        if not is_done:
+            refuse_outside(block_ids, len(self._ref_cnt), min_id)
+        return is_done
+
+    def find_beside(self, device: Bound, keys: Words) -> tuple[int, Blocks, Blocks]:
+        """Find a prefix whose blocks are on the device or readable on the host.
+
+        The answer is how many keys, from the first on, have a block, and the blocks on
+        each of the tiers: i32[n], undefined for the keys after these.
+        """
+        on_device, on_host = np.empty((2, len(keys)), np.int32)
+        num = self._call("find_beside", device, self._bound, keys, on_device, on_host)
+        return num, on_device, on_host
+
+    def place_from(
+        self, device: Bound, keys: Words, sources: Ids, is_head: bool
+    ) -> Store | None:
+        """Give unknown keys blocks, and pin the device blocks (`sources`) with them.
+
+        Keys that begin a prefix (`is_head`) are reordered. The answer is None if there
+        is no room, or a device block does not hold its key.
+        """
+        block_ids, evicted = np.empty(len(keys), np.int64), self._room.of(len(keys))
+        host = self._bound, self._variant
+        counts = self._call(
+            "place_from", device, *host, keys, sources, is_head, block_ids, evicted
+        )
+        return _as_store(counts, block_ids, evicted)
+
+    def next_victims(
+        self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
+    ) -> tuple[int, int]:
+        """Find what the device evicts next; see `host_native`.
+
+        The answer is how many blocks have a key, and how many of them have no copy.
+        """
+        read_only = keys.view()
+        read_only.flags.writeable = False
+        written = block_ids, copies, rows, keys
+        counts: tuple[int, int] = self._call(
+            "next_victims", device, self._bound, num, *written, read_only
+        )
+        return counts
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        function = self._by_device.get(name)
+        if function is None:
+            function = entry_point(getattr(host_native, name), *arguments)
+            self._by_device[name] = function
+        return function(*arguments)
+
+
+class _Room:
+    """Room for evicted keys, kept from call to call."""
+
+    def __init__(self) -> None:
+        self._words = np.empty((_SMALLEST_BATCH, KEY_WORDS), np.uint32)
+
+    def of(self, num_keys: int) -> Words:
+        if len(self._words) < num_keys:
+            self._words = np.empty((2 * num_keys, KEY_WORDS), np.uint32)
+        return self._words
+
+
+class XlaExecutor(_Verbs):
+    """Runs the pure functions as XLA programs, with keys padded to a few sizes.
+
+    It has the methods of `NativeExecutor`, except `place_from`.
+    """
+
+    def __init__(self, policy: Policy, state: HostState) -> None:
+        self._policy = policy
+        self.state: HostState = jax.device_put(own(state), cpu_device())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_executor, (self._policy, "xla", self.state)
+
+    def _bind(self, op: Op[..., Any]) -> Callable[..., Any]:
+        return functools.partial(self._run, op)
+
+    def _run(self, op: Op[..., Any], keys: Words, *arguments: Any) -> Any:
+        num_keys = len(keys)
+        padded = np.zeros((_padded(num_keys), KEY_WORDS), np.uint32)
+        padded[:num_keys] = keys
+        static = tuple(value for value in arguments if type(value) is int)
+        rest = map(_as_traced, arguments[len(static) :])
+        self.state, result = _compiled(
+            *(op.name, static, self._policy, self.state, padded, np.int32(num_keys)),
+            *rest,
+        )
+
+        def as_native(value: Any) -> Any:
+            if not value.ndim:
+                return value.item()
+            rows = np.asarray(value)[:num_keys]
+            return rows.astype(op.writes) if rows.ndim == 1 else rows
+
+        result = jax.tree.map(as_native, result)
+        if not isinstance(result, tuple):
+            return result
+        if op.evicts:
+            return op.answer(result[:-2], *result[-2:])
+        return op.answer(*result)
+
+    def pin(self, block_ids: Ids) -> bool:
+        refuse_outside(block_ids, self._policy.num_blocks)
+        self.state, ok = _pin(self.state, _pad(block_ids, NO_BLOCK))
+        return bool(ok)
+
+    def complete_step(
+        self, block_ids: Ids, num_hits: int, min_id: int = NO_BLOCK
+    ) -> bool:
+        _refuse_hits(num_hits, len(block_ids))
+        refuse_outside(block_ids, self._policy.num_blocks, min_id)
+        padded = _pad(block_ids, NO_BLOCK)
+        self.state, ok = _complete_step(self.state, padded, np.int32(num_hits))
+        return bool(ok)
+
+    def find_beside(self, device: Bound, keys: Words) -> tuple[int, Blocks, Blocks]:
+        on_device, on_host = np.empty(len(keys), np.int32), self.find_readable(keys)
+        device_native.find(device, keys, on_device)
+        is_missing = (on_device == NO_BLOCK) & (on_host == NO_BLOCK)
+        num = int(is_missing.argmax()) if is_missing.any() else len(keys)
+        return num, on_device, on_host
+
+    def next_victims(
+        self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
+    ) -> tuple[int, int]:
+        num_held, num_bare = device_native.next_victims(
+            device, num, block_ids, copies, rows, keys
+        )
+        if not num_bare:
+            return num_held, 0
+        on_host = self.find(keys[:num_bare]).astype(np.int64)
+        has_copy, bare = on_host != NO_BLOCK, rows[:num_bare].copy()
+        copies[bare] = on_host
+        device_native.note_copies(device, block_ids[bare[has_copy]], on_host[has_copy])
+        num_left = num_bare - np.count_nonzero(has_copy)
+        rows[:num_left] = bare[~has_copy]
+        keys[:num_left] = keys[:num_bare][~has_copy]
+        return num_held, num_left
+
+
+Executor: TypeAlias = NativeExecutor | XlaExecutor
 
 
 def make_executor(
     policy: Policy, name: ExecutorName = "native", state: HostState | None = None
 ) -> Executor:
-    """Make the executor of a tier.
+    """Make the executor of a tier with a copy of a state; None for an empty tier.
 
-    Args:
-        policy: The cache policy.
-        name: "xla" to run the pure functions; "native" to run the others, where the
-            policy has them.
-        state: What to begin with; it is copied. None for an empty tier.
-
-    Raises:
-        ValueError: If the name is neither.
+    A policy without native functions has its pure ones run in any case.
     """
     if name not in ("native", "xla"):
         raise ValueError(f"executor={shown(name)} must be 'native' or 'xla'.")
@@ -96,434 +389,32 @@ def make_executor(
     return XlaExecutor(policy, state)
 
 
-class NativeExecutor:
-    """Runs compiled functions over NumPy arrays.
-
-    `jaxkv.tiers.host_state` says what each transition does.
-
-    Args:
-        policy: The cache policy; it has native functions.
-        state: What to begin with; it is copied.
-
-    Attributes:
-        state: The state, with arrays that calls change.
-    """
-
-    def __init__(self, policy: Policy, state: HostState) -> None:
-        assert policy.native is not None
-        self.state: HostState = own(state)
-        self._policy = policy
-        self._variant = policy.native.variant
-        self._bound = Bound(self.state)
-        self._ref_cnt = self.state.ref_cnt
-        # Room for the keys that a call evicts, kept from call to call.
-        self._evicted = np.empty((_SMALLEST_BATCH, KEY_WORDS), np.uint32)
-        # What takes the device's state, too, made ready when it is first called.
-        self._beside: dict[str, Callable[..., Any]] = {}
-        bound, variant, evicted = self._bound, self._variant, self._evicted
-        self._native = EntryPoints(
-            native,
-            {
-                "find": (bound, _SOME_KEYS, np.empty(1, np.int32)),
-                "find_readable": (bound, _SOME_KEYS, np.empty(1, np.int32)),
-                "lookup": (bound, _SOME_KEYS),
-                "touch": (bound, variant, _SOME_KEYS, True),
-                "begin": (bound, _SOME_KEYS, _SOME_POSITIONS, 0, 0),
-                "finish": (bound, _SOME_KEYS, _SOME_POSITIONS, 0, 0, 0, 0),
-                "retain": (bound, _SOME_KEYS, 0, 0, 0, 0),
-                "prepare_load": (bound, _SOME_KEYS, _SOME_IDS),
-                "complete_load": (bound, _SOME_KEYS, _SOME_IDS),
-                "pin": (self._ref_cnt, _SOME_IDS),
-                "complete_step": (self._ref_cnt, _SOME_IDS, 0, 0),
-                "prepare_store": (bound, variant, _SOME_KEYS, _SOME_IDS, evicted),
-                "complete_store": (bound, _SOME_KEYS, True, np.empty(1, np.bool_)),
-                "discard": (bound, _SOME_KEYS, np.empty(1, np.bool_)),
-                "request_step": (bound, variant, _SOME_KEYS, _SOME_IDS, evicted),
-            },
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return make_executor, (self._policy, "native", self.state)
-
-    def find(self, keys: Words) -> NDArray[np.int32]:
-        """Find the block of each key, one that is being stored included: i32[n]."""
-        block_ids = np.empty(len(keys), np.int32)
-        self._native.find(self._bound, keys, block_ids)
-        return block_ids
-
-    def find_readable(self, keys: Words) -> NDArray[np.int32]:
-        """Find the block of each key whose bytes have arrived: i32[n]."""
-        block_ids = np.empty(len(keys), np.int32)
-        self._native.find_readable(self._bound, keys, block_ids)
-        return block_ids
-
-    def find_beside(
-        self, device: Bound, keys: Words
-    ) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
-        """Find a prefix of which each block is on the device or can be read here.
-
-        Returns:
-            How many keys, from the first on, have a block; and the block of each on the
-            device and here: i32[n]. What these say of other keys means nothing.
-        """
-        on_device, on_host = np.empty((2, len(keys)), np.int32)
-        num = self._call("find_beside", device, self._bound, keys, on_device, on_host)
-        return num, on_device, on_host
-
-    def place_from(
-        self, device: Bound, keys: Words, sources: Ids, is_head: bool
-    ) -> Store | None:
-        """Give unknown keys blocks, and pin the device blocks that hold them.
-
-        Args:
-            device: The device tier.
-            keys: The keys.
-            sources: The device blocks that are said to hold them.
-            is_head: Whether the first one begins a prefix. They are reordered then.
-
-        Returns:
-            None if there is no room, or a device block does not hold its key.
-        """
-        block_ids, evicted = np.empty(len(keys), np.int64), self._room(len(keys))
-        num_stored, num_evicted = self._call(
-            "place_from",
-            device,
-            self._bound,
-            self._variant,
-            keys,
-            sources,
-            is_head,
-            block_ids,
-            evicted,
-        )
-        if num_evicted < 0:
-            return None
-        return Store(num_stored, block_ids, evicted[:num_evicted])
-
-    def next_victims(
-        self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
-    ) -> tuple[int, int]:
-        """Find what the device evicts next; note what is here of it: see `host_native`.
-
-        Returns:
-            How many have a key; how many of them are not here.
-        """
-        same = keys.view()
-        same.flags.writeable = False
-        found: tuple[int, int] = self._call(
-            "next_victims",
-            device,
-            self._bound,
-            num,
-            block_ids,
-            copies,
-            rows,
-            keys,
-            same,
-        )
-        return found
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Call what takes the device's state, too."""
-        function = self._beside.get(name)
-        if function is None:
-            function = entry_point(getattr(native, name), *arguments)
-            self._beside[name] = function
-        return function(*arguments)
-
-    def lookup(self, keys: Words) -> int:
-        """Count the keys, from the first on, that can be read."""
-        num_hits: int = self._native.lookup(self._bound, keys)
-        return num_hits
-
-    def touch(self, keys: Words, counts_as_use: bool = True) -> None:
-        """Record a use of each key, or only move them."""
-        self._native.touch(self._bound, self._variant, keys, counts_as_use)
-
-    def begin(
-        self, keys: Words, positions: Positions, now_ms: int, num_tokens: int
-    ) -> int:
-        """Tell the policy that a request begins; return what `finish` takes."""
-        mark: int = self._native.begin(self._bound, keys, positions, now_ms, num_tokens)
-        return mark
-
-    def finish(
-        self,
-        keys: Words,
-        positions: Positions,
-        now_ms: int,
-        num_output_tokens: int,
-        stop: int,
-        mark: int,
-    ) -> None:
-        """Tell the policy that a request has finished."""
-        self._native.finish(
-            self._bound, keys, positions, now_ms, num_output_tokens, stop, mark
-        )
-
-    def retain(
-        self,
-        keys: Words,
-        priority: int,
-        half_life_ms: int,
-        ttl_ms: int,
-        given_ms: int,
-    ) -> None:
-        """Give blocks a priority."""
-        self._native.retain(self._bound, keys, priority, half_life_ms, ttl_ms, given_ms)
-
-    def prepare_load(self, keys: Words) -> tuple[Ids, int]:
-        """Pin blocks: their ids, and the first row that cannot be read or -1."""
-        block_ids = np.empty(len(keys), np.int64)
-        return block_ids, self._native.prepare_load(self._bound, keys, block_ids)
-
-    def complete_load(self, keys: Words) -> tuple[Ids, int]:
-        """Unpin blocks: their ids, and the first row that is not pinned or -1."""
-        block_ids = np.empty(len(keys), np.int64)
-        return block_ids, self._native.complete_load(self._bound, keys, block_ids)
-
-    def pin(self, block_ids: Ids) -> bool:
-        """Pin blocks by their ids, unless one is being stored.
-
-        Raises:
-            ValueError: If one is no block's.
-        """
-        is_done: bool = self._native.pin(self._ref_cnt, block_ids)
-        if not is_done:
-            refuse_outside(block_ids, len(self._ref_cnt))
-        return is_done
-
-    def complete_step(
-        self, block_ids: Ids, num_hits: int, least: int = NO_BLOCK
-    ) -> bool:
-        """End loads of the first blocks and stores of the others.
-
-        Raises:
-            ValueError: If there are less than `num_hits`, or one is no block's, nor
-                NO_BLOCK where that is the `least`.
-        """
-        if not 0 <= num_hits <= len(block_ids):
-            _refuse_hits(num_hits, len(block_ids))
-        is_done: bool = self._native.complete_step(
-            self._ref_cnt, block_ids, num_hits, least
-        )
-        if not is_done:
-            refuse_outside(block_ids, len(self._ref_cnt), least)
-        return is_done
-
-    def prepare_store(self, keys: Words) -> Store | None:
-        """Give unknown keys blocks; None if there is no room."""
-        block_ids, evicted = np.empty(len(keys), np.int64), self._room(len(keys))
-        num_stored, num_evicted = self._native.prepare_store(
-            self._bound, self._variant, keys, block_ids, evicted
-        )
-        if num_evicted < 0:
-            return None
-        return Store(num_stored, block_ids, evicted[:num_evicted])
-
-    def complete_store(self, keys: Words, success: bool) -> NDArray[np.bool_]:
-        """End stores; tell of each key whether its store ended: bool[n]."""
-        ended = np.empty(len(keys), np.bool_)
-        self._native.complete_store(self._bound, keys, success, ended)
-        return ended
-
-    def discard(self, keys: Words) -> NDArray[np.bool_]:
-        """Forget idle blocks; tell which keys were forgotten: bool[n]."""
-        gone = np.empty(len(keys), np.bool_)
-        self._native.discard(self._bound, keys, gone)
-        return gone
-
-    def request_step(self, keys: Words) -> Step:
-        """Pin what is there and find room for the rest."""
-        block_ids, evicted = np.empty(len(keys), np.int64), self._room(len(keys))
-        num_hits, num_stored, num_evicted = self._native.request_step(
-            self._bound, self._variant, keys, block_ids, evicted
-        )
-        gone = None if num_evicted < 0 else evicted[:num_evicted]
-        return Step(num_hits, num_stored, block_ids, gone)
-
-    def _room(self, num_keys: int) -> Words:
-        if len(self._evicted) < num_keys:
-            self._evicted = np.empty((2 * num_keys, KEY_WORDS), np.uint32)
-        return self._evicted
-
-
-class XlaExecutor:
-    """Runs the pure functions as XLA programs, with keys padded to a few sizes.
-
-    Its methods are those of `NativeExecutor`.
-
-    Args:
-        policy: The cache policy.
-        state: What to begin with; it is copied.
-    """
-
-    def __init__(self, policy: Policy, state: HostState) -> None:
-        self._policy = policy
-        self.state: HostState = jax.device_put(own(state), cpu_device())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return make_executor, (self._policy, "xla", self.state)
-
-    def find(self, keys: Words) -> NDArray[np.int32]:
-        found: NDArray[np.int32] = self._run(_reading(_find), keys)
-        return found
-
-    def find_readable(self, keys: Words) -> NDArray[np.int32]:
-        found: NDArray[np.int32] = self._run(_reading(host_state.find_readable), keys)
-        return found
-
-    def find_beside(
-        self, device: Bound, keys: Words
-    ) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
-        on_device, on_host = np.empty(len(keys), np.int32), self.find_readable(keys)
-        native_device.find(device, keys, on_device)
-        is_missing = (on_device == NO_BLOCK) & (on_host == NO_BLOCK)
-        num = int(is_missing.argmax()) if is_missing.any() else len(keys)
-        return num, on_device, on_host
-
-    def next_victims(
-        self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
-    ) -> tuple[int, int]:
-        num_found, num_bare = native_device.next_victims(
-            device, num, block_ids, copies, rows, keys
-        )
-        if not num_bare:
-            return num_found, 0
-        held = self.find(keys[:num_bare]).astype(np.int64)
-        is_here, bare = held != NO_BLOCK, rows[:num_bare].copy()
-        copies[bare] = held
-        native_device.note_copies(device, block_ids[bare[is_here]], held[is_here])
-        num_left = num_bare - np.count_nonzero(is_here)
-        rows[:num_left] = bare[~is_here]
-        keys[:num_left] = keys[:num_bare][~is_here]
-        return num_found, num_left
-
-    def lookup(self, keys: Words) -> int:
-        return int(self._run(_reading(host_state.lookup), keys))
-
-    def touch(self, keys: Words, counts_as_use: bool = True) -> None:
-        function = host_state.touch if counts_as_use else host_state.reorder
-        self._run(_writing(function), keys)
-
-    def begin(
-        self, keys: Words, positions: Positions, now_ms: int, num_tokens: int
-    ) -> int:
-        told = _pad_zeros(positions), np.uint32(now_ms), np.int32(num_tokens)
-        return int(self._run(host_state.begin, keys, *told))
-
-    def finish(
-        self,
-        keys: Words,
-        positions: Positions,
-        now_ms: int,
-        num_output_tokens: int,
-        stop: int,
-        mark: int,
-    ) -> None:
-        numbers = map(np.int32, (num_output_tokens, stop, mark))
-        told = _pad_zeros(positions), np.uint32(now_ms), *numbers
-        self._run(_writing(host_state.finish), keys, *told)
-
-    def retain(
-        self,
-        keys: Words,
-        priority: int,
-        half_life_ms: int,
-        ttl_ms: int,
-        given_ms: int,
-    ) -> None:
-        terms = map(np.uint32, (half_life_ms, ttl_ms, given_ms))
-        self._run(_writing(host_state.retain), keys, np.int32(priority), *terms)
-
-    def prepare_load(self, keys: Words) -> tuple[Ids, int]:
-        return _ids_and_first(self._run(host_state.prepare_load, keys))
-
-    def complete_load(self, keys: Words) -> tuple[Ids, int]:
-        return _ids_and_first(self._run(host_state.complete_load, keys))
-
-    def pin(self, block_ids: Ids) -> bool:
-        refuse_outside(block_ids, self._policy.num_blocks)
-        self.state, ok = _pin(self.state, _pad(block_ids))
-        return bool(ok)
-
-    def complete_step(
-        self, block_ids: Ids, num_hits: int, least: int = NO_BLOCK
-    ) -> bool:
-        _refuse_hits(num_hits, len(block_ids))
-        refuse_outside(block_ids, self._policy.num_blocks, least)
-        self.state, ok = _complete_step(self.state, _pad(block_ids), np.int32(num_hits))
-        return bool(ok)
-
-    def prepare_store(self, keys: Words) -> Store | None:
-        answer = self._run(host_state.prepare_store, keys)
-        if not answer.ok:
-            return None
-        evicted = answer.evicted_keys[: int(answer.num_evicted)]
-        num_stored = int(np.count_nonzero(answer.block_ids != NO_BLOCK))
-        return Store(num_stored, answer.block_ids.astype(np.int64), evicted)
-
-    def complete_store(self, keys: Words, success: bool) -> NDArray[np.bool_]:
-        ended: NDArray[np.bool_]
-        ended = self._run(host_state.complete_store, keys, np.bool_(success))
-        return ended
-
-    def discard(self, keys: Words) -> NDArray[np.bool_]:
-        gone: NDArray[np.bool_] = self._run(host_state.discard, keys)
-        return gone
-
-    def request_step(self, keys: Words) -> Step:
-        answer = self._run(host_state.request_step, keys)
-        evicted = answer.evicted_keys[: int(answer.num_evicted)] if answer.ok else None
-        num_hits = int(answer.num_hits)
-        num_stored = int(np.count_nonzero(answer.block_ids[num_hits:] != NO_BLOCK))
-        return Step(num_hits, num_stored, answer.block_ids.astype(np.int64), evicted)
-
-    def _run(self, function: Callable[..., Any], keys: Words, *more: Any) -> Any:
-        """Run a function; arrays of its answer that have a row a key are cut to n."""
-        num_keys = len(keys)
-        padded = np.zeros((_padded(num_keys), KEY_WORDS), np.uint32)
-        padded[:num_keys] = keys
-        self.state, answer = _compiled(
-            function, self._policy, self.state, padded, np.int32(num_keys), *more
-        )
-        return jax.tree.map(
-            lambda x: np.asarray(x)[:num_keys] if x.ndim else np.asarray(x)[()], answer
-        )
-
-
-Executor: TypeAlias = NativeExecutor | XlaExecutor
-
-
 def cpu_device() -> jax.Device:
-    """Choose the CPU backend; where it is switched off, whatever there is."""
+    """Choose the CPU backend; where it is switched off, the first device."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         return jax.local_devices()[0]
 
 
-def _find(policy: Policy, state: HostState, *batch: Any) -> Any:
-    return policy.find(state.policy, *batch)
-
-
-@functools.cache
-def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function that only answers give the state as well."""
-    return lambda policy, state, *batch: (state, function(policy, state, *batch))
-
-
-@functools.cache
-def _writing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function that only changes the state answer as well."""
-    return lambda policy, state, *batch: (function(policy, state, *batch), ())
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _compiled(
-    function: Callable[..., Any], policy: Policy, state: HostState, *batch: Any
+    name: str,
+    static: tuple[int, ...],
+    policy: Policy,
+    state: HostState,
+    keys: Any,
+    count: Any,
+    *rest: Any,
 ) -> Any:
-    return function(policy, state, *batch)
+    """Run a pure function, which returns a state, an answer, or both."""
+    function = getattr(host_state, name)
+    result = function(policy, state, keys, count, *static, *rest)
+    if isinstance(result, HostState):
+        return result, None
+    if isinstance(result, tuple) and isinstance(result[0], HostState):
+        return result
+    return state, result
 
 
 _pin = jax.jit(host_state.pin, donate_argnums=0)
@@ -543,20 +434,15 @@ def _padded(size: int) -> int:
     return padded
 
 
-def _pad(block_ids: Ids) -> NDArray[np.int32]:
-    padded = np.full(_padded(len(block_ids)), NO_BLOCK, np.int32)
-    padded[: len(block_ids)] = block_ids
+def _as_traced(argument: Any) -> Any:
+    """Pad an array with an item per key; make one of facts, each cut to 32 bits."""
+    if isinstance(argument, np.ndarray):
+        return _pad(argument, 0)
+    is_facts = isinstance(argument, tuple)
+    return np.array(argument, np.int64).astype(np.int32) if is_facts else argument
+
+
+def _pad(numbers: NDArray[Any], padding: int) -> NDArray[np.int32]:
+    padded = np.full(_padded(len(numbers)), padding, np.int32)
+    padded[: len(numbers)] = numbers
     return padded
-
-
-def _pad_zeros(positions: Positions) -> NDArray[np.int32]:
-    padded = np.zeros(_padded(len(positions)), np.int32)
-    padded[: len(positions)] = positions
-    return padded
-
-
-def _ids_and_first(answer: host_state.LoadAnswer) -> tuple[Ids, int]:
-    bad = np.asarray(answer.bad)
-    return np.asarray(answer.block_ids, np.int64), (
-        int(bad.argmax()) if bad.any() else -1
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -24,12 +24,12 @@ from jaxkv.types import KEY_BYTES, NO_BLOCK
 class OffloadingManager(BlockIndex):
     """A `BlockIndex` of the host, with the calls of vLLM.
 
-    The methods, their order of calls and their results are those of vLLM 0.19.1's
+    Methods, order of calls and results equal vLLM 0.19.1's
     `CPUOffloadingManager`, with three differences: misuse raises a ValueError that
     names the key; a call that raises changes nothing; and a key that is given twice to
     `prepare_store` takes one block (vLLM's takes two and never finds the first again).
 
-    Arguments, errors and attributes are those of `BlockIndex`.
+    For arguments, errors and attributes see `BlockIndex`.
 
     Example:
         >>> m = OffloadingManager(block_size=16, num_blocks=2)
@@ -43,27 +43,14 @@ class OffloadingManager(BlockIndex):
     """
 
     def lookup(self, block_hashes: Iterable[bytes]) -> int:
-        """Count the keys, from the first on, that are present and ready.
-
-        Args:
-            block_hashes: Keys of a prefix, in its order.
-
-        Returns:
-            The length of the hit, in blocks.
-        """
+        """Count the keys of a prefix, from the first on, that are present and ready."""
         names, words = pack(block_hashes)
         if self._reuse is not None:
             self._reuse.count(names)
         return self.executor.lookup(words) if names else 0
 
     def prepare_load(self, block_hashes: Iterable[bytes]) -> LoadStoreSpec:
-        """Pin blocks that are about to be read.
-
-        Args:
-            block_hashes: Keys that are present and ready.
-
-        Returns:
-            Where they are, in the order given.
+        """Pin blocks that are about to be read, and return them in the order given.
 
         Raises:
             ValueError: If a key is absent or its bytes have not arrived. Then nothing
@@ -72,7 +59,7 @@ class OffloadingManager(BlockIndex):
         names, words = pack(block_hashes)
         if not names:
             return LoadStoreSpec(NO_IDS)
-        block_ids, bad = self.executor.prepare_load(words)
+        bad, block_ids = self.executor.prepare_load(words)
         if bad >= 0:
             why = "is not ready for reading: its store has not completed."
             if block_ids[bad] == NO_BLOCK:
@@ -81,10 +68,7 @@ class OffloadingManager(BlockIndex):
         return LoadStoreSpec(block_ids)
 
     def complete_load(self, block_hashes: Iterable[bytes]) -> None:
-        """Unpin blocks that were read.
-
-        Args:
-            block_hashes: Keys given to `prepare_load` before, once for each time.
+        """Unpin blocks that were read, once for each `prepare_load`.
 
         Raises:
             ValueError: If a key has no load in progress. Then nothing is unpinned.
@@ -92,7 +76,7 @@ class OffloadingManager(BlockIndex):
         names, words = pack(block_hashes)
         if not names:
             return
-        block_ids, bad = self.executor.complete_load(words)
+        bad, block_ids = self.executor.complete_load(words)
         if bad >= 0:
             why = "has fewer loads in progress than complete_load() would end."
             if block_ids[bad] == NO_BLOCK:
@@ -102,15 +86,10 @@ class OffloadingManager(BlockIndex):
     def prepare_store(
         self, block_hashes: Iterable[bytes], *, filtered: bool = True
     ) -> PrepareStoreOutput | None:
-        """Do as `place` does, and list all keys.
+        """Find room for blocks that could be stored, as `place`, and list all keys.
 
-        Args:
-            block_hashes: Keys of blocks that could be stored.
-            filtered: Whether a `store_threshold` counts.
-
-        Returns:
-            What to store where, and what had to leave; None if there is no room, and
-            then nothing has changed.
+        `filtered` is whether a `store_threshold` counts. None means that there is no
+        room; then nothing has changed.
         """
         placement = self.place(block_hashes, filtered=filtered)
         return None if placement is None else _as_output(placement)
@@ -119,14 +98,9 @@ class OffloadingManager(BlockIndex):
         """Serve a whole request: pin what is on the host and find room for the rest.
 
         The same as `lookup`, `touch`, `prepare_load` of the hits and `prepare_store`,
-        with one call and one search for the keys.
-
-        Args:
-            block_hashes: Keys of a prefix, in its order.
-
-        Returns:
-            What to load and what to store. End it with `complete_step`, or, where
-            something failed, its parts with `complete_load` and `complete_store`.
+        with one call and one search for the keys of the prefix. End it with
+        `complete_step`, or, where something failed, its parts with `complete_load` and
+        `complete_store`.
 
         Example:
             >>> m = OffloadingManager(block_size=16, num_blocks=2)
@@ -150,19 +124,16 @@ class OffloadingManager(BlockIndex):
         return RequestStepOutput(num_hits, loads, store, (self.executor, block_ids))
 
     def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
-        """Have blocks be found, as their bytes have arrived; see `BlockIndex`."""
+        """Make blocks findable: their bytes have arrived; see `BlockIndex`."""
         check_are_bytes(keys)
         super().publish(block_ids, keys)
 
     def complete_step(self, step: RequestStepOutput) -> None:
-        """End the loads and stores of a request step, all of them arrived.
-
-        Args:
-            step: What `request_step` returned.
+        """End the loads and stores of a `request_step`, all of them arrived.
 
         Raises:
-            ValueError: If it is none of this manager's, or it, or a part of it, was
-                ended before. Then nothing changes.
+            ValueError: If it is not of this manager, or it, or a part of it, was ended
+                before. Then nothing changes.
         """
         pending = step.pending if isinstance(step, RequestStepOutput) else None
         executor, block_ids = pending or (None, NO_IDS)
@@ -184,10 +155,8 @@ class OffloadingManager(BlockIndex):
         """Load, or compile, what the methods run, so that no later call waits for it.
 
         It takes seconds where the machine has not run them before, else part of one.
-
-        Args:
-            step_by_step: Whether `lookup`, `prepare_load`, `complete_load` and
-                `request_step` will be called, too.
+        `step_by_step` includes `lookup`, `prepare_load`, `complete_load` and
+        `request_step`.
         """
         super().warm_up()
         if step_by_step:
@@ -198,7 +167,7 @@ class OffloadingManager(BlockIndex):
             scratch.complete_load(words)
             scratch.request_step(words)
 
-    def _step_by_step(self, names: list[bytes]) -> RequestStepOutput:
+    def _step_by_step(self, names: Sequence[bytes]) -> RequestStepOutput:
         """Serve a request by the calls that a request step stands for."""
         num_hits = self.lookup(names)
         self.touch(names)

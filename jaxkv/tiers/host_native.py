@@ -1,8 +1,8 @@
-"""The host tier's transitions in place; `jaxkv.tiers.host_state` says what they are.
+"""The host tier's transitions in place; `jaxkv.tiers.host_state` defines them.
 
 Every function takes a `Bound` of a `HostState` and keys as u32[K, 8] and updates the
 state as the pure function of the same name does, to the bit. A function that refuses
-changes nothing.
+changes nothing. Block ids are i64[K], unless said otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROTECTION = 1 << 30
 
 @compiled
 def find(state: Any, keys: Any, block_ids: Any) -> None:
-    """Write the block of each key to `block_ids` (i32[K]), NO_BLOCK if it has none."""
+    """Write the block of each key to i32[K], NO_BLOCK if it has none."""
     entries = empty(keys.shape[0], np.int32)
     policy = state.policy
     functions_of(policy).find(policy, keys, entries, block_ids)
@@ -41,7 +41,7 @@ def find(state: Any, keys: Any, block_ids: Any) -> None:
 
 @compiled
 def find_readable(state: Any, keys: Any, block_ids: Any) -> None:
-    """As `find`, with NO_BLOCK for blocks whose bytes have not arrived."""
+    """`find`, with NO_BLOCK for blocks whose bytes have not arrived."""
     entries = empty(keys.shape[0], np.int32)
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     for row in range(keys.shape[0]):
@@ -53,18 +53,11 @@ def find_readable(state: Any, keys: Any, block_ids: Any) -> None:
 def find_beside(
     device: Any, state: Any, keys: Any, on_device: Any, on_host: Any
 ) -> Any:
-    """Find a prefix of which each block is on the device, or can be read here.
+    """Find a prefix whose blocks are on the device, or readable here.
 
-    Args:
-        device: The device tier.
-        state: The host tier.
-        keys: u32[K, 8].
-        on_device: i32[K]. Written: the block that serves each key, NO_BLOCK for none.
-        on_host: i32[K]. Written: its block here, likewise.
-
-    Returns:
-        How many keys, from the first on, have a block. What is written of the others
-        means nothing.
+    Written are the block that serves each key on the device, and its block here (i32[K]
+    each), NO_BLOCK for none. The answer is how many keys, from the first on, have a
+    block. The rows after these are undefined.
     """
     policy = state.policy
     num_keys = keys.shape[0]
@@ -118,54 +111,17 @@ def touch(state: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
 
 
 @compiled
-def begin(state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
-    """Tell the policy that a request begins; see `NativePolicy.begin`."""
+def note(state: Any, keys: Any, kind: int, positions: Any, facts: Any) -> Any:
+    """Show the policy facts about a request; see `NativePolicy.note`."""
     policy = state.policy
-    return functions_of(policy).begin(policy, keys, positions, now_ms, num_tokens)
-
-
-@compiled
-def finish(
-    state: Any,
-    keys: Any,
-    positions: Any,
-    now_ms: int,
-    num_output_tokens: int,
-    stop: int,
-    mark: int,
-) -> None:
-    """Tell the policy that a request has finished; see `NativePolicy.finish`."""
-    policy = state.policy
-    functions_of(policy).finish(
-        policy, keys, positions, now_ms, num_output_tokens, stop, mark
-    )
-
-
-@compiled
-def retain(
-    state: Any,
-    keys: Any,
-    priority: int,
-    half_life_ms: int,
-    ttl_ms: int,
-    given_ms: int,
-) -> None:
-    """Give blocks a priority; see `NativePolicy.retain`."""
-    policy = state.policy
-    functions_of(policy).retain(policy, keys, priority, half_life_ms, ttl_ms, given_ms)
+    return functions_of(policy).note(policy, kind, keys, positions, facts)
 
 
 @compiled
 def prepare_load(state: Any, keys: Any, block_ids: Any) -> Any:
-    """Pin the block of each key.
+    """Pin the block of each key, and write it; NO_BLOCK where the key is absent.
 
-    Args:
-        state: The tier.
-        keys: u32[K, 8].
-        block_ids: i64[K]. Written; NO_BLOCK where the key is absent.
-
-    Returns:
-        The first row whose block cannot be read, -1 if all could be pinned.
+    The answer is the first row whose block cannot be read, -1 if all were pinned.
     """
     _find_wide(state, keys, block_ids)
     for row in range(keys.shape[0]):
@@ -178,15 +134,10 @@ def prepare_load(state: Any, keys: Any, block_ids: Any) -> Any:
 
 @compiled
 def complete_load(state: Any, keys: Any, block_ids: Any) -> Any:
-    """Unpin the block of each key.
+    """Unpin the block of each key, and write it; NO_BLOCK where the key is absent.
 
-    Args:
-        state: The tier.
-        keys: u32[K, 8].
-        block_ids: i64[K]. Written; NO_BLOCK where the key is absent.
-
-    Returns:
-        The first row whose block is not pinned as often, -1 if all were unpinned.
+    The answer is the first row whose block is not pinned as often, -1 if all were
+    unpinned.
     """
     _find_wide(state, keys, block_ids)
     return _lower(state.ref_cnt, block_ids)
@@ -194,7 +145,7 @@ def complete_load(state: Any, keys: Any, block_ids: Any) -> Any:
 
 @compiled
 def pin(ref_cnt: Any, block_ids: Any) -> Any:
-    """Pin blocks by their ids; tell whether all could be read, else none is pinned."""
+    """Pin blocks; return whether all could be read, else none is pinned."""
     if find_outside(block_ids, 0, ref_cnt.shape[0]) >= 0:
         return False
     for block in block_ids:
@@ -206,31 +157,25 @@ def pin(ref_cnt: Any, block_ids: Any) -> Any:
 
 
 @compiled
-def find_outside(numbers: Any, least: int, end: int) -> Any:
-    """Find the first number (i64[K]) that is not in [least, end), -1 for none."""
+def find_outside(numbers: Any, start: int, end: int) -> Any:
+    """Find the first number (i64[K]) that is not in [start, end), -1 for none."""
     for row in range(numbers.shape[0]):
-        if not least <= numbers[row] < end:
+        if not start <= numbers[row] < end:
             return row
     return -1
 
 
 @compiled
-def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, least: int) -> Any:
+def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, min_id: int) -> Any:
     """End loads of the first `num_hits` blocks and stores of the others.
 
-    Args:
-        ref_cnt: i32[B].
-        block_ids: i64[K]. NO_BLOCK is passed over.
-        num_hits: How many were loaded.
-        least: The least id that there may be: 0, or NO_BLOCK.
-
-    Returns:
-        Whether it was done; not if one was not being loaded, or stored, or is no
-        block's.
+    NO_BLOCK is skipped. The smallest valid id is `min_id`: 0, or NO_BLOCK. The answer
+    is whether it was done; not if a block was not being loaded, or stored, or an id is
+    no block's.
     """
     if not 0 <= num_hits <= block_ids.shape[0]:
         return False
-    if find_outside(block_ids, least, ref_cnt.shape[0]) >= 0:
+    if find_outside(block_ids, min_id, ref_cnt.shape[0]) >= 0:
         return False
     if _lower(ref_cnt, block_ids[:num_hits]) >= 0:
         return False
@@ -256,18 +201,9 @@ def prepare_store(
 ) -> Any:
     """Give every unknown key a block, evicting others where none is free.
 
-    Args:
-        state: The tier.
-        variant: The policy's.
-        keys: u32[K, 8].
-        block_ids: i64[K]. Written: the block that each key is to be stored in,
-            NO_BLOCK where the key is known or repeats an earlier one.
-        evicted_keys: u32[K, 8]. Written: the keys that had to leave, in the order of
-            eviction.
-
-    Returns:
-        How many keys are to be stored; and how many had to leave, -1 if there was no
-        room.
+    Written are the block for each key, NO_BLOCK where the key is known or repeats an
+    earlier one, and the evicted keys (u32[K, 8]) in the order of eviction. The answer
+    is how many keys to store, and how many were evicted, -1 if there was no room.
     """
     entries, present = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, present)
@@ -285,21 +221,10 @@ def place_from(
     block_ids: Any,
     evicted_keys: Any,
 ) -> Any:
-    """Give blocks of the device a place here; keep it from reusing them meanwhile.
+    """`prepare_store` keys of device blocks (`sources`, i64[K]), and pin these blocks.
 
-    Args:
-        device: The device tier.
-        state: The host tier.
-        variant: The policy's.
-        keys: u32[K, 8].
-        sources: i64[K]. The device blocks that are said to hold them.
-        is_head: Whether the first one begins a prefix. The keys are reordered then.
-        block_ids: As in `prepare_store`.
-        evicted_keys: Likewise.
-
-    Returns:
-        As `prepare_store`; 0 and -1 also if a device block does not hold its key. Then
-        nothing has changed.
+    Keys that begin a prefix (`is_head`) are reordered. The answer is 0 and -1 also if a
+    device block does not hold its key. Then nothing has changed.
     """
     for row in range(keys.shape[0]):
         block = sources[row]
@@ -333,48 +258,35 @@ def next_victims(
     keys: Any,
     same_keys: Any,
 ) -> Any:
-    """Do as the device's `next_victims`; look up here, and note, what lacks a copy.
+    """Call the device's `next_victims`; find copies here of blocks without one.
 
-    Args:
-        device: The device tier.
-        state: The host tier.
-        num: As there, as all that follow but the last.
-        block_ids: Written.
-        copies: Written.
-        rows: Written: of those without a copy here either.
-        keys: Written: the keys of these.
-        same_keys: u32[num, 8]. The same array, to be read.
+    They are recorded there. `rows` and `keys` are then of blocks without a copy here,
+    and so is the second count. `same_keys` (u32[num, 8]) is the array of `keys`, for
+    reading.
     """
-    num_found, num_bare = device_native.next_victims(
+    num_victims, num_bare = device_native.next_victims(
         device, num, block_ids, copies, rows, keys
     )
     entries, held = _two_rows(num_bare)
     functions_of(state.policy).find(state.policy, same_keys[:num_bare], entries, held)
     num_left = 0
     for row in range(num_bare):
-        found = rows[row]
+        victim = rows[row]
         if held[row] == NO_BLOCK:
-            rows[num_left] = found
+            rows[num_left] = victim
             copy_row(keys, num_left, keys, row)
             num_left += 1
         else:
-            copies[found] = held[row]
-            device.copies[block_ids[found]] = held[row]
-    return num_found, num_left
+            copies[victim] = held[row]
+            device.copies[block_ids[victim]] = held[row]
+    return num_victims, num_left
 
 
 @compiled
 def complete_store(state: Any, keys: Any, success: Any, ended: Any) -> Any:
-    """End stores in progress; if not `success`, free their blocks.
+    """End stores in progress; write which rows ended (bool[K]); return their number.
 
-    Args:
-        state: The tier.
-        keys: u32[K, 8]. Keys that are absent or ready are passed over.
-        success: Whether the bytes arrived.
-        ended: bool[K]. Written: the rows whose store ended here.
-
-    Returns:
-        How many there are.
+    If not `success`, free their blocks. Keys that are absent or ready are skipped.
     """
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
@@ -391,43 +303,30 @@ def complete_store(state: Any, keys: Any, success: Any, ended: Any) -> Any:
 
 
 @compiled
-def discard(state: Any, keys: Any, gone: Any) -> None:
-    """Forget blocks that are not being read or written.
-
-    Args:
-        state: The tier.
-        keys: u32[K, 8]. Keys that are absent or in flight are passed over.
-        gone: bool[K]. Written: the rows that were forgotten.
-    """
+def discard(state: Any, keys: Any, is_idle: Any) -> None:
+    """Forget blocks that are not being read or written; write their rows (bool[K])."""
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     for row in range(keys.shape[0]):
         block = block_ids[row]
-        gone[row] = block != NO_BLOCK and state.ref_cnt[block] == 0
-        if gone[row]:
+        is_idle[row] = block != NO_BLOCK and state.ref_cnt[block] == 0
+        if is_idle[row]:
             state.ref_cnt[block] = NOT_READY  # So that a repetition is passed over.
     for row in range(keys.shape[0]):
-        if gone[row]:
+        if is_idle[row]:
             state.ref_cnt[block_ids[row]] = 0
-    _forget(state, entries, block_ids, gone)
+    _forget(state, entries, block_ids, is_idle)
 
 
 @compiled
 def request_step(
     state: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
 ) -> Any:
-    """Serve a request: pin what can be read and find room for the rest.
+    """Serve a request: pin readable blocks of a prefix and find room for the others.
 
-    Args:
-        state: The tier.
-        variant: The policy's.
-        keys: u32[K, 8]. Keys of a prefix, in its order.
-        block_ids: i64[K]. Written: the blocks of the hits, then as `prepare_store`.
-        evicted_keys: u32[K, 8]. Written, as in `prepare_store`.
-
-    Returns:
-        How many keys, from the first on, are hits; how many are to be stored; and how
-        many had to leave, -1 if there was no room to store.
+    Written are the blocks of the hits, then as `prepare_store`. The answer is how many
+    keys, from the first on, are hits, how many to store, and how many were evicted, -1
+    if there was no room to store.
     """
     num_keys = keys.shape[0]
     entries, present = _two_rows(num_keys)
@@ -454,9 +353,9 @@ def _two_rows(num_keys: int) -> Any:
 @inlined
 def _find_wide(state: Any, keys: Any, block_ids: Any) -> None:
     """Write the block of each key to i64[K]."""
-    entries, found = _two_rows(keys.shape[0])
-    functions_of(state.policy).find(state.policy, keys, entries, found)
-    copy_items(block_ids, 0, found, found.shape[0])
+    entries, narrow_ids = _two_rows(keys.shape[0])
+    functions_of(state.policy).find(state.policy, keys, entries, narrow_ids)
+    copy_items(block_ids, 0, narrow_ids, narrow_ids.shape[0])
 
 
 @inlined
@@ -472,7 +371,7 @@ def _mark_readable(state: Any, block_ids: Any, flags: Any) -> None:
 
 @compiled
 def _lower(ref_cnt: Any, block_ids: Any) -> Any:
-    """Unpin blocks; the first row that is not pinned as often, -1 if all were."""
+    """Unpin blocks; return the first row that is not pinned as often, or -1."""
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         if block != NO_BLOCK:
@@ -545,16 +444,16 @@ def _store(
         rank += 1
     pool.num_allocated[()] = fresh + num_fresh
     pool.num_freed[()] = height + num_evicted - (num_missing - num_fresh)
-    taken = empty(num_keys, np.int64)
-    copy_items(taken, 0, block_ids, num_keys)
+    claimed = empty(num_keys, np.int64)
+    copy_items(claimed, 0, block_ids, num_keys)
     functions_of(state.policy).insert(state.policy, variant, keys, block_ids)
     num_stored = 0
     for row in range(num_keys):
         if block_ids[row] != NO_BLOCK:
             ref_cnt[block_ids[row]] = NOT_READY
             num_stored += 1
-        elif taken[row] != NO_BLOCK:
-            _free(pool, taken[row])
+        elif claimed[row] != NO_BLOCK:
+            _free(pool, claimed[row])
     return num_stored, num_evicted
 
 

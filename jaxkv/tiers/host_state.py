@@ -1,15 +1,16 @@
-"""Which block of the host tier holds what: pure functions over one pytree.
+"""The blocks of the host tier: pure functions over one pytree.
 
-`HostState` joins a policy's state, the reference counts and the pool of block ids.
-The functions here take `(policy, state, keys, count)` and return the state afterwards
-and an answer; they may be traced, scanned and vmapped, never raise, and leave the
-state bit for bit as it was when they refuse. They define what the tier does;
-`host_native` does the same in place, for `jaxkv.tiers.index`. Give a batch at
-least two rows, the second as padding: of a scatter of one row XLA:CPU makes an update
-for which it copies the array, however large.
+`HostState` joins a policy's state, the reference counts and the pool of block ids. The
+functions take `(policy, state, keys, count)` and return the state afterwards and an
+answer. Keys are u32[K, 8]; the first `count` (i32[]) are meant, the others are padding.
+The functions may be traced, scanned and vmapped, never raise, and leave the state bit
+for bit as it was when they refuse. They define what the tier does; `host_native` does
+the same in place, for `jaxkv.tiers.index`. Give a batch at least two rows, the second
+as padding: XLA:CPU turns a scatter of one row into an update that copies the whole
+array.
 
-The life of a block is its reference count: NOT_READY while its bytes are on the way
-to the host, 0 when it can be read or evicted, and above 0 while loads read it.
+The life of a block is its reference count: NOT_READY while its bytes are on the way to
+the host, 0 when it can be read or evicted, and above 0 while loads read it.
 """
 
 from __future__ import annotations
@@ -32,92 +33,78 @@ _PROTECTION = 1 << 30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IdPool:
-    """The ids that no key holds: fresh ones first, then the last freed.
+    """The ids that no key holds: fresh ones first, then the last freed."""
 
-    Attributes:
-        num_allocated: i32[]. Ids from here on are fresh, never handed out.
-        freed: i32[B]. A stack of ids that were handed out and came back.
-        num_freed: i32[]. Height of the stack.
-    """
-
-    num_allocated: Array
-    freed: Array
-    num_freed: Array
+    num_allocated: Array  # i32[]. Ids from here on are fresh, never handed out.
+    freed: Array  # i32[B]. A stack of ids that were handed out and came back.
+    num_freed: Array  # i32[]. Height of the stack.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HostState:
-    """Everything known about the host tier.
+    """Everything known about the host tier."""
 
-    Attributes:
-        policy: The policy's own state.
-        ref_cnt: i32[B]. NOT_READY, or the number of loads that read the block. 0 for
-            ids in the pool.
-        pool: The ids that no key holds.
-    """
-
-    policy: PyTree
+    policy: PyTree  # The policy's own state.
     ref_cnt: Array
-    pool: IdPool
+    """i32[B]. NOT_READY, or the number of loads that read the block; 0 for ids in the
+    pool."""
+    pool: IdPool  # The ids that no key holds.
 
 
 class LoadAnswer(NamedTuple):
-    """The blocks of a batch to read.
+    """The blocks of a batch to read."""
 
-    Attributes:
-        block_ids: i32[K]. Block of each key, NO_BLOCK where it is absent or padding.
-        bad: bool[K]. The keys that are in the way. If any, nothing was done.
-    """
-
+    bad_row: Array
+    """i32[]. The first key in the way: then nothing changed; -1 for none."""
     block_ids: Array
-    bad: Array
+    """i32[K]. The block of each key, NO_BLOCK where it is absent or padding."""
 
 
 class StoreAnswer(NamedTuple):
-    """Where to store a batch of blocks.
+    """Where to store a batch of blocks."""
 
-    Attributes:
-        ok: bool[]. False if there was no room; then nothing was done.
-        block_ids: i32[K]. Block that each key is to be stored in, NO_BLOCK where the
-            key is already known, repeats an earlier one, or is padding.
-        evicted_keys: u32[K, 8]. Keys that had to leave, in the order of eviction.
-        num_evicted: i32[]. How many.
-    """
-
-    ok: Array
-    block_ids: Array
-    evicted_keys: Array
+    num_stored: Array
+    """i32[]. How many keys to store."""
     num_evicted: Array
+    """i32[]. How many keys were evicted; -1 if there was no room: nothing changed."""
+    block_ids: Array
+    """i32[K]. The block for each key, NO_BLOCK where the key is already known, repeats
+    an earlier one, or is padding."""
+    evicted_keys: Array
+    """u32[K, 8]. In the order of eviction."""
 
 
 class StepAnswer(NamedTuple):
-    """What a request served by one call is to load and to store.
-
-    Attributes:
-        num_hits: i32[]. Keys, from the first on, whose blocks to load.
-        ok: bool[]. False if there was no room for the others; then none is stored.
-        block_ids: i32[K]. For the first `num_hits` keys the block to load from, for
-            the others the block to store in; NO_BLOCK where the key is known but is
-            no hit, repeats an earlier one, or is padding.
-        evicted_keys: u32[K, 8]. Keys that had to leave, in the order of eviction.
-        num_evicted: i32[]. How many.
-    """
+    """What to load and to store for a request that is served by one call."""
 
     num_hits: Array
-    ok: Array
-    block_ids: Array
-    evicted_keys: Array
+    """i32[]. Keys, from the first on, whose blocks to load."""
+    num_stored: Array
+    """i32[]. How many of the others to store."""
     num_evicted: Array
+    """i32[]. How many keys were evicted; -1 if there was no room: none is stored."""
+    block_ids: Array
+    """i32[K]. The block to load from for the first `num_hits` keys, the block to store
+    in for the others; NO_BLOCK where the key is known but no hit, repeats an earlier
+    one, or is padding."""
+    evicted_keys: Array
+    """u32[K, 8]. In the order of eviction."""
 
 
 def init(policy: Policy) -> HostState:
-    """Make the state of an empty host tier, of the blocks that `policy` is made for."""
+    """Make the state of an empty host tier, with the blocks of `policy`."""
     return HostState(
         policy=policy.init(),
         ref_cnt=full((policy.num_blocks,), 0, jnp.int32),
         pool=_init_pool(policy.num_blocks),
     )
+
+
+def find(policy: Policy, state: HostState, keys: Array, count: Array) -> Array:
+    """Find the block of each key, stores in progress included: i32[K]."""
+    block_ids: Array = policy.find(state.policy, keys, count)
+    return block_ids
 
 
 def find_readable(policy: Policy, state: HostState, keys: Array, count: Array) -> Array:
@@ -131,73 +118,33 @@ def lookup(policy: Policy, state: HostState, keys: Array, count: Array) -> Array
     return _leading(find_readable(policy, state, keys, count) != NO_BLOCK)
 
 
-def touch(policy: Policy, state: HostState, keys: Array, count: Array) -> HostState:
-    """Record a use of each key, the first key as the most recent."""
+def touch(
+    policy: Policy,
+    state: HostState,
+    keys: Array,
+    count: Array,
+    counts_as_use: Array | bool = True,
+) -> HostState:
+    """Record a use of each key, the first as the most recent; or only reorder them."""
     ready = find_readable(policy, state, keys, count) != NO_BLOCK
-    touched = policy.touch(state.policy, keys, count, ready)
+    touched = policy.touch(state.policy, keys, count, ready & counts_as_use)
     return dataclasses.replace(state, policy=touched)
 
 
-def reorder(policy: Policy, state: HostState, keys: Array, count: Array) -> HostState:
-    """Make keys the most recent, the first above all, without counting it as a use."""
-    unused = jnp.zeros(keys.shape[:1], jnp.bool_)
-    reordered = policy.touch(state.policy, keys, count, unused)
-    return dataclasses.replace(state, policy=reordered)
-
-
-def begin(
+def note(
     policy: Policy,
     state: HostState,
     keys: Array,
     count: Array,
+    kind: int,
     positions: Array,
-    now_ms: Array,
-    num_tokens: Array,
+    facts: Array,
 ) -> tuple[HostState, Array]:
-    """Tell a policy that listens that a request begins; see `Policy.begin`."""
-    if policy.begin is None:
+    """Show the policy facts about a request, if it uses any; see `Policy.note`."""
+    if policy.note is None:
         return state, jnp.zeros((), jnp.int32)
-    told, mark = policy.begin(state.policy, keys, count, positions, now_ms, num_tokens)
-    return dataclasses.replace(state, policy=told), mark
-
-
-def finish(
-    policy: Policy,
-    state: HostState,
-    keys: Array,
-    count: Array,
-    positions: Array,
-    now_ms: Array,
-    num_output_tokens: Array,
-    stop: Array,
-    mark: Array,
-) -> HostState:
-    """Tell a policy that listens that a request has finished; see `Policy.finish`."""
-    if policy.finish is None:
-        return state
-    told = policy.finish(
-        state.policy, keys, count, positions, now_ms, num_output_tokens, stop, mark
-    )
-    return dataclasses.replace(state, policy=told)
-
-
-def retain(
-    policy: Policy,
-    state: HostState,
-    keys: Array,
-    count: Array,
-    priority: Array,
-    half_life_ms: Array,
-    ttl_ms: Array,
-    given_ms: Array,
-) -> HostState:
-    """Give blocks a priority, if the policy has any; see `Policy.retain`."""
-    if policy.retain is None:
-        return state
-    terms = priority, half_life_ms, ttl_ms, given_ms
-    return dataclasses.replace(
-        state, policy=policy.retain(state.policy, keys, count, *terms)
-    )
+    after, mark = policy.note(state.policy, kind, keys, count, positions, facts)
+    return dataclasses.replace(state, policy=after), mark
 
 
 def prepare_load(
@@ -205,22 +152,16 @@ def prepare_load(
 ) -> tuple[HostState, LoadAnswer]:
     """Pin blocks that are about to be read. All keys must be known and ready."""
     block_ids = policy.find(state.policy, keys, count)
-    bad = _valid(keys, count) & (_ref_cnt(state, block_ids) < 0)
-    pinned = jnp.where(jnp.any(bad), NO_BLOCK, block_ids)
+    bad_row = _first(_valid(keys, count) & (_ref_cnt(state, block_ids) < 0))
+    pinned = jnp.where(bad_row >= 0, NO_BLOCK, block_ids)
     ref_cnt = state.ref_cnt.at[_index(state, pinned)].add(1, mode="drop")
-    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(block_ids, bad)
+    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(bad_row, block_ids)
 
 
 def pin(state: HostState, block_ids: Array) -> tuple[HostState, Array]:
-    """Do as `prepare_load` does, for blocks that a search has just found.
+    """Pin blocks (i32[K], NO_BLOCK for padding) that a search has just found.
 
-    Args:
-        state: The state before.
-        block_ids: i32[K]. Blocks, NO_BLOCK for padding.
-
-    Returns:
-        The state after, and bool[]: whether it was done. It is refused, and nothing
-        changes, if a block is being stored.
+    It answers bool[], whether it was done: not if a block is being stored.
     """
     ok = jnp.all((block_ids == NO_BLOCK) | (_ref_cnt(state, block_ids) >= 0))
     pinned = jnp.where(ok, block_ids, NO_BLOCK)
@@ -236,10 +177,10 @@ def complete_load(
     ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(-1, mode="drop")
     unpinned = dataclasses.replace(state, ref_cnt=ref_cnt)
     # A key may be given as often as it was pinned; one time more makes it negative.
-    bad = _valid(keys, count) & (_ref_cnt(unpinned, block_ids) < 0)
-    undone = jnp.where(jnp.any(bad), block_ids, NO_BLOCK)
+    bad_row = _first(_valid(keys, count) & (_ref_cnt(unpinned, block_ids) < 0))
+    undone = jnp.where(bad_row >= 0, block_ids, NO_BLOCK)
     ref_cnt = ref_cnt.at[_index(state, undone)].add(1, mode="drop")
-    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(block_ids, bad)
+    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(bad_row, block_ids)
 
 
 def prepare_store(
@@ -260,34 +201,21 @@ def complete_store(
 ) -> tuple[HostState, Array]:
     """End stores in progress: the blocks become readable, or are given back.
 
-    Args:
-        policy: The policy.
-        state: The state before.
-        keys: u32[K, 8]. Keys that are absent or ready are ignored.
-        count: i32[]. How many of them are meant.
-        success: bool[]. Whether the bytes arrived.
-
-    Returns:
-        The state after, and bool[K]: the keys whose store ended here.
+    `success` (bool[]) is whether the bytes arrived. Keys that are absent or ready are
+    ignored. The answer is bool[K]: the keys whose store ended here.
     """
     block_ids = policy.find(state.policy, keys, count)
     ended = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) == NOT_READY)
-    # Of the rows with one block the first has the lowest mark, and ends the store.
+    # Among rows with one block, the first has the lowest mark, and ends the store.
     marks = NOT_READY - keys.shape[0] + jnp.arange(keys.shape[0], dtype=jnp.int32)
     marked_at = _index(state, jnp.where(ended, block_ids, NO_BLOCK))
     marked = state.ref_cnt.at[marked_at].min(marks, mode="drop")
     ended &= _ref_cnt(dataclasses.replace(state, ref_cnt=marked), block_ids) == marks
     ended_ids = jnp.where(ended, block_ids, NO_BLOCK)
     ref_cnt = marked.at[_index(state, ended_ids)].set(0, mode="drop")
-    lost = jnp.where(success, NO_BLOCK, ended_ids)
-    return (
-        HostState(
-            policy=policy.remove(state.policy, keys, lost),
-            ref_cnt=ref_cnt,
-            pool=_give_back(state.pool, lost),
-        ),
-        ended,
-    )
+    failed = jnp.where(success, NO_BLOCK, ended_ids)
+    removed = policy.remove(state.policy, keys, failed)
+    return HostState(removed, ref_cnt, _give_back(state.pool, failed)), ended
 
 
 def discard(
@@ -295,46 +223,23 @@ def discard(
 ) -> tuple[HostState, Array]:
     """Forget blocks that are not being read or written, as if they had been evicted.
 
-    Args:
-        policy: The policy.
-        state: The state before.
-        keys: u32[K, 8]. Keys that are absent, or that are being loaded or stored, are
-            ignored.
-        count: i32[]. How many of them are meant.
-
-    Returns:
-        The state after, and bool[K]: the keys that were forgotten here.
+    The answer is bool[K]: the keys that were forgotten here.
     """
     block_ids = policy.find(state.policy, keys, count)
     idle = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) == 0)
     idle &= first_occurrence(keys, idle)
-    gone = jnp.where(idle, block_ids, NO_BLOCK)
-    return (
-        dataclasses.replace(
-            state,
-            policy=policy.remove(state.policy, keys, gone),
-            pool=_give_back(state.pool, gone),
-        ),
-        idle,
-    )
+    block_ids = jnp.where(idle, block_ids, NO_BLOCK)
+    removed = policy.remove(state.policy, keys, block_ids)
+    return HostState(removed, state.ref_cnt, _give_back(state.pool, block_ids)), idle
 
 
 def request_step(
     policy: Policy, state: HostState, keys: Array, count: Array
 ) -> tuple[HostState, StepAnswer]:
-    """Serve a whole request: pin what can be read and find room for the rest.
+    """Serve a prefix: pin readable blocks and find room for the others.
 
-    The same as `lookup`, `touch`, `prepare_load` of the hits and `prepare_store` of
-    all keys, with one search for the keys instead of four.
-
-    Args:
-        policy: The policy.
-        state: The state before.
-        keys: u32[K, 8]. Keys of a prefix, in its order.
-        count: i32[]. How many of them are meant.
-
-    Returns:
-        The state after, and what to load and to store; `complete_step` ends both.
+    The same as `lookup`, `touch`, `prepare_load` of the hits and `prepare_store` of all
+    keys, with one search for the keys instead of four. `complete_step` ends it.
     """
     block_ids = policy.find(state.policy, keys, count)
     ready = _ref_cnt(state, block_ids) >= 0
@@ -344,32 +249,19 @@ def request_step(
     missing = _valid(keys, count) & (block_ids == NO_BLOCK)
     state = dataclasses.replace(state, policy=touched)
     state, stored = _store(policy, state, keys, block_ids, missing, is_hit=is_hit)
-    return state, StepAnswer(
-        num_hits=num_hits,
-        ok=stored.ok,
-        block_ids=jnp.where(is_hit, block_ids, stored.block_ids),
-        evicted_keys=stored.evicted_keys,
-        num_evicted=stored.num_evicted,
-    )
+    both = jnp.where(is_hit, block_ids, stored.block_ids)
+    return state, StepAnswer(num_hits, *stored._replace(block_ids=both))
 
 
 def complete_step(
     state: HostState, block_ids: Array, num_hits: Array
 ) -> tuple[HostState, Array]:
-    """End the loads and stores that a `request_step` began, all of them arrived.
+    """End the loads and stores of a `request_step`, all of them arrived.
 
-    Needs no search. Where something failed, end each with `complete_load` and
-    `complete_store` instead.
-
-    Args:
-        state: The state before.
-        block_ids: i32[K]. As in the answer of `request_step`.
-        num_hits: i32[]. As in that answer.
-
-    Returns:
-        The state after, and bool[]: whether it was done. It is refused, and nothing
-        changes, if a block is not being loaded, or not being stored, as the answer
-        had it.
+    It needs no search, but the step's `block_ids` and `num_hits`. Where something
+    failed, end each with `complete_load` and `complete_store` instead. It answers
+    bool[], whether it was done: not if a block is not being loaded, or not being
+    stored, as the step had it.
     """
     is_hit = jnp.arange(block_ids.shape[0], dtype=jnp.int32) < num_hits
     # A load ends with one reader less, a store goes from NOT_READY to 0.
@@ -385,8 +277,14 @@ def complete_step(
 
 
 def _valid(keys: Array, count: Array) -> Array:
-    """Tell keys from padding: bool[K]."""
+    """Mark the keys that are not padding: bool[K]."""
     return jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+
+
+def _first(flags: Array) -> Array:
+    """Number the first row that is true, -1 for none: i32[]."""
+    num_before = _leading(~flags)
+    return jnp.where(num_before < flags.shape[0], num_before, -1)
 
 
 def _leading(flags: Array) -> Array:
@@ -406,15 +304,15 @@ def _store(
 ) -> tuple[HostState, StoreAnswer]:
     """Give the `missing` keys blocks; none of `present` (i32[K]) is evicted for it.
 
-    Those of `present` that are hits (`is_hit`, bool[K] or bool[]) are pinned.
+    The hits in `present` (`is_hit`, bool[K] or bool[]) are pinned.
     """
     missing &= first_occurrence(keys, missing)
     rank = running_count(missing) - 1
     num_missing = rank[-1] + 1
     num_short = jnp.maximum(num_missing - _num_free(state.pool), 0)
-    # For the length of the eviction the batch counts as being read, so much that even
-    # a block in flight, whose count is NOT_READY, is not evictable; but no more than
-    # fits 32 bits if all rows have the same block.
+    # During the eviction the batch counts as being read, so often that even a block
+    # in flight, whose count is NOT_READY, is not evictable; and so seldom that the
+    # count fits 32 bits if all rows have the same block.
     protection = _PROTECTION // keys.shape[0]
     batch = _index(state, present)
     readers = jnp.broadcast_to(is_hit, present.shape).astype(jnp.int32)
@@ -428,15 +326,15 @@ def _store(
     inserted = policy.insert(evicted.state, keys, block_ids)
     stored = jnp.where(inserted.inserted, block_ids, NO_BLOCK)
     pool = _give_back(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
-    # What is stored now had a count of 0: it was in the pool, or could be evicted.
+    # A block that is stored now had a count of 0: it was free, or could be evicted.
     ref_cnt = ref_cnt.at[jnp.concatenate([batch, _index(state, stored)])].add(
         jnp.repeat(jnp.array([-protection, NOT_READY], jnp.int32), keys.shape[0]),
         mode="drop",
     )
-    return (
-        HostState(inserted.state, ref_cnt, pool),
-        StoreAnswer(evicted.ok, stored, evicted.keys, num_evicted),
-    )
+    num_stored = jnp.sum(inserted.inserted, dtype=jnp.int32)
+    num_evicted = jnp.where(evicted.ok, num_short, -1)
+    answer = StoreAnswer(num_stored, num_evicted, stored, evicted.keys)
+    return HostState(inserted.state, ref_cnt, pool), answer
 
 
 def _index(state: HostState, block_ids: Array) -> Array:
@@ -452,7 +350,7 @@ def _ref_cnt(state: HostState, block_ids: Array) -> Array:
 
 
 def _init_pool(num_blocks: int) -> IdPool:
-    """Make a pool in which all of `num_blocks` ids are fresh."""
+    """Make a pool of `num_blocks` fresh ids."""
     return IdPool(
         num_allocated=full((), 0, jnp.int32),
         freed=full((num_blocks,), NO_BLOCK, jnp.int32),
@@ -468,17 +366,11 @@ def _num_free(pool: IdPool) -> Array:
 def _take(
     pool: IdPool, rank: Array, num: Array, evicted: Array, num_evicted: Array
 ) -> tuple[IdPool, Array]:
-    """Take an id for some rows; there are enough, and none of `evicted` is left over.
+    """Take an id for each row with a `rank` (i32[K], NO_BLOCK for no id): i32[K].
 
-    Args:
-        pool: The ids that no key held before the eviction.
-        rank: i32[K]. Number of the row among those that want an id; NO_BLOCK if not.
-        num: i32[]. How many rows want one.
-        evicted: i32[K]. Ids that go on top of the stack, the last uppermost.
-        num_evicted: i32[]. How many.
-
-    Returns:
-        The pool after, and i32[K], NO_BLOCK where none was wanted.
+    `evicted` (i32[K]) are `num_evicted` ids that go on top of the stack, the last
+    uppermost. The pool has enough ids for the `num` rows, and none of `evicted` is left
+    over.
     """
     num_blocks = pool.freed.shape[0]
     num_fresh = jnp.minimum(num, num_blocks - pool.num_allocated)
@@ -500,9 +392,9 @@ def _take(
 
 def _give_back(pool: IdPool, block_ids: Array) -> IdPool:
     """Push ids (i32[K], NO_BLOCK ignored) on the stack, the last on top."""
-    given = block_ids != NO_BLOCK
-    rank = running_count(given) - 1
-    at = jnp.where(given, pool.num_freed + rank, pool.freed.shape[0])
+    is_freed = block_ids != NO_BLOCK
+    rank = running_count(is_freed) - 1
+    at = jnp.where(is_freed, pool.num_freed + rank, pool.freed.shape[0])
     return dataclasses.replace(
         pool,
         freed=pool.freed.at[at].set(block_ids, mode="drop"),

@@ -1,4 +1,4 @@
-"""Which blocks a tier has, and where: bytes in, Python values out."""
+"""The index of a tier: which blocks it has, and where; bytes in, Python values out."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from jaxkv.keys.packed import (
 )
 from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.base import Policy
+from jaxkv.policies.facts import BEGIN, FINISH, RETAIN, begun, finished, retained
 from jaxkv.policies.lru import LRUState, next_victims
 from jaxkv.policies.retained import RELEASE
 from jaxkv.policies.reuse import ReuseTable
@@ -54,10 +55,11 @@ from jaxkv.tiers.retention import Retention, check_retention
 from jaxkv.tiers.snapshot import Snapshot, take_snapshot
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
-_LEAST_MAX_BATCH = 4096
+_MIN_MAX_BATCH = 4096
 NO_IDS = np.empty(0, np.int64)
+_NO_POSITIONS = np.empty(0, np.int32)
 _TIMES = 1 << 32  # Times on the array side have 32 bits.
-_MOST_COUNT = (1 << 31) - 1
+_MAX_COUNT = (1 << 31) - 1
 
 
 class BlockIndex:
@@ -72,20 +74,20 @@ class BlockIndex:
     Args:
         block_size: Tokens in a block; only repeated in events.
         num_blocks: Blocks of the tier.
-        cache_policy: Which blocks to evict when it is full: a registered name, such as
-            "lru" and "hazard" (`jaxkv.policy_names`), or a `Policy` made for
-            `num_blocks` and for batches of at least as many keys.
+        cache_policy: Chooses the blocks to evict when the tier is full: a registered
+            name, such as "lru" and "hazard" (`jaxkv.policy_names`), or a `Policy` made
+            for `num_blocks` and for batches of at least as many keys.
         enable_events: Whether to keep events for `take_events`.
-        store_threshold: Store only what was looked up at least so often, as vLLM's
+        store_threshold: Store only keys with at least this many look-ups, as vLLM's
             `FilterReusedOffloadingManager` does; 0 or 1 to store whatever is offered.
         max_unseen_blocks: Of the keys of a look-up that were never looked up before,
-            store no more than this number, the first ones; the others when they are
-            looked up again. None for all.
+            store at most this number, the first ones; the others when they are looked
+            up again. None for all.
         max_tracker_size: Keys whose look-ups are counted for these, and whose priority
             is remembered until they are stored: the latest ones.
         retention: Whether blocks can be given priorities (`retain`), whatever the
             policy; see `jaxkv.make_retained`.
-        remember_drops: Keys for which `drops` remembers why they are not here.
+        remember_drops: Keys for which `drops` remembers why they are absent.
         executor: "native" for compiled functions that update NumPy arrays, where the
             policy has them; "xla" for the pure functions as XLA programs.
         medium: The name of the tier in events.
@@ -96,28 +98,6 @@ class BlockIndex:
         ValueError: If a number is too small, or a policy is not known, was made for
             other sizes, or cannot take the place of another.
         TypeError: If the policy is neither a name nor a `Policy`.
-
-    Attributes:
-        medium: As given.
-        block_size: As given.
-        num_blocks: As given.
-        policy: The cache policy, with priorities around it if there are any.
-        listens: Whether it, or an alternative, wants to know of requests; if not, it
-            need not be told.
-        retains: Whether blocks can be given priorities.
-        executor: Has the state, as a pytree of arrays, and changes it.
-        events: What happened since `take_events`; None if that is not kept.
-        drops: Why blocks are not here, as far as that is remembered.
-        num_held_blocks: Blocks that hold a key, stores in progress included.
-        num_evicted: Blocks that were evicted so far.
-        num_lost: Blocks that have left so far, evicted or not.
-        lost: Their keys since it was last emptied, u32[n, 8] each, but for `clear`;
-            None if they are not kept.
-        num_found: Blocks that listings and probes have added.
-        num_left_out: Blocks of the medium that this index has no room for, as far as
-            known.
-        num_skipped: Times so far that a block was not to be stored, as too few had
-            asked for it, or because it was in the tail of an unseen prompt.
 
     Example:
         >>> index = BlockIndex(block_size=16, num_blocks=2)
@@ -145,7 +125,7 @@ class BlockIndex:
         medium: str = HOST_MEDIUM,
         alternatives: Sequence[str] = (),
     ) -> None:
-        for name, value, least in (
+        for name, value, min_value in (
             ("block_size", block_size, 1),
             ("num_blocks", num_blocks, 1),
             ("store_threshold", store_threshold, 0),
@@ -154,7 +134,7 @@ class BlockIndex:
             ("remember_drops", remember_drops, 0),
         ):
             if not (value is None and name == "max_unseen_blocks"):
-                check_whole(least, **{name: value})
+                check_whole(min_value, **{name: value})
         if num_blocks >= 1 << 31:
             raise ValueError(f"{num_blocks=} must be below 2**31: ids have 32 bits.")
         self.medium = medium
@@ -162,7 +142,7 @@ class BlockIndex:
         self.num_blocks = num_blocks
         self.policy = _as_policy(cache_policy, num_blocks)
         self._tells_keys = self.policy.listens
-        if retention and self.policy.retain is None:
+        if retention and not self.policy.retains:
             self.policy = make_retained(self.policy)
         self._alternatives = {
             name: _as_policy(name, num_blocks) for name in alternatives
@@ -172,20 +152,25 @@ class BlockIndex:
                 f"one of {cache_policy=} and {alternatives=}, or retention, keeps what "
                 "no other policy can take over."
             )
+        # Whether this policy or an alternative uses facts about requests.
         self.listens = any(policy.listens for policy in self._policies)
-        self.retains = self.policy.retain is not None
+        self.retains = self.policy.retains
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.drops = DropReasons(remember_drops)
-        self.num_held_blocks = 0
-        self.num_evicted = 0
-        self.num_lost = 0
+        self.num_held_blocks = 0  # Stores in progress included.
+        self.num_evicted = 0  # So far, as the following.
+        self.num_lost = 0  # Evicted or not.
+        # Keys of lost blocks, u32[n, 8] each, except those of `clear`; the reader
+        # empties it. None if they are not kept.
         self.lost: list[Words] | None = None
-        self.num_found = 0
+        self.num_found = 0  # Added by listings and probes.
+        # Known blocks of the medium that this index has no room for.
         self.num_left_out = 0
+        # Not stored: too few look-ups, or in the tail of an unseen prompt.
         self.num_skipped = 0
         self._executor_name: ExecutorName = executor
         self.executor: Executor = make_executor(self.policy, executor)
-        # What keys that are not of 32 bytes were given as, by what stands for them.
+        # The caller's names of keys that are not of 32 bytes, by their stand-ins.
         self._names: dict[BlockKey, bytes] = {}
         self._reuse = None
         if store_threshold > 1 or max_unseen_blocks is not None:
@@ -193,32 +178,20 @@ class BlockIndex:
                 store_threshold, max_tracker_size, max_unseen_blocks
             )
         self._notes = RetentionNotes(max_tracker_size if self.retains else 0)
-        self._now_ms = 0  # As it was told last, ...
-        self._is_told = False  # ... if it was.
+        self._now_ms = 0  # Of the last notification, ...
+        self._has_time = False  # ... if there was one.
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
-        """Record a use of each key; the first ends as the most recent.
-
-        Args:
-            block_hashes: Keys of a prefix, in its order. Unknown ones are ignored.
-        """
-        names, words = pack(block_hashes)
-        if 0 < len(names) <= self.policy.max_batch:
-            self.executor.touch(words)
-        else:
-            self._touch_in_parts(words, counts_as_use=True)
+        """Record a use of each key of a prefix, the first as the most recent."""
+        self._touch(block_hashes, True)
 
     def reorder(self, block_hashes: Iterable[bytes]) -> None:
-        """As `touch`, but no more than the order of eviction changes.
+        """Reorder keys as `touch` does, without a use.
 
-        For the blocks of one use that come in parts: a policy that tells what is used
-        once from what is used again (ARC) is not to take them for the latter.
+        The blocks of one use may come in parts. A policy that distinguishes one use
+        from two (ARC) must not count them as several.
         """
-        names, words = pack(block_hashes)
-        if 0 < len(names) <= self.policy.max_batch:
-            self.executor.touch(words, counts_as_use=False)
-        else:
-            self._touch_in_parts(words, counts_as_use=False)
+        self._touch(block_hashes, False)
 
     def retain(
         self,
@@ -226,21 +199,12 @@ class BlockIndex:
         retention: Retention | None,
         now_ms: int,
     ) -> None:
-        """Say how long to keep blocks.
+        """Set how long to keep blocks; None makes them ordinary again.
 
-        Of two priorities that a block is given, the one counts that is higher at that
-        time; the second, if they are equal. Keys that are not here get theirs when they
-        are stored, if that is before it is over.
-
-        Args:
-            block_hashes: Keys, here or not.
-            retention: Their priority, all of them whatever its `num_tokens`; None to
-                have them be ordinary again.
-            now_ms: The time in milliseconds, by the clock of `begin_request`.
-
-        Raises:
-            ValueError: If blocks have no priorities here. Then nothing changes.
-            TypeError: If `retention` is no `Retention`. Then nothing changes.
+        All keys get the priority, whatever its `num_tokens`. Of two priorities of a
+        block, the one that is higher at the time of the second counts; if they are
+        equal, the second. Absent keys get theirs when they are stored, if it has not
+        ended by then. `now_ms` is of the clock of `begin_request`.
 
         Example:
             >>> index = BlockIndex(16, num_blocks=2, retention=True)
@@ -261,10 +225,9 @@ class BlockIndex:
         self._pass_time(int(now_ms))
         if retention is None:
             self._notes.forget(names)
-            self._give(names, RELEASE, 0, 0, self._now_ms)
         else:
             self._notes.note(names, retention, self._now_ms)
-            self._give_retention(names, retention, self._now_ms)
+        self._give(names, retention, self._now_ms)
 
     def begin_request(
         self,
@@ -273,21 +236,12 @@ class BlockIndex:
         now_ms: int,
         positions: Sequence[int] | None = None,
     ) -> int:
-        """Tell a policy that listens that a request begins; before its blocks are used.
+        """Notify a policy that listens of a new request, before its blocks are used.
 
-        Args:
-            block_hashes: Keys of all full blocks of its prompt, on the host or not.
-            num_tokens: Tokens of the prompt.
-            now_ms: The time in milliseconds since any moment.
-            positions: How many blocks come before each in its prefix, where the keys
-                are of several prefixes, as of groups of layers; each begins with 0.
-
-        Returns:
-            What `finish_request` takes.
-
-        Raises:
-            ValueError: If there is not one position for each key, or a number is
-                negative or above 2**31 - 1. Then nothing changes.
+        The keys are of all full blocks of its prompt, on the host or not. `now_ms` is
+        the time since any moment. If the keys are of several prefixes, as of groups of
+        layers, `positions` counts the blocks before each in its prefix. The answer is
+        the mark that `finish_request` takes.
 
         Example:
             >>> index = BlockIndex(16, num_blocks=2, cache_policy="hazard")
@@ -295,13 +249,15 @@ class BlockIndex:
             >>> index.publish(index.place([b"a", b"b"]).block_ids, [b"a", b"b"])
             >>> index.finish_request([b"a", b"b"], mark, 1000, 200, "end_turn")
         """
-        check_whole(0, _MOST_COUNT, num_tokens=num_tokens)
+        check_whole(0, _MAX_COUNT, num_tokens=num_tokens)
         check_whole(None, now_ms=now_ms)
-        told = self._rows_told(block_hashes, positions)
-        if told is None:
+        rows = self._rows_for_policy(block_hashes, positions)
+        if rows is None:
             return 0
         self._pass_time(int(now_ms))
-        return self.executor.begin(*told, self._now_ms % _TIMES, int(num_tokens))
+        words, where = rows
+        about = begun(self._now_ms % _TIMES, int(num_tokens))
+        return self.executor.note(words, BEGIN, where, about)
 
     def finish_request(
         self,
@@ -312,42 +268,30 @@ class BlockIndex:
         stop: Stop | None = None,
         positions: Sequence[int] | None = None,
     ) -> None:
-        """Tell a policy that listens that a request has finished.
+        """Notify a policy that listens of a request's end, with all its full blocks.
 
-        Args:
-            block_hashes: Keys of all its full blocks.
-            mark: What `begin_request` returned.
-            now_ms: The time, by the same clock.
-            num_output_tokens: Tokens that it generated, if that is known.
-            stop: Why it stopped, if that is known.
-            positions: As in `begin_request`.
-
-        Raises:
-            ValueError: If the reason is none of `jaxkv.types.STOPS`, there is not one
-                position for each key, or a number has more than 32 bits or, but for
-                the mark, is negative. Then nothing changes.
+        `num_output_tokens` and `stop` are None if unknown.
         """
-        check_whole(-_MOST_COUNT - 1, _MOST_COUNT, mark=mark)
+        check_whole(-_MAX_COUNT - 1, _MAX_COUNT, mark=mark)
         check_whole(None, now_ms=now_ms)
         if num_output_tokens is not None:
-            check_whole(0, _MOST_COUNT, num_output_tokens=num_output_tokens)
+            check_whole(0, _MAX_COUNT, num_output_tokens=num_output_tokens)
         if not isinstance(stop, str | None) or stop not in STOPS:
             raise ValueError(f"stop={shown(stop)} must be one of {STOPS}.")
-        told = self._rows_told(block_hashes, positions)
-        if told is not None:
+        rows = self._rows_for_policy(block_hashes, positions)
+        if rows is not None:
             self._pass_time(int(now_ms))
+            words, where = rows
             output = -1 if num_output_tokens is None else int(num_output_tokens)
-            numbers = output, STOPS.index(stop), int(mark)
-            self.executor.finish(*told, self._now_ms % _TIMES, *numbers)
+            end = output, STOPS.index(stop), int(mark)
+            about = finished(self._now_ms % _TIMES, *end)
+            self.executor.note(words, FINISH, where, about)
 
     def has_room(self, block_hashes: Iterable[bytes], pinned: BlockIds = ()) -> bool:
-        """Tell whether `place`, not filtered, would find room; nothing changes.
+        """Whether `place`, not filtered, would find room with more blocks pinned.
 
-        It may copy the tier's arrays to find out.
-
-        Args:
-            block_hashes: Keys of blocks that could be stored.
-            pinned: Blocks that would be pinned besides; none of them is being stored.
+        None of these is being stored. Nothing changes, but it may copy the tier's
+        arrays.
         """
         listed, words = pack(block_hashes)
         names = dict.fromkeys(listed)
@@ -366,16 +310,11 @@ class BlockIndex:
     def place_beside(
         self, keys: Sequence[bytes], kept: NDArray[np.int64]
     ) -> Placement | None:
-        """Do as `place` does, and evict none of some blocks that hold a key.
-
-        Args:
-            keys: Keys of blocks that could be stored.
-            kept: i64[n]. The blocks.
-        """
+        """`place` keys, but evict none of the `kept` blocks (i64[n])."""
         if len(keys) <= self.num_blocks - self.num_held_blocks:
             return self.place(keys)
         if not self.executor.pin(kept):
-            # What is being stored is not evicted anyhow.
+            # A block that is being stored is not evicted anyhow.
             kept = kept[np.asarray(self.executor.state.ref_cnt)[kept] >= 0]
             self.executor.pin(kept)
         placement = self.place(keys)
@@ -383,33 +322,25 @@ class BlockIndex:
         return placement
 
     def place(
-        self, keys: Iterable[bytes] | UnlistedKeys, *, filtered: bool = True
+        self, keys: Iterable[bytes], *, filtered: bool = True
     ) -> Placement | None:
-        """Find room for the blocks that are not known yet.
+        """Find room for the blocks that are not known yet; None if there is none.
 
-        Blocks that are being loaded or stored are not evicted, nor are those whose
-        keys are given here. With a `store_threshold`, keys that were not looked up
-        often enough count as not given.
-
-        Args:
-            keys: Keys of blocks that could be stored.
-            filtered: Whether a `store_threshold` counts.
-
-        Returns:
-            What to store where, and what had to leave; None if there is no room, and
-            then nothing has changed.
+        Blocks that are being loaded or stored are not evicted, nor are those whose keys
+        are given. If `filtered`, keys with too few look-ups (`store_threshold`) count
+        as not given.
         """
-        names, words = _laid_out(keys)
-        rows: list[int] | None = None  # What is left of the keys; None for all.
+        names, words = pack(keys)
+        rows: list[int] | None = None  # The keys that are left; None for all.
         if self._reuse is not None and filtered:
             passes = self._reuse.passes(names)
             self.num_skipped += passes.count(False)
             rows = list(compress(range(len(names)), passes))
             names, words = pack(list(compress(names, passes)))
         if len(names) > self.policy.max_batch:
-            given = range(len(names)) if rows is None else rows
+            before = range(len(names)) if rows is None else rows
             listed = list(names)
-            first = dict(zip(reversed(listed), reversed(given), strict=True))
+            first = dict(zip(reversed(listed), reversed(before), strict=True))
             names, words = pack(list(dict.fromkeys(listed)))
             rows = [first[name] for name in names]
         if not len(names):
@@ -433,20 +364,11 @@ class BlockIndex:
         sources: BlockIds,
         is_head: bool,
     ) -> Placement | None:
-        """Do `holds`, `place`, `pin` of what is placed, and `reorder` in one call.
+        """Call `holds`, `place`, `pin` for what is placed, and `reorder` in one.
 
-        Args:
-            pool: The device's blocks.
-            keys: Keys of blocks that could be stored.
-            sources: n blocks that are said to hold them.
-            is_head: Whether the first one begins a prefix: `reorder` is for that alone.
-
-        Returns:
-            As `place`; None also if a block does not hold its key, or this tier has
-            other rules than to store what it lacks. Then nothing has changed.
-
-        Raises:
-            ValueError: If there is not a block for each key. Then nothing changes.
+        `sources` are the device blocks of the keys. Only keys that begin a prefix
+        (`is_head`) are reordered. The answer is None also if a block does not hold its
+        key, or this tier does not simply store absent keys; then nothing has changed.
         """
         if len(sources) != len(keys):
             raise ValueError(f"{len(sources)=} blocks must have as many {len(keys)=}.")
@@ -462,26 +384,20 @@ class BlockIndex:
         return None if answer is None else self._placed(keys, keys.words, *answer)
 
     def victims_of(self, pool: DeviceBlockPool, num: int) -> Victims:
-        """Tell what a device evicts next, and which of that is not here.
+        """Return the device's next victims, and which of them have no copy here.
 
-        What is here is noted in the device's tier (`DeviceBlockPool.note_copies`), so
-        that it is looked up once.
-
-        Args:
-            pool: The device's blocks.
-            num: How many blocks to look at; if fewer are free, these.
+        Copies are recorded in the device's tier (`DeviceBlockPool.note_copies`), so
+        that a block is looked up once. `num` is how many blocks to look at; if fewer
+        are free, these.
         """
         return pool.next_victims(num, self.executor.next_victims)
 
     def complete_store(
         self, block_hashes: Iterable[bytes], success: bool = True
     ) -> None:
-        """End stores in progress.
+        """End stores in progress; if they failed, the blocks are freed.
 
-        Args:
-            block_hashes: Keys that `place` listed. Absent and ready ones are
-                ignored.
-            success: Whether the bytes arrived. If not, the blocks are freed.
+        Keys that are absent or ready are ignored.
         """
         names, words = pack(block_hashes)
         if not names:
@@ -494,11 +410,7 @@ class BlockIndex:
             self._forget(ended)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Hand out the events since the last time, then forget them.
-
-        Yields:
-            The events, oldest first. They are forgotten when the last was taken.
-        """
+        """Yield the events since the last time, oldest first; then forget them."""
         if self.events is not None:
             yield from self.events
             self.events.clear()
@@ -513,15 +425,10 @@ class BlockIndex:
     def find_beside(
         self, pool: DeviceBlockPool, keys: Iterable[BlockKey]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Find a prefix of which each block is on the device, or can be read here.
+        """Find a prefix whose blocks are on the device or readable here.
 
-        Args:
-            pool: The device's blocks.
-            keys: Keys of a prefix, in its order.
-
-        Returns:
-            i32[n] and i32[n], for the first n keys: their blocks on the device, and
-            here; NO_BLOCK for none, but not in both.
+        The answer is i32[n] and i32[n] for its n keys: their blocks on the device, and
+        here; NO_BLOCK for none, but not in both.
         """
         names, words = pack(keys)
         if not names:
@@ -530,24 +437,24 @@ class BlockIndex:
         return on_device[:num], on_host[:num]
 
     def contains(self, keys: Iterable[bytes]) -> NDArray[np.bool_]:
-        """Tell which keys have a block, stores in progress included: bool[n]."""
+        """Whether each key has a block, stores in progress included: bool[n]."""
         is_known: NDArray[np.bool_] = self.find_held(keys) != NO_BLOCK
         return is_known
 
-    def find_held(self, keys: Iterable[bytes] | UnlistedKeys) -> NDArray[np.int32]:
-        """As `find`, stores in progress included."""
-        names, words = _laid_out(keys)
+    def find_held(self, keys: Iterable[bytes]) -> NDArray[np.int32]:
+        """`find`, stores in progress included."""
+        names, words = pack(keys)
         return self.executor.find(words) if len(names) else np.empty(0, np.int32)
 
     def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Tell for each key whether it was looked up often enough to be stored."""
+        """Whether each key was looked up often enough to be stored."""
         if self._reuse is None:
             return [True] * len(keys)
         check_are_bytes(keys)
         return self._reuse.passes(keys)
 
     def passes_of(self, keys: Sequence[BlockKey] | Words) -> NDArray[np.bool_] | None:
-        """Do as `passes` does, as bool[n]; None where all pass in any case."""
+        """`passes` as bool[n]; None where all pass in any case."""
         if self._reuse is None:
             return None
         names = words_to_keys(keys) if isinstance(keys, np.ndarray) else keys
@@ -560,21 +467,18 @@ class BlockIndex:
             self._reuse.count(keys)
 
     def pin(self, block_ids: BlockIds) -> None:
-        """Keep blocks that a search has just found while they are read.
+        """Protect blocks that a search has just found while they are read.
 
-        Raises:
-            ValueError: If a block is being stored, or an id is no block's. Then nothing
-                is pinned.
+        If a block is being stored, or an id is no block's, it raises and pins none.
         """
         if not self.executor.pin(as_ids(block_ids)):
             raise ValueError(f"one of block_ids={shown(block_ids)} is being stored.")
 
     def unpin(self, block_ids: BlockIds) -> None:
-        """Take pins back, once for each time.
+        """Remove pins, one for each time a block is given.
 
-        Raises:
-            ValueError: If a block has no load in progress, or an id is no block's. Then
-                nothing is unpinned.
+        If a block has no load in progress, or an id is no block's, it raises and unpins
+        none.
         """
         ids = as_ids(block_ids)
         if not self.executor.complete_step(ids, len(ids), 0):
@@ -583,15 +487,10 @@ class BlockIndex:
             )
 
     def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
-        """Have blocks be found, as their bytes have arrived.
+        """Make blocks findable: the bytes of their stores have arrived.
 
-        Args:
-            block_ids: Blocks that are being stored.
-            keys: Their keys.
-
-        Raises:
-            ValueError: If a block is not being stored, an id is no block's, or there
-                is not one for each key. Then nothing changes.
+        If a block is not being stored, an id is no block's, or there is not one for
+        each key, it raises and changes nothing.
         """
         ids = as_ids(block_ids)
         if len(ids) != len(keys):
@@ -606,19 +505,19 @@ class BlockIndex:
             self._record(keys, removed=False)
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget blocks whose bytes are no good; those in flight stay."""
+        """Forget blocks with bad bytes; blocks in flight stay."""
         names, words = pack(keys)
         if not names:
             return
-        gone = list(compress(names, self.executor.discard(words).tolist()))
-        self._forget(gone)
-        self._record(gone, removed=True)
-        self.drops.note(gone, "load failed")
+        discarded = list(compress(names, self.executor.discard(words).tolist()))
+        self._forget(discarded)
+        self._record(discarded, removed=True)
+        self.drops.note(discarded, "load failed")
 
     def clear(self) -> None:
         """Forget all blocks at once, loads and stores in progress included.
 
-        What a policy has learned of requests stays, such as "hazard".
+        What a policy such as "hazard" has learned of requests stays.
         """
         self.executor = emptied(self.executor, self.policy, self._executor_name)
         self.num_lost += self.num_held_blocks
@@ -634,18 +533,11 @@ class BlockIndex:
     def change_policy(
         self, name: str, learned: Executor | None = None, scale: int = 1
     ) -> None:
-        """Have another policy choose what to evict; every block stays where it is.
+        """Change to an alternative policy; every block stays where it is.
 
-        Loads and stores in progress go on.
-
-        Args:
-            name: One of the alternatives.
-            learned: A tier of that policy, of any size, that was shown the same
-                requests; None for none.
-            scale: How many keys each of that tier's stands for.
-
-        Raises:
-            ValueError: If it is no alternative. Then nothing changes.
+        Loads and stores in progress go on. `learned` is a tier of the new policy, of
+        any size, that was shown the same requests; each of its keys stands for `scale`
+        keys.
 
         Example:
             >>> index = BlockIndex(16, num_blocks=2, alternatives=["lru", "slru"])
@@ -668,33 +560,33 @@ class BlockIndex:
         self._tells_keys = policy.listens
 
     def resume(self, learned: ReuseTable) -> None:
-        """Have a policy that learns, "hazard", go on with what was learned before."""
+        """Continue a policy that learns, "hazard", with an earlier table."""
         name = self._executor_name
         self.executor = resume(self.executor, self.policy, name, learned)
 
     @property
     def is_listed(self) -> bool:
-        """Whether all is known that the tier has, but for what others write since."""
+        """Whether all blocks of the tier are known, except later writes by others."""
         return True
 
     def note_listing(
         self,
-        found: Sequence[BlockKey],
-        gone: Sequence[BlockKey],
+        present: Sequence[BlockKey],
+        absent: Sequence[BlockKey],
         listed: bool | None,
         bound: tuple[int, int] | None,
     ) -> list[BlockKey]:
-        """Take note of a listing of the medium (`TierReport`); return what to delete.
+        """Apply a listing of the medium (`TierReport`); return what to delete.
 
         A medium that nothing else writes to is not listed.
         """
         return []
 
     def note_there(self, keys: Sequence[BlockKey]) -> None:
-        """Take note of blocks that the medium has, as it said when asked."""
+        """Record blocks that the medium has, as it answered."""
 
     def note_full(self, num: int) -> list[BlockKey]:
-        """Note that blocks found no room in the medium; return what to delete."""
+        """Record that blocks found no room in the medium; return what to delete."""
         return []
 
     def room_for(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
@@ -708,17 +600,10 @@ class BlockIndex:
         return isinstance(state, LRUState) and isinstance(self.executor, NativeExecutor)
 
     def next_victims(self, num: int) -> list[BlockKey]:
-        """Look which blocks would be evicted next, before they go.
+        """Return the keys that would be evicted next, the next one first.
 
-        Args:
-            num: How many to look for.
-
-        Returns:
-            Their keys, the next one first; perhaps less than `num`. None as long as
-            there is room for as many without an eviction.
-
-        Raises:
-            ValueError: If the policy does not tell (`tells_victims`).
+        There may be fewer than `num`; none as long as there is room for as many without
+        an eviction. It raises unless `tells_victims`.
         """
         if not self.tells_victims:
             raise ValueError(
@@ -734,11 +619,10 @@ class BlockIndex:
         return [self._names.get(key, key) for key in keys] if self._names else keys
 
     def snapshot(self) -> Snapshot:
-        """Show the state to a reader, for tests and for debugging.
+        """Return the state for a reader, for tests and for debugging.
 
-        Returns:
-            The state, on the host. Keys are as they were given, but for foreign ones
-            that have left and that the policy still remembers: these have 32 bytes.
+        Keys are as they were given, except foreign ones that have left and that the
+        policy still remembers: these have 32 bytes.
 
         Example:
             >>> index = BlockIndex(block_size=16, num_blocks=3)
@@ -760,23 +644,23 @@ class BlockIndex:
 
     @property
     def _policies(self) -> list[Policy]:
-        """All policies that this tier may have."""
-        others = self._alternatives.values()
-        return [self.policy, *(own for own in others if own is not self.policy)]
+        """The policies that this tier may have."""
+        alternatives = self._alternatives.values()
+        return [self.policy, *(p for p in alternatives if p is not self.policy)]
 
     def _warm_up(self, policy: Policy) -> None:
         scratch = make_executor(policy, self._executor_name)
         _, words = pack([bytes(KEY_BYTES)])
-        ids = np.zeros(1, np.int64)
+        ids, where = np.zeros(1, np.int64), np.zeros(1, np.int32)
         for read in (scratch.find, scratch.find_readable):
             read(words)
         for counts_as_use in (True, False):
             scratch.touch(words, counts_as_use)
         if self.listens:
-            mark = scratch.begin(words, np.zeros(1, np.int32), 0, 1)
-            scratch.finish(words, np.zeros(1, np.int32), 0, -1, 0, mark)
+            scratch.note(words, BEGIN, where, begun(0, 1))
+            scratch.note(words, FINISH, where, finished(0, -1, 0, 0))
         if self.retains:
-            scratch.retain(words, RELEASE, 0, 0, 0)
+            scratch.note(words, RETAIN, where, retained(0, RELEASE, 0, 0))
         scratch.prepare_store(words)
         scratch.complete_store(words, True)
         scratch.pin(ids)
@@ -784,11 +668,9 @@ class BlockIndex:
         scratch.discard(words)
 
     def warm_up_beside(self, pool: DeviceBlockPool, *, is_lazy: bool) -> None:
-        """Do the same for what takes the device's blocks, too.
+        """Warm up the verbs that take the device's blocks, too.
 
-        Args:
-            pool: The device's blocks.
-            is_lazy: Whether `victims_of` will be called, or `place_from`.
+        If `is_lazy`, `victims_of` will be called, else `place_from`.
         """
         for policy in self._policies:
             scratch = make_executor(policy, self._executor_name)
@@ -799,77 +681,69 @@ class BlockIndex:
             elif isinstance(scratch, NativeExecutor):
                 scratch.place_from(pool.bound, words, np.zeros(1, np.int64), True)
 
-    def _rows_told(
+    def _rows_for_policy(
         self, block_hashes: Iterable[bytes], positions: Sequence[int] | None
     ) -> tuple[Words, Positions] | None:
-        """Lay out what a policy is told of; None if nothing, or if it does not listen.
+        """Lay out keys and positions for a policy; None for no keys or no listener.
 
-        What is more than one call may have is left out: the cache has fewer blocks.
-        Without keys not even the time is told.
+        Keys beyond one batch are left out: the cache has fewer blocks. Without keys not
+        even the time is passed on.
         """
         if not self.listens:
             return None
-        if not self._tells_keys:  # The time is all that priorities want to know.
+        if not self._tells_keys:  # Priorities need the time alone.
             block_hashes, positions = list(islice(block_hashes, 1)), None
         names, words = pack(block_hashes)
-        told = NO_IDS if positions is None else as_ids(positions, "position")
-        refuse_outside(told, _MOST_COUNT, name="position")
-        if positions is not None and len(told) != len(names):
+        where = NO_IDS if positions is None else as_ids(positions, "position")
+        refuse_outside(where, _MAX_COUNT, name="position")
+        if positions is not None and len(where) != len(names):
             raise ValueError(
-                f"{len(told)} positions must be {len(names)}, one for each key."
+                f"{len(where)} positions must be {len(names)}, one for each key."
             )
         if not names:
             return None
-        most = self.policy.max_batch
+        words = words[: self.policy.max_batch]
         if positions is None:
-            return words[:most], np.arange(min(len(names), most), dtype=np.int32)
-        return words[:most], told[:most].astype(np.int32)
+            return words, np.arange(len(words), dtype=np.int32)
+        return words, where[: len(words)].astype(np.int32)
 
     def _pass_time(self, now_ms: int) -> None:
-        """Note the time that the policy is about to be told.
+        """Record the time that the policy is about to get.
 
-        To the policy, which has 32 bits of it, a time that is more than 2**31 ms later
-        looks like one before: it is told one between them first.
+        The policy has 32 bits of it, so that a time more than 2**31 ms later looks like
+        an earlier one: it gets one in between first.
         """
         ahead = now_ms - self._now_ms
-        if self._is_told and ahead > 0 and ahead % _TIMES >= _TIMES // 2:
+        if self._has_time and ahead > 0 and ahead % _TIMES >= _TIMES // 2:
             between = (self._now_ms + ahead % _TIMES // 2) % _TIMES
             _, no_keys = pack([])
-            nothing = no_keys, np.empty(0, np.int32)
-            self.executor.finish(*nothing, between, -1, 0, 0)
-        self._now_ms, self._is_told = now_ms, True
-
-    def _give_retention(
-        self, names: list[bytes], retention: Retention, given_ms: int
-    ) -> None:
-        terms = retention.priority, retention.half_life_ms, retention.ttl_ms
-        self._give(names, *terms, given_ms)
+            self.executor.note(
+                no_keys, FINISH, _NO_POSITIONS, finished(between, -1, 0, 0)
+            )
+        self._now_ms, self._has_time = now_ms, True
 
     def _give(
-        self,
-        names: list[bytes],
-        priority: int,
-        half_life_ms: int,
-        ttl_ms: int,
-        given_ms: int,
+        self, names: Sequence[bytes], retention: Retention | None, given_ms: int
     ) -> None:
-        """Give blocks that are here a priority, a part of them at a time."""
+        """Set the priority of blocks that are here, or remove it, a batch at a time."""
         _, words = pack(names)
-        most = self.policy.max_batch
-        for start in range(0, len(words), most):
-            self.executor.retain(
-                words[start : start + most],
-                priority,
-                half_life_ms,
-                ttl_ms,
-                given_ms % _TIMES,
-            )
+        terms = RELEASE, 0, 0
+        if retention is not None:
+            terms = retention.priority, retention.half_life_ms, retention.ttl_ms
+        about = retained(given_ms % _TIMES, *terms)
+        for start in range(0, len(words), self.policy.max_batch):
+            batch = words[start : start + self.policy.max_batch]
+            self.executor.note(batch, RETAIN, _NO_POSITIONS, about)
 
-    def _touch_in_parts(self, words: Words, *, counts_as_use: bool) -> None:
-        most = self.policy.max_batch
-        # Keys are touched from the last to the first, and so are parts of them.
-        for start in reversed(range(0, len(words), most)):
-            self.executor.touch(words[start : start + most], counts_as_use)
+    def _touch(self, keys: Iterable[bytes], counts_as_use: bool) -> None:
+        _, words = pack(keys)
+        size = self.policy.max_batch
+        if 0 < len(words) <= size:
+            self.executor.touch(words, counts_as_use)
+            return
+        # From the last batch to the first, as keys are touched in one batch.
+        for start in reversed(range(0, len(words), size)):
+            self.executor.touch(words[start : start + size], counts_as_use)
 
     def _placed(
         self,
@@ -879,7 +753,7 @@ class BlockIndex:
         block_ids: Ids,
         evicted_keys: Words,
     ) -> Placement:
-        """Note where keys go (NO_BLOCK: nowhere) and which had to leave; tell it."""
+        """Record where keys go (NO_BLOCK: nowhere) and which were evicted."""
         some_foreign = has_foreign(names)
         to_store, rows = names, None
         if num_stored < len(names):
@@ -898,9 +772,9 @@ class BlockIndex:
                 (key_from_foreign(name), name) for name in to_store if is_foreign(name)
             )
         if self.retains and self._notes:
-            noted = self._notes.groups(to_store, self._now_ms)
-            for (retention, given_ms), keys in noted:
-                self._give_retention(keys, retention, given_ms)
+            groups = self._notes.groups(to_store, self._now_ms)
+            for (retention, given_ms), keys in groups:
+                self._give(keys, retention, given_ms)
         self.num_held_blocks += num_stored - num_evicted
         self.num_evicted += num_evicted
         self.num_lost += num_evicted
@@ -913,7 +787,7 @@ class BlockIndex:
         return Placement(to_store, rows, block_ids, evicted)
 
     def _forget(self, names: list[bytes]) -> None:
-        """Note that blocks with these names are gone."""
+        """Record that blocks with these names have left."""
         self.num_held_blocks -= len(names)
         self.num_lost += len(names)
         if self.lost is not None:
@@ -929,20 +803,12 @@ class BlockIndex:
             )
 
 
-def _laid_out(
-    keys: Iterable[bytes] | UnlistedKeys,
-) -> tuple[Sequence[bytes], Words]:
-    """Do as `pack` does, and list no keys that are not listed."""
-    # Its exact type: to look for subclasses of an abstract one takes longer.
-    return (keys, keys.words) if type(keys) is UnlistedKeys else pack(keys)
-
-
 def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:
     """Make the policy of a name; check that it fits a tier of `num_blocks`."""
     policy = cache_policy
     if isinstance(policy, str):
         # Twice the tier, so that more different keys than this cannot fit at all.
-        max_batch = max(_LEAST_MAX_BATCH, 2 * num_blocks)
+        max_batch = max(_MIN_MAX_BATCH, 2 * num_blocks)
         policy = get_policy_maker(policy)(num_blocks, max_batch)
     if not isinstance(policy, Policy):
         raise TypeError(

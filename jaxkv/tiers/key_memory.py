@@ -1,8 +1,8 @@
-"""What is remembered of keys that need not be in any tier.
+"""Bounded memory of keys that need not be in any tier.
 
-`ReuseFilter` counts look-ups, so that only what is asked for again is stored.
-`RetentionNotes` has the priorities of blocks that are yet to be stored. `DropReasons`
-says why blocks are not on the host.
+`ReuseFilter` counts look-ups, so that only keys that are asked for again are stored.
+`RetentionNotes` has the priorities of blocks that are not stored yet. `DropReasons`
+knows why blocks are not on the host.
 """
 
 from __future__ import annotations
@@ -29,18 +29,14 @@ failed; its load failed."""
 class ReuseFilter:
     """Counts how often keys are looked up, and passes those that are often.
 
-    The rules are those of vLLM 0.19.1's `FilterReusedOffloadingManager`, and one more:
-    of the keys of a look-up that were never looked up before, the first pass, the
-    others not before they are looked up again. So the tail of a long prompt that never
+    The rules follow vLLM 0.19.1's `FilterReusedOffloadingManager`, and one more: of the
+    keys of a look-up that were never looked up before, the first `max_unseen` pass, the
+    others only when they are looked up again. So the tail of a long prompt that never
     comes back takes no room, while its head does, which other prompts may share.
 
-    Args:
-        threshold: Look-ups from which on a key passes.
-        max_size: Keys to remember. Beyond it, the key whose last look-up is oldest
-            is forgotten, and starts from 0 if it comes back. As many that may not pass
-            are remembered besides, for requests that outlast the look-ups of others.
-        max_unseen: How many keys of a look-up pass that are looked up for the first
-            time; None for all.
+    Beyond `max_size` keys, the key whose last look-up is oldest is forgotten, and
+    starts from 0 if it comes back. As many keys that may not pass are remembered in
+    addition, for requests that outlast the look-ups of others.
 
     Example:
         >>> reuse = ReuseFilter(threshold=2, max_size=1000)
@@ -82,7 +78,7 @@ class ReuseFilter:
                 self._counts.popitem(last=False)
 
     def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Tell for each key whether it was looked up often enough."""
+        """Whether each key was looked up often enough."""
         return [
             self._counts.get(key, 0) >= self.threshold and key not in self._held_back
             for key in keys
@@ -92,9 +88,7 @@ class ReuseFilter:
 class RetentionNotes:
     """Remembers how long to keep keys, for when their blocks are stored.
 
-    Args:
-        max_size: Keys to remember. Beyond it the one that was noted longest ago is
-            forgotten.
+    Beyond `max_size` keys, the one that was noted longest ago is forgotten.
 
     Example:
         >>> notes = RetentionNotes(max_size=2)
@@ -117,7 +111,7 @@ class RetentionNotes:
     def note(
         self, keys: Iterable[BlockKey], retention: Retention, given_ms: int
     ) -> None:
-        """Note what keys are given at a time, in place of what they were given."""
+        """Record the retention of keys from a time on, in place of an earlier one."""
         for key in keys:
             self._notes[key] = retention, given_ms
             self._notes.move_to_end(key)
@@ -125,48 +119,36 @@ class RetentionNotes:
                 self._notes.popitem(last=False)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Forget what keys were given."""
+        """Forget keys."""
         for key in keys:
             self._notes.pop(key, None)
 
     def groups(
         self, keys: Iterable[BlockKey], now_ms: int
     ) -> list[tuple[tuple[Retention, int], list[BlockKey]]]:
-        """List the keys of which something is noted, those with equal notes together.
-
-        Args:
-            keys: The keys.
-            now_ms: The time. What is over by then is forgotten.
-
-        Returns:
-            What was given and when, and the keys.
-        """
+        """Group keys by retention and its time; forget those that have ended."""
         groups: dict[tuple[Retention, int], list[BlockKey]] = {}
         for key in keys:
-            noted = self._notes.get(key)
-            if noted is None:
+            entry = self._notes.get(key)
+            if entry is None:
                 continue
-            retention, given_ms = noted
+            retention, given_ms = entry
             if now_ms - given_ms >= retention.lifetime_ms:
                 del self._notes[key]
             else:
-                groups.setdefault(noted, []).append(key)
+                groups.setdefault(entry, []).append(key)
         return list(groups.items())
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget all keys."""
         self._notes.clear()
 
 
 class DropReasons:
     """Remembers the last blocks that were dropped, each with the last reason.
 
-    Args:
-        max_size: Keys to remember; 0 for none. Beyond it the one that was dropped
-            longest ago is forgotten.
-
-    Attributes:
-        is_kept: Whether anything is remembered.
+    Beyond `max_size` keys, the one that was dropped longest ago is forgotten; 0 for
+    none.
 
     Example:
         >>> drops = DropReasons(max_size=2)
@@ -183,7 +165,7 @@ class DropReasons:
         self._reasons: OrderedDict[BlockKey, DropReason] = OrderedDict()
 
     def note(self, keys: Iterable[BlockKey], reason: DropReason) -> None:
-        """Record that blocks are not on the host, in the order of their keys."""
+        """Record why blocks are not on the host, in the order of their keys."""
         if not self.is_kept:
             return
         for key in keys:
@@ -193,9 +175,9 @@ class DropReasons:
                 self._reasons.popitem(last=False)
 
     def reason_of(self, key: BlockKey) -> DropReason | None:
-        """Tell why a block is not on the host; None if that is not remembered."""
+        """Return why a block is not on the host; None if unknown."""
         return self._reasons.get(key)
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget all keys."""
         self._reasons.clear()

@@ -1,4 +1,4 @@
-"""How long a request wants its blocks to be kept."""
+"""A request's wish to keep its blocks longer than others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from jaxkv._util import nearest, shown
-from jaxkv.policies.retained import MOST_HALVINGS, MOST_PRIORITY
+from jaxkv._util import hint, shown
+from jaxkv.policies.retained import MAX_HALVINGS, MAX_PRIORITY
 
-_MOST_S = 2_000_000
+_MAX_S = 2_000_000
 """Times on the array side have 32 bits of milliseconds, and two are compared."""
 
 
@@ -18,7 +18,7 @@ _MOST_S = 2_000_000
 class Retention:
     """Keep blocks longer than others: by a priority that passes.
 
-    While it lasts, blocks are evicted after those of a lower priority; ordinary ones
+    While it lasts, blocks are evicted after blocks of a lower priority; ordinary ones
     have 0. Nothing is pinned: where the others do not suffice, they are evicted all the
     same. In the spirit of TensorRT-LLM's `KvCacheRetentionConfig`.
 
@@ -28,8 +28,8 @@ class Retention:
             it does not. After 2,000,000 s (23 days) nothing is left in any case.
         ttl_s: Seconds after which nothing is left of it; None for no such time. One of
             the two is needed.
-        num_tokens: Whose blocks are meant, from the first token of a request on, such
-            as those of its system prompt; None for all.
+        num_tokens: Tokens of a request, from the first on, whose blocks get the
+            priority, such as its system prompt; None for all.
 
     Raises:
         ValueError: If a value is out of range, or neither time is given.
@@ -48,16 +48,16 @@ class Retention:
     num_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= _whole(self.priority) <= MOST_PRIORITY:
+        if not 0 <= _whole(self.priority) <= MAX_PRIORITY:
             raise ValueError(
                 f"priority={shown(self.priority)} must be a whole number from 0 to "
-                f"{MOST_PRIORITY}."
+                f"{MAX_PRIORITY}."
             )
         for name in ("half_life_s", "ttl_s"):
             if not _is_time(getattr(self, name)):
                 raise ValueError(
                     f"{name}={shown(getattr(self, name))} must be a number of seconds "
-                    f"from 0.001 to {_MOST_S}, or None."
+                    f"from 0.001 to {_MAX_S}, or None."
                 )
         if self.half_life_s is None and self.ttl_s is None:
             raise ValueError(
@@ -86,9 +86,8 @@ class Retention:
             raise ValueError(f"{shown(values)} must have keys, of {names}.")
         for name in values:
             if name not in names:
-                near = nearest(str(name), names)
-                hint = f": did you mean {near}?" if near else "."
-                raise ValueError(f"{shown(name)} must be one of {names}{hint}")
+                near = hint(str(name), names) or "."
+                raise ValueError(f"{shown(name)} must be one of {names}{near}")
         return cls(**values)
 
     @property
@@ -98,25 +97,21 @@ class Retention:
 
     @property
     def ttl_ms(self) -> int:
-        """The time to live, 0 for none; halvings end after `_MOST_S`, too."""
-        most = 1000 * _MOST_S
-        if self.ttl_s is None and MOST_HALVINGS * self.half_life_ms > most:
-            return most
+        """The time to live, 0 for none; halvings end after `_MAX_S`, too."""
+        max_ms = 1000 * _MAX_S
+        if self.ttl_s is None and MAX_HALVINGS * self.half_life_ms > max_ms:
+            return max_ms
         return round(1000 * (self.ttl_s or 0))
 
     @property
     def lifetime_ms(self) -> int:
         """After how long nothing is left of it."""
-        times = self.ttl_ms, MOST_HALVINGS * self.half_life_ms
+        times = self.ttl_ms, MAX_HALVINGS * self.half_life_ms
         return min(time_ms for time_ms in times if time_ms)
 
 
 def check_retention(retention: object) -> None:
-    """Refuse what is neither a `Retention` nor None.
-
-    Raises:
-        TypeError: With what it is.
-    """
+    """Raise TypeError unless it is a `Retention` or None."""
     if retention is not None and not isinstance(retention, Retention):
         raise TypeError(
             f"retention={shown(retention)} must be a jaxkv.Retention, or None."
@@ -137,4 +132,4 @@ def _is_time(value: Any) -> bool:
     if value is None:
         return True
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0.001 <= value <= _MOST_S
+    return is_number and 0.001 <= value <= _MAX_S

@@ -1,4 +1,4 @@
-"""The state of the host tier as a reader wants it: keys, ids and lists, no arrays."""
+"""The state of the host tier for a reader: keys, ids and lists, no arrays."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ class Snapshot:
     """The state of the host tier at one moment.
 
     Attributes:
-        policy: What the policy shows of itself (see `Policy.snapshot`), such as
-            "order", its keys from the least to the most recently used.
+        policy: The policy's own snapshot (see `Policy.snapshot`), such as "order", its
+            keys from the least to the most recently used.
         ref_cnt: Loads that read the block of each key; -1 while it is being stored.
         block_ids: The block of each key.
-        free_ids: The ids that no key holds, in the order in which they will be
-            handed out.
+        free_ids: The ids that no key holds, the next one first.
     """
 
     policy: dict[str, Any]
@@ -36,23 +35,14 @@ class Snapshot:
 def take_snapshot(
     policy: Policy, executor: Executor, names: Mapping[BlockKey, bytes]
 ) -> Snapshot:
-    """Show the state of an executor to a reader.
-
-    Args:
-        policy: The policy.
-        executor: Has the state.
-        names: What to call a key, where it is not itself.
-
-    Returns:
-        The state; nothing in it is changed by later calls.
-    """
+    """Read the state of an executor; `names` has the callers' names of foreign keys."""
     shown = policy.snapshot(executor.state.policy)
     lists = {name: keys for name, keys in shown.items() if isinstance(keys, list)}
     keys = [key for part in lists.values() for key in part]
-    found = executor.find(keys_to_words(keys)).tolist() if keys else []
+    blocks = executor.find(keys_to_words(keys)).tolist() if keys else []
     held = {
         names.get(key, key): block_id
-        for key, block_id in zip(keys, found, strict=True)
+        for key, block_id in zip(keys, blocks, strict=True)
         if block_id != NO_BLOCK
     }
     state = executor.state  # Again: a call may have put another in its place.

@@ -1,4 +1,4 @@
-"""The storage tier: which blocks a store has that outlives the process."""
+"""The storage tier: the blocks of a store that outlives the process."""
 
 from __future__ import annotations
 
@@ -12,35 +12,24 @@ from jaxkv.types import BlockKey
 STORAGE_MEDIUM = "STORAGE"
 """The medium in events of the storage tier."""
 
-_MOST_BLOCKS = (1 << 31) - 1
+_MAX_BLOCKS = (1 << 31) - 1
 _BYTES_PER_BLOCK = 130
 _MIN_DELETED = 16  # Until a store that was full is filled again.
 
 
 class StorageTier(BlockIndex):
-    """Keeps track of which blocks a store has, and which to delete when it is full.
+    """Keeps track of the blocks of a store, and chooses what to delete when it is full.
 
     Each place is room for one block in the store, which knows blocks by their keys
     alone. The least recently used go first.
 
-    What it knows may be wrong, as others may write to the store and delete from it: a
-    block that is not there any more is found missing when it is read (`discard`), and
-    one that others have written is known once the store was listed (`add_found`) or
-    asked for it (`note_there`).
+    Its knowledge may be wrong, as others may write to the store and delete from it: a
+    block that is no longer there is missing when it is read (`discard`), and a block
+    that others have written is known once the store was listed (`add_found`) or asked
+    for it (`note_there`).
 
-    Args:
-        block_size: Tokens in a block; only repeated in events.
-        num_blocks: Blocks that the store may hold.
-        enable_events: Whether to keep events for `take_events`.
-        executor: As of `BlockIndex`.
-
-    Raises:
-        ValueError: There are more blocks than can be numbered.
-        MemoryError: There is no memory for the index of so many.
-
-    Attributes:
-        is_listed: Whether the store was listed.
-        bound: How many blocks the store may hold; None until a listing has told it.
+    Too many blocks to number raise a ValueError, and a MemoryError if their index does
+    not fit.
 
     Example:
         >>> tier = StorageTier(block_size=16, num_blocks=2)
@@ -61,9 +50,9 @@ class StorageTier(BlockIndex):
         *,
         executor: ExecutorName = "native",
     ) -> None:
-        if num_blocks > _MOST_BLOCKS:
+        if num_blocks > _MAX_BLOCKS:
             raise ValueError(
-                f"{num_blocks=} of the store must be at most {_MOST_BLOCKS}: set "
+                f"{num_blocks=} of the store must be at most {_MAX_BLOCKS}: set "
                 "storage_bytes to less."
             )
         try:
@@ -80,6 +69,7 @@ class StorageTier(BlockIndex):
                 f"{num_blocks * _BYTES_PER_BLOCK >> 20} MiB, which is more than there "
                 "is: set storage_bytes to less."
             ) from error
+        # How many blocks the store may hold; None until a listing has returned it.
         self.bound: int | None = None
         # What fits into a store that was full, and what was deleted since.
         self._full_bound: int | None = None
@@ -88,22 +78,22 @@ class StorageTier(BlockIndex):
 
     @property
     def is_listed(self) -> bool:
-        """Whether all is known that the store has, but for what others write since."""
+        """Whether all blocks of the store are known, except later writes by others."""
         return self._is_listed
 
     def note_listing(
         self,
-        found: Sequence[BlockKey],
-        gone: Sequence[BlockKey],
+        present: Sequence[BlockKey],
+        absent: Sequence[BlockKey],
         listed: bool | None,
         bound: tuple[int, int] | None,
     ) -> list[BlockKey]:
-        """Take note of what a listing has found; as of `BlockIndex`."""
-        if found:
-            self.add_found(found)
+        """Apply the results of a listing; as of `BlockIndex`."""
+        if present:
+            self.add_found(present)
         self._is_listed |= bool(listed)
-        if gone:
-            self.discard(gone)
+        if absent:
+            self.discard(absent)
         if bound is not None:
             return self.note_bound(*bound)
         if listed is False:
@@ -111,12 +101,12 @@ class StorageTier(BlockIndex):
         return []
 
     def clear(self) -> None:
-        """Forget everything at once; what is in the store stays there."""
+        """Forget everything at once; the store keeps its blocks."""
         super().clear()
         self._is_listed = False
 
     def add_found(self, keys: Sequence[BlockKey]) -> None:
-        """Take note of blocks that a listing has found; nothing is evicted for them."""
+        """Record blocks that a listing has found; nothing is evicted for them."""
         new = list(compress(keys, (~self.contains(keys)).tolist()))
         room = self.num_blocks - self.num_held_blocks
         new = new[: max(room, 0)]
@@ -128,7 +118,7 @@ class StorageTier(BlockIndex):
             self.complete_store(placed.keys)
 
     def note_there(self, keys: Sequence[BlockKey]) -> None:
-        """Take note of blocks that the store has; for a request, so room is made."""
+        """Record blocks that the store has; for a request, so room is made."""
         new = list(compress(keys, (~self.contains(keys)).tolist()))
         placed = self.place(keys) if new else None  # None of them makes room.
         if placed is None:  # Unless too much of it is being read or written.
@@ -142,36 +132,25 @@ class StorageTier(BlockIndex):
         self.complete_store(placed.keys)
 
     def note_bound(self, bound: int, num_there: int) -> list[BlockKey]:
-        """Take note of the end of a listing.
+        """Apply the end of a listing: blocks that the store may hold, and that it has.
 
-        Args:
-            bound: How many blocks the store may hold.
-            num_there: How many it has.
-
-        Returns:
-            Keys to delete, as what was written meanwhile is too much.
+        The answer is keys to delete, as meanwhile too much was written.
         """
         self.bound, self._full_bound = bound, None
         self.num_left_out = max(0, num_there - self.num_held_blocks)
         return self._shrink()
 
     def note_unlisted(self) -> None:
-        """Take note that a listing has failed: what has been found may be others'."""
+        """Apply a failed listing: blocks that it has found may be others'."""
         if self.bound is None and not self.num_found:
             self.bound = self.num_blocks
 
     def note_full(self, num: int) -> list[BlockKey]:
-        """Make room in a store that has less than its bound allows.
+        """Make room in a store that had none for `num` blocks, though below its bound.
 
-        It counts as holding no more than now until it is listed again, or as much has
-        been deleted as it holds.
-
-        Args:
-            num: Blocks that the store had no room for.
-
-        Returns:
-            Keys to delete: as many of the least recently used blocks. None before the
-            first listing has ended.
+        It counts as full at its present size until it is listed again, or as much has
+        been deleted as it holds. The answer is keys to delete, the least recently used;
+        none before the first listing has ended.
         """
         if self.bound is None:
             return []
@@ -182,39 +161,34 @@ class StorageTier(BlockIndex):
     def room_for(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
         """Choose what to delete in the store after the index has made room in itself.
 
-        Nothing until a listing has told the store's bound, and no more than is beyond
-        it: what else has left the index stays in the store, and is left out here.
-
-        Args:
-            evicted: What has left the index, the least recently used first.
-
-        Returns:
-            Keys to delete.
+        Only blocks beyond the store's bound are deleted, and none before a listing has
+        returned the bound. The other evicted keys stay in the store, and are left out
+        here.
         """
         if self.bound is None:
             self.num_left_out += len(evicted)
             return []
-        gone = list(evicted[: self._num_beyond(len(evicted))])
-        self.num_left_out += len(evicted) - len(gone)
-        return gone + self._shrink()
+        deleted = list(evicted[: self._num_beyond(len(evicted))])
+        self.num_left_out += len(evicted) - len(deleted)
+        return deleted + self._shrink()
 
     def _shrink(self) -> list[BlockKey]:
         """Forget the least recently used blocks that are beyond the store's bound."""
         num = self._num_beyond()
         if not num or not self.tells_victims:
             return []
-        gone = self.next_victims(num + self.num_blocks - self.num_held_blocks)
-        self.discard(gone)
-        self.num_evicted += len(gone)
-        self._num_deleted += len(gone)
+        victims = self.next_victims(num + self.num_blocks - self.num_held_blocks)
+        self.discard(victims)
+        self.num_evicted += len(victims)
+        self._num_deleted += len(victims)
         if self._num_deleted > max(self._full_bound or 0, _MIN_DELETED):
             self._full_bound = None
-        return gone
+        return victims
 
     def _num_beyond(self, num_evicted: int = 0) -> int:
         """Count the blocks in the store that are beyond what it may hold."""
         assert self.bound is not None
-        most = self.bound
+        bound = self.bound
         if self._full_bound is not None:
-            most = min(most, self._full_bound)
-        return max(0, self.num_held_blocks + self.num_left_out + num_evicted - most)
+            bound = min(bound, self._full_bound)
+        return max(0, self.num_held_blocks + self.num_left_out + num_evicted - bound)

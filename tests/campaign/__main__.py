@@ -14,7 +14,6 @@ import jax
 import pytest
 
 from tests.campaign import campaign
-from tests.campaign.counting import summary
 from tests.campaign.store_faults import FAULTS
 
 
@@ -63,7 +62,7 @@ def main():
         if args.only is not None:
             counts = collections.Counter()
             failure = campaign.run_one(args.seed, args.only, counts, **options)
-            print(summary(counts))
+            print(campaign.summary(counts))
             if failure is not None:
                 print(failure.report)
         else:

@@ -18,8 +18,6 @@ SPEC = FullAttention(4)
 
 @dataclasses.dataclass
 class Flight:
-    """A transfer in flight."""
-
     keys: list
     blocks: list
     parts: list

@@ -1,13 +1,13 @@
 """Runs random engines, each from its number and the seed of the campaign."""
 
 import collections
-import dataclasses
 import functools
 import gc
 import random
 import time
 import traceback
 from collections.abc import Callable
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -15,7 +15,6 @@ import jax
 from jaxkv.scheduling.whatif import auto
 from tests.campaign.by_hand import ByHand
 from tests.campaign.connector import run_connector
-from tests.campaign.counting import summary
 from tests.campaign.paged import PagedEngine, new_history
 from tests.campaign.prefixes import PrefixUser
 from tests.campaign.processes import run_processes
@@ -25,19 +24,27 @@ from tests.rigs.traffic import auto_at_once, change_in_turn
 
 STEPS = 600
 ENGINES_PER_CLEARING = 12
+# Counters that are printed first, and even if they are 0.
+COUNTERS = (
+    *("engines", "processes", "steps", "block reads compared", "requests served"),
+    *("saves", "loads", "saves failed", "loads failed", "saves stuck", "loads stuck"),
+    *("pools lost", "aborts", "preemptions", "resets", "weights changed"),
+    *("policies changed", "refused calls", "explanations compared", "plans compared"),
+)
 
 
-@dataclasses.dataclass
-class Failure:
-    """A run that has failed."""
-
+class Failure(NamedTuple):
     number: int
     error: BaseException
     report: str
 
 
+def summary(counts):
+    others = sorted(set(counts) - set(COUNTERS))
+    return "\n".join(f"{counts[name]:>12,} {name}" for name in (*COUNTERS, *others))
+
+
 def run_paged(rng, counts, note, steps=STEPS):
-    """Run an engine with a paged pool."""
     setup = random_setup(rng)
     note(str(setup))
     engine = PagedEngine(setup, rng, counts, note)

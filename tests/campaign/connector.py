@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.rigs import fake_engine, fake_vllm
-from tests.rigs.fake_engine import Engine, next_token
+from tests.rigs.fake_engine import Engine, reference
 from tests.rigs.fake_vllm import Request
 
 WAYS = (
@@ -44,17 +44,6 @@ ROUTES = (
     lambda engine: engine.scheduler.pool.reset_prefix_cache(),
 )
 PARAMS = (None, None, {"retention": {"priority": 80, "half_life_s": 0.1}})
-
-
-def reference(prompt, num_output, updates):
-    """The tokens that a request gets without a host tier, its last turn's."""
-    tokens = list(prompt)
-    for more, num in ([], num_output), *updates:
-        if more:  # The last token of a turn has no KV: it is dropped.
-            tokens = [*tokens[:-1], *more]
-        for _ in range(num):
-            tokens.append(next_token(tokens))
-    return tokens
 
 
 def run_connector(rng, counts, note, steps):
@@ -112,7 +101,6 @@ def change_weights(engine, rng, note):
 
 
 def train(engine, adapter, note):
-    """Load an adapter's new weights; nobody else stops for it."""
     scheduler = engine.scheduler
     while engine.in_flight:
         engine.take_output()

@@ -23,7 +23,6 @@ class Contract:
         )
 
     def refuse(self, call, *args):
-        """Make a call that has to be refused, and to change nothing."""
         before = self.state()
         try:
             call(*args)
@@ -57,7 +56,6 @@ class Contract:
                 break
 
     def cached_as(self, user, full):
-        """The blocks of a request that the device finds under its keys."""
         keys = user.block_keys_by_group[0][:full]
         return self.blocks.find(keys).tolist() if keys else []
 

@@ -27,7 +27,6 @@ class Memory:
         self.rows = np.zeros((num_blocks, self.host_payload_bytes), np.uint8)
 
     def read_host(self, blocks):
-        """Give the bytes of blocks as they are now."""
         rows = self.rows[list(blocks)]
         return SimpleNamespace(
             num_blocks=len(rows),
@@ -36,7 +35,6 @@ class Memory:
         )
 
     def write_host(self, blocks, payloads):
-        """Take the bytes of blocks."""
         for block, payload in zip(blocks, payloads, strict=True):
             self.rows[block] = payload
         return SimpleNamespace(is_over=True, error=None)
@@ -59,7 +57,6 @@ class MemoryMover:
         return len(self._fetches)
 
     def start(self, moves):
-        """Start what a step asks for."""
         for batch in moves.writes if moves else ():
             held = self._engine.read_host(batch.upper_blocks)
             for index, block in enumerate(batch.lower_blocks):
@@ -89,14 +86,12 @@ class MemoryMover:
             self._fetched.append((event, tuple(ok and has_come for ok in oks)))
         self._fetches = under_way
 
-    def take_reports(self, most_found=0):
-        """Hand out what is over."""
+    def take_reports(self, max_found_keys=0):
         report = TierReport(tuple(self._fetched), tuple(self._written))
         self._fetched, self._written = [], []
         return (report,) if report.fetched or report.written else ()
 
     def wait(self):
-        """Wait until all fetches are over."""
         while self._fetches:
             self.advance()
 
@@ -109,7 +104,7 @@ class MemoryConfig(OffloadConfig):
     """A configuration with a key for the tier."""
 
     memory_blocks: int = settings.number(
-        64, "memory", "Blocks of the memory tier.", unit="host blocks", least=1
+        64, "memory", "Blocks of the memory tier.", unit="host blocks", minimum=1
     )
     fails = staticmethod(lambda: False)
 

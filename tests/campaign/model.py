@@ -131,7 +131,6 @@ class Model:
                 return pool
 
     def check(self):
-        """Wait for the steps so far."""
         unchecked, self._unchecked = self._unchecked, []
         for wrong, names in unchecked:
             found = np.asarray(wrong.addressable_data(0))[: len(names)]

@@ -16,7 +16,6 @@ class Overlaps:
         self._loads = {}  # request -> (device blocks, host blocks)
 
     def start(self, meta, owner_of):
-        """Note the transfers of a step."""
         read = {h for _, hosts in self._loads.values() for h in hosts}
         written = {h for _, hosts in self._stores.values() for h in hosts}
         loaded = {b for blocks, _ in self._loads.values() for b in blocks}
@@ -62,7 +61,6 @@ class Overlaps:
         return True
 
     def check_allocated(self, blocks):
-        """Check blocks that the pool has just handed out."""
         stored = {b for own, _ in self._stores.values() for b in own}
         loaded = {b for own, _ in self._loads.values() for b in own}
         for what, busy in (("stored", stored), ("loaded", loaded)):

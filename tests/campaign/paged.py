@@ -89,6 +89,11 @@ class PagedEngine(Contract):
         # Keys that events say are there, by the tier's medium.
         self.told = collections.defaultdict(set)
 
+    def follow(self, last):
+        """Take the weights of an engine before, whose users come back."""
+        self.weights, self.epoch = last.weights, last.epoch
+        self.stories = list(last.stories)
+
     def run(self, num_steps):
         """Run some steps, then serve whoever is left, and look for leaks."""
         for number in range(num_steps):
@@ -98,7 +103,6 @@ class PagedEngine(Contract):
         self.settle()
 
     def check(self):
-        """Wait for the model, and look at what it has found."""
         for model in self.models:
             model.check()
 
@@ -121,7 +125,6 @@ class PagedEngine(Contract):
     # What happens between steps.
 
     def hear(self):
-        """Hear of transfers that are over."""
         reports = []
         for number, (mover, worker) in enumerate(
             zip(self.movers, self.workers, strict=True)
@@ -132,7 +135,6 @@ class PagedEngine(Contract):
         self.take(ConnectorOutput.aggregate(reports))
 
     def take(self, report):
-        """Tell the scheduler what the workers have reported."""
         self.overlaps.end(report, len(self.workers), self._num_reports)
         done = self.scheduler.update_connector_output(report)
         for name in done.finished_recving:
@@ -402,7 +404,6 @@ class PagedEngine(Contract):
         return self.rng.choice((0, offer))
 
     def preempt(self, user):
-        """Take a request's blocks away; it begins again later."""
         if self.habits.says_preempted:
             self.scheduler.request_preempted(user)
         self.leave(user)
@@ -413,7 +414,6 @@ class PagedEngine(Contract):
         self.note(f"{user.request_id}: preempted")
 
     def end(self, user):
-        """End a request in any phase."""
         if user.phase == "waiting":
             self.waiting.remove(user)
         if self.rng.random() < 0.2:
@@ -524,7 +524,6 @@ class PagedEngine(Contract):
                 self.trim(user)
 
     def reads_of(self, user):
-        """The blocks that the next token reads, and what has to be in them."""
         computed, reads = user.num_computed_tokens, []
         for group, spec in enumerate(self.groups):
             size = spec.block_size
@@ -554,7 +553,6 @@ class PagedEngine(Contract):
         return writes
 
     def cache(self, user):
-        """Make full blocks findable on the device."""
         for group, spec in enumerate(self.groups):
             first = user.num_cached[group]
             full = user.num_computed_tokens // spec.block_size
@@ -647,5 +645,4 @@ def no_notes(line):
 
 
 def new_history():
-    """Keep the last lines of a history."""
     return collections.deque(maxlen=60)

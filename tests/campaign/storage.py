@@ -100,7 +100,6 @@ class _Lives:
         self.last = None
 
     def live(self, steps):
-        """Run engines for some steps, and let them end, or die."""
         rng, counts = self.rng, self.counts
         stores, engines = [], []
         for _ in range(self.fault.num_engines):
@@ -145,9 +144,7 @@ class _Lives:
         with mock.patch.object(storage_worker, "open_store", return_value=store):
             engine = PagedEngine(self.setup, self.rng, self.counts, self.note)
         if self.last is not None:
-            # The same weights; users come back, with what they asked before.
-            engine.weights, engine.epoch = self.last.weights, self.last.epoch
-            engine.stories = list(self.last.stories)
+            engine.follow(self.last)
         hear_the_store(engine)
         return store, engine
 

@@ -28,7 +28,6 @@ BEGUN, ENDED = b"(", b")"
 
 
 def live(url, cache, log, seed, life, num_steps=None):
-    """Be one of the engines that share a store."""
     with open(log, "w", buffering=1, encoding="utf-8") as out:
         sys.stderr = out
         jax.config.update("jax_platforms", "cpu")

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,18 +57,33 @@ def empty(rng, folder):
     return 1
 
 
-def cut(rng, folder):
-    """Cut files where they lie, under those who read them."""
-    return _to_some(rng, folder, _cut)
+def to_some(change, rng, folder):
+    """Change a few files where they lie, under those who read them."""
+    files = objects_of(folder)
+    chosen = rng.sample(files, min(len(files), rng.randint(1, MOST_MISHAPS)))
+    return sum(_try(change, rng, path) for path in chosen)
 
 
-def flip(rng, folder):
-    """Change a bit of files where they lie."""
-    return _to_some(rng, folder, _flip)
+def cut(rng, path):
+    os.truncate(path, rng.randrange(os.path.getsize(path) + 1))
+
+
+def flip(rng, path):
+    """Change a bit."""
+    with open(path, "r+b") as file:
+        place = rng.randrange(max(8 * os.path.getsize(path), 1))
+        file.seek(place // 8)
+        [byte] = file.read(1)
+        file.seek(place // 8)
+        file.write(bytes([byte ^ 1 << place % 8]))
+
+
+def delete(rng, path):
+    os.unlink(path)
 
 
 def exchange(rng, folder):
-    """Put objects under the names of others."""
+    """Copy objects over others."""
     files = objects_of(folder)
     if len(files) < 2:
         return 0
@@ -81,16 +97,11 @@ def exchange(rng, folder):
 
 
 def turn_read_only(rng, folder):
-    """Have the disk refuse to be written, or allow it again."""
+    """Make the disk read-only, or writable again."""
     is_read_only = not os.access(folder, os.W_OK)
     how = "rw" if is_read_only else "ro"
     # Refused while a file is being written.
     return _run("mount", "-o", f"remount,{how}", folder) is None
-
-
-def make_room(rng, folder):
-    """Delete a few objects of a disk that is full."""
-    return _to_some(rng, folder, lambda rng, path: os.unlink(path))
 
 
 @contextlib.contextmanager
@@ -147,7 +158,7 @@ FAULTS = {
     "late": StoreFault(Faults(late=0.5, late_s=0.1), sign="late, injected"),
     "full": StoreFault(
         share=0.02,
-        happens=make_room,
+        happens=partial(to_some, delete),
         sign="write full",
         # Of few pages, or of few files.
         disk=lambda rng: rng.choice(
@@ -161,9 +172,11 @@ FAULTS = {
         sign="write denied",
     ),
     "truncated": StoreFault(
-        Faults(cut=0.1, tear=0.1), share=0.1, happens=cut, sign="torn"
+        Faults(cut=0.1, tear=0.1), share=0.1, happens=partial(to_some, cut), sign="torn"
     ),
-    "flipped": StoreFault(Faults(flip=0.2), share=0.1, happens=flip, sign="checksum"),
+    "flipped": StoreFault(
+        Faults(flip=0.2), share=0.1, happens=partial(to_some, flip), sign="checksum"
+    ),
     "exchanged": StoreFault(Faults(swap=0.2), share=0.1, happens=exchange, sign="key"),
     "shared": StoreFault(num_engines=2, storage_blocks=12, sign="evicted"),
     "emptied": StoreFault(Faults(lose=0.05), share=0.05, happens=empty),
@@ -210,27 +223,8 @@ def objects_of(folder):
     )
 
 
-def _to_some(rng, folder, change):
-    files = objects_of(folder)
-    chosen = rng.sample(files, min(len(files), rng.randint(1, MOST_MISHAPS)))
-    return sum(_try(change, rng, path) for path in chosen)
-
-
-def _cut(rng, path):
-    os.truncate(path, rng.randrange(os.path.getsize(path) + 1))
-
-
-def _flip(rng, path):
-    with open(path, "r+b") as file:
-        place = rng.randrange(max(8 * os.path.getsize(path), 1))
-        file.seek(place // 8)
-        [byte] = file.read(1)
-        file.seek(place // 8)
-        file.write(bytes([byte ^ 1 << place % 8]))
-
-
 def _try(change, *args):
-    """Tell whether a file could be changed: the engines delete them meanwhile."""
+    """Return whether a file could be changed: the engines delete some meanwhile."""
     try:
         change(*args)
     except (OSError, ValueError):

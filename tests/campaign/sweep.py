@@ -21,14 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import DeviceBlockPool, OffloadConfig, TraceRecorder
+from jaxkv import TraceRecorder
 from jaxkv.keys.keyed import hash_keys
 from jaxkv.keys.packed import pack
 from jaxkv.observe.publisher import END_OF_REPLAY, EventPublisher
-from jaxkv.scheduling.protocol import SchedulerOutput
 from jaxkv.scheduling.record import record
 from jaxkv.scheduling.whatif.policy_state import SAVE_EVERY_MS
-from jaxkv.search.groups import FullAttention
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
 from jaxkv.tools.replay.traces import read_trace
@@ -43,14 +41,19 @@ from tests.observe.test_tiers_to_subscriber import PublishingRig
 from tests.rigs.failing_calls import ERRORS, HANG, SHORT, faults
 from tests.rigs.known_kv import check_hit, known_kv, to_device
 from tests.rigs.listening import DECODER, Listener, Picture
-from tests.rigs.offload_rig import Rig, make_keys, make_request
+from tests.rigs.offload_rig import (
+    BLOCK_SIZE,
+    FULL,
+    Rig,
+    StoredEngine,
+    make_keys,
+    make_request,
+)
 from tests.rigs.waiting import wait_for
 
-BLOCK_SIZE = 4
 PATH_BLOCKS = 2
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, NUM_STORED_BLOCKS = 8, 16, 4
 OBJECT_BYTES = 192 + BLOCK_SIZE * 8
-GROUPS = (FullAttention(BLOCK_SIZE),)
 # Longer than the store's deadline, and than a minute between two lines of the log.
 LIST_S = 100.0
 MAX_HANG_S = 200.0  # By that clock.
@@ -58,8 +61,6 @@ MAX_WAIT_S = 20.0  # Until a life counts as stuck; a passing one never waits so 
 
 
 class Clock:
-    """Time that passes, and that a test moves on."""
-
     def __init__(self):
         self.more_s = 0.0
 
@@ -82,42 +83,24 @@ class StuckError(AssertionError):
     """Something never came to an end."""
 
 
-class SmallEngine:
-    """A scheduler, a worker and a pool."""
+class SmallEngine(StoredEngine):
+    """An engine that serves one request after the other."""
 
-    def __init__(self, calls, clock, **keys):
-        config = OffloadConfig(
+    def __init__(self, calls, clock, storage, **keys):
+        self.calls, self.clock = calls, clock
+        self.num_requests = 0
+        super().__init__(
+            storage,
+            pool=jnp.zeros((NUM_DEVICE_BLOCKS, BLOCK_SIZE, 1, 2), jnp.uint32),
+            clock=clock,
             num_host_blocks=NUM_HOST_BLOCKS,
             deadline_s=1e6,
             storage_bytes=NUM_STORED_BLOCKS * OBJECT_BYTES,
-            storage_write="through",
             storage_list_s=LIST_S,
             storage_deadline_s=60.0,
             storage_probe_s=30.0,
             **keys,
         )
-        self.calls, self.clock = calls, clock
-        self.num_requests = 0
-        self.pool = [jnp.zeros((NUM_DEVICE_BLOCKS, BLOCK_SIZE, 1, 2), jnp.uint32)]
-        self.worker = config.make_worker(config.make_engine(self.pool), clock=clock)
-        self.storage = self.worker.storage
-        try:
-            self.scheduler = config.make_scheduler(
-                GROUPS,
-                num_storage_blocks=self.storage.num_blocks(config.storage_bytes),
-                policy_clock=clock,
-            )
-        except BaseException:
-            self.storage.close()
-            raise
-        self.blocks = DeviceBlockPool(NUM_DEVICE_BLOCKS)
-        self.scheduler.bind_device_block_pool(self.blocks)
-
-    def step(self, **scheduled):
-        """Run a step; return what has ended."""
-        meta = self.scheduler.build_connector_meta(SchedulerOutput(scheduled))
-        self.pool = self.worker.start(meta, self.pool)
-        return self.scheduler.update_connector_output(self.worker.poll())
 
     def until(self, condition, what, *, may_hang=False):
         """Step until something is so; while a call hangs, time passes quickly."""
@@ -163,7 +146,7 @@ class SmallEngine:
             return offer is not None
 
         num_tokens, _ = find_cached_prefix(
-            self.blocks, GROUPS, [request.block_keys], request.num_tokens - 1
+            self.blocks, FULL, [request.block_keys], request.num_tokens - 1
         )
         assert num_tokens == 0, "the device was to forget"
         self.until(is_offered, "an offer")
@@ -199,7 +182,6 @@ class SmallEngine:
         self.blocks.evict(range(1, NUM_DEVICE_BLOCKS))
 
     def list(self):
-        """Let time pass, and list the store."""
         self.clock.more_s += LIST_S + 1.0
         storage = self.storage
         self.step()
@@ -211,7 +193,6 @@ class SmallEngine:
         self.settle()
 
     def reset(self):
-        """Forget all that is on the host."""
         assert self.scheduler.reset()
 
     def close(self):
@@ -220,7 +201,6 @@ class SmallEngine:
         self.check_at_rest()
 
     def check_at_rest(self):
-        """Check that nothing is held or in flight."""
         assert self.worker.num_in_flight == 0
         assert self.storage.num_in_flight == 0
         assert self.blocks.num_free == NUM_DEVICE_BLOCKS - 1
@@ -297,8 +277,6 @@ class Life:
 
 
 class StoreLife(Life):
-    """The life of an engine with a store."""
-
     def __init__(self, calls, fault, url, count, **keys):
         super().__init__(calls, fault)
         self.count, self.keys = count, {"storage": url, **keys}
@@ -358,6 +336,7 @@ class RecordLife(Life):
 
     def __init__(self, calls, fault, folder, name="requests.jsonl", max_files=3):
         super().__init__(calls, fault)
+        folder.mkdir()
         self.path, self.key_file = folder / name, folder / "key"
         self.max_files = max_files
 
@@ -424,6 +403,7 @@ class PolicyStateLife(Life):
 
     def __init__(self, calls, fault, folder):
         super().__init__(calls, fault)
+        folder.mkdir()
         self.path = folder / "learned.json"
 
     def begin(self):
@@ -602,11 +582,11 @@ HARMLESS = {
     ("thread", "transfer.storage.workers.start_thread"),
     ("thread", "integrations.prefix_copier.TaskThread.run"),
     ("thread", "integrations.prefix_copier.call_apart"),
-    ("stat", "scheduling.record._read_secret"),
-    ("lstat", "scheduling.trace_file.TraceFile.__init__"),
-    ("lstat", "scheduling.trace_file.TraceFile._rotate.<locals>.<genexpr>"),
-    ("lstat", "scheduling.policy_state.PolicyStateFile.__init__"),
-    ("flock", "scheduling.trace_file._lock"),  # Some file systems have no locks.
+    ("stat", "scheduling.record.record._read_secret"),
+    ("lstat", "scheduling.record.trace_file.TraceFile.__init__"),
+    ("lstat", "scheduling.record.trace_file.TraceFile._rotate.<locals>.<genexpr>"),
+    ("lstat", "scheduling.whatif.policy_state.PolicyStateFile.__init__"),
+    ("flock", "scheduling.record.trace_file._lock"),  # Some file systems have no locks.
 }
 
 # A subfolder that an engine must not read is others'.

@@ -4,7 +4,6 @@ import collections
 import os
 import random
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -84,7 +83,6 @@ def catch(corrupt, noticed, max_engines=25, steps=250):
 
 
 def crash(engine, error):
-    """Have the engine's third step fail."""
     steps, step = iter(range(2)), engine.step
 
     def step_twice():
@@ -120,38 +118,37 @@ def test_a_flipped_byte_is_noticed_without_the_scheduler():
         user.run(600)
 
 
+def a_load_of_a_prefix_flips_a_byte(user):
+    load = user.cache.load
+
+    def flip(*args):
+        found = load(*args)
+        if found is None:
+            return None
+        key = found[1]["key"]
+        flipped = key.at[0, 0, 0].set(key[0, 0, 0] ^ 1)
+        return found[0], found[1] | {"key": flipped}
+
+    user.cache.load = flip
+
+
+def kv_of_older_weights_is_kept(user):
+    """The epoch of each save is taken for the epoch of its load."""
+    user.cache.store._epoch_of = lambda tokens, extras, current: current
+
+
 @pytest.mark.long
-def test_a_flipped_byte_is_noticed_in_a_prefix():
-    class Flipping(PrefixUser):
+@pytest.mark.parametrize(
+    "corrupt", [a_load_of_a_prefix_flips_a_byte, kv_of_older_weights_is_kept]
+)
+def test_whatever_is_broken_in_a_prefix_is_noticed(corrupt):
+    class Broken(PrefixUser):
         def begin(self):
             """Break each server: a restart would otherwise mend it."""
             super().begin()
-            load = self.cache.load
+            corrupt(self)
 
-            def flip(*args):
-                found = load(*args)
-                if found is None:
-                    return None
-                key = found[1]["key"]
-                flipped = key.at[0, 0, 0].set(key[0, 0, 0] ^ 1)
-                return found[0], found[1] | {"key": flipped}
-
-            self.cache.load = flip
-
-    user = Flipping(random.Random("control"), collections.Counter(), no_notes)
-    with pytest.raises(AssertionError, match="wrong bytes in key"):
-        user.run(600)
-
-
-@pytest.mark.long
-def test_kv_of_older_weights_that_is_kept_is_noticed():
-    class Forgetful(PrefixUser):
-        def begin(self):
-            """Take the epoch of each save for the epoch of its load."""
-            super().begin()
-            self.cache.store._epoch_of = lambda tokens, extras, current: current
-
-    user = Forgetful(random.Random("control"), collections.Counter(), no_notes)
+    user = Broken(random.Random("control"), collections.Counter(), no_notes)
     with pytest.raises(AssertionError, match="wrong bytes in key"):
         user.run(600)
 
@@ -169,35 +166,24 @@ def a_reset_of_the_device_is_not_noticed(patch, connector):
         patch.setattr(connector._scheduler, "_reset_with", lambda pool: None)
 
 
-def replaced_weights_are_not_noticed(patch, connector):
-    patch.setattr(WeightsWatch, "has_changed", lambda watch: False)
-
-
-def updates_of_weights_are_not_noticed(patch, connector):
-    patch.setattr(sys.modules["jaxkv.integrations.vllm.worker"], "PHASES", ())
-
-
-def adapters_have_one_mark(patch, connector):
-    patch.setattr(Adapters, "mark", lambda adapters, lora: b"m" * MARK_BYTES)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "fault",
+    "corrupt",
     [
         a_reset_of_the_device_is_not_noticed,
-        replaced_weights_are_not_noticed,
-        updates_of_weights_are_not_noticed,
-        adapters_have_one_mark,
+        lambda patch, _: patch.setattr(WeightsWatch, "has_changed", lambda _: False),
+        lambda patch, _: patch.setattr("jaxkv.integrations.vllm.worker.PHASES", ()),
+        lambda patch, _: patch.setattr(Adapters, "mark", lambda *_: b"m" * MARK_BYTES),
     ],
+    ids=["a reset of the device", "replaced weights", "updated weights", "adapters"],
 )
-def test_old_kv_that_a_connector_serves_is_noticed(monkeypatch, fault):
+def test_old_kv_that_a_connector_serves_is_noticed(monkeypatch, corrupt):
     create = fake_engine.create_connector
 
     def create_broken(*args):
-        own = create(*args)
-        fault(monkeypatch, own)
-        return own
+        connector = create(*args)
+        corrupt(monkeypatch, connector)
+        return connector
 
     monkeypatch.setattr(fake_engine, "create_connector", create_broken)
     _, failure = campaign.run("control", engines=60, kinds=("connector",))

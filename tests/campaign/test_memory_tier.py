@@ -50,8 +50,7 @@ def test_a_fourth_tier_changes_no_byte(tmp_path):
             break
         engine = PagedEngine(setup, rng, counts, history.append)
         if last is not None:
-            engine.weights, engine.epoch = last.weights, last.epoch
-            engine.stories = list(last.stories)
+            engine.follow(last)
         hear_the_store(engine)
         try:
             engine.run(STEPS)

@@ -1,6 +1,7 @@
 """Each call to the system fails once, and costs an engine a computation at most."""
 
 import errno
+import functools
 import itertools
 import os
 import shutil
@@ -19,7 +20,7 @@ from tests.campaign.sweep import (
     StoreLife,
     sweep,
 )
-from tests.rigs.failing_calls import HANGS, NO_THREAD, SHORT, FailingCalls
+from tests.rigs.failing_calls import ERRORS, HANGS, NO_THREAD, SHORT, FailingCalls
 from tests.rigs.servers import redis_server
 
 
@@ -71,32 +72,27 @@ of_folders = pytest.mark.parametrize("begins", [True, False], ids=["empty", "fil
 
 
 @of_folders
-def test_a_call_about_a_folder_that_fails_once_costs_a_computation_at_most(
-    calls, folders, begins
+@pytest.mark.parametrize(
+    ("errors", "all_errors"),
+    [
+        pytest.param(ERRORS, False, id="once"),
+        pytest.param(ERRORS, True, marks=pytest.mark.long, id="in any way"),
+        pytest.param(HANGS, False, marks=pytest.mark.long, id="hangs"),
+    ],
+)
+def test_a_call_about_a_folder_that_fails_costs_a_computation_at_most(
+    calls, folders, begins, errors, all_errors
 ):
     live = live_with_a_folder(calls, folders, begins)
-    assert check(*sweep(live)) > 80
+    num_lives = check(*sweep(live, errors, all_errors=all_errors))
+    assert num_lives > (80 if errors is ERRORS else 0)
 
 
-@of_folders
-@pytest.mark.long
-def test_a_call_about_a_folder_may_fail_in_any_way(calls, folders, begins):
-    live = live_with_a_folder(calls, folders, begins)
-    check(*sweep(live, all_errors=True))
+def in_folders(folders, kind, *options):
+    """Return what lives with the path of a new folder each time."""
 
-
-@of_folders
-@pytest.mark.long
-def test_a_call_about_a_folder_that_hangs_keeps_nobody_waiting(calls, folders, begins):
-    live = live_with_a_folder(calls, folders, begins)
-    check(*sweep(live, HANGS))
-
-
-def record_life(calls, folders, name, max_files):
-    def live(fault):
-        folder = next(folders)
-        folder.mkdir()
-        life = RecordLife(calls, fault, folder, name, max_files)
+    def live(calls, fault):
+        life = kind(calls, fault, next(folders), *options)
         life.begin()
         return life
 
@@ -104,57 +100,40 @@ def record_life(calls, folders, name, max_files):
 
 
 @pytest.mark.parametrize(
-    ("name", "max_files"),
+    ("kind", "options", "all_errors", "least"),
     [
-        ("requests.jsonl", 3),
-        pytest.param("requests.jsonl", 1, marks=pytest.mark.long),
-        pytest.param("requests.jsonl.gz", 3, marks=pytest.mark.long),
+        pytest.param(RecordLife, ("requests.jsonl", 3), True, 80, id="recording"),
+        pytest.param(
+            *(RecordLife, ("requests.jsonl", 1), True, 0),
+            marks=pytest.mark.long,
+            id="recording in one file",
+        ),
+        pytest.param(
+            *(RecordLife, ("requests.jsonl.gz", 3), True, 0),
+            marks=pytest.mark.long,
+            id="compressed recording",
+        ),
+        pytest.param(PolicyStateLife, (), False, 20, id="policy state"),
+        pytest.param(
+            *(EventsLife, (True,), True, 0), marks=pytest.mark.long, id="publisher"
+        ),
+        pytest.param(
+            *(EventsLife, (False,), True, 0),
+            marks=pytest.mark.long,
+            id="publisher without replay",
+        ),
+        pytest.param(
+            *(PrefixLife, (), False, 0), marks=pytest.mark.long, id="prefix store"
+        ),
     ],
 )
-def test_a_call_of_a_recording_that_fails_once_costs_a_request_at_most(
-    calls, folders, name, max_files
+def test_a_call_that_fails_once_costs_a_request_a_save_or_a_computation_at_most(
+    calls, folders, kind, options, all_errors, least
 ):
-    live = record_life(calls, folders, name, max_files)
-    assert check(*sweep(live, all_errors=True)) > 80
-
-
-def test_a_call_about_a_policy_state_that_fails_once_costs_a_save_at_most(
-    calls, folders
-):
-    def live(fault):
-        folder = next(folders)
-        folder.mkdir()
-        life = PolicyStateLife(calls, fault, folder)
-        life.begin()
-        return life
-
-    assert check(*sweep(live)) > 20
-
-
-@pytest.mark.parametrize("has_replay", [True, False])
-@pytest.mark.long
-def test_a_call_of_a_publisher_that_fails_once_costs_no_event(
-    calls, tmp_path, has_replay
-):
-    def live(fault):
-        life = EventsLife(calls, fault, tmp_path, has_replay)
-        life.begin()
-        return life
-
-    check(*sweep(live, all_errors=True))
-
-
-@pytest.mark.long
-def test_a_call_of_a_prefix_store_that_fails_once_costs_a_computation_at_most(
-    calls, folders
-):
-    def live(fault):
-        life = PrefixLife(calls, fault, next(folders))
-        life.begin()
-        return life
-
-    live(None)  # It compiles.
-    check(*sweep(live))
+    live = functools.partial(in_folders(folders, kind, *options), calls)
+    if kind is PrefixLife:
+        live(None)  # It compiles.
+    assert check(*sweep(live, all_errors=all_errors)) > least
 
 
 @pytest.mark.parametrize("num_times", [1, 2])
@@ -228,6 +207,6 @@ def test_it_finds_a_rotation_that_is_booked_as_done(calls, folders, monkeypatch)
         *(trace_file.TraceFile, "_move_old_away"),
         lambda file: None if file._num_begun else move(file),
     )
-    live = record_life(calls, folders, "requests.jsonl", 3)
+    live = functools.partial(in_folders(folders, RecordLife), calls)
     _, _, complaints = sweep(live, {"replace": (errno.EIO,)})
     assert any("_rotate" in each for each in complaints)

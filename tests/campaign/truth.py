@@ -49,7 +49,6 @@ def first_token_read(spec, num_tokens):
 
 
 def first_block_read(spec, num_tokens):
-    """The block of that token."""
     return first_token_read(spec, num_tokens) // spec.block_size
 
 

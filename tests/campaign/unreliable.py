@@ -17,8 +17,6 @@ NEVER = 1 << 60
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
-    """A transfer that was not reported yet."""
-
     due: int
     fails: bool
     device_ids: list

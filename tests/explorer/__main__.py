@@ -97,7 +97,7 @@ def main():
 
 
 def report(path, name, error, actions):
-    """Shrink what goes wrong, and write it down; give the exit code."""
+    """Shrink a counterexample, and write it down; return the exit code."""
     actions, shrunk = search.shrink(WORLDS[name], actions)
     search.write_counterexample(path, name, actions, shrunk or error)
     print(f"{name}: {shrunk or error}\nSee {path}.")

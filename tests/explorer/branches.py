@@ -4,67 +4,56 @@ An exploration sees every order of the nearest events. A walk goes farther, one 
 ends as a calm engine ends it. Both hold the same to be true.
 """
 
-import dataclasses
 import itertools
 import json
 import random
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jaxkv.scheduling
 from tests.explorer import search
 from tests.explorer.world import World, WrongError
 
-# Files that decide nothing that an order of events could change, and why.
-FILES_OUTSIDE = {
-    "idle_warning.py": "a line of the log",
-    "checks.py": "refuses what an engine says wrongly",
+# Functions that no order of events reaches, by the reason.
+OUTSIDE = {
+    "it refuses calls or settings, or checks what an engine says": (
+        "boundary.py check_reports",
+        *("eager.py EagerStores._check_all", "scheduler.py OffloadScheduler.__init__"),
+        *("requests.py keys_by_group", "requests.py Requests.check"),
+        *("requests.py Requests.check_lookup", "requests.py Requests.check_stores"),
+        *("requests.py Requests.checked", "requests.py Requests._lacks"),
+        *("requests.py Requests._check_lists", "requests.py Requests._check_number"),
+        *("rules.py _check_shadow", "rules.py RuleSettings._contradictions"),
+        *("rules.py OffloadRules._contradictions", "rules.py check_groups"),
+        *("rules.py check_seen", "rules.py unseen_rules", "rules.py check_victims"),
+    ),
+    "it notifies listeners, which change nothing": (
+        *("eager.py EagerStores._notify", "eager.py EagerStores._passes"),
+    ),
+    "a request of a world keeps its history": (
+        *("eager.py EagerStores._follow", "requests.py _Growing.updated"),
+    ),
+    "it runs before any event": (
+        "boundary.py make_boundaries",
+        "scheduler.py OffloadScheduler.bind_device_block_pool",
+        "scheduler.py OffloadScheduler.warm_up",
+        "scheduler.py OffloadScheduler.wait_for_storage",
+    ),
+    "it is text, or a record for a reader of logs, metrics or files": (
+        *("explain.py Explanation.__str__", "explain.py Explanation._rows"),
+        *("explain.py _span", "stats.py Histogram.keep_samples"),
+        "stats.py Histogram.take_samples",
+    ),
+    "it is about several processes, or several tiers": (
+        *("protocol.py OffloadMetadata.digest", "protocol.py _listed"),
+        "plan.py checked_rates",
+    ),
 }
+# Files without a decision: one refuses calls, the other writes a line of the log.
+_UNDECIDED = ("checks.py", "idle_warning.py")
 
-# Functions of the other files that no order of events reaches, and why.
-FUNCTIONS_OUTSIDE = {
-    "boundary.py check_reports": "refuses what an engine says wrongly",
-    "boundary.py make_boundaries": "before any event",
-    "eager.py EagerStores._check_all": "refuses what an engine says wrongly",
-    "eager.py EagerStores._follow": "a request of a world keeps its history",
-    "eager.py EagerStores._notify": "notifies listeners",
-    "eager.py EagerStores._passes": "notifies listeners",
-    "explain.py Explanation.__str__": "text",
-    "explain.py Explanation._rows": "text",
-    "explain.py _span": "text",
-    "protocol.py OffloadMetadata.digest": "compared between processes",
-    "protocol.py _listed": "takes arrays for lists",
-    **{
-        f"requests.py {name}": "refuses what an engine says wrongly"
-        for name in (
-            "keys_by_group",
-            "Requests.check",
-            "Requests.check_lookup",
-            "Requests.check_stores",
-            "Requests.checked",
-            "Requests._check_lists",
-            "Requests._check_number",
-            "Requests._lacks",
-        )
-    },
-    "requests.py _Growing.updated": "a request of a world keeps its history",
-    "rules.py _check_shadow": "refuses settings",
-    "rules.py RuleSettings._contradictions": "refuses settings",
-    "rules.py OffloadRules._contradictions": "refuses settings",
-    "rules.py check_groups": "refuses settings",
-    "rules.py check_seen": "refuses settings",
-    "rules.py unseen_rules": "refuses settings",
-    "rules.py check_victims": "refuses settings",
-    "scheduler.py OffloadScheduler.__init__": "refuses settings",
-    "scheduler.py OffloadScheduler.bind_device_block_pool": "before any event",
-    "plan.py checked_rates": "takes rates of several tiers",
-    "scheduler.py OffloadScheduler.warm_up": "before any event",
-    "scheduler.py OffloadScheduler.wait_for_storage": "before any event",
-    "stats.py Histogram.keep_samples": "for a reader of metrics",
-    "stats.py Histogram.take_samples": "for a reader of metrics",
-}
-
-# How likely an action is beside others: what ends or forgets much comes less often.
+# How likely an action is, 1 for others: what ends or forgets much comes less often.
 _WEIGHTS = {
     "abort": 0.05,
     "finish": 0.3,
@@ -74,37 +63,24 @@ _WEIGHTS = {
     "preempt": 0.3,
     "reset": 0.05,
 }
-_MOST_ACTIONS = 120
+_MAX_ACTIONS = 120
 _REFUSE_EVERY = 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Taken:
-    """Branches of a file.
-
-    Attributes:
-        name: The file.
-        num_taken: Those that were taken.
-        num: All there are, but for those of functions outside.
-        num_taken_of_all: Those that were taken, functions outside included.
-        num_of_all: All there are.
-        missed: Those of `num` that were not: from which line to which.
-    """
+class Taken(NamedTuple):
+    """The branches of a file without its functions outside."""
 
     name: str
     num_taken: int
     num: int
-    num_taken_of_all: int
-    num_of_all: int
-    missed: tuple[tuple[int, int], ...]
+    missed: list[tuple[int, int]]  # Line numbers: from, to.
 
 
 def walk(setup, rng, num_actions):
     """Walk at random, from the start again and again.
 
     Returns:
-        How often what has happened; what is wrong, None for nothing; and the actions
-        that lead to it.
+        How often each thing has happened; the error, or None; the actions before it.
     """
     world = World(setup)
     start, num_left, actions = world.save(), num_actions, []
@@ -112,38 +88,26 @@ def walk(setup, rng, num_actions):
         while num_left > 0:
             world.restore(start)
             actions = []
-            num = min(rng.randrange(1, _MOST_ACTIONS), num_left)
+            num = min(rng.randrange(1, _MAX_ACTIONS), num_left)
             num_left -= num
             for n in range(num):
                 if n % _REFUSE_EVERY == _REFUSE_EVERY // 2:
                     world.try_refused()
-                _do(world, rng, actions)
+                choices = world.actions()
+                weights = [_WEIGHTS.get(kind, 1.0) for kind, *_ in choices]
+                actions += rng.choices(choices, weights)
+                world.do(actions[-1])
             search.go_on_calmly(world)
     except WrongError as error:
         return world.seen, str(error), actions
     return world.seen, None, []
 
 
-def _do(world, rng, actions):
-    choices = world.actions()
-    weights = [_WEIGHTS.get(kind, 1.0) for kind, *_ in choices]
-    (action,) = rng.choices(choices, weights)
-    actions.append(action)
-    world.do(action)
-
-
 def measure(worlds, num_actions, seed, say=print):
-    """Walk through worlds, and count the branches that are taken.
-
-    Args:
-        worlds: The worlds by name.
-        num_actions: Actions in each of them.
-        seed: Of the walks.
-        say: Is told of each world.
+    """Walk through the worlds of some names, and count the branches that are taken.
 
     Returns:
-        The files' branches, by name; a world's name, what is wrong in it, and the
-        actions that lead to it, or None.
+        The `Taken` of each file; a world, its error and the actions, or None.
     """
     import coverage
 
@@ -155,81 +119,46 @@ def measure(worlds, num_actions, seed, say=print):
     measured.exclude(r"for notify in |if (self\._)?listeners")
     for name, setup in worlds.items():
         with measured.collect():
-            seen, error, actions = walk(
-                setup, random.Random(f"{seed} {name}"), num_actions
-            )
+            rng = random.Random(f"{seed} {name}")
+            seen, error, actions = walk(setup, rng, num_actions)
         say(f"{name}: {dict(sorted(seen.items()))}")
         if error is not None:
             return [], (name, error, actions)
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "branches.json")
-        measured.json_report(
-            morfs=[str(path) for path in folder.glob("*.py")], outfile=str(path)
-        )
+        deciding = (f for f in folder.glob("*.py") if f.name not in _UNDECIDED)
+        measured.json_report(morfs=list(map(str, deciding)), outfile=str(path))
         report = json.loads(path.read_text(encoding="utf-8"))
-    files = {Path(name).name: own for name, own in sorted(report["files"].items())}
-    functions = {
-        f"{name} {function}"
-        for name, own in files.items()
-        for function in own["functions"]
-    }
-    stale = FILES_OUTSIDE.keys() - files.keys() | FUNCTIONS_OUTSIDE.keys() - functions
-    if stale:
-        raise LookupError(f"{stale} are outside, and do not exist")
-    return [_taken(name, own) for name, own in files.items()], None
-
-
-def _taken(name, report):
-    of_all = report["summary"]
-    outside = [
-        own["summary"]
-        for function, own in report["functions"].items()
-        if f"{name} {function}" in FUNCTIONS_OUTSIDE
-    ]
-    missed = [
-        tuple(branch)
-        for function, own in report["functions"].items()
-        if f"{name} {function}" not in FUNCTIONS_OUTSIDE
-        for branch in own["missing_branches"]
-    ]
-    return Taken(
-        name,
-        of_all["covered_branches"] - sum(own["covered_branches"] for own in outside),
-        of_all["num_branches"] - sum(own["num_branches"] for own in outside),
-        of_all["covered_branches"],
-        of_all["num_branches"],
-        tuple(sorted(missed)),
-    )
+    outside = {name for names in OUTSIDE.values() for name in names}
+    files = []
+    for path, in_file in sorted(report["files"].items()):
+        inside, file = [], Path(path).name
+        for name, function in in_file["functions"].items():
+            if (where := f"{file} {name}") in outside:
+                outside.remove(where)
+            else:
+                inside.append(function)
+        num_taken, num = (
+            sum(function["summary"][count] for function in inside)
+            for count in ("covered_branches", "num_branches")
+        )
+        missed = [tuple(each) for own in inside for each in own["missing_branches"]]
+        if num:
+            files.append(Taken(file, num_taken, num, sorted(missed)))
+    if outside:
+        raise LookupError(f"{outside} are outside, and do not exist")
+    return files, None
 
 
 def show(files):
-    """Say it in lines; the last ones are the sums."""
-    lines = []
-    inside = [own for own in files if own.num and own.name not in FILES_OUTSIDE]
-    for own in inside:
-        lines.append(f"{own.name}: {own.num_taken} of {own.num}")
-        for start, each in itertools.groupby(own.missed, lambda branch: branch[0]):
+    """Yield the lines of a report; the sum is the last one."""
+    for file in files:
+        yield f"{file.name}: {file.num_taken} of {file.num}"
+        for start, each in itertools.groupby(file.missed, lambda branch: branch[0]):
             ends = ["the end" if end < 0 else str(end) for _, end in each]
-            lines.append(f"    line {start}: not to {', '.join(ends)}")
-    lines.append("Outside, as no order of events reaches them:")
-    lines += [f"    {name}: {why}" for name, why in FILES_OUTSIDE.items()]
-    lines += [f"    {name}: {why}" for name, why in FUNCTIONS_OUTSIDE.items()]
-    for what, num_taken, num in (
-        (
-            "Of the files that decide",
-            sum(own.num_taken for own in inside),
-            sum(own.num for own in inside),
-        ),
-        (
-            "With their functions that are outside",
-            sum(own.num_taken_of_all for own in inside),
-            sum(own.num_of_all for own in inside),
-        ),
-        (
-            "Of all files of jaxkv/scheduling",
-            sum(own.num_taken_of_all for own in files),
-            sum(own.num_of_all for own in files),
-        ),
-    ):
-        lines.append(f"{what}: {num_taken} of {num} branches, {num_taken / num:.1%}")
-    return lines
+            yield f"    line {start}: not to {', '.join(ends)}"
+    yield "Outside, because no order of events reaches them:"
+    for reason, names in OUTSIDE.items():
+        yield from (f"    {name}: {reason}" for name in names)
+    num_taken, num = sum(f.num_taken for f in files), sum(f.num for f in files)
+    yield f"In all: {num_taken} of {num} branches, {num_taken / num:.1%}"

@@ -17,32 +17,15 @@ _MAX_UNPACKED = 1000
 
 @dataclasses.dataclass
 class Result:
-    """What an exploration has found.
-
-    Attributes:
-        num_states: Different states.
-        num_steps: Actions that were tried.
-        num_expanded: States of which every action was tried.
-        num_live: States from which all requests were seen to end.
-        depth: Actions to the farthest state.
-        seconds: How long it took.
-        cpu_seconds: How long the processor worked on it.
-        is_exhausted: Whether there are no more states.
-        error: What is wrong; None if nothing was found.
-        actions: What leads to it.
-        seen: How often what has happened.
-    """
-
     num_states: int = 0
-    num_steps: int = 0
-    num_expanded: int = 0
-    num_live: int = 0
-    depth: int = 0
+    num_steps: int = 0  # Actions that were tried.
+    num_live: int = 0  # States from which all requests were seen to end.
+    depth: int = 0  # Actions to the farthest state.
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    is_exhausted: bool = False
+    is_exhausted: bool = False  # There are no more states.
     error: str | None = None
-    actions: list = dataclasses.field(default_factory=list)
+    actions: list = dataclasses.field(default_factory=list)  # That lead to the error.
     seen: Counter = dataclasses.field(default_factory=Counter)
 
     def __str__(self):
@@ -75,7 +58,6 @@ class _Graph:
         return number
 
     def path(self, number):
-        """The actions that lead to a state."""
         path = []
         while self.parents[number] != _NONE:
             path.append(self._names[self.actions[number]])
@@ -96,16 +78,9 @@ def explore(
 ):
     """Try every action in every state, the nearest states first.
 
-    Args:
-        setup: The world.
-        minutes: How long; None for as long as there are new states.
-        max_states: How many states at most.
-        max_depth: How many actions at most to a state whose actions are tried.
-        refuse_every: Refused calls are tried in every Nth state only; this is N.
-        live_s: How long after a timed run a calm engine goes on from states whose
-            actions were not tried.
-        say: Is told how far it is.
-        say_every_s: How often.
+    Refused calls are tried in one state of `refuse_every`. A timed run ends `live_s`
+    later at most: until then a calm engine goes on from states that were not tried.
+    `say` is called with the progress every `say_every_s`.
     """
     start_s = said_s = time.monotonic()
     start_cpu_s = time.process_time()
@@ -145,7 +120,6 @@ def explore(
             actions = world.actions()
             if calm is not None and calm not in actions:
                 actions.append(calm)
-            result.num_expanded += 1
             for action in actions:
                 world.restore(saved)
                 trial = action
@@ -188,7 +162,7 @@ def _open(kept):
 
 
 def _check_over(world):
-    """Where a calm engine has nothing to do all requests have ended."""
+    """Check that all has ended where a calm engine has nothing to do."""
     left = [r.request_id for r in world.requests if r.phase != "done"]
     if left:
         raise WrongError(f"{', '.join(left)} can never end")
@@ -198,7 +172,7 @@ def _check_over(world):
 
 
 def _check_live(world, graph, frontier, end_s):
-    """Follow a calm engine from every state; give how many are known to end."""
+    """Follow a calm engine from every state; return how many are known to end."""
     saved = dict(frontier)
     is_live = bytearray(len(graph.calm))
     for number in range(len(graph.calm)):
@@ -250,41 +224,29 @@ def _stuck(number):
     raise error
 
 
-def what_goes_wrong(setup, actions, *, is_calm_after=True, refuse=True):
-    """Do some actions; say what is wrong then, None for nothing.
-
-    Args:
-        setup: The world.
-        actions: What is to happen.
-        is_calm_after: Whether a calm engine is to bring all to its end afterwards.
-        refuse: Whether to try calls that are refused after each action.
-
-    Returns:
-        The error, and how many of the actions lead to it.
+def what_goes_wrong(setup, actions):
+    """Replay actions; return the error, or None, and how many actions lead to it.
 
     Raises:
-        LookupError: One of the actions cannot happen then.
+        LookupError: One of the actions is impossible at its turn.
     """
     world, num = World(setup), 0
     try:
         for action in actions:
             if action not in world.actions() and action != world.calm():
                 raise LookupError(action)
-            if refuse:
-                world.try_refused()
+            world.try_refused()
             num += 1
             world.do(action)
-        if refuse:
-            world.try_refused()
-        if is_calm_after:
-            go_on_calmly(world)
+        world.try_refused()
+        go_on_calmly(world)
     except WrongError as error:
         return str(error), num
     return None, num
 
 
 def shrink(setup, actions):
-    """Leave out of what leads to an error whatever can be left out."""
+    """Drop every action that an error does not need."""
 
     def is_wrong(some):
         try:
@@ -309,7 +271,6 @@ def shrink(setup, actions):
 
 
 def write_counterexample(path, name, actions, error):
-    """Write down what leads to an error."""
     text = json.dumps(
         {"world": name, "error": error, "actions": [list(a) for a in actions]}, indent=1
     )
@@ -318,14 +279,13 @@ def write_counterexample(path, name, actions, error):
 
 
 def read_counterexample(path):
-    """Read the world's name and the actions."""
     with open(path, encoding="utf-8") as file:
         read = json.load(file)
     return read["world"], [tuple(action) for action in read["actions"]]
 
 
 def compare_futures(setup, num_states):
-    """Look whether states of equal digests have equal futures; give how many did.
+    """Check that states of equal digests have equal futures; return how many did.
 
     Each state that is met again, on another way, is compared with the first of its
     digest: what may happen, and the digests that it leads to.

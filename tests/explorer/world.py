@@ -46,6 +46,14 @@ WAITING, LOADING, RUNNING, DONE = "waiting", "loading", "running", "done"
 # Long enough for the batches here; the longer a log, the more there is to copy.
 _LEAST_MAX_BATCH = 8
 _NUM_GHOSTS = 16
+# Actions that do another one in a certain way.
+_VARIANTS = {
+    "less": ("admit", {"is_less": True}),
+    "blind": ("admit", {"is_blind": True}),
+    "fail": ("land", {"ok": False}),
+    "part": ("land", {"is_part": True}),
+    "lose": ("preempt", {"is_told": False}),
+}
 # Actions after which an ended world is as ended as before.
 _OUTSIDE = {"forget", "gap", "list", "unlist", "rates", "change"}
 # Asks in vain after which a request may take the room of others that have stopped.
@@ -58,60 +66,36 @@ class WrongError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a world consists of.
+    """What a world consists of."""
 
-    Attributes:
-        requests: For each its tokens, a letter each, and how many of them are its
-            prompt; the others are generated.
-        groups: The groups of the model's layers.
-        rules: Rules for stores and loads.
-        num_device_blocks: Blocks of the device, beside the null block.
-        num_host_blocks: Blocks of the host.
-        num_storage_blocks: Blocks of the store; 0 for none.
-        chunk: Most tokens that a request computes in a step.
-        acts: What may happen beside what has to: see `World.actions`.
-        listed: Requests of which the store has all blocks, and lists them at some time.
-        rates: What `note_rates` may be told, the first in the beginning. The gate is
-            about to let a probe pass then.
-        policy: Which blocks the host evicts.
-        policies: The policies that take turns ("change"), `policy` first; empty if it
-            stays.
-        retentions: How long the first requests want their blocks to be kept.
-        awaiting: Requests whose prompts another engine computes, and stores perhaps.
-        private: Blocks with this letter are never written to the store.
-        bound: How many blocks a listing says that the store may hold.
-        is_ahead: Whether the last token that a request generated is uncertain until
-            the next one, as with asynchronous scheduling.
-        has_events: Whether the events have to add up to what the tiers hold.
-        holds_waiting: Whether requests that wait for more room than their loads take
-            keep what was loaded, and are not preempted (the fault of vLLM's #57841).
-        keeps_tables: Whether the engine goes on with its own tables rather than those
-            that `update_state_after_alloc` returns.
-        served: Requests that have been served before all begins; the device has
-            forgotten them.
-    """
-
+    # For each its tokens, a letter each, and how many of them are its prompt.
     requests: tuple = (("aabb", 4), ("aabb", 4), ("aacc", 4))
     groups: tuple = (FullAttention(1),)
     rules: OffloadRules = dataclasses.field(default_factory=OffloadRules)
-    num_device_blocks: int = 5
+    num_device_blocks: int = 5  # Besides the null block.
     num_host_blocks: int = 4
-    num_storage_blocks: int = 0
-    chunk: int = 4
+    num_storage_blocks: int = 0  # 0 for no store.
+    chunk: int = 4  # Max tokens that a request computes in a step.
+    # What may happen in addition to what must: see `World.actions`.
     acts: tuple = ("fail", "preempt", "abort", "reset")
-    listed: tuple = ()
+    listed: tuple = ()  # Requests whose blocks the store has, and lists at some time.
+    # Arguments of `note_rates`, the first at the start, when a probe is nearly due.
     rates: tuple = ()
     policy: str = "lru"
-    policies: tuple[str, ...] = ()
-    retentions: tuple[Retention, ...] = ()
-    awaiting: tuple = ()
-    private: str = ""
-    bound: int | None = None
+    policies: tuple[str, ...] = ()  # They take turns ("change"), `policy` first.
+    retentions: tuple[Retention, ...] = ()  # Of the first requests.
+    awaiting: tuple = ()  # Requests whose prompts another engine may compute and store.
+    private: str = ""  # Blocks with this letter are never written to the store.
+    bound: int | None = None  # Blocks that the store may hold, as a listing says.
+    # As with asynchronous scheduling: the last generated token is uncertain.
     is_ahead: bool = False
-    has_events: bool = False
+    has_events: bool = False  # Events must add up to what the tiers hold.
+    # Requests that wait for more room than their loads take keep what was loaded, and
+    # are not preempted (the fault of vLLM's #57841).
     holds_waiting: bool = False
+    # The engine ignores the tables that `update_state_after_alloc` returns.
     keeps_tables: bool = False
-    served: tuple = ()
+    served: tuple = ()  # Requests served before the start; the device forgot them.
 
 
 @functools.cache
@@ -170,57 +154,34 @@ class Request:
 
 @dataclasses.dataclass
 class Transfer:
-    """What moves.
-
-    Attributes:
-        kind: "store", "load", "fetch", "write" or "probe".
-        name: Its event, or the request of a load.
-        pairs: For each block where it comes from and where it goes: the id of a device
-            block and that of a host block, or a key and a host block.
-        contents: What was there when it began.
-        oks: Which of them arrived on all workers that have reported it, ...
-        num_reports: ... and how many have.
-        is_owner: Whether the places of the host are still its own.
-        is_flushed: Whether a flush has waited for it.
-        is_written: Whether the step that began it has written its blocks.
-        is_forgotten: Whether a reset has made the tiers forget it.
-    """
-
-    kind: str
-    name: object
+    kind: str  # "store", "load", "fetch", "write" or "probe".
+    name: object  # Its event, or the request of a load.
+    # Source and target of each block: a device block and a host block, or a key and a
+    # host block.
     pairs: list
-    contents: list
-    oks: list
+    contents: list  # Of the sources when it began.
+    oks: list  # Which blocks have arrived on all workers that have reported it.
     num_reports: int = 0
-    is_owner: bool = True
-    is_flushed: bool = False
-    is_written: bool = False
-    is_forgotten: bool = False
+    is_owner: bool = True  # Its host blocks were not given to another transfer.
+    is_flushed: bool = False  # A flush has waited for it.
+    is_written: bool = False  # The step that began it has written its blocks.
+    is_forgotten: bool = False  # A reset has made the tiers forget it.
 
 
 @dataclasses.dataclass
 class Hold:
-    """What must be held for a request: what it was offered, takes, and loads.
+    """What must be held for a request: what it was offered, takes, and loads."""
 
-    Attributes:
-        rows: Host blocks, by the place of their first part in the request.
-        parts: For each of them the places that are loaded: group and number.
-        copies: Device blocks that are copied, by the place of their copy.
-        num_tokens: How many tokens were offered.
-        targets: Device blocks that are written; None until the request has taken it.
-        has_left: Whether a step has begun it.
-    """
-
-    rows: dict
-    parts: dict
-    copies: dict
-    num_tokens: int
-    targets: list | None = None
-    has_left: bool = False
+    rows: dict  # Host blocks, by the place of their first part in the request.
+    parts: dict  # For each of them the places that are loaded.
+    copies: dict  # Device blocks that are copied, by the place of their copy.
+    num_tokens: int  # Of the offer.
+    targets: list | None = None  # Device blocks to write, once the offer is accepted.
+    has_left: bool = False  # A step has begun it.
 
 
 def _small_policy_maker(name):
-    """Give the maker of a policy whose ghosts are few, as all has to be copied."""
+    """Return the maker of a policy whose ghosts are few, as all has to be copied."""
     if name == "hazard":
         return functools.partial(make_hazard, num_ghosts=_NUM_GHOSTS)
     return get_policy_maker(name)
@@ -276,19 +237,13 @@ _OF_ENGINE = (
 
 
 class World:
-    """Everything there is, and what may happen to it.
-
-    Args:
-        setup: What it consists of.
-
-    Attributes:
-        seen: How often what has happened.
-    """
+    """An engine, its tiers and its store, and the actions that are possible."""
 
     def __init__(self, setup):
         self.setup = setup
-        self.seen = Counter()
+        self.seen = Counter()  # How often each thing has happened.
         self._state = None
+        self._is_at_rest = False  # All has ended, and was checked.
         self.groups = setup.groups
         self.pool = DeviceBlockPool(setup.num_device_blocks + 1)
 
@@ -299,7 +254,7 @@ class World:
             return self.host_tier
 
         with (
-            mock.patch.object(index_lib, "_LEAST_MAX_BATCH", _LEAST_MAX_BATCH),
+            mock.patch.object(index_lib, "_MIN_MAX_BATCH", _LEAST_MAX_BATCH),
             mock.patch.object(index_lib, "get_policy_maker", _small_policy_maker),
             mock.patch.object(scheduler_lib, "BlockIndex", make_index),
         ):
@@ -392,6 +347,7 @@ class World:
         state, rest = saved
         if self._state is state:
             return  # Nothing has happened since.
+        self._is_at_rest = False
         self.scheduler.restore(state)
         self._state = state
         requests, engine = pickle.loads(rest)
@@ -548,7 +504,7 @@ class World:
         return sum(self._num_lacking(r)) <= self.pool.num_free
 
     def do(self, action):
-        """Let something happen, and look whether all is right.
+        """Do an action, and check that all is right.
 
         Raises:
             WrongError: It is not.
@@ -556,21 +512,24 @@ class World:
         kind, *rest = action
         self.seen[kind] += 1
         self._state = None
+        name, options = _VARIANTS.get(kind, (kind, {}))
         try:
-            getattr(self, f"_do_{kind}")(*rest)
+            getattr(self, f"_do_{name}")(*rest, **options)
         except WrongError:
             raise
         except Exception as error:
             raise WrongError(f"{type(error).__name__}: {error}") from error
         self.check()
         has_ended = all(r.phase == DONE for r in self.requests) and not self.transfers
-        if has_ended and kind not in _OUTSIDE:
-            self._check_end()
+        if not has_ended:
+            self._is_at_rest = False
+        elif kind not in _OUTSIDE and not (kind == "step" and self._is_at_rest):
+            self._is_at_rest = self._check_end()
 
     def _named(self, name):
         return self.requests[int(name[1:])]
 
-    def _do_admit(self, name, less=0, is_blind=False):
+    def _do_admit(self, name, *, is_less=False, is_blind=False):
         r, pool, own = self._named(name), self.pool, self.scheduler
         most = 0 if is_blind else r.num_tokens - 1
         keys = r.block_keys_by_group
@@ -583,15 +542,11 @@ class World:
         self._check_verdicts(r, told)
         offer = own.get_num_new_matched_tokens(r, local)
         self.asked = sorted({*self.asked, name})
-        expect(
-            offer == (told.num_offered_tokens, told.is_awaited),
-            lambda: f"explain says {told}, and the query {offer}",
-        )
+        if offer != (told.num_offered_tokens, told.is_awaited):
+            raise WrongError(f"explain says {told}, and the query {offer}")
         num, is_awaited = offer
-        expect(
-            num is None or num in offers,
-            lambda: f"{num} tokens are offered, and there are {offers} to offer",
-        )
+        if num is not None and num not in offers:
+            raise WrongError(f"{num} tokens are offered, not one of {offers}")
         hold = self.holds.get(name)
         if hold is None or not hold.has_left:
             self.holds.pop(name, None)
@@ -613,7 +568,7 @@ class World:
             self.seen["asks again" if num is None else "no room"] += 1
             self._leave(r, WAITING)
             return
-        taken = max(num - less, 0)
+        taken = max(num - alignment(self.groups) * is_less, 0)
         for table, lacking in zip(tables, needed, strict=True):
             table += pool.allocate(lacking)
         r.num_computed_tokens = local
@@ -645,7 +600,7 @@ class World:
         return where
 
     def _offered(self, r, local, num):
-        """Say which blocks an offer must hold."""
+        """Return which blocks an offer must hold."""
         factor, end = self.setup.rules.blocks_per_host_block, local + num
         where = self._where(r)
         num_offers = self.pool.state.offers.sum() - sum(
@@ -679,7 +634,7 @@ class World:
         ]
 
     def _begin_request(self, r, has_asked):
-        """Note that a request uses its blocks, for the first time or again."""
+        """Record that a request uses its blocks, for the first time or again."""
         name = r.request_id
         self.fetched.pop(name, None)
         self.num_vain.pop(name, None)
@@ -690,7 +645,7 @@ class World:
             self.num_asked_tokens += r.num_tokens if has_asked else 0
 
     def _take_hold(self, r, end):
-        """Note which blocks a request has taken of its offer."""
+        """Record which blocks a request has taken of its offer."""
         hold = self.holds[r.request_id]
         ends = [end // spec.block_size for spec in self.groups]
         hold.copies = {at: b for at, b in hold.copies.items() if at[1] < ends[at[0]]}
@@ -704,7 +659,7 @@ class World:
         hold.targets = [r.tables[g][i] for g, i in [*loaded, *hold.copies]]
 
     def _drop_hold(self, name, *, is_put_back=False):
-        """Note that a request abandons what it was offered and what has not left."""
+        """Record that a request abandons what it was offered and what has not left."""
         hold = self.holds.get(name)
         if hold is not None and not hold.has_left:
             del self.holds[name]
@@ -732,7 +687,8 @@ class World:
             )
 
         own = longest(lambda g, i: where[g, i][0] != NO_BLOCK)
-        expect(is_blind or local == own, lambda: f"the device has {own}, not {local}")
+        if not is_blind and local != own:
+            raise WrongError(f"the device has {own}, not {local}")
         offers = {
             max(longest(lambda g, i: where[g, i] != (NO_BLOCK, NO_BLOCK)) - local, 0),
             max(
@@ -752,10 +708,11 @@ class World:
         return offers | {0} if self.setup.rules.skip_slow_loads else offers
 
     def _check_verdicts(self, r, told):
-        """Look whether blocks are where they are said to be, and nowhere else."""
+        """Check that blocks are where they are said to be, and nowhere else."""
         said = {(block.group, block.index): block for block in told.blocks}
         where = self._where(r)
-        expect(list(said) == list(where), lambda: f"{told} is not all")
+        if list(said) != list(where):
+            raise WrongError(f"{told} is not all")
         for at, places in where.items():
             on_device, on_host = (place != NO_BLOCK for place in places)
             block = said[at]
@@ -769,13 +726,8 @@ class World:
                 is_right &= on_device or on_host
             elif block.reason not in ("last token", "window", "loading"):
                 is_right &= not (on_device or on_host)
-            expect(is_right, lambda block=block: f"{block} of {r.request_id} is wrong")
-
-    def _do_less(self, name):
-        self._do_admit(name, alignment(self.groups))
-
-    def _do_blind(self, name):
-        self._do_admit(name, is_blind=True)
+            if not is_right:
+                raise WrongError(f"{block} of {r.request_id} is wrong")
 
     def _do_unasked(self, name):
         r = self._named(name)
@@ -793,7 +745,8 @@ class World:
         hold = self.holds.get(name)
         if hold is not None and hold.targets is None:
             del self.holds[name]
-        expect(tables == r.tables, lambda: f"{tables} instead of {r.tables}")
+        if tables != r.tables:
+            raise WrongError(f"{tables} instead of {r.tables}")
 
     def _take(self, r, num, after):
         """Go on after what was offered."""
@@ -849,12 +802,10 @@ class World:
             for i in range(first_read(spec, start), -(-start // size)):
                 found = self._read(table[i])
                 right = content(g, r.text, min((i + 1) * size, start))
-                expect(
-                    found == right,
-                    lambda i=i, found=found, right=right: (
+                if found != right:
+                    raise WrongError(
                         f"{r.request_id} reads {found!r} in block {i}, not {right!r}"
-                    ),
-                )
+                    )
             for i in range(start // size, -(-end // size)):
                 self._write(table[i], content(g, r.text, min((i + 1) * size, end)))
         r.num_computed_tokens, is_ahead = end, self.setup.is_ahead
@@ -864,7 +815,6 @@ class World:
         r.num_output_placeholders = int(is_uncertain)
 
     def _cache(self, r):
-        """Make full blocks findable."""
         for spec, table, keys in zip(
             self.groups, r.tables, r.block_keys_by_group, strict=True
         ):
@@ -873,14 +823,13 @@ class World:
             self.pool.cache(table[:full], keys[:full])
 
     def _read(self, block):
-        expect(
-            all(block != to for t in self._loading() for _, to in t.pairs),
-            lambda: f"block {block} is read while it is loaded",
-        )
+        if not all(block != to for t in self._loading() for _, to in t.pairs):
+            raise WrongError(f"block {block} is read while it is loaded")
         return self.device[block]
 
     def _write(self, block, what):
-        expect(block != NULL_BLOCK, lambda: "the null block is written")
+        if block == NULL_BLOCK:
+            raise WrongError("the null block is written")
         busy = [
             t.kind
             for t in self.transfers
@@ -888,7 +837,8 @@ class World:
             if (t.kind == "store" and source == block)
             or (t.kind == "load" and target == block and not t.is_written)
         ]
-        expect(not busy, lambda: f"block {block} is written during a {busy[0]}")
+        if busy:
+            raise WrongError(f"block {block} is written during a {busy[0]}")
         self.device[block] = what
 
     def _loading(self):
@@ -947,7 +897,8 @@ class World:
     def _start_below(self, moves):
         """Start what a step asks of the store."""
         asks = moves.fetches or moves.writes or moves.deletes or moves.probes
-        expect(not (self.is_left and asks), lambda: "a store that was left is used")
+        if self.is_left and asks:
+            raise WrongError("a store that was left is used")
         for key in moves.deletes:
             self.objects.pop(key, None)
         for probe in moves.probes:
@@ -955,10 +906,8 @@ class World:
                 key for t in self.transfers if t.kind == "probe" for key, _ in t.pairs
             }
             new = {key for run in probe.runs for key in run}
-            is_new = new.isdisjoint(asked) or self.seen["reset done"]
-            expect(
-                is_new, lambda: "the store is asked for what it is asked for already"
-            )
+            if not (new.isdisjoint(asked) or self.seen["reset done"]):
+                raise WrongError("the store is asked for what it is asked for already")
             pairs = [(key, NO_BLOCK) for run in probe.runs for key in run]
             self._begin("probe", probe.event, pairs, [GARBAGE] * len(pairs))
         for kind, batches in (("fetch", moves.fetches), ("write", moves.writes)):
@@ -982,32 +931,24 @@ class World:
         self.seen[f"{kind} begins"] += 1
 
     def _give(self, hosts, kind):
-        """Give host blocks to what is to write them; their bytes are gone."""
+        """Hand host blocks to a transfer that writes them; their bytes are lost."""
         for transfer in self.transfers:
             is_load = transfer.kind == "load"
             if any(pair[0 if is_load else 1] in hosts for pair in transfer.pairs):
                 # What a reset has made the tiers forget may still be under way.
-                expect(
-                    transfer.is_forgotten and transfer.kind != "fetch",
-                    lambda t=transfer: f"a {kind} is given a block of a {t.kind}",
-                )
+                if not transfer.is_forgotten or transfer.kind == "fetch":
+                    raise WrongError(f"a {kind} is given a block of a {transfer.kind}")
                 transfer.is_owner = False
         for host in hosts:
             self.host[host] = GARBAGE
 
-    def _do_land(self, n):
-        self._report([self._end(n, True)])
-
-    def _do_fail(self, n):
-        self._report([self._end(n, False)])
-
-    def _do_part(self, n):
-        self._report([self._end(n, True, is_part=True)])
+    def _do_land(self, n, **how):
+        self._report([self._end(n, **how)])
 
     def _do_together(self):
         outputs = []
         while self.transfers:
-            outputs.append(self._end(0, True))
+            outputs.append(self._end(0))
         self._report(outputs)
 
     def _do_list(self):
@@ -1033,7 +974,7 @@ class World:
     def _is_private(self, key):
         return self.setup.private in self._contents[key]
 
-    def _end(self, n, ok, is_part=False):
+    def _end(self, n, ok=True, is_part=False):
         """End a transfer on one of the workers; give the report.
 
         Where it is the last one, that is what the tiers see.
@@ -1070,28 +1011,21 @@ class World:
         return ConnectorOutput(below=(report,))
 
     def _check_sources(self, t):
-        """Look whether what is read is still what it was."""
+        """Check that the sources of a transfer are unchanged."""
         for (source, target), what in zip(t.pairs, t.contents, strict=True):
             if t.kind == "store":
-                expect(
-                    self.device[source] == what,
-                    lambda source=source: f"block {source} was written while stored",
-                )
+                if self.device[source] != what:
+                    raise WrongError(f"block {source} was written while stored")
             elif t.kind == "load":
-                expect(
-                    what in self.host[source].split("|") and what,
-                    lambda what=what, host=source: (
-                        f"host block {host} had {what!r}, has {self.host[host]!r}"
-                    ),
-                )
-            elif t.kind == "write":
-                expect(
-                    self.host[target] == what or not t.is_owner,
-                    lambda host=target: f"host block {host} changed while written",
-                )
+                if what not in self.host[source].split("|") or not what:
+                    raise WrongError(
+                        f"host block {source} had {what!r}, has {self.host[source]!r}"
+                    )
+            elif t.kind == "write" and t.is_owner and self.host[target] != what:
+                raise WrongError(f"host block {target} changed while written")
 
     def _arrive(self, t):
-        """Have what all workers have moved be where it goes."""
+        """Put what all workers have moved in its place."""
         if t.kind == "store":
             rows = {}
             for (_, host), what in zip(t.pairs, t.contents, strict=True):
@@ -1111,7 +1045,7 @@ class World:
                 self.objects[source] = what
 
     def _note_fetched(self, key, row):
-        """Note that a block has come for those that wait for it."""
+        """Record that a block has come for those that wait for it."""
         for r in self.requests:
             keys = [key for own in r.block_keys_by_group for key in own]
             wait = self.scheduler.below[0].waits.get(r.request_id)
@@ -1127,15 +1061,14 @@ class World:
         for key, row in failed:
             # Others may still read the block, whose bytes may be right for them.
             is_found = self.host_tier.find([key])[0] == row
-            expect(
-                refs[row] > 0 or not is_found,
-                lambda row=row: f"host block {row} is found after its load failed",
-            )
+            if refs[row] <= 0 and is_found:
+                raise WrongError(f"host block {row} is found after its load failed")
         for name in (*answer.finished_recving, *answer.failed_recving):
             if name in self.lost:  # The scheduler does not know that yet.
                 continue
             r = self._named(name)
-            expect(r.phase == LOADING, lambda r=r: f"{r.request_id} waits for none")
+            if r.phase != LOADING:
+                raise WrongError(f"{r.request_id} waits for none")
             r.phase = RUNNING
             if name in answer.finished_recving:
                 self._take(r, r.offer, r.after)
@@ -1160,9 +1093,6 @@ class World:
         self._leave(r, WAITING)
         r.num_computed_tokens = 0
         self.preempted = sorted({*self.preempted, name})
-
-    def _do_lose(self, name):
-        self._do_preempt(name, is_told=False)
 
     def _do_finish(self, name):
         r = self._named(name)
@@ -1215,10 +1145,8 @@ class World:
         )
 
     def _check_stored(self, name, rows):
-        expect(
-            not rows or self.host_tier.contains(rows).all(),
-            lambda: f"not all that {name} has computed is stored or on its way",
-        )
+        if rows and not self.host_tier.contains(rows).all():
+            raise WrongError(f"a block that {name} computed is not stored, nor will be")
 
     def _num_not_stored(self):
         """Count whatever has kept blocks from the host, or taken them from it."""
@@ -1246,7 +1174,8 @@ class World:
     def _do_reset(self):
         is_held = self.scheduler.has_pending_loads()
         is_done = self.scheduler.reset()
-        expect(is_done != is_held, lambda: "a reset under a load")
+        if is_done == is_held:
+            raise WrongError("a reset under a load")
         self.seen["reset done"] += is_done
         self.is_to_reset &= not is_done
         if is_done:
@@ -1274,15 +1203,13 @@ class World:
         self.pool.evict(blocks[blocks != NO_BLOCK])
 
     def _do_change(self):
-        """Have the next policy take over, as `auto` does; every block stays."""
+        """Let the next policy take over, as `auto` does; every block stays."""
         names, host = self.setup.policies, self.host_tier
         before = self._kept(host)
         self.serving = names[(names.index(self.serving) + 1) % len(names)]
         host.change_policy(self.serving)
-        expect(
-            self._kept(host) == before,
-            lambda: f"{before} became {self._kept(host)} with another policy",
-        )
+        if self._kept(host) != before:
+            raise WrongError(f"{before} became {self._kept(host)} with another policy")
 
     def _kept(self, tier):
         """What no policy may change: which block has a key, its uses, the free ones."""
@@ -1292,7 +1219,7 @@ class World:
     # What has to hold.
 
     def check(self):
-        """Look whether all is right.
+        """Check that all is right.
 
         Raises:
             WrongError: It is not.
@@ -1306,13 +1233,11 @@ class World:
                 what = cells[block]
                 if tier is not self.pool:
                     what = what.split("|")[-1]
-                expect(
-                    what == contents[key],
-                    lambda what=what, key=key, tier=tier: (
+                if what != contents[key]:
+                    raise WrongError(
                         f"{contents[key]!r} is found in the {tier.medium} tier, where "
                         f"{what!r} is"
-                    ),
-                )
+                    )
         self._check_holds()
         own = self.scheduler
         for event in own.take_events():
@@ -1326,38 +1251,31 @@ class World:
         for tier in self._tiers * self.setup.has_events:
             found = set(compress(keys, (tier.find(keys) != NO_BLOCK).tolist()))
             told = self.told[tier.medium]
-            expect(
-                told.keys() == found,
-                lambda tier=tier, told=told, found=found: (
+            if told.keys() != found:
+                raise WrongError(
                     f"events say that the {tier.medium} tier has {len(told)} blocks, "
                     f"and it has {len(found)}"
-                ),
-            )
-        is_public = not (
-            self.setup.private and any(map(self._is_private, self.objects))
-        )
-        expect(is_public, lambda: "a private block is in the store")
+                )
+        if self.setup.private and any(map(self._is_private, self.objects)):
+            raise WrongError("a private block is in the store")
         stats = own.stats
-        expect(
-            stats.num_device_query_tokens == self.num_asked_tokens,
-            lambda: (
+        if stats.num_device_query_tokens != self.num_asked_tokens:
+            raise WrongError(
                 f"{stats} counts a request again, of {self.num_asked_tokens} tokens"
-            ),
-        )
+            )
         if own.below:
             (storage,) = own.below
             found = compress(keys, storage.tier.contains(keys).tolist())
             moving = {key for t in self.transfers for key, _ in t.pairs}
             absent = {*found} - self.objects.keys() - moving - storage.fetch_of.keys()
-            expect(not absent, lambda: "the store is said to have what nobody wrote")
+            if absent:
+                raise WrongError("the store is said to have what nobody wrote")
         dropped = self._num_dropped()
         dropped += stats.num_dropped_failed + stats.num_dropped_reset
         transit = own.in_transit
         moving = transit.stores_waiting + transit.stores_in_flight
-        expect(
-            stats.num_offered == stats.num_stored + dropped + moving,
-            lambda: f"{stats} and {transit} do not add up",
-        )
+        if stats.num_offered != stats.num_stored + dropped + moving:
+            raise WrongError(f"{stats} and {transit} do not add up")
 
     def _check_holds(self):
         """Look whether each block is held as often as it is used, and no more.
@@ -1399,22 +1317,17 @@ class World:
         # Blocks that wait for their store, of which nobody outside knows.
         found = device.pins.tolist()
         waiting = [num - right for num, right in zip(found, pinned, strict=True)]
-        is_right = min(waiting) >= 0 and sum(waiting) == transit.stores_waiting
-        expect(
-            is_right,
-            lambda: (
+        if min(waiting) < 0 or sum(waiting) != transit.stores_waiting:
+            raise WrongError(
                 f"blocks are pinned {found} times, and used {pinned} times beside the "
                 f"{transit.stores_waiting} that wait to be stored"
-            ),
-        )
+            )
         refs, num_waiting = host.ref_cnt.tolist(), 0
         for name, rows in self.fetched.items():
-            expect(
-                all(refs[row] > 0 for row in rows),
-                lambda name=name, rows=rows: (
+            if not all(refs[row] > 0 for row in rows):
+                raise WrongError(
                     f"host blocks {rows} were fetched for {name} and are held {refs}"
-                ),
-            )
+                )
         for row, ref in enumerate(refs):
             if row in written:
                 read[row] = -1
@@ -1447,24 +1360,25 @@ class World:
                 ),
             ]
         for what, found, right in checks:
-            expect(
-                found == right,
-                lambda what=what, found=found, right=right: (
+            if found != right:
+                raise WrongError(
                     f"blocks are {what} {found} times, and used {right} times"
-                ),
-            )
+                )
 
     def _check_end(self):
+        """Check that nothing is left; return False while something is pending."""
         own = self.scheduler
         if own.has_pending_loads() or own.has_pending_stores() or self.is_to_reset:
-            return
+            return False
         self.seen["ends"] += 1
         num_free, num = self.pool.num_free, self.pool.num_blocks - 1
-        expect(num_free == num, lambda: f"{num_free} of {num} device blocks are free")
+        if num_free != num:
+            raise WrongError(f"{num_free} of {num} device blocks are free")
         self.pool.check()
         for tier in self._tiers:
             pins = np.asarray(tier.executor.state.ref_cnt)
-            expect(not pins.any(), lambda pins=pins: f"pinned at the end: {pins}")
+            if pins.any():
+                raise WrongError(f"pinned at the end: {pins}")
         left = {
             f"{name}.{field}": value
             for name, (_, fields) in self._snapshot().entries.items()
@@ -1473,9 +1387,13 @@ class World:
             and isinstance(value, dict | list | set)
             and value
         }
-        expect(not left, lambda: f"left at the end: {left}")
-        expect(not any(own.in_transit), lambda: f"in transit: {own.in_transit}")
-        expect(not self.holds, lambda: f"held at the end: {self.holds}")
+        if left:
+            raise WrongError(f"left at the end: {left}")
+        if any(own.in_transit):
+            raise WrongError(f"in transit: {own.in_transit}")
+        if self.holds:
+            raise WrongError(f"held at the end: {self.holds}")
+        return True
 
     def try_refused(self):
         """Call what is refused; nothing may change.
@@ -1559,10 +1477,8 @@ class World:
         for other in self.requests:
             if other.phase == WAITING:
                 own.explain(other)
-        expect(
-            own.digest() == before,
-            lambda: "a refused call, or explain, has changed something",
-        )
+        if own.digest() != before:
+            raise WrongError("a refused call, or explain, has changed something")
 
     # Canonical names.
 
@@ -1573,7 +1489,7 @@ class World:
         ).digest()
 
     def canonical(self):
-        """Say all that the future depends on, in canonical names."""
+        """Return all that the future depends on, in canonical names."""
         self._entries = entries = self._snapshot().entries
         names = {None: {}, "device": self._device_names()}
         tiers = [self._canonical_tier(tier) for tier in self._tiers]
@@ -1640,7 +1556,7 @@ class World:
         return order
 
     def _canonical_device(self):
-        """Say what each device block has, and who has it."""
+        """Return what each device block has, and who has it."""
         state, names = self.pool.state, self._names["device"]
         hosts, keys = self._names["host"], state.directory.keys.tobytes()
         refs, pins, copies = (
@@ -1677,7 +1593,7 @@ class World:
         return names, (held, lost, bounds)
 
     def _canonical_entry(self, name):
-        """Say what an object of the scheduler has, but for counters and constants."""
+        """Return an object of the scheduler without counters and constants."""
         kind, fields = self._entries[name]
         owner = kind.__name__
         if owner == "Move" or owner == "Load":
@@ -1699,7 +1615,7 @@ class World:
         return shown
 
     def _show(self, value, of_tier=None, is_ordered=False):
-        """Say a value, in which numbers are ids of a tier, or of a ledger."""
+        """Return a value, in which numbers are ids of a tier, or of a ledger."""
         kind = type(value)
         if kind is int and of_tier is not None and value != NO_BLOCK:
             return self._names[of_tier][value]
@@ -1773,7 +1689,7 @@ _IGNORED = {
 
 
 def _queued(world, queued, fields):
-    """Say who waits for room, how often it has asked, and who has asked before."""
+    """Return who waits for room, how often it has asked, and who has asked before."""
     asks, entries = fields["_last_ask"], world._entries
     others = {*fields["holds"], *fields["waits"]}
     return [
@@ -1786,7 +1702,7 @@ def _queued(world, queued, fields):
 
 
 def _lazy_look(world, seen, fields):
-    """Say what has become free since the last look, if that is all that is new."""
+    """Return what has become free since the last look, if that is all that is new."""
     stores = world._fields("_stores")
     changes = world.pool.num_changes
     if seen is None or seen[0] != changes:
@@ -1800,7 +1716,7 @@ def _lazy_look(world, seen, fields):
 
 
 def _pause(world, num_offered, fields):
-    """Say how much was stored in vain, and whether anything was found since."""
+    """Return how much was stored in vain, and whether anything was found since."""
     if not world.setup.rules.pause_unused_stores:
         return None
     stats = world.scheduler.stats
@@ -1814,7 +1730,7 @@ def _boundary_look(world, seen, _):
 
 
 def _moves(world, moves, fields):
-    """Say what is in flight; loads are said with their requests."""
+    """Return what is in flight; loads are said with their requests."""
     refs = [ref for _, ref in sorted(moves.items())]
     return [
         world._canonical_entry(ref.name)
@@ -1833,7 +1749,7 @@ def _ranks(ledger):
 
 
 def _events(ledger):
-    """Say the events of moves that have not left."""
+    """Return the events of moves that have not left."""
 
     def show(world, moves, _):
         entries = world._entries
@@ -1879,9 +1795,3 @@ _RELATIVE = {
     ("ReuseFilter", "_counts"): _counts,
     ("RetentionNotes", "_notes"): lambda world, notes, _: repr(notes),
 }
-
-
-def expect(is_right, say):
-    """Raise unless something holds."""
-    if not is_right:
-        raise WrongError(say())

@@ -15,6 +15,12 @@ ACTS = ("fail", "preempt", "abort", "reset")
 SHORT = (("aab", 3), ("aab", 2), ("aac", 3))
 LONG = (("aabb", 4), ("aabb", 3), ("aacc", 4))
 
+_PAIR = Setup(
+    (("ab", 2), ("ab", 2)),
+    num_device_blocks=3,
+    num_host_blocks=2,
+    acts=("fail", "preempt"),
+)
 _SMALL = Setup(SHORT, num_device_blocks=4, num_host_blocks=3, acts=ACTS)
 _WARM = replace(_SMALL, served=(0,), acts=(*ACTS, "forget", "gap"))
 _STORE = replace(_SMALL, rules=THROUGH, num_storage_blocks=3, listed=(0,))
@@ -36,32 +42,12 @@ def _with(setup, *more, **rules):
 WORLDS = {
     # Small enough that all of it is seen.
     "tiny": Setup((("ab", 2),), num_device_blocks=2, num_host_blocks=1, acts=ACTS),
-    "pair": Setup(
-        (("ab", 2), ("ab", 2)),
-        num_device_blocks=3,
-        num_host_blocks=2,
-        acts=("fail", "preempt"),
-    ),
-    "pair, lazy": Setup(
-        (("ab", 2), ("ac", 2)),
-        rules=LAZY,
-        num_device_blocks=3,
-        num_host_blocks=2,
-        acts=("fail", "preempt"),
-    ),
-    "pair, store": Setup(
-        (("ab", 2), ("ab", 2)),
-        rules=THROUGH,
-        num_device_blocks=3,
-        num_host_blocks=2,
-        num_storage_blocks=2,
-        acts=("fail", "preempt"),
-        listed=(0,),
-    ),
-    "pair, changes": Setup(
-        (("ab", 2), ("ac", 2)),
-        num_device_blocks=3,
-        num_host_blocks=2,
+    "pair": _PAIR,
+    "pair, lazy": replace(_PAIR, requests=(("ab", 2), ("ac", 2)), rules=LAZY),
+    "pair, store": replace(_PAIR, rules=THROUGH, num_storage_blocks=2, listed=(0,)),
+    "pair, changes": replace(
+        _PAIR,
+        requests=(("ab", 2), ("ac", 2)),
         policies=("lru", "slru"),
         acts=("preempt", "forget"),
         served=(0,),
@@ -83,12 +69,19 @@ WORLDS = {
         max_storage_blocks=1,
     ),
     "store, asked": _with(
-        replace(_STORE, listed=(0,), private="c"),
+        replace(_STORE, private="c"),
         *("part", "together", "leave"),
         storage_probe_s=0.005,
     ),
     "store, awaited": _with(
-        replace(_STORE, listed=(0,), private="c", awaiting=(1, 2)),
+        # Nobody computes the prompt of the last one.
+        replace(
+            _STORE,
+            requests=(*SHORT[:2], ("dec", 3)),
+            num_host_blocks=4,
+            private="c",
+            awaiting=(1, 2),
+        ),
         *("part", "together", "leave"),
         storage_probe_s=0.005,
     ),

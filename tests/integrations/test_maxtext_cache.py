@@ -149,15 +149,13 @@ def test_a_cache_that_cannot_be_cut_is_refused_with_the_reason():
             prompt_kv(cache)
     attention = make_cache("scanned", 1)["decoder"]["layers"]["self_attention"]
     latents = {"decoder": {"MlaKVCache_0": attention.pop("KVCache_0")}}
-    with pytest.raises(ValueError, match=r"latent attention \(MLA\)"):
-        prompt_kv(latents)
-
-
-def test_a_cache_that_is_not_a_prefills_is_refused():
-    with pytest.raises(ValueError, match="the cache has no leaves"):
-        prompt_kv({})
-    with pytest.raises(ValueError, match=r"has 3 slots; .* must be a prefill's"):
-        prompt_kv(make_cache("unscanned", SLOTS))
+    for cache, message in [
+        (latents, r"latent attention \(MLA\)"),
+        ({}, "the cache has no leaves"),
+        (make_cache("unscanned", SLOTS), r"has 3 slots; .* must be a prefill's"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prompt_kv(cache)
 
 
 def test_a_cache_to_resume_from_has_the_shardings_it_was_asked_for():

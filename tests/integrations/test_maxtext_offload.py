@@ -192,18 +192,14 @@ def test_a_slot_of_other_lengths_keeps_nothing_and_is_counted(make):
 
 
 def test_the_last_token_is_always_computed(make):
-    engine, offload = make("scanned")
+    cache = jax.tree.map(jnp.asarray, make_cache("scanned", 1))
+    engine, offload = make("scanned", cache_like=cache)  # Replaces the engine's shapes.
+    assert offload.max_tokens == LENGTH
     offload.prefill("params", range(1, 9))
     offload.store.flush()
     engine.num_computed = 0
     assert offload.prefill("params", range(1, 9)).num_tokens == 4
     assert engine.num_computed == 4
-
-
-def test_cache_like_replaces_the_engines_shapes(make):
-    cache = jax.tree.map(jnp.asarray, make_cache("scanned", 1))
-    _, offload = make("scanned", cache_like=cache)
-    assert offload.max_tokens == LENGTH
 
 
 def test_a_refused_engine_leaves_maxtext_unchanged(make, monkeypatch):

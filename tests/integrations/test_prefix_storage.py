@@ -105,7 +105,9 @@ def faulty(monkeypatch):
         opened.append(FaultyStore(open_store(url), len(opened), faults))
         return opened[-1]
 
-    monkeypatch.setattr("jaxkv.scheduling.storage_worker.open_store", open_faulty)
+    monkeypatch.setattr(
+        "jaxkv.scheduling.worker.storage_worker.open_store", open_faulty
+    )
     yield faults
     vars(faults).update(vars(Faults()))
     for store in opened:

@@ -60,6 +60,13 @@ def save(store, tokens, extras=NO_EXTRAS, length=LENGTH, **arguments):
     return store.save(tokens, kv, extras=extras, **{"epoch": epoch} | arguments)
 
 
+def keep(store, *arguments, **options):
+    """Save, and wait until the blocks are held."""
+    num_saved = save(store, *arguments, **options)
+    store.flush()
+    return num_saved
+
+
 def test_each_load_is_recorded_with_what_it_found(make, tmp_path):
     path = tmp_path / "requests.jsonl"
     rng = np.random.default_rng(4)
@@ -70,8 +77,7 @@ def test_each_load_is_recorded_with_what_it_found(make, tmp_path):
         prompt = [who] * int(rng.integers(1, 14))
         hit = store.load(prompt)
         found.append(0 if hit is None else hit.num_tokens)
-        save(store, prompt)
-        store.flush()
+        keep(store, prompt)
     store.load([0] * BLOCK, TENANTS[1])
     store.close()
     trace = read_trace(path)
@@ -93,8 +99,7 @@ def test_a_policy_that_listens_is_told_of_each_load(make):
     store = make(cache_policy="hazard", clock=lambda: 7.5)
     tokens = list(range(3 * store.block_size))
     assert store.load(tokens) is None
-    assert save(store, tokens) == len(tokens)
-    store.flush()
+    assert keep(store, tokens) == len(tokens)
     assert store.load(tokens).num_tokens == len(tokens)
     shown = store._manager.snapshot().policy
     assert shown["now_ms"] == 7500
@@ -109,17 +114,14 @@ def test_a_prompt_is_kept_as_long_as_its_caller_says(make):
     prompts = [list(range(start, start + size)) for start in range(0, 9 * size, size)]
     store.retain(prompts[0] + [7], Retention(ttl_s=60, num_tokens=size))
     for prompt in prompts[:4]:
-        save(store, prompt)
-        store.flush()
+        keep(store, prompt)
     assert [store.contains(own) for own in prompts[:4]] == [True, False, False, True]
     now_s[0] = 60.0
     for prompt in prompts[4:]:
-        save(store, prompt)
-        store.flush()
+        keep(store, prompt)
     assert store.contains(prompts[0])  # Nobody has told the time since.
     assert store.load(prompts[8]) is not None  # A load tells it.
-    save(store, prompts[4])
-    store.flush()
+    keep(store, prompts[4])
     assert not store.contains(prompts[0])
 
 
@@ -144,51 +146,17 @@ def check_at_rest(store):
 
 
 @modes
-def test_a_prompt_comes_back_bit_for_bit(make, mode):
-    store = make(mode=mode)
-    prompt = list(range(100, 100 + 27))
-    assert save(store, prompt) == 24
-    store.flush()
-    assert store.contains(np.array(prompt, np.int32))
-    assert store.held_bytes == 6 * store.block_bytes == 6 * BLOCK * 60
-    hit = store.load(jnp.array([*prompt, 7, 8]))
-    assert hit.num_tokens == 24
-    check_hit(hit, prompt)
-    assert all(
-        mine.sharding.is_equivalent_to(its.sharding, mine.ndim)
-        for mine, its in zip(
-            jax.tree.leaves(hit.kv),
-            jax.tree.leaves(LIKE),
-            strict=True,
-        )
-    )
-    hit = store.load([*prompt[:13], 0, *prompt[14:]])  # Differ in block 4.
-    assert hit.num_tokens == 12
-    check_hit(hit, prompt)
-    assert store.load([0, *prompt[1:]]) is None
-    assert store.load(prompt[:3]) is None
-    assert store.load(prompt, min_tokens=25) is None
-    assert store.load(prompt, min_tokens=24).num_tokens == 24
-    stats = store.stats
-    assert (stats.query_tokens, stats.hit_tokens) == (29 + 27 + 27 + 3 + 27 * 2, 60)
-    assert (stats.stored_blocks, stats.evicted_blocks, stats.failed_saves) == (6, 0, 0)
-    check_at_rest(store)
-
-
-@modes
 def test_arrays_of_several_lengths_share_blocks(make, mode):
     store = make(mode=mode)
     prompt = list(range(20))
-    assert save(store, prompt, length=20) == 20
-    store.flush()
+    assert keep(store, prompt, length=20) == 20
     for length in (34, 20, 18, 9, 4):
         hit = store.load(prompt, length=length)
         assert hit.num_tokens == min(20, length // BLOCK * BLOCK)
         check_hit(hit, prompt, length=length)
     assert store.load(prompt, length=3) is None
     # A longer prompt: only its new blocks move, out of longer arrays.
-    assert save(store, [*prompt, *range(50, 60)], length=30, num_tokens=26) == 24
-    store.flush()
+    assert keep(store, [*prompt, *range(50, 60)], length=30, num_tokens=26) == 24
     assert store.stats.stored_blocks == 6
     check_hit(store.load([*prompt, *range(50, 60)]), [*prompt, *range(50, 60)])
 
@@ -199,7 +167,7 @@ class Oracle:
     def __init__(self, num_blocks):
         self.num_blocks = num_blocks
         self.order = []
-        self.num_dropped = self.num_evicted = 0
+        self.num_stored = self.num_dropped = self.num_evicted = 0
 
     def keys(self, tokens, extras):
         ends = range(BLOCK, min(len(tokens), LENGTH) + 1, BLOCK)
@@ -215,8 +183,10 @@ class Oracle:
         missing = [n for n, key in enumerate(keys) if key not in self.order]
         return min(missing, default=len(keys))
 
-    def load(self, keys):
+    def load(self, keys, min_tokens):
         num_hits = self.hits(keys)
+        if num_hits * BLOCK < min_tokens:
+            num_hits = 0
         self.use(keys[:num_hits])
         return num_hits
 
@@ -228,6 +198,7 @@ class Oracle:
             self.order.remove(next(key for key in self.order if key not in keys))
             self.num_evicted += 1
         self.order += new
+        self.num_stored += len(new)
         self.use(keys)
         return len(keys)
 
@@ -241,34 +212,42 @@ def random_prompt(rng, num_ends=20):
     return [int(token) for token in tokens]
 
 
+@modes
 @pytest.mark.parametrize("seed", range(3))
-def test_random_prompts_agree_with_a_list_of_prefixes(make, seed):
+def test_random_prompts_agree_with_a_list_of_prefixes(make, seed, mode):
     rng = np.random.default_rng(seed)
     num_blocks, num_tenants, num_ends = [(64, 4, 20), (5, 2, 1), (24, 1, 2)][seed]
-    store = make(num_blocks, mode=("fused", "staged")[seed % 2])
-    oracle = Oracle(num_blocks)
+    store, oracle = make(num_blocks, mode=mode), Oracle(num_blocks)
+    num_queried = num_found = 0
     for _ in range(80):
         tokens = random_prompt(rng, num_ends)
         extras = TENANTS[rng.integers(num_tenants)]
         keys = oracle.keys(tokens, extras)
         action = rng.random()
         if action < 0.5:
-            hit = store.load(tokens, extras)
-            assert (0 if hit is None else hit.num_tokens) == BLOCK * oracle.load(keys)
+            given = (tokens, np.array(tokens, np.int32), jnp.array(tokens, int))
+            min_tokens = 12 * (action < 0.1)
+            hit = store.load(given[num_queried % 3], extras, min_tokens=min_tokens)
+            num_tokens = BLOCK * oracle.load(keys, min_tokens)
+            assert (0 if hit is None else hit.num_tokens) == num_tokens
             if hit is not None:
                 check_hit(hit, tokens, extras)
+            num_queried, num_found = num_queried + len(tokens), num_found + num_tokens
         elif action < 0.98:
-            assert save(store, tokens, extras) == BLOCK * oracle.save(keys)
-            store.flush()
+            assert keep(store, tokens, extras) == BLOCK * oracle.save(keys)
         else:
             store.clear()
             oracle.order.clear()
         held = bool(keys) and oracle.hits(keys) == len(keys)
         assert store.contains(tokens, extras) == held
         assert store.held_bytes == len(oracle.order) * store.block_bytes
-    assert store.stats.hit_tokens > 0
-    assert store.stats.dropped_blocks == oracle.num_dropped
-    assert store.stats.evicted_blocks == oracle.num_evicted
+    stats = store.stats
+    assert (stats.query_tokens, stats.hit_tokens) == (num_queried, num_found)
+    assert num_found > 0
+    assert stats.stored_blocks == oracle.num_stored
+    assert stats.dropped_blocks == oracle.num_dropped
+    assert stats.evicted_blocks == oracle.num_evicted
+    assert stats.failed_saves == 0
     check_at_rest(store)
 
 
@@ -315,13 +294,11 @@ def test_a_save_that_only_if_refuses_costs_no_other(make, caplog):
         raise KeyError("a mistake of the caller's")
 
     for number, only_if in enumerate((lambda: False, fail)):
-        assert save(store, prompt, only_if=only_if) == 28
-        store.flush()
+        assert keep(store, prompt, only_if=only_if) == 28
         assert (store.load(prompt), store.held_bytes) == (None, 0)
         assert store.stats.failed_saves == 1 + number
         assert ("a mistake of the caller's" in caplog.text) == (only_if is fail)
-    save(store, other, only_if=lambda: True)
-    store.flush()
+    keep(store, other, only_if=lambda: True)
     check_hit(store.load(other), other)
     check_at_rest(store)
 
@@ -449,8 +426,7 @@ def test_a_clear_between_the_keys_of_a_call_and_its_effect_is_noticed(
 ):
     """Another thread's, in the middle of each call."""
     store = make()
-    save(store, P)
-    store.flush()
+    keep(store, P)
     kv = to_device(known_kv(P, LENGTH))
     extend = prefix_store.KeyChain.extend
 
@@ -471,8 +447,7 @@ def test_a_clear_between_the_keys_of_a_call_and_its_effect_is_noticed(
 
 def test_a_clear_after_the_bytes_of_a_load_arrived_makes_it_a_miss(make, monkeypatch):
     store = make()
-    save(store, P)
-    store.flush()
+    keep(store, P)
     load = store._copier.load
 
     class Loading:
@@ -520,8 +495,7 @@ def test_prompts_that_are_forgotten_are_not_kept_after_a_clear(
 def test_a_cleared_load_is_a_miss(make):
     store = make()
     prompt = list(range(30))
-    save(store, prompt)
-    store.flush()
+    keep(store, prompt)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         with blocked_thread(store):
             loading = thread.submit(store.load, prompt)
@@ -536,8 +510,7 @@ def test_a_cleared_load_is_a_miss(make):
 def test_blocks_that_are_being_loaded_are_not_evicted(make):
     store = make(5)
     prompt = list(range(5 * BLOCK))
-    save(store, prompt)
-    store.flush()
+    keep(store, prompt)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         with blocked_thread(store):
             loading = thread.submit(store.load, prompt)
@@ -561,8 +534,7 @@ def test_failed_kv_is_never_found(make, mode):
     check_hit(hit, prompt)
     assert store.stats.failed_saves == 1
     check_at_rest(store)
-    assert save(store, prompt) == 28
-    store.flush()
+    assert keep(store, prompt) == 28
     check_hit(store.load(prompt), prompt)
 
 
@@ -570,8 +542,7 @@ def test_failed_kv_is_never_found(make, mode):
 def test_a_failed_load_is_a_miss_and_discards_its_blocks(make, mode, monkeypatch):
     store = make(mode=mode)
     prompt = list(range(30))
-    save(store, prompt)
-    store.flush()
+    keep(store, prompt)
 
     def fails(*args):
         raise jax.errors.JaxRuntimeError("a fault of the device")
@@ -583,8 +554,7 @@ def test_a_failed_load_is_a_miss_and_discards_its_blocks(make, mode, monkeypatch
     assert not store.contains(prompt)
     assert store.load(prompt) is None
     check_at_rest(store)
-    save(store, prompt)
-    store.flush()
+    keep(store, prompt)
     check_hit(store.load(prompt), prompt)
 
 
@@ -727,8 +697,7 @@ def test_another_number_of_blocks_compiles_nothing(make):
     programs = store._layout._programs
     compiled = programs.cache_info().misses
     for end in (9, 13, 17, 34):
-        save(store, list(range(end)))
-        store.flush()
+        keep(store, list(range(end)))
         assert store.load(list(range(end))).num_tokens == end // BLOCK * BLOCK
     assert (compiled, programs.cache_info().misses) == (3, 3)
 
@@ -736,11 +705,10 @@ def test_another_number_of_blocks_compiles_nothing(make):
 def test_a_load_that_is_interrupted_at_any_line_leaves_nothing_pinned(make):
     store = make(5)
     prompt = list(range(5 * BLOCK))
-    save(store, prompt)
-    store.flush()
+    keep(store, prompt)
     root = pathlib.Path(prefix_store.__file__).parents[1]
     places = [str(root), threading.__file__, concurrent.futures.__path__[0]]
-    num_interrupted, left = 0, 0
+    num_interrupted, left, before = 0, 0, sys.gettrace()
 
     def trace(frame, event, _):
         nonlocal left
@@ -765,11 +733,10 @@ def test_a_load_that_is_interrupted_at_any_line_leaves_nothing_pinned(make):
         except KeyboardInterrupt:
             num_interrupted += 1
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
     assert num_interrupted > 20
     check_hit(hit, prompt)
     # The loads that nobody waits for are over before it: all blocks can be evicted.
-    save(store, [100 + token for token in prompt])
-    store.flush()
+    keep(store, [100 + token for token in prompt])
     assert store.stats.dropped_blocks == 0
     check_at_rest(store)

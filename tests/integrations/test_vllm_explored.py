@@ -19,8 +19,8 @@ import pytest
 from jaxkv import ConnectorOutput
 from jaxkv.integrations.vllm.worker import WorkerReport
 from jaxkv.scheduling.protocol import NO_EVENT
-from tests.rigs.fake_engine import next_token
-from tests.rigs.real_vllm import BLOCK_SIZE, RealRunner, engine_maker, reference
+from tests.rigs.fake_engine import next_token, reference
+from tests.rigs.real_vllm import BLOCK_SIZE, RealRunner, engine_maker
 
 pytestmark = [
     pytest.mark.skipif(

@@ -14,13 +14,12 @@ import pytest
 
 from jaxkv import ConnectorOutput
 from jaxkv.integrations.vllm.config import ConnectorConfig
-from tests.rigs.fake_engine import Unreliable
+from tests.rigs.fake_engine import Unreliable, reference
 from tests.rigs.real_vllm import (
     BLOCK_SIZE,
     CONNECTOR,
     NUM_STATES,
     engine_maker,
-    reference,
 )
 
 pytestmark = [
@@ -46,6 +45,31 @@ def test_the_platform_admits_the_connector_by_the_name_in_the_docs(make_engine):
 
 # A reset of the device's prefix cache then shows what the host has.
 KEEP = {"keep_on_device_reset": True}
+
+
+def serve(engine, *others):
+    """Serve all requests of an engine; others run until it has loaded something."""
+    end_s = time.monotonic() + 60
+    while engine.scheduler.has_requests():
+        assert time.monotonic() < end_s
+        engine.step()
+        if engine.num_external_tokens == 0:
+            for other in others:
+                other.step()
+
+
+def close(*engines):
+    for engine in engines:
+        engine.scheduler.connector.shutdown()
+        engine.runner.connector.shutdown()
+
+
+STORED = {
+    "storage_bytes": "1MiB",
+    "storage_write": "through",
+    "storage_deadline_s": 60,
+    "storage_namespace": "the runner's",  # There are no files of weights.
+}
 
 
 @pytest.mark.parametrize(
@@ -101,56 +125,32 @@ def loses_drafts_in_resets():
 def test_a_prompt_comes_back_from_a_store_in_vllm(make_engine, tmp_path, layers):
     if layers and refuses_windows():
         pytest.skip("this vLLM has no windows with connectors")
-    extra = {
-        "storage": str(tmp_path / "store"),
-        "storage_bytes": "1MiB",
-        "storage_write": "through",
-        "storage_deadline_s": 60,
-        "storage_namespace": "the runner's",  # There are no files of weights.
-    }
+    extra = STORED | {"storage": str(tmp_path / "store")}
     found = []
     for name in ("one", "two"):
         engine = make_engine(extra=extra, num_blocks=64, **layers)
         request = engine.add(name, range(18), 3)
-        end_s = time.monotonic() + 60
-        while engine.scheduler.has_requests():
-            assert time.monotonic() < end_s
-            engine.step()
+        serve(engine)
         assert list(request.all_token_ids) == reference(range(18), 3)
         found.append(engine.num_external_tokens)
-        engine.scheduler.connector.shutdown()
-        engine.runner.connector.shutdown()
+        close(engine)
     assert found == [0, 4 * BLOCK_SIZE]
 
 
 def test_a_prompt_that_another_vllm_computes_is_loaded_as_it_is_written(
     make_engine, tmp_path
 ):
-    extra = {
-        "storage": str(tmp_path / "store"),
-        "storage_bytes": "1MiB",
-        "storage_write": "through",
-        "storage_list_s": 0,
-        "storage_await_s": 60,
-        "storage_deadline_s": 60,
-        "storage_namespace": "the runner's",
-    }
+    extra = STORED | {"storage_list_s": 0, "storage_await_s": 60}
+    extra["storage"] = str(tmp_path / "store")
     producer, consumer = make_engine(extra=extra), make_engine(extra=extra)
     first = producer.add("one", range(18), 1)
     first.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
     second = consumer.add("two", range(18), 5)
     second.kv_transfer_params = {"do_remote_prefill": True, "do_remote_decode": False}
-    end_s = time.monotonic() + 60
-    while consumer.scheduler.has_requests():
-        assert time.monotonic() < end_s
-        consumer.step()
-        if consumer.num_external_tokens == 0:
-            producer.step()
+    serve(consumer, producer)
     assert list(second.all_token_ids) == reference(range(18), 5)
     assert consumer.num_external_tokens == 4 * BLOCK_SIZE
-    for engine in (producer, consumer):
-        engine.scheduler.connector.shutdown()
-        engine.runner.connector.shutdown()
+    close(producer, consumer)
 
 
 def test_requests_that_wait_for_loads_leave_states_to_compute_in(make_engine):

@@ -1,7 +1,6 @@
 """vLLM's connector with a store behind the host; see `fake_vllm` and `fake_engine`."""
 
 import dataclasses
-import functools
 import logging
 import os
 import pickle
@@ -15,13 +14,18 @@ import pytest
 from jaxkv import FullAttention, OffloadingEvent
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
-from tests.integrations.test_vllm import LONG, reference, serve_at_random
+from tests.integrations.test_vllm import (
+    LONG,
+    TOKENS,
+    prom_metrics,
+    reference,
+    serve_at_random,
+)
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import LOSSES, Engine, reset_connector
-from tests.rigs.fake_vllm import BLOCK_SIZE, BlockRemoved, BlockStored, Request
+from tests.rigs.fake_vllm import BlockRemoved, BlockStored, Request
 
 WAIT_S = 120
-TOKENS = 4 * BLOCK_SIZE  # Of the full blocks of `PROMPT`.
 PROMPT = range(18)
 
 
@@ -142,7 +146,9 @@ def test_an_engine_that_is_started_anew_is_warm(monkeypatch, make, options):
     assert stats.num_storage_failed == 0
 
 
-def test_other_weights_under_the_same_path_find_nothing(newest, make, model):
+def test_blocks_are_found_by_the_same_weights_or_by_the_name_of_weights(
+    newest, make, model
+):
     ask(make(), "first")
     moved = model.rename(model.parent / "moved")
     assert ask(make(model=moved), "again") == TOKENS, "the path does not matter"
@@ -151,9 +157,6 @@ def test_other_weights_under_the_same_path_find_nothing(newest, make, model):
     other = make(model=moved)
     other.runner.weights = 1  # The runner would notice.
     assert ask(other, "other") == 0
-
-
-def test_a_name_takes_the_place_of_looking_at_the_weights(newest, make):
     named = {"storage_namespace": "tuned on Monday"}
     ask(make(named, model="of/nothing/that/is/known"), "first")
     assert ask(make(named, model="elsewhere"), "again") == TOKENS
@@ -280,12 +283,6 @@ def test_a_fetch_under_way_when_weights_change_is_not_served(newest, make, route
     engine.check_nothing_leaked()
 
 
-def without_fetches(output):
-    """Leave out of a report which fetches are over."""
-    storage = [dataclasses.replace(report, fetched=()) for report in output.below]
-    return dataclasses.replace(output, below=tuple(storage))
-
-
 def test_nothing_is_written_by_new_weights_while_a_fetch_delays_a_reset(
     newest, make, tmp_path
 ):
@@ -300,7 +297,8 @@ def test_nothing_is_written_by_new_weights_while_a_fetch_delays_a_reset(
     def poll_without_fetches():
         output = poll()
         held.extend(event for report in output.below for event in report.fetched)
-        return without_fetches(output)
+        others = (dataclasses.replace(own, fetched=()) for own in output.below)
+        return dataclasses.replace(output, below=tuple(others))
 
     worker.poll = poll_without_fetches
     waiting = Request("waiting", PROMPT, 3)
@@ -423,21 +421,17 @@ def test_events_tell_of_the_store_what_they_tell_of_the_host(
     extra = options.get("extra", {})
     ask(engine, "first")
     stored = [event for event in engine.events if isinstance(event, BlockStored)]
-
-    def told(medium):
-        return {
-            (event.group_idx, own, event.parent_block_hash, tuple(event.token_ids))
+    assert all(event.token_ids for event in stored)
+    on_host, in_storage = (
+        {
+            (event.group_idx, own)
             for event in stored
             if event.medium == medium
             for own in event.block_hashes
         }
-
-    def hashes(medium):
-        return {(group, own) for group, own, _, _ in told(medium)}
-
-    assert told("STORAGE")
-    assert hashes("STORAGE") == hashes("CPU")
-    assert all(tokens for *_, tokens in told("STORAGE"))
+        for medium in ("CPU", "STORAGE")
+    )
+    assert on_host == in_storage != set()
     close(engine)
     object_bytes = next(
         path.stat().st_size for path in (tmp_path / "store").rglob("*.0")
@@ -466,10 +460,7 @@ def test_events_say_where_a_tier_is_as_far_as_that_is_known(newest):
 def values_of(connector):
     """Return a look-up, by name, of what a connector reports to vLLM."""
     registry = prometheus_client.CollectorRegistry()
-    names = ("Gauge", "Counter", "Histogram")
-    kinds = [getattr(prometheus_client, name) for name in names]
-    kinds = {kind: functools.partial(kind, registry=registry) for kind in kinds}
-    served = type(connector).build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
+    served = prom_metrics(connector, registry)
     served.observe(connector.get_kv_connector_stats().to_dict(), 0)
     return lambda name, **labels: registry.get_sample_value(
         name, {"engine": "0", **labels}

@@ -94,31 +94,27 @@ def test_ids_that_stop_coming_end_the_step_before_anything_changes():
         assert restorer.num_restored == 0
 
 
-def test_results_of_before_a_forced_preemption_are_withdrawn():
-    """vLLM drops them; tpu-inference would write them over a token that is valid."""
-    resumed, other = State("resumed", [1], [2, 3, 0]), State("other", [1], [4, 0])
-    runner = make_runner(resumed, other, in_batch=["resumed", "other"])
-    runner._pre_async_results = Results(
-        [(0, resumed, 4), (1, other, 3)], {"resumed": 0, "other": 1}
-    )
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [
+        # vLLM drops the results; tpu-inference would overwrite a valid token.
+        (
+            make_step({"again": 2, "other": 2}, {"again": [1, 2, 3]}, ["again"]),
+            [2, 3],
+        ),
+        # After more streamed input, the last token is no longer in the history.
+        (make_step({"other": 2}, {}, new=["again", "unknown"]), [2, 3, 0]),
+    ],
+    ids=["forced preemption", "streamed input"],
+)
+def test_results_of_a_request_that_begins_again_are_withdrawn(step, left):
+    again, other = State("again", [1], [2, 3, 0]), State("other", [1], [4, 0])
+    runner = make_runner(again, other, in_batch=["again", "other"])
+    results = [(0, again, 4), (1, other, 3)]
+    runner._pre_async_results = Results(results, {"again": 0, "other": 1})
     TokenRestorer.install(runner)
-    update(
-        runner,
-        make_step({"resumed": 2, "other": 2}, {"resumed": [1, 2, 3]}, ["resumed"]),
-    )
-    assert resumed.output_token_ids == [2, 3]
-    assert runner._pre_async_results == Results([(1, other, 3)], {"other": 1})
-
-
-def test_results_of_a_request_that_comes_again_as_a_new_one_are_withdrawn():
-    """As one whose input streams does: its last token is no more in its history."""
-    streaming, other = State("streaming", [1], [2, 0]), State("other", [1], [2, 0])
-    runner = make_runner(streaming, other, in_batch=["streaming", "other"])
-    runner._pre_async_results = Results(
-        [(0, streaming, 3), (1, other, 3)], {"streaming": 0, "other": 1}
-    )
-    TokenRestorer.install(runner)
-    update(runner, make_step({"other": 2}, {}, new=["streaming", "unknown"]))
+    update(runner, step)
+    assert again.output_token_ids == left
     assert runner._pre_async_results == Results([(1, other, 3)], {"other": 1})
 
 

@@ -85,13 +85,12 @@ def test_large_files_are_sampled_over_all_of_them(tmp_path):
         assert describe_weights(folder) != before
 
 
-def test_a_single_file_is_a_model(tmp_path, checkpoint):
+def test_a_single_file_is_a_model_and_a_folder_without_weights_is_refused(
+    tmp_path, checkpoint
+):
     path = os.path.join(checkpoint, "model.safetensors")
     (name, size, _, _) = describe_weights(path)["files"][0]
     assert (name, size) == ("model.safetensors", len(WEIGHTS))
-
-
-def test_a_folder_without_weights_is_refused(tmp_path):
     folder = make(tmp_path / "none", config__json=b"{}")
     with pytest.raises(UnknownWeightsError, match="none has no file of weights"):
         describe_weights(folder)

@@ -4,17 +4,17 @@ docs/internals/reliability.md says how to run it.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.mutants import choosing, drawing, faults, tables, trying
+from tests.mutants.drawing import Change
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/mutants.json"
@@ -22,53 +22,24 @@ LOOKED_AT = Path(__file__).with_name("survivors.toml")
 SEED, NUMBER = "jaxkv", 300
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A changed tree to try."""
+def changes(seed: str, number: int, rooms: Sequence[str], folder: Path) -> list[Change]:
+    """Return every change: one of the faults after each few mutants.
 
-    kind: str  # "mutants" or "faults"
-    name: str
-    room: str
-    path: str
-    lines: list[int]
-    source: str
-    about: dict[str, Any]
-
-
-def jobs(seed: str, number: int, rooms: Sequence[str], folder: Path) -> Iterator[Job]:
-    """Give every change: one of the faults after each few mutants."""
-    mutants = [
-        Job(
-            "mutants",
-            mutant.name,
-            mutant.room,
-            mutant.path,
-            list(range(mutant.line, mutant.last_line + 1)),
-            mutant.source,
-            {"operator": mutant.operator, "line": mutant.line, "diff": mutant.diff},
-        )
-        for mutant in drawing.draw_once(ROOT, seed, number, rooms, folder)
-    ]
+    So every beginning of the list has its share of both.
+    """
     by_hand = []
     for fault in faults.read():
-        if fault.room not in rooms:
-            continue
-        source, lines = fault.put_into(ROOT)
-        about = {"what": fault.what, "line": lines[0]}
-        by_hand.append(
-            Job("faults", fault.name, fault.room, fault.path, lines, source, about)
-        )
-    yield from _mixed(mutants, by_hand)
-
-
-def _mixed(one: list[Job], other: list[Job]) -> list[Job]:
-    """Mix two lists evenly, so that every beginning has its share of both."""
+        if fault.room in rooms:
+            source, lines = fault.put_into(ROOT)
+            about = {"what": fault.what, "line": lines[0]}
+            own = fault.name, fault.room, fault.path, lines, source, about
+            by_hand.append(Change("faults", *own))
     places = [
-        ((place + 0.5) / len(some), job)
-        for some in (one, other)
-        for place, job in enumerate(some)
+        ((place + 0.5) / len(some), change)
+        for some in (drawing.draw_once(ROOT, seed, number, rooms, folder), by_hand)
+        for place, change in enumerate(some)
     ]
-    return [job for _, job in sorted(places, key=lambda pair: pair[0])]
+    return [change for _, change in sorted(places, key=lambda pair: pair[0])]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -80,13 +51,12 @@ def run(args: argparse.Namespace) -> None:
     draw = {"seed": args.seed, "number": args.number, "rooms": list(args.rooms)}
     draws = [known for known in results["draws"] if not draw.items() <= known.items()]
     results["draws"] = [*draws, draw | {"tree": _tree()}]
-    looked_at = read_looked_at()
     workshop = trying.Workshop(ROOT, folder)
     ends_s = time.monotonic() + args.minutes * 60
-    for job in jobs(args.seed, args.number, args.rooms, folder):
-        known = results[job.kind].get(job.name)
+    for change in changes(args.seed, args.number, args.rooms, folder):
+        known = results[change.kind].get(change.name)
         if args.only:
-            if job.name not in args.only:
+            if change.name not in args.only:
                 continue
         elif args.survivors:
             if known is None or known["killed"]:
@@ -95,35 +65,32 @@ def run(args: argparse.Namespace) -> None:
             continue
         if time.monotonic() > ends_s:
             break
-        entry = try_job(job, workshop, reach, looked_at.get(job.name, {}), args)
-        results[job.kind][job.name] = entry
+        entry = try_change(change, workshop, reach, args)
+        results[change.kind][change.name] = entry
         write_results(args.results, results)
         word = f"killed by {entry['by']}" if entry["killed"] else "SURVIVED"
-        print(f"{entry['seconds']:6.1f} s  {job.name}  {word}", flush=True)
+        print(f"{entry['seconds']:6.1f} s  {change.name}  {word}", flush=True)
 
 
-def try_job(
-    job: Job,
+def try_change(
+    change: Change,
     workshop: trying.Workshop,
     reach: choosing.Reach,
-    looked_at: dict[str, str],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Give a changed tree to the tests that reach its line, and then to the killers."""
-    native = reach.is_compiled(job.path)
-    log = args.folder.absolute() / "logs" / f"{job.name}.txt"
-    tests, num_left_out = choosing.order(
-        reach, reach.tests(job.path, job.lines), job.room, args.seconds
-    )
-    in_children, more_left_out = choosing.order(
-        reach, reach.with_children(job.room) - set(tests), job.room, args.seconds
-    )
-    tests += in_children
-    num_left_out += more_left_out
-    if "test" in looked_at:  # It was written for this change.
-        tests = [looked_at["test"], *(t for t in tests if t != looked_at["test"])]
+    """Run the tests that reach a changed line, and then the killers."""
+    native = reach.is_compiled(change.path)
+    log = args.folder.absolute() / "logs" / f"{change.name}.txt"
+    of_lines = reach.tests(change.path, change.lines)
+    tests, num_left_out = choosing.order(reach, of_lines, change.room, args.seconds)
+    in_children = reach.with_children(change.room) - set(tests)
+    more = choosing.order(reach, in_children, change.room, args.seconds)
+    tests, num_left_out = tests + more[0], num_left_out + more[1]
+    # A test that was written for this change comes first.
+    if test := read_looked_at().get(change.name, {}).get("test"):
+        tests = [test, *(other for other in tests if other != test)]
     expected_s = sum(reach.seconds.get(test, 1.0) for test in tests)
-    workshop.make_tree(job.path, job.source)
+    workshop.make_tree(change.path, change.source)
     timeout_s = 60.0 + args.patience * expected_s
     if native:  # All is compiled anew.
         timeout_s += 120.0
@@ -133,7 +100,7 @@ def try_job(
     tried = []
     if not outcome.is_killed and args.killers:
         for killer in trying.KILLERS:
-            if killer.rooms and job.room not in killer.rooms:
+            if killer.rooms and change.room not in killer.rooms:
                 continue
             ended = workshop.run_killer(
                 killer, native=native, log=log.with_suffix(f".{killer.name}.txt")
@@ -141,15 +108,13 @@ def try_job(
             if ended is None:
                 continue
             tried.append(killer.name)
-            outcome = dataclasses.replace(
-                ended, seconds=outcome.seconds + ended.seconds
-            )
+            outcome = ended._replace(seconds=outcome.seconds + ended.seconds)
             if outcome.is_killed:
                 break
     return {
-        "room": job.room,
-        "path": job.path,
-        **job.about,
+        "room": change.room,
+        "path": change.path,
+        **change.about,
         "tests": len(tests),
         "left_out": num_left_out,
         "killed": outcome.is_killed,
@@ -175,7 +140,6 @@ def try_the_tree(args: argparse.Namespace) -> int:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Read what was found so far."""
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
@@ -183,14 +147,12 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
-    """Keep what was found, whenever this process ends."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     draft.replace(path)
 
 
 def read_looked_at() -> dict[str, dict[str, str]]:
-    """Read what is known of survivors."""
     with LOOKED_AT.open("rb") as file:
         return tomllib.load(file)
 
@@ -252,8 +214,9 @@ def main() -> int:
         print(f"{len(faults.read())} faults find their places.")
     elif args.do == "draw":
         for mutant in drawing.draw(ROOT, args.seed, args.number, args.rooms):
-            print(mutant.name, f"{mutant.path}:{mutant.line}", mutant.operator)
-            print(mutant.diff)
+            about = mutant.about
+            print(mutant.name, f"{mutant.path}:{about['line']}", about["operator"])
+            print(about["diff"])
     elif args.do == "tree":
         return try_the_tree(args)
     elif args.do == "run":

@@ -15,12 +15,7 @@ _FOREIGN = 4.0
 
 
 class Reach:
-    """The map that `tests.mutants.reach` wrote, of a tree.
-
-    Args:
-        folder: With the files of the map.
-        root: Of the tree that it was made of.
-    """
+    """The map that `tests.mutants.reach` wrote to a folder, of the tree of a root."""
 
     def __init__(self, folder: Path, root: Path) -> None:
         self.seconds: dict[str, float] = {}
@@ -63,8 +58,7 @@ class Reach:
         return {test for test in self._with_children if test.startswith(files)}
 
     def is_compiled(self, path: str) -> bool:
-        """Return whether a change of a file changes compiled functions."""
-        return path == "jaxkv/compiling.py" or self._native.has_functions(path)
+        return path.startswith("jaxkv/compiling/") or self._native.has_functions(path)
 
     def _of_file(self, path: str, of_path: dict[int, set[str]]) -> set[str]:
         found = set().union(*of_path.values())
@@ -107,11 +101,10 @@ class _Native:
                 self._used[node.name].update(_names(node))
 
     def has_functions(self, path: str) -> bool:
-        """Tell whether a file has any."""
         return bool(self._spans.get(path))
 
     def reaching(self, path: str, lines: Iterable[int] | None) -> set[str]:
-        """Give the functions from which the one at some lines is called, or any."""
+        """Return the functions that reach the one at some lines, or any one."""
         wanted = {
             name
             for first, last, name in self._spans.get(path, [])
@@ -131,19 +124,11 @@ class _Native:
 def order(
     reach: Reach, tests: set[str], room: str, budget_s: float
 ) -> tuple[list[str], int]:
-    """Put tests in the order in which they are tried.
+    """Sort tests by the order of their trial; return how many are left out.
 
     Files that take least come first, and in each the cheapest test: a file's tests stay
-    together, as what it compiles is dropped after it.
-
-    Args:
-        reach: Has what each test takes.
-        tests: Their names.
-        room: Of the mutant.
-        budget_s: The dearest tests beyond so many seconds are left out, but for one.
-
-    Returns:
-        The tests, and how many were left out.
+    together, because what it compiles is dropped after it. The dearest tests beyond
+    `budget_s` are left out, except for one.
     """
     left_s = budget_s
     files: dict[str, list[str]] = collections.defaultdict(list)
@@ -164,7 +149,6 @@ def order(
 
 
 def _files_of(room: str) -> tuple[str, ...]:
-    """Return what the paths of a room's tests begin with."""
     module = f"tests/test_{room.removeprefix('_')}.py"
     return f"tests/{room}/", f"jaxkv/{room}/", f"jaxkv/{room}.py", module
 

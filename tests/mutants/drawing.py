@@ -15,7 +15,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # A room is a folder of jaxkv/ or a module beside them.
 ROOMS = (
@@ -36,46 +36,22 @@ _OF_ONE_KIND = {
 }
 # The kinds of nodes that the other operators change.
 _OTHER_KINDS = {
-    "assert_stmt",
-    "break_stmt",
-    "continue_stmt",
-    "except_clause",
-    "factor",
-    "for_stmt",
-    "if_stmt",
-    "keyword",
-    "not_test",
-    "number",
-    "test",
-    "try_stmt",
-    "while_stmt",
+    *("assert_stmt", "break_stmt", "continue_stmt", "for_stmt", "if_stmt", "try_stmt"),
+    *("while_stmt", "except_clause", "factor", "keyword", "not_test", "number", "test"),
 }
 _LOGS = ("debug", "info", "warning", "error", "exception", "warn", "log")
 
 
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """One change of one file.
+class Change(NamedTuple):
+    """A change of one file: a mutant, or a fault made by hand."""
 
-    Attributes:
-        name: By which it is asked for.
-        room: Of the file.
-        path: Of the file, from the root of the tree.
-        operator: What was done.
-        line: Where it begins, from 1, in the file as it is.
-        last_line: Where it ends.
-        diff: The change.
-        source: The whole file, changed.
-    """
-
+    kind: str  # "mutants" or "faults".
     name: str
     room: str
-    path: str
-    operator: str
-    line: int
-    last_line: int
-    diff: str
-    source: str
+    path: str  # From the root of the tree.
+    lines: list[int]  # That it changes, from 1, in the file as it is.
+    source: str  # The whole file, changed.
+    about: dict[str, Any]  # For the results.
 
 
 def room_of(path: str) -> str:
@@ -85,7 +61,7 @@ def room_of(path: str) -> str:
 
 def draw(
     root: Path, seed: str, number: int, rooms: Sequence[str] = ROOMS
-) -> list[Mutant]:
+) -> list[Change]:
     """Draw mutants of some rooms; the first of them are a fair sample of all."""
     from cosmic_ray.operators.provider import OperatorProvider
 
@@ -99,24 +75,21 @@ def draw(
         if room_of(path) in sites:
             sources[path] = file.read_text(encoding="utf-8")
             sites[room_of(path)] += _sites(path, sources[path], operators)
-    drawn = {
-        room: list(_draw_from(room, sites[room], share, sources, operators, rng))
-        for room, share in _shares(
-            {room: len(of_room) for room, of_room in sites.items()}, number
-        ).items()
-    }
-    return sorted(
-        (mutant for mutants in drawn.values() for mutant in mutants),
-        key=lambda mutant: (
-            (int(mutant.name.split("-")[1]) + 0.5) / len(drawn[mutant.room]),
-            mutant.room,
-        ),
-    )
+    shares = _shares({room: len(sites[room]) for room in rooms}, number)
+    drawn = [
+        ((place + 0.5) / len(mutants), room, mutant)
+        for room, share in shares.items()
+        for mutants in [
+            list(_draw_from(room, sites[room], share, sources, operators, rng))
+        ]
+        for place, mutant in enumerate(mutants)
+    ]
+    return [mutant for _, _, mutant in sorted(drawn, key=lambda each: each[:2])]
 
 
 def draw_once(
     root: Path, seed: str, number: int, rooms: Sequence[str], folder: Path
-) -> list[Mutant]:
+) -> list[Change]:
     """Draw mutants, or read those of the same tree, which were kept in a folder."""
     hasher = hashlib.sha256(f"{seed} {number} {rooms} ".encode())
     for file in (Path(__file__), *sorted((root / "jaxkv").rglob("*.py"))):
@@ -124,11 +97,8 @@ def draw_once(
     kept = folder / f"drawn-{hasher.hexdigest()[:16]}.json"
     if not kept.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        drawn = [
-            dataclasses.asdict(mutant) for mutant in draw(root, seed, number, rooms)
-        ]
-        kept.write_text(json.dumps(drawn), encoding="utf-8")
-    return [Mutant(**mutant) for mutant in json.loads(kept.read_text(encoding="utf-8"))]
+        kept.write_text(json.dumps(draw(root, seed, number, rooms)), encoding="utf-8")
+    return [Change(*mutant) for mutant in json.loads(kept.read_text(encoding="utf-8"))]
 
 
 def _shares(sizes: dict[str, int], number: int) -> dict[str, int]:
@@ -186,7 +156,7 @@ def _draw_from(
     sources: dict[str, str],
     operators: dict[str, Any],
     rng: random.Random,
-) -> Iterator[Mutant]:
+) -> Iterator[Change]:
     """Draw sites of a room until enough of them give a mutant that counts."""
     from cosmic_ray.mutating import mutate_code
 
@@ -204,21 +174,21 @@ def _draw_from(
         diff = difflib.unified_diff(
             before.splitlines(), after.splitlines(), lineterm="", n=0
         )
-        yield Mutant(
-            name=f"{room}-{found:02d}-{hashlib.sha256(after.encode()).hexdigest()[:6]}",
-            room=room,
-            path=site.path,
-            operator=name,
-            line=site.line,
-            last_line=site.last_line,
-            diff="\n".join(list(diff)[3:]),
-            source=after,
+        digest = hashlib.sha256(after.encode()).hexdigest()
+        yield Change(
+            "mutants",
+            f"{room}-{found:02d}-{digest[:6]}",
+            room,
+            site.path,
+            list(range(site.line, site.last_line + 1)),
+            after,
+            {"operator": name, "line": site.line, "diff": "\n".join(list(diff)[3:])},
         )
         found += 1
 
 
 def _counts(operator: str, before: str, after: str) -> bool:
-    """Tell whether a change is of what runs, and is what its operator says."""
+    """Return whether a change is of code that runs, and is what its operator says."""
     try:
         plain = _plain(ast.parse(after))
     except SyntaxError:
@@ -240,7 +210,7 @@ def _plain(tree: ast.Module) -> str:
 
 
 class _Plain(ast.NodeTransformer):
-    """Takes out what is not to be mutated."""
+    """Takes out what must not be mutated."""
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None

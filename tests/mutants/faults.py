@@ -1,37 +1,29 @@
 """Faults of behaviour made by hand: read from `faults.toml`, and put into a tree."""
 
-import dataclasses
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.mutants import drawing
 
 FILE = Path(__file__).with_name("faults.toml")
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """Something that a tree could do wrong.
-
-    Attributes:
-        name: By which it is asked for.
-        what: What goes wrong, in words that do for a tree of another design.
-        path: The file to change, from the root of the tree.
-        edits: What stands there, exactly once, and what stands there instead.
-    """
+class Fault(NamedTuple):
+    """Something that a tree could do wrong."""
 
     name: str
-    what: str
-    path: str
+    what: str  # What goes wrong, in words that suit a tree of another design, too.
+    path: str  # Of the file to change, from the root of the tree.
+    # What stands there, exactly once, and what must stand there instead.
     edits: tuple[tuple[str, str], ...]
 
     @property
     def room(self) -> str:
-        """The room of the file."""
         return drawing.room_of(self.path)
 
     def put_into(self, root: Path) -> tuple[str, list[int]]:
-        """Give the changed file, and the lines of the old one that are others now.
+        """Return the changed file, and which lines of the old one have changed.
 
         Raises:
             ValueError: If a place is not there, or there more than once.
@@ -52,7 +44,6 @@ class Fault:
 
 
 def read() -> list[Fault]:
-    """Read all faults."""
     with FILE.open("rb") as file:
         return [
             Fault(name, of["what"], of["path"], tuple(map(tuple, of["edits"])))

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from jaxkv import compiling
+from jaxkv.compiling import parts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +51,7 @@ class Recorder:
         self._watch_compiled_functions()
 
     def _watch_compiled_functions(self) -> None:
-        """Note each call of a function that was made ready, and for what state."""
+        """Record each call of a function that was made ready, and its states."""
         make = compiling.entry_point
 
         def watched(function: Any, *arguments: Any) -> Any:
@@ -69,7 +70,7 @@ class Recorder:
 
             return call
 
-        compiling.entry_point = watched
+        compiling.entry_point = parts.entry_point = watched
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:

@@ -93,7 +93,6 @@ def _table(
 
 
 def _operator(entry: dict[str, Any]) -> str:
-    """Name the family of an operator."""
     name: str = entry["operator"]
     return name.split("_")[0].removeprefix("Replace")
 

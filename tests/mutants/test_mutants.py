@@ -42,7 +42,7 @@ def test_what_is_drawn_is_of_what_runs(tmp_path):
     assert len({(mutant.path, mutant.source) for mutant in mutants}) > 20
     for mutant in mutants:
         ast.parse(mutant.source)
-        assert mutant.line in (8, 10, 12)
+        assert mutant.about["line"] in (8, 10, 12)
         for text in ("of 2 floors", "NUMBER = 1", "number: int | None", "+ 4", "{5}"):
             assert text in mutant.source
 

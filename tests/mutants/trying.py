@@ -5,7 +5,6 @@ and nothing of jaxkv, which saves seconds for each.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import runpy
@@ -17,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,23 +25,14 @@ _LEAST_S = 0.5
 _IDLE_S = 150.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Killer:
-    """A program that ends with 0 if a tree is right.
+class Killer(NamedTuple):
+    """A program that ends with 0 if a tree is right."""
 
-    Attributes:
-        name: In the results.
-        module: As `python -m` runs it, in the tree.
-        arguments: Of its command line.
-        timeout_s: Of processor time. One that takes longer has noticed: it hangs.
-        rooms: Whose changes it is for; all if there is none.
-    """
-
-    name: str
-    module: str
+    name: str  # In the results.
+    module: str  # As `python -m` runs it, in the tree.
     arguments: tuple[str, ...]
-    timeout_s: float
-    rooms: tuple[str, ...] = ()
+    timeout_s: float  # Of processor time. One that takes longer has noticed: it hangs.
+    rooms: tuple[str, ...] = ()  # Whose changes it is for; all if there is none.
 
 
 # Tried in this order after the tests that reach a line, each if the tree has its
@@ -52,9 +42,7 @@ KILLERS = (
         "the long tests of both executors",
         "pytest",
         (
-            "-x",
-            "-q",
-            "tests/tiers/test_host_state.py",
+            *("-x", "-q", "tests/tiers/test_host_state.py"),
             "tests/policies/test_contract.py",
             "tests/tiers/test_host_differential.py",
         ),
@@ -65,14 +53,8 @@ KILLERS = (
         "explorer",
         "tests.explorer",
         (
-            "--world",
-            "pair",
-            "store",
-            "hybrid",
-            "--states",
-            "3000",
-            "--out",
-            "/dev/null",
+            *("--world", "pair", "store", "hybrid"),
+            *("--states", "3000", "--out", "/dev/null"),
         ),
         300.0,
     ),
@@ -85,30 +67,17 @@ KILLERS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a try ended.
-
-    Attributes:
-        is_killed: Whether something noticed.
-        by: What did: a test, or the name of a killer.
-        how: What it said, in a line.
-        seconds: How long it took.
-    """
-
-    is_killed: bool
-    by: str
-    how: str
+class Outcome(NamedTuple):
+    is_killed: bool  # Something noticed.
+    by: str  # A test, or the name of a killer.
+    how: str  # What it said, in a line.
     seconds: float
 
 
 class Workshop:
-    """A folder in which trees are made and tried, and what is compiled is kept.
+    """A folder in which copies of a tree are made and tried, and machine code is kept.
 
-    Args:
-        root: The tree to copy. It is never changed.
-        folder: Where to work. The tree lies in the same place in it each time, as code
-            that Numba keeps is found by the place of its source.
+    A copy lies in the same place each time: Numba finds its code by the source's place.
     """
 
     def __init__(self, root: Path, folder: Path) -> None:
@@ -145,7 +114,6 @@ class Workshop:
     def run_tests(
         self, tests: Sequence[str], timeout_s: float, *, native: bool, log: Path
     ) -> Outcome:
-        """Run tests until one fails."""
         noted = self._folder / "failed"
         noted.unlink(missing_ok=True)
         files = list(dict.fromkeys(test.split("::")[0] for test in tests))
@@ -159,11 +127,8 @@ class Workshop:
         by, _, how = by.partition("\n")
         if code is None:
             # The last that began, if it did.
-            began = [
-                line
-                for line in log.read_text(errors="replace").splitlines()
-                if line.startswith("begins ")
-            ]
+            lines = log.read_text(errors="replace").splitlines()
+            began = [line for line in lines if line.startswith("begins ")]
             by = began[-1].removeprefix("begins ") if began else "the imports"
             return Outcome(True, by, "hangs", seconds)
         if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED):

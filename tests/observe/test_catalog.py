@@ -15,37 +15,6 @@ from tests.rigs.listening import removed, stored
 SPACE = Namespace("model", "weights", "float32", "NHD", 2)
 
 
-def test_a_host_block_is_removed_with_the_parts_it_was_stored_with():
-    """A host block has two device blocks, and the key of the second."""
-    catalog = BlockCatalog()
-    later = []
-    keys = KeyChain(SPACE, record=later.append).extend(range(8))
-    for block in later[:2]:
-        catalog.record(block)
-    events = [
-        dataclasses.replace(event, block_size=4)
-        for event in (
-            stored(keys[1], keys[3]),
-            removed(keys[3]),
-            removed(keys[1], b"?"),
-            stored(keys[3]),
-        )
-    ]
-    assert catalog.parts(events[0]) == [keys[0], keys[1], keys[3]]
-    catalog.note(events[0])
-    for block in later:  # Now the second host block is known to have a third block.
-        catalog.record(block)
-    assert catalog.parts(events[1]) == [keys[3]]
-    catalog.note(events[1])
-    assert catalog.parts(events[2]) == [keys[0], keys[1], b"?"]
-    catalog.note(events[2])
-    assert catalog.num_held(HOST_MEDIUM) == 0
-    assert catalog.parts(events[3]) == [keys[2], keys[3]]
-    assert catalog.parts(stored(keys[3])) == [keys[3]]
-    assert catalog.parts(dataclasses.replace(events[3], block_size=5)) == [keys[3]]
-    assert catalog.parts(stored(keys[3], medium=DEVICE_MEDIUM)) == [keys[3]]
-
-
 def test_the_catalogue_knows_held_blocks_and_the_newest_spare_ones():
     rng = np.random.default_rng(0)
     catalog = BlockCatalog(max_spare=5)
@@ -105,19 +74,28 @@ def test_the_catalogue_knows_held_blocks_and_the_newest_spare_ones():
         BlockCatalog(max_spare=-1)
 
 
-def test_the_parts_of_a_block_in_the_store_outlast_those_on_the_host():
-    catalog = BlockCatalog()
-    keys = KeyChain(SPACE, record=catalog.record).extend(range(4))
+def test_a_block_is_removed_with_the_parts_it_was_stored_with():
+    """A block of the host or the store has two device blocks, and the second's key."""
+    catalog, later = BlockCatalog(), []
+    keys = KeyChain(SPACE, record=later.append).extend(range(6))
+    for block in later[:2]:
+        catalog.record(block)
     both = [
-        OffloadingEvent([keys[1]], 4, medium, removed=False)
+        OffloadingEvent([keys[1], keys[2]], 4, medium, removed=False)
         for medium in (HOST_MEDIUM, STORAGE_MEDIUM)
     ]
+    parts = [keys[0], keys[1], keys[2]]
     for event in both:
-        assert catalog.parts(event) == keys
+        assert catalog.parts(event) == parts
         catalog.note(event)
+    catalog.record(later[2])  # Whose second part is known now.
     gone = [dataclasses.replace(event, removed=True) for event in both]
+    assert catalog.parts(gone[0]) == parts
     catalog.note(gone[0])
-    assert catalog.parts(gone[1]) == keys
-    assert (catalog.num_held(HOST_MEDIUM), catalog.num_held(STORAGE_MEDIUM)) == (0, 2)
+    assert catalog.parts(gone[1]) == parts
+    assert (catalog.num_held(HOST_MEDIUM), catalog.num_held(STORAGE_MEDIUM)) == (0, 3)
     catalog.note(OffloadingEvent([], 4, STORAGE_MEDIUM, removed=True))
-    assert catalog.parts(gone[1]) == [keys[1]]
+    assert catalog.parts(gone[1]) == [keys[1], keys[2]]
+    # Only what lies on the host has parts, all of one size.
+    assert catalog.parts(dataclasses.replace(both[0], block_size=5)) == keys[1:]
+    assert catalog.parts(stored(keys[1], medium=DEVICE_MEDIUM)) == [keys[1]]

@@ -5,7 +5,7 @@ import pytest
 
 from jaxkv.keys.hashing import Extras, KeyChain, MultimodalItem, Namespace
 from jaxkv.observe.catalog import BlockCatalog
-from jaxkv.observe.describe import count_unknown, describe, describe_all
+from jaxkv.observe.describe import count_unknown, describe
 from jaxkv.observe.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -40,23 +40,6 @@ def tell(catalog, *events, **options):
     return described
 
 
-def test_consecutive_blocks_are_one_event(catalog):
-    keys = chain(catalog, range(10, 18))
-    [[event]] = tell(catalog, stored(*keys[1:3], medium=DEVICE_MEDIUM), groups=GROUPS)
-    assert event == BlockStored(
-        block_hashes=keys[1:3],
-        parent_block_hash=keys[0],
-        token_ids=[12, 13, 14, 15],
-        block_size=2,
-        lora_id=None,
-        medium="GPU",
-        lora_name=None,
-        extra_keys=None,
-        group_idx=0,
-        kv_cache_spec_kind="full_attention",
-    )
-
-
 def test_an_event_is_split_between_blocks_that_are_not_consecutive(catalog):
     """A device pool has a key once for each block that holds it."""
     one, other = chain(catalog, range(6)), chain(catalog, [0, 1, 8, 9])
@@ -72,26 +55,35 @@ def test_an_event_is_split_between_blocks_that_are_not_consecutive(catalog):
     ]
 
 
-def test_groups_have_separate_events_with_their_kinds(catalog):
-    keys = [chain(catalog, range(4), group=group) for group in range(4)]
+def test_consecutive_blocks_of_a_group_are_one_event_with_its_kind(catalog):
+    keys = [chain(catalog, range(10, 18), group=group) for group in range(4)]
+    blocks = [key for each in keys for key in each[1:3]]
     [told, gone] = tell(
         catalog,
-        stored(*keys[0], *keys[1], *keys[2], *keys[3]),
-        removed(keys[0][0], keys[3][1], keys[3][0]),
+        stored(*blocks, medium=DEVICE_MEDIUM),
+        removed(keys[0][1], keys[3][2], keys[3][1], medium=DEVICE_MEDIUM),
         groups=GROUPS,
     )
-    assert [
-        (e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window)
-        for e in told
-    ] == [
-        (0, "full_attention", None),
-        (1, "sliding_window", 9),
-        (2, "chunked_local_attention", None),
-        (3, "mamba", None),
+    kinds = "full_attention", "sliding_window", "chunked_local_attention", "mamba"
+    assert told == [
+        BlockStored(
+            block_hashes=keys[group][1:3],
+            parent_block_hash=keys[group][0],
+            token_ids=[12, 13, 14, 15],
+            block_size=2,
+            lora_id=None,
+            medium="GPU",
+            lora_name=None,
+            extra_keys=None,
+            group_idx=group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=9 if kind == "sliding_window" else None,
+        )
+        for group, kind in enumerate(kinds)
     ]
     assert gone == [
-        BlockRemoved([keys[0][0]], "CPU", 0),
-        BlockRemoved([keys[3][1], keys[3][0]], "CPU", 3),
+        BlockRemoved([keys[0][1]], "GPU", 0),
+        BlockRemoved([keys[3][2], keys[3][1]], "GPU", 3),
     ]
 
 
@@ -131,55 +123,11 @@ def test_unknown_blocks_have_no_tokens_and_are_counted(catalog):
     ]
 
 
-def test_a_cleared_tier_is_removals_while_another_tier_has_blocks(catalog):
-    keys = chain(catalog, range(4))
-    clear, clear_device = removed(), removed(medium=DEVICE_MEDIUM)
-    told = tell(
-        catalog,
-        stored(*keys),
-        stored(*keys, keys[1], medium=DEVICE_MEDIUM),
-        clear,
-        clear,
-        stored(keys[0]),
-        clear_device,
-        clear,
-    )
-    assert told[2] == [BlockRemoved(keys, "CPU", 0)]
-    assert told[3] == []
-    assert told[5] == [BlockRemoved([keys[0], keys[1], keys[1]], "GPU", 0)]
-    assert told[6] == [AllBlocksCleared()]
-    assert tell(BlockCatalog(), clear) == [[AllBlocksCleared()]]
-
-
-def test_a_host_block_is_described_as_its_device_blocks(catalog):
-    """Routers split prompts into blocks of one size, that of the device."""
-    keys = chain(catalog, range(10))
-    [told, gone] = tell(
-        catalog, stored(keys[1], keys[3], block_size=4), removed(keys[3])
-    )
-    assert [(e.block_hashes, e.token_ids, e.block_size) for e in told] == [
-        (keys[:4], list(range(8)), 2)
-    ]
-    assert gone == [BlockRemoved(keys[2:4], "CPU", 0)]
-    # An event has the block size of its group.
+def test_an_event_has_the_block_size_of_its_group(catalog):
     large = Namespace("model", "weights", "float32", "NHD", 4)
     keys = KeyChain(large, group=1, record=catalog.record).extend(range(8))
     [[event]] = tell(catalog, stored(*keys, block_size=2))
     assert (event.block_size, event.token_ids) == (4, list(range(8)))
-
-
-def test_describe_all_lists_every_held_block(catalog):
-    keys = chain(catalog, range(6))
-    tell(catalog, stored(*keys), stored(keys[0], keys[0], b"?", medium=DEVICE_MEDIUM))
-    told = describe_all(catalog)
-    assert told[0] == AllBlocksCleared()
-    assert [(e.medium, e.block_hashes, e.block_size) for e in told[1:]] == [
-        ("CPU", keys, 2),
-        ("GPU", [keys[0]], 2),
-        ("GPU", [keys[0]], 2),
-        ("GPU", [b"?"], 2),
-    ]
-    assert describe_all(BlockCatalog()) == [AllBlocksCleared()]
 
 
 def test_int_block_hashes_are_vllms_numbers(catalog):
@@ -229,27 +177,22 @@ def test_the_array_format_begins_each_event_with_its_name():
     payload = encode_batch(BATCH, array_like=True)
     ts, events, rank = msgspec.msgpack.decode(payload)
     assert (ts, rank) == (1.5, 3)
-    first = ["BlockStored", [b"k" * 32, 2**64 - 1], b"p" * 32, [7, 8], 1, None]
-    assert events[0][:8] == [*first, "CPU", None]
-    assert events[1][:10] == [
-        *("BlockStored", [5], None, [7], 1, None, "GPU", "lora"),
-        *([["lora", ["ab", 0]]], 0),
-    ]
+    head = ["BlockStored", [b"k" * 32, 2**64 - 1], b"p" * 32, [7, 8], 1, None, "CPU"]
+    assert events[0][:8] == [*head, None]
+    head = ["BlockStored", [5], None, [7], 1, None, "GPU", "lora"]
+    assert events[1][:10] == [*head, [["lora", ["ab", 0]]], 0]
     assert not any(events[0][8:] + events[1][10:])
     assert events[2:] == [["BlockRemoved", [5], "GPU", 1], ["AllBlocksCleared"]]
 
 
-def test_a_batch_survives_encoding_and_decoding():
+def test_unknown_fields_are_ignored_and_the_other_format_is_refused():
+    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU", "new": 7}
+    payload = msgspec.msgpack.encode([0.5, [event], None, "newer"])
+    assert decode_batch(payload).events == [BlockRemoved([1], "CPU")]
     for array_like in (False, True):
         payload = encode_batch(BATCH, array_like=array_like)
         batch = decode_batch(payload, array_like=array_like)
         assert batch.events[0] == BATCH.events[0]
-        assert batch.events[2:] == BATCH.events[2:]
-        # Tuples in extra_keys come back as lists; encoded again they are the same.
         assert encode_batch(batch, array_like=array_like) == payload
         with pytest.raises(msgspec.DecodeError):
             decode_batch(payload, array_like=not array_like)
-    # Unknown fields are ignored.
-    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU", "new": 7}
-    payload = msgspec.msgpack.encode([0.5, [event], None, "newer"])
-    assert decode_batch(payload).events == [BlockRemoved([1], "CPU")]

@@ -15,6 +15,7 @@ from jaxkv.observe.metrics import OffloadMetrics
 from tests.rigs.scraping import get, make_all
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+BOARD = json.loads((ROOT / "examples" / "grafana.json").read_text(encoding="utf-8"))
 SIZES = "1e6 5e6 10e6 20e6 40e6 60e6 80e6 100e6 150e6 200e6"
 LOOKUPS = "1e-5 5e-5 1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1"
 DELAYS = "1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1 5 10"
@@ -88,11 +89,10 @@ def test_every_dashboard_query_names_existing_metrics_and_labels(all_families):
     for family in all_families.values():
         for sample in family.samples:
             samples.setdefault(sample.name, set()).update(sample.labels)
-    board = load_dashboard()
-    engines = board["templating"]["list"][1]["query"]
+    engines = BOARD["templating"]["list"][1]["query"]
     name, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", engines).groups()
     assert label in samples[name]
-    queries = [t["expr"] for p in board["panels"] for t in p.get("targets", ())]
+    queries = [t["expr"] for p in BOARD["panels"] for t in p.get("targets", ())]
     assert len(queries) > 20
     for query in queries:
         found, grouped = selected(query)
@@ -100,27 +100,22 @@ def test_every_dashboard_query_names_existing_metrics_and_labels(all_families):
         for name, labels in found:
             assert labels == {"engine"}, query
             assert labels | grouped <= samples[name], query
-    legends = [t["legendFormat"] for p in board["panels"] for t in p.get("targets", ())]
+    legends = [t["legendFormat"] for p in BOARD["panels"] for t in p.get("targets", ())]
     for query, legend in zip(queries, legends, strict=True):
         assert set(re.findall(r"{{(\w+)}}", legend)) <= selected(query)[1]
 
 
-def load_dashboard():
-    return json.loads((ROOT / "examples" / "grafana.json").read_text(encoding="utf-8"))
-
-
 def test_the_dashboard_is_well_formed(all_families):
-    board = load_dashboard()
-    assert board["title"]
-    assert board["uid"]
-    assert board["schemaVersion"] >= 36
-    source, engine = board["templating"]["list"]
+    assert BOARD["title"]
+    assert BOARD["uid"]
+    assert BOARD["schemaVersion"] >= 36
+    source, engine = BOARD["templating"]["list"]
     assert (source["name"], source["type"]) == ("datasource", "datasource")
     assert (engine["name"], engine["type"]) == ("engine", "query")
-    ids = [panel["id"] for panel in board["panels"]]
+    ids = [panel["id"] for panel in BOARD["panels"]]
     assert len(set(ids)) == len(ids)
     cells = Counter()
-    for panel in board["panels"]:
+    for panel in BOARD["panels"]:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24
         for x in range(at["x"], at["x"] + at["w"]):
@@ -137,9 +132,8 @@ def test_the_dashboard_is_well_formed(all_families):
 def test_the_docs_name_rows_and_panels_of_the_dashboard():
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| (.*\?) \| (.*?) \| .* \|$", text, re.M)
-    board = load_dashboard()["panels"]
-    rows = [panel["title"] for panel in board if panel["type"] == "row"]
+    rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
     assert [row for row, _ in listed] == rows
-    panels = {panel["title"] for panel in board}
+    panels = {panel["title"] for panel in BOARD["panels"]}
     for _, named in listed:
         assert set(named.split("; ")) <= panels

@@ -33,10 +33,10 @@ def numbered(n):
     return stored(n.to_bytes(32, "little"))
 
 
-def publish_until_heard(publisher, subscriber):
+def publish_until_heard(publisher, subscriber, events=()):
     """Publish until the subscription is there: earlier batches are lost."""
     for _ in range(1200):
-        publisher.publish([numbered(0)])
+        publisher.publish(events or [numbered(0)])
         if got := subscriber.receive(timeout_s=0.05):
             return got
     raise AssertionError("nothing came")
@@ -69,7 +69,7 @@ def test_the_subscriber_requests_what_it_missed():
     assert stats.num_replayed >= 3
 
 
-def test_batches_no_longer_kept_are_counted_as_lost():
+def test_batches_that_cannot_be_replayed_are_counted_as_lost():
     with EventPublisher(ANY, ANY, buffer_steps=3) as publisher:
         for n in range(10):
             publisher.publish([numbered(n)])
@@ -79,16 +79,9 @@ def test_batches_no_longer_kept_are_counted_as_lost():
             assert [subscriber.receive(0).seq for _ in range(3)] == [7, 8, 9]
             assert subscriber.stats.num_lost == 7
             assert subscriber.catch_up() == 0
-
-
-def test_a_gap_without_a_replay_is_counted():
-    with EventPublisher(ANY) as publisher:
-        for n in range(4):
-            publisher.publish([numbered(n)])
-        wait_for(lambda: publisher.stats.num_published == 4)
         with EventSubscriber(publisher.endpoint, start_seq=1) as subscriber:
             got = publish_until_heard(publisher, subscriber)
-    assert subscriber.stats.num_lost == got.seq - 1 >= 3
+            assert subscriber.stats.num_lost == got.seq - 1 >= 9
 
 
 def test_a_req_socket_gets_the_first_batch_and_malformed_requests_nothing():
@@ -246,28 +239,20 @@ def test_ranks_have_different_ports_and_send_their_rank():
 def test_a_publisher_can_connect_to_a_subscriber_that_binds(tmp_path):
     how = {"array_like": True}
     for endpoint in (ANY, f"ipc://{tmp_path}/events"):
+        catalog, groups = BlockCatalog(), (FullAttention(2), SlidingWindow(2, 5))
+        keys = KeyChain(SPACE, group=1, record=catalog.record).extend(range(4))
+        options = how | {"groups": groups, "int_block_hashes": True}
         with (
             EventSubscriber(endpoint, bind=True, **how) as subscriber,
-            EventPublisher(subscriber.endpoint, connect=True, **how) as publisher,
+            EventPublisher(
+                subscriber.endpoint, connect=True, catalog=catalog, **options
+            ) as publisher,
         ):
-            got = publish_until_heard(publisher, subscriber)
-        assert got.batch.events[0].block_hashes == numbered(0).block_hashes
-
-
-def test_int_hashes_and_group_kinds_are_published():
-    catalog = BlockCatalog()
-    keys = KeyChain(SPACE, group=1, record=catalog.record).extend(range(4))
-    groups = FullAttention(2), SlidingWindow(2, 5)
-    with EventPublisher(
-        ANY, ANY, catalog=catalog, groups=groups, int_block_hashes=True
-    ) as publisher:
-        publisher.publish([stored(*keys)])
-        with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
-            [(_, batch)] = listener.ask(0)
-    (event,) = batch.events
-    assert event.block_hashes == [int.from_bytes(key[24:], "big") for key in keys]
-    assert event.kv_cache_spec_kind == "sliding_window"
-    assert event.kv_cache_spec_sliding_window == 5
+            got = publish_until_heard(publisher, subscriber, [stored(*keys)])
+        (event,) = got.batch.events
+        assert event.block_hashes == [int.from_bytes(key[24:], "big") for key in keys]
+        assert event.kv_cache_spec_kind == "sliding_window"
+        assert event.kv_cache_spec_sliding_window == 5
 
 
 def test_close_sends_the_queue_and_frees_thread_and_address():
@@ -288,16 +273,30 @@ def test_close_sends_the_queue_and_frees_thread_and_address():
 
 def test_an_ipc_address_is_taken_over_from_the_dead_alone(tmp_path):
     path = tmp_path / "events"
-    endpoint = f"ipc://{path}"
-    with (
-        EventPublisher(endpoint),
-        pytest.raises(OSError, match=r"endpoint=.* is in use"),
-    ):
+    endpoint, in_use = f"ipc://{path}", r"endpoint=.* is in use"
+    start, publishers = threading.Barrier(4), []
+
+    def publish():
+        start.wait()
+        with contextlib.suppress(OSError):
+            publishers.append(EventPublisher(endpoint))
+
+    # Of many that start at once, one has it.
+    threads = [threading.Thread(target=publish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (publisher,) = publishers
+    with publisher, pytest.raises(OSError, match=in_use):
         EventPublisher(endpoint)
     path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(path))
-        dead.listen()
+    with socket.socket(socket.AF_UNIX) as owner, socket.socket(socket.AF_UNIX) as other:
+        owner.bind(str(path))
+        owner.listen(0)
+        other.connect(str(path))  # The queue of the owner is full then.
+        with pytest.raises(OSError, match=in_use):
+            EventPublisher(endpoint)
     assert path.is_socket(), "its process has ended, and left it"
     with EventPublisher(endpoint):
         pass
@@ -306,24 +305,6 @@ def test_an_ipc_address_is_taken_over_from_the_dead_alone(tmp_path):
     with pytest.raises(OSError, match="cannot be bound: a file that is no socket is"):
         EventPublisher(endpoint)
     assert path.read_text() == "of others"
-
-
-def test_one_of_many_engines_that_start_at_once_has_the_ipc_address(tmp_path):
-    start, publishers = threading.Barrier(4), []
-
-    def publish():
-        start.wait()
-        with contextlib.suppress(OSError):
-            publishers.append(EventPublisher(f"ipc://{tmp_path}/events"))
-
-    threads = [threading.Thread(target=publish) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for publisher in publishers:
-        publisher.close()
-    assert len(publishers) == 1
 
 
 def test_an_address_in_use_is_named_and_nothing_stays_open():
@@ -342,9 +323,7 @@ def test_an_address_in_use_is_named_and_nothing_stays_open():
 
 
 REFUSED = (
-    (EventPublisher, ["127.0.0.1:5557"], {}, "endpoint='127.0.0.1:5557' must be"),
     (EventPublisher, ["tcp://127.0.0.1"], {}, "such as 'tcp://127.0.0.1:5557'"),
-    (EventPublisher, ["tcp://host:65536"], {}, "a port below 65536"),
     (EventPublisher, ["inproc://cache"], {}, "endpoint='inproc://cache' must"),
     (EventPublisher, [5557], {}, "endpoint=5557 must be tcp"),
     (EventPublisher, [ANY, "tcp://*"], {}, "replay_endpoint='tcp://.*' must be"),

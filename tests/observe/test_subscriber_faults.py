@@ -162,8 +162,7 @@ def test_numbers_that_begin_again_are_those_of_another_publisher():
         for seq in (1, 2, 0):
             publisher.send(b"", number(seq), GOOD)
             assert subscriber.receive(timeout_s=10).seq == seq
-        stats = subscriber.stats
-        assert (stats.num_restarts, stats.num_lost) == (1, 0)
+        assert (subscriber.stats.num_restarts, subscriber.stats.num_lost) == (1, 0)
 
 
 def test_a_replay_of_nonsense_without_an_end_comes_to_an_end():
@@ -173,59 +172,41 @@ def test_a_replay_of_nonsense_without_an_end_comes_to_an_end():
         assert subscriber.stats.num_malformed == 100
 
 
-def random_payload(rng):
-    kind = rng.randrange(6)
-    if kind == 0:
-        return GOOD
-    if kind == 1:
-        return rng.choice(BAD_PAYLOADS)
-    if kind == 2:
-        return rng.randbytes(rng.randrange(64))
-    if kind == 3:  # Good, but for some bytes.
-        changed = bytearray(GOOD)
-        for _ in range(rng.randrange(1, 4)):
-            changed[rng.randrange(len(changed))] = rng.randrange(256)
-        return bytes(changed)
-    if kind == 4:
-        values = [None, 1, -1, 1 << 63, 1.5, "text", b"bytes", [], {}, [[]], True]
-        return msgspec.msgpack.encode([rng.choice(values) for _ in range(3)])
-    return rng.choice([b"\x91", b"\x81", b"\xa1", b"\xd9\xff"]) * rng.randrange(3000)
-
-
-def random_number(rng, seq):
-    choices = [seq, seq + 1, max(seq - 1, 0), 0, rng.randrange(1000)]
-    if rng.random() < 0.1:
-        choices += [(1 << 62), (1 << 63) - 1, (1 << 63), (1 << 64) - 2]
-    return number(rng.choice(choices))
-
-
-def random_frames(rng, seq):
-    """Frames as they should be, one in two; else more, fewer or other ones."""
-    if rng.random() < 0.5:
-        return [b"", random_number(rng, seq), random_payload(rng)]
-    return [
-        rng.choice([b"", random_number(rng, seq), random_payload(rng), END_OF_REPLAY])
-        for _ in range(rng.randrange(1, 6))
-    ]
-
-
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nothing_that_arrives_is_raised(seed):
-    rng = random.Random(seed)
-    array_like = seed == 1
+    rng, array_like = random.Random(seed), seed == 1
     good = encode_batch(KVEventBatch(0.5, [AllBlocksCleared()]), array_like=array_like)
+    values = [None, 1, -1, 1 << 63, 1.5, "text", b"bytes", [], {}, [[]], True]
+
+    def payload():
+        changed = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        return rng.choice(
+            [
+                *(good, good, bytes(changed), rng.choice(BAD_PAYLOADS)),
+                *(rng.randbytes(rng.randrange(64)), b"\x81" * rng.randrange(3000)),
+                msgspec.msgpack.encode([rng.choice(values) for _ in range(3)]),
+            ]
+        )
+
+    def frames(seq):
+        """Frames as they should be, one in two; else more, fewer or other ones."""
+        near = [seq, seq + 1, max(seq - 1, 0), 0, rng.randrange(1000)]
+        far = [1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 2]
+        named = number(rng.choice(far if rng.random() < 0.05 else near))
+        if rng.random() < 0.5:
+            return [b"", named, payload()]
+        choices = [b"", named, payload(), END_OF_REPLAY]
+        return [rng.choice(choices) for _ in range(rng.randrange(1, 6))]
+
     options = {"replay_timeout_s": 0.05, "array_like": array_like}
     with Publisher() as publisher, connect(publisher, good, **options) as subscriber:
         num_received = 0
         for seq in range(1, 300):
-            publisher.answers = [
-                random_frames(rng, rng.randrange(seq + 2))
-                for _ in range(rng.randrange(4))
-            ]
-            if rng.random() < 0.9:
-                publisher.answers.append(END)
-            frames = random_frames(rng, seq)
-            publisher.send(*frames)
+            answers = [frames(rng.randrange(seq + 2)) for _ in range(rng.randrange(4))]
+            publisher.answers = answers + [END] * (rng.random() < 0.9)
+            publisher.send(*frames(seq))
             while subscriber.receive(timeout_s=0.01):
                 num_received += 1
             if rng.random() < 0.02:

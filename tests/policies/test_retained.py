@@ -9,7 +9,8 @@ import pytest
 
 from jaxkv.compiling import own
 from jaxkv.policies import get_policy_maker, make_retained
-from jaxkv.policies.retained import MOST_HALVINGS, MOST_PRIORITY, RELEASE
+from jaxkv.policies.facts import BEGIN, RETAIN, begun, retained
+from jaxkv.policies.retained import MAX_HALVINGS, MAX_PRIORITY, RELEASE
 from jaxkv.tiers.executors import NativeExecutor, make_executor
 
 NUM_BLOCKS = 6
@@ -39,8 +40,8 @@ class Cache:
         return self.executor.state.policy
 
     def retain(self, numbers, priority, half_life_ms=NONE, ttl_ms=NONE, at_ms=0):
-        terms = priority, half_life_ms, ttl_ms, at_ms
-        self.executor.retain(keys_of(numbers), *terms)
+        given = retained(at_ms, priority, half_life_ms, ttl_ms)
+        self.executor.note(keys_of(numbers), RETAIN, np.empty(0, np.int32), given)
 
     def evict(self, num, executor=None):
         """Evict some, or None if that is refused."""
@@ -51,7 +52,7 @@ class Cache:
     def victims(self, num, at_ms=0, read=()):
         """What would be evicted at a time, while some are read; None if refused."""
         copy = NativeExecutor(self.policy, self.executor.state)
-        copy.begin(keys_of([999]), np.zeros(1, np.int32), at_ms, 1)
+        copy.note(keys_of([999]), BEGIN, np.zeros(1, np.int32), begun(at_ms, 1))
         if read:
             copy.prepare_load(keys_of(read))
         return self.evict(num, copy)
@@ -78,7 +79,7 @@ def test_a_priority_halves_with_every_half_life_and_ends_with_the_time_to_live()
     lru.retain([1, 2, 3, 4, 5], 30, ttl_ms=100 * MINUTE_MS)
     assert lru.victims(1, at_ms=2 * MINUTE_MS - 1) == {1}  # 40 against 30
     assert lru.victims(1, at_ms=2 * MINUTE_MS) == {0}  # 20
-    assert MOST_PRIORITY >> MOST_HALVINGS == 0
+    assert MAX_PRIORITY >> MAX_HALVINGS == 0
     lru.retain([0], RELEASE)
     lru.retain([0, 1], 99, ttl_ms=MINUTE_MS)
     assert not lru.victims(4, at_ms=MINUTE_MS - 1) & {0, 1}
@@ -99,7 +100,7 @@ def test_a_refusal_changes_nothing_though_the_lowest_would_suffice_for_some(cach
 def test_a_policy_that_refuses_because_of_priorities_is_asked_without_them():
     # Below its target, vLLM's ARC takes from T2 alone: here what is retained.
     arc = Cache(make_retained(get_policy_maker("arc")(NUM_BLOCKS, 64)))
-    arc.executor.touch(keys_of([0]))
+    arc.executor.touch(keys_of([0]), True)
     arc.state.inner.target.view(np.float64)[0] = NUM_BLOCKS
     arc.retain([0], 99, ttl_ms=MINUTE_MS)
     assert arc.victims(1) == {0}

@@ -26,7 +26,7 @@ def make_tables(seed, most):
     return ReuseTable(*map(jnp.asarray, arrays)), ReuseTable(*arrays)
 
 
-@pytest.mark.parametrize("most", [3, 5000, reuse.MOST // 50, reuse.MOST // 8])
+@pytest.mark.parametrize("most", [3, 5000, reuse.MAX_COUNT // 50, reuse.MAX_COUNT // 8])
 def test_a_rebuild_leaves_the_same_table(most):
     pure, native = make_tables(most, most)
     reuse.native_rebuild(Bound(native))

@@ -42,7 +42,6 @@ FLAGS = (
 
 
 def find_browser():
-    """Return the program of a browser, or None."""
     if program := os.environ.get(VARIABLE):
         return program
     for name in NAMES:
@@ -128,7 +127,6 @@ class Browser:
             self.events.append(self._receive())
 
     def requested_urls(self):
-        """Return what the page has requested since it was opened."""
         return [
             event["params"]["request"]["url"]
             for event in self.events

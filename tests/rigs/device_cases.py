@@ -21,7 +21,6 @@ def devices(num=1):
 
 
 def mesh_of(num_devices, axis="x", axis_type=jax.sharding.AxisType.Auto):
-    """Make a mesh of one axis."""
     return jax.make_mesh(
         (num_devices,), (axis,), (axis_type,), devices=devices(num_devices)
     )

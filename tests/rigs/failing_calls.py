@@ -99,8 +99,6 @@ _FILES = (
 
 
 class Fault(NamedTuple):
-    """A call that fails."""
-
     call: str  # A name in `ERRORS`.
     place: str  # The function of jaxkv that needs it.
     number: int  # So many such calls in this place succeed before.
@@ -383,8 +381,6 @@ class _File(_Wrapped):
 
 
 class _Entries(_Wrapped):
-    """The entries of a folder."""
-
     def __iter__(self):
         return self
 

@@ -33,8 +33,18 @@ MAX_TOKENS = 16
 
 
 def next_token(tokens):
-    """The answer of the model."""
     return hashlib.sha256(repr(tokens).encode()).digest()[0] % 50
+
+
+def reference(prompt, num_output, updates=()):
+    """The tokens that a request gets without a host tier, its last turn's."""
+    tokens = list(prompt)
+    for more, num in ([], num_output), *updates:
+        if more:  # The last token of a turn has no KV: it is dropped.
+            tokens = [*tokens[:-1], *more]
+        for _ in range(num):
+            tokens.append(next_token(tokens))
+    return tokens
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -212,7 +222,6 @@ class Scheduler:
         return "sync" if external else "none"
 
     def find_hits(self, request):
-        """Find the prefix on the device; hybrid models look for none."""
         hits = []
         for block_hash in request.block_hashes[
             : (request.num_tokens - 1) // BLOCK_SIZE
@@ -229,7 +238,6 @@ class Scheduler:
         return max(num_tokens - window + 1, 0) // BLOCK_SIZE if window else 0
 
     def allocate(self, request, num_tokens, hits=(), num_computed=0):
-        """Allocate blocks for the tokens, all or nothing."""
         tables = self.tables.get(request.request_id, ([],) * len(self.windows))
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         plans = []
@@ -641,8 +649,6 @@ class Unreliable:
 
 
 class Engine:
-    """Both halves and their loop."""
-
     def __init__(
         self,
         *,
@@ -674,7 +680,6 @@ class Engine:
 
     @property
     def offload_scheduler(self):
-        """jaxkv's scheduler."""
         return self.scheduler.connector._scheduler.scheduler
 
     def make_unreliable(self, rng):
@@ -695,7 +700,6 @@ class Engine:
         self.scheduler.update(done, connector_output, sampled)
 
     def run(self, *requests, max_steps=400):
-        """Serve requests until all work is done."""
         for request in requests:
             self.scheduler.add(request)
         for _ in range(max_steps):

@@ -126,30 +126,20 @@ class BlockStored:
 
 
 @dataclasses.dataclass
-class OlderBlockStored:
-    """Of a version that knew neither groups nor extra keys."""
-
-    block_hashes: list
-    parent_block_hash: bytes | None
-    token_ids: list
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-
-
-@dataclasses.dataclass
-class OlderBlockRemoved:
-    block_hashes: list
-    medium: str | None
-
-
-@dataclasses.dataclass
 class BlockRemoved:
     block_hashes: list
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None
+
+
+def _older(event, num_fields):
+    """The event of a version that knew neither groups nor extra keys."""
+    names = [field.name for field in dataclasses.fields(event)[:num_fields]]
+    return dataclasses.make_dataclass(f"Older{event.__name__}", names)
+
+
+OlderBlockStored, OlderBlockRemoved = _older(BlockStored, 7), _older(BlockRemoved, 2)
 
 
 @dataclasses.dataclass
@@ -227,7 +217,6 @@ class FakeModule(types.ModuleType):
 
 
 def create_connector(config, role, kv_cache_config):
-    """Load a connector by its path, as vLLM's factory does."""
     transfer = config.kv_transfer_config
     module = importlib.import_module(transfer.kv_connector_module_path)
     connector = getattr(module, transfer.kv_connector)(

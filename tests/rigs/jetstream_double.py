@@ -61,8 +61,6 @@ class AdapterStore:
 
 @dataclasses.dataclass
 class Request:
-    """A prompt and its answer."""
-
     tokens: list
     num_tokens: int
     adapter_id: str = ""

@@ -23,7 +23,6 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say that it was used."""
     for cache in _caches:
         cache.flush()
     stored = sum(cache.stats.stored_blocks for cache in _caches)

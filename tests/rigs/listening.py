@@ -130,7 +130,6 @@ class Listener:
         return self.sub.recv_multipart()
 
     def ask(self, start):
-        """Request a replay from a sequence number on."""
         self.replay.send_multipart([b"", start.to_bytes(8, "big")])
         answer = []
         while True:

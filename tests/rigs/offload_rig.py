@@ -132,7 +132,6 @@ class Rig:
         return make_request(name, *path, groups=self.groups, **more)
 
     def find(self, request):
-        """The prefix of a request on the device."""
         max_tokens = request.num_tokens - 1
         if len(self.groups) > 1 or not isinstance(self.groups[0], FullAttention):
             return find_cached_prefix(
@@ -147,7 +146,6 @@ class Rig:
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def offer(self, request):
-        """The tokens that the scheduler offers; nothing is held on the device."""
         return self.query(request, self.find(request)[0])
 
     def take(self, request, tables, num_tokens):
@@ -294,7 +292,6 @@ class Rig:
                 self.cache(request)
 
     def load(self, request, ok=True):
-        """Admit a request, and have its load arrive or fail."""
         self.admit(request)
         meta = self.step()
         self.load_arrives(ok)
@@ -319,7 +316,6 @@ class Rig:
         request.num_computed_tokens = request.loading_tokens = 0
 
     def settle(self):
-        """Complete all transfers."""
         for _ in range(50):
             self.step()
             if not self.stores and not self.loads:
@@ -357,11 +353,9 @@ class Rig:
         self.forget_device()
 
     def forget_device(self):
-        """Evict all cached device blocks."""
         self.pool.free(self.pool.allocate(self.pool.num_free))
 
     def end(self):
-        """Finish all requests; nothing is held any more."""
         for name in list(self.requests):
             self.finish(name)
         self.check_nothing_leaked()
@@ -477,10 +471,13 @@ class StoredEngine:
 
     OBJECT_BYTES = 192 + BLOCK_SIZE * 4
 
-    def __init__(self, url, *, store=None, clock=time.monotonic, **config):
-        named = {"storage_bytes": "1MiB", "storage_write": "through"}
-        config = OffloadConfig(num_host_blocks=256, storage=str(url), **named | config)
-        self.pool = [jnp.arange(32.0 * BLOCK_SIZE).reshape(32, BLOCK_SIZE, 1, 1)]
+    def __init__(self, url, *, store=None, pool=None, clock=time.monotonic, **config):
+        named = {"num_host_blocks": 256, "storage_bytes": "1MiB"}
+        named |= {"storage_write": "through", "storage": str(url)}
+        config = OffloadConfig(**named | config)
+        if pool is None:
+            pool = jnp.arange(32.0 * BLOCK_SIZE).reshape(32, BLOCK_SIZE, 1, 1)
+        self.pool = [pool]
         self.engine = config.make_engine(self.pool)
         opened = storage_worker.open_store
         with mock.patch.object(
@@ -489,8 +486,15 @@ class StoredEngine:
             self.worker = config.make_worker(self.engine, clock=clock)
         self.storage = self.worker.storage
         num = self.storage.num_blocks(config.storage_bytes)
-        self.scheduler = config.make_scheduler(BLOCK_SIZE, 256, num_storage_blocks=num)
-        self.scheduler.bind_device_block_pool(DeviceBlockPool(32))
+        try:
+            self.scheduler = config.make_scheduler(
+                BLOCK_SIZE, num_storage_blocks=num, policy_clock=clock
+            )
+        except BaseException:
+            self.storage.close()
+            raise
+        self.blocks = DeviceBlockPool(len(pool))
+        self.scheduler.bind_device_block_pool(self.blocks)
 
     def __enter__(self):
         return self
@@ -498,10 +502,11 @@ class StoredEngine:
     def __exit__(self, *_):
         self.storage.close(5.0)
 
-    def step(self):
-        meta = self.scheduler.build_connector_meta(SchedulerOutput({}))
+    def step(self, **scheduled):
+        """Run a step; return what has ended."""
+        meta = self.scheduler.build_connector_meta(SchedulerOutput(scheduled))
         self.pool = self.worker.start(meta, self.pool)
-        self.scheduler.update_connector_output(self.worker.poll())
+        return self.scheduler.update_connector_output(self.worker.poll())
 
     def write(self, keys):
         """Write blocks as if it had computed them."""

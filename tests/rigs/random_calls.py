@@ -23,8 +23,6 @@ STOPS = (None, "end_turn")
 
 
 class Caller:
-    """Makes random calls."""
-
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)
         self.hosts = [

@@ -15,7 +15,7 @@ import pytest
 
 from jaxkv.integrations.vllm import tokens
 from tests.integrations.vllm_cpu.lab import environ
-from tests.rigs.fake_engine import Runner, next_token, slot
+from tests.rigs.fake_engine import Runner, slot
 
 BLOCK_SIZE = 4
 # Of states: their blocks, and the shapes of a layer's two arrays.
@@ -391,7 +391,6 @@ class StatesRunner(RealRunner):
         return [self.layer_name_to_kvcache_index[name] for name in names]
 
     def state_of(self, so_far, layer):
-        """What a layer's arrays hold after some tokens."""
         values = slot(so_far, "state", (self.weights, layer)).astype(np.float32).ravel()
         sizes = [int(np.prod(shape)) for shape in STATE_SHAPES]
         flat = np.resize(values, sum(sizes))
@@ -437,10 +436,3 @@ class StatesRunner(RealRunner):
         about = f"{name}, state after {len(so_far)} tokens, {block=}, {layer=}"
         for found, own in zip(self.kv_caches[layer], expected, strict=True):
             np.testing.assert_array_equal(np.asarray(found[block]), own, about)
-
-
-def reference(prompt, num_output):
-    tokens = list(prompt)
-    for _ in range(num_output):
-        tokens.append(next_token(tokens))
-    return tokens

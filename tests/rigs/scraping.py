@@ -51,7 +51,6 @@ def read(scheduler=None, worker=None, pool=None):
 
 
 def make_all():
-    """The sources of all metrics."""
     rules = OffloadRules(
         store_threshold=2,
         max_blocks_in_flight=4,

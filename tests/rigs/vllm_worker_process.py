@@ -39,7 +39,6 @@ class RemoteRunner:
         assert self._pipe.recv() == "ready"
 
     def execute(self, output):
-        """Run a step."""
         self._pipe.send(output)
         return self._pipe.recv()
 
@@ -49,7 +48,6 @@ class RemoteRunner:
         assert self._pipe.recv() == "dropped"
 
     def close(self):
-        """End the process."""
         self._pipe.send(None)
         self._process.join(60)
         assert self._process.exitcode == 0

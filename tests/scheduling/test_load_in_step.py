@@ -118,7 +118,7 @@ def test_the_worker_hands_over_the_loads_of_its_plan(mode, num_extents):
 @modes
 def test_a_step_whose_loads_nobody_took_is_refused(mode):
     rig = WorkerRig(mode)
-    with pytest.raises(RuntimeError, match="nobody took the loads of the last step"):
+    with pytest.raises(RuntimeError, match="the loads of the last step were not taken"):
         rig.worker.start(rig.meta, rig.pool)
     rig.run_step()
     assert rig.poll() == ConnectorOutput(("one",))

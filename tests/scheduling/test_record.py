@@ -526,7 +526,7 @@ def test_what_cannot_be_recorded_to_is_refused_in_one_line(tmp_path):
         ("folder", "Is a directory"),
         ("pipe", "No such device or address"),
         ("/dev/null", "it is no plain file"),
-        ("nul\0l", "embedded null byte"),
+        ("nul\0l", "embedded null"),
     ):
         with pytest.raises((OSError, ValueError), match=reason) as refusal:
             TraceRecorder(os.path.join(tmp_path, name))

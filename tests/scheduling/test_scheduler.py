@@ -442,7 +442,7 @@ def test_a_pool_that_is_not_that_of_the_arrays_or_groups_is_refused():
             scheduler.bind_device_block_pool(DeviceBlockPool(num_blocks))
     scheduler.bind_device_block_pool(DeviceBlockPool(NUM_BLOCKS))
     larger = DeviceBlockPool(NUM_BLOCKS, block_size=2 * BLOCK_SIZE)
-    what = "block_size=8 of the DeviceBlockPool must be that of"
+    what = "block_size=8 of the DeviceBlockPool must be the block_size"
     with pytest.raises(ValueError, match=what):
         OffloadScheduler(BLOCK_SIZE, 4).bind_device_block_pool(larger)
     with pytest.raises(ValueError, match=what):

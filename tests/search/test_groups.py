@@ -23,7 +23,7 @@ def test_groups_of_equal_sizes_and_kind_are_equal_keys():
     assert FullAttention(16) != Mamba(16)
 
 
-def test_what_is_out_of_range_or_of_the_wrong_type_is_named():
+def test_sizes_out_of_range_or_of_a_wrong_type_are_refused_by_name():
     for make, error, message in (
         *[
             (make, ValueError, message)
@@ -87,7 +87,7 @@ def test_the_alignment_is_the_least_common_multiple():
     assert alignment((FullAttention(4), SlidingWindow(6, 9), Mamba(8))) == 24
 
 
-def test_the_lazy_target_is_twice_what_a_step_of_one_request_takes():
+def test_the_lazy_target_is_twice_the_blocks_of_a_full_step():
     assert lazy_target_blocks((FullAttention(16),), 64) == 2 * 4
     assert lazy_target_blocks((FullAttention(16),), 65) == 2 * 5
     assert lazy_target_blocks((SlidingWindow(16, 64),), 8192) == 2 * (4 + 1)
@@ -98,7 +98,7 @@ def test_the_lazy_target_is_twice_what_a_step_of_one_request_takes():
     assert lazy_target_blocks(hybrid, 100) == 2 * (7 + 3 + 2)
 
 
-def test_host_blocks_take_what_blocks_take_on_the_device():
+def test_a_host_block_is_as_large_as_on_the_device():
     assert num_host_blocks(999, device_bytes=1000, num_device_blocks=10) == 9
     assert num_host_blocks(1000, device_bytes=1000, num_device_blocks=10) == 10
     # Rounded once, at the end: 3 blocks take 10 bytes, so 100 bytes are 30 blocks.

@@ -146,7 +146,7 @@ def test_hits_worked_out_by_hand(what):
         assert found == (num_tokens, *needed.split()), (groups, masks, max_tokens)
 
 
-def test_no_block_at_all_is_no_hit():
+def test_no_resident_block_is_no_hit():
     assert search(4, "", max_tokens=99) == (0, "")
     assert search([FullAttention(4), Mamba(8)], "1", "", max_tokens=9) == (0, "0", "")
 
@@ -201,7 +201,7 @@ def draw_masks(rng, groups, num_tokens, num):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_the_answers_are_those_of_a_search_block_by_block(seed):
+def test_hits_equal_those_of_a_search_block_by_block(seed):
     rng = np.random.default_rng(seed)
     groups = draw_groups(rng)
     num_tokens, num = alignment(groups) * int(rng.integers(1, 13)), 150
@@ -245,7 +245,7 @@ def test_long_sequences(num_blocks):
     assert (int(hit.num_tokens), *map(text_of, hit.needed)) == answer
 
 
-def test_masks_and_groups_that_do_not_belong_together_are_refused():
+def test_masks_that_do_not_fit_the_groups_are_refused():
     one, four = [np.ones(1, np.bool_)], np.ones(4, np.bool_)
     pair = FullAttention(4), Mamba(4)
     for groups, masks, message in (

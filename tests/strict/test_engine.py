@@ -1,13 +1,17 @@
 """The strict transfer engine: late reports, garbage until then, and checksums."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import OffloadConfig, TransferEngine
+from jaxkv import OffloadConfig, TransferEngine, _util
 from jaxkv.strict import StrictError, StrictTransferEngine
-from jaxkv.strict.engine import MOST_STEPS
+from jaxkv.strict.engine import MAX_STEPS
 
 NUM_BLOCKS = 6
 
@@ -61,7 +65,7 @@ def test_blocks_of_a_load_are_garbage_until_its_step(engine):
 
 
 def num_steps(seed):
-    """How late the reports of ten loads are."""
+    """Count the steps until each of ten loads is reported."""
     engine = StrictTransferEngine(make_pool(), 4, strict_seed=seed)
     pool, steps = save(engine, make_pool()), []
     for _ in range(10):
@@ -99,10 +103,10 @@ def test_the_seed_chooses_how_late_reports_are():
     first = num_steps(1)
     assert first == num_steps(1) != num_steps(2)
     assert min(first) >= 1
-    assert len(set(first)) == MOST_STEPS
+    assert len(set(first)) == MAX_STEPS
 
 
-def test_saves_are_reported_to_one_who_only_polls(engine):
+def test_saves_are_reported_to_an_engine_that_only_polls(engine):
     ticket = engine.save(make_pool(), [1], [0])
     while not (done := engine.poll()):
         pass
@@ -116,7 +120,7 @@ def test_the_pool_that_was_passed_is_not_donated(engine):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((pool, new)))
 
 
-def test_the_pool_of_before_a_load_is_refused_and_nothing_changes(engine):
+def test_a_pool_from_before_a_load_is_refused_and_nothing_changes(engine):
     old = save(engine, make_pool())
     pool, ticket = engine.load(old, [0], [4])
     with pytest.raises(StrictError, match="this is the pool of before the load"):
@@ -126,7 +130,7 @@ def test_the_pool_of_before_a_load_is_refused_and_nothing_changes(engine):
     assert pool["int"][4, 0] == 1
 
 
-def test_other_bytes_than_were_saved_are_found(engine):
+def test_a_load_of_other_bytes_than_were_saved_is_refused(engine):
     pool = save(engine, make_pool())
     # Not through the strict engine, as if a fault of its own had changed the host's.
     TransferEngine.save(engine, {**pool, "int": pool["int"] + 1}, [1], [0])
@@ -152,7 +156,7 @@ def test_a_load_that_is_abandoned_before_its_step_is_never_written(engine):
     pool = save(engine, make_pool())
     pool, ticket = engine.load(pool, [0], [4])
     engine.abandon(ticket)
-    for _ in range(MOST_STEPS + 1):
+    for _ in range(MAX_STEPS + 1):
         pool = engine.advance(pool)
         assert engine.poll() == []
     assert np.isnan(pool["wide"][4]).all()
@@ -167,6 +171,22 @@ def test_the_environment_makes_all_engines_strict(monkeypatch, flag):
     assert engine.mode == "staged"
     monkeypatch.setenv("JAXKV_STRICT", "0")
     assert type(TransferEngine(make_pool(), 4)) is TransferEngine
+
+
+def test_a_process_imports_strict_parts_where_its_environment_asks_for_them():
+    program = "import sys, jaxkv; print('jaxkv.strict' in sys.modules)"
+    for flag, imported in (("1", "True"), ("0", "False")):
+        environ = os.environ | {"JAXKV_STRICT": flag}
+        command = [sys.executable, "-c", program]
+        out = subprocess.run(command, env=environ, check=True, capture_output=True)
+        assert out.stdout.decode().strip() == imported
+
+
+def test_a_variable_set_too_late_is_refused_and_not_ignored(monkeypatch):
+    monkeypatch.setenv("JAXKV_STRICT", "1")
+    monkeypatch.setattr(_util, "substitutes", {})
+    with pytest.raises(RuntimeError, match=r"set it before, or import jaxkv\.strict"):
+        TransferEngine(make_pool(), 4)
 
 
 def test_a_configuration_makes_all_its_parts_strict():

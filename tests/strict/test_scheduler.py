@@ -1,10 +1,10 @@
-"""The strict scheduler notices blocks that a request lost without a word."""
+"""The strict scheduler detects blocks that a request lost without a call."""
 
 import pytest
 
 from jaxkv import FullAttention, SchedulerOutput, SlidingWindow
 from jaxkv.strict import StrictError, StrictOffloadScheduler
-from jaxkv.strict.worker import MOST_SILENT_STEPS
+from jaxkv.strict.worker import MAX_SILENT_STEPS
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig
 
 
@@ -36,7 +36,7 @@ def test_a_request_that_is_named_as_preempted_may_have_lost_its_blocks(make):
 
 
 def test_a_preempted_request_that_was_admitted_again_may_still_be_named(make):
-    """The call told of it already; the name is not to end what has begun since."""
+    """The call has named it already; the name must not end what has begun since."""
     rig = make()
     rig.finish("one")
     rig.settle()
@@ -86,7 +86,7 @@ def test_stores_and_loads_in_flight_add_up_to_the_blocks_without_a_report(make):
     in_transit = rig.scheduler.in_transit
     assert in_transit.stores_in_flight == in_transit.loads_in_flight > 0
     num = in_transit.stores_in_flight + in_transit.loads_in_flight
-    for _ in range(MOST_SILENT_STEPS - 2):
+    for _ in range(MAX_SILENT_STEPS - 2):
         rig.step()
     with pytest.raises(StrictError, match=f"with {num} blocks in flight"):
         rig.step()

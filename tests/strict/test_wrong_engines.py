@@ -19,7 +19,7 @@ from tests.rigs.wrong_engines import (
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What an engine is made of, and what it serves."""
+    """The size of an engine, and of its prompts."""
 
     device_blocks: int
     host_blocks: int
@@ -64,12 +64,12 @@ def test_an_engine_with_larger_groups_than_blocks_is_refused_without_strict_part
         serve_twice(engine, prompts, size.num_new)
 
 
-def test_the_right_engine_passes_and_gets_its_blocks_back(setup):
+def test_a_correct_engine_passes_and_gets_its_blocks_back(setup):
     size, prompts = setup
     engine = Right(size.device_blocks, size.host_blocks)
     first, second = serve_twice(engine, prompts, size.num_new)
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
-    # All whole blocks but for the last token's.
+    # All full blocks except the last token's.
     num_hit = (size.prompt_tokens - 1) // BLOCK * BLOCK
     assert [hit for _, hit in second] == [num_hit] * size.num_prompts
     assert engine.worker.bytes_loaded > 0
@@ -99,7 +99,7 @@ def test_an_engine_that_goes_on_after_a_failed_load_is_refused(setup, monkeypatc
         serve_twice(engine, prompts, size.num_new)
 
 
-def test_the_right_hybrid_engine_passes(setup):
+def test_a_correct_hybrid_engine_passes(setup):
     size, prompts = setup
     groups = FullAttention(BLOCK), SlidingWindow(BLOCK, 10)
     engine = Right(2 * size.device_blocks, 2 * size.host_blocks, groups)

@@ -105,7 +105,7 @@ def test_every_block_stays_through_any_changes_by_either_executor():
         for own in learned.values():
             store = own.prepare_store(shown)
             own.complete_step(store.block_ids, 0)
-            own.touch(shown)
+            own.touch(shown, True)
         pair.check()
         pair.all("change_policy", policy, learned[policy] if number % 3 else None)
         pair.check()

@@ -6,9 +6,7 @@ import pytest
 
 from jaxkv.keys import key_from_int
 from jaxkv.keys.packed import PackedKeys, keys_to_words
-from jaxkv.policies import get_policy_maker, lru
-from jaxkv.policies import lru as native_lru
-from jaxkv.policies.base import native_only
+from jaxkv.policies import get_policy_maker
 from jaxkv.tiers import executors
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import NativeExecutor, XlaExecutor, make_executor
@@ -42,18 +40,6 @@ def test_a_policy_with_pure_functions_alone_is_served():
     assert manager.lookup([b"b"]) == 1
 
 
-def test_a_policy_with_native_functions_alone_is_refused_where_it_is_jitted():
-    policy = native_only(
-        "mine", 2, 16, lambda: lru.init(2, 16), lru.snapshot, native_lru.NATIVE
-    )
-    manager = OffloadingManager(16, 2, policy)
-    manager.complete_step(manager.request_step([b"a", b"b"]))
-    assert manager.prepare_store([b"c"]).block_hashes_evicted == [b"a"]
-    jitted = OffloadingManager(16, 2, policy, executor="xla")
-    with pytest.raises(ValueError, match="policy 'mine' has native functions only"):
-        jitted.lookup([b"a"])
-
-
 def test_xla_programs_are_traced_once_for_each_padded_size():
     policy = get_policy_maker("lru")(40, 64)
     executor = XlaExecutor(policy, make_executor(policy).state)
@@ -62,7 +48,7 @@ def test_xla_programs_are_traced_once_for_each_padded_size():
     def serve_all(num):
         keys = rng.integers(0, 1 << 32, (num, 8), np.uint32)
         executor.complete_store(keys[: executor.prepare_store(keys).num_stored], True)
-        executor.touch(keys)
+        executor.touch(keys, True)
         executor.prepare_load(keys[: executor.lookup(keys)])
         executor.complete_load(keys)
 

@@ -377,7 +377,7 @@ def test_unlisted_and_packed_keys_are_placed_as_listed_ones_are():
                 (some, UnlistedKeys(words), PackedKeys(some, words)),
                 strict=True,
             ):
-                manager.lookup(some)
+                manager.lookup(own)
                 placements.append(manager.place(own))
                 manager.complete_store(some)
             told = [

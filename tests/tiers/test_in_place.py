@@ -1,5 +1,6 @@
 """The manager's functions update a donated state in place: no copy of a large array."""
 
+import functools
 import re
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkv.policies import get_policy_maker
+from jaxkv.policies.facts import BEGIN, FINISH, begun
 from jaxkv.tiers import host_state
 
 NUM_BLOCKS = 1 << 14
@@ -27,18 +29,17 @@ def large_copies(compiled):
     ]
 
 
-def compile_with(function, policy):
+def compile_with(function, policy, kind=None):
     state = jax.eval_shape(lambda: host_state.init(policy))
     keys = jax.ShapeDtypeStruct((BATCH, 8), np.uint32)
     count = jax.ShapeDtypeStruct((), np.int32)
     arguments = [keys, count]
     if function is host_state.complete_store:
         arguments.append(jax.ShapeDtypeStruct((), np.bool_))
-    if function in (host_state.begin, host_state.finish):
-        arguments += [
-            jax.ShapeDtypeStruct((BATCH,), np.int32),
-            jax.ShapeDtypeStruct((), np.uint32),
-        ] + [count] * (1 if function is host_state.begin else 3)
+    if kind is not None:
+        function = functools.partial(function, kind=kind)
+        arguments.append(jax.ShapeDtypeStruct((BATCH,), np.int32))
+        arguments.append(jax.ShapeDtypeStruct((len(begun(0, 0)),), np.int32))
     jitted = jax.jit(function, static_argnums=0, donate_argnums=1)
     return jitted.lower(policy, state, *arguments).compile()
 
@@ -59,10 +60,13 @@ def test_a_donated_state_is_updated_in_place(function, policy):
     assert large_copies(compiled) == []
 
 
-@pytest.mark.parametrize("function", [host_state.begin, host_state.finish])
-def test_what_a_policy_is_told_is_noted_in_place(function):
-    compiled = compile_with(function, get_policy_maker("hazard")(NUM_BLOCKS, 4096))
-    assert large_copies(compiled) == []
+@pytest.mark.parametrize("kind", [BEGIN, FINISH])
+def test_facts_about_a_request_are_noted_in_place(kind):
+    def note(policy, state, keys, count, positions, facts, *, kind):
+        return host_state.note(policy, state, keys, count, kind, positions, facts)
+
+    policy = get_policy_maker("hazard")(NUM_BLOCKS, 4096)
+    assert large_copies(compile_with(note, policy, kind)) == []
 
 
 def test_a_copy_would_be_seen():

@@ -1,8 +1,24 @@
 """Fixtures of the tests of commands."""
 
+import json
+
 import pytest
 
 from jaxkv.tools import main as cli
+
+
+@pytest.fixture
+def run_line(capsys, tmp_path):
+    """Runs a command line; returns its output, its errors and its JSON."""
+    path = tmp_path / "figures.json"
+
+    def run(line, code=0, has_figures=True):
+        options = ["--json", str(path)] if has_figures else []
+        assert cli.main([*line.split(), *options]) == code
+        out, err = capsys.readouterr()
+        return out, err, json.loads(path.read_text()) if has_figures else None
+
+    return run
 
 
 @pytest.fixture

@@ -56,97 +56,66 @@ def facts_of(machine, platform="cpu", environ=None, **changes):
     return dataclasses.replace(facts, backend=backend, pool=pool, **changes)
 
 
+def check(facts, *expected, **question):
+    """Compare the findings with lines of level, fact and advice; ... is any text."""
+    lines = [
+        f"{finding.level}: {finding.what} -> {finding.advice}"
+        for finding in judge(facts, Question(**question))
+    ]
+    assert len(lines) == len(expected), lines
+    for line, text in zip(lines, expected, strict=True):
+        assert re.fullmatch(re.escape(text).replace(r"\.\.\.", ".*"), line), line
+
+
 def wrong(facts, **question):
     return [f for f in judge(facts, Question(**question)) if f.level == "wrong"]
 
 
-def notes(facts, **question):
-    return [f for f in judge(facts, Question(**question)) if f.level == "note"]
+# A machine and its GiB, the GiB that are asked about, those that are recommended, and
+# what is found, which & separates; ... is any text.
+SIZES = """
+cpu 64   |           | 56     |
+cpu 64   | host 56   | 56     |
+cpu 64   | host 65   | 56     | wrong: 65 GiB...do not fit: the machine...-> free...56GiB
+cpu 64   | host 60   | 56     | note: 60 GiB...fit, but 56 GiB would be safer...8.00 GiB stay...
+gpu 64   | host 20 device_pool 20 | 56 | wrong: 20 GiB...no more than...ask for more than 20.00 GiB
+gpu 64   | host 21 device_pool 20 | 56 |
+gpu 64   | device_pool 50 | 56 |
+gpu 64   | device_pool 60 | 56 | wrong: the recommended 56 GiB of host memory are no more...
+cpu 64   | device_pool 16 | 42 |
+cpu 64   | host 48 device_pool 16 | 42 | note: 48 GiB...fit, but 42 GiB would be safer...
+cpu 64   | host 49 device_pool 16 | 42 | wrong: ...less the device pool, which is in the same...
+gpu 512  |           | 56     | note: ...has room for 448 GiB -> ...set LIMIT to 448 or more...
+gpu 512  | host 100  | 56     | wrong: ...-> set LIMIT to 100 or more...ask for 56 GiB... & note: ...
+gpu 512 LIMIT=512 | host 100 | 448 |
+tpu 1    | host 3.5  | 3.5    | note: ...PREMAPPED is not set...for 4 GiB...
+tpu 1    | host 4    | 3.5    | note: ...would be safer... & note: ...
+tpu 1    | host 5    | 3.5    | wrong: ...-> set PREMAPPED to 5368709120 or more... & note: ...
+gpu 64 PREALLOCATE=1 | | 14   | note: ...the machine has room for 72 GiB...
+cpu 20   |           | 17     |
+cpu 12   |           | 10     |
+cpu 6    |           | 4      |
+cpu 3    |           | 1.5    |
+cpu 0.125 |          | 0.0625 |
+cpu 0.0625 |         | 0.03125 | wrong: there is no room for a host tier: ... -> free some memory
+cpu 0.0625 | host 1  | 0.03125 | wrong: ...-> free some memory
+"""  # noqa: E501
+VARIABLES = {"LIMIT": LIMIT, "PREMAPPED": PREMAPPED, "PREALLOCATE": PREALLOCATE}
 
 
-def size(facts, **question):
-    return recommend(facts, Question(**question)).num_bytes
-
-
-def test_a_machine_without_faults_has_no_findings(tmp_path):
-    facts = facts_of(Machine(tmp_path, 64 * GIB))
-    assert judge(facts, Question()) == []
-    assert size(facts) == 56 * GIB
-    assert judge(facts, Question(host_bytes=56 * GIB, needed=["events"])) == []
-
-
-def test_a_host_size_above_the_limits_is_wrong(tmp_path):
-    (fault,) = wrong(facts_of(Machine(tmp_path, 64 * GIB)), host_bytes=65 * GIB)
-    assert fault.what == (
-        "65 GiB of host memory (--host-bytes) do not fit: the machine has only "
-        "64.00 GiB left"
-    )
-    assert fault.advice == "free some memory, or ask for 56 GiB: JAXKV_HOST_BYTES=56GiB"
-
-
-def test_a_size_within_the_reserve_is_a_note(tmp_path):
-    facts = facts_of(Machine(tmp_path, 64 * GIB))
-    (note,) = judge(facts, Question(host_bytes=60 * GIB, source="JAXKV_HOST_BYTES"))
-    assert note.level == "note"
-    assert note.what.startswith(
-        "60 GiB of host memory (JAXKV_HOST_BYTES) fit, but 56 GiB would be safer: the "
-        "machine has 64.00 GiB, of which 8.00 GiB stay for the rest"
-    )
-
-
-def test_a_host_tier_no_larger_than_the_device_pool_is_wrong(tmp_path):
-    facts = facts_of(Machine(tmp_path, 64 * GIB), "gpu")
-    (fault,) = wrong(facts, host_bytes=20 * GIB, device_pool_bytes=20 * GIB)
-    assert "20 GiB of host memory (--host-bytes) are no more than the 20.00" in (
-        fault.what
-    )
-    assert fault.advice == "ask for more than 20.00 GiB"
-    assert wrong(facts, host_bytes=21 * GIB, device_pool_bytes=20 * GIB) == []
-    assert wrong(facts, device_pool_bytes=50 * GIB) == []
-    (fault,) = wrong(facts, device_pool_bytes=60 * GIB)
-    assert fault.what.startswith("the recommended 56 GiB of host memory are no more")
-
-
-def test_on_cpu_the_device_pool_is_subtracted(tmp_path):
-    facts = facts_of(Machine(tmp_path, 64 * GIB))
-    assert size(facts, device_pool_bytes=16 * GIB) == 42 * GIB
-    question = {"device_pool_bytes": 16 * GIB}
-    assert wrong(facts, host_bytes=48 * GIB, **question) == []
-    (fault,) = wrong(facts, host_bytes=49 * GIB, **question)
-    assert "the machine, less the device pool, which is in the same memory," in (
-        fault.what
-    )
-    on_gpu = facts_of(Machine(tmp_path, 64 * GIB), "gpu")
-    assert size(on_gpu, device_pool_bytes=16 * GIB) == 56 * GIB
-
-
-def test_the_pinned_pool_of_a_gpu_limits_the_size(tmp_path):
-    facts = facts_of(Machine(tmp_path, 512 * GIB), "gpu")
-    assert size(facts) == 56 * GIB
-    (note,) = judge(facts, Question())
-    assert "XLA's pool of pinned memory" in note.what
-    assert note.what.endswith("the machine has room for 448 GiB")
-    assert note.advice == (
-        f"for a larger host tier, set {LIMIT} to 448 or more before jax is imported"
-    )
-    (fault,) = wrong(facts, host_bytes=100 * GIB)
-    assert fault.advice.startswith(f"set {LIMIT} to 100 or more before jax is impor")
-    assert fault.advice.endswith("or ask for 56 GiB: JAXKV_HOST_BYTES=56GiB")
-    raised = facts_of(Machine(tmp_path, 512 * GIB), "gpu", {LIMIT: "512"})
-    assert judge(raised, Question(host_bytes=100 * GIB)) == []
-
-
-def test_only_a_preallocated_pool_limits_the_size(tmp_path):
-    machine = Machine(tmp_path, 1 * GIB)
-    facts = facts_of(machine, "tpu")
-    assert size(facts) == 3584 << 20
-    assert wrong(facts, host_bytes=4 * GIB) == []
-    (fault,) = wrong(facts, host_bytes=5 * GIB)
-    assert fault.advice.startswith(f"set {PREMAPPED} to {5 * GIB} or more before jax")
-    facts = facts_of(Machine(tmp_path, 64 * GIB), "gpu", {PREALLOCATE: "1"})
-    assert size(facts) == 14 * GIB
-    (note,) = notes(facts)
-    assert note.what.endswith("the machine has room for 72 GiB")
+def test_a_size_is_judged_by_the_memory_that_it_would_take(tmp_path):
+    for number, row in enumerate(SIZES.strip().splitlines()):
+        for short, name in VARIABLES.items():
+            row = row.replace(short, name)
+        host, sizes, best_gib, findings = (cell.strip() for cell in row.split("|"))
+        platform, gib, *environ = host.split()
+        machine = Machine(tmp_path / str(number), int(float(gib) * GIB))
+        facts = facts_of(machine, platform, dict(pair.split("=") for pair in environ))
+        words = iter(sizes.split())
+        question = {f"{name}_bytes": int(float(next(words)) * GIB) for name in words}
+        check(facts, *filter(None, findings.split(" & ")), **question)
+        best = recommend(facts, Question(**question))
+        assert best.num_bytes == float(best_gib) * GIB, row
 
 
 def test_a_tighter_cgroup_is_a_note_and_sets_the_size(tmp_path):
@@ -155,39 +124,20 @@ def test_a_tighter_cgroup_is_a_note_and_sets_the_size(tmp_path):
         limit = machine.v1 if version == 1 else machine.v2
         limit("docker/abc", 16 * GIB, 2 * GIB)
         facts = facts_of(machine)
-        assert size(facts) == 12 * GIB
-        assert wrong(facts) == []
-        (note,) = notes(facts)
-        assert re.fullmatch(
-            r"the cgroup .*docker/abc \(memory\S+ is 16\.00 GiB\) has 14\.00 GiB left, "
-            r"which counts: the machine has 64\.00 GiB",
-            note.what,
+        left = (
+            "note: the cgroup ...docker/abc (memory... is 16.00 GiB) has 14.00 GiB left"
         )
-        (fault,) = wrong(facts, host_bytes=20 * GIB)
-        assert "do not fit: the cgroup" in fault.what
-        assert "has only 14.00 GiB left" in fault.what
-        assert fault.advice == (
-            "raise the memory limit of the container or service, or ask for 12 GiB: "
-            "JAXKV_HOST_BYTES=12GiB"
+        check(facts, f"{left}, which counts: the machine has 64.00 GiB -> ")
+        assert recommend(facts, Question()).num_bytes == 12 * GIB
+        advice = (
+            "raise the memory limit of the container or service, or ask for 12 GiB..."
         )
+        text = "wrong: ...do not fit: the cgroup...has only 14.00 GiB left"
+        check(facts, f"{text} -> {advice}", "note: ...", host_bytes=20 * GIB)
     # A limit above the machine's memory is not mentioned.
     machine = Machine(tmp_path / "large", 16 * GIB)
     machine.v2("", 32 * GIB, 1 * GIB)
-    assert judge(facts_of(machine), Question()) == []
-
-
-def test_the_reserve_is_an_eighth_and_at_least_2_gib_or_half(tmp_path):
-    for mib, best_mib in (
-        *((64 << 10, 56 << 10), (20 << 10, 17 << 10), (12 << 10, 10 << 10)),
-        *((6 << 10, 4 << 10), (3 << 10, 1536), (100, 50)),
-    ):
-        facts = facts_of(Machine(tmp_path / str(mib), mib << 20))
-        assert size(facts) == best_mib << 20, mib
-    (fault,) = wrong(facts)
-    assert fault.what.startswith("there is no room for a host tier: the machine has")
-    assert fault.advice == "free some memory"
-    # A size that is too small for a tier is not recommended.
-    assert wrong(facts, host_bytes=GIB)[0].advice == "free some memory"
+    check(facts_of(machine))
 
 
 def test_a_size_fits_exactly_if_the_engine_accepts_it(tmp_path):
@@ -207,7 +157,7 @@ def test_a_size_fits_exactly_if_the_engine_accepts_it(tmp_path):
         if rng.random() < 0.5:
             environ[PREALLOCATE] = rng.choice(["true", "0"])
         facts = facts_of(machine, platform, environ)
-        best = size(facts)
+        best = recommend(facts, Question()).num_bytes
         assert not any("not fit" in f.what for f in wrong(facts, host_bytes=best))
         for num_bytes in (best, *(rng.randrange(1, 100 * GIB) for _ in range(4))):
             faults = wrong(facts, host_bytes=num_bytes) if num_bytes else []
@@ -219,31 +169,30 @@ def test_a_size_fits_exactly_if_the_engine_accepts_it(tmp_path):
             assert fits != any("do not fit" in fault.what for fault in faults), case
 
 
-def test_jax_on_the_cpu_beside_a_gpu_is_wrong_unless_chosen(tmp_path):
+def test_jax_on_the_wrong_device_is_pointed_out(tmp_path):
     machine = Machine(tmp_path)
     machine.write(machine.proc / "driver/nvidia/version", "NVRM version: 1")
-    (fault,) = wrong(facts_of(machine))
-    assert fault.what == "jax runs on the CPU, though this machine has an NVIDIA driver"
-    assert fault.advice.startswith(f"{pip_install('cuda12')}, or set JAX_PLATFORMS")
-    chosen = facts_of(machine, environ={"JAX_PLATFORMS": "cpu"})
-    assert wrong(chosen) == []
-    (note,) = notes(chosen)
-    assert note.what.endswith("not on the NVIDIA GPU, as JAX_PLATFORMS=cpu says")
-    assert judge(facts_of(machine, "gpu"), Question(host_bytes=GIB)) == []
-
-
-def test_decisions_that_run_on_the_device_are_a_note(tmp_path):
-    facts = facts_of(Machine(tmp_path), "gpu", {"JAX_PLATFORMS": "cuda"})
-    assert judge(facts, Question()) == []
+    check(
+        facts_of(machine),
+        "wrong: jax runs on the CPU, though this machine has an NVIDIA driver -> "
+        f"{pip_install('cuda12')}, or set JAX_PLATFORMS...",
+    )
+    chosen = {"JAX_PLATFORMS": "cpu"}
+    text = "note: ...not on the NVIDIA GPU, as JAX_PLATFORMS=cpu says -> ..."
+    check(facts_of(machine, environ=chosen), text)
+    check(facts_of(machine, "gpu"), host_bytes=GIB)
+    # Decisions that run on the device are slow.
+    facts = facts_of(machine, "gpu", {"JAX_PLATFORMS": "cuda"})
+    check(facts)
     backend = dataclasses.replace(facts.backend, decides_on="gpu")
-    (note,) = judge(dataclasses.replace(facts, backend=backend), Question())
-    assert note.level == "note"
-    assert note.what.startswith("JAX_PLATFORMS=cuda leaves out the CPU backend, so")
-    assert note.advice == "set JAX_PLATFORMS=cuda,cpu"
+    check(
+        dataclasses.replace(facts, backend=backend),
+        "note: JAX_PLATFORMS=cuda leaves out the CPU backend, so... -> "
+        "set JAX_PLATFORMS=cuda,cpu",
+    )
 
 
 def test_refusals_of_the_engine_are_wrong(tmp_path, monkeypatch):
-    backend = jax.devices()[0].platform
     found = functools.partial(gather_facts, {}, proc_root=tmp_path)
     monkeypatch.setattr(doctor_facts.memory, "HOST_KIND", "pinned_host")
     monkeypatch.setattr(
@@ -255,7 +204,12 @@ def test_refusals_of_the_engine_are_wrong(tmp_path, monkeypatch):
     with jax.disable_jit():
         (fault,) = wrong(found())
     assert fault.what.startswith("JAX_DISABLE_JIT is set, but transfers are compiled")
-    assert found().mode == ("fused" if backend == "cpu" else "staged")
+    backend = jax.devices()[0].platform
+    facts = gather_facts()
+    assert facts.mode == ("fused" if backend == "cpu" else "staged")
+    assert (facts.backend.platform, facts.refusals) == (backend, ())
+    assert facts.backend.num_devices == jax.device_count()
+    assert "pinned_host" in facts.backend.memory_kinds
 
 
 def test_invalid_variables_are_wrong(tmp_path, monkeypatch):
@@ -263,36 +217,33 @@ def test_invalid_variables_are_wrong(tmp_path, monkeypatch):
     environ = {"JAXKV_HOST_BYTE": "8GiB", "JAXKV_MODE": "eagr"}
     facts = facts_of(machine, environ=environ)
     assert facts.config == OffloadConfig()
-    assert [fault.what for fault in wrong(facts)] == [
-        "unknown variable JAXKV_HOST_BYTE: did you mean JAXKV_HOST_BYTES?",
-        "JAXKV_MODE='eagr' must be one of eager, lazy: did you mean eager?",
-    ]
+    check(
+        facts,
+        "wrong: unknown variable JAXKV_HOST_BYTE: did you mean JAXKV_HOST_BYTES?...",
+        "wrong: JAXKV_MODE='eagr' must be one of eager, lazy: did you mean eager?...",
+    )
     # A size is judged next to them.
     environ = {"JAXKV_HOST_BYTES": "8GiB", "JAXKV_MODE": "eagr"}
     assert facts_of(machine, environ=environ).config.host_bytes == 8 * GIB
     environ = {"JAXKV_HOST_BYTES": "8GiB", "JAXKV_NUM_HOST_BLOCKS": "9"}
     facts = facts_of(machine, environ=environ)
     assert facts.config is None
-    (fault,) = wrong(facts)
-    assert "host_bytes=8589934592 and num_host_blocks=9 exclude one" in fault.what
-    assert fault.what.endswith(
-        "(JAXKV_HOST_BYTES, JAXKV_NUM_HOST_BLOCKS in the environment)"
-    )
+    text = "wrong: ...host_bytes=8589934592 and num_host_blocks=9 exclude one"
+    check(facts, f"{text}...(JAXKV_HOST_BYTES, JAXKV_NUM_HOST_BLOCKS in the env...")
     backend = Backend("gpu", "x", 1, "cpu", (), None)
     monkeypatch.setattr(doctor_facts, "_backend_of", lambda devices: backend)
     facts = gather_facts({LIMIT: "64GB"}, proc_root=tmp_path, cgroup_root=tmp_path)
-    (fault,) = wrong(facts)
-    assert fault.what == f"{LIMIT}='64GB' must be a whole number of GiB from 1."
+    text = f"wrong: {LIMIT}='64GB' must be a whole number of GiB from 1."
+    check(facts, f"{text} -> ...")
 
 
 def test_a_missing_extra_is_wrong_only_if_it_is_needed(tmp_path):
     machine = Machine(tmp_path)
     missing = {"events": ("pyzmq",), "metrics": (), "demo": ("flax", "rich")}
     facts = facts_of(machine, missing=missing)
-    assert judge(facts, Question(needed=["metrics"])) == []
-    (fault,) = wrong(facts, needed=["events", "metrics"])
-    assert fault.what == "the extra events is needed, and pyzmq not installed"
-    assert fault.advice == pip_install("events")
+    check(facts, needed=["metrics"])
+    text = "wrong: the extra events is needed, and pyzmq not installed"
+    check(facts, f"{text} -> {pip_install('events')}", needed=["events", "metrics"])
     # Settings need extras, too.
     missing |= {"metrics": ("prometheus_client",)}
     for name, value, extra in (
@@ -300,8 +251,7 @@ def test_a_missing_extra_is_wrong_only_if_it_is_needed(tmp_path):
         ("JAXKV_METRICS_PORT", "0", "metrics"),
     ):
         facts = facts_of(machine, environ={name: value}, missing=missing)
-        (fault,) = wrong(facts)
-        assert fault.advice == pip_install(extra)
+        check(facts, f"wrong: ... -> {pip_install(extra)}")
 
 
 @pytest.fixture
@@ -316,12 +266,25 @@ def machine(tmp_path, monkeypatch):
     return made_up
 
 
-def test_the_command_prints_in_columns_and_writes_json(machine, capsys, tmp_path):
+@pytest.fixture
+def diagnose(machine, capsys):
+    """Runs the command; gives its exit code and what it prints."""
+
+    def run(line=""):
+        code = cli.main(["doctor", *line.split()])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_the_command_prints_in_columns_and_writes_json(
+    machine, diagnose, tmp_path, monkeypatch
+):
     figures = tmp_path / "a.json"
-    line = f"doctor --host-bytes 70GiB --need metrics --no-probe --json {figures}"
-    assert cli.main(line.split()) == 1
-    out, err = capsys.readouterr()
-    assert err == ""
+    line = f"--host-bytes 70GiB --need metrics --no-probe --json {figures}"
+    code, out, err = diagnose(line)
+    assert (code, err) == (1, "")
     rows = dict(
         (line[:13].strip(), line[13:]) for line in out.split("\n\n")[0].splitlines()
     )
@@ -330,10 +293,12 @@ def test_the_command_prints_in_columns_and_writes_json(machine, capsys, tmp_path
         *("Pinned pool", "Mode", "Extras", "Host tier"),
     ]
     assert rows["Memory"] == "95.37 GiB, 64.00 GiB available"
-    assert rows["Cgroup"] == "no limit"
     assert rows["Software"].startswith(f"Python {sys.version.split()[0]}, jaxkv 0.")
     assert rows["Extras"].startswith("events, metrics, demo, storage, redis")
     assert rows["Host tier"].startswith("56 GiB recommended: the machine has 64.00 GiB")
+    lines = fact_lines(facts_of(machine, "tpu"), None)
+    [line] = [line for line in lines if line.startswith("Host layout")]
+    assert "(64: 2.00, 80: 1.60, 96: 1.33, 192: 1.33, 576: 1.11)" in line
     assert out.split("\n\n", 1)[1] == (
         "WRONG  70 GiB of host memory (--host-bytes) do not fit: the machine has only "
         "64.00 GiB left\n\n"
@@ -342,26 +307,22 @@ def test_the_command_prints_in_columns_and_writes_json(machine, capsys, tmp_path
         "1 thing is wrong.\n"
     )
     written = json.loads(figures.read_text())
-    assert written["ok"] is False
-    assert written["recommended_host_bytes"] == 56 * GIB
+    assert (written["ok"], written["recommended_host_bytes"]) == (False, 56 * GIB)
     assert [finding["level"] for finding in written["findings"]] == ["wrong"]
-    assert written["facts"]["limits"][0]["num_bytes"] == 64 * GIB
-    assert written["facts"]["config"]["host_bytes"] is None
-    assert written["facts"]["bandwidth"] is None
-
-
-def test_a_size_from_the_environment_is_judged(machine, capsys, monkeypatch):
+    facts = written["facts"]
+    assert facts["limits"][0]["num_bytes"] == 64 * GIB
+    assert facts["config"]["host_bytes"] is facts["bandwidth"] is None
+    # A size of the environment is judged unless the command line has one.
     monkeypatch.setenv("JAXKV_HOST_BYTES", "70GiB")
-    assert cli.main(["doctor", "--no-probe"]) == 1
-    out = capsys.readouterr().out
+    code, out, _ = diagnose("--no-probe")
+    assert code == 1
     assert "Settings     JAXKV_HOST_BYTES=70GiB\n" in out
     assert "WRONG  70 GiB of host memory (JAXKV_HOST_BYTES) do not fit" in out
-    # The command line takes precedence.
-    assert cli.main(["doctor", "--no-probe", "--host-bytes", "8GiB"]) == 0
-    assert capsys.readouterr().out.endswith("\n\nAll is well.\n")
+    code, out, _ = diagnose("--no-probe --host-bytes 8GiB")
+    assert (code, out[-15:]) == (0, "\n\nAll is well.\n")
 
 
-def test_a_failing_probe_is_wrong(machine, capsys, monkeypatch):
+def test_a_failing_probe_is_wrong(diagnose, monkeypatch):
     for error, code, message in (
         (BytesDifferError("3 blocks differ"), 1, "WRONG  blocks do not move: 3 bl"),
         (RuntimeError("no stream"), 1, "WRONG  blocks do not move: no stream"),
@@ -372,19 +333,19 @@ def test_a_failing_probe_is_wrong(machine, capsys, monkeypatch):
             raise error
 
         monkeypatch.setattr("jaxkv.tools.doctor.command.measure_bandwidth", measure)
-        assert cli.main(["doctor"]) == code
-        assert message in capsys.readouterr().out
+        ended, out, _ = diagnose()
+        assert ended == code
+        assert message in out
 
 
 def test_the_doctor_names_missing_extras_and_runs_without_rich(
-    machine, capsys, monkeypatch, tmp_path
+    diagnose, monkeypatch, tmp_path
 ):
     for name in ("zmq", "rich", "mooncake"):
         monkeypatch.setitem(sys.modules, name, None)
     figures = tmp_path / "a.json"
-    line = f"doctor --need events --json {figures}"
-    assert cli.main(line.split()) == 1
-    out, err = capsys.readouterr()
+    code, out, err = diagnose(f"--need events --json {figures}")
+    assert code == 1
     assert (
         "Extras       metrics, storage, redis, events (pyzmq missing), demo (rich "
         "missing), mooncake (mooncake-transfer-engine-non-cuda missing)\n"
@@ -485,68 +446,95 @@ def test_a_real_cgroup_limits_the_recommendation(tmp_path):
 
 
 STORE = Store("kv", 4 * GIB, is_sealed=False)
+OPEN = "jaxkv.tools.doctor.store.open_store"
+UNUSABLE = "wrong: the store kv (--storage) cannot be used: "
 
 
-def look(tmp_path, url, store=STORE, missing=None, **options):
-    """Return what the doctor finds of a store, on a machine without other faults."""
+def look(tmp_path, url, *expected, store=STORE, missing=None, **options):
+    """Check what is found of a store, on a machine without other faults."""
     view = look_at(str(url), store, **options)
     facts = facts_of(Machine(tmp_path / "machine", 64 * GIB), store=view)
     facts = dataclasses.replace(facts, missing=dict(facts.missing) | (missing or {}))
-    return judge(facts, Question())
+    check(facts, *expected)
 
 
-def test_a_folder_for_blocks_is_tried_and_nothing_stays_there(tmp_path):
-    assert look(tmp_path, tmp_path / "a/b/c") == []
-    assert look(tmp_path, f"file://{tmp_path}/a/b?mode=660") == []
+def test_a_store_is_tried_and_nothing_stays_there(tmp_path):
+    look(tmp_path, tmp_path / "a/b/c")
+    look(tmp_path, f"file://{tmp_path}/a/b?mode=660")
     assert not (tmp_path / "a").exists()
     there = tmp_path / "there"
     there.mkdir(mode=0o700)
     (there / "file").touch()
-    assert look(tmp_path, there) == []
+    look(tmp_path, there)
     assert [path.name for path in there.iterdir()] == ["file"]
+    with redis_server(tmp_path) as (url, _):
+        look(tmp_path, url)
+        assert redis.Redis.from_url(url).dbsize() == 0
 
 
-def test_a_folder_that_cannot_be_made_or_written_is_wrong(tmp_path, monkeypatch):
+def test_a_store_that_cannot_be_used_is_wrong(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for place in ("file", "file/kv"):
-        (fault,) = look(tmp_path, tmp_path / place)
-        assert fault.level == "wrong"
-        assert fault.what.startswith("the store kv (--storage) cannot be used: ")
-        assert "name a folder that can be made and read" in fault.what
+        text = f"{UNUSABLE}...name a folder that can be made and read..."
+        look(tmp_path, tmp_path / place, text)
 
     def refuse(self, path):
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     # The user that runs tests may be one who may write everywhere.
-    monkeypatch.setattr(LocalStore, "_create", refuse)
-    (fault,) = look(tmp_path, tmp_path / "kv")
-    assert "cannot be used: PermissionError" in fault.what
-    assert fault.advice.startswith("let the user of the server read and write there")
+    with monkeypatch.context() as context:
+        context.setattr(LocalStore, "_create", refuse)
+        advice = "let the user of the server read and write there..."
+        text = f"{UNUSABLE}PermissionError... -> {advice}"
+        look(tmp_path, tmp_path / "kv", text)
     assert not (tmp_path / "kv").exists()
+
+    class Forgetful(MemoryStore):
+        def get(self, names, max_bytes):
+            [answer] = super().get(names, max_bytes)
+            changed = Future()
+            changed.set_result(bytes(answer.result()[:-1]))
+            return [changed]
+
+    store = Forgetful()
+    monkeypatch.setattr(OPEN, lambda url: store)
+    text = f"{UNUSABLE}what was written there does not come back -> "
+    look(tmp_path, "memory://kept", text)
+    assert store._blobs == {}
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
+    advice = "start the store, or correct its address"
+    text = f"{UNUSABLE}ConnectionError: ... -> {advice}"
+    look(tmp_path, f"redis://127.0.0.1:{free_port()}", text)
+    late = f"{UNUSABLE}it did not answer within 0 s -> {advice}"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        look(tmp_path, url, late, deadline_s=0.0)
+    released = threading.Event()
+    monkeypatch.setattr(OPEN, lambda url: released.wait())
+    try:
+        look(tmp_path, tmp_path / "kv", late, deadline_s=0.0)
+    finally:
+        released.set()
 
 
 def test_a_folder_where_others_could_plant_blocks_is_told(tmp_path):
     folder = tmp_path / "kv"
     folder.mkdir()
-    secret = "or set JAXKV_STORAGE_SECRET"
-    chmod, another = (
-        f"chmod 755 {folder}, {secret}",
-        f"name a folder in {folder}, {secret}",
-    )
+    secret = "or set JAXKV_STORAGE_SECRET..."
+    chmod, another = f"chmod 755 {folder}, {secret}", f"name a folder in {folder}, "
     for mode, query, level, advice in (
         *((0o700, "", None, ""), (0o755, "", None, ""), (0o775, "", "note", chmod)),
         *((0o770, "?mode=660", None, ""), (0o777, "", "wrong", chmod)),
         (0o777, "?mode=660", "wrong", chmod.replace("755", "775")),
-        *((0o777, "?mode=666", None, ""), (0o1777, "", "wrong", another)),
+        *((0o777, "?mode=666", None, ""), (0o1777, "", "wrong", another + secret)),
     ):
         folder.chmod(mode)
         url = f"file://{folder}{query}"
-        findings = look(tmp_path, url)
-        assert [finding.level for finding in findings] == [level] * bool(level), url
-        for finding in findings:
-            assert f"has the mode {mode:04o}: " in finding.what
-            assert finding.advice.startswith(advice)
-        assert look(tmp_path, url, dataclasses.replace(STORE, is_sealed=True)) == []
+        text = f"{level}: ...has the mode {mode:04o}: ... -> {advice}"
+        look(tmp_path, url, *[text] * bool(level))
+        look(tmp_path, url, store=dataclasses.replace(STORE, is_sealed=True))
 
 
 def test_blocks_that_do_not_fit_on_the_disk_are_wrong(tmp_path, monkeypatch):
@@ -554,25 +542,21 @@ def test_blocks_that_do_not_fit_on_the_disk_are_wrong(tmp_path, monkeypatch):
     store = dataclasses.replace(STORE, num_bytes_source="JAXKV_STORAGE_BYTES")
     free = types.SimpleNamespace(f_bavail=3 << 18, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: free)
-    (fault,) = look(tmp_path, folder, store)
-    assert (fault.level, fault.what) == (
-        "wrong",
-        "4 GiB of blocks (JAXKV_STORAGE_BYTES) do not fit into the store kv "
-        "(--storage), which has 3.00 GiB left and 0.00 GiB of blocks",
+    text = (
+        "wrong: 4 GiB of blocks (JAXKV_STORAGE_BYTES) do not fit into the store kv "
+        "(--storage), which has 3.00 GiB left and {} GiB of blocks -> "
+        "make room there, or ask for less: JAXKV_STORAGE_BYTES={}"
     )
-    assert fault.advice == (
-        "make room there, or ask for less: JAXKV_STORAGE_BYTES=2688MiB"
-    )
+    look(tmp_path, folder, text.format("0.00", "2688MiB"), store=store)
     # What a run before has written there counts, and nothing else does.
     for name, num_bytes in (("else", GIB), ("jaxkv1/a/b/1.0", GIB - 1)):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             file.truncate(num_bytes)
-        (fault,) = look(tmp_path, folder, store)
-        assert "do not fit" in fault.what
+        look(tmp_path, folder, text.format("...", "..."), store=store)
     (folder / "jaxkv1/a/b/2.0").write_bytes(b"1")
-    assert look(tmp_path, folder, store) == []
+    look(tmp_path, folder, store=store)
 
 
 def test_a_store_whose_extra_is_missing_or_cannot_be_loaded_is_wrong(
@@ -582,120 +566,69 @@ def test_a_store_whose_extra_is_missing_or_cannot_be_loaded_is_wrong(
         ("redis://127.0.0.1:1", "redis", "redis"),
         ("gs://b", "storage", "tensorstore"),
     ):
+        text = f"wrong: the extra {extra} is needed, and {module} not installed"
         with monkeypatch.context() as context:
             context.setitem(sys.modules, module, None)
-            (fault,) = look(tmp_path, url, missing={extra: (module,)})
-        missing = f"the extra {extra} is needed, and {module} not installed"
-        assert (fault.what, fault.advice) == (missing, pip_install(extra))
+            missing = {extra: (module,)}
+            look(tmp_path, url, f"{text} -> {pip_install(extra)}", missing=missing)
 
     def fail(url):
         raise ImportError("libibverbs.so.1 is not there")
 
-    monkeypatch.setattr("jaxkv.tools.doctor.store.open_store", fail)
+    monkeypatch.setattr(OPEN, fail)
     monkeypatch.setattr("jaxkv.tools.doctor.store.missing_packages", lambda extra: ())
-    (fault,) = look(tmp_path, "mooncake://127.0.0.1")
-    assert fault.what.endswith("cannot be used: libibverbs.so.1 is not there")
+    text = f"{UNUSABLE}libibverbs.so.1 is not there -> "
+    look(tmp_path, "mooncake://127.0.0.1", text)
 
 
-def test_a_store_that_does_not_answer_is_wrong_and_not_waited_for(
-    tmp_path, monkeypatch
-):
-    (fault,) = look(tmp_path, f"redis://127.0.0.1:{free_port()}")
-    assert "cannot be used: ConnectionError: " in fault.what
-    assert fault.advice == "start the store, or correct its address"
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
-        (fault,) = look(tmp_path, url, deadline_s=0.0)
-    assert fault.what.endswith("cannot be used: it did not answer within 0 s")
-    assert fault.advice == "start the store, or correct its address"
-    released = threading.Event()
-    monkeypatch.setattr(
-        "jaxkv.tools.doctor.store.open_store", lambda url: released.wait()
-    )
-    try:
-        (fault,) = look(tmp_path, tmp_path / "kv", deadline_s=0.0)
-    finally:
-        released.set()
-    assert fault.what.endswith("cannot be used: it did not answer within 0 s")
-
-
-def test_a_store_that_changes_bytes_is_wrong(tmp_path, monkeypatch):
-    class Forgetful(MemoryStore):
-        def get(self, names, max_bytes):
-            [answer] = super().get(names, max_bytes)
-            changed = Future()
-            changed.set_result(bytes(answer.result()[:-1]))
-            return [changed]
-
-    store = Forgetful()
-    monkeypatch.setattr("jaxkv.tools.doctor.store.open_store", lambda url: store)
-    (fault,) = look(tmp_path, "memory://kept")
-    assert fault.what.endswith("what was written there does not come back")
-    assert store._blobs == {}
-
-
-def test_a_real_server_is_tried_and_nothing_stays_there(tmp_path):
-    with redis_server(tmp_path) as (url, _):
-        assert look(tmp_path, url) == []
-        assert redis.Redis.from_url(url).dbsize() == 0
-
-
-def test_the_command_tries_the_store_of_the_settings(machine, capsys, monkeypatch):
-    folder = machine.proc.parent / "kv"
+def test_the_command_tries_the_store_of_the_settings(diagnose, tmp_path, monkeypatch):
+    folder = tmp_path / "kv"
     folder.mkdir()
     folder.chmod(0o777)
     monkeypatch.setenv("JAXKV_STORAGE", str(folder))
-    assert cli.main(["doctor", "--no-probe"]) == 1
-    out = capsys.readouterr().out
+    code, out, _ = diagnose("--no-probe")
+    assert code == 1
     assert f"WRONG  the store {folder} (JAXKV_STORAGE) has the mode 0777" in out
     assert f"\nStorage tier {folder}, 16 GiB of blocks at most; " in out
     # The command line takes precedence.
-    words = ["--storage", "memory://doctor", "--storage-bytes", "1MiB"]
-    assert cli.main(["doctor", "--no-probe", *words]) == 0
-    assert "\nStorage tier memory://doctor, 1 MiB of blocks" in capsys.readouterr().out
+    words = "--no-probe --storage memory://doctor --storage-bytes 1MiB"
+    code, out, _ = diagnose(words)
+    assert code == 0
+    assert "\nStorage tier memory://doctor, 1 MiB of blocks" in out
     monkeypatch.setenv("JAXKV_STORAGE", "ftp://kv")
-    assert cli.main(["doctor", "--no-probe"]) == 1
-    assert "WRONG  storage='ftp://kv': unknown 'ftp': cho" in capsys.readouterr().out
+    code, out, _ = diagnose("--no-probe")
+    assert code == 1
+    assert "WRONG  storage='ftp://kv': unknown 'ftp': cho" in out
 
 
-def test_secrets_are_shown_to_nobody(machine, capsys, monkeypatch, tmp_path):
+def test_secrets_are_shown_to_nobody(diagnose, monkeypatch, tmp_path):
     secrets = ("a secret of 16 bytes and more", "password")
-    port = free_port()
-    monkeypatch.setenv("JAXKV_STORAGE_SECRET", secrets[0])
-    url = f"redis://me:{secrets[1]}@127.0.0.1:{port}"
-    monkeypatch.setenv("JAXKV_STORAGE", url)
-    figures = tmp_path / "a.json"
-    assert cli.main(["doctor", "--no-probe", "--json", str(figures)]) == 1
-    out, err = capsys.readouterr()
-    everything = out + err + figures.read_text()
-    assert not any(secret in everything for secret in secrets)
-    assert f"JAXKV_STORAGE=redis://127.0.0.1:{port}, JAXKV_STORAGE_SECRET=..." in out
-    config = json.loads(figures.read_text())["facts"]["config"]
-    assert config["storage"] == f"redis://127.0.0.1:{port}"
-    assert config["storage_secret"] == "..."
-    monkeypatch.setenv("JAXKV_STORAGE", str(tmp_path))
-    monkeypatch.setenv("JAXKV_STORAGE_SECRET", "")
-    assert cli.main(["doctor", "--no-probe"]) == 1
-    out = capsys.readouterr().out
-    assert "WRONG  JAXKV_STORAGE_SECRET is set but has no secret" in out
-    # Neither under a misspelt name.
-    monkeypatch.setenv("JAXKV_STORAGE_SECRT", secrets[0])
-    monkeypatch.setenv("jaxkv_storage", url)
-    assert cli.main(["doctor", "--no-probe"]) == 1
-    out, err = capsys.readouterr()
-    assert not any(secret in out + err for secret in secrets)
-    assert "unknown variable JAXKV_STORAGE_SECRT: did you mean JAXKV_STORAGE_" in out
-
-
-def test_the_padding_of_host_rows_is_told_on_tpu(tmp_path):
-    lines = fact_lines(facts_of(Machine(tmp_path), "tpu"), None)
-    [line] = [line for line in lines if line.startswith("Host layout")]
-    assert "(64: 2.00, 80: 1.60, 96: 1.33, 192: 1.33, 576: 1.11)" in line
-    for platform in ("cpu", "gpu"):
-        lines = fact_lines(facts_of(Machine(tmp_path), platform), None)
-        assert not any(line.startswith("Host layout") for line in lines)
-    facts = gather_facts()
-    assert facts.backend.platform == jax.devices()[0].platform
-    assert facts.backend.num_devices == jax.device_count()
-    assert "pinned_host" in facts.backend.memory_kinds
-    assert facts.refusals == ()
+    place = f"127.0.0.1:{free_port()}"
+    url, figures = f"redis://me:{secrets[1]}@{place}", tmp_path / "a.json"
+    for settings, expected in (
+        (
+            {"JAXKV_STORAGE_SECRET": secrets[0], "JAXKV_STORAGE": url},
+            f"JAXKV_STORAGE=redis://{place}, JAXKV_STORAGE_SECRET=...",
+        ),
+        (
+            {"JAXKV_STORAGE_SECRET": "", "JAXKV_STORAGE": str(tmp_path)},
+            "WRONG  JAXKV_STORAGE_SECRET is set but has no secret",
+        ),
+        # Neither under a misspelt name.
+        (
+            {"JAXKV_STORAGE_SECRT": secrets[0], "jaxkv_storage": url},
+            "unknown variable JAXKV_STORAGE_SECRT: did you mean JAXKV_STORAGE_",
+        ),
+    ):
+        with monkeypatch.context() as context:
+            for name, value in settings.items():
+                context.setenv(name, value)
+            code, out, err = diagnose(f"--no-probe --json {figures}")
+        assert code == 1
+        assert expected in out
+        text = figures.read_text()
+        assert not any(secret in out + err + text for secret in secrets), settings
+        if settings.get("JAXKV_STORAGE") == url:
+            config = json.loads(text)["facts"]["config"]
+            assert config["storage"] == f"redis://{place}"
+            assert config["storage_secret"] == "..."

@@ -1,14 +1,14 @@
 """The command line: one-line errors and exit codes."""
 
 import dataclasses
-import importlib.util
-import json
+import io
 import socket
 
 import pytest
+from rich.console import Console
 
-from jaxkv._util.extras import pip_install
 from jaxkv.tools import main as cli
+from jaxkv.tools import progress
 from jaxkv.tools.demo import run
 from jaxkv.tools.demo.records import (
     BandwidthRecord,
@@ -56,25 +56,11 @@ def fake(monkeypatch):
     return asked
 
 
-def test_a_missing_extra_is_a_one_line_error(capsys, fake, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: None if name in ("flax", "rich") else find_spec(name),
-    )
-    assert cli.main(["demo"]) == 2
-    assert capsys.readouterr().err == (
-        f"jaxkv demo: error: the demo needs flax, rich: {pip_install('demo')}\n"
-    )
-
-
-def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(capsys, fake):
+def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(refused, fake):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert cli.main(["demo", "--serve-metrics", str(port)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, fake) == ("", [])
+        err = refused(f"demo --serve-metrics {port}")
+    assert fake == []
     assert err == (
         f"jaxkv demo: error: --serve-metrics: cannot listen at 127.0.0.1:{port} "
         "(Address already in use); give another port, or 0 for any that is free\n"
@@ -100,80 +86,70 @@ def test_help_of_every_command_names_its_options_and_its_parts(capsys):
         assert expected in capsys.readouterr().out, words
 
 
-def test_options_reach_the_run(fake, capsys, tmp_path):
-    picture, figures = tmp_path / "a.png", tmp_path / "a.json"
+def test_options_reach_the_run(fake, run_line, tmp_path):
+    picture = tmp_path / "a.png"
     line = (
         "demo --conversations 3 --turns 2 --document-tokens 500 --answer-tokens 4 "
-        f"--device-blocks 40 --host-bytes 1.5MiB --seed 5 --plot {picture} "
-        f"--json {figures}"
+        f"--device-blocks 40 --host-bytes 1.5MiB --seed 5 --plot {picture}"
     )
-    assert cli.main(line.split()) == 0
-    assert fake == [
-        dataclasses.replace(
-            DemoConfig(),
-            **{"conversations": 3, "turns": 2, "document_tokens": 500},
-            **{"answer_tokens": 4, "device_blocks": 40, "host_bytes": 3 << 19},
-            seed=5,
-        )
-    ]
+    out, err, figures = run_line(line)
+    assert fake.pop() == dataclasses.replace(
+        DemoConfig(),
+        **{"conversations": 3, "turns": 2, "document_tokens": 500},
+        **{"answer_tokens": 4, "device_blocks": 40, "host_bytes": 3 << 19},
+        seed=5,
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(figures.read_text())["tokens_identical"] is True
-    out, err = capsys.readouterr()
+    assert figures["tokens_identical"] is True
     # 3 * (500 + 2 * 100) tokens of 2 KiB in a pool of 40 blocks of 64 KiB.
     assert "KV of them all 4.1 MiB at most" in out
     assert "2.5 MiB, 40 blocks of 32 tokens: 1.6 times too small" in out
     assert "All 3 generated tokens are identical" in out
     assert err == "offloading off ...\nmeasuring transfers ...\n"
+    out, *_ = run_line("demo --conversations 1")
+    assert fake == [dataclasses.replace(DemoConfig(), conversations=1)]
+    assert "enough for all of it" in out
 
 
-def test_a_pool_that_holds_everything_is_pointed_out(fake, capsys):
-    assert cli.main(["demo"]) == 0
-    assert fake == [DemoConfig()]
-    capsys.readouterr()
-    assert cli.main(["demo", "--conversations", "1"]) == 0
-    assert "enough for all of it" in capsys.readouterr().out
-
-
-def test_different_tokens_are_exit_1_with_the_report(monkeypatch, capsys):
+def test_different_tokens_are_exit_1_with_the_report(monkeypatch, run_line):
     monkeypatch.setattr(run, "run_demo", lambda c, p, *_: fake_run(c, p, (1, 9, 3)))
-    assert cli.main(["demo"]) == 1
-    out = capsys.readouterr().out
+    out, *_ = run_line("demo", 1)
     assert "Time to first token" in out
     assert "The answers differ: conversation 0, turn 1, from token 1" in out
 
 
 def test_an_error_of_the_run_is_one_line_and_a_bug_keeps_its_traceback(
-    monkeypatch, capsys
+    monkeypatch, run_line
 ):
-    errors = []
+    errors = [KeyboardInterrupt(), MemoryError("9.00 GiB"), ValueError("of ours")]
 
     def run_demo(*_):
-        raise errors.pop()
+        raise errors.pop(0)
 
     monkeypatch.setattr(run, "run_demo", run_demo)
-    full = "9.00 GiB of pinned host memory were asked for"
-    for error, code, message in (
-        (KeyboardInterrupt(), 130, "jaxkv demo: interrupted\n"),
-        (
-            MemoryError(full),
-            2,
-            f"ask for fewer --device-blocks or --host-bytes: {full}",
-        ),
+    for code, message in (
+        (130, "jaxkv demo: interrupted\n"),
+        (2, "ask for fewer --device-blocks or --host-bytes: 9.00 GiB\n"),
     ):
-        errors.append(error)
-        assert cli.main(["demo"]) == code
-        err = capsys.readouterr().err
-        assert message in err
+        _, err, _ = run_line("demo", code, has_figures=False)
+        assert err.endswith(message)
         assert err.count("\n") == 1
-    errors.append(ValueError("a fault of ours"))
-    with pytest.raises(ValueError, match="a fault of ours"):
+    with pytest.raises(ValueError, match="of ours"):
         cli.main(["demo"])
 
 
-def test_a_terminal_gets_a_bar(fake, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich see a terminal
-    assert cli.main(["demo"]) == 0
-    err = capsys.readouterr().err
-    assert "measuring transfers" in err
-    assert "━" in err
-    assert "..." not in err
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_phase_leaves_the_progress_when_the_next_one_begins(width, monkeypatch):
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True)
+    monkeypatch.setattr(progress, "make_console", lambda stderr: console)
+    with progress.show_progress() as on_progress:
+        on_progress("compiling", 0, 0)
+        on_progress("asking, 51,269 blocks", 0, 96)
+        on_progress("asking, 51,269 blocks", 48, 96)
+        console.file = file = io.StringIO()
+        on_progress("measuring", 0, 0)
+    shown = file.getvalue()
+    assert "compiling" not in shown
+    assert "measuring" in shown
+    assert "51,269 blocks" in shown

@@ -15,7 +15,7 @@ import numpy as np
 from jaxkv import OffloadWorker, TransferEngine
 from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
 from jaxkv.scheduling.worker import watchdog
-from jaxkv.scheduling.worker.worker import AgreementError
+from jaxkv.scheduling.worker.worker import AgreementError, PlanMismatchError
 
 P = jax.sharding.PartitionSpec
 NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_STEPS = 16, 7, 14
@@ -40,9 +40,9 @@ def value_of(key):
 class HostTable:
     """The table of a scheduler, from its reports; the same in all processes.
 
-    Each step computes the block of a new key, stores that of the last key, and loads
-    one from the host. There are few host blocks, so each is soon reused: a process that
-    missed a failure would read another key from it than the others.
+    Each step stores the block of a new key, and loads one from the host. There are few
+    host blocks, so each is soon reused: a process that missed a failure would read
+    another key from it than the others.
     """
 
     def __init__(self):
@@ -122,6 +122,17 @@ def serve(engine, worker, pool, process, num_processes):
     return pool
 
 
+def differ(worker, pool, process):
+    """Have the first process plan another store than the others."""
+    table = HostTable()
+    table.free = table.free[process == 0 :]
+    try:
+        worker.start(table.plan(NUM_STEPS), pool)
+    except PlanMismatchError as error:
+        print(error, flush=True)
+    worker.drain(pool)
+
+
 def lose_one(engine, pool, process, num_processes, end):
     """Lose the last process; the others have to notice and raise."""
     watchdog._LEAST_LIMIT_S = watchdog._MARGIN_S = 1.0  # Everything is compiled.
@@ -189,6 +200,7 @@ def main(address, num_processes, process, end, timeout_s):
         agreement_timeout_s=timeout_s,
     )
     pool = serve(engine, worker, pool, process, num_processes)
+    differ(worker, pool, process)
     lose_one(engine, pool, process, num_processes, end)
     leave(process, num_processes, timeout_s)
 

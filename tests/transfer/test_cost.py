@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import TransferEngine, kernels, memory, rows
-from tests.rigs.device_cases import only_on_cpu, spread
+from tests.rigs.device_cases import only_on_cpu
 from tests.rigs.waiting import wait_for
 from tests.transfer.numbered import DEVICE, programs_of
 
@@ -58,16 +58,6 @@ def test_a_load_updates_the_pool_in_place(make):
     before = pointers(moves.pool)
     moves.load_now(ids, ids + 3)
     assert pointers(moves.pool) == before
-
-
-def test_a_load_keeps_the_sharding_of_the_pool(make):
-    # One device, as a mesh whose axis shards the block axis.
-    explicit = jax.sharding.AxisType.Explicit
-    pool = spread(new_pool(), 1, "x", axis_type=explicit)
-    sharding = pool[0].sharding
-    moves = make(pool)
-    move(moves, np.arange(21))
-    assert [leaf.sharding for leaf in moves.pool] == [sharding] * 3
 
 
 @pytest.mark.parametrize("mode", ["fused"])

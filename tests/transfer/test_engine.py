@@ -1,7 +1,5 @@
 """The engine as its caller sees it: sizes, order, and calls that do not wait."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.transfer import PoolLayout, TransferEngine
@@ -43,19 +41,6 @@ def test_empty_transfers_complete_at_the_next_poll(make):
     assert not pool["k"].is_deleted()
 
 
-def test_any_number_of_blocks_can_be_moved(make):
-    moves = make()
-    for num_blocks in (1, 3, 4, 15, 16, 17, 21, NUM_BLOCKS):
-        moves.pool = numbered_pool()
-        ids = np.random.default_rng(num_blocks).permutation(NUM_BLOCKS)[:num_blocks]
-        moves.save(ids.tolist(), ids.astype(np.uint16))
-        [done] = moves.drain()
-        assert (done.direction, done.num_blocks) == ("save", num_blocks)
-        assert done.num_bytes == num_blocks * BLOCK_BYTES
-        assert moves.read(ids) == ids.tolist()
-    assert moves.read([3, 3, 3]) == [3, 3, 3]
-
-
 def test_the_caller_may_change_its_ids_after_the_call(make, held):
     moves = make(staging_bytes=EXTENT_BYTES)
     # At an address that XLA would read in place.
@@ -95,17 +80,6 @@ def test_save_and_load_do_not_wait_for_the_step_before(make, held):
     assert moves.numbers == [4, *range(1, NUM_BLOCKS)]
 
 
-def test_advance_and_poll_finish_transfers_without_drain(make, held):
-    moves = make()
-    moves.pool = held.pool(moves.pool)
-    ticket = moves.save([4], [9])
-    held.release()
-    assert [each.ticket for each in wait_for(moves.engine.poll)] == [ticket]
-    ticket = moves.load([9], [0])
-    assert [each.ticket for each in wait_for(moves.advance)] == [ticket]
-    assert moves.numbers == [4, *range(1, NUM_BLOCKS)]
-
-
 def test_advance_with_nothing_to_do_looks_at_no_leaf(make, monkeypatch):
     moves = make()
     moves.save(range(8), range(8))
@@ -116,21 +90,25 @@ def test_advance_with_nothing_to_do_looks_at_no_leaf(make, monkeypatch):
         assert moves.engine.advance(moves.pool) is moves.pool
 
 
-def test_a_device_block_may_be_overwritten_right_after_save(make, held):
+def test_a_pool_is_copied_in_place_and_each_size_compiled_once(make):
     moves = make()
-    moves.engine.warm_up()
+    engine, expected = moves.engine, moves.numbers
+    assert engine.copy(moves.pool, [], [])["k"] is moves.pool["k"]
+    where = moves.pool["k"].unsafe_buffer_pointer()
+    for num in (1, 2, 7, 8, 3):
+        before = moves.pool["k"]
+        moves.pool = engine.copy(moves.pool, range(num), range(8, 8 + num))
+        expected[8 : 8 + num] = expected[:num]
+        assert before.is_deleted()
+        assert moves.numbers == expected
+        assert moves.pool["k"].unsafe_buffer_pointer() == where
+    assert engine._copier.copy_program.cache_info().currsize == 1
 
-    def overwrite(pool):
-        return jax.tree.map(lambda leaf: leaf * 0 + jnp.ones((), leaf.dtype), pool)
 
-    overwrite = jax.jit(overwrite, donate_argnums=0)
-    overwrite(numbered_pool())  # Compiled now, so that it comes right after the save.
-    pool = held.pool(moves.pool)  # The save is still to run when they are donated.
-    ticket = moves.engine.save(pool, [3, 14, 15], [2, 7, 1])
-    assert not moves.engine.is_waiting(ticket)
-    moves.pool = overwrite(pool)
-    assert pool["k"].is_deleted()
-    held.release()
-    assert [done.error for done in moves.drain()] == [None]
-    moves.pool = numbered_pool()
-    assert moves.read([2, 7, 1]) == [3, 14, 15]
+def test_a_save_before_a_copy_saves_the_old_bytes(make):
+    moves = make()
+    moves.save([5], [0])
+    moves.pool = moves.engine.copy(moves.pool, [6], [5])
+    moves.drain()
+    moves.load_now([0], [6])
+    assert moves.numbers[5:7] == [6, 5]

@@ -93,47 +93,6 @@ def test_a_failed_save_is_reported_and_loses_only_its_blocks(
     assert moves.read([0, 1, 5, 6, 31, 30]) == [0, 20, 5, 21, 7, 22]
 
 
-def test_a_late_failure_keeps_the_bytes_of_a_later_save(make, monkeypatch):
-    moves = make()
-    with monkeypatch.context() as patch:
-        patch.setattr(moves.engine._copier, "save_program", refuse)
-        moves.save([0], [5])  # Fails, but is not reported yet.
-    moves.save([6], [5])
-    assert [each.error is None for each in moves.drain()] == [False, True]
-    assert moves.read([5]) == [6]
-
-
-def test_a_save_of_which_one_piece_fails_has_failed(make, monkeypatch):
-    moves, ids = make(), list(range(21))
-    call, calls = only_call(2, moves.engine._copier.save_program)
-    with monkeypatch.context() as patch:
-        patch.setattr(moves.engine._copier, "save_program", call)
-        moves.save(ids, ids)
-    assert len(calls) > 1
-    [done] = moves.drain()
-    assert REFUSAL in str(done.error)
-    moves.check_empty((0, 16, 20))
-    moves.save_now(ids, ids)
-    assert moves.read(ids) == ids
-
-
-def test_pieces_that_were_dispatched_with_a_failed_pool_fail_the_save(
-    make, broken, gate
-):
-    moves = make(staging_bytes=EXTENT_BYTES)
-    pool = moves.pool
-    gate.shut = True
-    ticket = moves.save(range(12), range(12))
-    assert moves.engine.is_waiting(ticket)  # Two pieces of three.
-    gate.shut = False
-    moves.pool = broken(pool)
-    [done] = moves.drain()
-    assert done.ticket == ticket
-    assert FAULT in str(done.error)
-    moves.pool = pool
-    moves.check_empty(range(12))
-
-
 def test_a_load_that_fails_at_dispatch_returns_the_pool_as_it_was(make, monkeypatch):
     moves = make()
     moves.save_now([7], [1])
@@ -144,20 +103,6 @@ def test_a_load_that_fails_at_dispatch_returns_the_pool_as_it_was(make, monkeypa
     assert done.ticket == ticket
     assert REFUSAL in str(done.error)
     assert moves.numbers == list(range(NUM_BLOCKS))
-    assert moves.read([1]) == [7]
-
-
-def test_a_load_that_fails_in_flight_keeps_the_host_blocks(make, broken):
-    moves = make()
-    moves.save_now([7], [1])
-    moves.pool = broken(moves.pool)
-    ticket = moves.load([1], [0])
-    [done] = moves.drain()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=FAULT):
-        moves.pool["k"].block_until_ready()
-    assert done.ticket == ticket
-    assert FAULT in str(done.error)
-    moves.pool = numbered_pool(100)
     assert moves.read([1]) == [7]
 
 

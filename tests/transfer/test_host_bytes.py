@@ -15,18 +15,30 @@ from jaxkv.transfer import Compression, host_bytes
 from tests.rigs.device_cases import only_on_cpu
 
 NUM_BLOCKS, NUM_HOST = 24, 40
+BLOCK_AXIS = {"k": 0, "v": 1}  # Rows of v lie apart.
 
 
 def random_pool(seed):
     rng = np.random.default_rng(seed)
     k, v = rng.normal(size=(2, NUM_BLOCKS, 4, 2, 8)).astype(np.float32)
-    return {"k": jnp.asarray(k), "v": jnp.asarray(v, jnp.bfloat16)}
+    return {"k": jnp.asarray(k), "v": jnp.asarray(v.swapaxes(0, 1), jnp.bfloat16)}
 
 
 def blocks_of(pool):
     """List the bytes of each block of a pool."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(pool)]
+    leaves = np.asarray(pool["k"]), np.asarray(pool["v"]).swapaxes(0, 1)
     return [b"".join(leaf[n].tobytes() for leaf in leaves) for n in range(NUM_BLOCKS)]
+
+
+@pytest.fixture
+def make(make):
+    """Make engines with random pools."""
+
+    def make_random(seed, num_host_blocks=NUM_HOST, **options):
+        options |= {"block_axis": BLOCK_AXIS}
+        return make(random_pool(seed), num_host_blocks, **options)
+
+    return make_random
 
 
 def in_thread(function):
@@ -66,14 +78,14 @@ def test_bytes_of_one_engine_are_right_in_another(
     # Also as where memory is not read and written at its address.
     monkeypatch.setattr(host_bytes, "_ADDRESSED_PLATFORMS", platforms)
     kinds = {"layer_groups": layer_groups, "compression": compression}
-    first, second = (make(random_pool(1), NUM_HOST, **kinds) for _ in range(2))
+    first, second = (make(1, **kinds) for _ in range(2))
     description = first.engine.host_bytes_description
     assert description == second.engine.host_bytes_description
     ids = list(range(10, 10 + NUM_BLOCKS))
     first.save_now(range(NUM_BLOCKS), ids)
     expected = blocks_of(first.pool)
     if compression:
-        assert description != make(random_pool(1)).engine.host_bytes_description
+        assert description != make(1).engine.host_bytes_description
         first.load_now(ids, range(NUM_BLOCKS))
         expected = blocks_of(first.pool)
     order = np.random.default_rng(2).permutation(NUM_HOST)[:NUM_BLOCKS].tolist()
@@ -87,9 +99,7 @@ def test_bytes_of_one_engine_are_right_in_another(
 @pytest.mark.parametrize("seed", range(2))
 def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed):
     rng = np.random.default_rng(seed)
-    moves = make(
-        random_pool(seed), NUM_HOST, blocks_per_host_block=m, extent_bytes=4096
-    )
+    moves = make(seed, blocks_per_host_block=m, extent_bytes=4096)
     contents = {}  # The device blocks' bytes of each host block.
     payloads = {}  # And what `read_host` says they are.
     for _ in range(100):
@@ -128,7 +138,7 @@ def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed
 
 
 def test_a_write_whose_copy_cannot_begin_fails_and_the_next_one_succeeds(make):
-    engine = make(random_pool(9), 1).engine
+    engine = make(9, 1).engine
     payload = payload_of(engine)
 
     def refuse(copy):
@@ -147,7 +157,7 @@ def test_a_write_whose_copy_cannot_begin_fails_and_the_next_one_succeeds(make):
 
 def test_a_save_waits_for_a_write_that_holds_the_last_extent(make):
     # Two extents of one block each: one is full, one is to spare.
-    moves, copies = make(random_pool(6), 1), []
+    moves, copies = make(6, 1), []
     expected = blocks_of(moves.pool)[3]
     writing = moves.engine.write_host([0], [payload_of(moves.engine)])
     moves.engine.advance_host(copies.append)
@@ -164,9 +174,9 @@ def test_a_save_waits_for_a_write_that_holds_the_last_extent(make):
 
 def test_a_save_that_had_to_wait_leaves_alone_what_was_written_since(make, gate):
     gate.shut = True
-    extent_bytes = 4 * make(random_pool(7)).engine.host_payload_bytes
+    extent_bytes = 4 * make(7).engine.host_payload_bytes
     sizes = {"extent_bytes": extent_bytes, "staging_bytes": extent_bytes}
-    moves = make(random_pool(7), NUM_HOST, **sizes)
+    moves = make(7, **sizes)
     expected = blocks_of(moves.pool)
     # Whoever gave these host blocks away has forgotten the save meanwhile.
     before = moves.save([0, 1, 2, 3], [30, 31, 32, 33])
@@ -187,7 +197,7 @@ def test_a_save_that_had_to_wait_leaves_alone_what_was_written_since(make, gate)
 
 
 def test_a_write_that_had_to_wait_leaves_alone_what_was_saved_since(make):
-    moves = make(random_pool(8), 1)  # Two extents of one block each.
+    moves = make(8, 1)  # Two extents of one block each.
     moves.save_now([5], [0])
     held, copies = moves.engine.read_host([0]), []
     waiting = moves.engine.write_host([0], [payload_of(moves.engine)])

@@ -11,10 +11,9 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import pallas
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxkv.transfer import Compression, PoolLayout, TransferEngine, dma, kernels, rows
-from jaxkv.transfer.extents import ExtentLayout
+from jaxkv.transfer import Compression, TransferEngine, dma, kernels, rows
 from jaxkv.transfer.kernels import SAVE_KINDS, Copier
-from tests.rigs.device_cases import only_on_cpu
+from tests.rigs.device_cases import only_on_cpu, spread
 from tests.transfer.numbered import NUM_BLOCKS, Moves
 from tests.transfer.shadow import Shadow, exercise, random_array, to_device
 
@@ -89,29 +88,32 @@ def test_no_copy_races_with_another_and_each_is_waited_for(
     assert not interpret_pallas_call.races.races_found
 
 
-def test_rows_that_are_not_wanted_are_not_written():
-    array = np.arange(NUM_BLOCKS * 16, dtype=np.int32).reshape(NUM_BLOCKS, 2, 8)
-    pool = jnp.array(array)
-    extents = ExtentLayout.of(PoolLayout.of(pool), 4, stacked=True)
-    bundles = extents.bundles
+def test_asynchronous_copies_copy_any_layout_bit_for_bit():
+    axes = {"half": 1, "bytes": 0, "pair": 2, "float": 0, "flags": 1}
+    shapes = {
+        "half": ((2, 16, 4), "bfloat16"),
+        "bytes": ((16, 3), "int8"),
+        "pair": ((2, 3, 16), "float32"),
+        "float": ((16, 2, 2), "float8_e4m3fn"),
+        "flags": ((1, 16, 2), "uint16"),
+    }
+    rng = np.random.default_rng(0)
+    arrays = {n: random_array(rng, shape, kind) for n, (shape, kind) in shapes.items()}
+    shadow = Shadow(arrays, axes)
+    moves = Moves("staged", to_device(arrays), kernel="dma", block_axis=axes)
+    moves.pool = moves.engine.copy(moves.pool, [3, 7, 3], [0, 15, 1])
+    shadow.copy([3, 7, 3], [0, 15, 1])
+    shadow.check(moves.pool)
 
-    @jax.jit
-    def gather(pool, sources, old):
-        return dma.gather_rows(extents, bundles, {0: pool}, sources, old)
 
-    @jax.jit
-    def scatter(pool, targets, arrays):
-        return dma.scatter_rows(extents, bundles, {0: pool}, targets, arrays)[0]
-
-    sources = jnp.array([-1, 7, -1, 2, 1, 0, 1, 0], jnp.int32)
-    (merged,) = gather(pool, sources, (jnp.full((1, 4, 2, 8), -5, jnp.int32),))
-    assert (np.array(merged[0, [1, 3]]) == array[[7, 2]]).all()
-    assert (np.array(merged[0, [0, 2]]) == -5).all()
-    (gathered,) = gather(pool, sources, None)
-    assert (np.array(gathered[0, [1, 3]]) == array[[7, 2]]).all()
-    after = np.array(scatter(pool, jnp.array([3, -1, 0, -1], jnp.int32), (merged,)))
-    array[[3, 0]] = -5
-    assert (after == array).all()
+def test_asynchronous_copies_copy_sharded_heads_where_they_are():
+    array = np.arange(NUM_BLOCKS * 8, dtype=np.int32).reshape(NUM_BLOCKS, 4, 2)
+    moves = Moves("staged", spread(array, 2, None, "x"), kernel="dma")
+    place = moves.pool.sharding
+    moves.pool = moves.engine.copy(moves.pool, [1, 2], [3, 0])
+    assert moves.pool.sharding == place
+    array[[3, 0]] = array[[1, 2]]
+    np.testing.assert_array_equal(moves.pool, array)
 
 
 class Refusal(Exception):

@@ -93,23 +93,6 @@ def test_blocks_of_any_layout_keep_every_bit(make_layout, name):
     exercise(moves, shadow, rng)
 
 
-@pytest.mark.parametrize("m", [2, 4])
-def test_loads_may_leave_device_blocks_out(make_layout, m):
-    moves, shadow, rng = make_layout(CACHE, blocks_per_host_block=m)
-    exercise(moves, shadow, rng)
-    moves.save_now(np.arange(2 * m).reshape(2, m), [0, 1])
-    shadow.save(np.arange(2 * m).reshape(2, m), [0, 1])
-    # vLLM's rule: the first host block leaves out device blocks at its start, as many
-    # as the device lacks.
-    for num_wanted in range(m + 1, 2 * m):
-        skipped = -num_wanted % m
-        wanted = rng.permutation(24)[:num_wanted]
-        device_ids = np.concatenate([[-1] * skipped, wanted]).reshape(2, m)
-        moves.load_now([1, 0], device_ids)
-        shadow.load([1, 0], device_ids)
-        shadow.check(moves.pool)
-
-
 def test_saves_may_leave_device_blocks_out_which_then_cannot_be_loaded(make_layout):
     moves, shadow, _ = make_layout(CACHE)
     device_ids = [[-1, -1, 7, 3], [4, -1, 5, 6], [23, 22, 21, -1]]
@@ -121,12 +104,6 @@ def test_saves_may_leave_device_blocks_out_which_then_cannot_be_loaded(make_layo
     moves.load_now([2, 0, 1], targets)
     shadow.load([2, 0, 1], targets)
     shadow.check(moves.pool)
-
-
-@pytest.mark.parametrize("layer_groups", [2, 4])
-def test_layer_groups_load_the_same_bytes(make_layout, layer_groups):
-    moves, shadow, rng = make_layout("int8 with scales", layer_groups=layer_groups)
-    exercise(moves, shadow, rng)
 
 
 def test_all_of_a_layer_group_is_issued_before_the_next(make, monkeypatch):

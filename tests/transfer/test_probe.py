@@ -130,41 +130,33 @@ def test_nothing_is_run_for_another_platform_or_a_wrong_timeout(commands):
     assert commands == []
 
 
-def test_the_result_is_cached_for_each_platform(commands):
-    for platform in ("cpu", "gpu", "cpu", "gpu"):
-        assert probe.probe_fused(platform, timeout_s=7).ok
-    assert [command[-1] for command, _ in commands] == ["cpu", "gpu"]
-    assert {options["timeout"] for _, options in commands} == {7.0}
-
-
 def test_a_result_that_is_cached_cannot_be_changed():
     result = probe.ProbeResult(True, "it was tested")
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.ok = False
 
 
-def test_the_child_has_the_import_path_of_its_parent(commands, monkeypatch):
+def test_each_platform_is_tested_once_in_a_child_that_preallocates_nothing(
+    commands, monkeypatch
+):
     monkeypatch.setattr(sys, "path", [*sys.path, "/added/later"])
-    probe.probe_fused("cpu")
-    ((command, _),) = commands
-    assert json.loads(command[-2]) == sys.path
-
-
-def test_the_child_preallocates_nothing(commands, monkeypatch):
-    for name in (
-        "XLA_PYTHON_CLIENT_PREALLOCATE",
-        "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE",
-    ):
-        monkeypatch.setenv(name, "true")
     for name in probe._IGNORED_SWITCHES:
         monkeypatch.setenv(name, "1")
+    preallocates = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+        "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE",
+    }
+    for name in preallocates:
+        monkeypatch.setenv(name, "true")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    probe.probe_fused("cpu")
-    probe.probe_fused("gpu")
+    for platform in ("cpu", "gpu", "cpu", "gpu"):
+        assert probe.probe_fused(platform, timeout_s=7).ok
+    assert [command[-1] for command, _ in commands] == ["cpu", "gpu"]
+    assert {options["timeout"] for _, options in commands} == {7.0}
+    assert json.loads(commands[0][0][-2]) == sys.path
     on_cpu, on_gpu = (options["env"] for _, options in commands)
-    assert on_gpu["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-    assert on_gpu["XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"] == "false"
+    assert {on_gpu[name] for name in preallocates} == {"false"}
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "3"
     assert on_cpu["JAX_PLATFORMS"] == "cpu"
     # The configuration of this process counts, not its present environment.

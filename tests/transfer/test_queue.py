@@ -1,9 +1,8 @@
 """The queue of transfers: budget, order, what waits, and what is abandoned."""
 
-import numpy as np
 import pytest
 
-from tests.transfer.numbered import EXTENT_BYTES, NUM_BLOCKS, NUM_HOST_BLOCKS
+from tests.transfer.numbered import EXTENT_BYTES, NUM_HOST_BLOCKS
 
 
 def issued_by(engine, monkeypatch):
@@ -20,36 +19,6 @@ def issued_by(engine, monkeypatch):
     for name in ("_issue_loads", "_start_saves"):
         monkeypatch.setattr(queue, name, spied(getattr(queue, name)))
     return issued
-
-
-@pytest.mark.parametrize("layer_groups", [1, 2])
-def test_no_more_is_in_flight_than_allowed(make, layer_groups, monkeypatch):
-    for extents in (1, 2, 5):
-        moves = make(staging_bytes=extents * EXTENT_BYTES, layer_groups=layer_groups)
-        engine, copier, seen = moves.engine, moves.engine._copier, []
-
-        def spied(real, engine=engine, seen=seen):
-            def spy(*args):
-                seen.append(engine.bytes_in_flight)
-                return real(*args)
-
-            return spy
-
-        rng = np.random.default_rng(extents)
-        moves.save_now(range(24), range(24))
-        with monkeypatch.context() as patch:
-            for name in ("save", "stage", "load"):
-                patch.setattr(copier, name, spied(getattr(copier, name)))
-            for _ in range(12):
-                ids = rng.permutation(24)[:20]
-                if rng.integers(2):
-                    moves.save(ids[:8], range(24, 32))
-                else:
-                    moves.load(ids, ids)
-                seen.append(engine.bytes_in_flight)
-                moves.advance()
-            moves.drain()
-        assert max(seen) == extents * EXTENT_BYTES
 
 
 def test_loads_go_before_saves_and_each_in_the_order_of_the_calls(
@@ -79,57 +48,26 @@ def test_loads_go_before_saves_and_each_in_the_order_of_the_calls(
     assert [(each.ticket, each.error) for each in done] == [(t, None) for t in in_order]
 
 
-def test_completions_wait_for_earlier_ones_of_their_direction_only(
-    make, gate, monkeypatch
-):
-    moves = make(staging_bytes=2 * EXTENT_BYTES)
-    moves.save_now([0], [0])
-    gate.shut = True
-    saves = [moves.save([1], [1]), moves.save([2], [2]), moves.save([], [])]
-    loaded = moves.load([0], [5])
-    pieces = list(moves.engine._queue._saving)
-    for piece in pieces:
-        piece.wait()
-    gate.shut = False
-    with monkeypatch.context() as patch:  # The others are over, the first is not.
-        patch.setattr(pieces[0], "is_ready", lambda: False)
-        done = [each.ticket for _ in range(3) for each in moves.advance()]
-    assert not set(done) & set(saves)
-    done += [each.ticket for each in moves.drain()]
-    assert [ticket for ticket in done if ticket != loaded] == saves
-    assert loaded in done
-
-
-def test_a_waiting_save_keeps_what_a_later_load_overwrites(make, gate, monkeypatch):
-    moves = make(staging_bytes=EXTENT_BYTES)
-    moves.save_now([7], [1])
-    issued = issued_by(moves.engine, monkeypatch)
-    gate.shut = True
-    first, waiting = moves.save([20], [9]), moves.save([3], [2])
-    loaded = moves.load([1], [3])
-    assert moves.engine.is_waiting(waiting)
-    assert moves.engine.is_waiting(loaded)
-    gate.shut = False
-    moves.drain()
-    assert issued == [first, waiting, loaded]
-    assert moves.numbers[3] == 7
-    assert moves.read([2]) == [3]
-
-
 @pytest.mark.parametrize("has_room", [True, False])
-def test_a_save_after_a_load_of_its_block_saves_what_was_loaded(
+def test_transfers_of_one_block_take_effect_in_the_order_of_their_calls(
     make, mode, has_room, gate
 ):
-    moves = make(staging_bytes=2 * EXTENT_BYTES)
+    moves = make(staging_bytes=3 * EXTENT_BYTES)
     moves.save_now([7], [1])
     gate.shut = True
     if not has_room:
-        moves.save(range(10, 18), range(10, 18))
-    loaded, saved = moves.load([1], [3]), moves.save([3], [2])
-    assert moves.engine.is_waiting(saved) == (not has_room or mode == "staged")
+        moves.save(range(10, 22), range(10, 22))
+    before, loaded, after = (
+        moves.save([3], [2]),
+        moves.load([1], [3]),
+        moves.save([3], [5]),
+    )
+    assert moves.engine.is_waiting(before) == (not has_room)
+    assert moves.engine.is_waiting(after) == (not has_room or mode == "staged")
     gate.shut = False
-    assert [each.ticket for each in moves.drain()][-2:] == [loaded, saved]
-    assert moves.read([2]) == [7]
+    assert [each.ticket for each in moves.drain()][-3:] == [before, loaded, after]
+    assert moves.numbers[3] == 7
+    assert moves.read([2, 5]) == [3, 7]
 
 
 def test_loads_that_wait_are_written_in_order_with_the_bytes_of_their_calls(make, gate):
@@ -167,29 +105,6 @@ def test_a_waiting_transfer_that_is_abandoned_never_happens(make, gate, monkeypa
     assert moves.numbers[10:13] == [10, 11, 3]
     moves.check_empty([30, 1])  # Also the block that it would have overwritten.
     assert moves.read([2, 8, 20]) == [2, 8, 20]
-
-
-@pytest.mark.parametrize("direction", ["save", "load"])
-def test_a_transfer_abandoned_in_flight_is_not_reported(make, mode, direction, gate):
-    moves = make()
-    moves.save_now(range(8), range(8))
-    gate.shut = True
-    if direction == "save":
-        ticket = moves.save([10, 11], [1, 20])
-    else:
-        ticket = moves.load([1, 6], [10, 11])
-    moves.engine.abandon(ticket)
-    assert moves.engine.bytes_in_flight > 0  # A copy cannot be cancelled.
-    with pytest.raises(ValueError, match="is not in flight"):
-        moves.engine.abandon(ticket)
-    gate.shut = False
-    assert moves.drain() == []
-    if direction == "save":
-        moves.check_empty([1, 20])
-    undefined = (10, 11) if (direction, mode) == ("load", "fused") else ()
-    for block, number in enumerate(moves.numbers):
-        assert number == block or block in undefined
-    assert moves.read([0, 2, 3]) == [0, 2, 3]
 
 
 def test_no_load_waits_for_an_abandoned_save(make, gate, monkeypatch):
@@ -234,19 +149,3 @@ def test_a_save_finds_room_beside_loads_that_wait_for_it(make, gate):
     assert {each.error for each in moves.drain()} == {None}
     assert moves.numbers[17:] == [(host_id + 1) % 16 for host_id in first]
     assert moves.read([0, 4, 24, 1, 25]) == [23, 23, 23, 0, 0]
-
-
-def test_a_full_host_is_replaced_while_loads_wait_for_its_saves(make, gate):
-    moves = make(num_host_blocks=16, staging_bytes=EXTENT_BYTES)
-    moves.save_now(range(16), range(16))
-    odd, even = np.arange(1, 16, 2), np.arange(0, 16, 2)
-    gate.shut = True
-    moves.save(odd, odd)
-    # Into blocks that the save has to read, from blocks that the next one replaces.
-    moves.load(even, odd)
-    moves.save(even, even)
-    assert moves.engine.num_waiting == 3
-    gate.shut = False
-    assert [each.error for each in moves.drain()] == [None] * 3
-    assert moves.numbers == [n - n % 2 * (n < 16) for n in range(NUM_BLOCKS)]
-    assert moves.read(range(16)) == list(range(16))

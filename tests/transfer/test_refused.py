@@ -1,6 +1,6 @@
 """What the engine refuses, with the reason; and that it changes nothing."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -207,20 +207,33 @@ def test_refused_rows_of_device_blocks_change_nothing(make):
     assert moves.numbers[8:16] == [0, 1, 2, 3, 0, 1, 4, 5]
 
 
+def calls_with(engine, pool):
+    """Calls with a pool that must be the current one."""
+    return {
+        "save": lambda: engine.save(pool, [2], [1]),
+        "load": lambda: engine.load(pool, [1], [2]),
+        "copy": lambda: engine.copy(pool, [1], [2]),
+        "drain": lambda: engine.drain(pool),
+        "take_step_loads": lambda: engine.take_step_loads(pool, 1),
+        "advance": lambda: engine.advance(pool),
+    }
+
+
+def check_refused(calls, message):
+    for call in calls:
+        with pytest.raises(RuntimeError, match=message):
+            call()
+
+
 def test_a_stale_pool_is_refused_by_every_call(make):
     moves = make()
     engine, stale = moves.engine, moves.pool
     moves.save_now([7], [1])
     moves.load_now([1], [0])
+    calls = calls_with(engine, stale)
+    assert calls.pop("advance")() is stale  # There is nothing to do.
     message = r"pool\['k'\] has been deleted .* pass the pool that the last load"
-    for call in (
-        lambda: engine.save(stale, [2], [1]),
-        lambda: engine.load(stale, [1], [2]),
-        lambda: engine.copy(stale, [1], [2]),
-        lambda: engine.drain(stale),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call()
+    check_refused(calls.values(), message)
     assert engine.num_in_flight == 0
     assert moves.read([1]) == [7]
 
@@ -231,30 +244,17 @@ def test_another_thread_is_refused_by_every_call(make):
     moves.save_now([1], [1])
     ticket = moves.save([2], [2])
     calls = [
-        lambda: engine.save(pool, [3], [1]),
-        lambda: engine.load(pool, [1], [0]),
-        lambda: engine.copy(pool, [1], [2]),
-        lambda: engine.advance(pool),
+        *calls_with(engine, pool).values(),
         lambda: engine.poll(),
-        lambda: engine.drain(pool),
         lambda: engine.abandon(ticket),
         lambda: engine.forget([1]),
         lambda: engine.read_host([1]),
         lambda: engine.advance_host(lambda copy: copy()),
         lambda: engine.step_started(pool["k"]),
     ]
-    errors = []
-
-    def call_all():
-        for call in calls:
-            with pytest.raises(RuntimeError, match="one thread must dispatch") as info:
-                call()
-            errors.append(info.value)
-
-    thread = threading.Thread(target=call_all)
-    thread.start()
-    thread.join()
-    assert len(errors) == len(calls)
+    with ThreadPoolExecutor(1) as executor:
+        message = "one thread must dispatch"
+        executor.submit(check_refused, calls, message).result()
     assert [each.ticket for each in moves.drain()] == [ticket]
     assert moves.read([1, 2]) == [1, 2]
 
@@ -265,16 +265,7 @@ def test_calls_between_the_taking_of_step_loads_and_their_start_are_refused(make
     moves.save_now([4], [4])
     ticket = moves.load([4], [8], in_step=True)
     pool, loads = engine.take_step_loads(moves.pool, 1)
-    for call in (
-        lambda: engine.save(pool, [1], [1]),
-        lambda: engine.load(pool, [4], [1]),
-        lambda: engine.copy(pool, [1], [2]),
-        lambda: engine.advance(pool),
-        lambda: engine.drain(pool),
-        lambda: engine.take_step_loads(pool, 1),
-    ):
-        with pytest.raises(RuntimeError, match="call step_started"):
-            call()
+    check_refused(calls_with(engine, pool).values(), "call step_started")
     with pytest.raises(ValueError, match=r"layer_group=1 must be in \[0, 1\)"):
         loads.write(pool, 1)
     with pytest.raises(ValueError, match="must have the structure"):

@@ -113,16 +113,14 @@ class VllmSettings(Settings):
         "scheduler",
         "The module to import `eviction_policy` from, a function that makes a "
         "[policy of your own](write-a-policy.md), unless importing registers it.",
-        expected="the path of a module",
-        pattern=r"[^\W\d]\w*(\.[^\W\d]\w*)*",
+        settings.Text("the path of a module", r"[^\W\d]\w*(\.[^\W\d]\w*)*"),
     )
     storage_namespace: str | None = settings.text(
         None,
         "storage",
         "A name for the weights, in place of [what is looked "
         "at](#which-engines-share).",
-        expected="a text that is not empty",
-        pattern=r"(?s:.*\S.*)",
+        settings.Text("a text that is not empty", r"(?s:.*\S.*)"),
     )
     storage_keep_on_reset: bool = settings.flag(
         False,

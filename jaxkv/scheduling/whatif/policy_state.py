@@ -21,7 +21,7 @@ from jaxkv._util.outage import OutageLog
 from jaxkv.policies import reuse
 from jaxkv.policies.hazard import NUM_CLASSES, HazardState
 from jaxkv.policies.registry import AUTO
-from jaxkv.policies.reuse import MOST, NUM_BINS, UNIT, ReuseTable
+from jaxkv.policies.reuse import MAX_COUNT, NUM_BINS, UNIT, ReuseTable
 from jaxkv.scheduling.checks import serves_with_others
 from jaxkv.scheduling.listening import End, Listener
 from jaxkv.scheduling.whatif.what_if import WhatIf
@@ -166,7 +166,7 @@ def _counts(listed: Any, shape: tuple[int, ...]) -> Any:
     if counts.shape != shape or any(type(count) is not int for count in counts.flat):
         raise ValueError("not an array of counts")
     # Of Python's numbers, whose sum cannot wrap around.
-    if min(counts.flat) < 0 or sum(counts.flat) > 2 * MOST:
+    if min(counts.flat) < 0 or sum(counts.flat) > 2 * MAX_COUNT:
         raise ValueError("counts out of range")
     return counts.astype(np.int32)
 

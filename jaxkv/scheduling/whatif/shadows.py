@@ -36,6 +36,7 @@ from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
+from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.reuse import ReuseTable, from_counts
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
@@ -393,9 +394,9 @@ class Shadows:
             return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
-                told = words, visit.positions, now_ms % _TIMES, num_tokens
-                course.mark = tier.executor.begin(*told)
-            tier.executor.touch(words)
+                about = begun(now_ms % _TIMES, num_tokens)
+                course.mark = tier.executor.note(words, BEGIN, visit.positions, about)
+            tier.executor.touch(words, True)
 
     def first_open_block(self, name: str, keys: Sequence[BlockKey]) -> int:
         """Return the first block of a request that a shadow may still be offered."""
@@ -499,11 +500,11 @@ class Shadows:
         if not visit.courses:
             return
         output = -1 if num_output_tokens is None else num_output_tokens
-        end = now_ms % _TIMES, output, STOPS.index(stop)
+        reason = STOPS.index(stop)
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
-                told = visit.words, visit.positions, *end, course.mark
-                tier.executor.finish(*told)
+                about = finished(now_ms % _TIMES, output, reason, course.mark)
+                tier.executor.note(visit.words, FINISH, visit.positions, about)
 
     def forget(self, name: str, *, is_held: bool = False) -> None:
         """Forget a request; `is_held` keeps its offer while a load is in flight."""
@@ -530,7 +531,7 @@ class Shadows:
         if self._pool is None:
             num, ids = tier.executor.lookup(words), _NO_IDS
             if num and self.sample is None:
-                ids, _ = tier.executor.prepare_load(words[:num])
+                _, ids = tier.executor.prepare_load(words[:num])
             return num, ids
         found = tier.executor.find_beside(self._pool.bound, words)
         num, on_device, on_host = found

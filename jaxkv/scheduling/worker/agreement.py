@@ -1,13 +1,14 @@
-"""How the processes that serve one model agree on how transfers ended."""
+"""Agreement between the processes that serve one model on how transfers ended."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from jaxkv.scheduling.worker.exchange import AgreementError, Exchange
@@ -18,54 +19,49 @@ from jaxkv.types import PyTree
 EventName: TypeAlias = int | tuple[str, ...]
 """A store event, or the requests of a load event."""
 
-# How long to wait between two looks at transfers that are due; doubled up to the most.
-_LEAST_PAUSE_S = 1e-4
-_MOST_PAUSE_S = 5e-3
-# How many transfers an error lists.
-_MOST_NAMED = 8
+# The pause between two polls of transfers that are due doubles up to the maximum.
+_MIN_PAUSE_S = 1e-4
+_MAX_PAUSE_S = 5e-3
+# An error lists this many transfers.
+_MAX_LISTED = 8
 
 
 class PlanMismatchError(RuntimeError):
     """Processes that serve one model have planned different transfers."""
 
 
+def check_same_plans(step: int, verb: str, plans: Sequence[str], process: int) -> None:
+    """Raise PlanMismatchError unless all processes have this one's plan of a step."""
+    differing = [number for number, plan in enumerate(plans) if plan != plans[process]]
+    if differing:
+        raise PlanMismatchError(
+            f"in step {step} processes {differing} {verb} other transfers than process "
+            f"{process}: their schedulers must be given the same requests and reports "
+            "in the same order."
+        )
+
+
 @dataclasses.dataclass(eq=False)
 class Batch:
-    """The transfers of a step in one direction, which share its bandwidth.
-
-    Attributes:
-        start_s: When they were started.
-        num_left: Those that were not reported.
-        in_step: Whether the step's own program writes them, in its own time.
-        num_bytes: Bytes of those that arrived.
-        end_s: When the last of these was reported.
-    """
+    """The transfers of a step in one direction, which share its bandwidth."""
 
     start_s: float
-    num_left: int
-    in_step: bool = False
-    num_bytes: int = 0
-    end_s: float | None = None
+    num_left: int  # Not reported.
+    in_step: bool = False  # Whether the step's program writes them, in its own time.
+    num_bytes: int = 0  # Of the transfers that arrived.
+    end_s: float | None = None  # When the last of these was reported.
 
 
 @dataclasses.dataclass(eq=False)
 class Transfer:
-    """A transfer that was started and not reported.
-
-    Attributes:
-        ticket: What the engine calls it.
-        name: What the scheduler calls it.
-        batch: What was started with it.
-        step: In which step.
-        is_over: Whether it has ended in this process, or was abandoned.
-        done: How it ended, if it succeeded; in all processes, once they have agreed.
-    """
+    """A transfer from its start until it is reported."""
 
     ticket: Ticket
     name: EventName
     batch: Batch
     step: int
-    is_over: bool = False
+    has_ended: bool = False  # In this process, also if it was abandoned.
+    # Set if it succeeded here and, after the processes have agreed, everywhere.
     done: Completion | None = None
 
     def __str__(self) -> str:
@@ -74,38 +70,18 @@ class Transfer:
         return f"the load of {', '.join(map(repr, self.name))} of step {self.step}"
 
     def end(self, done: Completion | None) -> None:
-        """Note how it ended here; None if it was abandoned."""
-        self.is_over = True
+        """Record how it ended in this process; None if it was abandoned."""
+        self.has_ended = True
         self.done = done if done is not None and done.error is None else None
-
-
-@dataclasses.dataclass(eq=False)
-class _Step:
-    """The transfers of a step that the processes have not agreed on.
-
-    Attributes:
-        number: The step.
-        transfers: In the order in which they were started.
-        num_open: Those that are not over in this process.
-    """
-
-    number: int
-    transfers: list[Transfer]
-    num_open: int = 0
 
 
 class Agreement:
     """Makes a transfer that has failed in one process fail in all.
 
-    How the transfers of a step ended here is sent as soon as it is known, and received
-    when they are due, from `settle`. All processes call that in the same order.
-
-    Args:
-        exchange: How the processes talk; it is this object's alone.
-        engine: What moves blocks in this process.
-        deadline_s: How long to wait for one of its transfers that is due, which is
-            then abandoned and has failed; None to end the run instead.
-        clock: Seconds since some moment.
+    Each process sends how the transfers of a step ended there as soon as it is known,
+    and receives the other outcomes in `settle`, when the transfers are due. All
+    processes call `settle` in the same order. A transfer that is due is abandoned after
+    `deadline_s`; if that is None, `settle` ends the run instead.
     """
 
     def __init__(
@@ -120,54 +96,47 @@ class Agreement:
         self._deadline_s = deadline_s
         self._clock = clock
         self._transfers: dict[Ticket, Transfer] = {}
-        # In order; and of these, the ones whose outcome was not sent.
-        self._steps: OrderedDict[int, _Step] = OrderedDict()
-        self._unsent: deque[_Step] = deque()
+        # By step, in the order of their start, until the processes agree.
+        self._steps: dict[int, list[Transfer]] = {}
+        self._unsent: deque[int] = deque()  # Steps whose outcome has not been sent.
         self._failure: Exception | None = None
         self._watchdog = Watchdog(exchange.timeout_s)
 
     def watch(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """Watch over a call: it ends the process if it does not return for long."""
+        """End the process if a call takes too long to return."""
         return self._watchdog.watch(lambda: self._describe(call))
 
     def begin(self, transfer: Transfer) -> None:
-        """Take note of a transfer that was started."""
-        step = transfer.step
-        if step not in self._steps:
-            self._steps[step] = _Step(step, [])
-            self._unsent.append(self._steps[step])
+        """Add a transfer that was started."""
+        if transfer.step not in self._steps:
+            self._steps[transfer.step] = []
+            self._unsent.append(transfer.step)
         self._transfers[transfer.ticket] = transfer
-        self._steps[step].transfers.append(transfer)
-        self._steps[step].num_open += 1
+        self._steps[transfer.step].append(transfer)
 
     def send(self) -> None:
-        """Tell the others which transfers are over here, and how; never waits."""
+        """Send the outcomes of the steps that have ended here; never waits."""
         for done in self._engine.poll():
             transfer = self._transfers.get(done.ticket)
             if transfer is not None:
-                self._end(transfer, done)
-        # Step by step, for the rounds of the exchange are counted.
-        while self._unsent and not self._unsent[0].num_open:
+                transfer.end(done)
+        # In the order of steps, because the exchange counts its rounds.
+        while self._unsent and not _open(self._steps[self._unsent[0]]):
             step = self._unsent.popleft()
-            self._exchange.send(_text(step.number, step.transfers), step.number)
+            self._exchange.send(_text(step, self._steps[step]), step)
 
     def settle(
         self, pool: PyTree, last: int, *, wait_for_all: bool
     ) -> tuple[PyTree, list[Transfer]]:
-        """Agree on transfers; wait for those of this process, then for the others.
+        """Wait for this process's transfers, then for the outcomes of the others.
 
-        Args:
-            pool: The device pool.
-            last: The last step whose transfers are due.
-            wait_for_all: Whether to wait for this process's later ones, too.
-
-        Returns:
-            The pool to go on with, and the transfers that were due.
+        `last` is the last step whose transfers are due, which are returned.
+        `wait_for_all` also waits for this process's later transfers.
 
         Raises:
-            AgreementError: This process's transfers are not over in time, or not all
-                processes have sent how theirs ended.
-            PlanMismatchError: Others have moved something else.
+            AgreementError: This process's transfers have not ended in time, or another
+                process has not sent its outcomes.
+            PlanMismatchError: Another process has moved something else.
         """
         if self._failure is not None:
             raise self._failure
@@ -183,27 +152,22 @@ class Agreement:
         return pool, agreed
 
     def _wait(self, pool: PyTree, last: int, wait_for_all: bool) -> PyTree:
-        """Wait until this process's own transfers are over."""
-        # Not `engine.drain`: what it waits for may depend on a collective that another
-        # process never joins.
-        start_s, pause_s = self._clock(), _LEAST_PAUSE_S
+        """Wait until this process's transfers have ended."""
+        # Not by `engine.drain`, which may wait for a collective that another process
+        # never joins.
+        start_s, pause_s = self._clock(), _MIN_PAUSE_S
         while True:
             pool = self._engine.advance(pool)
             self.send()
             waited_s = self._clock() - start_s
-            late = [
-                transfer
-                for step in self._up_to(None if wait_for_all else last)
-                if step.num_open
-                for transfer in step.transfers
-                if not transfer.is_over
-            ]
+            steps = self._steps if wait_for_all else self._up_to(last)
+            late = [late for step in steps for late in _open(self._steps[step])]
             if not late:
                 return pool
             if self._deadline_s is not None and waited_s > self._deadline_s:
                 for transfer in late:
                     self._engine.abandon(transfer.ticket)
-                    self._end(transfer, None)
+                    transfer.end(None)
                 continue
             if waited_s > self._exchange.timeout_s:
                 process = self._exchange.process
@@ -216,26 +180,24 @@ class Agreement:
                     (process,),
                 )
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _receive(self, last: int, end_s: float) -> list[Transfer]:
-        """Wait for the outcomes of the others."""
+        """Wait for the outcomes of all processes; return the transfers up to a step."""
         agreed = []
-        for step in list(self._up_to(last)):
-            about = f"how {_listed(step.transfers)} ended"
-            texts = self._exchange.receive(about, end_s - self._clock())
-            oks = self._agree(step.number, step.transfers, texts)
-            del self._steps[step.number]
-            for transfer, ok in zip(step.transfers, oks, strict=True):
+        for step in self._up_to(last):
+            transfers = self._steps[step]
+            subject = f"how {_listed(transfers)} ended"
+            texts = self._exchange.receive(subject, end_s - self._clock())
+            plans, outcomes = zip(*(text.rsplit(" ", 1) for text in texts), strict=True)
+            check_same_plans(step, "started", plans, self._exchange.process)
+            oks = [set(column) == {"1"} for column in zip(*outcomes, strict=True)]
+            del self._steps[step]
+            for transfer, ok in zip(transfers, oks, strict=True):
                 del self._transfers[transfer.ticket]
                 transfer.done = transfer.done if ok else None
                 agreed.append(transfer)
         return agreed
-
-    def _end(self, transfer: Transfer, done: Completion | None) -> None:
-        """Note how a transfer ended here; None if it was abandoned."""
-        self._steps[transfer.step].num_open -= not transfer.is_over
-        transfer.end(done)
 
     def _describe(self, call: str) -> str:
         text = (
@@ -246,39 +208,25 @@ class Agreement:
         silent = self._exchange.silent
         return f"{text}: processes {list(silent)} are silent." if silent else f"{text}."
 
-    def _up_to(self, last: int | None) -> Iterator[_Step]:
-        """Give the steps up to one; all if that is None."""
-        for number, step in self._steps.items():
-            if last is not None and number > last:
-                break
-            yield step
+    def _up_to(self, last: int) -> list[int]:
+        # In their order, so that later steps, of which there may be many, cost nothing.
+        return list(itertools.takewhile(lambda step: step <= last, self._steps))
 
-    def _agree(
-        self, step: int, transfers: list[Transfer], texts: list[str]
-    ) -> list[bool]:
-        """Say of each transfer of a step whether it has succeeded everywhere."""
-        own = self._exchange.process
-        plans = [text.rpartition(" ")[0] for text in texts]
-        others = [process for process, p in enumerate(plans) if p != plans[own]]
-        if others:
-            raise PlanMismatchError(
-                f"in step {step} processes {others} started other transfers than "
-                f"process {own}: their schedulers were not told the same requests and "
-                "reports in the same order."
-            )
-        outcomes = [text.rpartition(" ")[2] for text in texts]
-        return [set(column) == {"1"} for column in zip(*outcomes, strict=True)]
+
+def _open(transfers: list[Transfer]) -> list[Transfer]:
+    """List the transfers that have not ended in this process."""
+    return [transfer for transfer in transfers if not transfer.has_ended]
 
 
 def _listed(transfers: list[Transfer]) -> str:
-    """List transfers for a message; not all of many."""
-    named = " and ".join(map(str, transfers[:_MOST_NAMED]))
-    more = len(transfers) - _MOST_NAMED
-    return f"{named} and {more} more" if more > 0 else named
+    """List the first transfers for a message."""
+    names = " and ".join(map(str, transfers[:_MAX_LISTED]))
+    num_left = len(transfers) - _MAX_LISTED
+    return f"{names} and {num_left} more" if num_left > 0 else names
 
 
 def _text(step: int, transfers: list[Transfer]) -> str:
-    """Write what a process sends: the step, what it moved, how that ended."""
+    """Write what a process sends: the step, a digest of its transfers, the outcomes."""
     names = repr([transfer.name for transfer in transfers])
     digest = hashlib.sha256(names.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{step} {digest} " + "".join(

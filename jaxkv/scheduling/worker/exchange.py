@@ -1,19 +1,19 @@
-"""What the processes of a run send one another beside their devices.
+"""Messages between the processes of a run, in rounds and without their devices.
 
-They do so over the key-value store of jax's coordination service, not by a collective
-on their devices:
+They pass through the key-value store of jax's coordination service. A collective on the
+devices would not do:
 
-* A collective is queued behind the model's programs, so its reader waits for the
-  model: the host could not dispatch ahead any more. The store knows no devices.
-* A collective that a peer does not join hangs, and what is queued behind it. No wait
-  for it can be ended, and nothing shows who is missing. A look into the store ends
-  when it is stopped, and shows who has written.
+* A collective is queued behind the model's programs, so its reader waits for the model
+  and the host could no longer dispatch ahead. The store is independent of devices.
+* If a peer does not join a collective, it hangs with everything queued behind it. The
+  wait cannot be ended, and nothing shows which process is missing. A read of the store
+  ends when it is stopped, and shows which processes have written.
 * Processes whose plans differ would pair a collective with another program's. Here
-  they find that they talk of different things.
+  they detect that their messages are about different transfers.
 
-A thread talks to the store: it writes what this process sends as soon as that is
-known, and reads what the others send, so that the thread that runs the model finds the
-answer there when it is due, or waits for it no longer than it may.
+A thread talks to the store. It writes a process's message as soon as it is known, and
+reads the messages of the others. So the thread that runs the model finds them when they
+are due, or waits for them no longer than it may.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from typing import Protocol
 
 import jax
 
-# How long the thread waits for a peer at a time, before it looks whether it is to end.
+# After this wait for a peer the thread checks whether it must end.
 _SLICE_MS = 200
 _JOIN_S = 2.0
-_LEAST_WAIT_S = 1.0
+_MIN_WAIT_S = 1.0
 _worker_numbers = itertools.count()
 
 
@@ -45,11 +45,9 @@ class AgreementError(RuntimeError):
     The run is over: each process knows only how its own transfers ended, and would go
     on with another host tier than the others.
 
-    Attributes:
-        step: The step of the transfers, or of the plan, in question.
-        processes: The processes that have not sent anything in time; this process
-            itself, if its own transfers have not ended. Empty if the coordination
-            service could not be asked.
+    `step` is the step of the transfers or of the plan. `processes` are the processes
+    that have not sent anything in time, this one if its transfers have not ended, and
+    none if the coordination service has failed.
     """
 
     def __init__(self, message: str, step: int, processes: tuple[int, ...]):
@@ -59,10 +57,10 @@ class AgreementError(RuntimeError):
 
 
 class KeyValueStore(Protocol):
-    """What is used of jax's client of its coordination service.
+    """The methods used of jax's client of its coordination service.
 
-    jax has no public name for it, but checkpointing libraries rely on these methods.
-    They are the same from jax 0.10.2 to 0.12.
+    jax has no public name for them, but checkpointing libraries rely on them. They are
+    the same from jax 0.10.2 to 0.12.
     """
 
     def key_value_set(self, key: str, value: str) -> None:
@@ -84,27 +82,19 @@ class KeyValueStore(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class _Round:
-    """What each process sends once.
-
-    Attributes:
-        number: Counts the rounds.
-        step: The step that it is about.
-        text: What this process sends.
-        texts: What each process has sent, by its number, as far as it is known.
-        error: Why the store could not be asked.
-        is_over: Set when `texts` is complete, or there is an error.
-    """
+    """A round: one message of each process."""
 
     number: int
     step: int
-    text: str
-    texts: dict[int, str] = dataclasses.field(default_factory=dict)
-    error: Exception | None = None
+    text: str  # This process's message.
+    texts: dict[int, str] = dataclasses.field(default_factory=dict)  # By process.
+    error: Exception | None = None  # Of the store.
+    # Set when all messages are known, or there is an error.
     is_over: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 class _Speaker:
-    """What the thread runs. It holds no `Exchange`, so that one can be forgotten."""
+    """The thread's part. It holds no `Exchange`, so that one can be collected."""
 
     def __init__(
         self, store: KeyValueStore, process: int, num_processes: int, topic: str
@@ -117,16 +107,16 @@ class _Speaker:
         self._topic = topic
 
     def run(self) -> None:
-        """Take one round after the other, until there is a None."""
+        """Run one round after the other, until a None."""
         while (round_ := self.rounds.get()) is not None:
             try:
-                self._take(round_)
-            # Whatever it is: it would not be seen here, and a caller waits.
+                self._run_round(round_)
+            # Any error: it would not be seen here, and a caller waits.
             except Exception as error:
                 round_.error = error
             round_.is_over.set()
 
-    def _take(self, round_: _Round) -> None:
+    def _run_round(self, round_: _Round) -> None:
         folder = f"{self._topic}/{round_.number}"
         self._store.key_value_set(f"{folder}/{self._process}", round_.text)
         while True:
@@ -138,8 +128,8 @@ class _Speaker:
             if self.is_ending.is_set():
                 raise InterruptedError("the exchange was closed")
             self._wait_for(f"{folder}/{missing[0]}")
-        # Who has spoken in this round has read all of the one before, so its keys are
-        # not read again: each process leaves no more than two.
+        # A process that has written in this round has read all of the last one, whose
+        # keys are not read again: each process leaves at most two keys.
         if round_.number:
             old = f"{self._topic}/{round_.number - 1}/{self._process}"
             self._store.key_value_delete(old)
@@ -153,22 +143,15 @@ class _Speaker:
 
 
 def _missing(texts: dict[int, str], num_processes: int) -> tuple[int, ...]:
-    """List the processes that have not sent anything."""
+    """List the processes that have not sent a message."""
     return tuple(p for p in range(num_processes) if p not in texts)
 
 
 class Exchange:
-    """Sends every process what each of them has to send, one round after the other.
+    """Sends every process the messages of all processes, one round after the other.
 
-    All processes take the same rounds in the same order; they may begin one before the
-    last is over.
-
-    Args:
-        store: Where they write.
-        process: The number of this process.
-        num_processes: How many there are.
-        topic: What the keys begin with; another for each exchange.
-        timeout_s: How long to wait for the others.
+    All processes take the same rounds in the same order; they may begin a round before
+    the last is over. All keys begin with `topic`, which no other exchange may have.
     """
 
     def __init__(
@@ -186,18 +169,18 @@ class Exchange:
         self._open: collections.deque[_Round] = collections.deque()
         self._failure: AgreementError | None = None
         self._speaker = _Speaker(store, process, num_processes, topic)
-        # A daemon, for a call to a store that does not answer never returns, and must
-        # not keep the process from ending.
+        # A daemon: a call to a store that does not answer never returns, and must not
+        # keep the process alive.
         self._thread = threading.Thread(
             target=self._speaker.run, name=f"jaxkv {topic}", daemon=True
         )
-        # When nothing holds this any more, or before jax takes its client away at exit.
+        # When this is collected, or at exit before jax closes its client.
         self.close = weakref.finalize(self, _end, self._speaker, self._thread)
         atexit.register(self.close)
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """The processes that have sent nothing in the oldest round, as far as known."""
+        """The processes not known to have sent a message in the oldest round."""
         if not self._open:
             return ()
         return _missing(self._open[0].texts, self._num_processes)
@@ -210,31 +193,27 @@ class Exchange:
         self._open.append(round_)
         self._speaker.rounds.put(round_)
 
-    def receive(self, about: str, left_s: float = math.inf) -> list[str]:
-        """Return what each process sends in the oldest round not received yet.
+    def receive(self, subject: str, left_s: float = math.inf) -> list[str]:
+        """Return the messages of the oldest round not received yet, in process order.
 
-        Args:
-            about: What the round is about, for the message of an error.
-            left_s: How much of `timeout_s` is left, if it has been waited before.
-
-        Returns:
-            The texts, by the number of the process.
+        `subject` completes the errors' "have not said". `left_s` is what a wait before
+        this one has left of `timeout_s`.
 
         Raises:
             AgreementError: A process has not sent anything within `timeout_s`, or the
-                store cannot be asked.
+                store has failed.
         """
         if self._failure is not None:
             raise self._failure
         self._start()
         round_ = self._open.popleft()
-        # Some time in any case, for this process's own words have to get there.
-        least_s = min(self.timeout_s, _LEAST_WAIT_S)
-        round_.is_over.wait(min(max(left_s, least_s), self.timeout_s))
+        # At least some time, as this process's own message has to be written.
+        min_s = min(self.timeout_s, _MIN_WAIT_S)
+        round_.is_over.wait(min(max(left_s, min_s), self.timeout_s))
         missing = _missing(round_.texts, self._num_processes)
         if missing and round_.error is None:
             self._fail(
-                f"processes {list(missing)} have not said {about} within "
+                f"processes {list(missing)} have not said {subject} within "
                 f"agreement_timeout_s={self.timeout_s:g}: they have stalled, died, or "
                 f"planned other transfers. Process {self.process} cannot go on "
                 "without them.",
@@ -243,7 +222,7 @@ class Exchange:
             )
         if round_.error is not None:
             self._fail(
-                f"process {self.process} could not ask the others {about}, for jax's "
+                f"process {self.process} could not ask the others {subject}, for jax's "
                 f"coordination service has failed: {round_.error}",
                 round_.step,
                 (),
@@ -252,7 +231,7 @@ class Exchange:
         return [round_.texts[process] for process in range(self._num_processes)]
 
     def _start(self) -> None:
-        """Start the thread; without it rounds wait, and the next call tries again."""
+        """Start the thread; if that fails, the next call tries again."""
         if self._thread.ident is None:
             with contextlib.suppress(RuntimeError, MemoryError):
                 self._thread.start()
@@ -265,7 +244,7 @@ class Exchange:
         cause: Exception | None = None,
     ) -> None:
         self._failure = AgreementError(message, step, processes)
-        # Let the thread end by itself: it may wait for an answer that never comes.
+        # Do not join the thread, which may wait for an answer that never comes.
         self._speaker.is_ending.set()
         self._speaker.rounds.put(None)
         raise self._failure from cause
@@ -279,14 +258,14 @@ def _end(speaker: _Speaker, thread: threading.Thread) -> None:
 
 
 def open_exchanges(timeout_s: float, topics: Sequence[str]) -> list[Exchange]:
-    """Open exchanges between all processes of this run, one for each topic.
+    """Open an exchange between all processes of this run for each topic.
 
-    The n-th call in one process talks to the n-th in each other.
+    The n-th call in one process talks to the n-th in every other.
 
     Raises:
-        ValueError: jax does not know how the processes reach one another.
+        ValueError: jax has no coordination service.
     """
-    # Not public, nor is there anything public in its place: see `KeyValueStore`.
+    # jax has no public name for it: see `KeyValueStore`.
     from jax._src import distributed
 
     client = distributed.global_state.client

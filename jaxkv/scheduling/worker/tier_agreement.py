@@ -1,4 +1,4 @@
-"""How the processes that serve one model agree on blocks of tiers below the host."""
+"""Agreement between the processes that serve one model on blocks below the host."""
 
 from __future__ import annotations
 
@@ -7,121 +7,89 @@ import collections
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from jaxkv.scheduling.protocol import TierReport
 from jaxkv.scheduling.worker.exchange import Exchange
 from jaxkv.types import KEY_BYTES, BlockKey
 
-# How many keys of a listing are sent in a step, which all go through jax's coordination
-# service.
+# Keys of a listing per step and tier: all of them pass jax's coordination service.
 KEYS_PER_STEP = 1024
-
-
-@dataclasses.dataclass(eq=False)
-class _Outcome:
-    """What the processes have reported of a fetch, a write or a probe.
-
-    Attributes:
-        num_reports: How many have reported that it is over.
-        oks: Which blocks have arrived in all of these.
-    """
-
-    num_reports: int
-    oks: list[bool]
+# The fields of a report that name moves which have ended.
+_KINDS = "fetched", "written", "probed"
 
 
 class TierAgreement:
-    """Makes a fetch, a write or a probe be over in all processes in the same step.
+    """Makes a fetch, a write or a probe end in all processes in the same step.
 
     In each step every process sends what has ended there since the last; some steps
-    later all receive what all have sent. A block has arrived, or is there, when it has,
-    or is, in all. What a listing finds is sent by the process that lists.
-
-    Args:
-        exchange: How the processes talk; it is this object's alone.
-        num_processes: How many there are.
+    later all processes receive it. A block has arrived, or is present, if it has in all
+    processes. One process alone lists the store and sends what it finds.
     """
 
     def __init__(self, exchange: Exchange, num_processes: int) -> None:
         self._exchange = exchange
         self._num_processes = num_processes
         self._steps: collections.deque[int] = collections.deque()
-        self._open: dict[tuple[int, str, int], _Outcome] = {}
+        # The outcomes of each move in the processes that have reported it.
+        self._open: dict[tuple[int, str, int], list[str]] = {}
 
     def send(self, reports: Sequence[TierReport], step: int) -> None:
-        """Tell the others what has ended here; never waits.
-
-        Args:
-            reports: It, with `KEYS_PER_STEP` keys of a listing at most for each tier.
-            step: The step.
-        """
-        told = []
+        """Send what has ended here, with `KEYS_PER_STEP` keys at most; never waits."""
+        rows = []
         for report in reports:
             ended = [
-                [kind, event, "".join(map(str, map(int, oks)))]
-                for kind, outcomes in (
-                    ("f", report.fetched),
-                    ("w", report.written),
-                    ("p", report.probed),
-                )
-                for event, oks in outcomes
+                [kind, event, "".join("01"[int(ok)] for ok in oks)]
+                for kind in _KINDS
+                for event, oks in getattr(report, kind)
             ]
             keys = [
-                base64.b64encode(b"".join(each)).decode()
-                for each in (report.found, report.gone)
+                base64.b64encode(b"".join(listed)).decode()
+                for listed in (report.found, report.gone)
             ]
             listing = *keys, report.listed, report.bound
-            told.append([report.tier, ended, *listing, report.num_full])
-        self._exchange.send(json.dumps(told), step)
+            rows.append([report.tier, ended, *listing, report.num_full])
+        self._exchange.send(json.dumps(rows), step)
         self._steps.append(step)
 
     def receive(self, last: int) -> tuple[TierReport, ...]:
-        """Wait for what all have sent up to a step; return what is over in all.
+        """Wait for all processes' reports up to a step; return what has ended in all.
 
         Raises:
-            AgreementError: Not all have sent it in time.
+            AgreementError: A process has not sent its reports in time.
         """
-        heard: dict[int, TierReport] = {}
+        merged: dict[int, TierReport] = {}
         while self._steps and self._steps[0] <= last:
             step = self._steps.popleft()
-            about = f"what tiers below the host have sent and got by step {step}"
-            for text in self._exchange.receive(about):
-                for tier, ended, *listing, num_full in json.loads(text):
-                    found, gone, listed, bound = listing
-                    own = heard.get(tier, TierReport(tier=tier))
-                    over: dict[str, list[tuple[int, tuple[bool, ...]]]]
-                    over = {"f": [*own.fetched], "w": [*own.written]}
-                    over["p"] = [*own.probed]
+            subject = f"what tiers below the host have sent and got by step {step}"
+            for text in self._exchange.receive(subject):
+                rows = json.loads(text)
+                for tier, ended, keys, deleted, listed, bound, num_full in rows:
+                    report = merged.get(tier, TierReport(tier=tier))
                     for kind, event, oks in ended:
-                        name = tier, kind, event
-                        outcome = self._count(name, [ok == "1" for ok in oks])
+                        outcome = self._count((tier, kind, event), oks)
                         if outcome is not None:
-                            over[kind].append((event, outcome))
-                    heard[tier] = TierReport(
-                        tuple(over["f"]),
-                        tuple(over["w"]),
-                        own.found + _keys_of(found),
-                        own.listed if listed is None else listed,
-                        own.bound if bound is None else tuple(bound),
-                        own.gone + _keys_of(gone),
-                        tier,
-                        tuple(over["p"]),
-                        max(own.num_full, num_full),
+                            outcomes: Any = *getattr(report, kind), (event, outcome)
+                            report = dataclasses.replace(report, **{kind: outcomes})
+                    merged[tier] = dataclasses.replace(
+                        report,
+                        found=report.found + _keys_of(keys),
+                        gone=report.gone + _keys_of(deleted),
+                        listed=report.listed if listed is None else listed,
+                        bound=report.bound if bound is None else tuple(bound),
+                        num_full=max(report.num_full, num_full),
                     )
-        reports = [heard[tier] for tier in sorted(heard)]
-        return tuple(each for each in reports if each != TierReport(tier=each.tier))
+        reports = (merged[tier] for tier in sorted(merged))
+        return tuple(r for r in reports if r != TierReport(tier=r.tier))
 
-    def _count(
-        self, name: tuple[int, str, int], oks: list[bool]
-    ) -> tuple[bool, ...] | None:
-        """Count the report of a process; return the outcome if it was the last one."""
-        outcome = self._open.setdefault(name, _Outcome(0, oks))
-        outcome.oks = [a and b for a, b in zip(outcome.oks, oks, strict=True)]
-        outcome.num_reports += 1
-        if outcome.num_reports < self._num_processes:
+    def _count(self, name: tuple[int, str, int], oks: str) -> tuple[bool, ...] | None:
+        """Add a process's outcome; return the joint one after the last process."""
+        outcomes = self._open.setdefault(name, [])
+        outcomes.append(oks)
+        if len(outcomes) < self._num_processes:
             return None
         del self._open[name]
-        return tuple(outcome.oks)
+        return tuple("0" not in column for column in zip(*outcomes, strict=True))
 
 
 def _keys_of(text: str) -> tuple[BlockKey, ...]:

@@ -26,18 +26,19 @@ from jaxkv.scheduling.protocol import (
     TierReport,
 )
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
-from jaxkv.scheduling.worker.agreement import Agreement, Batch, EventName, Transfer
+from jaxkv.scheduling.worker.agreement import (
+    Agreement,
+    Batch,
+    EventName,
+    Transfer,
+    check_same_plans,
+)
 from jaxkv.scheduling.worker.agreement import PlanMismatchError as PlanMismatchError
 from jaxkv.scheduling.worker.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.worker.exchange import open_exchanges
 from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.scheduling.worker.tier_agreement import KEYS_PER_STEP, TierAgreement
-from jaxkv.transfer import (
-    AnyEngine,
-    Completion,
-    StepLoads,
-    Ticket,
-)
+from jaxkv.transfer import AnyEngine, Completion, StepLoads, Ticket
 from jaxkv.transfer.ids import copy_pairs
 from jaxkv.types import PyTree
 
@@ -45,66 +46,63 @@ _RATE_WEIGHT = 0.25
 
 
 class OffloadWorker:
-    """Moves blocks as `OffloadScheduler` says, on the thread that runs the model.
+    """Moves blocks as `OffloadScheduler` plans, on the thread that runs the model.
 
-    Where several processes serve one model, each has a scheduler and a worker, and all
-    schedulers must be told the same in the same step. A transfer may arrive a step
-    earlier here than there: `report_after_steps` makes its report a matter of counting.
-    It may fail here and not there: the processes tell one another, and it is reported
-    as failed in all. `start` and `drain` are then to be called by all of them, in the
+    If several processes serve one model, each has a scheduler and a worker, and all
+    schedulers must be given the same inputs in the same step. A transfer may arrive a
+    step earlier in one process: with `report_after_steps` all report it in the same
+    step. It may fail in one process alone: the processes exchange outcomes, and it is
+    reported as failed in all. All of them must then call `start` and `drain` in the
     same order.
 
     Args:
-        engine: The transfer engine of the device pool. It is the worker's alone: what
-            others move with it is not reported.
-        deadline_s: How long a transfer may take. One that takes longer is abandoned and
-            reported as failed. None to wait for as long as it takes, which one process
-            with `report_after_steps` does in any case. Where several processes serve
-            one model: how long they wait for a transfer that is due.
-        report_after_steps: Report a transfer when this number of steps have started
-            after its own, neither sooner nor later; if need be, wait for it. None to
-            report it as soon as it is done, which one process alone may. With 1,
-            several processes wait for one another in each step that follows a transfer;
-            from 2 on they have the last step to agree in.
-        check_plans: Whether all processes compare what they planned, and what they
-            agreed on, at the start of each step; for debugging, as it makes them wait
-            for one another.
+        engine: The transfer engine of the device pool. Only the worker may use it:
+            transfers that others start on it are not reported.
+        deadline_s: A transfer that takes longer is abandoned and reported as failed.
+            None waits without limit, which one process with `report_after_steps`
+            always does. Several processes wait this long for a transfer that is due.
+        report_after_steps: Report a transfer exactly this many steps after its own; if
+            need be, wait for it. None reports it as soon as it is done, which several
+            processes may not. With 1, several processes wait for one another in each
+            step that follows a transfer; from 2 on they have the last step to agree in.
+        check_plans: Compare the plans of all processes, and what they agreed on, at the
+            start of each step. For debugging: the processes wait for one another.
         agreement_timeout_s: How long several processes wait for one another, and for
             transfers that are due, before they end the run with `AgreementError`. It
-            is to be longer than one may be behind the others, such as to compile what
-            the others find compiled; and longer than `deadline_s`, if a transfer that
-            is stuck is to fail and not to end the run. One process alone ignores it.
-        clock: Seconds since some moment, for `deadline_s` and `load_bytes_per_s`, and
-            for how long transfers that are due are waited for.
-        storage: Moves blocks between the host and a store, on the same engine; None
-            where there is none.
+            must be longer than one process may be behind, such as to compile what the
+            others find compiled; and longer than `deadline_s`, so that a stuck transfer
+            fails and does not end the run. One process alone ignores it.
+        clock: Seconds since some moment, for `deadline_s`, `load_bytes_per_s` and the
+            wait for transfers that are due.
+        storage: Moves blocks between the host and a store, on the same engine; None for
+            no store.
         movers: For each of the scheduler's `tiers_below`, what moves blocks between it
             and the tier above it.
 
     Raises:
-        ValueError: If the block axis of the engine's pool is sharded, or if arguments
-            do not go together.
+        ValueError: If the block axis of the engine's pool is sharded, or arguments do
+            not go together.
 
     Attributes:
-        blocks_stored: Host blocks whose store arrived so far.
-        blocks_loaded: Host blocks whose load arrived so far.
-        bytes_stored: Bytes of the former.
-        bytes_loaded: Bytes of the latter.
-        store_s: Seconds that these stores took, from the start to the report. Those of
-            several steps count for each, though they overlap.
-        load_s: Seconds that these loads took, from the start of a step's to the report
-            of the last of them.
+        blocks_stored: Host blocks whose store has arrived.
+        blocks_loaded: Host blocks whose load has arrived.
+        bytes_stored: Bytes of these stores.
+        bytes_loaded: Bytes of these loads.
+        store_s: Seconds of these stores, from the start to the report. Overlapping
+            stores of several steps each count.
+        load_s: Seconds of these loads, from the start of a step's loads to the report
+            of the last one.
         store_sizes: Bytes of the stores of each step.
         load_sizes: Bytes of the loads of each step.
-        load_bytes_per_s: How fast the loads of the last steps were, all of a step from
-            the start to the last report; 0 before the first.
-        storage: As given.
-        plan_digest: Digest of all steps so far, if `check_plans`, and of all outcomes
-            that the processes agreed on.
+        load_bytes_per_s: Recent load rate, over all loads of a step from the start to
+            the last report; 0 before the first.
+        storage: The store's mover, or None.
+        plan_digest: With `check_plans`, a digest of all steps so far and of all
+            outcomes that the processes agreed on.
     """
 
     def __new__(cls, *_args: Any, **_named: Any) -> Self:
-        """Make a strict one where `JAXKV_STRICT` asks for it."""
+        """Make a strict worker where `JAXKV_STRICT` is set."""
         return super().__new__(strict_class(cls))
 
     def __init__(
@@ -173,23 +171,22 @@ class OffloadWorker:
         self._check_plans = check_plans
         self._clock = clock
         self._step = 0
-        # In the order in which they were started.
-        self._pending: dict[Ticket, Transfer] = {}
-        # Those that have ended and were not reported, where one process reports alone.
-        self._over: dict[Ticket, Transfer] = {}
+        self._pending: dict[Ticket, Transfer] = {}  # In the order of their start.
+        # Ended and not reported, if one process reports alone.
+        self._ended: dict[Ticket, Transfer] = {}
         self._num_pending = {"save": 0, "load": 0}
-        # What several processes have agreed on, and is not reported.
+        # Agreed on by several processes, and not reported.
         self._agreed: list[Transfer] = []
         self._agreed_below: list[TierReport] = []
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers that were started and not reported yet."""
+        """Transfers that were started and not reported."""
         return len(self._pending)
 
     @property
     def num_in_flight_by_direction(self) -> dict[str, int]:
-        """How many of these are stores, and how many loads; any thread may ask."""
+        """The numbers of stores and of loads in flight; any thread may read them."""
         return {"store": self._num_pending["save"], "load": self._num_pending["load"]}
 
     @property
@@ -199,14 +196,14 @@ class OffloadWorker:
 
     @property
     def storage_bytes_per_s(self) -> float:
-        """How fast reads from the store are, the last seconds most; 0 if unknown."""
+        """Recent read rate of the store; 0 if unknown."""
         return self.storage.read_bytes_per_s if self.storage is not None else 0.0
 
     @property
     def tier_bytes_per_s(self) -> tuple[float, ...]:
         """Read rate of each tier below the host, the nearest first; 0 if unknown.
 
-        It is the `read_bytes_per_s` of the tier's mover, if it has one.
+        A tier's mover has it as `read_bytes_per_s`, or not at all.
         """
         return tuple(getattr(mover, "read_bytes_per_s", 0.0) for mover in self._movers)
 
@@ -218,9 +215,9 @@ class OffloadWorker:
     def start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
         """Start the transfers of a step; returns before they are done.
 
-        Call it before the step's model runs: the stores read what earlier steps
-        wrote, the copies are there when it runs, the loads write what it may not read
-        yet.
+        Call it before the step's model runs: the stores read what earlier steps wrote,
+        the copies are complete when it runs, and the loads write blocks that it may not
+        read yet.
 
         Args:
             meta: The transfers.
@@ -234,13 +231,13 @@ class OffloadWorker:
             ValueError: If a part of it cannot be started. Then nothing is started.
             RuntimeError: If the last step was not started, or its loads not taken.
             PlanMismatchError: If another process has another plan: with `check_plans`
-                before anything of it is started, else when a transfer is due.
-            AgreementError: If another process, or a transfer that is due, makes this
-                one wait for longer than `agreement_timeout_s`.
+                before any of it is started, else when a transfer is due.
+            AgreementError: If this process waits longer than `agreement_timeout_s` for
+                another one, or for a transfer that is due.
         """
         if self._engine.has_step_loads:
             raise RuntimeError(
-                "nobody took the loads of the last step: with load_in_step, call "
+                "the loads of the last step were not taken: with load_in_step, call "
                 "take_step_loads() after start(), and step_started()."
             )
         if not isinstance(meta, OffloadMetadata):
@@ -263,22 +260,22 @@ class OffloadWorker:
             return self._start(meta, pool)
 
     def start_nothing(self) -> bool:
-        """Start a step of which the plan is `NO_MOVES`, if it needs no pool.
+        """Start a step with the plan `NO_MOVES`, if it needs no pool.
 
         Returns:
-            Whether that is done; if not, call `start`.
+            Whether it was started; if not, call `start`.
         """
-        has_more = self._movers or self._agreement is not None or self._check_plans
-        if has_more or self._engine.num_in_flight:
+        needs_pool = self._movers or self._agreement is not None or self._check_plans
+        if needs_pool or self._engine.num_in_flight:
             return False
         self._step += 1
         return True
 
     def _check_moves(self, meta: OffloadMetadata, pool: PyTree) -> None:
-        """Refuse a plan of which a part could not be started, before any of it is."""
+        """Refuse a plan before any of it is started if a part of it cannot be."""
         check_plan(meta)
         engine, rows = self._engine, self._engine.blocks_per_host_block
-        # The engine itself refuses what comes first, if nothing is done before it.
+        # The engine itself refuses the first call, if nothing is done before it.
         is_shared = self._agreement is not None or self._check_plans
         is_first = not (self._num_pending["load"] or is_shared)
         if meta.store_event != NO_EVENT:
@@ -300,11 +297,10 @@ class OffloadWorker:
         if self._check_plans:
             self._compare(meta)
         if self._agreement is not None:
-            last = self._step - (self._report_after_steps or 0)
-            pool = self._settle(pool, self._agreement, last, meta.need_flush)
+            pool = self._settle(pool, self._agreement, self._last_due, meta.need_flush)
         elif meta.need_flush or self._is_due():
             pool, completions = self._engine.drain(pool)
-            self._keep(completions)
+            self._record(completions)
         else:
             pool = self._engine.advance(pool)
         rows = self._engine.blocks_per_host_block
@@ -312,7 +308,7 @@ class OffloadWorker:
             ticket = self._engine.save(
                 pool, _rows(meta.store_device_blocks, rows), meta.store_host_blocks
             )
-            self._note([ticket], [meta.store_event])
+            self._add([ticket], [meta.store_event])
         if meta.copy_from_blocks:
             pool = self._engine.copy(pool, meta.copy_from_blocks, meta.copy_to_blocks)
         if meta.load_event != NO_EVENT:
@@ -324,7 +320,7 @@ class OffloadWorker:
                 sizes,
                 in_step=meta.load_in_step,
             )
-            self._note(tickets, names, meta.load_in_step)
+            self._add(tickets, names, meta.load_in_step)
         if self._movers:
             self._start_below(meta.below)
         return pool
@@ -332,23 +328,23 @@ class OffloadWorker:
     def take_step_loads(
         self, pool: PyTree, num_extents: int
     ) -> tuple[PyTree, StepLoads]:
-        """Hand over the loads of this step, for its program to write.
+        """Return the loads of this step, for its program to write.
 
-        With `OffloadRules.load_in_step`, after `start`: see
-        `TransferEngine.take_step_loads`. `step_started` is to follow. A load fails if
-        the program does; there is no deadline for it.
+        With `OffloadRules.load_in_step`, call it after `start`, and then
+        `step_started`: see `TransferEngine.take_step_loads`. A load fails if the
+        program does; it has no deadline.
 
         Args:
             pool: The device pool. Donated, if something is written into it.
-            num_extents: How many extents the program takes in; 0 if it takes none.
+            num_extents: How many extents the program takes; 0 if none.
 
         Returns:
-            The pool to run the program on, and what it is to write.
+            The pool to run the program on, and the loads that it must write.
         """
         return self._engine.take_step_loads(pool, num_extents)
 
     def step_started(self, result: jax.Array) -> None:
-        """Say that the program which writes the loads is under way.
+        """Record that the program which writes the loads has been started.
 
         Args:
             result: An array that it returns, which is not donated afterwards.
@@ -356,34 +352,34 @@ class OffloadWorker:
         self._engine.step_started(result)
 
     def poll(self) -> ConnectorOutput:
-        """Report the transfers that completed since the last time; never waits."""
+        """Report the transfers that completed since the last call; never waits."""
         if self._agreement is not None:
             self._agreement.send()
             self._advance_below()
             return self._report(self._take_agreed())
-        # Of abandoned transfers, which are not pending, copies may be under way.
+        # Abandoned transfers are not pending, but may still be copying.
         if self._pending or self._engine.num_in_flight:
-            self._keep(self._engine.poll())
+            self._record(self._engine.poll())
         elif not self._movers:
             return NO_REPORTS
         self._advance_below()
-        return self._report(self._take_own())
+        return self._report(self._take_due())
 
     def poll_storage(self, *, is_late: bool = False) -> ConnectorOutput:
-        """Report what is new of the store alone.
+        """Report on the store alone.
 
         Processes that serve one model call it equally often, and wait for one another.
 
         Args:
-            is_late: Have it reported that the listing of the store takes too long. Of
-                several processes the first one's counts.
+            is_late: Report that the listing of the store takes too long. The first
+                process alone decides.
 
         Raises:
             RuntimeError: There is no store.
-            AgreementError: As `start`.
+            AgreementError: See `start`.
         """
         if self.storage is None:
-            raise RuntimeError("this worker has no storage: there is none to wait for.")
+            raise RuntimeError("this worker has no storage to wait for.")
         self.storage.advance()
         if is_late or not self.storage.is_listing_due:
             self.storage.note_late()
@@ -395,7 +391,7 @@ class OffloadWorker:
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
         """Wait for all transfers and report them.
 
-        For those to and from tiers below the host no longer than their deadlines.
+        Transfers to and from tiers below the host are waited for until their deadlines.
 
         Args:
             pool: The device pool. Donated if there are loads.
@@ -404,8 +400,8 @@ class OffloadWorker:
             The pool to go on with, and the report.
 
         Raises:
-            PlanMismatchError: As `start`.
-            AgreementError: As `start`.
+            PlanMismatchError: See `start`.
+            AgreementError: See `start`.
         """
         if self._agreement is not None:
             with self._agreement.watch(f"OffloadWorker.drain in step {self._step}"):
@@ -415,27 +411,27 @@ class OffloadWorker:
                 self._settle_below(self._step)
             return pool, self._report(self._take_agreed())
         pool, completions = self._engine.drain(pool)
-        self._keep(completions)
+        self._record(completions)
         for mover in self._movers:
             mover.wait()
-        return pool, self._report(self._take_own(is_last=True))
+        return pool, self._report(self._take_due(is_last=True))
 
     def abandon(self) -> ConnectorOutput:
-        """Abandon all transfers, as where the pool is gone; report them as failed."""
+        """Abandon all transfers and report them as failed, as if the pool is lost."""
         transfers = list(self._pending.values())
         for transfer in transfers:
-            if not transfer.is_over:
+            if not transfer.has_ended:
                 self._engine.abandon(transfer.ticket)
             transfer.end(None)
         return self._report(transfers)
 
-    def _note(
+    def _add(
         self,
         tickets: Sequence[Ticket],
         names: Sequence[EventName],
         in_step: bool = False,
     ) -> None:
-        """Take note of the transfers of a step in one direction."""
+        """Add the transfers of a step in one direction."""
         batch = Batch(self._clock(), len(tickets), in_step)
         for ticket, name in zip(tickets, names, strict=True):
             transfer = Transfer(ticket, name, batch, self._step)
@@ -444,26 +440,29 @@ class OffloadWorker:
             if self._agreement is not None:
                 self._agreement.begin(transfer)
 
-    def _keep(self, completions: Iterable[Completion]) -> None:
-        """Keep what the engine reported until it is due, but for what others moved."""
+    def _record(self, completions: Iterable[Completion]) -> None:
+        """Record completions of this worker's transfers until they are due."""
         for done in completions:
             transfer = self._pending.get(done.ticket)
             if transfer is not None:
                 transfer.end(done)
-                self._over[done.ticket] = transfer
+                self._ended[done.ticket] = transfer
 
     def _is_due(self) -> bool:
-        """Whether a transfer has to be waited for now."""
+        """Return whether a transfer is due that has not ended."""
         if self._report_after_steps is None:
             return False
-        self._keep(self._engine.poll())
-        return not all(transfer.is_over for transfer in self._old())
+        self._record(self._engine.poll())
+        return not all(transfer.has_ended for transfer in self._due())
 
-    def _old(self) -> Iterator[Transfer]:
-        """Give the transfers that `report_after_steps` is over for."""
-        last = self._step - (self._report_after_steps or 0)
-        each = self._pending.values()
-        return itertools.takewhile(lambda transfer: transfer.step <= last, each)
+    @property
+    def _last_due(self) -> int:
+        """The last step whose transfers are due."""
+        return self._step - (self._report_after_steps or 0)
+
+    def _due(self) -> Iterator[Transfer]:
+        last, pending = self._last_due, self._pending.values()
+        return itertools.takewhile(lambda transfer: transfer.step <= last, pending)
 
     def _settle(
         self, pool: PyTree, agreement: Agreement, last: int, wait_for_all: bool
@@ -479,64 +478,64 @@ class OffloadWorker:
         return pool
 
     def _start_below(self, moves: Sequence[TierMoves]) -> None:
-        """Start what is asked of tiers below the host; settle what is due."""
-        asked = {each.tier: each for each in moves}
+        """Start the moves of tiers below the host; settle those that are due."""
+        by_tier = {planned.tier: planned for planned in moves}
         for number, mover in enumerate(self._movers):
-            mover.start(asked.get(number))
-        self._settle_below(self._step - (self._report_after_steps or 0))
+            mover.start(by_tier.get(number))
+        self._settle_below(self._last_due)
 
     def _advance_below(self) -> None:
         for mover in self._movers:
             mover.advance()
 
     def _settle_below(self, last: int) -> None:
-        """Agree with the other processes on what was asked below up to a step."""
+        """Agree with the other processes on tiers below the host, up to a step."""
         agreement = self._tier_agreement
         if agreement is None:
             return
-        agreement.send(self._own_below(KEYS_PER_STEP), self._step)
+        agreement.send(self._reports_below(KEYS_PER_STEP), self._step)
         reports = agreement.receive(last)
         self._agreed_below += reports
         if self._check_plans and reports:
             link = self.plan_digest + repr(reports).encode()
             self.plan_digest = hashlib.sha256(link).digest()
 
-    def _own_below(self, *most_found: int) -> tuple[TierReport, ...]:
-        """Take what is over in this process."""
-        reports: list[TierReport] = []
-        for number, mover in enumerate(self._movers):
-            for report in mover.take_reports(*most_found):
-                reports.append(dataclasses.replace(report, tier=number))
-        return tuple(reports)
+    def _reports_below(self, *max_found_keys: int) -> tuple[TierReport, ...]:
+        """Collect the reports of this process's movers."""
+        return tuple(
+            dataclasses.replace(report, tier=number)
+            for number, mover in enumerate(self._movers)
+            for report in mover.take_reports(*max_found_keys)
+        )
 
     def _take_below(self) -> tuple[TierReport, ...]:
-        """Take the reports of the tiers below the host."""
+        """Collect the reports that are due, of tiers below the host."""
         if self._tier_agreement is None:
-            return self._own_below()
+            return self._reports_below()
         agreed, self._agreed_below = self._agreed_below, []
         return tuple(agreed)
 
     def _take_agreed(self) -> list[Transfer]:
-        """Take what several processes report."""
+        """Collect the transfers that several processes report."""
         agreed, self._agreed = self._agreed, []
         return agreed
 
-    def _take_own(self, *, is_last: bool = False) -> list[Transfer]:
-        """Take what one process alone reports."""
-        waits = not is_last and self._report_after_steps is not None
-        old = self._old() if waits else self._over.values()
-        taken = [transfer for transfer in old if transfer.is_over]
+    def _take_due(self, *, is_last: bool = False) -> list[Transfer]:
+        """Collect the transfers that one process alone reports; abandon late ones."""
+        counts_steps = not is_last and self._report_after_steps is not None
+        candidates = self._due() if counts_steps else self._ended.values()
+        due = [transfer for transfer in candidates if transfer.has_ended]
         if self._deadline_s is not None:
             start_s = self._clock() - self._deadline_s
             for transfer in self._pending.values():
                 if not transfer.batch.start_s < start_s:
                     break
-                # A step's own loads have no deadline.
-                if not (transfer.is_over or transfer.batch.in_step):
+                # Loads that the step's program writes have no deadline.
+                if not (transfer.has_ended or transfer.batch.in_step):
                     self._engine.abandon(transfer.ticket)
                     transfer.end(None)
-                    taken.append(transfer)
-        return taken
+                    due.append(transfer)
+        return due
 
     def _report(self, transfers: list[Transfer]) -> ConnectorOutput:
         if not (transfers or self._movers):
@@ -546,7 +545,7 @@ class OffloadWorker:
         now_s = self._clock()
         for transfer in transfers:
             del self._pending[transfer.ticket]
-            self._over.pop(transfer.ticket, None)
+            self._ended.pop(transfer.ticket, None)
             self._num_pending[transfer.ticket.direction] -= 1
             ok = transfer.done is not None
             if isinstance(transfer.name, int):
@@ -576,7 +575,7 @@ class OffloadWorker:
                 return
             self.blocks_loaded += done.num_blocks
             self.bytes_loaded += done.num_bytes
-        # Those of a step together: each by itself has only a part of the bandwidth.
+        # The loads of a step together: each alone has only a part of the bandwidth.
         if batch.end_s is None or batch.num_left or not batch.num_bytes:
             return
         duration_s = batch.end_s - batch.start_s
@@ -590,24 +589,17 @@ class OffloadWorker:
         self.load_bytes_per_s = rate
 
     def _compare(self, meta: OffloadMetadata) -> None:
-        """Compare the plan with those of the other processes."""
+        """Compare the plan with the plans of the other processes."""
         self.plan_digest = meta.digest(self.plan_digest)
         if self._plans is None:
             return
-        own = self.plan_digest.hex()
-        self._plans.send(own, self._step)
-        each = self._plans.receive(f"what they plan in step {self._step}")
-        others = [process for process, text in enumerate(each) if text != own]
-        if others:
-            raise PlanMismatchError(
-                f"in step {self._step} processes {others} planned other transfers than "
-                f"process {self._plans.process}: their schedulers were not told the "
-                "same requests and reports in the same order."
-            )
+        self._plans.send(self.plan_digest.hex(), self._step)
+        plans = self._plans.receive(f"what they plan in step {self._step}")
+        check_same_plans(self._step, "planned", plans, self._plans.process)
 
 
 def _each_load(meta: OffloadMetadata) -> tuple[list[EventName], Sequence[int]]:
-    """List who waits for each load of a plan, and how many host blocks it has."""
+    """List the requests that wait for each load, and how many host blocks it has."""
     requests = meta.load_event_to_reqs[meta.load_event]
     if not meta.load_sizes:
         return [requests], [len(meta.load_host_blocks)]
@@ -621,7 +613,7 @@ def _each_load(meta: OffloadMetadata) -> tuple[list[EventName], Sequence[int]]:
 
 
 def _rows(block_ids: tuple[int, ...], blocks_per_row: int) -> PyTree:
-    """Lay the device blocks out as the engine wants them."""
+    """Return device blocks in the engine's layout, a row per host block."""
     if blocks_per_row == 1:
         return block_ids
     if len(block_ids) % blocks_per_row:

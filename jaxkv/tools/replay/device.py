@@ -211,7 +211,7 @@ def serve_behind(
         course.num_found = executor.lookup(keys[num_local:num_findable])
     mark = begin()
     if num_asked:
-        executor.touch(keys[:num_asked])
+        executor.touch(keys[:num_asked], True)
     # Nobody else is served meanwhile, so that what is loaded need not be pinned.
     course.num_known = num_local + course.num_found
     for end in range(min(num_asked, num_keys), min(num_running, num_keys) + 1):

@@ -153,7 +153,7 @@ class SharedStore:
     def touch(self, keys: Words) -> None:
         """Note that a request uses blocks."""
         if len(keys):
-            self.executor.touch(keys)
+            self.executor.touch(keys, True)
 
     def write(self, keys: Words) -> None:
         """Take what has got to a host."""

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies import PolicyMaker, get_policy_maker
+from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.registry import AUTO
 from jaxkv.tiers.bare import those_of
 from jaxkv.tiers.executors import Executor, Step, Words, make_executor
@@ -535,13 +536,13 @@ def _serve(
     def begin() -> int:
         if news is None or not num_asked:
             return 0
-        asked = keys[:num_asked], positions[:num_asked]
-        return executor.begin(*asked, news.time_ms, news.input_tokens)
+        about = begun(news.time_ms, news.input_tokens)
+        return executor.note(keys[:num_asked], BEGIN, positions[:num_asked], about)
 
     def finish(mark: int) -> None:
         if news is not None:
-            end = news.time_ms, news.output_tokens, news.stop
-            executor.finish(keys, positions, *end, mark)
+            about = finished(news.time_ms, news.output_tokens, news.stop, mark)
+            executor.note(keys, FINISH, positions, about)
 
     if ahead is not None:
         num_found, num_stored, is_refused = serve_behind(
@@ -565,7 +566,7 @@ def _serve(
         step = _step(executor, keys, offered)
     if step.evicted_keys is not None:
         # The second touch comes before the blocks are ready, which matters to ARC.
-        executor.touch(keys)
+        executor.touch(keys, True)
     executor.complete_step(step.block_ids, step.num_hits)
     if on_arrival is not None and step.num_stored:
         placed = step.block_ids[-len(offered) :]
@@ -581,10 +582,10 @@ def _serve(
 def _step(executor: Executor, keys: Words, admitted: Words) -> Step:
     """Do as `Executor.request_step` does, but store only what may be stored."""
     num_hits = executor.lookup(keys)
-    executor.touch(keys)
+    executor.touch(keys, True)
     block_ids = np.empty(0, np.int64)
     if num_hits:
-        block_ids, _ = executor.prepare_load(keys[:num_hits])
+        _, block_ids = executor.prepare_load(keys[:num_hits])
     if not len(admitted):
         return Step(num_hits, 0, block_ids, keys[:0])
     stored = executor.prepare_store(admitted)

@@ -5,48 +5,28 @@ import jax.numpy as jnp
 
 
 def ragged_paged_attention(
-    queries,
-    keys,
+    queries,  # float[T, q_heads, dim]: all sequences, one after the other
+    keys,  # float[T, kv_heads, dim], and so are the values
     values,
-    kv_cache,
-    kv_lens,
-    page_indices,
-    cu_q_lens,
-    distribution,
+    kv_cache,  # float[pages, page, 2 * kv_heads / packing, packing, padded dim]
+    kv_lens,  # i32[S], the new tokens included
+    page_indices,  # i32[S * pages of a sequence]
+    cu_q_lens,  # i32[S + 1]: where the tokens of each sequence begin
+    distribution,  # i32[3]: the last is the number of sequences
     *,
     sm_scale=1.0,
-    sliding_window=None,
+    sliding_window=None,  # tokens that a query sees, itself included
     soft_cap=None,
     use_causal_mask=True,
     update_kv_cache=True,
     q_scale=None,
     k_scale=None,
     v_scale=None,
-    **block_sizes,
+    **block_sizes,  # of the Pallas kernel
 ):
     """Write the new keys and values to their pages, then attend to all of a sequence.
 
-    Args:
-        queries: float[T, q_heads, dim]. Tokens of all sequences, one after the other.
-        keys: float[T, kv_heads, dim].
-        values: float[T, kv_heads, dim].
-        kv_cache: float[pages, page, 2 * kv_heads / packing, packing, padded dim].
-        kv_lens: i32[S]. Tokens of each sequence, the new ones included.
-        page_indices: i32[S * pages of a sequence].
-        cu_q_lens: i32[S + 1]. Where the tokens of each sequence begin.
-        distribution: i32[3]. The last is the number of sequences.
-        sm_scale: Factor of the scores.
-        sliding_window: How many tokens back a query sees, itself included.
-        soft_cap: Bound of the scores.
-        use_causal_mask: Whether a query sees only what is before it.
-        update_kv_cache: Whether the new keys and values are written.
-        q_scale: Of quantised inputs, which are not served.
-        k_scale: Likewise.
-        v_scale: Likewise.
-        block_sizes: Of the Pallas kernel; ignored.
-
-    Returns:
-        float[T, q_heads, dim] and the new cache.
+    Returns float[T, q_heads, dim] and the new cache. Quantized inputs are not served.
     """
     from tpu_inference.kernels.ragged_paged_attention.v3.kernel import merge_kv
 
@@ -91,11 +71,11 @@ def ragged_paged_attention(
 
 
 def mla_ragged_paged_attention(
-    ql_nope,
-    q_pe,
-    new_kv_c,
-    new_k_pe,
-    cache_kv,
+    ql_nope,  # float[q_heads, T, latent]: queries, projected to latents
+    q_pe,  # float[T, q_heads, rope]
+    new_kv_c,  # float[T, latent]
+    new_k_pe,  # float[T, rope]
+    cache_kv,  # float[pages, page / packing, packing, padded latent + padded rope]
     kv_lens,
     page_indices,
     cu_q_lens,
@@ -108,27 +88,9 @@ def mla_ragged_paged_attention(
     v_scale=1.0,
     **block_sizes,
 ):
-    """Do the same over a cache of latents, which all heads share.
+    """Attend to latents, which all heads share.
 
-    Args:
-        ql_nope: float[q_heads, T, latent]. Queries, projected to latents.
-        q_pe: float[T, q_heads, rope]. Their rotated part.
-        new_kv_c: float[T, latent].
-        new_k_pe: float[T, rope].
-        cache_kv: float[pages, page / packing, packing, padded latent + padded rope].
-        kv_lens: As above, and so are the next ones.
-        page_indices: Likewise.
-        cu_q_lens: Likewise.
-        distribution: Likewise.
-        sm_scale: Factor of the scores.
-        transpose_kv_cache: Another layout, which is not served.
-        q_scale: Factor of quantised queries.
-        k_scale: Likewise of what is in the cache, as keys.
-        v_scale: Likewise as values.
-        block_sizes: Of the Pallas kernel; ignored.
-
-    Returns:
-        float[q_heads, T, latent] and the new cache.
+    Returns float[q_heads, T, latent] and the new cache.
     """
     assert not transpose_kv_cache
     _, num_tokens, latent_dim = ql_nope.shape
@@ -162,7 +124,7 @@ def mla_ragged_paged_attention(
 
 
 def _places(num_tokens, kv_lens, tables, cu_q_lens, distribution, num_pages, page_size):
-    """Tell of each token whether it is one, its sequence, place there, and page."""
+    """Return for each row whether it is a token, its sequence, place and page."""
     token = jnp.arange(num_tokens)
     is_token = token < cu_q_lens[distribution[2]]
     sequence = jnp.searchsorted(cu_q_lens[1:], token, side="right")

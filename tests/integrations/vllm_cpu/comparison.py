@@ -47,9 +47,7 @@ LATENTS = {
 class Lab:
     """A folder with models, and runs in processes, each done once.
 
-    Args:
-        folder: Where the models are made.
-        results: Where what runs answer is kept, for all processes that share the tests.
+    All processes that share the tests keep the answers of runs in `results`.
     """
 
     def __init__(self, folder, results):
@@ -149,6 +147,14 @@ def check_same_answers(found, expected, tolerance=1e-3):
     assert tokens_of(found) == tokens_of(expected)
     for one, other in zip(found["answers"], expected["answers"], strict=True):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=tolerance)
+
+
+def texts_of(ask, prompts):
+    """Have a server answer prompts, one after the other; return the texts."""
+    body = {"model": "llama-float32", "max_tokens": 8, "temperature": 0}
+    body["ignore_eos"] = True
+    answers = [ask("/v1/completions", body | {"prompt": own}) for own in prompts]
+    return [json.loads(answer)["choices"][0]["text"] for answer in answers]
 
 
 @contextlib.contextmanager

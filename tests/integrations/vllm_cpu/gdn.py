@@ -5,20 +5,20 @@ import jax.numpy as jnp
 
 
 def conv1d_gdn(
-    qkv,
-    b,
-    a,
-    conv_state,
-    recurrent_state,
-    conv_weight,
-    conv_bias,
-    a_log,
-    dt_bias,
-    query_start_loc,
-    state_indices,
-    distribution,
-    seq_lens,
-    read_state_indices,
+    qkv,  # float[T, dim]: all sequences, one after the other
+    b,  # float[T, n_v]: how much of a value is written, before the sigmoid
+    a,  # float[T, n_v]: how much of the state is kept, before the softplus
+    conv_state,  # float[slots, kernel_size - 1, dim]: the last inputs
+    recurrent_state,  # float[slots, n_v, d_k, d_v]
+    conv_weight,  # float[dim, 1, kernel_size]
+    conv_bias,  # float[dim] or None
+    a_log,  # float[n_v]
+    dt_bias,  # float[n_v]
+    query_start_loc,  # i32[S + 1]: where the tokens of each sequence begin
+    state_indices,  # i32[S]: the slot that each sequence writes
+    distribution,  # i32[3]: the last is the number of sequences
+    seq_lens,  # i32[S], the new tokens included
+    read_state_indices,  # i32[S]: the slot that each sequence continues from
     *,
     n_kq,
     n_v,
@@ -28,31 +28,8 @@ def conv1d_gdn(
 ):
     """Convolve the new tokens, apply the gated delta rule, and write the states.
 
-    It goes token by token, so where a sequence is cut into steps changes no bit.
-
-    Args:
-        qkv: float[T, dim]. Queries, keys, values of all sequences, one after the other.
-        b: float[T, n_v]. How much of a value is written, before the sigmoid.
-        a: float[T, n_v]. How much of the state is kept, before the softplus.
-        conv_state: float[slots, kernel_size - 1, dim]. The last inputs.
-        recurrent_state: float[slots, n_v, d_k, d_v].
-        conv_weight: float[dim, 1, kernel_size].
-        conv_bias: float[dim] or None.
-        a_log: float[n_v].
-        dt_bias: float[n_v].
-        query_start_loc: i32[S + 1]. Where the tokens of each sequence begin.
-        state_indices: i32[S]. The slot that each sequence writes.
-        distribution: i32[3]. The last is the number of sequences.
-        seq_lens: i32[S]. Tokens of each sequence, the new ones included.
-        read_state_indices: i32[S]. The slot that each sequence goes on from.
-        n_kq: Heads of queries and keys.
-        n_v: Heads of values.
-        d_k: Width of a key.
-        d_v: Width of a value.
-        kernel_size: Inputs that the convolution sees.
-
-    Returns:
-        The new states, as a pair, and float[T, n_v * d_v].
+    Token by token, so that no bit depends on how steps cut a sequence. Returns the pair
+    of new states, and float[T, n_v * d_v].
     """
     num_tokens, num_sequences = len(qkv), len(seq_lens)
     is_sequence = jnp.arange(num_sequences) < distribution[2]

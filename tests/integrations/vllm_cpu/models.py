@@ -8,14 +8,9 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 512, 256, 4, 2, 128, 2
 def make_model(folder, kind, dtype, seed=0):
     """Write a model with a tokenizer of bytes.
 
-    Args:
-        folder: Where to.
-        kind: "llama"; "latents", a DeepSeek V2 without experts, whose latents are as
-            wide as the real ones; "deltas", a Qwen 3.5 of three gated delta nets and
-            a layer of attention; or "hybrid" for a Gemma 3 whose layers attend in
-            turn to all tokens and to a window of 32.
-        dtype: "float32" or "bfloat16".
-        seed: Of the weights.
+    "latents" is a DeepSeek V2 without experts, whose latents are as wide as the real
+    ones; "deltas" a Qwen 3.5 of three gated delta nets and a layer of attention; and
+    "hybrid" a Gemma 3 whose layers attend in turn to all tokens and to a window of 32.
     """
     import torch
     import transformers

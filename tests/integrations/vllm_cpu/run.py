@@ -197,33 +197,10 @@ def conversations(run):
         ]
 
 
-def prefixes(run):
-    """Prompts that share a part, or go on from an answer, asked twice."""
-    rng = np.random.default_rng(2)
-    shared = [rng.integers(0, 256, 90).tolist() for _ in range(2)]
-    prompts = [
-        [*beginning, *rng.integers(0, 256, rng.integers(5, 120)).tolist()]
-        for beginning in shared
-        for _ in range(3)
-    ]
-    for _ in range(2):
-        answers = run.ask(prompts, num_tokens=[40] * len(prompts))
-    for _ in range(2):
-        run.ask(
-            [
-                [*prompt, *answer, *rng.integers(0, 256, 5).tolist()]
-                for prompt, answer in zip(prompts, answers, strict=True)
-            ]
-        )
-
-
 def under_pressure(seed, ask, is_fixed=False):
     """Have 20 users ask three times, who leave others out of steps and preempt them.
 
-    Args:
-        seed: Of what they ask.
-        ask: Takes prompts, and how many tokens each answer has; returns the answers.
-        is_fixed: Whether what they ask does not depend on the answers.
+    With `is_fixed`, prompts do not depend on answers.
     """
     rng = np.random.default_rng(seed)
     users = range(20)
@@ -299,7 +276,7 @@ def adapters(run):
 
 
 def aborts(run):
-    """Requests that are aborted while blocks are stored and loaded for them."""
+    """Requests that are aborted while their blocks are stored and loaded."""
     from vllm import SamplingParams
 
     engine = run.llm.llm_engine
@@ -528,7 +505,6 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         conversations,
-        prefixes,
         pressure,
         interruptions,
         salts,

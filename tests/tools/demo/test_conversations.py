@@ -7,31 +7,16 @@ loads that requests wait for and with loads in the step itself, with a store beh
 host and without one.
 """
 
-import dataclasses
 import itertools
 import random
 
 import pytest
 
 from jaxkv.scheduling.whatif.auto import PolicyChoice
-from jaxkv.tools.demo.allocation import most_blocks
-from jaxkv.tools.demo.engine import Engine, EngineConfig
-from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.request import Phase
-from jaxkv.tools.demo.steps import make_steps
 from tests.rigs.traffic import change_in_turn
+from tests.tools.demo.small_engine import MODELS, make_engine
 
-FULL = ModelConfig(
-    num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
-)
-MODELS = {
-    "full": FULL,
-    "window": dataclasses.replace(FULL, layers="window", window_tokens=21),
-    "hybrid": dataclasses.replace(
-        FULL, num_layers=4, layers="hybrid", window_tokens=10
-    ),
-}
-MAX_TOKENS = 96
 POLICIES = ("lru", "arc", "arc_fixed", "slru", "hazard")
 CASES = [
     *itertools.product(MODELS, ("eager", "lazy"), POLICIES),
@@ -39,30 +24,8 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def make_engine():
-    """Make engines of models, with programs that are compiled once."""
-    all_steps = {name: make_steps(model, seed=0) for name, model in MODELS.items()}
-
-    def make(name, **changes):
-        steps = all_steps[name]
-        needed = most_blocks(steps.config.groups(4), MAX_TOKENS, chunk=16)
-        config = EngineConfig(
-            **{"block_size": 4, "device_blocks": needed + 5, "host_blocks": 0},
-            **{"concurrency": 4, "max_seq_tokens": MAX_TOKENS},
-            **{"weights_epoch": "test", "chunk_sizes": (16,)},
-        )
-        return Engine(steps, dataclasses.replace(config, **changes))
-
-    return make
-
-
 def converse(engine, seed):
-    """Run a workload.
-
-    Returns:
-        The generated tokens by user and turn, of requests that were not aborted.
-    """
+    """Run a workload; return the tokens by user and turn, unless it was aborted."""
     rng = random.Random(seed)
 
     def tokens(least, most):
@@ -112,7 +75,6 @@ def converse(engine, seed):
     ],
 )
 def test_conversations_get_the_same_tokens_with_offloading(
-    make_engine,
     monkeypatch,
     tmp_path,
     name,
@@ -123,9 +85,10 @@ def test_conversations_get_the_same_tokens_with_offloading(
     with_storage,
 ):
     monkeypatch.setattr(PolicyChoice, "choose", change_in_turn)
-    alone = make_engine(name)
+    alone = make_engine(name, 5)
     offloading = make_engine(
         name,
+        5,
         host_blocks=60,
         offload_mode=mode,
         cache_policy=policy,

@@ -9,48 +9,13 @@ import pytest
 from flax import nnx
 
 from jaxkv.scheduling.protocol import ConnectorOutput
-from jaxkv.tools.demo.allocation import most_blocks
-from jaxkv.tools.demo.engine import Engine, EngineConfig
-from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.tools.demo.request import Phase
 from jaxkv.tools.demo.run import check_config
-from jaxkv.tools.demo.steps import make_steps
 from tests.reference.transformer import reference_forward
+from tests.tools.demo.small_engine import CONFIG, MODELS, make_engine, steps_of
 
-MODEL = ModelConfig(
-    num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
-)
-CONFIG = EngineConfig(  # The number of device blocks depends on the variant.
-    **{"block_size": 4, "device_blocks": 0, "host_blocks": 0, "concurrency": 4},
-    **{"max_seq_tokens": 96, "weights_epoch": "test", "chunk_sizes": (16,)},
-)
 HOST_BLOCKS = 40
-VARIANTS = {
-    "full": MODEL,
-    "window": dataclasses.replace(MODEL, layers="window", window_tokens=21),
-    "hybrid": dataclasses.replace(
-        MODEL, num_layers=4, layers="hybrid", window_tokens=10
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def all_steps():
-    return {name: make_steps(config, seed=0) for name, config in VARIANTS.items()}
-
-
-@pytest.fixture(scope="module")
-def steps(all_steps):
-    return all_steps["full"]
-
-
-def make_engine(steps, **changes):
-    """Make an engine with as many blocks as one request needs."""
-    needed = most_blocks(steps.config.groups(4), CONFIG.max_seq_tokens, chunk=16)
-    return Engine(
-        steps, dataclasses.replace(CONFIG, device_blocks=needed + 1, **changes)
-    )
 
 
 def finish(engine, *requests):
@@ -78,11 +43,11 @@ def check_at_rest(engine):
         assert not np.asarray(engine.offload._manager.executor.state.ref_cnt).any()
 
 
-def check_tokens(steps, request):
+def check_tokens(model, request):
     """Generated tokens are the best of the dense model, or tied with it."""
     tokens = np.zeros(CONFIG.max_seq_tokens, np.int32)  # one length, one compilation
     tokens[: request.num_tokens] = request.tokens
-    logits = np.asarray(jitted_forward(steps.model, jnp.asarray(tokens)))
+    logits = np.asarray(jitted_forward(steps_of(model).model, jnp.asarray(tokens)))
     first = len(request.prompt) - 1
     rows = logits[first : first + len(request.generated)]
     chosen = rows[np.arange(len(rows)), list(request.generated)]
@@ -92,10 +57,10 @@ def check_tokens(steps, request):
 jitted_forward = nnx.jit(reference_forward)
 
 
-def test_wrong_blocks_from_the_host_change_the_tokens(steps, monkeypatch):
+def test_wrong_blocks_from_the_host_change_the_tokens(monkeypatch):
     """Otherwise equal tokens would prove nothing."""
     prompt = random_tokens(3, 80)
-    engine = make_engine(steps, host_blocks=HOST_BLOCKS)
+    engine = make_engine(host_blocks=HOST_BLOCKS)
     first = engine.submit(prompt, 8)
     finish(engine, first)
     flush_device(engine)
@@ -124,7 +89,7 @@ def flush_device(engine):
         ("hybrid", HOST_BLOCKS, "eager", 3),
         *(
             pytest.param(variant, host_blocks, mode, seed, marks=pytest.mark.long)
-            for variant in VARIANTS
+            for variant in MODELS
             for host_blocks in (0, 3, HOST_BLOCKS)
             for mode in ("eager", "lazy")
             for seed in range(8)
@@ -133,11 +98,10 @@ def flush_device(engine):
     ],
 )
 def test_preempted_requests_generate_the_right_tokens(
-    all_steps, variant, host_blocks, offload_mode, seed
+    variant, host_blocks, offload_mode, seed
 ):
     rng = random.Random(seed)
-    steps = all_steps[variant]
-    engine = make_engine(steps, host_blocks=host_blocks, offload_mode=offload_mode)
+    engine = make_engine(variant, host_blocks=host_blocks, offload_mode=offload_mode)
     documents = [random_tokens(i, 70) for i in range(3)]
     unborn, requests = 16, []
     for _ in range(5000):
@@ -163,17 +127,16 @@ def test_preempted_requests_generate_the_right_tokens(
     for request in requests:
         if request.phase is Phase.FINISHED:
             assert len(request.generated) == request.max_new_tokens
-        check_tokens(steps, request)
+        check_tokens(variant, request)
 
 
 # Usable blocks of an engine, and the fewest that one request leaves free.
 MOST_BLOCKS = {"full": (24, 0), "window": (14, 1), "hybrid": (24 + 11, 7)}
 
 
-def test_a_request_never_holds_more_than_most_blocks(all_steps, monkeypatch):
+def test_a_request_never_holds_more_than_most_blocks(monkeypatch):
     for variant, (usable, least_free) in MOST_BLOCKS.items():
-        steps = all_steps[variant]
-        engine = make_engine(steps)
+        engine = make_engine(variant)
         assert engine.blocks.num_free == usable
         allocate, num_free = engine.blocks.allocate, []
 
@@ -188,17 +151,17 @@ def test_a_request_never_holds_more_than_most_blocks(all_steps, monkeypatch):
         request = engine.submit(random_tokens(0, 70), 26)
         while engine.has_work:
             engine.step()
-        check_tokens(steps, request)
+        check_tokens(variant, request)
         check_at_rest(engine)
         # The bound is close; when the window's table is longest, the other is short.
         assert min(num_free) == least_free, variant
-        small = Engine(steps, dataclasses.replace(CONFIG, device_blocks=usable))
+        small = make_engine(variant, device_blocks=usable)
         with pytest.raises(ValueError, match=f"needs {usable} blocks .* {usable - 1}"):
             small.submit([1] * 90, 6)
 
 
-def test_what_is_waited_for_delays_no_other_request(steps, monkeypatch):
-    engine = make_engine(steps, host_blocks=HOST_BLOCKS)
+def test_what_is_waited_for_delays_no_other_request(monkeypatch):
+    engine = make_engine(host_blocks=HOST_BLOCKS)
     ask = engine.offload.get_num_new_matched_tokens
     slow = engine.submit(random_tokens(0, 50), 4)
     answers = iter(range(6))
@@ -226,13 +189,13 @@ def test_what_is_waited_for_delays_no_other_request(steps, monkeypatch):
         assert second.phase is not Phase.FINISHED
     finish(engine, second)
     for request in (slow, second):
-        check_tokens(steps, request)
+        check_tokens("full", request)
     check_at_rest(engine)
 
 
-def test_a_synchronous_load_is_used_in_the_same_step(steps, monkeypatch):
+def test_a_synchronous_load_is_used_in_the_same_step(monkeypatch):
     """For example one that only copies blocks on the device."""
-    engine = make_engine(steps, host_blocks=HOST_BLOCKS)
+    engine = make_engine(host_blocks=HOST_BLOCKS)
     prompt = random_tokens(0, 60)
     first = engine.submit(prompt, 4)
     finish(engine, first)
@@ -263,26 +226,22 @@ def test_a_synchronous_load_is_used_in_the_same_step(steps, monkeypatch):
     check_at_rest(engine)
 
 
-def test_a_request_that_does_not_fit_holds_nothing(steps):
-    """It queried the host, and then there was no room for the blocks to load."""
-    engine = make_engine(steps, host_blocks=HOST_BLOCKS)
-    prompt = random_tokens(0, 80)
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing():
+    engine = make_engine(host_blocks=HOST_BLOCKS)
+    prompt = random_tokens(0, 60)
     finish(engine, engine.submit(prompt, 2))
     flush_device(engine)
-    other = engine.submit(random_tokens(1, 30), 20)
-    while not other.generated:
+    request = engine.submit(prompt, 2)
+    while request.phase is Phase.WAITING:
         engine.step()
-    waiting = engine.submit(prompt, 2)
-    engine.step()
-    assert waiting.phase is Phase.WAITING
-    assert not engine.offload.has_pending_loads()
-    engine.abort(waiting)
-    finish(engine, other)
+    assert request.phase is Phase.LOADING
+    engine.abort(request)
+    engine.drain()
     check_at_rest(engine)
 
 
-def test_invalid_requests_are_refused(steps):
-    engine = make_engine(steps)
+def test_invalid_requests_are_refused():
+    engine = make_engine()
     for prompt_tokens, new_tokens, match in (
         (0, 4, r"len\(prompt\)=0 and max_new_tokens=4 must both be at least 1"),
         (5, 0, "max_new_tokens=0 must both"),
@@ -300,14 +259,17 @@ def test_invalid_requests_are_refused(steps):
             check_config(dataclasses.replace(DemoConfig(), **changes))
 
 
-def test_each_step_is_compiled_once_and_a_common_prefix_stored_once(steps):
-    engine = make_engine(steps, host_blocks=HOST_BLOCKS)
+def test_each_step_is_compiled_once_and_a_prefix_stored_once_for_its_weights():
+    engine = make_engine(host_blocks=HOST_BLOCKS)
     engine.warm_up()
-    sizes = [f.func._cache_size() for f in (steps.prefill_chunk, steps.decode)]
+    programs = steps_of("full").prefill_chunk, steps_of("full").decode
+    sizes = [program.func._cache_size() for program in programs]
     prefix = random_tokens(4, 64)
     for tail in range(4):
         request = engine.submit(prefix + random_tokens(tail, 8), 2)
         finish(engine, request)
     assert engine.worker.blocks_stored == 64 // 4 + 4 * (8 // 4)
     assert request.device_hit_tokens == 64
-    assert [f.func._cache_size() for f in (steps.prefill_chunk, steps.decode)] == sizes
+    assert [program.func._cache_size() for program in programs] == sizes
+    retrained = make_engine(weights_epoch="2").submit(prefix, 2)
+    assert retrained.chains[0].keys[0] != request.chains[0].keys[0]

@@ -50,12 +50,6 @@ def test_no_other_choice_of_victims_finds_more():
             assert (hits - device.hits).sum() == best, requests
 
 
-def test_of_blocks_with_one_next_use_the_deepest_is_evicted_first():
-    # One of 1, 2, 3 is evicted for 4; without 3 the prefix of two can still be found.
-    trace = make_trace("ties", [[1, 2, 3], [4], [1, 2, 3]])
-    assert find_optimum(trace, 3).tolist() == [0, 0, 2]
-
-
 def test_a_request_larger_than_the_cache_is_held_until_the_next():
     trace = make_trace("large", [[1, 2, 3], [1, 2, 3], [9], [1, 2, 3]])
     assert find_optimum(trace, 2).tolist() == [0, 3, 0, 1]

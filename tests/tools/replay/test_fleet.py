@@ -7,11 +7,10 @@ import pytest
 
 from jaxkv.scheduling.boundary import TierBelow
 from jaxkv.tiers.index import BlockIndex
-from jaxkv.tools.plan.plan import find_returning
 from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.device import find_on_device, fit_device
 from jaxkv.tools.replay.fleet import ROUTES, Fleet, find_conversations
-from jaxkv.tools.replay.run import OPTIMUM, STORE_ALONE, replay, sweep
+from jaxkv.tools.replay.run import OPTIMUM, STORE_ALONE, replay
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import make_trace, read_trace
 from tests.tools.replay.test_device import SIZE, Engine, make_mixed_trace
@@ -103,18 +102,6 @@ def test_without_hosts_a_store_is_one_lru(trace, shared_traces):
         assert 0 < one.num_hit_blocks < requests.num_block_refs
 
 
-def test_hosts_take_nothing_from_a_store_that_evicts_nothing(trace):
-    largest = int(trace.num_blocks.max())
-    for route, policy in (
-        *(("round-robin", "lru"), ("sticky", "hazard")),
-        ("prefix", "lru"),
-    ):
-        fleet = Fleet(4, route, trace.num_unique_blocks)
-        result = replay(policy, trace, 2 * largest, fleet=fleet)
-        assert (result.hits_by_request == find_returning(trace)).all(), route
-        assert result.fetches_by_request.sum() > 0
-
-
 @pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("hazard", 2)])
 def test_a_fleet_finds_what_real_schedulers_over_one_store_do(policy, seed):
     trace, fleet = make_mixed_trace(seed), Fleet(3, "sticky", 230)
@@ -163,19 +150,6 @@ def test_the_engine_with_the_longest_prefix_serves_on_device_or_host():
         assert (one.hits_by_request == alone.hits_by_request).all()
     routed = replay("lru", few, 8, device=device, fleet=Fleet(3, "prefix"))
     assert routed.engines.tolist() == [0, 1, 0, 2, 1, 0]
-
-
-def test_a_sweep_compares_with_and_without_a_store(trace):
-    fleets = [Fleet(2, "sticky"), Fleet(2, "sticky", 100)]
-    names = ["lru", "auto", STORE_ALONE]
-    swept = sweep(trace, names, [20, 40], fleets=fleets)
-    assert [(r.policy, r.capacity_blocks) for r in swept] == [
-        (name, capacity)
-        for name in ("lru", "lru + store", "auto", "auto + store", STORE_ALONE)
-        for capacity in (20, 40)
-    ]
-    assert swept[-1].num_hit_blocks == swept[-2].num_hit_blocks
-    assert swept[2] == replay("lru", trace, 20, fleet=fleets[1])
 
 
 def test_what_is_no_fleet_is_refused(trace):

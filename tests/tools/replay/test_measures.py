@@ -43,16 +43,6 @@ def test_saved_prefill_is_the_sum_over_the_tokens_that_were_found(comparison):
     assert measures["flops_host"].ratios[Cell(OPTIMUM, 90)] > 0
 
 
-def test_shares_are_of_all_that_was_asked_for(comparison):
-    measures = {measure.key: measure for measure in comparison.measures}
-    for result in comparison.results:
-        cell = Cell(result.policy, result.capacity_blocks)
-        assert measures["blocks_both"].ratios[cell] == result.block_hit_ratio
-        assert measures["tokens_both"].ratios[cell] == result.token_hit_ratio
-        host = result.num_host_hit_blocks / result.num_block_refs
-        assert measures["blocks_host"].ratios[cell] == host
-
-
 def test_without_lengths_or_a_model_only_what_is_known_is_measured(comparison):
     whole = comparison.trace
     trace = dataclasses.replace(whole, input_tokens=None)

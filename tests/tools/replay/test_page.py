@@ -10,7 +10,7 @@ import pytest
 
 from jaxkv.policies import make_hazard, make_slru, policy_names
 from jaxkv.tools.pictures import spread
-from jaxkv.tools.replay.measures import Cell, Comparison, format_percent
+from jaxkv.tools.replay.measures import Comparison, format_percent
 from jaxkv.tools.replay.model_costs import find_model_costs
 from jaxkv.tools.replay.page import render_page
 from jaxkv.tools.replay.report import label_of, to_json
@@ -429,15 +429,3 @@ def test_labels_are_moved_apart_and_stay_in_order():
         assert (np.diff(np.array(placed)[order]) >= 18 - 1e-9).all()
         assert min(placed) >= 14 - 1e-9
         assert max(placed) <= 330 + 1e-9
-
-
-def test_the_best_policy_is_named_only_where_there_is_one(comparison):
-    (measure,) = (m for m in comparison.measures if m.key == "tokens_both")
-    for capacity in comparison.capacities:
-        own = {
-            name: measure.ratios[Cell(name, capacity)]
-            for name in comparison.policies
-            if name != OPTIMUM
-        }
-        most = [name for name, ratio in own.items() if ratio == max(own.values())]
-        assert measure.best(capacity) == ([] if len(most) == len(own) else most)

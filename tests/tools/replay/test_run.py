@@ -94,12 +94,6 @@ def test_a_policy_without_native_functions_gives_the_same_result():
     assert pure.num_hit_blocks > 0
 
 
-def test_tokens_are_counted_only_if_known():
-    result = replay(OPTIMUM, make_trace("no tokens", [[5, 6], [5, 6]]), 4)
-    assert result.block_hit_ratio == 0.5
-    assert result.input_tokens is result.hit_tokens is result.token_hit_ratio is None
-
-
 def test_a_sweep_is_every_policy_at_every_capacity(trace):
     reports, threads = {}, set()
 

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from jaxkv.transfer.storage.store import StoreError
 from jaxkv.transfer.storage.workers import Workers
 from tests.rigs.refused_threads import refused_threads
 
@@ -14,18 +13,6 @@ def workers():
     workers = Workers("test", 3)
     yield workers
     workers.close()
-
-
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_a_task_without_a_thread_has_failed_and_the_next_one_runs(workers, error):
-    ran = []
-    with refused_threads(error=error):
-        for _ in range(2):
-            failure = workers.submit(ran.append, 1).exception(0)
-            assert isinstance(failure, StoreError)
-            assert "can't start new thread" in str(failure)
-    assert workers.submit(ran.append, 2).exception(60) is None
-    assert ran == [2]
 
 
 @pytest.mark.parametrize("first", [1, 2])

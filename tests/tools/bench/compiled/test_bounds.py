@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import pytest
+
 from jaxkv.tools.bench.compiled.bounds import KNOWN_BREAKS, bounds_of, broken_bounds
 from jaxkv.tools.bench.compiled.pools import default_pools
+from jaxkv.tools.bench.compiled.records import Result, block_costs
 from jaxkv.tools.bench.compiled.run import judge
 from jaxkv.tools.bench.compiled.targets import TARGETS
 from tests.tools.bench.compiled.examples import GOOD, MIB, program
@@ -62,11 +65,6 @@ def test_a_broken_bound_is_reported():
         assert broken(figures | {name: beyond}, **case) == [line]
 
 
-def test_several_broken_bounds_are_all_reported():
-    lines = broken({"accessed_bytes": 100 * MOVED, "temp_bytes": POOL, "kernels": 99})
-    assert [line.split()[0] for line in lines] == ["bytes", "temp", "99"]
-
-
 def test_what_does_not_grow_with_the_blocks_is_free():
     # A mebibyte of temp, for semaphores and the plan.
     small = {"moved_bytes": 4096, "accessed_bytes": None}
@@ -109,3 +107,14 @@ def test_a_known_break_fails_no_run():
     assert {name for each in KNOWN_BREAKS for name in each.pools} <= {
         pool.name for pool in default_pools()
     }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "chosen"), [((1, 2, 4), 4), ((1, 8, 64), 8), ((16, 64), 16)]
+)
+def test_a_block_is_costed_by_the_smallest_move_of_eight_or_else_the_largest(
+    sizes, chosen
+):
+    results = [Result(program(num_blocks=size), GOOD, None) for size in sizes]
+    (cost,) = block_costs(tuple(results))
+    assert cost.num_blocks == chosen

@@ -46,15 +46,12 @@ def at_home(program):
     return dataclasses.replace(GOOD, kernel=kernel)
 
 
-def test_it_compiles_prints_and_writes(capsys, tmp_path):
-    figures, page = tmp_path / "a.json", tmp_path / "a.md"
-    assert cli.main(f"{SMALL} --json {figures} --markdown {page}".split()) == 0
-    out, err = capsys.readouterr()
+def test_it_compiles_prints_and_writes(run_line, tmp_path):
+    page = tmp_path / "a.md"
+    out, err, written = run_line(f"{SMALL} --markdown {page}")
     assert err.splitlines() == ["this machine's CPU ..."]
     assert "your pool: 2 x float32[64,4,2,16]" in out
-    written = json.loads(figures.read_text())
-    assert written["blocks"] == [4]
-    assert written["modes"] == ["staged"]
+    assert (written["blocks"], written["modes"]) == ([4], ["staged"])
     assert written["pools"][0]["shape"] == [64, 4, 2, 16]
     assert {"jax", "jaxkv"} <= written["versions"].keys()
     results = {result["program"]: result for result in written["results"]}
@@ -67,25 +64,13 @@ def test_it_compiles_prints_and_writes(capsys, tmp_path):
         assert result["broken"] == []
     assert written["block_costs"][0]["block_bytes"] == 2 * 4 * 2 * 16 * 4
     assert "  your pool         1 KiB" in out
-    assert out.splitlines()[-1].startswith("4 programs for cpu in ")
-    assert out.splitlines()[-1].endswith(" s: every bound holds")
+    last = out.splitlines()[-1]
+    assert last.startswith("4 programs for cpu in ")
+    assert last.endswith(" s: every bound holds")
     assert page.read_text().count("| your pool |") == 2
 
 
-def test_all_accelerators_and_engines_are_the_default(compilers, capsys):
-    configs, _ = compilers
-    assert cli.main(["bench", "compile"]) == 0
-    (config,) = configs
-    assert config.targets == TARGETS
-    assert config.blocks == (1, 8, 64, 512)
-    out, _ = capsys.readouterr()
-    assert "NVIDIA H200" in out
-    assert "MLA, padded to 640: 32 x bfloat16[2048,8,2,640]" in out
-    assert max(len(line) for line in out.split("Each figure")[0].splitlines()) <= 100
-    assert out.rstrip().endswith("every bound holds")
-
-
-def test_a_broken_bound_is_listed_and_is_the_exit_code(compilers, capsys):
+def test_a_broken_bound_is_listed_and_is_the_exit_code(compilers, run_line):
     _, use = compilers
 
     def figures(program):
@@ -96,8 +81,7 @@ def test_a_broken_bound_is_listed_and_is_the_exit_code(compilers, capsys):
 
     use(figures)
     line = "bench compile --target v5e --shape 2048,16,8,2,128 --mode staged"
-    assert cli.main(line.split()) == 1
-    out, _ = capsys.readouterr()
+    out, *_ = run_line(line, 1)
     (row,) = [line for line in out.splitlines() if line.startswith("!")]
     assert row.split()[:3] == ["!", "staged", "load"]
     assert (
@@ -107,26 +91,34 @@ def test_a_broken_bound_is_listed_and_is_the_exit_code(compilers, capsys):
     assert out.splitlines()[-1] == "15 programs for v5e in 12 s: 3 break a bound"
     use(lambda program: None)
     line = "bench compile --target v6e:2x2 --shape 64,16 --mode staged --blocks 8"
-    assert cli.main(line.split()) == 1
-    out, _ = capsys.readouterr()
+    out, *_ = run_line(line, 1)
     assert "v6e, your pool, staged gather of 8 blocks: did not compile: None" in out
 
 
-def test_known_breaks_are_listed_and_fail_no_run(compilers, capsys):
-    _, use = compilers
+def test_known_breaks_are_listed_and_fail_no_run(compilers, run_line):
+    configs, use = compilers
 
     def figures(program):
         good = at_home(program)
         breaks = "row-major" in program.pool.name and program.num_blocks >= 512
+        breaks &= program.target.name == "v5e"
         return dataclasses.replace(good, kernels=99) if breaks else good
 
     use(figures)
-    assert cli.main(["bench", "compile", "--target", "v5e", "--mode", "staged"]) == 0
-    out, _ = capsys.readouterr()
+    out, *_ = run_line("bench compile --target v5e --mode staged")
     assert "Duration     about " in out
     assert "Broken bounds" not in out
     assert "MLA 576, row-major, 3 programs: XLA lays an extent of 128 padded" in out
     assert out.rstrip().endswith("every bound holds, but for 6 known breaks")
+    # By default all accelerators and engines.
+    use(at_home)
+    out, *_ = run_line("bench compile")
+    assert configs[1].targets == TARGETS
+    assert configs[1].blocks == (1, 8, 64, 512)
+    assert "NVIDIA H200" in out
+    assert "MLA, padded to 640: 32 x bfloat16[2048,8,2,640]" in out
+    assert max(len(line) for line in out.split("Each figure")[0].splitlines()) <= 100
+    assert out.rstrip().endswith("every bound holds")
 
 
 def test_pools_and_models_are_compiled_as_described(compilers, tmp_path):
@@ -153,39 +145,36 @@ def test_pools_and_models_are_compiled_as_described(compilers, tmp_path):
     assert len(configs[2].pools) == 16
 
 
-def test_tables_go_between_the_markers_of_a_page(compilers, tmp_path, capsys):
+def test_tables_go_between_the_markers_of_a_page(compilers, run_line, tmp_path):
     page = tmp_path / "a.md"
     start, end = report.MARKERS
     page.write_text(f"# Title\n\n{start}\n\nold\n\n{end}\n\nmore\n")
     line = f"bench compile --target v5e --shape 2048,16,8,2,128 --markdown {page}"
-    assert cli.main(line.split()) == 0
+    run_line(line)
     text = page.read_text()
     assert text.startswith(f"# Title\n\n{start}\n\nSaves and loads of 8 blocks")
     assert text.endswith(f"\n{end}\n\nmore\n")
     assert "old" not in text
     assert "| your pool | " in text
     assert " | 1.00x, 4 k, 182 us |" in text
-    assert cli.main(line.split()) == 0
+    run_line(line)
     assert page.read_text() == text
     # A page with half of the markers is left alone.
     half = f"{start}\nold\n"
     page.write_text(half)
-    assert cli.main(line.split()) == 2
-    assert "after it" in capsys.readouterr().err
+    assert "after it" in run_line(line, 2, has_figures=False)[1]
     assert page.read_text() == half
 
 
-def test_a_missing_compiler_is_named(capsys, monkeypatch):
+def test_a_missing_compiler_is_named(refused, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     for name, extra in (
         *(("v5e", "aot-tpu"), ("tpu7x:2x2x1", "aot-tpu")),
         ("h200", "aot-gpu"),
     ):
-        assert cli.main(["bench", "compile", "--target", name]) == 2
         message = f"--target: {name} needs a compiler: {pip_install(extra)}\n"
-        assert capsys.readouterr().err == f"jaxkv bench compile: error: {message}"
-    assert cli.main(["bench", "compile"]) == 2
-    err = capsys.readouterr().err
+        err = refused(f"bench compile --target {name}")
+        assert err == f"jaxkv bench compile: error: {message}"
+    err = refused("bench compile")
     assert pip_install("aot-tpu") in err
     assert pip_install("aot-gpu") in err
-    assert err.count("\n") == 1

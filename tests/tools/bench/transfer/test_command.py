@@ -1,13 +1,11 @@
 """`jaxkv bench transfer`: what it prints, draws and writes, and how it refuses."""
 
 import itertools
-import json
 
 import jax
 import pytest
 
-from jaxkv.tools import main as cli
-from jaxkv.tools.bench.transfer import records
+from jaxkv.tools.bench.transfer import records, run
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 
 ON_CPU = jax.default_backend() == "cpu"
@@ -21,10 +19,16 @@ SMALL = (
 )
 
 
-def test_it_prints_draws_and_writes(capsys, tmp_path):
-    picture, figures = tmp_path / "a.png", tmp_path / "a.json"
-    assert cli.main(f"{SMALL} --plot {picture} --json {figures}".split()) == 0
-    out, err = capsys.readouterr()
+def test_it_prints_draws_and_writes(run_line, tmp_path, monkeypatch):
+    seen = []
+
+    def keep(*args):
+        seen.append(run.run_transfer(*args))
+        return seen[-1]
+
+    monkeypatch.setattr("jaxkv.tools.bench.transfer.command.run_transfer", keep)
+    picture = tmp_path / "a.png"
+    out, err, written = run_line(f"{SMALL} --plot {picture}")
     assert err.splitlines() == [
         "4 KiB blocks: filling host memory ...",
         "4 KiB blocks, 16 KiB ...",
@@ -35,7 +39,6 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
     assert "Left out     2 KiB in blocks of 4 KiB: less than one block" in out
     assert max(len(line) for line in out.split("GB are")[0].splitlines()) <= 80
 
-    written = json.loads(figures.read_text())
     assert written["limit"] == LIMIT
     assert written["mode"] == ("fused" if ON_CPU else "staged")
     assert written["working_set_bytes"] == 128 << 10
@@ -50,46 +53,56 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
         for name, design in result["designs"].items():
             cells = []
             for direction in records.DIRECTIONS:
-                figure = design[direction]
-                speeds = [figure["best_gb_per_s"], figure["p50_gb_per_s"]]
-                shares = figure["of_limit"]
-                limit = result["limit"][direction]["best_gb_per_s"]
-                assert shares["best"] == pytest.approx(speeds[0] / limit)
-                low, p50, high = shares["quartiles"]
+                figure, limit = design[direction], result["limit"][direction]
+                low, p50, high = figure["of_limit"]["quartiles"]
                 assert low <= p50 <= high
-                for best, median in (speeds, (shares["best"], p50)):
-                    cells += [f"{best:.2f}", "/", f"{median:.2f}"]
+                best = figure["best_gb_per_s"] / limit["best_gb_per_s"]
+                assert figure["of_limit"]["best"] == pytest.approx(best)
+                for pair in (
+                    (figure["best_gb_per_s"], figure["p50_gb_per_s"]),
+                    (best, p50),
+                ):
+                    cells += "{:.2f} / {:.2f}".format(*pair).split()
             assert rows[name][-12:] == cells
         assert set(result["engine_over"]) == {"per-block", "numpy"}
         assert len(result["overlap"]["save"]["hidden_fraction"]) == 3
         assert rows["hidden by a step"][-1].endswith("%")
+    # Everything is timed in every round.
+    (record,) = seen
+    assert record.step_s > 0
+    for result in record.results:
+        assert set(result.designs_s) == set(records.DESIGNS)
+        for sides in (result.limit_s, *result.designs_s.values()):
+            for direction in records.DIRECTIONS:
+                assert len(sides[direction]) == 3
+                assert min(sides[direction]) > 0
+        for overlap in result.overlap.values():
+            assert len(overlap.both_s) == 3
+    # No more than two transfers of 16 blocks fit in 32 together.
+    assert [r.overlap["load"].num_steps for r in record.results] == [4, 2]
 
 
-def test_designs_and_overlap_can_be_left_out(capsys):
+def test_designs_and_overlap_can_be_left_out(run_line):
     line = (
         "bench transfer --sizes 8KiB --block-sizes 4KiB --rounds 3 --layers 1 "
         "--working-set 16KiB --designs engine --mode staged --run 1 --no-overlap"
     )
-    assert cli.main(line.split()) == 0
-    out, _ = capsys.readouterr()
+    out, *_ = run_line(line, has_figures=False)
     rows = [li.split("  ")[1] for li in out.splitlines() if li.startswith("  ")]
     assert [row for row in rows if row] == [LIMIT, "engine"]
     assert "hidden" not in out
 
 
-def test_a_failure_is_a_one_line_error(capsys, monkeypatch):
-    differ = "engine, 4 KiB blocks, 16 KiB: 3 blocks are not what"
-    full = "Could not allocate 4 host blocks"
+def test_a_failure_is_a_one_line_error(run_line, monkeypatch):
     smaller = "ask for smaller --sizes or a smaller --working-set"
     for error, code, message in (
-        (BytesDifferError(differ), 1, f"bytes differ: {differ}"),
-        (MemoryError(full), 2, f"{smaller}: {full}"),
+        (BytesDifferError("3 blocks"), 1, "bytes differ: 3 blocks"),
+        (MemoryError("4 blocks"), 2, f"{smaller}: 4 blocks"),
     ):
 
         def broken(config, plan, on_progress, error=error):
             raise error
 
         monkeypatch.setattr("jaxkv.tools.bench.transfer.command.run_transfer", broken)
-        assert cli.main(SMALL.split()) == code
-        err = capsys.readouterr().err
+        _, err, _ = run_line(SMALL, code, has_figures=False)
         assert err == f"jaxkv bench transfer: error: {message}\n"

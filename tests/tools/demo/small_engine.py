@@ -1,0 +1,38 @@
+"""Small models of each kind, and engines that serve them."""
+
+import dataclasses
+import functools
+
+from jaxkv.tools.demo.allocation import most_blocks
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.steps import make_steps
+
+FULL = ModelConfig(
+    num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
+)
+MODELS = {
+    "full": FULL,
+    "window": dataclasses.replace(FULL, layers="window", window_tokens=21),
+    "hybrid": dataclasses.replace(
+        FULL, num_layers=4, layers="hybrid", window_tokens=10
+    ),
+}
+CONFIG = EngineConfig(  # The number of device blocks depends on the model.
+    **{"block_size": 4, "device_blocks": 0, "host_blocks": 0, "concurrency": 4},
+    **{"max_seq_tokens": 96, "weights_epoch": "test", "chunk_sizes": (16,)},
+)
+
+
+@functools.cache
+def steps_of(model):
+    """Make a model, whose programs are compiled once in a process."""
+    return make_steps(MODELS[model], seed=0)
+
+
+def make_engine(model="full", num_spare=1, **changes):
+    """Make an engine with as many blocks as one request needs, and some to spare."""
+    groups = MODELS[model].groups(CONFIG.block_size)
+    needed = most_blocks(groups, CONFIG.max_seq_tokens, chunk=16)
+    config = {"device_blocks": needed + num_spare} | changes
+    return Engine(steps_of(model), dataclasses.replace(CONFIG, **config))
