@@ -192,12 +192,14 @@ class OffloadScheduler(Reporting):
         if recorder is not None:
             facts = groups, rules, num_host_blocks, policy
             listeners.append(Recording(recorder, *facts))
-        listeners += self._whatif, IdleWarning(groups, rules, self._stats, host)
+        idle_warning = IdleWarning(groups, rules, self._stats, host)
+        listeners += self._whatif, idle_warning
         if policy_state is not None:
             self._policy_state = open_policy_state(policy_state, host, self._whatif)
             weakref.finalize(self, self._policy_state.save)
             listeners.append(self._policy_state)
         self._listeners = Listeners(listeners)
+        idle_warning.listeners = weakref.proxy(self._listeners)
 
         watched = self._stats, self._listeners
         self._loads = Loads(groups, host, rules, self._book, *watched)
@@ -591,10 +593,11 @@ class OffloadScheduler(Reporting):
         keys = requests.by_request[name] if has_begun else ()
         if has_begun:
             requests.finish(request, keys, stop)
-        has_load = name in self._loads.by_request
-        end = End(request, keys, stop, has_begun, has_load, requests.now_ms)
-        for notify in self._listeners.finished:
-            notify(end)
+        if self._listeners.finished:
+            has_load = name in self._loads.by_request
+            end = End(request, keys, stop, has_begun, has_load, requests.now_ms)
+            for notify in self._listeners.finished:
+                notify(end)
         for boundary in self.below:
             boundary.finish(name)
         requests.forget(name)
