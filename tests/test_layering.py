@@ -37,7 +37,7 @@ CEILINGS = {
     "transfer": 11_490,
     "tiers": 5_030,
     "search": 640,
-    "scheduling": 10_700,
+    "scheduling": 10_420,
     "observe": 2_240,
     "strict": 1_030,
     "config": 1_000,

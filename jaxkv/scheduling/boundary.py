@@ -70,7 +70,7 @@ class _Queued:
 
     num_released: int  # `Boundary._num_released` when it began.
     first_ask: int  # The number of its first ask since.
-    num_asks: int = 0  # In vain since, while no fetch was in flight.
+    num_asks: int = 0  # Vain ones since, while no fetch was in flight.
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,15 +118,9 @@ class Fetch(NamedTuple):
 class Boundary:
     """Fetches of the blocks that requests wait for, and writes of those to keep.
 
-    Args:
-        groups: The groups of the model's layers.
-        upper: The upper tier.
-        below: The lower tier, and what goes there.
-        rules: The engine's rules.
-        is_private: Returns True for the key of a block that must never be written to
-            the lower tier; None to write any.
-        on_arrival: Called with the keys of blocks that have arrived in the lower tier.
-        number: Which tier the lower one is, 0 for the first below the host.
+    `is_private` returns True for the key of a block that must never be written to the
+    lower tier. `on_arrival` is called with the keys of blocks that have arrived there.
+    `number` is 0 for the first tier below the host.
 
     Raises:
         ConfigError: The rule for writes needs the upper tier's next victims, which that
@@ -513,7 +507,7 @@ class Boundary:
         self._to_delete.clear()
 
     def fetch(self, request_id: str, fetch: Fetch, num: int) -> bool:
-        """Begin to fetch what a request lacks; return whether it has to wait.
+        """Begin to fetch blocks for a request; return whether it has to wait.
 
         The fetch has just been planned, of the first `num` blocks at most, and the
         request waits for nothing.
@@ -559,10 +553,9 @@ class Boundary:
     def probe(
         self, request_id: str, runs: Sequence[Sequence[BlockKey]], wait_s: float
     ) -> None:
-        """Ask the tier for blocks that a request lacks, which waits `wait_s` for it.
+        """Send a probe for a request, which waits `wait_s` for the answer.
 
-        Keys of a run continue one another. The tier is not asked again for what it is
-        being asked for.
+        Keys of a run continue one another. Keys of probes in flight are not sent again.
         """
         probing = self.probing.setdefault(request_id, Probing())
         probing.num += 1
@@ -627,7 +620,7 @@ class Boundary:
                 self._to_write[key] = None
 
     def _public(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Return the keys without those of private blocks."""
+        """Return the keys of blocks that are not private."""
         if self._is_private is None:
             return keys
         return list(filterfalse(self._is_private, keys))
@@ -785,9 +778,8 @@ def check_reports(
                 f"scheduler has {len(boundaries)} such tiers: give it "
                 "num_storage_blocks, or tiers_below."
             )
-    if reports:
-        for boundary in boundaries:
-            boundary.check(boundary.reports_in(reports))
+    for boundary in boundaries:
+        boundary.check(boundary.reports_in(reports))
 
 
 def _as_batch(

@@ -44,9 +44,7 @@ def check_count(
 def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
     """Check what an engine is about to compute, except its block tables.
 
-    Returns:
-        How many tokens it computes per request, without requests that have none; and
-        how many in all.
+    Returns the tokens of each request that has any, and of all.
 
     Raises:
         TypeError: A field is missing or of another type, or a number is not whole.
@@ -90,11 +88,7 @@ def is_collection(value: object) -> TypeGuard[Collection[Any]]:
 
 
 def check_report(output: ConnectorOutput) -> None:
-    """Refuse a report whose fields are not what `ConnectorOutput` says.
-
-    Raises:
-        TypeError: With the field, its value, and what it must be.
-    """
+    """Raise TypeError for a report with a field of another type."""
     if not isinstance(output, ConnectorOutput):
         raise TypeError(
             f"output={shown(output)} must be a ConnectorOutput, such as "
@@ -157,13 +151,7 @@ def _wrong_field(
 
 
 def check_plan(meta: OffloadMetadata) -> None:
-    """Refuse a plan whose fields are not what `OffloadMetadata` says.
-
-    Block ids are for the engine to check.
-
-    Raises:
-        TypeError: With the field, its value, and what it must be.
-    """
+    """Raise TypeError for a plan with a field of another type, except block ids."""
     for field in ("load_event", "store_event"):
         if type(event := getattr(meta, field)) is not int:
             raise _wrong_field(field, event, "an int", "plan")
@@ -186,11 +174,7 @@ def check_plan(meta: OffloadMetadata) -> None:
 
 
 def check_bound(num_blocks: int, expected: int | None) -> None:
-    """Refuse a pool of another number of blocks than the arrays, if that is known.
-
-    Raises:
-        ValueError: It says what to do instead.
-    """
+    """Raise ValueError for a pool of other size than the arrays, if that is known."""
     if expected is not None and num_blocks != expected:
         raise ValueError(
             f"{num_blocks=} of the DeviceBlockPool must be {expected}, as the arrays "
@@ -200,11 +184,7 @@ def check_bound(num_blocks: int, expected: int | None) -> None:
 
 
 def check_alike(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> None:
-    """Refuse the state of a scheduler of another configuration.
-
-    Raises:
-        ValueError: It says what differs.
-    """
+    """Raise ValueError for the state of a scheduler of another configuration."""
     fields = entries["scheduler"].fields
     names = "groups", "rules", "num_host_blocks", "num_storage_blocks"
     facts = {name: (fields[name], getattr(scheduler, name)) for name in names}
@@ -222,11 +202,7 @@ def check_alike(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> N
 
 
 def check_times_are_alike(setting: str) -> None:
-    """Refuse a policy that decides by the time if several processes serve one model.
-
-    Raises:
-        ValueError: It says what to do instead.
-    """
+    """Raise ValueError for a policy by the time if several processes serve a model."""
     if serves_with_others():
         raise ValueError(
             f"{setting} decides by the time, and each process has its own: their "

@@ -32,14 +32,9 @@ class Chooser:
     ) -> None:
         """Follow a request, or its new block tables if it is known.
 
-        Args:
-            request: The request.
-            keys: Its keys, for each group.
-            tables: All its device blocks, for each group; kept.
-            num_local: Tokens found on the device; None if nothing was looked up, as
-                the request runs already.
-            num_external: Tokens that come from the host.
-            limits: What `Requests.check_stores` returned.
+        `num_local` tokens were found on the device, None if nothing was looked up, as
+        the request runs already; `num_external` come from the host. The tables are
+        kept. `limits` are from `Requests.check_stores`.
         """
 
     def replace_tables(
@@ -53,13 +48,9 @@ class Chooser:
     ) -> Sequence[Any]:
         """Find the requests that have blocks to offer; nothing changes.
 
-        Args:
-            scheduled: Requests that compute something in the step that begins.
-            preempted: Requests that have lost their blocks.
-
         Raises:
             TypeError: An attribute of a ready request has another type.
-            ValueError: Or it is negative.
+            ValueError: It is negative.
         """
         return ()
 

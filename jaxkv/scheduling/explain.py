@@ -104,10 +104,10 @@ _ELSEWHERE = ("last token", "gap", "other group", "no room", "no copy", "capped"
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerdict:
-    """What a block is to a request."""
+    """The verdict on a block of a request."""
 
     group: int
-    index: int  # Of the request's blocks in that group.
+    index: int  # Among the request's blocks of the group.
     first_token: int
     num_tokens: int
     verdict: Verdict
@@ -116,7 +116,7 @@ class BlockVerdict:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What the tiers hold of a request. As text it is a table."""
+    """A request's blocks in all tiers. As text it is a table."""
 
     request_id: str
     num_tokens: int
@@ -280,7 +280,7 @@ def _with_below(
     keys: Sequence[BlockKey],
     blocks_per_row: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Yield the verdicts, for missing blocks also by what a lower tier has."""
+    """Yield the verdicts, once a lower tier was searched for missing blocks."""
     rows = list(keys[blocks_per_row - 1 :: blocks_per_row])
     is_there = boundary.tier.find(rows) != NO_BLOCK
     for index, (verdict, reason) in enumerate(verdicts):

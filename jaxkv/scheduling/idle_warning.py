@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from jaxkv.scheduling.listening import End, Listener
+from jaxkv.scheduling.listening import End, Listener, Listeners
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class IdleWarning(Listener):
-    """Warns once if nothing was offered to the host after `_MANY_REQUESTS` requests."""
+    """Warns if nothing was offered after `_MANY_REQUESTS`, and stops listening."""
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class IdleWarning(Listener):
         self._min_tokens = rules.blocks_per_host_block * block_size
         self._num_finished = 0
         self._pool: object = None
+        self.listeners = Listeners()  # Notify it until it has looked.
 
     def bound(self, pool: object) -> None:
         """Keep the pool."""
@@ -41,8 +42,9 @@ class IdleWarning(Listener):
         if end.request.num_computed_tokens < self._min_tokens:
             return
         self._num_finished += 1
-        if self._num_finished != _MANY_REQUESTS:
+        if self._num_finished < _MANY_REQUESTS:
             return
+        self.listeners.remove(self)
         stats, pool = self._stats, self._pool
         is_idle = not (stats.num_offered or self._host.num_skipped or stats.num_loads)
         if self._is_lazy:

@@ -138,3 +138,10 @@ class Listeners:
                 if getattr(type(listener), moment) is not getattr(Listener, moment)
             )
             setattr(self, moment, tuple(methods))
+
+    def remove(self, listener: Listener) -> None:
+        """Stop notifying a listener."""
+        for moment in MOMENTS:
+            methods = getattr(self, moment)
+            kept = [method for method in methods if method.__self__ is not listener]
+            setattr(self, moment, tuple(kept))

@@ -50,7 +50,7 @@ class Load(Move[Ids]):
     num_tokens: int  # What it was offered beyond that.
     marks: list[KeyMark]  # For each group, its keys to the end of the offer.
     row_groups: Ids  # i32[r], the group of each row.
-    row_indices: Ids  # i32[r, m], the request's blocks in that group.
+    row_indices: Ids  # i32[r, m], the request's blocks of the group.
     copy_sources: Ids  # i32[c], device blocks to copy.
     copy_groups: Ids  # i32[c]
     copy_indices: Ids  # i32[c]
@@ -350,7 +350,7 @@ class Loads:
 
 
 def joined(arrays: Sequence[Ids]) -> Ids:
-    """Concatenate arrays, such as those of all groups."""
+    """Concatenate arrays, such as one of each group."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 

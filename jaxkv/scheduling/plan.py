@@ -250,7 +250,7 @@ def _plan_fetch(
     if view.rules.copy_on_device:  # Without it the pool may have no `find`.
         device = source_of(view.pool)
     above = view.below[: boundary.number]
-    nearer = device, *[source_of(own.upper, own.factor) for own in above]
+    nearer = device, *[source_of(tier.upper, tier.factor) for tier in above]
     max_tokens = max_hit_tokens(request, num_computed_tokens)
     look = Look(boundary, nearer, keys, max_tokens, num_computed_tokens)
     speeds: tuple[Speed, ...] = ()
@@ -419,19 +419,19 @@ def _plan_load(
     request: Request,
     keys: Sequence[list[BlockKey]],
     num_computed_tokens: int,
-    own: Load | None,
+    current: Load | None,
 ) -> Plan:
     """Plan what comes from the host, and from elsewhere on the device."""
-    load, is_found = None, False
+    load, is_plain = None, False
     if view.is_plain:
-        load, is_found = _find_plain_load(view, request, keys, num_computed_tokens)
-    if not is_found:
+        load, is_plain = _find_plain_load(view, request, keys, num_computed_tokens)
+    if not is_plain:
         _, load = find_load(view, request, keys, num_computed_tokens)
     if load is None:
         return _NOTHING
     rows = load.sources
     if view.rules.delay_shared_loads:
-        shared = _rows_loading(view.loads, rows, own)
+        shared = _rows_loading(view.loads, rows, current)
         if shared:
             return Plan(None, deferral="shared", shared=frozenset(shared))
     if not rows.size:
@@ -506,10 +506,10 @@ def find_load(
 
 def _num_free_beside(view: View, request_id: str, sources: Ids) -> int:
     """Count the free device blocks, were some held and what a request has released."""
-    own, dropped = view.loads.by_request.get(request_id), NO_IDS
-    if own is not None and own.event == NO_EVENT:
-        parts = own.copy_sources, own.written_blocks, own.copy_targets
-        dropped = np.concatenate(parts)
+    load, dropped = view.loads.by_request.get(request_id), NO_IDS
+    if load is not None and load.event == NO_EVENT:
+        blocks_of = load.copy_sources, load.written_blocks, load.copy_targets
+        dropped = np.concatenate(blocks_of)
     blocks = np.union1d(sources, dropped)
     held, pins = view.pool.counts(blocks)
     pins_then = pins - (blocks[:, None] == dropped).sum(axis=1)
@@ -524,7 +524,7 @@ def _find_plain_load(
     keys: Sequence[list[BlockKey]],
     num_computed_tokens: int,
 ) -> tuple[Load | None, bool]:
-    """Do as `find_load` does, for one group, of full attention, and rows of one block.
+    """Find a load as `find_load` does, for one group, of full attention, without rows.
 
     Most models are like that, and most loads without a copy. One call searches both
     tiers, or, where nothing is copied, the host alone behind what the request has.

@@ -224,8 +224,7 @@ class TierReport:
     # Whether the tier is listed: with these, a listing has found all (True), has
     # failed, or takes longer than a caller waits for it (False). None for nothing new.
     listed: bool | None = None
-    # How many blocks the tier may hold and has, at the end of that listing; None if
-    # unknown.
+    # How many blocks the tier may hold and has, once it is listed; None if unknown.
     bound: tuple[int, int] | None = None
     # Keys of blocks that the listing has deleted, as they were too many.
     gone: tuple[BlockKey, ...] = ()
@@ -348,7 +347,7 @@ NO_MOVES = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=Fa
 
 @dataclasses.dataclass(frozen=True)
 class ConnectorOutput:
-    """The moves that workers saw complete; those of several workers in a row.
+    """The moves that workers saw complete, one worker after the other.
 
     Attributes:
         finished_recving: Requests whose load arrived.

@@ -88,14 +88,10 @@ def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockK
 
 
 class Requests:
-    """The requests of a scheduler.
+    """The requests of a scheduler, and of the policy of its host tier.
 
-    Args:
-        groups: The groups of the model's layers.
-        rules: The engine's rules.
-        host: The host tier, whose policy is notified.
-        clock: Returns seconds, for the policy.
-        may_lag: Whether a request may come without the keys of its last full blocks.
+    `clock` returns seconds, for the policy. With `may_lag` a request may come without
+    the keys of its last full blocks.
     """
 
     _NOT_STATE = ("_has_keys",)
@@ -123,7 +119,7 @@ class Requests:
         self._begun: set[str] = set()
         self._policy_marks: dict[str, int] = {}
         # The keys that requests last looked for, if there are tiers below the host.
-        self._asked: dict[str, list[KeyMark]] = {}
+        self._looked_for: dict[str, list[KeyMark]] = {}
         # Whether a class has `block_keys`: a property may be slow.
         self._has_keys: dict[type, bool] = {}
 
@@ -198,11 +194,7 @@ class Requests:
         return request.num_computed_tokens - num_ahead, max_tokens
 
     def check_retention(self, request: Request) -> None:
-        """Refuse a `retention` of another type, where blocks have priorities.
-
-        Raises:
-            ValueError: It is no `Retention`.
-        """
+        """Raise ValueError for a `retention` of another type, if it is used."""
         if self._host.retains:
             _retention_of(request)
 
@@ -214,15 +206,11 @@ class Requests:
     def checked(
         self, request: Request, *, is_admission: bool = True
     ) -> Sequence[PackedKeys]:
-        """Return a request's keys, for each group, if they are right.
+        """Return a checked request's keys, for each group, if they are right.
 
-        On errors nothing is kept of a request that is new.
-
-        Args:
-            request: The request, whose attributes have been checked.
-            is_admission: Whether it looks for a prefix or has got its blocks. A new
-                one must then have the keys of all its full blocks or none, and no
-                request may have more.
+        If it looks for a prefix or has got its blocks (`is_admission`), a new one must
+        have the keys of all its full blocks or none, and no request may have more. On
+        errors nothing is kept of a request that is new.
 
         Raises:
             TypeError: There is not a list of keys for each group, or a key is not of
@@ -318,13 +306,15 @@ class Requests:
     def is_rewritten(self, request: Request) -> bool:
         """Record which keys a lookup has read; return whether they were rewritten."""
         keys = self.by_request[request.request_id]
-        before = self._asked.get(request.request_id)
-        self._asked[request.request_id] = [KeyMark.of(own, len(own)) for own in keys]
+        before = self._looked_for.get(request.request_id)
+        self._looked_for[request.request_id] = [
+            KeyMark.of(names, len(names)) for names in keys
+        ]
         return before is not None and not all(map(KeyMark.is_in, before, keys))
 
     def end_lookup(self, request_id: str) -> int | None:
         """Forget a lookup; return the tokens found on the device, None if unknown."""
-        self._asked.pop(request_id, None)
+        self._looked_for.pop(request_id, None)
         return self.num_local.pop(request_id, None)
 
     def has_begun(self, request_id: str) -> bool:
@@ -370,8 +360,8 @@ class Requests:
         if retention is not None:
             if retention.num_tokens is not None:
                 keys = [
-                    own[: retention.num_tokens // spec.block_size]
-                    for own, spec in zip(keys, self._groups, strict=True)
+                    names[: retention.num_tokens // spec.block_size]
+                    for names, spec in zip(keys, self._groups, strict=True)
                 ]
             self._host.retain(self._rows_by_group(keys)[0], retention, now_ms)
 
@@ -381,9 +371,9 @@ class Requests:
         """List the keys of host blocks, group after group, and their places in it."""
         if self._num_groups == self._factor == 1:
             return keys[0], list(range(len(keys[0])))
-        rows = [own[self._factor - 1 :: self._factor] for own in keys]
-        places = [place for own in rows for place in range(len(own))]
-        return [key for own in rows for key in own], places
+        rows = [names[self._factor - 1 :: self._factor] for names in keys]
+        places = [place for names in rows for place in range(len(names))]
+        return [key for names in rows for key in names], places
 
 
 class _Growing(PackedKeys):
@@ -434,11 +424,7 @@ def output_tokens_of(request: Request) -> int | None:
 
 
 def stop_of(request: Request) -> Stop | None:
-    """Return why a request stopped; None if unknown.
-
-    Raises:
-        ValueError: It is none of `jaxkv.types.STOPS`.
-    """
+    """Return why a request stopped, None if unknown; raise ValueError for others."""
     stop: Stop | None = getattr(request, "stop", None)
     if not isinstance(stop, str | None) or stop not in STOPS:
         raise ValueError(
@@ -449,11 +435,7 @@ def stop_of(request: Request) -> Stop | None:
 
 
 def _retention_of(request: Request) -> Retention | None:
-    """Return how long to keep a request's blocks; None if it does not say.
-
-    Raises:
-        ValueError: It is no `Retention`.
-    """
+    """Return how long to keep a request's blocks; raise ValueError for others."""
     retention: Retention | None = getattr(request, "retention", None)
     if retention is not None and not isinstance(retention, Retention):
         raise ValueError(

@@ -230,7 +230,7 @@ class RuleSettings(Settings):
 @settings.documented
 @dataclasses.dataclass(frozen=True)
 class OffloadRules(RuleSettings):
-    """How `OffloadScheduler` stores and loads.
+    """The rules by which `OffloadScheduler` stores and loads.
 
     Raises:
         ConfigError: A ValueError. Values are out of range, unknown, or of another

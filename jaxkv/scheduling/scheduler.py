@@ -192,12 +192,14 @@ class OffloadScheduler(Reporting):
         if recorder is not None:
             facts = groups, rules, num_host_blocks, policy
             listeners.append(Recording(recorder, *facts))
-        listeners += self._whatif, IdleWarning(groups, rules, self._stats, host)
+        idle_warning = IdleWarning(groups, rules, self._stats, host)
+        listeners += self._whatif, idle_warning
         if policy_state is not None:
             self._policy_state = open_policy_state(policy_state, host, self._whatif)
             weakref.finalize(self, self._policy_state.save)
             listeners.append(self._policy_state)
         self._listeners = Listeners(listeners)
+        idle_warning.listeners = weakref.proxy(self._listeners)
 
         watched = self._stats, self._listeners
         self._loads = Loads(groups, host, rules, self._book, *watched)
@@ -307,54 +309,54 @@ class OffloadScheduler(Reporting):
             ValueError: `num_computed_tokens` is no number of whole blocks, or the
                 request has no keys for each group, or not as many as its full blocks.
                 Then nothing changes.
-            TypeError: The request lacks an attribute, or one has another type. Then
+            TypeError: An attribute of the request is missing or has another type. Then
                 nothing changes. All calls that take a request raise this.
         """
         start_s, view = self.delays.clock(), self._view
         while True:
-            found = plan(view, request, num_computed_tokens)
+            planned = plan(view, request, num_computed_tokens)
             name = request.request_id  # Only now known to exist.
             if self.below and self._book.is_rewritten(request):
                 for boundary in self.below:
                     boundary.forget(name)  # It waits for blocks of its old keys.
                 continue
-            if found.load_speed or found.fetch_speeds:
-                self._gate.count(found.load_speed, *found.fetch_speeds)
-            if not self.below or self._ask_below(name, found):
+            if planned.load_speed or planned.fetch_speeds:
+                self._gate.count(planned.load_speed, *planned.fetch_speeds)
+            if not self.below or self._ask_below(name, planned):
                 break
             # The tier above has no room for the fetch.
-            view = view._replace(below=found.nearer)
-        is_known = name in self._loads.by_request and found.deferral != "loading"
-        if is_known or found.load is not None:
-            self._loads.offer(self._pool, name, found.load, found.is_awaited)
-        if found.num_tokens is not None:
+            view = view._replace(below=planned.nearer)
+        is_known = name in self._loads.by_request and planned.deferral != "loading"
+        if is_known or planned.load is not None:
+            self._loads.offer(self._pool, name, planned.load, planned.is_awaited)
+        if planned.num_tokens is not None:
             # It may find no room on the device: what was fetched for it stays.
             for boundary in self.below:
                 boundary.hold(name)
         self._book.num_local[name] = num_computed_tokens
-        answer = found.num_tokens, found.is_awaited
+        answer = planned.num_tokens, planned.is_awaited
         lookup = Lookup(request, num_computed_tokens, *answer, start_s)
         for notify in self._listeners.looked_up:
             notify(lookup)
         return answer
 
-    def _ask_below(self, name: str, found: Plan) -> bool:
-        """Ask tiers below the host for the blocks of a plan.
+    def _ask_below(self, name: str, planned: Plan) -> bool:
+        """Send what a plan asks of tiers below the host.
 
         Returns False if a fetch finds no room in the tier above.
         """
-        if found.queue is not None:
-            found.queue.queue(name)
-        for boundary in found.searched:
+        if planned.queue is not None:
+            planned.queue.queue(name)
+        for boundary in planned.searched:
             boundary.looked_up[name] = boundary.tier.num_found
-        if found.probe is not None:
-            boundary, runs, wait_s = found.probe
+        if planned.probe is not None:
+            boundary, runs, wait_s = planned.probe
             boundary.probe(name, runs, wait_s)
-        if found.fetch is not None:
-            boundary, fetch, num = found.fetch
+        if planned.fetch is not None:
+            boundary, fetch, num = planned.fetch
             if not boundary.fetch(name, fetch, num):
                 return False
-            for nearer in found.nearer:  # There will be more to find.
+            for nearer in planned.nearer:  # There will be more to find.
                 nearer.looked_up.pop(name, None)
         return True
 
@@ -373,9 +375,9 @@ class OffloadScheduler(Reporting):
 
         Returns:
             The table once the offer is there, a list for each group: `block_ids`, with
-            NULL_BLOCK for what the offer leaves out, as the next token does not read
-            it. The engine may free those blocks then; `DeviceBlockPool.cache` skips
-            them. If the load fails, it goes on with `block_ids` and computes them.
+            NULL_BLOCK for blocks that the offer leaves out, as the next token does not
+            read them. The engine may free those blocks then; `DeviceBlockPool.cache`
+            skips them. If the load fails, it goes on with `block_ids` and computes all.
 
         Raises:
             ValueError: That is no whole number of blocks, or more than
@@ -404,14 +406,14 @@ class OffloadScheduler(Reporting):
         begins = bool(num_external) or any(tables)
         for boundary in self.below:
             (boundary.forget if begins else boundary.decline)(name)
-        found = requests.end_lookup(name), num_external
+        hits = requests.end_lookup(name), num_external
         self._store_steps.note_tokens(num_external)
-        self._chooser.begun(request, keys, tables, *found, limits)
+        self._chooser.begun(request, keys, tables, *hits, limits)
         if begins and not requests.has_begun(name):
-            self._begin(request, keys, *found)
+            self._begin(request, keys, *hits)
         if self._is_all_read:
             return [list(table) for table in tables]
-        return mark_skipped(self.groups, pool, keys, tables, *found, load)
+        return mark_skipped(self.groups, pool, keys, tables, *hits, load)
 
     def _begin(
         self,
@@ -431,8 +433,8 @@ class OffloadScheduler(Reporting):
         host.touch(used)
         if self._listeners.begun:
             has_load = request.request_id in self._loads.by_request
-            found = num_local, num_external, has_load
-            start = Start(request, keys, *found, requests.now_ms)
+            hits = num_local, num_external, has_load
+            start = Start(request, keys, *hits, requests.now_ms)
             for notify in self._listeners.begun:
                 notify(start)
 
@@ -462,7 +464,9 @@ class OffloadScheduler(Reporting):
             need_flush = self.rules.flush_on_preemption
             # Who was preempted by a call may have been admitted again since, and loads.
             called = self._preempted
-            preempted = [own for own in output.preempted_req_ids if own not in called]
+            preempted = [
+                name for name in output.preempted_req_ids if name not in called
+            ]
         is_due = True
         if self._store_steps.batch_blocks:
             must_store = need_flush or not num_tokens or bool(stores.waiting.keys)
@@ -523,7 +527,8 @@ class OffloadScheduler(Reporting):
         failed: tuple[str, ...] = ()
         stores = reports_of(output.completed_store_events, output.failed_store_events)
         self._stores.in_flight.check(stores)
-        check_reports(self.below, output.below)
+        if output.below:
+            check_reports(self.below, output.below)
         if has_loads:
             loads = reports_of(output.finished_recving, output.failed_recving)
             finished, failed = map(tuple, self._loads.report(pool, loads))
@@ -548,7 +553,7 @@ class OffloadScheduler(Reporting):
         and may not be admitted again before that step.
 
         Args:
-            request: The request, its `num_computed_tokens` those of before.
+            request: The request, with its old `num_computed_tokens`.
         """
         limits = self._book.check_stores(request)
         self._book.check_known_keys(request)
@@ -560,8 +565,8 @@ class OffloadScheduler(Reporting):
     ) -> tuple[bool, None]:
         """Record that a request has finished, by itself or by abort.
 
-        Its last full blocks are stored with the next step, with what others have until
-        then, and those that the host evicted meanwhile. The engine may free its
+        Its last full blocks are stored with the next step's, and so are those that the
+        host evicted meanwhile. The engine may free its
         blocks at once: what is in flight is held here until it has arrived.
 
         Args:
@@ -585,13 +590,14 @@ class OffloadScheduler(Reporting):
             self._chooser.replace_tables(request, tables, limits)
         self._leave(request, limits)
         has_begun = requests.has_begun(name)
-        keys = requests.of(request) if has_begun else ()
+        keys = requests.by_request[name] if has_begun else ()
         if has_begun:
             requests.finish(request, keys, stop)
-        has_load = name in self._loads.by_request
-        end = End(request, keys, stop, has_begun, has_load, requests.now_ms)
-        for notify in self._listeners.finished:
-            notify(end)
+        if self._listeners.finished:
+            has_load = name in self._loads.by_request
+            end = End(request, keys, stop, has_begun, has_load, requests.now_ms)
+            for notify in self._listeners.finished:
+                notify(end)
         for boundary in self.below:
             boundary.finish(name)
         requests.forget(name)
@@ -606,7 +612,8 @@ class OffloadScheduler(Reporting):
     def _leave(self, request: Request, limits: tuple[int, int]) -> None:
         """Release a request's load, and store what it leaves behind."""
         name = request.request_id
-        self._loads.drop(self._pool, name)
+        if name in self._loads.by_request:
+            self._loads.drop(self._pool, name)
         for notify in self._listeners.left:
             notify(name)
         self._book.end_lookup(name)

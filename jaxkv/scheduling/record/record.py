@@ -60,7 +60,7 @@ _log = logging.getLogger("jaxkv")
 
 
 class RecordStats(NamedTuple):
-    """How many requests a recorder wrote."""
+    """Counts of the requests of a recorder."""
 
     num_written: int = 0  # In the file, or in one that was rotated away.
     num_dropped: int = 0  # Not written, as the disk was full or too slow.
@@ -144,7 +144,7 @@ class TraceRecorder(Resource):
 
     @property
     def stats(self) -> RecordStats:
-        """How many requests were written so far; any thread may ask."""
+        """Counts of requests so far; any thread may ask."""
         return RecordStats(self._writer.num_written, self._writer.num_dropped)
 
     def describe(
@@ -203,8 +203,8 @@ class TraceRecorder(Resource):
 
         Args:
             name: The request's name; nothing happens if it has not begun.
-            keys: The keys of all its blocks, which may only grow, too; None if there
-                are no more than at first.
+            keys: The keys of all its blocks, which may only grow, too; None for the
+                same as at first.
             num_tokens: Its tokens, prompt and generated; None if unknown.
             num_computed: Those that had KV; None if unknown.
             stop: Why it stopped, if known.
@@ -249,7 +249,7 @@ def _end(writer: _Writer, unfinished: dict[str, _Request]) -> None:
 
 
 class _Writer:
-    """The thread and its queue. The recorder, to which nothing refers, may be freed."""
+    """The thread and its queue; neither refers to the recorder, which may be freed."""
 
     def __init__(
         self, path: str, max_bytes: int, max_files: int, secret: bytes

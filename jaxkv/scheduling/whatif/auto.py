@@ -60,7 +60,7 @@ def contradictions(rules: RuleSettings) -> Iterator[str]:
 
 
 def rules_of_auto(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> OffloadRules:
-    """Check that "auto" can serve; return the rules with what it sets.
+    """Check that "auto" can serve; return the rules, with its own settings.
 
     Raises:
         ConfigError: The rules exclude it.
@@ -80,7 +80,7 @@ def with_candidates(shadows: Sequence[Shadow]) -> tuple[Shadow, ...]:
 
 @dataclasses.dataclass
 class _Lead:
-    """How far a policy is ahead of the serving one, since it last was not.
+    """The lead of a policy over the serving one, since it last had none.
 
     Blocks of the sample are counted by its parts.
     """

@@ -22,7 +22,7 @@ _MIN_POINTS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """What a host tier found, and what others would have found of the same traffic."""
+    """The hits of a host tier, and of its shadows, in the same traffic."""
 
     policy: str  # The policy that serves.
     num_blocks: int  # Its host blocks.

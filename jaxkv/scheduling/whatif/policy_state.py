@@ -1,4 +1,4 @@
-"""A file of what `hazard` has learned: a restarted engine goes on with it.
+"""A file with the counts that `hazard` learns: a restarted engine goes on with them.
 
 The file has counts of how soon blocks of each class of request were used again, and
 nothing about any block: no key, no hash of one. What the policy knows of blocks ends
@@ -136,7 +136,7 @@ class PolicyStateFile(Listener):
 
 
 def open_policy_state(path: str, host: BlockIndex, what_if: WhatIf) -> PolicyStateFile:
-    """Open the file of a host tier, which goes on with what was learned before.
+    """Open the file of a host tier, and go on with the counts in it.
 
     Raises:
         ValueError: The policy learns nothing, several processes serve, or the file is

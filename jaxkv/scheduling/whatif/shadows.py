@@ -6,8 +6,8 @@ serves:
 - it finds what continues the device's own prefix, at the moment of the lookup, on the
   device or in the shadow;
 - it is offered what the device computes, except what it has found itself, when the
-  serving tier is offered blocks: also what that tier has already, and not what that
-  tier lacks and the shadow has;
+  serving tier is offered blocks: also what that tier has already, and not what only
+  the shadow has;
 - a block that both store can be found once its transfer has arrived, or not at all if
   that failed; a block that only the shadow stores, at once;
 - what a request is offered is held until its load has ended, if there is one.
@@ -290,7 +290,7 @@ class Shadows:
 
     @property
     def counts(self) -> tuple[ShadowCount, ...]:
-        """What each shadow has counted so far; any thread may ask."""
+        """The counts of each shadow so far; any thread may ask."""
         bits, size, counts = self._bits, self.block_size, []
         tiers = iter(self._tiers)
         asked = (self._num_hot + (sum(self._asked) << bits)) * size
@@ -335,7 +335,7 @@ class Shadows:
         return self._tier_of(policy).executor, 1 << self._bits
 
     def resume(self, policy: str, table: ReuseTable) -> None:
-        """Let this shadow go on with what was learned of all keys."""
+        """Go on, in this shadow, with counts of all keys."""
         own, bits = self._tier_of(policy), self._bits
         table = from_counts(table.touches >> bits, table.reuses >> bits)
         own.executor = resume(own.executor, own.policy, self._executor_name, table)
@@ -343,7 +343,7 @@ class Shadows:
     def look_up(
         self, name: str, keys: Sequence[BlockKey], first: int, last: int
     ) -> None:
-        """Look up the blocks [first, last) that continue the device's own prefix."""
+        """Search for the blocks [first, last) that continue the device's own prefix."""
         visit = self._visit(name, keys)
         self.release(name)
         visit.first, visit.last = first, last
@@ -420,17 +420,11 @@ class Shadows:
     ) -> None:
         """Offer the first `num_blocks` of a request, which it has computed.
 
-        Args:
-            name: The request.
-            keys: Its keys.
-            num_blocks: Its blocks that may be stored.
-            placed: The keys that the serving tier has just found room for.
-            passes: bool[num_blocks - start]. Which of them may be stored, from `start`
-                on; None for all.
-            start: `first_open_block`, or a block before it; 0 with `is_end`.
-            is_end: Whether it is about to lose its device blocks: then all of it is
-                offered again, unless the shadow has it.
-            can_store: Whether the serving tier may store anything at the end.
+        `placed` are the keys that the serving tier has just found room for. `passes`
+        (bool[num_blocks - start], None for all) says which blocks from `start` on may
+        be stored; `start` is at most `first_open_block`. At its end a request is about
+        to lose its device blocks: all are offered again (from 0), unless the shadow has
+        them, and `can_store` says whether the serving tier may store any.
         """
         visit = self._visit(name, keys)
         end = visit.cut(num_blocks)
@@ -533,7 +527,7 @@ class Shadows:
         return self._tiers[with_tiers.index(Shadow(policy, 1.0))]
 
     def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
-        """Look up what continues a prefix; hold it if all keys take part."""
+        """Search for the continuation of a prefix; hold it if all keys take part."""
         if self._pool is None:
             num, ids = tier.executor.lookup(words), _NO_IDS
             if num and self.sample is None:

@@ -1,4 +1,4 @@
-"""How fast a server moves and computes, and what time that saves."""
+"""The speeds of loads and prefill, and the time that loads save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class PrefillCosts(Protocol):
-    """What the tokens of a prompt cost a model."""
+    """A model's cost of the tokens of a prompt."""
 
     def prefill_flops(
         self, start: Any, stop: Any
@@ -20,7 +20,7 @@ class PrefillCosts(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """How fast a server moves and computes.
+    """The speeds of a server's transfers and prefill.
 
     Prefill goes by tokens or by FLOPs: the other one is None.
     """

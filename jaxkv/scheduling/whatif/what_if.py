@@ -1,4 +1,4 @@
-"""What other host tiers would find of the same requests, and the policy chosen by it.
+"""Shadows as a listener of the scheduler, and the policy that "auto" chooses.
 
 Shadows only watch. "auto" also acts, when a request finishes and at no other time: it
 changes the policy of the tier that serves.
@@ -36,7 +36,7 @@ class WhatIf(Listener):
 
     @property
     def counts(self) -> tuple[ShadowCount, ...]:
-        """What each shadow has counted so far."""
+        """The counts of each shadow so far."""
         return ()
 
     def outlook(self) -> Outlook:
@@ -56,7 +56,7 @@ class WhatIf(Listener):
         return state.reuse
 
     def resume(self, learned: ReuseTable) -> None:
-        """Go on with what "hazard" has learned before, wherever it is."""
+        """Go on with counts of "hazard", wherever it is."""
         if isinstance(self._host.executor.state.policy, HazardState):
             self._host.resume(learned)
 
@@ -100,7 +100,7 @@ class Shadowed(WhatIf):
 
     @property
     def counts(self) -> tuple[ShadowCount, ...]:
-        """What each shadow has counted so far."""
+        """The counts of each shadow so far."""
         return self.shadows.counts
 
     def outlook(self) -> Outlook:
@@ -141,7 +141,7 @@ class Shadowed(WhatIf):
         return scaled(executor.state.policy.reuse, scale)
 
     def resume(self, learned: ReuseTable) -> None:
-        """Go on with what "hazard" has learned before, wherever it is."""
+        """Go on with counts of "hazard", wherever it is."""
         super().resume(learned)
         if self._choice is not None:
             self.shadows.resume("hazard", learned)
@@ -155,7 +155,7 @@ class Shadowed(WhatIf):
         self.shadows.warm_up()
 
     def looked_up(self, lookup: Lookup) -> None:
-        """Look the prefix up in the shadows."""
+        """Search the shadows for the prefix."""
         if lookup.num_tokens is None:
             return
         request, num_tokens = lookup.request, lookup.num_computed_tokens
