@@ -87,7 +87,7 @@ _KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxkv-
 _COMPILED = pytest.StashKey[Path]()
 _MAX_KEPT_BYTES = 512 << 20
 _MAX_RUN_S = 24 * 3600
-_MANY_MAPS = 15_000
+_MANY_MAPS = 40_000
 
 
 @pytest.hookimpl(optionalhook=True)
