@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from jaxkv._util import shown
 from jaxkv.types import KEY_BYTES, KEY_WORDS, BlockKey
 
-# What is hashed begins with its domain. No two of them are alike in their first
-# bytes, nor like the encoding of a block (`jaxkv.keys.hashing`), which begins with a 1.
+# Each hashed text begins with its domain. The domains differ, and differ from the first
+# bytes of a block's encoding (`jaxkv.keys.hashing`), which begins with a 1.
 _INT_DOMAIN = b"jaxkv int 1:"
 _FOREIGN_DOMAIN = b"jaxkv foreign 1:"
 
@@ -59,13 +59,13 @@ def key_from_foreign(raw: bytes) -> BlockKey:
 class PackedKeys(list[bytes]):
     """Keys that are used repeatedly, with their form on the array side.
 
-    To look through thousands of keys and to lay them out costs Python longer than the
-    array side takes to find them. A list of this kind has that done once. Only its
-    maker may append to it; a slice of it is of the same kind.
+    Checking and converting thousands of keys takes Python longer than the array side
+    takes to find them; here it is done once. Only the maker of a list may append to it.
+    A slice is a `PackedKeys` too.
 
     Args:
         keys: n keys.
-        words: u32[n, 8]. The same, as `pack` lays them out.
+        words: u32[n, 8]. The keys in the form of the array side.
         has_foreign: Whether a key may be of another length than `KEY_BYTES`.
 
     Attributes:
@@ -73,7 +73,7 @@ class PackedKeys(list[bytes]):
         has_foreign: Whether a key may be of another length than `KEY_BYTES`.
 
     Raises:
-        ValueError: They have another shape, or other numbers.
+        ValueError: The words have a wrong shape or dtype.
 
     Example:
         >>> keys = [b"k" * 32, b"l" * 32]
@@ -122,12 +122,11 @@ def _repacked(
 
 
 class UnlistedKeys(Sequence[bytes]):
-    """Keys as the array side has them, listed for Python only where they are read.
+    """Keys in the form of the array side, converted only when Python reads them.
 
-    Example:
-        >>> keys = UnlistedKeys(keys_to_words([b"k" * 32, b"l" * 32]))
-        >>> len(keys), list(keys[1:]) == [b"l" * 32]
-        (2, True)
+    >>> keys = UnlistedKeys(keys_to_words([b"k" * 32, b"l" * 32]))
+    >>> len(keys), list(keys[1:]) == [b"l" * 32]
+    (2, True)
     """
 
     __slots__ = ("words",)
@@ -155,20 +154,11 @@ class UnlistedKeys(Sequence[bytes]):
 
 
 def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], NDArray[np.uint32]]:
-    """List keys, of any length, and lay out their stand-ins on the array side.
+    """Return keys as a list, the same object if it is one, and as words: u32[n, 8].
 
-    A key that is not of 32 bytes is there as `key_from_foreign`. The answer is the keys
-    as they were given, the same object if it is a list of any kind, and u32[n, 8].
-
-    Example:
-        >>> names, words = pack([b"k" * 32, b"short"])
-        >>> words.shape
-        (2, 8)
+    Foreign keys have the words of their `key_from_foreign`.
     """
-    if isinstance(names, PackedKeys):
-        return names, names.words
-    listed, words, _ = lay_out(names)
-    return listed, words
+    return lay_out(names)[:2]
 
 
 def lay_out(
@@ -177,8 +167,7 @@ def lay_out(
     """`pack` keys; return also whether any of them is foreign."""
     if isinstance(names, PackedKeys):
         return names, names.words, names.has_foreign
-    # Its exact type: to look for subclasses of an abstract one takes longer.
-    if type(names) is UnlistedKeys:
+    if type(names) is UnlistedKeys:  # Faster than a check of an abstract class.
         return names, names.words, False
     if not isinstance(names, list):
         if not (hasattr(names, "__iter__") or hasattr(names, "__getitem__")):
@@ -186,7 +175,7 @@ def lay_out(
         names = list(names)
     try:
         keys = names
-        # Faster than to look at the set of lengths.
+        # Faster than a set of lengths.
         some_foreign = [*map(len, names)].count(KEY_BYTES) < len(names)
         if some_foreign:
             keys = list(map(key_from_foreign, names))
@@ -199,7 +188,7 @@ def lay_out(
 
 
 def check_are_bytes(keys: Iterable[bytes]) -> None:
-    """Raise TypeError for anything but a list of keys; lay nothing out."""
+    """Raise TypeError for anything but a list of keys; convert nothing."""
     if isinstance(keys, PackedKeys | UnlistedKeys):
         return
     if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
@@ -210,12 +199,12 @@ def check_are_bytes(keys: Iterable[bytes]) -> None:
 
 
 def is_foreign(name: bytes) -> bool:
-    """Whether the array side has a stand-in for a key."""
+    """Return whether the array side has another key in place of a key."""
     return len(name) != KEY_BYTES
 
 
 def has_foreign(names: Sequence[bytes]) -> bool:
-    """Whether any key is foreign; for packed ones, whether one may be."""
+    """Return whether any key is foreign; for packed keys, whether one may be."""
     if isinstance(names, PackedKeys):
         return names.has_foreign
     if type(names) is UnlistedKeys:
@@ -226,12 +215,8 @@ def has_foreign(names: Sequence[bytes]) -> bool:
 def keys_to_words(keys: Sequence[BlockKey]) -> NDArray[np.uint32]:
     """Convert keys of `KEY_BYTES` to the form of the array side: u32[n, 8], read-only.
 
-    Word i is bytes 4i to 4i+3, little-endian.
-
-    Example:
-        >>> words = keys_to_words([bytes(range(32))])
-        >>> words.shape, hex(words[0, 1])
-        ((1, 8), '0x7060504')
+    >>> hex(keys_to_words([bytes(range(32))])[0, 1])  # Bytes 4 to 7, little-endian.
+    '0x7060504'
     """
     lengths = set(map(len, keys))
     if not lengths <= _ONLY_KEYS:
@@ -242,9 +227,8 @@ def keys_to_words(keys: Sequence[BlockKey]) -> NDArray[np.uint32]:
 def words_to_keys(words: ArrayLike) -> list[BlockKey]:
     """Convert words (u32[n, 8]), such as `keys_to_words` returns, back to keys.
 
-    Example:
-        >>> words_to_keys(keys_to_words([b"k" * 32]))
-        [b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk']
+    >>> words_to_keys(keys_to_words([b"k" * 32]))
+    [b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk']
     """
     words = np.asarray(words)
     if words.dtype != np.uint32 or words.shape[1:] != (KEY_WORDS,):
@@ -257,7 +241,7 @@ def words_to_keys(words: ArrayLike) -> list[BlockKey]:
 
 
 def _checked(words: NDArray[np.uint32], num_keys: int) -> NDArray[np.uint32]:
-    """Lay the words of keys out, if they are what compiled functions may read."""
+    """Return the words of keys as compiled functions may read them, or refuse them."""
     if words.shape != (num_keys, KEY_WORDS) or words.dtype != np.uint32:
         raise ValueError(
             f"words: {words.dtype}{list(words.shape)} must be "
