@@ -35,11 +35,9 @@ from numba.misc.appdirs import AppDirs
 
 _log = logging.getLogger(__name__)
 
-# The format of a file and of its name: a new number compiles everything anew.
-_FORMAT = 1
+_FORMAT = 1  # Of a file and of its name: a new number compiles everything anew.
 _SUM_BYTES = hashlib.sha256().digest_size
-_MAX_FOLDER_BYTES = 256 << 20
-"""Some ten versions of jaxkv, with all policies."""
+_MAX_FOLDER_BYTES = 256 << 20  # Some ten versions of jaxkv, with all policies.
 
 # The versions of these stand for their code.
 _LIBRARIES = frozenset(("numba", "numpy", "llvmlite", "jax", "jaxlib"))
@@ -177,8 +175,11 @@ class CodeCache(_Cache):
             body = data[_SUM_BYTES:]
             if data[:_SUM_BYTES] != _sum_of(name, body):
                 continue  # Damaged, such as by a loss of power.
-            code = _rebuild(body, target_context)
-            if code is not None and tuple(code.signature.args) == tuple(args):
+            try:
+                code = CompileResult._rebuild(target_context, *pickle.loads(body))
+            except (pickle.UnpicklingError, *_UNREADABLE):
+                continue
+            if tuple(code.signature.args) == tuple(args):
                 return code
         return None
 
@@ -230,7 +231,7 @@ class CodeCache(_Cache):
 
 
 def _folders() -> tuple[pathlib.Path, ...]:
-    """List the folders that may hold code, the preferred one first."""
+    """Return the folders that may hold code, the preferred one first."""
     if config.CACHE_DIR:
         return (pathlib.Path(config.CACHE_DIR, "jaxkv"),)
     package = pathlib.Path(__file__).parents[1]
@@ -241,14 +242,6 @@ def _folders() -> tuple[pathlib.Path, ...]:
 def _sum_of(name: str, body: bytes) -> bytes:
     """Return a checksum of a file's content and name, which no other file has."""
     return hashlib.sha256(name.encode() + body).digest()
-
-
-def _rebuild(body: bytes, target_context: Any) -> Any:
-    """Rebuild code from a file's content; None if that fails."""
-    try:
-        return CompileResult._rebuild(target_context, *pickle.loads(body))
-    except (pickle.UnpicklingError, *_UNREADABLE):
-        return None
 
 
 def _write(folder: pathlib.Path, name: str, data: bytes) -> None:
