@@ -174,45 +174,6 @@ class KeyedBlock(NamedTuple):
     extras: Extras = NO_EXTRAS
 
 
-def encode_block(
-    namespace: Namespace,
-    group: int,
-    parent: BlockKey | None,
-    tokens: TokenIds,
-    extras: Extras = NO_EXTRAS,
-) -> bytes:
-    """Encode one full block; `extras` has the items that begin in it, from its start.
-
-    >>> namespace = Namespace("m", "0", "int8", "flat", 2)
-    >>> encode_block(namespace, 0, None, [7, 258])[-8:].hex(" ", 4)
-    '07000000 02010000'
-    """
-    data = token_bytes(tokens)
-    if len(data) != TOKEN_BYTES * namespace.block_size:
-        raise ValueError(
-            f"{len(tokens)=} must be the block size, {namespace.block_size}."
-        )
-    for item in extras.multimodal:
-        if item.offset >= namespace.block_size:
-            raise ValueError(f"{item.offset=} must be below {namespace.block_size}.")
-    if parent is not None and len(parent) != KEY_BYTES:
-        raise ValueError(f"parent={shown(parent)} must be a key of {KEY_BYTES} bytes.")
-    constant = _encode_constant(namespace, group, extras)
-    return constant + _encode_context(parent, extras) + _field(_Tag.TOKENS, data)
-
-
-def block_key(
-    namespace: Namespace,
-    group: int,
-    parent: BlockKey | None,
-    tokens: TokenIds,
-    extras: Extras = NO_EXTRAS,
-) -> BlockKey:
-    """Compute the key of one full block, whose encoding is `encode_block`'s."""
-    encoding = encode_block(namespace, group, parent, tokens, extras)
-    return hashlib.sha256(encoding).digest()
-
-
 class ChainKeys(list[BlockKey]):
     """Keys of a request's blocks, with the tokens in each, `block_size`."""
 
