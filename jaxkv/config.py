@@ -97,7 +97,9 @@ _SIZES = ("host_bytes", "num_host_blocks")
 
 
 @contextlib.contextmanager
-def _closed_on_error(part: TraceRecorder | StorageWorker | None) -> Iterator[None]:
+def _closed_on_error(
+    part: TraceRecorder | StorageWorker | OffloadMetrics | None,
+) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -554,7 +556,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         Close its `recorder` when the engine stops, or let the interpreter close it.
 
         Args:
-            groups: The groups of the model's layers; see `OffloadScheduler`.
+            groups: The groups of the model's layers.
             num_host_blocks: Host blocks of the engine; None for `self.num_host_blocks`.
             block_bytes: Bytes of a device block, which `skip_slow_loads` needs.
             num_storage_blocks: Host blocks that the store may hold,
@@ -745,11 +747,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
         from jaxkv.observe.metrics import OffloadMetrics
 
         metrics = OffloadMetrics(scheduler, worker, pool, labels=labels)
-        try:
+        with _closed_on_error(metrics):
             metrics.serve(self.metrics_port, self.metrics_address)
-        except OSError:
-            metrics.close()
-            raise
         return metrics
 
     def connect(

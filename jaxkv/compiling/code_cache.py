@@ -91,16 +91,12 @@ def _facts(function: FunctionType, waiting: list[Any]) -> Iterator[object]:
     yield _of_value(function.__defaults__, names, waiting)
 
 
-def _of_code(code: CodeType) -> object:
-    return code.co_code, code.co_names, tuple(map(_of_constant, code.co_consts))
-
-
-def _of_constant(value: Any) -> object:
+def _of_code(value: Any) -> object:
+    """Describe code, or one of its constants."""
     if isinstance(value, CodeType):
-        return _of_code(value)
-    if isinstance(value, frozenset):  # Its order differs from process to process.
-        return sorted(map(repr, value))
-    return repr(value)
+        return value.co_code, value.co_names, tuple(map(_of_code, value.co_consts))
+    # The order of a set differs from process to process.
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _names_in(code: CodeType) -> tuple[str, ...]:
@@ -111,8 +107,7 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
 def _of_value(value: Any, names: tuple[str, ...], waiting: list[Any]) -> object:
     """Describe a value that code finds under a name, equally in every process.
 
-    `names` are all names in the code, as it may look some up in the value. Functions
-    are added to `waiting`.
+    The code may look up any of `names` in the value. Functions are added to `waiting`.
     """
     if isinstance(value, int | float | complex | str | bytes | np.generic | None):
         return type(value).__name__, repr(value)

@@ -32,11 +32,6 @@ def hash_keys(words: NDArray[np.uint32], secret: bytes) -> NDArray[np.int64]:
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"{len(secret)=} must be {SECRET_BYTES} bytes.")
     data = np.ascontiguousarray(words, "<u4").view("<u8").astype(np.uint64)
-    return (_siphash(data, secret) >> np.uint64(64 - ID_BITS)).astype(np.int64)
-
-
-def _siphash(data: NDArray[Any], secret: bytes) -> _U64:
-    """Hash messages of 32 bytes, u64[n, 4], by SipHash-2-4: u64[n]."""
     state = np.empty((4, len(data)), np.uint64)
     secrets = np.frombuffer(secret, "<u8").astype(np.uint64)
     for row, (seed, part) in enumerate(zip(_SEED, [*secrets, *secrets], strict=True)):
@@ -55,7 +50,7 @@ def _siphash(data: NDArray[Any], secret: bytes) -> _U64:
     for _ in range(_FINALISATIONS):
         _round(state, spare)
     digest: _U64 = np.bitwise_xor.reduce(state)
-    return digest
+    return (digest >> np.uint64(64 - ID_BITS)).astype(np.int64)
 
 
 def _round(state: _U64, spare: _U64) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, SupportsIndex, cast, overload
+from typing import Any, SupportsIndex, TypeAlias, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from jaxkv.types import KEY_BYTES, KEY_WORDS, BlockKey
 _INT_DOMAIN = b"jaxkv int 1:"
 _FOREIGN_DOMAIN = b"jaxkv foreign 1:"
 
+_Words: TypeAlias = NDArray[np.uint32]  # u32[n, 8]
 _ONLY_KEYS = {KEY_BYTES}
 _ITEM = np.dtype((np.void, KEY_BYTES))
 
@@ -86,17 +87,13 @@ class PackedKeys(list[bytes]):
     def __init__(
         self,
         keys: Iterable[BlockKey],
-        words: NDArray[np.uint32],
+        words: _Words,
         *,
         has_foreign: bool = False,
     ) -> None:
         super().__init__(keys)
         self.has_foreign = has_foreign
-        words = _checked(words, len(self))
-        if words.flags.writeable:
-            words = words.view()
-            words.flags.writeable = False
-        self.words = words
+        self.words = _checked(words, len(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _repacked, (list(self), self.words, self.has_foreign)
@@ -115,9 +112,7 @@ class PackedKeys(list[bytes]):
         return super().__getitem__(index)
 
 
-def _repacked(
-    keys: list[BlockKey], words: NDArray[np.uint32], has_foreign: bool
-) -> PackedKeys:
+def _repacked(keys: list[BlockKey], words: _Words, has_foreign: bool) -> PackedKeys:
     return PackedKeys(keys, words, has_foreign=has_foreign)
 
 
@@ -131,10 +126,8 @@ class UnlistedKeys(Sequence[bytes]):
 
     __slots__ = ("words",)
 
-    def __init__(self, words: NDArray[np.uint32]) -> None:
-        words = _checked(words, len(words))
-        self.words = words.view()
-        self.words.flags.writeable = False
+    def __init__(self, words: _Words) -> None:
+        self.words = _checked(words, len(words))
 
     def __len__(self) -> int:
         return len(self.words)
@@ -153,7 +146,7 @@ class UnlistedKeys(Sequence[bytes]):
         return key
 
 
-def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], NDArray[np.uint32]]:
+def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words]:
     """Return keys as a list, the same object if it is one, and as words: u32[n, 8].
 
     Foreign keys have the words of their `key_from_foreign`.
@@ -161,9 +154,7 @@ def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], NDArray[np.uint32]]:
     return lay_out(names)[:2]
 
 
-def lay_out(
-    names: Iterable[bytes],
-) -> tuple[Sequence[bytes], NDArray[np.uint32], bool]:
+def lay_out(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words, bool]:
     """`pack` keys; return also whether any of them is foreign."""
     if isinstance(names, PackedKeys):
         return names, names.words, names.has_foreign
@@ -212,7 +203,7 @@ def has_foreign(names: Sequence[bytes]) -> bool:
     return not set(map(len, names)) <= _ONLY_KEYS
 
 
-def keys_to_words(keys: Sequence[BlockKey]) -> NDArray[np.uint32]:
+def keys_to_words(keys: Sequence[BlockKey]) -> _Words:
     """Convert keys of `KEY_BYTES` to the form of the array side: u32[n, 8], read-only.
 
     >>> hex(keys_to_words([bytes(range(32))])[0, 1])  # Bytes 4 to 7, little-endian.
@@ -240,11 +231,13 @@ def words_to_keys(words: ArrayLike) -> list[BlockKey]:
     return cast(list[BlockKey], items.ravel().tolist())
 
 
-def _checked(words: NDArray[np.uint32], num_keys: int) -> NDArray[np.uint32]:
-    """Return the words of keys as compiled functions may read them, or refuse them."""
+def _checked(words: _Words, num_keys: int) -> _Words:
+    """Return the words of keys, contiguous and read-only, or refuse them."""
     if words.shape != (num_keys, KEY_WORDS) or words.dtype != np.uint32:
         raise ValueError(
             f"words: {words.dtype}{list(words.shape)} must be "
             f"uint32[{num_keys}, {KEY_WORDS}]."
         )
-    return np.ascontiguousarray(words)
+    words = np.ascontiguousarray(words).view()
+    words.flags.writeable = False
+    return words

@@ -74,7 +74,20 @@ class StrictOffloadScheduler(OffloadScheduler):
         cache = pool.cache
 
         def checked(block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
-            self._check_cached(block_ids, keys)
+            if len(block_ids) < len(keys):
+                raise StrictError(
+                    f"DeviceBlockPool.cache() was given {len(block_ids)} blocks for "
+                    f"{len(keys)} keys: the table is shorter than what was computed, "
+                    "so DeviceBlockPool.allocate() a block for each before the model "
+                    "runs."
+                )
+            given = np.asarray(block_ids).tolist()
+            if wrong := self._loads.blocks_awaited().intersection(given):
+                raise StrictError(
+                    "DeviceBlockPool.cache() was called for blocks "
+                    f"{sorted(wrong)[:8]}, into which a load is in flight: wait until "
+                    "update_connector_output() names its request in finished_recving."
+                )
             self._has_cached = True
             return cache(block_ids, keys)
 
@@ -134,9 +147,9 @@ class StrictOffloadScheduler(OffloadScheduler):
         is_declined = not (any(tables) or num_external_tokens)
         if not is_declined:
             self._check_held("update_state_after_alloc", name, tables)
-        num_found = entry.num_found
-        if entry.phase == "asked" and not is_declined:
-            num_found += num_external_tokens
+        num_found = entry.num_found + num_external_tokens
+        is_admitted = entry.phase == "asked" and not is_declined
+        if is_admitted:
             self._check_covers(
                 "update_state_after_alloc", name, tables, num_found, "were found for it"
             )
@@ -144,9 +157,8 @@ class StrictOffloadScheduler(OffloadScheduler):
             request, block_ids, num_external_tokens
         )
         entry.is_put_back = entry.phase == "asked" and is_declined
-        if entry.phase == "asked" and not is_declined:
-            entry.phase = "running"
-            entry.num_found = num_found
+        if is_admitted:
+            entry.phase, entry.num_found = "running", num_found
             entry.is_loading = entry.must_wait and num_external_tokens > 0
         entry.request, entry.num_tokens = request, request.num_tokens
         entry.marks = self._marks(request)
@@ -354,22 +366,6 @@ class StrictOffloadScheduler(OffloadScheduler):
                     "with the blocks that are full and their keys. Blocks that "
                     "were not passed to it are found on neither tier."
                 )
-
-    def _check_cached(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> None:
-        """Refuse to cache blocks that are being loaded, or that do not exist."""
-        if len(block_ids) < len(keys):
-            raise StrictError(
-                f"DeviceBlockPool.cache() was given {len(block_ids)} blocks for "
-                f"{len(keys)} keys: the table is shorter than what was computed, so "
-                "DeviceBlockPool.allocate() a block for each before the model runs."
-            )
-        given = np.asarray(block_ids).tolist()
-        if wrong := self._loads.blocks_awaited().intersection(given):
-            raise StrictError(
-                f"DeviceBlockPool.cache() was called for blocks {sorted(wrong)[:8]}, "
-                "into which a load is in flight: wait until update_connector_output() "
-                "names its request in finished_recving."
-            )
 
 
 def _num_computed(request: Request) -> int:
