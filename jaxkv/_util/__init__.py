@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, SupportsIndex, TypeVar
 
 _MAX_SHOWN = 100  # Characters of a value or name in a message.
-_MAX_SHORT = 4  # Letters of a name in which each one counts.
+_MAX_SHORT = 4  # Letters of a name that differs by any of them.
 
 _UNITS = {
     "": 1,

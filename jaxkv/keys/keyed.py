@@ -1,7 +1,7 @@
 """Numbers that stand for blocks without identifying them: a keyed hash of their keys.
 
-The hash is SipHash-2-4 (Aumasson and Bernstein, 2012): whoever lacks its secret learns
-only whether two numbers stand for one block. NumPy hashes all keys at once, and lets
+The hash is SipHash-2-4 (Aumasson and Bernstein, 2012): without its secret, two numbers
+show only whether they stand for one block. NumPy hashes all keys at once, and lets
 other threads run meanwhile; a loop over `hashlib.blake2b` takes several times as long,
 and blocks them.
 """

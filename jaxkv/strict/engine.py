@@ -19,8 +19,6 @@ from jaxkv.transfer.ids import BlockIdsLike
 from jaxkv.transfer.kernels import Mode
 from jaxkv.types import PyTree
 
-SEED_VARIABLE = "JAXKV_STRICT_SEED"
-FAIL_LOADS_VARIABLE = "JAXKV_STRICT_FAIL_LOADS"
 MAX_STEPS = 4
 """A transfer is carried out after at most this many steps, calls of `advance`."""
 
@@ -85,9 +83,9 @@ class StrictTransferEngine(TransferEngine):
         mode = "staged" if mode in (None, "fused") else mode
         super().__init__(pool, num_host_blocks, mode=mode, **named)
         if strict_seed is None:
-            strict_seed = int(os.environ.get(SEED_VARIABLE, "0"))
+            strict_seed = int(os.environ.get("JAXKV_STRICT_SEED", "0"))
         if strict_fail_loads is None:
-            strict_fail_loads = int(os.environ.get(FAIL_LOADS_VARIABLE, "0"))
+            strict_fail_loads = int(os.environ.get("JAXKV_STRICT_FAIL_LOADS", "0"))
         self._fail_loads = strict_fail_loads
         self._num_loads = 0
         self._rng = random.Random(strict_seed)

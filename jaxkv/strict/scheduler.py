@@ -81,8 +81,8 @@ class StrictOffloadScheduler(OffloadScheduler):
                     "so DeviceBlockPool.allocate() a block for each before the model "
                     "runs."
                 )
-            given = np.asarray(block_ids).tolist()
-            if wrong := self._loads.blocks_awaited().intersection(given):
+            block_list = np.asarray(block_ids).tolist()
+            if wrong := self._loads.blocks_awaited().intersection(block_list):
                 raise StrictError(
                     "DeviceBlockPool.cache() was called for blocks "
                     f"{sorted(wrong)[:8]}, into which a load is in flight: wait until "
