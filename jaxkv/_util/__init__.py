@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, SupportsIndex, TypeVar
 
 _MAX_SHOWN = 100  # Characters of a value or name in a message.
-_MAX_SHORT = 4  # Letters of a name that differs by any of them.
+_MAX_SHORT = 4  # Names of so few letters may differ in one, such as int4 and int8.
 
 _UNITS = {
     "": 1,
@@ -174,8 +174,7 @@ def nearest(word: str, names: Sequence[str]) -> str | None:
     if len(word) > 4 * max(map(len, names), default=0):
         return None
     for name in difflib.get_close_matches(word, names):
-        # Short names may differ in one letter, as int4 and int8: in a misspelt one,
-        # letters may only be missing, superfluous or in another order.
+        # A misspelt short name may only lack, add or reorder letters.
         letters, meant = Counter(word), Counter(name)
         is_long = min(len(word), len(name)) > _MAX_SHORT
         if is_long or letters <= meant or meant <= letters:
