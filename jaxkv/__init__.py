@@ -85,13 +85,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULES})
 
 
-def _import_strict_parts() -> None:
-    """Import the strict parts where the environment asks for them."""
-    from jaxkv._util import is_strict
-
-    if is_strict():
-        from jaxkv import strict as strict
-
-
 if "JAXKV_STRICT" in os.environ:
-    _import_strict_parts()
+    from jaxkv import _util
+
+    if _util.is_strict():
+        from jaxkv import strict as strict

@@ -73,8 +73,7 @@ if TYPE_CHECKING:
 PREFIX = "JAXKV_"
 """The prefix of the environment's variables."""
 
-# Variables of this project's tests, which are not settings.
-_TEST_PREFIX = "JAXKV_TEST_"
+_TEST_PREFIX = "JAXKV_TEST_"  # Of this project's tests.
 _FILE = settings.Text(
     "the name of a file, without quotes; ~ and variables are not replaced, and ./ "
     "before a name allows them",
@@ -93,13 +92,14 @@ _ADDRESS = settings.Text(
     "a host or an address such as 127.0.0.1, without a port",
     r"[\w.-]+|[0-9A-Fa-f]*(?::[0-9A-Fa-f.]*){2,7}(?:%\w+)?",
 )
-# Less is a number whose unit was forgotten.
-_MIN_HOST_BYTES = 1 << 10
+_MIN_HOST_BYTES = 1 << 10  # Less is a number whose unit was forgotten.
 _SIZES = ("host_bytes", "num_host_blocks")
 
 
 @contextlib.contextmanager
-def _closed_on_error(part: TraceRecorder | StorageWorker | None) -> Iterator[None]:
+def _closed_on_error(
+    part: TraceRecorder | StorageWorker | OffloadMetrics | None,
+) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -117,17 +117,11 @@ def _check_secret(value: Any) -> str:
 
 
 class Offload(NamedTuple):
-    """The parts of offloading, made for one pool.
+    """The parts of offloading, made for one pool."""
 
-    Attributes:
-        engine: Moves the bytes.
-        scheduler: Decides what moves; call its `bind_device_block_pool`.
-        worker: Starts the scheduler's plans on the engine, and reports them.
-    """
-
-    engine: TransferEngine
-    scheduler: OffloadScheduler
-    worker: OffloadWorker
+    engine: TransferEngine  # Moves the bytes.
+    scheduler: OffloadScheduler  # Decides what moves; call `bind_device_block_pool`.
+    worker: OffloadWorker  # Starts the scheduler's plans on the engine, and reports.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +140,6 @@ class _HostSettings(Settings):
         "engine, scheduler",
         "Host blocks, in place of `host_bytes`; spare memory comes on top.",
         unit="host blocks",
-        minimum=1,
     )
     cache_policy: str = settings.name(
         "lru",
@@ -229,7 +222,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "engine",
         "Parts that a load arrives in, the first layers first.",
         unit="parts",
-        minimum=1,
     )
     compression: Quantised | None = settings.name(
         None,
@@ -251,7 +243,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "Report each transfer exactly this many steps after its own, as several "
         "processes need. `null`: once it is done.",
         unit="steps",
-        minimum=1,
     )
     check_plans: bool = settings.flag(
         False,
@@ -336,7 +327,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
         None,
         "metrics",
         "HTTP port of `serve_metrics`; 0 for any free port, `null` for none.",
-        unit="",
         minimum=0,
         maximum=65535,
     )
@@ -364,7 +354,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "record",
         "Files kept, the current one included.",
         unit="files",
-        minimum=1,
     )
     record_key_file: str | None = settings.text(
         None,
@@ -383,7 +372,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "does wrong.",
     )
     strict_seed: int = settings.number(
-        0, "strict", "Seed for how late they are.", unit="", minimum=0
+        0, "strict", "Seed for how late they are.", minimum=0
     )
     strict_fail_loads: int = settings.number(
         0,
@@ -395,14 +384,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
     def __repr__(self) -> str:
         """Write all settings, without secrets."""
-        values = (
-            f"{field.name}={KEYS[field.name].show(value)!r}"
-            if isinstance(value := getattr(self, field.name), str)
-            else f"{field.name}={value!r}"
-            for field in dataclasses.fields(self)
-            if field.repr
-        )
-        return f"{type(self).__name__}({', '.join(values)})"
+        values = {
+            word: KEYS[word].show(value) if isinstance(value, str) else value
+            for word, value in self.to_dict().items()
+            if not KEYS[word].is_secret
+        }
+        settings = (f"{word}={value!r}" for word, value in values.items())
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OffloadConfig:
@@ -414,8 +402,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         Raises:
             ConfigError: Keys are unknown, or values are wrong or do not go together.
         """
-        faults = unknown(values, "key")
-        if faults:
+        if faults := unknown(values, "key"):
             raise ConfigError(faults)
         return cls(**values)
 
@@ -473,10 +460,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
             faults += blank_secret_faults(environ)
         if faults:
             raise ConfigError(faults)
-        if any(explicit.get(key_name) is not None for key_name in _SIZES):
-            # An explicit size overrides both.
-            for key_name in _SIZES:
-                values.pop(key_name, None)
+        if any(explicit.get(word) is not None for word in _SIZES):
+            for word in _SIZES:  # An explicit size overrides both.
+                values.pop(word, None)
         try:
             return cls(**(values | explicit))
         except ConfigError as error:
@@ -511,7 +497,11 @@ class OffloadConfig(RuleSettings, _HostSettings):
             MemoryError: There is too little host memory.
         """
         if self.host_bytes is None and self.num_host_blocks is None:
-            raise ValueError(_NO_SIZE)
+            raise ValueError(
+                "host_bytes and num_host_blocks are both None; set the size of the "
+                "host tier, such as host_bytes='8GiB' or JAXKV_HOST_BYTES=8GiB. "
+                "`jaxkv doctor` recommends one."
+            )
         compression = None
         if self.compression is not None:
             compression = Compression(self.compression, head_axis)
@@ -566,7 +556,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         Close its `recorder` when the engine stops, or let the interpreter close it.
 
         Args:
-            groups: The groups of the model's layers; see `OffloadScheduler`.
+            groups: The groups of the model's layers.
             num_host_blocks: Host blocks of the engine; None for `self.num_host_blocks`.
             block_bytes: Bytes of a device block, which `skip_slow_loads` needs.
             num_storage_blocks: Host blocks that the store may hold,
@@ -627,9 +617,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
             storage: An open store; None to open the configured one.
 
         Raises:
-            ValueError: `OffloadWorker` or `open_storage` refuses an argument.
-            ImportError: The store needs an extra that is missing.
-            StoreError: The store cannot be used.
+            ValueError: `OffloadWorker` refuses an argument.
+            Exception: See `open_storage`.
         """
         if storage is None:
             storage = self.open_storage(
@@ -702,7 +691,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
             ValueError: The secret is too short.
             OSError: The file cannot be written, or another process records to it.
         """
-        if self.record is None or _is_another_process():
+        if self.record is None:
+            return None
+        if jax.distributed.is_initialized() and jax.process_index() > 0:
             return None
         return TraceRecorder(
             self.record,
@@ -756,11 +747,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
         from jaxkv.observe.metrics import OffloadMetrics
 
         metrics = OffloadMetrics(scheduler, worker, pool, labels=labels)
-        try:
+        with _closed_on_error(metrics):
             metrics.serve(self.metrics_port, self.metrics_address)
-        except OSError:
-            metrics.close()
-            raise
         return metrics
 
     def connect(
@@ -783,12 +771,10 @@ class OffloadConfig(RuleSettings, _HostSettings):
         engine = self.make_engine(pool, block_axis=block_axis, head_axis=head_axis)
         block_bytes = engine.block_bytes // engine.blocks_per_host_block
         worker = self.make_worker(engine, storage_namespace=storage_namespace)
-        num_storage_blocks = 0
-        if worker.storage is not None:
-            num_storage_blocks = worker.storage.num_blocks(
-                cast(int, self.storage_bytes)
-            )
-        with _closed_on_error(worker.storage):
+        storage, num_storage_blocks = worker.storage, 0
+        if storage is not None:
+            num_storage_blocks = storage.num_blocks(cast(int, self.storage_bytes))
+        with _closed_on_error(storage):
             scheduler = self.make_scheduler(
                 groups,
                 engine.num_host_blocks,
@@ -801,7 +787,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             engine,
             policy=self.cache_policy,
             executor=self.executor,
-            storage=worker.storage,
+            storage=storage,
             num_storage_blocks=num_storage_blocks,
             storage_write=self.storage_write,
             ports=self._ports(),
@@ -810,17 +796,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
     def _ports(self) -> list[str]:
         """Describe the ports of `serve_metrics` and `make_publisher`."""
-        ports = []
-        if self.metrics_port is not None:
-            where = self.metrics_port or "any free port"
-            ports.append(f"metrics at {self.metrics_address}:{where}")
-        for what, endpoint in (
-            ("events", self.events_endpoint),
-            ("replays of events", self.events_replay_endpoint),
-        ):
-            if endpoint is not None:
-                ports.append(f"{what} at {endpoint}")
-        return ports
+        address = f"{self.metrics_address}:{self.metrics_port or 'any free port'}"
+        ports = {
+            "metrics": None if self.metrics_port is None else address,
+            "events": self.events_endpoint,
+            "replays of events": self.events_replay_endpoint,
+        }
+        return [f"{what} at {where}" for what, where in ports.items() if where]
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
@@ -860,17 +842,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
             )
 
 
-def _is_another_process() -> bool:
-    """Return whether this is not the first of several processes; starts no backend."""
-    return jax.distributed.is_initialized() and jax.process_index() > 0
-
-
-_NO_SIZE = (
-    "host_bytes and num_host_blocks are both None; set the size of the host tier, such "
-    "as host_bytes='8GiB' or JAXKV_HOST_BYTES=8GiB. `jaxkv doctor` recommends one."
-)
-
-
 KEYS: Mapping[str, Key] = MappingProxyType(keys_of(OffloadConfig))
 """All keys, in the order of the fields."""
 
@@ -882,21 +853,14 @@ def table_of_keys() -> str:
 
 
 def variable_of(key: str) -> str:
-    """Return the environment variable of a key.
-
-    >>> variable_of("host_bytes")
-    'JAXKV_HOST_BYTES'
-    """
+    """Return the environment variable of a key."""
     return PREFIX + key.upper()
 
 
 def unknown(
     keys: Iterable[object], kind: str, spell: Callable[[str], str] = str
 ) -> list[str]:
-    """List the unknown keys as faults, each with the most similar key.
-
-    A fault calls one a `kind` and writes keys as `spell` does.
-    """
+    """List the faults of unknown keys, each called a `kind`, with the nearest key."""
     valid = {spell(key) for key in KEYS}
     faults = []
     for word in keys:
@@ -910,21 +874,18 @@ def unknown(
 
 
 def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables meant as settings, sorted.
+    """Return the variables meant as settings, sorted, also those that are misspelt."""
 
-    They may differ from a setting's variable in case and separators.
-    """
-    letters = {_letters(variable_of(word)) for word in KEYS}
+    def letters(variable: str) -> str:
+        return re.sub("[^A-Z]", "", variable.upper())
+
+    expected = {letters(variable_of(word)) for word in KEYS}
     return {
         variable: environ[variable]
         for variable in sorted(environ)
-        if (variable.startswith(PREFIX) or _letters(variable) in letters)
+        if (variable.startswith(PREFIX) or letters(variable) in expected)
         and not variable.startswith(_TEST_PREFIX)
     }
-
-
-def _letters(variable: str) -> str:
-    return re.sub("[^A-Z]", "", variable.upper())
 
 
 def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
@@ -961,40 +922,32 @@ def with_variables(fault: str, used: Set[str]) -> str:
 
 
 def parse_json(text: str | bytes) -> dict[str, Any]:
-    """Read a JSON object, as text or UTF-8 bytes.
-
-    Raises:
-        ConfigError: It is not a JSON object, or has a key more than once.
-    """
+    """Read a JSON object without repeated keys, as text or UTF-8 bytes."""
     if not isinstance(text, str | bytes | bytearray):
         raise ConfigError([f"{shown(text)} must be JSON, as a str or as bytes"])
     try:
         # `json` itself would guess an encoding, such as UTF-16.
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        fault = f"this is not JSON: it is no UTF-8 text ({error.reason})"
-        raise ConfigError([fault]) from None
-    try:
         values = json.loads(text, object_pairs_hook=_distinct)
     except ConfigError:
         raise
+    except UnicodeDecodeError as error:
+        fault = f"this is not JSON: it is no UTF-8 text ({error.reason})"
     except RecursionError:
         fault = "this is nested too deeply to be a JSON object of keys and values"
-        raise ConfigError([fault]) from None
-    except ValueError as error:  # Wrong syntax or encoding.
-        raise ConfigError([f"this is not JSON: {error}"]) from None
-    if not isinstance(values, dict):
+    except ValueError as error:  # Wrong syntax.
+        fault = f"this is not JSON: {error}"
+    else:
+        if isinstance(values, dict):
+            return values
         fault = f"{shown(values)} must be a JSON object of keys and values"
-        raise ConfigError([fault])
-    return cast(dict[str, Any], values)
+    raise ConfigError([fault])
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        counts = Counter(key_name for key_name, _ in pairs)
-        twice = sorted(word for word, count in counts.items() if count > 1)
-        raise ConfigError(
-            [f"key {shown_name(word)} is there more than once" for word in twice]
-        )
-    return values
+    counts = Counter(word for word, _ in pairs)
+    twice = sorted(word for word, count in counts.items() if count > 1)
+    if twice:
+        faults = [f"key {shown_name(word)} is there more than once" for word in twice]
+        raise ConfigError(faults)
+    return dict(pairs)

@@ -198,7 +198,8 @@ ROWS = {
     "device_native.allocate": refuse_counts(
         "num", [-(1 << 63), -1], lambda case, num: case.pool.allocate(num)
     ),
-    "longest.find_longest": refuse_masks,
+    "hits.find_longest_hit": refuse_masks,
+    "hits.Hit": NOTHING,
     "host_rows.copy_out": copy_row(host_rows.copy_out),
     "host_rows.copy_in": copy_row(host_rows.copy_in),
     "host_rows.prepare": NOTHING,

@@ -24,7 +24,6 @@ from jaxkv import (
     register_policy,
 )
 from jaxkv.integrations.jetstream import PrefixCache
-from jaxkv.keys.hashing import block_key
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.policies import registry
@@ -125,7 +124,6 @@ ENTRY_POINTS = {
     "a cache policy": lambda value: OffloadScheduler(16, 4, value),
     "a key to load": lambda value: OffloadingManager(16, 4).prepare_load([value]),
     "a key to find": lambda value: DeviceBlockPool(4).find([value]),
-    "a parent": lambda value: block_key(SPACE, 0, value, [1, 2]),
     "block ids": lambda value: DeviceBlockPool(4).pin(value),
     "a block id": lambda value: DeviceBlockPool(4).pin([value]),
     "groups": lambda value: OffloadScheduler(value, 4),

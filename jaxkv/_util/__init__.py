@@ -11,12 +11,10 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self, SupportsIndex, TypeVar
 
-# A message shows this many characters of a value or name.
-_MAX_SHOWN = 100
-_MAX_SHORT = 4  # In a name of so few letters each one counts.
+_MAX_SHOWN = 100  # Characters of a value or name in a message.
+_MAX_SHORT = 4  # Names of so few letters may differ in one, such as int4 and int8.
 
 _UNITS = {
     "": 1,
@@ -35,7 +33,6 @@ FLAGS = {
 
 _Part = TypeVar("_Part")
 
-
 substitutes: dict[type, type] = {}
 """The strict class of each part; `jaxkv.strict` adds them when it is imported."""
 
@@ -46,11 +43,7 @@ def is_strict() -> bool:
 
 
 def strict_class(cls: type[_Part]) -> type[_Part]:
-    """Return the class to make a part of: the strict one where `JAXKV_STRICT` is set.
-
-    Raises:
-        RuntimeError: The variable was set only after jaxkv was imported.
-    """
+    """Return the class of a part, the strict one where `JAXKV_STRICT` is set."""
     if not is_strict():
         return cls
     if not substitutes:
@@ -62,19 +55,15 @@ def strict_class(cls: type[_Part]) -> type[_Part]:
 
 
 def parse_bytes(size: str | SupportsIndex) -> int:
-    """Parse a size such as ``64MiB``, ``1.5 GB`` or ``4096`` into bytes.
-
-    A fraction of a byte is dropped.
-
-    Raises:
-        ValueError: `size` is not a size, or less than one byte.
-
-    >>> parse_bytes("64MiB")
-    67108864
-    >>> parse_bytes(4096)
-    4096
-    """
-    num_bytes = _parse_text(size) if isinstance(size, str) else whole(size)
+    """Parse a size such as ``64MiB``, ``1.5 GB`` or ``4096`` into whole bytes."""
+    if isinstance(size, str):
+        pattern = r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]*)"
+        match = re.fullmatch(pattern, size.strip().lower())
+        unit = _UNITS.get(match[2], 0) if match else 0
+        # A float would round sizes of more than 53 bits.
+        num_bytes = int(fractions.Fraction(match[1]) * unit) if match else None
+    else:
+        num_bytes = whole(size)
     if not num_bytes or num_bytes < 1:
         raise ValueError(
             f"{shown(size)} must be a size such as 64MiB, 1GiB or a number of bytes"
@@ -87,7 +76,6 @@ def check_whole(
 ) -> None:
     """Raise ValueError unless all values are whole numbers within bounds.
 
-    >>> check_whole(1, num_blocks=8)
     >>> check_whole(1, num_blocks=8.0)
     Traceback (most recent call last):
     ValueError: num_blocks=8.0 must be a whole number from 1 on.
@@ -116,11 +104,7 @@ def whole(value: object) -> int | None:
 
 
 def gib(num_bytes: int) -> str:
-    """Format bytes in GiB, for messages.
-
-    >>> gib(3 << 29)
-    '1.50 GiB'
-    """
+    """Format bytes in GiB, as in ``1.50 GiB``."""
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
@@ -179,17 +163,6 @@ def percent_text(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "0.0%"
 
 
-def _parse_text(text: str) -> int:
-    """Parse a size; 0 if it is malformed."""
-    match = re.fullmatch(
-        r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]*)", text.strip().lower()
-    )
-    if not match or match[2] not in _UNITS:
-        return 0
-    # A float would round sizes of more than 53 bits.
-    return int(fractions.Fraction(match[1]) * _UNITS[match[2]])
-
-
 def nearest(word: str, names: Sequence[str]) -> str | None:
     """Return the name most like a word; None if none is.
 
@@ -200,28 +173,17 @@ def nearest(word: str, names: Sequence[str]) -> str | None:
     # A much longer word is like none of them, and would take long to compare.
     if len(word) > 4 * max(map(len, names), default=0):
         return None
-    near = difflib.get_close_matches(word, names)
-    return next((name for name in near if _may_be_meant(word, name)), None)
-
-
-def _may_be_meant(word: str, name: str) -> bool:
-    """Return whether a word that is like a name may be the name misspelt.
-
-    Short names may differ in one letter, such as lfu and lru, or int4 and int8. So
-    there letters may only be missing, superfluous or in another order.
-    """
-    if min(len(word), len(name)) > _MAX_SHORT:
-        return True
-    letters, meant = Counter(word), Counter(name)
-    return letters <= meant or meant <= letters
+    for name in difflib.get_close_matches(word, names):
+        # A misspelt short name may only lack, add or reorder letters.
+        letters, meant = Counter(word), Counter(name)
+        is_long = min(len(word), len(name)) > _MAX_SHORT
+        if is_long or letters <= meant or meant <= letters:
+            return name
+    return None
 
 
 def hint(word: str, names: Sequence[str]) -> str:
-    """Return ": did you mean NAME?" for the name most like a word, or "".
-
-    >>> hint("lur", ["lru", "arc"])
-    ': did you mean lru?'
-    """
+    """Return ": did you mean NAME?" for the name most like a word, or ""."""
     near = nearest(word, names)
     return f": did you mean {near}?" if near else ""
 
@@ -229,13 +191,8 @@ def hint(word: str, names: Sequence[str]) -> str:
 def did_you_mean(
     word: str, names: Sequence[str], spell: Callable[[str], str] = str
 ) -> str:
-    """Suggest the name most like a word, or list all names, as `spell` writes them.
-
-    >>> did_you_mean("lur", ["lru", "arc"], str.upper)
-    'did you mean LRU?'
-    """
-    near = nearest(word, names)
-    if near:
+    """Suggest the name most like a word, or list all names, as `spell` writes them."""
+    if near := nearest(word, names):
         return f"did you mean {spell(near)}?"
     return f"choose from {', '.join(map(spell, names))}"
 
@@ -270,10 +227,7 @@ def one_line(text: str) -> str:
 
 
 def read_file(path: str, max_bytes: int) -> bytes | None:
-    """Read a file up to a size; None if the path is no plain file.
-
-    A pipe would block its reader, and a device has no end.
-    """
+    """Read a file up to a size; None for pipes, which block, and for devices."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -289,7 +243,6 @@ def shown_name(name: object) -> str:
 
 
 def _cut(text: str) -> str:
-    """Cut the middle of a long text."""
     if len(text) <= _MAX_SHOWN:
         return text
     half = _MAX_SHOWN // 2
@@ -306,10 +259,5 @@ class Resource(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -31,12 +31,14 @@ PLATFORMS: Mapping[str, Mapping[str, str]] = {
 }
 """The same for each extra that adds an accelerator, or its compiler."""
 
+_EVERY = {**EXTRAS, **PLATFORMS}
+
 
 def missing_packages(extra: str) -> tuple[str, ...]:
     """Return the names of an extra's packages that are not installed."""
     return tuple(
         re.split(r"[\[>]", requirement)[0]
-        for module, requirement in _modules_of(extra).items()
+        for module, requirement in _EVERY[extra].items()
         if importlib.util.find_spec(module) is None
     )
 
@@ -47,9 +49,5 @@ def pip_install(extra: str) -> str:
     >>> pip_install("events")
     'pip install "pyzmq>=26" "msgspec>=0.18"'
     """
-    requirements = _modules_of(extra).values()
-    return " ".join(["pip install", *(f'"{package}"' for package in requirements)])
-
-
-def _modules_of(extra: str) -> Mapping[str, str]:
-    return EXTRAS[extra] if extra in EXTRAS else PLATFORMS[extra]
+    packages = (f'"{package}"' for package in _EVERY[extra].values())
+    return " ".join(["pip install", *packages])

@@ -14,9 +14,6 @@ class OutageLog:
 
     An outage that begins within a minute of the last warning is not logged. The lines
     begin with `fails` and `works`.
-
-    >>> outage = OutageLog(logging.getLogger(), "x is not written", "x is written")
-    >>> outage.end()  # Nothing has failed.
     """
 
     def __init__(

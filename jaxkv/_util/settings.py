@@ -1,9 +1,8 @@
 """Settings: each is declared once, as a field of a `Settings` dataclass.
 
 The field's `Key` determines its checks, messages, docstring and row in the tables of
-the documentation. A dataclass may inherit the settings of others. A message names a
-setting as ``name=value``, so that a caller with another name for it, such as an
-environment's variable, can add that.
+the documentation. A message names a setting as ``name=value``, so that a caller with
+another name for it, such as an environment's variable, can add that.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ import dataclasses
 import inspect
 import json
 import math
-import operator
 import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
-from jaxkv._util import FLAGS, hint, parse_bytes, shown, size_text
+from jaxkv._util import FLAGS, hint, parse_bytes, shown, size_text, whole
 
 Scope: TypeAlias = Literal[
     "engine",
@@ -68,11 +66,7 @@ class Key:
     show: Callable[[str], str] = str  # Removes secrets from a value.
 
     def read(self, value: Any, *, is_text: bool = False) -> Any:
-        """Convert a value of Python or JSON, or a text of the environment.
-
-        Raises:
-            ValueError: The value is wrong; the message says what is expected.
-        """
+        """Convert a value of Python or JSON, or a text of the environment."""
         if is_text:
             value = value.strip()
         is_none = value.lower() == "none" if is_text else value is None
@@ -80,8 +74,14 @@ class Key:
             return None
         try:
             return self.check(self.parse(value) if is_text else value)
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            raise ValueError(self._refusal(value)) from None
+        except (TypeError, ValueError, LookupError, OverflowError, RecursionError):
+            names = list(self.names())
+            expected = f"one of {', '.join(names)}" if names else self.expected
+            or_none = ", or None" if self.may_be_none else ""
+            near = hint(value.lower(), names) if isinstance(value, str) else ""
+            raise ValueError(
+                f"{self.shown(value)} must be {expected}{or_none}{near}"
+            ) from None
 
     def shown(self, value: object) -> str:
         """Write a value for a message, without secrets."""
@@ -92,22 +92,12 @@ class Key:
             return f"<{type(value).__name__}>"
         return shown(value)
 
-    def _refusal(self, value: object) -> str:
-        names = list(self.names())
-        expected = f"one of {', '.join(names)}" if names else self.expected
-        or_none = ", or None" if self.may_be_none else ""
-        near = hint(value.lower(), names) if isinstance(value, str) else ""
-        return f"{self.shown(value)} must be {expected}{or_none}{near}"
-
 
 _T = TypeVar("_T")
 
 
 def declare(default: _T, key: Key) -> _T:
-    """Declare a field, which may be None if its default is None.
-
-    For type checkers it returns the default, as `dataclasses.field` does.
-    """
+    """Declare a field, which may be None if its default is; typed as the default."""
     if default is None:
         key = dataclasses.replace(key, may_be_none=True)
     return dataclasses.field(
@@ -135,18 +125,17 @@ def number(
     scope: Scope,
     about: str,
     *,
-    unit: str,
-    minimum: int,
+    unit: str = "",
+    minimum: int = 1,
     maximum: int | None = None,
 ) -> _T:
     """Declare a whole number."""
 
     def check(value: Any) -> int:
-        whole = operator.index(value)
-        is_large = maximum is not None and whole > maximum
-        if isinstance(value, bool) or whole < minimum or is_large:
+        num = whole(value)
+        if num is None or num < minimum or (maximum is not None and num > maximum):
             raise ValueError
-        return whole
+        return num
 
     limit = f" to {maximum}" if maximum else ""
     expected = f"a whole number from {minimum}{limit}"
@@ -181,7 +170,10 @@ def flag(default: _T, scope: Scope, about: str) -> _T:
             raise TypeError
         return value
 
-    return declare(default, Key(scope, about, "", "true or false", check, _parse_flag))
+    def parse(text: str) -> bool:
+        return FLAGS[text.lower()]
+
+    return declare(default, Key(scope, about, "", "true or false", check, parse))
 
 
 def name(
@@ -242,19 +234,9 @@ def _parse_int(text: str) -> int:
     return int(text)
 
 
-def _parse_flag(text: str) -> bool:
-    if text.lower() not in FLAGS:
-        raise ValueError
-    return FLAGS[text.lower()]
-
-
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings that are checked and converted when they are made.
-
-    Raises:
-        ConfigError: Some values are wrong, or they do not go together.
-    """
+    """Settings that are checked and converted when they are made."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -299,8 +281,7 @@ def table_of(
     """Write a table of settings for the documentation.
 
     A row has a setting's key, its default, and a description in place of the key's, or
-    "". With `has_scope` the settings of a part are grouped under its name; a setting
-    that reaches several parts is grouped with the last of them.
+    "". With `has_scope` settings are grouped by the last part that they reach.
     """
     lines = ["| setting | default | what it does |", "|---|---|---|"]
     groups: dict[str, list[str]] = {}

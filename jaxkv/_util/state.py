@@ -45,13 +45,9 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """The state of an object and of everything that it holds.
+    """The state of an object and of everything that it holds."""
 
-    The entries are named by the path of attributes that leads to each object. The
-    first one is the object itself.
-    """
-
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, Entry]  # By the path to each object; the first is the root.
 
     @property
     def digest(self) -> str:
@@ -100,8 +96,7 @@ def snapshot(root: object, name: str) -> State:
 def restore(root: object, state: State) -> None:
     """Restore an object from the state of an object of the same configuration.
 
-    Objects that attributes lead to are changed, so that others may go on referring to
-    them. Objects in lists and dicts are made anew.
+    Objects behind attributes are changed in place; those in lists and dicts are new.
     """
     entries = state.entries
     objects = {next(iter(entries)): root}

@@ -35,11 +35,9 @@ from numba.misc.appdirs import AppDirs
 
 _log = logging.getLogger(__name__)
 
-# The format of a file and of its name: a new number compiles everything anew.
-_FORMAT = 1
+_FORMAT = 1  # Of a file and of its name: a new number compiles everything anew.
 _SUM_BYTES = hashlib.sha256().digest_size
-_MAX_FOLDER_BYTES = 256 << 20
-"""Some ten versions of jaxkv, with all policies."""
+_MAX_FOLDER_BYTES = 256 << 20  # Some ten versions of jaxkv, with all policies.
 
 # The versions of these stand for their code.
 _LIBRARIES = frozenset(("numba", "numpy", "llvmlite", "jax", "jaxlib"))
@@ -93,16 +91,12 @@ def _facts(function: FunctionType, waiting: list[Any]) -> Iterator[object]:
     yield _of_value(function.__defaults__, names, waiting)
 
 
-def _of_code(code: CodeType) -> object:
-    return code.co_code, code.co_names, tuple(map(_of_constant, code.co_consts))
-
-
-def _of_constant(value: Any) -> object:
+def _of_code(value: Any) -> object:
+    """Describe code, or one of its constants."""
     if isinstance(value, CodeType):
-        return _of_code(value)
-    if isinstance(value, frozenset):  # Its order differs from process to process.
-        return sorted(map(repr, value))
-    return repr(value)
+        return value.co_code, value.co_names, tuple(map(_of_code, value.co_consts))
+    # The order of a set differs from process to process.
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _names_in(code: CodeType) -> tuple[str, ...]:
@@ -113,8 +107,7 @@ def _names_in(code: CodeType) -> tuple[str, ...]:
 def _of_value(value: Any, names: tuple[str, ...], waiting: list[Any]) -> object:
     """Describe a value that code finds under a name, equally in every process.
 
-    `names` are all names in the code, as it may look some up in the value. Functions
-    are added to `waiting`.
+    The code may look up any of `names` in the value. Functions are added to `waiting`.
     """
     if isinstance(value, int | float | complex | str | bytes | np.generic | None):
         return type(value).__name__, repr(value)
@@ -177,8 +170,11 @@ class CodeCache(_Cache):
             body = data[_SUM_BYTES:]
             if data[:_SUM_BYTES] != _sum_of(name, body):
                 continue  # Damaged, such as by a loss of power.
-            code = _rebuild(body, target_context)
-            if code is not None and tuple(code.signature.args) == tuple(args):
+            try:
+                code = CompileResult._rebuild(target_context, *pickle.loads(body))
+            except (pickle.UnpicklingError, *_UNREADABLE):
+                continue
+            if tuple(code.signature.args) == tuple(args):
                 return code
         return None
 
@@ -230,7 +226,7 @@ class CodeCache(_Cache):
 
 
 def _folders() -> tuple[pathlib.Path, ...]:
-    """List the folders that may hold code, the preferred one first."""
+    """Return the folders that may hold code, the preferred one first."""
     if config.CACHE_DIR:
         return (pathlib.Path(config.CACHE_DIR, "jaxkv"),)
     package = pathlib.Path(__file__).parents[1]
@@ -241,14 +237,6 @@ def _folders() -> tuple[pathlib.Path, ...]:
 def _sum_of(name: str, body: bytes) -> bytes:
     """Return a checksum of a file's content and name, which no other file has."""
     return hashlib.sha256(name.encode() + body).digest()
-
-
-def _rebuild(body: bytes, target_context: Any) -> Any:
-    """Rebuild code from a file's content; None if that fails."""
-    try:
-        return CompileResult._rebuild(target_context, *pickle.loads(body))
-    except (pickle.UnpicklingError, *_UNREADABLE):
-        return None
 
 
 def _write(folder: pathlib.Path, name: str, data: bytes) -> None:

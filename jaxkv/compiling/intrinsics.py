@@ -63,28 +63,28 @@ def copy_items(target: Any, start: int, source: Any, num: int) -> None:
         target[start + row] = source[row]
 
 
-def _select(typing_context: Any, first: Any, second: Any, comparison: Any) -> Any:
-    """Type and compile the choice of the number that compares so with the other."""
-    kind = typing_context.unify_types(types.unliteral(first), types.unliteral(second))
-    compared = types.boolean(kind, kind)
+def _select(comparison: Any) -> Any:
+    """Make an intrinsic that returns the number that compares so with the other."""
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        is_second = context.get_function(comparison, compared)(builder, args[::-1])
-        return builder.select(is_second, args[1], args[0])
+    def function(typing_context: Any, first: Any, second: Any) -> Any:
+        kinds = types.unliteral(first), types.unliteral(second)
+        kind = typing_context.unify_types(*kinds)
+        compared = types.boolean(kind, kind)
 
-    return kind(kind, kind), generate
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            is_second = context.get_function(comparison, compared)(builder, args[::-1])
+            return builder.select(is_second, args[1], args[0])
+
+        return kind(kind, kind), generate
+
+    return intrinsic(function)
 
 
-@intrinsic
-def lesser(typing_context: Any, first: Any, second: Any) -> Any:
-    """Return the `min` of two numbers."""
-    return _select(typing_context, first, second, operator.lt)
+lesser = _select(operator.lt)
+"""The `min` of two numbers."""
 
-
-@intrinsic
-def greater(typing_context: Any, first: Any, second: Any) -> Any:
-    """Return the `max` of two numbers."""
-    return _select(typing_context, first, second, operator.gt)
+greater = _select(operator.gt)
+"""The `max` of two numbers."""
 
 
 def _words_of_row(context: Any, builder: Any, type_: Any, array: Any, row: Any) -> Any:

@@ -18,7 +18,6 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.core.extending import (
     NativeValue,
     infer_getattr,
@@ -29,6 +28,7 @@ from numba.core.extending import (
     unbox,
 )
 from numba.core.typing.templates import AttributeTemplate
+from numba.np.arrayobj import make_array, populate_array
 
 from jaxkv.compiling.code_cache import digest_of
 
@@ -196,20 +196,9 @@ def _get_field(context: Any, builder: Any, type_: Any, value: Any, name: str) ->
     model = context.data_model_manager[type_]
     pointer = context.get_value_type(model.get_type("data"))
     data = builder.inttoptr(word(position), pointer)
-    nitems = context.get_constant(types.intp, 1)
-    for extent in shape:
-        nitems = builder.mul(nitems, extent)
-    members = {
-        "nitems": nitems,
-        "itemsize": itemsize,
-        "data": data,
-        "shape": cgutils.pack_array(builder, shape, ty=ir.IntType(64)),
-        "strides": cgutils.pack_array(builder, strides, ty=ir.IntType(64)),
-    }
-    array = ir.Constant(model.get_value_type(), None)
-    for name, member in members.items():
-        array = model.set(builder, array, member, name)
-    return array
+    array = make_array(type_)(context, builder)
+    populate_array(array, data, shape, strides, itemsize, meminfo=None)
+    return array._getvalue()
 
 
 def _num_words(type_: Any) -> int:

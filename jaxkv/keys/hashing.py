@@ -70,8 +70,7 @@ def _field(tag: _Tag, payload: bytes) -> bytes:
 
 
 def _text(tag: _Tag, text: str) -> bytes:
-    # A str may have lone surrogates (JSON allows them in a salt): encode them rather
-    # than fail on a request. Each str still has one encoding.
+    # JSON allows lone surrogates in a salt, and a request must not fail because of one.
     return _field(tag, text.encode("utf-8", "surrogatepass"))
 
 
@@ -165,87 +164,14 @@ NO_EXTRAS = Extras()
 
 
 class KeyedBlock(NamedTuple):
-    """A key and the inputs it was computed from.
-
-    Attributes:
-        key: The block's key.
-        parent: The key of the previous block; None for a request's first block.
-        tokens: The block's tokens, u32 each, little-endian.
-        group: Index of the group of layers.
-        extras: The request's extras. Multimodal items are those that begin in the
-            block, and their offsets count from its start.
-    """
+    """A key and the inputs it was computed from."""
 
     key: BlockKey
-    parent: BlockKey | None
-    tokens: bytes
-    group: int = 0
+    parent: BlockKey | None  # None for a request's first block.
+    tokens: bytes  # u32 each, little-endian.
+    group: int = 0  # Index of the group of layers.
+    # The request's, with the items that begin in the block: offsets from its start.
     extras: Extras = NO_EXTRAS
-
-
-def encode_block(
-    namespace: Namespace,
-    group: int,
-    parent: BlockKey | None,
-    tokens: TokenIds,
-    extras: Extras = NO_EXTRAS,
-) -> bytes:
-    """Encode one full block unambiguously.
-
-    Args:
-        namespace: The namespace of the blocks.
-        group: Index of the group of layers, for models that have several; else 0.
-        parent: The key of the previous block, None for a request's first block.
-        tokens: int[block_size]. The block's tokens.
-        extras: The request's extras, with offsets of multimodal items that count from
-            the start of the block.
-
-    Returns:
-        The encoding that `block_key` hashes.
-
-    Raises:
-        ValueError: If `tokens` is not one block, or a number is out of range.
-        TypeError: If a token is not an integer.
-
-    Example:
-        >>> namespace = Namespace("m", "0", "int8", "flat", 2)
-        >>> encode_block(namespace, 0, None, [7, 258])[-8:].hex(" ", 4)
-        '07000000 02010000'
-    """
-    data = token_bytes(tokens)
-    if len(data) != TOKEN_BYTES * namespace.block_size:
-        raise ValueError(
-            f"{len(tokens)=} must be the block size, {namespace.block_size}."
-        )
-    for item in extras.multimodal:
-        if item.offset >= namespace.block_size:
-            raise ValueError(f"{item.offset=} must be below {namespace.block_size}.")
-    if parent is not None and len(parent) != KEY_BYTES:
-        raise ValueError(f"parent={shown(parent)} must be a key of {KEY_BYTES} bytes.")
-    return (
-        _encode_constant(namespace, group, extras)
-        + _encode_parent(parent)
-        + _encode_items(extras)
-        + _field(_Tag.TOKENS, data)
-    )
-
-
-def block_key(
-    namespace: Namespace,
-    group: int,
-    parent: BlockKey | None,
-    tokens: TokenIds,
-    extras: Extras = NO_EXTRAS,
-) -> BlockKey:
-    """Compute the key of one full block; arguments as for `encode_block`.
-
-    Example:
-        >>> namespace = Namespace("m", "0", "int8", "flat", 2)
-        >>> block_key(namespace, 0, None, [7, 258]).hex()[:16]
-        '5a7874d331002a1c'
-    """
-    encoding = encode_block(namespace, group, parent, tokens, extras)
-    return hashlib.sha256(encoding).digest()
 
 
 class ChainKeys(list[BlockKey]):
@@ -334,8 +260,8 @@ class KeyChain:
             block = data[start : start + self._block_bytes]
             extras = self._special.get(len(self._keys) + len(keys), self._plain)
             hasher = self._constant.copy()
-            fields = _encode_parent(parent) + _encode_items(extras)
-            hasher.update(fields + self._tokens_head + block)
+            context = _encode_context(parent, extras)
+            hasher.update(context + self._tokens_head + block)
             key = hasher.digest()
             if self._record is not None:
                 self._record(KeyedBlock(key, parent, block, self._group, extras))
@@ -403,25 +329,17 @@ def _encode_constant(namespace: Namespace, group: int, extras: Extras) -> bytes:
 _PARENT_HEAD = _head(_Tag.PARENT, KEY_BYTES)
 
 
-def _encode_parent(parent: BlockKey | None) -> bytes:
-    return b"" if parent is None else _PARENT_HEAD + parent
-
-
-def _encode_items(extras: Extras) -> bytes:
-    """Encode the items of a block, whose offsets count from its start."""
-    return b"".join(
-        _field(_Tag.ITEM, struct.pack("<Q", item.offset) + item.content_hash)
-        for item in extras.multimodal
-    )
+def _encode_context(parent: BlockKey | None, extras: Extras) -> bytes:
+    """Encode a block's parent and items, whose offsets count from the block's start."""
+    fields = b"" if parent is None else _PARENT_HEAD + parent
+    for item in extras.multimodal:
+        payload = struct.pack("<Q", item.offset) + item.content_hash
+        fields += _field(_Tag.ITEM, payload)
+    return fields
 
 
 def token_bytes(tokens: TokenIds) -> bytes:
-    """Return `tokens` as little-endian u32, without a Python loop.
-
-    Raises:
-        ValueError: A token is out of range.
-        TypeError: A token is not an integer, or `tokens` is no row of them.
-    """
+    """Return `tokens` as little-endian u32, without a Python loop."""
     if isinstance(tokens, list | tuple | range):
         try:
             packed = array("I", tokens)

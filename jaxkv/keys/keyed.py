@@ -1,10 +1,9 @@
-"""Numbers that stand for blocks, without telling which: a keyed hash of their keys.
+"""Numbers that stand for blocks without identifying them: a keyed hash of their keys.
 
-The hash is SipHash-2-4 (Aumasson and Bernstein, 2012), a pseudorandom function of 64
-bits with a key of 128: who does not have the key learns of two numbers whether they
-stand for one block, and nothing else. It runs on all keys at once in NumPy, which lets
+The hash is SipHash-2-4 (Aumasson and Bernstein, 2012): without its secret, two numbers
+show only whether they stand for one block. NumPy hashes all keys at once, and lets
 other threads run meanwhile; a loop over `hashlib.blake2b` takes several times as long,
-and holds them up.
+and blocks them.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from numpy.typing import NDArray
 from jaxkv.types import KEY_BYTES, KEY_WORDS
 
 SECRET_BYTES = 16
-"""Bytes of the hash's key."""
-
 ID_BITS = 53
 """Bits of a number: as many as every reader of JSON keeps."""
 
@@ -28,31 +25,13 @@ _COMPRESSIONS, _FINALISATIONS = 2, 4
 
 
 def hash_keys(words: NDArray[np.uint32], secret: bytes) -> NDArray[np.int64]:
-    """Hash keys under a secret.
+    """Hash the words of keys (u32[n, 8]) to numbers in [0, 2**53): i64[n].
 
-    Args:
-        words: u32[n, 8]. What `jaxkv.keys.packed.keys_to_words` gives.
-        secret: `SECRET_BYTES` bytes.
-
-    Returns:
-        i64[n]. Numbers in [0, 2**53). Of a million different keys two share a number
-        with a probability of 1 in 18,000.
-
-    Raises:
-        ValueError: If the secret is of another length.
-
-    Example:
-        >>> hash_keys(np.zeros((2, 8), np.uint32), bytes(16)).tolist()
-        [3807592132113488, 3807592132113488]
+    Two of a million unique keys share a number with a probability of 1 in 18,000.
     """
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"{len(secret)=} must be {SECRET_BYTES} bytes.")
     data = np.ascontiguousarray(words, "<u4").view("<u8").astype(np.uint64)
-    return (_siphash(data, secret) >> np.uint64(64 - ID_BITS)).astype(np.int64)
-
-
-def _siphash(data: NDArray[Any], secret: bytes) -> _U64:
-    """Hash messages of 32 bytes, u64[n, 4], by SipHash-2-4: u64[n]."""
     state = np.empty((4, len(data)), np.uint64)
     secrets = np.frombuffer(secret, "<u8").astype(np.uint64)
     for row, (seed, part) in enumerate(zip(_SEED, [*secrets, *secrets], strict=True)):
@@ -71,7 +50,7 @@ def _siphash(data: NDArray[Any], secret: bytes) -> _U64:
     for _ in range(_FINALISATIONS):
         _round(state, spare)
     digest: _U64 = np.bitwise_xor.reduce(state)
-    return digest
+    return (digest >> np.uint64(64 - ID_BITS)).astype(np.int64)
 
 
 def _round(state: _U64, spare: _U64) -> None:

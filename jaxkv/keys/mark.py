@@ -1,4 +1,4 @@
-"""A mark in a request's keys: a copy of them sees by it that they were rewritten."""
+"""A mark in a request's keys, which shows a holder of a copy if they were rewritten."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from jaxkv.types import BlockKey
 class KeyMark(NamedTuple):
     """The first keys of a list: their number, and the last of them.
 
-    A key stands for all tokens up to the end of its block. Therefore, if the last one
-    is in its place, those before it are, too: no other key is compared.
-
-    Attributes:
-        num: How many keys.
-        last: The last of them; b"" for none.
+    A key stands for all tokens up to the end of its block, so that the last one alone
+    needs to be compared.
     """
 
     num: int = 0
-    last: BlockKey = b""
+    last: BlockKey = b""  # b"" for no keys.
 
     @classmethod
     def of(cls, keys: Sequence[BlockKey], num: int) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, SupportsIndex, cast, overload
+from typing import Any, SupportsIndex, TypeAlias, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,11 +12,12 @@ from numpy.typing import ArrayLike, NDArray
 from jaxkv._util import shown
 from jaxkv.types import KEY_BYTES, KEY_WORDS, BlockKey
 
-# What is hashed begins with its domain. No two of them are alike in their first
-# bytes, nor like the encoding of a block (`jaxkv.keys.hashing`), which begins with a 1.
+# Each hashed text begins with its domain. The domains differ, and differ from the first
+# bytes of a block's encoding (`jaxkv.keys.hashing`), which begins with a 1.
 _INT_DOMAIN = b"jaxkv int 1:"
 _FOREIGN_DOMAIN = b"jaxkv foreign 1:"
 
+_Words: TypeAlias = NDArray[np.uint32]  # u32[n, 8]
 _ONLY_KEYS = {KEY_BYTES}
 _ITEM = np.dtype((np.void, KEY_BYTES))
 
@@ -59,13 +60,13 @@ def key_from_foreign(raw: bytes) -> BlockKey:
 class PackedKeys(list[bytes]):
     """Keys that are used repeatedly, with their form on the array side.
 
-    To look through thousands of keys and to lay them out costs Python longer than the
-    array side takes to find them. A list of this kind has that done once. Only its
-    maker may append to it; a slice of it is of the same kind.
+    Checking and converting thousands of keys takes Python longer than the array side
+    takes to find them; here it is done once. Only the maker of a list may append to it.
+    A slice is a `PackedKeys` too.
 
     Args:
         keys: n keys.
-        words: u32[n, 8]. The same, as `pack` lays them out.
+        words: u32[n, 8]. The keys in the form of the array side.
         has_foreign: Whether a key may be of another length than `KEY_BYTES`.
 
     Attributes:
@@ -73,7 +74,7 @@ class PackedKeys(list[bytes]):
         has_foreign: Whether a key may be of another length than `KEY_BYTES`.
 
     Raises:
-        ValueError: They have another shape, or other numbers.
+        ValueError: The words have a wrong shape or dtype.
 
     Example:
         >>> keys = [b"k" * 32, b"l" * 32]
@@ -86,17 +87,13 @@ class PackedKeys(list[bytes]):
     def __init__(
         self,
         keys: Iterable[BlockKey],
-        words: NDArray[np.uint32],
+        words: _Words,
         *,
         has_foreign: bool = False,
     ) -> None:
         super().__init__(keys)
         self.has_foreign = has_foreign
-        words = _checked(words, len(self))
-        if words.flags.writeable:
-            words = words.view()
-            words.flags.writeable = False
-        self.words = words
+        self.words = _checked(words, len(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _repacked, (list(self), self.words, self.has_foreign)
@@ -115,27 +112,22 @@ class PackedKeys(list[bytes]):
         return super().__getitem__(index)
 
 
-def _repacked(
-    keys: list[BlockKey], words: NDArray[np.uint32], has_foreign: bool
-) -> PackedKeys:
+def _repacked(keys: list[BlockKey], words: _Words, has_foreign: bool) -> PackedKeys:
     return PackedKeys(keys, words, has_foreign=has_foreign)
 
 
 class UnlistedKeys(Sequence[bytes]):
-    """Keys as the array side has them, listed for Python only where they are read.
+    """Keys in the form of the array side, converted only when Python reads them.
 
-    Example:
-        >>> keys = UnlistedKeys(keys_to_words([b"k" * 32, b"l" * 32]))
-        >>> len(keys), list(keys[1:]) == [b"l" * 32]
-        (2, True)
+    >>> keys = UnlistedKeys(keys_to_words([b"k" * 32, b"l" * 32]))
+    >>> len(keys), list(keys[1:]) == [b"l" * 32]
+    (2, True)
     """
 
     __slots__ = ("words",)
 
-    def __init__(self, words: NDArray[np.uint32]) -> None:
-        words = _checked(words, len(words))
-        self.words = words.view()
-        self.words.flags.writeable = False
+    def __init__(self, words: _Words) -> None:
+        self.words = _checked(words, len(words))
 
     def __len__(self) -> int:
         return len(self.words)
@@ -154,31 +146,19 @@ class UnlistedKeys(Sequence[bytes]):
         return key
 
 
-def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], NDArray[np.uint32]]:
-    """List keys, of any length, and lay out their stand-ins on the array side.
+def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words]:
+    """Return keys as a list, the same object if it is one, and as words: u32[n, 8].
 
-    A key that is not of 32 bytes is there as `key_from_foreign`. The answer is the keys
-    as they were given, the same object if it is a list of any kind, and u32[n, 8].
-
-    Example:
-        >>> names, words = pack([b"k" * 32, b"short"])
-        >>> words.shape
-        (2, 8)
+    Foreign keys have the words of their `key_from_foreign`.
     """
-    if isinstance(names, PackedKeys):
-        return names, names.words
-    listed, words, _ = lay_out(names)
-    return listed, words
+    return lay_out(names)[:2]
 
 
-def lay_out(
-    names: Iterable[bytes],
-) -> tuple[Sequence[bytes], NDArray[np.uint32], bool]:
+def lay_out(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words, bool]:
     """`pack` keys; return also whether any of them is foreign."""
     if isinstance(names, PackedKeys):
         return names, names.words, names.has_foreign
-    # Its exact type: to look for subclasses of an abstract one takes longer.
-    if type(names) is UnlistedKeys:
+    if type(names) is UnlistedKeys:  # Faster than a check of an abstract class.
         return names, names.words, False
     if not isinstance(names, list):
         if not (hasattr(names, "__iter__") or hasattr(names, "__getitem__")):
@@ -186,7 +166,7 @@ def lay_out(
         names = list(names)
     try:
         keys = names
-        # Faster than to look at the set of lengths.
+        # Faster than a set of lengths.
         some_foreign = [*map(len, names)].count(KEY_BYTES) < len(names)
         if some_foreign:
             keys = list(map(key_from_foreign, names))
@@ -199,7 +179,7 @@ def lay_out(
 
 
 def check_are_bytes(keys: Iterable[bytes]) -> None:
-    """Raise TypeError for anything but a list of keys; lay nothing out."""
+    """Raise TypeError for anything but a list of keys; convert nothing."""
     if isinstance(keys, PackedKeys | UnlistedKeys):
         return
     if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
@@ -210,12 +190,12 @@ def check_are_bytes(keys: Iterable[bytes]) -> None:
 
 
 def is_foreign(name: bytes) -> bool:
-    """Whether the array side has a stand-in for a key."""
+    """Return whether the array side has another key in place of a key."""
     return len(name) != KEY_BYTES
 
 
 def has_foreign(names: Sequence[bytes]) -> bool:
-    """Whether any key is foreign; for packed ones, whether one may be."""
+    """Return whether any key is foreign; for packed keys, whether one may be."""
     if isinstance(names, PackedKeys):
         return names.has_foreign
     if type(names) is UnlistedKeys:
@@ -223,15 +203,11 @@ def has_foreign(names: Sequence[bytes]) -> bool:
     return not set(map(len, names)) <= _ONLY_KEYS
 
 
-def keys_to_words(keys: Sequence[BlockKey]) -> NDArray[np.uint32]:
+def keys_to_words(keys: Sequence[BlockKey]) -> _Words:
     """Convert keys of `KEY_BYTES` to the form of the array side: u32[n, 8], read-only.
 
-    Word i is bytes 4i to 4i+3, little-endian.
-
-    Example:
-        >>> words = keys_to_words([bytes(range(32))])
-        >>> words.shape, hex(words[0, 1])
-        ((1, 8), '0x7060504')
+    >>> hex(keys_to_words([bytes(range(32))])[0, 1])  # Bytes 4 to 7, little-endian.
+    '0x7060504'
     """
     lengths = set(map(len, keys))
     if not lengths <= _ONLY_KEYS:
@@ -242,9 +218,8 @@ def keys_to_words(keys: Sequence[BlockKey]) -> NDArray[np.uint32]:
 def words_to_keys(words: ArrayLike) -> list[BlockKey]:
     """Convert words (u32[n, 8]), such as `keys_to_words` returns, back to keys.
 
-    Example:
-        >>> words_to_keys(keys_to_words([b"k" * 32]))
-        [b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk']
+    >>> words_to_keys(keys_to_words([b"k" * 32]))
+    [b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk']
     """
     words = np.asarray(words)
     if words.dtype != np.uint32 or words.shape[1:] != (KEY_WORDS,):
@@ -256,11 +231,13 @@ def words_to_keys(words: ArrayLike) -> list[BlockKey]:
     return cast(list[BlockKey], items.ravel().tolist())
 
 
-def _checked(words: NDArray[np.uint32], num_keys: int) -> NDArray[np.uint32]:
-    """Lay the words of keys out, if they are what compiled functions may read."""
+def _checked(words: _Words, num_keys: int) -> _Words:
+    """Return the words of keys, contiguous and read-only, or refuse them."""
     if words.shape != (num_keys, KEY_WORDS) or words.dtype != np.uint32:
         raise ValueError(
             f"words: {words.dtype}{list(words.shape)} must be "
             f"uint32[{num_keys}, {KEY_WORDS}]."
         )
-    return np.ascontiguousarray(words)
+    words = np.ascontiguousarray(words).view()
+    words.flags.writeable = False
+    return words

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from jaxkv._util import nearest, shown
+from jaxkv._util import hint, shown
 from jaxkv.policies.arc import make_arc, make_arc_fixed
 from jaxkv.policies.base import Policy
 from jaxkv.policies.hazard import make_hazard
@@ -82,10 +82,9 @@ def get_policy_maker(name: str) -> PolicyMaker:
         )
     if name not in _makers:
         names = policy_names()
-        near = nearest(str(name).lower(), names)
-        hint = f". Did you mean {near!r}?" if near else ""
+        near = hint(str(name).lower(), names)
         raise ValueError(
-            f"Unknown cache policy: {shown(name)}. Supported: {names}{hint}"
+            f"Unknown cache policy: {shown(name)}. Supported: {names}{near}"
         )
     return _makers[name]
 

@@ -13,25 +13,32 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from jaxkv._util import shown
+from jaxkv._util import check_whole, shown
 
 
 @dataclasses.dataclass(frozen=True)
-class FullAttention:
+class _Group:
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{name}={shown(size)} of {self} must be an int.")
+            if not 1 <= size < 1 << 31:
+                raise ValueError(f"{name}={size} of {self} must be in [1, 2**31).")
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention(_Group):
     """Every token reads all tokens before it.
 
     Attributes:
         block_size: Tokens in a block.
     """
 
-    block_size: int
-
-    def __post_init__(self) -> None:
-        _check_tokens(self)
-
 
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow:
+class SlidingWindow(_Group):
     """Every token reads the last `window` tokens, itself among them.
 
     Attributes:
@@ -39,15 +46,11 @@ class SlidingWindow:
         window: Tokens in the window.
     """
 
-    block_size: int
     window: int
-
-    def __post_init__(self) -> None:
-        _check_tokens(self)
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkedLocal:
+class ChunkedLocal(_Group):
     """Every token reads the tokens before it in its own chunk.
 
     Attributes:
@@ -55,13 +58,12 @@ class ChunkedLocal:
         chunk: Tokens in a chunk; whole blocks.
     """
 
-    block_size: int
     chunk: int
 
     def __post_init__(self) -> None:
-        _check_tokens(self)
-        # vLLM allows any chunk. A hit may then end in the middle of a chunk without any
-        # of its blocks, and the next token reads garbage.
+        super().__post_init__()
+        # vLLM allows any chunk: a hit may then end within a chunk without its blocks,
+        # and the next token reads garbage.
         if self.chunk % self.block_size:
             raise ValueError(
                 f"{self} must have a chunk that is a multiple of its block_size."
@@ -69,17 +71,12 @@ class ChunkedLocal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mamba:
+class Mamba(_Group):
     """Every token reads the state after the token before it.
 
     Attributes:
         block_size: Tokens from one kept state to the next.
     """
-
-    block_size: int
-
-    def __post_init__(self) -> None:
-        _check_tokens(self)
 
 
 GroupSpec: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | Mamba
@@ -87,14 +84,7 @@ GroupSpec: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | Mamba
 
 
 def as_groups(groups: int | GroupSpec | Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
-    """Check the groups of a model, and return them as a tuple.
-
-    One group need not be in a sequence. A block size in tokens stands for one group
-    with full attention.
-
-    Raises:
-        TypeError: An item is not a group.
-        ValueError: There is no group, or `check_groups` refuses them.
+    """Check the groups of a model; return a tuple. A size is one full-attention group.
 
     >>> as_groups(16)
     (FullAttention(block_size=16),)
@@ -120,13 +110,7 @@ def as_groups(groups: int | GroupSpec | Sequence[GroupSpec]) -> tuple[GroupSpec,
 
 
 def check_groups(groups: tuple[GroupSpec, ...]) -> None:
-    """Refuse groups that cannot be searched together.
-
-    Raises:
-        ValueError: There is none, the block sizes have no common multiple in int32, or
-            the block size of a group with chunked local attention is not a multiple of
-            all others, which vLLM refuses too.
-    """
+    """Refuse groups that cannot be searched together, as vLLM does."""
     if not groups:
         raise ValueError(f"{groups=} must hold at least one group.")
     if alignment(groups) >= 1 << 31:
@@ -162,8 +146,7 @@ def lazy_target_blocks(
     >>> lazy_target_blocks((FullAttention(16), SlidingWindow(16, 100)), 64)
     24
     """
-    if max_num_batched_tokens < 1:
-        raise ValueError(f"{max_num_batched_tokens=} must be at least 1.")
+    check_whole(1, max_num_batched_tokens=max_num_batched_tokens)
     num_blocks = 0
     for group in groups:
         match group:
@@ -194,23 +177,6 @@ def num_host_blocks(
         >>> num_host_blocks(8 << 30, device_bytes=1 << 30, num_device_blocks=512)
         4096
     """
-    sizes = dict(
-        host_bytes=host_bytes,
-        device_bytes=device_bytes,
-        num_device_blocks=num_device_blocks,
-        world_size=world_size,
-    )
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1.")
+    check_whole(1, host_bytes=host_bytes, device_bytes=device_bytes)
+    check_whole(1, num_device_blocks=num_device_blocks, world_size=world_size)
     return max(1, num_device_blocks * (host_bytes // world_size) // device_bytes)
-
-
-def _check_tokens(group: GroupSpec) -> None:
-    """Refuse a group whose sizes are not positive ints."""
-    for field in dataclasses.fields(group):
-        size = getattr(group, field.name)
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{field.name}={shown(size)} of {group} must be an int.")
-        if not 1 <= size < 1 << 31:
-            raise ValueError(f"{field.name}={size} of {group} must be in [1, 2**31).")

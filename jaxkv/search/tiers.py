@@ -101,14 +101,7 @@ def check_keys_by_group(
     name: str = "keys_by_group",
     request_id: str | None = None,
 ) -> None:
-    """Refuse anything but a list of keys for each group, in constant time.
-
-    A message calls the keys `name` and names the request.
-
-    Raises:
-        TypeError: It is not a list, or see `check_keys`.
-        ValueError: There is not a list for each group, or see `check_keys`.
-    """
+    """Refuse anything but a list of keys for each group, in constant time."""
     if not _is_list(keys_by_group) or len(keys_by_group) != len(groups):
         wrong: type[Exception] = ValueError if _is_list(keys_by_group) else TypeError
         raise wrong(
@@ -120,12 +113,7 @@ def check_keys_by_group(
 
 
 def check_keys(group: GroupSpec, keys: Keys, name: str, request_id: str | None) -> None:
-    """Refuse anything but a list of keys of a group, in constant time.
-
-    Raises:
-        TypeError: It is not a list, or its first item is not of bytes.
-        ValueError: A `KeyChain` made it for blocks of another size.
-    """
+    """Refuse anything but a list of keys of a group's blocks, in constant time."""
     if not _is_list(keys) or (len(keys) and not isinstance(keys[0], bytes)):
         raise TypeError(
             f"{name}={shown(keys)}{_of(request_id)} must be a list of keys, which are "
@@ -145,12 +133,7 @@ def _of(request_id: str | None) -> str:
 
 
 def check_pool(pool: DeviceBlockPool, groups: tuple[GroupSpec, ...]) -> None:
-    """Refuse anything but a pool, or one known to have blocks of other sizes.
-
-    Raises:
-        TypeError: It is not a pool.
-        ValueError: No group has its block size.
-    """
+    """Refuse anything but a pool, or one known to have blocks of other sizes."""
     if not hasattr(pool, "num_blocks"):
         raise TypeError(f"pool={shown(pool)} must be a DeviceBlockPool.")
     size = getattr(pool, "block_size", 0)  # 0 if unknown.

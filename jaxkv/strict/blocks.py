@@ -7,7 +7,7 @@ array of the caller's. It is meant for the small pools of tests.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from jaxkv.transfer.layout import PoolLayout
 from jaxkv.types import NULL_BLOCK, PyTree
 
-# Integers are filled with it byte by byte.
-_GARBAGE_BYTE = 0xA5
+_GARBAGE_BYTE = 0xA5  # Each byte of an integer.
 
 
 class StrictError(ValueError):
@@ -58,43 +57,30 @@ class PoolBlocks:
 
     def copied(self, pool: PyTree) -> PyTree:
         """Copy a pool, so that the caller's pool is not donated."""
-        return self._rewritten(pool, lambda rows: None, [])
+        return self.spoiled(pool, [])
 
     def spoiled(self, pool: PyTree, block_ids: Sequence[int]) -> PyTree:
         """Copy a pool, and fill blocks of the copy with garbage: NaN if possible."""
         ids = [block for block in block_ids if block > NULL_BLOCK]
-        return self._rewritten(pool, _garbage, ids)
+        try:
+            leaves = [_rebuilt(leaf, axis, ids) for leaf, axis in self._leaves(pool)]
+        except RuntimeError:
+            return pool  # It is lost.
+        return self._layout.unflatten(leaves)
 
     def _leaves(self, pool: PyTree) -> list[tuple[jax.Array, int]]:
         """List the arrays of a pool, each with the axis that counts its blocks."""
         axes = [leaf.block_axis for leaf in self._layout.leaves]
         return list(zip(self._layout.flatten(pool), axes, strict=True))
 
-    def _rewritten(
-        self,
-        pool: PyTree,
-        content: Callable[[np.dtype[Any]], Any],
-        block_ids: list[int],
-    ) -> PyTree:
-        try:
-            leaves = [
-                _rebuilt(leaf, axis, block_ids, content(leaf.dtype))
-                for leaf, axis in self._leaves(pool)
-            ]
-        except RuntimeError:
-            return pool  # It is lost.
-        return self._layout.unflatten(leaves)
 
-
-def _rebuilt(
-    leaf: jax.Array, axis: int, block_ids: list[int], content: Any
-) -> jax.Array:
-    """Copy an array, with other content in some of its blocks."""
+def _rebuilt(leaf: jax.Array, axis: int, block_ids: list[int]) -> jax.Array:
+    """Copy an array, with garbage in some of its blocks."""
     shards = []
     for shard in leaf.addressable_shards:
         rows: NDArray[Any] = np.array(shard.data)
         if block_ids:
-            np.moveaxis(rows, axis, 0)[block_ids] = content
+            np.moveaxis(rows, axis, 0)[block_ids] = _garbage(leaf.dtype)
         shards.append(jax.device_put(rows, shard.data.format, may_alias=False))
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 

@@ -19,8 +19,6 @@ from jaxkv.transfer.ids import BlockIdsLike
 from jaxkv.transfer.kernels import Mode
 from jaxkv.types import PyTree
 
-SEED_VARIABLE = "JAXKV_STRICT_SEED"
-FAIL_LOADS_VARIABLE = "JAXKV_STRICT_FAIL_LOADS"
 MAX_STEPS = 4
 """A transfer is carried out after at most this many steps, calls of `advance`."""
 
@@ -44,7 +42,7 @@ class _Flight:
 
     @property
     def blocks(self) -> list[int]:
-        """Its device blocks as a flat list."""
+        """Its device blocks."""
         ids: list[int] = self.device_ids.ravel().tolist()
         return ids
 
@@ -85,9 +83,9 @@ class StrictTransferEngine(TransferEngine):
         mode = "staged" if mode in (None, "fused") else mode
         super().__init__(pool, num_host_blocks, mode=mode, **named)
         if strict_seed is None:
-            strict_seed = int(os.environ.get(SEED_VARIABLE, "0"))
+            strict_seed = int(os.environ.get("JAXKV_STRICT_SEED", "0"))
         if strict_fail_loads is None:
-            strict_fail_loads = int(os.environ.get(FAIL_LOADS_VARIABLE, "0"))
+            strict_fail_loads = int(os.environ.get("JAXKV_STRICT_FAIL_LOADS", "0"))
         self._fail_loads = strict_fail_loads
         self._num_loads = 0
         self._rng = random.Random(strict_seed)
@@ -195,7 +193,11 @@ class StrictTransferEngine(TransferEngine):
         pool = self._issue(pool)
         # Wait, so that the seed alone determines how late a transfer is. Several
         # processes agree on that, and a lost one must not block the others here.
-        if self._is_due() and jax.process_count() == 1:
+        flights = self._flights.values()
+        is_due = any(
+            flight.due <= self._now and flight.done is None for flight in flights
+        )
+        if is_due and jax.process_count() == 1:
             pool, completions = super().drain(pool)
         else:
             pool = super().advance(pool)
@@ -257,10 +259,8 @@ class StrictTransferEngine(TransferEngine):
         host = np.asarray(host_ids, np.int64)
         device = np.asarray(device_ids, np.int64).reshape(len(host), -1)
         due = self._now + self._rng.randint(1, MAX_STEPS)
-        # It is not reported before earlier ones.
-        due = self._last_due[ticket.direction] = max(
-            due, self._last_due[ticket.direction]
-        )
+        due = max(due, self._last_due[ticket.direction])  # Not before earlier ones.
+        self._last_due[ticket.direction] = due
         flight = _Flight(self._num_calls, due, device, host)
         self._flights[ticket] = flight
         return flight
@@ -296,13 +296,6 @@ class StrictTransferEngine(TransferEngine):
                     "update_connector_output() names its request in finished_recving."
                 )
 
-    def _is_due(self) -> bool:
-        """Return whether a transfer is due that has not ended."""
-        return any(
-            flight.due <= self._now and flight.done is None
-            for flight in self._flights.values()
-        )
-
     def _issue(self, pool: PyTree) -> PyTree:
         """Begin the loads that are due, except those that must fail."""
         flights = []
@@ -321,9 +314,8 @@ class StrictTransferEngine(TransferEngine):
         if not flights:
             return pool
         device = np.concatenate([flight.device_ids for flight in flights])
+        device = device[:, 0] if device.shape[1] == 1 else device
         host = np.concatenate([flight.host_ids for flight in flights])
-        if device.shape[1] == 1:
-            device = device[:, 0]
         sizes = [len(flight.host_ids) for flight in flights]
         pool, tickets = super()._load(pool, host, device, sizes, False)
         for flight, ticket in zip(flights, tickets, strict=True):
@@ -344,9 +336,7 @@ class StrictTransferEngine(TransferEngine):
 
     def _compare(self, pool: PyTree, flight: _Flight) -> None:
         """Compare the blocks of a load that has arrived with the blocks saved."""
-        sums = self._blocks.sums(pool, flight.blocks)
-        if sums is None:
-            return
+        sums = self._blocks.sums(pool, flight.blocks) or {}
         for host, row in flight.rows:
             _, saved = self._saved.get(host, (0, [None] * len(row)))
             for block, expected in zip(row, saved, strict=True):
@@ -367,10 +357,7 @@ class StrictTransferEngine(TransferEngine):
                 del self._saved[host]
 
     def _take(self) -> list[Completion]:
-        """Collect the transfers that have ended and are due.
-
-        In each direction, earlier calls are reported first.
-        """
+        """Collect the transfers that are due, in each direction in order of calls."""
         completions: list[Completion] = []
         unfinished: dict[str, int] = {}
         for ticket in sorted(self._flights, key=lambda ticket: ticket.number):

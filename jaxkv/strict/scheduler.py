@@ -74,7 +74,20 @@ class StrictOffloadScheduler(OffloadScheduler):
         cache = pool.cache
 
         def checked(block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
-            self._check_cached(block_ids, keys)
+            if len(block_ids) < len(keys):
+                raise StrictError(
+                    f"DeviceBlockPool.cache() was given {len(block_ids)} blocks for "
+                    f"{len(keys)} keys: the table is shorter than what was computed, "
+                    "so DeviceBlockPool.allocate() a block for each before the model "
+                    "runs."
+                )
+            block_list = np.asarray(block_ids).tolist()
+            if wrong := self._loads.blocks_awaited().intersection(block_list):
+                raise StrictError(
+                    "DeviceBlockPool.cache() was called for blocks "
+                    f"{sorted(wrong)[:8]}, into which a load is in flight: wait until "
+                    "update_connector_output() names its request in finished_recving."
+                )
             self._has_cached = True
             return cache(block_ids, keys)
 
@@ -134,9 +147,9 @@ class StrictOffloadScheduler(OffloadScheduler):
         is_declined = not (any(tables) or num_external_tokens)
         if not is_declined:
             self._check_held("update_state_after_alloc", name, tables)
-        num_found = entry.num_found
-        if entry.phase == "asked" and not is_declined:
-            num_found += num_external_tokens
+        num_found = entry.num_found + num_external_tokens
+        is_admitted = entry.phase == "asked" and not is_declined
+        if is_admitted:
             self._check_covers(
                 "update_state_after_alloc", name, tables, num_found, "were found for it"
             )
@@ -144,9 +157,8 @@ class StrictOffloadScheduler(OffloadScheduler):
             request, block_ids, num_external_tokens
         )
         entry.is_put_back = entry.phase == "asked" and is_declined
-        if entry.phase == "asked" and not is_declined:
-            entry.phase = "running"
-            entry.num_found = num_found
+        if is_admitted:
+            entry.phase, entry.num_found = "running", num_found
             entry.is_loading = entry.must_wait and num_external_tokens > 0
         entry.request, entry.num_tokens = request, request.num_tokens
         entry.marks = self._marks(request)
@@ -156,7 +168,12 @@ class StrictOffloadScheduler(OffloadScheduler):
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
         """List the transfers to start in this step; see `OffloadScheduler`."""
-        self._check_reports()
+        if self._num_silent >= MAX_SILENT_STEPS:
+            raise StrictError(
+                f"update_connector_output() was not called in {self._num_silent} steps "
+                f"with {self._num_in_flight} blocks in flight: in every step call "
+                "OffloadWorker.poll(), and give it what that returns."
+            )
         checked_step(output)
         self._check_not_freed(output)
         for name, num_tokens in output.num_scheduled_tokens.items():
@@ -189,12 +206,10 @@ class StrictOffloadScheduler(OffloadScheduler):
         answer = super().update_connector_output(output)
         self._num_silent = 0
         for name in (*answer.finished_recving, *answer.failed_recving):
-            if name in self._requests:
-                entry = self._requests[name]
+            if entry := self._requests.get(name):
                 entry.is_loading = False
                 if name in answer.failed_recving:
-                    entry.may_ask = True
-                    entry.num_left = entry.num_local
+                    entry.may_ask, entry.num_left = True, entry.num_local
         return answer
 
     def request_preempted(self, request: Request) -> None:
@@ -208,9 +223,8 @@ class StrictOffloadScheduler(OffloadScheduler):
         """Record the end of a request; see `OffloadScheduler`."""
         self._book.check_stores(request)
         name = request.request_id
-        tables = tables_by_group(
-            [] if block_ids is None else block_ids, len(self.groups)
-        )
+        table = [] if block_ids is None else block_ids
+        tables = tables_by_group(table, len(self.groups))
         if any(tables):
             self._check_held("request_finished", name, tables)
             num = _num_computed(request)
@@ -221,13 +235,11 @@ class StrictOffloadScheduler(OffloadScheduler):
 
     @property
     def _num_in_flight(self) -> int:
-        """Device blocks in flight."""
         in_transit = self.in_transit
         return in_transit.stores_in_flight + in_transit.loads_in_flight
 
     def _set_preempted(self, name: str) -> None:
-        entry = self._requests.get(name)
-        if entry is not None:
+        if entry := self._requests.get(name):
             entry.phase, entry.is_loading = "preempted", False
 
     def _marks(self, request: Request) -> list[KeyMark]:
@@ -239,9 +251,8 @@ class StrictOffloadScheduler(OffloadScheduler):
         if request is entry.request:  # The engine may rewrite it.
             return
         keys = keys_by_group(request, len(self.groups))
-        is_same = request.num_tokens >= entry.num_tokens
-        is_same &= all(map(KeyMark.is_in, entry.marks, keys))
-        if not is_same:
+        is_longer = request.num_tokens >= entry.num_tokens
+        if not is_longer or not all(map(KeyMark.is_in, entry.marks, keys)):
             raise StrictError(
                 f"request {shown(request.request_id)} has other tokens than the one "
                 "that had its id, which is not over: call request_finished() for that "
@@ -262,18 +273,13 @@ class StrictOffloadScheduler(OffloadScheduler):
             )
 
     def _check_not_freed(self, output: SchedulerOutput) -> None:
-        """Refuse a step if a request has lost its blocks without a call.
-
-        Blocks before a window may be freed.
-        """
+        """Refuse a step if a request lost blocks without a call; a window's may go."""
         for name, entry in self._requests.items():
             if entry.phase != "running" or name in output.preempted_req_ids:
                 continue
             for spec, table in zip(self.groups, entry.tables, strict=True):
-                if not isinstance(spec, FullAttention):
-                    continue
-                free = self._free_among(table)
-                if free:
+                is_full = isinstance(spec, FullAttention)
+                if is_full and (free := self._free_among(table)):
                     raise StrictError(
                         f"blocks {free} of request {shown(name)} are free, though it "
                         "is not over: before DeviceBlockPool.free(), call "
@@ -283,11 +289,10 @@ class StrictOffloadScheduler(OffloadScheduler):
 
     def _free_among(self, block_ids: Sequence[int]) -> list[int]:
         """List the first free blocks among some, if the pool is bound."""
-        pool = self._blocks
-        ids = np.array(block_ids, np.int64)
-        if pool is None or not len(ids) or not (ids >= 0).all():
+        pool, ids = self._blocks, np.array(block_ids, np.int64)
+        if pool is None or not len(ids):
             return []
-        if (ids >= pool.num_blocks).any():
+        if ids.min() < 0 or ids.max() >= pool.num_blocks:
             return []  # `OffloadScheduler` refuses them.
         free = ids[(pool.counts(ids)[0] == 0) & (ids != NULL_BLOCK)]
         return sorted(set(free.tolist()))[:8]
@@ -351,47 +356,16 @@ class StrictOffloadScheduler(OffloadScheduler):
                 "update_connector_output() named it in failed_recving. Compute what it "
                 "was offered."
             )
-        if self._blocks is not None and not self._has_cached:
-            self._refuse_uncached(name, entry)
-
-    def _refuse_uncached(self, name: str, entry: _Entry) -> None:
-        """Refuse a step if a block is full, and `cache` was never called."""
-        num_computed = _num_computed(entry.request)
         for spec in self.groups:
             num_full = num_computed // spec.block_size
-            if num_full > entry.num_found // spec.block_size:
+            is_uncached = self._blocks is not None and not self._has_cached
+            if is_uncached and num_full > entry.num_found // spec.block_size:
                 raise StrictError(
                     f"request {shown(name)} has computed {num_full} full blocks, and "
                     "DeviceBlockPool.cache() was never called: call it after each step "
                     "with the blocks that are full and their keys. Blocks that "
                     "were not passed to it are found on neither tier."
                 )
-
-    def _check_cached(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> None:
-        """Refuse to cache blocks that are being loaded, or that do not exist."""
-        if len(block_ids) < len(keys):
-            raise StrictError(
-                f"DeviceBlockPool.cache() was given {len(block_ids)} blocks for "
-                f"{len(keys)} keys: the table is shorter than what was computed, so "
-                "DeviceBlockPool.allocate() a block for each before the model runs."
-            )
-        loading = self._loads.blocks_awaited()
-        wrong = loading.intersection(np.asarray(block_ids).tolist())
-        if wrong:
-            raise StrictError(
-                f"DeviceBlockPool.cache() was called for blocks {sorted(wrong)[:8]}, "
-                "into which a load is in flight: wait until update_connector_output() "
-                "names its request in finished_recving."
-            )
-
-    def _check_reports(self) -> None:
-        """Refuse a step if no transfer is ever reported."""
-        if self._num_silent >= MAX_SILENT_STEPS:
-            raise StrictError(
-                f"update_connector_output() was not called in {self._num_silent} steps "
-                f"with {self._num_in_flight} blocks in flight: in every step call "
-                "OffloadWorker.poll(), and give it what that returns."
-            )
 
 
 def _num_computed(request: Request) -> int:

@@ -26,15 +26,8 @@ class StrictOffloadWorker(OffloadWorker):
     def __init__(self, engine: AnyEngine, **named: Any) -> None:
         super().__init__(engine, **named)
         self._has_pools = isinstance(engine, MultiPoolEngine)
-        if isinstance(engine, MultiPoolEngine):
-            firsts = engine.first_blocks.tolist()
-            layouts = [pool.layout for pool in engine.engines]
-        else:
-            firsts, layouts = [0], [engine.layout]
-        # Each pool, with the id of its first block.
-        self._blocks: list[tuple[int, PoolBlocks]] = list(
-            zip(firsts, map(PoolBlocks, layouts), strict=False)
-        )
+        engines = engine.engines if isinstance(engine, MultiPoolEngine) else [engine]
+        self._blocks = [PoolBlocks(pool.layout) for pool in engines]
         self._num_silent = 0
         # Checksums of the blocks in flight, by store event.
         self._storing: dict[int, dict[int, int]] = {}
@@ -76,8 +69,9 @@ class StrictOffloadWorker(OffloadWorker):
     def _sums(self, pool: PyTree, block_ids: Sequence[int]) -> dict[int, int] | None:
         sums: dict[int, int] = {}
         pools = pool if self._has_pools else [pool]
-        for leaves, (first, blocks) in zip(pools, self._blocks, strict=True):
-            end = first + blocks.num_blocks
+        end = 0
+        for leaves, blocks in zip(pools, self._blocks, strict=True):
+            first, end = end, end + blocks.num_blocks
             local = blocks.sums(
                 leaves, [block - first for block in block_ids if first <= block < end]
             )

@@ -497,7 +497,7 @@ WRONG_ARGUMENTS = [
     ({"block_size": 0}, ValueError, "block_size"),
     ({"host_bytes": "8 gigs"}, ValueError, "host_bytes: '8 gigs' must be a size"),
     ({"extent_bytes": "0"}, ValueError, "extent_bytes: '0' must be a size"),
-    ({"cache_policy": "lur"}, ValueError, "Did you mean 'lru'"),
+    ({"cache_policy": "lur"}, ValueError, "did you mean lru"),
     ({"cache_policy": 5}, TypeError, "cache_policy=5 must be, or name, a jaxkv.P"),
     ({"mode": "fast"}, ValueError, "mode='fast' must be one of"),
     ({"max_pending_saves": 0}, ValueError, "max_pending_saves=0 must be at least"),

@@ -16,7 +16,7 @@ NAMESPACE_AND_GROUP = range(2, 8)
 
 
 class Decoded(NamedTuple):
-    """The arguments of `encode_block`, in its order."""
+    """What a block's encoding was made from."""
 
     namespace: Namespace
     group: int
@@ -41,7 +41,7 @@ def split_fields(encoding: bytes) -> list[tuple[int, bytes]]:
 
 
 def decode_block(encoding: bytes) -> Decoded:
-    """Read back what `encode_block` was given; ValueError if it is no encoding."""
+    """Read back what a block was encoded from; ValueError if it is no encoding."""
     fields = split_fields(encoding)
 
     def take(tag: int) -> bytes:
