@@ -52,6 +52,14 @@ class _Flight:
         return zip(self.host_ids.tolist(), self.device_ids.tolist(), strict=True)
 
 
+def _number_from(variable: str) -> int:
+    """Return a number of at least 0 from the environment; 0 if it is not set."""
+    text = os.environ.get(variable, "0")
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{variable}={text!r} must be a whole number of at least 0.")
+    return int(text)
+
+
 class StrictTransferEngine(TransferEngine):
     """Moves blocks as an accelerator might at its worst, and checks the bytes.
 
@@ -83,9 +91,9 @@ class StrictTransferEngine(TransferEngine):
         mode = "staged" if mode in (None, "fused") else mode
         super().__init__(pool, num_host_blocks, mode=mode, **named)
         if strict_seed is None:
-            strict_seed = int(os.environ.get("JAXKV_STRICT_SEED", "0"))
+            strict_seed = _number_from("JAXKV_STRICT_SEED")
         if strict_fail_loads is None:
-            strict_fail_loads = int(os.environ.get("JAXKV_STRICT_FAIL_LOADS", "0"))
+            strict_fail_loads = _number_from("JAXKV_STRICT_FAIL_LOADS")
         self._fail_loads = strict_fail_loads
         self._num_loads = 0
         self._rng = random.Random(strict_seed)

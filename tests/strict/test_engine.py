@@ -30,6 +30,13 @@ def engine():
     return StrictTransferEngine(make_pool(), 4, strict_seed=5)
 
 
+@pytest.mark.parametrize("name", ["JAXKV_STRICT_SEED", "JAXKV_STRICT_FAIL_LOADS"])
+def test_a_variable_that_is_no_number_is_named(monkeypatch, name):
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ValueError, match=f"{name}='x' must be a whole number of at"):
+        StrictTransferEngine(make_pool(), 4)
+
+
 def save(engine, pool):
     """Save blocks 1 and 2 as host blocks 0 and 3; wait for it."""
     ticket = engine.save(pool, [1, 2], [0, 3])
