@@ -289,7 +289,7 @@ def _with_below(
         is_absent = reason == "storing" or (
             verdict == "missed" and reason not in _ELSEWHERE
         )
-        if row < len(rows) and is_absent and boundary.is_fetching(rows[row]):
+        if row < len(rows) and is_absent and rows[row] in boundary.fetch_of:
             yield "pending", "fetching"
         elif row < len(rows) and verdict == "missed" and is_absent and is_there[row]:
             yield boundary.name, None
