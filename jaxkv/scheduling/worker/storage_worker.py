@@ -29,19 +29,15 @@ from jaxkv.types import BlockKey
 _PAUSE_S = 1e-3  # Between two looks of `wait`.
 _MIN_QUEUE_BYTES = 256 << 20
 _MAX_KEPT_BYTES = 64 << 20
-# This much is copied before the store is asked to write it.
-_BYTES_PER_CALL = 1 << 20
-# Keys of a listing in one report: the index takes about 1 us for each.
-_KEYS_PER_REPORT = 2048
-# A block that was missing or refused is not requested again for this time.
-_ABSENT_S = 0.5
+_BYTES_PER_CALL = 1 << 20  # Copied before the store is called to write them.
+_KEYS_PER_REPORT = 2048  # Of a listing: the index takes about 1 us for each.
+_ABSENT_S = 0.5  # For so long a missing or refused block is not requested again.
 # No probe is sent while this many are past their deadlines without an answer.
 _MAX_UNANSWERED = 16
 # Blocks that another engine may still be writing are read again after this pause, which
 # doubles while none of them comes.
 _MIN_RETRY_S, _MAX_RETRY_S = 0.005, 0.08
-# If the store is listed once, a failed listing is tried again after this.
-_RELIST_S = 60.0
+_RELIST_S = 60.0  # After it a failed listing is retried if the store is listed once.
 _NO_REPORT = TierReport()
 
 
@@ -192,18 +188,15 @@ class StorageWorker:
         # Whether this worker has listed the store once, if it must, and has reported
         # all of it. Only the first of several processes lists.
         self.is_listed = False
-        # Seconds that the store took to answer.
-        kinds = "read", "write", "probe"
+        kinds = "read", "write", "probe"  # Seconds that the store took to answer.
         self.latencies = {kind: Histogram(DELAY_BUCKETS) for kind in kinds}
         # Counts by outcome: "found" if the store has any of the blocks.
         self.num_probes = dict.fromkeys(("failed", "found", "late", "missing"), 0)
         # How many blocks the store may hold by this engine's settings; None for no
         # bound. Set it before the first `advance`.
         self.bound: Bound | None = None
-        self._engine = engine
-        self._await_s = await_s
-        self._list_every_s = list_every_s
-        self._clock = clock
+        self._engine, self._clock = engine, clock
+        self._await_s, self._list_every_s = await_s, list_every_s
         self._copies = Workers("jaxkv storage copy", 1)
         self._buffers = Buffers(_MAX_KEPT_BYTES)
         # Writes whose bytes are copied; the copying thread appends.
@@ -230,11 +223,9 @@ class StorageWorker:
         self._shards: dict[BlockKey, set[int]] = {}
         self._lists = storage_io.objects.shard == 0
         self._next_list_s = -math.inf
-        self._is_listing = False
-        self._has_listed = False
+        self._is_listing, self._has_listed = False, list_every_s == 0
         if list_every_s == 0:
-            self._next_list_s = math.inf
-            self._listed, self._has_listed = False, True
+            self._next_list_s, self._listed = math.inf, False
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -360,10 +351,9 @@ class StorageWorker:
                     self._give_up()
 
     def end_fetches(self) -> None:
-        """Abandon all fetches, and wait until their host blocks are not written to.
+        """Abandon all fetches, and wait for copies to host blocks, not for the store.
 
-        It waits for copies in memory, not for the store. The fetches are reported with
-        the blocks that have arrived.
+        The fetches are reported with the blocks that have arrived.
         """
         self._give_up_reads()
         while self._fetches:
