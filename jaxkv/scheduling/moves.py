@@ -50,10 +50,7 @@ class Move(Generic[Ids]):
 
 
 class Ledger(Generic[AnyMove]):
-    """Moves between two tiers that have left, and that some worker has not reported.
-
-    `what` is the name of one in errors.
-    """
+    """Moves in flight between two tiers; `what` names one in errors."""
 
     def __init__(self, what: str, num_workers: int) -> None:
         self.moves: dict[Hashable, AnyMove] = {}  # By name, the oldest first.

@@ -51,7 +51,6 @@ class Request(Protocol):
     @property
     def request_id(self) -> str:
         """Unique among the requests that are alive or have a load in flight."""
-        ...
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
@@ -61,17 +60,14 @@ class Request(Protocol):
         stands for all tokens up to the end of its block. The engine may shorten the
         list and rewrite keys.
         """
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far, prompt and generated."""
-        ...
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens, of these, whose KV is in the device pool."""
-        ...
 
 
 def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
@@ -224,23 +220,18 @@ class Mover(Protocol):
     @property
     def num_in_flight(self) -> int:
         """Fetches, writes and probes that were started and are not over."""
-        ...
 
     def start(self, moves: TierMoves | None) -> None:
         """Start what a step asks for, None for nothing; returns at once."""
-        ...
 
     def advance(self) -> None:
         """Go on with what is under way; returns at once."""
-        ...
 
     def take_reports(self, max_found_keys: int = ...) -> tuple[TierReport, ...]:
         """Return what has ended, with at most `max_found_keys` keys of a listing."""
-        ...
 
     def wait(self) -> None:
         """Wait until all fetches, writes and probes are over, or late."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

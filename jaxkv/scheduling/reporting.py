@@ -54,7 +54,7 @@ class Reporting:
 
     @property
     def stats(self) -> OffloadStats:
-        """How stores and loads ended so far."""
+        """Counts of stores and loads that have ended so far."""
         host = self._manager
         stats = dataclasses.replace(
             self._stats, num_evicted=host.num_evicted, num_skipped=host.num_skipped
@@ -65,7 +65,7 @@ class Reporting:
 
     @property
     def shadow_counts(self) -> tuple[ShadowCount, ...]:
-        """What each of the `shadow` tiers has counted; any thread may ask."""
+        """The counts of each of the `shadow` tiers; any thread may read them."""
         return self._whatif.counts
 
     def outlook(self) -> Outlook:
@@ -94,7 +94,7 @@ class Reporting:
 
     @property
     def num_policy_changes(self) -> int | None:
-        """How often "auto" has changed the policy; None with another."""
+        """Changes of the policy by "auto"; None with another `cache_policy`."""
         return self._whatif.num_changes
 
     @property
@@ -112,11 +112,11 @@ class Reporting:
 
         An engine without requests goes on stepping while there are.
         """
-        return len(self._stores) > 0 or any(own.has_writes for own in self.below)
+        return len(self._stores) > 0 or any(each.has_writes for each in self.below)
 
     def has_pending_loads(self) -> bool:
         """Whether blocks are in flight to the device, for any request."""
-        return len(self._loads) > 0 or any(own.has_fetches for own in self.below)
+        return len(self._loads) > 0 or any(each.has_fetches for each in self.below)
 
     @property
     def is_storage_listed(self) -> bool:
@@ -124,11 +124,11 @@ class Reporting:
         return all(boundary.tier.is_listed for boundary in self._storage)
 
     def num_fetched_tokens(self, request_id: str) -> int:
-        """Return the tokens that came from the store because a request waited for them.
+        """Return the tokens of a request's last fetch from the store.
 
-        They are those of its last fetch, until it finishes.
+        It is 0 if the request waited for none, or has finished.
         """
-        nums = (own.num_fetched_tokens.get(request_id, 0) for own in self.below)
+        nums = [each.num_fetched_tokens.get(request_id, 0) for each in self.below]
         return max(nums, default=0)
 
     def explain(

@@ -60,12 +60,7 @@ def contradictions(rules: RuleSettings) -> Iterator[str]:
 
 
 def rules_of_auto(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> OffloadRules:
-    """Check that "auto" can serve; return the rules with what it sets.
-
-    Raises:
-        ConfigError: The rules exclude it.
-        ValueError: Shadows do not see all of the model.
-    """
+    """Return the rules that "auto" sets; raise ValueError if they exclude it."""
     if faults := list(contradictions(rules)):
         raise ConfigError(faults)
     check_seen(f"cache_policy={AUTO!r}", groups)
@@ -80,23 +75,20 @@ def with_candidates(shadows: Sequence[Shadow]) -> tuple[Shadow, ...]:
 
 @dataclasses.dataclass
 class _Lead:
-    """How far a policy is ahead of the serving one, since it last was not.
-
-    Blocks of the sample are counted by its parts.
-    """
+    """The lead of a policy over the serving one since it last was behind, by groups."""
 
     num_looks: int = 0
     num_ahead: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_GROUPS)
     num_asked: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_GROUPS)
 
-    def plus(self, found: list[int], served: list[int], asked: list[int]) -> _Lead:
-        """Add what was found and asked for since the last look."""
-        rows = zip(self.num_ahead, found, served, strict=True)
-        ahead = [before + num - num_served for before, num, num_served in rows]
-        if sum(ahead) <= 0:
+    def plus(self, hits: list[int], served: list[int], num_asked: list[int]) -> _Lead:
+        """Add the hits of the policy and of the serving one since the last look."""
+        rows = zip(self.num_ahead, hits, served, strict=True)
+        num_ahead = [before + num - num_served for before, num, num_served in rows]
+        if sum(num_ahead) <= 0:
             return _Lead()
-        asked = list(map(operator.add, self.num_asked, asked))
-        return _Lead(self.num_looks + 1, ahead, asked)
+        num_asked = list(map(operator.add, self.num_asked, num_asked))
+        return _Lead(self.num_looks + 1, num_ahead, num_asked)
 
 
 class PolicyChoice:
@@ -125,9 +117,9 @@ class PolicyChoice:
             name: list(map(operator.sub, now, seen[name]))
             for name, now in self._seen.items()
         }
-        served, asked = since[self.policy], since[_ASKED]
         for name, lead in self._leads.items():
-            self._leads[name] = lead.plus(since[name], served, asked)
+            lead = lead.plus(since[name], since[self.policy], since[_ASKED])
+            self._leads[name] = lead
         ready = [name for name in CANDIDATES if self._is_worth_it(self._leads[name])]
         if not ready:
             return None

@@ -113,8 +113,8 @@ class KeySample:
         Techniques, 6.3).
         """
         share = sum(num_found) / max(sum(num_asked), 1)
-        parts = zip(num_found, num_asked, strict=True)
-        spread = sum((num - share * num_all) ** 2 for num, num_all in parts)
+        groups = zip(num_found, num_asked, strict=True)
+        spread = sum((num - share * num_all) ** 2 for num, num_all in groups)
         spread *= len(num_found) / (len(num_found) - 1)
         scale = 1 << self.bits
         return float(np.sqrt(spread * scale * (scale - 1)))

@@ -59,25 +59,20 @@ class AgreementError(RuntimeError):
 class KeyValueStore(Protocol):
     """The methods used of jax's client of its coordination service.
 
-    jax has no public name for them, but checkpointing libraries rely on them. They are
-    the same from jax 0.10.2 to 0.12.
+    It is not public. Checkpointing libraries rely on it, too: jax 0.10.2 to 0.12 agree.
     """
 
     def key_value_set(self, key: str, value: str) -> None:
         """Write a value under a key that is new."""
-        ...
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         """Read all keys that begin with a key and a slash."""
-        ...
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         """Wait for a key; raise JaxRuntimeError with DEADLINE_EXCEEDED."""
-        ...
 
     def key_value_delete(self, key: str) -> None:
         """Delete a key."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,8 +106,7 @@ class _Speaker:
         while (round_ := self.rounds.get()) is not None:
             try:
                 self._run_round(round_)
-            # Any error: it would not be seen here, and a caller waits.
-            except Exception as error:
+            except Exception as error:  # A caller waits, and raises it.
                 round_.error = error
             round_.is_over.set()
 
@@ -169,8 +163,7 @@ class Exchange:
         self._open: collections.deque[_Round] = collections.deque()
         self._failure: AgreementError | None = None
         self._speaker = _Speaker(store, process, num_processes, topic)
-        # A daemon: a call to a store that does not answer never returns, and must not
-        # keep the process alive.
+        # A daemon: a call to a store that does not answer must not keep the process.
         self._thread = threading.Thread(
             target=self._speaker.run, name=f"jaxkv {topic}", daemon=True
         )
@@ -197,11 +190,7 @@ class Exchange:
         """Return the messages of the oldest round not received yet, in process order.
 
         `subject` completes the errors' "have not said". `left_s` is what a wait before
-        this one has left of `timeout_s`.
-
-        Raises:
-            AgreementError: A process has not sent anything within `timeout_s`, or the
-                store has failed.
+        this one has left of `timeout_s`. Raises `AgreementError`.
         """
         if self._failure is not None:
             raise self._failure
@@ -261,9 +250,6 @@ def open_exchanges(timeout_s: float, topics: Sequence[str]) -> list[Exchange]:
     """Open an exchange between all processes of this run for each topic.
 
     The n-th call in one process talks to the n-th in every other.
-
-    Raises:
-        ValueError: jax has no coordination service.
     """
     # jax has no public name for it: see `KeyValueStore`.
     from jax._src import distributed

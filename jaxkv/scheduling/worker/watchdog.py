@@ -18,10 +18,7 @@ _MARGIN_S = 5.0
 
 
 class _Watch:
-    """The call that the thread watches; it has no reference to the `Watchdog`.
-
-    So a `Watchdog` can be collected while its thread runs.
-    """
+    """The call that the thread watches, apart from the `Watchdog`, so that is freed."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None
