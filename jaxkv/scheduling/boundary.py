@@ -34,14 +34,10 @@ from jaxkv.types import NO_BLOCK, BlockKey
 Ids: TypeAlias = NDArray[np.int64]
 _TierMove: TypeAlias = Move[Ids]
 
-# Blocks that may wait to be written, as a multiple of those written at a time.
-_WAITING_PER_WRITE = 4
-
-# Keys whose requests are remembered: some times those in the upper tier, as what it has
-# evicted may come back.
-_MIN_REMEMBERED_KEYS = 1 << 16
-_REMEMBERED_PER_BLOCK = 4
-
+_WAITING_PER_WRITE = 4  # Blocks that may wait to be written, per block in flight.
+# Keys whose requests are remembered, also per block of the upper tier: evicted blocks
+# may come back.
+_MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK = 1 << 16, 4
 _MAX_ABSENT_KEYS = 1 << 12  # Remembered as missing from the lower tier.
 
 # After asking this often for room that others hold, while none of them makes progress,
@@ -77,8 +73,8 @@ class Probing:
     """The probes of the lower tier on behalf of a request."""
 
     events: set[int] = dataclasses.field(default_factory=set)  # Probes in flight.
-    num: int = 0  # How often it was asked.
-    absent: set[BlockKey] = dataclasses.field(default_factory=set)  # What it lacked.
+    num: int = 0  # Probes so far.
+    absent: set[BlockKey] = dataclasses.field(default_factory=set)  # Blocks not there.
 
 
 class TierBelow(NamedTuple):
@@ -143,7 +139,7 @@ class Boundary:
         # Whether the tier is not used any more, and the worker has not been notified.
         self._is_disabled = self._must_send_last = False
         self.factor = rules.blocks_per_host_block
-        # Neither may hold so much of the upper tier that requests find no room on it.
+        # Neither may hold so much of the upper tier that requests find no room there.
         max_blocks, num_blocks = below.max_blocks, upper.num_blocks
         self._max_written = min(max_blocks, max(1, num_blocks // 8))
         self.max_fetched = min(max_blocks, max(1, num_blocks // 2))
@@ -176,10 +172,10 @@ class Boundary:
         # How often a hold has ended, and whether the last fetch brought anything.
         self._num_released = 0
         self._is_bringing = True
-        # How many listed blocks there were when each request was looked up.
+        # The number of listed blocks when each request was looked up.
         self.looked_up: dict[str, int] = {}
-        # Where not every block is read, which ones depends on how long a prefix is: it
-        # may take a second question, and the two share the time.
+        # Where the length of a prefix decides which blocks are read, a second probe may
+        # follow, and the two share the time.
         self.max_probes = 1 if self.may_cut else 2
         self.probe_s = below.probe_s / self.max_probes
         self.has_other_writers = below.has_other_writers
@@ -193,7 +189,7 @@ class Boundary:
         self._to_delete: list[BlockKey] = []
         # The fetches of blocks that others may still be writing.
         self._awaited: set[int] = set()
-        # What `_look_at_victims` saw when it last looked.
+        # The state of the upper tier at the last `_look_at_victims`.
         self._seen: tuple[int, int, int] | None = None
 
     @property
@@ -267,10 +263,9 @@ class Boundary:
         """
         if request_id in self.holds or not self._is_bringing:
             return False
-        queued = self._queued.get(request_id)
+        queued = self._queued.get(request_id, _Queued())
         return (
             bool(self.fetches.moves)
-            or queued is None
             or queued.num_released != self._num_released
             or queued.num_asks < _MAX_VAIN_ASKS
         )
@@ -404,19 +399,18 @@ class Boundary:
             tuple(probes),
         )
 
-    def reports_in(self, reports: Sequence[TierReport]) -> list[TierReport]:
-        """Return the reports of this lower tier."""
-        return [report for report in reports if report.tier == self.number]
-
     def check(self, reports: Sequence[TierReport]) -> None:
-        """Raise ValueError if a report is of what is not in flight."""
+        """Raise ValueError if a report of this tier is of a move not in flight."""
+        reports = [report for report in reports if report.tier == self.number]
         self.fetches.check([end for report in reports for end in report.fetched])
         self._writes.check([end for report in reports for end in report.written])
         self.probes.check([end for report in reports for end in report.probed])
 
     def report(self, reports: Sequence[TierReport]) -> None:
-        """Apply checked reports."""
+        """Apply the checked reports of this tier."""
         for report in reports:
+            if report.tier != self.number:
+                continue
             for move in self.fetches.report(report.fetched):
                 self._end_fetch(move)
             for move in self._writes.report(report.written):
@@ -573,7 +567,7 @@ class Boundary:
                 self._to_write[key] = None
 
     def _public(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Leave out the keys of private blocks."""
+        """Return the keys of blocks that are not private."""
         if self._is_private is None:
             return keys
         return list(filterfalse(self._is_private, keys))
@@ -728,7 +722,7 @@ def check_reports(
             )
     if reports:
         for boundary in boundaries:
-            boundary.check(boundary.reports_in(reports))
+            boundary.check(reports)
 
 
 def _as_batch(

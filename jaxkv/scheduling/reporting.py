@@ -112,11 +112,11 @@ class Reporting:
 
         An engine without requests goes on stepping while there are.
         """
-        return len(self._stores) > 0 or any(each.has_writes for each in self.below)
+        return len(self._stores) > 0 or any(below.has_writes for below in self.below)
 
     def has_pending_loads(self) -> bool:
         """Whether blocks are in flight to the device, for any request."""
-        return len(self._loads) > 0 or any(each.has_fetches for each in self.below)
+        return len(self._loads) > 0 or any(below.has_fetches for below in self.below)
 
     @property
     def is_storage_listed(self) -> bool:
@@ -128,7 +128,7 @@ class Reporting:
 
         It is 0 if the request waited for none, or has finished.
         """
-        nums = [each.num_fetched_tokens.get(request_id, 0) for each in self.below]
+        nums = [below.num_fetched_tokens.get(request_id, 0) for below in self.below]
         return max(nums, default=0)
 
     def explain(

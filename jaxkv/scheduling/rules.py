@@ -230,7 +230,7 @@ class RuleSettings(Settings):
 @settings.documented
 @dataclasses.dataclass(frozen=True)
 class OffloadRules(RuleSettings):
-    """The rules by which `OffloadScheduler` stores and loads.
+    """Rules for the stores and loads of `OffloadScheduler`.
 
     Raises:
         ConfigError: A ValueError. Values are out of range, unknown, or of another

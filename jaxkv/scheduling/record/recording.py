@@ -21,8 +21,7 @@ class Recording(Listener):
         num_host_blocks: int,
         policy_name: str | None,
     ) -> None:
-        self._recorder = recorder
-        self._rules = rules
+        self._recorder, self._rules = recorder, rules
         full = (n for n, spec in enumerate(groups) if isinstance(spec, FullAttention))
         self._group = next(full, 0)
         self._block_size = groups[self._group].block_size * rules.blocks_per_host_block

@@ -302,7 +302,7 @@ class StorageWorker:
     def take_reports(
         self, max_found_keys: int = _KEYS_PER_REPORT
     ) -> tuple[TierReport, ...]:
-        """Return what has ended since the last call, if anything has.
+        """Return the moves that have ended since the last call, and listed keys.
 
         A listing waits until its keys, `max_found_keys` at a time, are taken.
         """
@@ -348,7 +348,10 @@ class StorageWorker:
             if self.num_in_flight:
                 time.sleep(_PAUSE_S)
                 if time.monotonic() > end_s:
-                    self._give_up()
+                    # Wait no longer for the store, but for copies in memory.
+                    self._give_up_reads()
+                    for task in (*self._writes.values(), *self._probes.values()):
+                        task.deadline_s = -math.inf
 
     def end_fetches(self) -> None:
         """Abandon all fetches, and wait for copies to host blocks, not for the store.
@@ -370,12 +373,6 @@ class StorageWorker:
     def closer(self) -> Callable[[], None]:
         """A `close` without a reference to the worker or the engine."""
         return functools.partial(_close, self._copies, self.storage_io)
-
-    def _give_up(self) -> None:
-        """Stop waiting for the store, but not for copies in memory."""
-        self._give_up_reads()
-        for task in (*self._writes.values(), *self._probes.values()):
-            task.deadline_s = -math.inf
 
     def _give_up_reads(self) -> None:
         for fetch in self._fetches.values():

@@ -478,7 +478,7 @@ class OffloadWorker:
         """Agree with the other processes on the transfers up to a step."""
         pool, agreed = agreement.settle(pool, last, wait_for_all=wait_for_all)
         self._agreed += agreed
-        self._extend_digest([(each.name, each.done is not None) for each in agreed])
+        self._extend_digest([(move.name, move.done is not None) for move in agreed])
         return pool
 
     def _extend_digest(self, agreed: Sequence[object]) -> None:
