@@ -1,11 +1,11 @@
 """Boundaries: blocks in flight between a tier and the next one down.
 
-What a request finds only in the lower tier is fetched to the upper one while the
-request waits; then it is a hit there like any other, and is held until the request has
-device blocks: others that wait with it would evict it, and it would be read again. No
-more is fetched than can be held. The lower tier may first be asked for blocks that no
-tier is known to have (a probe). Blocks worth keeping are written down in the
-background. All moves end when every worker has reported them; nothing here waits.
+Blocks that only the lower tier has are fetched to the upper one while their request
+waits. Then they are hits like any others, and are held until the request has device
+blocks, lest waiting requests evict them. No more is fetched than can be held. The lower
+tier may first be probed for blocks that no tier is known to have. Blocks worth keeping
+are written down in the background. A move ends when every worker has reported it;
+nothing here waits.
 """
 
 from __future__ import annotations

@@ -106,7 +106,6 @@ class Ledger(Generic[AnyMove]):
         self.num_blocks -= move.num_blocks
 
     def _names(self) -> str:
-        """List the first moves in flight."""
         num_unlisted = len(self.moves) - _MAX_NAMES
         names = f"{list(self.moves)[:_MAX_NAMES]}"
         return f"{names} and {num_unlisted} more" if num_unlisted > 0 else names

@@ -6,13 +6,10 @@ A file has one JSON object a line, first one about the file itself, then one a r
     {"t": 12.345, "in": 100, "out": 30, "device": 32, "host": 16, "stop": "end_turn",
      "ids": [4711, 815, ...], "out_ids": [42, 99]}
 
-No token is written, and no key of a block: an id is a keyed hash of a block's key, by a
-random secret that is not kept (`jaxkv.keys.keyed`). docs/sizing.md describes the
-fields, and what a file reveals.
-
-A step queues references and never waits. A thread hashes, formats and writes them about
-twice a second. What it cannot write, or has no room for in its queue, is dropped and
-counted.
+Neither tokens nor keys are written: an id is a hash of a block's key by a random secret
+that is not kept (`jaxkv.keys.keyed`). docs/sizing.md describes the fields, and what a
+file reveals. A step queues references and never waits. A thread hashes, formats and
+writes them about twice a second; requests that it cannot write are dropped and counted.
 """
 
 from __future__ import annotations
@@ -52,8 +49,7 @@ _WRITE_EVERY_S = 0.5
 _MAX_QUEUED_BLOCKS = 1 << 18
 _MAX_QUEUED_REQUESTS = 1 << 14
 _PIECE_BYTES = 1 << 18
-# Ids that are formatted at a time: for so long, some 0.1 ms, other threads wait.
-_IDS_AT_A_TIME = 1024
+_IDS_AT_A_TIME = 1024  # Formatted while other threads wait: some 0.1 ms.
 _CLOSE_TIMEOUT_S = 10.0
 
 _log = logging.getLogger("jaxkv")
@@ -141,7 +137,7 @@ class TraceRecorder(Resource):
         self._writer = _Writer(
             self.path, max_bytes, max_files, secret or secrets.token_bytes(SECRET_BYTES)
         )
-        self._finalizer = weakref.finalize(self, _end, self._writer, self._open)
+        self._finalizer = weakref.finalize(self, self._writer.close, self._open)
 
     @property
     def stats(self) -> RecordStats:
@@ -167,7 +163,9 @@ class TraceRecorder(Resource):
                 "one for each, with a file of its own."
             )
         self._writer.keys_per_id = keys_per_id
-        self._writer.start({"block_size": block_size, **_without_none(facts)})
+        self._writer.facts = {"block_size": block_size, **_without_none(facts)}
+        # Now, so that the first request's step need not wait for it.
+        self._writer.has_thread()
 
     def begin(
         self,
@@ -233,13 +231,6 @@ class TraceRecorder(Resource):
         self._finalizer()
 
 
-def _end(writer: _Writer, unfinished: dict[str, _Request]) -> None:
-    for request in unfinished.values():
-        writer.put(request, is_last=True)
-    unfinished.clear()
-    writer.close()
-
-
 class _Writer:
     """The thread and its queue. Neither refers to the recorder, which may be freed."""
 
@@ -269,12 +260,7 @@ class _Writer:
         begun = f"requests are not recorded to {path}"
         self._outage = OutageLog(_log, begun, f"requests are recorded to {path}")
 
-    def start(self, facts: dict[str, str | int]) -> None:
-        """Start the thread, so that the first request's step need not wait for it."""
-        self.facts = facts
-        self._has_thread()
-
-    def _has_thread(self) -> bool:
+    def has_thread(self) -> bool:
         """Start the thread, unless it runs; the next call tries again."""
         with self._changed:
             if self._thread is None and self.facts:
@@ -310,11 +296,11 @@ class _Writer:
             self._is_urgent |= 2 * self._num_blocks > _MAX_QUEUED_BLOCKS
             if self._is_urgent or len(self._queue) == 1:
                 self._changed.notify_all()
-        self._has_thread()
+        self.has_thread()
 
     def flush(self) -> None:
         """Wait until all queued requests have been written or dropped."""
-        if os.getpid() != self._pid or not self._has_thread():
+        if os.getpid() != self._pid or not self.has_thread():
             return
         with self._changed:
             num_put = self._num_put
@@ -322,8 +308,11 @@ class _Writer:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._num_done >= num_put)
 
-    def close(self) -> None:
-        """Write all queued requests, and close the file."""
+    def close(self, unfinished: dict[str, _Request]) -> None:
+        """Write all queued and unfinished requests, and close the file."""
+        for request in unfinished.values():
+            self.put(request, is_last=True)
+        unfinished.clear()
         if os.getpid() != self._pid:
             return  # The file is the parent's.
         with self._changed:
@@ -363,18 +352,6 @@ class _Writer:
             num_refused, self._num_refused = self._num_refused, 0
         if num_refused:
             self._drop(num_refused, "it is too slow")
-        for requests, texts in self._pieces(queue):
-            if texts:
-                self._write(texts)
-            with self._changed:
-                self._num_blocks -= sum(len(request.keys) for request in requests)
-                self._num_done += len(requests)
-                self._changed.notify_all()
-
-    def _pieces(
-        self, queue: Sequence[_Request]
-    ) -> Iterator[tuple[list[_Request], list[bytes]]]:
-        """Yield requests and their lines, as many at a time as are written at once."""
         requests: list[_Request] = []
         texts: list[bytes] = []
         for request in queue:
@@ -383,11 +360,15 @@ class _Writer:
                 texts.append(self._line_of(request))
             except Exception as error:  # A wrong request must not stop an engine.
                 self._drop(1, repr(error))
-            if sum(map(len, texts)) >= _PIECE_BYTES:
-                yield requests, texts
-                requests, texts = [], []
-        if requests:
-            yield requests, texts
+            if request is not queue[-1] and sum(map(len, texts)) < _PIECE_BYTES:
+                continue
+            if texts:
+                self._write(texts)
+            with self._changed:
+                self._num_blocks -= sum(len(request.keys) for request in requests)
+                self._num_done += len(requests)
+                self._changed.notify_all()
+            requests, texts = [], []
 
     def _write(self, texts: Sequence[bytes]) -> None:
         num = self._num_uncounted

@@ -1,10 +1,9 @@
 """The file that requests are recorded in: of bounded size, whole, and of one process.
 
 If a file has no room for the next part, FILE becomes FILE.1, FILE.1 becomes FILE.2, and
-a new FILE begins. A file is locked while it is written, so that no two processes write
-one. A part that could not be written whole, as the disk is full, is cut off again. A
-file whose name ends in ".gz" is a row of gzip members, each whole: a process that is
-killed leaves a file that can be read up to its last member.
+a new FILE begins. A lock keeps other processes from writing it. A part that could not
+be written whole, as the disk is full, is cut off again. A file whose name ends in ".gz"
+is a row of whole gzip members: after a kill it can be read up to its last member.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """`cache_policy="auto"`: requests choose the policy, by the shadows of all that may.
 
-It serves with the first of `CANDIDATES`. Every `CHECK_EVERY` requests it compares what
-the shadows of the serving size have found, and adds up by how much each is ahead of the
-policy that serves, since it last was not (CUSUM: Page, 1954). A policy takes over once
-that is worth a change-over, after which the host is for a while neither what the one
-nor what the other would have made of it:
+It serves with the first of `CANDIDATES`. Every `CHECK_EVERY` requests it compares the
+hits of the shadows of the serving size, and adds up the lead of each over the policy
+that serves, since it was last behind (CUSUM: Page, 1954). A policy takes over once that
+is worth a change-over, after which the host fits neither policy for a while:
 
 - in at least `PATIENCE` comparisons,
 - by as many blocks as `SHARE_OF_HOST` of the host and `MIN_SHARE` of the blocks asked
@@ -12,8 +11,8 @@ nor what the other would have made of it:
 - and, where shadows see a sample, by twice the standard error of the difference. All
   see the same keys, so that this is less than the error of each.
 
-All that counts requests, none of it the time: processes that see the same requests
-choose the same policies, at the same requests.
+Only requests count, not the time: processes that see the same requests change their
+policies alike.
 """
 
 from __future__ import annotations

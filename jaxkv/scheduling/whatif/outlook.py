@@ -96,10 +96,13 @@ class Outlook:
         """A sentence about what more memory or another policy would find."""
         device = percent_text(self.num_device_tokens, self.num_tokens)
         host = percent_text(self.num_host_tokens, self.num_tokens)
+        auto, num = "", self.num_changes
+        if num is not None:
+            auto = f" (auto, {num} {'change' if num == 1 else 'changes'})"
         text = (
             f"of {self.num_tokens:,} tokens of {self.num_requests:,} requests the "
             f"device had {device} and the host, {self._size(self.num_blocks)} with "
-            f"{self.policy}{self._chosen}, {host}"
+            f"{self.policy}{auto}, {host}"
         )
         if not self.is_alone:
             text += " with the tiers below it. Without those"
@@ -150,14 +153,6 @@ class Outlook:
         sentence = self.sentence
         return "\n".join([*lines, "", f"{sentence[0].upper()}{sentence[1:]}."])
 
-    @property
-    def _chosen(self) -> str:
-        """Whether the requests have chosen the policy, and how often, as text."""
-        if self.num_changes is None:
-            return ""
-        times = "change" if self.num_changes == 1 else "changes"
-        return f" (auto, {self.num_changes} {times})"
-
     def _gain(self, shadow: ShadowCount) -> float:
         return self.points(shadow) - self.points(self.serving)
 
@@ -189,8 +184,8 @@ def _differences(now: object, old: object, names: Sequence[str]) -> dict[str, in
 class OutlookLog:
     """Logs the outlook of each hour, and one of all at the end.
 
-    `look` returns the current outlook. It must not hold a reference to the scheduler,
-    which could not be freed then.
+    `look` returns the current one, and must not refer to the scheduler, which could not
+    be freed then.
     """
 
     def __init__(self, look: Callable[[], Outlook]) -> None:

@@ -1,8 +1,7 @@
 """A file of the reuse that `hazard` has learned, for a restarted engine.
 
-The file has counts of how soon blocks of each class of request were used again, and
-nothing about any block: no key, no hash of one. What the policy knows of blocks ends
-with the blocks.
+It counts how soon blocks of each class of request were used again. It has no key, and
+no hash of one: what the policy knows of blocks ends with the blocks.
 """
 
 from __future__ import annotations

@@ -102,7 +102,17 @@ class Agreement:
 
     def watch(self, call: str) -> contextlib.AbstractContextManager[None]:
         """End the process if a call takes too long to return."""
-        return self._watchdog.watch(lambda: self._describe(call))
+
+        def describe() -> str:
+            text = (
+                f"{call} has not returned in process {self._exchange.process} for "
+                f"{self._watchdog.limit_s:g} s. It waits inside jax's runtime, most "
+                "likely for a process that has stalled or died"
+            )
+            silent = list(self._exchange.silent)
+            return f"{text}: processes {silent} are silent." if silent else f"{text}."
+
+        return self._watchdog.watch(describe)
 
     def begin(self, transfer: Transfer) -> None:
         """Add a transfer that was started."""
@@ -190,15 +200,6 @@ class Agreement:
                 transfer.done = transfer.done if ok else None
                 agreed.append(transfer)
         return agreed
-
-    def _describe(self, call: str) -> str:
-        text = (
-            f"{call} has not returned in process {self._exchange.process} for "
-            f"{self._watchdog.limit_s:g} s. It waits inside jax's runtime, most likely "
-            "for a process that has stalled or died"
-        )
-        silent = self._exchange.silent
-        return f"{text}: processes {list(silent)} are silent." if silent else f"{text}."
 
     def _up_to(self, last: int) -> list[int]:
         # In their order: many later steps cost nothing.

@@ -1,19 +1,11 @@
 """Messages between the processes of a run, in rounds and without their devices.
 
-They pass through the key-value store of jax's coordination service. A collective on the
-devices would not do:
-
-* A collective is queued behind the model's programs, so its reader waits for the model
-  and the host could no longer dispatch ahead. The store is independent of devices.
-* If a peer does not join a collective, it hangs with everything queued behind it. The
-  wait cannot be ended, and nothing shows which process is missing. A read of the store
-  ends when it is stopped, and shows which processes have written.
-* Processes whose plans differ would pair a collective with another program's. Here
-  they detect that their messages are about different transfers.
-
-A thread talks to the store. It writes a process's message as soon as it is known, and
-reads the messages of the others. So the thread that runs the model finds them when they
-are due, or waits for them no longer than it may.
+They pass through the key-value store of jax's coordination service, which a thread
+reads and writes. A collective on the devices would be queued behind the model's
+programs, so that the host could no longer dispatch ahead. If a peer does not join, it
+hangs with everything queued behind it and names no process; if plans differ, it pairs
+with another program's. A read of the store can be stopped, shows which processes have
+written, and detects messages about different transfers.
 """
 
 from __future__ import annotations
@@ -42,12 +34,11 @@ _worker_numbers = itertools.count()
 class AgreementError(RuntimeError):
     """Processes that serve one model could not agree in time on how transfers ended.
 
-    The run is over: each process knows only how its own transfers ended, and would go
-    on with another host tier than the others.
+    The run is over: the processes would go on with different host tiers.
 
-    `step` is the step of the transfers or of the plan. `processes` are the processes
-    that have not sent anything in time, this one if its transfers have not ended, and
-    none if the coordination service has failed.
+    `step` is the step of the transfers or of the plan. `processes` have not sent
+    anything in time: this one if its transfers have not ended, none if the coordination
+    service has failed.
     """
 
     def __init__(self, message: str, step: int, processes: tuple[int, ...]):

@@ -151,9 +151,8 @@ class StorageWorker:
     known by then. A later answer is reported as listings are, unless there are several
     processes: each asks for its own shard.
 
-    Only `wait` and `end_fetches` block. A thread copies bytes; the threads of the
-    `StorageIO`, whose payloads are the engine's host blocks, move them. The worker is
-    used on the engine's thread.
+    Only `wait` and `end_fetches` block. The worker is used on the engine's thread; a
+    thread of its own copies bytes, and the threads of the `StorageIO` move them.
 
     A fetch or a write is abandoned after `deadline_s`; blocks of a fetch are then
     computed. A fetch waits for `await_s` for the next block that another engine writes.
