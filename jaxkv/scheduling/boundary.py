@@ -380,9 +380,7 @@ class Boundary:
         probes, self._to_probe = self._to_probe, []
         if self._write == "on_evict":
             self._look_at_victims()
-        writes: list[_TierMove] = []
-        if self._to_write and self._writes.num_blocks < self._max_written:
-            writes = self._take_writes(self._max_written - self._writes.num_blocks)
+        writes = self._take_writes()
         deletes, self._to_delete = self._to_delete, []
         is_last, self._must_send_last = self._must_send_last, False
         if not (fetches or writes or deletes or is_last or probes):
@@ -582,12 +580,12 @@ class Boundary:
             victims = self._public(upper.next_victims(2 * self._max_written))
             self._offer(victims[: max(room, 0)])
 
-    def _take_writes(self, max_blocks: int) -> list[_TierMove]:
+    def _take_writes(self) -> list[_TierMove]:
         """Hold blocks that leave for the lower tier, all together."""
-        keys = [
-            self._to_write.popitem(last=False)[0]
-            for _ in range(min(max_blocks, len(self._to_write)))
-        ]
+        num = min(self._max_written - self._writes.num_blocks, len(self._to_write))
+        if num <= 0:
+            return []
+        keys = [self._to_write.popitem(last=False)[0] for _ in range(num)]
         rows = self.upper.find(keys)
         is_resident = rows != NO_BLOCK
         self.counts.dropped_evicted += int((~is_resident).sum()) * self.factor

@@ -41,19 +41,14 @@ class OffloadStats:
     num_dropped_failed: int = 0
     num_dropped_reset: int = 0
     num_offered: int = 0  # Blocks that got a place on the host, or were dropped.
-    # Times that a host block was not stored because too few had asked for it
-    # (`OffloadRules.store_threshold`), or because it was in the tail of a prompt that
-    # no request had asked for (`max_unseen_blocks`).
+    # Times that a host block was not stored because too few requests had asked for it
+    # (`OffloadRules.store_threshold`, `max_unseen_blocks`).
     num_skipped: int = 0
-    # Blocks of requests that were not stored because nothing stored had been asked for
-    # (`pause_unused_stores`).
-    num_paused: int = 0
+    num_paused: int = 0  # Blocks that were not stored by `pause_unused_stores`.
     num_evicted: int = 0  # Host blocks that were evicted to make room for others.
     num_loads: int = 0  # Loads that arrived, each for a request.
     num_loads_failed: int = 0
-    # Lookups whose load would have taken longer than to compute; a request that asks
-    # again counts again.
-    num_loads_declined: int = 0
+    num_loads_declined: int = 0  # Lookups whose load would have been slower.
     num_loaded: int = 0  # Blocks that came back from the host.
     num_copied: int = 0  # Blocks that were copied on the device, instead of loaded.
     num_storage_stored: int = 0  # Blocks that got to the store.

@@ -112,19 +112,17 @@ class _Speaker:
                 break
             if self.is_ending.is_set():
                 raise InterruptedError("the exchange was closed")
-            self._wait_for(f"{folder}/{missing[0]}")
+            key = f"{folder}/{missing[0]}"
+            try:
+                self._store.blocking_key_value_get(key, _SLICE_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
         # A process that has written in this round has read all of the last one, whose
         # keys are not read again: each process leaves at most two keys.
         if round_.number:
             old = f"{self._topic}/{round_.number - 1}/{self._process}"
             self._store.key_value_delete(old)
-
-    def _wait_for(self, key: str) -> None:
-        try:
-            self._store.blocking_key_value_get(key, _SLICE_MS)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
 
 
 def _missing(texts: dict[int, str], num_processes: int) -> tuple[int, ...]:
