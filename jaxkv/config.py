@@ -33,7 +33,7 @@ from jaxkv.scheduling.protocol import Mover
 from jaxkv.scheduling.record.record import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_FILES,
-    LEAST_MAX_BYTES,
+    MIN_MAX_BYTES,
     TraceRecorder,
 )
 from jaxkv.scheduling.rules import (
@@ -347,7 +347,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         DEFAULT_MAX_BYTES,
         "record",
         "Maximum bytes of that file; then it becomes `FILE.1`, and a new one begins.",
-        minimum=LEAST_MAX_BYTES,
+        minimum=MIN_MAX_BYTES,
     )
     record_max_files: int = settings.number(
         DEFAULT_MAX_FILES,

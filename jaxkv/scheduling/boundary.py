@@ -1,11 +1,11 @@
 """Boundaries: blocks in flight between a tier and the next one down.
 
-What a request finds only in the lower tier is fetched to the upper one while the
-request waits; then it is a hit there like any other, and is held until the request has
-device blocks: others that wait with it would evict it, and it would be read again. No
-more is fetched than can be held. The lower tier may first be asked for blocks that no
-tier is known to have (a probe). Blocks worth keeping are written down in the
-background. All moves end when every worker has reported them; nothing here waits.
+Blocks that only the lower tier has are fetched to the upper one while their request
+waits. Then they are hits like any others, and are held until the request has device
+blocks, lest waiting requests evict them. No more is fetched than can be held. The lower
+tier may first be probed for blocks that no tier is known to have. Blocks worth keeping
+are written down in the background. A move ends when every worker has reported it;
+nothing here waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import compress, filterfalse
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,14 +34,10 @@ from jaxkv.types import NO_BLOCK, BlockKey
 Ids: TypeAlias = NDArray[np.int64]
 _TierMove: TypeAlias = Move[Ids]
 
-# Blocks that may wait to be written, as a multiple of those written at a time.
-_WAITING_PER_WRITE = 4
-
-# Keys whose requests are remembered: some times those in the upper tier, as what it has
-# evicted may come back.
-_MIN_REMEMBERED_KEYS = 1 << 16
-_REMEMBERED_PER_BLOCK = 4
-
+_WAITING_PER_WRITE = 4  # Blocks that may wait to be written, per block in flight.
+# Keys whose requests are remembered, also per block of the upper tier: evicted blocks
+# may come back.
+_MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK = 1 << 16, 4
 _MAX_ABSENT_KEYS = 1 << 12  # Remembered as missing from the lower tier.
 
 # After asking this often for room that others hold, while none of them makes progress,
@@ -57,9 +53,7 @@ class _Wait:
     """The fetches that a request waits for, and the blocks that it holds meanwhile."""
 
     events: set[int]  # Of the fetches that have not ended.
-    # Blocks of the upper tier that are pinned until it asks again, once for each time
-    # that they are in the list.
-    rows: list[int]
+    rows: list[int]  # Blocks of the upper tier, pinned once for each entry.
     ends: dict[BlockKey, int]  # Where each block ends that it waits for.
     arrived_ends: set[int] = dataclasses.field(default_factory=set)
 
@@ -68,9 +62,10 @@ class _Wait:
 class _Queued:
     """A request that waits for room that other requests hold."""
 
-    num_released: int  # `Boundary._num_released` when it began.
-    first_ask: int  # The number of its first ask since.
-    num_asks: int = 0  # Vain ones since, while no fetch was in flight.
+    num_released: int = -1  # `Boundary._num_released` at `first_ask`.
+    first_ask: int = 0  # The number of its first ask since a hold has ended.
+    num_asks: int = 0  # Vain asks since then, while no fetch was in flight.
+    num_vain: int = 0  # Vain asks in all.
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,30 +73,24 @@ class Probing:
     """The probes of the lower tier on behalf of a request."""
 
     events: set[int] = dataclasses.field(default_factory=set)  # Probes in flight.
-    num: int = 0  # How often it was asked.
-    absent: set[BlockKey] = dataclasses.field(default_factory=set)  # What it lacked.
+    num: int = 0  # Probes so far.
+    absent: set[BlockKey] = dataclasses.field(default_factory=set)  # Blocks not there.
 
 
 class TierBelow(NamedTuple):
-    """A tier below the host, and what goes there.
-
-    Attributes:
-        tier: Which blocks it has.
-        write: Which blocks of the tier above it are written to it: those that are asked
-            for a second time ("on_reuse"), those that the tier above is about to evict
-            ("on_evict"), or all that get there ("through").
-        most_blocks: The most blocks on their way in either direction at a time, host
-            blocks. A tier above of few blocks has fewer.
-        probe_s: How long a request waits while the tier is asked for blocks that its
-            index does not know, as others may have written them; 0 not to ask.
-        has_other_writers: Whether others may write to it at all.
-    """
+    """A tier below the host, and which blocks go there."""
 
     tier: BlockIndex
+    # Which blocks of the tier above it are written to it: those that are asked for a
+    # second time ("on_reuse"), those that the tier above is about to evict
+    # ("on_evict"), or all that get there ("through").
     write: WriteRule = "through"
-    most_blocks: int = 128
+    # Host blocks in flight at a time, in either direction; fewer below a small tier.
+    max_blocks: int = 128
+    # How long a request waits while the tier is asked for blocks that its index does
+    # not know, as others may have written them; 0 not to ask.
     probe_s: float = 0.0
-    has_other_writers: bool = False
+    has_other_writers: bool = False  # Whether others may write to it at all.
 
 
 class Fetch(NamedTuple):
@@ -119,12 +108,8 @@ class Boundary:
     """Fetches of the blocks that requests wait for, and writes of those to keep.
 
     `is_private` returns True for the key of a block that must never be written to the
-    lower tier. `on_arrival` is called with the keys of blocks that have arrived there.
-    `number` is 0 for the first tier below the host.
-
-    Raises:
-        ConfigError: The rule for writes needs the upper tier's next victims, which that
-            does not know.
+    lower tier, which is tier `number` below the host. `on_arrival` is called with the
+    keys of blocks that have arrived there.
     """
 
     def __init__(
@@ -151,11 +136,11 @@ class Boundary:
         self._write = below.write
         self._is_private = is_private
         self._on_arrival = on_arrival
-        # Whether the tier is not used any more, and the worker does not know it yet.
+        # Whether the tier is not used any more, and the worker has not been notified.
         self._is_disabled = self._must_send_last = False
         self.factor = rules.blocks_per_host_block
-        # Neither may hold so much of the upper tier that requests find no room on it.
-        max_blocks, num_blocks = below.most_blocks, upper.num_blocks
+        # Neither may hold so much of the upper tier that requests find no room there.
+        max_blocks, num_blocks = below.max_blocks, upper.num_blocks
         self._max_written = min(max_blocks, max(1, num_blocks // 8))
         self.max_fetched = min(max_blocks, max(1, num_blocks // 2))
         # For requests without device blocks, unless one alone needs more.
@@ -163,45 +148,38 @@ class Boundary:
         # Whether a part of a prefix may be fetched: if every block is read, a shorter
         # one consists of its first blocks.
         self.may_cut = all(isinstance(group, FullAttention) for group in groups)
-        # Which blocks were asked for again; None where that does not matter.
-        self._asked: ReuseFilter | None = None
+        # Which blocks were asked for again; None if all are written.
+        self._reuse_filter: ReuseFilter | None = None
         if below.write == "on_reuse":
             max_keys = max(_MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK * num_blocks)
-            self._asked = ReuseFilter(threshold=2, max_size=max_keys)
+            self._reuse_filter = ReuseFilter(threshold=2, max_size=max_keys)
         # From the lower tier to the upper one, and back.
-        self.fetches: Ledger[_TierMove] = Ledger(
-            f"fetch from {self.name}", rules.world_size
-        )
-        self._writes: Ledger[_TierMove] = Ledger(
-            f"write to {self.name}", rules.world_size
-        )
+        num = rules.world_size
+        self.fetches: Ledger[_TierMove] = Ledger(f"fetch from {self.name}", num)
+        self._writes: Ledger[_TierMove] = Ledger(f"write to {self.name}", num)
+        self.probes: Ledger[_TierMove] = Ledger(f"probe of {self.name}", num)
         self.fetch_of: dict[BlockKey, _TierMove] = {}
         self.waits: dict[str, _Wait] = {}
         # Blocks of the upper tier that are held for requests which have asked again.
         self.holds: dict[str, list[int]] = {}
         # How often each block is held for requests.
         self._num_holders: dict[int, int] = {}
-        # Asks so far, and the number of each request's last one; what it queues with.
+        # Asks so far, and the number of each request's last one.
         self._num_asks = 0
         self._last_ask: dict[str, int] = {}
         self._queued: dict[str, _Queued] = {}
-        # Vain asks of each request in all; those that are overdue, in order.
-        self._num_vain_asks: dict[str, int] = {}
-        self._overdue: dict[str, None] = {}
+        self._overdue: dict[str, None] = {}  # Of these, the overdue ones in order.
         # How often a hold has ended, and whether the last fetch brought anything.
         self._num_released = 0
         self._is_bringing = True
-        # How many listed blocks there were when each request was looked up.
+        # The number of listed blocks when each request was looked up.
         self.looked_up: dict[str, int] = {}
-        # Where not every block is read, which ones depends on how long a prefix is: it
-        # may take a second question, and the two share the time.
+        # Where the length of a prefix decides which blocks are read, a second probe may
+        # follow, and the two share the time.
         self.max_probes = 1 if self.may_cut else 2
         self.probe_s = below.probe_s / self.max_probes
         self.has_other_writers = below.has_other_writers
         self.probing: dict[str, Probing] = {}
-        self.probes: Ledger[_TierMove] = Ledger(
-            f"probe of {self.name}", rules.world_size
-        )
         self._probe_of: dict[BlockKey, _TierMove] = {}
         self._to_probe: list[TierProbe] = []
         # Keys that it lacked when it was last asked, the oldest first.
@@ -211,7 +189,7 @@ class Boundary:
         self._to_delete: list[BlockKey] = []
         # The fetches of blocks that others may still be writing.
         self._awaited: set[int] = set()
-        # What `_look_at_victims` saw when it last looked.
+        # The state of the upper tier at the last `_look_at_victims`.
         self._seen: tuple[int, int, int] | None = None
 
     @property
@@ -228,13 +206,12 @@ class Boundary:
     def is_awaited(self, request_id: str) -> bool:
         """Whether a request waits for a fetch or a probe."""
         wait = self.waits.get(request_id)
-        is_fetched = wait is not None and bool(wait.events)
-        return is_fetched or self.is_probing(request_id)
+        return bool(wait and wait.events) or self.is_probing(request_id)
 
     def is_probing(self, request_id: str) -> bool:
         """Whether a request waits for a probe."""
         probing = self.probing.get(request_id)
-        return probing is not None and bool(probing.events)
+        return bool(probing and probing.events)
 
     def may_have(self, request_id: str, keys: Sequence[BlockKey]) -> NDArray[np.int32]:
         """Return 0 for each block that the tier may have, NO_BLOCK for others: i32[n].
@@ -243,9 +220,8 @@ class Boundary:
         """
         ids = np.zeros(len(keys), np.int32)
         probing = self.probing.get(request_id)
-        absent = probing.absent if probing is not None else set()
-        if absent:
-            ids[[key in absent for key in keys]] = NO_BLOCK
+        if probing and probing.absent:
+            ids[[key in probing.absent for key in keys]] = NO_BLOCK
         if self._is_private is not None:
             ids[[self._is_private(key) for key in keys]] = NO_BLOCK
         return ids
@@ -253,10 +229,6 @@ class Boundary:
     def was_absent(self, key: BlockKey) -> bool:
         """Whether the tier lacked a block when it was last asked for it."""
         return key in self._absent
-
-    def is_fetching(self, key: BlockKey) -> bool:
-        """Whether a block is being fetched."""
-        return key in self.fetch_of
 
     def limit_held(self, num_blocks: int) -> None:
         """Hold at most as many blocks of the tiers as the device has room for."""
@@ -291,10 +263,9 @@ class Boundary:
         """
         if request_id in self.holds or not self._is_bringing:
             return False
-        queued = self._queued.get(request_id)
+        queued = self._queued.get(request_id, _Queued())
         return (
             bool(self.fetches.moves)
-            or queued is None
             or queued.num_released != self._num_released
             or queued.num_asks < _MAX_VAIN_ASKS
         )
@@ -302,13 +273,12 @@ class Boundary:
     def queue(self, request_id: str) -> None:
         """Record that a request waits for room, as it `may_queue`."""
         self._note_ask(request_id)
-        queued = self._queued.get(request_id)
-        if queued is None or queued.num_released != self._num_released:
-            queued = _Queued(self._num_released, self._num_asks)
-            self._queued[request_id] = queued
-        num_vain = self._num_vain_asks.get(request_id, 0) + 1
-        self._num_vain_asks[request_id] = num_vain
-        if num_vain == _OVERDUE_ASKS:
+        queued = self._queued.setdefault(request_id, _Queued())
+        if queued.num_released != self._num_released:
+            queued.num_released = self._num_released
+            queued.first_ask, queued.num_asks = self._num_asks, 0
+        queued.num_vain += 1
+        if queued.num_vain == _OVERDUE_ASKS:
             self._overdue[request_id] = None
         queued.num_asks += not self.fetches.moves
         if queued.num_asks == _MAX_VAIN_ASKS:
@@ -321,9 +291,9 @@ class Boundary:
     def hold(self, request_id: str) -> None:
         """Hold what was fetched for a request, which has asked again."""
         self._note_ask(request_id)
-        wait = self._end_wait(request_id)
-        if wait is not None and wait.rows:
-            self.holds.setdefault(request_id, []).extend(wait.rows)
+        rows = self._end_wait(request_id)
+        if rows:
+            self.holds.setdefault(request_id, []).extend(rows)
 
     def decline(self, request_id: str) -> None:
         """Record that a request gives its offer back, and stays in the queue."""
@@ -333,10 +303,7 @@ class Boundary:
 
     def release(self, request_id: str) -> None:
         """Release what is held for a request."""
-        wait = self._end_wait(request_id)
-        rows = self.holds.pop(request_id, [])
-        if wait is not None:
-            rows += wait.rows
+        rows = self.holds.pop(request_id, []) + self._end_wait(request_id)
         if rows:
             self._unpin(rows)
             self._num_released += 1
@@ -344,10 +311,9 @@ class Boundary:
     def forget(self, request_id: str) -> None:
         """Forget a request that has finished, or has its blocks."""
         self.release(request_id)
-        self.looked_up.pop(request_id, None)
-        self.probing.pop(request_id, None)
         self._leave_queue(request_id)
-        self._last_ask.pop(request_id, None)
+        for of_requests in (self.looked_up, self.probing, self._last_ask):
+            of_requests.pop(request_id, None)
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has finished."""
@@ -355,15 +321,15 @@ class Boundary:
         self.num_fetched_tokens.pop(request_id, None)
 
     def _leave_queue(self, request_id: str) -> None:
-        for of_requests in (self._queued, self._num_vain_asks, self._overdue):
-            of_requests.pop(request_id, None)
+        self._queued.pop(request_id, None)
+        self._overdue.pop(request_id, None)
 
     def _note_ask(self, request_id: str) -> None:
         self._num_asks += 1
         self._last_ask[request_id] = self._num_asks
 
-    def _end_wait(self, request_id: str) -> _Wait | None:
-        """End the wait of a request; return what it holds, None if it did not wait."""
+    def _end_wait(self, request_id: str) -> list[int]:
+        """End the wait of a request, if it waits; return the blocks that it holds."""
         probing = self.probing.get(request_id)
         if probing is not None:
             for event in probing.events:
@@ -371,13 +337,13 @@ class Boundary:
             probing.events.clear()
         wait = self.waits.pop(request_id, None)
         if wait is None:
-            return None
+            return []
         for event in wait.events:
             del self.fetches.moves[event].waiters[request_id]
         if wait.arrived_ends:
             num = len(wait.arrived_ends) * self.factor * self.groups[0].block_size
             self.num_fetched_tokens[request_id] = num
-        return wait
+        return wait.rows
 
     def _pin(self, rows: Sequence[int]) -> None:
         """Hold blocks of the upper tier for a request."""
@@ -395,19 +361,18 @@ class Boundary:
 
     def note_asked(self, keys: Sequence[BlockKey]) -> None:
         """Count the blocks that a new request asks for, before it uses them."""
-        if self._asked is not None:
-            self._asked.count(keys)
-            is_there = self.upper.find(keys) != NO_BLOCK
-            self._offer(list(compress(keys, is_there.tolist())))
+        if self._reuse_filter is not None:
+            self._reuse_filter.count(keys)
+            self._offer(_select(keys, self.upper.find(keys) != NO_BLOCK))
         self.tier.touch(keys)
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
         """Offer blocks that have arrived in the upper tier to the lower one."""
         if self._write == "through":
             self._offer(keys)
-        elif self._asked is not None:
+        elif self._reuse_filter is not None:
             # Some were asked for before, and evicted since.
-            self._offer(list(compress(keys, self._asked.passes(keys))))
+            self._offer(list(compress(keys, self._reuse_filter.passes(keys))))
 
     def issue(self) -> TierMoves | None:
         """Return what a step asks of the lower tier; None for nothing."""
@@ -415,9 +380,7 @@ class Boundary:
         probes, self._to_probe = self._to_probe, []
         if self._write == "on_evict":
             self._look_at_victims()
-        writes: list[_TierMove] = []
-        if self._to_write and self._writes.num_blocks < self._max_written:
-            writes = self._take_writes(self._max_written - self._writes.num_blocks)
+        writes = self._take_writes()
         deletes, self._to_delete = self._to_delete, []
         is_last, self._must_send_last = self._must_send_last, False
         if not (fetches or writes or deletes or is_last or probes):
@@ -434,19 +397,18 @@ class Boundary:
             tuple(probes),
         )
 
-    def reports_in(self, reports: Sequence[TierReport]) -> list[TierReport]:
-        """Return the reports of this lower tier."""
-        return [report for report in reports if report.tier == self.number]
-
     def check(self, reports: Sequence[TierReport]) -> None:
-        """Raise ValueError if a report is of what is not in flight."""
+        """Raise ValueError if a report of this tier is of a move not in flight."""
+        reports = [report for report in reports if report.tier == self.number]
         self.fetches.check([end for report in reports for end in report.fetched])
         self._writes.check([end for report in reports for end in report.written])
         self.probes.check([end for report in reports for end in report.probed])
 
     def report(self, reports: Sequence[TierReport]) -> None:
-        """Apply checked reports."""
+        """Apply the checked reports of this tier."""
         for report in reports:
+            if report.tier != self.number:
+                continue
             for move in self.fetches.report(report.fetched):
                 self._end_fetch(move)
             for move in self._writes.report(report.written):
@@ -460,41 +422,32 @@ class Boundary:
                     self._to_delete += self.tier.note_full(report.num_full)
 
     def reset(self) -> None:
-        """Forget what is known to be in the lower tier.
+        """Forget the blocks of the lower tier, after the upper one has been cleared.
 
-        The upper tier has been cleared. What is in flight there must have ended before
-        its blocks are given to others.
+        What is in flight there must have ended before its blocks are given to others.
         """
         for ledger in (self._writes, self.fetches, self.probes):
             for move in ledger.moves.values():
                 move.is_stale = True
         for probe in self._to_probe:
             self.probes.remove(self.probes.moves[probe.event])
-        self._to_probe.clear()
-        self._probe_of.clear()
-        self.probing.clear()
-        self._absent.clear()
         for move in self._to_fetch:  # No worker will report these.
             self.fetches.remove(move)
             self._end_fetch(move)
-        self._to_fetch.clear()
-        self.fetch_of.clear()
-        for name in list(self._queued):
-            self._leave_queue(name)
-        self.waits.clear()
-        self.holds.clear()
-        self._num_holders.clear()
+        content: Any
+        for content in (
+            *(self._to_probe, self._to_fetch, self._to_write, self._to_delete),
+            *(self.probing, self._probe_of, self._absent, self.fetch_of),
+            *(self.waits, self.holds, self._num_holders, self.looked_up),
+            *(self._queued, self._overdue, self.tier),
+        ):
+            content.clear()
         self._is_bringing = True
-        self._to_write.clear()
-        self._to_delete.clear()
-        self.looked_up.clear()
-        self.tier.clear()
 
     def disable(self) -> None:
         """Stop reading and writing the lower tier, for good.
 
-        What is in flight ends as it does after `reset`. The upper tier has been
-        cleared, or will be before a block of it is used again.
+        The upper tier has been cleared, or will be before a block of it is used again.
         """
         if self._is_disabled:
             return
@@ -507,29 +460,37 @@ class Boundary:
         self._to_delete.clear()
 
     def fetch(self, request_id: str, fetch: Fetch, num: int) -> bool:
-        """Begin to fetch blocks for a request; return whether it has to wait.
+        """Begin a fetch that has just been planned; return whether its request waits.
 
-        The fetch has just been planned, of the first `num` blocks at most, and the
-        request waits for nothing.
+        Of the fetch at most `num` blocks come. The request waits for nothing yet.
         """
         expected: list[BlockKey] = []
         if fetch.is_awaited:
             keys = fetch.keys[:num]
-            expected = list(compress(keys, (~self.tier.contains(keys)).tolist()))
+            expected = _select(keys, ~self.tier.contains(keys))
             if not self.tier.has_room(keys):
                 return False
             self.tier.note_there(keys)
         # So that making room does not evict what the rest continues.
         self._pin(fetch.upper_rows)
-        started: _TierMove | None = None
+        placed = None
         for share in self._shares(num):
             new = self._not_fetched(fetch, share)
             placed = self.upper.place(new, filtered=False)
             if placed is not None:
-                started = self._start(list(placed.keys), placed.block_ids)
                 break
         else:
             share = 0
+        if placed is not None and placed.keys:
+            keys = list(placed.keys)
+            sources = self.tier.find(keys).astype(np.int64)
+            self.tier.pin(sources)
+            move = Move(keys, sources, placed.block_ids)
+            self.fetches.issue([move])
+            self.fetch_of.update(dict.fromkeys(keys, move))
+            self._to_fetch.append(move)
+            if fetch.is_awaited:
+                self._awaited.add(move.event)
         if expected:
             awaited = set(fetch.keys[:share])
             self.tier.discard([key for key in expected if key not in awaited])
@@ -538,10 +499,6 @@ class Boundary:
         if not events:
             self._unpin(fetch.upper_rows)
             return False
-        if started is not None:
-            self._to_fetch.append(started)
-            if fetch.is_awaited:
-                self._awaited.add(started.event)
         ends = dict(zip(fetch.keys[:share], fetch.end_tokens[:share], strict=True))
         self._leave_queue(request_id)
         self._note_ask(request_id)
@@ -553,9 +510,9 @@ class Boundary:
     def probe(
         self, request_id: str, runs: Sequence[Sequence[BlockKey]], wait_s: float
     ) -> None:
-        """Send a probe for a request, which waits `wait_s` for the answer.
+        """Probe the tier for missing blocks of a request, which waits `wait_s` for it.
 
-        Keys of a run continue one another. Keys of probes in flight are not sent again.
+        Keys of a run continue one another. No key has two probes in flight.
         """
         probing = self.probing.setdefault(request_id, Probing())
         probing.num += 1
@@ -593,25 +550,13 @@ class Boundary:
         """List the first blocks of a fetch that are not in flight."""
         return [key for key in fetch.keys[:num] if key not in self.fetch_of]
 
-    def _start(self, keys: list[BlockKey], upper_blocks: Ids) -> _TierMove | None:
-        """Begin a fetch of blocks that have a place in the upper tier."""
-        if not keys:
-            return None
-        places = self.tier.find(keys).astype(np.int64)
-        self.tier.pin(places)
-        move = Move(keys, places, upper_blocks)
-        self.fetches.issue([move])
-        self.fetch_of.update(dict.fromkeys(keys, move))
-        return move
-
     def _offer(self, keys: Sequence[BlockKey]) -> None:
         """Queue blocks that are in the upper tier and worth writing."""
         if self._is_disabled:
             return
         keys = self._public(keys)
-        new = compress(keys, (~self.tier.contains(keys)).tolist())
         max_waiting = self._max_written * _WAITING_PER_WRITE
-        for key in new:
+        for key in _select(keys, ~self.tier.contains(keys)):
             if key in self._to_write:
                 continue
             if len(self._to_write) >= max_waiting:
@@ -635,23 +580,20 @@ class Boundary:
             victims = self._public(upper.next_victims(2 * self._max_written))
             self._offer(victims[: max(room, 0)])
 
-    def _take_writes(self, max_blocks: int) -> list[_TierMove]:
+    def _take_writes(self) -> list[_TierMove]:
         """Hold blocks that leave for the lower tier, all together."""
-        keys = [
-            self._to_write.popitem(last=False)[0]
-            for _ in range(min(max_blocks, len(self._to_write)))
-        ]
+        num = min(self._max_written - self._writes.num_blocks, len(self._to_write))
+        if num <= 0:
+            return []
+        keys = [self._to_write.popitem(last=False)[0] for _ in range(num)]
         rows = self.upper.find(keys)
-        is_there = rows != NO_BLOCK
-        num_evicted = int((~is_there).sum())
-        self.counts.dropped_evicted += num_evicted * self.factor
-        keys, rows = list(compress(keys, is_there.tolist())), rows[is_there]
-        placed = self.tier.place(keys)
-        while placed is None:  # Most of it is being read or written.
+        is_resident = rows != NO_BLOCK
+        self.counts.dropped_evicted += int((~is_resident).sum()) * self.factor
+        keys, rows = _select(keys, is_resident), rows[is_resident]
+        while (placed := self.tier.place(keys)) is None:  # Most of it is in flight.
             num = len(keys) // 2
             self.counts.dropped_slow += (len(keys) - num) * self.factor
             keys = keys[:num]
-            placed = self.tier.place(keys)
         self._to_delete += self.tier.room_for(placed.evicted_keys)
         if not placed.keys:
             return []
@@ -673,14 +615,14 @@ class Boundary:
             del self.fetch_of[key]
         arrived = move.targets[move.ok]
         rows, self._is_bringing = arrived.tolist(), bool(arrived.size)
-        keys, lost = _parts(move)
+        keys, missing = _split(move)
         self.upper.publish(arrived, keys)
-        self.upper.complete_store(lost, False)
+        self.upper.complete_store(missing, False)
         self.tier.unpin(move.sources)
         # The next request that asks does not wait for it; a listing may find it again.
-        self.tier.discard(lost)
+        self.tier.discard(missing)
         self.counts.loaded += len(arrived) * self.factor
-        self.counts.failed += len(lost) * self.factor
+        self.counts.failed += len(missing) * self.factor
         for request_id in move.waiters:
             wait = self.waits[request_id]
             wait.events.discard(move.event)
@@ -688,19 +630,19 @@ class Boundary:
             wait.rows += rows
             wait.arrived_ends.update(wait.ends[key] for key in keys if key in wait.ends)
             if is_awaited:  # It waits once.
-                self.probing.setdefault(request_id, Probing()).absent.update(lost)
+                self.probing.setdefault(request_id, Probing()).absent.update(missing)
         if is_awaited:
-            self._note_absent(lost)
+            self._note_absent(missing)
 
     def _end_probe(self, move: _TierMove) -> None:
         if move.is_stale:
             return
         for key in move.keys:
             del self._probe_of[key]
-        there, absent = _parts(move)
-        self.tier.note_there(there)
-        self.counts.found += len(there) * self.factor
-        for key in there:
+        resident, absent = _split(move)
+        self.tier.note_there(resident)
+        self.counts.found += len(resident) * self.factor
+        for key in resident:
             self._absent.pop(key, None)
         self._note_absent(absent)
         for request_id in move.waiters:
@@ -720,12 +662,12 @@ class Boundary:
             self.counts.dropped_reset += len(move.keys) * self.factor
             return
         self.upper.unpin(move.sources)
-        arrived, lost = _parts(move)
+        arrived, missing = _split(move)
         self.tier.complete_store(arrived)
-        if lost:
-            self.tier.complete_store(lost, False)
-        self.num_lost += len(lost) * self.factor
-        self.counts.dropped_failed += len(lost) * self.factor
+        if missing:
+            self.tier.complete_store(missing, False)
+        self.num_lost += len(missing) * self.factor
+        self.counts.dropped_failed += len(missing) * self.factor
         self.counts.stored += len(arrived) * self.factor
         if arrived and self._on_arrival is not None:
             self._on_arrival(arrived)
@@ -750,7 +692,6 @@ def make_boundaries(
         write = rules.storage_write
         tiers.append(TierBelow(tier, write, blocks, probe_s, has_other_writers=True))
     uppers = [host, *[below.tier for below in tiers]]
-    on_arrival: Callable[[Sequence[BlockKey]], None] | None = None
     boundaries: list[Boundary] = []
     for number, below in reversed(list(enumerate(tiers))):
         boundary = Boundary(
@@ -759,11 +700,10 @@ def make_boundaries(
             below,
             rules,
             is_private=is_private,
-            on_arrival=on_arrival,
+            on_arrival=boundaries[0].note_stored if boundaries else None,
             number=number,
         )
         boundaries.insert(0, boundary)
-        on_arrival = boundary.note_stored
     return tuple(boundaries)
 
 
@@ -778,8 +718,9 @@ def check_reports(
                 f"scheduler has {len(boundaries)} such tiers: give it "
                 "num_storage_blocks, or tiers_below."
             )
-    for boundary in boundaries:
-        boundary.check(boundary.reports_in(reports))
+    if reports:
+        for boundary in boundaries:
+            boundary.check(reports)
 
 
 def _as_batch(
@@ -791,8 +732,11 @@ def _as_batch(
     return TierBatch(move.event, keys, *ids, is_awaited)
 
 
-def _parts(move: _TierMove) -> tuple[list[BlockKey], list[BlockKey]]:
+def _split(move: _TierMove) -> tuple[list[BlockKey], list[BlockKey]]:
     """List the keys of a move's blocks that arrived, and of those that did not."""
     ok = np.asarray(move.ok)
-    arrived, lost = (compress(move.keys, flags.tolist()) for flags in (ok, ~ok))
-    return list(arrived), list(lost)
+    return _select(move.keys, ok), _select(move.keys, ~ok)
+
+
+def _select(keys: Sequence[BlockKey], flags: NDArray[np.bool_]) -> list[BlockKey]:
+    return list(compress(keys, flags.tolist()))

@@ -24,12 +24,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 def check_count(
     name: str, value: object, request_id: str, max_value: int | None = None
 ) -> int:
-    """Return a number of a request as an int; it must be a whole number from 0 on.
-
-    Raises:
-        TypeError: It is not a whole number.
-        ValueError: It is negative, or more than `max_value`.
-    """
+    """Return a number of a request as an int; raise if it is not in [0, max_value]."""
     number = whole(value)
     what = f"{name}={shown(value)} of request {shown(request_id)} must be"
     if number is None:
@@ -42,13 +37,9 @@ def check_count(
 
 
 def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
-    """Check what an engine is about to compute, except its block tables.
+    """Check a step except its block tables; return its tokens by request, and in all.
 
-    Returns the tokens of each request that has any, and of all.
-
-    Raises:
-        TypeError: A field is missing or of another type, or a number is not whole.
-        ValueError: A number is negative.
+    Requests that compute no tokens are left out.
     """
     if not isinstance(output, SchedulerOutput):
         raise TypeError(f"output={shown(output)} must be a SchedulerOutput.")
@@ -56,10 +47,10 @@ def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
     for name in "num_scheduled_tokens", "new_block_ids":
         value = getattr(output, name)
         # Its exact type first: to look for subclasses of an abstract one takes longer.
-        if type(value) is not dict and not isinstance(value, Mapping):
-            raise _wrong_field(name, value, "a mapping, by request id", "step")
-    if preempted != () and not is_names(preempted):
-        raise _wrong_field("preempted_req_ids", preempted, "a list of ids", "step")
+        is_mapping = type(value) is dict or isinstance(value, Mapping)
+        _check(is_mapping, name, value, "a mapping, by request id", "step")
+    are_ids = preempted == () or is_names(preempted)
+    _check(are_ids, "preempted_req_ids", preempted, "a list of ids", "step")
     try:
         total, lowest = sum(scheduled.values()), min(scheduled.values(), default=1)
     except (TypeError, ValueError):  # The latter of an array of several.
@@ -88,42 +79,36 @@ def is_collection(value: object) -> TypeGuard[Collection[Any]]:
 
 
 def check_report(output: ConnectorOutput) -> None:
-    """Raise TypeError for a report with a field of another type."""
+    """Raise TypeError for a report whose fields are not what `ConnectorOutput` says."""
     if not isinstance(output, ConnectorOutput):
         raise TypeError(
             f"output={shown(output)} must be a ConnectorOutput, such as "
             "OffloadWorker.poll() returns."
         )
     for field in ("finished_recving", "failed_recving"):
-        if not is_names(names := getattr(output, field)):
-            raise _wrong_field(field, names, "a tuple of request ids")
+        names = getattr(output, field)
+        _check(is_names(names), field, names, "a tuple of request ids")
     for field in ("completed_store_events", "failed_store_events"):
-        if not _are_whole(events := getattr(output, field)):
-            raise _wrong_field(field, events, "a tuple of event numbers, ints")
-    if not is_collection(output.below):
-        raise _wrong_field("below", output.below, "a tuple of TierReports")
-    for report in output.below:
-        _check_tier_report(report)
-
-
-def _check_tier_report(report: TierReport) -> None:
-    if not isinstance(report, TierReport) or whole(report.tier) is None:
-        raise _wrong_field("below", report, "TierReports of tiers by their number")
-    for field in ("fetched", "written", "probed"):
-        ends = getattr(report, field)
-        if not is_collection(ends) or not all(map(_is_end, ends)):
-            raise _wrong_field(
-                field, ends, "pairs of an event and which blocks are there"
-            )
-    for field in ("found", "gone"):
-        keys = getattr(report, field)
-        if not is_collection(keys) or not set(map(type, keys)) <= {bytes}:
-            raise _wrong_field(field, keys, "a tuple of keys, which are bytes")
-    if report.listed is not None and not isinstance(report.listed, bool):
-        raise _wrong_field("listed", report.listed, "True, False or None")
-    bound = report.bound
-    if bound is not None and not (_are_whole(bound) and len(bound) == 2):
-        raise _wrong_field("bound", bound, "two numbers of blocks, or None")
+        events = getattr(output, field)
+        _check(_are_whole(events), field, events, "a tuple of event numbers, ints")
+    below = output.below
+    _check(is_collection(below), "below", below, "a tuple of TierReports")
+    for report in below:
+        is_report = isinstance(report, TierReport) and whole(report.tier) is not None
+        _check(is_report, "below", report, "TierReports of tiers by their number")
+        for field in ("fetched", "written", "probed"):
+            ends = getattr(report, field)
+            ok = is_collection(ends) and all(map(_is_end, ends))
+            _check(ok, field, ends, "pairs of an event and which blocks are there")
+        for field in ("found", "gone"):
+            keys = getattr(report, field)
+            are_keys = is_collection(keys) and set(map(type, keys)) <= {bytes}
+            _check(are_keys, field, keys, "a tuple of keys, which are bytes")
+        is_flag = report.listed is None or isinstance(report.listed, bool)
+        _check(is_flag, "listed", report.listed, "True, False or None")
+        bound = report.bound
+        is_bound = bound is None or (_are_whole(bound) and len(bound) == 2)
+        _check(is_bound, "bound", bound, "two numbers of blocks, or None")
 
 
 def _is_end(end: Any) -> bool:
@@ -131,11 +116,9 @@ def _is_end(end: Any) -> bool:
     if not is_collection(end) or len(end) != 2:
         return False
     event, ok = end
-    if isinstance(ok, bool):
-        return whole(event) is not None
     is_listed = is_collection(ok) or isinstance(ok, np.ndarray)
-    is_flags = is_listed and all(isinstance(flag, bool | np.bool_) for flag in ok)
-    return whole(event) is not None and is_flags
+    are_flags = is_listed and all(isinstance(flag, bool | np.bool_) for flag in ok)
+    return whole(event) is not None and (isinstance(ok, bool) or are_flags)
 
 
 def _are_whole(values: object) -> TypeGuard[Collection[int]]:
@@ -144,37 +127,36 @@ def _are_whole(values: object) -> TypeGuard[Collection[int]]:
     return all(type(value) is int or whole(value) is not None for value in values)
 
 
-def _wrong_field(
-    field: str, value: object, wanted: str, owner: str = "report"
-) -> TypeError:
-    return TypeError(f"{field}={shown(value)} of a {owner} must be {wanted}.")
+def _check(
+    ok: bool, field: str, value: object, wanted: str, owner: str = "report"
+) -> None:
+    if not ok:
+        raise TypeError(f"{field}={shown(value)} of a {owner} must be {wanted}.")
 
 
 def check_plan(meta: OffloadMetadata) -> None:
-    """Raise TypeError for a plan with a field of another type, except block ids."""
+    """Raise TypeError for a plan whose fields are not what `OffloadMetadata` says.
+
+    Block ids are for the engine to check.
+    """
     for field in ("load_event", "store_event"):
-        if type(event := getattr(meta, field)) is not int:
-            raise _wrong_field(field, event, "an int", "plan")
+        event = getattr(meta, field)
+        _check(type(event) is int, field, event, "an int", "plan")
     if meta.load_event != NO_EVENT:
-        if not isinstance(meta.load_event_to_reqs, Mapping):
-            reqs = meta.load_event_to_reqs
-            raise _wrong_field("load_event_to_reqs", reqs, "a mapping", "plan")
-        names = meta.load_event_to_reqs.get(meta.load_event)
-        if not is_names(names):
-            field = f"load_event_to_reqs[{meta.load_event}]"
-            raise _wrong_field(field, names, "a tuple of request ids", "plan")
-        if not _are_whole(meta.load_sizes):
-            sizes = meta.load_sizes
-            raise _wrong_field("load_sizes", sizes, "numbers of blocks", "plan")
+        requests, sizes = meta.load_event_to_reqs, meta.load_sizes
+        is_mapping = isinstance(requests, Mapping)
+        _check(is_mapping, "load_event_to_reqs", requests, "a mapping", "plan")
+        names = requests.get(meta.load_event)
+        field = f"load_event_to_reqs[{meta.load_event}]"
+        _check(is_names(names), field, names, "a tuple of request ids", "plan")
+        _check(_are_whole(sizes), "load_sizes", sizes, "numbers of blocks", "plan")
     below = meta.below
-    if not is_collection(below) or not all(
-        isinstance(moves, TierMoves) for moves in below
-    ):
-        raise _wrong_field("below", below, "a tuple of TierMoves", "plan")
+    is_below = is_collection(below) and all(isinstance(m, TierMoves) for m in below)
+    _check(is_below, "below", below, "a tuple of TierMoves", "plan")
 
 
 def check_bound(num_blocks: int, expected: int | None) -> None:
-    """Raise ValueError for a pool of other size than the arrays, if that is known."""
+    """Raise ValueError for a pool of more or fewer blocks than the arrays."""
     if expected is not None and num_blocks != expected:
         raise ValueError(
             f"{num_blocks=} of the DeviceBlockPool must be {expected}, as the arrays "
@@ -202,7 +184,7 @@ def check_alike(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> N
 
 
 def check_times_are_alike(setting: str) -> None:
-    """Raise ValueError for a policy by the time if several processes serve a model."""
+    """Raise ValueError for a policy that decides by time if several processes serve."""
     if serves_with_others():
         raise ValueError(
             f"{setting} decides by the time, and each process has its own: their "

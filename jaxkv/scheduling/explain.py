@@ -4,55 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
 
 from jaxkv.scheduling.boundary import Boundary
 from jaxkv.scheduling.loads import Load
-from jaxkv.scheduling.plan import (
-    Deferral,
-    Plan,
-    View,
-    find_load,
-    max_hit_tokens,
-    plan,
-)
+from jaxkv.scheduling.plan import Deferral, Plan, View, find_load, max_hit_tokens, plan
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.requests import Requests
-from jaxkv.search.groups import GroupSpec
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.search.tiers import Match, find_cached_prefix, search, source_of
-from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.key_memory import DropReason
 from jaxkv.types import NO_BLOCK, BlockKey
 
 Verdict: TypeAlias = str
-"""What a block is to a request: a hit on a tier ("device", "host"); in a tier below the
-host alone (its `Boundary.name`); on its way ("pending"); not read by the next token
-("unneeded"); or to be computed ("missed")."""
+"""The use of a block for a request: a hit on a tier ("device", "host"); in a tier below
+the host alone (its `Boundary.name`); in flight ("pending"); not read by the next token
+("unneeded"); or computed again ("missed")."""
 
 Reason: TypeAlias = (
     DropReason
-    | Literal[
-        "storing",
-        "loading",
-        "fetching",
-        "window",
-        "last token",
-        "gap",
-        "other group",
-        "no room",
-        "no copy",
-        "capped",
-        "rare",
-        "left out",
-        "part",
-        "absent",
-        "never",
-    ]
+    | Literal["storing", "loading", "fetching", "window", "last token", "gap"]
+    | Literal["other group", "no room", "no copy", "capped", "rare", "left out"]
+    | Literal["part", "absent", "never"]
 )
 """Why; see `_WORDS`."""
 
@@ -104,10 +78,10 @@ _ELSEWHERE = ("last token", "gap", "other group", "no room", "no copy", "capped"
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerdict:
-    """The verdict on a block of a request."""
+    """Whether a request can use a block, or why not."""
 
     group: int
-    index: int  # Among the request's blocks of the group.
+    index: int  # Among the request's blocks of this group.
     first_token: int
     num_tokens: int
     verdict: Verdict
@@ -116,7 +90,7 @@ class BlockVerdict:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """A request's blocks in all tiers. As text it is a table."""
+    """The blocks of a request that the tiers hold. As text it is a table."""
 
     request_id: str
     num_tokens: int
@@ -144,11 +118,8 @@ class Explanation:
             lines.append("The store is not listed yet: it may have more.")
         rows = list(self._rows())
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [
-            "  ".join(map(str.ljust, row, widths)).rstrip()
-            for row in rows
-            if self.blocks
-        ]
+        if self.blocks:
+            lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join(lines)
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
@@ -185,18 +156,16 @@ def explain(
     max_tokens = request.num_tokens - 1
     if num_computed_tokens is None:
         num_computed_tokens, _ = find_cached_prefix(view.pool, groups, keys, max_tokens)
-    near = plan(view._replace(below=()), request, num_computed_tokens)
+    offer = near = plan(view._replace(below=()), request, num_computed_tokens)
     match, _ = find_load(view, request, keys, num_computed_tokens)
     while below:
-        found = plan(view._replace(below=below), request, num_computed_tokens)
-        if found.fetch is None:
+        offer = plan(view._replace(below=below), request, num_computed_tokens)
+        if offer.fetch is None:
             break
-        boundary, fetch, num = found.fetch
+        boundary, fetch, num = offer.fetch
         if boundary.would_fetch(fetch, num):
             break
-        below = found.nearer
-    else:
-        found = near
+        below, offer = offer.nearer, near
     factor = view.rules.blocks_per_host_block
     # Of the device, too, all that is there: also where another group has less.
     sources = source_of(view.pool), source_of(view.host, factor)
@@ -217,9 +186,9 @@ def explain(
         request.request_id,
         request.num_tokens,
         num_computed_tokens,
-        found.num_tokens,
-        found.is_awaited,
-        found.deferral,
+        offer.num_tokens,
+        offer.is_awaited,
+        offer.deferral,
         tuple(blocks),
         all(boundary.tier.is_listed for boundary in view.below),
     )
@@ -241,17 +210,29 @@ def _verdicts(
     device_blocks, host_blocks = (ids[group] for ids in presence.block_ids)
     usable = min(max(request.num_tokens - 1, 0) // spec.block_size, len(keys))
     is_there = ((device_blocks != NO_BLOCK) | (host_blocks != NO_BLOCK))[:usable]
-    end, longest, alone = (
-        num_tokens // spec.block_size
-        for num_tokens in (
-            match.num_tokens,
-            presence.num_tokens,
-            _prefix_alone(spec, is_there),
-        )
+    alone = find_longest_hit((spec,), (is_there,), is_there.size * spec.block_size)
+    end, longest, num_alone = (
+        hit.num_tokens // spec.block_size for hit in (match, presence, alone)
     )
     _, max_stored = view.requests.check_stores(request)
-    factor = view.rules.blocks_per_host_block
-    why_absent = _why_absent(view.host, max_stored, factor, spec, keys)
+    factor, host = view.rules.blocks_per_host_block, view.host
+    rows = list(keys[factor - 1 :: factor])
+    is_known, passes = host.contains(rows), host.passes(rows)
+
+    def why_absent(index: int) -> Reason:
+        row = index // factor
+        if row >= len(rows):
+            return "part"
+        if is_known[row]:
+            return "storing"
+        loss = host.drops.reason_of(rows[row])
+        if loss is not None:
+            return loss
+        if not passes[row]:
+            return "rare"
+        is_left_out = (row + 1) * factor * spec.block_size > max_stored
+        return "left out" if is_left_out else "never"
+
     in_load = _indices_in(near.current, group)
     for index in range(len(keys)):
         if index >= usable:
@@ -271,7 +252,7 @@ def _verdicts(
         elif index < longest:
             yield "missed", "no room" if view.rules.copy_on_device else "no copy"
         else:
-            yield "missed", "other group" if index < alone else "gap"
+            yield "missed", "other group" if index < num_alone else "gap"
 
 
 def _with_below(
@@ -280,7 +261,7 @@ def _with_below(
     keys: Sequence[BlockKey],
     blocks_per_row: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Yield the verdicts, once a lower tier was searched for missing blocks."""
+    """Yield the verdicts; those on missing blocks also consider a lower tier."""
     rows = list(keys[blocks_per_row - 1 :: blocks_per_row])
     is_there = boundary.tier.find(rows) != NO_BLOCK
     for index, (verdict, reason) in enumerate(verdicts):
@@ -289,7 +270,7 @@ def _with_below(
         is_absent = reason == "storing" or (
             verdict == "missed" and reason not in _ELSEWHERE
         )
-        if row < len(rows) and is_absent and boundary.is_fetching(rows[row]):
+        if row < len(rows) and is_absent and rows[row] in boundary.fetch_of:
             yield "pending", "fetching"
         elif row < len(rows) and verdict == "missed" and is_absent and is_there[row]:
             yield boundary.name, None
@@ -299,12 +280,6 @@ def _with_below(
             yield verdict, reason
 
 
-def _prefix_alone(spec: GroupSpec, is_there: NDArray[np.bool_]) -> int:
-    """Count the tokens of the longest prefix that a group has by itself."""
-    max_tokens = is_there.size * spec.block_size
-    return find_longest_hit((spec,), (is_there,), max_tokens).num_tokens
-
-
 def _indices_in(load: Load | None, group: int) -> set[int]:
     """Return the blocks of a group that a load brings."""
     if load is None:
@@ -312,36 +287,6 @@ def _indices_in(load: Load | None, group: int) -> set[int]:
     indices = load.row_indices[load.row_groups == group].reshape(-1).tolist()
     copied = load.copy_indices[load.copy_groups == group].tolist()
     return {*indices, *copied} - {NO_BLOCK}
-
-
-def _why_absent(
-    host: BlockIndex,
-    max_stored: int,
-    factor: int,
-    spec: GroupSpec,
-    keys: Sequence[BlockKey],
-) -> Callable[[int], Reason]:
-    """Return a function that returns why a block of a group is on neither tier."""
-    rows = list(keys[factor - 1 :: factor])
-    is_known = host.contains(rows)
-    passes = host.passes(rows)
-
-    def why(index: int) -> Reason:
-        row = index // factor
-        if row >= len(rows):
-            return "part"
-        if is_known[row]:
-            return "storing"
-        loss = host.drops.reason_of(rows[row])
-        if loss is not None:
-            return loss
-        if not passes[row]:
-            return "rare"
-        if (row + 1) * factor * spec.block_size > max_stored:
-            return "left out"
-        return "never"
-
-    return why
 
 
 def _span(first: int, last: int) -> str:

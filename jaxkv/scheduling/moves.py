@@ -50,10 +50,7 @@ class Move(Generic[Ids]):
 
 
 class Ledger(Generic[AnyMove]):
-    """Moves between two tiers that have left, and that some worker has not reported.
-
-    `what` is the name of one in errors.
-    """
+    """Moves in flight between two tiers; `what` names one in errors."""
 
     def __init__(self, what: str, num_workers: int) -> None:
         self.moves: dict[Hashable, AnyMove] = {}  # By name, the oldest first.
@@ -109,7 +106,6 @@ class Ledger(Generic[AnyMove]):
         self.num_blocks -= move.num_blocks
 
     def _names(self) -> str:
-        """List the first moves in flight."""
         num_unlisted = len(self.moves) - _MAX_NAMES
         names = f"{list(self.moves)[:_MAX_NAMES]}"
         return f"{names} and {num_unlisted} more" if num_unlisted > 0 else names

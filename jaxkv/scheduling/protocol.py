@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -50,7 +51,6 @@ class Request(Protocol):
     @property
     def request_id(self) -> str:
         """Unique among the requests that are alive or have a load in flight."""
-        ...
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
@@ -60,27 +60,23 @@ class Request(Protocol):
         stands for all tokens up to the end of its block. The engine may shorten the
         list and rewrite keys.
         """
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far, prompt and generated."""
-        ...
 
     @property
     def num_computed_tokens(self) -> int:
         """Tokens, of these, whose KV is in the device pool."""
-        ...
 
 
 def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
     """Return a block table as one list for each group of layers; [] for no blocks.
 
-    Raises:
-        TypeError: It is not a list or an array, such as a string.
-        ValueError: It has not a list for each group.
+    Raises TypeError if it is not a list or an array, and ValueError if it does not have
+    a list for each group.
     """
-    items = _listed(table)
+    items = _items_of(table)
     if not items:
         return [[] for _ in range(num_groups)]
     # An array without axes has no length, though it has the method.
@@ -92,27 +88,23 @@ def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
         if num_groups == 1:
             wanted = "be a list of block ids: the model has one group"
         raise ValueError(f"the block table of {len(items)} items must {wanted}.")
-    return list(map(_listed, items))
+    return list(map(_items_of, items))
 
 
-def _listed(items: Any) -> list[Any]:
-    """List block ids, or tables of several groups; arrays as Python's ints.
-
-    Raises:
-        TypeError: Text, or what has no items in an order.
-    """
-    if type(items) is list:
-        return list(items)
-    if hasattr(items, "dtype") and getattr(items, "ndim", False):
-        ids = np.asarray(items)
+def _items_of(table: Any) -> list[Any]:
+    """List block ids, or tables of several groups; ids of an array as Python's ints."""
+    if type(table) is list:
+        return list(table)
+    if hasattr(table, "dtype") and getattr(table, "ndim", False):
+        ids = np.asarray(table)
         # An empty list becomes an array of floats.
-        if (ids.dtype.kind in "iu" or not ids.size) and not np.ma.is_masked(items):
-            listed: list[Any] = ids.tolist()
-            return listed
-    elif isinstance(items, Sequence) and not isinstance(items, str | bytes | bytearray):
-        return list(items)
+        if (ids.dtype.kind in "iu" or not ids.size) and not np.ma.is_masked(table):
+            items: list[Any] = ids.tolist()
+            return items
+    elif isinstance(table, Sequence) and not isinstance(table, str | bytes | bytearray):
+        return list(table)
     raise TypeError(
-        f"the block table {shown(items)} must be a list, or an array of ints, of block "
+        f"the block table {shown(table)} must be a list, or an array of ints, of block "
         "ids; of several groups a list of these."
     )
 
@@ -120,19 +112,12 @@ def _listed(items: Any) -> list[Any]:
 def checked_tables(
     request_id: str, table: BlockTable, num_groups: int, num_blocks: int
 ) -> list[list[int]]:
-    """Return a block table as `tables_by_group` does, without ids of no device block.
-
-    Raises:
-        TypeError: As `tables_by_group`.
-        ValueError: The lists are not as many as the groups, or something in them is no
-            block's id.
-    """
+    """Return `tables_by_group`; raise ValueError for an id that no device block has."""
     tables = tables_by_group(table, num_groups)
     return [_checked_ids(request_id, ids, num_blocks) for ids in tables]
 
 
 def _checked_ids(request_id: str, values: list[Any], num_blocks: int) -> list[int]:
-    """Return block ids as Python's ints; refuse others."""
     if len(values) == 1 and type(values[0]) is int and 0 <= values[0] < num_blocks:
         # What a running request gets: two thirds less time where caches are cold.
         return values
@@ -144,16 +129,12 @@ def _checked_ids(request_id: str, values: list[Any], num_blocks: int) -> list[in
             return ids.tolist()
     except (TypeError, OverflowError):
         pass
-    wrong = next(value for value in values if not _is_id(value, num_blocks))
+    numbers = zip(values, map(whole, values), strict=True)
+    wrong = next(v for v, n in numbers if n is None or not 0 <= n < num_blocks)
     raise ValueError(
         f"{shown(wrong)} in the block table of request {shown(request_id)} must be a "
         f"block id, an int in [0, {num_blocks})."
     )
-
-
-def _is_id(value: object, num_blocks: int) -> bool:
-    number = whole(value)
-    return number is not None and 0 <= number < num_blocks
 
 
 @dataclasses.dataclass(slots=True)  # Made in each step: frozen ones take twice as long.
@@ -193,9 +174,7 @@ class TierProbe:
     event: int  # Numbered among probes.
     # Keys of blocks that continue one another, for each group of layers.
     runs: tuple[tuple[BlockKey, ...], ...]
-    # How long a request waits for the answer. What is unknown by then is reported as
-    # missing.
-    wait_s: float
+    wait_s: float  # When blocks without an answer are reported as missing.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +203,7 @@ class TierReport:
     # Whether the tier is listed: with these, a listing has found all (True), has
     # failed, or takes longer than a caller waits for it (False). None for nothing new.
     listed: bool | None = None
-    # How many blocks the tier may hold and has, once it is listed; None if unknown.
+    # The most blocks of the tier, and how many the listing has; None if unknown.
     bound: tuple[int, int] | None = None
     # Keys of blocks that the listing has deleted, as they were too many.
     gone: tuple[BlockKey, ...] = ()
@@ -241,23 +220,18 @@ class Mover(Protocol):
     @property
     def num_in_flight(self) -> int:
         """Fetches, writes and probes that were started and are not over."""
-        ...
 
     def start(self, moves: TierMoves | None) -> None:
         """Start what a step asks for, None for nothing; returns at once."""
-        ...
 
     def advance(self) -> None:
         """Go on with what is under way; returns at once."""
-        ...
 
     def take_reports(self, max_found_keys: int = ...) -> tuple[TierReport, ...]:
         """Return what has ended, with at most `max_found_keys` keys of a listing."""
-        ...
 
     def wait(self) -> None:
         """Wait until all fetches, writes and probes are over, or late."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,14 +349,9 @@ class ConnectorOutput:
         outputs = [output for output in outputs if output is not NO_REPORTS]
         if len(outputs) < 2:
             return outputs[0] if outputs else NO_REPORTS
-        chain = itertools.chain.from_iterable
-        return ConnectorOutput(
-            tuple(chain(output.finished_recving for output in outputs)),
-            tuple(chain(output.failed_recving for output in outputs)),
-            tuple(chain(output.completed_store_events for output in outputs)),
-            tuple(chain(output.failed_store_events for output in outputs)),
-            tuple(chain(output.below for output in outputs)),
-        )
+        names = [field.name for field in dataclasses.fields(ConnectorOutput)]
+        values: Any = (map(attrgetter(name), outputs) for name in names)
+        return ConnectorOutput(*map(tuple, map(chain.from_iterable, values)))
 
 
 NO_REPORTS = ConnectorOutput()

@@ -54,7 +54,7 @@ class Reporting:
 
     @property
     def stats(self) -> OffloadStats:
-        """Counts of stores and loads so far."""
+        """Counts of stores and loads that have ended so far."""
         host = self._manager
         stats = dataclasses.replace(
             self._stats, num_evicted=host.num_evicted, num_skipped=host.num_skipped
@@ -65,7 +65,7 @@ class Reporting:
 
     @property
     def shadow_counts(self) -> tuple[ShadowCount, ...]:
-        """The counts of each of the `shadow` tiers; any thread may ask."""
+        """The counts of each of the `shadow` tiers; any thread may read them."""
         return self._whatif.counts
 
     def outlook(self) -> Outlook:
@@ -94,7 +94,7 @@ class Reporting:
 
     @property
     def num_policy_changes(self) -> int | None:
-        """Changes of the policy by "auto"; None with another."""
+        """Changes of the policy by "auto"; None with another `cache_policy`."""
         return self._whatif.num_changes
 
     @property
@@ -112,15 +112,11 @@ class Reporting:
 
         An engine without requests goes on stepping while there are.
         """
-        return len(self._stores) > 0 or any(
-            boundary.has_writes for boundary in self.below
-        )
+        return len(self._stores) > 0 or any(below.has_writes for below in self.below)
 
     def has_pending_loads(self) -> bool:
         """Whether blocks are in flight to the device, for any request."""
-        return len(self._loads) > 0 or any(
-            boundary.has_fetches for boundary in self.below
-        )
+        return len(self._loads) > 0 or any(below.has_fetches for below in self.below)
 
     @property
     def is_storage_listed(self) -> bool:
@@ -128,13 +124,11 @@ class Reporting:
         return all(boundary.tier.is_listed for boundary in self._storage)
 
     def num_fetched_tokens(self, request_id: str) -> int:
-        """Return the tokens that came from the store because a request waited for them.
+        """Return the tokens of a request's last fetch from the store.
 
-        Its last fetch counts, until it finishes.
+        It is 0 if the request waited for none, or has finished.
         """
-        nums = (
-            boundary.num_fetched_tokens.get(request_id, 0) for boundary in self.below
-        )
+        nums = [below.num_fetched_tokens.get(request_id, 0) for below in self.below]
         return max(nums, default=0)
 
     def explain(

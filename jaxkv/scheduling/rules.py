@@ -15,8 +15,8 @@ from jaxkv.search.groups import FullAttention, GroupSpec
 WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]
 """Which blocks of a tier are written to the next one down."""
 
-# Several extents of one device, half an extent of eight: to start the transfer of fewer
-# bytes takes the engine's thread about as long as they take on the bus.
+# To start the transfer of fewer bytes takes the engine's thread about as long as they
+# take on the bus.
 _BATCH_BYTES = 32 << 20
 _MAX_BATCH_BLOCKS = 64
 
@@ -230,7 +230,7 @@ class RuleSettings(Settings):
 @settings.documented
 @dataclasses.dataclass(frozen=True)
 class OffloadRules(RuleSettings):
-    """The rules by which `OffloadScheduler` stores and loads.
+    """Rules for the stores and loads of `OffloadScheduler`.
 
     Raises:
         ConfigError: A ValueError. Values are out of range, unknown, or of another
@@ -265,13 +265,10 @@ class OffloadRules(RuleSettings):
 
 def unseen_rules(setting: str, rules: RuleSettings) -> Iterator[str]:
     """Yield why rules exclude a setting that needs shadows."""
-    for word, is_seen in (
-        ("retention", not rules.retention),
-        ("blocks_per_host_block", rules.blocks_per_host_block == 1),
-    ):
-        if not is_seen:
+    for word, seen in (("retention", False), ("blocks_per_host_block", 1)):
+        if (value := getattr(rules, word)) != seen:
             yield (
-                f"{setting} and {word}={getattr(rules, word)} exclude one another: "
+                f"{setting} and {word}={value} exclude one another: "
                 "shadows know neither priorities nor rows of blocks."
             )
 
@@ -291,24 +288,18 @@ def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
         check_seen(f"shadow={shown(rules.shadow)}", groups)
     factor = rules.blocks_per_host_block
     if factor > 1 and groups != (FullAttention(groups[0].block_size),):
-        raise ConfigError(
-            [
-                f"blocks_per_host_block={factor} needs a model with one group, of full "
-                f"attention: blocks of {groups} do not come and go in such rows."
-            ]
+        fault = (
+            f"blocks_per_host_block={factor} needs a model with one group, of full "
+            f"attention: blocks of {groups} do not come and go in such rows."
         )
+        raise ConfigError([fault])
 
 
 def check_victims(write: WriteRule, tells_victims: bool) -> None:
-    """Refuse `on_evict` for a tier that does not know its next victims.
-
-    Raises:
-        ConfigError: It says what to choose instead.
-    """
+    """Raise ConfigError for `on_evict` if a tier does not know its next victims."""
     if write == "on_evict" and not tells_victims:
-        raise ConfigError(
-            [
-                "storage_write='on_evict' needs cache_policy='lru', executor='native' "
-                "and retention=False: no other tier tells what it would evict next."
-            ]
+        fault = (
+            "storage_write='on_evict' needs cache_policy='lru', executor='native' and "
+            "retention=False: no other tier tells what it would evict next."
         )
+        raise ConfigError([fault])

@@ -540,7 +540,7 @@ class OffloadScheduler(Reporting):
         stored, unstored = map(tuple, self._stores.report(pool, stores))
         if output.below:
             for boundary in self.below:
-                boundary.report(boundary.reports_in(output.below))
+                boundary.report(output.below)
             # What has ended may make room on the host.
             self._stores.num_changes += 1
         return ConnectorOutput(finished, failed, stored, unstored, output.below)

@@ -16,8 +16,8 @@ SIZE_BUCKETS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 LOOKUP_BUCKETS = (1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 DELAY_BUCKETS = (1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
-MOST_SAMPLES = 1 << 14
-"""Values that a `Histogram` keeps until they are taken; then the last ones."""
+MAX_SAMPLES = 1 << 14
+"""The last values that a `Histogram` keeps until they are taken."""
 
 
 @dataclasses.dataclass
@@ -41,19 +41,14 @@ class OffloadStats:
     num_dropped_failed: int = 0
     num_dropped_reset: int = 0
     num_offered: int = 0  # Blocks that got a place on the host, or were dropped.
-    # Times that a host block was not stored because too few had asked for it
-    # (`OffloadRules.store_threshold`), or because it was in the tail of a prompt that
-    # no request had asked for (`max_unseen_blocks`).
+    # Times that a host block was not stored because too few requests had asked for it
+    # (`OffloadRules.store_threshold`, `max_unseen_blocks`).
     num_skipped: int = 0
-    # Blocks of requests that were not stored because nothing stored had been asked for
-    # (`pause_unused_stores`).
-    num_paused: int = 0
+    num_paused: int = 0  # Blocks that were not stored by `pause_unused_stores`.
     num_evicted: int = 0  # Host blocks that were evicted to make room for others.
     num_loads: int = 0  # Loads that arrived, each for a request.
     num_loads_failed: int = 0
-    # Lookups whose load would have taken longer than to compute; a request that asks
-    # again counts again.
-    num_loads_declined: int = 0
+    num_loads_declined: int = 0  # Lookups whose load would have been slower.
     num_loaded: int = 0  # Blocks that came back from the host.
     num_copied: int = 0  # Blocks that were copied on the device, instead of loaded.
     num_storage_stored: int = 0  # Blocks that got to the store.
@@ -66,7 +61,7 @@ class OffloadStats:
     num_storage_loaded: int = 0  # Blocks that came from the store to the host.
     num_storage_failed: int = 0  # Blocks that were missing there, damaged or late.
     num_storage_found: int = 0  # Blocks that the store had when it was asked.
-    num_storage_evicted: int = 0  # Host blocks that the store was to delete.
+    num_storage_evicted: int = 0  # Host blocks that the store had to delete.
     # Times that nothing was fetched from the store, as computing was faster.
     num_fetches_declined: int = 0
     num_device_hit_tokens: int = 0  # Tokens of new requests found on the device.
@@ -79,17 +74,13 @@ class OffloadStats:
     @property
     def num_storage_dropped(self) -> int:
         """Blocks for the store that were not written."""
-        return (
-            self.num_storage_dropped_slow
-            + self.num_storage_dropped_evicted
-            + self.num_storage_dropped_failed
-            + self.num_storage_dropped_reset
-        )
+        num = self.num_storage_dropped_slow + self.num_storage_dropped_evicted
+        return num + self.num_storage_dropped_failed + self.num_storage_dropped_reset
 
     def with_storage(self, counts: TierCounts, num_evicted: int) -> OffloadStats:
         """Return a copy with the counts of blocks between the host and a store."""
-        own = {f"num_storage_{name}": num for name, num in vars(counts).items()}
-        return dataclasses.replace(self, num_storage_evicted=num_evicted, **own)
+        nums = {f"num_storage_{name}": num for name, num in vars(counts).items()}
+        return dataclasses.replace(self, num_storage_evicted=num_evicted, **nums)
 
     def count_request(
         self, request: Request, num_local: int | None, num_external: int
@@ -166,9 +157,9 @@ class Histogram:
             self._samples.append(value)
 
     def keep_samples(self) -> None:
-        """Keep values from now on, at most `MOST_SAMPLES`, for `take_samples`."""
+        """Keep values from now on, at most `MAX_SAMPLES`, for `take_samples`."""
         if self._samples is None:
-            self._samples = deque(maxlen=MOST_SAMPLES)
+            self._samples = deque(maxlen=MAX_SAMPLES)
 
     def take_samples(self) -> list[float]:
         """Return the values kept since the last call; only the adding thread may."""
@@ -198,17 +189,13 @@ class Delays(Listener):
     def looked_up(self, lookup: Lookup) -> None:
         """Measure a lookup that has just ended."""
         request_id, start_s = lookup.request.request_id, lookup.start_s
-        now_s = self.clock()
-        self.lookups.add(now_s - start_s)
+        self.lookups.add(self.clock() - start_s)
         if lookup.num_tokens is None:
             self._deferred_s.setdefault(request_id, start_s)
             return
-        if request_id in self._deferred_s:
-            self._end_deferral(request_id, now_s)
+        self.left(request_id)
         if lookup.is_awaited:
             self._offered_s[request_id] = start_s
-        else:
-            self._offered_s.pop(request_id, None)
 
     def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:
         """Measure loads that have ended."""
@@ -221,7 +208,4 @@ class Delays(Listener):
         """End the deferral of a request that waits no more."""
         self._offered_s.pop(request_id, None)
         if request_id in self._deferred_s:
-            self._end_deferral(request_id, self.clock())
-
-    def _end_deferral(self, request_id: str, now_s: float) -> None:
-        self.deferrals.add(now_s - self._deferred_s.pop(request_id))
+            self.deferrals.add(self.clock() - self._deferred_s.pop(request_id))

@@ -358,7 +358,7 @@ class RecordLife(Life):
         return self.NUM_REQUESTS + self.NUM_AFTER * self.must_recover
 
     def _recorder(self):
-        with mock.patch.object(record, "LEAST_MAX_BYTES", 1):
+        with mock.patch.object(record, "MIN_MAX_BYTES", 1):
             return TraceRecorder(
                 self.path,
                 max_bytes=self.MAX_BYTES,

@@ -46,7 +46,7 @@ OUTSIDE = {
         "stats.py Histogram.take_samples",
     ),
     "it is about several processes, or several tiers": (
-        *("protocol.py OffloadMetadata.digest", "protocol.py _listed"),
+        *("protocol.py OffloadMetadata.digest", "protocol.py _items_of"),
         "plan.py checked_rates",
     ),
 }

@@ -1684,21 +1684,31 @@ _IGNORED = {
     *("_asked", "_next_event", "num_fetched_tokens", "_num_holders", "_last_ask"),
     *("_num_asks", "_num_released", "_num_readers", "num_changes", "_num_found"),
     *("bytes_per_s", "load_bytes_per_s", "prefill_tokens_per_s", "_is_refused"),
-    *(("Boundary", "num_lost"), ("Load", "keys"), ("Requests", "by_request")),
+    *(
+        ("Boundary", "num_lost"),
+        ("Boundary", "_reuse_filter"),
+        ("Load", "keys"),
+        ("Requests", "by_request"),
+    ),
 }
 
 
 def _queued(world, queued, fields):
-    """Return who waits for room, how often it has asked, and who has asked before."""
+    """Return who waits for room, how often it has asked, and who has asked before.
+
+    The last two count from when a hold has ended.
+    """
     asks, entries = fields["_last_ask"], world._entries
     others = {*fields["holds"], *fields["waits"]}
-    return [
-        (name, own["num_asks"], sorted(o for o in others if asks[o] < own["first_ask"]))
-        for name, own in sorted(
-            (n, entries[ref.name].fields) for n, ref in queued.items()
-        )
-        if own["num_released"] == fields["_num_released"]
-    ]
+    rows = []
+    for name, ref in sorted(queued.items()):
+        own = entries[ref.name].fields
+        row = name, own["num_vain"]
+        if own["num_released"] == fields["_num_released"]:
+            before = sorted(o for o in others if asks[o] < own["first_ask"])
+            row += own["num_asks"], before
+        rows.append(row)
+    return rows
 
 
 def _lazy_look(world, seen, fields):

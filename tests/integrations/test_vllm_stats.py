@@ -6,7 +6,7 @@ from jaxkv.integrations.vllm.stats import (
     OffloadConnectorStats,
     StatsReader,
 )
-from jaxkv.scheduling.stats import MOST_SAMPLES
+from jaxkv.scheduling.stats import MAX_SAMPLES
 
 
 def test_two_reports_add_up_to_the_sums_the_last_gauges_and_all_samples():
@@ -30,12 +30,12 @@ def test_two_reports_add_up_to_the_sums_the_last_gauges_and_all_samples():
 def test_samples_that_nobody_takes_are_not_kept_without_end():
     scheduler = OffloadScheduler(4, 8)
     reader = StatsReader(scheduler)
-    for number in range(MOST_SAMPLES + 100):
+    for number in range(MAX_SAMPLES + 100):
         scheduler.delays.lookups.add(float(number))
     name = "vllm:kv_offload_lookup_sync_delay_seconds"
     samples = reader.take(is_last=True).data["samples"][name]
-    assert samples == [float(number) for number in range(100, MOST_SAMPLES + 100)]
-    assert sum(scheduler.delays.lookups.counts) == MOST_SAMPLES + 100
+    assert samples == [float(number) for number in range(100, MAX_SAMPLES + 100)]
+    assert sum(scheduler.delays.lookups.counts) == MAX_SAMPLES + 100
     scheduler.delays.lookups.add(7.0)
     assert reader.take(is_last=True).data["samples"] == {name: [7.0]}
     assert reader.take(is_last=True) is None

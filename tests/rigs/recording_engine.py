@@ -30,7 +30,7 @@ def main(path, mode, argument="0"):
         limit = int(argument)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     max_bytes = 1 << 18 if mode == "rotating" else 1 << 20
-    with mock.patch.object(record, "LEAST_MAX_BYTES", max_bytes):
+    with mock.patch.object(record, "MIN_MAX_BYTES", max_bytes):
         recorder = TraceRecorder(path, max_bytes=max_bytes, max_files=3)
     recorder.describe(BLOCK_SIZE)
     if mode == "exit":

@@ -143,7 +143,7 @@ def store():
 
 def oks(store):
     """What has come of the fetch; None if it is not over."""
-    wait_for(lambda: not store.worker._read_of or store.worker.advance())
+    wait_for(lambda: not store.worker._task_of or store.worker.advance())
     ended = [each for own in store.worker.take_reports() for each in own.fetched]
     return ended[0][1] if ended else None
 

@@ -276,7 +276,7 @@ class Store:
 
     def finish_probes(self):
         """Take the answers of all probes, however late."""
-        while self.worker._probe_of:
+        while self.worker._probes or self.worker._num_unanswered:
             self.worker.advance()
 
 

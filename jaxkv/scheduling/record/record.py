@@ -6,13 +6,10 @@ A file has one JSON object a line, first one about the file itself, then one a r
     {"t": 12.345, "in": 100, "out": 30, "device": 32, "host": 16, "stop": "end_turn",
      "ids": [4711, 815, ...], "out_ids": [42, 99]}
 
-No token is written, and no key of a block: an id is a keyed hash of a block's key, by a
-random secret that is not kept (`jaxkv.keys.keyed`). docs/sizing.md describes the
-fields, and what a file reveals.
-
-A step queues references and never waits. A thread hashes, formats and writes them about
-twice a second. What it cannot write, or has no room for in its queue, is dropped and
-counted.
+Neither tokens nor keys are written: an id is a hash of a block's key by a random secret
+that is not kept (`jaxkv.keys.keyed`). docs/sizing.md describes the fields, and what a
+file reveals. A step queues references and never waits. A thread hashes, formats and
+writes them about twice a second; requests that it cannot write are dropped and counted.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
 from jaxkv._util import Resource, check_whole, parse_bytes, read_file, shown
 from jaxkv._util.outage import OutageLog
@@ -42,21 +39,21 @@ FORMAT = "jaxkv trace 1"
 
 DEFAULT_MAX_BYTES = 256 << 20
 DEFAULT_MAX_FILES = 4
-LEAST_MAX_BYTES = 1 << 20
+MIN_MAX_BYTES = 1 << 20
 """A file has room for a request of 800,000 tokens in blocks of 16."""
 
-LEAST_KEY_BYTES = 16
+MIN_KEY_BYTES = 16
 """The shortest secret that others cannot guess."""
 
 _WRITE_EVERY_S = 0.5
 _MAX_QUEUED_BLOCKS = 1 << 18
 _MAX_QUEUED_REQUESTS = 1 << 14
 _PIECE_BYTES = 1 << 18
-# Ids that are formatted at a time: for so long, some 0.1 ms, other threads wait.
-_IDS_AT_A_TIME = 1024
+_IDS_AT_A_TIME = 1024  # Formatted while other threads wait: some 0.1 ms.
 _CLOSE_TIMEOUT_S = 10.0
 
 _log = logging.getLogger("jaxkv")
+_Field = TypeVar("_Field")
 
 
 class RecordStats(NamedTuple):
@@ -129,8 +126,8 @@ class TraceRecorder(Resource):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         max_bytes = parse_bytes(max_bytes)
-        if max_bytes < LEAST_MAX_BYTES:
-            raise ValueError(f"{max_bytes=} must be at least {LEAST_MAX_BYTES}.")
+        if max_bytes < MIN_MAX_BYTES:
+            raise ValueError(f"{max_bytes=} must be at least {MIN_MAX_BYTES}.")
         check_whole(1, max_files=max_files)
         self.path = os.fspath(path)
         secret = _read_secret(os.fspath(key_file)) if key_file is not None else None
@@ -140,11 +137,11 @@ class TraceRecorder(Resource):
         self._writer = _Writer(
             self.path, max_bytes, max_files, secret or secrets.token_bytes(SECRET_BYTES)
         )
-        self._finalizer = weakref.finalize(self, _end, self._writer, self._open)
+        self._finalizer = weakref.finalize(self, self._writer.close, self._open)
 
     @property
     def stats(self) -> RecordStats:
-        """Counts of requests so far; any thread may ask."""
+        """Counts of requests so far; any thread may read them."""
         return RecordStats(self._writer.num_written, self._writer.num_dropped)
 
     def describe(
@@ -166,8 +163,9 @@ class TraceRecorder(Resource):
                 "one for each, with a file of its own."
             )
         self._writer.keys_per_id = keys_per_id
-        known = {name: fact for name, fact in facts.items() if fact is not None}
-        self._writer.start({"block_size": block_size, **known})
+        self._writer.facts = {"block_size": block_size, **_without_none(facts)}
+        # Now, so that the first request's step need not wait for it.
+        self._writer.has_thread()
 
     def begin(
         self,
@@ -187,8 +185,11 @@ class TraceRecorder(Resource):
             host_tokens: Tokens that come from the host in addition; None if not looked
                 up.
         """
+        now_us = int(1e6 * (self._clock() - self._start_s))
+        # Never the same twice, so that it is an order, too.
+        self._last_us = max(now_us, self._last_us + 1)
         self._open[name] = _Request(
-            self._now_us(), keys, input_tokens, device_tokens, host_tokens
+            self._last_us, keys, input_tokens, device_tokens, host_tokens
         )
 
     def finish(
@@ -203,8 +204,8 @@ class TraceRecorder(Resource):
 
         Args:
             name: The request's name; nothing happens if it has not begun.
-            keys: The keys of all its blocks, which may only grow, too; None for the
-                same as at first.
+            keys: The keys of all its blocks, which may only grow, too; None if `begin`
+                got all of them.
             num_tokens: Its tokens, prompt and generated; None if unknown.
             num_computed: Those that had KV; None if unknown.
             stop: Why it stopped, if known.
@@ -212,16 +213,11 @@ class TraceRecorder(Resource):
         request = self._open.pop(name, None)
         if request is None:
             return
-        num_output = None
         if num_tokens is not None:
-            num_output = max(num_tokens - request.input_tokens, 0)
-        request = request._replace(
-            keys=request.keys if keys is None else keys,
-            output_tokens=num_output,
-            num_computed=num_computed,
-            stop=stop,
-        )
-        self._writer.put(request)
+            num_tokens = max(num_tokens - request.input_tokens, 0)
+        keys = request.keys if keys is None else keys
+        ended: Any = {"output_tokens": num_tokens, "num_computed": num_computed}
+        self._writer.put(request._replace(keys=keys, stop=stop, **ended))
 
     def flush(self) -> None:
         """Wait until all finished requests have been written, or dropped."""
@@ -234,22 +230,9 @@ class TraceRecorder(Resource):
         """
         self._finalizer()
 
-    def _now_us(self) -> int:
-        """Return the time; never the same twice, so that it is an order, too."""
-        now_us = int(1e6 * (self._clock() - self._start_s))
-        self._last_us = max(now_us, self._last_us + 1)
-        return self._last_us
-
-
-def _end(writer: _Writer, unfinished: dict[str, _Request]) -> None:
-    for request in unfinished.values():
-        writer.put(request, is_last=True)
-    unfinished.clear()
-    writer.close()
-
 
 class _Writer:
-    """The thread and its queue; neither refers to the recorder, which may be freed."""
+    """The thread and its queue. Neither refers to the recorder, which may be freed."""
 
     def __init__(
         self, path: str, max_bytes: int, max_files: int, secret: bytes
@@ -257,10 +240,8 @@ class _Writer:
         # Fields about the engine in each file's first line; empty until described.
         self.facts: dict[str, str | int] = {}
         self.keys_per_id = 1
-        self.num_written = 0
-        self.num_dropped = 0
-        self._path = path
-        self._secret = secret
+        self.num_written = self.num_dropped = 0
+        self._path, self._secret = path, secret
         self._begun_unix_ms = int(1000 * time.time())
         self._file = TraceFile(path, max_bytes, max_files, self._header)
         self._pid = os.getpid()
@@ -276,18 +257,10 @@ class _Writer:
         self._is_closed = False
         # Used by the thread alone: dropped requests that the file does not count yet.
         self._num_uncounted = 0
-        self._outage = OutageLog(
-            _log,
-            f"requests are not recorded to {path}",
-            f"requests are recorded to {path}",
-        )
+        begun = f"requests are not recorded to {path}"
+        self._outage = OutageLog(_log, begun, f"requests are recorded to {path}")
 
-    def start(self, facts: dict[str, str | int]) -> None:
-        """Start the thread, so that the first request's step need not wait for it."""
-        self.facts = facts
-        self._has_thread()
-
-    def _has_thread(self) -> bool:
+    def has_thread(self) -> bool:
         """Start the thread, unless it runs; the next call tries again."""
         with self._changed:
             if self._thread is None and self.facts:
@@ -323,11 +296,11 @@ class _Writer:
             self._is_urgent |= 2 * self._num_blocks > _MAX_QUEUED_BLOCKS
             if self._is_urgent or len(self._queue) == 1:
                 self._changed.notify_all()
-        self._has_thread()
+        self.has_thread()
 
     def flush(self) -> None:
         """Wait until all queued requests have been written or dropped."""
-        if os.getpid() != self._pid or not self._has_thread():
+        if os.getpid() != self._pid or not self.has_thread():
             return
         with self._changed:
             num_put = self._num_put
@@ -335,8 +308,11 @@ class _Writer:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._num_done >= num_put)
 
-    def close(self) -> None:
-        """Write all queued requests, and close the file."""
+    def close(self, unfinished: dict[str, _Request]) -> None:
+        """Write all queued and unfinished requests, and close the file."""
+        for request in unfinished.values():
+            self.put(request, is_last=True)
+        unfinished.clear()
         if os.getpid() != self._pid:
             return  # The file is the parent's.
         with self._changed:
@@ -376,18 +352,6 @@ class _Writer:
             num_refused, self._num_refused = self._num_refused, 0
         if num_refused:
             self._drop(num_refused, "it is too slow")
-        for requests, texts in self._pieces(queue):
-            if texts:
-                self._write(texts)
-            with self._changed:
-                self._num_blocks -= sum(len(request.keys) for request in requests)
-                self._num_done += len(requests)
-                self._changed.notify_all()
-
-    def _pieces(
-        self, queue: Sequence[_Request]
-    ) -> Iterator[tuple[list[_Request], list[bytes]]]:
-        """Yield requests and their lines, as many at a time as are written at once."""
         requests: list[_Request] = []
         texts: list[bytes] = []
         for request in queue:
@@ -396,18 +360,21 @@ class _Writer:
                 texts.append(self._line_of(request))
             except Exception as error:  # A wrong request must not stop an engine.
                 self._drop(1, repr(error))
-            if sum(map(len, texts)) >= _PIECE_BYTES:
-                yield requests, texts
-                requests, texts = [], []
-        if requests:
-            yield requests, texts
+            if request is not queue[-1] and sum(map(len, texts)) < _PIECE_BYTES:
+                continue
+            if texts:
+                self._write(texts)
+            with self._changed:
+                self._num_blocks -= sum(len(request.keys) for request in requests)
+                self._num_done += len(requests)
+                self._changed.notify_all()
+            requests, texts = [], []
 
     def _write(self, texts: Sequence[bytes]) -> None:
-        lines = list(texts)
-        if self._num_uncounted:
-            lines.insert(0, _line({"dropped": self._num_uncounted}))
+        num = self._num_uncounted
+        head = [_line({"dropped": num})] if num else []
         try:
-            self._file.append(b"".join(lines))
+            self._file.append(b"".join([*head, *texts]))
         except OSError as error:
             self._drop(len(texts), error.strerror or str(error))
         else:
@@ -421,20 +388,17 @@ class _Writer:
         self._outage.begin(why)
 
     def _header(self, num_before: int) -> bytes:
-        key_id = hashlib.blake2b(
-            b"jaxkv trace key", key=self._secret, digest_size=8
-        ).hexdigest()
-        return _line(
-            {
-                "format": FORMAT,
-                **self.facts,
-                "times": "ms",
-                "lengths": "tokens",
-                "began_unix_ms": self._begun_unix_ms,
-                "key_id": key_id,
-                "part": num_before,
-            }
-        )
+        key = hashlib.blake2b(b"jaxkv trace key", key=self._secret, digest_size=8)
+        fields = {
+            "format": FORMAT,
+            **self.facts,
+            "times": "ms",
+            "lengths": "tokens",
+            "began_unix_ms": self._begun_unix_ms,
+            "key_id": key.hexdigest(),
+            "part": num_before,
+        }
+        return _line(fields)
 
     def _line_of(self, request: _Request) -> bytes:
         # One line that no reader accepts would make the whole file useless.
@@ -445,7 +409,7 @@ class _Writer:
         block_size = int(self.facts["block_size"])
         ids = hash_keys(words[self.keys_per_id - 1 :: self.keys_per_id], self._secret)
         num_prompt = request.input_tokens // block_size
-        fields: dict[str, Any] = {
+        fields = {
             "t": request.time_us / 1000,
             "in": request.input_tokens,
             "out": request.output_tokens,
@@ -453,14 +417,13 @@ class _Writer:
             "host": request.host_tokens,
             "stop": request.stop,
         }
-        known = {name: field for name, field in fields.items() if field is not None}
-        parts = [json.dumps(known, default=int)[:-1], ', "ids": ']
-        parts += _as_list(ids[:num_prompt])
+        texts = [json.dumps(_without_none(fields), default=int)[:-1], ', "ids": ']
+        texts += _as_list(ids[:num_prompt])
         if request.num_computed is not None:
             out_ids = ids[num_prompt : request.num_computed // block_size]
             if out_ids.size:
-                parts += [', "out_ids": ', *_as_list(out_ids)]
-        return "".join([*parts, "}\n"]).encode()
+                texts += [', "out_ids": ', *_as_list(out_ids)]
+        return "".join([*texts, "}\n"]).encode()
 
 
 def _as_list(ids: Any) -> Iterator[str]:
@@ -474,17 +437,16 @@ def _as_list(ids: Any) -> Iterator[str]:
     yield "]"
 
 
+def _without_none(fields: Mapping[str, _Field | None]) -> dict[str, _Field]:
+    return {name: field for name, field in fields.items() if field is not None}
+
+
 def _line(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
 def _read_secret(path: str) -> bytes:
-    """Read the secret of a file, or make one.
-
-    Raises:
-        OSError: The file cannot be read or made; the message names it.
-        ValueError: It has too few bytes to be a secret.
-    """
+    """Read the secret of a file, or make one."""
     try:
         if not os.path.exists(path):
             # Under another name first, as others may read it at the same moment. The
@@ -509,9 +471,9 @@ def _read_secret(path: str) -> bytes:
             f"cannot read the key for recorded ids from {shown(path)} ({why})",
         ) from None
     text = content.strip()
-    if len(text) < LEAST_KEY_BYTES:
+    if len(text) < MIN_KEY_BYTES:
         raise ValueError(
             f"the key file {shown(path)} has {len(text)} bytes, and must have at least "
-            f"{LEAST_KEY_BYTES} that nobody can guess; remove it, and it is made anew."
+            f"{MIN_KEY_BYTES} that nobody can guess; remove it, and it is made anew."
         )
     return hashlib.blake2b(text, digest_size=SECRET_BYTES).digest()

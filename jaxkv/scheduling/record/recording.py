@@ -21,8 +21,7 @@ class Recording(Listener):
         num_host_blocks: int,
         policy_name: str | None,
     ) -> None:
-        self._recorder = recorder
-        self._rules = rules
+        self._recorder, self._rules = recorder, rules
         full = (n for n, spec in enumerate(groups) if isinstance(spec, FullAttention))
         self._group = next(full, 0)
         self._block_size = groups[self._group].block_size * rules.blocks_per_host_block
@@ -51,13 +50,10 @@ class Recording(Listener):
         num_prompt = getattr(request, "num_prompt_tokens", None)
         if num_prompt is None:
             num_prompt = request.num_tokens
-        self._recorder.begin(
-            request.request_id,
-            start.keys[self._group],
-            num_prompt,
-            start.num_local,
-            None if start.num_local is None else start.num_external,
-        )
+        num_local = start.num_local
+        hits = num_local, None if num_local is None else start.num_external
+        keys = start.keys[self._group]
+        self._recorder.begin(request.request_id, keys, num_prompt, *hits)
 
     def finished(self, end: End) -> None:
         """Record that a request has finished, and what it leaves to be stored."""

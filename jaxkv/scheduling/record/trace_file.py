@@ -1,10 +1,9 @@
 """The file that requests are recorded in: of bounded size, whole, and of one process.
 
 If a file has no room for the next part, FILE becomes FILE.1, FILE.1 becomes FILE.2, and
-a new FILE begins. A file is locked while it is written, so that no two processes write
-one. A part that could not be written whole, as the disk is full, is cut off again. A
-file whose name ends in ".gz" is a row of gzip members, each whole: a process that is
-killed leaves a file that can be read up to its last member.
+a new FILE begins. A lock keeps other processes from writing it. A part that could not
+be written whole, as the disk is full, is cut off again. A file whose name ends in ".gz"
+is a row of whole gzip members: after a kill it can be read up to its last member.
 """
 
 from __future__ import annotations
@@ -31,10 +30,6 @@ class TraceFile:
 
     An existing file is rotated away. `header` returns how a file begins, given how many
     came before.
-
-    Raises:
-        OSError: The file cannot be written, or another process writes it. The message
-            names it.
     """
 
     def __init__(
@@ -44,13 +39,10 @@ class TraceFile:
         max_files: int,
         header: Callable[[int], bytes],
     ) -> None:
-        self.path = path
-        self._max_bytes = max_bytes
-        self._max_files = max_files
-        self._header = header
+        self.path, self._header = path, header
+        self._max_bytes, self._max_files = max_bytes, max_files
         self._is_zipped = path.endswith(".gz")
-        self._num_begun = 0
-        self._num_bytes = 0
+        self._num_begun = self._num_bytes = 0
         self._fd = -1
         try:
             # What a link points to, so that the link stays.
@@ -67,11 +59,7 @@ class TraceFile:
             ) from None
 
     def append(self, data: bytes) -> None:
-        """Append whole lines; all of them or none.
-
-        Raises:
-            OSError: They could not be written, or are too many for a file.
-        """
+        """Append whole lines; all of them, or raise OSError."""
         if self._fd < 0:
             # The last file could not be closed, moved away or followed by another.
             self._move_old_away()

@@ -1,10 +1,9 @@
 """`cache_policy="auto"`: requests choose the policy, by the shadows of all that may.
 
-It serves with the first of `CANDIDATES`. Every `CHECK_EVERY` requests it compares what
-the shadows of the serving size have found, and adds up by how much each is ahead of the
-policy that serves, since it last was not (CUSUM: Page, 1954). A policy takes over once
-that is worth a change-over, after which the host is for a while neither what the one
-nor what the other would have made of it:
+It serves with the first of `CANDIDATES`. Every `CHECK_EVERY` requests it compares the
+hits of the shadows of the serving size, and adds up the lead of each over the policy
+that serves, since it was last behind (CUSUM: Page, 1954). A policy takes over once that
+is worth a change-over, after which the host fits neither policy for a while:
 
 - in at least `PATIENCE` comparisons,
 - by as many blocks as `SHARE_OF_HOST` of the host and `MIN_SHARE` of the blocks asked
@@ -12,8 +11,8 @@ nor what the other would have made of it:
 - and, where shadows see a sample, by twice the standard error of the difference. All
   see the same keys, so that this is less than the error of each.
 
-All that counts requests, none of it the time: processes that see the same requests
-choose the same policies, at the same requests.
+Only requests count, not the time: processes that see the same requests change their
+policies alike.
 """
 
 from __future__ import annotations
@@ -60,12 +59,7 @@ def contradictions(rules: RuleSettings) -> Iterator[str]:
 
 
 def rules_of_auto(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> OffloadRules:
-    """Check that "auto" can serve; return the rules, with its own settings.
-
-    Raises:
-        ConfigError: The rules exclude it.
-        ValueError: Shadows do not see all of the model.
-    """
+    """Return the rules that "auto" sets; raise ValueError if they exclude it."""
     if faults := list(contradictions(rules)):
         raise ConfigError(faults)
     check_seen(f"cache_policy={AUTO!r}", groups)
@@ -80,23 +74,20 @@ def with_candidates(shadows: Sequence[Shadow]) -> tuple[Shadow, ...]:
 
 @dataclasses.dataclass
 class _Lead:
-    """The lead of a policy over the serving one, since it last had none.
-
-    Blocks of the sample are counted by its parts.
-    """
+    """The lead of a policy over the serving one since it last was behind, by groups."""
 
     num_looks: int = 0
     num_ahead: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_GROUPS)
     num_asked: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_GROUPS)
 
-    def plus(self, found: list[int], served: list[int], asked: list[int]) -> _Lead:
-        """Add what was found and asked for since the last look."""
-        rows = zip(self.num_ahead, found, served, strict=True)
-        ahead = [before + num - num_served for before, num, num_served in rows]
-        if sum(ahead) <= 0:
+    def plus(self, hits: list[int], served: list[int], num_asked: list[int]) -> _Lead:
+        """Add the hits of the policy and of the serving one since the last look."""
+        rows = zip(self.num_ahead, hits, served, strict=True)
+        num_ahead = [before + num - num_served for before, num, num_served in rows]
+        if sum(num_ahead) <= 0:
             return _Lead()
-        asked = list(map(operator.add, self.num_asked, asked))
-        return _Lead(self.num_looks + 1, ahead, asked)
+        num_asked = list(map(operator.add, self.num_asked, num_asked))
+        return _Lead(self.num_looks + 1, num_ahead, num_asked)
 
 
 class PolicyChoice:
@@ -125,9 +116,9 @@ class PolicyChoice:
             name: list(map(operator.sub, now, seen[name]))
             for name, now in self._seen.items()
         }
-        served, asked = since[self.policy], since[_ASKED]
         for name, lead in self._leads.items():
-            self._leads[name] = lead.plus(since[name], served, asked)
+            lead = lead.plus(since[name], since[self.policy], since[_ASKED])
+            self._leads[name] = lead
         ready = [name for name in CANDIDATES if self._is_worth_it(self._leads[name])]
         if not ready:
             return None

@@ -1,16 +1,15 @@
 """A sample of keys that stands for all: by their bits, with the hottest keys apart.
 
-A key is in the sample by its own bits, so that all its uses are, or none; a tier with
-as small a share of the blocks then finds about the same share of the sampled keys
-(spatial sampling: SHARDS, Waldspurger et al., FAST '15). That holds for prefixes, too,
-whose blocks are found only with all blocks before them.
+The bits of a key decide whether all its uses are in the sample, or none. A tier with as
+small a share of the blocks then finds about the same share of the sampled keys (spatial
+sampling: SHARDS, Waldspurger et al., FAST '15), also of prefixes, whose blocks are
+found only with all blocks before them.
 
-A key also stands for its whole prefix. So one of each `_STRATUM` blocks in a row can be
-chosen, by the bits of the first of them: then the sample has as much of each prompt,
-and is asked for as large a share of all as it has of the blocks. Where many prompts
-have that first block in common, each key goes by its own bits.
+As a key stands for its whole prefix, one of each `_STRATUM` blocks in a row can be
+chosen, by the bits of the first of them: then the sample has as much of each prompt.
+Where many prompts have that first block in common, each key goes by its own bits.
 
-No such sample can measure how many uses a few hot keys get, such as the blocks that all
+No such sample can measure the uses of a few hot keys, such as the blocks that all
 prompts begin with: it has them or not. Keys that are asked for `_OFTEN` times while the
 smallest tier could be filled once are left out of it. They are resident whatever the
 policy, and each counts once, not as often as a sampled key stands for.
@@ -113,8 +112,8 @@ class KeySample:
         Techniques, 6.3).
         """
         share = sum(num_found) / max(sum(num_asked), 1)
-        parts = zip(num_found, num_asked, strict=True)
-        spread = sum((num - share * num_all) ** 2 for num, num_all in parts)
+        groups = zip(num_found, num_asked, strict=True)
+        spread = sum((num - share * num_all) ** 2 for num, num_all in groups)
         spread *= len(num_found) / (len(num_found) - 1)
         scale = 1 << self.bits
         return float(np.sqrt(spread * scale * (scale - 1)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxkv._util import percent_text, rounded_size, time_text
 from jaxkv.scheduling.whatif.shadows import OFF, ShadowCount
@@ -22,7 +23,7 @@ _MIN_POINTS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """The hits of a host tier, and of its shadows, in the same traffic."""
+    """The hits of a host tier, and those that others would have had."""
 
     policy: str  # The policy that serves.
     num_blocks: int  # Its host blocks.
@@ -43,30 +44,17 @@ class Outlook:
 
     def since(self, earlier: Outlook) -> Outlook:
         """Return the difference from an earlier outlook of the same engine."""
-        return dataclasses.replace(
-            self,
-            num_requests=self.num_requests - earlier.num_requests,
-            num_tokens=self.num_tokens - earlier.num_tokens,
-            num_device_tokens=self.num_device_tokens - earlier.num_device_tokens,
-            num_host_tokens=self.num_host_tokens - earlier.num_host_tokens,
-            num_asked_tokens=self.num_asked_tokens - earlier.num_asked_tokens,
-            num_changes=None
-            if self.num_changes is None
-            else self.num_changes - (earlier.num_changes or 0),
-            shadows=tuple(
-                own._replace(
-                    num_asked_tokens=own.num_asked_tokens - old.num_asked_tokens,
-                    num_found_tokens=own.num_found_tokens - old.num_found_tokens,
-                    num_loads=own.num_loads - old.num_loads,
-                    num_stored=own.num_stored - old.num_stored,
-                    num_evicted=own.num_evicted - old.num_evicted,
-                    error_tokens=math.sqrt(
-                        max(own.error_tokens**2 - old.error_tokens**2, 0.0)
-                    ),
-                )
-                for own, old in zip(self.shadows, earlier.shadows, strict=True)
-            ),
-        )
+        names = "num_requests", "num_tokens", "num_device_tokens", "num_host_tokens"
+        changes: Any = _differences(self, earlier, (*names, "num_asked_tokens"))
+        if self.num_changes is not None:
+            changes["num_changes"] = self.num_changes - (earlier.num_changes or 0)
+        shadows = []
+        names = "num_asked_tokens", "num_found_tokens", "num_loads", "num_stored"
+        for now, old in zip(self.shadows, earlier.shadows, strict=True):
+            nums: Any = _differences(now, old, (*names, "num_evicted"))
+            variance = max(now.error_tokens**2 - old.error_tokens**2, 0.0)
+            shadows.append(now._replace(error_tokens=math.sqrt(variance), **nums))
+        return dataclasses.replace(self, shadows=tuple(shadows), **changes)
 
     def points(self, shadow: ShadowCount) -> float:
         """Return the percentage of all tokens that a shadow found on the host."""
@@ -74,9 +62,8 @@ class Outlook:
 
     def error_points(self, shadow: ShadowCount) -> float:
         """Return the standard error of `points`, in percentage points."""
-        asked = max(shadow.num_asked_tokens, 1)
         share = self.num_asked_tokens / max(self.num_tokens, 1)
-        return 100 * shadow.error_tokens / asked * share
+        return 100 * shadow.error_tokens / max(shadow.num_asked_tokens, 1) * share
 
     def saved_s(self, shadow: ShadowCount) -> float | None:
         """Return the seconds of prefill saved per request, None if unknown.
@@ -109,10 +96,13 @@ class Outlook:
         """A sentence about what more memory or another policy would find."""
         device = percent_text(self.num_device_tokens, self.num_tokens)
         host = percent_text(self.num_host_tokens, self.num_tokens)
+        auto, num = "", self.num_changes
+        if num is not None:
+            auto = f" (auto, {num} {'change' if num == 1 else 'changes'})"
         text = (
             f"of {self.num_tokens:,} tokens of {self.num_requests:,} requests the "
             f"device had {device} and the host, {self._size(self.num_blocks)} with "
-            f"{self.policy}{self._chosen}, {host}"
+            f"{self.policy}{auto}, {host}"
         )
         if not self.is_alone:
             text += " with the tiers below it. Without those"
@@ -149,36 +139,19 @@ class Outlook:
     def __str__(self) -> str:
         """Return a table of all shadows, and the sentence under it."""
         rows = [("policy", "host", "found", "error", "saved a request")]
-        for own in self.shadows:
-            saved_s = self.saved_s(own)
-            rows.append(
-                (
-                    own.policy,
-                    self._size(own.num_blocks) if own.num_blocks else "none",
-                    f"{self.points(own):.1f}%",
-                    f"{self.error_points(own):.1f}",
-                    "?" if saved_s is None else time_text(saved_s),
-                )
-            )
+        for shadow in self.shadows:
+            size = self._size(shadow.num_blocks) if shadow.num_blocks else "none"
+            share, error = self.points(shadow), self.error_points(shadow)
+            saved_s = self.saved_s(shadow)
+            saved = "?" if saved_s is None else time_text(saved_s)
+            rows.append((shadow.policy, size, f"{share:.1f}%", f"{error:.1f}", saved))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if place < 1 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
-        return "\n".join(
-            [*lines, "", f"{self.sentence[0].upper()}{self.sentence[1:]}."]
-        )
-
-    @property
-    def _chosen(self) -> str:
-        """Whether the requests have chosen the policy, and how often, as text."""
-        if self.num_changes is None:
-            return ""
-        times = "change" if self.num_changes == 1 else "changes"
-        return f" (auto, {self.num_changes} {times})"
+        lines = []
+        for policy, *cells in rows:
+            cells = list(map(str.rjust, cells, widths[1:]))
+            lines.append("  ".join([policy.ljust(widths[0]), *cells]))
+        sentence = self.sentence
+        return "\n".join([*lines, "", f"{sentence[0].upper()}{sentence[1:]}."])
 
     def _gain(self, shadow: ShadowCount) -> float:
         return self.points(shadow) - self.points(self.serving)
@@ -204,11 +177,15 @@ class Outlook:
         return f"{num_blocks:,} blocks"
 
 
+def _differences(now: object, old: object, names: Sequence[str]) -> dict[str, int]:
+    return {name: getattr(now, name) - getattr(old, name) for name in names}
+
+
 class OutlookLog:
     """Logs the outlook of each hour, and one of all at the end.
 
-    `look` returns the current outlook. It must not hold a reference to the scheduler,
-    which could not be freed then.
+    `look` returns the current one, and must not refer to the scheduler, which could not
+    be freed then.
     """
 
     def __init__(self, look: Callable[[], Outlook]) -> None:

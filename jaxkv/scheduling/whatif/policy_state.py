@@ -1,8 +1,7 @@
-"""A file with the counts that `hazard` learns: a restarted engine goes on with them.
+"""A file of the reuse that `hazard` has learned, for a restarted engine.
 
-The file has counts of how soon blocks of each class of request were used again, and
-nothing about any block: no key, no hash of one. What the policy knows of blocks ends
-with the blocks.
+It counts how soon blocks of each class of request were used again. It has no key, and
+no hash of one: what the policy knows of blocks ends with the blocks.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ _LOG = logging.getLogger("jaxkv")
 
 
 class PolicyStateFile(Listener):
-    """Reads what was learned before, and writes what has been learned by now.
+    """Reads what was learned before, and writes what `learned` returns.
 
-    `learned` returns the latter. It must not hold a reference to the scheduler, which
-    could not be freed then.
+    `learned` must not refer to the scheduler, which could not be freed then.
     """
 
     def __init__(
@@ -60,17 +58,11 @@ class PolicyStateFile(Listener):
         self.learned = learned
         self._next_ms: int | None = None
         name = f"policy_state={shown(self._path)}"
-        self._outage = OutageLog(
-            _LOG, f"{name} cannot be written", f"{name} is written"
-        )
+        texts = f"{name} cannot be written", f"{name} is written"
+        self._outage = OutageLog(_LOG, *texts)
 
     def read(self) -> ReuseTable | None:
-        """Return what was learned before; None if there is no file yet.
-
-        Raises:
-            ValueError: It is of another policy, size or version, or broken.
-            OSError: It cannot be read.
-        """
+        """Return what was learned before; None if there is no file yet."""
         try:
             content = read_file(self._path, _MAX_BYTES)
         except FileNotFoundError:
@@ -89,11 +81,11 @@ class PolicyStateFile(Listener):
                 raise ValueError("unknown fields")
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             raise self._error("is not whole, or no such file") from None
-        right = {
-            name: fact for name, fact in self._facts.items() if facts[name] != fact
+        wrong = {
+            name: fact for name, fact in facts.items() if fact != self._facts[name]
         }
-        if right:
-            wrong = {name: facts[name] for name in right}
+        if wrong:
+            right = {name: self._facts[name] for name in wrong}
             raise self._error(f"is of {shown(wrong)}, and must be of {right}")
         return reuse.from_counts(touches, reuses)
 
@@ -109,14 +101,11 @@ class PolicyStateFile(Listener):
     def save(self) -> None:
         """Write what has been learned in place of the file, at once or not at all."""
         table = self.learned()
-        counts = {
-            name: np.asarray(getattr(table, name)).tolist()
-            for name in ("touches", "reuses")
-        }
+        columns = {"touches": table.touches, "reuses": table.reuses}
+        counts = {name: np.asarray(column).tolist() for name, column in columns.items()}
         draft = f"{self._path}.{secrets.token_hex(8)}"
-        is_new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            fd = os.open(draft, is_new, 0o600)
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 with os.fdopen(fd, "w", encoding="ascii") as file:
                     file.write(json.dumps(self._facts | counts))
@@ -136,13 +125,7 @@ class PolicyStateFile(Listener):
 
 
 def open_policy_state(path: str, host: BlockIndex, what_if: WhatIf) -> PolicyStateFile:
-    """Open the file of a host tier, and go on with the counts in it.
-
-    Raises:
-        ValueError: The policy learns nothing, several processes serve, or the file is
-            of another policy, size or version.
-        OSError: The file cannot be read.
-    """
+    """Open the file of a host tier; pass the tier what was learned before."""
     if not isinstance(host.executor.state.policy, HazardState):
         raise ValueError(
             f"policy_state={shown(path)} needs cache_policy='hazard' or {AUTO!r}, "

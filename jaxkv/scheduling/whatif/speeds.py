@@ -1,4 +1,4 @@
-"""The speeds of loads and prefill, and the time that loads save."""
+"""The speeds of a server's transfers and prefill, and the time that loads save."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class PrefillCosts(Protocol):
-    """A model's cost of the tokens of a prompt."""
+    """The costs of prompts for a model."""
 
     def prefill_flops(
         self, start: Any, stop: Any
@@ -20,10 +20,7 @@ class PrefillCosts(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The speeds of a server's transfers and prefill.
-
-    Prefill goes by tokens or by FLOPs: the other one is None.
-    """
+    """Speeds of transfers and prefill; prefill goes by tokens or FLOPs, not by both."""
 
     load_bytes_per_s: float  # From the host to a device, of each device.
     store_bytes_per_s: float  # From a device to the host, of each device.

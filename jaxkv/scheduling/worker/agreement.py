@@ -20,10 +20,8 @@ EventName: TypeAlias = int | tuple[str, ...]
 """A store event, or the requests of a load event."""
 
 # The pause between two polls of transfers that are due doubles up to the maximum.
-_MIN_PAUSE_S = 1e-4
-_MAX_PAUSE_S = 5e-3
-# An error lists this many transfers.
-_MAX_LISTED = 8
+_MIN_PAUSE_S, _MAX_PAUSE_S = 1e-4, 5e-3
+_MAX_LISTED = 8  # Transfers in an error.
 
 
 class PlanMismatchError(RuntimeError):
@@ -104,15 +102,24 @@ class Agreement:
 
     def watch(self, call: str) -> contextlib.AbstractContextManager[None]:
         """End the process if a call takes too long to return."""
-        return self._watchdog.watch(lambda: self._describe(call))
+
+        def describe() -> str:
+            text = (
+                f"{call} has not returned in process {self._exchange.process} for "
+                f"{self._watchdog.limit_s:g} s. It waits inside jax's runtime, most "
+                "likely for a process that has stalled or died"
+            )
+            silent = list(self._exchange.silent)
+            return f"{text}: processes {silent} are silent." if silent else f"{text}."
+
+        return self._watchdog.watch(describe)
 
     def begin(self, transfer: Transfer) -> None:
         """Add a transfer that was started."""
         if transfer.step not in self._steps:
-            self._steps[transfer.step] = []
             self._unsent.append(transfer.step)
         self._transfers[transfer.ticket] = transfer
-        self._steps[transfer.step].append(transfer)
+        self._steps.setdefault(transfer.step, []).append(transfer)
 
     def send(self) -> None:
         """Send the outcomes of the steps that have ended here; never waits."""
@@ -130,13 +137,8 @@ class Agreement:
     ) -> tuple[PyTree, list[Transfer]]:
         """Wait for this process's transfers, then for the outcomes of the others.
 
-        `last` is the last step whose transfers are due, which are returned.
-        `wait_for_all` also waits for this process's later transfers.
-
-        Raises:
-            AgreementError: This process's transfers have not ended in time, or another
-                process has not sent its outcomes.
-            PlanMismatchError: Another process has moved something else.
+        The transfers up to step `last` are due, and returned. `wait_for_all` also waits
+        for this process's later ones. Raises `AgreementError` or `PlanMismatchError`.
         """
         if self._failure is not None:
             raise self._failure
@@ -199,17 +201,8 @@ class Agreement:
                 agreed.append(transfer)
         return agreed
 
-    def _describe(self, call: str) -> str:
-        text = (
-            f"{call} has not returned in process {self._exchange.process} for "
-            f"{self._watchdog.limit_s:g} s. It waits inside jax's runtime, most likely "
-            "for a process that has stalled or died"
-        )
-        silent = self._exchange.silent
-        return f"{text}: processes {list(silent)} are silent." if silent else f"{text}."
-
     def _up_to(self, last: int) -> list[int]:
-        # In their order, so that later steps, of which there may be many, cost nothing.
+        # In their order: many later steps cost nothing.
         return list(itertools.takewhile(lambda step: step <= last, self._steps))
 
 

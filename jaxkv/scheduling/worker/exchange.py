@@ -1,19 +1,11 @@
 """Messages between the processes of a run, in rounds and without their devices.
 
-They pass through the key-value store of jax's coordination service. A collective on the
-devices would not do:
-
-* A collective is queued behind the model's programs, so its reader waits for the model
-  and the host could no longer dispatch ahead. The store is independent of devices.
-* If a peer does not join a collective, it hangs with everything queued behind it. The
-  wait cannot be ended, and nothing shows which process is missing. A read of the store
-  ends when it is stopped, and shows which processes have written.
-* Processes whose plans differ would pair a collective with another program's. Here
-  they detect that their messages are about different transfers.
-
-A thread talks to the store. It writes a process's message as soon as it is known, and
-reads the messages of the others. So the thread that runs the model finds them when they
-are due, or waits for them no longer than it may.
+They pass through the key-value store of jax's coordination service, which a thread
+reads and writes. A collective on the devices would be queued behind the model's
+programs, so that the host could no longer dispatch ahead. If a peer does not join, it
+hangs with everything queued behind it and names no process; if plans differ, it pairs
+with another program's. A read of the store can be stopped, shows which processes have
+written, and detects messages about different transfers.
 """
 
 from __future__ import annotations
@@ -42,12 +34,11 @@ _worker_numbers = itertools.count()
 class AgreementError(RuntimeError):
     """Processes that serve one model could not agree in time on how transfers ended.
 
-    The run is over: each process knows only how its own transfers ended, and would go
-    on with another host tier than the others.
+    The run is over: the processes would go on with different host tiers.
 
-    `step` is the step of the transfers or of the plan. `processes` are the processes
-    that have not sent anything in time, this one if its transfers have not ended, and
-    none if the coordination service has failed.
+    `step` is the step of the transfers or of the plan. `processes` have not sent
+    anything in time: this one if its transfers have not ended, none if the coordination
+    service has failed.
     """
 
     def __init__(self, message: str, step: int, processes: tuple[int, ...]):
@@ -59,25 +50,20 @@ class AgreementError(RuntimeError):
 class KeyValueStore(Protocol):
     """The methods used of jax's client of its coordination service.
 
-    jax has no public name for them, but checkpointing libraries rely on them. They are
-    the same from jax 0.10.2 to 0.12.
+    It is not public. Checkpointing libraries rely on it, too: jax 0.10.2 to 0.12 agree.
     """
 
     def key_value_set(self, key: str, value: str) -> None:
         """Write a value under a key that is new."""
-        ...
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
         """Read all keys that begin with a key and a slash."""
-        ...
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         """Wait for a key; raise JaxRuntimeError with DEADLINE_EXCEEDED."""
-        ...
 
     def key_value_delete(self, key: str) -> None:
         """Delete a key."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,8 +97,7 @@ class _Speaker:
         while (round_ := self.rounds.get()) is not None:
             try:
                 self._run_round(round_)
-            # Any error: it would not be seen here, and a caller waits.
-            except Exception as error:
+            except Exception as error:  # A caller waits, and raises it.
                 round_.error = error
             round_.is_over.set()
 
@@ -127,19 +112,17 @@ class _Speaker:
                 break
             if self.is_ending.is_set():
                 raise InterruptedError("the exchange was closed")
-            self._wait_for(f"{folder}/{missing[0]}")
+            key = f"{folder}/{missing[0]}"
+            try:
+                self._store.blocking_key_value_get(key, _SLICE_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
         # A process that has written in this round has read all of the last one, whose
         # keys are not read again: each process leaves at most two keys.
         if round_.number:
             old = f"{self._topic}/{round_.number - 1}/{self._process}"
             self._store.key_value_delete(old)
-
-    def _wait_for(self, key: str) -> None:
-        try:
-            self._store.blocking_key_value_get(key, _SLICE_MS)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
 
 
 def _missing(texts: dict[int, str], num_processes: int) -> tuple[int, ...]:
@@ -169,8 +152,7 @@ class Exchange:
         self._open: collections.deque[_Round] = collections.deque()
         self._failure: AgreementError | None = None
         self._speaker = _Speaker(store, process, num_processes, topic)
-        # A daemon: a call to a store that does not answer never returns, and must not
-        # keep the process alive.
+        # A daemon: a call to a store that does not answer must not keep the process.
         self._thread = threading.Thread(
             target=self._speaker.run, name=f"jaxkv {topic}", daemon=True
         )
@@ -197,11 +179,7 @@ class Exchange:
         """Return the messages of the oldest round not received yet, in process order.
 
         `subject` completes the errors' "have not said". `left_s` is what a wait before
-        this one has left of `timeout_s`.
-
-        Raises:
-            AgreementError: A process has not sent anything within `timeout_s`, or the
-                store has failed.
+        this one has left of `timeout_s`. Raises `AgreementError`.
         """
         if self._failure is not None:
             raise self._failure
@@ -261,9 +239,6 @@ def open_exchanges(timeout_s: float, topics: Sequence[str]) -> list[Exchange]:
     """Open an exchange between all processes of this run for each topic.
 
     The n-th call in one process talks to the n-th in every other.
-
-    Raises:
-        ValueError: jax has no coordination service.
     """
     # jax has no public name for it: see `KeyValueStore`.
     from jax._src import distributed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,32 +29,35 @@ from jaxkv.types import BlockKey
 _PAUSE_S = 1e-3  # Between two looks of `wait`.
 _MIN_QUEUE_BYTES = 256 << 20
 _MAX_KEPT_BYTES = 64 << 20
-# This much is copied before the store is asked to write it.
-_BYTES_PER_CALL = 1 << 20
-# Keys of a listing in one report: the index takes about 1 us for each.
-_KEYS_PER_REPORT = 2048
-# A block that was missing or refused is not requested again for this time.
-_ABSENT_S = 0.5
+_BYTES_PER_CALL = 1 << 20  # Copied before the store is called to write them.
+_KEYS_PER_REPORT = 2048  # Of a listing: the index takes about 1 us for each.
+_ABSENT_S = 0.5  # For so long a missing or refused block is not requested again.
 # No probe is sent while this many are past their deadlines without an answer.
 _MAX_UNANSWERED = 16
 # Blocks that another engine may still be writing are read again after this pause, which
 # doubles while none of them comes.
 _MIN_RETRY_S, _MAX_RETRY_S = 0.005, 0.08
-# If the store is listed once, a failed listing is tried again after this.
-_RELIST_S = 60.0
+_RELIST_S = 60.0  # After it a failed listing is retried if the store is listed once.
 _NO_REPORT = TierReport()
 
 
 @dataclasses.dataclass(eq=False)
-class _Fetch:
+class _Task:
+    """Calls of the store that belong together."""
+
+    deadline_s: float  # When it is abandoned.
+    # By ticket, of the calls without an answer: the index of the block, or of the run.
+    tickets: dict[int, int]
+
+
+@dataclasses.dataclass(eq=False)
+class _Fetch(_Task):
     """Blocks in flight to the host."""
 
     batch: TierBatch
-    payloads: dict[int, NDArray[np.uint8]]  # By index, of each block that was read.
-    num_open: int  # Reads that have not ended.
-    deadline_s: float  # When it is abandoned.
     await_until_s: float  # Until when the next missing block may appear.
-    missing: list[int] = dataclasses.field(default_factory=list)  # They may appear.
+    payloads: dict[int, NDArray[np.uint8]]  # By index, of each block that was read.
+    missing: list[int]  # Blocks that may appear.
     retry_s: float = 0.0  # When these are read again.
     pause_s: float = _MIN_RETRY_S  # Before the last retry.
     # Writes the bytes to the host's memory; None until all reads have ended.
@@ -60,29 +65,24 @@ class _Fetch:
 
 
 @dataclasses.dataclass(eq=False)
-class _Write:
+class _Write(_Task):
     """Blocks in flight to the store."""
 
     batch: TierBatch
-    deadline_s: float  # When it is abandoned.
     oks: list[bool]  # Which blocks the store has.
-    # Index by ticket, of the writes that have not ended; None until bytes are copied.
-    tickets: dict[int, int] | None = None
+    # Of its blocks, or None without room; the copying thread appends them.
+    sent: list[int | None]
+    is_copied: bool = False  # Whether `tickets` has them.
 
 
 @dataclasses.dataclass(eq=False)
-class _Probe:
+class _Probe(_Task):
     """A question to the store: how much of each run of keys it has."""
 
     request: TierProbe
-    deadline_s: float  # When the blocks known by then are reported.
+    sent: list[Sequence[BlockKey]]  # The keys of each run that the store is asked for.
     nums_found: list[int]  # Blocks that each run begins with.
-    # By ticket, of the runs without an answer: index, and the keys that were sent.
-    tickets: dict[int, tuple[int, Sequence[BlockKey]]] = dataclasses.field(
-        default_factory=dict
-    )
     has_failed: bool = False  # The store has failed, or has too much to answer.
-    is_reported: bool = False
 
     @property
     def outcome(self) -> str:
@@ -114,12 +114,8 @@ def open_storage(
     found. `secret` seals objects against others who may write to the store. This worker
     has part `shard` of each block. The queues have room for `max_blocks` in each
     direction, as many as `OffloadRules.max_storage_blocks`. `StorageWorker` explains
-    the times; a store that cannot be listed never is.
-
-    Raises:
-        ValueError: An argument is wrong.
-        ImportError: The store needs an extra that is missing.
-        StoreError: The store cannot be used.
+    the times; a store that cannot be listed never is. ValueError if an argument is
+    wrong, ImportError if an extra is missing, StoreError if the store cannot be used.
     """
     objects = ObjectFormat(
         namespace,
@@ -155,9 +151,8 @@ class StorageWorker:
     known by then. A later answer is reported as listings are, unless there are several
     processes: each asks for its own shard.
 
-    Only `wait` and `end_fetches` block. A thread copies bytes; the threads of the
-    `StorageIO`, whose payloads are the engine's host blocks, move them. The worker is
-    used on the engine's thread.
+    Only `wait` and `end_fetches` block. The worker is used on the engine's thread; a
+    thread of its own copies bytes, and the threads of the `StorageIO` move them.
 
     A fetch or a write is abandoned after `deadline_s`; blocks of a fetch are then
     computed. A fetch waits for `await_s` for the next block that another engine writes.
@@ -192,40 +187,32 @@ class StorageWorker:
         # Whether this worker has listed the store once, if it must, and has reported
         # all of it. Only the first of several processes lists.
         self.is_listed = False
-        # Seconds that the store took to answer.
-        kinds = "read", "write", "probe"
+        kinds = "read", "write", "probe"  # Seconds that the store took to answer.
         self.latencies = {kind: Histogram(DELAY_BUCKETS) for kind in kinds}
         # Counts by outcome: "found" if the store has any of the blocks.
         self.num_probes = dict.fromkeys(("failed", "found", "late", "missing"), 0)
         # How many blocks the store may hold by this engine's settings; None for no
         # bound. Set it before the first `advance`.
         self.bound: Bound | None = None
-        self._engine = engine
-        self._await_s = await_s
-        self._list_every_s = list_every_s
-        self._clock = clock
+        self._engine, self._clock = engine, clock
+        self._await_s, self._list_every_s = await_s, list_every_s
         self._copies = Workers("jaxkv storage copy", 1)
         self._buffers = Buffers(_MAX_KEPT_BYTES)
-        # Writes whose bytes are copied, with their tickets; the copying thread appends.
-        self._copied: collections.deque[tuple[_Write, list[int | None]]] = (
-            collections.deque()
-        )
+        # Writes whose bytes are copied; the copying thread appends.
+        self._copied: deque[_Write] = deque()
         self._fetches: dict[int, _Fetch] = {}
         self._writes: dict[int, _Write] = {}  # The oldest first.
-        self._read_of: dict[int, tuple[_Fetch, int]] = {}
-        # A write may complete before its ticket is known here.
-        self._write_of: dict[int, tuple[_Write, int]] = {}
-        self._early: dict[int, Completion] = {}
-        self._fetched: list[tuple[int, tuple[bool, ...]]] = []
-        self._written: list[tuple[int, tuple[bool, ...]]] = []
-        self._num_full = 0  # Writes that found no room, until they are reported.
         self._probes: dict[int, _Probe] = {}  # Not reported.
-        self._probe_of: dict[int, _Probe] = {}  # By ticket, without an answer.
+        self._num_unanswered = 0  # Runs of probes that were reported without an answer.
+        self._task_of: dict[int, _Task] = {}  # By ticket.
+        # A write may complete before its ticket is known here.
+        self._early: dict[int, Completion] = {}
+        # By field of a report: what has ended since the last one.
+        self._ended: defaultdict[str, list[tuple[int, tuple[bool, ...]]]]
+        self._ended = defaultdict(list)
+        self._num_full = 0  # Writes that found no room, until they are reported.
         # Until when blocks are not requested again; the oldest answer first.
-        self._absent: collections.OrderedDict[BlockKey, float] = (
-            collections.OrderedDict()
-        )
-        self._probed: list[tuple[int, tuple[bool, ...]]] = []
+        self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         self._listed_keys: list[BlockKey] = []
         # Reported after the keys that the listing has found.
         self._listed: bool | None = None
@@ -235,11 +222,9 @@ class StorageWorker:
         self._shards: dict[BlockKey, set[int]] = {}
         self._lists = storage_io.objects.shard == 0
         self._next_list_s = -math.inf
-        self._is_listing = False
-        self._has_listed = False
+        self._is_listing, self._has_listed = False, list_every_s == 0
         if list_every_s == 0:
-            self._next_list_s = math.inf
-            self._listed, self._has_listed = False, True
+            self._next_list_s, self._listed = math.inf, False
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -262,11 +247,7 @@ class StorageWorker:
         return self.storage_io.objects.object_bytes * self.storage_io.objects.num_shards
 
     def num_blocks(self, num_bytes: int) -> int:
-        """Return how many host blocks `num_bytes` of the store can hold.
-
-        Raises:
-            ValueError: Not even one.
-        """
+        """Return how many host blocks `num_bytes` can hold; ValueError for none."""
         if num_bytes < self.object_bytes:
             raise ValueError(
                 f"storage_bytes={num_bytes} must be at least {self.object_bytes}, what "
@@ -277,8 +258,12 @@ class StorageWorker:
     def start(self, moves: TierMoves | None) -> None:
         """Start a step's moves; returns at once."""
         if moves is not None:
+            now_s = self._clock()
             for batch in moves.fetches:
-                self._start_fetch(batch)
+                deadline_s, until_s = now_s + self.deadline_s, now_s + self._await_s
+                fetch = _Fetch(deadline_s, {}, batch, until_s, {}, [])
+                self._fetches[batch.event] = fetch
+                self._read(fetch, range(len(batch.keys)))
             for batch in moves.writes:
                 self._start_write(batch)
             for probe in moves.probes:
@@ -300,10 +285,10 @@ class StorageWorker:
         for fetch in list(self._fetches.values()):
             if fetch.missing:
                 self._retry_missing(fetch)
-            if not fetch.num_open:
+            if not (fetch.tickets or fetch.missing):
                 self._finish_fetch(fetch)
         while self._copied:
-            self._add_tickets(*self._copied.popleft())
+            self._add_write(self._copied.popleft())
         if self._writes:
             self._abandon_late_writes()
         if self._probes:
@@ -316,7 +301,7 @@ class StorageWorker:
     def take_reports(
         self, max_found_keys: int = _KEYS_PER_REPORT
     ) -> tuple[TierReport, ...]:
-        """Return what has ended since the last call, if anything has.
+        """Return the moves that have ended since the last call, and listed keys.
 
         A listing waits until its keys, `max_found_keys` at a time, are taken.
         """
@@ -328,14 +313,18 @@ class StorageWorker:
             self.is_listed = self._has_listed
             listed, self._listed = self._listed, None
             bound, self._bound = self._bound, None
-        ended = tuple(self._fetched), tuple(self._written)
+        ended: dict[str, Any] = {
+            kind: tuple(ends) for kind, ends in self._ended.items()
+        }
         report = TierReport(
-            *(*ended, tuple(keys[:max_found_keys]), listed, bound),
+            found=tuple(keys[:max_found_keys]),
+            listed=listed,
+            bound=bound,
             gone=tuple(deleted[:room]),
-            probed=tuple(self._probed),
             num_full=self._num_full,
+            **ended,
         )
-        self._fetched, self._written, self._probed = [], [], []
+        self._ended.clear()
         self._num_full = 0
         return () if report == _NO_REPORT else (report,)
 
@@ -358,13 +347,15 @@ class StorageWorker:
             if self.num_in_flight:
                 time.sleep(_PAUSE_S)
                 if time.monotonic() > end_s:
-                    self._give_up()
+                    # Wait no longer for the store, but for copies in memory.
+                    self._give_up_reads()
+                    for task in (*self._writes.values(), *self._probes.values()):
+                        task.deadline_s = -math.inf
 
     def end_fetches(self) -> None:
-        """Abandon all fetches, and wait until their host blocks are not written to.
+        """Abandon all fetches, and wait for copies to host blocks, not for the store.
 
-        It waits for copies in memory, not for the store. The fetches are reported with
-        the blocks that have arrived.
+        The fetches are reported with the blocks that have arrived.
         """
         self._give_up_reads()
         while self._fetches:
@@ -382,33 +373,30 @@ class StorageWorker:
         """A `close` without a reference to the worker or the engine."""
         return functools.partial(_close, self._copies, self.storage_io)
 
-    def _give_up(self) -> None:
-        """Stop waiting for the store, but not for copies in memory."""
-        self._give_up_reads()
-        for write in self._writes.values():
-            write.deadline_s = -math.inf
-        for probe in self._probes.values():
-            probe.deadline_s = -math.inf
-
     def _give_up_reads(self) -> None:
-        self.storage_io.cancel(self._read_of)
         for fetch in self._fetches.values():
-            fetch.num_open = 0
+            self._cancel(fetch)
             fetch.missing.clear()
-        self._read_of.clear()
 
-    def _start_fetch(self, batch: TierBatch) -> None:
-        now_s = self._clock()
-        num, deadline_s = len(batch.keys), now_s + self.deadline_s
-        fetch = _Fetch(batch, {}, num, deadline_s, now_s + self._await_s)
-        self._fetches[batch.event] = fetch
-        self._read(fetch, range(num))
+    def _add(
+        self, task: _Task, indices: Iterable[int], tickets: Iterable[int | None]
+    ) -> None:
+        """Add the calls of a task; the ticket is None where a queue had no room."""
+        for index, ticket in zip(indices, tickets, strict=False):
+            if ticket is not None:
+                task.tickets[ticket] = index
+                self._task_of[ticket] = task
+
+    def _cancel(self, task: _Task, *, is_late: bool = False) -> None:
+        self.storage_io.cancel(task.tickets, is_late=is_late)
+        for ticket in task.tickets:
+            del self._task_of[ticket]
+        task.tickets.clear()
 
     def _read(self, fetch: _Fetch, indices: Sequence[int]) -> None:
         keys = [fetch.batch.keys[index] for index in indices]
         tickets = self.storage_io.submit_reads(keys, fetch.deadline_s)
-        for index, ticket in zip(indices, tickets, strict=True):
-            self._read_of[ticket] = fetch, index
+        self._add(fetch, indices, tickets)
 
     def _retry_missing(self, fetch: _Fetch) -> None:
         """Read missing blocks again if it is time, or stop waiting for them."""
@@ -418,8 +406,6 @@ class StorageWorker:
         missing, fetch.missing = fetch.missing, []
         if now_s < min(fetch.await_until_s, fetch.deadline_s):
             self._read(fetch, missing)
-        else:
-            fetch.num_open -= len(missing)
 
     def _complete_read(self, fetch: _Fetch, index: int, done: Completion) -> None:
         if done.outcome == "missing" and fetch.batch.is_awaited:
@@ -428,7 +414,6 @@ class StorageWorker:
                 fetch.pause_s = min(2 * fetch.pause_s, _MAX_RETRY_S)
             fetch.missing.append(index)
             return
-        fetch.num_open -= 1
         if done.outcome == "refused":
             # Until it is deleted, a probe would find the block, to be read again.
             self._add_absent(done.key)
@@ -441,30 +426,32 @@ class StorageWorker:
     def _start_write(self, batch: TierBatch) -> None:
         held = self._engine.read_host(batch.upper_blocks)
         oks = [False] * len(batch.keys)
-        write = _Write(batch, self._clock() + self.deadline_s, oks)
+        write = _Write(self._clock() + self.deadline_s, {}, batch, oks, [])
         self._writes[batch.event] = write
-        tickets: list[int | None] = []
-        copying = self._copies.submit(self._copy, write, held, tickets)
-        copying.add_done_callback(
-            functools.partial(self._end_copy, write, held, tickets)
-        )
+
+        def end(copying: Future[None]) -> None:
+            """Release the blocks; what was not copied is not written."""
+            error = copying.exception()
+            if error is not None:
+                self.storage_io.note_failure("write", error)
+            held.close()
+            self._copied.append(write)
+
+        self._copies.submit(self._copy, write, held).add_done_callback(end)
 
     def _start_probe(self, probe: TierProbe) -> None:
         """Send the keys that are not known to be absent to the store."""
         now_s = self._clock()
-        started = _Probe(probe, now_s + probe.wait_s, [0] * len(probe.runs))
+        sent, nums_found = list(map(self._unknown, probe.runs)), [0] * len(probe.runs)
+        started = _Probe(now_s + probe.wait_s, {}, probe, sent, nums_found)
         self._probes[probe.event] = started
-        num_unanswered = sum(p.is_reported for p in self._probe_of.values())
-        if num_unanswered >= _MAX_UNANSWERED:
+        if self._num_unanswered >= _MAX_UNANSWERED:
             started.has_failed = True
             return
-        runs = [(index, self._unknown(run)) for index, run in enumerate(probe.runs)]
-        runs = [(index, run) for index, run in runs if run]
-        until_s = now_s + self.deadline_s
-        tickets = self.storage_io.submit_probes([run for _, run in runs], until_s)
-        for ticket, sent in zip(tickets, runs, strict=True):
-            started.tickets[ticket] = sent
-            self._probe_of[ticket] = started
+        indices = [index for index, run in enumerate(sent) if run]
+        runs = [sent[index] for index in indices]
+        tickets = self.storage_io.submit_probes(runs, now_s + self.deadline_s)
+        self._add(started, indices, tickets)
 
     def _unknown(self, run: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """Cut a run before its first key that is known to be absent."""
@@ -475,15 +462,16 @@ class StorageWorker:
                     return run[:index]
         return run
 
-    def _complete_probe(self, done: Completion) -> None:
-        probe = self._probe_of.pop(done.ticket)
-        index, run = probe.tickets.pop(done.ticket)
+    def _complete_probe(self, probe: _Probe, index: int, done: Completion) -> None:
+        run = probe.sent[index]
         num = probe.nums_found[index] = done.num_found
         if done.outcome == "failed":
             probe.has_failed = True
         elif done.outcome != "late" and num < len(run):
             self._add_absent(run[num])
-        if probe.is_reported and self._lists and self.shards[1] == 1:
+        is_reported = probe.request.event not in self._probes
+        self._num_unanswered -= is_reported
+        if is_reported and self._lists and self.shards[1] == 1:
             self._listed_keys += run[:num]  # For the next request.
 
     def _add_absent(self, key: BlockKey) -> None:
@@ -499,7 +487,7 @@ class StorageWorker:
         for probe in list(self._probes.values()):
             if probe.tickets and now_s < probe.deadline_s:
                 continue
-            for ticket, (index, _) in probe.tickets.items():
+            for ticket, index in probe.tickets.items():
                 probe.nums_found[index] = self.storage_io.num_found_so_far(ticket)
             oks = [
                 at < num
@@ -507,13 +495,11 @@ class StorageWorker:
                 for at in range(len(run))
             ]
             self.num_probes[probe.outcome] += 1
-            probe.is_reported = True
+            self._num_unanswered += len(probe.tickets)
             del self._probes[probe.request.event]
-            self._probed.append((probe.request.event, tuple(oks)))
+            self._ended["probed"].append((probe.request.event, tuple(oks)))
 
-    def _copy(
-        self, write: _Write, held: HostRead | JointRead, tickets: list[int | None]
-    ) -> None:
+    def _copy(self, write: _Write, held: HostRead | JointRead) -> None:
         """Copy blocks and submit them to the store, on the copying thread."""
         copied: list[tuple[BlockKey, list[memoryview]]] = []
         for index, key in enumerate(write.batch.keys):
@@ -522,51 +508,30 @@ class StorageWorker:
             copied.append((key, [payload]))
             num_bytes = len(copied) * self._engine.host_payload_bytes
             if num_bytes >= _BYTES_PER_CALL or index + 1 == held.num_blocks:
-                tickets += self.storage_io.submit_writes(copied)
+                write.sent += self.storage_io.submit_writes(copied)
                 copied = []
 
-    def _end_copy(
-        self,
-        write: _Write,
-        held: HostRead | JointRead,
-        tickets: list[int | None],
-        copying: Future[None],
-    ) -> None:
-        """Release the blocks; what was not copied is not written."""
-        error = copying.exception()
-        if error is not None:
-            self.storage_io.note_failure("write", error)
-        held.close()
-        self._copied.append((write, tickets))
-
     def _run_copy(self, copy: Callable[[], None]) -> None:
-        """Copy bytes to the host on the copying thread.
-
-        Raises:
-            StoreError: The thread could not be started.
-        """
+        """Copy bytes to the host on the copying thread; StoreError without a thread."""
         copying = self._copies.submit(copy)
         if copying.done():
             copying.result()
 
     def _complete(self, done: Completion) -> None:
-        if done.kind == "read":
-            self._complete_read(*self._read_of.pop(done.ticket), done)
-        elif done.kind == "probe":
-            self._complete_probe(done)
-        elif done.ticket in self._write_of:
-            write, index = self._write_of.pop(done.ticket)
-            assert write.tickets is not None
-            del write.tickets[done.ticket]
-            self._complete_write(write, index, done)
-            if not write.tickets:
-                self._end_write(write)
-        else:
+        task = self._task_of.pop(done.ticket, None)
+        if task is None:
             self._early[done.ticket] = done
-
-    def _complete_write(self, write: _Write, index: int, done: Completion) -> None:
-        write.oks[index] = done.outcome == "done"
-        self._num_full += done.reason == "full"
+            return
+        index = task.tickets.pop(done.ticket)
+        if isinstance(task, _Fetch):
+            self._complete_read(task, index, done)
+        elif isinstance(task, _Probe):
+            self._complete_probe(task, index, done)
+        elif isinstance(task, _Write):
+            task.oks[index] = done.outcome == "done"
+            self._num_full += done.reason == "full"
+            if not task.tickets:
+                self._end_write(task)
 
     def _finish_fetch(self, fetch: _Fetch) -> None:
         """Write what was read to the host's memory, and then report it."""
@@ -583,39 +548,31 @@ class StorageWorker:
             self.storage_io.note_failure("read", fetch.write.error)
             oks = [False] * len(oks)
         del self._fetches[batch.event]
-        self._fetched.append((batch.event, tuple(oks)))
+        self._ended["fetched"].append((batch.event, tuple(oks)))
 
-    def _add_tickets(self, write: _Write, tickets: list[int | None]) -> None:
-        """Add the tickets of a write's blocks; None where the store had no room."""
-        write.tickets = {}
-        for index, ticket in enumerate(tickets):
-            if ticket is None:
-                continue
-            early = self._early.pop(ticket, None)
-            if early is not None:
-                self._complete_write(write, index, early)
-            else:
-                write.tickets[ticket] = index
-                self._write_of[ticket] = write, index
+    def _add_write(self, write: _Write) -> None:
+        """Add the calls of a write whose bytes are copied."""
+        write.is_copied = True
+        self._add(write, itertools.count(), write.sent)
         if not write.tickets:
             self._end_write(write)
+        for ticket in list(write.tickets):
+            if ticket in self._early:
+                self._complete(self._early.pop(ticket))
 
     def _abandon_late_writes(self) -> None:
         """Report late writes; the oldest are copied first, and late first."""
         now_s = self._clock()
         while self._writes:
             write = next(iter(self._writes.values()))
-            if write.tickets is None or now_s <= write.deadline_s:
+            if not write.is_copied or now_s <= write.deadline_s:
                 return
-            self.storage_io.cancel(write.tickets, is_late=True)
-            for ticket in write.tickets:
-                del self._write_of[ticket]
-            write.tickets = {}
+            self._cancel(write, is_late=True)
             self._end_write(write)
 
     def _end_write(self, write: _Write) -> None:
         del self._writes[write.batch.event]
-        self._written.append((write.batch.event, tuple(write.oks)))
+        self._ended["written"].append((write.batch.event, tuple(write.oks)))
 
     def _observe(self) -> None:
         """Record the store's latencies, and log whether it fails."""

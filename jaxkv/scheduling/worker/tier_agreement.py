@@ -53,11 +53,7 @@ class TierAgreement:
         self._steps.append(step)
 
     def receive(self, last: int) -> tuple[TierReport, ...]:
-        """Wait for all processes' reports up to a step; return what has ended in all.
-
-        Raises:
-            AgreementError: A process has not sent its reports in time.
-        """
+        """Wait for all reports up to a step; return the moves that ended everywhere."""
         merged: dict[int, TierReport] = {}
         while self._steps and self._steps[0] <= last:
             step = self._steps.popleft()

@@ -18,10 +18,7 @@ _MARGIN_S = 5.0
 
 
 class _Watch:
-    """The call that the thread watches; it has no reference to the `Watchdog`.
-
-    So a `Watchdog` can be collected while its thread runs.
-    """
+    """The call that the thread watches, apart from the `Watchdog`, so that is freed."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None
@@ -47,12 +44,9 @@ class Watchdog:
     """Ends the process if a call takes too long.
 
     A call into jax's runtime may block indefinitely once the devices wait for a process
-    that has stalled: XLA:CPU may run cheap programs before it returns, and a queue of
-    programs is bounded. A thread in such a call cannot be interrupted, only ended with
-    its process.
-
-    A call may take `timeout_s` plus a margin, and at least 30 s. `end` is called with
-    the message and does not return.
+    that has stalled, because a queue of programs is bounded. Its thread cannot be
+    interrupted, only ended with its process. A call may take `timeout_s` plus a margin,
+    and at least 30 s. `end` is called with the message and does not return.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -22,7 +23,6 @@ from jaxkv.scheduling.protocol import (
     ConnectorOutput,
     Mover,
     OffloadMetadata,
-    TierMoves,
     TierReport,
 )
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
@@ -142,12 +142,9 @@ class OffloadWorker:
                 f"{jax.process_count()} processes see transfers arrive in different "
                 "steps: give report_after_steps, so that they report them in the same."
             )
-        self.blocks_stored = 0
-        self.blocks_loaded = 0
-        self.bytes_stored = 0
-        self.bytes_loaded = 0
-        self.store_s = 0.0
-        self.load_s = 0.0
+        self.blocks_stored = self.blocks_loaded = 0
+        self.bytes_stored = self.bytes_loaded = 0
+        self.store_s = self.load_s = 0.0
         self.store_sizes = Histogram(SIZE_BUCKETS)
         self.load_sizes = Histogram(SIZE_BUCKETS)
         self.load_bytes_per_s = 0.0
@@ -250,14 +247,13 @@ class OffloadWorker:
         if meta.is_nothing and self.start_nothing():
             return pool
         self._step += 1
-        if self._agreement is None:
-            try:
+        try:
+            with self._watch("OffloadWorker.start"):
                 return self._start(meta, pool)
-            except (TypeError, ValueError):
+        except (TypeError, ValueError):
+            if self._agreement is None:
                 self._step -= 1  # It was refused.
-                raise
-        with self._agreement.watch(f"OffloadWorker.start in step {self._step}"):
-            return self._start(meta, pool)
+            raise
 
     def start_nothing(self) -> bool:
         """Start a step with the plan `NO_MOVES`, if it needs no pool.
@@ -275,7 +271,7 @@ class OffloadWorker:
         """Refuse a plan before any of it is started if a part of it cannot be."""
         check_plan(meta)
         engine, rows = self._engine, self._engine.blocks_per_host_block
-        # The engine itself refuses the first call, if nothing is done before it.
+        # The engine itself refuses the first call if nothing is done before it.
         is_shared = self._agreement is not None or self._check_plans
         is_first = not (self._num_pending["load"] or is_shared)
         if meta.store_event != NO_EVENT:
@@ -295,12 +291,15 @@ class OffloadWorker:
 
     def _start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
         if self._check_plans:
-            self._compare(meta)
+            self.plan_digest = meta.digest(self.plan_digest)
+            if self._plans is not None:
+                self._plans.send(self.plan_digest.hex(), self._step)
+                plans = self._plans.receive(f"what they plan in step {self._step}")
+                check_same_plans(self._step, "planned", plans, self._plans.process)
         if self._agreement is not None:
             pool = self._settle(pool, self._agreement, self._last_due, meta.need_flush)
         elif meta.need_flush or self._is_due():
-            pool, completions = self._engine.drain(pool)
-            self._record(completions)
+            pool = self._drain(pool)
         else:
             pool = self._engine.advance(pool)
         rows = self._engine.blocks_per_host_block
@@ -322,7 +321,10 @@ class OffloadWorker:
             )
             self._add(tickets, names, meta.load_in_step)
         if self._movers:
-            self._start_below(meta.below)
+            by_tier = {moves.tier: moves for moves in meta.below}
+            for number, mover in enumerate(self._movers):
+                mover.start(by_tier.get(number))
+            self._settle_below(self._last_due)
         return pool
 
     def take_step_loads(
@@ -355,14 +357,13 @@ class OffloadWorker:
         """Report the transfers that completed since the last call; never waits."""
         if self._agreement is not None:
             self._agreement.send()
-            self._advance_below()
-            return self._report(self._take_agreed())
         # Abandoned transfers are not pending, but may still be copying.
-        if self._pending or self._engine.num_in_flight:
+        elif self._pending or self._engine.num_in_flight:
             self._record(self._engine.poll())
         elif not self._movers:
             return NO_REPORTS
-        self._advance_below()
+        for mover in self._movers:
+            mover.advance()
         return self._report(self._take_due())
 
     def poll_storage(self, *, is_late: bool = False) -> ConnectorOutput:
@@ -383,9 +384,8 @@ class OffloadWorker:
         self.storage.advance()
         if is_late or not self.storage.is_listing_due:
             self.storage.note_late()
-        if self._agreement is not None:
-            with self._agreement.watch(f"the store in step {self._step}"):
-                self._settle_below(self._step)
+        with self._watch("the store"):
+            self._settle_below(self._step)
         return ConnectorOutput(below=self._take_below())
 
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
@@ -403,17 +403,14 @@ class OffloadWorker:
             PlanMismatchError: See `start`.
             AgreementError: See `start`.
         """
-        if self._agreement is not None:
-            with self._agreement.watch(f"OffloadWorker.drain in step {self._step}"):
+        with self._watch("OffloadWorker.drain"):
+            if self._agreement is not None:
                 pool = self._settle(pool, self._agreement, self._step, True)
-                for mover in self._movers:
-                    mover.wait()
-                self._settle_below(self._step)
-            return pool, self._report(self._take_agreed())
-        pool, completions = self._engine.drain(pool)
-        self._record(completions)
-        for mover in self._movers:
-            mover.wait()
+            else:
+                pool = self._drain(pool)
+            for mover in self._movers:
+                mover.wait()
+            self._settle_below(self._step)
         return pool, self._report(self._take_due(is_last=True))
 
     def abandon(self) -> ConnectorOutput:
@@ -424,6 +421,17 @@ class OffloadWorker:
                 self._engine.abandon(transfer.ticket)
             transfer.end(None)
         return self._report(transfers)
+
+    def _watch(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """End the process if a call waits too long for the other processes."""
+        if self._agreement is None:
+            return contextlib.nullcontext()
+        return self._agreement.watch(f"{call} in step {self._step}")
+
+    def _drain(self, pool: PyTree) -> PyTree:
+        pool, completions = self._engine.drain(pool)
+        self._record(completions)
+        return pool
 
     def _add(
         self,
@@ -449,7 +457,7 @@ class OffloadWorker:
                 self._ended[done.ticket] = transfer
 
     def _is_due(self) -> bool:
-        """Return whether a transfer is due that has not ended."""
+        """Whether a transfer is due that has not ended."""
         if self._report_after_steps is None:
             return False
         self._record(self._engine.poll())
@@ -470,23 +478,14 @@ class OffloadWorker:
         """Agree with the other processes on the transfers up to a step."""
         pool, agreed = agreement.settle(pool, last, wait_for_all=wait_for_all)
         self._agreed += agreed
-        if self._check_plans:
-            for transfer in agreed:
-                text = f"{transfer.name!r} {transfer.done is not None}"
-                link = self.plan_digest + text.encode("utf-8", "surrogatepass")
-                self.plan_digest = hashlib.sha256(link).digest()
+        self._extend_digest([(move.name, move.done is not None) for move in agreed])
         return pool
 
-    def _start_below(self, moves: Sequence[TierMoves]) -> None:
-        """Start the moves of tiers below the host; settle those that are due."""
-        by_tier = {planned.tier: planned for planned in moves}
-        for number, mover in enumerate(self._movers):
-            mover.start(by_tier.get(number))
-        self._settle_below(self._last_due)
-
-    def _advance_below(self) -> None:
-        for mover in self._movers:
-            mover.advance()
+    def _extend_digest(self, agreed: Sequence[object]) -> None:
+        """Add the outcomes that the processes agreed on to `plan_digest`."""
+        if self._check_plans and agreed:
+            link = self.plan_digest + repr(agreed).encode("utf-8", "surrogatepass")
+            self.plan_digest = hashlib.sha256(link).digest()
 
     def _settle_below(self, last: int) -> None:
         """Agree with the other processes on tiers below the host, up to a step."""
@@ -496,9 +495,7 @@ class OffloadWorker:
         agreement.send(self._reports_below(KEYS_PER_STEP), self._step)
         reports = agreement.receive(last)
         self._agreed_below += reports
-        if self._check_plans and reports:
-            link = self.plan_digest + repr(reports).encode()
-            self.plan_digest = hashlib.sha256(link).digest()
+        self._extend_digest(reports)
 
     def _reports_below(self, *max_found_keys: int) -> tuple[TierReport, ...]:
         """Collect the reports of this process's movers."""
@@ -515,13 +512,11 @@ class OffloadWorker:
         agreed, self._agreed_below = self._agreed_below, []
         return tuple(agreed)
 
-    def _take_agreed(self) -> list[Transfer]:
-        """Collect the transfers that several processes report."""
-        agreed, self._agreed = self._agreed, []
-        return agreed
-
     def _take_due(self, *, is_last: bool = False) -> list[Transfer]:
-        """Collect the transfers that one process alone reports; abandon late ones."""
+        """Collect the transfers to report; one process alone abandons late ones."""
+        if self._agreement is not None:
+            agreed, self._agreed = self._agreed, []
+            return agreed
         counts_steps = not is_last and self._report_after_steps is not None
         candidates = self._due() if counts_steps else self._ended.values()
         due = [transfer for transfer in candidates if transfer.has_ended]
@@ -587,15 +582,6 @@ class OffloadWorker:
         if self.load_bytes_per_s:
             rate = (1 - _RATE_WEIGHT) * self.load_bytes_per_s + _RATE_WEIGHT * rate
         self.load_bytes_per_s = rate
-
-    def _compare(self, meta: OffloadMetadata) -> None:
-        """Compare the plan with the plans of the other processes."""
-        self.plan_digest = meta.digest(self.plan_digest)
-        if self._plans is None:
-            return
-        self._plans.send(self.plan_digest.hex(), self._step)
-        plans = self._plans.receive(f"what they plan in step {self._step}")
-        check_same_plans(self._step, "planned", plans, self._plans.process)
 
 
 def _each_load(meta: OffloadMetadata) -> tuple[list[EventName], Sequence[int]]:

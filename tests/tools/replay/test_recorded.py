@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxkv.scheduling.record.record import LEAST_MAX_BYTES, TraceRecorder
+from jaxkv.scheduling.record.record import MIN_MAX_BYTES, TraceRecorder
 from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import find_on_device
@@ -219,7 +219,7 @@ def test_no_policy_finds_more_than_the_optimum_with_outputs():
 def run_random(path, seed, **options):
     """Record random conversations, one request at a time, that a rig serves."""
     rng = random.Random(seed)
-    with TraceRecorder(path, max_bytes=LEAST_MAX_BYTES) as recorder:
+    with TraceRecorder(path, max_bytes=MIN_MAX_BYTES) as recorder:
         rig = Rig(recorder=recorder, **options)
         heads = {who: [who] for who in range(6)}
         for number in range(120):
