@@ -347,7 +347,7 @@ class StorageWorker:
             if self.num_in_flight:
                 time.sleep(_PAUSE_S)
                 if time.monotonic() > end_s:
-                    # Wait no longer for the store, but for copies in memory.
+                    # Abandon what the store owes; copies in memory are waited for.
                     self._give_up_reads()
                     for task in (*self._writes.values(), *self._probes.values()):
                         task.deadline_s = -math.inf
