@@ -1040,16 +1040,16 @@ class World:
             elif t.kind == "fetch" and t.is_owner:
                 self.host[target] = what if ok else GARBAGE
                 if ok and not t.is_forgotten:
-                    self._note_fetched(source, target)
+                    self._note_fetched(t.name, source, target)
             elif t.kind == "write" and ok:
                 self.objects[source] = what
 
-    def _note_fetched(self, key, row):
-        """Record that a block has come for those that wait for it."""
+    def _note_fetched(self, event, key, row):
+        """Record that a block has come for those that wait for this fetch."""
         for r in self.requests:
             keys = [key for own in r.block_keys_by_group for key in own]
             wait = self.scheduler.below[0].waits.get(r.request_id)
-            if wait is not None and wait.events and key in keys:
+            if wait is not None and event in wait.events and key in keys:
                 self.fetched.setdefault(r.request_id, []).append(row)
 
     def _report(self, outputs):
