@@ -243,17 +243,6 @@ def few_programs() -> Iterator[None]:
         gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def own_policies() -> Iterator[None]:
-    """Forget the policies that a test, or an example of a docstring, has registered."""
-    registry = sys.modules.get("jaxkv.policies.registry")
-    before = dict(registry._makers) if registry else {}
-    yield
-    if registry and registry._makers != before:
-        registry._makers.clear()
-        registry._makers.update(before)
-
-
 def _num_maps() -> float:
     """Count the memory maps of this process; there are many where none can tell."""
     try:

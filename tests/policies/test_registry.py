@@ -5,7 +5,15 @@ import itertools
 import pytest
 
 from jaxkv import OffloadingManager, get_policy_maker, make_lru, policies
-from jaxkv.policies import POLICIES, policy_names, register_policy
+from jaxkv.policies import POLICIES, policy_names, register_policy, registry
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before = dict(registry._makers)
+    yield
+    registry._makers.clear()
+    registry._makers.update(before)
 
 
 def make_mine(num_blocks, max_batch):
