@@ -178,6 +178,14 @@ def test_a_second_process_compiles_nothing(package):
     assert run(program, package) == ["1", "1"]
 
 
+def test_code_is_kept_for_the_user_if_the_package_has_no_room_for_it(package):
+    program = write_version(package, 1)
+    (package / "jaxkv" / "__pycache__").touch()  # Root may write to any real folder.
+    home = {"HOME": str(package / "home"), "XDG_CACHE_HOME": str(package / "home")}
+    assert run(program, package, **home) == ["1", "0"]
+    assert run(program, package, **home) == ["1", "1"]
+
+
 def test_a_change_of_the_compiler_recompiles_everything(package):
     program = write_version(package, 1)
     run(program, package)
