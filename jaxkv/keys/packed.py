@@ -125,6 +125,7 @@ class UnlistedKeys(Sequence[bytes]):
     """
 
     __slots__ = ("words",)
+    has_foreign = False
 
     def __init__(self, words: _Words) -> None:
         self.words = _checked(words, len(words))
@@ -151,15 +152,15 @@ def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words]:
 
     Foreign keys have the words of their `key_from_foreign`.
     """
+    if isinstance(names, PackedKeys) or type(names) is UnlistedKeys:
+        return names, names.words
     return lay_out(names)[:2]
 
 
 def lay_out(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words, bool]:
     """`pack` keys; return also whether any of them is foreign."""
-    if isinstance(names, PackedKeys):
+    if isinstance(names, PackedKeys) or type(names) is UnlistedKeys:  # ABCs are slow.
         return names, names.words, names.has_foreign
-    if type(names) is UnlistedKeys:  # Faster than a check of an abstract class.
-        return names, names.words, False
     if not isinstance(names, list):
         if not (hasattr(names, "__iter__") or hasattr(names, "__getitem__")):
             raise TypeError(f"keys={shown(names)} must be a list of keys, of bytes.")
@@ -196,10 +197,8 @@ def is_foreign(name: bytes) -> bool:
 
 def has_foreign(names: Sequence[bytes]) -> bool:
     """Return whether any key is foreign; for packed keys, whether one may be."""
-    if isinstance(names, PackedKeys):
+    if isinstance(names, PackedKeys | UnlistedKeys):
         return names.has_foreign
-    if type(names) is UnlistedKeys:
-        return False
     return not set(map(len, names)) <= _ONLY_KEYS
 
 
@@ -238,6 +237,8 @@ def _checked(words: _Words, num_keys: int) -> _Words:
             f"words: {words.dtype}{list(words.shape)} must be "
             f"uint32[{num_keys}, {KEY_WORDS}]."
         )
-    words = np.ascontiguousarray(words).view()
-    words.flags.writeable = False
+    words = np.ascontiguousarray(words)
+    if words.flags.writeable:
+        words = words.view()
+        words.flags.writeable = False
     return words

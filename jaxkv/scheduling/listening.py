@@ -21,16 +21,6 @@ Passes: TypeAlias = NDArray[np.bool_] | None
 """bool[n]: which of n blocks may be stored; None for all."""
 
 
-class Lookup(NamedTuple):
-    """A lookup that has been answered."""
-
-    request: Request
-    num_computed_tokens: int
-    num_tokens: int | None  # Offered; None if the lookup was deferred.
-    is_awaited: bool
-    start_s: float
-
-
 class Start(NamedTuple):
     """A request that uses its blocks for the first time."""
 
@@ -75,8 +65,15 @@ class Listener:
     def warm_up(self) -> None:
         """Load or compile what later calls run."""
 
-    def looked_up(self, lookup: Lookup) -> None:
-        """Notify of a lookup."""
+    def looked_up(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_tokens: int | None,
+        is_awaited: bool,
+        start_s: float,
+    ) -> None:
+        """Notify of a lookup that offered `num_tokens`; None if it was deferred."""
 
     def begun(self, start: Start) -> None:
         """Notify of a request that begins."""
@@ -118,7 +115,7 @@ class Listeners:
 
     bound: tuple[Callable[[Any], None], ...]
     warm_up: tuple[Callable[[], None], ...]
-    looked_up: tuple[Callable[[Lookup], None], ...]
+    looked_up: tuple[Callable[[Request, int, int | None, bool, float], None], ...]
     begun: tuple[Callable[[Start], None], ...]
     offered: tuple[Callable[[Offer], None], ...]
     victims_offered: tuple[Callable[[Any, Container[BlockKey], Passes], None], ...]

@@ -116,7 +116,7 @@ class Requests:
         # Tokens that requests found on the device when they last looked.
         self.num_local: dict[str, int] = {}
         # Requests that have used their blocks, and what the policy said of each.
-        self._begun: set[str] = set()
+        self.begun: set[str] = set()
         self._policy_marks: dict[str, int] = {}
         # The keys that requests last looked for, if there are tiers below the host.
         self._looked_for: dict[str, list[KeyMark]] = {}
@@ -192,11 +192,6 @@ class Requests:
                 "prompt_only=True needs: it stores the blocks of prompts alone."
             )
         return request.num_computed_tokens - num_ahead, max_tokens
-
-    def check_retention(self, request: Request) -> None:
-        """Raise ValueError for a `retention` of another type, if it is used."""
-        if self._host.retains:
-            _retention_of(request)
 
     def check_known_keys(self, request: Request) -> None:
         """Refuse wrong keys of a request that is known: they are about to be read."""
@@ -314,16 +309,13 @@ class Requests:
 
     def end_lookup(self, request_id: str) -> int | None:
         """Forget a lookup; return the tokens found on the device, None if unknown."""
-        self._looked_for.pop(request_id, None)
+        if self._looked_for:
+            self._looked_for.pop(request_id, None)
         return self.num_local.pop(request_id, None)
-
-    def has_begun(self, request_id: str) -> bool:
-        """Whether a request has used its blocks."""
-        return request_id in self._begun
 
     def begin(self, request: Request, keys: Sequence[Sequence[BlockKey]]) -> None:
         """Record that a request uses its blocks; notify the policy."""
-        self._begun.add(request.request_id)
+        self.begun.add(request.request_id)
         if self._host.listens:
             rows, positions = self._rows_by_group(keys)
             now_ms = self.now_ms()
@@ -335,17 +327,16 @@ class Requests:
     def finish(
         self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None
     ) -> None:
-        """Notify the policy that a request has finished."""
-        if self._host.listens:
-            mark = self._policy_marks.pop(request.request_id)
-            rows, positions = self._rows_by_group(keys)
-            num_output, now_ms = output_tokens_of(request), self.now_ms()
-            self._host.finish_request(rows, mark, now_ms, num_output, stop, positions)
-            self._retain(request, keys, now_ms)
+        """Notify the policy, which listens, that a request has finished."""
+        mark = self._policy_marks.pop(request.request_id)
+        rows, positions = self._rows_by_group(keys)
+        num_output, now_ms = output_tokens_of(request), self.now_ms()
+        self._host.finish_request(rows, mark, now_ms, num_output, stop, positions)
+        self._retain(request, keys, now_ms)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has finished."""
-        self._begun.discard(request_id)
+        self.begun.discard(request_id)
         self.by_request.pop(request_id, None)
 
     def now_ms(self) -> int:
@@ -356,7 +347,7 @@ class Requests:
         self, request: Request, keys: Sequence[Sequence[BlockKey]], now_ms: int
     ) -> None:
         """Set the priority of a request's blocks, if it has a `retention`."""
-        retention = _retention_of(request) if self._host.retains else None
+        retention = retention_of(request) if self._host.retains else None
         if retention is not None:
             if retention.num_tokens is not None:
                 keys = [
@@ -434,7 +425,7 @@ def stop_of(request: Request) -> Stop | None:
     return stop
 
 
-def _retention_of(request: Request) -> Retention | None:
+def retention_of(request: Request) -> Retention | None:
     """Return how long to keep a request's blocks; raise ValueError for others."""
     retention: Retention | None = getattr(request, "retention", None)
     if retention is not None and not isinstance(retention, Retention):

@@ -39,7 +39,7 @@ from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.idle_warning import IdleWarning
 from jaxkv.scheduling.lazy import LazyStores
-from jaxkv.scheduling.listening import End, Listener, Listeners, Lookup, Start
+from jaxkv.scheduling.listening import End, Listener, Listeners, Start
 from jaxkv.scheduling.loads import NO_LOADS, Loads, mark_skipped
 from jaxkv.scheduling.moves import Budget, reports_of
 from jaxkv.scheduling.plan import Gate, Plan, View, checked_rates, plan
@@ -57,7 +57,7 @@ from jaxkv.scheduling.protocol import (
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.record.recording import Recording
 from jaxkv.scheduling.reporting import Reporting
-from jaxkv.scheduling.requests import Requests, stop_of
+from jaxkv.scheduling.requests import Requests, retention_of, stop_of
 from jaxkv.scheduling.rules import OffloadRules, check_groups
 from jaxkv.scheduling.stats import Delays, OffloadStats
 from jaxkv.scheduling.stores import NO_STORES, Stores, StoreSteps
@@ -335,9 +335,8 @@ class OffloadScheduler(Reporting):
                 boundary.hold(name)
         self._book.num_local[name] = num_computed_tokens
         answer = planned.num_tokens, planned.is_awaited
-        lookup = Lookup(request, num_computed_tokens, *answer, start_s)
         for notify in self._listeners.looked_up:
-            notify(lookup)
+            notify(request, num_computed_tokens, *answer, start_s)
         return answer
 
     def _ask_below(self, name: str, planned: Plan) -> bool:
@@ -390,7 +389,8 @@ class OffloadScheduler(Reporting):
         """
         requests, pool = self._book, self._pool
         limits = requests.check_stores(request)
-        requests.check_retention(request)
+        if self._manager.retains:
+            retention_of(request)  # Refuses others.
         name = request.request_id
         num_external = check_count("num_external_tokens", num_external_tokens, name)
         tables = self._tables(name, block_ids)
@@ -407,9 +407,10 @@ class OffloadScheduler(Reporting):
         for boundary in self.below:
             (boundary.forget if begins else boundary.decline)(name)
         hits = requests.end_lookup(name), num_external
-        self._store_steps.note_tokens(num_external)
+        if num_external:
+            self._store_steps.note_tokens(num_external)
         self._chooser.begun(request, keys, tables, *hits, limits)
-        if begins and not requests.has_begun(name):
+        if begins and name not in requests.begun:
             self._begin(request, keys, *hits)
         if self._is_all_read:
             return [list(table) for table in tables]
@@ -582,16 +583,17 @@ class OffloadScheduler(Reporting):
         """
         requests = self._book
         limits, stop = requests.check_stores(request), stop_of(request)
-        requests.check_retention(request)
+        if self._manager.retains:
+            retention_of(request)  # Refuses others.
         name = request.request_id
         tables = None if block_ids is None else self._tables(name, block_ids)
         requests.check_known_keys(request)
         if tables is not None:
             self._chooser.replace_tables(request, tables, limits)
         self._leave(request, limits)
-        has_begun = requests.has_begun(name)
+        has_begun = name in requests.begun
         keys = requests.by_request[name] if has_begun else ()
-        if has_begun:
+        if has_begun and self._manager.listens:
             requests.finish(request, keys, stop)
         if self._listeners.finished:
             has_load = name in self._loads.by_request

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jaxkv.scheduling.listening import Listener, Lookup
+from jaxkv.scheduling.listening import Listener
 from jaxkv.scheduling.protocol import Request
 
 # The buckets of vLLM's histograms of the same names (`jaxkv.observe.metrics`).
@@ -186,15 +186,22 @@ class Delays(Listener):
         self._deferred_s: dict[str, float] = {}
         self._offered_s: dict[str, float] = {}
 
-    def looked_up(self, lookup: Lookup) -> None:
+    def looked_up(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_tokens: int | None,
+        is_awaited: bool,
+        start_s: float,
+    ) -> None:
         """Measure a lookup that has just ended."""
-        request_id, start_s = lookup.request.request_id, lookup.start_s
+        request_id = request.request_id
         self.lookups.add(self.clock() - start_s)
-        if lookup.num_tokens is None:
+        if num_tokens is None:
             self._deferred_s.setdefault(request_id, start_s)
             return
         self.left(request_id)
-        if lookup.is_awaited:
+        if is_awaited:
             self._offered_s[request_id] = start_s
 
     def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:

@@ -91,21 +91,22 @@ class Op(Generic[Arguments, Answer]):
         samples: Arguments like those that follow the keys; an int is static for XLA.
         writes: The dtype of an array, one item per key, that the native function
             writes and the pure one returns; None for none.
-        evicts: Whether the same holds for evicted keys, u32[n, 8].
+        counts: Whether the answer has the number that both return, too.
+        evicts_as: ``(numbers that both return, array, evicted keys) -> answer``, where
+            evicted keys, u32[n, 8], are written, too; None where they are not.
         has_variant: Whether the native function takes the policy's variant.
-        answer: ``(number or numbers that both functions return, arrays) -> answer``.
     """
 
     def __init__(
         self,
         *samples: Any,
         writes: Any = None,
-        evicts: bool = False,
+        counts: bool = False,
+        evicts_as: Callable[..., Any] | None = None,
         has_variant: bool = False,
-        answer: Callable[..., Any] = lambda number, array: array,
     ) -> None:
-        self.samples, self.writes, self.evicts = samples, writes, evicts
-        self.has_variant, self.answer = has_variant, answer
+        self.samples, self.writes, self.counts = samples, writes, counts
+        self.evicts_as, self.has_variant = evicts_as, has_variant
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -126,19 +127,15 @@ class _Verbs:
     note = Op[[Words, int, Positions, Facts], int](
         BEGIN, _SAMPLE_POSITIONS, begun(0, 0)
     )
-    prepare_load = Op[[Words], tuple[int, Ids]](
-        writes=np.int64, answer=lambda *row_and_ids: row_and_ids
-    )
-    complete_load = Op[[Words], tuple[int, Ids]](
-        writes=np.int64, answer=lambda *row_and_ids: row_and_ids
-    )
+    prepare_load = Op[[Words], tuple[int, Ids]](writes=np.int64, counts=True)
+    complete_load = Op[[Words], tuple[int, Ids]](writes=np.int64, counts=True)
     prepare_store = Op[[Words], Store | None](
-        writes=np.int64, evicts=True, has_variant=True, answer=_as_store
+        writes=np.int64, evicts_as=_as_store, has_variant=True
     )
     complete_store = Op[[Words, bool], Flags](True, writes=np.bool_)
     discard = Op[[Words], Flags](writes=np.bool_)
     request_step = Op[[Words], Step](
-        writes=np.int64, evicts=True, has_variant=True, answer=_as_step
+        writes=np.int64, evicts_as=_as_step, has_variant=True
     )
 
     def _bind(self, op: Op[..., Any]) -> Callable[..., Any]:
@@ -175,35 +172,41 @@ class NativeExecutor(_Verbs):
         It does not refer to the executor, which keeps it: a circle would keep the
         state of an executor that was replaced.
         """
-        bound, variant = self._bound, self._variant
+        bound, variant, room = self._bound, self._variant, self._room
         head = (bound, variant) if op.has_variant else (bound,)
-        dtype, answer, room = op.writes, op.answer, self._room
+        dtype = op.writes
+        as_answer: Any = op.evicts_as
         arrays: list[Any] = [] if dtype is None else [np.empty(1, dtype)]
-        if op.evicts:
-            arrays.append(room.of(1))
+        arrays += [room.of(1)] if as_answer else []
         function = entry_point(
             getattr(host_native, op.name), *head, _SAMPLE_KEYS, *op.samples, *arrays
         )
 
-        call: Callable[..., Any] = functools.partial(function, *head)
-        run = call
-
         def write(keys: Words) -> Any:
             array = np.empty(len(keys), dtype)
-            return answer(run(keys, array), array)
+            function(bound, keys, array)
+            return array
+
+        def write_and_count(keys: Words) -> Any:
+            array = np.empty(len(keys), dtype)
+            return function(bound, keys, array), array
 
         def write_with(keys: Words, argument: Any) -> Any:
             array = np.empty(len(keys), dtype)
-            return answer(run(keys, argument, array), array)
+            function(bound, keys, argument, array)
+            return array
 
         def write_evicted(keys: Words) -> Any:
             array, evicted = np.empty(len(keys), dtype), room.of(len(keys))
             counts = function(bound, variant, keys, array, evicted)
-            return answer(counts, array, evicted)
+            return as_answer(counts, array, evicted)
 
-        if arrays:
-            call = write_evicted if op.evicts else write_with if op.samples else write
-        vars(self)[op.name] = call  # From now on found without coming here.
+        call: Callable[..., Any] = functools.partial(function, *head)
+        if as_answer:
+            call = write_evicted
+        elif arrays:
+            call = write_and_count if op.counts else write_with if op.samples else write
+        setattr(self, op.name, call)  # From now on found without coming here.
         return call
 
     def pin(self, block_ids: Ids) -> bool:
@@ -326,9 +329,9 @@ class XlaExecutor(_Verbs):
         result = jax.tree.map(as_native, result)
         if not isinstance(result, tuple):
             return result
-        if op.evicts:
-            return op.answer(result[:-2], *result[-2:])
-        return op.answer(*result)
+        if op.evicts_as:
+            return op.evicts_as(result[:-2], *result[-2:])
+        return result if op.counts else result[-1]
 
     def pin(self, block_ids: Ids) -> bool:
         refuse_outside(block_ids, self._policy.num_blocks)

@@ -183,7 +183,11 @@ class BlockIndex:
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
         """Record a use of each key of a prefix, the first as the most recent."""
-        self._touch(block_hashes, True)
+        _, words = pack(block_hashes)
+        if 0 < len(words) <= self.policy.max_batch:
+            self.executor.touch(words, True)
+        else:
+            self._touch_in_batches(words, True)
 
     def reorder(self, block_hashes: Iterable[bytes]) -> None:
         """Reorder keys as `touch` does, without a use.
@@ -191,7 +195,11 @@ class BlockIndex:
         The blocks of one use may come in parts. A policy that distinguishes one use
         from two (ARC) must not count them as several.
         """
-        self._touch(block_hashes, False)
+        _, words = pack(block_hashes)
+        if 0 < len(words) <= self.policy.max_batch:
+            self.executor.touch(words, False)
+        else:
+            self._touch_in_batches(words, False)
 
     def retain(
         self,
@@ -735,12 +743,8 @@ class BlockIndex:
             batch = words[start : start + self.policy.max_batch]
             self.executor.note(batch, RETAIN, _NO_POSITIONS, about)
 
-    def _touch(self, keys: Iterable[bytes], counts_as_use: bool) -> None:
-        _, words = pack(keys)
+    def _touch_in_batches(self, words: Words, counts_as_use: bool) -> None:
         size = self.policy.max_batch
-        if 0 < len(words) <= size:
-            self.executor.touch(words, counts_as_use)
-            return
         # From the last batch to the first, as keys are touched in one batch.
         for start in reversed(range(0, len(words), size)):
             self.executor.touch(words[start : start + size], counts_as_use)

@@ -12,8 +12,9 @@ from typing import Any
 from jaxkv.policies.hazard import HazardState
 from jaxkv.policies.registry import AUTO
 from jaxkv.policies.reuse import ReuseTable, scaled
-from jaxkv.scheduling.listening import End, Keys, Listener, Lookup, Offer, Passes, Start
+from jaxkv.scheduling.listening import End, Keys, Listener, Offer, Passes, Start
 from jaxkv.scheduling.plan import Gate, max_hit_tokens
+from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.requests import Requests, output_tokens_of
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
@@ -154,15 +155,21 @@ class Shadowed(WhatIf):
         """Load or compile what the shadows run."""
         self.shadows.warm_up()
 
-    def looked_up(self, lookup: Lookup) -> None:
+    def looked_up(
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_tokens: int | None,
+        is_awaited: bool,
+        start_s: float,
+    ) -> None:
         """Search the shadows for the prefix."""
-        if lookup.num_tokens is None:
+        if num_tokens is None:
             return
-        request, num_tokens = lookup.request, lookup.num_computed_tokens
         size = self.shadows.block_size
-        max_tokens = max(max_hit_tokens(request, num_tokens), 0)
+        max_tokens = max(max_hit_tokens(request, num_computed_tokens), 0)
         keys = self._requests.of(request)[0]
-        first, last = num_tokens // size, max_tokens // size
+        first, last = num_computed_tokens // size, max_tokens // size
         self.shadows.look_up(request.request_id, keys, first, last)
 
     def begun(self, start: Start) -> None:
