@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import pickle
 import re
 import shutil
 import textwrap
@@ -264,6 +265,20 @@ def test_code_of_another_signature_is_not_used(tmp_path, monkeypatch):
     assert (again(1), of_floats(0.5)) == (2, 1.5)
     assert sum(again.stats.cache_hits.values()) == 1
     assert not of_floats.stats.cache_hits
+
+
+def test_an_intact_file_that_has_no_code_is_recompiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(code_cache, "_folders", lambda: (tmp_path,))
+
+    def add_one(number):
+        return number + 1
+
+    assert compiled(add_one)(1) == 2
+    [path] = tmp_path.iterdir()
+    for body in (b"no pickle", pickle.dumps(("no", "code")), pickle.dumps(1)):
+        path.write_bytes(code_cache._sum_of(path.name, body) + body)
+        again = compiled(add_one)
+        assert (again(1), again.stats.cache_hits) == (2, {})
 
 
 def test_without_a_writable_folder_functions_compile_and_warn_once(package):
