@@ -621,6 +621,8 @@ def sweep(live, errors=ERRORS, *, all_errors=False):
         life = live(None)
         assert not life.log.records, life.log.records
         calls = life.calls
+        gc.collect()
+        gc.freeze()  # What is here by now need not be looked through in each life.
         for fault in list(faults(calls.counts, errors, all_errors=all_errors)):
             # An engine of before that saves as it is collected would take the fault.
             life = None
