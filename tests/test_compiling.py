@@ -7,12 +7,12 @@ from jaxkv.compiling import (
     CodeCache,
     compiled,
     copy_row,
+    copy_to_numpy,
     empty,
     entry_point,
     filled,
     greater,
     lesser,
-    own,
     parts,
     same_row,
 )
@@ -26,7 +26,7 @@ def add_to_tail(state, number):
 
 
 def test_a_bound_state_is_changed_in_place():
-    state = own(lru.init(6, 4))
+    state = copy_to_numpy(lru.init(6, 4))
     assert add_to_tail(Bound(state), 3) == 6
     assert int(state.order.tail) == 3
     assert entry_point(add_to_tail, Bound(state), 1)(Bound(state), 2) == 6
@@ -34,8 +34,8 @@ def test_a_bound_state_is_changed_in_place():
 
 
 def test_own_copies_all_arrays():
-    state = own(lru.init(6, 4))
-    copy = own(state)
+    state = copy_to_numpy(lru.init(6, 4))
+    copy = copy_to_numpy(state)
     add_to_tail(Bound(copy), 1)
     assert int(state.order.tail) == 0
     assert isinstance(copy.order.tail, np.ndarray)

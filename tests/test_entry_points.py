@@ -269,7 +269,7 @@ def test_no_random_number_crashes_a_public_call(num):
 def test_a_bound_state_is_neither_copied_nor_pickled():
     bound = DeviceBlockPool(2).bound
     assert isinstance(bound, Bound)
-    message = re.escape("copy its state with own(bound.state)")
+    message = re.escape("Copy its state with copy_to_numpy(bound.state)")
     for take in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=message):
             take(bound)

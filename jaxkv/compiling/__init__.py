@@ -27,6 +27,6 @@ from jaxkv.compiling.parts import compiled as compiled
 from jaxkv.compiling.parts import entry_point as entry_point
 from jaxkv.compiling.parts import inlined as inlined
 from jaxkv.compiling.states import Bound as Bound
+from jaxkv.compiling.states import add_functions as add_functions
+from jaxkv.compiling.states import copy_to_numpy as copy_to_numpy
 from jaxkv.compiling.states import functions_of as functions_of
-from jaxkv.compiling.states import label_state as label_state
-from jaxkv.compiling.states import own as own

@@ -1,9 +1,9 @@
-"""States as compiled functions receive them: one table of addresses for all arrays.
+"""States as compiled functions receive them: one pointer to a table of all arrays.
 
-To pass a dozen arrays to Numba would take a microsecond a call, more than many calls
-take. So a state is passed as one `Bound` object, which holds a table of addresses.
-Compiled code has a pointer into that table for each dataclass, and reads an array's
-address where it uses the array.
+Numba takes about a microsecond per call to unbox a dozen arrays, longer than many of
+these functions run. So a state, a dataclass of arrays, is passed as one `Bound`, whose
+table holds each array's address and shape. In compiled code a state is a pointer into
+that table, and an array's entries are read where the array is used.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from jaxkv.compiling.code_cache import digest_of
 
 
 class Bound:
-    """A state whose arrays compiled functions may write to.
+    """A state that compiled functions update in place.
 
-    `state` is a dataclass of contiguous NumPy arrays, or of such dataclasses. Every
-    holder of one of its arrays sees it change.
+    `state` is a dataclass of contiguous NumPy arrays, or of such dataclasses. Its
+    arrays are not copied: writes are visible through every reference to them.
     """
 
     __slots__ = ("_address", "_numba_type_", "_table", "state")
@@ -45,27 +45,27 @@ class Bound:
     def __init__(self, state: Any) -> None:
         self.state = state
         self._numba_type_ = StateType.of(state)
-        words: list[int] = []
+        entries: list[int] = []
         for array in _arrays(state):
-            words += [array.ctypes.data, *array.shape]
-        self._table = np.array(words, np.int64)
+            entries += [array.ctypes.data, *array.shape]
+        self._table = np.array(entries, np.int64)
         self._address: int = self._table.ctypes.data
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Refuse: a copy would have the addresses of this object's arrays."""
+        """Raise TypeError: a copy would point to the arrays of this object."""
         raise TypeError(
-            "a Bound can be neither copied nor pickled, as it has addresses of arrays: "
-            "copy its state with own(bound.state), and make a new Bound of that."
+            "a Bound cannot be copied or pickled: it holds addresses of arrays. Copy "
+            "its state with copy_to_numpy(bound.state), and make a new Bound of that."
         )
 
 
-def own(state: Any) -> Any:
-    """Copy a dataclass of arrays, NumPy's or JAX's, into NumPy arrays."""
+def copy_to_numpy(state: Any) -> Any:
+    """Copy a state of NumPy or JAX arrays into new, contiguous NumPy arrays."""
     if not dataclasses.is_dataclass(state):
         return np.array(state, order="C")
     make: Callable[..., Any] = type(state)
     fields = dataclasses.fields(state)
-    return make(*(own(getattr(state, field.name)) for field in fields))
+    return make(*(copy_to_numpy(getattr(state, field.name)) for field in fields))
 
 
 def _arrays(state: Any) -> list[Any]:
@@ -75,27 +75,27 @@ def _arrays(state: Any) -> list[Any]:
     return [array for value in values for array in _arrays(value)]
 
 
-_WORDS = ir.IntType(64).as_pointer()
+_ENTRY_PTR = ir.IntType(64).as_pointer()
 _labels: dict[type, str] = {}
 _functions: dict[str, Mapping[str, Any]] = {}  # By label.
 
 
-def label_state(state_class: type, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Tie functions to a class of states, for code that works on any such class.
+def add_functions(cls: type, functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Give a class of states functions, which `functions_of` returns by name.
 
-    Code for a state is kept on disk under a label of the class and of everything that
-    these functions do and call. `functions_of` returns them by their names.
+    Compiled code for a state is cached on disk under its class's label: the name of the
+    class, and a digest of these functions and of all that they call.
     """
-    label = f"{_name_of(state_class)} {digest_of(functions.values()).hex()[:16]}"
-    _labels[state_class] = label
+    label = f"{_name_of(cls)} {digest_of(functions.values()).hex()[:16]}"
+    _labels[cls] = label
     _functions[label] = functions
 
 
 @intrinsic
 def functions_of(typing_context: Any, state: Any) -> Any:
-    """Return the functions tied to a state's class, in compiled functions.
+    """Return the functions of a state's class; for calls in compiled functions.
 
-    They are its attributes: ``functions_of(state).find(state, ...)``.
+    Call them as attributes: ``functions_of(state).find(state, ...)``.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -109,52 +109,52 @@ def _name_of(state_class: type) -> str:
 
 
 class StateType(types.Type):
-    """The type of a state: the label of its class, and the names and types of fields.
+    """The Numba type of a state: its class's label, its fields' names and types.
 
-    It has no reference to the class, which a process that reads the code may not have.
+    It does not refer to the class: a process that loads cached code may not have it.
     """
 
     def __init__(self, label: str, fields: tuple[tuple[str, Any], ...]) -> None:
         self.label = label
         self.fields = fields
-        inner = hashlib.sha256(repr(fields).encode()).hexdigest()
-        super().__init__(f"{label} {inner[:16]}")  # Short, as symbols are named by it.
+        fields_digest = hashlib.sha256(repr(fields).encode()).hexdigest()
+        super().__init__(f"{label} {fields_digest[:16]}")  # Short: symbols contain it.
 
     @staticmethod
     def of(value: Any) -> Any:
-        """Return the type of a state, or of one of its arrays."""
+        """Return the Numba type of a state, or of one of its arrays."""
         if not dataclasses.is_dataclass(value):
-            return _Borrowed(numba.from_dtype(value.dtype), value.ndim)
+            return _BorrowedArray(numba.from_dtype(value.dtype), value.ndim)
         names = [field.name for field in dataclasses.fields(value)]
         fields = tuple((name, StateType.of(getattr(value, name))) for name in names)
         cls = type(value)
         return StateType(_labels.get(cls, _name_of(cls)), fields)
 
 
-class _Borrowed(types.Array):
-    """The type of a state's array, whose references are not counted.
+class _BorrowedArray(types.Array):
+    """The Numba type of a state's array: its references are not counted.
 
-    The `Bound` keeps the array alive. Numba would count at each use, in the innermost
-    loops.
+    The `Bound` keeps the array alive. Otherwise Numba would update a reference count at
+    each use, in the innermost loops.
     """
 
     def __init__(self, dtype: Any, ndim: int) -> None:
         super().__init__(dtype, ndim, "C", name=f"borrowed({dtype}, {ndim}d)")
 
 
-@register_model(_Borrowed)
-class _BorrowedModel(models.ArrayModel):
+@register_model(_BorrowedArray)
+class _BorrowedArrayModel(models.ArrayModel):
     def traverse(self, builder: Any) -> list[Any]:
-        """List the members whose references are counted: none."""
+        """Return the members whose references Numba counts: none."""
         return []
 
 
 @register_model(StateType)
 class _StateModel(models.PrimitiveModel):
-    """A pointer to a state's first word in the table of its `Bound`."""
+    """A pointer to a state's first entry in the table of its `Bound`."""
 
     def __init__(self, manager: Any, type_: StateType) -> None:
-        super().__init__(manager, type_, _WORDS)
+        super().__init__(manager, type_, _ENTRY_PTR)
 
 
 @infer_getattr
@@ -167,49 +167,49 @@ class _StateFields(AttributeTemplate):
 
 @lower_getattr_generic(StateType)
 def _get_field(context: Any, builder: Any, type_: Any, value: Any, name: str) -> Any:
-    """Point to a state within a state, or read an array's address and shape."""
+    """Return a pointer to a nested state, or an array made from its entries."""
     fields = dict(type_.fields)
     before = itertools.takewhile(lambda field: field != name, fields)
-    position = sum(_num_words(fields[field]) for field in before)
-    type_ = fields[name]
+    offset = sum(_num_entries(fields[field]) for field in before)
+    field_type = fields[name]
 
-    def address(position: int) -> Any:
-        return builder.gep(value, [ir.IntType(64)(position)])
+    def pointer_to(offset: int) -> Any:
+        return builder.gep(value, [ir.IntType(64)(offset)])
 
-    def word(position: int) -> Any:
-        # The table never changes: no write to an array makes LLVM read it again.
-        loaded = builder.load(address(position))
-        loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
-        return loaded
+    def load_entry(offset: int) -> Any:
+        # The table never changes: LLVM need not reload it after a write to an array.
+        entry = builder.load(pointer_to(offset))
+        entry.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return entry
 
-    if isinstance(type_, StateType):
-        return address(position)
-    shape = [word(position + 1 + axis) for axis in range(type_.ndim)]
+    if isinstance(field_type, StateType):
+        return pointer_to(offset)
+    shape = [load_entry(offset + 1 + axis) for axis in range(field_type.ndim)]
     itemsize = context.get_constant(
-        types.intp, context.get_abi_sizeof(context.get_data_type(type_.dtype))
+        types.intp, context.get_abi_sizeof(context.get_data_type(field_type.dtype))
     )
     strides: list[Any] = []
     stride = itemsize
     for extent in reversed(shape):
         strides.insert(0, stride)
         stride = builder.mul(stride, extent)
-    model = context.data_model_manager[type_]
-    pointer = context.get_value_type(model.get_type("data"))
-    data = builder.inttoptr(word(position), pointer)
-    array = make_array(type_)(context, builder)
+    model = context.data_model_manager[field_type]
+    data_type = context.get_value_type(model.get_type("data"))
+    data = builder.inttoptr(load_entry(offset), data_type)
+    array = make_array(field_type)(context, builder)
     populate_array(array, data, shape, strides, itemsize, meminfo=None)
     return array._getvalue()
 
 
-def _num_words(type_: Any) -> int:
-    """Count the words of a state, or of an array, in a table."""
+def _num_entries(type_: Any) -> int:
+    """Count the table entries of a state, or of an array: its address and its shape."""
     if isinstance(type_, StateType):
-        return sum(_num_words(field) for _, field in type_.fields)
+        return sum(_num_entries(field) for _, field in type_.fields)
     return 1 + int(type_.ndim)
 
 
 class _FunctionsType(types.Opaque):
-    """The type that `functions_of` returns; the label determines its attributes."""
+    """The Numba type that `functions_of` returns; its label names its attributes."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -237,4 +237,4 @@ def _unbox_bound(type_: StateType, value: Any, context: Any) -> NativeValue:
     address = context.pyapi.object_getattr_string(value, "_address")
     number = context.pyapi.long_as_longlong(address)
     context.pyapi.decref(address)
-    return NativeValue(context.builder.inttoptr(number, _WORDS))
+    return NativeValue(context.builder.inttoptr(number, _ENTRY_PTR))

@@ -1,7 +1,7 @@
-"""The facts about a request that a policy may use: one row of numbers.
+"""The facts about a request that a policy may use: a vector of eight numbers.
 
-`Policy.note` gets them as i32[8], its native twin as eight ints. A new fact has its
-place here; `jaxkv/tiers/index.py` writes it, and a policy reads it.
+`Policy.note` gets them as i32[8], its native twin as eight ints. To add a fact, give it
+an index here; `jaxkv/tiers/index.py` sets it, and policies read it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import TypeAlias
 
 BEGIN, FINISH, RETAIN = range(3)
-"""Kinds of notes: a request begins; it has finished; its blocks get a priority."""
+"""Events of a note: a request begins, has finished, or gives its blocks a priority."""
 
 NOW_MS, NUM_TOKENS, NUM_OUTPUT, STOP, MARK, PRIORITY, HALF_LIFE_MS, TTL_MS = range(8)
-"""Places of the facts.
+"""Indices of the facts. Those that an event does not have are 0.
 
-NOW_MS: The time in milliseconds since any moment, modulo 2**32; of `RETAIN`, when the
-    priority was given.
-NUM_TOKENS: Of `BEGIN`: tokens that the request asks for.
-NUM_OUTPUT, STOP, MARK: Of `FINISH`: tokens that it generated, -1 if unknown; an index
-    of `jaxkv.types.STOPS`; what `BEGIN` returned.
-PRIORITY, HALF_LIFE_MS, TTL_MS: Of `RETAIN`: see `jaxkv.policies.retained`.
+NOW_MS: Milliseconds of a clock with any origin, modulo 2**32; for `RETAIN`, the time
+    when the priority was given.
+NUM_TOKENS: For `BEGIN`: the request's tokens so far.
+NUM_OUTPUT, STOP, MARK: For `FINISH`: tokens generated, -1 if unknown; an index of
+    `jaxkv.types.STOPS`; the number that the policy returned for `BEGIN`.
+PRIORITY, HALF_LIFE_MS, TTL_MS: For `RETAIN`: see `jaxkv.policies.retained`.
 """
 
 Facts: TypeAlias = tuple[int, int, int, int, int, int, int, int]

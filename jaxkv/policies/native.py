@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxkv.compiling import compiled, functions_of, label_state
+from jaxkv.compiling import add_functions, compiled, functions_of
 
 
 class NativePolicy(NamedTuple):
@@ -72,7 +72,7 @@ def register_native(state_class: type, native: NativePolicy) -> None:
             f"{state_class} has native functions already; another policy must have a "
             "state class of its own."
         )
-    label_state(state_class, _DEFAULTS | native.functions)
+    add_functions(state_class, _DEFAULTS | native.functions)
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Explanations: for each block of a request where it is, or why it is missing."""
+"""Explanations: for each block of a request, where it is or why it is missing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxkv.tiers.key_memory import DropReason
 from jaxkv.types import NO_BLOCK, BlockKey
 
 Verdict: TypeAlias = str
-"""The use of a block for a request: a hit on a tier ("device", "host"); in a tier below
-the host alone (its `Boundary.name`); in flight ("pending"); not read by the next token
-("unneeded"); or computed again ("missed")."""
+"""The outcome for a block of a request: a hit on a tier ("device", "host"); only in a
+tier below the host (`Boundary.name`); in flight ("pending"); not read by the next token
+("unneeded"); or recomputed ("missed")."""
 
 Reason: TypeAlias = (
     DropReason
@@ -28,32 +28,31 @@ Reason: TypeAlias = (
     | Literal["other group", "no room", "no copy", "capped", "rare", "left out"]
     | Literal["part", "absent", "never"]
 )
-"""Why; see `_WORDS`."""
+"""Why a block has its verdict; `_REASON_TEXTS` spells it out."""
 
-_WORDS: dict[Reason | None, str] = {
+_REASON_TEXTS: dict[Reason | None, str] = {
     None: "",
     "storing": "being stored",
     "loading": "being loaded",
-    "fetching": "being fetched from a tier below",
+    "fetching": "being fetched from a lower tier",
     "window": "the next token does not read it",
-    "last token": "past the last token that can be a hit: its logits are needed",
-    "gap": "it is there, but a block before it is missing",
-    "other group": "it is there, but the groups of layers have no prefix this long",
-    "no room": "it is there, but beside it there is no room to copy it",
-    "no copy": "it is on the device, where nothing is copied (copy_on_device)",
-    "capped": "it is there, but the request may load no more (max_load_tokens)",
-    "rare": "not asked for often enough to be stored (store_threshold, "
-    "max_unseen_blocks)",
-    "left out": "not to be stored (prompt_only, max_offload_tokens)",
-    "part": "its host block would not be full",
-    "absent": "asked of the store, not there",
-    "never": "not stored, or why it was dropped is not known (remember_drops)",
+    "last token": "has the last token, which is always computed for its logits",
+    "gap": "resident, but a block before it is missing",
+    "other group": "resident, but some group of layers lacks a prefix this long",
+    "no room": "resident, but the device has no room for copies",
+    "no copy": "resident, but the device copies no blocks (copy_on_device=False)",
+    "capped": "resident, but the request may load no more (max_load_tokens)",
+    "rare": "not stored: looked up too rarely (store_threshold, max_unseen_blocks)",
+    "left out": "excluded from stores (prompt_only, max_offload_tokens)",
+    "part": "not stored: too few blocks to fill a host block (blocks_per_host_block)",
+    "absent": "not in the store when last probed",
+    "never": "never stored, or dropped for an unknown reason (remember_drops)",
     "evicted": "evicted from the host",
-    "full": "dropped: the host had no room",
-    "slow": "dropped: too much was on its way to the host",
-    "paused": "not stored: nothing stored was asked for (pause_unused_stores)",
-    "store failed": "dropped: its store failed",
-    "load failed": "forgotten: its load failed",
+    "full": "not stored: the host had no room",
+    "slow": "not stored: too many stores were in flight",
+    "paused": "not stored: no stored block was used (pause_unused_stores)",
+    "store failed": "not stored: its store failed",
+    "load failed": "dropped from the host: its load failed",
 }
 _VERDICTS: dict[Verdict, str] = {
     "device": "hit on the device",
@@ -63,57 +62,56 @@ _VERDICTS: dict[Verdict, str] = {
     "missed": "missed",
 }
 _DEFERRALS: dict[Deferral, str] = {
-    "loading": "It has a load under way, and has to ask again.",
-    "shared": "It has to ask again, as another is loading some of it.",
-    "asked": "It has to ask again, when the store has said what it has of the rest.",
-    "queued": "It has to ask again, when others have used what was fetched for them.",
-    "gate": "It has to compute, as a load would take longer (skip_slow_loads).",
+    "loading": "It has a load in flight and must ask again later.",
+    "shared": "It must ask again later: another request is loading some of its blocks.",
+    "asked": "It must ask again once a lower tier has answered a probe for blocks.",
+    "queued": "It must ask again once other requests have used their fetched blocks.",
+    "gate": "It must recompute: a load would take longer (skip_slow_loads).",
 }
 
 
-# Reasons to compute a block that have nothing to do with where it is, or that concern
-# one on another tier.
-_ELSEWHERE = ("last token", "gap", "other group", "no room", "no copy", "capped")
+# Reasons to recompute a block that the device or the host may well have.
+_MAY_BE_RESIDENT = ("last token", "gap", "other group", "no room", "no copy", "capped")
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerdict:
-    """Whether a request can use a block, or why not."""
+    """How a request can use one of its blocks, or why it cannot."""
 
     group: int
     index: int  # Among the request's blocks of this group.
     first_token: int
     num_tokens: int
     verdict: Verdict
-    reason: Reason | None = None  # If there is more to say.
+    reason: Reason | None = None  # None if a tier has the block and can serve it.
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The blocks of a request that the tiers hold. As text it is a table."""
+    """Which blocks of a request the tiers hold; `str` returns a table."""
 
     request_id: str
     num_tokens: int
-    num_computed_tokens: int  # What it has, or the device by itself.
-    # What `OffloadScheduler.get_num_new_matched_tokens` would offer beyond that; None
-    # if the request has to ask again.
+    num_computed_tokens: int  # As passed to `explain`, or the device's prefix.
+    # Tokens that `OffloadScheduler.get_num_new_matched_tokens` would offer in addition;
+    # None if the request must ask again later.
     num_offered_tokens: int | None
-    is_awaited: bool  # Whether it would have to wait for it.
-    deferral: Deferral | None  # Why that is less than the tiers hold.
-    blocks: tuple[BlockVerdict, ...]  # All full blocks, group after group.
-    # Whether it is known what the store has; True if there is none.
+    is_awaited: bool  # Whether the request would have to wait for the offer.
+    deferral: Deferral | None  # Why the offer is less than the tiers hold.
+    blocks: tuple[BlockVerdict, ...]  # All full blocks, group by group.
+    # Whether all stores have been listed; True without a store.
     is_store_listed: bool = True
 
     def __str__(self) -> str:
-        """Return a table; consecutive blocks of one verdict are one line."""
+        """Return a table; consecutive blocks with the same verdict share a line."""
         offer = self.num_offered_tokens or 0
         lines = [
             f"Request {self.request_id}: {self.num_tokens} tokens, "
-            f"{self.num_computed_tokens} at hand, {offer} more offered."
+            f"{self.num_computed_tokens} computed, {offer} more offered."
         ]
         if self.deferral is not None:
-            come = f"It has to ask again, when blocks have come from {self.deferral}."
-            lines.append(_DEFERRALS.get(self.deferral, come))
+            fetching = f"It must ask again once blocks from {self.deferral} arrive."
+            lines.append(_DEFERRALS.get(self.deferral, fetching))
         if not self.is_store_listed:
             lines.append("The store is not listed yet: it may have more.")
         rows = list(self._rows())
@@ -129,25 +127,25 @@ class Explanation:
         ):
             blocks = list(run)
             first, last = blocks[0], blocks[-1]
-            words = _VERDICTS.get(verdict, f"in {verdict}")
-            words += f": {_WORDS[reason]}" if reason else ""
+            text = _VERDICTS.get(verdict, f"in {verdict}")
+            text += f": {_REASON_TEXTS[reason]}" if reason else ""
             yield (
                 str(group),
                 _span(first.index, last.index),
                 _span(first.first_token, last.first_token + last.num_tokens - 1),
-                words,
+                text,
             )
 
 
 def explain(
     view: View, request: Request, num_computed_tokens: int | None
 ) -> Explanation:
-    """Return what the tiers hold of a request; nothing changes.
+    """Return which blocks of a request the tiers hold; change nothing.
 
-    `num_computed_tokens` is None for those that the device has by itself.
+    If `num_computed_tokens` is None, the prefix on the device counts as computed.
     """
     groups, below = view.groups, view.below
-    # Not the scheduler's, which keep the keys until the request finishes.
+    # A new `Requests`: the scheduler's would keep the keys until the request finishes.
     requests = Requests(groups, view.rules, view.host, may_lag=True)
     view = view._replace(requests=requests)
     requests.check_lookup(request)
@@ -156,7 +154,7 @@ def explain(
     max_tokens = request.num_tokens - 1
     if num_computed_tokens is None:
         num_computed_tokens, _ = find_cached_prefix(view.pool, groups, keys, max_tokens)
-    offer = near = plan(view._replace(below=()), request, num_computed_tokens)
+    offer = host_plan = plan(view._replace(below=()), request, num_computed_tokens)
     match, _ = find_load(view, request, keys, num_computed_tokens)
     while below:
         offer = plan(view._replace(below=below), request, num_computed_tokens)
@@ -165,15 +163,16 @@ def explain(
         boundary, fetch, num = offer.fetch
         if boundary.would_fetch(fetch, num):
             break
-        below, offer = offer.nearer, near
+        # This fetch would not start: plan without its tier, as the scheduler does.
+        below, offer = offer.nearer, host_plan
     factor = view.rules.blocks_per_host_block
-    # Of the device, too, all that is there: also where another group has less.
+    # All resident blocks, also those past the prefix that every group has.
     sources = source_of(view.pool), source_of(view.host, factor)
-    presence = search(groups, keys, max_tokens, sources)
+    resident = search(groups, keys, max_tokens, sources)
     blocks: list[BlockVerdict] = []
     for group in range(len(groups)):
         verdicts = _verdicts(
-            view, request, keys, presence, match, near, group, num_computed_tokens
+            view, request, keys, resident, match, host_plan, group, num_computed_tokens
         )
         for boundary in view.below:
             verdicts = _with_below(verdicts, boundary, keys[group], factor)
@@ -198,61 +197,61 @@ def _verdicts(
     view: View,
     request: Request,
     all_keys: Sequence[Sequence[BlockKey]],
-    presence: Match,
+    resident: Match,
     match: Match,
-    near: Plan,
+    host_plan: Plan,
     group: int,
     num_computed_tokens: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Yield the verdict on each block of a group."""
+    """Yield each block's verdict for a group, ignoring the tiers below the host."""
     spec, keys = view.groups[group], all_keys[group]
     max_tokens = max_hit_tokens(request, num_computed_tokens)
-    device_blocks, host_blocks = (ids[group] for ids in presence.block_ids)
-    usable = min(max(request.num_tokens - 1, 0) // spec.block_size, len(keys))
-    is_there = ((device_blocks != NO_BLOCK) | (host_blocks != NO_BLOCK))[:usable]
-    alone = find_longest_hit((spec,), (is_there,), is_there.size * spec.block_size)
-    end, longest, num_alone = (
-        hit.num_tokens // spec.block_size for hit in (match, presence, alone)
+    device_blocks, host_blocks = (ids[group] for ids in resident.block_ids)
+    num_usable = min(max(request.num_tokens - 1, 0) // spec.block_size, len(keys))
+    on_tier = ((device_blocks != NO_BLOCK) | (host_blocks != NO_BLOCK))[:num_usable]
+    alone = find_longest_hit((spec,), (on_tier,), on_tier.size * spec.block_size)
+    match_end, resident_end, alone_end = (
+        hit.num_tokens // spec.block_size for hit in (match, resident, alone)
     )
     _, max_stored = view.requests.check_stores(request)
     factor, host = view.rules.blocks_per_host_block, view.host
     rows = list(keys[factor - 1 :: factor])
-    is_known, passes = host.contains(rows), host.passes(rows)
+    has_entry, passes_filter = host.contains(rows), host.passes(rows)
 
     def why_absent(index: int) -> Reason:
         row = index // factor
         if row >= len(rows):
             return "part"
-        if is_known[row]:
+        if has_entry[row]:
             return "storing"
-        loss = host.drops.reason_of(rows[row])
-        if loss is not None:
-            return loss
-        if not passes[row]:
+        drop_reason = host.drops.reason_of(rows[row])
+        if drop_reason is not None:
+            return drop_reason
+        if not passes_filter[row]:
             return "rare"
-        is_left_out = (row + 1) * factor * spec.block_size > max_stored
-        return "left out" if is_left_out else "never"
+        is_excluded = (row + 1) * factor * spec.block_size > max_stored
+        return "left out" if is_excluded else "never"
 
-    in_load = _indices_in(near.current, group)
+    in_load = _indices_in(host_plan.current, group)
     for index in range(len(keys)):
-        if index >= usable:
+        if index >= num_usable:
             yield "missed", "last token"
-        elif index in in_load or host_blocks[index] in near.shared:
+        elif index in in_load or host_blocks[index] in host_plan.shared:
             yield "pending", "loading"
-        elif index < end and not match.needed[group][index]:
+        elif index < match_end and not match.needed[group][index]:
             yield "unneeded", "window"
-        elif index < end:
-            is_used = match.block_ids[0][group][index] != NO_BLOCK
-            yield ("device" if is_used else "host"), None
-        elif not is_there[index]:
+        elif index < match_end:
+            is_on_device = match.block_ids[0][group][index] != NO_BLOCK
+            yield ("device" if is_on_device else "host"), None
+        elif not on_tier[index]:
             reason = why_absent(index)
             yield ("pending" if reason == "storing" else "missed"), reason
         elif (index + 1) * spec.block_size > max_tokens:
             yield "missed", "capped"
-        elif index < longest:
+        elif index < resident_end:
             yield "missed", "no room" if view.rules.copy_on_device else "no copy"
         else:
-            yield "missed", "other group" if index < num_alone else "gap"
+            yield "missed", "other group" if index < alone_end else "gap"
 
 
 def _with_below(
@@ -261,18 +260,18 @@ def _with_below(
     keys: Sequence[BlockKey],
     blocks_per_row: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Yield the verdicts; those on missing blocks also consider a lower tier."""
+    """Yield verdicts; update those of missing blocks that a lower tier has or lacks."""
     rows = list(keys[blocks_per_row - 1 :: blocks_per_row])
-    is_there = boundary.tier.find(rows) != NO_BLOCK
+    in_tier = boundary.tier.find(rows) != NO_BLOCK
     for index, (verdict, reason) in enumerate(verdicts):
         row = index // blocks_per_row
-        # What is fetched to the host has a place there, as if it were being stored.
+        # A block being fetched has a host block already, as if it were being stored.
         is_absent = reason == "storing" or (
-            verdict == "missed" and reason not in _ELSEWHERE
+            verdict == "missed" and reason not in _MAY_BE_RESIDENT
         )
         if row < len(rows) and is_absent and rows[row] in boundary.fetch_of:
             yield "pending", "fetching"
-        elif row < len(rows) and verdict == "missed" and is_absent and is_there[row]:
+        elif row < len(rows) and verdict == "missed" and is_absent and in_tier[row]:
             yield boundary.name, None
         elif row < len(rows) and reason == "never" and boundary.was_absent(rows[row]):
             yield verdict, "absent"
@@ -281,7 +280,7 @@ def _with_below(
 
 
 def _indices_in(load: Load | None, group: int) -> set[int]:
-    """Return the blocks of a group that a load brings."""
+    """Return the indices of a group's blocks that a load fills."""
     if load is None:
         return set()
     indices = load.row_indices[load.row_groups == group].reshape(-1).tolist()

@@ -1,9 +1,9 @@
-"""Kinds of attention: which blocks of a prefix the next token still reads.
+"""Groups of layers (KV cache groups): which blocks of a prefix the next token reads.
 
-Layers that keep the same tokens in blocks of the same size share their block tables and
-form a group. A model has one group or several (a hybrid model). The kinds differ in how
-much of a prefix must be resident before its next token can be computed; the search for
-the longest such prefix is in `jaxkv.search.hits`.
+Layers that keep KV of the same tokens, in blocks of the same size, share block tables
+and form a group. A hybrid model has several groups. Their kinds of attention differ in
+which blocks of a prefix must be resident before its next token can be computed.
+`jaxkv.search.hits` finds the longest prefix whose blocks are.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True)
 class FullAttention(_Group):
-    """Every token reads all tokens before it.
+    """Every token attends to all tokens before it.
 
     Attributes:
-        block_size: Tokens in a block.
+        block_size: Tokens per block.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class SlidingWindow(_Group):
-    """Every token reads the last `window` tokens, itself among them.
+    """Every token attends to the last `window` tokens, including itself.
 
     Attributes:
-        block_size: Tokens in a block.
+        block_size: Tokens per block.
         window: Tokens in the window.
     """
 
@@ -51,19 +51,19 @@ class SlidingWindow(_Group):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedLocal(_Group):
-    """Every token reads the tokens before it in its own chunk.
+    """Every token attends to the tokens before it in its own chunk.
 
     Attributes:
-        block_size: Tokens in a block.
-        chunk: Tokens in a chunk; whole blocks.
+        block_size: Tokens per block.
+        chunk: Tokens per chunk, a multiple of `block_size`.
     """
 
     chunk: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # vLLM allows any chunk: a hit may then end within a chunk without its blocks,
-        # and the next token reads garbage.
+        # vLLM allows any chunk: a hit may then end within a chunk whose blocks are
+        # missing, and the next token reads garbage.
         if self.chunk % self.block_size:
             raise ValueError(
                 f"{self} must have a chunk that is a multiple of its block_size."
@@ -72,19 +72,19 @@ class ChunkedLocal(_Group):
 
 @dataclasses.dataclass(frozen=True)
 class Mamba(_Group):
-    """Every token reads the state after the token before it.
+    """Every token reads only the state that the token before it left.
 
     Attributes:
-        block_size: Tokens from one kept state to the next.
+        block_size: Tokens from one saved state to the next.
     """
 
 
 GroupSpec: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | Mamba
-"""The kind of a group. Hashable: a static argument of jitted functions."""
+"""A group's kind and sizes. Hashable, as a static argument of jitted functions."""
 
 
 def as_groups(groups: int | GroupSpec | Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
-    """Check the groups of a model; return a tuple. A size is one full-attention group.
+    """Return checked groups; an int is the block size of one full-attention group.
 
     >>> as_groups(16)
     (FullAttention(block_size=16),)
@@ -110,7 +110,7 @@ def as_groups(groups: int | GroupSpec | Sequence[GroupSpec]) -> tuple[GroupSpec,
 
 
 def check_groups(groups: tuple[GroupSpec, ...]) -> None:
-    """Refuse groups that cannot be searched together, as vLLM does."""
+    """Raise ValueError if groups cannot be searched together; vLLM rejects them too."""
     if not groups:
         raise ValueError(f"{groups=} must hold at least one group.")
     if alignment(groups) >= 1 << 31:
@@ -127,7 +127,7 @@ def check_groups(groups: tuple[GroupSpec, ...]) -> None:
 
 
 def alignment(groups: tuple[GroupSpec, ...]) -> int:
-    """Return the step of hits in tokens: they end at block ends of all groups at once.
+    """Return the tokens that hits are multiples of: hits end blocks of every group.
 
     >>> alignment((FullAttention(16), Mamba(24)))
     48
@@ -140,8 +140,8 @@ def lazy_target_blocks(
 ) -> int:
     """Return how many device blocks lazy offloading keeps ready for eviction.
 
-    vLLM 0.19.1's `SimpleCPUOffloadScheduler` has the same rule: twice the blocks of a
-    request that fills a step of `max_num_batched_tokens`.
+    vLLM 0.19.1's `SimpleCPUOffloadScheduler` has the same rule: twice the blocks that
+    one request needs if a step computes `max_num_batched_tokens` of its tokens.
 
     >>> lazy_target_blocks((FullAttention(16), SlidingWindow(16, 100)), 64)
     24
@@ -162,15 +162,15 @@ def lazy_target_blocks(
 def num_host_blocks(
     host_bytes: int, device_bytes: int, num_device_blocks: int, world_size: int = 1
 ) -> int:
-    """Return the size of the host tier in blocks, from their size on the device.
+    """Return how many blocks of a device's KV cache fit into the host memory.
 
-    vLLM 0.19.1's `SimpleCPUOffloadScheduler` has the same rule. A budget that is too
-    small for a block gives one block.
+    vLLM 0.19.1's `SimpleCPUOffloadScheduler` has the same rule. The result is 1 if the
+    memory is too small for a block.
 
     Args:
         host_bytes: Host memory of the tier, for all workers together.
         device_bytes: Device memory of one worker's KV cache, over all groups.
-        num_device_blocks: Blocks in this memory.
+        num_device_blocks: Blocks in one worker's KV cache.
         world_size: Workers that share the host memory.
 
     Example:

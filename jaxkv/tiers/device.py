@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import check_whole, shown
-from jaxkv.compiling import Bound, EntryPoints, own
+from jaxkv.compiling import Bound, EntryPoints, copy_to_numpy
 from jaxkv.keys.packed import (
     UnlistedKeys,
     is_foreign,
@@ -75,7 +75,7 @@ def init(num_blocks: int) -> DeviceTier:
     """Make the state of a tier of `num_blocks`, all free except the null block."""
     blocks = np.arange(num_blocks, dtype=np.int32)
     return DeviceTier(
-        directory=own(directory_lib.init(num_blocks)),
+        directory=copy_to_numpy(directory_lib.init(num_blocks)),
         has_key=np.zeros(num_blocks, np.bool_),
         copies=np.full(num_blocks, NO_BLOCK, np.int32),
         following=np.full(num_blocks, NO_LINK, np.int32),

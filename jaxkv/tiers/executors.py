@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
-from jaxkv.compiling import Bound, EntryPoints, entry_point, own
+from jaxkv.compiling import Bound, EntryPoints, copy_to_numpy, entry_point
 from jaxkv.policies.base import Policy
 from jaxkv.policies.facts import BEGIN, Facts, begun
 from jaxkv.tiers import device_native, host_native, host_state
@@ -147,7 +147,7 @@ class NativeExecutor(_Verbs):
 
     def __init__(self, policy: Policy, state: HostState) -> None:
         assert policy.native is not None
-        self.state: HostState = own(state)
+        self.state: HostState = copy_to_numpy(state)
         self._policy = policy
         self._variant = policy.native.variant
         self._bound = Bound(self.state)
@@ -301,7 +301,7 @@ class XlaExecutor(_Verbs):
 
     def __init__(self, policy: Policy, state: HostState) -> None:
         self._policy = policy
-        self.state: HostState = jax.device_put(own(state), cpu_device())
+        self.state: HostState = jax.device_put(copy_to_numpy(state), cpu_device())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_executor, (self._policy, "xla", self.state)

@@ -1,8 +1,8 @@
-"""The host tier's transitions in place; `jaxkv.tiers.host_state` defines them.
+"""In-place forms of the host tier's transitions; see `jaxkv.tiers.host_state`.
 
-Every function takes a `Bound` of a `HostState` and keys as u32[K, 8] and updates the
-state as the pure function of the same name does, to the bit. A function that refuses
-changes nothing. Block ids are i64[K], unless said otherwise.
+Every function takes a `Bound` of a `HostState`, and keys as u32[K, 8]. Its update is
+bit-identical to that of the pure function of the same name. On bad input a function
+changes nothing. Output arrays come last; block ids are i64[K] unless noted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jaxkv.tiers import device_native
 from jaxkv.types import NO_BLOCK, NOT_READY, NULL_BLOCK
 
 _PROTECTION = 1 << 30
-"""Added to the reference count of a batch's own blocks, so that none is evicted."""
+"""A bit set in the reference count of a batch's own blocks, so that none is evicted."""
 
 
 @compiled
 def find(state: Any, keys: Any, block_ids: Any) -> None:
-    """Write the block of each key to i32[K], NO_BLOCK if it has none."""
+    """Write the block of each key (i32[K]), NO_BLOCK if it has none."""
     entries = empty(keys.shape[0], np.int32)
     policy = state.policy
     functions_of(policy).find(policy, keys, entries, block_ids)
@@ -53,17 +53,17 @@ def find_readable(state: Any, keys: Any, block_ids: Any) -> None:
 def find_beside(
     device: Any, state: Any, keys: Any, on_device: Any, on_host: Any
 ) -> Any:
-    """Find a prefix whose blocks are on the device, or readable here.
+    """Find the longest prefix whose blocks are on the device, or readable on the host.
 
-    Written are the block that serves each key on the device, and its block here (i32[K]
-    each), NO_BLOCK for none. The answer is how many keys, from the first on, have a
-    block. The rows after these are undefined.
+    Write each key's device block and host block (i32[K] each), NO_BLOCK for none.
+    Return the number of keys of the prefix. The first rows, as many, are valid; later
+    rows are undefined.
     """
     policy = state.policy
     num_keys = keys.shape[0]
     entries = empty(num_keys, np.int32)
     start, width = 0, 8
-    # A part at a time, as nothing after the first miss is of interest.
+    # Look up growing parts: no key after the first miss needs a look-up.
     while start < num_keys:
         stop = lesser(start + width, num_keys)
         part = keys[start:stop]
@@ -82,11 +82,11 @@ def find_beside(
 
 @compiled
 def lookup(state: Any, keys: Any) -> Any:
-    """Count the keys, from the first on, whose blocks can be read."""
+    """Return how many leading keys have readable blocks."""
     num_keys = keys.shape[0]
     entries, block_ids = _two_rows(num_keys)
     start, width = 0, 8
-    # A part at a time, as nothing after the first miss is of interest.
+    # Look up growing parts: no key after the first miss needs a look-up.
     while start < num_keys:
         stop = lesser(start + width, num_keys)
         functions_of(state.policy).find(
@@ -101,7 +101,7 @@ def lookup(state: Any, keys: Any) -> Any:
 
 @compiled
 def touch(state: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
-    """Record a use of each key; if not `counts_as_use`, only reorder them."""
+    """Record a use of each key; without `counts_as_use`, only reorder the keys."""
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     is_use = filled(keys.shape[0], False, np.bool_)
@@ -112,16 +112,16 @@ def touch(state: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
 
 @compiled
 def note(state: Any, keys: Any, kind: int, positions: Any, facts: Any) -> Any:
-    """Show the policy facts about a request; see `NativePolicy.note`."""
+    """Pass facts about a request to the policy; see `NativePolicy.note`."""
     policy = state.policy
     return functions_of(policy).note(policy, kind, keys, positions, facts)
 
 
 @compiled
 def prepare_load(state: Any, keys: Any, block_ids: Any) -> Any:
-    """Pin the block of each key, and write it; NO_BLOCK where the key is absent.
+    """Pin each key's block, and write it; NO_BLOCK if the key is absent.
 
-    The answer is the first row whose block cannot be read, -1 if all were pinned.
+    Return the first row whose block is not readable, -1 if all were pinned.
     """
     _find_wide(state, keys, block_ids)
     for row in range(keys.shape[0]):
@@ -134,10 +134,10 @@ def prepare_load(state: Any, keys: Any, block_ids: Any) -> Any:
 
 @compiled
 def complete_load(state: Any, keys: Any, block_ids: Any) -> Any:
-    """Unpin the block of each key, and write it; NO_BLOCK where the key is absent.
+    """Unpin each key's block, and write it; NO_BLOCK if the key is absent.
 
-    The answer is the first row whose block is not pinned as often, -1 if all were
-    unpinned.
+    Return the first row whose block has fewer pins than the batch releases, -1 if all
+    were unpinned.
     """
     _find_wide(state, keys, block_ids)
     return _lower(state.ref_cnt, block_ids)
@@ -145,7 +145,7 @@ def complete_load(state: Any, keys: Any, block_ids: Any) -> Any:
 
 @compiled
 def pin(ref_cnt: Any, block_ids: Any) -> Any:
-    """Pin blocks; return whether all could be read, else none is pinned."""
+    """Pin blocks if all are readable; return whether they are."""
     if find_outside(block_ids, 0, ref_cnt.shape[0]) >= 0:
         return False
     for block in block_ids:
@@ -158,7 +158,7 @@ def pin(ref_cnt: Any, block_ids: Any) -> Any:
 
 @compiled
 def find_outside(numbers: Any, start: int, end: int) -> Any:
-    """Find the first number (i64[K]) that is not in [start, end), -1 for none."""
+    """Return the first row of i64[K] that is not in [start, end), -1 for none."""
     for row in range(numbers.shape[0]):
         if not start <= numbers[row] < end:
             return row
@@ -167,11 +167,11 @@ def find_outside(numbers: Any, start: int, end: int) -> Any:
 
 @compiled
 def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, min_id: int) -> Any:
-    """End loads of the first `num_hits` blocks and stores of the others.
+    """Complete loads of the first `num_hits` blocks and stores of the others.
 
-    NO_BLOCK is skipped. The smallest valid id is `min_id`: 0, or NO_BLOCK. The answer
-    is whether it was done; not if a block was not being loaded, or stored, or an id is
-    no block's.
+    NO_BLOCK is skipped. The smallest valid id is `min_id`: 0, or NO_BLOCK. Return False
+    if an id is out of range, or if a block is not being loaded, or stored, as the split
+    demands; then nothing changes.
     """
     if not 0 <= num_hits <= block_ids.shape[0]:
         return False
@@ -184,9 +184,9 @@ def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, min_id: int) -> A
         if block == NO_BLOCK:
             continue
         if ref_cnt[block] != NOT_READY:
-            for done in block_ids[num_hits:row]:
-                if done != NO_BLOCK:
-                    ref_cnt[done] = NOT_READY
+            for completed in block_ids[num_hits:row]:
+                if completed != NO_BLOCK:
+                    ref_cnt[completed] = NOT_READY
             for hit in block_ids[:num_hits]:
                 if hit != NO_BLOCK:
                     ref_cnt[hit] += 1
@@ -199,11 +199,11 @@ def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, min_id: int) -> A
 def prepare_store(
     state: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
 ) -> Any:
-    """Give every unknown key a block, evicting others where none is free.
+    """Allocate a block for every absent key; evict others if none is free.
 
-    Written are the block for each key, NO_BLOCK where the key is known or repeats an
-    earlier one, and the evicted keys (u32[K, 8]) in the order of eviction. The answer
-    is how many keys to store, and how many were evicted, -1 if there was no room.
+    Write each key's new block, NO_BLOCK if the key is present or repeats an earlier
+    one, and the evicted keys (u32[K, 8]) in the order of eviction. Return the number of
+    keys to store, and of evicted keys, -1 if there was no room.
     """
     entries, present = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, present)
@@ -223,8 +223,8 @@ def place_from(
 ) -> Any:
     """`prepare_store` keys of device blocks (`sources`, i64[K]), and pin these blocks.
 
-    Keys that begin a prefix (`is_head`) are reordered. The answer is 0 and -1 also if a
-    device block does not hold its key. Then nothing has changed.
+    If the keys begin a prefix (`is_head`), they are reordered. Return 0 and -1, too, if
+    a device block does not hold its key; then nothing changes.
     """
     for row in range(keys.shape[0]):
         block = sources[row]
@@ -258,11 +258,11 @@ def next_victims(
     keys: Any,
     same_keys: Any,
 ) -> Any:
-    """Call the device's `next_victims`; find copies here of blocks without one.
+    """Call the device's `next_victims`; look up victims without a known copy here.
 
-    They are recorded there. `rows` and `keys` are then of blocks without a copy here,
-    and so is the second count. `same_keys` (u32[num, 8]) is the array of `keys`, for
-    reading.
+    Copies found are recorded on the device. `rows`, `keys` and the second count are
+    then of victims that have no copy on the host. `same_keys` (u32[num, 8]) is a
+    readable alias of `keys`.
     """
     num_victims, num_bare = device_native.next_victims(
         device, num, block_ids, copies, rows, keys
@@ -284,9 +284,9 @@ def next_victims(
 
 @compiled
 def complete_store(state: Any, keys: Any, success: Any, ended: Any) -> Any:
-    """End stores in progress; write which rows ended (bool[K]); return their number.
+    """Complete stores in flight; write which rows ended (bool[K]); return their number.
 
-    If not `success`, free their blocks. Keys that are absent or ready are skipped.
+    Unless `success`, free their blocks. Keys that are absent or ready are skipped.
     """
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
@@ -304,14 +304,14 @@ def complete_store(state: Any, keys: Any, success: Any, ended: Any) -> Any:
 
 @compiled
 def discard(state: Any, keys: Any, is_idle: Any) -> None:
-    """Forget blocks that are not being read or written; write their rows (bool[K])."""
+    """Free blocks that are not being read or written; write which rows (bool[K])."""
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     for row in range(keys.shape[0]):
         block = block_ids[row]
         is_idle[row] = block != NO_BLOCK and state.ref_cnt[block] == 0
         if is_idle[row]:
-            state.ref_cnt[block] = NOT_READY  # So that a repetition is passed over.
+            state.ref_cnt[block] = NOT_READY  # A repeated key is skipped.
     for row in range(keys.shape[0]):
         if is_idle[row]:
             state.ref_cnt[block_ids[row]] = 0
@@ -322,11 +322,10 @@ def discard(state: Any, keys: Any, is_idle: Any) -> None:
 def request_step(
     state: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
 ) -> Any:
-    """Serve a request: pin readable blocks of a prefix and find room for the others.
+    """Serve a request: pin the hits, a readable prefix; `prepare_store` of the others.
 
-    Written are the blocks of the hits, then as `prepare_store`. The answer is how many
-    keys, from the first on, are hits, how many to store, and how many were evicted, -1
-    if there was no room to store.
+    Write the blocks of the hits, then as `prepare_store` does. Return the number of
+    hits, of keys to store, and of evicted keys, -1 if there was no room to store.
     """
     num_keys = keys.shape[0]
     entries, present = _two_rows(num_keys)
@@ -346,7 +345,7 @@ def request_step(
 
 @inlined
 def _two_rows(num_keys: int) -> Any:
-    """Make room for the entries and the blocks of keys: i32[K] each."""
+    """Return empty arrays for the entries and the blocks of keys: i32[K] each."""
     return empty(num_keys, np.int32), empty(num_keys, np.int32)
 
 
@@ -371,7 +370,7 @@ def _mark_readable(state: Any, block_ids: Any, flags: Any) -> None:
 
 @compiled
 def _lower(ref_cnt: Any, block_ids: Any) -> Any:
-    """Unpin blocks; return the first row that is not pinned as often, or -1."""
+    """Unpin blocks; return the first row with too few pins, or -1 if there is none."""
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         if block != NO_BLOCK:
@@ -398,7 +397,7 @@ def _store(
     block_ids: Any,
     evicted_keys: Any,
 ) -> Any:
-    """Give keys without a block in `present` (i32[K]) one; pin the first `num_hits`."""
+    """Allocate blocks for keys with none in `present` (i32[K]); pin the hits."""
     num_keys = keys.shape[0]
     ref_cnt, pool = state.ref_cnt, state.pool
     is_missing = empty(num_keys, np.bool_)
@@ -412,21 +411,22 @@ def _store(
         ref_cnt[present[row]] += 1
     victims = empty(num_evicted, np.int32)
     if num_evicted:
-        # None of the batch's own blocks may go, nor one in flight, whose count is -1.
+        # Protect the batch's own blocks from eviction. One in flight stays at -1.
         for block in present:
             if block != NO_BLOCK:
                 ref_cnt[block] |= _PROTECTION
-        is_done = functions_of(state.policy).evict(
+        has_evicted = functions_of(state.policy).evict(
             state.policy, variant, num_evicted, ref_cnt, victims, evicted_keys
         )
         for block in present:
             if block != NO_BLOCK and ref_cnt[block] >= 0:
                 ref_cnt[block] &= ~_PROTECTION
-        if not is_done:
+        if not has_evicted:
             for row in range(num_keys):
                 block_ids[row] = NO_BLOCK
             return 0, -1
 
+    # Allocate never-used blocks first, then victims, then freed blocks.
     num_fresh = lesser(num_missing, num_blocks - pool.num_allocated[()])
     fresh, height = pool.num_allocated[()], pool.num_freed[()]
     rank = 0
@@ -459,7 +459,7 @@ def _store(
 
 @compiled
 def _forget(state: Any, entries: Any, block_ids: Any, flags: Any) -> None:
-    """Forget the rows with a flag (bool[K]) and free their blocks."""
+    """Remove the flagged keys (bool[K]) and free their blocks."""
     for row in range(entries.shape[0]):
         if flags[row]:
             _free(state.pool, block_ids[row])

@@ -1,4 +1,4 @@
-"""A request's wish to keep its blocks longer than others."""
+"""Retention: a request's hint to keep its blocks longer than others."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from jaxkv._util import hint, shown
 from jaxkv.policies.retained import MAX_HALVINGS, MAX_PRIORITY
 
 _MAX_S = 2_000_000
-"""Times on the array side have 32 bits of milliseconds, and two are compared."""
+"""Policies have times as 32-bit milliseconds, whose differences need the sign bit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Keep blocks longer than others: by a priority that passes.
+    """A temporary priority, which keeps blocks longer than others.
 
-    While it lasts, blocks are evicted after blocks of a lower priority; ordinary ones
-    have 0. Nothing is pinned: where the others do not suffice, they are evicted all the
-    same. In the spirit of TensorRT-LLM's `KvCacheRetentionConfig`.
+    Blocks are evicted after all blocks of a lower priority; 0 is the default. They are
+    not pinned: if no blocks of a lower priority are left, they are evicted too.
+    TensorRT-LLM's `KvCacheRetentionConfig` is similar.
 
     Attributes:
         priority: From 0 to 99.
-        half_life_s: Seconds after which the priority has halved, rounded down; None if
-            it does not. After 2,000,000 s (23 days) nothing is left in any case.
-        ttl_s: Seconds after which nothing is left of it; None for no such time. One of
-            the two is needed.
-        num_tokens: Tokens of a request, from the first on, whose blocks get the
-            priority, such as its system prompt; None for all.
+        half_life_s: Seconds in which the priority halves, rounded down; None for no
+            decay. The priority is 0 after 2,000,000 s (23 days) at the latest.
+        ttl_s: Seconds after which the priority is 0; None for no limit. `half_life_s`
+            or `ttl_s` is required.
+        num_tokens: Number of leading tokens whose blocks get the priority, such as a
+            system prompt; None for all.
 
     Raises:
         ValueError: If a value is out of range, or neither time is given.
@@ -61,8 +61,8 @@ class Retention:
                 )
         if self.half_life_s is None and self.ttl_s is None:
             raise ValueError(
-                "half_life_s=None and ttl_s=None: one must be a number of seconds, as "
-                "no priority lasts for ever."
+                "half_life_s=None and ttl_s=None: one must be a number of seconds, so "
+                "that the priority ends."
             )
         if self.num_tokens is not None and _whole(self.num_tokens) < 0:
             raise ValueError(
@@ -72,10 +72,10 @@ class Retention:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Retention:
-        """Make one of keys and values, such as JSON has.
+        """Return a retention from a mapping of its fields, such as a JSON object.
 
         Raises:
-            ValueError: If it is no mapping, a key is unknown, or as for the class.
+            ValueError: If it is not a mapping, or a key or a value is wrong.
 
         Example:
             >>> Retention.of({"priority": 80, "ttl_s": 60}).ttl_s
@@ -83,7 +83,7 @@ class Retention:
         """
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, Mapping):
-            raise ValueError(f"{shown(values)} must have keys, of {names}.")
+            raise ValueError(f"{shown(values)} must be a mapping, of {names}.")
         for name in values:
             if name not in names:
                 near = hint(str(name), names) or "."
@@ -97,7 +97,7 @@ class Retention:
 
     @property
     def ttl_ms(self) -> int:
-        """The time to live, 0 for none; halvings end after `_MAX_S`, too."""
+        """The time to live, 0 for none; it also ends a half-life decay at `_MAX_S`."""
         max_ms = 1000 * _MAX_S
         if self.ttl_s is None and MAX_HALVINGS * self.half_life_ms > max_ms:
             return max_ms
@@ -105,7 +105,7 @@ class Retention:
 
     @property
     def lifetime_ms(self) -> int:
-        """After how long nothing is left of it."""
+        """The time until the priority is 0."""
         times = self.ttl_ms, MAX_HALVINGS * self.half_life_ms
         return min(time_ms for time_ms in times if time_ms)
 
@@ -119,7 +119,7 @@ def check_retention(retention: object) -> None:
 
 
 def _whole(value: Any) -> int:
-    """Read a whole number; -1 if it is none."""
+    """Return a whole number as int; -1 if the value is not one."""
     if isinstance(value, bool):
         return -1
     try:

@@ -202,9 +202,9 @@ def test_it_finds_an_error_that_is_taken_for_no(calls, folders, monkeypatch):
 
 
 def test_it_finds_a_rotation_that_is_booked_as_done(calls, folders, monkeypatch):
-    move = trace_file.TraceFile._move_old_away
+    move = trace_file.TraceFile._rotate_existing
     monkeypatch.setattr(
-        *(trace_file.TraceFile, "_move_old_away"),
+        *(trace_file.TraceFile, "_rotate_existing"),
         lambda file: None if file._num_begun else move(file),
     )
     live = functools.partial(in_folders(folders, RecordLife), calls)

@@ -314,7 +314,7 @@ WISHES = [
     (RIGHT, "retention", KEPT, None),
     ({"retention": {"priority": 100, "ttl_s": 1}}, "retention", None, "from 0"),
     ({"retention": {"prio": 1}}, "retention", None, "did you mean priority"),
-    ({"retention": 80}, "retention", None, "80 must have keys, of"),
+    ({"retention": 80}, "retention", None, "80 must be a mapping, of"),
     ({"retention": None}, "retention", None, None),
     ({}, "retention", None, None),
     (None, "retention", None, None),

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxkv.compiling import own
+from jaxkv.compiling import copy_to_numpy
 from jaxkv.policies import recency
 
 append = jax.jit(recency.append)
@@ -60,7 +60,7 @@ def test_scan_skips_many_pinned_entries():
 def test_the_native_log_is_the_pure_one_through_compactions():
     rng, num_entries, compactions = np.random.default_rng(0), 9, 0
     pure = recency.init(num_entries, max_batch=WIDTH, num_lists=2)
-    native = own(pure)
+    native = copy_to_numpy(pure)
     for turn in range(200):
         if turn % 7 == 0:  # As if the oldest had been taken.
             heads = rng.integers(0, int(pure.tail) + 1, 2).astype(np.int32)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.compiling import own
+from jaxkv.compiling import copy_to_numpy
 from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.facts import BEGIN, RETAIN, begun, retained
 from jaxkv.policies.retained import MAX_HALVINGS, MAX_PRIORITY, RELEASE
@@ -89,7 +89,7 @@ def test_a_priority_halves_with_every_half_life_and_ends_with_the_time_to_live()
 def test_a_refusal_changes_nothing_though_the_lowest_would_suffice_for_some(cache):
     cache.retain([0, 1, 2], 50, ttl_ms=MINUTE_MS)
     cache.executor.prepare_load(keys_of([2, 4]))
-    before = own(cache.executor.state)
+    before = copy_to_numpy(cache.executor.state)
     assert cache.evict(5) is None
     after = cache.executor.state
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):

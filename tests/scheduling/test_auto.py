@@ -64,8 +64,8 @@ def test_a_policy_that_is_ahead_for_long_enough_takes_over(caplog):
     ]
     assert (choice.policy, choice.num_changes) == ("lru", 1)
     assert caplog.messages == [
-        "lru in place of hazard from now on: of what the last 512 requests asked of "
-        "the host it would have found 12.5% more"
+        "lru replaces hazard: of the blocks that the last 512 requests looked up on "
+        "the host, it would have found 12.5% more"
     ]
     # It is as long before another one does.
     start = found.num_requests

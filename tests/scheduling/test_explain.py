@@ -236,21 +236,21 @@ def test_as_text_it_is_a_table_with_runs_folded():
     rig = stored(1, 2, 3, max_offload_tokens=2 * BLOCK_SIZE)
     text = str(rig.scheduler.explain(rig.request("r7", 1, 2, 3, 4)))
     assert text == (
-        "Request r7: 17 tokens, 0 at hand, 8 more offered.\n"
+        "Request r7: 17 tokens, 0 computed, 8 more offered.\n"
         "group  blocks  tokens  verdict\n"
         "0      0-1     0-7     hit on the host\n"
-        "0      2-3     8-15    missed: not to be stored (prompt_only, "
+        "0      2-3     8-15    missed: excluded from stores (prompt_only, "
         "max_offload_tokens)"
     )
     short = rig.scheduler.explain(rig.request("r8"))
-    assert str(short) == "Request r8: 1 tokens, 0 at hand, 0 more offered."
+    assert str(short) == "Request r8: 1 tokens, 0 computed, 0 more offered."
     rig.admit(rig.request("r9", 1, 2))
     rig.step()
     rig.preempt("r9")
     text = str(rig.scheduler.explain(rig.request("r9", 1, 2)))
     assert text.splitlines() == [
-        "Request r9: 9 tokens, 0 at hand, 0 more offered.",
-        "It has a load under way, and has to ask again.",
+        "Request r9: 9 tokens, 0 computed, 0 more offered.",
+        "It has a load in flight and must ask again later.",
         "group  blocks  tokens  verdict",
         "0      0-1     0-7     pending: being loaded",
     ]

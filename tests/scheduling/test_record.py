@@ -525,7 +525,7 @@ def test_what_cannot_be_recorded_to_is_refused_in_one_line(tmp_path):
         ("file/requests.jsonl", "Not a directory"),
         ("folder", "Is a directory"),
         ("pipe", "No such device or address"),
-        ("/dev/null", "it is no plain file"),
+        ("/dev/null", "not a regular file"),
         ("nul\0l", "embedded null"),
     ):
         with pytest.raises((OSError, ValueError), match=reason) as refusal:

@@ -63,7 +63,7 @@ def test_a_request_finds_what_another_engine_has_just_written():
     assert rig.offer(request) == (None, False)
     told = rig.scheduler.explain(request)
     assert (told.num_offered_tokens, told.deferral) == (None, "asked")
-    assert "when the store has said" in str(told)
+    assert "answered a probe for blocks" in str(told)
     rig.step()
     assert rig.probes() == [TierProbe(0, (tuple(keys),), PROBE_S)]
     assert rig.scheduler.has_pending_loads(), "so the engine goes on stepping"
@@ -74,7 +74,7 @@ def test_a_request_finds_what_another_engine_has_just_written():
     told = rig.scheduler.explain(request)
     assert [block.verdict for block in told.blocks] == ["host"] * 3 + ["missed"]
     assert told.blocks[3].reason == "absent"
-    assert "asked of the store, not there" in str(told)
+    assert "not in the store when last probed" in str(told)
 
 
 def test_only_what_no_tier_is_known_to_have_is_asked_for():

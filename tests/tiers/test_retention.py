@@ -36,7 +36,7 @@ def test_values_that_are_none_are_refused_in_one_line():
         assert "\n" not in str(caught.value)
     for values, match in (
         ({"prio": 9, "ttl_s": 1}, "'prio' must be one of .*did you mean priority"),
-        ([80], r"\[80\] must have keys, of"),
+        ([80], r"\[80\] must be a mapping, of"),
     ):
         with pytest.raises(ValueError, match=match):
             Retention.of(values)

@@ -1,9 +1,9 @@
-"""The file that requests are recorded in: of bounded size, whole, and of one process.
+"""The trace file of recorded requests: rotated by size, locked, without partial lines.
 
-If a file has no room for the next part, FILE becomes FILE.1, FILE.1 becomes FILE.2, and
-a new FILE begins. A lock keeps other processes from writing it. A part that could not
-be written whole, as the disk is full, is cut off again. A file whose name ends in ".gz"
-is a row of whole gzip members: after a kill it can be read up to its last member.
+If a file has no room for the next lines, FILE becomes FILE.1, FILE.1 becomes FILE.2,
+and a new FILE begins. A lock keeps other processes from writing it. If a write fails
+halfway, as the disk is full, the file is truncated to its last whole line. Each append
+to a ".gz" file is a gzip member: after a kill, all complete members can be read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ try:
 except ImportError:  # Only Unix has it; elsewhere nothing is locked.
     fcntl = None  # type: ignore[assignment]
 
-_LEVEL = 6  # Of gzip: twice as fast as the default, and the files are as small.
+_GZIP_LEVEL = 6  # Twice as fast as the default, and the files are as small.
 
 
 class TraceFile:
-    """Appends to a file, and begins another one when it is full.
+    """Appends lines to a file, and rotates it when it is full.
 
-    An existing file is rotated away. `header` returns how a file begins, given how many
-    came before.
+    A file that exists at the start is rotated first. `header` returns the first lines
+    of a file, given the number of files before it.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class TraceFile:
         self._num_begun = self._num_bytes = 0
         self._fd = -1
         try:
-            # What a link points to, so that the link stays.
+            # Rotate the target of a symbolic link, not the link.
             self.path = os.path.realpath(path)
-            self._move_old_away()
+            self._rotate_existing()
             self._begin()
         except (OSError, ValueError) as error:
             number = getattr(error, "errno", None) or errno.EINVAL
@@ -59,46 +59,46 @@ class TraceFile:
             ) from None
 
     def append(self, data: bytes) -> None:
-        """Append whole lines; all of them, or raise OSError."""
+        """Append lines: all of them, or none and raise OSError."""
         if self._fd < 0:
-            # The last file could not be closed, moved away or followed by another.
-            self._move_old_away()
+            # Closing or rotating the last file failed, or opening the next one.
+            self._rotate_existing()
             self._begin()
-        piece = self._pack(data)
+        packed = self._pack(data)
         head = self._pack(self._header(self._num_begun))
-        if len(head) + len(piece) > self._max_bytes:
+        if len(head) + len(packed) > self._max_bytes:
             raise OSError(errno.EFBIG, "one request is larger than a file may be")
-        if self._num_bytes and self._num_bytes + len(piece) > self._max_bytes:
+        if self._num_bytes and self._num_bytes + len(packed) > self._max_bytes:
             self.close()
             self._rotate()
             self._begin()
         if not self._num_bytes:
-            piece = head + piece
-        self._write(piece)
+            packed = head + packed
+        self._write(packed)
 
     def close(self) -> None:
         """Close the file, so that others may write it."""
         if self._fd >= 0:
-            fd, self._fd = self._fd, -1  # Closed even if that fails.
+            fd, self._fd = self._fd, -1  # Even a failed close frees it.
             os.close(fd)
 
     def _pack(self, data: bytes) -> bytes:
-        return gzip.compress(data, _LEVEL, mtime=0) if self._is_zipped else data
+        return gzip.compress(data, _GZIP_LEVEL, mtime=0) if self._is_zipped else data
 
-    def _write(self, piece: bytes) -> None:
-        done = 0
+    def _write(self, packed: bytes) -> None:
+        num_written = 0
         try:
-            while done < len(piece):
-                done += os.write(self._fd, piece[done:])
+            while num_written < len(packed):
+                num_written += os.write(self._fd, packed[num_written:])
         except OSError:
-            self._cut_off()
+            self._truncate()
             raise
         if not self._num_bytes:
             self._num_begun += 1
-        self._num_bytes += done
+        self._num_bytes += num_written
 
-    def _cut_off(self) -> None:
-        """Cut the file behind its last whole line; if that fails, close it."""
+    def _truncate(self) -> None:
+        """Truncate the file to its last whole line; close it if that fails."""
         try:
             os.ftruncate(self._fd, self._num_bytes)
             os.lseek(self._fd, self._num_bytes, os.SEEK_SET)
@@ -107,28 +107,28 @@ class TraceFile:
                 self.close()
 
     def _begin(self) -> None:
-        """Begin a file that does not exist yet."""
-        # A reader would learn when who shares which prefix.
+        """Create and lock the file, which must not exist."""
+        # Private: a trace shows which requests share a prefix, and when they came.
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             _lock(fd)
             if not os.path.samestat(os.fstat(fd), os.stat(self.path)):
-                raise _in_use()  # It has just been rotated away.
+                raise _in_use()  # Another process has just rotated it.
         except BaseException:
             os.close(fd)
             raise
         self._fd, self._num_bytes = fd, 0
 
-    def _move_old_away(self) -> None:
+    def _rotate_existing(self) -> None:
         try:
-            # Without waiting, should it be a pipe.
+            # Opening a pipe would block otherwise.
             fd = os.open(self.path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             return
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError("it is no plain file")
+                raise ValueError("not a regular file")
             _lock(fd)
             if status.st_size:
                 self._rotate()
@@ -139,7 +139,7 @@ class TraceFile:
 
     def _rotate(self) -> None:
         names = [self.path, *(f"{self.path}.{n}" for n in range(1, self._max_files))]
-        # Up to the first free name: a rotation that failed halfway has left a gap.
+        # Stop at the first free name, such as a rotation that failed halfway has left.
         free = (n for n, name in enumerate(names) if not os.path.lexists(name))
         names = names[: next(free, len(names)) + 1]
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
@@ -151,7 +151,7 @@ class TraceFile:
 
 
 def _lock(fd: int) -> None:
-    """Lock a file as long as it is open; raise OSError if another has it."""
+    """Lock a file until it is closed; raise OSError if another process has the lock."""
     if fcntl is None:
         return
     try:
@@ -159,7 +159,7 @@ def _lock(fd: int) -> None:
     except BlockingIOError:
         raise _in_use() from None
     except OSError:
-        pass  # A file system without locks, such as some that go over a network.
+        pass  # The file system has no locks, as some network file systems.
 
 
 def _in_use() -> OSError:

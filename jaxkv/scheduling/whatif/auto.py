@@ -1,18 +1,18 @@
-"""`cache_policy="auto"`: requests choose the policy, by the shadows of all that may.
+"""`cache_policy="auto"`: shadows of the candidate policies choose the serving one.
 
-It serves with the first of `CANDIDATES`. Every `CHECK_EVERY` requests it compares the
-hits of the shadows of the serving size, and adds up the lead of each over the policy
-that serves, since it was last behind (CUSUM: Page, 1954). A policy takes over once that
-is worth a change-over, after which the host fits neither policy for a while:
+The first of `CANDIDATES` serves first. Every `CHECK_EVERY` requests, the hits of the
+candidates' shadows of the serving size are compared. A candidate's lead over the
+serving policy is summed since the candidate was last behind (CUSUM: Page, 1954). A
+change-over costs hits for a while, so a candidate takes over only once it has led:
 
 - in at least `PATIENCE` comparisons,
-- by as many blocks as `SHARE_OF_HOST` of the host and `MIN_SHARE` of the blocks asked
-  for since,
-- and, where shadows see a sample, by twice the standard error of the difference. All
-  see the same keys, so that this is less than the error of each.
+- by more blocks than `SHARE_OF_HOST` of the host, and than `MIN_SHARE` of the blocks
+  looked up since,
+- and, if shadows see a sample, by twice the standard error of the difference. All see
+  the same keys, so this error is less than that of each shadow.
 
-Only requests count, not the time: processes that see the same requests change their
-policies alike.
+Decisions depend on requests alone, not on time: processes that see the same requests
+change their policies alike.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ from jaxkv.scheduling.whatif.shadows import Shadow, Shadows
 from jaxkv.search.groups import GroupSpec
 
 CANDIDATES = ("hazard", "lru", "slru")
-"""The policies that may serve. The first one begins; it is best more often than not.
-`arc` and `arc_fixed` have no `Policy.take_over`."""
+"""The policies that may serve. The first one begins, as it is the best in most traces.
+`arc` and `arc_fixed` are excluded: they have no `Policy.take_over`."""
 
 CHECK_EVERY = 64
-"""Requests from one comparison to the next."""
+"""Requests between comparisons."""
 
 PATIENCE = 8
 """Comparisons in which a policy must be ahead."""
 
 SHARE_OF_HOST = 0.05
-"""By how many blocks it must be ahead, as a part of the host, ..."""
+"""The minimum lead, as a share of the host's blocks."""
 
 MIN_SHARE = 0.005
-"""... and as a part of the blocks asked for since."""
+"""The minimum lead, as a share of the blocks looked up since it began."""
 
-_ASKED = "asked"
-_ERRORS = 2.0
+_ASKED = "asked"  # The key of the look-ups in `_counts`, next to the policies.
 
 _LOG = logging.getLogger("jaxkv")
 
 
 def contradictions(rules: RuleSettings) -> Iterator[str]:
-    """Yield why rules exclude "auto", and what to do instead."""
+    """Yield why rules exclude "auto", and the remedy."""
     for text in unseen_rules(f"cache_policy={AUTO!r}", rules):
         yield f"{text} Name a policy."
 
@@ -67,27 +66,27 @@ def rules_of_auto(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> Offload
 
 
 def with_candidates(shadows: Sequence[Shadow]) -> tuple[Shadow, ...]:
-    """Add the shadows of the candidates that are not among those asked for."""
+    """Return the configured shadows, and those of candidates that they lack."""
     candidates = (Shadow(policy, 1.0) for policy in CANDIDATES)
     return tuple(dict.fromkeys([*shadows, *candidates]))
 
 
 @dataclasses.dataclass
 class _Lead:
-    """The lead of a policy over the serving one since it last was behind, by groups."""
+    """A policy's lead over the serving one since it was last behind, by key group."""
 
-    num_looks: int = 0
+    num_comparisons: int = 0
     num_ahead: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_GROUPS)
     num_asked: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_GROUPS)
 
     def plus(self, hits: list[int], served: list[int], num_asked: list[int]) -> _Lead:
-        """Add the hits of the policy and of the serving one since the last look."""
-        rows = zip(self.num_ahead, hits, served, strict=True)
-        num_ahead = [before + num - num_served for before, num, num_served in rows]
+        """Add the hits of this and of the serving policy since the last comparison."""
+        groups = zip(self.num_ahead, hits, served, strict=True)
+        num_ahead = [ahead + num - num_served for ahead, num, num_served in groups]
         if sum(num_ahead) <= 0:
             return _Lead()
         num_asked = list(map(operator.add, self.num_asked, num_asked))
-        return _Lead(self.num_looks + 1, num_ahead, num_asked)
+        return _Lead(self.num_comparisons + 1, num_ahead, num_asked)
 
 
 class PolicyChoice:
@@ -98,38 +97,38 @@ class PolicyChoice:
         self.num_changes = 0
         self._shadows = shadows
         self._num_requests = 0
-        self._seen = self._counts()
+        self._last_counts = self._counts()
         self._leads = {name: _Lead() for name in CANDIDATES}
 
     def count_found(self) -> int:
-        """Count the tokens that the shadows of all have found so far."""
+        """Return the tokens that all candidates' shadows have found so far, summed."""
         return sum(map(self._shadows.num_found_tokens_of, CANDIDATES))
 
     def choose(self) -> str | None:
-        """Choose another policy, None to keep this one; call it after each request."""
+        """Return the policy to change to, None for none; call it after each request."""
         num_requests = self._shadows.num_requests
         if num_requests - self._num_requests < CHECK_EVERY:
             return None
         self._num_requests = num_requests
-        seen, self._seen = self._seen, self._counts()
+        last_counts, self._last_counts = self._last_counts, self._counts()
         since = {
-            name: list(map(operator.sub, now, seen[name]))
-            for name, now in self._seen.items()
+            name: list(map(operator.sub, now, last_counts[name]))
+            for name, now in self._last_counts.items()
         }
         for name, lead in self._leads.items():
             lead = lead.plus(since[name], since[self.policy], since[_ASKED])
             self._leads[name] = lead
-        ready = [name for name in CANDIDATES if self._is_worth_it(self._leads[name])]
+        ready = [name for name in CANDIDATES if self._is_enough(self._leads[name])]
         if not ready:
             return None
         best = max(ready, key=lambda name: sum(self._leads[name].num_ahead))
         lead = self._leads[best]
         _LOG.info(
-            "%s in place of %s from now on: of what the last %d requests asked of the "
-            "host it would have found %s more",
+            "%s replaces %s: of the blocks that the last %d requests looked up on the "
+            "host, it would have found %s more",
             best,
             self.policy,
-            lead.num_looks * CHECK_EVERY,
+            lead.num_comparisons * CHECK_EVERY,
             percent_text(sum(lead.num_ahead), sum(lead.num_asked)),
         )
         self.policy = best
@@ -138,12 +137,12 @@ class PolicyChoice:
         return best
 
     def _counts(self) -> dict[str, list[int]]:
-        """Return what each has found, and what was asked for, so far."""
+        """Return each candidate's hits, and the look-ups, so far; by key group."""
         shadows = self._shadows
         counts = {name: shadows.num_found_of_sample(name) for name in CANDIDATES}
         return counts | {_ASKED: shadows.num_asked_of_sample}
 
-    def _is_worth_it(self, lead: _Lead) -> bool:
+    def _is_enough(self, lead: _Lead) -> bool:
         """Whether a lead is worth a change-over."""
         sample, num_ahead = self._shadows.sample, sum(lead.num_ahead)
         rate = 1 if sample is None else 1 << sample.bits
@@ -152,5 +151,5 @@ class PolicyChoice:
             MIN_SHARE * sum(lead.num_asked) * rate,
         )
         if sample is not None:
-            needed = max(needed, _ERRORS * sample.error(lead.num_ahead, lead.num_asked))
-        return lead.num_looks >= PATIENCE and num_ahead * rate > needed
+            needed = max(needed, 2.0 * sample.error(lead.num_ahead, lead.num_asked))
+        return lead.num_comparisons >= PATIENCE and num_ahead * rate > needed
