@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from jaxkv.search import SlidingWindow as SlidingWindow
     from jaxkv.search import find_cached_prefix as find_cached_prefix
     from jaxkv.search import num_host_blocks as num_host_blocks
+    from jaxkv.tiers import BorrowedPool as BorrowedPool
     from jaxkv.tiers import DeviceBlockPool as DeviceBlockPool
+    from jaxkv.tiers import DevicePool as DevicePool
     from jaxkv.tiers import LoadStoreSpec as LoadStoreSpec
     from jaxkv.tiers import OffloadingEvent as OffloadingEvent
     from jaxkv.tiers import OffloadingManager as OffloadingManager
@@ -58,8 +60,9 @@ _PUBLIC = {
     "OffloadWorker SchedulerOutput TraceRecorder",
     "jaxkv.search": "ChunkedLocal FullAttention Mamba SlidingWindow find_cached_prefix "
     "num_host_blocks",
-    "jaxkv.tiers": "DeviceBlockPool LoadStoreSpec OffloadingEvent OffloadingManager "
-    "PrepareStoreOutput RequestStepOutput Retention Snapshot",
+    "jaxkv.tiers": "BorrowedPool DeviceBlockPool DevicePool LoadStoreSpec "
+    "OffloadingEvent OffloadingManager PrepareStoreOutput RequestStepOutput Retention "
+    "Snapshot",
     "jaxkv.transfer": "TransferEngine",
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names.split()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.protocol import Request
-from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.pools import DevicePool
 
 
 class Chooser:
@@ -62,16 +62,16 @@ class Chooser:
     ) -> None:
         """Record which requests a step computes, and which blocks they got and lost."""
 
-    def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Any]) -> None:
+    def offer_step(self, pool: DevicePool, ready: Sequence[Any]) -> None:
         """Offer the blocks of a step, once its loads have left, and what is `ready`."""
 
     def finish(
-        self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
+        self, pool: DevicePool, request: Request, limits: tuple[int, int]
     ) -> None:
         """Offer all blocks of a request that is about to lose them."""
 
     def recompute(self, request_id: str) -> None:
         """Expect a request to compute the blocks whose load has failed."""
 
-    def clear(self, pool: DeviceBlockPool) -> None:
+    def clear(self, pool: DevicePool) -> None:
         """Forget which blocks of a pool the host has: it has none."""

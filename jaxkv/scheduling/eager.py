@@ -21,6 +21,7 @@ from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.bare import REORDER_SHARE
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.pools import DevicePool
 from jaxkv.types import BlockKey
 
 
@@ -173,7 +174,7 @@ class EagerStores(Chooser):
                 self._requests.check_stores(progress.request)
                 self._requests.checked(progress.request, is_admission=False)
 
-    def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Ready]) -> None:
+    def offer_step(self, pool: DevicePool, ready: Sequence[Ready]) -> None:
         """Offer the blocks of requests that `find_ready` has just found."""
         self._scheduled.clear()
         for progress, limits, keys in ready:
@@ -187,7 +188,7 @@ class EagerStores(Chooser):
                 self._notify(pool, progress, *blocks, num_waiting)
 
     def finish(
-        self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
+        self, pool: DevicePool, request: Request, limits: tuple[int, int]
     ) -> None:
         """Offer all of a request that is about to lose its device blocks."""
         progress = self._progress.pop(request.request_id, None)
@@ -204,7 +205,7 @@ class EagerStores(Chooser):
 
     def _notify(
         self,
-        pool: DeviceBlockPool,
+        pool: DevicePool,
         progress: _Progress,
         keys: PackedKeys,
         first: int,
@@ -228,7 +229,7 @@ class EagerStores(Chooser):
             notify(offer)
 
     def _finish(
-        self, pool: DeviceBlockPool, progress: _Progress, keys: Sequence[PackedKeys]
+        self, pool: DevicePool, progress: _Progress, keys: Sequence[PackedKeys]
     ) -> None:
         if (
             progress.is_ordered
@@ -267,7 +268,7 @@ class EagerStores(Chooser):
         dropped = compress(rows.keys[num_done:], ~is_known[num_done:])
         self._host.drops.note(dropped, "full")
 
-    def clear(self, pool: DeviceBlockPool) -> None:
+    def clear(self, pool: DevicePool) -> None:
         """Offer all blocks anew."""
         for progress in self._progress.values():
             self._start_over(progress)
@@ -302,7 +303,7 @@ class EagerStores(Chooser):
 
     def _offer(
         self,
-        pool: DeviceBlockPool,
+        pool: DevicePool,
         progress: _Progress,
         keys: Sequence[Sequence[BlockKey]],
         num_full: list[int],
@@ -338,7 +339,7 @@ class EagerStores(Chooser):
 
     def _passes(
         self,
-        pool: DeviceBlockPool,
+        pool: DevicePool,
         progress: _Progress,
         keys: Sequence[BlockKey],
         start: int,
@@ -347,7 +348,7 @@ class EagerStores(Chooser):
     ) -> Passes:
         """Return which blocks [start, num) may be stored; those before `first` may."""
         passes = np.ones(num - start, np.bool_)
-        if isinstance(pool, DeviceBlockPool):  # To ask vLLM's takes long.
+        if isinstance(pool, DeviceBlockPool):  # To ask others takes long.
             table = progress.tables[0][first:num]
             passes[first - start :] = pool.holds(table, keys[first:num])
         chosen = self._host.passes_of(keys[start:num])

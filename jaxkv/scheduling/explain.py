@@ -13,8 +13,16 @@ from jaxkv.scheduling.plan import Deferral, Plan, View, find_load, max_hit_token
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.requests import Requests
 from jaxkv.search.hits import find_longest_hit
-from jaxkv.search.tiers import Match, find_cached_prefix, search, source_of
+from jaxkv.search.tiers import (
+    Match,
+    find_cached_prefix,
+    first_tokens,
+    search,
+    source_of,
+)
+from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.key_memory import DropReason
+from jaxkv.tiers.pools import DevicePool
 from jaxkv.types import NO_BLOCK, BlockKey
 
 Verdict: TypeAlias = str
@@ -138,7 +146,7 @@ class Explanation:
 
 
 def explain(
-    view: View, request: Request, num_computed_tokens: int | None
+    view: View, pool: DevicePool, request: Request, num_computed_tokens: int | None
 ) -> Explanation:
     """Return which blocks of a request the tiers hold; change nothing.
 
@@ -153,7 +161,12 @@ def explain(
     keys = requests.checked(request)
     max_tokens = request.num_tokens - 1
     if num_computed_tokens is None:
-        num_computed_tokens, _ = find_cached_prefix(view.pool, groups, keys, max_tokens)
+        if not isinstance(pool, DeviceBlockPool):
+            raise ValueError(
+                "num_computed_tokens=None must be a number: only a DeviceBlockPool can "
+                f"be searched, not a {type(pool).__name__}."
+            )
+        num_computed_tokens, _ = find_cached_prefix(pool, groups, keys, max_tokens)
     offer = host_plan = plan(view._replace(below=()), request, num_computed_tokens)
     match, _ = find_load(view, request, keys, num_computed_tokens)
     while below:
@@ -167,7 +180,10 @@ def explain(
         below, offer = offer.nearer, host_plan
     factor = view.rules.blocks_per_host_block
     # All resident blocks, also those past the prefix that every group has.
-    sources = source_of(view.pool), source_of(view.host, factor)
+    device = first_tokens(num_computed_tokens)
+    if isinstance(pool, DeviceBlockPool):
+        device = source_of(pool)
+    sources = device, source_of(view.host, factor)
     resident = search(groups, keys, max_tokens, sources)
     blocks: list[BlockVerdict] = []
     for group in range(len(groups)):
@@ -249,7 +265,7 @@ def _verdicts(
         elif (index + 1) * spec.block_size > max_tokens:
             yield "missed", "capped"
         elif index < resident_end:
-            yield "missed", "no room" if view.rules.copy_on_device else "no copy"
+            yield "missed", "no copy" if view.device is None else "no room"
         else:
             yield "missed", "other group" if index < alone_end else "gap"
 

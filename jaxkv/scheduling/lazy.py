@@ -12,6 +12,7 @@ from jaxkv.scheduling.stores import Stores
 from jaxkv.search.groups import GroupSpec, lazy_target_blocks
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.pools import DevicePool
 
 
 class LazyStores(Chooser):
@@ -43,8 +44,9 @@ class LazyStores(Chooser):
         # Whether the host had no room for all at the last look.
         self._is_refused = False
 
-    def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Any]) -> None:
+    def offer_step(self, pool: DevicePool, ready: Sequence[Any]) -> None:
         """Offer the blocks that the device will evict next."""
+        assert isinstance(pool, DeviceBlockPool)
         while self._host.lost:
             pool.forget_copies(self._host.lost.pop())
         if self._look(pool) == self._seen or self._stores.is_congested:
@@ -64,8 +66,9 @@ class LazyStores(Chooser):
         # What was placed is pinned by now, which is no reason to look again.
         self._seen = self._look(pool)
 
-    def clear(self, pool: DeviceBlockPool) -> None:
+    def clear(self, pool: DevicePool) -> None:
         """Forget which blocks of a pool the host has: it has none."""
+        assert isinstance(pool, DeviceBlockPool)
         self._seen = None
         pool.forget_copies()
 

@@ -22,6 +22,7 @@ from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import FullAttention, GroupSpec, alignment
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.pools import DevicePool
 from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 
 Ids: TypeAlias = NDArray[np.int32]
@@ -138,7 +139,7 @@ class Loads:
 
     def offer(
         self,
-        pool: DeviceBlockPool,
+        pool: DevicePool,
         request_id: str,
         load: Load | None,
         is_awaited: bool,
@@ -153,13 +154,13 @@ class Loads:
         self._host.pin(load.sources)
         np.add.at(self._num_readers, load.sources, _ONE)
         if load.copy_sources.size:
-            pool.pin(load.copy_sources, is_offer=True)
+            _copying(pool).pin(load.copy_sources, is_offer=True)
         load.is_awaited = is_awaited
         self.by_request[request_id] = load
 
     def take(
         self,
-        pool: DeviceBlockPool,
+        pool: DevicePool,
         request: Request,
         keys: Sequence[Sequence[BlockKey]],
         tables: Sequence[Sequence[int]],
@@ -207,7 +208,7 @@ class Loads:
             pool.pin(load.copy_targets)
         if offer.copy_sources.size:
             pool.pin(load.copy_sources)
-            pool.unpin(offer.copy_sources, is_offer=True)
+            _copying(pool).unpin(offer.copy_sources, is_offer=True)
         if rest is not None:
             self._release([rest])
         self.by_request[request.request_id] = load
@@ -221,7 +222,7 @@ class Loads:
         """Whether a load has been taken and has not left."""
         return bool(self._waiting or self._copying)
 
-    def issue(self, pool: DeviceBlockPool, budget: Budget) -> dict[str, Any]:
+    def issue(self, pool: DevicePool, budget: Budget) -> dict[str, Any]:
         """Send out loads that have been taken, the first taken first.
 
         A load that is larger than the budget leaves if nothing else is in flight.
@@ -270,7 +271,7 @@ class Loads:
         }
 
     def report(
-        self, pool: DeviceBlockPool, reports: Sequence[Report]
+        self, pool: DevicePool, reports: Sequence[Report]
     ) -> tuple[list[str], list[str]]:
         """Apply what workers reported.
 
@@ -304,7 +305,7 @@ class Loads:
         self._end(pool, ended)
         return answers
 
-    def drop(self, pool: DeviceBlockPool, request_id: str) -> None:
+    def drop(self, pool: DevicePool, request_id: str) -> None:
         """Release a load that its request abandons; one in flight once it ends."""
         load = self.by_request.get(request_id)
         if load is None:
@@ -313,10 +314,10 @@ class Loads:
             load.is_stale = True
             return
         if load.copy_sources.size:
-            pool.unpin(load.copy_sources, is_offer=not load.is_taken)
+            _copying(pool).unpin(load.copy_sources, is_offer=not load.is_taken)
         self._end(pool, [load])
 
-    def _end(self, pool: DeviceBlockPool, loads: Sequence[Load]) -> None:
+    def _end(self, pool: DevicePool, loads: Sequence[Load]) -> None:
         """Release all blocks of loads except the sources of copies."""
         if not loads:
             return
@@ -413,9 +414,15 @@ def find_targets(
     return targets, copy_targets
 
 
+def _copying(pool: DevicePool) -> DeviceBlockPool:
+    """Return the pool of a load that copies blocks on the device."""
+    assert isinstance(pool, DeviceBlockPool)
+    return pool
+
+
 def mark_skipped(
     groups: tuple[GroupSpec, ...],
-    pool: DeviceBlockPool,
+    pool: DevicePool,
     keys: Sequence[Sequence[BlockKey]],
     tables: Sequence[Sequence[int]],
     num_local: int | None,

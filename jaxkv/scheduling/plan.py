@@ -154,7 +154,7 @@ class View(NamedTuple):
     rules: OffloadRules
     requests: Requests
     gate: Gate
-    pool: DeviceBlockPool
+    device: DeviceBlockPool | None  # The pool, if blocks are copied on the device.
     host: BlockIndex
     loads: Loads
     below: tuple[Boundary, ...]  # The nearest to the host first.
@@ -247,8 +247,8 @@ def _plan_fetch(
     if is_searched or not (tier.num_held_blocks or is_to_ask or is_expected):
         return _NOTHING
     device = first_tokens(num_computed_tokens)
-    if view.rules.copy_on_device:  # Without it the pool may have no `find`.
-        device = source_of(view.pool)
+    if view.device is not None:
+        device = source_of(view.device)
     above = view.below[: boundary.number]
     nearer = device, *[source_of(tier.upper, tier.factor) for tier in above]
     max_tokens = max_hit_tokens(request, num_computed_tokens)
@@ -492,30 +492,31 @@ def find_load(
         name = request.request_id
         return match, _load_of(groups, name, keys, match, num_computed_tokens, factor)
 
-    if not view.rules.copy_on_device:
+    if view.device is None:
         return look(first_tokens(num_computed_tokens))
-    match, load = look(source_of(view.pool))
+    match, load = look(source_of(view.device))
     if load is not None and load.copy_sources.size:
         # Beside the blocks that it is to copy a request must find its own, else it
         # would hold them and ask indefinitely, if no other request ends.
         nums = (-(-request.num_tokens // spec.block_size) for spec in groups)
-        if _num_free_beside(view, request.request_id, load.copy_sources) < sum(nums):
-            return look(source_of(view.pool)._replace(max_tokens=num_computed_tokens))
+        pending = view.loads.by_request.get(request.request_id)
+        if _num_free_beside(view.device, pending, load.copy_sources) < sum(nums):
+            return look(source_of(view.device)._replace(max_tokens=num_computed_tokens))
     return match, load
 
 
-def _num_free_beside(view: View, request_id: str, sources: Ids) -> int:
-    """Count the free device blocks, were some held and what a request has released."""
-    load, dropped = view.loads.by_request.get(request_id), NO_IDS
+def _num_free_beside(pool: DeviceBlockPool, load: Load | None, sources: Ids) -> int:
+    """Count the free blocks, were `sources` held and the request's load dropped."""
+    dropped = NO_IDS
     if load is not None and load.event == NO_EVENT:
         blocks_of = load.copy_sources, load.written_blocks, load.copy_targets
         dropped = np.concatenate(blocks_of)
     blocks = np.union1d(sources, dropped)
-    held, pins = view.pool.counts(blocks)
+    held, pins = pool.counts(blocks)
     pins_then = pins - (blocks[:, None] == dropped).sum(axis=1)
     is_free_then = (held == 0) & (pins_then == 0) & ~np.isin(blocks, sources)
     num_free_now = int(((held == 0) & (pins == 0)).sum())
-    return view.pool.num_free + int(is_free_then.sum()) - num_free_now
+    return pool.num_free + int(is_free_then.sum()) - num_free_now
 
 
 def _find_plain_load(
@@ -538,8 +539,8 @@ def _find_plain_load(
     if usable < len(own_keys):
         own_keys = own_keys[:usable]
     start = num_computed_tokens // spec.block_size
-    if view.rules.copy_on_device:
-        on_device, on_host = view.host.find_beside(view.pool, own_keys)
+    if view.device is not None:
+        on_device, on_host = view.host.find_beside(view.device, own_keys)
         rows = on_host[start:]
     else:
         rows = view.host.find(own_keys[start:])
@@ -548,7 +549,7 @@ def _find_plain_load(
             rows = rows[: absent[0]]
     if not rows.size:
         return None, True
-    if view.rules.copy_on_device and (on_device[start:] != NO_BLOCK).any():
+    if view.device is not None and (on_device[start:] != NO_BLOCK).any():
         return None, False
     num = start + rows.size
     num_tokens = rows.size * spec.block_size

@@ -19,8 +19,8 @@ from jaxkv.scheduling.whatif.outlook import Outlook
 from jaxkv.scheduling.whatif.shadows import ShadowCount
 from jaxkv.scheduling.whatif.what_if import WhatIf
 from jaxkv.tiers.base import OffloadingEvent
-from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.pools import DevicePool
 
 
 class Reporting:
@@ -29,7 +29,7 @@ class Reporting:
     below: tuple[Boundary, ...]
     _storage: tuple[Boundary, ...]  # The store's, if there is one.
     _manager: BlockIndex
-    _pool: DeviceBlockPool
+    _pool: DevicePool
     _view: View
     _loads: Loads
     _stores: Stores
@@ -145,9 +145,10 @@ class Reporting:
                 for the device's own prefix.
 
         Raises:
-            ValueError: That is no number of whole blocks.
+            ValueError: That is no number of whole blocks; or it is None, and the bound
+                pool is no `DeviceBlockPool`, which alone can be searched.
         """
-        return explain(self._view, request, num_computed_tokens)
+        return explain(self._view, self._pool, request, num_computed_tokens)
 
     def snapshot(self) -> State:
         """Copy all that decisions depend on, also of the tiers and the device's pool.

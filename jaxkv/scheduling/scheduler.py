@@ -71,6 +71,7 @@ from jaxkv.search.tiers import check_pool
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.pools import DevicePool
 from jaxkv.types import BlockKey
 
 _LIST_POLL_S = 1e-3
@@ -211,7 +212,7 @@ class OffloadScheduler(Reporting):
         self._preempted: set[str] = set()
         # Whether the next token reads all of a prefix.
         self._is_all_read = all(isinstance(spec, FullAttention) for spec in groups)
-        self._pool = cast(DeviceBlockPool, _Unbound())
+        self._pool = cast(DevicePool, _Unbound())
         self._view = cast(View, self._pool)
 
     def _make_chooser(self) -> Chooser:
@@ -220,15 +221,25 @@ class OffloadScheduler(Reporting):
             return LazyStores(*parts)
         return EagerStores(*parts, self._book, self._whatif.num_found_tokens)
 
-    def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
+    def bind_device_block_pool(self, pool: DevicePool) -> None:
         """Bind the pool whose blocks are held during transfers.
 
+        Only with a `DeviceBlockPool` are blocks copied on the device.
+
         Raises:
-            ValueError: The pool has blocks of another size than the groups, or is not
-                of `num_device_blocks`; or the recorder serves another engine already.
-                Then nothing changes.
+            TypeError: It is no `DevicePool`.
+            ValueError: It is no `DeviceBlockPool`, and the stores are lazy; it has
+                blocks of another size than the groups, or is not of
+                `num_device_blocks`; or the recorder serves another engine already. Then
+                nothing changes.
         """
         check_pool(pool, self.groups)
+        device = pool if isinstance(pool, DeviceBlockPool) else None
+        if device is None and self.rules.mode == "lazy":
+            raise ValueError(
+                "mode='lazy' needs a DeviceBlockPool, which tells what it evicts next, "
+                f"not a {type(pool).__name__}: choose mode='eager'."
+            )
         check_bound(pool.num_blocks, self._num_device_blocks)
         for notify in self._listeners.bound:  # The recorder may refuse.
             notify(pool)
@@ -236,7 +247,8 @@ class OffloadScheduler(Reporting):
         for boundary in self.below:
             boundary.limit_held(pool.num_blocks // factor)
         is_plain = len(self.groups) == factor == 1 and self._is_all_read
-        tiers = pool, self._manager, self._loads, self.below
+        copying = device if self.rules.copy_on_device else None
+        tiers = copying, self._manager, self._loads, self.below
         self._view = View(
             self.groups, self.rules, self._book, self._gate, *tiers, is_plain
         )

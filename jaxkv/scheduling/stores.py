@@ -23,6 +23,7 @@ from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.base import Placement, as_ids
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.pools import DevicePool
 from jaxkv.types import NO_BLOCK, BlockKey
 
 _LOG = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class StoreSteps:
         self._num_tokens = 0
         self._steps_left = self._max_wait_steps
 
-    def is_due(self, pool: DeviceBlockPool, *, must_store: bool) -> bool:
+    def is_due(self, pool: DevicePool, *, must_store: bool) -> bool:
         """Whether blocks are stored in the step that begins.
 
         If less than a batch is free in the pool, nothing waits: what requests hold
@@ -155,8 +156,6 @@ class Stores:
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
-        # Whether holds, places and pins are one call, where the host can do that.
-        self._is_plain = self._factor == 1 and rules.copy_on_device
         # What has its place on the host and has not left, and what has left.
         self.waiting = _no_blocks()
         self.in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
@@ -185,7 +184,7 @@ class Stores:
         return max_blocks is not None and len(self.waiting.sources) >= max_blocks
 
     def place(
-        self, pool: DeviceBlockPool, offer: Rows, *, is_head: bool
+        self, pool: DevicePool, offer: Rows, *, is_head: bool
     ) -> tuple[int, bool]:
         """Find room on the host for blocks that it does not know.
 
@@ -201,8 +200,10 @@ class Stores:
         if not num:
             return 0, True
         blocks = as_ids(offer.device_blocks)
-        if self._is_plain and isinstance(offer.keys, PackedKeys):
-            placement = self._host.place_from(pool, offer.keys, blocks, is_head)
+        keys = offer.keys if self._factor == 1 else None
+        if isinstance(keys, PackedKeys) and isinstance(pool, DeviceBlockPool):
+            # Holds, place, pins and reorder in one call.
+            placement = self._host.place_from(pool, keys, blocks, is_head)
             if placement is not None:
                 self._wait(placement, blocks)
                 return num, True
@@ -261,7 +262,7 @@ class Stores:
 
     def _take(
         self,
-        pool: DeviceBlockPool,
+        pool: DevicePool,
         placement: Placement | None,
         blocks: NDArray[np.int64],
     ) -> bool:
@@ -314,7 +315,7 @@ class Stores:
         }
 
     def report(
-        self, pool: DeviceBlockPool, reports: Sequence[Report]
+        self, pool: DevicePool, reports: Sequence[Report]
     ) -> tuple[list[int], list[int]]:
         """Apply checked reports; return the events that arrived, and that failed.
 
@@ -342,7 +343,7 @@ class Stores:
             self.num_changes += 1
         return events
 
-    def forget(self, pool: DeviceBlockPool) -> None:
+    def forget(self, pool: DevicePool) -> None:
         """Release what waits; what is in flight holds nothing but its device blocks."""
         pool.unpin(self.waiting.sources)
         for store in (self.waiting, *self.in_flight.moves.values()):

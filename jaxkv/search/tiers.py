@@ -18,6 +18,7 @@ from jaxkv.search.groups import GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.pools import DevicePool
 from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 
 Ids: TypeAlias = NDArray[np.int32]
@@ -132,10 +133,15 @@ def _of(request_id: str | None) -> str:
     return "" if request_id is None else f" of request {shown(request_id)}"
 
 
-def check_pool(pool: DeviceBlockPool, groups: tuple[GroupSpec, ...]) -> None:
+def check_pool(pool: DevicePool, groups: tuple[GroupSpec, ...]) -> None:
     """Refuse anything but a pool, or one known to have blocks of other sizes."""
-    if not hasattr(pool, "num_blocks"):
-        raise TypeError(f"pool={shown(pool)} must be a DeviceBlockPool.")
+    wanted = [*DevicePool.__annotations__, *vars(DevicePool)]
+    missing = [n for n in wanted if not n.startswith("_") and not hasattr(pool, n)]
+    if missing:
+        raise TypeError(
+            f"pool={shown(pool)} must be a DeviceBlockPool, or another "
+            f"jaxkv.DevicePool, such as BorrowedPool; it lacks {', '.join(missing)}."
+        )
     size = getattr(pool, "block_size", 0)  # 0 if unknown.
     if size and size not in [group.block_size for group in groups]:
         raise ValueError(

@@ -26,6 +26,7 @@ from jaxkv.strict.blocks import StrictError
 from jaxkv.strict.worker import MAX_SILENT_STEPS
 from jaxkv.tiers.base import BlockIds
 from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.pools import BorrowedPool, DevicePool
 from jaxkv.types import NULL_BLOCK, BlockKey
 
 
@@ -61,30 +62,28 @@ class StrictOffloadScheduler(OffloadScheduler):
         self._requests: dict[str, _Entry] = {}
         self._num_silent = 0
         self._has_cached = False
-        # The engine's `DeviceBlockPool`; None for another kind of pool.
-        self._blocks: DeviceBlockPool | None = None
+        # The engine's pool, if it has `cache`.
+        self._blocks: DeviceBlockPool | BorrowedPool | None = None
 
-    def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
+    def bind_device_block_pool(self, pool: DevicePool) -> None:
         """Bind the pool, and check what is cached; see `OffloadScheduler`."""
         super().bind_device_block_pool(pool)
-        if not isinstance(pool, DeviceBlockPool) or pool is self._blocks:
+        if not isinstance(pool, DeviceBlockPool | BorrowedPool) or pool is self._blocks:
             return
-        self._blocks = pool
-        self._has_cached = bool(pool.state.has_key.any())
-        cache = pool.cache
+        self._blocks, self._has_cached = pool, pool.has_cached
+        name, cache = type(pool).__name__, pool.cache
 
         def checked(block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
             if len(block_ids) < len(keys):
                 raise StrictError(
-                    f"DeviceBlockPool.cache() was given {len(block_ids)} blocks for "
+                    f"{name}.cache() was given {len(block_ids)} blocks for "
                     f"{len(keys)} keys: the table is shorter than what was computed, "
-                    "so DeviceBlockPool.allocate() a block for each before the model "
-                    "runs."
+                    "so allocate a block for each before the model runs."
                 )
             block_list = np.asarray(block_ids).tolist()
             if wrong := self._loads.blocks_awaited().intersection(block_list):
                 raise StrictError(
-                    "DeviceBlockPool.cache() was called for blocks "
+                    f"{name}.cache() was called for blocks "
                     f"{sorted(wrong)[:8]}, into which a load is in flight: wait until "
                     "update_connector_output() names its request in finished_recving."
                 )
@@ -267,9 +266,9 @@ class StrictOffloadScheduler(OffloadScheduler):
         if free:
             raise StrictError(
                 f"{call}() was given blocks {free} for "
-                f"request {shown(name)}, which are free: take them by "
-                "DeviceBlockPool.allocate() or touch() before, and free() them after "
-                "request_finished() and request_preempted()."
+                f"request {shown(name)}, which are free: allocate or touch them "
+                "before, and free them after request_finished() and "
+                "request_preempted()."
             )
 
     def _check_not_freed(self, output: SchedulerOutput) -> None:
@@ -282,7 +281,7 @@ class StrictOffloadScheduler(OffloadScheduler):
                 if is_full and (free := self._free_among(table)):
                     raise StrictError(
                         f"blocks {free} of request {shown(name)} are free, though it "
-                        "is not over: before DeviceBlockPool.free(), call "
+                        "is not over: before you free them, call "
                         "request_finished() for a request that has ended, also by "
                         "abort, and request_preempted() for one that has to begin anew."
                     )
@@ -294,7 +293,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             return []
         if ids.min() < 0 or ids.max() >= pool.num_blocks:
             return []  # `OffloadScheduler` refuses them.
-        free = ids[(pool.counts(ids)[0] == 0) & (ids != NULL_BLOCK)]
+        free = ids[pool.are_free(ids) & (ids != NULL_BLOCK)]
         return sorted(set(free.tolist()))[:8]
 
     def _check_covers(
@@ -362,9 +361,9 @@ class StrictOffloadScheduler(OffloadScheduler):
             if is_uncached and num_full > entry.num_found // spec.block_size:
                 raise StrictError(
                     f"request {shown(name)} has computed {num_full} full blocks, and "
-                    "DeviceBlockPool.cache() was never called: call it after each step "
-                    "with the blocks that are full and their keys. Blocks that "
-                    "were not passed to it are found on neither tier."
+                    f"{type(self._blocks).__name__}.cache() was never called: call it "
+                    "after each step with the blocks that are full and their keys. "
+                    "Blocks that were not passed to it are found on neither tier."
                 )
 
 

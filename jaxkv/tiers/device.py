@@ -260,6 +260,16 @@ class DeviceBlockPool:
         self._refuse_outside(ids)
         return np.stack([self.state.ref_cnt[ids], self.state.pins[ids]])
 
+    def are_free(self, block_ids: BlockIds) -> NDArray[np.bool_]:
+        """Whether nobody holds each of n blocks, pins aside: bool[n]."""
+        are_free: NDArray[np.bool_] = self.counts(block_ids)[0] == 0
+        return are_free
+
+    @property
+    def has_cached(self) -> bool:
+        """Whether a block has a key."""
+        return bool(self.state.has_key.any())
+
     def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
         """Find the block that serves each key: i32[n], NO_BLOCK where there is none.
 

@@ -4,8 +4,6 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from jaxkv import ConnectorOutput, FullAttention
 
 # The examples are files to be run, not a package.
@@ -30,6 +28,11 @@ class Right(example.Engine):
             self.step([request])
         self.finish(request)
         return request.tokens[len(prompt) :], found
+
+    def blocks_being_stored(self):
+        stores = self.scheduler._stores
+        moves = stores.waiting, *stores.in_flight.moves.values()
+        return [block for move in moves for block in move.sources]
 
     def let_stores_arrive(self):
         while self.scheduler.has_pending_stores():
@@ -103,7 +106,7 @@ def tells_of_blocks_first(engine):
     engine.scheduler.get_num_new_matched_tokens = tell_and_ask
 
 
-@wrong("DeviceBlockPool.cache.. was never called")
+@wrong("Pool.cache.. was never called")
 def never_caches(engine):
     engine.blocks.cache = lambda *pairs: []
 
@@ -162,7 +165,7 @@ class ForgetsBlocksAtTheEnd(Right):
             self.blocks.free(table[::-1])
 
 
-@wrong("take them by DeviceBlockPool.allocate")
+@wrong("which are free: allocate or touch them")
 def never_allocates(engine):
     engine.blocks.allocate = lambda num: list(range(1, num + 1))
 
@@ -196,11 +199,11 @@ class WritesWhatIsLoaded(Right):
 class WritesWhatIsStored(Right):
     def step(self, running):
         super().step(running)
-        for block in np.flatnonzero(self.blocks.state.pins).tolist():
+        for block in self.blocks_being_stored():
             self.pool = {"kv": self.pool["kv"].at[block].set(1.0)}
 
 
-@wrong("free.., call request_finished")
+@wrong("before you free them, call request_finished")
 class NeverFinishes(Right):
     def finish(self, request):
         for table in request.tables:

@@ -5,13 +5,16 @@ import random
 
 import pytest
 
-from jaxkv import FullAttention, SlidingWindow
+import jaxkv
+from jaxkv import DeviceBlockPool, FullAttention, SlidingWindow
 from jaxkv.strict import StrictError
+from tests.rigs.own_pool import OwnPool
 from tests.rigs.wrong_engines import (
     BLOCK,
     WRONG,
     Right,
     TakesBlocksForLarger,
+    answer,
     serve_twice,
     takes_loads_that_failed,
 )
@@ -33,18 +36,28 @@ class Size:
         return [[rng.randrange(90) for _ in range(self.prompt_tokens)] for _ in count]
 
 
-SIZES = [(3, Size(12, 64, 3, 30, 6)), (8, Size(14, 40, 2, 35, 13))]
+SMALL, LARGER = Size(12, 64, 3, 30, 6), Size(14, 40, 2, 35, 13)
+# By their pools: the library's, and one that the engine has of its own.
+SETUPS = {
+    "small": (3, SMALL, DeviceBlockPool),
+    "larger": (8, LARGER, DeviceBlockPool),
+    "own pool": (3, SMALL, OwnPool),
+    "larger own pool": (8, LARGER, OwnPool),
+}
 
 
-@pytest.fixture(params=SIZES, ids=["small", "larger"])
+@pytest.fixture(params=SETUPS.values(), ids=SETUPS)
 def setup(request, monkeypatch):
-    seed, size = request.param
+    seed, size, pool = request.param
+    monkeypatch.setattr(jaxkv, "DeviceBlockPool", pool)
     monkeypatch.setenv("JAXKV_STRICT", "1")
     monkeypatch.setenv("JAXKV_STRICT_SEED", str(seed))
     return size, size.prompts(seed)
 
 
-@pytest.mark.parametrize("setup", SIZES[:1], ids=["small"], indirect=True)
+@pytest.mark.parametrize(
+    "setup", [SETUPS["small"], SETUPS["own pool"]], ids=["ours", "own"], indirect=True
+)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_engine_ends_with_an_error_that_names_the_call(setup, name):
     size, prompts = setup
@@ -73,6 +86,22 @@ def test_a_correct_engine_passes_and_gets_its_blocks_back(setup):
     num_hit = (size.prompt_tokens - 1) // BLOCK * BLOCK
     assert [hit for _, hit in second] == [num_hit] * size.num_prompts
     assert engine.worker.bytes_loaded > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_engine_with_a_pool_of_its_own_passes(seed, monkeypatch):
+    monkeypatch.setenv("JAXKV_STRICT", "1")
+    monkeypatch.setenv("JAXKV_STRICT_SEED", str(seed))
+    monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "3")
+    monkeypatch.setattr(jaxkv, "DeviceBlockPool", OwnPool)
+    engine = Right(SMALL.device_blocks, SMALL.host_blocks)
+    prompts = SMALL.prompts(seed)
+    for answers in serve_twice(engine, prompts, SMALL.num_new):
+        assert [tokens for tokens, _ in answers] == [
+            answer(prompt, SMALL.num_new) for prompt in prompts
+        ]
+    assert engine.worker.bytes_loaded > 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks - 1
 
 
 def test_the_right_engine_computes_what_loads_that_fail_were_to_bring(

@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 from jaxkv import (
-    DeviceBlockPool,
     OffloadScheduler,
     Retention,
     SchedulerOutput,
@@ -314,8 +313,7 @@ class SchedulerHalf:
         held = VllmBlockPool(pool, len(config.groups))
         if config.state_groups:
             held = StatesBlockPool(pool, config.state_groups)
-        # It has the methods that the scheduler calls without copies on the device.
-        self.scheduler.bind_device_block_pool(cast(DeviceBlockPool, held))
+        self.scheduler.bind_device_block_pool(held)
         self._pool = held
         if not getattr(config, "keep_on_device_reset", False):
             for vllm_pool in held.pools:
