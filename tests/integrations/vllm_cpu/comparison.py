@@ -86,14 +86,26 @@ class Lab:
             expected = self.run(scenario, **options)
             return expected, found.result()
 
-    def run(self, scenario, *, fault="", num_processes=1, num_devices=1, **options):
-        """Run a scenario; return its answers, its metrics and what it logged."""
-        is_plain = not fault and num_processes == num_devices == 1
+    def run(
+        self,
+        scenario,
+        *,
+        fault="",
+        num_processes=1,
+        num_devices=1,
+        num_hosts=1,
+        **options,
+    ):
+        """Run a scenario; return its answers, its metrics and what it logged.
+
+        Each of several hosts has `num_devices`.
+        """
+        is_plain = not fault and num_processes == num_devices == num_hosts == 1
         is_plain &= options in (PLAIN, PLAIN | {"extra": {}})
         names = SHARED if is_plain and scenario in SHARED else (scenario,)
         results = self._run(
             *(names, json.dumps(options, sort_keys=True)),
-            *(fault, num_processes, num_devices),
+            *(fault, num_processes, num_devices, num_hosts),
         )
         return results[names.index(scenario)]
 
@@ -108,7 +120,7 @@ class Lab:
                 path.write_text(json.dumps(self._run_now(*arguments)))
             return json.loads(path.read_text())
 
-    def _run_now(self, names, options, fault, num_processes, num_devices):
+    def _run_now(self, names, options, fault, num_processes, num_devices, num_hosts):
         done = subprocess.run(
             [sys.executable, "-m", "vllm_cpu.run", "+".join(names), ".", options],
             cwd=self.folder,
@@ -118,6 +130,8 @@ class Lab:
                 MODEL_IMPL_TYPE="vllm" if "enable_lora" in options else "auto",
                 VLLM_ENABLE_V1_MULTIPROCESSING=str(num_processes - 1),
                 XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices}",
+                JAXKV_VLLM_HOSTS=str(num_hosts) if num_hosts > 1 else "",
+                VLLM_WORKER_MULTIPROC_METHOD="spawn",
                 **json.loads(options).get("variables", {}),
             ),
             stdout=subprocess.PIPE,

@@ -138,10 +138,10 @@ class Run:
 
     def count(self):
         """Note what was preempted, and what was restored, since the last call."""
-        update = self.worker.model_runner.persistent_batch_manager.update_states
+        restored = self.llm.collective_rpc(_num_restored)
         for counts, total in (
             (self.preemptions, self.metrics()["vllm:num_preemptions"]),
-            (self.restored, getattr(update, "num_restored", 0)),
+            (self.restored, min(restored)),
         ):
             counts.append(total - sum(counts))
 
@@ -177,6 +177,12 @@ class Run:
         assert self.llm.reset_prefix_cache(reset_connector=self.has_connector)
         self.answers, self.preemptions, self.restored = [], [], []
         self.counted = self.all_metrics()
+
+
+def _num_restored(worker):
+    """Return how many tokens a worker has restored."""
+    update = worker.model_runner.persistent_batch_manager.update_states
+    return getattr(update, "num_restored", 0)
 
 
 def prompts_of(seed):
@@ -225,6 +231,31 @@ def pressure(run):
             run.options.get("is_fixed", False),
         )
         run.count()
+
+
+def spoilt_pressure(run):
+    """The same for each of "faults", which the last host alone has from then on."""
+    for fault in run.options["faults"]:
+        if run.answers:
+            run.settle()
+            assert run.llm.reset_prefix_cache(reset_connector=run.has_connector)
+        run.llm.collective_rpc(_spoil_last_host, args=(fault,))
+        for seed in range(run.options["seeds"]):
+            under_pressure(
+                seed,
+                lambda prompts, num_tokens: run.ask(prompts, num_tokens=num_tokens),
+            )
+            run.count()
+        run.noted[fault] = run.metrics().get("vllm:external_prefix_cache_hits", 0)
+
+
+def _spoil_last_host(worker, fault):
+    import jax
+
+    from vllm_cpu.plugin import spoil
+
+    if jax.process_index() == jax.process_count() - 1:
+        spoil(fault)
 
 
 def interruptions(run):
@@ -506,6 +537,7 @@ SCENARIOS = {
     for scenario in (
         conversations,
         pressure,
+        spoilt_pressure,
         interruptions,
         salts,
         adapters,
