@@ -155,7 +155,7 @@ def main(address, num_hosts, host, folder):
     while host + 1 < num_hosts and not turns[host + 1].exists():
         time.sleep(0.01)
     in_a_row = jax.sharding.Mesh(devices, "model")
-    # The order of a mesh is that of its links.
+    # A mesh has the order of its links.
     mixed = jax.sharding.Mesh(devices.reshape(2, 2).T.ravel(), "model")
     copies = jax.sharding.Mesh(devices.reshape(2, 2), ("model", "copy"))
     for mesh in (in_a_row, mixed, copies):

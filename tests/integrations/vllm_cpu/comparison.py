@@ -120,8 +120,20 @@ class Lab:
                 path.write_text(json.dumps(self._run_now(*arguments)))
             return json.loads(path.read_text())
 
-    def _run_now(self, names, options, fault, num_processes, num_devices, num_hosts):
-        done = subprocess.run(
+    def _run_now(self, names, *arguments):
+        done = self.complete(names, *arguments)
+        *parts, rest = re.split(r"^RESULT (.*)\n", done.stdout, flags=re.MULTILINE)
+        assert len(parts) == 2 * len(names), done.stdout[-8000:]
+        return [
+            json.loads(result) | {"log": log + rest}
+            for log, result in zip(parts[::2], parts[1::2], strict=True)
+        ]
+
+    def complete(
+        self, names, options, fault="", num_processes=1, num_devices=1, num_hosts=1
+    ):
+        """Run a process to its end, however it ends; return what it printed."""
+        return subprocess.run(
             [sys.executable, "-m", "vllm_cpu.run", "+".join(names), ".", options],
             cwd=self.folder,
             env=self.environ(
@@ -139,12 +151,6 @@ class Lab:
             text=True,
             timeout=WAIT_S,
         )
-        *parts, rest = re.split(r"^RESULT (.*)\n", done.stdout, flags=re.MULTILINE)
-        assert len(parts) == 2 * len(names), done.stdout[-8000:]
-        return [
-            json.loads(result) | {"log": log + rest}
-            for log, result in zip(parts[::2], parts[1::2], strict=True)
-        ]
 
 
 def tokens_of(result):

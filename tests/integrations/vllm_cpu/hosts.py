@@ -60,6 +60,9 @@ def replace_what_one_machine_lacks(executor=HostsExecutor):
 def join_mesh(rank):
     """Make this process one of the hosts; libtpu does so by itself."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # XLA:CPU may change the order of the programs of a host's only device. Gloo then
+    # exchanges bytes of different programs.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     coordinator = os.environ[COORDINATOR]
     jax.distributed.initialize(
         coordinator, int(os.environ[HOSTS]), rank, coordinator_bind_address=coordinator

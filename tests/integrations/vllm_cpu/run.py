@@ -203,13 +203,13 @@ def conversations(run):
         ]
 
 
-def under_pressure(seed, ask, is_fixed=False):
-    """Have 20 users ask three times, who leave others out of steps and preempt them.
+def under_pressure(seed, ask, is_fixed=False, num_users=20):
+    """Have users ask three times, who leave others out of steps and preempt them.
 
     With `is_fixed`, prompts do not depend on answers.
     """
     rng = np.random.default_rng(seed)
-    users = range(20)
+    users = range(num_users)
     prompts = [rng.integers(0, 256, rng.integers(100, 220)).tolist() for _ in users]
     for _ in range(3):
         num_tokens = rng.integers(10, 60, len(users)).tolist()
@@ -244,6 +244,7 @@ def spoilt_pressure(run):
             under_pressure(
                 seed,
                 lambda prompts, num_tokens: run.ask(prompts, num_tokens=num_tokens),
+                num_users=run.options["users"],
             )
             run.count()
         run.noted[fault] = run.metrics().get("vllm:external_prefix_cache_hits", 0)
