@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import io
+import json
+import re
 import runpy
 import subprocess
 import sys
@@ -10,6 +12,10 @@ from pathlib import Path
 
 import jax
 import pytest
+import yaml
+
+from jaxkv.integrations.vllm.config import read_extra_config
+from jaxkv.transfer.limits import pinned_pool
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPECTED = {
@@ -99,3 +105,26 @@ def test_readme_shows_the_quickstart_as_it_is():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     source = (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8")
     assert source.split('"""\n\n', 1)[1] in readme
+
+
+def test_the_manifest_of_two_hosts_gives_vllm_settings_that_it_takes():
+    """Its fields were checked against LeaderWorkerSet's schema when it was written."""
+    text = (ROOT / "examples" / "vllm_hosts.yaml").read_text(encoding="utf-8")
+    group = yaml.safe_load(text)["spec"]["leaderWorkerTemplate"]
+    leader, worker = (group[f"{role}Template"]["spec"] for role in ("leader", "worker"))
+    assert leader["nodeSelector"] == worker["nodeSelector"]
+    (server,), (follower,) = leader["containers"], worker["containers"]
+    for name in ("image", "env", "resources", "volumeMounts"):
+        assert server[name] == follower[name]
+    command = server["args"][0]
+    config = json.loads(re.search("--kv-transfer-config '(.*?)'", command, re.S)[1])
+    offload, _ = read_extra_config(config["kv_connector_extra_config"])
+    variables = {each["name"]: each["value"] for each in server["env"]}
+    assert variables["TPU_MULTIHOST_BACKEND"] == "ray"
+    # An eighth more is spare room.
+    share = offload.host_bytes // group["size"]
+    limit = pinned_pool("tpu", variables)
+    assert share + share // 8 < limit.num_bytes
+    # A chip of v7x has two devices.
+    chips = int(server["resources"]["limits"]["google.com/tpu"])
+    assert f"--tensor-parallel-size {2 * chips * group['size']} " in command

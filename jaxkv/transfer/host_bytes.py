@@ -403,7 +403,8 @@ class HostBytes:
         piece.is_over = True
 
     def _filled(self, piece: _Piece) -> Extent:
-        in_place = self._is_addressed and piece.spare is not None
+        has_copies = any(len(part.devices) > 1 for part in self._parts)
+        in_place = self._is_addressed and piece.spare is not None and not has_copies
         made: list[Bytes] = []
         if in_place:
             assert piece.spare is not None

@@ -9,10 +9,13 @@ scheduling", POPL 2011): no state of vLLM's has to be copied or compared.
 """
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import importlib.util
 import logging
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -190,6 +193,49 @@ class StubRunner(RealRunner):
         return sampled
 
 
+class StubHosts:
+    """A runner on each of two hosts, whose outputs vLLM joins."""
+
+    def __init__(self, connector, num_blocks, windows, *, newer):
+        self.connector = connector
+        second = copy.copy(connector)
+        second._failed_requests = set()
+        self.hosts = [
+            StubRunner(each, num_blocks, windows, newer=newer)
+            for each in (connector, second)
+        ]
+        self.aggregator = None
+
+    choose = property(None, lambda self, choose: self.set("choose", choose))
+    seen = property(None, lambda self, seen: self.set("seen", seen))
+
+    def set(self, name, value):
+        for host in self.hosts:
+            setattr(host, name, value)
+
+    def execute_model(self, output):
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        outputs = []
+        for host in self.hosts:
+            kv_transfer_state._KV_CONNECTOR_AGENT = host.connector
+            outputs.append(host.execute_model(output))
+        first, second = (own.sampled_token_ids for own in outputs)
+        assert first == second
+        return self.aggregator.aggregate(outputs)
+
+
+def make_hosts(make_engine, **options):
+    """Make an engine of two hosts, whose executor would count its chips."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+
+    engine = make_engine(num_hosts=2, **options | {"make_runner": StubHosts})
+    engine.runner.aggregator = KVOutputAggregator.from_connector(
+        engine.scheduler.connector, world_size=8
+    )
+    return engine
+
+
 class World:
     """An engine, and what may happen to it."""
 
@@ -313,6 +359,31 @@ def test_one_choice_at_any_place_breaks_nothing(make_engine):
 @pytest.mark.long
 def test_two_choices_at_any_places_break_nothing(make_engine):
     print(dict(explore(make_engine, 2)))
+
+
+def test_one_choice_on_one_of_two_hosts_breaks_nothing(make_engine):
+    seen = explore(functools.partial(make_hosts, make_engine), 1)
+    print(dict(seen))
+    transfers = {f"a {kind} {end}" for kind in KINDS for end in ENDINGS}
+    assert not transfers - {event for event, num in seen.items() if num}
+
+
+@pytest.mark.long
+def test_two_choices_on_two_hosts_break_nothing(make_engine):
+    print(dict(explore(functools.partial(make_hosts, make_engine), 2)))
+
+
+def test_a_load_that_failed_on_the_second_host_alone_is_noticed(make_engine):
+    """The control: vLLM hears of the first host only."""
+
+    def make_deaf(**options):
+        engine = make_engine(**options | {"make_runner": StubHosts})
+        engine.runner.aggregator = SimpleNamespace(aggregate=lambda outputs: outputs[0])
+        return engine
+
+    with pytest.raises(AssertionError, match="wrong with the choices") as caught:
+        explore(make_deaf, 1)
+    assert "reads" in str(caught.value.__cause__)
 
 
 def test_a_failed_load_that_is_reported_as_done_is_noticed(make_engine, monkeypatch):

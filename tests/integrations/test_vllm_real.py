@@ -251,7 +251,7 @@ def test_what_cannot_be_served_is_refused_by_vllms_own_names(make_engine):
         ConnectorConfig.of(engine.config, caches)
 
 
-def test_workers_in_processes_of_their_own_are_refused(make_engine):
+def test_executors_without_a_number_of_hosts_are_refused(make_engine):
     executors = pytest.importorskip("tpu_inference.executors.ray_distributed_executor")
     engine = make_engine()
     caches = engine.scheduler.kv_cache_config

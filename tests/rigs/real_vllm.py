@@ -79,6 +79,7 @@ class RealEngine:
         make_runner=None,
         num_state_groups=0,
         retention_tokens=0,
+        num_hosts=1,
     ):
         """Make one, with windows of some groups, and groups of states after them.
 
@@ -154,6 +155,10 @@ class RealEngine:
                 kv_connector_extra_config={"num_cpu_blocks": 32} | (extra or {}),
             ),
         )
+        if num_hosts > 1:
+            self.config.parallel_config.placement_group = SimpleNamespace(
+                bundle_specs=[{"TPU": 4}] * num_hosts
+            )
         if num_drafts:
             # Afterwards, as vLLM refuses some ways asynchronously that make no
             # difference to its scheduler.

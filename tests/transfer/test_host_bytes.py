@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import Compression, host_bytes
+from jaxkv.transfer import Compression, TransferEngine, host_bytes
 from tests.rigs.device_cases import only_on_cpu
 
 NUM_BLOCKS, NUM_HOST = 24, 40
@@ -93,6 +93,22 @@ def test_bytes_of_one_engine_are_right_in_another(
     second.pool = jax.tree.map(jnp.zeros_like, second.pool)
     second.load_now(order, list(range(NUM_BLOCKS)))
     assert blocks_of(second.pool) == expected
+
+
+def test_written_bytes_reach_every_copy_of_a_shard():
+    mesh = jax.make_mesh((2, 2), ("heads", "copies"), devices=jax.devices()[:4])
+    values = np.random.default_rng(0).normal(size=(NUM_BLOCKS, 4, 8))
+    heads = jax.NamedSharding(mesh, jax.P(None, None, "heads"))
+    pool = jax.device_put(values.astype(np.float32), heads)
+    engine = TransferEngine(pool, NUM_HOST)
+    engine.save(pool, [1, 2], [10, 11])
+    pool, _ = engine.drain(pool)
+    write(engine, [20, 21], read(engine, [10, 11]))
+    pool, _ = engine.load(pool, [20, 21], [3, 4])
+    pool, _ = engine.drain(pool)
+    for shard in pool.addressable_shards:
+        blocks = np.asarray(shard.data)
+        np.testing.assert_array_equal(blocks[3:5], blocks[1:3])
 
 
 @pytest.mark.parametrize("m", [1, 2])

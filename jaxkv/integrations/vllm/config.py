@@ -28,6 +28,8 @@ from jaxkv._util import did_you_mean, settings, shown
 from jaxkv._util.settings import Settings
 from jaxkv.config import KEYS, blank_secret_faults, variable_of
 from jaxkv.integrations.vllm import namespace, tokens
+from jaxkv.integrations.vllm.hosts import num_hosts
+from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.search.groups import GroupSpec
 from jaxkv.transfer.storage.objects import HEADER_BYTES
 from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
@@ -224,6 +226,7 @@ class ConnectorConfig:
         keep_on_device_reset: Whether a reset of vLLM's prefix cache alone leaves the
             host tier as it is.
         layers: Names of the layers of each group.
+        num_hosts: Hosts with a worker, each with a part of every block.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -236,6 +239,7 @@ class ConnectorConfig:
     restore_tokens: bool = False
     keep_on_device_reset: bool = False
     layers: tuple[tuple[str, ...], ...] = ()
+    num_hosts: int = 1
 
     @property
     def state_groups(self) -> tuple[int, ...]:
@@ -295,7 +299,13 @@ class ConnectorConfig:
                 tuple(getattr(group, "layer_names", ()))
                 for group in kv_cache_config.kv_cache_groups
             ),
+            num_hosts(vllm_config.parallel_config),
         )
+
+    def make_rules(self) -> OffloadRules:
+        """Make the rules of the scheduler, which all hosts report to."""
+        rules = self.offload.make_rules(self.block_bytes)
+        return dataclasses.replace(rules, world_size=self.num_hosts)
 
 
 def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSettings]:
@@ -401,15 +411,6 @@ def _check_engine(config: Any) -> None:
         size = getattr(config.parallel_config, name, 1)
         if size != 1:
             raise ValueError(f"{name}={size} must be 1: more was never tested.")
-    executor = getattr(config.parallel_config, "distributed_executor_backend", None)
-    executor = getattr(executor, "__name__", executor)
-    if executor not in (None, "uni", "UniProcExecutor"):
-        raise ValueError(
-            f"distributed_executor_backend={shown(executor)} must be 'uni', which "
-            "TPU_MULTIHOST_BACKEND= chooses: with workers in processes of their own, "
-            "vLLM awaits a report of each load from as many as there are chips, and "
-            "tpu-inference has one worker for all chips of a host."
-        )
     sharding = getattr(config, "sharding_config", None)
     dp_size = getattr(sharding, "total_dp_size", 1)
     if dp_size != 1:

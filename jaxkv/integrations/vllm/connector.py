@@ -107,6 +107,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         _join_vllm_log()
         config = ConnectorConfig.of(vllm_config, kv_cache_config)
         self._num_groups = len(config.groups)
+        self._num_hosts = config.num_hosts
         self._has_folder = config.storage is not None and config.storage.is_folder
         reports_requests = any(hasattr(base, "get_transfer_results") for base in _BASES)
         if _BASES and self._num_groups > 1 and not reports_requests:
@@ -245,6 +246,10 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         Else nothing of it is offered any more, until it could be cleared.
         """
         return self._scheduler.reset() if self._scheduler else None
+
+    def get_finished_count(self) -> int:
+        """Return how many workers report the end of each load: one for each host."""
+        return self._num_hosts
 
     # Called by both.
 

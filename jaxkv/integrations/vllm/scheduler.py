@@ -260,7 +260,7 @@ class SchedulerHalf:
             config.num_host_blocks,
             config.offload.cache_policy,
             config.enable_events,
-            rules=config.offload.make_rules(config.block_bytes),
+            rules=config.make_rules(),
             num_storage_blocks=config.storage.num_blocks if config.storage else 0,
             is_private=is_private,
             recorder=config.offload.make_recorder(),

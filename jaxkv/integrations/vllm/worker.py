@@ -18,6 +18,12 @@ from jaxkv import ConnectorOutput, OffloadMetadata, OffloadWorker, TransferEngin
 from jaxkv._util import gib
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.hosts import (
+    check_processes,
+    local_part,
+    placement,
+    with_part,
+)
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.tokens import TokenRestorer
 from jaxkv.integrations.vllm.weights_watch import PHASES, WeightsWatch, worker_of
@@ -34,7 +40,7 @@ from jaxkv.transfer import AnyEngine, MultiPoolEngine
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.host_memory import parse_argument
 from jaxkv.transfer.limits import device_bytes_left
-from jaxkv.types import NO_BLOCK
+from jaxkv.types import NO_BLOCK, PyTree
 
 _LOG = logging.getLogger("jaxkv")
 
@@ -61,10 +67,11 @@ class WorkerReport:
             weights have changed.
         adapters: The marks of the adapters loaded so far, by vLLM's integer id; None
             if they are the same as in the last report.
-        is_listed: Whether it is known what the store has, or took too long to say.
-        load_bytes_per_s: How fast loads are, of several workers the slowest ones; 0 if
-            unknown.
-        storage_bytes_per_s: Likewise, reads from the store.
+        is_listed: Whether it is known what the store has, or took too long to say. Only
+            the first of several hosts lists it.
+        load_bytes_per_s: How fast whole blocks are loaded if all hosts are as fast as
+            the slowest; 0 if unknown.
+        storage_bytes_per_s: How fast they are read from the store, in the same way.
     """
 
     output: ConnectorOutput
@@ -75,15 +82,29 @@ class WorkerReport:
     storage_bytes_per_s: float = 0.0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """Combine the reports of two workers, as vLLM's executors do."""
+        """Combine the reports of two hosts, the scheduler's first, as executors do."""
         return WorkerReport(
             ConnectorOutput.aggregate([self.output, other.output]),
             max(self.num_lost_pools, other.num_lost_pools),
-            other.adapters if self.adapters is None else self.adapters,
+            _joined_adapters(self.adapters, other.adapters),
             self.is_listed or other.is_listed,
             min(self.load_bytes_per_s, other.load_bytes_per_s),
             min(self.storage_bytes_per_s, other.storage_bytes_per_s),
         )
+
+
+def _joined_adapters(
+    first: Mapping[int, bytes] | None, other: Mapping[int, bytes] | None
+) -> Mapping[int, bytes] | None:
+    """Return the first host's marks, b"" where an adapter is unknown to the other.
+
+    Marks have times and inodes, which copies of a file on several hosts do not share.
+    """
+    if first is None or other is None:
+        return other if first is None else first
+    return {
+        name: mark if other.get(name, mark) else b"" for name, mark in first.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)  # Pickled without names.
@@ -179,12 +200,9 @@ class WorkerHalf:
             ImportError: The store needs an extra that is missing.
             StoreError: The store cannot be used.
         """
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"{jax.process_count()} processes serve the model: the connector was "
-                "never tested with more than one."
-            )
         config = self._config
+        hosts = config.num_hosts
+        check_processes(hosts)
         if config.restore_tokens:
             TokenRestorer.install(runner)
         # What the caches are made of now is perhaps not in the store's namespace.
@@ -198,37 +216,43 @@ class WorkerHalf:
         caches = list(runner.kv_caches)
         self._parts = _parts_of(config, runner)
         compression = _compression_of(config, caches)
-        wanted = config.planned_bytes + config.planned_bytes // 8
+        planned = config.planned_bytes // hosts
+        wanted = planned + planned // 8
         _LOG.info(
-            "setting aside %s of host memory: %s for %d blocks, and an eighth more as "
+            "setting aside %s of host memory: %s for %s, and an eighth more as "
             "spare room, so that what is stored together lies together; with the "
             "transfers to compile this takes about %.0f s",
             gib(wanted),
-            gib(config.planned_bytes),
-            config.num_host_blocks,
+            gib(planned),
+            f"{config.num_host_blocks} blocks"
+            + (f", of which each of {hosts} hosts has its part" if hosts > 1 else ""),
             wanted / _touched_bytes_per_s() + _COMPILING_S,
         )
         # Only the layout of the caches is kept.
-        arrays: list[jax.Array] = jax.tree.leaves(caches)
+        pools = self._pools(caches)
+        arrays: list[jax.Array] = jax.tree.leaves(pools)
         staging_bytes = _fitting_staging_bytes(config.offload.staging_bytes, arrays)
         engine: AnyEngine
         if self._parts:
             engine = MultiPoolEngine(
-                self._pools(caches),
+                pools,
                 config.num_host_blocks,
                 staging_bytes=staging_bytes,
             )
         else:
             engine = TransferEngine(
-                caches,
+                pools,
                 config.num_host_blocks,
                 blocks_per_host_block=config.offload.blocks_per_host_block,
                 staging_bytes=staging_bytes,
                 compression=compression,
             )
-        storage = self._open_storage(engine) if has_storage else None
+        storage = self._open_storage(engine, caches) if has_storage else None
         self._worker = OffloadWorker(
-            engine, deadline_s=config.offload.deadline_s, storage=storage
+            engine,
+            deadline_s=config.offload.deadline_s,
+            storage=storage,
+            shares_scheduler=hosts > 1,
         )
         if self._runner is not runner:
             self._watch(runner)
@@ -245,7 +269,7 @@ class WorkerHalf:
             storage_write=config.offload.storage_write,
             about=store.about if store is not None else "",
         )
-        used = engine.host_block_bytes * config.num_host_blocks
+        used = engine.host_block_bytes * config.num_host_blocks * hosts
         if used > config.planned_bytes:
             _LOG.warning(
                 "the host tier takes %s instead of %s: the runner's blocks are larger "
@@ -254,16 +278,21 @@ class WorkerHalf:
                 gib(config.planned_bytes),
             )
 
-    def _open_storage(self, engine: AnyEngine) -> StorageWorker | None:
+    def _open_storage(self, engine: AnyEngine, caches: PyTree) -> StorageWorker | None:
         config = self._config.storage
         if config is None:
             return None
+        namespace = config.namespace
+        if self._config.num_hosts > 1:
+            namespace += placement(caches)
         storage = self._config.offload.open_storage(
-            engine, namespace=config.namespace, num_blocks=config.num_blocks
+            engine, namespace=namespace, num_blocks=config.num_blocks
         )
         assert storage is not None
         # Begins to list it, beside all that is still to be done before the first step.
         storage.advance()
+        # The first host lists for all.
+        self._is_listing_reported |= storage.shards[0] > 0
         return storage
 
     def _close_storage(self, storage: StorageWorker | None) -> None:
@@ -355,7 +384,12 @@ class WorkerHalf:
             self._put_back(runner, pool)
 
     def _pools(self, caches: Any) -> list[Any]:
-        """Return what the engine moves blocks of: the caches, or those of each pool."""
+        """Return what the engine moves blocks of: the caches, or those of each pool.
+
+        Of several hosts each has its own part.
+        """
+        if self._config.num_hosts > 1:
+            caches = jax.tree.map(local_part, list(caches))
         if self._parts:
             return [[caches[number] for number in part] for part in self._parts]
         return caches if type(caches) is list else list(caches)
@@ -368,6 +402,8 @@ class WorkerHalf:
                 for number, cache in zip(part, pool, strict=True):
                     caches[number] = cache
             pools = caches
+        if self._config.num_hosts > 1:
+            pools = jax.tree.map(with_part, list(runner.kv_caches), pools)
         runner.kv_caches = type(runner.kv_caches)(pools)
 
     def _drain(self, runner: Any, worker: OffloadWorker) -> ConnectorOutput:
@@ -432,7 +468,8 @@ class WorkerHalf:
         worker = self._worker
         rates = 0.0, 0.0
         if worker is not None:
-            rates = worker.load_bytes_per_s, worker.storage_bytes_per_s
+            hosts = self._config.num_hosts
+            rates = worker.load_bytes_per_s * hosts, worker.storage_bytes_per_s * hosts
         return WorkerReport(report, self._num_lost_pools, adapters, is_listed, *rates)
 
     def _refuse(self, output: ConnectorOutput) -> None:

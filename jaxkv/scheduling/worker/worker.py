@@ -78,6 +78,9 @@ class OffloadWorker:
             no store.
         movers: For each of the scheduler's `tiers_below`, what moves blocks between it
             and the tier above it.
+        shares_scheduler: Whether one scheduler plans for all processes and joins their
+            reports, with `OffloadRules.world_size`. They then do not wait for one
+            another. The engine's pool must lie on this process's devices alone.
 
     Raises:
         ValueError: If the block axis of the engine's pool is sharded, or arguments do
@@ -116,7 +119,9 @@ class OffloadWorker:
         clock: Callable[[], float] = time.monotonic,
         storage: StorageWorker | None = None,
         movers: Sequence[Mover] = (),
+        shares_scheduler: bool = False,
     ) -> None:
+        must_agree = jax.process_count() > 1 and not shares_scheduler
         shards = (0, 1) if storage is None else storage.shards
         if storage is not None and shards != (jax.process_index(), jax.process_count()):
             raise ValueError(
@@ -137,7 +142,7 @@ class OffloadWorker:
             raise ValueError(
                 f"{agreement_timeout_s=} must be a number of seconds above 0."
             )
-        if report_after_steps is None and jax.process_count() > 1:
+        if report_after_steps is None and must_agree:
             raise ValueError(
                 f"{jax.process_count()} processes see transfers arrive in different "
                 "steps: give report_after_steps, so that they report them in the same."
@@ -157,7 +162,7 @@ class OffloadWorker:
         if storage is not None:
             self._movers += (storage,)
         self._tier_agreement: TierAgreement | None = None
-        if jax.process_count() > 1:
+        if must_agree:
             outcomes, self._plans, below = open_exchanges(
                 agreement_timeout_s, ("outcomes", "plans", "below")
             )

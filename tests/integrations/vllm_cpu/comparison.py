@@ -86,14 +86,26 @@ class Lab:
             expected = self.run(scenario, **options)
             return expected, found.result()
 
-    def run(self, scenario, *, fault="", num_processes=1, num_devices=1, **options):
-        """Run a scenario; return its answers, its metrics and what it logged."""
-        is_plain = not fault and num_processes == num_devices == 1
+    def run(
+        self,
+        scenario,
+        *,
+        fault="",
+        num_processes=1,
+        num_devices=1,
+        num_hosts=1,
+        **options,
+    ):
+        """Run a scenario; return its answers, its metrics and what it logged.
+
+        Each of several hosts has `num_devices`.
+        """
+        is_plain = not fault and num_processes == num_devices == num_hosts == 1
         is_plain &= options in (PLAIN, PLAIN | {"extra": {}})
         names = SHARED if is_plain and scenario in SHARED else (scenario,)
         results = self._run(
             *(names, json.dumps(options, sort_keys=True)),
-            *(fault, num_processes, num_devices),
+            *(fault, num_processes, num_devices, num_hosts),
         )
         return results[names.index(scenario)]
 
@@ -108,8 +120,20 @@ class Lab:
                 path.write_text(json.dumps(self._run_now(*arguments)))
             return json.loads(path.read_text())
 
-    def _run_now(self, names, options, fault, num_processes, num_devices):
-        done = subprocess.run(
+    def _run_now(self, names, *arguments):
+        done = self.complete(names, *arguments)
+        *parts, rest = re.split(r"^RESULT (.*)\n", done.stdout, flags=re.MULTILINE)
+        assert len(parts) == 2 * len(names), done.stdout[-8000:]
+        return [
+            json.loads(result) | {"log": log + rest}
+            for log, result in zip(parts[::2], parts[1::2], strict=True)
+        ]
+
+    def complete(
+        self, names, options, fault="", num_processes=1, num_devices=1, num_hosts=1
+    ):
+        """Run a process to its end, however it ends; return what it printed."""
+        return subprocess.run(
             [sys.executable, "-m", "vllm_cpu.run", "+".join(names), ".", options],
             cwd=self.folder,
             env=self.environ(
@@ -118,6 +142,8 @@ class Lab:
                 MODEL_IMPL_TYPE="vllm" if "enable_lora" in options else "auto",
                 VLLM_ENABLE_V1_MULTIPROCESSING=str(num_processes - 1),
                 XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices}",
+                JAXKV_VLLM_HOSTS=str(num_hosts) if num_hosts > 1 else "",
+                VLLM_WORKER_MULTIPROC_METHOD="spawn",
                 **json.loads(options).get("variables", {}),
             ),
             stdout=subprocess.PIPE,
@@ -125,12 +151,6 @@ class Lab:
             text=True,
             timeout=WAIT_S,
         )
-        *parts, rest = re.split(r"^RESULT (.*)\n", done.stdout, flags=re.MULTILINE)
-        assert len(parts) == 2 * len(names), done.stdout[-8000:]
-        return [
-            json.loads(result) | {"log": log + rest}
-            for log, result in zip(parts[::2], parts[1::2], strict=True)
-        ]
 
 
 def tokens_of(result):

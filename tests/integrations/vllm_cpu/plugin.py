@@ -4,6 +4,8 @@ Both packages stay as they are on disk. What is replaced here has no counterpart
 CPU; all else, the scheduler, the runner, the connector's calls, is what runs on a TPU.
 """
 
+import os
+
 import jax
 import numpy as np
 
@@ -20,7 +22,11 @@ def register():
     replace_what_is_read_from_devices()
     copy_what_is_staged()
     keep_storage_that_is_shared()
-    spoil_loads_if_asked()
+    if os.environ.get("JAXKV_VLLM_HOSTS"):
+        from .hosts import replace_what_one_machine_lacks
+
+        replace_what_one_machine_lacks()
+    spoil(os.environ.get("JAXKV_VLLM_FAULT"))
 
 
 def replace_kernels():
@@ -86,8 +92,8 @@ def keep_storage_that_is_shared():
     torch.UntypedStorage.resize_ = resize_if_possible
 
 
-def spoil_loads_if_asked():
-    """Faults of transfers, by JAXKV_VLLM_FAULT: the controls of the tests.
+def spoil(fault):
+    """Faults of transfers in this process: the controls of the tests.
 
     "zeros": each loaded block is zero when its load is over, and nobody is told.
     "zero states": the same, of states alone.
@@ -95,10 +101,9 @@ def spoil_loads_if_asked():
     "lost tokens": what tpu-inference drops is not restored.
     "no ids": the scheduler does not send what it is restored from.
     "blind": nothing is noticed of weights that change, but for dropped caches.
+    "slow": each step begins late, and the ends of transfers are seen in every fifth.
+    "death": the process is killed when it has a load to start.
     """
-    import os
-
-    fault = os.environ.get("JAXKV_VLLM_FAULT")
     if not fault:
         return
     if fault == "lost tokens":
@@ -129,6 +134,9 @@ def spoil_loads_if_asked():
     from jaxkv.integrations.vllm.worker import WorkerHalf
     from jaxkv.scheduling.worker.worker import OffloadWorker
 
+    if fault in ("slow", "death"):
+        delay_or_die(WorkerHalf, fault)
+        return
     poll, loads = WorkerHalf.poll, OffloadWorker.poll
     num_loads = [0]
 
@@ -173,8 +181,42 @@ def spoil_loads_if_asked():
         return len(jax.tree.leaves(pool)[0])
 
     def zeroed(pool, blocks):
-        return jax.tree.map(lambda array: array.at[blocks].set(0), pool)
+        return jax.tree.map(lambda array: without(array, blocks), pool)
+
+    def without(array, blocks):
+        # No program: one of all hosts' devices cannot run on one of the hosts alone.
+        shards = []
+        for shard in array.addressable_shards:
+            values = np.array(shard.data)
+            values[blocks] = 0
+            shards.append(jax.device_put(values, shard.device))
+        return jax.make_array_from_single_device_arrays(
+            array.shape, array.sharding, shards
+        )
 
     WorkerHalf.poll = zero
     if fault == "failures":
         OffloadWorker.poll = fail_every_second
+
+
+def delay_or_die(half_class, fault):
+    """The faults of a host that is slow or is killed."""
+    import signal
+    import time
+
+    from jaxkv.scheduling.protocol import NO_REPORTS
+
+    start, poll = half_class.start, half_class.poll
+    num_polls = [0]
+
+    def start_late(half, step):
+        if fault == "death" and step.transfers.load_device_blocks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.002)
+        return start(half, step)
+
+    def poll_seldom(half):
+        num_polls[0] += 1
+        return poll(half) if num_polls[0] % 5 == 0 else NO_REPORTS
+
+    half_class.start, half_class.poll = start_late, poll_seldom

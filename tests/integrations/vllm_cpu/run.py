@@ -138,10 +138,10 @@ class Run:
 
     def count(self):
         """Note what was preempted, and what was restored, since the last call."""
-        update = self.worker.model_runner.persistent_batch_manager.update_states
+        restored = self.llm.collective_rpc(_num_restored)
         for counts, total in (
             (self.preemptions, self.metrics()["vllm:num_preemptions"]),
-            (self.restored, getattr(update, "num_restored", 0)),
+            (self.restored, min(restored)),
         ):
             counts.append(total - sum(counts))
 
@@ -179,6 +179,12 @@ class Run:
         self.counted = self.all_metrics()
 
 
+def _num_restored(worker):
+    """Return how many tokens a worker has restored."""
+    update = worker.model_runner.persistent_batch_manager.update_states
+    return getattr(update, "num_restored", 0)
+
+
 def prompts_of(seed):
     """The first questions of all users."""
     rng = np.random.default_rng(seed)
@@ -197,13 +203,13 @@ def conversations(run):
         ]
 
 
-def under_pressure(seed, ask, is_fixed=False):
-    """Have 20 users ask three times, who leave others out of steps and preempt them.
+def under_pressure(seed, ask, is_fixed=False, num_users=20):
+    """Have users ask three times, who leave others out of steps and preempt them.
 
     With `is_fixed`, prompts do not depend on answers.
     """
     rng = np.random.default_rng(seed)
-    users = range(20)
+    users = range(num_users)
     prompts = [rng.integers(0, 256, rng.integers(100, 220)).tolist() for _ in users]
     for _ in range(3):
         num_tokens = rng.integers(10, 60, len(users)).tolist()
@@ -225,6 +231,32 @@ def pressure(run):
             run.options.get("is_fixed", False),
         )
         run.count()
+
+
+def spoilt_pressure(run):
+    """The same for each of "faults", which the last host alone has from then on."""
+    for fault in run.options["faults"]:
+        if run.answers:
+            run.settle()
+            assert run.llm.reset_prefix_cache(reset_connector=run.has_connector)
+        run.llm.collective_rpc(_spoil_last_host, args=(fault,))
+        for seed in range(run.options["seeds"]):
+            under_pressure(
+                seed,
+                lambda prompts, num_tokens: run.ask(prompts, num_tokens=num_tokens),
+                num_users=run.options["users"],
+            )
+            run.count()
+        run.noted[fault] = run.metrics().get("vllm:external_prefix_cache_hits", 0)
+
+
+def _spoil_last_host(worker, fault):
+    import jax
+
+    from vllm_cpu.plugin import spoil
+
+    if jax.process_index() == jax.process_count() - 1:
+        spoil(fault)
 
 
 def interruptions(run):
@@ -506,6 +538,7 @@ SCENARIOS = {
     for scenario in (
         conversations,
         pressure,
+        spoilt_pressure,
         interruptions,
         salts,
         adapters,
