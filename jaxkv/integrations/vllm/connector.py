@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn, cast
 
 from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.ranks import RankSteps
 from jaxkv.integrations.vllm.scheduler import SchedulerHalf
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
 from jaxkv.integrations.vllm.worker import StepMetadata, WorkerHalf, WorkerReport
@@ -105,18 +106,23 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         if _BASES:
             super().__init__(vllm_config, role, kv_cache_config)
         _join_vllm_log()
-        config = ConnectorConfig.of(vllm_config, kv_cache_config)
-        self._num_groups = len(config.groups)
+        is_rank = role.name == "SCHEDULER"
+        config = ConnectorConfig.of(vllm_config, kv_cache_config, is_rank=is_rank)
+        # Otherwise the block ids of failed loads name neither the group nor the rank.
+        self._has_plain_ids = len(config.groups) == config.num_ranks == 1
         self._has_folder = config.storage is not None and config.storage.is_folder
         reports_requests = any(hasattr(base, "get_transfer_results") for base in _BASES)
-        if _BASES and self._num_groups > 1 and not reports_requests:
+        if _BASES and not (self._has_plain_ids or reports_requests):
+            several, names, remedy = f"total_dp_size={config.num_ranks}", "rank", ""
+            if len(config.groups) > 1:
+                several, names = f"{len(config.groups)} KV cache groups", "group"
+                remedy = " Add --disable-hybrid-kv-cache-manager."
             raise ValueError(
-                f"{self._num_groups} KV cache groups need a vLLM that calls "
-                "get_transfer_results(): this one takes failed loads as block ids, "
-                "which do not name the group. Add "
-                "--disable-hybrid-kv-cache-manager."
+                f"{several} need a vLLM that calls get_transfer_results(): this one "
+                "takes failed loads as block ids, which do not name the "
+                f"{names}.{remedy}"
             )
-        self._metadata: StepMetadata | None = None
+        self._metadata: StepMetadata | RankSteps | None = None
         self._failed_requests: set[str] = set()
         transfer_config = vllm_config.kv_transfer_config
         engine_id = str(getattr(transfer_config, "engine_id", None) or "")
@@ -192,15 +198,21 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         block_ids = blocks.get_block_ids()
         self._of_scheduler.note_blocks(request, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata | RankSteps:
         """Return the transfers of a step, from vLLM's `SchedulerOutput`."""
         return self._of_scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process the worker's report, from vLLM's `KVConnectorOutput`."""
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
-        if report is not None:
-            self._of_scheduler.note_report(report)
+        if report is None:
+            return
+        part = self._of_scheduler.part_of(report)
+        if part is not report.output and connector_output.finished_recving:
+            # tpu-inference gives each rank the loads of all, and vLLM knows its own.
+            own = {*part.finished_recving, *part.failed_recving}
+            connector_output.finished_recving &= own
+        self._of_scheduler.note_report(report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -307,7 +319,9 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Do nothing: blocks in flight are held, and cannot be overwritten."""
 
-    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+    def bind_connector_metadata(
+        self, connector_metadata: StepMetadata | RankSteps
+    ) -> None:
         """Set the transfers of a step."""
         self._metadata = connector_metadata
 
@@ -347,7 +361,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         output = self._of_worker.poll()
         if output is NO_REPORTS:
             return None, set()
-        if self._num_groups > 1:
+        if not self._has_plain_ids:
             self._failed_requests.update(output.failed_recving)
         return None, {*output.finished_recving, *output.failed_recving}
 
@@ -362,7 +376,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that failed loads left unwritten, to be computed again."""
         failed = self._of_worker.take_failed_blocks()
-        return failed if self._num_groups == 1 else set()
+        return failed if self._has_plain_ids else set()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return the report for the scheduler's half."""

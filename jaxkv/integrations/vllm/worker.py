@@ -18,6 +18,7 @@ from jaxkv import ConnectorOutput, OffloadMetadata, OffloadWorker, TransferEngin
 from jaxkv._util import gib
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.ranks import Ranks, RankSteps
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.tokens import TokenRestorer
 from jaxkv.integrations.vllm.weights_watch import PHASES, WeightsWatch, worker_of
@@ -65,6 +66,8 @@ class WorkerReport:
         load_bytes_per_s: How fast loads are, of several workers the slowest ones; 0 if
             unknown.
         storage_bytes_per_s: Likewise, reads from the store.
+        by_rank: What stands in place of `output` with several ranks, by sender; see
+            `Ranks`.
     """
 
     output: ConnectorOutput
@@ -73,6 +76,7 @@ class WorkerReport:
     is_listed: bool = False
     load_bytes_per_s: float = 0.0
     storage_bytes_per_s: float = 0.0
+    by_rank: Mapping[str, ConnectorOutput] = dataclasses.field(default_factory=dict)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Combine the reports of two workers, as vLLM's executors do."""
@@ -151,6 +155,9 @@ class WorkerHalf:
         self._refused = NO_REPORTS
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
+        self._ranks: Ranks | None = None
+        if config.num_ranks > 1:
+            self._ranks = Ranks(config.num_ranks, config.rank_host_blocks)
         # Which of the runner's caches are whose, where states have a pool of their own.
         self._parts: list[list[int]] = []
         # Device blocks that each request's load writes, for loads that fail.
@@ -228,7 +235,10 @@ class WorkerHalf:
             )
         storage = self._open_storage(engine) if has_storage else None
         self._worker = OffloadWorker(
-            engine, deadline_s=config.offload.deadline_s, storage=storage
+            engine,
+            deadline_s=config.offload.deadline_s,
+            storage=storage,
+            num_shards=config.num_ranks,
         )
         if self._runner is not runner:
             self._watch(runner)
@@ -309,8 +319,17 @@ class WorkerHalf:
         LOST_POOLS[self._engine_id] = self._num_lost_pools
         self._is_loss_reported = False
 
-    def start(self, step: StepMetadata) -> None:
+    def start(self, step: StepMetadata | RankSteps) -> None:
         """Start the transfers of a step; returns before they are done."""
+        if self._ranks is None or not isinstance(step, RankSteps):
+            self._start(step)  # type: ignore[arg-type]
+            return
+        caches: list[jax.Array] = jax.tree.leaves(self._runner.kv_caches)
+        shard_blocks = len(caches[0]) // self._config.num_ranks if caches else 0
+        for merged in self._ranks.merge(step.requests_meta, shard_blocks):
+            self._start(StepMetadata(*merged))
+
+    def _start(self, step: StepMetadata) -> None:
         runner, worker = self._runner, self._worker
         if worker is None:
             raise RuntimeError(
@@ -433,7 +452,11 @@ class WorkerHalf:
         rates = 0.0, 0.0
         if worker is not None:
             rates = worker.load_bytes_per_s, worker.storage_bytes_per_s
-        return WorkerReport(report, self._num_lost_pools, adapters, is_listed, *rates)
+        by_rank: Mapping[str, ConnectorOutput] = {}
+        if self._ranks is not None:
+            report, by_rank = NO_REPORTS, self._ranks.cut(report)
+        head = report, self._num_lost_pools, adapters, is_listed
+        return WorkerReport(*head, *rates, by_rank=by_rank)
 
     def _refuse(self, output: ConnectorOutput) -> None:
         """Report transfers as failed, however they ended."""

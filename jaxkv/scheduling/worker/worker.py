@@ -78,10 +78,13 @@ class OffloadWorker:
             no store.
         movers: For each of the scheduler's `tiers_below`, what moves blocks between it
             and the tier above it.
+        num_shards: Shards of the block axis of the engine's pool. With more than one,
+            the plans must keep each block to its shard, as one `OffloadScheduler` does
+            not.
 
     Raises:
-        ValueError: If the block axis of the engine's pool is sharded, or arguments do
-            not go together.
+        ValueError: If the block axis of the engine's pool has another number of shards,
+            or arguments do not go together.
 
     Attributes:
         blocks_stored: Host blocks whose store has arrived.
@@ -116,6 +119,7 @@ class OffloadWorker:
         clock: Callable[[], float] = time.monotonic,
         storage: StorageWorker | None = None,
         movers: Sequence[Mover] = (),
+        num_shards: int = 1,
     ) -> None:
         shards = (0, 1) if storage is None else storage.shards
         if storage is not None and shards != (jax.process_index(), jax.process_count()):
@@ -124,7 +128,7 @@ class OffloadWorker:
                 f"{jax.process_index()} of {jax.process_count()}: each process has its "
                 "own shard."
             )
-        if engine.num_shards != 1:
+        if engine.num_shards != num_shards:
             raise ValueError(
                 f"the engine's pool has a block axis of {engine.num_shards} shards; a "
                 "scheduler does not know which blocks are on which: shard another axis."
