@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.rank_hooks import count_host_hits, sum_of_ranks
 from jaxkv.integrations.vllm.ranks import Ranks, RankStep
 from jaxkv.policies import registry
 from jaxkv.policies.lru import make_lru
@@ -271,6 +272,61 @@ def test_a_rank_finds_on_the_host_what_it_has_stored_itself(newest):
         engine.scheduler.add(Request(f"again {rank}", range(18), 1), rank=rank)
         engine.run()
         assert engine.scheduler.num_external_tokens - before == num_tokens
+
+
+def test_a_rank_counts_what_its_host_has_only_when_a_request_is_routed(newest):
+    engine = RankedEngine(windows=(None, 6), num_blocks=40)
+    engine.scheduler.add(Request("first", range(18), 1), rank=1)
+    engine.run()
+    engine.settle()
+    hashes = Request("again", range(18), 1).block_hashes
+    for rank, num_tokens in ((0, 0), (1, 16)):
+        half = engine.connectors[rank]._scheduler
+        pins = half.scheduler.num_host_blocks_held
+        coordinator = SimpleNamespace(
+            find_longest_cache_hit=lambda hashes, most: (["blocks"], 0, "more")
+        )
+        count_host_hits(SimpleNamespace(coordinator=coordinator), half.count_hit_tokens)
+
+        def _scheduler_worker_process(find=coordinator.find_longest_cache_hit):
+            return find(hashes, 17)  # As tpu-inference's function of this name.
+
+        assert _scheduler_worker_process() == (["blocks"], num_tokens, "more")
+        # vLLM's own lookups are as before.
+        assert coordinator.find_longest_cache_hit(hashes, 17) == (["blocks"], 0, "more")
+        assert half.scheduler.num_host_blocks_held == pins
+        half._must_reset = True
+        assert _scheduler_worker_process() == (["blocks"], 0, "more")
+
+
+def test_counts_of_ranks_are_added_up_and_gauges_stay_until_they_change():
+    blocks = "jaxkv:kv_offload_host_blocks_held"
+    share = "vllm:kv_offload_cpu_cache_usage_perc"
+    stores, policy = "jaxkv:kv_offload_blocks_stored", "jaxkv:kv_offload_policy_info"
+    last = {}
+
+    def report(num_stored, **gauges):
+        counters = {stores: {"": num_stored}}
+        return {"counters": counters, "gauges": gauges, "samples": {"delay": [1.0]}}
+
+    both = sum_of_ranks(
+        [
+            report(3, **{blocks: {"": 5}, share: {"": 0.5}, policy: {"lru": 1}}),
+            report(4, **{blocks: {"": 6}, share: {"": 0.1}, policy: {"arc": 1}}),
+        ],
+        last,
+    )
+    assert both.data["counters"] == {stores: {"": 7}}
+    assert both.data["samples"] == {"delay": [1.0, 1.0]}
+    assert both.data["gauges"] == {
+        blocks: {"": 11},
+        share: {"": 0.3},
+        policy: {"lru": 1, "arc": 1},
+    }
+    one = sum_of_ranks([None, report(1, **{blocks: {"": 9}})], last)
+    assert one.data["counters"] == {stores: {"": 1}}
+    assert one.data["gauges"] == {blocks: {"": 14}}
+    assert sum_of_ranks([None, None], last).is_empty()
 
 
 def test_a_request_aborted_during_its_load_gives_its_blocks_back(newest):

@@ -14,16 +14,29 @@ docs/vllm.md lists the keys, and what is supported.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
 
 from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.rank_hooks import (
+    count_host_hits,
+    pass_on_stats,
+    step_while_idle,
+)
 from jaxkv.integrations.vllm.ranks import RankSteps
 from jaxkv.integrations.vllm.scheduler import SchedulerHalf
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
-from jaxkv.integrations.vllm.worker import StepMetadata, WorkerHalf, WorkerReport
+from jaxkv.integrations.vllm.worker import (
+    WORKERS,
+    StepMetadata,
+    WorkerHalf,
+    WorkerReport,
+)
 from jaxkv.scheduling.protocol import NO_REPORTS
+
+_LOG = logging.getLogger("jaxkv")
 
 
 def _bases() -> tuple[type, ...]:
@@ -65,6 +78,19 @@ def _join_vllm_log() -> None:
     own.propagate = theirs.propagate
     if own.level == logging.NOTSET:
         own.setLevel(theirs.level)
+
+
+def _take_worker_stats(engine_id: str) -> OffloadConnectorStats | None:
+    worker = WORKERS.get(engine_id)
+    return None if worker is None else worker.take_stats()
+
+
+def _try_hook(install: Callable[[], None], consequence: str) -> None:
+    """Install a hook of `rank_hooks`; log what follows if it does not fit."""
+    try:
+        install()
+    except (ImportError, AttributeError) as error:
+        _LOG.warning("with several ranks, %s: %s", consequence, error)
 
 
 class _OtherHalf:
@@ -122,6 +148,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
                 "takes failed loads as block ids, which do not name the "
                 f"{names}.{remedy}"
             )
+        self._num_ranks = config.num_ranks
         self._metadata: StepMetadata | RankSteps | None = None
         self._failed_requests: set[str] = set()
         transfer_config = vllm_config.kv_transfer_config
@@ -132,6 +159,11 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             self._scheduler = SchedulerHalf(config, engine_id)
         else:
             self._worker = WorkerHalf(config, engine_id)
+            if config.num_ranks > 1:
+                _try_hook(
+                    functools.partial(pass_on_stats, _take_worker_stats),
+                    "the log and /metrics have nothing of jaxkv",
+                )
         # The same, where only one of them can be meant.
         self._of_scheduler = self._scheduler or cast(
             SchedulerHalf, _OtherHalf("scheduler", "worker")
@@ -153,6 +185,14 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         Compiles all decisions, which takes a while.
         """
         self._of_scheduler.bind_block_pool(gpu_block_pool)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Bind its block pool; of several ranks, count host hits in routing, too."""
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+        if self._num_ranks == 1:
+            return
+        count_host_hits(kv_cache_manager, self._of_scheduler.count_hit_tokens)
+        _try_hook(step_while_idle, "transfers end only in steps that others cause")
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -262,7 +302,8 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> OffloadConnectorStats | None:
         """Return what this half has counted; None if nothing, or not so long ago."""
-        half = self._scheduler or self._worker
+        # Of several ranks, `pass_on_stats` asks the worker, once for all.
+        half = self._scheduler or (self._worker if self._num_ranks == 1 else None)
         return None if half is None else half.take_stats()
 
     @classmethod

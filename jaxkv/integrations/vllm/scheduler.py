@@ -42,6 +42,7 @@ from jaxkv.integrations.vllm.worker import (
 )
 from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.protocol import NO_MOVES, NO_REPORTS, ConnectorOutput
+from jaxkv.search.tiers import Source, first_tokens, search
 from jaxkv.types import BlockKey, Stop
 
 Value = TypeVar("Value")
@@ -395,6 +396,25 @@ class SchedulerHalf:
         if answer[0] and not self._may_load():
             return None, False
         return answer
+
+    def count_hit_tokens(
+        self, block_hashes: Sequence[bytes], max_tokens: int, num_local_tokens: int
+    ) -> int:
+        """Count the tokens that device and host have of a prompt; nothing is held."""
+        if self._must_reset:
+            return num_local_tokens
+        config = self._config
+        keys: list[Sequence[BlockKey]] = [block_hashes]
+        if len(config.groups) > 1:
+            keys = [
+                [key_in_group(own, group) for own in block_hashes]
+                for group in range(len(config.groups))
+            ]
+        rows = config.offload.blocks_per_host_block
+        # Stores in flight count: they will have arrived.
+        host = Source(self.scheduler._manager.find_held, rows)
+        sources = [first_tokens(num_local_tokens), host]
+        return search(config.groups, keys, max_tokens, sources).num_tokens
 
     def _may_load(self) -> bool:
         """Whether a load that vLLM admits now keeps no other request from running.
