@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxkv.integrations.vllm import scheduler
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.rank_hooks import count_host_hits, sum_of_ranks
 from jaxkv.integrations.vllm.ranks import Ranks, RankStep
@@ -26,6 +27,13 @@ from jaxkv.scheduling.protocol import (
 from jaxkv.types import NO_BLOCK
 from tests.integrations.test_vllm import serve_at_random
 from tests.rigs import fake_vllm
+from tests.rigs.fake_engine import (
+    drop_by_runner,
+    register_again,
+    replace_arrays,
+    unregister,
+    update_in_place,
+)
 from tests.rigs.fake_vllm import MambaSpec, Request, make_configs
 from tests.rigs.ranked_engine import RankedEngine
 
@@ -260,18 +268,40 @@ def test_every_token_read_in_any_rank_equals_the_computed_one(newest, name, seed
     assert engine.scheduler.was_preempted
 
 
-def test_a_rank_finds_on_the_host_what_it_has_stored_itself(newest):
-    engine = RankedEngine()
-    engine.scheduler.add(Request("first", range(18), 1), rank=0)
+def ask(engine, rank, name):
+    """Serve a request in a rank whose device has nothing; return the tokens loaded."""
+    for own in engine.scheduler.ranks:
+        own.pool.overwrite_all()
+    before = engine.scheduler.num_external_tokens
+    engine.scheduler.add(Request(name, range(18), 1), rank=rank)
     engine.run()
     engine.settle()
-    for rank, num_tokens in ((1, 0), (0, 16)):
-        for own in engine.scheduler.ranks:
-            own.pool.overwrite_all()
-        before = engine.scheduler.num_external_tokens
-        engine.scheduler.add(Request(f"again {rank}", range(18), 1), rank=rank)
-        engine.run()
-        assert engine.scheduler.num_external_tokens - before == num_tokens
+    return engine.scheduler.num_external_tokens - before
+
+
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_a_rank_finds_on_the_host_what_it_has_stored_itself(newest, compression):
+    engine = RankedEngine(extra={"compression": compression})
+    engine.runner.tolerance = 0.01 if compression else 0.0
+    found = [ask(engine, rank, f"{n}") for n, rank in enumerate((0, 1, 0, 1))]
+    assert found == [0, 0, 16, 16]
+
+
+@pytest.mark.parametrize(
+    "route",
+    [update_in_place, drop_by_runner, unregister, register_again, replace_arrays],
+)
+def test_no_rank_is_served_kv_of_other_weights(newest, monkeypatch, route):
+    # The processes of ranks learn of it from the worker's reports alone.
+    monkeypatch.setattr(scheduler, "LOST_POOLS", {})
+    engine = RankedEngine()
+    assert [ask(engine, rank, f"old {rank}") for rank in (0, 1)] == [0, 0]
+    route(engine)
+    engine.runner.weights = 1  # The runner checks all that it reads from now on.
+    for rank in (0, 1):
+        ask(engine, rank, f"new {rank}")  # What is offered, fails and is computed.
+    assert [ask(engine, rank, f"again {rank}") for rank in (0, 1)] == [16, 16]
+    engine.check_nothing_leaked()
 
 
 def test_a_rank_counts_what_its_host_has_only_when_a_request_is_routed(newest):

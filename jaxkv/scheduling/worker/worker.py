@@ -130,8 +130,9 @@ class OffloadWorker:
             )
         if engine.num_shards != num_shards:
             raise ValueError(
-                f"the engine's pool has a block axis of {engine.num_shards} shards; a "
-                "scheduler does not know which blocks are on which: shard another axis."
+                f"the engine's pool has a block axis of {engine.num_shards} shards "
+                f"({num_shards=}); a scheduler does not know which blocks are on "
+                "which: shard another axis."
             )
         if deadline_s is not None and not deadline_s > 0:
             raise ValueError(f"{deadline_s=} must be more than 0, or None.")
