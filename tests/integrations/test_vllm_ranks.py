@@ -2,7 +2,7 @@
 
 Each rank has a scheduler in a process of its own, and a device that the caches are
 sharded over. Each run is a process, as in `test_vllm_cpu`; what it answers is compared
-with what the same ranks answer without a connector.
+with the same ranks' answers without a connector.
 """
 
 import concurrent.futures
@@ -59,59 +59,61 @@ def run_both(lab, name, seeds, **options):
     """Run synchronously without a connector, and at once asynchronously with one."""
     options = {"extra": {"store_batch_blocks": 6}} | options
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        found = pool.submit(run_ranks, lab, name, seeds=seeds, is_async=True, **options)
-        return run_ranks(lab, name, seeds=seeds), found.result()
+        actual = pool.submit(
+            run_ranks, lab, name, seeds=seeds, is_async=True, **options
+        )
+        return run_ranks(lab, name, seeds=seeds), actual.result()
 
 
-def check_pressure(found, seeds):
+def check_pressure(actual, seeds):
     """Each seed preempted requests and had tokens restored."""
-    assert len(tokens_of(found)) == 60 * seeds
-    assert min(found["preemptions"]) > 0, found["preemptions"]
-    assert min(found["restored"]) > 0, found["restored"]
-    assert hit_tokens(found) > 3000 * seeds
+    assert len(tokens_of(actual)) == 60 * seeds
+    assert min(actual["preemptions"]) > 0, actual["preemptions"]
+    assert min(actual["restored"]) > 0, actual["restored"]
+    assert hit_tokens(actual) > 3000 * seeds
 
 
 def test_answers_of_two_ranks_are_those_without_a_connector(lab):
-    expected, found = run_both(lab, "data", 1)
-    check_same_answers(found, expected)
-    check_pressure(found, 1)
+    expected, actual = run_both(lab, "data", 1)
+    check_same_answers(actual, expected)
+    check_pressure(actual, 1)
     # What the worker has counted reaches vLLM once, and not for each rank. vLLM does
     # not count what a preempted request finds.
-    num_bytes = hit_tokens(found) * 2 * 2 * 2 * 128 * 4
-    load_bytes = found["metrics"]["vllm:kv_offload_load_bytes"]
+    num_bytes = hit_tokens(actual) * 2 * 2 * 2 * 128 * 4
+    load_bytes = actual["metrics"]["vllm:kv_offload_load_bytes"]
     assert num_bytes <= load_bytes < 1.2 * num_bytes
-    assert "with several ranks" not in found["log"]
+    assert "with several ranks" not in actual["log"]
 
 
 def test_the_comparison_fails_where_blocks_loaded_in_a_rank_are_zero(lab):
     """The control: what is loaded is read, and wrong bytes show."""
     expected = run_ranks(lab, "data", seeds=1)
-    found = run_ranks(lab, "data", seeds=1, is_async=True, extra={}, fault="zeros")
-    assert hit_tokens(found) > 3000
-    assert tokens_of(found) != tokens_of(expected)
+    actual = run_ranks(lab, "data", seeds=1, is_async=True, extra={}, fault="zeros")
+    assert hit_tokens(actual) > 3000
+    assert tokens_of(actual) != tokens_of(expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["data", "attention"])
 def test_answers_are_the_same_in_300_requests(lab, name):
-    expected, found = run_both(lab, name, LONG_SEEDS)
-    check_same_answers(found, expected)
-    check_pressure(found, LONG_SEEDS)
+    expected, actual = run_both(lab, name, LONG_SEEDS)
+    check_same_answers(actual, expected)
+    check_pressure(actual, LONG_SEEDS)
 
 
 @pytest.mark.long
 def test_answers_of_latents_on_two_chips_are_the_same_in_300_requests(lab):
-    expected, found = run_both(lab, "latents", LONG_SEEDS, extra={})
+    expected, actual = run_both(lab, "latents", LONG_SEEDS, extra={})
     # As on one chip: the last of 8 bits depends on how a prompt is cut into chunks.
-    check_same_answers(found, expected, 0.01)
-    check_pressure(found, LONG_SEEDS)
+    check_same_answers(actual, expected, 0.01)
+    check_pressure(actual, LONG_SEEDS)
 
 
 @pytest.mark.long
 def test_windows_are_the_same_in_two_ranks(lab):
-    expected, found = run_both(lab, "windows", 1)
-    check_same_answers(found, expected)
-    assert hit_tokens(found) > 1000
+    expected, actual = run_both(lab, "windows", 1)
+    check_same_answers(actual, expected)
+    assert hit_tokens(actual) > 1000
 
 
 @pytest.mark.long
@@ -128,9 +130,9 @@ def test_answers_of_ranks_are_the_same_under_failures_and_other_rules(
     lab, extra, fault
 ):
     expected = run_ranks(lab, "data", seeds=1)
-    found = run_ranks(lab, "data", seeds=1, is_async=True, extra=extra, fault=fault)
-    check_same_answers(found, expected)
-    assert hit_tokens(found) > 0
+    actual = run_ranks(lab, "data", seeds=1, is_async=True, extra=extra, fault=fault)
+    check_same_answers(actual, expected)
+    assert hit_tokens(actual) > 0
 
 
 @pytest.mark.long
@@ -138,14 +140,14 @@ def test_returning_users_are_routed_by_what_the_hosts_of_ranks_have(lab):
     """Against one engine with the same memory; routed by the devices, they find 76%."""
     extra = {"num_cpu_blocks": 400, "keep_on_device_reset": True}
     options = {"num_blocks": 48, "extra": extra}
-    two = run_ranks(lab, "data", "returns", **options)
+    ranks = run_ranks(lab, "data", "returns", **options)
     engine = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
-    one = lab.run("returns", model="llama-float32", engine=engine, **options)
-    assert tokens_of(two) == tokens_of(one)
-    (found, after_reset, after_both), (expected, *_) = (
-        run["noted"]["found"] for run in (two, one)
+    single = lab.run("returns", model="llama-float32", engine=engine, **options)
+    assert tokens_of(ranks) == tokens_of(single)
+    (hits, after_reset, after_both), (single_hits, *_) = (
+        run["noted"]["found"] for run in (ranks, single)
     )
-    assert found > 0.8 * expected > 5000
+    assert hits > 0.8 * single_hits > 5000
     assert after_reset > 2000  # From the hosts: each user goes where its blocks are.
     assert after_both == 0
 
@@ -154,6 +156,6 @@ def test_returning_users_are_routed_by_what_the_hosts_of_ranks_have(lab):
 def test_aborts_leave_nothing_behind_in_ranks(lab):
     extra = {"keep_on_device_reset": True}
     expected = run_ranks(lab, "data", "aborts", num_blocks=48)
-    found = run_ranks(lab, "data", "aborts", num_blocks=48, extra=extra)
-    check_same_answers(found, expected)
-    assert hit_tokens(found) > 500
+    actual = run_ranks(lab, "data", "aborts", num_blocks=48, extra=extra)
+    check_same_answers(actual, expected)
+    assert hit_tokens(actual) > 500

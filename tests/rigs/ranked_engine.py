@@ -1,8 +1,8 @@
-"""An engine like `fake_engine`'s with several ranks, each with its own scheduler.
+"""An engine like `fake_engine`'s with several ranks, each with a scheduler.
 
-As tpu-inference's `DPScheduler`: it merges what the schedulers plan, by the names of
-attributes, and hands all of a worker's output to each. What it hands on is pickled, as
-each scheduler has a process of its own. The runner's caches are sharded over the ranks.
+Like tpu-inference's `DPScheduler`, it merges metadata by the names of attributes, and
+passes all of the worker's output to each scheduler. Both are pickled, as between
+processes. The runner's caches are sharded over the ranks.
 """
 
 import pickle
@@ -34,22 +34,22 @@ def sharding_of(num_ranks):
 
 
 def merged_metadata(outputs, num_blocks):
-    """As `DPScheduler._combine_scheduler_outputs` of tpu-inference 0.32."""
+    """Merge metadata as `DPScheduler._combine_scheduler_outputs` of 0.32 does."""
     merged = None
     for rank, output in enumerate(outputs):
         meta = output.kv_connector_metadata
         merged = type(meta)() if merged is None else merged
         if hasattr(meta, "requests_meta"):
-            for own in meta.requests_meta:
-                if own.local_block_ids:
+            for step in meta.requests_meta:
+                if step.local_block_ids:
                     offset = rank * num_blocks
-                    own.local_block_ids = [b + offset for b in own.local_block_ids]
+                    step.local_block_ids = [b + offset for b in step.local_block_ids]
             merged.requests_meta.extend(meta.requests_meta)
     return merged
 
 
 class RankedScheduler:
-    """Schedulers of ranks, of which the one with the fewest requests gets the next."""
+    """Schedulers of ranks; the one with the fewest requests gets the next."""
 
     def __init__(self, schedulers, num_blocks):
         self.ranks = schedulers
@@ -57,33 +57,34 @@ class RankedScheduler:
 
     @property
     def requests(self):
-        return ChainMap(*(own.requests for own in self.ranks))
+        return ChainMap(*(rank.requests for rank in self.ranks))
 
     @property
     def num_external_tokens(self):
-        return sum(own.num_external_tokens for own in self.ranks)
+        return sum(rank.num_external_tokens for rank in self.ranks)
 
     @property
     def was_preempted(self):
-        return set().union(*(own.was_preempted for own in self.ranks))
+        return set().union(*(rank.was_preempted for rank in self.ranks))
 
     def add(self, request, rank=None):
-        chosen = min(self.ranks, key=lambda own: len(own.requests))
+        chosen = min(self.ranks, key=lambda rank: len(rank.requests))
         (chosen if rank is None else self.ranks[rank]).add(request)
 
     def abort(self, request_id):
-        next(own for own in self.ranks if request_id in own.requests).abort(request_id)
+        (scheduler,) = (rank for rank in self.ranks if request_id in rank.requests)
+        scheduler.abort(request_id)
 
     def reset_running(self):
-        for own in self.ranks:
-            own.reset_running()
+        for rank in self.ranks:
+            rank.reset_running()
 
     def has_requests(self):
-        """Whether requests are left: nobody asks the connectors."""
-        return any(own.requests or own.finished for own in self.ranks)
+        """Whether requests are left; connectors are not asked."""
+        return any(rank.requests or rank.finished for rank in self.ranks)
 
     def schedule(self):
-        outputs = self.outputs = [sent(own.schedule()) for own in self.ranks]
+        outputs = self.outputs = [sent(rank.schedule()) for rank in self.ranks]
         merged = SchedulerOutput([], CachedRequestData([], set(), []), {}, set(), None)
         merged.kv_connector_metadata = merged_metadata(outputs, self.num_blocks)
         merged.work, merged.all_tokens, merged.drafts = {}, {}, {}
@@ -99,10 +100,10 @@ class RankedScheduler:
         return merged
 
     def update(self, outputs, connector_output, sampled):
-        for own, output in zip(self.ranks, outputs, strict=True):
+        for rank, output in zip(self.ranks, outputs, strict=True):
             names = sampled.keys() & output.num_scheduled_tokens.keys()
             part = {name: sampled[name] for name in names}
-            own.update(output, sent(connector_output), part)
+            rank.update(output, sent(connector_output), part)
 
 
 class RankedRunner(Runner):
@@ -157,8 +158,10 @@ class RankedEngine:
         ]
         self.scheduler = RankedScheduler(
             [
-                Scheduler(own, num_blocks, windows, newer=True, num_drafts=num_drafts)
-                for own in self.connectors
+                Scheduler(
+                    connector, num_blocks, windows, newer=True, num_drafts=num_drafts
+                )
+                for connector in self.connectors
             ],
             num_blocks,
         )
@@ -185,7 +188,7 @@ class RankedEngine:
 
     def settle(self):
         """Step until nothing is in flight, as further requests would have it do."""
-        while any(own.has_pending_push_work() for own in self.connectors):
+        while any(half.has_pending_push_work() for half in self.connectors):
             self.step()
             time.sleep(0.002)
         while self.in_flight:
@@ -193,9 +196,9 @@ class RankedEngine:
 
     def check_nothing_leaked(self):
         self.settle()
-        for own in self.scheduler.ranks:
-            assert len(own.pool.free_queue) == len(own.pool.blocks) - 1
-            offload = own.connector._scheduler.scheduler
+        for rank in self.scheduler.ranks:
+            assert len(rank.pool.free_queue) == len(rank.pool.blocks) - 1
+            offload = rank.connector._scheduler.scheduler
             assert not offload.has_pending_stores()
             assert not offload.has_pending_loads()
         worker = self.runner.connector._worker

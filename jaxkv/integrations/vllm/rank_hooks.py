@@ -1,4 +1,4 @@
-"""What tpu-inference's `DPScheduler` does not ask connectors, put in its place.
+"""Hooks for what tpu-inference's `DPScheduler` does not ask of connectors.
 
 Its ranks are processes that each have a vLLM scheduler with a connector. It gives a new
 request to the rank that has the least to compute for it, by the device's prefix caches;
@@ -25,7 +25,7 @@ _PROBE = "_scheduler_worker_process"
 def count_host_hits(
     kv_cache_manager: Any, count: Callable[[Sequence[bytes], int, int], int]
 ) -> None:
-    """Let a rank count what its host tier has, too, when a request is routed.
+    """Include a rank's host hits when tpu-inference routes a request.
 
     Returning users then go where their KV is. vLLM asks the same function for the
     blocks that a request gets: only tpu-inference's question has another answer.
@@ -44,17 +44,17 @@ def count_host_hits(
 
     @functools.wraps(find)
     def find_for(block_hashes: Any, max_tokens: int, *args: Any, **named: Any) -> Any:
-        found = find(block_hashes, max_tokens, *args, **named)
+        hit = find(block_hashes, max_tokens, *args, **named)
         if sys._getframe(1).f_code.co_name != _PROBE:
-            return found
-        blocks, num_tokens, *rest = found
+            return hit
+        blocks, num_tokens, *rest = hit
         return (blocks, count(block_hashes, max_tokens, num_tokens), *rest)
 
     coordinator.find_longest_cache_hit = find_for  # type: ignore[union-attr]
 
 
 def step_while_idle() -> None:
-    """Let a rank's scheduler be stepped until its connector has nothing in flight.
+    """Keep a rank's scheduler stepping until its connector has nothing in flight.
 
     ImportError if vLLM has no such scheduler.
     """
@@ -74,9 +74,9 @@ def step_while_idle() -> None:
 
 
 def pass_on_stats(take_stats: Callable[[str], OffloadConnectorStats | None]) -> None:
-    """Let the statistics of all ranks reach vLLM, with those of the worker.
+    """Pass the statistics of all ranks and of the worker to vLLM.
 
-    `take_stats` returns the worker's, by vLLM's id of the engine. ImportError without
+    `take_stats` returns the worker's for vLLM's id of the engine. ImportError without
     tpu-inference.
     """
     from tpu_inference.core.sched import (  # type: ignore[import-not-found]
@@ -94,12 +94,11 @@ def pass_on_stats(take_stats: Callable[[str], OffloadConnectorStats | None]) -> 
             return None
         last = vars(scheduler).setdefault("jaxkv_gauges", {})
         engine_id = scheduler.vllm_config.kv_transfer_config.engine_id
-        stats = sum_of_ranks(
-            (getattr(own, "kv_connector_stats", None) for own in rank_stats), last
-        )
-        own = take_stats(str(engine_id))
-        if own is not None:
-            stats.aggregate(own)
+        reports = (getattr(rank, "kv_connector_stats", None) for rank in rank_stats)
+        stats = sum_of_ranks(reports, last)
+        worker_stats = take_stats(str(engine_id))
+        if worker_stats is not None:
+            stats.aggregate(worker_stats)
         if not stats.is_empty():
             combined.kv_connector_stats = stats.to_dict()
         return combined
@@ -112,7 +111,7 @@ def sum_of_ranks(
 ) -> OffloadConnectorStats:
     """Add up the reports of all ranks.
 
-    A rank reports a gauge when it changes: `last` keeps those of each, to add up.
+    A rank reports a gauge only when it changes: `last` keeps each rank's gauges.
     """
     stats = OffloadConnectorStats()
     changed: set[str] = set()
@@ -133,8 +132,10 @@ def _combined(name: str, ranks: Sequence[Mapping[str, float]]) -> dict[str, floa
     """Combine a gauge of several ranks: the mean of shares, the largest flag, a sum."""
     is_flag = name == "jaxkv:kv_offload_stores_paused" or FAMILIES[name].label
     labels = dict.fromkeys(chain.from_iterable(ranks))
-    values = {label: [own[label] for own in ranks if label in own] for label in labels}
+    values = {
+        label: [gauge[label] for gauge in ranks if label in gauge] for label in labels
+    }
     if is_flag:
-        return {label: max(own) for label, own in values.items()}
+        return {label: max(numbers) for label, numbers in values.items()}
     share = 1 / len(ranks) if name.endswith("_perc") else 1
-    return {label: sum(own) * share for label, own in values.items()}
+    return {label: sum(numbers) * share for label, numbers in values.items()}

@@ -72,8 +72,8 @@ class Ranks:
         self._num_ranks = num_ranks
         self._num_host_blocks = num_host_blocks  # Of each rank.
         self._next_event = 0
-        # What is in flight: the senders of loads by request, and those of stores, with
-        # their own events, by event.
+        # In flight: the sender of each load, by request; the senders of each store with
+        # their own events, by the merged event.
         self._loads: dict[str, str] = {}
         self._stores: dict[int, list[tuple[str, int]]] = {}
 
@@ -142,7 +142,7 @@ class Ranks:
         )
 
     def cut(self, output: ConnectorOutput) -> Mapping[str, ConnectorOutput]:
-        """Cut a report into those of each sender, with the sender's own events."""
+        """Cut a report into one for each sender, with the sender's own events."""
         finished, failed = (
             _by_sender((self._loads.pop(name), name) for name in names)
             for names in (output.finished_recving, output.failed_recving)

@@ -324,7 +324,8 @@ class WorkerHalf:
         if self._ranks is None or not isinstance(step, RankSteps):
             self._start(step)  # type: ignore[arg-type]
             return
-        caches: list[jax.Array] = jax.tree.leaves(self._runner.kv_caches)
+        # Without caches, all of it is refused.
+        caches = jax.tree.leaves(getattr(self._runner, "kv_caches", ()))
         shard_blocks = len(caches[0]) // self._config.num_ranks if caches else 0
         for merged in self._ranks.merge(step.requests_meta, shard_blocks):
             self._start(StepMetadata(*merged))
