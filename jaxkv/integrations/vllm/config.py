@@ -484,7 +484,7 @@ def _check_ranks(
 ) -> None:
     """Refuse what schedulers of several ranks, each in its process, cannot share."""
     for name, value, reason in (
-        ("storage", offload.storage, "a store would be listed by one rank alone"),
+        ("storage", offload.storage, "host blocks lie sharded over the ranks' devices"),
         ("record", offload.record, "each rank would write to the same file"),
         ("policy_state", offload.policy_state, "each rank would write the same file"),
     ):

@@ -250,8 +250,10 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         part = self._of_scheduler.part_of(report)
         if part is not report.output and connector_output.finished_recving:
             # tpu-inference gives each rank the loads of all, and vLLM knows its own.
-            own = {*part.finished_recving, *part.failed_recving}
-            connector_output.finished_recving &= own
+            connector_output.finished_recving &= {
+                *part.finished_recving,
+                *part.failed_recving,
+            }
         self._of_scheduler.note_report(report)
 
     def request_finished(
