@@ -640,7 +640,7 @@ class TransferEngine:
     @property
     def host_block_bytes(self) -> int:
         """Bytes that a host block takes in this process, without padding."""
-        return self.host_payload_bytes
+        return self.host_payload_bytes // self.num_shards
 
     def read_host(self, host_block_ids: BlockIdsLike) -> HostRead:
         """Hold host blocks so that their bytes can be copied out by another thread.

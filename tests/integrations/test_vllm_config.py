@@ -193,7 +193,6 @@ BAD_ENGINES = [
         type("RayDistributedExecutorV2", (), {}),
         "backend='RayDistributedExecutorV2' must be 'uni', which TPU_MULTIHOST",
     ),
-    ("sharding_config", SimpleNamespace(total_dp_size=2), "total_dp_size=2"),
     ("cache_config__enable_prefix_caching", False, "must be true: blocks have"),
     ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
     (

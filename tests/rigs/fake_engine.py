@@ -469,6 +469,8 @@ class LoRAManager:
 class Runner:
     """tpu-inference's runner: a list with a cache for each layer, donated."""
 
+    max_tokens = MAX_TOKENS  # Of a step.
+
     def __init__(self, connector, num_blocks, windows, *, newer, num_layers=2):
         shape = (num_blocks, BLOCK_SIZE, 2, 2, 8)
         self.kv_caches = [jnp.zeros(shape, jnp.bfloat16) for _ in range(num_layers)]
@@ -528,7 +530,8 @@ class Runner:
     def forward(self, output):
         for name, tokens in output.all_tokens.items():
             self.tokens[name] = list(tokens)
-        num_layers, num_rows = len(self.kv_caches), MAX_TOKENS * len(self.windows)
+        num_rows = self.max_tokens * len(self.windows)
+        num_layers = len(self.kv_caches)
         blocks = np.full(num_rows, len(self.kv_caches[0]), np.int32)
         offsets = np.zeros(num_rows, np.int32)
         values = np.zeros((num_layers, num_rows, 2, 2, 8), jnp.bfloat16)

@@ -29,6 +29,7 @@ from jaxkv._util.settings import Settings
 from jaxkv.config import KEYS, blank_secret_faults, variable_of
 from jaxkv.integrations.vllm import namespace, tokens
 from jaxkv.integrations.vllm.hosts import num_hosts
+from jaxkv.policies.registry import get_policy_maker
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.search.groups import GroupSpec
 from jaxkv.transfer.storage.objects import HEADER_BYTES
@@ -227,6 +228,8 @@ class ConnectorConfig:
             host tier as it is.
         layers: Names of the layers of each group.
         num_hosts: Hosts with a worker, each with a part of every block.
+        num_ranks: Ranks of data or attention parallelism, each with a scheduler and an
+            equal part of the host blocks.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -240,6 +243,12 @@ class ConnectorConfig:
     keep_on_device_reset: bool = False
     layers: tuple[tuple[str, ...], ...] = ()
     num_hosts: int = 1
+    num_ranks: int = 1
+
+    @property
+    def rank_host_blocks(self) -> int:
+        """Number of host blocks of each rank."""
+        return self.num_host_blocks // self.num_ranks
 
     @property
     def state_groups(self) -> tuple[int, ...]:
@@ -248,12 +257,16 @@ class ConnectorConfig:
         return tuple(number for number, group in each if isinstance(group, Mamba))
 
     @classmethod
-    def of(cls, vllm_config: Any, kv_cache_config: Any) -> ConnectorConfig:
+    def of(
+        cls, vllm_config: Any, kv_cache_config: Any, *, is_rank: bool = False
+    ) -> ConnectorConfig:
         """Read vLLM's configuration.
 
         Args:
             vllm_config: vLLM's `VllmConfig`.
             kv_cache_config: vLLM's `KVCacheConfig`.
+            is_rank: Whether that is the configuration of one rank, of several: with the
+                rank's number of blocks, and the bytes of all.
 
         Raises:
             ValueError: If jaxkv cannot serve it or was never tested with it; if a key
@@ -265,7 +278,15 @@ class ConnectorConfig:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         offload, own = read_extra_config(extra)
         _check_states(groups, offload)
-        block_bytes = _block_bytes(kv_cache_config, groups)
+        hosts = num_hosts(vllm_config.parallel_config)
+        num_ranks = _num_ranks(vllm_config)
+        if num_ranks > 1:
+            _check_ranks(num_ranks, hosts, groups, offload)
+        num_blocks = kv_cache_config.num_blocks
+        if not is_rank:  # As each rank computes it, if they are no multiple.
+            num_blocks //= num_ranks
+        num_blocks *= num_ranks
+        block_bytes = _block_bytes(kv_cache_config, groups, num_blocks)
         groups_of_layers = map(_layers_of, kv_cache_config.kv_cache_groups)
         if offload.compression is not None and any(map(_are_latents, groups_of_layers)):
             raise ValueError(
@@ -279,10 +300,17 @@ class ConnectorConfig:
         num_host_blocks = offload.num_host_blocks
         if num_host_blocks is None:
             num_host_blocks = cast(int, offload.host_bytes) // host_block_bytes
+        num_host_blocks -= num_host_blocks % num_ranks
         if num_host_blocks < 1:
+            if offload.num_host_blocks is not None:
+                raise ValueError(
+                    f"num_cpu_blocks={offload.num_host_blocks} must be at least "
+                    f"{num_ranks}, one for each rank."
+                )
             raise ValueError(
                 f"cpu_bytes_to_use={offload.host_bytes} must be at least "
-                f"{host_block_bytes}, the bytes of a block of all layers."
+                f"{num_ranks * host_block_bytes}, the bytes of a block of all layers"
+                f"{' for each rank' if num_ranks > 1 else ''}."
             )
         events = getattr(vllm_config, "kv_events_config", None)
         return cls(
@@ -299,7 +327,8 @@ class ConnectorConfig:
                 tuple(getattr(group, "layer_names", ()))
                 for group in kv_cache_config.kv_cache_groups
             ),
-            num_hosts(vllm_config.parallel_config),
+            hosts,
+            num_ranks,
         )
 
     def make_rules(self) -> OffloadRules:
@@ -411,14 +440,6 @@ def _check_engine(config: Any) -> None:
         size = getattr(config.parallel_config, name, 1)
         if size != 1:
             raise ValueError(f"{name}={size} must be 1: more was never tested.")
-    sharding = getattr(config, "sharding_config", None)
-    dp_size = getattr(sharding, "total_dp_size", 1)
-    if dp_size != 1:
-        raise ValueError(
-            f"total_dp_size={dp_size} must be 1: tpu-inference's scheduler of several "
-            "ranks, for data or attention parallelism, does not pass on what "
-            "connectors plan, and tells each rank that loads of others are over."
-        )
     if not config.cache_config.enable_prefix_caching:
         raise ValueError(
             "enable_prefix_caching must be true: blocks have the hashes of vLLM's "
@@ -451,6 +472,46 @@ def _check_engine(config: Any) -> None:
     if role != "kv_both":
         raise ValueError(
             f"kv_role={shown(role)} must be 'kv_both': it stores and loads."
+        )
+
+
+def _num_ranks(config: Any) -> int:
+    """Return how many schedulers tpu-inference runs, each over a part of the caches."""
+    sharding = getattr(config, "sharding_config", None)
+    return int(getattr(sharding, "total_dp_size", 1))
+
+
+def _check_ranks(
+    num_ranks: int, hosts: int, groups: tuple[GroupSpec, ...], offload: OffloadConfig
+) -> None:
+    """Refuse what schedulers of several ranks, each in its process, cannot share."""
+    if hosts > 1:
+        raise ValueError(
+            f"total_dp_size={num_ranks} must be 1 on {hosts} hosts: ranks were never "
+            "tested with a part of each block on every host."
+        )
+    for name, value, reason in (
+        ("storage", offload.storage, "host blocks lie sharded over the ranks' devices"),
+        ("record", offload.record, "each rank would write to the same file"),
+        ("policy_state", offload.policy_state, "each rank would write the same file"),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{name}={shown(value)} cannot be used with total_dp_size={num_ranks}: "
+                f"{reason}. Leave it out, or use one rank."
+            )
+    policy = offload.cache_policy
+    if policy in policy_names() and get_policy_maker(policy)(1, 1).native is None:
+        raise ValueError(
+            f"eviction_policy={shown(policy)} cannot be used with total_dp_size="
+            f"{num_ranks}: it has no native functions, and JAX may hang in the "
+            "schedulers' processes, which tpu-inference forks. Give it some, or use "
+            "one rank."
+        )
+    if any(isinstance(group, Mamba) for group in groups):
+        raise ValueError(
+            f"total_dp_size={num_ranks} cannot be used with a model that has states "
+            "(Mamba, gated delta nets): their caches were never tested in shards."
         )
 
 
@@ -557,7 +618,9 @@ def _check_hashes(
         )
 
 
-def _block_bytes(kv_cache_config: Any, groups: tuple[GroupSpec, ...]) -> int:
+def _block_bytes(
+    kv_cache_config: Any, groups: tuple[GroupSpec, ...], num_blocks: int
+) -> int:
     """Return the bytes of a device block of all layers, by vLLM's sizes.
 
     Beside states a block has the layers of its group alone; the largest one counts.
@@ -569,7 +632,7 @@ def _block_bytes(kv_cache_config: Any, groups: tuple[GroupSpec, ...]) -> int:
     # versions allocate each tensor separately.
     is_shared = hasattr(tensors[0], "layer_stride")
     num_bytes = tensors[0].size if is_shared else sum(t.size for t in tensors)
-    return max(int(num_bytes // kv_cache_config.num_blocks), 1)
+    return max(int(num_bytes // num_blocks), 1)
 
 
 def _group_bytes(group: Any) -> int:

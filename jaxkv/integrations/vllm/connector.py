@@ -14,15 +14,29 @@ docs/vllm.md lists the keys, and what is supported.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
 
 from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.rank_hooks import (
+    count_host_hits,
+    pass_on_stats,
+    step_while_idle,
+)
+from jaxkv.integrations.vllm.ranks import RankSteps
 from jaxkv.integrations.vllm.scheduler import SchedulerHalf
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
-from jaxkv.integrations.vllm.worker import StepMetadata, WorkerHalf, WorkerReport
+from jaxkv.integrations.vllm.worker import (
+    WORKERS,
+    StepMetadata,
+    WorkerHalf,
+    WorkerReport,
+)
 from jaxkv.scheduling.protocol import NO_REPORTS
+
+_LOG = logging.getLogger("jaxkv")
 
 
 def _bases() -> tuple[type, ...]:
@@ -66,6 +80,19 @@ def _join_vllm_log() -> None:
         own.setLevel(theirs.level)
 
 
+def _take_worker_stats(engine_id: str) -> OffloadConnectorStats | None:
+    worker = WORKERS.get(engine_id)
+    return None if worker is None else worker.take_stats()
+
+
+def _try_hook(install: Callable[[], None], consequence: str) -> None:
+    """Install a hook of `rank_hooks`; log what follows if it does not fit."""
+    try:
+        install()
+    except (ImportError, AttributeError) as error:
+        _LOG.warning("with several ranks, %s: %s", consequence, error)
+
+
 class _OtherHalf:
     """Stands for the half that a connector does not have."""
 
@@ -105,19 +132,25 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         if _BASES:
             super().__init__(vllm_config, role, kv_cache_config)
         _join_vllm_log()
-        config = ConnectorConfig.of(vllm_config, kv_cache_config)
-        self._num_groups = len(config.groups)
+        is_rank = role.name == "SCHEDULER"
+        config = ConnectorConfig.of(vllm_config, kv_cache_config, is_rank=is_rank)
         self._num_hosts = config.num_hosts
+        # Otherwise the block ids of failed loads name neither the group nor the rank.
+        self._has_plain_ids = len(config.groups) == config.num_ranks == 1
         self._has_folder = config.storage is not None and config.storage.is_folder
         reports_requests = any(hasattr(base, "get_transfer_results") for base in _BASES)
-        if _BASES and self._num_groups > 1 and not reports_requests:
+        if _BASES and not (self._has_plain_ids or reports_requests):
+            several, names, remedy = f"total_dp_size={config.num_ranks}", "rank", ""
+            if len(config.groups) > 1:
+                several, names = f"{len(config.groups)} KV cache groups", "group"
+                remedy = " Add --disable-hybrid-kv-cache-manager."
             raise ValueError(
-                f"{self._num_groups} KV cache groups need a vLLM that calls "
-                "get_transfer_results(): this one takes failed loads as block ids, "
-                "which do not name the group. Add "
-                "--disable-hybrid-kv-cache-manager."
+                f"{several} need a vLLM that calls get_transfer_results(): this one "
+                "takes failed loads as block ids, which do not name the "
+                f"{names}.{remedy}"
             )
-        self._metadata: StepMetadata | None = None
+        self._num_ranks = config.num_ranks
+        self._metadata: StepMetadata | RankSteps | None = None
         self._failed_requests: set[str] = set()
         transfer_config = vllm_config.kv_transfer_config
         engine_id = str(getattr(transfer_config, "engine_id", None) or "")
@@ -127,6 +160,11 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             self._scheduler = SchedulerHalf(config, engine_id)
         else:
             self._worker = WorkerHalf(config, engine_id)
+            if config.num_ranks > 1:
+                _try_hook(
+                    functools.partial(pass_on_stats, _take_worker_stats),
+                    "the log and /metrics have nothing of jaxkv",
+                )
         # The same, where only one of them can be meant.
         self._of_scheduler = self._scheduler or cast(
             SchedulerHalf, _OtherHalf("scheduler", "worker")
@@ -148,6 +186,14 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         Compiles all decisions, which takes a while.
         """
         self._of_scheduler.bind_block_pool(gpu_block_pool)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Bind its block pool; of several ranks, count host hits in routing, too."""
+        self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+        if self._num_ranks == 1:
+            return
+        count_host_hits(kv_cache_manager, self._of_scheduler.count_hit_tokens)
+        _try_hook(step_while_idle, "transfers end only in steps that others cause")
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -193,15 +239,23 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         block_ids = blocks.get_block_ids()
         self._of_scheduler.note_blocks(request, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata | RankSteps:
         """Return the transfers of a step, from vLLM's `SchedulerOutput`."""
         return self._of_scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process the worker's report, from vLLM's `KVConnectorOutput`."""
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
-        if report is not None:
-            self._of_scheduler.note_report(report)
+        if report is None:
+            return
+        part = self._of_scheduler.part_of(report)
+        if part is not report.output and connector_output.finished_recving:
+            # tpu-inference gives each rank the loads of all, and vLLM knows its own.
+            connector_output.finished_recving &= {
+                *part.finished_recving,
+                *part.failed_recving,
+            }
+        self._of_scheduler.note_report(report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -255,7 +309,8 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> OffloadConnectorStats | None:
         """Return what this half has counted; None if nothing, or not so long ago."""
-        half = self._scheduler or self._worker
+        # Of several ranks, `pass_on_stats` asks the worker, once for all.
+        half = self._scheduler or (self._worker if self._num_ranks == 1 else None)
         return None if half is None else half.take_stats()
 
     @classmethod
@@ -312,7 +367,9 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Do nothing: blocks in flight are held, and cannot be overwritten."""
 
-    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+    def bind_connector_metadata(
+        self, connector_metadata: StepMetadata | RankSteps
+    ) -> None:
         """Set the transfers of a step."""
         self._metadata = connector_metadata
 
@@ -352,7 +409,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         output = self._of_worker.poll()
         if output is NO_REPORTS:
             return None, set()
-        if self._num_groups > 1:
+        if not self._has_plain_ids:
             self._failed_requests.update(output.failed_recving)
         return None, {*output.finished_recving, *output.failed_recving}
 
@@ -367,7 +424,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that failed loads left unwritten, to be computed again."""
         failed = self._of_worker.take_failed_blocks()
-        return failed if self._num_groups == 1 else set()
+        return failed if self._has_plain_ids else set()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """Return the report for the scheduler's half."""

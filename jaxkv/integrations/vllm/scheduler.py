@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import statistics
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from jaxkv.integrations.vllm.pool import (
     is_private,
     key_in_group,
 )
+from jaxkv.integrations.vllm.ranks import RankStep, RankSteps
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.worker import (
     ALL_LOST,
@@ -38,7 +40,8 @@ from jaxkv.integrations.vllm.worker import (
     WorkerReport,
 )
 from jaxkv.keys.mark import KeyMark
-from jaxkv.scheduling.protocol import NO_MOVES
+from jaxkv.scheduling.protocol import NO_MOVES, NO_REPORTS, ConnectorOutput
+from jaxkv.search.tiers import Source, first_tokens, search
 from jaxkv.types import BlockKey, Stop
 
 Value = TypeVar("Value")
@@ -257,7 +260,7 @@ class SchedulerHalf:
     def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
         self.scheduler = OffloadScheduler(
             config.groups,
-            config.num_host_blocks,
+            config.rank_host_blocks,
             config.offload.cache_policy,
             config.enable_events,
             rules=config.make_rules(),
@@ -285,6 +288,8 @@ class SchedulerHalf:
             is_remote = config.storage is not None and not config.storage.is_folder
             self._events = HostEvents(config.groups, storage_is_remote=is_remote)
         self._engine_id = engine_id
+        # Names this half among those of all ranks, each in a process of its own.
+        self._sender = f"{os.getpid()}.{id(self)}"
         # Lost pools whose KV the host tier has forgotten, and all that are known of.
         self._num_forgotten_pools = LOST_POOLS.get(engine_id, 0)
         self._num_lost_pools = self._num_forgotten_pools
@@ -321,8 +326,8 @@ class SchedulerHalf:
         _LOG.info(
             "host tier of %d blocks, %s: compiling its decisions, which takes up to "
             "half a minute the first time, and about a second once they are on disk",
-            config.num_host_blocks,
-            gib(config.planned_bytes),
+            config.rank_host_blocks,
+            gib(config.planned_bytes // config.num_ranks),
         )
         began_s = time.monotonic()
         self.scheduler.warm_up()
@@ -364,8 +369,8 @@ class SchedulerHalf:
         """
         if self._pool is None:
             raise RuntimeError(
-                "bind_gpu_block_pool() was not called: this vLLM, or its scheduler "
-                "for data parallelism, does not share its block pool with connectors."
+                "bind_gpu_block_pool() was not called: this vLLM does not share its "
+                "block pool with connectors."
             )
         is_reset = self._is_reset()
         known = self._request(request)
@@ -389,6 +394,25 @@ class SchedulerHalf:
         if answer[0] and not self._may_load():
             return None, False
         return answer
+
+    def count_hit_tokens(
+        self, block_hashes: Sequence[bytes], max_tokens: int, num_local_tokens: int
+    ) -> int:
+        """Count the tokens that device and host have of a prompt; nothing is held."""
+        if self._must_reset:
+            return num_local_tokens
+        config = self._config
+        keys: list[Sequence[BlockKey]] = [block_hashes]
+        if len(config.groups) > 1:
+            keys = [
+                [key_in_group(own, group) for own in block_hashes]
+                for group in range(len(config.groups))
+            ]
+        rows = config.offload.blocks_per_host_block
+        # Stores in flight count: they will have arrived.
+        host = Source(self.scheduler._manager.find_held, rows)
+        sources = [first_tokens(num_local_tokens), host]
+        return search(config.groups, keys, max_tokens, sources).num_tokens
 
     def _may_load(self) -> bool:
         """Whether a load that vLLM admits now keeps no other request from running.
@@ -437,8 +461,16 @@ class SchedulerHalf:
             known.has_old_kv = pool.has_old(found, known.adapter)
         pool.note_written(written, is_old=known.has_old_kv, mark=known.adapter)
 
-    def build_metadata(self, output: Any) -> StepMetadata:
+    def build_metadata(self, output: Any) -> StepMetadata | RankSteps:
         """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
+        step = self._build(output)
+        if self._config.num_ranks == 1:
+            return step
+        assert self._pool is not None
+        parts = step.transfers, step.num_lost_pools, step.is_idle
+        return RankSteps([RankStep(self._sender, self._pool.num_blocks, *parts)])
+
+    def _build(self, output: Any) -> StepMetadata:
         self._is_reset()
         self._has_logged = False
         if self._loading:
@@ -470,9 +502,15 @@ class SchedulerHalf:
             return _no_moves(num_lost, is_idle)
         return StepMetadata(transfers, num_lost, is_idle)
 
+    def part_of(self, report: WorkerReport) -> ConnectorOutput:
+        """Return what a report has of this half's own transfers."""
+        if self._config.num_ranks == 1:
+            return report.output
+        return report.by_rank.get(self._sender, NO_REPORTS)
+
     def note_report(self, report: WorkerReport) -> None:
         """Release the blocks of transfers that the worker reports as over."""
-        over = self.scheduler.update_connector_output(report.output)
+        over = self.scheduler.update_connector_output(self.part_of(report))
         if over.failed_recving:
             self._must_wait.update(over.failed_recving)
             self._loading.difference_update(over.failed_recving)
@@ -588,7 +626,8 @@ class SchedulerHalf:
     def _is_reset(self) -> bool:
         """Look for lost pools; do as `_try_reset` does."""
         worker = WORKERS.get(self._engine_id)
-        if worker is not None:
+        # The process of a rank has a copy of it, which nothing changes any more.
+        if worker is not None and self._config.num_ranks == 1:
             worker.look()
             self._must_abandon |= self._note_adapters(worker.adapters)
         num_lost_pools = LOST_POOLS.get(self._engine_id, 0)

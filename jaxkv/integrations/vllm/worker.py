@@ -24,6 +24,7 @@ from jaxkv.integrations.vllm.hosts import (
     placement,
     with_part,
 )
+from jaxkv.integrations.vllm.ranks import Ranks, RankSteps
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.tokens import TokenRestorer
 from jaxkv.integrations.vllm.weights_watch import PHASES, WeightsWatch, worker_of
@@ -72,6 +73,8 @@ class WorkerReport:
         load_bytes_per_s: How fast whole blocks are loaded if all hosts are as fast as
             the slowest; 0 if unknown.
         storage_bytes_per_s: How fast they are read from the store, in the same way.
+        by_rank: What stands in place of `output` with several ranks, by sender; see
+            `Ranks`.
     """
 
     output: ConnectorOutput
@@ -80,6 +83,7 @@ class WorkerReport:
     is_listed: bool = False
     load_bytes_per_s: float = 0.0
     storage_bytes_per_s: float = 0.0
+    by_rank: Mapping[str, ConnectorOutput] = dataclasses.field(default_factory=dict)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Combine the reports of two hosts, the scheduler's first, as executors do."""
@@ -172,6 +176,9 @@ class WorkerHalf:
         self._refused = NO_REPORTS
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
+        self._ranks: Ranks | None = None
+        if config.num_ranks > 1:
+            self._ranks = Ranks(config.num_ranks, config.rank_host_blocks)
         # Which of the runner's caches are whose, where states have a pool of their own.
         self._parts: list[list[int]] = []
         # Device blocks that each request's load writes, for loads that fail.
@@ -253,6 +260,7 @@ class WorkerHalf:
             deadline_s=config.offload.deadline_s,
             storage=storage,
             shares_scheduler=hosts > 1,
+            num_shards=config.num_ranks,
         )
         if self._runner is not runner:
             self._watch(runner)
@@ -338,8 +346,18 @@ class WorkerHalf:
         LOST_POOLS[self._engine_id] = self._num_lost_pools
         self._is_loss_reported = False
 
-    def start(self, step: StepMetadata) -> None:
+    def start(self, step: StepMetadata | RankSteps) -> None:
         """Start the transfers of a step; returns before they are done."""
+        if self._ranks is None or not isinstance(step, RankSteps):
+            self._start(step)  # type: ignore[arg-type]
+            return
+        # Without caches, all of it is refused.
+        caches = jax.tree.leaves(getattr(self._runner, "kv_caches", ()))
+        shard_blocks = len(caches[0]) // self._config.num_ranks if caches else 0
+        for merged in self._ranks.merge(step.requests_meta, shard_blocks):
+            self._start(StepMetadata(*merged))
+
+    def _start(self, step: StepMetadata) -> None:
         runner, worker = self._runner, self._worker
         if worker is None:
             raise RuntimeError(
@@ -470,7 +488,11 @@ class WorkerHalf:
         if worker is not None:
             hosts = self._config.num_hosts
             rates = worker.load_bytes_per_s * hosts, worker.storage_bytes_per_s * hosts
-        return WorkerReport(report, self._num_lost_pools, adapters, is_listed, *rates)
+        by_rank: Mapping[str, ConnectorOutput] = {}
+        if self._ranks is not None:
+            report, by_rank = NO_REPORTS, self._ranks.cut(report)
+        head = report, self._num_lost_pools, adapters, is_listed
+        return WorkerReport(*head, *rates, by_rank=by_rank)
 
     def _refuse(self, output: ConnectorOutput) -> None:
         """Report transfers as failed, however they ended."""

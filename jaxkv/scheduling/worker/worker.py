@@ -81,10 +81,13 @@ class OffloadWorker:
         shares_scheduler: Whether one scheduler plans for all processes and joins their
             reports, with `OffloadRules.world_size`. They then do not wait for one
             another. The engine's pool must lie on this process's devices alone.
+        num_shards: Shards of the block axis of the engine's pool. With more than one,
+            the plans must keep each block to its shard, as one `OffloadScheduler` does
+            not.
 
     Raises:
-        ValueError: If the block axis of the engine's pool is sharded, or arguments do
-            not go together.
+        ValueError: If the block axis of the engine's pool has another number of shards,
+            or arguments do not go together.
 
     Attributes:
         blocks_stored: Host blocks whose store has arrived.
@@ -120,6 +123,7 @@ class OffloadWorker:
         storage: StorageWorker | None = None,
         movers: Sequence[Mover] = (),
         shares_scheduler: bool = False,
+        num_shards: int = 1,
     ) -> None:
         must_agree = jax.process_count() > 1 and not shares_scheduler
         shards = (0, 1) if storage is None else storage.shards
@@ -129,10 +133,11 @@ class OffloadWorker:
                 f"{jax.process_index()} of {jax.process_count()}: each process has its "
                 "own shard."
             )
-        if engine.num_shards != 1:
+        if engine.num_shards != num_shards:
             raise ValueError(
-                f"the engine's pool has a block axis of {engine.num_shards} shards; a "
-                "scheduler does not know which blocks are on which: shard another axis."
+                f"the engine's pool has a block axis of {engine.num_shards} shards "
+                f"({num_shards=}); a scheduler does not know which blocks are on "
+                "which: shard another axis."
             )
         if deadline_s is not None and not deadline_s > 0:
             raise ValueError(f"{deadline_s=} must be more than 0, or None.")

@@ -325,8 +325,35 @@ def aborts(run):
             engine.step()
     run.ask(prompts_of(0))
     run.settle()
+    if not hasattr(run.core.scheduler, "kv_cache_manager"):
+        # Ranks have one each, in other processes. It refuses while a block is held.
+        assert run.llm.reset_prefix_cache()
+        return
     pool = run.core.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def returns(run):
+    """Twelve users who come back in another order each time, then after resets.
+
+    It notes the tokens found in tiers: of returning users, then after a reset of the
+    device and after one of all.
+    """
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 256, 100).tolist() for _ in range(12)]
+    for _ in range(5):
+        order = rng.permutation(len(prompts)).tolist()
+        answers = dict(zip(order, run.ask([prompts[i] for i in order]), strict=True))
+        prompts = [
+            [*prompt, *answers[user], *rng.integers(0, 256, 9).tolist()]
+            for user, prompt in enumerate(prompts)
+        ]
+    found = run.noted["found"] = [sum(own["cached"] for own in run.answers)]
+    for options in ({}, {"reset_connector": run.has_connector}):
+        run.settle()
+        assert run.llm.reset_prefix_cache(**options)
+        run.ask([prompt[:-9] for prompt in prompts])
+        found.append(sum(own["cached"] for own in run.answers[-len(prompts) :]))
 
 
 def resets(run):
@@ -543,6 +570,7 @@ SCENARIOS = {
         salts,
         adapters,
         aborts,
+        returns,
         resets,
         new_weights,
         new_adapters,

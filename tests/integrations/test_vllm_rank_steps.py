@@ -1,0 +1,382 @@
+"""Steps of several ranks, merged for one worker, and its reports, cut for each.
+
+Without vLLM; `test_vllm_ranks` has the real one.
+"""
+
+import dataclasses
+import random
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxkv.integrations.vllm import scheduler
+from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.rank_hooks import count_host_hits, sum_of_ranks
+from jaxkv.integrations.vllm.ranks import Ranks, RankStep
+from jaxkv.policies import registry
+from jaxkv.policies.lru import make_lru
+from jaxkv.scheduling.protocol import (
+    NO_EVENT,
+    NO_MOVES,
+    NO_REPORTS,
+    ConnectorOutput,
+    OffloadMetadata,
+)
+from jaxkv.types import NO_BLOCK
+from tests.integrations.test_vllm import serve_at_random
+from tests.rigs import fake_vllm
+from tests.rigs.fake_engine import (
+    drop_by_runner,
+    register_again,
+    replace_arrays,
+    unregister,
+    update_in_place,
+)
+from tests.rigs.fake_vllm import MambaSpec, Request, make_configs
+from tests.rigs.ranked_engine import RankedEngine
+
+NUM_RANKS, NUM_BLOCKS, NUM_ROWS, ROW_BLOCKS = 3, 20, 8, 2
+LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 9)]
+
+
+@pytest.fixture
+def newest(monkeypatch):
+    fake_vllm.install(monkeypatch, "0.32")
+
+
+def random_plan(rng, events, name):
+    """Plan loads of some requests and stores, of rows of two device blocks."""
+    if rng.random() < 0.3:
+        return NO_MOVES
+    sizes = tuple(rng.randrange(1, 3) for _ in range(rng.randrange(3)))
+    rows = tuple(rng.sample(range(NUM_ROWS), sum(sizes)))
+    stored = tuple(rng.sample(range(NUM_ROWS), rng.randrange(3)))
+    blocks = rng.sample(range(1, NUM_BLOCKS), ROW_BLOCKS * (len(rows) + len(stored)))
+    if blocks and rng.random() < 0.3:
+        blocks[0] = NO_BLOCK
+    load_event = next(events) if sizes else NO_EVENT
+    names = tuple(f"{name}.{number}" for number in range(len(sizes)))
+    return OffloadMetadata(
+        load_event,
+        tuple(blocks[: ROW_BLOCKS * len(rows)]),
+        rows,
+        {load_event: names} if sizes else {},
+        next(events) if stored else NO_EVENT,
+        tuple(blocks[ROW_BLOCKS * len(rows) :]),
+        stored,
+        need_flush=rng.random() < 0.1,
+        load_sizes=sizes,
+    )
+
+
+def store_of(event):
+    return OffloadMetadata(NO_EVENT, (), (), {}, event, (1,), (2,), need_flush=False)
+
+
+def move(plan, device, host):
+    """Do the transfers of a plan."""
+    for direction in ("store", "load"):
+        rows = np.array(getattr(plan, f"{direction}_host_blocks"), int)
+        blocks = np.array(getattr(plan, f"{direction}_device_blocks"), int)
+        for row, targets in zip(rows, blocks.reshape(-1, ROW_BLOCKS), strict=True):
+            meant = targets != NO_BLOCK
+            if direction == "store":
+                host[row][meant] = device[targets[meant]]
+            else:
+                device[targets[meant]] = host[row][meant]
+
+
+def steps_of(plans, num_lost_pools=(0,) * NUM_RANKS, is_idle=False):
+    """The ranks' steps, in the order and with the offsets of `DPScheduler`."""
+    steps = []
+    for rank, (plan, num) in enumerate(zip(plans, num_lost_pools, strict=True)):
+        step = RankStep(f"sender {rank}", NUM_BLOCKS, plan, num, is_idle)
+        step.local_block_ids = [rank * NUM_BLOCKS]
+        steps.append(step)
+    return steps
+
+
+def test_merged_steps_move_what_each_rank_plans_and_each_gets_its_own_reports():
+    """As if each rank had a worker. The cache has more blocks than the ranks use."""
+    rng = random.Random(5)
+    shard = NUM_BLOCKS + 1
+    ranks = Ranks(NUM_RANKS, NUM_ROWS)
+    device = np.arange(NUM_RANKS * shard)
+    host = np.full((NUM_RANKS * NUM_ROWS, ROW_BLOCKS), -1)
+    devices, hosts = device.reshape(NUM_RANKS, -1).copy(), np.split(host.copy(), 3)
+    events = [iter(range(10**6)) for _ in range(NUM_RANKS)]
+    due = [set() for _ in range(NUM_RANKS)]
+    seen = [set() for _ in range(NUM_RANKS)]
+    in_flight = set()
+    for step in range(400):
+        plans = [random_plan(rng, own, f"{step}.{r}") for r, own in enumerate(events)]
+        ((merged, num_lost, is_idle),) = ranks.merge(steps_of(plans), shard)
+        assert (num_lost, is_idle) == (0, False)
+        assert merged.need_flush == any(plan.need_flush for plan in plans)
+        move(merged, device, host)
+        for rank, plan in enumerate(plans):
+            move(plan, devices[rank], hosts[rank])
+            due[rank].update(plan.load_event_to_reqs.get(plan.load_event, ()))
+            due[rank].update({plan.store_event} - {NO_EVENT})
+        in_flight |= {*merged.load_event_to_reqs.get(merged.load_event, ())}
+        in_flight |= {merged.store_event} - {NO_EVENT}
+        reported = {name for name in in_flight if rng.random() < 0.4}
+        in_flight -= reported
+        halves = [set(), set()]
+        for name in reported:
+            halves[rng.random() < 0.5].add(name)
+        loads, stores = (
+            [tuple(n for n in half if isinstance(n, kind)) for half in halves]
+            for kind in (str, int)
+        )
+        cut = ranks.cut(ConnectorOutput(*loads, *stores))
+        for rank in range(NUM_RANKS):
+            part = cut.get(f"sender {rank}", NO_REPORTS)
+            for name in (*part.finished_recving, *part.failed_recving):
+                is_ok = name in part.finished_recving
+                assert name in halves[not is_ok]
+            names = [name for own in dataclasses.astuple(part) for name in own]
+            assert len(names) == len({*names})
+            assert due[rank].issuperset(names)
+            assert seen[rank].isdisjoint(names)
+            seen[rank].update(names)
+    np.testing.assert_array_equal(device.reshape(NUM_RANKS, -1), devices)
+    np.testing.assert_array_equal(host, np.concatenate(hosts))
+    ranks.cut(
+        ConnectorOutput(
+            tuple(n for n in in_flight if isinstance(n, str)),
+            failed_store_events=tuple(n for n in in_flight if isinstance(n, int)),
+        )
+    )
+    assert not ranks._loads
+    assert not ranks._stores
+    assert min(map(len, seen)) > 300
+
+
+def test_failed_stores_are_failed_for_each_rank_that_stored():
+    ranks = Ranks(2, NUM_ROWS)
+    plans = [store_of(event) for event in (4, 9)]
+    ((merged, *_),) = ranks.merge(steps_of(plans, (0, 0)), NUM_BLOCKS)
+    assert merged.store_device_blocks == (1, 1 + NUM_BLOCKS)
+    assert merged.store_host_blocks == (2, 2 + NUM_ROWS)
+    cut = ranks.cut(ConnectorOutput(failed_store_events=(merged.store_event,)))
+    assert {name: own.failed_store_events for name, own in cut.items()} == {
+        "sender 0": (4,),
+        "sender 1": (9,),
+    }
+
+
+def test_ranks_that_know_of_fewer_lost_pools_start_first():
+    ranks = Ranks(NUM_RANKS, NUM_ROWS)
+    plans = [store_of(0)] * NUM_RANKS
+    merged = ranks.merge(steps_of(plans, (2, -1, 2), is_idle=True), NUM_BLOCKS)
+    assert [own.num_lost_pools for own in merged] == [-1, 2]
+    assert [len(own.transfers.store_host_blocks) for own in merged] == [1, 2]
+    assert all(own.is_idle for own in merged)
+    assert merged[0].transfers.store_event != merged[1].transfers.store_event
+
+
+def test_a_step_that_lacks_a_rank_is_refused():
+    ranks, steps = Ranks(NUM_RANKS, NUM_ROWS), steps_of([NO_MOVES] * NUM_RANKS)
+    for wrong in (steps[:2], [*steps[:2], steps[1]]):
+        with pytest.raises(RuntimeError, match="it must have them of 3 ranks, each"):
+            ranks.merge(wrong, NUM_BLOCKS)
+
+
+def configs(num_ranks, num_blocks=24, **options):
+    """The configurations that worker and scheduler read, in this order."""
+    sharding = SimpleNamespace(total_dp_size=num_ranks)
+    for size, is_rank in ((num_blocks, False), (num_blocks // num_ranks, True)):
+        pair = make_configs(num_blocks=num_blocks, sharding_config=sharding, **options)
+        pair[1].num_blocks = size
+        yield ConnectorConfig.of(*pair, is_rank=is_rank)
+
+
+def test_the_bytes_of_the_host_tier_are_shared_equally_by_the_ranks():
+    extra = {"num_cpu_blocks": None, "cpu_bytes_to_use": 10 * 512 + 511}
+    for config in configs(4, extra=extra):  # Blocks of 512 bytes.
+        assert (config.num_host_blocks, config.rank_host_blocks) == (8, 2)
+        assert config.block_bytes == 512
+        assert config.planned_bytes == 8 * 512
+    for config in configs(2, extra={"num_cpu_blocks": 33}):
+        assert (config.num_host_blocks, config.rank_host_blocks) == (32, 16)
+    # Device blocks that are no multiple of the ranks: both halves count alike.
+    worker, scheduler = configs(2, num_blocks=25)
+    assert worker == scheduler
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"num_cpu_blocks": 3}, "num_cpu_blocks=3 must be at least 4, one for each"),
+        (
+            {"num_cpu_blocks": None, "cpu_bytes_to_use": 2047},
+            "=2047 must be at least 2048, the bytes of a block of all layers for each",
+        ),
+        ({"storage": "/kv"}, "storage='/kv' cannot be used with total_dp_size=4: "),
+        ({"record": "/r"}, "record='/r' cannot be used with total_dp_size=4: each"),
+        ({"policy_state": "/p"}, "policy_state='/p' cannot be used with total_dp_"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(extra, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list(configs(4, extra=extra))
+
+
+def test_policies_that_need_jax_are_refused_in_forked_processes(monkeypatch):
+    monkeypatch.setattr(registry, "_makers", dict(registry._makers))
+
+    def make_pure(*sizes):
+        return make_lru(*sizes)._replace(native=None)
+
+    registry.register_policy("pure", make_pure)
+    with pytest.raises(ValueError, match="eviction_policy='pure' cannot be used with"):
+        list(configs(2, extra={"eviction_policy": "pure"}))
+    for name in ("auto", "hazard", "arc"):
+        assert len(list(configs(2, extra={"eviction_policy": name}))) == 2
+
+
+def test_ranks_on_several_hosts_are_refused():
+    group = SimpleNamespace(bundle_specs=[{"TPU": 4}, {"TPU": 4}])
+    with pytest.raises(ValueError, match="total_dp_size=2 must be 1 on 2 hosts"):
+        list(configs(2, parallel_config__placement_group=group))
+
+
+def test_models_with_states_are_refused_with_ranks():
+    pair = make_configs(sharding_config=SimpleNamespace(total_dp_size=2))
+    spec = MambaSpec(block_size=4, mamba_cache_mode="align", page_size_bytes=512)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
+    pair[1].kv_cache_groups.append(group)
+    with pytest.raises(ValueError, match="total_dp_size=2 cannot be used with a model"):
+        ConnectorConfig.of(*pair)
+
+
+SERVED = {
+    "plain": {},
+    "four ranks": {"num_ranks": 4},
+    "asynchronous drafts": {"is_async": True, "num_drafts": 3},
+    "windows": {"windows": (None, 6)},
+    "larger host blocks": {"extra": {"blocks_per_chunk": 2}},
+}
+
+
+@pytest.mark.parametrize("seed", [0, *LONG])
+@pytest.mark.parametrize("name", SERVED)
+def test_every_token_read_in_any_rank_equals_the_computed_one(newest, name, seed):
+    rng = np.random.default_rng(seed)
+    engine = RankedEngine(**SERVED[name])
+    engine.make_unreliable(rng)
+    prompts = [rng.integers(0, 50, 30).tolist() for _ in range(3)]
+    assert serve_at_random(engine, rng, prompts, 90) > 60
+    assert min(own.num_external_tokens for own in engine.scheduler.ranks) > 0
+    assert engine.scheduler.was_preempted
+
+
+def ask(engine, rank, name):
+    """Serve a request in a rank whose device has nothing; return the tokens loaded."""
+    for own in engine.scheduler.ranks:
+        own.pool.overwrite_all()
+    before = engine.scheduler.num_external_tokens
+    engine.scheduler.add(Request(name, range(18), 1), rank=rank)
+    engine.run()
+    engine.settle()
+    return engine.scheduler.num_external_tokens - before
+
+
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_a_rank_finds_on_the_host_what_it_has_stored_itself(newest, compression):
+    engine = RankedEngine(extra={"compression": compression})
+    engine.runner.tolerance = 0.01 if compression else 0.0
+    found = [ask(engine, rank, f"{n}") for n, rank in enumerate((0, 1, 0, 1))]
+    assert found == [0, 0, 16, 16]
+
+
+@pytest.mark.parametrize(
+    "route",
+    [update_in_place, drop_by_runner, unregister, register_again, replace_arrays],
+)
+def test_no_rank_is_served_kv_of_other_weights(newest, monkeypatch, route):
+    # The processes of ranks learn of it from the worker's reports alone.
+    monkeypatch.setattr(scheduler, "LOST_POOLS", {})
+    engine = RankedEngine()
+    assert [ask(engine, rank, f"old {rank}") for rank in (0, 1)] == [0, 0]
+    route(engine)
+    engine.runner.weights = 1  # The runner checks all that it reads from now on.
+    for rank in (0, 1):
+        ask(engine, rank, f"new {rank}")  # What is offered, fails and is computed.
+    assert [ask(engine, rank, f"again {rank}") for rank in (0, 1)] == [16, 16]
+    engine.check_nothing_leaked()
+
+
+def test_a_rank_counts_what_its_host_has_only_when_a_request_is_routed(newest):
+    engine = RankedEngine(windows=(None, 6), num_blocks=40)
+    engine.scheduler.add(Request("first", range(18), 1), rank=1)
+    engine.run()
+    engine.settle()
+    hashes = Request("again", range(18), 1).block_hashes
+    for rank, num_tokens in ((0, 0), (1, 16)):
+        half = engine.connectors[rank]._scheduler
+        pins = half.scheduler.num_host_blocks_held
+        coordinator = SimpleNamespace(
+            find_longest_cache_hit=lambda hashes, most: (["blocks"], 0, "more")
+        )
+        count_host_hits(SimpleNamespace(coordinator=coordinator), half.count_hit_tokens)
+
+        def _scheduler_worker_process(find=coordinator.find_longest_cache_hit):
+            return find(hashes, 17)  # As tpu-inference's function of this name.
+
+        assert _scheduler_worker_process() == (["blocks"], num_tokens, "more")
+        # vLLM's own lookups are as before.
+        assert coordinator.find_longest_cache_hit(hashes, 17) == (["blocks"], 0, "more")
+        assert half.scheduler.num_host_blocks_held == pins
+        half._must_reset = True
+        assert _scheduler_worker_process() == (["blocks"], 0, "more")
+
+
+def test_counts_of_ranks_are_added_up_and_gauges_stay_until_they_change():
+    blocks = "jaxkv:kv_offload_host_blocks_held"
+    share = "vllm:kv_offload_cpu_cache_usage_perc"
+    stores, policy = "jaxkv:kv_offload_blocks_stored", "jaxkv:kv_offload_policy_info"
+    last = {}
+
+    def report(num_stored, **gauges):
+        counters = {stores: {"": num_stored}}
+        return {"counters": counters, "gauges": gauges, "samples": {"delay": [1.0]}}
+
+    both = sum_of_ranks(
+        [
+            report(3, **{blocks: {"": 5}, share: {"": 0.5}, policy: {"lru": 1}}),
+            report(4, **{blocks: {"": 6}, share: {"": 0.1}, policy: {"arc": 1}}),
+        ],
+        last,
+    )
+    assert both.data["counters"] == {stores: {"": 7}}
+    assert both.data["samples"] == {"delay": [1.0, 1.0]}
+    assert both.data["gauges"] == {
+        blocks: {"": 11},
+        share: {"": 0.3},
+        policy: {"lru": 1, "arc": 1},
+    }
+    one = sum_of_ranks([None, report(1, **{blocks: {"": 9}})], last)
+    assert one.data["counters"] == {stores: {"": 1}}
+    assert one.data["gauges"] == {blocks: {"": 14}}
+    assert sum_of_ranks([None, None], last).is_empty()
+
+
+def test_a_request_aborted_during_its_load_gives_its_blocks_back(newest):
+    engine = RankedEngine()
+    engine.scheduler.add(Request("first", range(18), 1), rank=1)
+    engine.run()
+    engine.settle()
+    engine.scheduler.ranks[1].pool.overwrite_all()
+    half = engine.runner.connector._worker
+    poll, half.poll = half.poll, lambda: NO_REPORTS
+    engine.scheduler.add(Request("again", range(18), 1), rank=1)
+    engine.step()
+    assert half._ranks._loads.keys() == {"again"}
+    engine.scheduler.abort("again")
+    half.poll = poll
+    engine.run()
+    engine.check_nothing_leaked()
