@@ -186,7 +186,7 @@ BAD_KEYS = [
 PARALLEL = "parallel_config__{}".format
 BAD_ENGINES = [
     (PARALLEL("pipeline_parallel_size"), 2, "parallel_size=2 must be"),
-    (PARALLEL("data_parallel_size"), 2, "data_parallel_size=2 must be 1"),
+    (PARALLEL("data_parallel_size"), 2, "data_parallel_size=2 must be 1: this vLLM's"),
     (PARALLEL("decode_context_parallel_size"), 2, "must be 1"),
     (
         PARALLEL("distributed_executor_backend"),
@@ -213,6 +213,55 @@ def test_invalid_keys_and_unsupported_engines_are_refused():
     for options, message in cases:
         with pytest.raises(ValueError, match=message):
             read(**options)
+
+
+SINGLE = {
+    "sharding_config": SimpleNamespace(total_dp_size=1),
+    "parallel_config__data_parallel_index": 0,
+    "kv_transfer_config__engine_id": "0b5e",
+}
+# vLLM's configuration of an engine of rank 2, in its own process.
+DENSE = {
+    "sharding_config": SimpleNamespace(total_dp_size=1),
+    "parallel_config__data_parallel_index": 2,
+    "kv_transfer_config__engine_id": "0b5e_dp2",
+}
+EXPERTS = DENSE | {"parallel_config__data_parallel_size": 4}
+FIRST = {
+    "sharding_config": SimpleNamespace(total_dp_size=1),
+    "parallel_config__data_parallel_index": 0,
+    "kv_transfer_config__engine_id": "0b5e_dp0",
+}
+
+
+def hazard(path):
+    return {"eviction_policy": "hazard", "policy_state": path}
+
+
+@pytest.mark.parametrize(
+    ("engine", "rank"), [(SINGLE, 0), (FIRST, 0), (DENSE, 2), (EXPERTS, 2)]
+)
+def test_each_engine_of_data_parallelism_is_served_and_writes_its_own_files(
+    engine, rank
+):
+    extra = hazard("/kv/{rank}/learned") | {"record": "/kv/asked-{rank}.jsonl.gz"}
+    offload = read(extra=extra, **engine).offload
+    assert offload.policy_state == f"/kv/{rank}/learned"
+    assert offload.record == f"/kv/asked-{rank}.jsonl.gz"
+
+
+def test_a_file_that_several_engines_would_share_is_refused():
+    for extra, right in [
+        ({"record": "/kv.d/asked.jsonl.gz"}, "record='/kv.d/asked-{rank}.jsonl.gz'"),
+        (hazard("learned"), "policy_state='learned-{rank}'"),
+    ]:
+        (_, path) = list(extra.items())[-1]
+        name, _, example = right.partition("=")
+        message = f"{name}={path!r} must contain {{rank}}, such as {example}: --data"
+        for engine in (FIRST, DENSE, EXPERTS):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                read(extra=extra, **engine)
+        assert getattr(read(extra=extra, **SINGLE).offload, name) == path
 
 
 TPU_INFERENCE = {

@@ -273,3 +273,26 @@ def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_p
         assert texts_of(ask, prompts) == first
         assert metric("vllm:external_prefix_cache_hits_total") == hits
     assert "host tier of 400 blocks" in log.read_text()
+
+
+def test_each_engine_of_data_parallel_size_has_its_own_host_tier_record_and_label(
+    lab, tmp_path
+):
+    prompts = np.random.default_rng(0).integers(0, 256, (6, 160)).tolist()
+    extra = {"record": str(tmp_path / "asked-{rank}.jsonl")}
+    words = ["--data-parallel-size", "2"]
+    words += ["--kv-transfer-config", json.dumps(transfer_config(extra))]
+    with server(lab, tmp_path / "log", *words) as ask:
+        first = texts_of(ask, prompts, {"X-data-parallel-rank": "1"})
+        assert len(set(first)) > 3
+        assert texts_of(ask, prompts, {"X-data-parallel-rank": "1"}) == first
+        assert texts_of(ask, prompts[:1], {"X-data-parallel-rank": "0"}) == first[:1]
+        page = ask("/metrics")
+        loaded, held = (
+            [metric_of(page, f"jaxkv:kv_offload_{name}", engine) for engine in "01"]
+            for name in ("blocks_loaded_total", "host_blocks_held")
+        )
+    assert loaded[0] == 0
+    assert loaded[1] >= 4 * 9
+    assert held[1] > held[0] > 0
+    assert all((tmp_path / f"asked-{rank}.jsonl").exists() for rank in range(2))

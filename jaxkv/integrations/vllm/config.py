@@ -35,14 +35,17 @@ from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
 DEFAULT_HOST_BYTES = 8 << 30
 _SCALE_BYTES = 4
 
-# These must be 1: the connector was never tested with more schedulers, workers or kinds
-# of block ids.
+# These must be 1: the connector was never tested with more workers or kinds of block
+# ids.
 _SIZES = (
     "pipeline_parallel_size",
-    "data_parallel_size",
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
+
+# Files that only one engine may write. `_RANK` in their paths becomes its rank.
+_FILES_OF_ENGINE = ("record", "policy_state")
+_RANK = "{rank}"
 
 # Keys of `OffloadConfig` that vLLM has another name for, or docs/vllm.md another text:
 # key -> (vLLM's name, the text or nothing).
@@ -260,6 +263,7 @@ class ConnectorConfig:
         _check_hashes(vllm_config.cache_config, kv_cache_config, groups)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         offload, own = read_extra_config(extra)
+        offload = _with_files_of_engine(offload, _engine_rank(vllm_config))
         _check_states(groups, offload)
         block_bytes = _block_bytes(kv_cache_config, groups)
         groups_of_layers = map(_layers_of, kv_cache_config.kv_cache_groups)
@@ -395,6 +399,39 @@ def _storage_of(
     )
 
 
+def _engine_rank(config: Any) -> int | None:
+    """Return the rank of an engine of ``--data-parallel-size``; None for a single one.
+
+    vLLM resets the data-parallel size of an engine of a dense model to 1, but not its
+    index, and appends the rank to its id.
+    """
+    parallel = config.parallel_config
+    rank: int = getattr(parallel, "data_parallel_index", 0)
+    engine_id = str(getattr(config.kv_transfer_config, "engine_id", None) or "")
+    is_single = getattr(parallel, "data_parallel_size", 1) == 1
+    return None if is_single and not engine_id.endswith(f"_dp{rank}") else rank
+
+
+def _with_files_of_engine(offload: OffloadConfig, rank: int | None) -> OffloadConfig:
+    """Put the rank of an engine into the paths of the files that it alone writes."""
+    paths = {}
+    for name in _FILES_OF_ENGINE:
+        path = getattr(offload, name)
+        if path is None:
+            continue
+        if rank is not None and _RANK not in path:
+            folder, file = os.path.split(path)
+            stem, dot, suffixes = file.partition(".")
+            right = os.path.join(folder, f"{stem}-{_RANK}{dot}{suffixes}")
+            raise ValueError(
+                f"{name}={shown(path)} must contain {_RANK}, such as {shown(right)}: "
+                "--data-parallel-size makes several engines, and each needs its own "
+                "file."
+            )
+        paths[name] = path.replace(_RANK, str(rank or 0))
+    return dataclasses.replace(offload, **paths)
+
+
 def _check_engine(config: Any) -> None:
     """Refuse an engine that the connector cannot serve or was never tested with."""
     for name in _SIZES:
@@ -450,6 +487,14 @@ def _check_engine(config: Any) -> None:
     if role != "kv_both":
         raise ValueError(
             f"kv_role={shown(role)} must be 'kv_both': it stores and loads."
+        )
+    num_engines = getattr(config.parallel_config, "data_parallel_size", 1)
+    sharding = getattr(config, "sharding_config", None)
+    if num_engines != 1 and not hasattr(sharding, "total_dp_size"):
+        raise ValueError(
+            f"data_parallel_size={num_engines} must be 1: this vLLM's configuration "
+            "has no sharding_config.total_dp_size, which says whether each rank is a "
+            "complete engine, as with tpu-inference."
         )
 
 
