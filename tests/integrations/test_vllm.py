@@ -109,8 +109,7 @@ def test_a_compressed_prompt_comes_back_nearly_as_it_was(newest, compression):
 
 def test_a_worker_refuses_runners_that_it_cannot_serve(newest, monkeypatch):
     """Those whose lost tokens cannot be restored, or whose heads have no scales."""
-    monkeypatch.setattr(tokens, "has_tpu_inference", lambda: True)
-    monkeypatch.setattr(tokens, "missing_features", lambda: [])
+    monkeypatch.setattr(tokens, "missing_from_vllm", lambda: [])
     is_async = {"scheduler_config__async_scheduling": True}
     for options, message in [
         (is_async, r"SimpleNamespace\._pre_async_results is missing"),

@@ -1,9 +1,10 @@
 """Configurations that vLLM's connector accepts and refuses."""
 
 import dataclasses
-import importlib
 import re
 import sys
+import types
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -264,111 +265,52 @@ def test_a_file_that_several_engines_would_share_is_refused():
         assert getattr(read(extra=extra, **SINGLE).offload, name) == path
 
 
-TPU_INFERENCE = {
-    "persistent_batch_manager": """
-class PersistentBatchManager:
-    def update_states(self, scheduler_output, get_mrope_input_positions_fn): ...
-""",
-    "input_batch": """
-class CachedRequestState:
-    def __init__(self, prompt_token_ids, output_token_ids): ...
-""",
-    "tpu_runner": """
-class AsyncPreResults:
-    def __init__(self, request_seq_lens, placeholder_req_id_to_index): ...
-""",
-}
-VLLM_OUTPUT = """
-class CachedRequestData:
-    def __init__(self, req_ids, resumed_req_ids, num_output_tokens, all_token_ids): ...
-"""
+ASYNC = {"scheduler_config__async_scheduling": True}
+SENT = "req_ids resumed_req_ids num_output_tokens all_token_ids"
 
 
 @pytest.fixture
-def install_tpu_inference(tmp_path, monkeypatch):
-    """Replace the installed tpu-inference and vLLM by such modules, or by none."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    known = set(sys.modules)
-    for name in known:
-        if name.partition(".")[0] in ("tpu_inference", "vllm"):
-            monkeypatch.delitem(sys.modules, name)
-    importlib.invalidate_caches()
+def install_vllm(monkeypatch):
+    """Replace vLLM's output of a step by one with some fields."""
 
-    def install(modules, output=VLLM_OUTPUT):
-        runner = tmp_path / "tpu_inference" / "runner"
-        core = tmp_path / "vllm" / "v1" / "core" / "sched"
-        for folder in (runner, core):
-            folder.mkdir(parents=True)
-        (tmp_path / "tpu_inference" / "__init__.py").touch()
-        for name, text in modules.items():
-            (runner / f"{name}.py").write_text(text)
-        (core / "output.py").write_text(output)
-        importlib.invalidate_caches()
+    def install(fields):
+        output = types.ModuleType("vllm.v1.core.sched.output")
+        output.CachedRequestData = namedtuple("CachedRequestData", fields)
+        monkeypatch.setitem(sys.modules, output.__name__, output)
 
-    yield install
-    for name in set(sys.modules) - known:
-        if name.partition(".")[0] in ("tpu_inference", "vllm"):
-            del sys.modules[name]
+    return install
 
 
-ASYNC = {"scheduler_config__async_scheduling": True}
-MISSING = {
-    "a module": (
-        {"modules": {**TPU_INFERENCE, "tpu_runner": "import nothing_like_it"}},
-        {},
-        "tpu_inference.runner.tpu_runner (No module named 'nothing_like_it') is m",
-    ),
-    "a class": (
-        {"modules": {**TPU_INFERENCE, "persistent_batch_manager": ""}},
-        {},
-        "persistent_batch_manager.PersistentBatchManager.update_states is missing",
-    ),
-    "fields": (
-        {"modules": TPU_INFERENCE, "output": "class CachedRequestData: ..."},
-        {},
-        "CachedRequestData: num_output_tokens, "
-        "vllm.v1.core.sched.output.CachedRequestData: all_token_ids is missing",
-    ),
-    "the key": (
-        {"modules": TPU_INFERENCE},
-        {"extra": {"restore_tokens": False}},
-        "restore_tokens=true is missing",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISSING)
 def test_async_scheduling_is_refused_where_lost_tokens_cannot_be_restored(
-    case, install_tpu_inference
+    install_vllm, monkeypatch
 ):
-    installed, options, named = MISSING[case]
-    install_tpu_inference(**installed)
-    with pytest.raises(ValueError, match=re.escape(named)) as caught:
-        read(**ASYNC, **options)
-    assert "gives wrong tokens with tpu-inference" in str(caught.value)
-    assert "Add --no-async-scheduling (async_scheduling=False)." in str(caught.value)
-    # Synchronous scheduling is served: set, by default, or with an older vLLM.
-    for is_async in (False, None):
-        config = read(scheduler_config__async_scheduling=is_async)
-        assert not config.restore_tokens
-    assert not read(**options).restore_tokens
+    def check(missing, **options):
+        with pytest.raises(ValueError, match=re.escape(missing)) as caught:
+            read(**ASYNC, **options)
+        assert "Add --no-async-scheduling (async_scheduling=False)." in str(
+            caught.value
+        )
+        # Synchronous scheduling is served: set, by default, or with an older vLLM.
+        for is_async in (False, None):
+            config = read(scheduler_config__async_scheduling=is_async)
+            assert not config.restore_tokens
+        assert not read(**options).restore_tokens
 
-
-def test_tpu_inference_is_served_as_far_as_it_goes(install_tpu_inference):
-    """It can restore lost tokens; it lacks the newer model runner of vLLM."""
-    install_tpu_inference(TPU_INFERENCE)
+    install_vllm(SENT)
     assert read(**ASYNC).restore_tokens
+    check("restore_tokens=true is missing", extra={"restore_tokens": False})
+    install_vllm("req_ids resumed_req_ids")
+    check("Data: num_output_tokens, CachedRequestData: all_token_ids is missing")
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.output", None)
+    check("CachedRequestData (import of vllm.v1.core.sched.output halted")
+
+
+def test_the_newer_model_runner_of_vllm_is_refused(install_vllm):
+    install_vllm(SENT)
     assert read(use_v2_model_runner=False).num_host_blocks == 32
     for is_async in (False, True):
         with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
             read(use_v2_model_runner=True, scheduler_config__async_scheduling=is_async)
-
-
-@pytest.mark.usefixtures("install_tpu_inference")
-def test_async_scheduling_is_served_without_tpu_inference():
-    """By a runner that keeps its tokens, such as those of the tests."""
-    assert not read(**ASYNC).restore_tokens
-    assert not read(**ASYNC, extra={"restore_tokens": False}).restore_tokens
 
 
 def test_latents_are_blocks_like_any_other_but_not_compressed():

@@ -466,11 +466,12 @@ def _check_engine(config: Any) -> None:
             f"speculative_config: method={shown(drafts.method)} must be 'ngram': other "
             "ways, which may add layers to each block, were never tested."
         )
-    if getattr(config, "use_v2_model_runner", False) and tokens.has_tpu_inference():
+    if getattr(config, "use_v2_model_runner", False):
         raise ValueError(
             "use_v2_model_runner must be false (VLLM_USE_V2_MODEL_RUNNER=0): vLLM's "
-            "scheduler then sends a preempted request as a new one, of which "
-            "tpu-inference reads the prompt and not the tokens generated so far."
+            "scheduler then sends a preempted request as a new one, of which JAX "
+            "runners such as tpu-inference's read the prompt and not the tokens "
+            "generated so far."
         )
     if getattr(config.model_config, "runner_type", "generate") == "pooling":
         raise ValueError(
@@ -499,12 +500,10 @@ def _check_engine(config: Any) -> None:
 
 
 def _restores_tokens(config: Any, is_wanted: bool) -> bool:
-    """Whether the worker restores tokens; refuse where they would be lost."""
-    if not tokens.loses_tokens(config):
+    """Whether the worker must restore tokens; refuse if vLLM does not send them."""
+    if not tokens.is_async(config):
         return False
-    if not is_wanted:
-        raise ValueError(tokens.refusal(["restore_tokens=true"]))
-    missing = tokens.missing_features()
+    missing = tokens.missing_from_vllm() if is_wanted else ["restore_tokens=true"]
     if missing:
         raise ValueError(tokens.refusal(missing))
     return True
