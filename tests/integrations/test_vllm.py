@@ -17,6 +17,7 @@ import pytest
 
 from jaxkv import OffloadMetadata, OffloadScheduler, Retention, TransferEngine
 from jaxkv.integrations.vllm import tokens
+from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.integrations.vllm.scheduler import PrefillRate, VllmRequest
 from jaxkv.integrations.vllm.worker import StepMetadata
@@ -950,14 +951,20 @@ def test_transfers_take_no_more_device_memory_than_half_of_what_is_left(
 ):
     left = None
     monkeypatch.setattr(limits, "device_bytes_left", lambda devices: left)
+    monkeypatch.setattr(
+        ConnectorConfig,
+        "flag_that_leaves",
+        lambda config, num_bytes, devices: f"--flag={num_bytes >> 20}",
+    )
     for left, staging in ((None, 256), (512 << 20, 256), (200 << 20, 100)):
         engine = Engine(extra={"num_cpu_blocks": 64})
         moved = engine.runner.connector._worker._worker._engine
         assert moved._staging_bytes == staging << 20, left
     (warning,) = [r.getMessage() for r in vllm_log if r.levelname == "WARNING"]
     assert "staging_bytes is 100 MiB instead of 256, half of what" in warning
+    assert "set --flag=312 if transfers wait" in warning
     left = 63 << 20
-    with pytest.raises(ValueError, match=r"63 MiB of memory left.*--gpu-memory-util"):
+    with pytest.raises(ValueError, match=r"63 MiB of memory left.*set --flag=1\.$"):
         Engine(extra={"num_cpu_blocks": 64})
 
 

@@ -151,6 +151,19 @@ def test_cpu_bytes_become_blocks_of_all_layers():
     assert ConnectorConfig.of(config, cache_config).num_host_blocks == (1 << 20) // 2048
 
 
+def test_the_flag_that_leaves_more_device_memory_has_its_value():
+    devices = [
+        SimpleNamespace(memory_stats=lambda size=size: {"bytes_limit": size << 30})
+        for size in (32, 16)
+    ]
+    flag = read().flag_that_leaves(312 << 20, devices)
+    assert flag == "--gpu-memory-utilization=0.93"
+    # A block of all layers has 512 bytes, on both.
+    fixed = read(cache_config__num_gpu_blocks_override=9000)
+    flag = fixed.flag_that_leaves(1 << 20, devices)
+    assert flag == "--num-gpu-blocks-override=4904"
+
+
 STORE = {"storage": "/kv"}
 BAD_KEYS = [
     ({"cpu_byte_to_use": 1}, "no key 'cpu_byte_to_use': did you mean cpu_bytes_to_use"),

@@ -11,7 +11,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, cast
 
@@ -227,6 +227,8 @@ class ConnectorConfig:
         keep_on_device_reset: Whether a reset of vLLM's prefix cache alone leaves the
             host tier as it is.
         layers: Names of the layers of each group.
+        memory_utilization: The share of device memory that vLLM fills.
+        num_blocks_override: Device blocks set in place of that share; None if not set.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -239,6 +241,22 @@ class ConnectorConfig:
     restore_tokens: bool = False
     keep_on_device_reset: bool = False
     layers: tuple[tuple[str, ...], ...] = ()
+    memory_utilization: float = 0.9
+    num_blocks_override: int | None = None
+
+    def flag_that_leaves(self, num_bytes: int, devices: Collection[Any]) -> str:
+        """Return vLLM's flag, with its value, that leaves more memory on each device.
+
+        No connector exists when vLLM sizes its KV cache, and tpu-inference sets memory
+        aside for the modules of its own connectors alone. It does not read
+        ``--kv-cache-memory-bytes``.
+        """
+        if self.num_blocks_override is not None:
+            num_blocks = -(-num_bytes * len(devices) // self.block_bytes)
+            return f"--num-gpu-blocks-override={self.num_blocks_override - num_blocks}"
+        smallest = min(device.memory_stats()["bytes_limit"] for device in devices)
+        share = self.memory_utilization - num_bytes / smallest
+        return f"--gpu-memory-utilization={math.floor(share * 1000) / 1000}"
 
     @property
     def state_groups(self) -> tuple[int, ...]:
@@ -299,6 +317,8 @@ class ConnectorConfig:
                 tuple(getattr(group, "layer_names", ()))
                 for group in kv_cache_config.kv_cache_groups
             ),
+            vllm_config.cache_config.gpu_memory_utilization,
+            vllm_config.cache_config.num_gpu_blocks_override,
         )
 
 
