@@ -158,6 +158,7 @@ SERVED = {
     "asynchronous": dict(generation="0.32", is_async=True),
     "drafts": dict(generation="0.32", num_drafts=3),
     "asynchronous drafts": dict(generation="0.32", is_async=True, num_drafts=3),
+    "draft model": dict(generation="0.32", num_drafts=3, drafts="eagle3"),
     "hybrid": dict(generation="0.32", windows=(None, 6)),
     "stored together": dict(generation="0.32", extra={"store_batch_blocks": 6}),
     "larger host blocks": dict(generation="0.32", extra={"blocks_per_chunk": 2}),
@@ -206,6 +207,36 @@ def test_every_token_read_equals_the_computed_one(name, seed, monkeypatch):
     assert engine.scheduler.num_external_tokens > 0
     assert engine.scheduler.was_preempted
     assert not engine.runner.connector._worker._targets
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_with_a_draft_model_the_last_block_that_is_found_is_computed(newest, factor):
+    extra = {"blocks_per_chunk": factor}
+    engine = make_warm_engine(num_drafts=2, drafts="eagle3", extra=extra)
+    assert ask(engine, num_output=9) == TOKENS - factor * BLOCK_SIZE
+    forget_device(engine)
+    # What it has answered is stored at its end, all full blocks.
+    answered = reference(range(18), 9)
+    full = (len(answered) - 1) // (factor * BLOCK_SIZE) - 1
+    assert ask(engine, [*answered, 1, 1]) == full * factor * BLOCK_SIZE
+    forget_device(engine)
+    assert ask(engine, range(factor * BLOCK_SIZE + 1)) == 0
+
+
+def test_with_a_draft_model_the_last_full_block_is_not_stored_while_it_decodes(newest):
+    engine = Engine(num_drafts=2, drafts="eagle3")
+    request = Request("decodes", range(18), 12)
+    engine.scheduler.add(request)
+    num_held = []
+    while engine.scheduler.has_requests():
+        engine.step()
+        num_known = request.num_computed_tokens // BLOCK_SIZE
+        stats = engine.offload_scheduler.stats
+        num_held.append((num_known, stats.num_stored))
+    assert any(known > 4 for known, _ in num_held)
+    assert all(stored < known for known, stored in num_held[:-1] if known > 4)
+    engine.run()
+    assert engine.offload_scheduler.stats.num_stored == 29 // BLOCK_SIZE
 
 
 def fail_loads(engine):

@@ -151,6 +151,18 @@ def test_cpu_bytes_become_blocks_of_all_layers():
     assert ConnectorConfig.of(config, cache_config).num_host_blocks == (1 << 20) // 2048
 
 
+def test_a_draft_model_is_served_beside_one_group_of_full_attention():
+    for drops in (False, True):
+        drafts = SimpleNamespace(
+            method="eagle3", use_eagle_block_drop=lambda drops=drops: drops
+        )
+        assert read(speculative_config=drafts).drops_last_block == drops
+        with pytest.raises(ValueError, match=r"'eagle3' cannot be used with .*Sliding"):
+            read(speculative_config=drafts, windows=(None, 6))
+    ngram = SimpleNamespace(method="ngram")
+    assert not read(speculative_config=ngram, windows=(None, 6)).drops_last_block
+
+
 def test_the_flag_that_leaves_more_device_memory_has_its_value():
     devices = [
         SimpleNamespace(memory_stats=lambda size=size: {"bytes_limit": size << 30})
@@ -213,7 +225,7 @@ BAD_ENGINES = [
     (
         "speculative_config",
         SimpleNamespace(method="mtp"),
-        "speculative_config: method='mtp' must be 'ngram'",
+        "speculative_config: method='mtp' must be one of ngram, eagle3",
     ),
     ("model_config__runner_type", "pooling", "has no KV cache to load"),
     ("additional_config", {"enable_continue_decode": True}, "must be false"),

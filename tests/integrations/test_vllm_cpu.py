@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
+    EAGLE,
     LATENTS,
     LORA,
     check_same_answers,
@@ -127,6 +128,25 @@ def test_answers_are_the_same_where_every_second_load_fails(lab):
     check_same_answers(found, expected)
     assert hit_tokens(found) > 1000
     assert "failed loads" in found["log"] or "KV load failure" in found["log"]
+
+
+def test_eagle_drafts_are_those_of_an_engine_without_a_connector(lab):
+    options = {"model": "deep-bfloat16", "engine": {"speculative_config": EAGLE}}
+    expected, found = lab.run_both("drafts", **options)
+    assert tokens_of(found) == tokens_of(expected)
+    assert hit_tokens(found) > 1000
+    spoilt = lab.run("drafts", extra={}, fault="zero drafts", **options)
+    assert tokens_of(spoilt) == tokens_of(expected)
+
+    def share_of_same_drafts(run):
+        made, other = expected["noted"]["drafts"], run["noted"]["drafts"]
+        both = made.keys() & other.keys()
+        assert len(both) > 100
+        return sum(made[key] == other[key] for key in both) / len(both)
+
+    assert share_of_same_drafts(found) > 0.97
+    # The control: what a draft model reads is loaded.
+    assert share_of_same_drafts(spoilt) < 0.9
 
 
 def test_the_core_may_have_a_process_of_its_own(lab):

@@ -43,6 +43,9 @@ _SIZES = (
     "prefill_context_parallel_size",
 )
 
+# Ways to make drafts.
+_DRAFTS = ("ngram", "eagle3")
+
 # Files that only one engine may write. `_RANK` in their paths becomes its rank.
 _FILES_OF_ENGINE = ("record", "policy_state")
 _RANK = "{rank}"
@@ -229,6 +232,8 @@ class ConnectorConfig:
         layers: Names of the layers of each group.
         memory_utilization: The share of device memory that vLLM fills.
         num_blocks_override: Device blocks set in place of that share; None if not set.
+        drops_last_block: Whether a request computes the last block that it finds, as
+            the draft model's KV there depends on the next token.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -243,6 +248,7 @@ class ConnectorConfig:
     layers: tuple[tuple[str, ...], ...] = ()
     memory_utilization: float = 0.9
     num_blocks_override: int | None = None
+    drops_last_block: bool = False
 
     def flag_that_leaves(self, num_bytes: int, devices: Collection[Any]) -> str:
         """Return vLLM's flag, with its value, that leaves more memory on each device.
@@ -283,6 +289,7 @@ class ConnectorConfig:
         offload, own = read_extra_config(extra)
         offload = _with_files_of_engine(offload, _engine_rank(vllm_config))
         _check_states(groups, offload)
+        drops_last_block = _drops_last_block(vllm_config, groups)
         block_bytes = _block_bytes(kv_cache_config, groups)
         groups_of_layers = map(_layers_of, kv_cache_config.kv_cache_groups)
         if offload.compression is not None and any(map(_are_latents, groups_of_layers)):
@@ -319,6 +326,7 @@ class ConnectorConfig:
             ),
             vllm_config.cache_config.gpu_memory_utilization,
             vllm_config.cache_config.num_gpu_blocks_override,
+            drops_last_block,
         )
 
 
@@ -481,10 +489,11 @@ def _check_engine(config: Any) -> None:
             "prefix cache as keys."
         )
     drafts = getattr(config, "speculative_config", None)
-    if drafts is not None and drafts.method != "ngram":
+    if drafts is not None and drafts.method not in _DRAFTS:
         raise ValueError(
-            f"speculative_config: method={shown(drafts.method)} must be 'ngram': other "
-            "ways, which may add layers to each block, were never tested."
+            f"speculative_config: method={shown(drafts.method)} must be one of "
+            f"{', '.join(_DRAFTS)}: others, which may add layers to each block, were "
+            "never tested."
         )
     if getattr(config, "use_v2_model_runner", False):
         raise ValueError(
@@ -582,6 +591,19 @@ def _check_states(groups: tuple[GroupSpec, ...], offload: OffloadConfig) -> None
                 f"{name}={shown(value)} cannot be used with a model that has states "
                 "(Mamba, gated delta nets)."
             )
+
+
+def _drops_last_block(config: Any, groups: tuple[GroupSpec, ...]) -> bool:
+    """Whether vLLM drops the last block of a hit; refuse drafts beside other groups."""
+    drafts = getattr(config, "speculative_config", None)
+    if drafts is None or drafts.method == "ngram":
+        return False
+    if [type(group) for group in groups] != [FullAttention]:
+        raise ValueError(
+            f"speculative_config: method={shown(drafts.method)} cannot be used with "
+            f"{groups}: a draft's layers were tested in one group of full attention."
+        )
+    return bool(drafts.use_eagle_block_drop())
 
 
 def _layers_of(group: Any) -> list[Any]:

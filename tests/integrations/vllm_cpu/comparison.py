@@ -26,6 +26,7 @@ WAIT_S = 1800
 PLAIN = {"model": "llama-float32"}
 SHARED = ("conversations", "salts", "resets", "new_weights")
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+EAGLE = {"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}
 # Latents as tpu-inference asks for them; its pages have 32 tokens, or a multiple. With
 # latents that are not quantised its weights, and so all answers, are NaN.
 LATENTS = {
