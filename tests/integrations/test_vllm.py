@@ -17,6 +17,7 @@ import pytest
 
 from jaxkv import OffloadMetadata, OffloadScheduler, Retention, TransferEngine
 from jaxkv.integrations.vllm import tokens
+from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.integrations.vllm.scheduler import PrefillRate, VllmRequest
 from jaxkv.integrations.vllm.worker import StepMetadata
@@ -109,8 +110,7 @@ def test_a_compressed_prompt_comes_back_nearly_as_it_was(newest, compression):
 
 def test_a_worker_refuses_runners_that_it_cannot_serve(newest, monkeypatch):
     """Those whose lost tokens cannot be restored, or whose heads have no scales."""
-    monkeypatch.setattr(tokens, "has_tpu_inference", lambda: True)
-    monkeypatch.setattr(tokens, "missing_features", lambda: [])
+    monkeypatch.setattr(tokens, "missing_from_vllm", lambda: [])
     is_async = {"scheduler_config__async_scheduling": True}
     for options, message in [
         (is_async, r"SimpleNamespace\._pre_async_results is missing"),
@@ -158,6 +158,7 @@ SERVED = {
     "asynchronous": dict(generation="0.32", is_async=True),
     "drafts": dict(generation="0.32", num_drafts=3),
     "asynchronous drafts": dict(generation="0.32", is_async=True, num_drafts=3),
+    "draft model": dict(generation="0.32", num_drafts=3, drafts="eagle3"),
     "hybrid": dict(generation="0.32", windows=(None, 6)),
     "stored together": dict(generation="0.32", extra={"store_batch_blocks": 6}),
     "larger host blocks": dict(generation="0.32", extra={"blocks_per_chunk": 2}),
@@ -206,6 +207,36 @@ def test_every_token_read_equals_the_computed_one(name, seed, monkeypatch):
     assert engine.scheduler.num_external_tokens > 0
     assert engine.scheduler.was_preempted
     assert not engine.runner.connector._worker._targets
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_with_a_draft_model_the_last_block_that_is_found_is_computed(newest, factor):
+    extra = {"blocks_per_chunk": factor}
+    engine = make_warm_engine(num_drafts=2, drafts="eagle3", extra=extra)
+    assert ask(engine, num_output=9) == TOKENS - factor * BLOCK_SIZE
+    forget_device(engine)
+    # What it has answered is stored at its end, all full blocks.
+    answered = reference(range(18), 9)
+    full = (len(answered) - 1) // (factor * BLOCK_SIZE) - 1
+    assert ask(engine, [*answered, 1, 1]) == full * factor * BLOCK_SIZE
+    forget_device(engine)
+    assert ask(engine, range(factor * BLOCK_SIZE + 1)) == 0
+
+
+def test_with_a_draft_model_the_last_full_block_is_not_stored_while_it_decodes(newest):
+    engine = Engine(num_drafts=2, drafts="eagle3")
+    request = Request("decodes", range(18), 12)
+    engine.scheduler.add(request)
+    num_held = []
+    while engine.scheduler.has_requests():
+        engine.step()
+        num_known = request.num_computed_tokens // BLOCK_SIZE
+        stats = engine.offload_scheduler.stats
+        num_held.append((num_known, stats.num_stored))
+    assert any(known > 4 for known, _ in num_held)
+    assert all(stored < known for known, stored in num_held[:-1] if known > 4)
+    engine.run()
+    assert engine.offload_scheduler.stats.num_stored == 29 // BLOCK_SIZE
 
 
 def fail_loads(engine):
@@ -951,14 +982,20 @@ def test_transfers_take_no_more_device_memory_than_half_of_what_is_left(
 ):
     left = None
     monkeypatch.setattr(limits, "device_bytes_left", lambda devices: left)
+    monkeypatch.setattr(
+        ConnectorConfig,
+        "flag_that_leaves",
+        lambda config, num_bytes, devices: f"--flag={num_bytes >> 20}",
+    )
     for left, staging in ((None, 256), (512 << 20, 256), (200 << 20, 100)):
         engine = Engine(extra={"num_cpu_blocks": 64})
         moved = engine.runner.connector._worker._worker._engine
         assert moved._staging_bytes == staging << 20, left
     (warning,) = [r.getMessage() for r in vllm_log if r.levelname == "WARNING"]
     assert "staging_bytes is 100 MiB instead of 256, half of what" in warning
+    assert "set --flag=312 if transfers wait" in warning
     left = 63 << 20
-    with pytest.raises(ValueError, match=r"63 MiB of memory left.*--gpu-memory-util"):
+    with pytest.raises(ValueError, match=r"63 MiB of memory left.*set --flag=1\.$"):
         Engine(extra={"num_cpu_blocks": 64})
 
 

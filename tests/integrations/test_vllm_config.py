@@ -1,9 +1,10 @@
 """Configurations that vLLM's connector accepts and refuses."""
 
 import dataclasses
-import importlib
 import re
 import sys
+import types
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -150,6 +151,31 @@ def test_cpu_bytes_become_blocks_of_all_layers():
     assert ConnectorConfig.of(config, cache_config).num_host_blocks == (1 << 20) // 2048
 
 
+def test_a_draft_model_is_served_beside_one_group_of_full_attention():
+    for drops in (False, True):
+        drafts = SimpleNamespace(
+            method="eagle3", use_eagle_block_drop=lambda drops=drops: drops
+        )
+        assert read(speculative_config=drafts).drops_last_block == drops
+        with pytest.raises(ValueError, match=r"'eagle3' cannot be used with .*Sliding"):
+            read(speculative_config=drafts, windows=(None, 6))
+    ngram = SimpleNamespace(method="ngram")
+    assert not read(speculative_config=ngram, windows=(None, 6)).drops_last_block
+
+
+def test_the_flag_that_leaves_more_device_memory_has_its_value():
+    devices = [
+        SimpleNamespace(memory_stats=lambda size=size: {"bytes_limit": size << 30})
+        for size in (32, 16)
+    ]
+    flag = read().flag_that_leaves(312 << 20, devices)
+    assert flag == "--gpu-memory-utilization=0.93"
+    # A block of all layers has 512 bytes, on both.
+    fixed = read(cache_config__num_gpu_blocks_override=9000)
+    flag = fixed.flag_that_leaves(1 << 20, devices)
+    assert flag == "--num-gpu-blocks-override=4904"
+
+
 STORE = {"storage": "/kv"}
 BAD_KEYS = [
     ({"cpu_byte_to_use": 1}, "no key 'cpu_byte_to_use': did you mean cpu_bytes_to_use"),
@@ -186,7 +212,7 @@ BAD_KEYS = [
 PARALLEL = "parallel_config__{}".format
 BAD_ENGINES = [
     (PARALLEL("pipeline_parallel_size"), 2, "parallel_size=2 must be"),
-    (PARALLEL("data_parallel_size"), 2, "data_parallel_size=2 must be 1"),
+    (PARALLEL("data_parallel_size"), 2, "data_parallel_size=2 must be 1: this vLLM's"),
     (PARALLEL("decode_context_parallel_size"), 2, "must be 1"),
     (
         PARALLEL("distributed_executor_backend"),
@@ -198,7 +224,7 @@ BAD_ENGINES = [
     (
         "speculative_config",
         SimpleNamespace(method="mtp"),
-        "speculative_config: method='mtp' must be 'ngram'",
+        "speculative_config: method='mtp' must be one of ngram, eagle3",
     ),
     ("model_config__runner_type", "pooling", "has no KV cache to load"),
     ("additional_config", {"enable_continue_decode": True}, "must be false"),
@@ -214,111 +240,101 @@ def test_invalid_keys_and_unsupported_engines_are_refused():
             read(**options)
 
 
-TPU_INFERENCE = {
-    "persistent_batch_manager": """
-class PersistentBatchManager:
-    def update_states(self, scheduler_output, get_mrope_input_positions_fn): ...
-""",
-    "input_batch": """
-class CachedRequestState:
-    def __init__(self, prompt_token_ids, output_token_ids): ...
-""",
-    "tpu_runner": """
-class AsyncPreResults:
-    def __init__(self, request_seq_lens, placeholder_req_id_to_index): ...
-""",
+SINGLE = {
+    "sharding_config": SimpleNamespace(total_dp_size=1),
+    "parallel_config__data_parallel_index": 0,
+    "kv_transfer_config__engine_id": "0b5e",
 }
-VLLM_OUTPUT = """
-class CachedRequestData:
-    def __init__(self, req_ids, resumed_req_ids, num_output_tokens, all_token_ids): ...
-"""
+# vLLM's configuration of an engine of rank 2, in its own process.
+DENSE = {
+    "sharding_config": SimpleNamespace(total_dp_size=1),
+    "parallel_config__data_parallel_index": 2,
+    "kv_transfer_config__engine_id": "0b5e_dp2",
+}
+EXPERTS = DENSE | {"parallel_config__data_parallel_size": 4}
+FIRST = {
+    "sharding_config": SimpleNamespace(total_dp_size=1),
+    "parallel_config__data_parallel_index": 0,
+    "kv_transfer_config__engine_id": "0b5e_dp0",
+}
 
 
-@pytest.fixture
-def install_tpu_inference(tmp_path, monkeypatch):
-    """Replace the installed tpu-inference and vLLM by such modules, or by none."""
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    known = set(sys.modules)
-    for name in known:
-        if name.partition(".")[0] in ("tpu_inference", "vllm"):
-            monkeypatch.delitem(sys.modules, name)
-    importlib.invalidate_caches()
+def hazard(path):
+    return {"eviction_policy": "hazard", "policy_state": path}
 
-    def install(modules, output=VLLM_OUTPUT):
-        runner = tmp_path / "tpu_inference" / "runner"
-        core = tmp_path / "vllm" / "v1" / "core" / "sched"
-        for folder in (runner, core):
-            folder.mkdir(parents=True)
-        (tmp_path / "tpu_inference" / "__init__.py").touch()
-        for name, text in modules.items():
-            (runner / f"{name}.py").write_text(text)
-        (core / "output.py").write_text(output)
-        importlib.invalidate_caches()
 
-    yield install
-    for name in set(sys.modules) - known:
-        if name.partition(".")[0] in ("tpu_inference", "vllm"):
-            del sys.modules[name]
+@pytest.mark.parametrize(
+    ("engine", "rank"), [(SINGLE, 0), (FIRST, 0), (DENSE, 2), (EXPERTS, 2)]
+)
+def test_each_engine_of_data_parallelism_is_served_and_writes_its_own_files(
+    engine, rank
+):
+    extra = hazard("/kv/{rank}/learned") | {"record": "/kv/asked-{rank}.jsonl.gz"}
+    offload = read(extra=extra, **engine).offload
+    assert offload.policy_state == f"/kv/{rank}/learned"
+    assert offload.record == f"/kv/asked-{rank}.jsonl.gz"
+
+
+def test_a_file_that_several_engines_would_share_is_refused():
+    for extra, right in [
+        ({"record": "/kv.d/asked.jsonl.gz"}, "record='/kv.d/asked-{rank}.jsonl.gz'"),
+        (hazard("learned"), "policy_state='learned-{rank}'"),
+    ]:
+        (_, path) = list(extra.items())[-1]
+        name, _, example = right.partition("=")
+        message = f"{name}={path!r} must contain {{rank}}, such as {example}: --data"
+        for engine in (FIRST, DENSE, EXPERTS):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                read(extra=extra, **engine)
+        assert getattr(read(extra=extra, **SINGLE).offload, name) == path
 
 
 ASYNC = {"scheduler_config__async_scheduling": True}
-MISSING = {
-    "a module": (
-        {"modules": {**TPU_INFERENCE, "tpu_runner": "import nothing_like_it"}},
-        {},
-        "tpu_inference.runner.tpu_runner (No module named 'nothing_like_it') is m",
-    ),
-    "a class": (
-        {"modules": {**TPU_INFERENCE, "persistent_batch_manager": ""}},
-        {},
-        "persistent_batch_manager.PersistentBatchManager.update_states is missing",
-    ),
-    "fields": (
-        {"modules": TPU_INFERENCE, "output": "class CachedRequestData: ..."},
-        {},
-        "CachedRequestData: num_output_tokens, "
-        "vllm.v1.core.sched.output.CachedRequestData: all_token_ids is missing",
-    ),
-    "the key": (
-        {"modules": TPU_INFERENCE},
-        {"extra": {"restore_tokens": False}},
-        "restore_tokens=true is missing",
-    ),
-}
+SENT = "req_ids resumed_req_ids num_output_tokens all_token_ids"
 
 
-@pytest.mark.parametrize("case", MISSING)
+@pytest.fixture
+def install_vllm(monkeypatch):
+    """Replace vLLM's output of a step by one with some fields."""
+
+    def install(fields):
+        output = types.ModuleType("vllm.v1.core.sched.output")
+        output.CachedRequestData = namedtuple("CachedRequestData", fields)
+        monkeypatch.setitem(sys.modules, output.__name__, output)
+
+    return install
+
+
 def test_async_scheduling_is_refused_where_lost_tokens_cannot_be_restored(
-    case, install_tpu_inference
+    install_vllm, monkeypatch
 ):
-    installed, options, named = MISSING[case]
-    install_tpu_inference(**installed)
-    with pytest.raises(ValueError, match=re.escape(named)) as caught:
-        read(**ASYNC, **options)
-    assert "gives wrong tokens with tpu-inference" in str(caught.value)
-    assert "Add --no-async-scheduling (async_scheduling=False)." in str(caught.value)
-    # Synchronous scheduling is served: set, by default, or with an older vLLM.
-    for is_async in (False, None):
-        config = read(scheduler_config__async_scheduling=is_async)
-        assert not config.restore_tokens
-    assert not read(**options).restore_tokens
+    def check(missing, **options):
+        with pytest.raises(ValueError, match=re.escape(missing)) as caught:
+            read(**ASYNC, **options)
+        assert "Add --no-async-scheduling (async_scheduling=False)." in str(
+            caught.value
+        )
+        # Synchronous scheduling is served: set, by default, or with an older vLLM.
+        for is_async in (False, None):
+            config = read(scheduler_config__async_scheduling=is_async)
+            assert not config.restore_tokens
+        assert not read(**options).restore_tokens
 
-
-def test_tpu_inference_is_served_as_far_as_it_goes(install_tpu_inference):
-    """It can restore lost tokens; it lacks the newer model runner of vLLM."""
-    install_tpu_inference(TPU_INFERENCE)
+    install_vllm(SENT)
     assert read(**ASYNC).restore_tokens
+    check("restore_tokens=true is missing", extra={"restore_tokens": False})
+    install_vllm("req_ids resumed_req_ids")
+    check("Data: num_output_tokens, CachedRequestData: all_token_ids is missing")
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.output", None)
+    check("CachedRequestData (import of vllm.v1.core.sched.output halted")
+
+
+def test_the_newer_model_runner_of_vllm_is_refused(install_vllm):
+    install_vllm(SENT)
     assert read(use_v2_model_runner=False).num_host_blocks == 32
     for is_async in (False, True):
         with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
             read(use_v2_model_runner=True, scheduler_config__async_scheduling=is_async)
-
-
-@pytest.mark.usefixtures("install_tpu_inference")
-def test_async_scheduling_is_served_without_tpu_inference():
-    """By a runner that keeps its tokens, such as those of the tests."""
-    assert not read(**ASYNC).restore_tokens
-    assert not read(**ASYNC, extra={"restore_tokens": False}).restore_tokens
 
 
 def test_latents_are_blocks_like_any_other_but_not_compressed():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
+    EAGLE,
     LATENTS,
     LORA,
     check_same_answers,
@@ -42,6 +43,7 @@ SERVED = {
     },
     "bfloat16": {"model": "llama-bfloat16"},
 }
+DRAFTS = {"model": "deep-bfloat16", "engine": {"speculative_config": EAGLE}}
 ADAPTER_LOADS = (
     "first",
     "unchanged",
@@ -127,6 +129,29 @@ def test_answers_are_the_same_where_every_second_load_fails(lab):
     check_same_answers(found, expected)
     assert hit_tokens(found) > 1000
     assert "failed loads" in found["log"] or "KV load failure" in found["log"]
+
+
+def share_of_same_drafts(found, expected):
+    made, wanted = found["noted"]["drafts"], expected["noted"]["drafts"]
+    both = made.keys() & wanted.keys()
+    assert len(both) > 100
+    return sum(made[key] == wanted[key] for key in both) / len(both)
+
+
+def test_eagle_drafts_are_those_of_an_engine_without_a_connector(lab):
+    expected, found = lab.run_both("drafts", **DRAFTS)
+    assert tokens_of(found) == tokens_of(expected)
+    assert hit_tokens(found) > 1000
+    assert share_of_same_drafts(found, expected) > 0.97
+
+
+@pytest.mark.long
+def test_drafts_differ_where_loaded_blocks_of_the_draft_model_are_zero(lab):
+    """The control: a draft model reads what is loaded, and answers stay the same."""
+    expected = lab.run("drafts", **DRAFTS)
+    found = lab.run("drafts", extra={}, fault="zero drafts", **DRAFTS)
+    assert tokens_of(found) == tokens_of(expected)
+    assert share_of_same_drafts(found, expected) < 0.9
 
 
 def test_the_core_may_have_a_process_of_its_own(lab):
@@ -273,3 +298,26 @@ def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_p
         assert texts_of(ask, prompts) == first
         assert metric("vllm:external_prefix_cache_hits_total") == hits
     assert "host tier of 400 blocks" in log.read_text()
+
+
+def test_each_engine_of_data_parallel_size_has_its_own_host_tier_record_and_label(
+    lab, tmp_path
+):
+    prompts = np.random.default_rng(0).integers(0, 256, (6, 160)).tolist()
+    extra = {"record": str(tmp_path / "asked-{rank}.jsonl")}
+    words = ["--data-parallel-size", "2"]
+    words += ["--kv-transfer-config", json.dumps(transfer_config(extra))]
+    with server(lab, tmp_path / "log", *words) as ask:
+        first = texts_of(ask, prompts, {"X-data-parallel-rank": "1"})
+        assert len(set(first)) > 3
+        assert texts_of(ask, prompts, {"X-data-parallel-rank": "1"}) == first
+        assert texts_of(ask, prompts[:1], {"X-data-parallel-rank": "0"}) == first[:1]
+        page = ask("/metrics")
+        loaded, held = (
+            [metric_of(page, f"jaxkv:kv_offload_{name}", engine) for engine in "01"]
+            for name in ("blocks_loaded_total", "host_blocks_held")
+        )
+    assert loaded[0] == 0
+    assert loaded[1] >= 4 * 9
+    assert held[1] > held[0] > 0
+    assert all((tmp_path / f"asked-{rank}.jsonl").exists() for rank in range(2))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
+    EAGLE,
     LATENTS,
     check_same_answers,
     hit_tokens,
@@ -28,6 +29,12 @@ MODELS = {
     "bfloat16": {"model": "llama-bfloat16", "num_blocks": 48, "is_fixed": True},
     "latents": LATENTS | {"num_blocks": 24},
     "states": {"model": "deltas-float32", "num_blocks": 40},
+    "eagle": {
+        "model": "deep-bfloat16",
+        "num_blocks": 64,
+        "is_fixed": True,
+        "engine": {"speculative_config": EAGLE},
+    },
 }
 
 NGRAM = {
@@ -93,6 +100,14 @@ def test_latents_are_the_same_under_pressure(lab):
     # cut into chunks.
     check_same_answers(found, expected, 0.01)
     check_pressure(found, 2)
+
+
+@pytest.mark.long
+def test_answers_with_a_draft_model_are_the_same_under_pressure(lab):
+    expected, found = run_both(lab, "eagle", 1)
+    check_same_answers(found, expected)
+    assert sum(found["preemptions"]) > 0
+    assert hit_tokens(found) > 1000
 
 
 @pytest.mark.long

@@ -7,7 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from jaxkv.integrations.vllm import namespace
-from jaxkv.integrations.vllm.namespace import encode, namespace_of, summary
+from jaxkv.integrations.vllm.namespace import (
+    _versions,
+    encode,
+    namespace_of,
+    summary,
+)
 from tests.rigs import fake_vllm
 from tests.rigs.fake_vllm import make_configs
 
@@ -16,7 +21,7 @@ ENVIRON = {"PYTHONHASHSEED": "0"}
 
 @pytest.fixture(autouse=True)
 def no_versions(monkeypatch):
-    monkeypatch.setattr(namespace, "_versions", dict)
+    monkeypatch.setattr(namespace, "_versions", lambda sharding: {})
 
 
 @pytest.fixture
@@ -80,7 +85,8 @@ OTHERS = {
 def test_whatever_changes_the_bytes_of_blocks_makes_another(model, monkeypatch):
     spaces = {name: encode(space(model, **options)) for name, options in OTHERS.items()}
     spaces["first"] = encode(space(model))
-    monkeypatch.setattr(namespace, "_versions", lambda: {"tpu-inference": "0.33"})
+    versions = {"tpu-inference": "0.33"}
+    monkeypatch.setattr(namespace, "_versions", lambda sharding: versions)
     spaces["versions"] = encode(space(model))
     assert len(set(spaces.values())) == len(spaces)
 
@@ -93,6 +99,21 @@ def test_a_line_tells_which_part_differs(model):
 
     one, other = parts(), parts(cache_config__cache_dtype="fp8")
     assert [name for name in one if one[name] != other[name]] == ["cache"]
+
+
+def test_the_version_of_the_runners_package_counts_whatever_its_name(
+    tmp_path, monkeypatch
+):
+    metadata = tmp_path / "renamed_runner-7.5.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: renamed_runner\nVersion: 7.5\n"
+    )
+    (metadata / "top_level.txt").write_text("renamed_modules\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sharding = type("Sharding", (), {"__module__": "renamed_modules.sharding"})()
+    assert _versions(sharding)["renamed-runner"] == "7.5"
+    assert "renamed-runner" not in _versions(None)
 
 
 def test_without_a_seed_versions_with_one_of_their_own_are_served(model, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,14 +11,14 @@ from jaxkv.integrations.vllm.tokens import TokenRestorer
 
 
 @dataclasses.dataclass
-class State:
+class CachedRequestState:
     req_id: str
     prompt_token_ids: list
     output_token_ids: list
 
 
 @dataclasses.dataclass
-class Results:
+class AsyncPreResults:
     request_seq_lens: list
     placeholder_req_id_to_index: dict
 
@@ -39,10 +40,16 @@ class Manager:
         return get_positions()
 
 
+class Runner:
+    """One whose module has no name that is known."""
+
+    def __init__(self, manager):
+        self.persistent_batch_manager = manager
+        self._pre_async_results = None
+
+
 def make_runner(*states, in_batch=()):
-    return SimpleNamespace(
-        persistent_batch_manager=Manager(states, in_batch), _pre_async_results=None
-    )
+    return Runner(Manager(states, in_batch))
 
 
 def make_step(num_outputs, ids, resumed=(), new=()):
@@ -61,10 +68,10 @@ def update(runner, step):
 
 
 def test_a_request_that_is_added_again_has_the_tokens_of_the_scheduler():
-    left_out = State("left out", [1, 2], [3, 0])
-    preempted = State("preempted", [1], [7, 8, 0])
-    unanswered = State("unanswered", [1, 2, 3], [])
-    running = State("running", [1], [5, 0])
+    left_out = CachedRequestState("left out", [1, 2], [3, 0])
+    preempted = CachedRequestState("preempted", [1], [7, 8, 0])
+    unanswered = CachedRequestState("unanswered", [1, 2, 3], [])
+    running = CachedRequestState("running", [1], [5, 0])
     runner = make_runner(left_out, preempted, unanswered, running, in_batch=["running"])
     restorer = TokenRestorer.install(runner)
     shared = left_out.output_token_ids
@@ -81,7 +88,9 @@ def test_a_request_that_is_added_again_has_the_tokens_of_the_scheduler():
 
 def test_ids_that_stop_coming_end_the_step_before_anything_changes():
     for ids, num in (({}, 0), ({"b": [1, 2, 3]}, 3)):
-        runner = make_runner(State("a", [1], [0]), State("b", [1, 2], [3, 0]))
+        runner = make_runner(
+            CachedRequestState("a", [1], [0]), CachedRequestState("b", [1, 2], [3, 0])
+        )
         restorer = TokenRestorer.install(runner)
         said = f"sent {num} token ids instead of those of its 2 prompt and 2 output"
         with pytest.raises(RuntimeError, match=said) as caught:
@@ -108,14 +117,17 @@ def test_ids_that_stop_coming_end_the_step_before_anything_changes():
     ids=["forced preemption", "streamed input"],
 )
 def test_results_of_a_request_that_begins_again_are_withdrawn(step, left):
-    again, other = State("again", [1], [2, 3, 0]), State("other", [1], [4, 0])
+    again, other = (
+        CachedRequestState("again", [1], [2, 3, 0]),
+        CachedRequestState("other", [1], [4, 0]),
+    )
     runner = make_runner(again, other, in_batch=["again", "other"])
     results = [(0, again, 4), (1, other, 3)]
-    runner._pre_async_results = Results(results, {"again": 0, "other": 1})
+    runner._pre_async_results = AsyncPreResults(results, {"again": 0, "other": 1})
     TokenRestorer.install(runner)
     update(runner, step)
     assert again.output_token_ids == left
-    assert runner._pre_async_results == Results([(1, other, 3)], {"other": 1})
+    assert runner._pre_async_results == AsyncPreResults([(1, other, 3)], {"other": 1})
 
 
 def test_installing_twice_wraps_once_and_is_logged_once(caplog):
@@ -128,10 +140,18 @@ def test_installing_twice_wraps_once_and_is_logged_once(caplog):
     assert "restore_tokens=false" in record.getMessage()
 
 
-def test_a_runner_that_lacks_what_is_needed_is_refused():
+def test_a_runner_that_lacks_what_is_needed_is_refused(monkeypatch):
+    def check(runner, name):
+        with pytest.raises(ValueError, match=rf"{name}[\w.]* is missing") as caught:
+            TokenRestorer.install(runner)
+        assert "Add --no-async-scheduling" in str(caught.value)
+        manager = getattr(runner, "persistent_batch_manager", None)
+        assert not isinstance(getattr(manager, "update_states", None), TokenRestorer)
+
     manager = "persistent_batch_manager"
     for path in (
         "_pre_async_results",
+        manager,
         f"{manager}.requests",
         f"{manager}.input_batch.req_id_to_index",
     ):
@@ -140,7 +160,22 @@ def test_a_runner_that_lacks_what_is_needed_is_refused():
         for part in owner:
             holder = getattr(holder, part)
         delattr(holder, name)
-        with pytest.raises(ValueError, match=rf"{name} is missing"):
-            TokenRestorer.install(runner)
-        update_states = runner.persistent_batch_manager.update_states
-        assert not isinstance(update_states, TokenRestorer)
+        check(runner, name)
+
+    @dataclasses.dataclass
+    class Renamed:
+        prompt_token_ids: list
+        request_seq_lens: list
+
+    runner, here = make_runner(), sys.modules[__name__]
+    for name, field in (
+        ("CachedRequestState", "output_token_ids"),
+        ("AsyncPreResults", "placeholder_req_id_to_index"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(here, name, Renamed)
+            check(runner, f"Renamed: {field}")
+            patch.delattr(here, name)
+            check(runner, rf"test_vllm_tokens\.{name}")
+    runner.persistent_batch_manager.update_states = lambda output, positions: None
+    check(runner, "<lambda>: scheduler_output")

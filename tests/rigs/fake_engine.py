@@ -660,6 +660,7 @@ class Engine:
         num_blocks=24,
         is_async=False,
         num_drafts=0,
+        drafts="ngram",
         extra=None,
         model="model",
     ):
@@ -667,7 +668,9 @@ class Engine:
             extra=extra, windows=windows, num_blocks=num_blocks, model=model
         )
         if num_drafts:
-            config.speculative_config = SimpleNamespace(method="ngram")
+            config.speculative_config = SimpleNamespace(
+                method=drafts, use_eagle_block_drop=lambda: drafts != "ngram"
+            )
         newer = generation == "0.32"
         own, other = (
             create_connector(config, role, cache_config)

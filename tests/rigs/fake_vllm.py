@@ -276,6 +276,8 @@ def make_configs(
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256",
             cache_dtype="auto",
+            gpu_memory_utilization=0.95,
+            num_gpu_blocks_override=None,
         ),
         model_config=types.SimpleNamespace(
             max_model_len=48,

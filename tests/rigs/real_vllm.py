@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.integrations.vllm import tokens
+from jaxkv.integrations.vllm.tokens import TokenRestorer
 from tests.integrations.vllm_cpu.lab import environ
 from tests.rigs.fake_engine import Runner, slot
 
@@ -44,8 +44,8 @@ def engine_maker(folder, monkeypatch):
     for name, value in environ(folder).items():
         if name != "PYTHONPATH":  # This process has no use for the plugin.
             monkeypatch.setenv(name, value)
-    # tpu-inference comes with vllm-tpu and loses tokens; this runner does not.
-    monkeypatch.setattr(tokens, "has_tpu_inference", lambda: False)
+    # This runner loses no tokens, and has nothing that they could be restored in.
+    monkeypatch.setattr(TokenRestorer, "install", lambda runner: None)
     (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     return lambda **options: RealEngine(str(folder), **options)
 

@@ -11,7 +11,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, cast
 
@@ -38,14 +38,20 @@ from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
 DEFAULT_HOST_BYTES = 8 << 30
 _SCALE_BYTES = 4
 
-# These must be 1: the connector was never tested with more schedulers, workers or kinds
-# of block ids.
+# These must be 1: the connector was never tested with more workers or kinds of block
+# ids.
 _SIZES = (
     "pipeline_parallel_size",
-    "data_parallel_size",
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
+
+# Ways to make drafts.
+_DRAFTS = ("ngram", "eagle3")
+
+# Files that only one engine may write. `_RANK` in their paths becomes its rank.
+_FILES_OF_ENGINE = ("record", "policy_state")
+_RANK = "{rank}"
 
 # Keys of `OffloadConfig` that vLLM has another name for, or docs/vllm.md another text:
 # key -> (vLLM's name, the text or nothing).
@@ -230,6 +236,10 @@ class ConnectorConfig:
         num_hosts: Hosts with a worker, each with a part of every block.
         num_ranks: Ranks of data or attention parallelism, each with a scheduler and an
             equal part of the host blocks.
+        memory_utilization: The share of device memory that vLLM fills.
+        num_blocks_override: Device blocks set in place of that share; None if not set.
+        drops_last_block: Whether a request computes the last block that it finds, as
+            the draft model's KV there depends on the next token.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -244,11 +254,29 @@ class ConnectorConfig:
     layers: tuple[tuple[str, ...], ...] = ()
     num_hosts: int = 1
     num_ranks: int = 1
+    memory_utilization: float = 0.9
+    num_blocks_override: int | None = None
+    drops_last_block: bool = False
 
     @property
     def rank_host_blocks(self) -> int:
         """Number of host blocks of each rank."""
         return self.num_host_blocks // self.num_ranks
+
+    def flag_that_leaves(self, num_bytes: int, devices: Collection[Any]) -> str:
+        """Return vLLM's flag, with its value, that leaves more memory on each device.
+
+        No connector exists when vLLM sizes its KV cache, and tpu-inference sets memory
+        aside for the modules of its own connectors alone. It does not read
+        ``--kv-cache-memory-bytes``.
+        """
+        if self.num_blocks_override is not None:
+            num_devices = len(devices) * self.num_hosts
+            num_blocks = -(-num_bytes * num_devices // self.block_bytes)
+            return f"--num-gpu-blocks-override={self.num_blocks_override - num_blocks}"
+        smallest = min(device.memory_stats()["bytes_limit"] for device in devices)
+        share = self.memory_utilization - num_bytes / smallest
+        return f"--gpu-memory-utilization={math.floor(share * 1000) / 1000}"
 
     @property
     def state_groups(self) -> tuple[int, ...]:
@@ -277,9 +305,16 @@ class ConnectorConfig:
         _check_hashes(vllm_config.cache_config, kv_cache_config, groups)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         offload, own = read_extra_config(extra)
+        offload = _with_files_of_engine(offload, _engine_rank(vllm_config))
         _check_states(groups, offload)
+        drops_last_block = _drops_last_block(vllm_config, groups)
         hosts = num_hosts(vllm_config.parallel_config)
         num_ranks = _num_ranks(vllm_config)
+        if drops_last_block and (hosts > 1 or num_ranks > 1):
+            raise ValueError(
+                "speculative_config: method='eagle3' needs one host and one rank, not "
+                f"{hosts} and {num_ranks}: more was never tested."
+            )
         if num_ranks > 1:
             _check_ranks(num_ranks, hosts, groups, offload)
         num_blocks = kv_cache_config.num_blocks
@@ -329,6 +364,9 @@ class ConnectorConfig:
             ),
             hosts,
             num_ranks,
+            vllm_config.cache_config.gpu_memory_utilization,
+            vllm_config.cache_config.num_gpu_blocks_override,
+            drops_last_block,
         )
 
     def make_rules(self) -> OffloadRules:
@@ -434,6 +472,39 @@ def _storage_of(
     )
 
 
+def _engine_rank(config: Any) -> int | None:
+    """Return the rank of an engine of ``--data-parallel-size``; None for a single one.
+
+    vLLM resets the data-parallel size of an engine of a dense model to 1, but not its
+    index, and appends the rank to its id.
+    """
+    parallel = config.parallel_config
+    rank: int = getattr(parallel, "data_parallel_index", 0)
+    engine_id = str(getattr(config.kv_transfer_config, "engine_id", None) or "")
+    is_single = getattr(parallel, "data_parallel_size", 1) == 1
+    return None if is_single and not engine_id.endswith(f"_dp{rank}") else rank
+
+
+def _with_files_of_engine(offload: OffloadConfig, rank: int | None) -> OffloadConfig:
+    """Put the rank of an engine into the paths of the files that it alone writes."""
+    paths = {}
+    for name in _FILES_OF_ENGINE:
+        path = getattr(offload, name)
+        if path is None:
+            continue
+        if rank is not None and _RANK not in path:
+            folder, file = os.path.split(path)
+            stem, dot, suffixes = file.partition(".")
+            right = os.path.join(folder, f"{stem}-{_RANK}{dot}{suffixes}")
+            raise ValueError(
+                f"{name}={shown(path)} must contain {_RANK}, such as {shown(right)}: "
+                "--data-parallel-size makes several engines, and each needs its own "
+                "file."
+            )
+        paths[name] = path.replace(_RANK, str(rank or 0))
+    return dataclasses.replace(offload, **paths)
+
+
 def _check_engine(config: Any) -> None:
     """Refuse an engine that the connector cannot serve or was never tested with."""
     for name in _SIZES:
@@ -446,16 +517,18 @@ def _check_engine(config: Any) -> None:
             "prefix cache as keys."
         )
     drafts = getattr(config, "speculative_config", None)
-    if drafts is not None and drafts.method != "ngram":
+    if drafts is not None and drafts.method not in _DRAFTS:
         raise ValueError(
-            f"speculative_config: method={shown(drafts.method)} must be 'ngram': other "
-            "ways, which may add layers to each block, were never tested."
+            f"speculative_config: method={shown(drafts.method)} must be one of "
+            f"{', '.join(_DRAFTS)}: others, which may add layers to each block, were "
+            "never tested."
         )
-    if getattr(config, "use_v2_model_runner", False) and tokens.has_tpu_inference():
+    if getattr(config, "use_v2_model_runner", False):
         raise ValueError(
             "use_v2_model_runner must be false (VLLM_USE_V2_MODEL_RUNNER=0): vLLM's "
-            "scheduler then sends a preempted request as a new one, of which "
-            "tpu-inference reads the prompt and not the tokens generated so far."
+            "scheduler then sends a preempted request as a new one, of which JAX "
+            "runners such as tpu-inference's read the prompt and not the tokens "
+            "generated so far."
         )
     if getattr(config.model_config, "runner_type", "generate") == "pooling":
         raise ValueError(
@@ -472,6 +545,14 @@ def _check_engine(config: Any) -> None:
     if role != "kv_both":
         raise ValueError(
             f"kv_role={shown(role)} must be 'kv_both': it stores and loads."
+        )
+    num_engines = getattr(config.parallel_config, "data_parallel_size", 1)
+    sharding = getattr(config, "sharding_config", None)
+    if num_engines != 1 and not hasattr(sharding, "total_dp_size"):
+        raise ValueError(
+            f"data_parallel_size={num_engines} must be 1: this vLLM's configuration "
+            "has no sharding_config.total_dp_size, which says whether each rank is a "
+            "complete engine, as with tpu-inference."
         )
 
 
@@ -516,12 +597,10 @@ def _check_ranks(
 
 
 def _restores_tokens(config: Any, is_wanted: bool) -> bool:
-    """Whether the worker restores tokens; refuse where they would be lost."""
-    if not tokens.loses_tokens(config):
+    """Whether the worker must restore tokens; refuse if vLLM does not send them."""
+    if not tokens.is_async(config):
         return False
-    if not is_wanted:
-        raise ValueError(tokens.refusal(["restore_tokens=true"]))
-    missing = tokens.missing_features()
+    missing = tokens.missing_from_vllm() if is_wanted else ["restore_tokens=true"]
     if missing:
         raise ValueError(tokens.refusal(missing))
     return True
@@ -580,6 +659,19 @@ def _check_states(groups: tuple[GroupSpec, ...], offload: OffloadConfig) -> None
                 f"{name}={shown(value)} cannot be used with a model that has states "
                 "(Mamba, gated delta nets)."
             )
+
+
+def _drops_last_block(config: Any, groups: tuple[GroupSpec, ...]) -> bool:
+    """Whether vLLM drops the last block of a hit; refuse drafts beside other groups."""
+    drafts = getattr(config, "speculative_config", None)
+    if drafts is None or drafts.method == "ngram":
+        return False
+    if [type(group) for group in groups] != [FullAttention]:
+        raise ValueError(
+            f"speculative_config: method={shown(drafts.method)} cannot be used with "
+            f"{groups}: a draft's layers were tested in one group of full attention."
+        )
+    return bool(drafts.use_eagle_block_drop())
 
 
 def _layers_of(group: Any) -> list[Any]:

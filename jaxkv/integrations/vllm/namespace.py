@@ -51,7 +51,7 @@ _VARIABLES = re.compile(
 
 _PLACES = ("_name_or_path", "transformers_version", "device_indexes")
 
-_PACKAGES = ("vllm", "vllm-tpu", "tpu-inference")
+_PACKAGES = ("vllm", "vllm-tpu")
 
 
 def namespace_of(
@@ -83,7 +83,7 @@ def namespace_of(
     try:
         return {
             "hashes": _hashes(cache.prefix_caching_hash_algo, environ),
-            "versions": _versions(),
+            "versions": _versions(sharding),
             "weights": (
                 _weights(vllm_config, environ)
                 if weights is None
@@ -230,10 +230,15 @@ def _weights(vllm_config: Any, environ: Mapping[str, str]) -> Description:
         ) from None
 
 
-def _versions() -> Description:
-    """Give the versions of what computes blocks and lays them out."""
+def _versions(sharding: Any) -> Description:
+    """Give the versions of what computes blocks and lays them out.
+
+    vLLM's platform has made `sharding`, so its module is of the runner's package.
+    """
+    module = type(sharding).__module__.partition(".")[0]
+    of_runner = importlib.metadata.packages_distributions().get(module, [])
     versions = {}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *(name.replace("_", "-") for name in of_runner)):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -99,6 +99,8 @@ class VllmRequest:
             that nothing of it is stored or loaded.
         num_local_tokens: Tokens that vLLM found on the device when it last asked; None
             since it got blocks.
+        num_volatile_tokens: Tokens at the end whose draft KV may be written again while
+            the request decodes.
         skips_prefix_cache: Whether all of its prompt must be computed, as for
             log-probabilities of the prompt.
         retention: How long to keep its blocks, by
@@ -121,6 +123,7 @@ class VllmRequest:
         self.has_old_kv = False
         self.has_unknown_weights = False
         self.num_local_tokens: int | None = None
+        self.num_volatile_tokens = 0
         self.skips_prefix_cache = _skips_prefix_cache(request)
         self._keys = [
             _Keys(request, key_in_group(b"", group) + adapter)
@@ -200,8 +203,13 @@ class VllmRequest:
 
     @property
     def num_output_placeholders(self) -> int:
-        """How many of these are scheduled ahead."""
-        return int(getattr(self.request, "num_output_placeholders", 0))
+        """How many of these are scheduled ahead, or volatile while it decodes."""
+        num_ahead = int(getattr(self.request, "num_output_placeholders", 0))
+        if self.num_volatile_tokens:
+            num_known = self.num_computed_tokens - num_ahead
+            if num_known > self.num_prompt_tokens:
+                num_ahead += min(self.num_volatile_tokens, num_known)
+        return num_ahead
 
 
 class PrefillRate:
@@ -270,6 +278,11 @@ class SchedulerHalf:
             policy_state=config.offload.policy_state,
         )
         self._config = config
+        # Of a draft model, at the end of what is found or computed.
+        self._volatile_tokens = 0
+        if config.drops_last_block:
+            factor = config.offload.blocks_per_host_block
+            self._volatile_tokens = factor * config.groups[0].block_size
         self._adapter_marks = Adapters(has_storage=config.storage is not None)
         # What the worker has loaded, by vLLM's integer id.
         self._loaded_adapters: Mapping[int, bytes] = {}
@@ -391,6 +404,9 @@ class SchedulerHalf:
         if self._awaits_listing:
             return None, False
         answer = self.scheduler.get_num_new_matched_tokens(known, num_computed_tokens)
+        if answer[0] and self._volatile_tokens:
+            num_tokens = answer[0] - self._volatile_tokens
+            answer = max(num_tokens, 0), answer[1] and num_tokens > 0
         if answer[0] and not self._may_load():
             return None, False
         return answer
@@ -529,7 +545,9 @@ class SchedulerHalf:
     ) -> dict[str, Any] | None:
         """Finish a request that is done or aborted; return what to answer with it."""
         numbers = self._numbered(block_ids)
-        self.scheduler.request_finished_all_groups(self._request(request), numbers)
+        known = self._request(request)
+        known.num_volatile_tokens = 0
+        self.scheduler.request_finished_all_groups(known, numbers)
         self._requests.pop(request.request_id, None)
         for names in (
             self._allocated,
@@ -694,6 +712,7 @@ class SchedulerHalf:
         adapter = self._unknown_mark(lora) if mark is None else mark
         new = VllmRequest(request, len(self._config.groups), self._events, adapter)
         new.has_unknown_weights = mark is None
+        new.num_volatile_tokens = self._volatile_tokens
         if known is not None:
             new.has_old_kv = known.has_old_kv
             new.has_unknown_weights |= known.has_unknown_weights

@@ -30,10 +30,11 @@ failed assertion may end the engine.
 `TokenRestorer` wraps ``update_states`` and takes the outputs from there before the
 original runs, and withdraws such a request from the results that are on their way.
 
-**Agreement of the halves**: each makes its `ConnectorConfig` from the same
-``VllmConfig``, and both refuse to start unless `missing_features` finds nothing missing
-in the packages of their own process. The worker's half then raises unless the runner
-that it gets has the same, so an engine that schedules asynchronously has the cure.
+**Agreement of the halves**: with asynchronous scheduling, both refuse to start unless
+vLLM's scheduler sends the tokens, and the worker's half unless the runner that
+registers has what `TokenRestorer` needs. They look for features, not for modules by
+name: the tokens of a runner that was renamed are restored, and one that works otherwise
+is refused.
 
 **If ids stop coming**, `TokenRestorer` raises before it changes anything, and vLLM ends
 the engine. No load can fail in place of this: ids come when a request runs again, its
@@ -47,38 +48,15 @@ in ``req_state.output_token_ids`` also where the request is not in the batch.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import logging
+import sys
 from collections.abc import Collection
 from typing import Any
 
 _LOG = logging.getLogger("jaxkv")
 
-# Module, callable, and the parameters that it must have; a dataclass has its fields.
-_NEEDED = (
-    (
-        "tpu_inference.runner.persistent_batch_manager",
-        "PersistentBatchManager.update_states",
-        ("scheduler_output",),
-    ),
-    (
-        "tpu_inference.runner.input_batch",
-        "CachedRequestState",
-        ("prompt_token_ids", "output_token_ids"),
-    ),
-    (
-        "tpu_inference.runner.tpu_runner",
-        "AsyncPreResults",
-        ("request_seq_lens", "placeholder_req_id_to_index"),
-    ),
-    (
-        "vllm.v1.core.sched.output",
-        "CachedRequestData",
-        ("req_ids", "resumed_req_ids", "num_output_tokens", "all_token_ids"),
-    ),
-)
+_NEEDED_OF_VLLM = "req_ids", "resumed_req_ids", "num_output_tokens", "all_token_ids"
 
 # Of a runner, each with what the one before it has to have.
 _NEEDED_OF_RUNNER = (
@@ -88,40 +66,55 @@ _NEEDED_OF_RUNNER = (
     "persistent_batch_manager.input_batch.req_id_to_index",
 )
 
+# Classes that the runner's module has, and their fields.
+_NEEDED_BESIDE_RUNNER = {
+    "CachedRequestState": ("prompt_token_ids", "output_token_ids"),
+    "AsyncPreResults": ("request_seq_lens", "placeholder_req_id_to_index"),
+}
 
-def loses_tokens(vllm_config: Any) -> bool:
-    """Whether tokens are lost, unless they are restored.
 
-    That is with asynchronous scheduling and a runner of tpu-inference.
-    """
+def is_async(vllm_config: Any) -> bool:
+    """Whether steps are scheduled before the tokens of earlier ones are known."""
     # vLLM replaces None, its default, before it makes a connector. Versions that leave
     # it None, or lack it, schedule synchronously.
-    is_async = getattr(vllm_config.scheduler_config, "async_scheduling", None)
-    return bool(is_async) and has_tpu_inference()
+    return bool(getattr(vllm_config.scheduler_config, "async_scheduling", None))
 
 
-def has_tpu_inference() -> bool:
-    """Whether tpu-inference is installed."""
-    return importlib.util.find_spec("tpu_inference") is not None
+def missing_from_vllm() -> list[str]:
+    """Return what tokens are restored from and this vLLM's scheduler does not send."""
+    try:
+        from vllm.v1.core.sched.output import (  # type: ignore[import-not-found]
+            CachedRequestData,
+        )
+    except ImportError as error:
+        return [f"CachedRequestData ({error})"]
+    return _missing_parameters(CachedRequestData, _NEEDED_OF_VLLM)
 
 
-def missing_features() -> list[str]:
-    """Return what `TokenRestorer` needs and the installed packages do not have."""
-    missing = []
-    for module, path, names in _NEEDED:
-        try:
-            found: Any = importlib.import_module(module)
-        except ImportError as error:
-            missing.append(f"{module} ({error})")
-            continue
+def missing_from_runner(runner: Any) -> list[str]:
+    """Return what `TokenRestorer` needs and a runner does not have."""
+    kind = type(runner)
+    for path in _NEEDED_OF_RUNNER:
+        owner: Any = runner
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is None:
-            missing.append(f"{module}.{path}")
-            continue
-        has = inspect.signature(found).parameters
-        missing += [f"{module}.{path}: {name}" for name in names if name not in has]
+            if not hasattr(owner, name):
+                return [f"{kind.__name__}.{path}"]
+            owner = getattr(owner, name)
+    update_states = runner.persistent_batch_manager.update_states
+    missing = _missing_parameters(update_states, ["scheduler_output"])
+    modules = [sys.modules.get(base.__module__) for base in kind.__mro__]
+    for name, fields in _NEEDED_BESIDE_RUNNER.items():
+        owners = [module for module in modules if hasattr(module, name)]
+        if owners:
+            missing += _missing_parameters(getattr(owners[0], name), fields)
+        else:
+            missing.append(f"{kind.__module__}.{name}")
     return missing
+
+
+def _missing_parameters(function: Any, names: Collection[str]) -> list[str]:
+    has = inspect.signature(function).parameters
+    return [f"{function.__qualname__}: {name}" for name in names if name not in has]
 
 
 class TokenRestorer:
@@ -150,25 +143,19 @@ class TokenRestorer:
         Raises:
             ValueError: The runner lacks what is needed.
         """
-        missing = []
-        for path in _NEEDED_OF_RUNNER:
-            owner: Any = runner
-            for name in path.split("."):
-                if not hasattr(owner, name):
-                    missing.append(path)
-                    break
-                owner = getattr(owner, name)
+        manager = getattr(runner, "persistent_batch_manager", None)
+        installed = getattr(manager, "update_states", None)
+        if isinstance(installed, cls):
+            return installed
+        missing = missing_from_runner(runner)
         if missing:
-            raise ValueError(refusal([f"{type(runner).__name__}.{missing[0]}"]))
-        manager = runner.persistent_batch_manager
-        installed = manager.update_states
-        if not isinstance(installed, cls):
-            installed = manager.update_states = cls(runner)
-            _LOG.info(
-                "asynchronous scheduling: tokens that tpu-inference drops are restored "
-                "from what vLLM's scheduler sends (restore_tokens=false refuses "
-                "asynchronous scheduling instead)"
-            )
+            raise ValueError(refusal(missing))
+        installed = runner.persistent_batch_manager.update_states = cls(runner)
+        _LOG.info(
+            "asynchronous scheduling: tokens that tpu-inference drops are restored "
+            "from what vLLM's scheduler sends (restore_tokens=false refuses "
+            "asynchronous scheduling instead)"
+        )
         return installed
 
     def __call__(self, scheduler_output: Any, *args: Any, **named: Any) -> Any:

@@ -238,7 +238,7 @@ class WorkerHalf:
         # Only the layout of the caches is kept.
         pools = self._pools(caches)
         arrays: list[jax.Array] = jax.tree.leaves(pools)
-        staging_bytes = _fitting_staging_bytes(config.offload.staging_bytes, arrays)
+        staging_bytes = _fitting_staging_bytes(config, arrays)
         engine: AnyEngine
         if self._parts:
             engine = MultiPoolEngine(
@@ -628,7 +628,7 @@ def _compression_of(config: ConnectorConfig, caches: list[Any]) -> Compression |
     return Compression(dtype, _SCALED_AXES)
 
 
-def _fitting_staging_bytes(wanted: int | str, caches: list[jax.Array]) -> int:
+def _fitting_staging_bytes(config: ConnectorConfig, caches: list[jax.Array]) -> int:
     """Fit what is in flight at a time into the device memory that vLLM has left.
 
     vLLM sets nothing aside for it. Half of what is left stays for the model's programs.
@@ -636,23 +636,28 @@ def _fitting_staging_bytes(wanted: int | str, caches: list[jax.Array]) -> int:
     Raises:
         ValueError: That is too little to move anything.
     """
-    num_bytes = parse_argument("staging_bytes", wanted)
+    num_bytes = parse_argument("staging_bytes", config.offload.staging_bytes)
     devices = {device for cache in caches for device in cache.devices()}
     left = device_bytes_left(devices)
     if left is None or num_bytes <= left // 2 * len(devices):
         return num_bytes
-    if left < 2 * _LEAST_STAGING_BYTES:
+
+    def flag(needed: int) -> str:
+        return config.flag_that_leaves(needed - left, devices)
+
+    least = 2 * _LEAST_STAGING_BYTES
+    if left < least:
         raise ValueError(
             f"a device has {left >> 20} MiB of memory left beside weights and KV "
-            f"cache, and offloading needs {2 * _LEAST_STAGING_BYTES >> 20} MiB: lower "
-            "--gpu-memory-utilization."
+            f"cache, and offloading needs {least >> 20} MiB: set {flag(least)}."
         )
     fitting = left // 2 * len(devices)
     _LOG.warning(
         "staging_bytes is %d MiB instead of %d, half of what the devices have left: "
-        "lower --gpu-memory-utilization if transfers wait for one another",
+        "set %s if transfers wait for one another",
         fitting >> 20,
         num_bytes >> 20,
+        flag(2 * -(-num_bytes // len(devices))),
     )
     return fitting
 

@@ -26,6 +26,7 @@ WAIT_S = 1800
 PLAIN = {"model": "llama-float32"}
 SHARED = ("conversations", "salts", "resets", "new_weights")
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+EAGLE = {"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}
 # Latents as tpu-inference asks for them; its pages have 32 tokens, or a multiple. With
 # latents that are not quantised its weights, and so all answers, are NaN.
 LATENTS = {
@@ -169,11 +170,13 @@ def check_same_answers(found, expected, tolerance=1e-3):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=tolerance)
 
 
-def texts_of(ask, prompts):
+def texts_of(ask, prompts, headers=None):
     """Have a server answer prompts, one after the other; return the texts."""
     body = {"model": "llama-float32", "max_tokens": 8, "temperature": 0}
     body["ignore_eos"] = True
-    answers = [ask("/v1/completions", body | {"prompt": own}) for own in prompts]
+    answers = [
+        ask("/v1/completions", body | {"prompt": own}, headers) for own in prompts
+    ]
     return [json.loads(answer)["choices"][0]["text"] for answer in answers]
 
 
@@ -204,12 +207,12 @@ def server(lab, log, *options):
             start_new_session=True,
         )
 
-    def ask(path, body=None):
+    def ask(path, body=None, headers=None):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}{path}",
             data,
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json"} | (headers or {}),
             method="GET" if body is None else "POST",
         )
         with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
@@ -235,12 +238,12 @@ def server(lab, log, *options):
         child.wait()
 
 
-def metric_of(page, name):
-    """Sum a metric of a page of ``/metrics``."""
+def metric_of(page, name, engine=""):
+    """Sum a metric of a page of ``/metrics``, of all engines or of one."""
     values = [
         float(line.rsplit(" ", 1)[1])
         for line in page.splitlines()
-        if line.startswith(name + "{")
+        if line.startswith(name + "{") and f'engine="{engine}' in line
     ]
     assert values, f"{name} is not in /metrics"
     return sum(values)

@@ -15,6 +15,7 @@ from . import models
 MODELS = (
     ("llama", "float32"),
     ("llama", "bfloat16"),
+    ("deep", "bfloat16"),  # The dtype of all drafts.
     ("hybrid", "float32"),
     ("latents", "float32"),
     ("deltas", "float32"),
@@ -36,6 +37,7 @@ def make_lab(folder):
     )
     for kind, dtype in MODELS:
         models.make_model(folder / f"{kind}-{dtype}", kind, dtype)
+    models.make_draft(folder / "draft", folder / "deep-bfloat16")
     for number in ADAPTERS:
         models.make_adapter(folder / f"adapter{number}", number)
 

@@ -8,6 +8,7 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 512, 256, 4, 2, 128, 2
 def make_model(folder, kind, dtype, seed=0):
     """Write a model with a tokenizer of bytes.
 
+    "deep" is a Llama with the seven layers that EAGLE-3 needs to read three of them;
     "latents" is a DeepSeek V2 without experts, whose latents are as wide as the real
     ones; "deltas" a Qwen 3.5 of three gated delta nets and a layer of attention; and
     "hybrid" a Gemma 3 whose layers attend in turn to all tokens and to a window of 32.
@@ -28,9 +29,11 @@ def make_model(folder, kind, dtype, seed=0):
         pad_token_id=257,
     )
     torch.manual_seed(seed)
-    if kind == "llama":
+    if kind in ("llama", "deep"):
         config = transformers.LlamaConfig(
-            num_hidden_layers=LAYERS, tie_word_embeddings=False, **common
+            num_hidden_layers=7 if kind == "deep" else LAYERS,
+            tie_word_embeddings=False,
+            **common,
         )
         model = transformers.LlamaForCausalLM(config)
     elif kind == "latents":
@@ -81,6 +84,40 @@ def make_model(folder, kind, dtype, seed=0):
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     _make_tokenizer(folder)
     (folder / "generation_config.json").write_text("{}")
+
+
+def make_draft(folder, target):
+    """Write an EAGLE-3 draft model of a Llama: one layer, with the target's head."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    config = json.loads((target / "config.json").read_text())
+    config |= {
+        "architectures": ["Eagle3LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": VOCABULARY,
+        # tpu-inference takes the hidden size of a head for its cache's.
+        "num_attention_heads": HIDDEN // HEAD_DIM,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(1)
+    head = load_file(target / "model.safetensors")["lm_head.weight"]
+    shapes = {"fc": (HIDDEN, 3 * HIDDEN)}
+    shapes |= {f"midlayer.self_attn.{n}_proj": (HIDDEN, 2 * HIDDEN) for n in "qkv"}
+    shapes["midlayer.self_attn.o_proj"] = HIDDEN, HIDDEN
+    shapes |= {f"midlayer.mlp.{n}_proj": (512, HIDDEN) for n in ("gate", "up")}
+    shapes["midlayer.mlp.down_proj"] = HIDDEN, 512
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    weights = {
+        f"{name}.weight": 0.1 * torch.randn(*shape) for name, shape in shapes.items()
+    }
+    weights |= {f"midlayer.{name}.weight": torch.ones(HIDDEN) for name in norms}
+    weights["norm.weight"] = torch.ones(HIDDEN)
+    weights = {name: value.to(head.dtype) for name, value in weights.items()}
+    no_shift = torch.zeros(VOCABULARY, dtype=torch.int64)
+    weights |= {"lm_head.weight": head, "d2t": no_shift}
+    save_file(weights, folder / "model.safetensors")
 
 
 def make_adapter(folder, seed):

@@ -4,6 +4,7 @@ Both packages stay as they are on disk. What is replaced here has no counterpart
 CPU; all else, the scheduler, the runner, the connector's calls, is what runs on a TPU.
 """
 
+import importlib
 import os
 
 import jax
@@ -45,6 +46,13 @@ def replace_options_of_the_compiler():
 
     compiler_options.get_step_fn_compiler_options = dict
     compiler_options.get_sampling_compiler_options = dict
+    # The proposer of drafts writes its own out, where it is defined.
+    jit = jax.jit
+    jax.jit = lambda *args, compiler_options=None, **named: jit(*args, **named)
+    try:
+        importlib.import_module("tpu_inference.spec_decode.jax.eagle3")
+    finally:
+        jax.jit = jit
 
 
 def replace_what_is_read_from_devices():
@@ -97,6 +105,7 @@ def spoil(fault):
 
     "zeros": each loaded block is zero when its load is over, and nobody is told.
     "zero states": the same, of states alone.
+    "zero drafts": the same, of the last layer alone, which is a draft model's.
     "failures": every second load fails, and its blocks are zero.
     "lost tokens": what tpu-inference drops is not restored.
     "no ids": the scheduler does not send what it is restored from.
@@ -169,7 +178,9 @@ def spoil(fault):
     def write_zeros(half, blocks, only_states):
         pools = half._pools(half._runner.kv_caches)
         if not half._parts:
-            half._put_back(half._runner, zeroed(pools, blocks[blocks > 0]))
+            first = len(pools) - 1 if fault == "zero drafts" else 0
+            spoilt = zeroed(pools[first:], blocks[blocks > 0])
+            half._put_back(half._runner, [*pools[:first], *spoilt])
             return
         for number, first in enumerate(half._worker._engine.first_blocks[:-1]):
             own = blocks[(blocks > first) & (blocks < first + len_of(pools[number]))]

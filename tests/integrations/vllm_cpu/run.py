@@ -484,6 +484,23 @@ def new_adapters(run):
     assert compare("an id that is taken", other) == second
 
 
+def drafts(run):
+    """Conversations, and which drafts are made after which tokens."""
+    take, requests = run.worker.take_draft_token_ids, run.core.scheduler.requests
+    noted = run.noted["drafts"] = {}
+
+    def listen():
+        made = take()
+        for name, tokens in zip(made.req_ids, made.draft_token_ids, strict=False):
+            request = requests.get(name)
+            if request is not None and request.num_output_tokens:
+                noted[str(list(request.all_token_ids))] = list(tokens)
+        return made
+
+    run.worker.take_draft_token_ids = listen
+    conversations(run)
+
+
 def wishes(run):
     """What a client or a router asks for with a request, and what events say."""
     from vllm import SamplingParams
@@ -574,6 +591,7 @@ SCENARIOS = {
         resets,
         new_weights,
         new_adapters,
+        drafts,
         wishes,
         frees,
     )
