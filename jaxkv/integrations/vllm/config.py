@@ -307,14 +307,9 @@ class ConnectorConfig:
         offload, own = read_extra_config(extra)
         offload = _with_files_of_engine(offload, _engine_rank(vllm_config))
         _check_states(groups, offload)
-        drops_last_block = _drops_last_block(vllm_config, groups)
         hosts = num_hosts(vllm_config.parallel_config)
         num_ranks = _num_ranks(vllm_config)
-        if drops_last_block and (hosts > 1 or num_ranks > 1):
-            raise ValueError(
-                "speculative_config: method='eagle3' needs one host and one rank, not "
-                f"{hosts} and {num_ranks}: more was never tested."
-            )
+        drops_last_block = _drops_last_block(vllm_config, groups, hosts, num_ranks)
         if num_ranks > 1:
             _check_ranks(num_ranks, hosts, groups, offload)
         num_blocks = kv_cache_config.num_blocks
@@ -661,7 +656,9 @@ def _check_states(groups: tuple[GroupSpec, ...], offload: OffloadConfig) -> None
             )
 
 
-def _drops_last_block(config: Any, groups: tuple[GroupSpec, ...]) -> bool:
+def _drops_last_block(
+    config: Any, groups: tuple[GroupSpec, ...], hosts: int, num_ranks: int
+) -> bool:
     """Whether vLLM drops the last block of a hit; refuse drafts beside other groups."""
     drafts = getattr(config, "speculative_config", None)
     if drafts is None or drafts.method == "ngram":
@@ -670,6 +667,11 @@ def _drops_last_block(config: Any, groups: tuple[GroupSpec, ...]) -> bool:
         raise ValueError(
             f"speculative_config: method={shown(drafts.method)} cannot be used with "
             f"{groups}: a draft's layers were tested in one group of full attention."
+        )
+    if hosts > 1 or num_ranks > 1:
+        raise ValueError(
+            f"speculative_config: method={shown(drafts.method)} needs one host and "
+            f"total_dp_size=1, not {hosts} and {num_ranks}: more was never tested."
         )
     return bool(drafts.use_eagle_block_drop())
 
