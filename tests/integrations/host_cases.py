@@ -171,6 +171,8 @@ def main(address, num_hosts, host, folder):
         with pytest.raises(ValueError, match=text):
             make_half(hosts, wrong)
     turns[host].touch()
+    while not all(turn.exists() for turn in turns):  # Gloo waits for half a minute.
+        time.sleep(0.01)
     # The model's programs read all hosts' shards, and the blocks that each has loaded.
     total = jax.jit(lambda trees: sum(tree.sum() for tree in trees))(caches)
     expected = [content(layer) for layer in range(2)]
