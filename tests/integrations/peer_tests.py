@@ -325,7 +325,7 @@ class WorkerView:
         self.runner, self.engine = runner, self.half._worker._engine
         shapes = [cache.shape for cache in runner.kv_caches]
         self.grouped_layer_indices = [
-            [index for index, other in enumerate(shapes) if other == shape]
+            [index for index, layer_shape in enumerate(shapes) if layer_shape == shape]
             for shape in dict.fromkeys(shapes)
         ]
         # Where chunks are read back.
@@ -461,7 +461,9 @@ def small_engine():
 
         def count_loaded(self):
             name = "vllm:external_prefix_cache_hits"
-            return sum(each.value for each in self.get_metrics() if each.name == name)
+            return sum(
+                metric.value for metric in self.get_metrics() if metric.name == name
+            )
 
     return SmallLLM
 
