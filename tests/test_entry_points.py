@@ -111,7 +111,7 @@ def clamps(case):
     for num in COUNTS:
         assert len(case.pool.next_victims(num).block_ids) <= NUM_BLOCKS
         assert len(case.pool.next_free(num)[0]) == (NUM_BLOCKS - 1 if num > 0 else 0)
-        assert not len(case.manager.victims_of(case.pool, num).block_ids)
+        assert not len(case.manager.next_device_victims(case.pool, num).block_ids)
 
 
 def places_nothing(case):

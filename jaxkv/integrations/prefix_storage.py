@@ -169,7 +169,7 @@ class PrefixStorage:
         lock: threading.Condition,
         note_fault: Callable[[BaseException], None],
     ) -> None:
-        check_victims(config.storage_write, manager.tells_victims)
+        check_victims(config.storage_write, manager.can_list_victims)
         self._copier = copier
         self._lock = lock
         self._note_fault = note_fault

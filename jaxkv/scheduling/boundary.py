@@ -123,7 +123,7 @@ class Boundary:
         on_arrival: Callable[[Sequence[BlockKey]], None] | None = None,
         number: int = 0,
     ) -> None:
-        check_victims(below.write, upper.tells_victims)
+        check_victims(below.write, upper.can_list_victims)
         self.groups = groups
         self.upper = upper
         self.number = number
@@ -470,7 +470,7 @@ class Boundary:
             expected = _select(keys, ~self.tier.contains(keys))
             if not self.tier.has_room(keys):
                 return False
-            self.tier.note_there(keys)
+            self.tier.note_resident(keys)
         # So that making room does not evict what the rest continues.
         self._pin(fetch.upper_rows)
         placed = None
@@ -594,7 +594,7 @@ class Boundary:
             num = len(keys) // 2
             self.counts.dropped_slow += (len(keys) - num) * self.factor
             keys = keys[:num]
-        self._to_delete += self.tier.room_for(placed.evicted_keys)
+        self._to_delete += self.tier.choose_deletions(placed.evicted_keys)
         if not placed.keys:
             return []
         upper_blocks = rows[: len(keys)].astype(np.int64)
@@ -640,7 +640,7 @@ class Boundary:
         for key in move.keys:
             del self._probe_of[key]
         resident, absent = _split(move)
-        self.tier.note_there(resident)
+        self.tier.note_resident(resident)
         self.counts.found += len(resident) * self.factor
         for key in resident:
             self._absent.pop(key, None)

@@ -37,7 +37,7 @@ class _Progress:
     next_tokens: int = 0  # Computed tokens that it needs to have more to offer.
     refused_at: int = -1  # `Stores.num_changes` when the host had no room for the rest.
     is_ordered: bool = False  # Whether the offered are in order in the host's order.
-    # `BlockIndex.num_lost` when the host had all of them, from the head on; -1 if
+    # `BlockIndex.num_removed` when the host had all of them, from the head on; -1 if
     # unknown.
     num_lost: int = -1
     is_skipped: bool = False  # Whether it is not stored while stores are paused.
@@ -233,7 +233,7 @@ class EagerStores(Chooser):
     ) -> None:
         if (
             progress.is_ordered
-            and progress.num_lost == self._host.num_lost
+            and progress.num_lost == self._host.num_removed
             and progress.request.num_computed_tokens < progress.next_tokens
         ):
             return  # All that it has is on the host.
@@ -318,7 +318,7 @@ class EagerStores(Chooser):
         if num_done < len(rows.keys):
             progress.refused_at = self._stores.num_changes
         if is_held and num_skipped == self._host.num_skipped and is_head:
-            progress.num_lost = self._host.num_lost
+            progress.num_lost = self._host.num_removed
         if rows.groups is None:
             progress.num_offered = [first[0] + num_done * self._factor]
         else:
@@ -351,7 +351,7 @@ class EagerStores(Chooser):
         if isinstance(pool, DeviceBlockPool):  # To ask others takes long.
             table = progress.tables[0][first:num]
             passes[first - start :] = pool.holds(table, keys[first:num])
-        chosen = self._host.passes_of(keys[start:num])
+        chosen = self._host.pass_mask(keys[start:num])
         if chosen is not None:
             passes &= chosen
         return None if passes.all() else passes

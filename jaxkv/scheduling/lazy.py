@@ -37,7 +37,7 @@ class LazyStores(Chooser):
         num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
         self.num_blocks = num_blocks + rules.store_batch
         self._host = host
-        host.lost = []
+        host.removed_keys = []
         self._stores = stores
         self._listeners = listeners
         self._seen: tuple[int, int, int] | None = None
@@ -47,16 +47,16 @@ class LazyStores(Chooser):
     def offer_step(self, pool: DevicePool, ready: Sequence[Any]) -> None:
         """Offer the blocks that the device will evict next."""
         assert isinstance(pool, DeviceBlockPool)
-        while self._host.lost:
-            pool.forget_copies(self._host.lost.pop())
+        while self._host.removed_keys:
+            pool.forget_copies(self._host.removed_keys.pop())
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
         listeners = self._listeners.victims_offered
         if listeners:
             words = pool.next_keys(self.num_blocks)
-            passes = self._host.passes_of(words)
+            passes = self._host.pass_mask(words)
             num_waiting = len(self._stores.waiting.keys)
-        victims = self._host.victims_of(pool, self.num_blocks)
+        victims = self._host.next_device_victims(pool, self.num_blocks)
         self._is_refused = False
         if victims.rows.size:
             self._is_refused = not self._stores.place_victims(pool, victims)

@@ -50,7 +50,7 @@ class Reporting:
     @property
     def num_storage_blocks_left_out(self) -> int:
         """Host blocks that the store holds beyond those, which the index leaves out."""
-        return sum(boundary.tier.num_left_out for boundary in self._storage)
+        return sum(boundary.tier.num_unindexed for boundary in self._storage)
 
     @property
     def stats(self) -> OffloadStats:

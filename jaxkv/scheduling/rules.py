@@ -295,9 +295,9 @@ def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
         raise ConfigError([fault])
 
 
-def check_victims(write: WriteRule, tells_victims: bool) -> None:
+def check_victims(write: WriteRule, can_list_victims: bool) -> None:
     """Raise ConfigError for `on_evict` if a tier does not know its next victims."""
-    if write == "on_evict" and not tells_victims:
+    if write == "on_evict" and not can_list_victims:
         fault = (
             "storage_write='on_evict' needs cache_policy='lru', executor='native' and "
             "retention=False: no other tier tells what it would evict next."

@@ -268,7 +268,7 @@ class OffloadScheduler(Reporting):
             notify()
         if isinstance(self._pool, DeviceBlockPool):
             is_lazy = self.rules.mode == "lazy"
-            self._manager.warm_up_beside(self._pool, is_lazy=is_lazy)
+            self._manager.warm_up_with_device(self._pool, is_lazy=is_lazy)
         no_blocks = [np.zeros(0, np.bool_)] * len(self.groups)
         find_longest_hit(self.groups, no_blocks, 0)
 

@@ -240,7 +240,7 @@ class Stores:
             if num < len(copies):
                 num_bare = int(np.searchsorted(victims.rows, num))
                 keys, blocks, copies = keys[:num_bare], bare[:num_bare], copies[:num]
-            placement = self._host.place_beside(keys, copies[copies != NO_BLOCK])
+            placement = self._host.place_keeping(keys, copies[copies != NO_BLOCK])
             if placement is not None:
                 placed = blocks if placement.rows is None else blocks[placement.rows]
                 pool.note_copies(placed, placement.block_ids)

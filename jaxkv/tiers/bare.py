@@ -1,8 +1,7 @@
-"""A host tier that is only an index: what it would find, admit and evict.
+"""A host tier without bytes, to simulate its hits, stores and evictions.
 
-`jaxkv replay` serves traces with it, and the shadows of a serving tier
-(`jaxkv.scheduling.whatif.shadows`) their requests, by the rules of eager stores
-(`jaxkv.scheduling.eager`).
+It follows the rules of eager stores (`jaxkv.scheduling.eager`). `jaxkv replay` serves
+traces with it, and `jaxkv.scheduling.whatif.shadows` live requests.
 """
 
 from __future__ import annotations
@@ -16,38 +15,37 @@ from jaxkv.tiers.executors import Executor, Store, Words
 from jaxkv.types import NO_BLOCK
 
 REORDER_SHARE = 4
-"""A request's prefix is moved to the recent end of the order of eviction when at least
-1 / REORDER_SHARE of its blocks are new. To do so more often would cost time for each
-block of the prefix."""
+"""Reorder a request's prefix if at least 1 / REORDER_SHARE of its blocks are new. More
+reorders would take too long: each takes time per block of the prefix."""
 
 
 @dataclasses.dataclass(slots=True)
 class Course:
-    """How far a request has come with a tier."""
+    """The progress of a request with a tier."""
 
-    num_known: int = 0  # Its keys, from the first on, that were hits or offered.
-    is_ordered: bool = True  # Whether these are in order in the order of eviction.
-    # `BareTier.num_lost` when the tier had all of them, from the head on, or -1.
+    num_known: int = 0  # The length of its prefix that was hit or offered.
+    is_ordered: bool = True  # Whether the tier would evict this prefix tail first.
+    # `BareTier.num_removed` when the tier had the whole prefix; -1 if it never had.
     whole_at: int = -1
-    is_refused: bool = False  # Whether there was no room for some.
-    mark: int = 0  # What `Executor.begin` returned.
-    num_found: int = 0  # Keys that its last lookup found.
-    # Keys that are being stored, and where.
-    under_way: list[tuple[Words, Store]] = dataclasses.field(default_factory=list)
+    is_refused: bool = False  # Whether there was no room for some keys.
+    mark: int = 0  # The policy's answer to the `BEGIN` of the request.
+    num_found: int = 0  # Hits of the last lookup.
+    # Stores in flight.
+    in_flight: list[tuple[Words, Store]] = dataclasses.field(default_factory=list)
 
 
 class BareTier:
-    """A tier without bytes, around an empty index.
+    """A tier without bytes, around the executor of an empty index.
 
-    Keys are u32[n, 8], C-contiguous and read-only, as executors take them. `passes`
-    (bool[n]) says which of n keys may be stored; None for all.
+    Keys are u32[n, 8], C-contiguous and read-only. `passes` (bool[n]) marks the keys
+    that may be stored; None for all.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.num_stored = 0
         self.num_evicted = 0
-        self.num_lost = 0  # Blocks that have left, evicted or not.
+        self.num_removed = 0  # Blocks evicted, discarded, or whose stores failed.
 
     def offer(
         self,
@@ -59,23 +57,23 @@ class BareTier:
     ) -> None:
         """Offer the keys of a request up to `end` that were not offered before.
 
-        `passes` begins at `start`: a key that was offered before, or the first new one.
+        `passes` begins at the key `start`, which is at most the first new one.
         """
-        first = course.num_known
-        if first >= end:
+        first_new = course.num_known
+        if first_new >= end:
             return
         if passes is not None:
-            passes = passes[first - start : end - start]
-        num_done, stored = self.place(keys[first:end], passes)
+            passes = passes[first_new - start : end - start]
+        num_done, stored = self.place(keys[first_new:end], passes)
         if stored is not None:
-            course.under_way.append(stored)
-        course.is_refused |= num_done < end - first
-        course.num_known = first + num_done
-        course.is_ordered = (end - first) * REORDER_SHARE >= end
+            course.in_flight.append(stored)
+        course.is_refused |= num_done < end - first_new
+        course.num_known = first_new + num_done
+        course.is_ordered = (end - first_new) * REORDER_SHARE >= end
         if course.is_ordered:
             self.executor.touch(keys[:end], False)
-        if first == 0 and course.num_known == end and passes is None:
-            course.whole_at = self.num_lost
+        if first_new == 0 and course.num_known == end and passes is None:
+            course.whole_at = self.num_removed
 
     def end(
         self,
@@ -86,13 +84,13 @@ class BareTier:
         *,
         can_store: bool = True,
     ) -> None:
-        """Offer all of a request again at its end, unless the tier has it."""
-        is_whole = course.whole_at == self.num_lost and course.num_known == end
+        """End a request: offer all of its keys again, unless the tier has them."""
+        is_whole = course.whole_at == self.num_removed and course.num_known == end
         if not end or (is_whole and course.is_ordered):
             return
         if not is_whole and (self.executor.find(keys[:end]) == NO_BLOCK).any():
             if can_store:
-                # All of it, so that its tail does not take the place of its head.
+                # Offer all of it, so that storing its tail does not evict its head.
                 course.num_known = 0
                 self.offer(course, keys, end, passes)
         elif not course.is_ordered:
@@ -101,48 +99,48 @@ class BareTier:
     def place(
         self, keys: Words, passes: NDArray[np.bool_] | None = None
     ) -> tuple[int, tuple[Words, Store] | None]:
-        """Store all keys or half of them and so on.
+        """Store all keys; without room, the first half of them, and so on.
 
-        Returns how many are done, from the first on; and those that may be stored, and
-        where, None if there are none.
+        Returns the number of keys handled, and of these the admitted keys with their
+        store, or None if there are none.
         """
         num = len(keys)
         while num:
             admitted = keys[:num]
             if passes is not None:
-                admitted = those_of(admitted, passes[:num])
+                admitted = select_keys(admitted, passes[:num])
             if not len(admitted):
                 break
-            store = self.take(admitted)
+            store = self.place_all(admitted)
             if store is not None:
                 return num, (admitted, store)
             num //= 2
         return num, None
 
-    def take(self, keys: Words) -> Store | None:
-        """Store keys, all or none."""
+    def place_all(self, keys: Words) -> Store | None:
+        """Store all keys, or none without room for all."""
         store = self.executor.prepare_store(keys)
         if store is not None:
             self.num_stored += store.num_stored
             self.num_evicted += len(store.evicted_keys)
-            self.num_lost += len(store.evicted_keys)
+            self.num_removed += len(store.evicted_keys)
         return store
 
     def complete(self, keys: Words, *, ok: bool) -> None:
-        """End the stores of keys; if they failed, forget the blocks."""
+        """End the stores of keys; if they failed, free the blocks."""
         ended = self.executor.complete_store(keys, ok)
         if not ok:
-            self.num_lost += int(ended.sum())
+            self.num_removed += int(ended.sum())
 
     def discard(self, keys: Words) -> None:
-        """Forget idle blocks."""
-        self.num_lost += int(self.executor.discard(keys).sum())
+        """Remove blocks that are not in flight."""
+        self.num_removed += int(self.executor.discard(keys).sum())
 
 
-def those_of(keys: Words, passes: NDArray[np.bool_]) -> Words:
-    """Return the keys that may be stored."""
+def select_keys(keys: Words, passes: NDArray[np.bool_]) -> Words:
+    """Return the keys whose `passes` is True."""
     if passes.all():
         return keys
-    chosen = keys[passes]
-    chosen.flags.writeable = False  # As all keys are.
-    return chosen
+    selected = keys[passes]
+    selected.flags.writeable = False  # Executors take read-only keys.
+    return selected

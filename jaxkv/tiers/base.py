@@ -1,4 +1,4 @@
-"""What tiers have in common: their names, what they can do, and what they answer."""
+"""Types that all tiers share: mediums, block ids, and the answers of calls."""
 
 from __future__ import annotations
 
@@ -15,40 +15,39 @@ from jaxkv._util import shown
 from jaxkv.types import BlockKey
 
 HOST_MEDIUM = "CPU"
-"""The medium in events of the host tier, spelled as vLLM spells it."""
+"""The host tier's medium in events, spelled as in vLLM."""
 
 DEVICE_MEDIUM = "GPU"
-"""The medium in events of the device tier, whatever the device, as in vLLM."""
+"""The device tier's medium in events, for any kind of device, as in vLLM."""
 
 BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | jax.Array
 """Ids of blocks of one tier."""
 
 
 def as_ids(block_ids: BlockIds, name: str = "block_id") -> NDArray[Any]:
-    """Make i64[n] of block ids; raise if they are no flat list of ints of 64 bits."""
-    flat = "must be a flat list of ints"
+    """Convert block ids to i64[n]; raise unless they are a flat list of 64-bit ints."""
+    requirement = "must be a flat list of ints"
     if isinstance(block_ids, jax.Array):
         block_ids = np.asarray(block_ids)
     if isinstance(block_ids, np.ndarray):
         if block_ids.dtype.kind not in "iu" or block_ids.ndim != 1:
-            raise TypeError(f"{name}s={shown(block_ids)} {flat}.")
+            raise TypeError(f"{name}s={shown(block_ids)} {requirement}.")
         if type(block_ids) is not np.ndarray and np.ma.is_masked(block_ids):
             raise TypeError(f"{name}s={shown(block_ids)} must not be masked.")
         if block_ids.dtype == np.uint64 and block_ids.size:
-            refuse_outside(
-                block_ids, 1 << 63, name=name
-            )  # Else they would become negative.
+            # Larger ids would become negative.
+            refuse_outside(block_ids, 1 << 63, name=name)
         return np.ascontiguousarray(block_ids, np.int64)
-    if isinstance(block_ids, str | bytes | bytearray):  # Which `array` would unpack.
-        raise TypeError(f"{name}s={shown(block_ids)} {flat}.")
+    if isinstance(block_ids, str | bytes | bytearray):  # `array` would unpack these.
+        raise TypeError(f"{name}s={shown(block_ids)} {requirement}.")
     try:
-        # Takes a third of the time that NumPy takes for a list.
+        # Three times as fast as NumPy for a list.
         return np.frombuffer(array("q", block_ids), np.int64)
     except TypeError:
-        raise TypeError(f"{name}s={shown(block_ids)} {flat}.") from None
+        raise TypeError(f"{name}s={shown(block_ids)} {requirement}.") from None
     except OverflowError:
-        wrong = max(block_ids, key=abs)
-        raise ValueError(f"{name}={shown(wrong)} has more than 64 bits.") from None
+        largest = max(block_ids, key=abs)
+        raise ValueError(f"{name}={shown(largest)} has more than 64 bits.") from None
 
 
 def refuse_outside(
@@ -56,35 +55,35 @@ def refuse_outside(
 ) -> None:
     """Raise ValueError if an id is not in [min_id, end)."""
     if ids.size and not (min_id <= int(ids.min()) and int(ids.max()) < end):
-        wrong = next(id_ for id_ in ids.tolist() if not min_id <= id_ < end)
-        raise ValueError(f"{name}={wrong} must be in [{min_id}, {end}).")
+        bad_id = next(id_ for id_ in ids.tolist() if not min_id <= id_ < end)
+        raise ValueError(f"{name}={bad_id} must be in [{min_id}, {end}).")
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class LoadStoreSpec:
-    """Host blocks on one side of a transfer.
+    """The host blocks of a transfer.
 
     Attributes:
-        block_ids: i64[n]. In the order of the keys in the call.
+        block_ids: i64[n]. The block of each key, in the order of the call.
     """
 
     block_ids: NDArray[np.int64]
 
     @staticmethod
     def medium() -> str:
-        """Return the name of the tier with these blocks."""
+        """Return the medium of the tier with these blocks."""
         return HOST_MEDIUM
 
 
 class Placement(NamedTuple):
-    """Where `BlockIndex.place` has found room."""
+    """The answer of `BlockIndex.place`."""
 
-    keys: Sequence[BlockKey]  # Absent keys, in the order given.
+    keys: Sequence[BlockKey]  # The absent keys, in the order of the call.
     rows: NDArray[np.int64] | None
-    """i64[n]. Their first rows among the keys given; None for all."""
-    block_ids: NDArray[np.int64]  # i64[n]. The block for each of them.
+    """i64[n]. The first row of each key in the call; None for all rows."""
+    block_ids: NDArray[np.int64]  # i64[n]. The block allocated for each key.
     evicted_keys: Sequence[BlockKey]
-    """In the order of eviction. Good until the next call."""
+    """In the order of eviction. Valid until the next call."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -92,10 +91,10 @@ class PrepareStoreOutput:
     """The answer of `OffloadingManager.prepare_store`.
 
     Attributes:
-        block_hashes_to_store: Absent keys, in the order given.
-        store_spec: The block for each of them.
+        block_hashes_to_store: Absent keys, in the order of the call.
+        store_spec: The block allocated for each of these keys.
         block_hashes_evicted: Evicted keys, in the order of eviction.
-        rows: i64[n]. The first row of each key to store among the keys given.
+        rows: i64[n]. The first row of each key to store in the call.
     """
 
     block_hashes_to_store: list[BlockKey]
@@ -109,8 +108,8 @@ class RequestStepOutput:
     """The answer of `OffloadingManager.request_step`.
 
     Attributes:
-        num_hits: Keys, from the first on, whose blocks are on the host.
-        load_spec: The blocks of these. They are pinned until the step is completed.
+        num_hits: Length of the prefix whose blocks are on the host.
+        load_spec: The blocks of the hits, pinned until the step is completed.
         store: Keys to store and evicted keys; None if there is no room.
         pending: The manager's record of the step, for `complete_step`.
     """
@@ -123,13 +122,13 @@ class RequestStepOutput:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadingEvent:
-    """Blocks that became findable on a tier, or left it.
+    """Blocks that became findable on a tier, or were removed from it.
 
     Attributes:
-        block_hashes: Their keys, in order; none if all blocks left the tier.
+        block_hashes: The keys, in order; empty if all blocks were removed.
         block_size: Tokens in a block.
         medium: `DEVICE_MEDIUM`, `HOST_MEDIUM` or the medium of a tier below the host.
-        removed: True if they left.
+        removed: Whether the blocks were removed.
     """
 
     block_hashes: list[BlockKey]

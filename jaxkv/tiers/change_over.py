@@ -1,8 +1,7 @@
-"""Changes the policy of a tier that serves: every block stays, and none is copied.
+"""Change the policy of a tier while it serves; every block keeps its place.
 
-A tier's directory of keys and block ids, its reference counts and its free ids belong
-to no policy. Only the order of eviction is the policy's, and is made anew, in the order
-of use.
+A tier's directory, reference counts and free ids do not depend on the policy. Only the
+order of eviction does: the new policy builds it from the order of use.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jaxkv.types import NO_BLOCK
 
 
 def can_change(policy: Policy) -> bool:
-    """Whether a policy can take over from another, and the other way round."""
+    """Whether a policy can be exchanged for another, in both directions."""
     return policy.hand_over is not None and policy.take_over is not None
 
 
@@ -33,68 +32,68 @@ def change_over(
     learned: Executor | None = None,
     scale: int = 1,
 ) -> Executor:
-    """Make an executor that continues with the blocks of another, by another policy.
+    """Make an executor with the same blocks and the new policy.
 
-    The old executor is not changed. `learned` is a tier of the new policy, of any size,
-    that was shown the same requests; each of its keys stands for `scale` keys.
+    The old executor is not changed. `learned` is a tier with the new policy, of any
+    size, that has served the same requests; each of its keys stands for `scale` keys.
     """
     assert old.hand_over is not None
     assert new.take_over is not None
     state = executor.state
     held = old.hand_over(state.policy)
-    lesson = None
+    learned_state = None
     if learned is not None:
-        blocks = _nearest(_find(learned, held))
+        blocks = _fill_from_nearest(_find(learned, held))
         if blocks is not None:
-            lesson = Learned(learned.state.policy, blocks, scale)
-    policy = new.take_over(held, lesson)
+            learned_state = Learned(learned.state.policy, blocks, scale)
+    policy = new.take_over(held, learned_state)
     return make_executor(new, name, dataclasses.replace(state, policy=policy))
 
 
 def resume(
     executor: Executor, policy: Policy, name: ExecutorName, learned: ReuseTable
 ) -> Executor:
-    """Make an executor that continues with another's blocks, and with an earlier table.
+    """Make an executor with the same blocks and an earlier reuse table.
 
     The policy is one that learns (`jaxkv.policies.hazard`).
     """
     state = executor.state
-    resumed = state.policy
-    if isinstance(resumed, RetainedState):
-        inner = dataclasses.replace(resumed.inner, reuse=learned)
-        resumed = dataclasses.replace(resumed, inner=inner)
+    policy_state = state.policy
+    if isinstance(policy_state, RetainedState):
+        inner = dataclasses.replace(policy_state.inner, reuse=learned)
+        policy_state = dataclasses.replace(policy_state, inner=inner)
     else:
-        resumed = dataclasses.replace(resumed, reuse=learned)
-    return make_executor(policy, name, dataclasses.replace(state, policy=resumed))
+        policy_state = dataclasses.replace(policy_state, reuse=learned)
+    return make_executor(policy, name, dataclasses.replace(state, policy=policy_state))
 
 
-def emptied(executor: Executor, policy: Policy, name: ExecutorName) -> Executor:
-    """Make an executor without blocks that keeps what its policy has learned."""
-    before = executor.state.policy
-    if isinstance(before, RetainedState):
-        before = before.inner
+def make_emptied(executor: Executor, policy: Policy, name: ExecutorName) -> Executor:
+    """Make an executor without blocks, but with what the policy has learned."""
+    policy_state = executor.state.policy
+    if isinstance(policy_state, RetainedState):
+        policy_state = policy_state.inner
     empty = make_executor(policy, name)
-    if not isinstance(before, HazardState):
+    if not isinstance(policy_state, HazardState):
         return empty
-    return resume(empty, policy, name, before.reuse)
+    return resume(empty, policy, name, policy_state.reuse)
 
 
 def _find(learned: Executor, held: Held) -> NDArray[np.int32]:
-    """Find the block elsewhere of each held key: i32[n]."""
+    """Return the block of each held key in another tier: i32[n]."""
     keys = np.asarray(held.directory.keys)[held.blocks]
-    keys.flags.writeable = False  # As all keys are.
+    keys.flags.writeable = False  # Executors take read-only keys.
     return learned.find(keys) if len(keys) else np.empty(0, np.int32)
 
 
-def _nearest(blocks: NDArray[np.int32]) -> NDArray[np.int32] | None:
-    """Replace each NO_BLOCK by the nearest other block; None if there is none.
+def _fill_from_nearest(blocks: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    """Replace each NO_BLOCK by the block of the nearest row; None if all are NO_BLOCK.
 
-    Neighbours in an order of use are mostly of one request.
+    Neighbours in the order of use mostly belong to the same request.
     """
     present = np.flatnonzero(blocks != NO_BLOCK)
     if not present.size:
         return None
-    # From half way between two of them on, the later one is the nearer.
+    # From halfway between two present rows on, the later one is nearer.
     middles = (present[:-1] + present[1:] + 1) // 2
     rows = np.searchsorted(middles, np.arange(blocks.size), side="right")
     nearest: NDArray[np.int32] = blocks[present[rows]]

@@ -1,10 +1,9 @@
-"""The device tier: who holds which block of the device, and what it caches.
+"""The device tier: reference counts, free queue and prefix cache of the device's pool.
 
 The rules follow vLLM 0.19.1's `BlockPool`: a free block keeps its contents and its key
-until it is needed for another use, the longest unused first. Pins are jaxkv's addition:
-a transfer that reads a block keeps it from being allocated, but the block keeps its
-place in the queue of free blocks. A block can be allocated if it is neither held nor
-pinned.
+until it is allocated again, least recently used first. Pins are jaxkv's addition: a
+block that a transfer reads is not allocated, but keeps its place in the free queue. A
+block can be allocated if it is neither held nor pinned.
 """
 
 from __future__ import annotations
@@ -43,32 +42,31 @@ class DeviceTier:
     """The state of the blocks of the device, which `device_native` updates."""
 
     directory: Directory
-    """The block that serves each key. An entry is a block id. Its `keys` also has the
-    keys of blocks that hold a key and do not serve it."""
-    has_key: NDArray[np.bool_]  # bool[B]. Whether the block has a key.
+    """Maps each key to the block that serves it, the first one cached. `keys` has the
+    key of every block with a key, serving or not."""
+    has_key: NDArray[np.bool_]  # bool[B].
     copies: NDArray[np.int32]
-    """i32[B]. The host block that is known to have the same contents, NO_BLOCK for
-    none."""
+    """i32[B]. A host block with the same contents, NO_BLOCK if none is known."""
     following: NDArray[np.int32]
-    """i32[B]. The block with the same key that came next, -1 for none."""
+    """i32[B]. The next block cached with the same key, -1 for none."""
     preceding: NDArray[np.int32]
-    """i32[B]. The one that came before. The serving block has the complement of the
-    last one here, a number below 0."""
+    """i32[B]. The previous block with the same key. For the serving block: ~id of the
+    last block with the key, a number below 0."""
     ref_cnt: NDArray[np.int32]
     """i32[B]. Holders of each block; always 0 for the null block."""
     pins: NDArray[np.int32]
     """i32[B]. Transfers and offers that keep each block from being allocated."""
     offers: NDArray[np.int32]
-    """i32[B]. The pins of offers without an answer, included in `pins`."""
+    """i32[B]. Those `pins` that belong to unanswered offers."""
     newer: NDArray[np.int32]
-    """i32[B]. The next free block after this one; the null block after the last, -1 for
-    a block that is held."""
+    """i32[B]. The next block in the free queue; the null block after the last, -1 for a
+    held block."""
     older: NDArray[np.int32]
-    """i32[B]. The free block before this one; the null block before the first, -1 for a
-    block that is held."""
+    """i32[B]. The previous block in the free queue; the null block before the first, -1
+    for a held block."""
     num_free: NDArray[np.int32]  # i32[]. Blocks neither held nor pinned.
     num_pending_free: NDArray[np.int32]
-    """i32[]. Blocks not held, and pinned by transfers alone."""
+    """i32[]. Blocks that are not held, and pinned only by transfers."""
 
 
 def init(num_blocks: int) -> DeviceTier:
@@ -139,38 +137,38 @@ def _empty_words(num: int) -> NDArray[np.uint32]:
 
 
 class Victims(NamedTuple):
-    """Blocks that hold a key, in the order of allocation. Good until the next call."""
+    """Free blocks with a key, in order of allocation. Valid until the next call."""
 
     block_ids: NDArray[np.int64]  # i64[n].
     copies: NDArray[np.int64]
-    """i64[n]. The host block of each, NO_BLOCK where none was noted."""
-    rows: NDArray[np.int64]  # i64[m]. The rows without a copy.
-    keys: Sequence[bytes]  # The keys of these.
+    """i64[n]. The host copy of each block, NO_BLOCK if none was recorded."""
+    rows: NDArray[np.int64]  # i64[m]. Rows of the blocks without a copy.
+    keys: Sequence[bytes]  # The m keys of the blocks without a copy.
 
 
 class DeviceBlockPool:
     """Reference counts and prefix cache of the device's block pool.
 
-    The null block may stand in any list of ids; it is passed over. A list may have an
-    id more than once, which then counts as often. A call that raises changes nothing.
+    Calls skip the null block in a list of ids. An id that is listed n times counts n
+    times. A call that raises changes nothing.
 
     Args:
-        num_blocks: Blocks in the pool, the null block among them.
-        enable_events: Keep events, for `take_events`.
-        block_size: Tokens in a block; only repeated in events.
+        num_blocks: Blocks in the pool, including the null block.
+        enable_events: Whether to keep events for `take_events`.
+        block_size: Tokens in a block, for events.
 
     Attributes:
         num_blocks: Blocks in the pool.
-        num_changes: Grows with each change of the next block to allocate, of its
-            contents, or of a known copy's loss; not with pins.
+        num_changes: Grows when the free queue or the contents of its blocks change, or
+            a known host copy is lost; not with pins.
         block_size: Tokens in a block.
         unwritten: Blocks whose tokens were neither computed nor loaded; `cache` skips
-            them. `OffloadScheduler` adds them, `allocate` removes the blocks it takes.
-        state: The whole state, as a pytree of NumPy arrays that calls change.
-        bound: The state as compiled functions take it.
+            them. `OffloadScheduler` adds blocks, `allocate` removes those it returns.
+        state: A pytree of NumPy arrays that calls update in place.
+        bound: The state in the form that compiled functions take.
 
     Raises:
-        ValueError: If there is no block besides the null block, or there are too many.
+        ValueError: If there are fewer than 2 blocks, or too many.
 
     Example:
         >>> pool = DeviceBlockPool(num_blocks=3)
@@ -205,23 +203,23 @@ class DeviceBlockPool:
         self.block_size = block_size
         self.unwritten: set[int] = set()
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
-        # Keys that are not of 32 bytes, as the caller knows them, by block.
+        # The caller's keys that are not of 32 bytes, by block.
         self._names: dict[int, bytes] = {}
-        # Room for an answer of `next_victims`, kept from call to call.
+        # Output buffers of `next_victims`, reused by each call.
         self._victims = _NO_IDS, _NO_IDS, _NO_IDS, _empty_words(0)
         self.state = init(num_blocks)
         self.bound = bound = Bound(self.state)
         keys = np.zeros((1, KEY_WORDS), np.uint32)
-        some_keys = keys.view()
-        some_keys.flags.writeable = False  # As callers' keys are.
+        input_keys = keys.view()
+        input_keys.flags.writeable = False  # Callers' keys are read-only.
         flags, ids = np.empty(1, np.bool_), _NO_IDS
         self._native = EntryPoints(
             native,
             {
                 "find_outside": (bound, ids),
-                "find": (bound, some_keys, np.empty(1, np.int32)),
-                "find_prefix": (bound, some_keys, np.empty(1, np.int32)),
-                "holds": (bound, ids, some_keys, flags),
+                "find": (bound, input_keys, np.empty(1, np.int32)),
+                "find_prefix": (bound, input_keys, np.empty(1, np.int32)),
+                "holds": (bound, ids, input_keys, flags),
                 "next_free": (bound, 1, ids, flags, keys),
                 "next_victims": (bound, 1, ids, ids, ids, keys),
                 "note_copies": (bound, ids, ids),
@@ -231,22 +229,22 @@ class DeviceBlockPool:
                 "free": (bound, ids),
                 "pin": (bound, ids, False),
                 "unpin": (bound, ids, False),
-                "cache": (bound, ids, some_keys, flags),
+                "cache": (bound, ids, input_keys, flags),
                 "evict": (bound, ids, flags, keys),
             },
         )
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now."""
+        """Blocks that `allocate` could return now."""
         return int(self.state.num_free)
 
     @property
     def num_pending_free(self) -> int:
-        """Blocks that are no longer held, and that are free once transfers end.
+        """Blocks that become free once transfers in flight end.
 
         An engine that preempts until it has enough blocks counts these, too. Blocks
-        that an offer without an answer would copy are not among them.
+        pinned by an unanswered offer do not count.
         """
         return int(self.state.num_pending_free)
 
@@ -255,26 +253,26 @@ class DeviceBlockPool:
         return int(self.counts([block_id])[0, 0])
 
     def counts(self, block_ids: BlockIds) -> NDArray[np.int32]:
-        """Read how many hold each of n blocks, and how many pin it: i32[2, n]."""
+        """Return the holders and the pins of each of n blocks: i32[2, n]."""
         ids = as_ids(block_ids)
         self._refuse_outside(ids)
         return np.stack([self.state.ref_cnt[ids], self.state.pins[ids]])
 
     def are_free(self, block_ids: BlockIds) -> NDArray[np.bool_]:
-        """Whether nobody holds each of n blocks, pins aside: bool[n]."""
+        """Whether each of n blocks has no holder, pinned or not: bool[n]."""
         are_free: NDArray[np.bool_] = self.counts(block_ids)[0] == 0
         return are_free
 
     @property
     def has_cached(self) -> bool:
-        """Whether a block has a key."""
+        """Whether any block has a key."""
         return bool(self.state.has_key.any())
 
     def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
-        """Find the block that serves each key: i32[n], NO_BLOCK where there is none.
+        """Return the block that serves each key: i32[n], NO_BLOCK if there is none.
 
-        Of several blocks with the key it is the one cached first. They are not held
-        until `touch` is called.
+        Of several blocks with one key, the first one cached serves it. Call `touch` to
+        hold the blocks.
         """
         _, words = pack(keys)
         block_ids = np.empty(len(words), np.int32)
@@ -282,10 +280,7 @@ class DeviceBlockPool:
         return block_ids
 
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[int]:
-        """List the blocks of the longest run of cached keys, from the first on.
-
-        They are not held until `touch` is called.
-        """
+        """Return the blocks of the longest cached prefix. Call `touch` to hold them."""
         _, words = pack(keys)
         block_ids = np.empty(len(words), np.int32)
         num_found = self._native.find_prefix(self.bound, words, block_ids)
@@ -293,15 +288,15 @@ class DeviceBlockPool:
         return prefix
 
     def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
-        """Whether each of n blocks still holds its key, serving it or not: bool[n]."""
-        ids, _, words, _ = self._pairs(block_ids, keys)
+        """Whether each of n blocks still has its key, serving it or not: bool[n]."""
+        ids, _, words, _ = self._pack_pairs(block_ids, keys)
         is_held = np.empty(len(ids), np.bool_)
         if self._native.holds(self.bound, ids, words, is_held) >= 0:
             self._refuse_outside(ids)
         return is_held
 
     def allocate(self, num: int) -> list[int]:
-        """Take blocks, evicting what they cached; each is held once.
+        """Allocate blocks, evicting what they cached; each is held once.
 
         Raises:
             ValueError: If fewer are free, or `num` is negative; then nothing changes.
@@ -313,60 +308,60 @@ class DeviceBlockPool:
                 f"{num=} blocks wanted, but only {self.num_free} of "
                 f"{self.num_blocks} are free."
             )
-        block_ids, evicted = self._take(self._native.allocate, num)
+        block_ids, list_keys = self._list_blocks(self._native.allocate, num)
         self.num_changes += 1
         if self._events is not None or self._names or self.unwritten:
-            # `evict` keeps them: the block's holder may still cache it.
+            # Unlike `evict`, after which the block's holder may still cache it.
             self.unwritten.difference_update(block_ids)
-            self._note_evicted(block_ids, evicted())
+            self._note_evicted(block_ids, list_keys())
         return block_ids
 
     def next_free(self, num: int) -> tuple[list[int], list[bytes | None]]:
-        """Return the next blocks that `allocate` would take, and the keys lost then.
+        """Return the next blocks to be allocated, and the keys that they would lose.
 
-        If fewer than `num` are free, these; None for a block without a key.
+        If fewer than `num` are free, all of these. None is for a block without a key.
         """
-        block_ids, keys = self._take(self._native.next_free, self._cut_to_free(num))
-        return block_ids, keys()
+        num = self._clamp_to_free(num)
+        block_ids, list_keys = self._list_blocks(self._native.next_free, num)
+        return block_ids, list_keys()
 
     def next_keys(self, num: int) -> NDArray[np.uint32]:
-        """Return the keys that the blocks `allocate` would take next would lose.
+        """Return the keys of the next `num` blocks to be allocated, or all free blocks.
 
-        If fewer than `num` are free, of these: u32[n, 8], read-only. Blocks without a
-        key are left out.
+        u32[n, 8], read-only, without a row for blocks that have no key.
         """
-        num = self._cut_to_free(num)
-        _, has_key, words = self._shown(self._native.next_free, num)
+        num = self._clamp_to_free(num)
+        _, has_key, words = self._read_blocks(self._native.next_free, num)
         return UnlistedKeys(words[has_key]).words
 
     def next_victims(
         self, num: int, find: Callable[..., tuple[int, int]] | None = None
     ) -> Victims:
-        """Return which of the `num` blocks that `allocate` would take next hold a key.
+        """Return those of the next `num` blocks to be allocated that have a key.
 
-        If fewer are free, of these. `find` is a native function that does the same and
-        may know of more copies.
+        If fewer are free, of all free ones. `find` may replace the native function, to
+        look up further copies.
         """
-        num = self._cut_to_free(num)
+        num = self._clamp_to_free(num)
         if len(self._victims[0]) < num:
             self._victims = *np.empty((3, num), np.int64), _empty_words(num)
         block_ids, copies, rows, words = self._victims
-        num_found, num_bare = (find or self._native.next_victims)(
+        num_victims, num_uncopied = (find or self._native.next_victims)(
             self.bound, num, block_ids, copies, rows, words
         )
-        block_ids, rows = block_ids[:num_found], rows[:num_bare]
-        keys: Sequence[bytes] = UnlistedKeys(words[:num_bare])
+        block_ids, rows = block_ids[:num_victims], rows[:num_uncopied]
+        keys: Sequence[bytes] = UnlistedKeys(words[:num_uncopied])
         if self._names:
             keys = list(map(self._names.get, block_ids[rows].tolist(), keys))
-        return Victims(block_ids, copies[:num_found], rows, keys)
+        return Victims(block_ids, copies[:num_victims], rows, keys)
 
     def note_copies(self, block_ids: BlockIds, copies: BlockIds) -> None:
-        """Record the host block with a block's contents, NO_BLOCK for none.
+        """Record the host copy of each block, NO_BLOCK for none.
 
-        It is forgotten with the contents.
+        It is forgotten when the block is evicted.
 
         Raises:
-            ValueError: If an id is no block's, or there is not a copy for each.
+            ValueError: If an id is out of range, or the lengths differ.
         """
         ids, host_ids = as_ids(block_ids), as_ids(copies)
         if len(ids) != len(host_ids):
@@ -377,7 +372,7 @@ class DeviceBlockPool:
             self._refuse_outside(ids)
 
     def forget_copies(self, words: NDArray[np.uint32] | None = None) -> None:
-        """Forget which host blocks have some keys (u32[n, 8]); None for all."""
+        """Forget the host copies of some keys (u32[n, 8]), or all if None."""
         if words is None:
             self.state.copies[:] = NO_BLOCK
             self.num_changes += 1
@@ -385,67 +380,65 @@ class DeviceBlockPool:
             self.num_changes += 1
 
     def touch(self, block_ids: BlockIds) -> None:
-        """Hold blocks once more, so that they are not allocated."""
+        """Add a holder to blocks, so that they are not allocated."""
         ids = as_ids(block_ids)
         if self._native.touch(self.bound, ids) >= 0:
             self._refuse_outside(ids)
         self.num_changes += 1
 
     def free(self, block_ids: BlockIds) -> None:
-        """Release blocks that were allocated or touched.
+        """Remove a holder from blocks that were allocated or touched.
 
-        Of those that become free, the first is allocated first: pass a prefix tail
-        first.
+        The first one to become free is allocated first: pass a prefix tail first.
 
         Raises:
-            ValueError: If a block is not held as often; then none is released.
+            ValueError: If a block has too few holders; then none is released.
         """
         ids = as_ids(block_ids)
-        bad = self._native.free(self.bound, ids)
-        if bad >= 0:
+        bad_row = self._native.free(self.bound, ids)
+        if bad_row >= 0:
             self._refuse_outside(ids)
             raise ValueError(
-                f"block_id={ids[bad]} is freed more often than it is held."
+                f"block_id={ids[bad_row]} is freed more often than it is held."
             )
         self.num_changes += 1
 
     def pin(self, block_ids: BlockIds, *, is_offer: bool = False) -> None:
-        """Keep blocks from being allocated, but at their place among the free ones.
+        """Keep blocks that a transfer reads from being allocated.
 
-        For transfers that read them: a block that is freed, or was free already, is
-        allocated as early as if there had been no transfer, but not during it.
-        `is_offer` is for an offer, which may be left without an answer:
-        `num_pending_free` does not count the blocks then.
+        A pinned block keeps its place in the free queue: once unpinned, it is allocated
+        as early as if there had been no transfer. `is_offer` marks the pins of an
+        offer, which may never be answered: `num_pending_free` excludes such blocks.
         """
         ids = as_ids(block_ids)
         if self._native.pin(self.bound, ids, is_offer) >= 0:
             self._refuse_outside(ids)
 
     def unpin(self, block_ids: BlockIds, *, is_offer: bool = False) -> None:
-        """Remove pins, which were for an offer or not.
+        """Remove pins; `is_offer` as they were pinned.
 
         Raises:
-            ValueError: If a block is not pinned as often; then none is removed.
+            ValueError: If a block has too few such pins; then none is removed.
         """
         ids = as_ids(block_ids)
-        bad = self._native.unpin(self.bound, ids, is_offer)
-        if bad >= 0:
+        bad_row = self._native.unpin(self.bound, ids, is_offer)
+        if bad_row >= 0:
             self._refuse_outside(ids)
             raise ValueError(
-                f"block_id={ids[bad]} is unpinned more often than it is pinned."
+                f"block_id={ids[bad_row]} is unpinned more often than it is pinned."
             )
 
     def cache(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
         """Make full, computed blocks findable by their keys.
 
-        The blocks are held. A block that has its key is left alone. Returned are the
-        blocks that were skipped, as they are `unwritten`.
+        The caller holds the blocks. A block that already has its key is unchanged.
+        Blocks that are `unwritten` are skipped and returned.
 
         Raises:
-            ValueError: If a block is known under another key, or is given two; then
+            ValueError: If a block already has another key, or is listed with two; then
                 none is cached.
         """
-        ids, names, words, has_foreign = self._pairs(block_ids, keys)
+        ids, names, words, has_foreign = self._pack_pairs(block_ids, keys)
         if self.unwritten:
             skipped = [block for block in ids.tolist() if block in self.unwritten]
             if skipped:
@@ -453,12 +446,12 @@ class DeviceBlockPool:
                 self.cache(ids[rows], [names[row] for row in rows.tolist()])
                 return skipped
         is_added = np.empty(len(ids), np.bool_)
-        bad = self._native.cache(self.bound, ids, words, is_added)
-        if bad >= 0:
+        row = self._native.cache(self.bound, ids, words, is_added)
+        if row >= 0:
             self._refuse_outside(ids)
             raise ValueError(
-                f"block_id={ids[bad]} is cached as "
-                f"{shown(self._known_as(ids, names, bad))}, not {shown(names[bad])}."
+                f"block_id={ids[row]} is cached as "
+                f"{shown(self._key_of_row(ids, names, row))}, not {shown(names[row])}."
             )
         if has_foreign:
             self._names.update(
@@ -471,21 +464,21 @@ class DeviceBlockPool:
         return []
 
     def evict(self, block_ids: BlockIds) -> None:
-        """Forget the contents of blocks; they stay with their requests."""
-        repeated = as_ids(block_ids)
-        self._refuse_outside(repeated)
-        ids = list(dict.fromkeys(repeated.tolist()))
+        """Remove the keys of blocks; the requests that hold the blocks keep them."""
+        listed_ids = as_ids(block_ids)
+        self._refuse_outside(listed_ids)
+        ids = list(dict.fromkeys(listed_ids.tolist()))
 
-        def evict(bound: Bound, num: int, *answer: Any) -> None:
-            answer[0][:] = ids
-            self._native.evict(bound, *answer)
+        def evict(bound: Bound, num: int, *outputs: Any) -> None:
+            outputs[0][:] = ids
+            self._native.evict(bound, *outputs)
 
-        _, evicted = self._take(evict, len(ids))
+        _, list_keys = self._list_blocks(evict, len(ids))
         self.num_changes += 1
-        self._note_evicted(ids, evicted())
+        self._note_evicted(ids, list_keys())
 
     def reset(self) -> bool:
-        """Forget the contents of all blocks; False if one is held or pinned."""
+        """Remove all keys; return False, unchanged, if a block is held or pinned."""
         if self.num_free < self.num_blocks - 1:
             return False
         empty = init(self.num_blocks)
@@ -505,10 +498,10 @@ class DeviceBlockPool:
         return True
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return the events since the last time; none if they are not kept.
+        """Return the events since the last call; none if they are not kept.
 
-        Every block that gets a key or loses it counts, so that a key that several
-        blocks hold is there as often. A removal of no keys means that all were removed.
+        There is one for every block that gets or loses a key, even if several blocks
+        have the same key. A removal without keys means that all were removed.
         """
         if self._events is None:
             return []
@@ -516,9 +509,9 @@ class DeviceBlockPool:
         return events
 
     def warm_up(self) -> None:
-        """Load, or compile, what the methods run, so that no later call waits for it.
+        """Compile or load the native functions, so that no later call waits for them.
 
-        It takes seconds where the machine has not run them before, else part of one.
+        It takes seconds the first time on a machine, later less than one.
         """
         scratch = DeviceBlockPool(2)
         blocks, keys = scratch.allocate(1), [bytes(KEY_BYTES)]
@@ -541,30 +534,29 @@ class DeviceBlockPool:
         check(self.state)
         assert all(self.state.has_key[list(self._names)])
 
-    def _cut_to_free(self, num: int) -> int:
-        """Cut a number of blocks to those that are free."""
+    def _clamp_to_free(self, num: int) -> int:
         check_whole(None, num=num)
         return max(min(num, self.num_free), 0)
 
-    def _take(
+    def _list_blocks(
         self, function: Callable[..., None], num: int
     ) -> tuple[list[int], Callable[[], list[bytes | None]]]:
-        """Call a function that writes blocks and keys; the keys are listed later."""
-        block_ids, has_key, words = self._shown(function, num)
+        """`_read_blocks` as lists; the keys are converted only when called for."""
+        block_ids, has_key, words = self._read_blocks(function, num)
 
-        def keys() -> list[bytes | None]:
+        def list_keys() -> list[bytes | None]:
             rows = np.flatnonzero(has_key).tolist()
-            listed: list[bytes | None] = [None] * num
+            keys: list[bytes | None] = [None] * num
             for row, key in zip(rows, words_to_keys(words[rows]), strict=True):
-                listed[row] = self._names.get(int(block_ids[row]), key)
-            return listed
+                keys[row] = self._names.get(int(block_ids[row]), key)
+            return keys
 
-        return block_ids.tolist(), keys
+        return block_ids.tolist(), list_keys
 
-    def _shown(
+    def _read_blocks(
         self, function: Callable[..., None], num: int
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint32]]:
-        """Call a function that writes blocks, whether each has a key, and the keys."""
+        """Call a native function that writes block ids, has_key flags, and keys."""
         block_ids = np.empty(num, np.int64)
         has_key = np.empty(num, np.bool_)
         words = _empty_words(num)
@@ -572,25 +564,27 @@ class DeviceBlockPool:
         return block_ids, has_key, words
 
     def _refuse_outside(self, block_ids: NDArray[Any]) -> None:
-        """Raise ValueError if an id is no block's."""
-        wrong = self._native.find_outside(self.bound, block_ids)
-        if wrong >= 0:
+        """Raise ValueError if an id is out of range."""
+        row = self._native.find_outside(self.bound, block_ids)
+        if row >= 0:
             raise ValueError(
-                f"block_id={block_ids[wrong]} must be in [0, {self.num_blocks})."
+                f"block_id={block_ids[row]} must be in [0, {self.num_blocks})."
             )
 
-    def _pairs(
+    def _pack_pairs(
         self, block_ids: BlockIds, keys: Sequence[BlockKey]
     ) -> tuple[NDArray[Any], Sequence[bytes], NDArray[np.uint32], bool]:
-        """Return ids, names, words (u32[n, 8]), and whether any key is foreign."""
+        """Return ids, keys, words (u32[n, 8]), and whether any key is hashed."""
         ids = as_ids(block_ids)
         names, words, has_foreign = lay_out(keys)
         if len(names) != len(ids):
             raise ValueError(f"{len(ids)=} blocks must have as many {len(keys)=}.")
         return ids, names, words, has_foreign
 
-    def _known_as(self, ids: NDArray[Any], keys: Sequence[BlockKey], row: int) -> bytes:
-        """Return the key of a row's block; without one, the key of its first row."""
+    def _key_of_row(
+        self, ids: NDArray[Any], keys: Sequence[BlockKey], row: int
+    ) -> bytes:
+        """Return the key of a row's block, or else the first key listed for it."""
         block_id = int(ids[row])
         if not self.state.has_key[block_id]:
             return keys[int(np.argmax(ids == block_id))]

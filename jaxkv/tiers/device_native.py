@@ -1,14 +1,13 @@
-"""The device tier's transitions in place; `jaxkv.tiers.device` defines them.
+"""In-place updates of the device tier, for `jaxkv.tiers.device`.
 
 Every function takes a `Bound` of a `DeviceTier`. Block ids are i64[K], keys u32[K, 8].
-The null block among block ids is passed over. On bad input a function changes nothing
-and returns the first bad row, such as one that is no block's (`find_outside`); -1 means
-success.
+The null block among block ids is skipped. On bad input, such as an id out of range, a
+function changes nothing and returns the first bad row; -1 means success.
 
-The free blocks are in a ring of two links per block, `newer` and `older`, that the null
-block closes: the one after it goes next, the one before it last. Blocks with the same
-key form a chain in the order of their arrival. The first of the chain serves the key;
-its `preceding` is the complement of the last, a number below 0.
+The free queue is a doubly linked ring, by `newer` and `older`, closed by the null
+block: the block after it is allocated first, the block before it last. Blocks with the
+same key form a chain in the order of `cache`. The first of the chain serves the key;
+its `preceding` is the complement of the last one's id, a number below 0.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NO_LINK = -1
 
 @compiled
 def find_outside(tier: Any, block_ids: Any) -> Any:
-    """Find the first row that is no block of the pool, -1 for none."""
+    """Return the first row with an id out of range, -1 for none."""
     num_blocks = tier.ref_cnt.shape[0]
     for row in range(block_ids.shape[0]):
         if not 0 <= block_ids[row] < num_blocks:
@@ -36,22 +35,22 @@ def find_outside(tier: Any, block_ids: Any) -> Any:
 
 @compiled
 def find(tier: Any, keys: Any, block_ids: Any) -> None:
-    """Write the block that serves each key, NO_BLOCK if none, to i32[K]."""
+    """Write the block that serves each key, NO_BLOCK if none (i32[K])."""
     directory_lib.native_find(tier.directory, keys, block_ids)
 
 
 @compiled
 def find_prefix(tier: Any, keys: Any, block_ids: Any) -> Any:
-    """`find` up to the first key that has none; return how many come before it."""
+    """`find` up to the first miss; return the number of keys before it."""
     return directory_lib.find_prefix(tier.directory, keys, block_ids)
 
 
 @compiled
 def holds(tier: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
-    """Write to bool[K] whether blocks hold a key, serving it or not."""
-    bad = find_outside(tier, block_ids)
-    if bad >= 0:
-        return bad
+    """Write whether each block has its key, serving it or not (bool[K])."""
+    bad_row = find_outside(tier, block_ids)
+    if bad_row >= 0:
+        return bad_row
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         flags[row] = (
@@ -64,15 +63,15 @@ def holds(tier: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
 
 @compiled
 def next_free(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
-    """Write the next `num` blocks that `allocate` would take, which are free.
+    """Write the next `num` blocks to be allocated; at least `num` must be free.
 
-    `block_ids` is i64[num]; `has_key`, bool[num], whether each has a key; `keys`,
-    u32[num, 8], the keys of those that have.
+    `block_ids` is i64[num], `has_key` bool[num], and `keys` u32[num, 8], whose rows are
+    valid where `has_key`.
     """
     block, row = tier.newer[NULL_BLOCK], 0
     while row < num:
         if tier.pins[block] == 0:
-            _show(tier, block, row, block_ids, has_key, keys)
+            _write_row(tier, block, row, block_ids, has_key, keys)
             row += 1
         block = tier.newer[block]
 
@@ -81,33 +80,33 @@ def next_free(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> N
 def next_victims(
     tier: Any, num: int, block_ids: Any, copies: Any, rows: Any, keys: Any
 ) -> Any:
-    """Write those of the next `num` free blocks that have a key.
+    """Write those of the next `num` blocks to be allocated that have a key.
 
-    Written are the blocks and their `DeviceTier.copies` (i64[num] each), the rows
-    without a copy (i64[num]) and the keys of these (u32[num, 8]). The answer is how
-    many have a key, and how many of them have no copy.
+    Writes the blocks and their `DeviceTier.copies` (i64[num] each), the rows without a
+    copy (i64[num]), and the keys of these rows (u32[num, 8]). Returns the number of
+    blocks with a key, and of these without a copy.
     """
-    block, num_seen, num_found, num_bare = tier.newer[NULL_BLOCK], 0, 0, 0
+    block, num_seen, num_victims, num_uncopied = tier.newer[NULL_BLOCK], 0, 0, 0
     while num_seen < num:
         if tier.pins[block] == 0:
             num_seen += 1
             if tier.has_key[block]:
-                block_ids[num_found], copies[num_found] = block, tier.copies[block]
+                block_ids[num_victims], copies[num_victims] = block, tier.copies[block]
                 if tier.copies[block] == NO_BLOCK:
-                    rows[num_bare] = num_found
-                    copy_row(keys, num_bare, tier.directory.keys, block)
-                    num_bare += 1
-                num_found += 1
+                    rows[num_uncopied] = num_victims
+                    copy_row(keys, num_uncopied, tier.directory.keys, block)
+                    num_uncopied += 1
+                num_victims += 1
         block = tier.newer[block]
-    return num_found, num_bare
+    return num_victims, num_uncopied
 
 
 @compiled
 def note_copies(tier: Any, block_ids: Any, copies: Any) -> Any:
-    """Record copies (i64[K]) of blocks with a key."""
-    bad = find_outside(tier, block_ids)
-    if bad >= 0:
-        return bad
+    """Record the host copies (i64[K]) of blocks that have a key."""
+    bad_row = find_outside(tier, block_ids)
+    if bad_row >= 0:
+        return bad_row
     for row in range(block_ids.shape[0]):
         if block_ids[row] > NULL_BLOCK:
             tier.copies[block_ids[row]] = copies[row]
@@ -116,7 +115,7 @@ def note_copies(tier: Any, block_ids: Any, copies: Any) -> Any:
 
 @compiled
 def forget_copies(tier: Any, keys: Any) -> Any:
-    """Forget the copies of all blocks with some keys; count them."""
+    """Forget the host copies of some keys; return how many blocks had one."""
     num_forgotten = 0
     for row in range(keys.shape[0]):
         block = directory_lib.find_one(tier.directory, keys, row)
@@ -129,60 +128,60 @@ def forget_copies(tier: Any, keys: Any) -> Any:
 
 @compiled
 def allocate(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
-    """Take the blocks that `next_free` returns, and hold each once."""
+    """Allocate the blocks that `next_free` writes, and hold each once."""
     block, row = tier.newer[NULL_BLOCK], 0
     while row < num:
-        after = tier.newer[block]
+        next_block = tier.newer[block]
         if tier.pins[block] == 0:
-            _show(tier, block, row, block_ids, has_key, keys)
-            _unqueue(tier, block)
-            _drop(tier, block)
+            _write_row(tier, block, row, block_ids, has_key, keys)
+            _dequeue(tier, block)
+            _remove_key(tier, block)
             tier.ref_cnt[block] = 1
             row += 1
-        block = after
+        block = next_block
     tier.num_free[()] -= num
 
 
 @compiled
 def touch(tier: Any, block_ids: Any) -> Any:
-    """Hold blocks once more for each time they are given."""
-    bad = find_outside(tier, block_ids)
-    if bad >= 0:
-        return bad
+    """Add a holder for each time that a block is listed."""
+    bad_row = find_outside(tier, block_ids)
+    if bad_row >= 0:
+        return bad_row
     for block in block_ids:
         if block > NULL_BLOCK:
             if tier.ref_cnt[block] == 0:
-                _unqueue(tier, block)
-                _tally(tier, block, -1)
+                _dequeue(tier, block)
+                _count_free(tier, block, -1)
             tier.ref_cnt[block] += 1
     return -1
 
 
 @compiled
 def free(tier: Any, block_ids: Any) -> Any:
-    """Release blocks once for each time they are given.
+    """Remove a holder for each time that a block is listed.
 
-    Those that are free now are queued in this order, a repeated one at its first place.
-    A block that is not held as often is a bad row.
+    Blocks without holders are queued in this order, a repeated one at its first row. A
+    row is bad if its block has too few holders.
     """
-    bad = find_outside(tier, block_ids)
-    if bad < 0:
-        bad = _lower(tier.ref_cnt, block_ids)
-    if bad < 0:
+    bad_row = find_outside(tier, block_ids)
+    if bad_row < 0:
+        bad_row = _decrement(tier.ref_cnt, block_ids)
+    if bad_row < 0:
         for block in block_ids:
-            is_new = block > NULL_BLOCK and tier.newer[block] == NO_LINK
-            if is_new and tier.ref_cnt[block] == 0:
-                _queue(tier, block)
-                _tally(tier, block, 1)
-    return bad
+            is_unqueued = block > NULL_BLOCK and tier.newer[block] == NO_LINK
+            if is_unqueued and tier.ref_cnt[block] == 0:
+                _enqueue(tier, block)
+                _count_free(tier, block, 1)
+    return bad_row
 
 
 @compiled
 def pin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
-    """Keep blocks from being allocated, once more for each time they are given."""
-    bad = find_outside(tier, block_ids)
-    if bad >= 0:
-        return bad
+    """Add a pin for each time that a block is listed."""
+    bad_row = find_outside(tier, block_ids)
+    if bad_row >= 0:
+        return bad_row
     for block in block_ids:
         if block > NULL_BLOCK:
             add_pins(tier, block, 1, is_offer)
@@ -191,13 +190,13 @@ def pin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
 
 @compiled
 def unpin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
-    """Remove a pin for each time that a block is given.
+    """Remove a pin for each time that a block is listed.
 
-    A block that is not pinned as often is a bad row.
+    A row is bad if its block has too few pins.
     """
-    bad = find_outside(tier, block_ids)
-    if bad >= 0:
-        return bad
+    bad_row = find_outside(tier, block_ids)
+    if bad_row >= 0:
+        return bad_row
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         if block > NULL_BLOCK:
@@ -211,19 +210,19 @@ def unpin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
 
 @inlined
 def add_pins(tier: Any, block: int, num: int, is_offer: bool) -> None:
-    """Pin a block, which may be held, once more or less."""
+    """Change the pins of a block by `num`, 1 or -1."""
     if tier.ref_cnt[block] == 0:
-        _tally(tier, block, -1)
+        _count_free(tier, block, -1)
     tier.pins[block] += num
     if is_offer:
         tier.offers[block] += num
     if tier.ref_cnt[block] == 0:
-        _tally(tier, block, 1)
+        _count_free(tier, block, 1)
 
 
 @inlined
-def _tally(tier: Any, block: int, num: int) -> None:
-    """Count a block that is not held as free or pending, once more or less."""
+def _count_free(tier: Any, block: int, num: int) -> None:
+    """Add `num` to the count, free or pending, that a block without holders is in."""
     if tier.pins[block] == 0:
         tier.num_free[()] += num
     elif tier.offers[block] == 0:
@@ -232,17 +231,17 @@ def _tally(tier: Any, block: int, num: int) -> None:
 
 @compiled
 def cache(tier: Any, block_ids: Any, keys: Any, added: Any) -> Any:
-    """Make blocks findable by their keys. A block that has its key is left alone.
+    """Make blocks findable by their keys.
 
-    Written to `added` (bool[K]) is whether the block got the key; not if it had it, or
-    in the unlikely case that the directory had no room. A block with another key is a
-    bad row.
+    Writes whether each block got its key (`added`, bool[K]): not if it had it already,
+    or, which is unlikely, the directory had no room. A row is bad if its block has
+    another key.
     """
-    bad = find_outside(tier, block_ids)
-    if bad < 0:
-        bad = _find_contradiction(tier, block_ids, keys)
-    if bad >= 0:
-        return bad
+    bad_row = find_outside(tier, block_ids)
+    if bad_row < 0:
+        bad_row = _find_conflict(tier, block_ids, keys)
+    if bad_row >= 0:
+        return bad_row
     group = directory_lib.GROUP
     tags, buckets = empty(group, np.uint32), empty(2 * group, np.uint64)
     for start in range(0, block_ids.shape[0], group):
@@ -252,29 +251,29 @@ def cache(tier: Any, block_ids: Any, keys: Any, added: Any) -> Any:
             block, at = block_ids[row], row - start
             added[row] = False
             if block > NULL_BLOCK and not tier.has_key[block]:
-                where = tags[at], buckets[2 * at], buckets[2 * at + 1]
-                added[row] = _add(tier, block, where, keys, row)
+                address = tags[at], buckets[2 * at], buckets[2 * at + 1]
+                added[row] = _set_key(tier, block, address, keys, row)
     return -1
 
 
 @compiled
 def evict(tier: Any, block_ids: Any, has_key: Any, keys: Any) -> None:
-    """Forget the contents of blocks, each given once; they stay with their requests.
+    """Remove the keys of unique blocks, which keep their holders.
 
-    Written are whether each had a key (bool[K]), and the keys of those that had.
+    Writes whether each block had a key (bool[K]), and that key.
     """
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
-        _show(tier, block, row, block_ids, has_key, keys)
+        _write_row(tier, block, row, block_ids, has_key, keys)
         if block > NULL_BLOCK:
-            _drop(tier, block)
+            _remove_key(tier, block)
 
 
 @inlined
-def _show(
+def _write_row(
     tier: Any, block: int, row: int, block_ids: Any, has_key: Any, keys: Any
 ) -> None:
-    """Write a block and its key to a row of an answer."""
+    """Write a block and its key to a row of the outputs."""
     block_ids[row] = block
     has_key[row] = tier.has_key[block]
     if tier.has_key[block]:
@@ -282,22 +281,22 @@ def _show(
 
 
 @inlined
-def _queue(tier: Any, block: int) -> None:
+def _enqueue(tier: Any, block: int) -> None:
     last = tier.older[NULL_BLOCK]
     tier.newer[last], tier.newer[block] = block, NULL_BLOCK
     tier.older[NULL_BLOCK], tier.older[block] = block, last
 
 
 @inlined
-def _unqueue(tier: Any, block: int) -> None:
+def _dequeue(tier: Any, block: int) -> None:
     newer, older = tier.newer[block], tier.older[block]
     tier.newer[older], tier.older[newer] = newer, older
     tier.newer[block] = tier.older[block] = NO_LINK
 
 
 @compiled
-def _lower(counts: Any, block_ids: Any) -> Any:
-    """Subtract one for each row; return the first row without any left, or -1."""
+def _decrement(counts: Any, block_ids: Any) -> Any:
+    """Subtract 1 per row; undo it, and return the row, if a count falls below 0."""
     is_bad = False
     for block in block_ids:
         if block > NULL_BLOCK:
@@ -305,24 +304,24 @@ def _lower(counts: Any, block_ids: Any) -> Any:
             is_bad |= counts[block] < 0
     if not is_bad:
         return -1
-    bad = -1
+    bad_row = -1
     for row in range(block_ids.shape[0] - 1, -1, -1):
         if block_ids[row] > NULL_BLOCK and counts[block_ids[row]] < 0:
-            bad = row
+            bad_row = row
     for block in block_ids:
         if block > NULL_BLOCK:
             counts[block] += 1
-    return bad
+    return bad_row
 
 
 @compiled
-def _find_contradiction(tier: Any, block_ids: Any, keys: Any) -> Any:
-    """Find the first row whose block has another key, or gets one from an earlier row.
+def _find_conflict(tier: Any, block_ids: Any, keys: Any) -> Any:
+    """Return the first row whose block has another key, here or in an earlier row.
 
-    A block without a key has no links. During this call its `following` is the first
-    row with it.
+    `following` is unused while a block has no key. During this call it has the first
+    row that lists the block.
     """
-    bad = -1
+    bad_row = -1
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         if block <= NULL_BLOCK:
@@ -335,18 +334,18 @@ def _find_contradiction(tier: Any, block_ids: Any, keys: Any) -> Any:
         else:
             is_same = same_row(keys, tier.following[block], keys, row)
         if not is_same:
-            bad = row
+            bad_row = row
             break
     for block in block_ids:
         if block > NULL_BLOCK and not tier.has_key[block]:
             tier.following[block] = NO_LINK
-    return bad
+    return bad_row
 
 
 @inlined
-def _add(tier: Any, block: int, where: Any, keys: Any, row: int) -> Any:
-    """Give a block the key of a row; return whether there was room for it."""
-    tag, first, second = where
+def _set_key(tier: Any, block: int, address: Any, keys: Any, row: int) -> Any:
+    """Set a block's key; return False if the directory has no room."""
+    tag, first, second = address
     directory = tier.directory
     serving = directory_lib.find_at(directory, tag, first, second, keys, row)
     is_added = True
@@ -366,8 +365,8 @@ def _add(tier: Any, block: int, where: Any, keys: Any, row: int) -> Any:
 
 
 @compiled
-def _drop(tier: Any, block: int) -> None:
-    """Take the key from a block that may have one."""
+def _remove_key(tier: Any, block: int) -> None:
+    """Remove a block's key and copy, if it has a key."""
     if not tier.has_key[block]:
         return
     following, preceding = tier.following[block], tier.preceding[block]
@@ -379,7 +378,7 @@ def _drop(tier: Any, block: int) -> None:
             serving = directory_lib.find_one(tier.directory, tier.directory.keys, block)
             tier.preceding[serving] = ~preceding
     elif following >= 0:
-        # The next one of the chain serves from now on.
+        # The next block of the chain serves the key from now on.
         slot = tier.directory.slots[block]
         tier.directory.entries[slot] = following
         tier.directory.slots[following] = slot

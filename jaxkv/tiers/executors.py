@@ -1,13 +1,13 @@
-"""Run the host tier's transitions for callers in Python: arrays in, arrays out.
+"""Run the host tier's operations for callers in Python: arrays in, arrays out.
 
-`NativeExecutor` has the state in NumPy arrays and updates them in place by compiled
-functions (`host_native`): microseconds a call. `XlaExecutor` has it in JAX arrays and
-runs the pure functions (`host_state`) as XLA programs: for policies that have no
-others, and for comparison. Both give the same answers and, to the bit, the same states.
-Keys are u32[n, 8], C-contiguous and read-only; n is at least 1.
+`NativeExecutor` keeps the state in NumPy arrays, which compiled functions
+(`host_native`) update in place within microseconds. `XlaExecutor` keeps it in JAX
+arrays and runs the pure functions (`host_state`) as XLA programs: for policies without
+native functions, and for comparison. Both return the same answers and bit-identical
+states. Keys are u32[n, 8], C-contiguous and read-only; n is at least 1.
 
-`_Verbs` is the table of verbs over keys. A new one is a function in `host_state`, its
-twin in `host_native`, and a row of the table.
+`_Operations` is the table of operations over keys. To add one, write a function in
+`host_state`, its in-place form in `host_native`, and a row of the table.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ Positions: TypeAlias = NDArray[np.int32]
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer", covariant=True)
 
-# What compiled functions are made ready for; keys are read-only.
+# Samples of the argument types that compiled functions get; keys are read-only.
 _SAMPLE_KEYS = np.frombuffer(bytes(4 * KEY_WORDS), np.uint32).reshape(1, KEY_WORDS)
 _SAMPLE_IDS = np.empty(1, np.int64)
 _SAMPLE_POSITIONS = np.zeros(1, np.int32)
 
-_SMALLEST_BATCH = 16
-_BATCH_STEP = 4
+_MIN_BATCH_KEYS = 16
+_BATCH_GROWTH = 4
 
 
 class Store(NamedTuple):
-    """Where to store keys."""
+    """The blocks allocated to store keys."""
 
     num_stored: int
     block_ids: Ids
-    """i64[n]. NO_BLOCK where the key is known or repeats an earlier one."""
+    """i64[n]. NO_BLOCK where the key is already known or repeats an earlier one."""
     evicted_keys: Words
-    """u32[m, 8]. In the order of eviction. Good until the next call."""
+    """u32[m, 8]. In the order of eviction. Valid until the next call."""
 
 
 class Step(NamedTuple):
-    """Which blocks to load, and where to store the others."""
+    """The blocks to load for the hits of a request, and to store for its other keys."""
 
     num_hits: int
-    """Keys, from the first on, to load."""
+    """Length of the prefix to load."""
     num_stored: int
     block_ids: Ids
-    """i64[n]. The blocks of the hits, then as in `Store`."""
+    """i64[n]. The blocks of the hits, then those of `Store`."""
     evicted_keys: Words | None
-    """u32[m, 8]. As in `Store`; None if there was no room."""
+    """u32[m, 8]. The same as in `Store`; None if there was no room."""
 
 
 def _as_store(counts: tuple[int, int], block_ids: Ids, evicted: Words) -> Store | None:
@@ -85,15 +85,15 @@ def _as_step(counts: tuple[int, int, int], block_ids: Ids, evicted: Words) -> St
 
 
 class Op(Generic[Arguments, Answer]):
-    """A verb over keys: the functions of its name in `host_state` and `host_native`.
+    """An operation over keys: a function in `host_state` and one in `host_native`.
 
     Args:
-        samples: Arguments like those that follow the keys; an int is static for XLA.
+        samples: Samples of the arguments after the keys; an int is static for XLA.
         writes: The dtype of an array, one item per key, that the native function
             writes and the pure one returns; None for none.
-        counts: Whether the answer has the number that both return, too.
-        evicts_as: ``(numbers that both return, array, evicted keys) -> answer``, where
-            evicted keys, u32[n, 8], are written, too; None where they are not.
+        counts: Whether the answer also has the number that both functions return.
+        evicts_as: ``(numbers that both return, array, evicted keys) -> answer`` for a
+            function that also writes evicted keys, u32[n, 8]; None for others.
         has_variant: Whether the native function takes the policy's variant.
     """
 
@@ -112,13 +112,13 @@ class Op(Generic[Arguments, Answer]):
         self.name = name
 
     def __get__(
-        self, executor: _Verbs, owner: type | None = None
+        self, executor: _Operations, owner: type | None = None
     ) -> Callable[Arguments, Answer]:
         return executor._bind(self)
 
 
-class _Verbs:
-    """The verbs over keys. `jaxkv.tiers.host_state` says what each does."""
+class _Operations:
+    """The operations over keys, as documented in `jaxkv.tiers.host_state`."""
 
     find = Op[[Words], Blocks](writes=np.int32)
     find_readable = Op[[Words], Blocks](writes=np.int32)
@@ -142,8 +142,8 @@ class _Verbs:
         raise NotImplementedError
 
 
-class NativeExecutor(_Verbs):
-    """Runs compiled functions over NumPy arrays, a copy of the given state."""
+class NativeExecutor(_Operations):
+    """Runs compiled functions over NumPy arrays, a copy of the passed state."""
 
     def __init__(self, policy: Policy, state: HostState) -> None:
         assert policy.native is not None
@@ -152,7 +152,7 @@ class NativeExecutor(_Verbs):
         self._variant = policy.native.variant
         self._bound = Bound(self.state)
         self._ref_cnt = self.state.ref_cnt
-        self._room = _Room()
+        self._evicted = _EvictedKeys()
         self._by_ids = EntryPoints(
             host_native,
             {
@@ -160,24 +160,24 @@ class NativeExecutor(_Verbs):
                 "complete_step": (self._ref_cnt, _SAMPLE_IDS, 0, 0),
             },
         )
-        # Functions that take the device's state, too, once they were called.
+        # Functions that also take the device's state, added at their first call.
         self._by_device: dict[str, Callable[..., Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_executor, (self._policy, "native", self.state)
 
     def _bind(self, op: Op[..., Any]) -> Callable[..., Any]:
-        """Make a verb at its first use.
+        """Make the function of an operation at its first use.
 
-        It does not refer to the executor, which keeps it: a circle would keep the
-        state of an executor that was replaced.
+        It must not refer to the executor, which keeps the function: the reference cycle
+        would keep the state of a replaced executor alive.
         """
-        bound, variant, room = self._bound, self._variant, self._room
+        bound, variant, buffer = self._bound, self._variant, self._evicted
         head = (bound, variant) if op.has_variant else (bound,)
         dtype = op.writes
         as_answer: Any = op.evicts_as
         arrays: list[Any] = [] if dtype is None else [np.empty(1, dtype)]
-        arrays += [room.of(1)] if as_answer else []
+        arrays += [buffer.get(1)] if as_answer else []
         function = entry_point(
             getattr(host_native, op.name), *head, _SAMPLE_KEYS, *op.samples, *arrays
         )
@@ -197,7 +197,7 @@ class NativeExecutor(_Verbs):
             return array
 
         def write_evicted(keys: Words) -> Any:
-            array, evicted = np.empty(len(keys), dtype), room.of(len(keys))
+            array, evicted = np.empty(len(keys), dtype), buffer.get(len(keys))
             counts = function(bound, variant, keys, array, evicted)
             return as_answer(counts, array, evicted)
 
@@ -206,38 +206,37 @@ class NativeExecutor(_Verbs):
             call = write_evicted
         elif arrays:
             call = write_and_count if op.counts else write_with if op.samples else write
-        setattr(self, op.name, call)  # From now on found without coming here.
+        setattr(self, op.name, call)  # Later look-ups bypass `Op.__get__`.
         return call
 
     def pin(self, block_ids: Ids) -> bool:
-        """Pin blocks, unless one is being stored. An id that is no block's raises."""
-        is_done: bool = self._by_ids.pin(self._ref_cnt, block_ids)
-        if not is_done:
+        """Pin blocks; return False if one is being stored. Raise if out of range."""
+        ok: bool = self._by_ids.pin(self._ref_cnt, block_ids)
+        if not ok:
             refuse_outside(block_ids, len(self._ref_cnt))
-        return is_done
+        return ok
 
     def complete_step(
         self, block_ids: Ids, num_hits: int, min_id: int = NO_BLOCK
     ) -> bool:
-        """End loads of the first blocks and stores of the others.
+        """End the loads of the first `num_hits` blocks and the stores of the others.
 
-        Fewer than `num_hits` ids raise, and an id that is no block's, except NO_BLOCK
-        where that is `min_id`.
+        Return False if one is not in progress. Raise if there are fewer ids, or an id
+        is out of range; NO_BLOCK is in range if it is `min_id`.
         """
         if not 0 <= num_hits <= len(block_ids):
             _refuse_hits(num_hits, len(block_ids))
-        is_done: bool = self._by_ids.complete_step(
+        ok: bool = self._by_ids.complete_step(
             self._ref_cnt, block_ids, num_hits, min_id
         )
-        if not is_done:
+        if not ok:
             refuse_outside(block_ids, len(self._ref_cnt), min_id)
-        return is_done
+        return ok
 
     def find_beside(self, device: Bound, keys: Words) -> tuple[int, Blocks, Blocks]:
-        """Find a prefix whose blocks are on the device or readable on the host.
+        """Find the longest prefix whose blocks are on the device or readable here.
 
-        The answer is how many keys, from the first on, have a block, and the blocks on
-        each of the tiers: i32[n], undefined for the keys after these.
+        Return its length n, and each key's device and host block, valid for n keys.
         """
         on_device, on_host = np.empty((2, len(keys)), np.int32)
         num = self._call("find_beside", device, self._bound, keys, on_device, on_host)
@@ -246,12 +245,12 @@ class NativeExecutor(_Verbs):
     def place_from(
         self, device: Bound, keys: Words, sources: Ids, is_head: bool
     ) -> Store | None:
-        """Give unknown keys blocks, and pin the device blocks (`sources`) with them.
+        """Allocate blocks for absent keys, and pin their device blocks (`sources`).
 
-        Keys that begin a prefix (`is_head`) are reordered. The answer is None if there
-        is no room, or a device block does not hold its key.
+        Keys that begin a prefix (`is_head`) are reordered. Return None if there is no
+        room, or a device block does not have its key.
         """
-        block_ids, evicted = np.empty(len(keys), np.int64), self._room.of(len(keys))
+        block_ids, evicted = np.empty(len(keys), np.int64), self._evicted.get(len(keys))
         host = self._bound, self._variant
         counts = self._call(
             "place_from", device, *host, keys, sources, is_head, block_ids, evicted
@@ -261,15 +260,15 @@ class NativeExecutor(_Verbs):
     def next_victims(
         self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
     ) -> tuple[int, int]:
-        """Find what the device evicts next; see `host_native`.
+        """Write the device's next victims; see `host_native`.
 
-        The answer is how many blocks have a key, and how many of them have no copy.
+        Return how many blocks have a key, and how many of these have no copy.
         """
         read_only = keys.view()
         read_only.flags.writeable = False
-        written = block_ids, copies, rows, keys
+        outputs = block_ids, copies, rows, keys
         counts: tuple[int, int] = self._call(
-            "next_victims", device, self._bound, num, *written, read_only
+            "next_victims", device, self._bound, num, *outputs, read_only
         )
         return counts
 
@@ -281,22 +280,22 @@ class NativeExecutor(_Verbs):
         return function(*arguments)
 
 
-class _Room:
-    """Room for evicted keys, kept from call to call."""
+class _EvictedKeys:
+    """The output buffer for evicted keys, reused by each call."""
 
     def __init__(self) -> None:
-        self._words = np.empty((_SMALLEST_BATCH, KEY_WORDS), np.uint32)
+        self._words = np.empty((_MIN_BATCH_KEYS, KEY_WORDS), np.uint32)
 
-    def of(self, num_keys: int) -> Words:
+    def get(self, num_keys: int) -> Words:
         if len(self._words) < num_keys:
             self._words = np.empty((2 * num_keys, KEY_WORDS), np.uint32)
         return self._words
 
 
-class XlaExecutor(_Verbs):
+class XlaExecutor(_Operations):
     """Runs the pure functions as XLA programs, with keys padded to a few sizes.
 
-    It has the methods of `NativeExecutor`, except `place_from`.
+    It has all methods of `NativeExecutor` except `place_from`.
     """
 
     def __init__(self, policy: Policy, state: HostState) -> None:
@@ -314,10 +313,10 @@ class XlaExecutor(_Verbs):
         padded = np.zeros((_padded(num_keys), KEY_WORDS), np.uint32)
         padded[:num_keys] = keys
         static = tuple(value for value in arguments if type(value) is int)
-        rest = map(_as_traced, arguments[len(static) :])
+        traced = map(_as_traced, arguments[len(static) :])
         self.state, result = _compiled(
             *(op.name, static, self._policy, self.state, padded, np.int32(num_keys)),
-            *rest,
+            *traced,
         )
 
         def as_native(value: Any) -> Any:
@@ -357,19 +356,20 @@ class XlaExecutor(_Verbs):
     def next_victims(
         self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
     ) -> tuple[int, int]:
-        num_held, num_bare = device_native.next_victims(
+        num_victims, num_unknown = device_native.next_victims(
             device, num, block_ids, copies, rows, keys
         )
-        if not num_bare:
-            return num_held, 0
-        on_host = self.find(keys[:num_bare]).astype(np.int64)
-        has_copy, bare = on_host != NO_BLOCK, rows[:num_bare].copy()
-        copies[bare] = on_host
-        device_native.note_copies(device, block_ids[bare[has_copy]], on_host[has_copy])
-        num_left = num_bare - np.count_nonzero(has_copy)
-        rows[:num_left] = bare[~has_copy]
-        keys[:num_left] = keys[:num_bare][~has_copy]
-        return num_held, num_left
+        if not num_unknown:
+            return num_victims, 0
+        on_host = self.find(keys[:num_unknown]).astype(np.int64)
+        has_copy, unknown = on_host != NO_BLOCK, rows[:num_unknown].copy()
+        copies[unknown] = on_host
+        copied = block_ids[unknown[has_copy]]
+        device_native.note_copies(device, copied, on_host[has_copy])
+        num_uncopied = num_unknown - np.count_nonzero(has_copy)
+        rows[:num_uncopied] = unknown[~has_copy]
+        keys[:num_uncopied] = keys[:num_unknown][~has_copy]
+        return num_victims, num_uncopied
 
 
 Executor: TypeAlias = NativeExecutor | XlaExecutor
@@ -378,9 +378,9 @@ Executor: TypeAlias = NativeExecutor | XlaExecutor
 def make_executor(
     policy: Policy, name: ExecutorName = "native", state: HostState | None = None
 ) -> Executor:
-    """Make the executor of a tier with a copy of a state; None for an empty tier.
+    """Make the executor of a tier from a copy of `state`, or of an empty tier.
 
-    A policy without native functions has its pure ones run in any case.
+    A policy without native functions always gets an `XlaExecutor`.
     """
     if name not in ("native", "xla"):
         raise ValueError(f"executor={shown(name)} must be 'native' or 'xla'.")
@@ -393,7 +393,7 @@ def make_executor(
 
 
 def cpu_device() -> jax.Device:
-    """Choose the CPU backend; where it is switched off, the first device."""
+    """Return the CPU device, or the first device if the CPU backend is disabled."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -408,11 +408,11 @@ def _compiled(
     state: HostState,
     keys: Any,
     count: Any,
-    *rest: Any,
+    *traced: Any,
 ) -> Any:
     """Run a pure function, which returns a state, an answer, or both."""
     function = getattr(host_state, name)
-    result = function(policy, state, keys, count, *static, *rest)
+    result = function(policy, state, keys, count, *static, *traced)
     if isinstance(result, HostState):
         return result, None
     if isinstance(result, tuple) and isinstance(result[0], HostState):
@@ -430,15 +430,15 @@ def _refuse_hits(num_hits: int, num: int) -> None:
 
 
 def _padded(size: int) -> int:
-    """Round up to one of the sizes that programs are compiled for."""
-    padded = _SMALLEST_BATCH
+    """Round up to a size that programs are compiled for."""
+    padded = _MIN_BATCH_KEYS
     while padded < size:
-        padded *= _BATCH_STEP
+        padded *= _BATCH_GROWTH
     return padded
 
 
 def _as_traced(argument: Any) -> Any:
-    """Pad an array with an item per key; make one of facts, each cut to 32 bits."""
+    """Pad an array that has an item per key; make facts an array, cut to 32 bits."""
     if isinstance(argument, np.ndarray):
         return _pad(argument, 0)
     is_facts = isinstance(argument, tuple)

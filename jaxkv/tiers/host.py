@@ -1,4 +1,4 @@
-"""vLLM's `OffloadingManager`: bytes in, Python values out."""
+"""`OffloadingManager`, with the methods of vLLM's; bytes in, Python values out."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from jaxkv.types import KEY_BYTES, NO_BLOCK
 
 
 class OffloadingManager(BlockIndex):
-    """A `BlockIndex` of the host, with the calls of vLLM.
+    """A `BlockIndex` of the host, with the methods of vLLM's `OffloadingManager`.
 
-    Methods, order of calls and results equal vLLM 0.19.1's
+    Methods, order of calls and results equal those of vLLM 0.19.1's
     `CPUOffloadingManager`, with three differences: misuse raises a ValueError that
-    names the key; a call that raises changes nothing; and a key that is given twice to
-    `prepare_store` takes one block (vLLM's takes two and never finds the first again).
+    names the key; a call that raises changes nothing; and a key that `prepare_store`
+    gets twice takes one block (in vLLM two, and the first is never found again).
 
-    For arguments, errors and attributes see `BlockIndex`.
+    `BlockIndex` documents arguments, errors and attributes.
 
     Example:
         >>> m = OffloadingManager(block_size=16, num_blocks=2)
@@ -43,28 +43,28 @@ class OffloadingManager(BlockIndex):
     """
 
     def lookup(self, block_hashes: Iterable[bytes]) -> int:
-        """Count the keys of a prefix, from the first on, that are present and ready."""
+        """Return the length of the longest prefix whose blocks are readable."""
         names, words = pack(block_hashes)
         if self._reuse is not None:
             self._reuse.count(names)
         return self.executor.lookup(words) if names else 0
 
     def prepare_load(self, block_hashes: Iterable[bytes]) -> LoadStoreSpec:
-        """Pin blocks that are about to be read, and return them in the order given.
+        """Pin blocks before they are read, and return them in the order of the keys.
 
         Raises:
-            ValueError: If a key is absent or its bytes have not arrived. Then nothing
+            ValueError: If a key is absent or its store has not completed. Then nothing
                 is pinned.
         """
         names, words = pack(block_hashes)
         if not names:
             return LoadStoreSpec(NO_IDS)
-        bad, block_ids = self.executor.prepare_load(words)
-        if bad >= 0:
-            why = "is not ready for reading: its store has not completed."
-            if block_ids[bad] == NO_BLOCK:
-                why = "is not on the host; load only what lookup() counted."
-            raise ValueError(f"Block {shown(names[bad])} {why}")
+        bad_row, block_ids = self.executor.prepare_load(words)
+        if bad_row >= 0:
+            problem = "is not ready for reading: its store has not completed."
+            if block_ids[bad_row] == NO_BLOCK:
+                problem = "is not on the host; load only what lookup() counted."
+            raise ValueError(f"Block {shown(names[bad_row])} {problem}")
         return LoadStoreSpec(block_ids)
 
     def complete_load(self, block_hashes: Iterable[bytes]) -> None:
@@ -76,31 +76,30 @@ class OffloadingManager(BlockIndex):
         names, words = pack(block_hashes)
         if not names:
             return
-        bad, block_ids = self.executor.complete_load(words)
-        if bad >= 0:
-            why = "has fewer loads in progress than complete_load() would end."
-            if block_ids[bad] == NO_BLOCK:
-                why = "is not on the host; complete_load() ends a prepare_load()."
-            raise ValueError(f"Block {shown(names[bad])} {why}")
+        bad_row, block_ids = self.executor.complete_load(words)
+        if bad_row >= 0:
+            problem = "has fewer loads in progress than complete_load() would end."
+            if block_ids[bad_row] == NO_BLOCK:
+                problem = "is not on the host; complete_load() ends a prepare_load()."
+            raise ValueError(f"Block {shown(names[bad_row])} {problem}")
 
     def prepare_store(
         self, block_hashes: Iterable[bytes], *, filtered: bool = True
     ) -> PrepareStoreOutput | None:
-        """Find room for blocks that could be stored, as `place`, and list all keys.
+        """Allocate blocks for the absent keys, and return which were evicted for them.
 
-        `filtered` is whether a `store_threshold` counts. None means that there is no
-        room; then nothing has changed.
+        If `filtered`, the look-up filters apply (`store_threshold`). Returns None,
+        and changes nothing, if there is no room.
         """
         placement = self.place(block_hashes, filtered=filtered)
         return None if placement is None else _as_output(placement)
 
     def request_step(self, block_hashes: Iterable[bytes]) -> RequestStepOutput:
-        """Serve a whole request: pin what is on the host and find room for the rest.
+        """Serve a request: pin its hits, and allocate blocks for the other keys.
 
-        The same as `lookup`, `touch`, `prepare_load` of the hits and `prepare_store`,
-        with one call and one search for the keys of the prefix. End it with
-        `complete_step`, or, where something failed, its parts with `complete_load` and
-        `complete_store`.
+        Equals `lookup`, `touch`, `prepare_load` of the hits and `prepare_store` of all
+        keys, in one call with one search. End it with `complete_step`, or, if a
+        transfer failed, with `complete_load` and `complete_store`.
 
         Example:
             >>> m = OffloadingManager(block_size=16, num_blocks=2)
@@ -115,48 +114,49 @@ class OffloadingManager(BlockIndex):
         num_hits, num_stored, block_ids, evicted = self.executor.request_step(words)
         store = None
         if evicted is not None:
-            rest = list(islice(names, num_hits, None)), words[num_hits:]
+            misses = list(islice(names, num_hits, None)), words[num_hits:]
+            store_ids = block_ids[num_hits:]
             store = _as_output(
-                self._placed(*rest, num_stored, block_ids[num_hits:], evicted)
+                self._record_placement(*misses, num_stored, store_ids, evicted)
             )
             store.rows += num_hits
         loads = LoadStoreSpec(block_ids[:num_hits])
         return RequestStepOutput(num_hits, loads, store, (self.executor, block_ids))
 
     def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
-        """Make blocks findable: their bytes have arrived; see `BlockIndex`."""
+        """Make blocks readable after their bytes have arrived; see `BlockIndex`."""
         check_are_bytes(keys)
         super().publish(block_ids, keys)
 
     def complete_step(self, step: RequestStepOutput) -> None:
-        """End the loads and stores of a `request_step`, all of them arrived.
+        """End the loads and stores of a `request_step` after all of them succeeded.
 
         Raises:
-            ValueError: If it is not of this manager, or it, or a part of it, was ended
-                before. Then nothing changes.
+            ValueError: If the step is not of this manager, or the step, a load or a
+                store of it was already ended. Then nothing changes.
         """
         pending = step.pending if isinstance(step, RequestStepOutput) else None
         executor, block_ids = pending or (None, NO_IDS)
-        if executor is not self.executor:  # As it was before `clear`.
+        if executor is not self.executor:  # `clear` replaces the executor.
             raise ValueError(
                 f"step={shown(step)} must be an output of request_step() of this "
                 "manager, and be completed once."
             )
         if not self.executor.complete_step(block_ids, step.num_hits):
             raise ValueError(
-                f"{step=}: a load or store of it was ended before; end the others with "
-                "complete_load() and complete_store()."
+                f"{step=}: one of its loads or stores was ended before; end the others "
+                "with complete_load() and complete_store()."
             )
         step.pending = None
         if step.store is not None:
-            self._record(step.store.block_hashes_to_store, removed=False)
+            self._add_event(step.store.block_hashes_to_store, removed=False)
 
     def warm_up(self, *, step_by_step: bool = True) -> None:
-        """Load, or compile, what the methods run, so that no later call waits for it.
+        """Compile or load the native functions, so that no later call waits for them.
 
-        It takes seconds where the machine has not run them before, else part of one.
-        `step_by_step` includes `lookup`, `prepare_load`, `complete_load` and
-        `request_step`.
+        It takes seconds the first time on a machine, later less than one.
+        `step_by_step` includes the functions of `lookup`, `prepare_load`,
+        `complete_load` and `request_step`.
         """
         super().warm_up()
         if step_by_step:
@@ -168,7 +168,7 @@ class OffloadingManager(BlockIndex):
             scratch.request_step(words)
 
     def _step_by_step(self, names: Sequence[bytes]) -> RequestStepOutput:
-        """Serve a request by the calls that a request step stands for."""
+        """`request_step` by separate calls."""
         num_hits = self.lookup(names)
         self.touch(names)
         loads = self.prepare_load(names[:num_hits])
@@ -180,7 +180,6 @@ class OffloadingManager(BlockIndex):
 
 
 def _as_output(placement: Placement) -> PrepareStoreOutput:
-    """List all keys of a placement."""
     keys, rows, block_ids, evicted = placement
     if rows is None:
         rows = np.arange(len(keys))

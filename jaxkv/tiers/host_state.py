@@ -1,16 +1,15 @@
 """The blocks of the host tier: pure functions over one pytree.
 
-`HostState` joins a policy's state, the reference counts and the pool of block ids. The
-functions take `(policy, state, keys, count)` and return the state afterwards and an
-answer. Keys are u32[K, 8]; the first `count` (i32[]) are meant, the others are padding.
-The functions may be traced, scanned and vmapped, never raise, and leave the state bit
-for bit as it was when they refuse. They define what the tier does; `host_native` does
-the same in place, for `jaxkv.tiers.index`. Give a batch at least two rows, the second
-as padding: XLA:CPU turns a scatter of one row into an update that copies the whole
-array.
+`HostState` has the policy's state, the reference counts and the pool of block ids. The
+functions take `(policy, state, keys, count)` and return the new state and an answer.
+Keys are u32[K, 8]; the first `count` (i32[]) are valid, the others are padding. The
+functions can be traced, scanned and vmapped, and never raise: on bad input they return
+the state unchanged, bit for bit. They define what the tier does; `host_native` has
+in-place forms for `jaxkv.tiers.index`. Pad a batch to at least two rows: XLA:CPU turns
+a scatter of one row into an update that copies the whole array.
 
-The life of a block is its reference count: NOT_READY while its bytes are on the way to
-the host, 0 when it can be read or evicted, and above 0 while loads read it.
+A block's reference count is NOT_READY while its store is in flight, 0 when the block
+can be read or evicted, and above 0 while loads read it.
 """
 
 from __future__ import annotations
@@ -33,30 +32,29 @@ _PROTECTION = 1 << 30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IdPool:
-    """The ids that no key holds: fresh ones first, then the last freed."""
+    """The free block ids. Never-used ids are allocated first, then the last freed."""
 
-    num_allocated: Array  # i32[]. Ids from here on are fresh, never handed out.
-    freed: Array  # i32[B]. A stack of ids that were handed out and came back.
+    num_allocated: Array  # i32[]. Ids from this one on were never allocated.
+    freed: Array  # i32[B]. A stack of ids that were allocated and freed.
     num_freed: Array  # i32[]. Height of the stack.
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HostState:
-    """Everything known about the host tier."""
+    """The state of the host tier."""
 
-    policy: PyTree  # The policy's own state.
+    policy: PyTree  # The state of the policy.
     ref_cnt: Array
-    """i32[B]. NOT_READY, or the number of loads that read the block; 0 for ids in the
-    pool."""
-    pool: IdPool  # The ids that no key holds.
+    """i32[B]. NOT_READY, or the number of loads that read the block; 0 if free."""
+    pool: IdPool
 
 
 class LoadAnswer(NamedTuple):
     """The blocks of a batch to read."""
 
     bad_row: Array
-    """i32[]. The first key in the way: then nothing changed; -1 for none."""
+    """i32[]. The first key that cannot be loaded, so nothing changed; -1 for none."""
     block_ids: Array
     """i32[K]. The block of each key, NO_BLOCK where it is absent or padding."""
 
@@ -65,9 +63,9 @@ class StoreAnswer(NamedTuple):
     """Where to store a batch of blocks."""
 
     num_stored: Array
-    """i32[]. How many keys to store."""
+    """i32[]. Keys to store."""
     num_evicted: Array
-    """i32[]. How many keys were evicted; -1 if there was no room: nothing changed."""
+    """i32[]. Evicted keys; -1 if there was no room, so nothing changed."""
     block_ids: Array
     """i32[K]. The block for each key, NO_BLOCK where the key is already known, repeats
     an earlier one, or is padding."""
@@ -76,24 +74,24 @@ class StoreAnswer(NamedTuple):
 
 
 class StepAnswer(NamedTuple):
-    """What to load and to store for a request that is served by one call."""
+    """Which blocks to load and to store for a request, in one answer."""
 
     num_hits: Array
-    """i32[]. Keys, from the first on, whose blocks to load."""
+    """i32[]. Length of the prefix to load."""
     num_stored: Array
-    """i32[]. How many of the others to store."""
+    """i32[]. Keys to store after the prefix."""
     num_evicted: Array
-    """i32[]. How many keys were evicted; -1 if there was no room: none is stored."""
+    """i32[]. Evicted keys; -1 if there was no room, so none is stored."""
     block_ids: Array
-    """i32[K]. The block to load from for the first `num_hits` keys, the block to store
-    in for the others; NO_BLOCK where the key is known but no hit, repeats an earlier
-    one, or is padding."""
+    """i32[K]. Blocks to load for the first `num_hits` keys, blocks to store for the
+    others; NO_BLOCK where a later key is already known, repeats an earlier one, or is
+    padding."""
     evicted_keys: Array
     """u32[K, 8]. In the order of eviction."""
 
 
 def init(policy: Policy) -> HostState:
-    """Make the state of an empty host tier, with the blocks of `policy`."""
+    """Make the state of an empty host tier with `policy.num_blocks` blocks."""
     return HostState(
         policy=policy.init(),
         ref_cnt=full((policy.num_blocks,), 0, jnp.int32),
@@ -102,20 +100,20 @@ def init(policy: Policy) -> HostState:
 
 
 def find(policy: Policy, state: HostState, keys: Array, count: Array) -> Array:
-    """Find the block of each key, stores in progress included: i32[K]."""
+    """Return the block of each key, including stores in progress: i32[K]."""
     block_ids: Array = policy.find(state.policy, keys, count)
     return block_ids
 
 
 def find_readable(policy: Policy, state: HostState, keys: Array, count: Array) -> Array:
-    """Find the block of each key: i32[K], NO_BLOCK where there is none to read."""
+    """Return the readable block of each key: i32[K], NO_BLOCK if it has none."""
     block_ids = policy.find(state.policy, keys, count)
     return jnp.where(_ref_cnt(state, block_ids) >= 0, block_ids, NO_BLOCK)
 
 
 def lookup(policy: Policy, state: HostState, keys: Array, count: Array) -> Array:
-    """Count the keys, from the first on, whose blocks can be read: i32[]."""
-    return _leading(find_readable(policy, state, keys, count) != NO_BLOCK)
+    """Return the length of the prefix whose blocks are readable: i32[]."""
+    return _prefix_length(find_readable(policy, state, keys, count) != NO_BLOCK)
 
 
 def touch(
@@ -125,7 +123,7 @@ def touch(
     count: Array,
     counts_as_use: Array | bool = True,
 ) -> HostState:
-    """Record a use of each key, the first as the most recent; or only reorder them."""
+    """Record a use of each key, or only reorder; the first key becomes most recent."""
     ready = find_readable(policy, state, keys, count) != NO_BLOCK
     touched = policy.touch(state.policy, keys, count, ready & counts_as_use)
     return dataclasses.replace(state, policy=touched)
@@ -140,17 +138,17 @@ def note(
     positions: Array,
     facts: Array,
 ) -> tuple[HostState, Array]:
-    """Show the policy facts about a request, if it uses any; see `Policy.note`."""
+    """Pass facts about a request to the policy, if it uses any; see `Policy.note`."""
     if policy.note is None:
         return state, jnp.zeros((), jnp.int32)
-    after, mark = policy.note(state.policy, kind, keys, count, positions, facts)
-    return dataclasses.replace(state, policy=after), mark
+    noted, mark = policy.note(state.policy, kind, keys, count, positions, facts)
+    return dataclasses.replace(state, policy=noted), mark
 
 
 def prepare_load(
     policy: Policy, state: HostState, keys: Array, count: Array
 ) -> tuple[HostState, LoadAnswer]:
-    """Pin blocks that are about to be read. All keys must be known and ready."""
+    """Pin blocks before they are read. All keys must have readable blocks."""
     block_ids = policy.find(state.policy, keys, count)
     bad_row = _first(_valid(keys, count) & (_ref_cnt(state, block_ids) < 0))
     pinned = jnp.where(bad_row >= 0, NO_BLOCK, block_ids)
@@ -159,9 +157,9 @@ def prepare_load(
 
 
 def pin(state: HostState, block_ids: Array) -> tuple[HostState, Array]:
-    """Pin blocks (i32[K], NO_BLOCK for padding) that a search has just found.
+    """Pin blocks (i32[K], NO_BLOCK for padding) that `find` has just returned.
 
-    It answers bool[], whether it was done: not if a block is being stored.
+    The answer, bool[], is False if a block is being stored, so nothing changed.
     """
     ok = jnp.all((block_ids == NO_BLOCK) | (_ref_cnt(state, block_ids) >= 0))
     pinned = jnp.where(ok, block_ids, NO_BLOCK)
@@ -176,20 +174,19 @@ def complete_load(
     block_ids = policy.find(state.policy, keys, count)
     ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(-1, mode="drop")
     unpinned = dataclasses.replace(state, ref_cnt=ref_cnt)
-    # A key may be given as often as it was pinned; one time more makes it negative.
+    # A key that is listed more often than it was pinned makes its count negative.
     bad_row = _first(_valid(keys, count) & (_ref_cnt(unpinned, block_ids) < 0))
-    undone = jnp.where(bad_row >= 0, block_ids, NO_BLOCK)
-    ref_cnt = ref_cnt.at[_index(state, undone)].add(1, mode="drop")
+    repinned = jnp.where(bad_row >= 0, block_ids, NO_BLOCK)
+    ref_cnt = ref_cnt.at[_index(state, repinned)].add(1, mode="drop")
     return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(bad_row, block_ids)
 
 
 def prepare_store(
     policy: Policy, state: HostState, keys: Array, count: Array
 ) -> tuple[HostState, StoreAnswer]:
-    """Give every unknown key a block, evicting others where there is no free one.
+    """Allocate a block for each absent key, evicting other blocks if necessary.
 
-    None of the keys given is evicted to make room for another. A key that repeats an
-    earlier one of the batch counts once.
+    No key of the batch is evicted for another one. Repeated keys count once.
     """
     present = policy.find(state.policy, keys, count)
     missing = _valid(keys, count) & (present == NO_BLOCK)
@@ -199,14 +196,14 @@ def prepare_store(
 def complete_store(
     policy: Policy, state: HostState, keys: Array, count: Array, success: Array
 ) -> tuple[HostState, Array]:
-    """End stores in progress: the blocks become readable, or are given back.
+    """End stores in progress: the blocks become readable, or free if not `success`.
 
-    `success` (bool[]) is whether the bytes arrived. Keys that are absent or ready are
-    ignored. The answer is bool[K]: the keys whose store ended here.
+    `success` is bool[]. Keys that are absent or ready are ignored. The answer, bool[K],
+    marks the keys whose store has ended.
     """
     block_ids = policy.find(state.policy, keys, count)
     ended = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) == NOT_READY)
-    # Among rows with one block, the first has the lowest mark, and ends the store.
+    # Among rows with the same block, the first has the lowest mark and ends the store.
     marks = NOT_READY - keys.shape[0] + jnp.arange(keys.shape[0], dtype=jnp.int32)
     marked_at = _index(state, jnp.where(ended, block_ids, NO_BLOCK))
     marked = state.ref_cnt.at[marked_at].min(marks, mode="drop")
@@ -215,79 +212,78 @@ def complete_store(
     ref_cnt = marked.at[_index(state, ended_ids)].set(0, mode="drop")
     failed = jnp.where(success, NO_BLOCK, ended_ids)
     removed = policy.remove(state.policy, keys, failed)
-    return HostState(removed, ref_cnt, _give_back(state.pool, failed)), ended
+    return HostState(removed, ref_cnt, _free(state.pool, failed)), ended
 
 
 def discard(
     policy: Policy, state: HostState, keys: Array, count: Array
 ) -> tuple[HostState, Array]:
-    """Forget blocks that are not being read or written, as if they had been evicted.
+    """Evict idle blocks: those with no load or store in progress.
 
-    The answer is bool[K]: the keys that were forgotten here.
+    The answer, bool[K], marks the evicted keys.
     """
     block_ids = policy.find(state.policy, keys, count)
     idle = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) == 0)
     idle &= first_occurrence(keys, idle)
     block_ids = jnp.where(idle, block_ids, NO_BLOCK)
     removed = policy.remove(state.policy, keys, block_ids)
-    return HostState(removed, state.ref_cnt, _give_back(state.pool, block_ids)), idle
+    return HostState(removed, state.ref_cnt, _free(state.pool, block_ids)), idle
 
 
 def request_step(
     policy: Policy, state: HostState, keys: Array, count: Array
 ) -> tuple[HostState, StepAnswer]:
-    """Serve a prefix: pin readable blocks and find room for the others.
+    """Serve a prefix: pin readable blocks and allocate blocks for the other keys.
 
-    The same as `lookup`, `touch`, `prepare_load` of the hits and `prepare_store` of all
+    Equals `lookup`, `touch`, `prepare_load` of the hits and `prepare_store` of all
     keys, with one search for the keys instead of four. `complete_step` ends it.
     """
     block_ids = policy.find(state.policy, keys, count)
     ready = _ref_cnt(state, block_ids) >= 0
-    num_hits = _leading(ready)
+    num_hits = _prefix_length(ready)
     is_hit = jnp.arange(keys.shape[0], dtype=jnp.int32) < num_hits
     touched = policy.touch(state.policy, keys, count, ready)
     missing = _valid(keys, count) & (block_ids == NO_BLOCK)
     state = dataclasses.replace(state, policy=touched)
     state, stored = _store(policy, state, keys, block_ids, missing, is_hit=is_hit)
-    both = jnp.where(is_hit, block_ids, stored.block_ids)
-    return state, StepAnswer(num_hits, *stored._replace(block_ids=both))
+    block_ids = jnp.where(is_hit, block_ids, stored.block_ids)
+    return state, StepAnswer(num_hits, *stored._replace(block_ids=block_ids))
 
 
 def complete_step(
     state: HostState, block_ids: Array, num_hits: Array
 ) -> tuple[HostState, Array]:
-    """End the loads and stores of a `request_step`, all of them arrived.
+    """End the loads and stores of a `request_step` after all of them have succeeded.
 
-    It needs no search, but the step's `block_ids` and `num_hits`. Where something
-    failed, end each with `complete_load` and `complete_store` instead. It answers
-    bool[], whether it was done: not if a block is not being loaded, or not being
-    stored, as the step had it.
+    It takes the step's `block_ids` and `num_hits`, so it needs no search. If a transfer
+    failed, call `complete_load` and `complete_store` instead. The answer, bool[], is
+    False if one of the loads or stores is not in progress, so nothing changed.
     """
     is_hit = jnp.arange(block_ids.shape[0], dtype=jnp.int32) < num_hits
     # A load ends with one reader less, a store goes from NOT_READY to 0.
     change = jnp.where(is_hit, -1, -NOT_READY)
     ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(change, mode="drop")
-    # A block may be given as often as it was pinned; one time more makes it negative.
-    left = _ref_cnt(dataclasses.replace(state, ref_cnt=ref_cnt), block_ids)
-    fits = jnp.where(is_hit, left >= 0, left == 0)
-    ok = jnp.all(fits | (block_ids == NO_BLOCK))
-    undone = _index(state, jnp.where(ok, NO_BLOCK, block_ids))
-    ref_cnt = ref_cnt.at[undone].add(-change, mode="drop")
+    # A block that is listed more often than it was pinned makes its count negative.
+    counts = _ref_cnt(dataclasses.replace(state, ref_cnt=ref_cnt), block_ids)
+    was_in_flight = jnp.where(is_hit, counts >= 0, counts == 0)
+    ok = jnp.all(was_in_flight | (block_ids == NO_BLOCK))
+    restored = _index(state, jnp.where(ok, NO_BLOCK, block_ids))
+    ref_cnt = ref_cnt.at[restored].add(-change, mode="drop")
     return dataclasses.replace(state, ref_cnt=ref_cnt), ok
 
 
 def _valid(keys: Array, count: Array) -> Array:
-    """Mark the keys that are not padding: bool[K]."""
+    """Return which keys are not padding: bool[K]."""
     return jnp.arange(keys.shape[0], dtype=jnp.int32) < count
 
 
 def _first(flags: Array) -> Array:
-    """Number the first row that is true, -1 for none: i32[]."""
-    num_before = _leading(~flags)
-    return jnp.where(num_before < flags.shape[0], num_before, -1)
+    """Return the first true row, -1 for none: i32[]."""
+    row = _prefix_length(~flags)
+    return jnp.where(row < flags.shape[0], row, -1)
 
 
-def _leading(flags: Array) -> Array:
+def _prefix_length(flags: Array) -> Array:
     """Count the true values before the first false one: i32[]."""
     rows = jnp.arange(flags.shape[0], dtype=jnp.int32)
     return jnp.min(jnp.where(flags, flags.shape[0], rows))
@@ -302,17 +298,17 @@ def _store(
     *,
     is_hit: Array,
 ) -> tuple[HostState, StoreAnswer]:
-    """Give the `missing` keys blocks; none of `present` (i32[K]) is evicted for it.
+    """Allocate blocks for the `missing` keys without evicting `present` (i32[K]).
 
-    The hits in `present` (`is_hit`, bool[K] or bool[]) are pinned.
+    Those in `present` that are hits (`is_hit`, bool[K] or bool[]) are pinned.
     """
     missing &= first_occurrence(keys, missing)
     rank = running_count(missing) - 1
     num_missing = rank[-1] + 1
     num_short = jnp.maximum(num_missing - _num_free(state.pool), 0)
-    # During the eviction the batch counts as being read, so often that even a block
-    # in flight, whose count is NOT_READY, is not evictable; and so seldom that the
-    # count fits 32 bits if all rows have the same block.
+    # During the eviction the batch's blocks count as being read. `protection` is large
+    # enough to protect a block whose count is NOT_READY, and small enough that counts
+    # fit 32 bits even if all rows have the same block.
     protection = _PROTECTION // keys.shape[0]
     batch = _index(state, present)
     readers = jnp.broadcast_to(is_hit, present.shape).astype(jnp.int32)
@@ -320,13 +316,15 @@ def _store(
     evicted = policy.evict(state.policy, num_short, ref_cnt, keys.shape[0])
 
     rank = jnp.where(missing & evicted.ok, rank, NO_BLOCK)
-    num_taken = jnp.where(evicted.ok, num_missing, 0)
+    num_new = jnp.where(evicted.ok, num_missing, 0)
     num_evicted = jnp.where(evicted.ok, num_short, 0)
-    pool, block_ids = _take(state.pool, rank, num_taken, evicted.block_ids, num_evicted)
+    pool, block_ids = _allocate(
+        state.pool, rank, num_new, evicted.block_ids, num_evicted
+    )
     inserted = policy.insert(evicted.state, keys, block_ids)
     stored = jnp.where(inserted.inserted, block_ids, NO_BLOCK)
-    pool = _give_back(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
-    # A block that is stored now had a count of 0: it was free, or could be evicted.
+    pool = _free(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
+    # A newly stored block was free or has been evicted, so its count is 0.
     ref_cnt = ref_cnt.at[jnp.concatenate([batch, _index(state, stored)])].add(
         jnp.repeat(jnp.array([-protection, NOT_READY], jnp.int32), keys.shape[0]),
         mode="drop",
@@ -338,19 +336,18 @@ def _store(
 
 
 def _index(state: HostState, block_ids: Array) -> Array:
-    """Map NO_BLOCK out of range, where a scatter drops it (-1 would wrap around)."""
+    """Map NO_BLOCK out of range, so that a scatter drops it (-1 would wrap around)."""
     return jnp.where(block_ids == NO_BLOCK, state.ref_cnt.shape[0], block_ids)
 
 
 def _ref_cnt(state: HostState, block_ids: Array) -> Array:
-    """Read reference counts, NOT_READY for NO_BLOCK."""
+    """Return reference counts, NOT_READY for NO_BLOCK."""
     return state.ref_cnt.at[_index(state, block_ids)].get(
         mode="fill", fill_value=NOT_READY
     )
 
 
 def _init_pool(num_blocks: int) -> IdPool:
-    """Make a pool of `num_blocks` fresh ids."""
     return IdPool(
         num_allocated=full((), 0, jnp.int32),
         freed=full((num_blocks,), NO_BLOCK, jnp.int32),
@@ -359,18 +356,16 @@ def _init_pool(num_blocks: int) -> IdPool:
 
 
 def _num_free(pool: IdPool) -> Array:
-    """Count the ids in the pool: i32[]."""
     return pool.num_freed + pool.freed.shape[0] - pool.num_allocated
 
 
-def _take(
+def _allocate(
     pool: IdPool, rank: Array, num: Array, evicted: Array, num_evicted: Array
 ) -> tuple[IdPool, Array]:
-    """Take an id for each row with a `rank` (i32[K], NO_BLOCK for no id): i32[K].
+    """Allocate an id for each row with a `rank` (i32[K], NO_BLOCK for no id): i32[K].
 
-    `evicted` (i32[K]) are `num_evicted` ids that go on top of the stack, the last
-    uppermost. The pool has enough ids for the `num` rows, and none of `evicted` is left
-    over.
+    The `num_evicted` ids of `evicted` (i32[K]) are pushed on the stack first, the last
+    on top. `num` ids are popped, which the pool has, including all of `evicted`.
     """
     num_blocks = pool.freed.shape[0]
     num_fresh = jnp.minimum(num, num_blocks - pool.num_allocated)
@@ -390,7 +385,7 @@ def _take(
     )
 
 
-def _give_back(pool: IdPool, block_ids: Array) -> IdPool:
+def _free(pool: IdPool, block_ids: Array) -> IdPool:
     """Push ids (i32[K], NO_BLOCK ignored) on the stack, the last on top."""
     is_freed = block_ids != NO_BLOCK
     rank = running_count(is_freed) - 1

@@ -1,4 +1,4 @@
-"""The index of a tier: which blocks it has, and where; bytes in, Python values out."""
+"""The index of a tier, from block keys to block ids; bytes in, Python values out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from jaxkv.tiers.base import (
     as_ids,
     refuse_outside,
 )
-from jaxkv.tiers.change_over import can_change, change_over, emptied, resume
+from jaxkv.tiers.change_over import can_change, change_over, make_emptied, resume
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.executors import (
     Executor,
@@ -63,40 +63,38 @@ _MAX_COUNT = (1 << 31) - 1
 
 
 class BlockIndex:
-    """Keeps track of which blocks a tier has, and where.
+    """Maps the keys of a tier's blocks to block ids, and evicts by a cache policy.
 
-    A block has a place from `place` on, and can be found from `publish` on. Misuse
-    raises a ValueError, and a call that raises changes nothing.
+    `place` allocates a block for a key, `publish` makes it readable, and `find` returns
+    it. Misuse raises a ValueError, and a call that raises changes nothing.
 
-    Keys are any `bytes`. Keys of 32 bytes, such as `jaxkv.keys` makes, are used as they
-    are; others cost one SHA-256 each.
+    Keys are any `bytes`. Keys of 32 bytes, such as those of `jaxkv.keys`, are used
+    directly; others are hashed with SHA-256 first.
 
     Args:
-        block_size: Tokens in a block; only repeated in events.
-        num_blocks: Blocks of the tier.
+        block_size: Tokens in a block, for events.
+        num_blocks: Blocks in the tier.
         cache_policy: Chooses the blocks to evict when the tier is full: a registered
-            name, such as "lru" and "hazard" (`jaxkv.policy_names`), or a `Policy` made
-            for `num_blocks` and for batches of at least as many keys.
+            name, such as "lru" or "hazard" (`jaxkv.policy_names`), or a `Policy` made
+            for `num_blocks` and for batches of at least `num_blocks` keys.
         enable_events: Whether to keep events for `take_events`.
         store_threshold: Store only keys with at least this many look-ups, as vLLM's
-            `FilterReusedOffloadingManager` does; 0 or 1 to store whatever is offered.
-        max_unseen_blocks: Of the keys of a look-up that were never looked up before,
-            store at most this number, the first ones; the others when they are looked
-            up again. None for all.
-        max_tracker_size: Keys whose look-ups are counted for these, and whose priority
-            is remembered until they are stored: the latest ones.
-        retention: Whether blocks can be given priorities (`retain`), whatever the
-            policy; see `jaxkv.make_retained`.
-        remember_drops: Keys for which `drops` remembers why they are absent.
-        executor: "native" for compiled functions that update NumPy arrays, where the
+            `FilterReusedOffloadingManager` does; 0 or 1 to store every offered key.
+        max_unseen_blocks: If a look-up has more never-seen keys than this, store only
+            the first ones; the others once they are looked up again. None: no limit.
+        max_tracker_size: How many keys the two look-up filters track, and how many
+            absent keys keep a priority for when they are stored; the latest ones.
+        retention: Whether `retain` can set priorities, with any policy; see
+            `jaxkv.make_retained`.
+        remember_drops: For how many absent keys `drops` keeps the reason.
+        executor: "native" for compiled functions that update NumPy arrays, if the
             policy has them; "xla" for the pure functions as XLA programs.
-        medium: The name of the tier in events.
-        alternatives: Policies, by their names, that `change_policy` may put in place of
-            the first one.
+        medium: The tier's name in events.
+        alternatives: Names of the policies that `change_policy` may switch to.
 
     Raises:
-        ValueError: If a number is too small, or a policy is not known, was made for
-            other sizes, or cannot take the place of another.
+        ValueError: If a number is too small, or a policy is unknown, was made for
+            other sizes, or cannot exchange its state with the others.
         TypeError: If the policy is neither a name nor a `Policy`.
 
     Example:
@@ -141,7 +139,7 @@ class BlockIndex:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.policy = _as_policy(cache_policy, num_blocks)
-        self._tells_keys = self.policy.listens
+        self._policy_uses_keys = self.policy.listens
         if retention and not self.policy.retains:
             self.policy = make_retained(self.policy)
         self._alternatives = {
@@ -149,28 +147,26 @@ class BlockIndex:
         }
         if self._alternatives and not all(map(can_change, self._policies)):
             raise ValueError(
-                f"one of {cache_policy=} and {alternatives=}, or retention, keeps what "
+                f"{cache_policy=}, one of {alternatives=}, or retention has state that "
                 "no other policy can take over."
             )
-        # Whether this policy or an alternative uses facts about requests.
+        # Whether the policy or an alternative uses facts about requests.
         self.listens = any(policy.listens for policy in self._policies)
         self.retains = self.policy.retains
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.drops = DropReasons(remember_drops)
-        self.num_held_blocks = 0  # Stores in progress included.
-        self.num_evicted = 0  # So far, as the following.
-        self.num_lost = 0  # Evicted or not.
-        # Keys of lost blocks, u32[n, 8] each, except those of `clear`; the reader
-        # empties it. None if they are not kept.
-        self.lost: list[Words] | None = None
+        self.num_held_blocks = 0  # Including stores in progress.
+        self.num_evicted = 0
+        self.num_removed = 0  # Evicted, discarded, cleared, or failed to store.
+        # u32[n, 8] each. Keys of removed blocks, except by `clear`, until the reader
+        # takes them; None if they are not kept.
+        self.removed_keys: list[Words] | None = None
         self.num_found = 0  # Added by listings and probes.
-        # Known blocks of the medium that this index has no room for.
-        self.num_left_out = 0
-        # Not stored: too few look-ups, or in the tail of an unseen prompt.
-        self.num_skipped = 0
+        self.num_unindexed = 0  # In the medium, but without room in this index.
+        self.num_skipped = 0  # Keys that a look-up filter kept from being stored.
         self._executor_name: ExecutorName = executor
         self.executor: Executor = make_executor(self.policy, executor)
-        # The caller's names of keys that are not of 32 bytes, by their stand-ins.
+        # The caller's keys that are not of 32 bytes, by their hashes.
         self._names: dict[BlockKey, bytes] = {}
         self._reuse = None
         if store_threshold > 1 or max_unseen_blocks is not None:
@@ -178,11 +174,11 @@ class BlockIndex:
                 store_threshold, max_tracker_size, max_unseen_blocks
             )
         self._notes = RetentionNotes(max_tracker_size if self.retains else 0)
-        self._now_ms = 0  # Of the last notification, ...
-        self._has_time = False  # ... if there was one.
+        self._now_ms = 0  # The time of the last notification.
+        self._has_time = False  # Whether there was a notification.
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
-        """Record a use of each key of a prefix, the first as the most recent."""
+        """Record a use of each key of a prefix; the first key becomes most recent."""
         _, words = pack(block_hashes)
         if 0 < len(words) <= self.policy.max_batch:
             self.executor.touch(words, True)
@@ -190,10 +186,10 @@ class BlockIndex:
             self._touch_in_batches(words, True)
 
     def reorder(self, block_hashes: Iterable[bytes]) -> None:
-        """Reorder keys as `touch` does, without a use.
+        """Reorder keys as `touch` does, without counting a use.
 
-        The blocks of one use may come in parts. A policy that distinguishes one use
-        from two (ARC) must not count them as several.
+        A prefix that is used once may be stored in several batches. A policy that
+        distinguishes one use from two (ARC) must count it once.
         """
         _, words = pack(block_hashes)
         if 0 < len(words) <= self.policy.max_batch:
@@ -207,12 +203,12 @@ class BlockIndex:
         retention: Retention | None,
         now_ms: int,
     ) -> None:
-        """Set how long to keep blocks; None makes them ordinary again.
+        """Set the priority of blocks and how long it lasts; None removes it.
 
-        All keys get the priority, whatever its `num_tokens`. Of two priorities of a
-        block, the one that is higher at the time of the second counts; if they are
-        equal, the second. Absent keys get theirs when they are stored, if it has not
-        ended by then. `now_ms` is of the clock of `begin_request`.
+        All keys get the priority; its `num_tokens` is ignored. If a block already has
+        a priority that is now higher than the new one, it keeps the old one. Absent
+        keys get the priority when they are stored, unless it has ended by then.
+        `now_ms` is on the clock of `begin_request`.
 
         Example:
             >>> index = BlockIndex(16, num_blocks=2, retention=True)
@@ -223,19 +219,19 @@ class BlockIndex:
         """
         if not self.retains:
             raise ValueError(
-                "blocks have no priorities here: make the manager with retention=True."
+                "retain() needs priorities: make the manager with retention=True."
             )
         check_retention(retention)
         check_whole(None, now_ms=now_ms)
         names, _ = pack(block_hashes)
         if not names:
             return
-        self._pass_time(int(now_ms))
+        self._advance_time(int(now_ms))
         if retention is None:
             self._notes.forget(names)
         else:
             self._notes.note(names, retention, self._now_ms)
-        self._give(names, retention, self._now_ms)
+        self._set_priority(names, retention, self._now_ms)
 
     def begin_request(
         self,
@@ -244,12 +240,12 @@ class BlockIndex:
         now_ms: int,
         positions: Sequence[int] | None = None,
     ) -> int:
-        """Notify a policy that listens of a new request, before its blocks are used.
+        """Notify a listening policy of a new request, before its blocks are used.
 
-        The keys are of all full blocks of its prompt, on the host or not. `now_ms` is
-        the time since any moment. If the keys are of several prefixes, as of groups of
-        layers, `positions` counts the blocks before each in its prefix. The answer is
-        the mark that `finish_request` takes.
+        Pass the keys of all full blocks of the prompt, resident or not. `now_ms` counts
+        from any fixed moment. If the keys form several prefixes, such as one per layer
+        group, `positions` has the index of each block in its prefix. Returns the mark
+        that `finish_request` takes.
 
         Example:
             >>> index = BlockIndex(16, num_blocks=2, cache_policy="hazard")
@@ -262,10 +258,10 @@ class BlockIndex:
         rows = self._rows_for_policy(block_hashes, positions)
         if rows is None:
             return 0
-        self._pass_time(int(now_ms))
-        words, where = rows
-        about = begun(self._now_ms % _TIMES, int(num_tokens))
-        return self.executor.note(words, BEGIN, where, about)
+        self._advance_time(int(now_ms))
+        words, block_positions = rows
+        facts = begun(self._now_ms % _TIMES, int(num_tokens))
+        return self.executor.note(words, BEGIN, block_positions, facts)
 
     def finish_request(
         self,
@@ -276,7 +272,7 @@ class BlockIndex:
         stop: Stop | None = None,
         positions: Sequence[int] | None = None,
     ) -> None:
-        """Notify a policy that listens of a request's end, with all its full blocks.
+        """Notify a listening policy that a request ended, with all its full blocks.
 
         `num_output_tokens` and `stop` are None if unknown.
         """
@@ -288,18 +284,18 @@ class BlockIndex:
             raise ValueError(f"stop={shown(stop)} must be one of {STOPS}.")
         rows = self._rows_for_policy(block_hashes, positions)
         if rows is not None:
-            self._pass_time(int(now_ms))
-            words, where = rows
+            self._advance_time(int(now_ms))
+            words, block_positions = rows
             output = -1 if num_output_tokens is None else int(num_output_tokens)
             end = output, STOPS.index(stop), int(mark)
-            about = finished(self._now_ms % _TIMES, *end)
-            self.executor.note(words, FINISH, where, about)
+            facts = finished(self._now_ms % _TIMES, *end)
+            self.executor.note(words, FINISH, block_positions, facts)
 
     def has_room(self, block_hashes: Iterable[bytes], pinned: BlockIds = ()) -> bool:
-        """Whether `place`, not filtered, would find room with more blocks pinned.
+        """Whether `place` without filter would find room with `pinned` pinned, too.
 
-        None of these is being stored. Nothing changes, but it may copy the tier's
-        arrays.
+        No store of a `pinned` block may be in progress. Nothing changes, but the tier's
+        arrays may be copied.
         """
         listed, words = pack(block_hashes)
         names = dict.fromkeys(listed)
@@ -315,14 +311,14 @@ class BlockIndex:
         scratch.pin(ids)
         return scratch.prepare_store(words) is not None
 
-    def place_beside(
+    def place_keeping(
         self, keys: Sequence[bytes], kept: NDArray[np.int64]
     ) -> Placement | None:
-        """`place` keys, but evict none of the `kept` blocks (i64[n])."""
+        """`place` keys without evicting any of the `kept` blocks (i64[n])."""
         if len(keys) <= self.num_blocks - self.num_held_blocks:
             return self.place(keys)
         if not self.executor.pin(kept):
-            # A block that is being stored is not evicted anyhow.
+            # A block that is being stored cannot be pinned, and is not evicted.
             kept = kept[np.asarray(self.executor.state.ref_cnt)[kept] >= 0]
             self.executor.pin(kept)
         placement = self.place(keys)
@@ -332,37 +328,36 @@ class BlockIndex:
     def place(
         self, keys: Iterable[bytes], *, filtered: bool = True
     ) -> Placement | None:
-        """Find room for the blocks that are not known yet; None if there is none.
+        """Allocate blocks for the absent keys, evicting others; None without room.
 
-        Blocks that are being loaded or stored are not evicted, nor are those whose keys
-        are given. If `filtered`, keys with too few look-ups (`store_threshold`) count
-        as not given.
+        Blocks in flight and the blocks of `keys` are not evicted. If `filtered`, keys
+        that the look-up filters reject (`store_threshold`, `max_unseen_blocks`) are
+        skipped.
         """
         names, words = pack(keys)
-        rows: list[int] | None = None  # The keys that are left; None for all.
+        rows: list[int] | None = None  # The rows of `names` in `keys`; None for all.
         if self._reuse is not None and filtered:
             passes = self._reuse.passes(names)
             self.num_skipped += passes.count(False)
             rows = list(compress(range(len(names)), passes))
             names, words = pack(list(compress(names, passes)))
         if len(names) > self.policy.max_batch:
-            before = range(len(names)) if rows is None else rows
+            all_rows = range(len(names)) if rows is None else rows
             listed = list(names)
-            first = dict(zip(reversed(listed), reversed(before), strict=True))
+            first_row = dict(zip(reversed(listed), reversed(all_rows), strict=True))
             names, words = pack(list(dict.fromkeys(listed)))
-            rows = [first[name] for name in names]
+            rows = [first_row[name] for name in names]
         if not len(names):
             return Placement((), NO_IDS, NO_IDS, ())
         if len(names) > self.policy.max_batch:
-            return None  # More than there are blocks.
-        answer = self.executor.prepare_store(words)
-        if answer is None:
+            return None  # More unique keys than blocks.
+        store = self.executor.prepare_store(words)
+        if store is None:
             return None
-        placement = self._placed(names, words, *answer)
+        placement = self._record_placement(names, words, *store)
         if rows is not None:
-            of_all = np.array(rows, np.int64)
-            of_placed = slice(None) if placement.rows is None else placement.rows
-            placement = placement._replace(rows=of_all[of_placed])
+            placed = slice(None) if placement.rows is None else placement.rows
+            placement = placement._replace(rows=np.array(rows, np.int64)[placed])
         return placement
 
     def place_from(
@@ -372,11 +367,12 @@ class BlockIndex:
         sources: BlockIds,
         is_head: bool,
     ) -> Placement | None:
-        """Call `holds`, `place`, `pin` for what is placed, and `reorder` in one.
+        """`place` keys and pin the device blocks of those placed, in one native call.
 
-        `sources` are the device blocks of the keys. Only keys that begin a prefix
-        (`is_head`) are reordered. The answer is None also if a block does not hold its
-        key, or this tier does not simply store absent keys; then nothing has changed.
+        `sources` has each key's device block. Keys that begin a prefix (`is_head`) are
+        reordered. Returns None, and changes nothing, if there is no room, a block does
+        not have its key, there is a look-up filter or no native executor, or the keys
+        are none or more than a batch.
         """
         if len(sources) != len(keys):
             raise ValueError(f"{len(sources)=} blocks must have as many {len(keys)=}.")
@@ -388,15 +384,15 @@ class BlockIndex:
         ):
             return None
         ids = as_ids(sources)
-        answer = executor.place_from(pool.bound, keys.words, ids, is_head)
-        return None if answer is None else self._placed(keys, keys.words, *answer)
+        store = executor.place_from(pool.bound, keys.words, ids, is_head)
+        if store is None:
+            return None
+        return self._record_placement(keys, keys.words, *store)
 
-    def victims_of(self, pool: DeviceBlockPool, num: int) -> Victims:
-        """Return the device's next victims, and which of them have no copy here.
+    def next_device_victims(self, pool: DeviceBlockPool, num: int) -> Victims:
+        """`DeviceBlockPool.next_victims`, with their copies in this tier.
 
-        Copies are recorded in the device's tier (`DeviceBlockPool.note_copies`), so
-        that a block is looked up once. `num` is how many blocks to look at; if fewer
-        are free, these.
+        Copies are recorded in `pool`, so that each block is looked up once.
         """
         return pool.next_victims(num, self.executor.next_victims)
 
@@ -410,21 +406,21 @@ class BlockIndex:
         names, words = pack(block_hashes)
         if not names:
             return
-        is_over = self.executor.complete_store(words, success)
-        ended = list(compress(names, is_over.tolist()))
+        has_ended = self.executor.complete_store(words, success)
+        ended = list(compress(names, has_ended.tolist()))
         if success:
-            self._record(ended, removed=False)
+            self._add_event(ended, removed=False)
         else:
-            self._forget(ended)
+            self._record_removal(ended)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Yield the events since the last time, oldest first; then forget them."""
+        """Yield the events since the last call, oldest first, then delete them."""
         if self.events is not None:
             yield from self.events
             self.events.clear()
 
     def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
-        """Find the block of each key that can be read: i32[n], NO_BLOCK if none."""
+        """Return the readable block of each key: i32[n], NO_BLOCK if it has none."""
         names, words = pack(keys)
         if not names:
             return np.empty(0, np.int32)
@@ -433,10 +429,10 @@ class BlockIndex:
     def find_beside(
         self, pool: DeviceBlockPool, keys: Iterable[BlockKey]
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Find a prefix whose blocks are on the device or readable here.
+        """Find the longest prefix whose blocks are on the device or readable here.
 
-        The answer is i32[n] and i32[n] for its n keys: their blocks on the device, and
-        here; NO_BLOCK for none, but not in both.
+        Returns the device blocks and this tier's blocks of its n keys, i32[n] each;
+        NO_BLOCK for none, but not in both.
         """
         names, words = pack(keys)
         if not names:
@@ -450,43 +446,43 @@ class BlockIndex:
         return is_known
 
     def find_held(self, keys: Iterable[bytes]) -> NDArray[np.int32]:
-        """`find`, stores in progress included."""
+        """`find` that includes stores in progress."""
         names, words = pack(keys)
         return self.executor.find(words) if len(names) else np.empty(0, np.int32)
 
     def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each key was looked up often enough to be stored."""
+        """Whether the look-up filters let each key be stored."""
         if self._reuse is None:
             return [True] * len(keys)
         check_are_bytes(keys)
         return self._reuse.passes(keys)
 
-    def passes_of(self, keys: Sequence[BlockKey] | Words) -> NDArray[np.bool_] | None:
-        """`passes` as bool[n]; None where all pass in any case."""
+    def pass_mask(self, keys: Sequence[BlockKey] | Words) -> NDArray[np.bool_] | None:
+        """`passes` as bool[n]; None if there is no filter."""
         if self._reuse is None:
             return None
         names = words_to_keys(keys) if isinstance(keys, np.ndarray) else keys
         return np.array(self._reuse.passes(names), np.bool_)
 
     def count_lookup(self, keys: Sequence[BlockKey]) -> None:
-        """Count keys as looked up."""
+        """Count a look-up of each key."""
         if self._reuse is not None:
             check_are_bytes(keys)
             self._reuse.count(keys)
 
     def pin(self, block_ids: BlockIds) -> None:
-        """Protect blocks that a search has just found while they are read.
+        """Pin blocks that `find` has just returned: none is evicted until `unpin`.
 
-        If a block is being stored, or an id is no block's, it raises and pins none.
+        If a block is being stored, or an id is out of range, it raises and pins none.
         """
         if not self.executor.pin(as_ids(block_ids)):
             raise ValueError(f"one of block_ids={shown(block_ids)} is being stored.")
 
     def unpin(self, block_ids: BlockIds) -> None:
-        """Remove pins, one for each time a block is given.
+        """Remove one pin for each time that a block is listed.
 
-        If a block has no load in progress, or an id is no block's, it raises and unpins
-        none.
+        If a block has no load in progress, or an id is out of range, it raises and
+        unpins none.
         """
         ids = as_ids(block_ids)
         if not self.executor.complete_step(ids, len(ids), 0):
@@ -495,10 +491,10 @@ class BlockIndex:
             )
 
     def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
-        """Make blocks findable: the bytes of their stores have arrived.
+        """Make blocks readable after the bytes of their stores have arrived.
 
-        If a block is not being stored, an id is no block's, or there is not one for
-        each key, it raises and changes nothing.
+        If a block is not being stored, an id is out of range, or the lengths differ, it
+        raises and changes nothing.
         """
         ids = as_ids(block_ids)
         if len(ids) != len(keys):
@@ -510,27 +506,27 @@ class BlockIndex:
                 f"one of block_ids={shown(block_ids)} is not being stored."
             )
         if self.events is not None:
-            self._record(keys, removed=False)
+            self._add_event(keys, removed=False)
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget blocks with bad bytes; blocks in flight stay."""
+        """Remove blocks with bad bytes, except blocks in flight."""
         names, words = pack(keys)
         if not names:
             return
         discarded = list(compress(names, self.executor.discard(words).tolist()))
-        self._forget(discarded)
-        self._record(discarded, removed=True)
+        self._record_removal(discarded)
+        self._add_event(discarded, removed=True)
         self.drops.note(discarded, "load failed")
 
     def clear(self) -> None:
-        """Forget all blocks at once, loads and stores in progress included.
+        """Remove all blocks at once, including those in flight.
 
-        What a policy such as "hazard" has learned of requests stays.
+        A policy such as "hazard" keeps what it has learned from requests.
         """
-        self.executor = emptied(self.executor, self.policy, self._executor_name)
-        self.num_lost += self.num_held_blocks
-        if self.lost is not None:
-            self.lost.clear()
+        self.executor = make_emptied(self.executor, self.policy, self._executor_name)
+        self.num_removed += self.num_held_blocks
+        if self.removed_keys is not None:
+            self.removed_keys.clear()
         self.num_held_blocks = 0
         self._names.clear()
         self.drops.clear()
@@ -541,10 +537,10 @@ class BlockIndex:
     def change_policy(
         self, name: str, learned: Executor | None = None, scale: int = 1
     ) -> None:
-        """Change to an alternative policy; every block stays where it is.
+        """Switch to an alternative policy; every block keeps its place.
 
-        Loads and stores in progress go on. `learned` is a tier of the new policy, of
-        any size, that was shown the same requests; each of its keys stands for `scale`
+        Loads and stores in progress go on. `learned` is a tier with the new policy, of
+        any size, that has served the same requests; each of its keys stands for `scale`
         keys.
 
         Example:
@@ -565,16 +561,16 @@ class BlockIndex:
             self.executor, self.policy, policy, self._executor_name, learned, scale
         )
         self.policy = policy
-        self._tells_keys = policy.listens
+        self._policy_uses_keys = policy.listens
 
     def resume(self, learned: ReuseTable) -> None:
-        """Continue a policy that learns, "hazard", with an earlier table."""
+        """Give a policy that learns ("hazard") the reuse table of an earlier run."""
         name = self._executor_name
         self.executor = resume(self.executor, self.policy, name, learned)
 
     @property
     def is_listed(self) -> bool:
-        """Whether all blocks of the tier are known, except later writes by others."""
+        """Whether the index has all of the medium, except later writes by others."""
         return True
 
     def note_listing(
@@ -584,39 +580,39 @@ class BlockIndex:
         listed: bool | None,
         bound: tuple[int, int] | None,
     ) -> list[BlockKey]:
-        """Apply a listing of the medium (`TierReport`); return what to delete.
+        """Apply a listing of the medium (`TierReport`); return the keys to delete.
 
-        A medium that nothing else writes to is not listed.
+        A medium without other writers is not listed.
         """
         return []
 
-    def note_there(self, keys: Sequence[BlockKey]) -> None:
-        """Record blocks that the medium has, as it answered."""
+    def note_resident(self, keys: Sequence[BlockKey]) -> None:
+        """Record blocks that the medium is known to have."""
 
     def note_full(self, num: int) -> list[BlockKey]:
-        """Record that blocks found no room in the medium; return what to delete."""
+        """Record that `num` blocks had no room in the medium; return keys to delete."""
         return []
 
-    def room_for(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
-        """Choose what to delete in the medium after `place` has made room here."""
+    def choose_deletions(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
+        """Choose the keys to delete from the medium after `place` evicted some here."""
         return list(evicted)
 
     @property
-    def tells_victims(self) -> bool:
-        """Whether `next_victims` knows: "lru" in native functions, no retention."""
+    def can_list_victims(self) -> bool:
+        """Whether `next_victims` works: native "lru" without retention."""
         state = self.executor.state.policy
         return isinstance(state, LRUState) and isinstance(self.executor, NativeExecutor)
 
     def next_victims(self, num: int) -> list[BlockKey]:
-        """Return the keys that would be evicted next, the next one first.
+        """Return the keys that storing `num` more blocks would evict, in order.
 
-        There may be fewer than `num`; none as long as there is room for as many without
-        an eviction. It raises unless `tells_victims`.
+        Free blocks are used first, so there may be none. It raises unless
+        `can_list_victims`.
         """
-        if not self.tells_victims:
+        if not self.can_list_victims:
             raise ValueError(
                 "next_victims needs cache_policy='lru' and executor='native', without "
-                "retention: another policy does not tell what it would evict."
+                "retention: other policies cannot list their next victims."
             )
         num -= self.num_blocks - self.num_held_blocks
         if num <= 0:
@@ -627,10 +623,10 @@ class BlockIndex:
         return [self._names.get(key, key) for key in keys] if self._names else keys
 
     def snapshot(self) -> Snapshot:
-        """Return the state for a reader, for tests and for debugging.
+        """Return a readable form of the state, for tests and debugging.
 
-        Keys are as they were given, except foreign ones that have left and that the
-        policy still remembers: these have 32 bytes.
+        Keys are the caller's. Only a removed key that is not of 32 bytes, and that the
+        policy still remembers, appears as its hash.
 
         Example:
             >>> index = BlockIndex(block_size=16, num_blocks=3)
@@ -643,43 +639,40 @@ class BlockIndex:
         return take_snapshot(self.policy, self.executor, self._names)
 
     def warm_up(self) -> None:
-        """Load, or compile, what the methods run, so that no later call waits for it.
+        """Compile or load the native functions, so that no later call waits for them.
 
-        It takes seconds where the machine has not run them before, else part of one.
+        It takes seconds the first time on a machine, later less than one.
         """
         for policy in self._policies:
             self._warm_up(policy)
 
     @property
     def _policies(self) -> list[Policy]:
-        """The policies that this tier may have."""
+        """The current policy and the alternatives."""
         alternatives = self._alternatives.values()
         return [self.policy, *(p for p in alternatives if p is not self.policy)]
 
     def _warm_up(self, policy: Policy) -> None:
         scratch = make_executor(policy, self._executor_name)
         _, words = pack([bytes(KEY_BYTES)])
-        ids, where = np.zeros(1, np.int64), np.zeros(1, np.int32)
+        ids, positions = np.zeros(1, np.int64), np.zeros(1, np.int32)
         for read in (scratch.find, scratch.find_readable):
             read(words)
         for counts_as_use in (True, False):
             scratch.touch(words, counts_as_use)
         if self.listens:
-            scratch.note(words, BEGIN, where, begun(0, 1))
-            scratch.note(words, FINISH, where, finished(0, -1, 0, 0))
+            scratch.note(words, BEGIN, positions, begun(0, 1))
+            scratch.note(words, FINISH, positions, finished(0, -1, 0, 0))
         if self.retains:
-            scratch.note(words, RETAIN, where, retained(0, RELEASE, 0, 0))
+            scratch.note(words, RETAIN, positions, retained(0, RELEASE, 0, 0))
         scratch.prepare_store(words)
         scratch.complete_store(words, True)
         scratch.pin(ids)
         scratch.complete_step(ids, 1)
         scratch.discard(words)
 
-    def warm_up_beside(self, pool: DeviceBlockPool, *, is_lazy: bool) -> None:
-        """Warm up the verbs that take the device's blocks, too.
-
-        If `is_lazy`, `victims_of` will be called, else `place_from`.
-        """
+    def warm_up_with_device(self, pool: DeviceBlockPool, *, is_lazy: bool) -> None:
+        """Warm up the calls that take the device pool, for lazy or for eager stores."""
         for policy in self._policies:
             scratch = make_executor(policy, self._executor_name)
             _, words = pack([bytes(KEY_BYTES)])
@@ -692,34 +685,34 @@ class BlockIndex:
     def _rows_for_policy(
         self, block_hashes: Iterable[bytes], positions: Sequence[int] | None
     ) -> tuple[Words, Positions] | None:
-        """Lay out keys and positions for a policy; None for no keys or no listener.
+        """Lay out keys and positions for a policy; None for no notification.
 
-        Keys beyond one batch are left out: the cache has fewer blocks. Without keys not
-        even the time is passed on.
+        Keys beyond one batch are cut off: the tier has fewer blocks. Without keys the
+        policy is not even notified of the time.
         """
         if not self.listens:
             return None
-        if not self._tells_keys:  # Priorities need the time alone.
+        if not self._policy_uses_keys:  # It may need the time, for priorities.
             block_hashes, positions = list(islice(block_hashes, 1)), None
         names, words = pack(block_hashes)
-        where = NO_IDS if positions is None else as_ids(positions, "position")
-        refuse_outside(where, _MAX_COUNT, name="position")
-        if positions is not None and len(where) != len(names):
+        indices = NO_IDS if positions is None else as_ids(positions, "position")
+        refuse_outside(indices, _MAX_COUNT, name="position")
+        if positions is not None and len(indices) != len(names):
             raise ValueError(
-                f"{len(where)} positions must be {len(names)}, one for each key."
+                f"{len(indices)} positions must be {len(names)}, one for each key."
             )
         if not names:
             return None
         words = words[: self.policy.max_batch]
         if positions is None:
             return words, np.arange(len(words), dtype=np.int32)
-        return words, where[: len(words)].astype(np.int32)
+        return words, indices[: len(words)].astype(np.int32)
 
-    def _pass_time(self, now_ms: int) -> None:
-        """Record the time that the policy is about to get.
+    def _advance_time(self, now_ms: int) -> None:
+        """Set the time, before the policy is notified of it.
 
-        The policy has 32 bits of it, so that a time more than 2**31 ms later looks like
-        an earlier one: it gets one in between first.
+        The policy keeps 32 bits, so a step of more than 2**31 ms would look like a step
+        back in time. Before such a step it is notified of a time in between.
         """
         ahead = now_ms - self._now_ms
         if self._has_time and ahead > 0 and ahead % _TIMES >= _TIMES // 2:
@@ -730,26 +723,26 @@ class BlockIndex:
             )
         self._now_ms, self._has_time = now_ms, True
 
-    def _give(
+    def _set_priority(
         self, names: Sequence[bytes], retention: Retention | None, given_ms: int
     ) -> None:
-        """Set the priority of blocks that are here, or remove it, a batch at a time."""
+        """Set the priority of the resident blocks, or remove it, batch by batch."""
         _, words = pack(names)
         terms = RELEASE, 0, 0
         if retention is not None:
             terms = retention.priority, retention.half_life_ms, retention.ttl_ms
-        about = retained(given_ms % _TIMES, *terms)
+        facts = retained(given_ms % _TIMES, *terms)
         for start in range(0, len(words), self.policy.max_batch):
             batch = words[start : start + self.policy.max_batch]
-            self.executor.note(batch, RETAIN, _NO_POSITIONS, about)
+            self.executor.note(batch, RETAIN, _NO_POSITIONS, facts)
 
     def _touch_in_batches(self, words: Words, counts_as_use: bool) -> None:
         size = self.policy.max_batch
-        # From the last batch to the first, as keys are touched in one batch.
+        # The last batch first, because the first key must become the most recent.
         for start in reversed(range(0, len(words), size)):
             self.executor.touch(words[start : start + size], counts_as_use)
 
-    def _placed(
+    def _record_placement(
         self,
         names: Sequence[bytes],
         words: Words,
@@ -757,8 +750,8 @@ class BlockIndex:
         block_ids: Ids,
         evicted_keys: Words,
     ) -> Placement:
-        """Record where keys go (NO_BLOCK: nowhere) and which were evicted."""
-        some_foreign = has_foreign(names)
+        """Record a store; `block_ids` has NO_BLOCK for each key that is not stored."""
+        any_foreign = has_foreign(names)
         to_store, rows = names, None
         if num_stored < len(names):
             rows = np.flatnonzero(block_ids != NO_BLOCK)
@@ -771,36 +764,35 @@ class BlockIndex:
         evicted: Sequence[bytes] = UnlistedKeys(evicted_keys) if num_evicted else ()
         if self._names:
             evicted = [self._names.pop(key, key) for key in evicted]
-        if some_foreign:
+        if any_foreign:
             self._names.update(
                 (key_from_foreign(name), name) for name in to_store if is_foreign(name)
             )
         if self.retains and self._notes:
             groups = self._notes.groups(to_store, self._now_ms)
             for (retention, given_ms), keys in groups:
-                self._give(keys, retention, given_ms)
+                self._set_priority(keys, retention, given_ms)
         self.num_held_blocks += num_stored - num_evicted
         self.num_evicted += num_evicted
-        self.num_lost += num_evicted
-        if self.lost is not None and num_evicted:
-            self.lost.append(evicted_keys.copy())
-        if self.events is not None or self.drops.is_kept:
+        self.num_removed += num_evicted
+        if self.removed_keys is not None and num_evicted:
+            self.removed_keys.append(evicted_keys.copy())
+        if self.events is not None or self.drops.is_enabled:
             evicted = list(evicted)
-            self._record(evicted, removed=True)
+            self._add_event(evicted, removed=True)
             self.drops.note(evicted, "evicted")
         return Placement(to_store, rows, block_ids, evicted)
 
-    def _forget(self, names: list[bytes]) -> None:
-        """Record that blocks with these names have left."""
+    def _record_removal(self, names: list[bytes]) -> None:
         self.num_held_blocks -= len(names)
-        self.num_lost += len(names)
-        if self.lost is not None:
-            self.lost.append(pack(names)[1])
+        self.num_removed += len(names)
+        if self.removed_keys is not None:
+            self.removed_keys.append(pack(names)[1])
         if self._names:
             for name in names:
                 self._names.pop(key_from_foreign(name), None)
 
-    def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
+    def _add_event(self, block_hashes: list[bytes], *, removed: bool) -> None:
         if block_hashes and self.events is not None:
             self.events.append(
                 OffloadingEvent(block_hashes, self.block_size, self.medium, removed)
@@ -808,10 +800,10 @@ class BlockIndex:
 
 
 def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:
-    """Make the policy of a name; check that it fits a tier of `num_blocks`."""
+    """Make a policy from its name, and check that it fits a tier of `num_blocks`."""
     policy = cache_policy
     if isinstance(policy, str):
-        # Twice the tier, so that more different keys than this cannot fit at all.
+        # A tier can never have room for more unique keys than one batch holds.
         max_batch = max(_MIN_MAX_BATCH, 2 * num_blocks)
         policy = get_policy_maker(policy)(num_blocks, max_batch)
     if not isinstance(policy, Policy):
@@ -820,7 +812,7 @@ def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:
         )
     if policy.num_blocks != num_blocks or policy.max_batch < num_blocks:
         raise ValueError(
-            f"{policy.num_blocks=}, {policy.max_batch=} of the cache policy must be "
-            f"{num_blocks} and at least {num_blocks}, as {num_blocks=}."
+            f"the cache policy has {policy.num_blocks=} and {policy.max_batch=}, but "
+            f"{num_blocks=} needs {num_blocks} and at least {num_blocks}."
         )
     return policy

@@ -1,8 +1,8 @@
-"""Bounded memory of keys that need not be in any tier.
+"""Bounded memory of keys, resident or not.
 
-`ReuseFilter` counts look-ups, so that only keys that are asked for again are stored.
-`RetentionNotes` has the priorities of blocks that are not stored yet. `DropReasons`
-knows why blocks are not on the host.
+`ReuseFilter` counts look-ups, so that only reused keys are stored. `RetentionNotes`
+keeps the priorities of blocks until they are stored. `DropReasons` keeps the reasons
+why blocks are not on the host.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from jaxkv.tiers.retention import Retention
 from jaxkv.types import BlockKey
 
 MAX_TRACKED = 64_000
-"""Keys whose look-ups are counted, unless more or fewer are asked for."""
+"""The default number of keys whose look-ups are counted."""
 
 DropReason: TypeAlias = Literal[
     "evicted", "full", "slow", "paused", "store failed", "load failed"
 ]
-"""Why a block is not on the host: it was evicted for others; it was never stored, as
-the host had no room, as too much was on its way, or as stores were paused; its store
-failed; its load failed."""
+"""Why a block is not on the host: it was evicted; it was not stored because the host
+had no room, too much was in flight, or stores were paused; its store or load failed."""
 
 
 class ReuseFilter:
-    """Counts how often keys are looked up, and passes those that are often.
+    """An admission filter: a key passes once it was looked up often enough.
 
-    The rules follow vLLM 0.19.1's `FilterReusedOffloadingManager`, and one more: of the
-    keys of a look-up that were never looked up before, the first `max_unseen` pass, the
-    others only when they are looked up again. So the tail of a long prompt that never
-    comes back takes no room, while its head does, which other prompts may share.
+    The rules follow vLLM 0.19.1's `FilterReusedOffloadingManager`, and add one: of a
+    look-up's never-seen keys, only the first `max_unseen` pass; the others pass when
+    they are looked up again. So the tail of a long prompt that never comes back takes
+    no room, but its head, which other prompts may share, is stored.
 
-    Beyond `max_size` keys, the key whose last look-up is oldest is forgotten, and
-    starts from 0 if it comes back. As many keys that may not pass are remembered in
-    addition, for requests that outlast the look-ups of others.
+    Beyond `max_size` keys, the least recently looked-up key is forgotten, and its count
+    restarts from 0. Up to `max_size` keys beyond `max_unseen` are held back separately,
+    so that they stay held back while their request runs, however many keys others look
+    up.
 
     Example:
         >>> reuse = ReuseFilter(threshold=2, max_size=1000)
@@ -56,13 +56,13 @@ class ReuseFilter:
         self.threshold = threshold
         self.max_size = max_size
         self.max_unseen = max_unseen
-        # Keys that were looked up once, beyond those that may pass; the oldest first.
+        # Keys beyond `max_unseen` that were looked up once, the oldest first.
         self._held_back: OrderedDict[BlockKey, None] = OrderedDict()
-        # The key whose last look-up is oldest comes first.
+        # Look-ups of each key, the least recently looked-up key first.
         self._counts: OrderedDict[BlockKey, int] = OrderedDict()
 
     def count(self, keys: Iterable[BlockKey]) -> None:
-        """Record a look-up of each key, in their order."""
+        """Count a look-up of each key."""
         if self.max_unseen is not None:
             keys = list(keys)
             unseen = dict.fromkeys(key for key in keys if key not in self._counts)
@@ -86,9 +86,9 @@ class ReuseFilter:
 
 
 class RetentionNotes:
-    """Remembers how long to keep keys, for when their blocks are stored.
+    """The priorities of absent keys, for when their blocks are stored.
 
-    Beyond `max_size` keys, the one that was noted longest ago is forgotten.
+    Beyond `max_size` keys, the oldest priority is forgotten.
 
     Example:
         >>> notes = RetentionNotes(max_size=2)
@@ -102,7 +102,7 @@ class RetentionNotes:
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
-        # What was noted longest ago comes first.
+        # Priority and start time of each key, the oldest first.
         self._notes: OrderedDict[BlockKey, tuple[Retention, int]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -111,7 +111,7 @@ class RetentionNotes:
     def note(
         self, keys: Iterable[BlockKey], retention: Retention, given_ms: int
     ) -> None:
-        """Record the retention of keys from a time on, in place of an earlier one."""
+        """Record the priority of keys from a time on, replacing an earlier one."""
         for key in keys:
             self._notes[key] = retention, given_ms
             self._notes.move_to_end(key)
@@ -119,14 +119,14 @@ class RetentionNotes:
                 self._notes.popitem(last=False)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Forget keys."""
+        """Forget the priorities of keys."""
         for key in keys:
             self._notes.pop(key, None)
 
     def groups(
         self, keys: Iterable[BlockKey], now_ms: int
     ) -> list[tuple[tuple[Retention, int], list[BlockKey]]]:
-        """Group keys by retention and its time; forget those that have ended."""
+        """Group keys by priority and start time; forget priorities that have ended."""
         groups: dict[tuple[Retention, int], list[BlockKey]] = {}
         for key in keys:
             entry = self._notes.get(key)
@@ -145,10 +145,9 @@ class RetentionNotes:
 
 
 class DropReasons:
-    """Remembers the last blocks that were dropped, each with the last reason.
+    """The latest reason why each block was dropped.
 
-    Beyond `max_size` keys, the one that was dropped longest ago is forgotten; 0 for
-    none.
+    Beyond `max_size` keys, the oldest drop is forgotten; 0 records none.
 
     Example:
         >>> drops = DropReasons(max_size=2)
@@ -159,14 +158,14 @@ class DropReasons:
     """
 
     def __init__(self, max_size: int) -> None:
-        self.is_kept = max_size > 0
+        self.is_enabled = max_size > 0
         self._max_size = max_size
-        # What was dropped longest ago comes first.
+        # The oldest drop comes first.
         self._reasons: OrderedDict[BlockKey, DropReason] = OrderedDict()
 
     def note(self, keys: Iterable[BlockKey], reason: DropReason) -> None:
-        """Record why blocks are not on the host, in the order of their keys."""
-        if not self.is_kept:
+        """Record why blocks are not on the host."""
+        if not self.is_enabled:
             return
         for key in keys:
             self._reasons[key] = reason

@@ -14,31 +14,30 @@ STORAGE_MEDIUM = "STORAGE"
 
 _MAX_BLOCKS = (1 << 31) - 1
 _BYTES_PER_BLOCK = 130
-_MIN_DELETED = 16  # Until a store that was full is filled again.
+_MIN_DELETED_BLOCKS = 16  # At least this many before a full store may grow again.
 
 
 class StorageTier(BlockIndex):
-    """Keeps track of the blocks of a store, and chooses what to delete when it is full.
+    """The index of a store's blocks; chooses what to delete when the store is full.
 
-    Each place is room for one block in the store, which knows blocks by their keys
-    alone. The least recently used go first.
+    Block ids only count the store's room, as the store addresses blocks by key. The
+    least recently used blocks are deleted first.
 
-    Its knowledge may be wrong, as others may write to the store and delete from it: a
-    block that is no longer there is missing when it is read (`discard`), and a block
-    that others have written is known once the store was listed (`add_found`) or asked
-    for it (`note_there`).
+    The index may be out of date, because others may write to the store and delete from
+    it. A block that is gone is discovered when its read fails (`discard`), a block that
+    others wrote by a listing (`add_found`) or a probe (`note_resident`).
 
-    Too many blocks to number raise a ValueError, and a MemoryError if their index does
+    Raises a ValueError for more blocks than ids, and a MemoryError if the index does
     not fit.
 
     Example:
         >>> tier = StorageTier(block_size=16, num_blocks=2)
         >>> tier.add_found([b"a", b"b", b"c"])
-        >>> tier.note_bound(bound=3, num_there=3)
+        >>> tier.note_bound(bound=3, num_resident=3)
         []
-        >>> tier.contains([b"a", b"b", b"c"]).tolist(), tier.num_left_out
+        >>> tier.contains([b"a", b"b", b"c"]).tolist(), tier.num_unindexed
         ([True, True, False], 1)
-        >>> tier.room_for(tier.place([b"d"]).evicted_keys)
+        >>> tier.choose_deletions(tier.place([b"d"]).evicted_keys)
         [b'a']
     """
 
@@ -65,20 +64,20 @@ class StorageTier(BlockIndex):
             )
         except (MemoryError, RuntimeError) as error:  # XLA's is one of these.
             raise MemoryError(
-                f"{num_blocks=} of the store need an index of some "
-                f"{num_blocks * _BYTES_PER_BLOCK >> 20} MiB, which is more than there "
-                "is: set storage_bytes to less."
+                f"{num_blocks=} of the store need an index of about "
+                f"{num_blocks * _BYTES_PER_BLOCK >> 20} MiB, which does not fit into "
+                "memory: set storage_bytes to less."
             ) from error
-        # How many blocks the store may hold; None until a listing has returned it.
+        # The most blocks that the store may hold; None until a listing returned it.
         self.bound: int | None = None
-        # What fits into a store that was full, and what was deleted since.
+        # The lowered bound of a store that was full, and the blocks deleted since then.
         self._full_bound: int | None = None
         self._num_deleted = 0
         self._is_listed = False
 
     @property
     def is_listed(self) -> bool:
-        """Whether all blocks of the store are known, except later writes by others."""
+        """Whether the index has all of the store, except later writes by others."""
         return self._is_listed
 
     def note_listing(
@@ -88,7 +87,7 @@ class StorageTier(BlockIndex):
         listed: bool | None,
         bound: tuple[int, int] | None,
     ) -> list[BlockKey]:
-        """Apply the results of a listing; as of `BlockIndex`."""
+        """Apply a listing of the store; return the keys to delete."""
         if present:
             self.add_found(present)
         self._is_listed |= bool(listed)
@@ -101,12 +100,12 @@ class StorageTier(BlockIndex):
         return []
 
     def clear(self) -> None:
-        """Forget everything at once; the store keeps its blocks."""
+        """Clear the index; the store keeps its blocks."""
         super().clear()
         self._is_listed = False
 
     def add_found(self, keys: Sequence[BlockKey]) -> None:
-        """Record blocks that a listing has found; nothing is evicted for them."""
+        """Add blocks from a listing, without evicting any for them."""
         new = list(compress(keys, (~self.contains(keys)).tolist()))
         room = self.num_blocks - self.num_held_blocks
         new = new[: max(room, 0)]
@@ -117,78 +116,77 @@ class StorageTier(BlockIndex):
             self.num_found += len(placed.keys)
             self.complete_store(placed.keys)
 
-    def note_there(self, keys: Sequence[BlockKey]) -> None:
-        """Record blocks that the store has; for a request, so room is made."""
+    def note_resident(self, keys: Sequence[BlockKey]) -> None:
+        """Add blocks that the store has, evicting others: a request needs them now."""
         new = list(compress(keys, (~self.contains(keys)).tolist()))
-        placed = self.place(keys) if new else None  # None of them makes room.
-        if placed is None:  # Unless too much of it is being read or written.
+        placed = self.place(keys) if new else None  # `place` evicts none of `keys`.
+        if placed is None:  # Nothing is new, or too many blocks are in flight.
             self.add_found(new)
             return
         num_new = len(placed.keys)
         self.num_found += num_new
-        # What was left out is in the index now, and what had to leave is left out.
-        self.num_left_out = max(self.num_left_out - num_new, 0)
-        self.num_left_out += len(placed.evicted_keys)
+        # The new blocks count as indexed now; the evicted ones no longer do.
+        self.num_unindexed = max(self.num_unindexed - num_new, 0)
+        self.num_unindexed += len(placed.evicted_keys)
         self.complete_store(placed.keys)
 
-    def note_bound(self, bound: int, num_there: int) -> list[BlockKey]:
-        """Apply the end of a listing: blocks that the store may hold, and that it has.
+    def note_bound(self, bound: int, num_resident: int) -> list[BlockKey]:
+        """Set the most blocks that the store may hold, and how many a listing counted.
 
-        The answer is keys to delete, as meanwhile too much was written.
+        Returns the keys to delete, if too many were written meanwhile.
         """
         self.bound, self._full_bound = bound, None
-        self.num_left_out = max(0, num_there - self.num_held_blocks)
+        self.num_unindexed = max(0, num_resident - self.num_held_blocks)
         return self._shrink()
 
     def note_unlisted(self) -> None:
-        """Apply a failed listing: blocks that it has found may be others'."""
+        """Apply a failed listing; blocks that it did find may belong to others."""
         if self.bound is None and not self.num_found:
             self.bound = self.num_blocks
 
     def note_full(self, num: int) -> list[BlockKey]:
-        """Make room in a store that had none for `num` blocks, though below its bound.
+        """Make room in a store that refused `num` blocks, although below its bound.
 
-        It counts as full at its present size until it is listed again, or as much has
-        been deleted as it holds. The answer is keys to delete, the least recently used;
-        none before the first listing has ended.
+        Its present size becomes its bound until it is listed again, or that many
+        blocks were deleted. Returns the keys to delete, the least recently used; none
+        before the first listing has ended.
         """
         if self.bound is None:
             return []
-        self._full_bound = max(0, self.num_held_blocks + self.num_left_out - num)
+        self._full_bound = max(0, self.num_held_blocks + self.num_unindexed - num)
         self._num_deleted = 0
         return self._shrink()
 
-    def room_for(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
-        """Choose what to delete in the store after the index has made room in itself.
+    def choose_deletions(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
+        """Choose the keys to delete from the store after `place` evicted some here.
 
         Only blocks beyond the store's bound are deleted, and none before a listing has
-        returned the bound. The other evicted keys stay in the store, and are left out
-        here.
+        returned the bound. Other evicted keys stay in the store, unindexed.
         """
         if self.bound is None:
-            self.num_left_out += len(evicted)
+            self.num_unindexed += len(evicted)
             return []
-        deleted = list(evicted[: self._num_beyond(len(evicted))])
-        self.num_left_out += len(evicted) - len(deleted)
+        deleted = list(evicted[: self._count_excess(len(evicted))])
+        self.num_unindexed += len(evicted) - len(deleted)
         return deleted + self._shrink()
 
     def _shrink(self) -> list[BlockKey]:
-        """Forget the least recently used blocks that are beyond the store's bound."""
-        num = self._num_beyond()
-        if not num or not self.tells_victims:
+        """Discard the least recently used blocks beyond the store's bound."""
+        num = self._count_excess()
+        if not num or not self.can_list_victims:
             return []
         victims = self.next_victims(num + self.num_blocks - self.num_held_blocks)
         self.discard(victims)
         self.num_evicted += len(victims)
         self._num_deleted += len(victims)
-        if self._num_deleted > max(self._full_bound or 0, _MIN_DELETED):
+        if self._num_deleted > max(self._full_bound or 0, _MIN_DELETED_BLOCKS):
             self._full_bound = None
         return victims
 
-    def _num_beyond(self, num_evicted: int = 0) -> int:
-        """Count the blocks in the store that are beyond what it may hold."""
+    def _count_excess(self, num_evicted: int = 0) -> int:
+        """Count the store's blocks beyond its bound, with `num_evicted` unindexed."""
         assert self.bound is not None
         bound = self.bound
         if self._full_bound is not None:
             bound = min(bound, self._full_bound)
-        return max(0, self.num_held_blocks + self.num_left_out + num_evicted - bound)
+        return max(0, self.num_held_blocks + self.num_unindexed + num_evicted - bound)

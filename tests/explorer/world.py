@@ -1585,10 +1585,10 @@ class World:
         names = {block: n for n, block in enumerate(order)}
         names[NO_BLOCK] = -1
         num_fresh = tier.num_blocks - int(tier.executor.state.pool.num_allocated)
-        lost = [words.tobytes() for words in tier.lost or ()]
+        lost = [words.tobytes() for words in tier.removed_keys or ()]
         # What has no room in the store counts once a listing has told its bound.
         bound = getattr(tier, "bound", None)
-        bounds = tier.is_listed, bound, bound is not None and tier.num_left_out
+        bounds = tier.is_listed, bound, bound is not None and tier.num_unindexed
         held = repr((shot.policy, shot.ref_cnt)), num_fresh, tier.num_held_blocks
         return names, (held, lost, bounds)
 
@@ -1665,8 +1665,8 @@ _ENDS = {
 _LEDGERS = {"fetches": "fetches", "_writes": "writes", "probes": "probe"}
 # What is remembered when all requests have ended, and constants.
 _REMEMBERED = {
-    *("_counts", "_held_back", "_reasons", "_notes", "_absent", "unwritten", "lost"),
-    *("_alternatives", "_preempted", "_scheduled"),
+    *("_counts", "_held_back", "_reasons", "_notes", "_absent", "unwritten"),
+    *("_alternatives", "removed_keys", "_preempted", "_scheduled"),
 }
 # Fields of ids, and of whose.
 _IDS = {
@@ -1781,7 +1781,7 @@ _RELATIVE = {
     ("_Progress", "refused_at"): lambda world, at, _: (
         at == world._fields("_stores")["num_changes"]
     ),
-    ("_Progress", "num_lost"): lambda world, num, _: num == world.host_tier.num_lost,
+    ("_Progress", "num_lost"): lambda world, num, _: num == world.host_tier.num_removed,
     ("Gate", "_num_slow"): _probes_in,
     ("Gate", "_num_slow_fetches"): _probes_in,
     ("LazyStores", "_seen"): _lazy_look,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.policies import get_policy_maker
 from jaxkv.scheduling.whatif.auto import CANDIDATES
-from jaxkv.tiers.change_over import _nearest
+from jaxkv.tiers.change_over import _fill_from_nearest
 from jaxkv.tiers.executors import make_executor
 from jaxkv.tiers.host import OffloadingManager
 
@@ -158,14 +158,14 @@ def test_what_its_shadow_has_learned_is_taken_over():
 
 def test_the_nearest_key_stands_for_one_that_is_not_known():
     blocks = np.array([-1, 7, -1, -1, -1, -1, 4, -1], np.int32)
-    assert _nearest(blocks).tolist() == [7, 7, 7, 7, 4, 4, 4, 4]
-    assert _nearest(blocks[:1]) is None
+    assert _fill_from_nearest(blocks).tolist() == [7, 7, 7, 7, 4, 4, 4, 4]
+    assert _fill_from_nearest(blocks[:1]) is None
 
 
 def test_what_cannot_be_taken_over_is_refused():
     for options, match in (
         ({"cache_policy": "arc"}, "'arc'.* no other policy can take over"),
-        ({"retention": True}, "or retention, keeps what no other policy"),
+        ({"retention": True}, "or retention has state that no other policy"),
         ({"alternatives": ("arc",)}, r"alternatives=\('arc',\)"),
     ):
         with pytest.raises(ValueError, match=match):

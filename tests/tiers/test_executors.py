@@ -156,7 +156,8 @@ def test_a_combined_call_does_what_its_parts_do(policy):
         for pool in pools:
             pool.forget_copies()
         seen = [
-            host.victims_of(pool, 20) for host, pool in zip(hosts, pools, strict=True)
+            host.next_device_victims(pool, 20)
+            for host, pool in zip(hosts, pools, strict=True)
         ]
         for own in seen:
             assert [list(part) for part in own] == [list(part) for part in seen[0]]

@@ -146,11 +146,11 @@ def test_refuses_bad_arguments(monkeypatch):
         ],
         (
             {"cache_policy": make_lru(5, 64)},
-            "policy.num_blocks=5, policy.max_batch=64 of .* must be 4 and at least 4",
+            "num_blocks=5 and policy.max_batch=64, but .* needs 4 and at least 4",
         ),
         (
             {"num_blocks": 40, "cache_policy": make_lru(40, 39)},
-            "policy.max_batch=39 of the cache policy must be 40 and at least 40",
+            "policy.max_batch=39, but num_blocks=40 needs 40 and at least 40",
         ),
         ({"store_threshold": -1}, "store_threshold=-1 must be at least 0"),
         ({"store_threshold": 1.5}, "store_threshold=1.5 must be a whole number from 0"),

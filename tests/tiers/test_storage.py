@@ -31,8 +31,8 @@ def test_what_a_listing_finds_takes_free_places_only():
     (event,) = tier.take_events()
     assert (event.medium, event.removed) == (STORAGE_MEDIUM, False)
     assert event.block_hashes == names[2:4]
-    assert tier.note_bound(bound=9, num_there=7) == []
-    assert tier.num_left_out == 3
+    assert tier.note_bound(bound=9, num_resident=7) == []
+    assert tier.num_unindexed == 3
     tier.add_found(names)
     assert tier.num_held_blocks == 4
 
@@ -63,7 +63,7 @@ def test_the_host_evicts_what_it_says_it_would():
 
 def test_a_policy_that_does_not_tell_its_victims_is_refused():
     host = BlockIndex(4, NUM_BLOCKS, "arc")
-    assert not host.tells_victims
+    assert not host.can_list_victims
     with pytest.raises(ValueError, match="needs cache_policy='lru'"):
         host.next_victims(3)
     assert not np.asarray(host.executor.state.ref_cnt).any()
@@ -84,7 +84,7 @@ def test_an_index_for_which_there_is_no_room_names_the_setting(monkeypatch):
 def write(tier, numbers, ok=True):
     """Write blocks; return what to delete."""
     placed = tier.place(keys_of(numbers))
-    gone = tier.room_for(placed.evicted_keys)
+    gone = tier.choose_deletions(placed.evicted_keys)
     tier.complete_store(placed.keys, ok)
     return gone
 
@@ -92,9 +92,9 @@ def write(tier, numbers, ok=True):
 def test_a_full_store_loses_the_least_recently_used_block_for_each_that_had_no_room():
     tier = StorageTier(4, 100)
     assert tier.note_full(3) == []  # Whose blocks they are is not known yet.
-    tier.note_bound(bound=100, num_there=0)
+    tier.note_bound(bound=100, num_resident=0)
     assert tier.note_full(3) == []  # Others have filled it.
-    tier.note_bound(bound=100, num_there=0)
+    tier.note_bound(bound=100, num_resident=0)
     write(tier, range(40))
     tier.touch(keys_of([0]))
     assert tier.note_full(3) == keys_of([1, 2, 3])
@@ -109,11 +109,11 @@ def test_a_full_store_loses_the_least_recently_used_block_for_each_that_had_no_r
 @pytest.mark.parametrize("is_listed_again", [True, False])
 def test_a_store_that_was_full_is_filled_again_later(is_listed_again):
     tier = StorageTier(4, 100)
-    tier.note_bound(bound=100, num_there=0)
+    tier.note_bound(bound=100, num_resident=0)
     write(tier, range(40))
     tier.note_full(1)
     if is_listed_again:
-        tier.note_bound(bound=100, num_there=39)
+        tier.note_bound(bound=100, num_resident=39)
     else:
         gone = [key for n in range(40, 81) for key in write(tier, [n])]
         assert len(gone) == 39  # As many as it held, once over.

@@ -39,8 +39,8 @@ from jaxkv.policies import get_policy_maker, policy_names
 from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.reuse import ReuseTable, from_counts
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
-from jaxkv.tiers.bare import BareTier, Course, those_of
-from jaxkv.tiers.change_over import emptied, resume
+from jaxkv.tiers.bare import BareTier, Course, select_keys
+from jaxkv.tiers.change_over import make_emptied, resume
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import (
     Executor,
@@ -189,8 +189,8 @@ class _Tier(BareTier):
             # What is being stored is not evicted anyhow.
             kept = kept[np.asarray(self.executor.state.ref_cnt)[kept] >= 0]
             self.executor.pin(kept)
-            bare = those_of(keys[:num], is_bare[:num])
-            store = self.take(bare)
+            bare = select_keys(keys[:num], is_bare[:num])
+            store = self.place_all(bare)
             self.executor.complete_step(kept, len(kept))
             if store is not None:
                 return bare, store
@@ -209,7 +209,7 @@ class _Tier(BareTier):
 
     def clear(self) -> None:
         """Forget all blocks, and keep what was counted and learned."""
-        self.executor = emptied(self.executor, self.policy, self._executor_name)
+        self.executor = make_emptied(self.executor, self.policy, self._executor_name)
 
 
 class Shadows:
@@ -441,9 +441,9 @@ class Shadows:
                 tier.end(course, visit.words, end, passes, can_store=can_store)
             else:
                 tier.offer(course, visit.words, end, passes, start)
-            for stored in course.under_way:
+            for stored in course.in_flight:
                 tier.settle(*stored, placed)
-            course.under_way.clear()
+            course.in_flight.clear()
 
     def offer_victims(
         self,

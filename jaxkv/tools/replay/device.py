@@ -221,7 +221,7 @@ def serve_behind(
             course.num_known = end
     tier.end(course, keys, num_keys, passes)
     finish(mark)
-    for offered, store in course.under_way:
+    for offered, store in course.in_flight:
         executor.complete_step(store.block_ids, 0)
         if on_arrival is not None:
             on_arrival(offered[store.block_ids != NO_BLOCK])

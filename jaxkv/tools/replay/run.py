@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from jaxkv.policies import PolicyMaker, get_policy_maker
 from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.registry import AUTO
-from jaxkv.tiers.bare import those_of
+from jaxkv.tiers.bare import select_keys
 from jaxkv.tiers.executors import Executor, Step, Words, make_executor
 from jaxkv.tools.replay.admission import (
     Admission,
@@ -562,7 +562,7 @@ def _serve(
     if passes is None:
         step = executor.request_step(keys)
     else:
-        offered = those_of(keys[:limit], passes[:limit])
+        offered = select_keys(keys[:limit], passes[:limit])
         step = _step(executor, keys, offered)
     if step.evicted_keys is not None:
         # The second touch comes before the blocks are ready, which matters to ARC.
