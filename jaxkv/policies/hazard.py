@@ -230,8 +230,8 @@ def _begin(
         num_begun == REBUILD_EVERY, reuse_lib.rebuild, lambda table: table, state.reuse
     )
     num_blocks = jnp.max(jnp.where(is_valid, positions + 1, 1))
-    size = jnp.maximum(facts[NUM_TOKENS] // num_blocks, 1)
-    size = jnp.where(count > 0, size, UNKNOWN_BLOCK_TOKENS)
+    block_tokens = jnp.maximum(facts[NUM_TOKENS] // num_blocks, 1)
+    block_tokens = jnp.where(count > 0, block_tokens, UNKNOWN_BLOCK_TOKENS)
 
     labels, last_ms, entries, tags = _find_labels(state, keys, is_valid)
     reads = labels, last_ms
@@ -259,7 +259,7 @@ def _begin(
         has_time=jnp.ones_like(state.has_time),
         num_begun=jnp.where(num_begun == REBUILD_EVERY, 0, num_begun),
         current=mark,
-        block_tokens=jnp.minimum(state.block_tokens, size),
+        block_tokens=jnp.minimum(state.block_tokens, block_tokens),
     )
     is_absent = is_valid & (entries == _num_blocks(state))
     return _write_labels(state, entries, is_absent, tags, new_labels, mark, reads), mark
@@ -278,9 +278,9 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     for row in range(num_rows):
         num_blocks = greater(num_blocks, positions[row] + 1)
     if num_rows:
-        size: Any = np.int64(facts[NUM_TOKENS]) // num_blocks
+        block_tokens: Any = np.int64(facts[NUM_TOKENS]) // num_blocks
         state.block_tokens[()] = lesser(
-            np.int64(state.block_tokens[()]), greater(size, 1)
+            np.int64(state.block_tokens[()]), greater(block_tokens, 1)
         )
 
     entries = empty(num_rows, np.int32)
@@ -480,38 +480,38 @@ def native_remove(state: Any, entries: Any) -> None:
 
 def evict(state: HazardState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
     """Evict the blocks with the lowest values; see `Policy.evict`."""
-    num_blocks, room = _num_blocks(state), state.queue.size
+    num_blocks, queue_size = _num_blocks(state), state.queue.size
     queue = jnp.minimum(state.queue, num_blocks - 1)
-    at = jnp.arange(room, dtype=jnp.int32)
-    usable = (at >= state.queue_ends[0]) & (at < state.queue_ends[1])
-    usable &= state.is_queued[queue] & (ref_cnt[queue] == 0)
-    rank = running_count(usable) - 1
+    positions = jnp.arange(queue_size, dtype=jnp.int32)
+    is_usable = (positions >= state.queue_ends[0]) & (positions < state.queue_ends[1])
+    is_usable &= state.is_queued[queue] & (ref_cnt[queue] == 0)
+    rank = running_count(is_usable) - 1
     is_short = num > rank[-1] + 1
-    size = max(width, room)
+    size = max(width, queue_size)
     chosen, num_idle = lax.cond(
         is_short,
-        lambda: _choose_lowest(state, jnp.maximum(num, room), ref_cnt, size),
+        lambda: _choose_lowest(state, jnp.maximum(num, queue_size), ref_cnt, size),
         lambda: (jnp.full((size,), num_blocks, jnp.int32), num),
     )
     ok = num_idle >= num
 
-    is_taken = usable & (rank < num) & ~is_short
+    is_taken = is_usable & (rank < num) & ~is_short
     row = jnp.arange(width, dtype=jnp.int32)
     from_queue = jnp.full((width,), num_blocks, jnp.int32)
     from_queue = from_queue.at[jnp.where(is_taken, rank, width)].set(queue, mode="drop")
     victims = jnp.where(is_short, chosen[:width], from_queue)
     victims = jnp.where(ok & (row < num), victims, num_blocks)
 
-    is_new = is_short & ok
-    padded = jnp.concatenate([chosen, jnp.full((room,), num_blocks, jnp.int32)])
-    rest = lax.dynamic_slice(padded, (jnp.minimum(num, size),), (room,))
-    head = jnp.max(jnp.where(is_taken, at + 1, state.queue_ends[0]))
+    is_refilled = is_short & ok
+    padded = jnp.concatenate([chosen, jnp.full((queue_size,), num_blocks, jnp.int32)])
+    new_queue = lax.dynamic_slice(padded, (jnp.minimum(num, size),), (queue_size,))
+    head = jnp.max(jnp.where(is_taken, positions + 1, state.queue_ends[0]))
     ends = jnp.stack([head, state.queue_ends[1]])
-    num_rest = jnp.minimum(num_idle, jnp.maximum(num, room)) - num
-    new_ends = jnp.stack([jnp.zeros_like(num_rest), num_rest])
-    old = jnp.where(is_new, state.queue, num_blocks)
-    is_queued = state.is_queued.at[old].set(False, mode="drop")
-    new = jnp.where(is_new, rest, num_blocks)
+    num_queued = jnp.minimum(num_idle, jnp.maximum(num, queue_size)) - num
+    refilled_ends = jnp.stack([jnp.zeros_like(num_queued), num_queued])
+    dequeued = jnp.where(is_refilled, state.queue, num_blocks)
+    is_queued = state.is_queued.at[dequeued].set(False, mode="drop")
+    enqueued = jnp.where(is_refilled, new_queue, num_blocks)
 
     slot = state.directory.slots.at[victims].get(mode="fill", fill_value=0)
     tags = state.directory.tags[slot // SLOTS_PER_BUCKET, slot % SLOTS_PER_BUCKET]
@@ -528,9 +528,9 @@ def evict(state: HazardState, num: Array, ref_cnt: Array, width: int) -> EvictRe
     keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
     state = dataclasses.replace(
         state,
-        queue=jnp.where(is_new, rest, state.queue),
-        queue_ends=jnp.where(is_new, new_ends, ends),
-        is_queued=is_queued.at[new].set(True, mode="drop"),
+        queue=jnp.where(is_refilled, new_queue, state.queue),
+        queue_ends=jnp.where(is_refilled, refilled_ends, ends),
+        is_queued=is_queued.at[enqueued].set(True, mode="drop"),
         ghosts=ghosts,
     )
     # The rows of the victims, which were read above, are overwritten now.
@@ -819,11 +819,11 @@ def _fetch_ghosts(state: Any, keys: Any, entries: Any, tags: Any) -> None:
 @compiled
 def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
     """Write the `num` blocks of the lowest values to `victims`, and queue the next."""
-    num_blocks, room = ref_cnt.shape[0], state.queue.shape[0]
+    num_blocks, queue_size = ref_cnt.shape[0], state.queue.shape[0]
     values = empty(num_blocks, np.int64)
     num_idle = 0
     now: Any = np.int64(state.now_ms[()])
-    size: Any = np.int64(state.block_tokens[()])
+    block_tokens: Any = np.int64(state.block_tokens[()])
     base = empty(1, np.float32)
     bits = base.view(np.int32)
     base[0] = np.float32(FLOPS_TOKENS)
@@ -837,7 +837,7 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
         age = clock.age_of(now, state.last_ms[block])
         values[block] = reuse_lib.native_value_of(state.reuse, label & CLASS_MASK, age)
         if state.by_flops[()]:
-            tokens: Any = lesser(np.int64(state.depths[block]) * size, 1 << 29)
+            tokens: Any = lesser(np.int64(state.depths[block]) * block_tokens, 1 << 29)
             base[0] = np.float32(FLOPS_TOKENS + tokens)
             values[block] += bits[0] - base_bits
     if num_idle < num:
@@ -851,13 +851,13 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
             values[parent] = value
             parent = parent_of(state, parent)
 
-    num_chosen = lesser(num_idle, greater(num, room))
+    num_chosen = lesser(num_idle, greater(num, queue_size))
     chosen = _native_choose_lowest(state, values, ref_cnt, num_chosen)
-    for position in range(room):
+    for position in range(queue_size):
         if state.queue[position] < num_blocks:
             state.is_queued[state.queue[position]] = False
     copy_items(victims, 0, chosen, num)
-    for position in range(room):
+    for position in range(queue_size):
         state.queue[position] = num_blocks
         if num + position < num_chosen:
             block = chosen[num + position]

@@ -247,7 +247,7 @@ def evict(
     is_idle = (priorities_now >= 0) & (ref_cnt == 0)
     is_enough = jnp.sum(is_idle, dtype=jnp.int32) >= num
 
-    # Search the highest priority of a victim.
+    # Find the highest priority of a victim by bisection.
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = (low + high) // 2
@@ -272,13 +272,13 @@ def evict(
         wanted = jnp.where(step == 0, jnp.minimum(num_below, left), left)
         is_above = (ref_cnt == 0) & (priorities_now > jnp.where(step == 0, *limits))
         shielded = jnp.where(is_above, SHIELD, ref_cnt)
-        part = inner.evict(inner_state, wanted, shielded, width)
-        num_evicted = jnp.where(part.ok, wanted, 0)
+        result = inner.evict(inner_state, wanted, shielded, width)
+        num_evicted = jnp.where(result.ok, wanted, 0)
         at = jnp.where(rows < num_evicted, rows + num - left, width)
         return (
-            part.state,
-            block_ids.at[at].set(part.block_ids, mode="drop"),
-            keys.at[at].set(part.keys, mode="drop"),
+            result.state,
+            block_ids.at[at].set(result.block_ids, mode="drop"),
+            keys.at[at].set(result.keys, mode="drop"),
             left - num_evicted,
         )
 
