@@ -99,8 +99,8 @@ class Policy(NamedTuple):
             none: then these callers run the pure functions.
         retains: Whether `note` handles `RETAIN`, which gives blocks a priority;
             `jaxkv.policies.make_retained` makes such a policy.
-        always_evicts: Whether `evict` succeeds in every state in which `num` blocks
-            hold a key and have a `ref_cnt` of 0.
+        always_evicts: Whether `evict` always succeeds if `num` blocks hold a key and
+            have a `ref_cnt` of 0.
         hand_over: ``(state) -> Held``. Return the blocks for another policy, on the
             host; None if the policy cannot be replaced.
         take_over: ``(held, learned) -> state``. Make a state that takes over blocks in

@@ -256,16 +256,16 @@ def insert(
     num_slots = directory.entries.shape[0]
     tag, buckets = _address(keys, directory.tags.shape[0])
     # Each key's search starts at another slot, so that few rows propose the same one.
-    turn = tag % SLOTS_PER_BUCKET
+    rotation = tag % SLOTS_PER_BUCKET
 
     def propose(table: Array, rows: Array) -> tuple[Array, Array]:
-        pair, shift = _read(buckets, rows), _read(turn, rows)
+        pair, shift = _read(buckets, rows), _read(rotation, rows)
         free = _slot_bits(table.reshape(-1, SLOTS_PER_BUCKET), pair, FREE)
         first, second = free & _ONE_BUCKET, free >> SLOTS_PER_BUCKET
         emptier = lax.population_count(second) > lax.population_count(first)
         free = jnp.where(emptier, second, first)
-        turned = (free >> shift) | (free << (SLOTS_PER_BUCKET - shift))
-        nearest = (_lowest(turned) + shift.astype(jnp.int32)) % SLOTS_PER_BUCKET
+        rotated = (free >> shift) | (free << (SLOTS_PER_BUCKET - shift))
+        nearest = (_lowest(rotated) + shift.astype(jnp.int32)) % SLOTS_PER_BUCKET
         bucket = jnp.where(emptier, pair[:, 1], pair[:, 0])
         return bucket * SLOTS_PER_BUCKET + nearest, free > 0
 
@@ -389,9 +389,9 @@ def _propose(directory: Any, tag: Any, first: int, second: int) -> Any:
     free = free_second if is_second else free_first
     proposal: Any = -1
     if free:
-        turn = np.uint64(tag) % np.uint64(SLOTS_PER_BUCKET)
-        turned = (free >> turn) | (free << (np.uint64(SLOTS_PER_BUCKET) - turn))
-        slot = (lowest_bit(turned) + turn) % np.uint64(SLOTS_PER_BUCKET)
+        shift = np.uint64(tag) % np.uint64(SLOTS_PER_BUCKET)
+        rotated = (free >> shift) | (free << (np.uint64(SLOTS_PER_BUCKET) - shift))
+        slot = (lowest_bit(rotated) + shift) % np.uint64(SLOTS_PER_BUCKET)
         bucket = second if is_second else first
         proposal = np.int64(bucket * np.uint64(SLOTS_PER_BUCKET) + slot)
     return proposal

@@ -2,12 +2,12 @@
 
 The table counts, for each class, how many blocks were used, and their ages when they
 were used again. The value of a block is the highest hit rate that keeping it can bring,
-over all ages `stop` at which it might be evicted:
+over all ages `stop` of a possible eviction:
 
-    max over stop of  (reuses before stop) / (time that blocks are held before stop)
+    max over stop of  (reuses up to stop) / (time that blocks are held up to stop)
 
 This is the Gittins index (1979), which generalises the hit density of LHD (NSDI 2018).
-The statistics of a class with few uses are shrunk towards those of all classes.
+The statistics of a class with few uses are shrunk towards the rates of all classes.
 
 The pure and native functions must agree to the bit, but compilers may round sums of
 products differently. So counts are integers, bins are half octaves whose widths are
@@ -111,7 +111,7 @@ def native_bin_of(age_ms: int) -> Any:
 def count(
     table: ReuseTable, classes: Array, ages_ms: Array, counts: Array
 ) -> ReuseTable:
-    """Count the reused blocks for which `counts` (bool[K]) is true."""
+    """Count the reused blocks of rows where `counts` (bool[K]) is true."""
     age_bin, _ = bin_of(ages_ms)
     cells = jnp.where(counts, classes * NUM_BINS + age_bin, table.reuses.size)
     reuses = table.reuses.reshape(-1).at[cells].add(UNIT, mode="drop")

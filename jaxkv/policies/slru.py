@@ -43,7 +43,7 @@ _ALL_ENTRIES = np.empty(0, np.int32)
 class SLRUState:
     """The resident blocks, in two lists. An entry is a block id.
 
-    `find` and `insert` are those of LRU: new blocks go to list 0, on probation.
+    `find` and `insert` are LRU's: new blocks go to list 0, on probation.
     """
 
     directory: Directory  # The block that holds a key.

@@ -4,8 +4,8 @@ A prefix is usable if every group holds the blocks that its next token reads
 (`jaxkv.search.groups`). vLLM 0.19.1 searches one kind of attention after the other,
 each within the length that the last one found, until no length shrinks. The blocks of a
 prefix alone determine whether it is usable, so here no such loop is needed: lengths are
-tried from the longest on, by differences of running counts. The first length usable by
-all groups is the one at which vLLM's loop ends.
+tried from the longest on, by differences of running counts. vLLM's loop ends at the
+same length, the first that all groups can use.
 
 For full attention and one other kind, vLLM stops after one pass. The result is the
 same: the other kind's length is within full attention's, and usable by both.

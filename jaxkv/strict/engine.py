@@ -74,7 +74,7 @@ class StrictTransferEngine(TransferEngine):
 
     Raises:
         StrictError: By `advance`, `save`, `load` and `drain`: something wrote to a
-            block whose load is in flight, or the pool is not that of the last call.
+            block whose load is in flight, or the pool is outdated.
     """
 
     def __init__(
