@@ -123,7 +123,7 @@ def restart(trace: Trace, capacity: int, kept: str) -> NDArray[np.int64]:
             if kept == "the file":
                 host = resume(host, policy, "native", old.reuse)
             elif kept == "all else":
-                names = "ghosts", "reuse", "now_ms", "is_told", "num_begun", "current"
+                names = "ghosts", "reuse", "now_ms", "has_time", "num_begun", "current"
                 fields = {name: getattr(old, name) for name in names}
                 own = dataclasses.replace(host.state.policy, **fields)
                 state = dataclasses.replace(host.state, policy=own)

@@ -1,8 +1,8 @@
 """One configuration for all parts, from code, a dict, JSON or the environment.
 
 Each key is declared once, as a field: the keys of `OffloadRules` in
-`jaxkv/scheduling/rules.py`, the others here. A refusal names the value, the expected
-values and the nearest name.
+`jaxkv/scheduling/rules.py`, the others here. Errors have the value, the valid values
+and the closest name.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ if TYPE_CHECKING:
     from jaxkv.observe.publisher import EventPublisher
 
 PREFIX = "JAXKV_"
-"""The prefix of the environment's variables."""
+"""The prefix of environment variables."""
 
-_TEST_PREFIX = "JAXKV_TEST_"  # Of this project's tests.
+_TEST_PREFIX = "JAXKV_TEST_"  # Variables of this project's tests.
 _FILE = settings.Text(
-    "the name of a file, without quotes; ~ and variables are not replaced, and ./ "
-    "before a name allows them",
-    # A URL would be a folder of its name.
+    "a file name without quotes; ~ and variables are not expanded, so a name that "
+    "begins with ~ or $ needs ./ before it",
+    # A URL would become a folder of that name.
     r"(?![\s~$\"'`])(?![A-Za-z][A-Za-z0-9+.-]*:/)[^\0-\x1f]{0,4095}[^\0-\x1f\s]",
 )
 _ENDPOINT = settings.Text(
@@ -92,7 +92,7 @@ _ADDRESS = settings.Text(
     "a host or an address such as 127.0.0.1, without a port",
     r"[\w.-]+|[0-9A-Fa-f]*(?::[0-9A-Fa-f.]*){2,7}(?:%\w+)?",
 )
-_MIN_HOST_BYTES = 1 << 10  # Less is a number whose unit was forgotten.
+_MIN_HOST_BYTES = 1 << 10  # A smaller number probably lacks its unit.
 _SIZES = ("host_bytes", "num_host_blocks")
 
 
@@ -109,7 +109,7 @@ def _closed_on_error(
 
 
 def _check_secret(value: Any) -> str:
-    # Without the newline of a file that it was read from, as in the environment.
+    # Without the final newline of a file, as in the environment.
     secret = value.strip() if isinstance(value, str) else ""
     if len(secret.encode()) < LEAST_SECRET_BYTES:
         raise ValueError
@@ -120,8 +120,8 @@ class Offload(NamedTuple):
     """The parts of offloading, made for one pool."""
 
     engine: TransferEngine  # Moves the bytes.
-    scheduler: OffloadScheduler  # Decides what moves; call `bind_device_block_pool`.
-    worker: OffloadWorker  # Starts the scheduler's plans on the engine, and reports.
+    scheduler: OffloadScheduler  # Plans transfers; call `bind_device_block_pool`.
+    worker: OffloadWorker  # Starts planned transfers on the engine, and reports them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _HostSettings(Settings):
     num_host_blocks: int | None = settings.number(
         None,
         "engine, scheduler",
-        "Host blocks, in place of `host_bytes`; spare memory comes on top.",
+        "Host blocks, instead of `host_bytes`; spare memory is added.",
         unit="host blocks",
     )
     cache_policy: str = settings.name(
@@ -162,14 +162,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
     """Every offloading setting except the model's own.
 
     docs/configuration.md has a table of the keys. `TransferEngine`, `OffloadRules`,
-    `OffloadScheduler` and `OffloadWorker` have the same keys and say more. `mode` is a
-    rule; the engine's mode and kernel are `transfer_mode` and `transfer_kernel`.
+    `OffloadScheduler` and `OffloadWorker` describe them in detail. `mode` is a rule;
+    the engine's mode and kernel are `transfer_mode` and `transfer_kernel`.
 
-    Values are checked when it is made. Sizes may be given as text, and are kept in
-    bytes.
+    Construction checks the values. Sizes may be text, and are stored in bytes.
 
     Raises:
-        ConfigError: Values are wrong, or do not go together.
+        ConfigError: Values are wrong or contradict each other.
 
     Example:
         >>> config = OffloadConfig.from_dict({"host_bytes": "8GiB", "mode": "lazy"})
@@ -220,7 +219,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     layer_groups: int = settings.number(
         1,
         "engine",
-        "Parts that a load arrives in, the first layers first.",
+        "Parts of layers in which a load arrives, the first layers first.",
         unit="parts",
     )
     compression: Quantised | None = settings.name(
@@ -240,14 +239,14 @@ class OffloadConfig(RuleSettings, _HostSettings):
     report_after_steps: int | None = settings.number(
         None,
         "worker",
-        "Report each transfer exactly this many steps after its own, as several "
-        "processes need. `null`: once it is done.",
+        "Report each transfer exactly this many steps after its start, as several "
+        "processes require. `null`: on completion.",
         unit="steps",
     )
     check_plans: bool = settings.flag(
         False,
         "worker",
-        "Compare the plans of all processes in each step, and what they agreed on; for "
+        "Compare the plans and agreements of all processes in each step, for "
         "debugging.",
     )
     agreement_timeout_s: float = settings.seconds(
@@ -367,17 +366,16 @@ class OffloadConfig(RuleSettings, _HostSettings):
     strict: bool = settings.flag(
         False,
         "strict",
-        "For an engine's own tests: transfers are late as on an accelerator, blocks "
-        "are garbage until their load is reported, and errors name what the engine "
-        "does wrong.",
+        "For an engine's tests: transfers are late as on an accelerator, blocks hold "
+        "garbage until their load is reported, and errors name the engine's mistakes.",
     )
     strict_seed: int = settings.number(
-        0, "strict", "Seed for how late they are.", minimum=0
+        0, "strict", "Seed of the delays in strict mode.", minimum=0
     )
     strict_fail_loads: int = settings.number(
         0,
         "strict",
-        "Fail one load in this many, for the engine to compute; 0 for none.",
+        "Fail one load in this many, so that the engine recomputes; 0 for none.",
         unit="loads",
         minimum=0,
     )
@@ -385,11 +383,11 @@ class OffloadConfig(RuleSettings, _HostSettings):
     def __repr__(self) -> str:
         """Write all settings, without secrets."""
         values = {
-            word: KEYS[word].show(value) if isinstance(value, str) else value
-            for word, value in self.to_dict().items()
-            if not KEYS[word].is_secret
+            name: KEYS[name].show(value) if isinstance(value, str) else value
+            for name, value in self.to_dict().items()
+            if not KEYS[name].is_secret
         }
-        settings = (f"{word}={value!r}" for word, value in values.items())
+        settings = (f"{name}={value!r}" for name, value in values.items())
         return f"{type(self).__name__}({', '.join(settings)})"
 
     @classmethod
@@ -400,7 +398,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             values: The settings that differ from the defaults.
 
         Raises:
-            ConfigError: Keys are unknown, or values are wrong or do not go together.
+            ConfigError: Keys are unknown, or values are wrong or contradictory.
         """
         if faults := unknown(values, "key"):
             raise ConfigError(faults)
@@ -436,7 +434,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         explicit: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> OffloadConfig:
-        """Make a configuration from the environment's variables.
+        """Make a configuration from environment variables.
 
         A key's variable is its name in capitals after ``JAXKV_``. An empty variable
         counts as unset; with a store, an empty secret is refused. ``1``, ``true``,
@@ -444,12 +442,12 @@ class OffloadConfig(RuleSettings, _HostSettings):
         ``none`` is None, in upper or lower case.
 
         Args:
-            explicit: Keys and values, as in `from_dict`, that override the environment.
+            explicit: Keys and values that override the environment.
             environ: The environment; the process's if None.
 
         Raises:
-            ConfigError: A variable has an unknown name or a wrong value, which the
-                message names; or see `from_dict`.
+            ConfigError: A variable has an unknown name or a wrong value, or see
+                `from_dict`.
         """
         explicit = dict(explicit or {})
         environ = os.environ if environ is None else environ
@@ -460,9 +458,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
             faults += blank_secret_faults(environ)
         if faults:
             raise ConfigError(faults)
-        if any(explicit.get(word) is not None for word in _SIZES):
-            for word in _SIZES:  # An explicit size overrides both.
-                values.pop(word, None)
+        if any(explicit.get(name) is not None for name in _SIZES):
+            for name in _SIZES:  # An explicit size overrides both.
+                values.pop(name, None)
         try:
             return cls(**(values | explicit))
         except ConfigError as error:
@@ -475,7 +473,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         return dataclasses.asdict(self)
 
     def storage_keys(self) -> dict[str, Any]:
-        """Return the keys of the store behind the host, for `PrefixStore`.
+        """Return the keys of the store and their values, for `PrefixStore`.
 
         >>> OffloadConfig(storage="kv").storage_keys()["storage_write"]
         'on_reuse'
@@ -488,9 +486,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
         """Make the transfer engine of a pool, and allocate its host memory.
 
         Args:
-            pool: A pool with the layout of all later ones.
-            block_axis: The axis that counts the blocks; see `TransferEngine`.
-            head_axis: The axis that counts the heads; see `Compression`.
+            pool: A pool with the layout of all later pools.
+            block_axis: The axis of the blocks; see `TransferEngine`.
+            head_axis: The axis of the heads; see `Compression`.
 
         Raises:
             ValueError: No size is set, or `TransferEngine` refuses an argument.
@@ -535,7 +533,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         Raises:
             ValueError: `skip_slow_loads` is set and `block_bytes` is 0.
         """
-        chosen = {word: getattr(self, word) for word in keys_of(RuleSettings)}
+        chosen = {name: getattr(self, name) for name in keys_of(RuleSettings)}
         if self.storage is not None and self.storage_probe_s is None:
             chosen["storage_probe_s"] = default_probe_s(self.storage)
         return OffloadRules(**chosen, block_bytes=block_bytes)
@@ -561,8 +559,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
             block_bytes: Bytes of a device block, which `skip_slow_loads` needs.
             num_storage_blocks: Host blocks that the store may hold,
                 `worker.storage.num_blocks(config.storage_bytes)`; 0 for no store.
-            policy_clock: See `OffloadScheduler`: several processes need one if the
-                cache policy depends on time, or with `retention`.
+            policy_clock: See `OffloadScheduler`. Required for several processes if
+                the cache policy depends on time, and with `retention`.
             tiers_below: See `OffloadScheduler`.
             num_device_blocks: Blocks of the engine's pool, `engine.num_device_blocks`;
                 None if unknown.
@@ -576,7 +574,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             num_host_blocks = self.num_host_blocks
         if num_host_blocks is None:
             raise ValueError(
-                "num_host_blocks=None must be given where the configuration has none: "
+                "num_host_blocks=None must be a number, as the configuration has none: "
                 "pass engine.num_host_blocks."
             )
         rules = self.make_rules(block_bytes)
@@ -611,7 +609,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
         Args:
             engine: The engine whose blocks it moves.
-            storage_namespace: Determines the bytes of all blocks; see `open_storage`.
+            storage_namespace: See `namespace` of `open_storage`.
             clock: Seconds since some moment.
             movers: See `OffloadWorker`.
             storage: An open store; None to open the configured one.
@@ -645,18 +643,18 @@ class OffloadConfig(RuleSettings, _HostSettings):
         num_blocks: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> StorageWorker | None:
-        """Open the store behind the host; None without `storage`.
+        """Open the store; None without `storage`.
 
         Args:
-            engine: Has the host blocks.
-            namespace: Determines the bytes of all blocks, as `Namespace` does: blocks
-                of other namespaces are neither listed nor found.
-            num_blocks: Host blocks that it may hold; None for as many as fit into
+            engine: The engine with the host blocks.
+            namespace: Identifies everything that blocks depend on, as `Namespace` does:
+                blocks of other namespaces are neither listed nor found.
+            num_blocks: Maximum host blocks in the store; None for as many as fit into
                 `storage_bytes`.
             clock: Seconds since some moment.
 
         Raises:
-            ValueError: Not one block fits, or the URL is wrong.
+            ValueError: No block fits, or the URL is wrong.
             ImportError: The store needs an extra that is missing.
             StoreError: The store cannot be used.
         """
@@ -684,8 +682,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     def make_recorder(self) -> TraceRecorder | None:
         """Make a `TraceRecorder`; None without `record`.
 
-        If several processes serve one model, all see the same requests and only the
-        first records: None in the others.
+        If several processes serve one model, only the first one records: None in the
+        others.
 
         Raises:
             ValueError: The secret is too short.
@@ -740,7 +738,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
         Raises:
             ImportError: The extra ``metrics`` is missing.
-            OSError: It cannot listen there.
+            OSError: The address is not available.
         """
         if self.metrics_port is None:
             return None
@@ -763,10 +761,10 @@ class OffloadConfig(RuleSettings, _HostSettings):
     ) -> Offload:
         """Make all parts for one pool, and log a line that describes them.
 
-        The methods for each part describe the arguments and errors.
+        The method for each part describes its arguments and errors.
         """
         groups = as_groups(groups)
-        # Before gigabytes are allocated.
+        # Check before allocating gigabytes.
         check_groups(self, groups)
         engine = self.make_engine(pool, block_axis=block_axis, head_axis=head_axis)
         block_bytes = engine.block_bytes // engine.blocks_per_host_block
@@ -811,13 +809,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
         if self.host_bytes is not None and self.num_host_blocks is not None:
             yield (
                 f"host_bytes={shown(self.host_bytes)} and num_host_blocks="
-                f"{shown(self.num_host_blocks)} exclude one another: both are the "
+                f"{shown(self.num_host_blocks)} exclude one another: both set the "
                 "size of the host tier."
             )
         if self.record is not None and self.record == self.record_key_file:
             yield (
                 f"record={shown(self.record)} and record_key_file must be two files: "
-                "a secret next to what it hides hides nothing."
+                "a secret in the file that it protects protects nothing."
             )
         if self.events_replay_endpoint is not None and self.events_endpoint is None:
             yield (
@@ -826,7 +824,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             )
         if self.storage is None:
             if self.storage_secret is not None:
-                yield "storage_secret needs a storage, whose objects it seals."
+                yield "storage_secret needs a storage, whose objects it signs."
             return
         try:
             StoreUrl.parse(self.storage)
@@ -838,7 +836,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             yield (
                 f"storage={KEYS['storage'].shown(self.storage)} and "
                 f"world_size={self.world_size} exclude one another: a worker does not "
-                "know which part of a block it has."
+                "know which shard of a block it has."
             )
 
 
@@ -847,9 +845,9 @@ KEYS: Mapping[str, Key] = MappingProxyType(keys_of(OffloadConfig))
 
 
 def table_of_keys() -> str:
-    """Write the table of docs/configuration.md."""
+    """Return the table of docs/configuration.md."""
     defaults = OffloadConfig().to_dict()
-    return table_of({word: (key, defaults[word], "") for word, key in KEYS.items()})
+    return table_of({name: (key, defaults[name], "") for name, key in KEYS.items()})
 
 
 def variable_of(key: str) -> str:
@@ -860,26 +858,26 @@ def variable_of(key: str) -> str:
 def unknown(
     keys: Iterable[object], kind: str, spell: Callable[[str], str] = str
 ) -> list[str]:
-    """List the faults of unknown keys, each called a `kind`, with the nearest key."""
+    """Return a fault for each unknown key (a `kind`), with the closest key."""
     valid = {spell(key) for key in KEYS}
     faults = []
-    for word in keys:
-        if word not in valid:
-            shown = shown_name(word)
-            plain = (word if isinstance(word, str) else shown).lower()
+    for name in keys:
+        if name not in valid:
+            shown = shown_name(name)
+            plain = (name if isinstance(name, str) else shown).lower()
             plain = re.sub("^jax[_-]?kv[_-]?", "", plain)
-            near = did_you_mean(plain, list(KEYS), spell)
-            faults.append(f"unknown {kind} {shown}: {near}")
+            suggestion = did_you_mean(plain, list(KEYS), spell)
+            faults.append(f"unknown {kind} {shown}: {suggestion}")
     return faults
 
 
 def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables meant as settings, sorted, also those that are misspelt."""
+    """Return the variables meant as settings, sorted, including misspelt ones."""
 
     def letters(variable: str) -> str:
         return re.sub("[^A-Z]", "", variable.upper())
 
-    expected = {letters(variable_of(word)) for word in KEYS}
+    expected = {letters(variable_of(name)) for name in KEYS}
     return {
         variable: environ[variable]
         for variable in sorted(environ)
@@ -909,15 +907,15 @@ def blank_secret_faults(environ: Mapping[str, str]) -> list[str]:
     if environ.get(variable, variable).strip().lower() not in ("", "none"):
         return []
     return [
-        f"{variable} is set but has no secret, so blocks would not be signed: give it "
-        f"at least {LEAST_SECRET_BYTES} bytes, or unset it"
+        f"{variable} is set but empty, so blocks would not be signed: set it to at "
+        f"least {LEAST_SECRET_BYTES} bytes, or unset it"
     ]
 
 
 def with_variables(fault: str, used: Set[str]) -> str:
-    """Add to a fault the variables that its values come from."""
-    words = [word for word in KEYS if word in used and f"{word}=" in fault]
-    named = [variable_of(word) for word in words]
+    """Append to a fault the environment variables of its values."""
+    names = [name for name in KEYS if name in used and f"{name}=" in fault]
+    named = [variable_of(name) for name in names]
     return f"{fault} ({', '.join(named)} in the environment)" if named else fault
 
 
@@ -932,7 +930,7 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
-        fault = f"this is not JSON: it is no UTF-8 text ({error.reason})"
+        fault = f"this is not JSON: it is not UTF-8 text ({error.reason})"
     except RecursionError:
         fault = "this is nested too deeply to be a JSON object of keys and values"
     except ValueError as error:  # Wrong syntax.
@@ -945,9 +943,9 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    counts = Counter(word for word, _ in pairs)
-    twice = sorted(word for word, count in counts.items() if count > 1)
-    if twice:
-        faults = [f"key {shown_name(word)} is there more than once" for word in twice]
+    counts = Counter(name for name, _ in pairs)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if repeated:
+        faults = [f"key {shown_name(name)} occurs more than once" for name in repeated]
         raise ConfigError(faults)
     return dict(pairs)

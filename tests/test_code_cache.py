@@ -276,7 +276,7 @@ def test_an_intact_file_that_has_no_code_is_recompiled(tmp_path, monkeypatch):
     assert compiled(add_one)(1) == 2
     [path] = tmp_path.iterdir()
     for body in (b"no pickle", pickle.dumps(("no", "code")), pickle.dumps(1)):
-        path.write_bytes(code_cache._sum_of(path.name, body) + body)
+        path.write_bytes(code_cache._checksum_of(path.name, body) + body)
         again = compiled(add_one)
         assert (again(1), again.stats.cache_hits) == (2, {})
 
@@ -291,7 +291,7 @@ def test_without_a_writable_folder_functions_compile_and_warn_once(package):
         process = start(program, package, **home)
         words, complaints = result(process)
         assert words == ["1", "0"]
-        assert complaints.count("set NUMBA_CACHE_DIR to a folder") == 1
+        assert complaints.count("set NUMBA_CACHE_DIR to a writable folder") == 1
 
 
 def test_a_full_disk_neither_stops_a_start_nor_leaves_old_code(package):

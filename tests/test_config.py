@@ -353,7 +353,7 @@ def test_what_is_no_json_object_is_refused(tmp_path):
         ('["mode"]', "['mode'] must be a JSON object of keys and values"),
         ("null", "None must be a JSON object"),
         (json.dumps("x" * 100_000), "xxx' must be a JSON object"),
-        (twice, "key skip_slow_loads is there more than once"),
+        (twice, "key skip_slow_loads occurs more than once"),
         ('{"deadline_s": NaN}', "deadline_s=nan must be"),
         *((text * 100_000, nested) for text in ("[", '{"mode": ', '{"mode": [')),
     ):
@@ -396,7 +396,7 @@ def test_an_unknown_name_that_cannot_be_printed_is_escaped():
         fault = f"unknown variable {variable_of(name)!r}: did you mean JAXKV_MODE?"
         assert refuse(OffloadConfig.from_env, {}, {variable_of(name): "lazy"}) == fault
         twice = f"{text[:-1]}, {text[1:]}"
-        fault = f"key {name!r} is there more than once"
+        fault = f"key {name!r} occurs more than once"
         assert refuse(OffloadConfig.from_json, twice) == fault
 
 
@@ -478,7 +478,7 @@ def test_an_empty_secret_is_refused_where_it_would_leave_a_store_unsealed():
         environ = {"JAXKV_STORAGE_SECRET": text}
         for explicit, more in (({"storage": "kv"}, {}), ({}, {"JAXKV_STORAGE": "kv"})):
             fault = refuse(OffloadConfig.from_env, explicit, environ | more)
-            assert fault.startswith("JAXKV_STORAGE_SECRET is set but has no secret")
+            assert fault.startswith("JAXKV_STORAGE_SECRET is set but empty")
         # In code it is chosen.
         for secret in (None, "0123456789abcdef"):
             chosen = {"storage": "kv", "storage_secret": secret}
@@ -491,7 +491,7 @@ def test_text_that_is_nearly_a_file_or_an_address_is_refused():
     for name in ("policy_state", "record", "record_key_file"):
         for text in ("~/x", "$HOME/x", '"/x"', "/x\n", " /x", "/x ", "file:///x"):
             fault = refuse(OffloadConfig.from_dict, {name: text})
-            assert fault.startswith(f"{name}={text!r} must be the name of a file, with")
+            assert fault.startswith(f"{name}={text!r} must be a file name without")
         assert getattr(OffloadConfig(**{name: "./~"}), name) == "./~"
     for text in ("127.0.0.1:9090", "http://localhost", "[::1]", "*"):
         fault = refuse(OffloadConfig.from_dict, {"metrics_address": text})
@@ -609,7 +609,7 @@ def test_parts_are_made_by_themselves_and_with_large_compressed_blocks():
     scheduler = config.make_scheduler([FullAttention(4), SlidingWindow(4, 16)])
     assert (scheduler.num_host_blocks, scheduler.rules.mode) == (5, "lazy")
     assert config.make_scheduler(4, 9).num_host_blocks == 9
-    with pytest.raises(ValueError, match="num_host_blocks=None must be given where"):
+    with pytest.raises(ValueError, match="num_host_blocks=None must be a number, as"):
         OffloadConfig().make_scheduler(4)
     with pytest.raises(ValueError, match="set the size of the host tier, such as host"):
         OffloadConfig().make_engine(make_pool())

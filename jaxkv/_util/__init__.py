@@ -1,4 +1,4 @@
-"""Sizes in messages and settings, hints for misspelt names, closable resources."""
+"""Helpers for settings and messages (sizes, values, misspelt names), and `Resource`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, SupportsIndex, TypeVar
 
 _MAX_SHOWN = 100  # Characters of a value or name in a message.
-_MAX_SHORT = 4  # Names of so few letters may differ in one, such as int4 and int8.
+_MAX_SHORT = 4  # Valid names of up to 4 letters may differ in one: int4 and int8.
 
 _UNITS = {
     "": 1,
@@ -29,12 +29,12 @@ FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-"""The words for flags in the environment, in lower case."""
+"""The spellings of flags in the environment, in lower case."""
 
 _Part = TypeVar("_Part")
 
 substitutes: dict[type, type] = {}
-"""The strict class of each part; `jaxkv.strict` adds them when it is imported."""
+"""The strict class of each part; importing `jaxkv.strict` adds them."""
 
 
 def is_strict() -> bool:
@@ -43,12 +43,12 @@ def is_strict() -> bool:
 
 
 def strict_class(cls: type[_Part]) -> type[_Part]:
-    """Return the class of a part, the strict one where `JAXKV_STRICT` is set."""
+    """Return the class of a part, or its strict class if `JAXKV_STRICT` is set."""
     if not is_strict():
         return cls
     if not substitutes:
         raise RuntimeError(
-            "JAXKV_STRICT was set after jaxkv was imported, without its strict parts: "
+            "JAXKV_STRICT was set after jaxkv was imported without its strict parts: "
             "set it before, or import jaxkv.strict."
         )
     return substitutes.get(cls, cls)
@@ -92,14 +92,14 @@ def check_whole(
 
 
 def whole(value: object) -> int | None:
-    """Convert any kind of int; None for other values, flags included."""
+    """Convert an integer of any type; None for other values, and for bool."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # An array of several numbers.
+    except TypeError:  # An array of several integers.
         return None
 
 
@@ -121,7 +121,7 @@ def size_text(num_bytes: int, space: str = " ") -> str:
 
 
 def rounded_size(num_bytes: float) -> str:
-    """Format bytes in the largest unit that leaves at least 1, with three digits.
+    """Format bytes with three digits, in the largest unit that they reach.
 
     >>> rounded_size(3 << 29), rounded_size(154664960), rounded_size(1000)
     ('1.5 GiB', '148 MiB', '1,000 B')
@@ -133,7 +133,7 @@ def rounded_size(num_bytes: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Format a number with three digits, or all of a large one.
+    """Format a number with three significant digits, or all digits before the point.
 
     >>> three_digits(25.0), three_digits(0.1234), three_digits(12345.6)
     ('25', '0.123', '12,346')
@@ -164,17 +164,17 @@ def percent_text(part: float, whole: float) -> str:
 
 
 def nearest(word: str, names: Sequence[str]) -> str | None:
-    """Return the name most like a word; None if none is.
+    """Return the name closest to a word; None if no name is close.
 
     >>> nearest("lur", ["lru", "arc"])
     'lru'
     >>> nearest("lfu", ["lru", "arc"])  # Not a misspelt lru.
     """
-    # A much longer word is like none of them, and would take long to compare.
+    # A much longer word is close to no name, and comparing it would take long.
     if len(word) > 4 * max(map(len, names), default=0):
         return None
     for name in difflib.get_close_matches(word, names):
-        # A misspelt short name may only lack, add or reorder letters.
+        # A misspelt short name may only omit, add or reorder letters.
         letters, meant = Counter(word), Counter(name)
         is_long = min(len(word), len(name)) > _MAX_SHORT
         if is_long or letters <= meant or meant <= letters:
@@ -183,40 +183,39 @@ def nearest(word: str, names: Sequence[str]) -> str | None:
 
 
 def hint(word: str, names: Sequence[str]) -> str:
-    """Return ": did you mean NAME?" for the name most like a word, or ""."""
-    near = nearest(word, names)
-    return f": did you mean {near}?" if near else ""
+    """Return ": did you mean NAME?" for the name closest to a word, or ""."""
+    name = nearest(word, names)
+    return f": did you mean {name}?" if name else ""
 
 
 def did_you_mean(
     word: str, names: Sequence[str], spell: Callable[[str], str] = str
 ) -> str:
-    """Suggest the name most like a word, or list all names, as `spell` writes them."""
-    if near := nearest(word, names):
-        return f"did you mean {spell(near)}?"
+    """Suggest the name closest to a word, or list all names, formatted by `spell`."""
+    if name := nearest(word, names):
+        return f"did you mean {spell(name)}?"
     return f"choose from {', '.join(map(spell, names))}"
 
 
 def shown(value: object) -> str:
-    """Write a value for a message: in one line, and cut if it is long.
+    """Format a value for a message: in one line, truncated if it is long.
 
     >>> shown("lru"), shown("a" * 1000)[:60]
     ("'lru'", "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaa")
     """
     if isinstance(value, str | bytes) and len(value) > 2 * _MAX_SHOWN:
-        # Cut before each of its characters is quoted.
+        # Truncate before `repr` escapes every character.
         text = f"{value[:_MAX_SHOWN]!r}...{value[-_MAX_SHOWN:]!r}"
     else:
         try:
             text = repr(value)
-        # Such as too deep nesting, too many digits, or a class with a faulty `repr`.
-        except Exception:
+        except Exception:  # Nesting too deep, too many digits, or a faulty `__repr__`.
             text = f"<{type(value).__name__}>"
     return _cut(one_line(text))
 
 
 def one_line(text: str) -> str:
-    """Write a text in one line, with unprintable characters escaped."""
+    """Format a text in one line, with unprintable characters escaped."""
     line = " ".join(text.splitlines())
     if line.isprintable():
         return line
@@ -227,7 +226,7 @@ def one_line(text: str) -> str:
 
 
 def read_file(path: str, max_bytes: int) -> bytes | None:
-    """Read a file up to a size; None for pipes, which block, and for devices."""
+    """Read up to `max_bytes` of a file; None if it is not regular (pipes block)."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -237,7 +236,7 @@ def read_file(path: str, max_bytes: int) -> bytes | None:
 
 
 def shown_name(name: object) -> str:
-    """Write a name for a message, without quotes if it is printable."""
+    """Format a name for a message, without quotes if it is printable."""
     is_plain = isinstance(name, str) and name.isprintable()
     return _cut(str(name)) if is_plain else shown(name)
 
@@ -250,7 +249,7 @@ def _cut(text: str) -> str:
 
 
 class Resource(abc.ABC):
-    """Closed at the end of a ``with`` statement, also after an exception."""
+    """A resource that a ``with`` statement closes."""
 
     @abc.abstractmethod
     def close(self) -> None:

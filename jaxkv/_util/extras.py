@@ -1,4 +1,4 @@
-"""The packages behind the extras of pyproject.toml, and how to install them.
+"""The packages of the extras in pyproject.toml, and the command that installs them.
 
 Messages name the packages, not ``jaxkv[EXTRA]``: no package index has jaxkv yet.
 """
@@ -21,7 +21,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "redis": {"redis": "redis>=5.1"},
     "mooncake": {"mooncake": "mooncake-transfer-engine-non-cuda>=0.3.13"},
 }
-"""For each extra that adds a feature, its modules and the requirement behind each."""
+"""For each extra of a feature, its modules and the requirement of each module."""
 
 PLATFORMS: Mapping[str, Mapping[str, str]] = {
     "cuda12": {"jax_cuda12_plugin": "jax[cuda12]>=0.10"},
@@ -29,25 +29,25 @@ PLATFORMS: Mapping[str, Mapping[str, str]] = {
     "aot-tpu": {"libtpu": "jax[tpu]>=0.10"},
     "aot-gpu": {"jax_cuda12_plugin": "jax[cuda12-local]>=0.10"},
 }
-"""The same for each extra that adds an accelerator, or its compiler."""
+"""The same for each extra of an accelerator or its compiler."""
 
-_EVERY = {**EXTRAS, **PLATFORMS}
+_ALL = {**EXTRAS, **PLATFORMS}
 
 
 def missing_packages(extra: str) -> tuple[str, ...]:
     """Return the names of an extra's packages that are not installed."""
     return tuple(
         re.split(r"[\[>]", requirement)[0]
-        for module, requirement in _EVERY[extra].items()
+        for module, requirement in _ALL[extra].items()
         if importlib.util.find_spec(module) is None
     )
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs what an extra needs.
+    """Return the command that installs an extra's packages.
 
     >>> pip_install("events")
     'pip install "pyzmq>=26" "msgspec>=0.18"'
     """
-    packages = (f'"{package}"' for package in _EVERY[extra].values())
+    packages = (f'"{package}"' for package in _ALL[extra].values())
     return " ".join(["pip install", *packages])

@@ -1,4 +1,4 @@
-"""Log lines for something that fails for a while: one at the start, one at the end."""
+"""Logs of outages: a line at the start and a line at the end."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ _MIN_PAUSE_S = 60.0  # Between two warnings.
 
 
 class OutageLog:
-    """Logs when something begins to fail, and when it works again.
+    """Logs start and end of an outage, in lines that begin with `fails` and `works`.
 
-    An outage that begins within a minute of the last warning is not logged. The lines
-    begin with `fails` and `works`.
+    An outage that begins within a minute of the last warning is not logged.
     """
 
     def __init__(
@@ -25,7 +24,7 @@ class OutageLog:
     ) -> None:
         self._log, self._fails, self._works, self._clock = log, fails, works, clock
         self._warned_s = float("-inf")
-        self._is_open = False  # Whether the current outage was logged.
+        self._is_open = False  # Whether there is an outage that was logged.
 
     def begin(self, why: object) -> None:
         """Record a failure; log it if it begins an outage."""

@@ -1,8 +1,8 @@
 """Settings: each is declared once, as a field of a `Settings` dataclass.
 
 The field's `Key` determines its checks, messages, docstring and row in the tables of
-the documentation. A message names a setting as ``name=value``, so that a caller with
-another name for it, such as an environment's variable, can add that.
+the documentation. A message names a setting as ``name=value``, so that a caller can add
+another name of it, such as an environment variable.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Scope: TypeAlias = Literal[
     "record",
     "strict",
 ]
-"""The parts that a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`,
-the store behind the host (`open_storage`), `EventPublisher` and `OffloadMetrics` of
-`jaxkv.observe`, `TraceRecorder`, and the strict parts of `jaxkv.strict`."""
+"""The parts that use a key: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`, the
+store (`open_storage`), `EventPublisher` and `OffloadMetrics` of `jaxkv.observe`,
+`TraceRecorder`, and the strict parts of `jaxkv.strict`."""
 
-# Given instead of a text, these may contain a secret.
+# Passed in place of a text, these may contain a secret.
 _MAY_HOLD_TEXT = (bytes, bytearray, os.PathLike, Sequence, Mapping, Set)
 
 
@@ -52,21 +52,21 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """The values that a setting takes."""
+    """The description of a setting and of its valid values."""
 
     scope: Scope
-    about: str  # What the setting does, in Markdown.
-    unit: str  # Of its values; empty for names and flags.
-    expected: str  # Describes its values in messages; empty if they are names.
+    about: str  # Description in Markdown.
+    unit: str  # Unit of the values; empty for names and flags.
+    expected: str  # Describes valid values in messages; empty if they are names.
     check: Callable[[Any], Any]  # Converts a value; raises ValueError or TypeError.
     parse: Callable[[str], Any] = str  # Converts a text for `check`.
     may_be_none: bool = False  # As text: ``none``.
-    names: Callable[[], Sequence[str]] = tuple  # The values, if they are names.
-    is_secret: bool = False  # Whether messages hide its values.
+    names: Callable[[], Sequence[str]] = tuple  # The valid values, if they are names.
+    is_secret: bool = False  # Whether messages hide the value.
     show: Callable[[str], str] = str  # Removes secrets from a value.
 
     def read(self, value: Any, *, is_text: bool = False) -> Any:
-        """Convert a value of Python or JSON, or a text of the environment."""
+        """Convert a value from Python or JSON, or a text from the environment."""
         if is_text:
             value = value.strip()
         is_none = value.lower() == "none" if is_text else value is None
@@ -78,17 +78,17 @@ class Key:
             names = list(self.names())
             expected = f"one of {', '.join(names)}" if names else self.expected
             or_none = ", or None" if self.may_be_none else ""
-            near = hint(value.lower(), names) if isinstance(value, str) else ""
+            closest = hint(value.lower(), names) if isinstance(value, str) else ""
             raise ValueError(
-                f"{self.shown(value)} must be {expected}{or_none}{near}"
+                f"{self.shown(value)} must be {expected}{or_none}{closest}"
             ) from None
 
     def shown(self, value: object) -> str:
-        """Write a value for a message, without secrets."""
+        """Format a value for a message, without secrets."""
         if isinstance(value, str):
             return "..." if self.is_secret else shown(self.show(value))
-        hides = self.is_secret or self.show is not str
-        if hides and isinstance(value, _MAY_HOLD_TEXT):
+        has_secrets = self.is_secret or self.show is not str
+        if has_secrets and isinstance(value, _MAY_HOLD_TEXT):
             return f"<{type(value).__name__}>"
         return shown(value)
 
@@ -97,7 +97,7 @@ _T = TypeVar("_T")
 
 
 def declare(default: _T, key: Key) -> _T:
-    """Declare a field, which may be None if its default is; typed as the default."""
+    """Declare a field, typed as its default; it may be None if the default is None."""
     if default is None:
         key = dataclasses.replace(key, may_be_none=True)
     return dataclasses.field(
@@ -150,11 +150,11 @@ def seconds(
     or_none: bool = False,
     or_zero: bool = False,
 ) -> _T:
-    """Declare a time."""
+    """Declare a duration."""
 
     def check(value: Any) -> float:
-        is_right = not isinstance(value, bool | str) and 0 <= value < math.inf
-        if not is_right or not (value or or_zero):
+        is_valid = not isinstance(value, bool | str) and 0 <= value < math.inf
+        if not is_valid or not (value or or_zero):
             raise ValueError
         return float(value)
 
@@ -194,7 +194,7 @@ def name(
 
 
 class Text(NamedTuple):
-    """Texts that match a pattern, whose group `port`, if any, is below 65536."""
+    """Texts that match a pattern; its group `port`, if any, must be below 65536."""
 
     expected: str = "a text of valid Unicode"
     pattern: str = "(?s:.*)"
@@ -216,15 +216,15 @@ def text(
         match = re.fullmatch(kind.pattern, value)
         if not match or int(match.groupdict().get("port") or 0) > 65535:
             raise ValueError
-        value.encode()  # Refuses a lone surrogate, which cannot be sent.
+        value.encode()  # Refuses lone surrogates, which cannot be sent.
         return cast(str, value)
 
     return declare(default, Key(scope, about, "", kind.expected, check, show=show))
 
 
-def same(cls: type[Settings], word: str) -> Any:
-    """Declare a field as in other settings."""
-    field = cls.__dataclass_fields__[word]
+def same(cls: type[Settings], key_name: str) -> Any:
+    """Declare the same field as another `Settings` class."""
+    field = cls.__dataclass_fields__[key_name]
     return declare(field.default, field.metadata["key"])
 
 
@@ -240,19 +240,19 @@ class Settings:
 
     def __post_init__(self) -> None:
         faults = []
-        for word, key in keys_of(type(self)).items():
+        for setting, key in keys_of(type(self)).items():
             try:
-                value = key.read(getattr(self, word))
+                value = key.read(getattr(self, setting))
             except ValueError as error:
-                faults.append(f"{word}={error}")
+                faults.append(f"{setting}={error}")
             else:
-                object.__setattr__(self, word, value)
+                object.__setattr__(self, setting, value)
         faults = faults or list(self._contradictions())
         if faults:
             raise ConfigError(faults)
 
     def _contradictions(self) -> Iterator[str]:
-        """Yield a fault for each set of valid values that do not go together."""
+        """Yield a fault for each contradiction between valid values."""
         yield from ()
 
 
@@ -267,8 +267,8 @@ _Cls = TypeVar("_Cls", bound=type[Settings])
 def documented(cls: _Cls) -> _Cls:
     """Add the description of each setting to the docstring of its class."""
     rows = (
-        textwrap.fill(f"{word}: {key.about}", 80, subsequent_indent="    ")
-        for word, key in keys_of(cls).items()
+        textwrap.fill(f"{setting}: {key.about}", 80, subsequent_indent="    ")
+        for setting, key in keys_of(cls).items()
     )
     attributes = textwrap.indent("\n".join(rows), "    ").replace("`null`", "None")
     cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nAttributes:\n{attributes}"
@@ -278,20 +278,20 @@ def documented(cls: _Cls) -> _Cls:
 def table_of(
     rows: Mapping[str, tuple[Key, object, str]], *, has_scope: bool = True
 ) -> str:
-    """Write a table of settings for the documentation.
+    """Return a table of settings for the documentation.
 
-    A row has a setting's key, its default, and a description in place of the key's, or
-    "". With `has_scope` settings are grouped by the last part that they reach.
+    A row has a setting's key, its default, and a description, "" for the key's. With
+    `has_scope`, settings are grouped by the last part that uses them.
     """
     lines = ["| setting | default | what it does |", "|---|---|---|"]
     groups: dict[str, list[str]] = {}
-    for word, (key, default, about) in rows.items():
+    for setting, (key, default, about) in rows.items():
         unit = f", {key.unit}" if key.unit else ""
         if key.unit == "bytes" and isinstance(default, int):
             default, unit = size_text(default, ""), ""
         group = groups.setdefault(key.scope.split(", ")[-1] if has_scope else "", [])
         shown_default = f"`{json.dumps(default)}`{unit}"
-        group.append(f"| `{word}` | {shown_default} | {about or key.about} |")
+        group.append(f"| `{setting}` | {shown_default} | {about or key.about} |")
     for scope, group in groups.items():
         lines += [f"| **{scope.capitalize()}** |"] * has_scope + group
     return "\n".join(lines)

@@ -1,11 +1,10 @@
 """Snapshots of an object and everything that it holds, as plain values.
 
-A walk over attributes finds what an object holds: a new attribute needs no line here.
-Objects of jaxkv become `Entry` records, which refer to one another by name; arrays and
-containers are copied. Left out are callables and what a class lists in `_NOT_STATE`:
+Snapshots walk over attributes, so a new attribute needs no code here. Objects of jaxkv
+become `Entry` records, which refer to one another by name; arrays and containers are
+copied. Callables are skipped, and so are attributes that a class lists in `_NOT_STATE`:
 caches, scratch memory, open files. Objects of other packages, such as an engine's
-requests, are kept by reference. A class that defines `__reduce__` says
-how its objects are rebuilt.
+requests, are kept by reference. Objects whose class defines `__reduce__` are rebuilt.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Ref(NamedTuple):
 
 
 class Rebuilt(NamedTuple):
-    """An object that a call makes anew, from copied arguments."""
+    """An object that is rebuilt by a call with copied arguments."""
 
     make: Callable[..., Any]
     args: tuple[Any, ...]
@@ -51,7 +50,7 @@ class State:
 
     @property
     def digest(self) -> str:
-        """A digest that is equal for equal states, in every process."""
+        """A digest of the state, equal in every process."""
         chunks: list[bytes] = []
         for name, (kind, fields) in self.entries.items():
             if not getattr(kind, "_NOT_DIGESTED", False):
@@ -62,7 +61,7 @@ class State:
 
 
 def snapshot(root: object, name: str) -> State:
-    """Copy the state of an object, whose entry has this name."""
+    """Copy the state of an object; `name` is the name of its entry."""
     entries: dict[str, Entry] = {}
     refs: dict[int, Ref] = {}
 
@@ -76,17 +75,17 @@ def snapshot(root: object, name: str) -> State:
         fields: dict[str, Any] = {}
         kind: Any = type(value)
         entries[name] = Entry(kind, fields)
-        slots, left_out = _attributes(kind)
+        slots, skipped = _attributes(kind)
         for attribute in (*getattr(value, "__dict__", ()), *slots):
-            if attribute in left_out:
+            if attribute in skipped:
                 continue
-            held = getattr(value, attribute)
-            if type(held) in _PLAIN:
-                fields[attribute] = held
-            elif type(held) is np.ndarray:
-                fields[attribute] = held.copy()
-            elif not callable(held):
-                fields[attribute] = read(held, f"{name}.{attribute}")
+            field = getattr(value, attribute)
+            if type(field) in _PLAIN:
+                fields[attribute] = field
+            elif type(field) is np.ndarray:
+                fields[attribute] = field.copy()
+            elif not callable(field):
+                fields[attribute] = read(field, f"{name}.{attribute}")
         return ref
 
     read(root, name)
@@ -94,16 +93,16 @@ def snapshot(root: object, name: str) -> State:
 
 
 def restore(root: object, state: State) -> None:
-    """Restore an object from the state of an object of the same configuration.
+    """Restore an object from a state of the same configuration.
 
-    Objects behind attributes are changed in place; those in lists and dicts are new.
+    Objects in attributes are changed in place; objects in lists and dicts are new.
     """
     entries = state.entries
     objects = {next(iter(entries)): root}
     matched = {id(root)}
 
     def match(held: Any, saved: Any) -> None:
-        """Find the objects that entries will change."""
+        """Match the objects that the entries will change."""
         if type(saved) is Ref:
             is_free = saved.name not in objects and id(held) not in matched
             if is_free and type(held) is entries[saved.name].kind:
@@ -137,7 +136,7 @@ def restore(root: object, state: State) -> None:
 
 
 def _overwrite(held: Any, saved: Any) -> bool:
-    """Overwrite in place arrays whose addresses others know; False if any differs."""
+    """Overwrite arrays, whose addresses others hold, in place; False if one differs."""
     if isinstance(saved, np.ndarray):
         fits = isinstance(held, np.ndarray) and held.shape == saved.shape
         if fits := fits and held.flags.writeable:
@@ -164,7 +163,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes, type})
 
 
 def _copied(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
-    """Copy a value; what a container holds is visited with its index or key."""
+    """Copy a value; `visit` copies a container's items, given their index or key."""
     kind: Any = type(value)
     form = _form(value)
     if form == "plain":
@@ -187,7 +186,7 @@ def _copied(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
     copied = [
         item
         if type(item) in _PLAIN
-        # Most items are arrays, which need no name.
+        # Most items are arrays, which skip `visit`.
         else item.copy()
         if type(item) is np.ndarray
         else visit(item, name)
@@ -234,7 +233,7 @@ def _choose_form(kind: Any, value: Any) -> str:
     parameters = getattr(kind, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
         return "object"
-    # A frozen object that is no pytree of arrays never changes.
+    # A frozen object that is not a pytree of arrays never changes.
     return "plain" if jax.tree_util.all_leaves([value]) else "arrays"
 
 
@@ -245,13 +244,13 @@ def _field_names(kind: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _attributes(kind: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    """List the slots of a class, and the attributes that are no state."""
+    """List the slots of a class, and the attributes that are not state."""
     slots: list[str] = []
-    left_out: set[str] = set()
+    skipped: set[str] = set()
     for base in kind.__mro__:
         slots += vars(base).get("__slots__", ())
-        left_out.update(vars(base).get("_NOT_STATE", ()))
-    return tuple(slots), frozenset(left_out)
+        skipped.update(vars(base).get("_NOT_STATE", ()))
+    return tuple(slots), frozenset(skipped)
 
 
 def _encode(value: Any, chunks: list[bytes]) -> None:
@@ -285,4 +284,4 @@ def _encode(value: Any, chunks: list[bytes]) -> None:
     ):
         chunks.append(f"{kind.__name__} {value!r};".encode())
     else:
-        chunks.append(b"other;")  # Of another package, or a function.
+        chunks.append(b"other;")  # An object of another package, or a function.

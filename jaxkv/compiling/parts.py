@@ -1,10 +1,10 @@
 """Functions compiled by Numba: entry points for Python, and the parts linked into them.
 
-Compiling takes up most of the first start on a machine. For every function that another
-one calls, Numba alone would make whole machine code, callable from Python, and optimize
-it again wherever it is called. Here a called function is a part: an LLVM function that
-is linked into the entry points, which alone become machine code. If parts do not work
-with the installed version of Numba, it compiles everything its own way.
+Compilation takes most of the first start on a machine. By default, Numba compiles every
+called function to machine code that Python could call, and optimizes it again in each
+caller. Here a called function is a part: an LLVM function that is linked into the entry
+points, and only entry points become machine code. If parts do not work with the
+installed version of Numba, its default is used.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _log = logging.getLogger(__name__)
 
 
 def compiled(function: Function, *, nogil: bool = False) -> Function:
-    """Compile a function when it is first called, for the types it is called with.
+    """Compile a function at its first call, for the argument types of the call.
 
-    Neither divisions nor indices are checked: callers pass valid arguments. The
-    interpreter's lock is held, so that no other thread sees a state half changed.
-    `nogil` releases it, for long work over arrays that nothing changes meanwhile.
+    Divisions and indices are not checked: callers pass valid arguments. The GIL is
+    held, so that no other thread sees a partial update of a state. `nogil` releases it,
+    for long work over arrays that nothing changes meanwhile.
     """
     entry: Any = _Entry(function, nogil=nogil)
     return entry
 
 
 def inlined(function: Function) -> Function:
-    """Copy a small function into its callers, where a call would cost more."""
+    """Compile a small function that is inlined into its compiled callers."""
     entry: Any = _Entry(function, forceinline=True)
     return entry
 
 
 class _Entry(CPUDispatcher):
-    """A function as Python calls it; compiled functions call it as a `_Part`."""
+    """A function callable from Python; compiled functions call its `_Part`."""
 
     def __init__(self, function: Any, **flags: bool) -> None:
         options = {"nopython": True, "error_model": "numpy", "no_cfunc_wrapper": True}
@@ -65,7 +65,7 @@ class _Entry(CPUDispatcher):
         return types.Dispatcher(self._part if _has_parts() else self)
 
     def compile(self, sig: Any) -> Any:
-        # A compiler leaves little garbage, and collecting it takes 10% longer.
+        # Compiling leaves little garbage, and takes 10% longer if it is collected.
         is_collecting = gc.isenabled()
         gc.disable()
         try:
@@ -76,13 +76,13 @@ class _Entry(CPUDispatcher):
 
 
 class _Part(CPUDispatcher):
-    """A function as other compiled functions call it; Python cannot."""
+    """A function callable from compiled functions only."""
 
     def add_overload(self, cres: Any) -> None:
         self.overloads[tuple(cres.signature.args)] = cres
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        # Without this, each literal number would compile the function again.
+        # Otherwise each literal number would compile the function again.
         return super().get_call_template(tuple(map(types.unliteral, args)), kws)
 
 
@@ -114,7 +114,7 @@ class _PartCompiler(_EntryCompiler):
 class _CachingContext:
     """A typing context that caches the overload of each call.
 
-    Numba's own context tries some ten candidates again for every addition.
+    Numba's context tries some ten candidates for every addition.
     """
 
     _resolved: ClassVar[dict[Any, Any]] = {}
@@ -136,7 +136,7 @@ class _CachingContext:
 
 
 class _EntryLibrary(JITCodeLibrary):
-    """The LLVM module of a function and its parts, which is optimized once."""
+    """The LLVM module of an entry point and its parts, optimized once."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout
@@ -147,10 +147,10 @@ class _EntryLibrary(JITCodeLibrary):
 
 
 class _PartLibrary(JITCodeLibrary):
-    """The LLVM module of a part, which is linked into others and never run alone."""
+    """The LLVM module of a part, which is only linked into others."""
 
     def _optimize_final_module(self) -> None:
-        """Skip: the entry points optimize the parts that are linked into them."""
+        """Skip: entry points optimize the parts linked into them."""
 
     def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
@@ -179,7 +179,7 @@ class _PartLowering(NativeLowering):
         super().run_pass(state)
         state.library.finalize()
         lowered, key = state["cr"], object()
-        # A caller finds the library to link by the key.
+        # By this key a caller finds the library to link.
         state.targetctx.insert_user_function(key, lowered.fndesc, [state.library])
         state["cr"] = lowered._replace(cfunc=key)
         return True
@@ -198,17 +198,17 @@ def _has_parts() -> bool:
         part._cache = entry._cache = NullCache()
         try:
             _parts_work = entry(1) == 2
-        except Exception as error:  # Another version may raise anything.
-            _log.debug("Numba compiles everything its own way: %s", error)
+        except Exception as error:  # Other versions may raise anything.
+            _log.debug("parts do not work with this version of Numba: %s", error)
             _parts_work = False
     return _parts_work
 
 
 def entry_point(function: Any, *arguments: Any) -> Callable[..., Any]:
-    """Return a compiled function's code for arguments of the given arguments' types.
+    """Return a compiled function's code for the types of sample arguments.
 
-    A call takes 0.5 us less, as nothing looks at types any more: the arguments must
-    have the same types, and arrays the same layout.
+    A call takes 0.5 us less, because it does not check types: arguments must have the
+    same types as the samples, and arrays the same layout.
     """
     signature = tuple(map(function.typeof_pyval, arguments))
     function.compile(signature)  # Or reads the code from disk.
@@ -217,9 +217,9 @@ def entry_point(function: Any, *arguments: Any) -> Callable[..., Any]:
 
 
 class EntryPoints:
-    """The entry points of a module for one state, each made when it is first used.
+    """The entry points of a module for one state, each created at its first use.
 
-    `samples` has arguments of the right types for each function, by its name.
+    `samples` has sample arguments for each function, by its name.
     """
 
     def __init__(self, module: Any, samples: Mapping[str, tuple[Any, ...]]) -> None:
@@ -228,5 +228,5 @@ class EntryPoints:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         code = entry_point(getattr(self._module, name), *self._samples[name])
-        setattr(self, name, code)  # The next access does not come here.
+        setattr(self, name, code)  # The next access skips `__getattr__`.
         return code

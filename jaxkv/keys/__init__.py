@@ -1,7 +1,7 @@
-"""Block keys: what they are made of, and how the array side has them.
+"""Block keys: their inputs, and their form as arrays of words.
 
-Words are in the order of the machine's bytes, which is little-endian wherever JAX runs
-on an accelerator.
+Words are in the machine's byte order, which is little-endian wherever JAX runs on an
+accelerator.
 """
 
 from jaxkv.keys.hashing import Extras as Extras

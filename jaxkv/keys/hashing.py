@@ -1,22 +1,22 @@
-"""Keys of blocks: SHA-256 over everything that a block's bytes depend on.
+"""Block keys: SHA-256 over everything that a block's bytes depend on.
 
-Blocks with the same key share memory, so a key that left something out could serve one
-user's text to another. An encoding is a sequence of fields, each ``u8 tag, u64 length,
-payload``, numbers little-endian:
+Blocks with equal keys share memory, so a key that omits an input could serve one user's
+text to another. An encoding is a sequence of fields, each ``u8 tag, u64 length,
+payload``, with little-endian numbers:
 
     FORMAT      version of the encoding
     MODEL ...   the namespace: model, weights epoch, stored dtype, layout, block size
     GROUP       index of the group of layers
-    SALT, LORA  left out if the request has none; present but empty is different
-    PARENT      the key of the previous block; left out for the first block
-    ITEM        once for each multimodal item that begins in the block
+    SALT, LORA  omitted if the request has none; an empty one is not omitted
+    PARENT      the key of the previous block; omitted in the first block
+    ITEM        for each multimodal item that begins in the block
     TOKENS      u32 each
 
 Tags ascend and every payload has its length, so an encoding is unambiguous: different
-inputs have different encodings, and SHA-256 gives them different keys. The parent's key
+inputs have different encodings, and with SHA-256 different keys. The parent's key
 covers all tokens before the block.
 
-Keys do not depend on the process, the machine or its clock: every host computes the
+Keys do not depend on the process, the machine or the clock: every host computes the
 same keys for a request.
 """
 
@@ -87,7 +87,7 @@ def _check_range(name: str, value: int, low: int, bits: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Namespace:
-    """The inputs of every block's bytes, in addition to the tokens.
+    """The inputs that all blocks share, in addition to the tokens.
 
     Blocks are shared only within one namespace. Change `weights_epoch` whenever the
     weights change under the same model name: older blocks are then never found.
@@ -133,7 +133,7 @@ class MultimodalItem:
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """The inputs of the bytes of one request's blocks, in addition to the tokens.
+    """The inputs of one request's blocks, in addition to the tokens.
 
     Salt and LoRA are part of every block's key. A multimodal item is part of the key
     of the block in which it begins: earlier blocks do not depend on it, and later ones
@@ -170,27 +170,27 @@ class KeyedBlock(NamedTuple):
     parent: BlockKey | None  # None for a request's first block.
     tokens: bytes  # u32 each, little-endian.
     group: int = 0  # Index of the group of layers.
-    # The request's, with the items that begin in the block: offsets from its start.
+    # The request's extras, with only the items of the block and their offsets in it.
     extras: Extras = NO_EXTRAS
 
 
 class ChainKeys(list[BlockKey]):
-    """Keys of a request's blocks, with the tokens in each, `block_size`."""
+    """The keys of a request's blocks."""
 
     __slots__ = ("block_size",)
-    block_size: int
+    block_size: int  # Tokens per block.
 
 
 class KeyChain:
     """The keys of one request's full blocks, computed as its tokens arrive.
 
-    It keeps the keys of full blocks, and the tokens of the partial block only.
+    It stores the keys of full blocks, and the tokens of the partial block.
 
     Args:
         namespace: The namespace of the blocks.
         extras: The request's extras.
         group: Index of the group of layers.
-        record: Called with every block that gets a key (`jaxkv.observe.catalog`).
+        record: Called with each new `KeyedBlock` (`jaxkv.observe.catalog`).
 
     Example:
         >>> chain = KeyChain(Namespace("m", "0", "int8", "flat", block_size=2))
@@ -212,11 +212,11 @@ class KeyChain:
         _check_type("extras", extras, Extras)
         self._block_bytes = TOKEN_BYTES * namespace.block_size
         self._tokens_head = _head(_Tag.TOKENS, self._block_bytes)
-        # The fields that are the same in every block are hashed once.
+        # The fields that all blocks share are hashed once.
         self._constant = hashlib.sha256(_encode_constant(namespace, group, extras))
         self._group, self._record = group, record
         self._plain = dataclasses.replace(extras, multimodal=())
-        # Extras of the blocks that an item begins in, with its offset there.
+        # Extras of the blocks in which an item begins, with its offset in the block.
         self._special: dict[int, Extras] = {}
         for item in extras.multimodal:
             block, offset = divmod(item.offset, namespace.block_size)
@@ -229,7 +229,7 @@ class KeyChain:
 
     @property
     def keys(self) -> Sequence[BlockKey]:
-        """The keys so far: not a copy, but a list that changes with the chain."""
+        """The keys so far: a live list, not a copy."""
         return self._keys
 
     @property
@@ -249,8 +249,8 @@ class KeyChain:
         Raises:
             ValueError: If a token is out of range; the chain is unchanged.
             TypeError: If a token is not an integer; the chain is unchanged.
-            Exception: What `record` raises; the chain is unchanged, and records the
-                same blocks once more when it is given the same tokens again.
+            Exception: What `record` raises; the chain is unchanged, and a retry with
+                the same tokens records the same blocks again.
         """
         data = self._tail + token_bytes(tokens)
         stop = len(data) - len(data) % self._block_bytes
@@ -274,11 +274,11 @@ class KeyChain:
     def rewind(self, num_blocks: int) -> None:
         """Drop all tokens after the first full blocks, including the partial block.
 
-        The chain then continues as a new chain of the tokens that are left. `extras`
+        The chain then continues like a new chain of the remaining tokens. `extras`
         stay, with each multimodal item at its offset.
 
         Args:
-            num_blocks: Full blocks to keep. To keep tokens behind them, `extend` by
+            num_blocks: Full blocks to keep. To keep later tokens, `extend` the chain by
                 them again.
 
         Raises:
@@ -308,7 +308,7 @@ class KeyChain:
 
 
 def _encode_constant(namespace: Namespace, group: int, extras: Extras) -> bytes:
-    """Encode the fields that are the same in every block of a request."""
+    """Encode the fields that all blocks of a request share."""
     _check_range("group", group, 0, 32)
     fields = [
         _field(_Tag.FORMAT, b"jaxkv block 1"),
@@ -365,9 +365,9 @@ def _token_error(tokens: Iterable[Any]) -> ValueError | TypeError:
     """Return an error that names the first bad token."""
     for i, token in enumerate(tokens):
         try:
-            inside = 0 <= operator.index(token) < 1 << 32
+            in_range = 0 <= operator.index(token) < 1 << 32
         except TypeError:
             return TypeError(f"tokens[{i}]={shown(token)} must be an integer.")
-        if not inside:
+        if not in_range:
             return ValueError(f"tokens[{i}]={shown(token)} must be in [0, 2**32).")
     raise AssertionError("no token is bad")

@@ -1,9 +1,8 @@
-"""Numbers that stand for blocks without identifying them: a keyed hash of their keys.
+"""Pseudonymous block ids: a keyed hash of block keys.
 
-The hash is SipHash-2-4 (Aumasson and Bernstein, 2012): without its secret, two numbers
-show only whether they stand for one block. NumPy hashes all keys at once, and lets
-other threads run meanwhile; a loop over `hashlib.blake2b` takes several times as long,
-and blocks them.
+The hash is SipHash-2-4 (Aumasson and Bernstein, 2012): without its secret, two ids show
+only whether they belong to one block. NumPy hashes all keys at once and releases the
+GIL; a loop over `hashlib.blake2b` takes several times as long and holds it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from jaxkv.types import KEY_BYTES, KEY_WORDS
 
 SECRET_BYTES = 16
 ID_BITS = 53
-"""Bits of a number: as many as every reader of JSON keeps."""
+"""Bits of an id: every JSON reader preserves this many."""
 
 _U64 = NDArray[np.uint64]
 _SEED = (0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573)
@@ -25,9 +24,9 @@ _COMPRESSIONS, _FINALISATIONS = 2, 4
 
 
 def hash_keys(words: NDArray[np.uint32], secret: bytes) -> NDArray[np.int64]:
-    """Hash the words of keys (u32[n, 8]) to numbers in [0, 2**53): i64[n].
+    """Hash the words of keys (u32[n, 8]) to ids in [0, 2**53): i64[n].
 
-    Two of a million unique keys share a number with a probability of 1 in 18,000.
+    Among a million unique keys, two collide with a probability of 1 in 18,000.
     """
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"{len(secret)=} must be {SECRET_BYTES} bytes.")
@@ -41,7 +40,7 @@ def hash_keys(words: NDArray[np.uint32], secret: bytes) -> NDArray[np.int64]:
         if column < KEY_WORDS // 2:
             message: Any = np.ascontiguousarray(data[:, column])
         else:
-            message = np.uint64(KEY_BYTES << 56)  # The length closes the message.
+            message = np.uint64(KEY_BYTES << 56)  # The length ends the message.
         state[3] ^= message
         for _ in range(_COMPRESSIONS):
             _round(state, spare)

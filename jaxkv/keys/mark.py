@@ -1,4 +1,4 @@
-"""A mark in a request's keys, which shows a holder of a copy if they were rewritten."""
+"""A mark in a request's keys, which detects that the keys were rewritten."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from jaxkv.types import BlockKey
 
 
 class KeyMark(NamedTuple):
-    """The first keys of a list: their number, and the last of them.
+    """The number of the first keys of a list, and the last of them.
 
-    A key stands for all tokens up to the end of its block, so that the last one alone
-    needs to be compared.
+    A key covers all tokens up to the end of its block, so comparing the last suffices.
     """
 
     num: int = 0
@@ -20,11 +19,11 @@ class KeyMark(NamedTuple):
 
     @classmethod
     def of(cls, keys: Sequence[BlockKey], num: int) -> Self:
-        """Mark the first keys of a list, or all if there are fewer than `num`."""
+        """Mark the first `num` keys of a list, or all if there are fewer."""
         num = min(num, len(keys))
         return cls(num, keys[num - 1]) if num else cls()
 
     def is_in(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether a list still begins with the marked keys."""
+        """Return whether a list begins with the marked keys."""
         num = self.num
         return not num or (num <= len(keys) and keys[num - 1] == self.last)

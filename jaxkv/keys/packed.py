@@ -1,4 +1,4 @@
-"""Foreign keys, and keys as the array side has them."""
+"""Foreign keys, and conversion between keys and their words."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from jaxkv._util import shown
 from jaxkv.types import KEY_BYTES, KEY_WORDS, BlockKey
 
-# Each hashed text begins with its domain. The domains differ, and differ from the first
-# bytes of a block's encoding (`jaxkv.keys.hashing`), which begins with a 1.
+# Prefixes that separate hash domains. They differ from one another and from the start
+# of a block's encoding (`jaxkv.keys.hashing`), whose first byte is 1.
 _INT_DOMAIN = b"jaxkv int 1:"
 _FOREIGN_DOMAIN = b"jaxkv foreign 1:"
 
@@ -23,7 +23,7 @@ _ITEM = np.dtype((np.void, KEY_BYTES))
 
 
 def key_from_int(value: int) -> BlockKey:
-    """Make a key of a number, such as a trace's block id.
+    """Make a key from a number, such as a trace's block id.
 
     Args:
         value: In [0, 2**64).
@@ -38,11 +38,11 @@ def key_from_int(value: int) -> BlockKey:
 
 
 def key_from_foreign(raw: bytes) -> BlockKey:
-    """Make a key of another system's, such as vLLM's BlockHash.
+    """Make a key from another system's key, such as vLLM's BlockHash.
 
     Args:
-        raw: 32 bytes are taken to be a good hash and pass through unchanged; any
-            other length is hashed, under a domain of its own.
+        raw: 32 bytes count as a good hash and are returned unchanged; any other length
+            is hashed, in a separate domain.
 
     Example:
         >>> key_from_foreign(bytes(32)) == bytes(32)
@@ -58,20 +58,20 @@ def key_from_foreign(raw: bytes) -> BlockKey:
 
 
 class PackedKeys(list[bytes]):
-    """Keys that are used repeatedly, with their form on the array side.
+    """Keys that are used repeatedly, with their words.
 
-    Checking and converting thousands of keys takes Python longer than the array side
-    takes to find them; here it is done once. Only the maker of a list may append to it.
-    A slice is a `PackedKeys` too.
+    In Python, checking and converting thousands of keys takes longer than finding them;
+    here it is done once. Only the creator of a list may append to it. A slice is a
+    `PackedKeys` too.
 
     Args:
         keys: n keys.
-        words: u32[n, 8]. The keys in the form of the array side.
-        has_foreign: Whether a key may be of another length than `KEY_BYTES`.
+        words: u32[n, 8]. The words of the keys.
+        has_foreign: Whether a key may have another length than `KEY_BYTES`.
 
     Attributes:
         words: u32[n, 8]. Read-only.
-        has_foreign: Whether a key may be of another length than `KEY_BYTES`.
+        has_foreign: Whether a key may have another length than `KEY_BYTES`.
 
     Raises:
         ValueError: The words have a wrong shape or dtype.
@@ -104,11 +104,11 @@ class PackedKeys(list[bytes]):
     def __getitem__(self, index: slice, /) -> PackedKeys: ...
     def __getitem__(self, index: SupportsIndex | slice, /) -> BlockKey | PackedKeys:
         if isinstance(index, slice):
-            part = PackedKeys.__new__(PackedKeys)  # What it has was checked before.
-            part += super().__getitem__(index)
-            part.has_foreign = self.has_foreign
-            part.words = np.ascontiguousarray(self.words[index])
-            return part
+            keys = PackedKeys.__new__(PackedKeys)  # The words were checked before.
+            keys += super().__getitem__(index)
+            keys.has_foreign = self.has_foreign
+            keys.words = np.ascontiguousarray(self.words[index])
+            return keys
         return super().__getitem__(index)
 
 
@@ -117,7 +117,7 @@ def _repacked(keys: list[BlockKey], words: _Words, has_foreign: bool) -> PackedK
 
 
 class UnlistedKeys(Sequence[bytes]):
-    """Keys in the form of the array side, converted only when Python reads them.
+    """Keys stored as words, converted to bytes only when Python reads them.
 
     >>> keys = UnlistedKeys(keys_to_words([b"k" * 32, b"l" * 32]))
     >>> len(keys), list(keys[1:]) == [b"l" * 32]
@@ -148,9 +148,9 @@ class UnlistedKeys(Sequence[bytes]):
 
 
 def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words]:
-    """Return keys as a list, the same object if it is one, and as words: u32[n, 8].
+    """Return keys as a list (lists are not copied), and their words: u32[n, 8].
 
-    Foreign keys have the words of their `key_from_foreign`.
+    A foreign key has the words of its `key_from_foreign`.
     """
     if isinstance(names, PackedKeys) or type(names) is UnlistedKeys:
         return names, names.words
@@ -158,7 +158,7 @@ def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words]:
 
 
 def lay_out(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words, bool]:
-    """`pack` keys; return also whether any of them is foreign."""
+    """`pack` keys, and return whether any of them is foreign."""
     if isinstance(names, PackedKeys) or type(names) is UnlistedKeys:  # ABCs are slow.
         return names, names.words, names.has_foreign
     if not isinstance(names, list):
@@ -180,7 +180,7 @@ def lay_out(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words, bool]:
 
 
 def check_are_bytes(keys: Iterable[bytes]) -> None:
-    """Raise TypeError for anything but a list of keys; convert nothing."""
+    """Raise TypeError for anything except a list of keys; convert nothing."""
     if isinstance(keys, PackedKeys | UnlistedKeys):
         return
     if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
@@ -191,7 +191,7 @@ def check_are_bytes(keys: Iterable[bytes]) -> None:
 
 
 def is_foreign(name: bytes) -> bool:
-    """Return whether the array side has another key in place of a key."""
+    """Return whether a key is stored as its `key_from_foreign`."""
     return len(name) != KEY_BYTES
 
 
@@ -203,7 +203,7 @@ def has_foreign(names: Sequence[bytes]) -> bool:
 
 
 def keys_to_words(keys: Sequence[BlockKey]) -> _Words:
-    """Convert keys of `KEY_BYTES` to the form of the array side: u32[n, 8], read-only.
+    """Convert keys of `KEY_BYTES` to words: u32[n, 8], read-only.
 
     >>> hex(keys_to_words([bytes(range(32))])[0, 1])  # Bytes 4 to 7, little-endian.
     '0x7060504'
@@ -225,7 +225,7 @@ def words_to_keys(words: ArrayLike) -> list[BlockKey]:
         raise ValueError(
             f"{words.dtype=}, {words.shape=} must be uint32, (n, {KEY_WORDS})."
         )
-    # NumPy makes `bytes` of items without a type, faster than Python slices them.
+    # NumPy converts void items to `bytes` faster than Python slices them.
     items = np.ascontiguousarray(words).view(_ITEM)
     return cast(list[BlockKey], items.ravel().tolist())
 

@@ -1,20 +1,19 @@
-"""Adaptive replacement: balance blocks used once against blocks used again.
+"""ARC, adaptive replacement: balance blocks used once against blocks used again.
 
-Four lists, each from the least to the most recently used. T1 has the blocks that were
-used once, T2 those that were used again. What is evicted from them leaves its key in
-B1 and B2, the ghosts. `target` is the size that T1 should have: the use of a ghost of
-B1 shows that T1 is too small and raises it, the use of one of B2 lowers it (Megiddo and
-Modha, FAST 2003).
+Four lists, each from the least to the most recently used. T1 has the blocks used once,
+T2 the blocks used again. Their evicted keys stay in B1 and B2 as ghosts. `target` is
+the desired size of T1: a use of a ghost of B1 shows that T1 is too small and raises it,
+a use of a ghost of B2 lowers it (Megiddo and Modha, FAST 2003).
 
-`make_arc` is exact to vLLM 0.19.1's `ARCCachePolicy`, which departs from the paper:
-a new block always starts in T1, even if it has a ghost; a block whose store is in
-progress is not promoted; the target moves once for every ghost that is touched; and
-blocks are evicted from T1 while it is not smaller than the target, then from T2 only,
-so that T2 may be found empty, and the eviction refused, while T1 has blocks to give.
-`make_arc_fixed` mends what that costs.
+`make_arc` matches vLLM 0.19.1's `ARCCachePolicy`, which departs from the paper: a new
+block starts in T1 even if its key has a ghost; a block whose store is in flight is not
+promoted; the target moves once for every ghost touched; and blocks are evicted from T1
+only until it is smaller than the target, then from T2 only, so that an eviction is
+refused if T2 has too few idle blocks, although T1 has more. `make_arc_fixed` fixes the
+defects.
 
-An entry is a key in any of the lists. Whatever moves an entry puts it at the end of a
-list, so one recency log carries all four.
+An entry is a key in any of the lists. An entry always moves to the end of a list, so
+one recency log carries all four.
 """
 
 from __future__ import annotations
@@ -49,40 +48,40 @@ from jaxkv.policies.recency import Oldest, RecencyLog
 from jaxkv.policies.xla import after, full, running_count
 from jaxkv.types import NO_BLOCK
 
-# In this order because every move but eviction is upwards (`recency.put`).
+# In this order because every move except eviction is upwards (`recency.put`).
 B1, B2, T1, T2 = range(4)
 NO_LIST = -1
 
 EXACT, FIXED = 0, 1
-"""Variants: that of vLLM 0.19.1, and the one that mends what this costs."""
+"""Variants: vLLM 0.19.1's, and the one without its defects."""
 
-_ALL_ENTRIES = np.empty(0, np.int32)  # Any ghost may be forgotten.
+_ALL_ENTRIES = np.empty(0, np.int32)  # All entries are eligible.
 
 _NUM_LISTS = 4
 
-_SWING = 16
-"""In `arc_fixed`, a request moves the target by at most 1 / _SWING of the blocks."""
+_MAX_STEP_SHARE = 16
+"""In `arc_fixed`, a `touch` moves the target by at most 1/16 of the blocks."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ARCState:
-    """The blocks that are held and the ghosts of some that were. E = 3 B.
+    """The resident blocks, and ghosts of evicted keys. E = 3 B.
 
-    Three times the blocks is enough: T1 and T2 share the blocks, a ghost that takes the
-    place of a block brings no new key, and B1 and B2 have at most B ghosts each after
-    every eviction.
+    3 B entries suffice: T1 and T2 share B blocks, an evicted block's ghost keeps its
+    entry, and B1 and B2 have at most B ghosts each after every eviction.
     """
 
     directory: Directory  # The entry that holds a key.
     block_ids: Array  # i32[E]. The block of each entry in T1 or T2, else NO_BLOCK.
     order: RecencyLog  # The four lists.
     sizes: Array  # i32[4]. Entries in each list.
-    unused: Array
-    """i32[E]. A stack of the entries that are in no list; `sizes` give its height."""
+    unused: (
+        Array  # i32[E]. Stack of entries in no list; its height follows from `sizes`.
+    )
     target: Array
-    """u32[2]. The bits of the target, a float64: vLLM's is a Python float, and its
-    decisions need as many bits; JAX has no float64 by default."""
+    """u32[2]. The bits of the target, a float64 like vLLM's, for equal decisions; JAX
+    has no float64 by default."""
 
 
 def init(num_blocks: int, max_batch: int) -> ARCState:
@@ -117,8 +116,8 @@ def touch(
 ) -> ARCState:
     """Record a use of each key, the last first; see `Policy.touch`.
 
-    A block of T1 goes to T2 unless its store is in progress. Everything else goes to
-    the end of its own list, ghosts too; and those move the target.
+    A block of T1 goes to T2 unless its store is in flight. Any other entry goes to the
+    end of its list, and each ghost moves the target.
     """
     entries = directory_lib.find_first(state.directory, keys, count)
     order = recency.make_room(state.order, count)
@@ -128,7 +127,7 @@ def touch(
     order = recency.put(order, entries, new_lists, ranks, count)
     # A key that was given twice has moved once.
     moved = recency.is_newest(order, entries, ranks, count)
-    # In the order of use, which matters only if each ghost moves the target by itself.
+    # In the order of use, which matters only if each ghost moves the target.
     adapt, hits = (_adapt_target_once, lists) if fixed else (_adapt_target, lists[::-1])
     return dataclasses.replace(
         state,
@@ -148,17 +147,17 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
         entry = entries[row]
         if entry < 0:
             continue
-        of_list = recency.native_list_of(state.order, entry)
-        if of_list == T1 and is_use[row]:
+        list_id = recency.native_list_of(state.order, entry)
+        if list_id == T1 and is_use[row]:
             state.sizes[T1] -= 1
             state.sizes[T2] += 1
-            of_list = T2
-        elif of_list in (B1, B2):
+            list_id = T2
+        elif list_id in (B1, B2):
             if variant == EXACT:
-                _move_target(state, of_list)
-            num_b1 += of_list == B1
-            num_b2 += of_list == B2
-        recency.native_put(state.order, entry, of_list, count - 1 - row)
+                _move_target(state, list_id)
+            num_b1 += list_id == B1
+            num_b2 += list_id == B2
+        recency.native_put(state.order, entry, list_id, count - 1 - row)
     recency.advance(state.order, count)
     if variant == FIXED:
         _move_target_once(state, num_b1, num_b2)
@@ -193,8 +192,8 @@ def insert(
         block_ids=state.block_ids.at[entries].set(block_ids, mode="drop"),
         order=recency.put(order, after(entries, lists), new_lists, ranks, count),
         sizes=sizes,
-        # What the directory had no room for.
-        unused=_give_back(state.unused, sizes, jnp.where(added, none, fresh)),
+        # Entries of keys that the directory had no room for.
+        unused=_push_unused(state.unused, sizes, jnp.where(added, none, fresh)),
     )
     return InsertResult(inserted_state, inserted)
 
@@ -233,16 +232,16 @@ def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
         entry = entries[row]
         if entry < 0:
             continue
-        of_list = recency.native_list_of(state.order, entry)
-        new_list = T2 if variant == FIXED and of_list != NO_LIST else T1
-        if of_list != NO_LIST:
-            state.sizes[of_list] -= 1
+        list_id = recency.native_list_of(state.order, entry)
+        new_list = T2 if variant == FIXED and list_id != NO_LIST else T1
+        if list_id != NO_LIST:
+            state.sizes[list_id] -= 1
         state.sizes[new_list] += 1
         state.block_ids[entry] = block_ids[row]
         recency.native_put(state.order, entry, new_list, rank)
         rank += 1
     recency.advance(state.order, count)
-    _native_give_back(state, fresh)  # What the directory had no room for.
+    _native_push_unused(state, fresh)  # Entries of keys without room in the directory.
 
 
 def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
@@ -255,7 +254,7 @@ def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
         block_ids=state.block_ids.at[entries].set(NO_BLOCK, mode="drop"),
         order=recency.remove(state.order, after(entries, lists)),
         sizes=sizes,
-        unused=_give_back(state.unused, sizes, entries),
+        unused=_push_unused(state.unused, sizes, entries),
         target=state.target,
     )
 
@@ -269,47 +268,47 @@ def native_remove(state: Any, entries: Any) -> None:
             state.block_ids[entry] = NO_BLOCK
             directory_lib.native_remove(state.directory, entry)
             recency.native_remove(state.order, entry)
-    _native_give_back(state, entries)
+    _native_push_unused(state, entries)
 
 
 def evict(
     state: ARCState, num: Array, ref_cnt: Array, width: int, *, fixed: bool
 ) -> EvictResult:
-    """Evict the oldest blocks of T1 down to the target, then of T2.
+    """Evict the oldest blocks of T1 down to the target, then of T2; see `Policy.evict`.
 
-    If `fixed`, T1 gives more where T2 has no more; see `Policy.evict`.
+    If `fixed`, more blocks of T1 are evicted if T2 has too few.
     """
     none, num_blocks = _num_entries(state), ref_cnt.shape[0]
 
-    def oldest(num: Array, of_list: int) -> Oldest:
+    def oldest(num: Array, list_id: int) -> Oldest:
         def is_eligible(entries: Array) -> Array:
-            if of_list in (B1, B2):
+            if list_id in (B1, B2):
                 return jnp.ones_like(entries, jnp.bool_)
             return ref_cnt[state.block_ids[entries]] == 0
 
-        return recency.find_oldest(state.order, num, is_eligible, width, of_list)
+        return recency.find_oldest(state.order, num, is_eligible, width, list_id)
 
-    # Taken one by one, blocks would come from T1 while |T1| >= int(target).
+    # vLLM evicts one block at a time, from T1 while |T1| >= int(target).
     above_target = state.sizes[T1] - _target_as_int(state.target) + 1
     t1 = oldest(jnp.clip(above_target, 0, num), T1)
-    num_first = t1.num
-    t2 = oldest(num - num_first, T2)
+    num_first_t1 = t1.num
+    t2 = oldest(num - num_first_t1, T2)
     if fixed:
         t1 = oldest(num - t2.num, T1)
     ok = t1.num + t2.num >= num
     from_t1, from_t2 = jnp.where(ok, num - t2.num, 0), jnp.where(ok, t2.num, 0)
 
-    # The victims: some of T1, then of T2, then (if fixed) the others of T1.
+    # The victims: blocks of T1, then of T2, then (if fixed) more of T1.
     row = jnp.arange(width, dtype=jnp.int32)
-    is_t2 = (row >= num_first) & (row < num_first + t2.num)
-    of_t1 = t1.entries[jnp.where(row < num_first, row, row - t2.num)]
-    of_t2 = t2.entries[jnp.where(is_t2, row - num_first, 0)]
+    is_t2 = (row >= num_first_t1) & (row < num_first_t1 + t2.num)
+    of_t1 = t1.entries[jnp.where(row < num_first_t1, row, row - t2.num)]
+    of_t2 = t2.entries[jnp.where(is_t2, row - num_first_t1, 0)]
     victims = jnp.where(ok, jnp.where(is_t2, of_t2, of_t1), none)
     keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
     block_ids = _blocks(state, after(victims, keys))
-    victims = after(victims, block_ids)  # As both will be overwritten.
+    victims = after(victims, block_ids)  # Their rows, read above, are overwritten now.
 
-    # They become ghosts, and the oldest ghosts in excess of the blocks are forgotten.
+    # The victims become ghosts; each ghost list drops all except its newest B.
     b1 = oldest(jnp.maximum(state.sizes[B1] + from_t1 - num_blocks, 0), B1)
     b2 = oldest(jnp.maximum(state.sizes[B2] + from_t2 - num_blocks, 0), B2)
     forgotten = jnp.concatenate([b1.entries, b2.entries])
@@ -327,7 +326,7 @@ def evict(
         block_ids=state.block_ids.at[victims].set(NO_BLOCK, mode="drop"),
         order=order,
         sizes=sizes,
-        unused=_give_back(state.unused, sizes, forgotten),
+        unused=_push_unused(state.unused, sizes, forgotten),
         target=state.target,
     )
     return EvictResult(evicted, block_ids, keys, ok)
@@ -340,12 +339,12 @@ def native_evict(
     """In-place form of `evict`."""
     order, num_blocks = state.order, ref_cnt.shape[0]
     t1, t2 = empty(num, np.int32), empty(num, np.int32)
-    # Taken one by one, blocks would come from T1 while |T1| >= int(target).
+    # vLLM evicts one block at a time, from T1 while |T1| >= int(target).
     above_target = state.sizes[T1] - np.int64(state.target.view(np.float64)[0]) + 1
     num_t1, head_t1 = recency.native_find_oldest(
         order, lesser(greater(above_target, 0), num), T1, state.block_ids, ref_cnt, t1
     )
-    num_first = num_t1
+    num_first_t1 = num_t1
     num_t2, head_t2 = recency.native_find_oldest(
         order, num - num_t1, T2, state.block_ids, ref_cnt, t2
     )
@@ -356,12 +355,12 @@ def native_evict(
     if num_t1 + num_t2 < num:
         return False
 
-    # Some of T1, then of T2, then (if fixed) the others of T1.
+    # Blocks of T1, then of T2, then (if fixed) more of T1.
     victims = empty(num, np.int32)
-    copy_items(victims, 0, t1, num_first)
-    copy_items(victims, num_first, t2, num_t2)
-    copy_items(victims, num_first + num_t2, t1[num_first:], num_t1 - num_first)
-    # They become ghosts, and the oldest ghosts in excess of the blocks are forgotten.
+    copy_items(victims, 0, t1, num_first_t1)
+    copy_items(victims, num_first_t1, t2, num_t2)
+    copy_items(victims, num_first_t1 + num_t2, t1[num_first_t1:], num_t1 - num_first_t1)
+    # The victims become ghosts; each ghost list drops all except its newest B.
     excess_b1 = greater(state.sizes[B1] + num_t1 - num_blocks, 0)
     excess_b2 = greater(state.sizes[B2] + num_t2 - num_blocks, 0)
     forgotten = empty(excess_b1 + excess_b2, np.int32)
@@ -384,24 +383,24 @@ def native_evict(
         recency.native_remove(order, entry)
     recency.native_make_room(order, num)
     for row in range(num):
-        is_t2 = num_first <= row < num_first + num_t2
+        is_t2 = num_first_t1 <= row < num_first_t1 + num_t2
         recency.native_put(order, victims[row], B2 if is_t2 else B1, row)
     recency.advance(order, num)
     state.sizes[T1] -= num_t1
     state.sizes[T2] -= num_t2
     state.sizes[B1] += num_t1 - excess_b1
     state.sizes[B2] += num_t2 - excess_b2
-    _native_give_back(state, forgotten)
+    _native_push_unused(state, forgotten)
     return True
 
 
 @compiled
-def _move_target(state: Any, of_list: int) -> None:
-    """Raise the target for a ghost of B1, lower it for one of B2."""
+def _move_target(state: Any, list_id: int) -> None:
+    """Raise the target for a ghost of B1, or lower it for a ghost of B2."""
     target = state.target.view(np.float64)
-    # A list of ghosts that was hit is not empty, so this `max` changes no result.
+    # The list that was hit is not empty, so `greater` only prevents a division by 0.
     b1, b2 = greater(state.sizes[B1], 1), greater(state.sizes[B2], 1)
-    if of_list == B1:
+    if list_id == B1:
         num_blocks = state.block_ids.shape[0] // 3
         target[0] = lesser(target[0] + greater(b2 / b1, 1.0), float(num_blocks))
     else:
@@ -413,23 +412,23 @@ def _move_target_once(state: Any, num_b1: int, num_b2: int) -> None:
     """Move the target once for `num_b1` ghosts of B1 and `num_b2` of B2."""
     target, num_blocks = state.target.view(np.float64), state.block_ids.shape[0] // 3
     b1, b2 = greater(state.sizes[B1], 1), greater(state.sizes[B2], 1)
-    longer, max_step = greater(b1, b2), num_blocks / _SWING
+    longer, max_step = greater(b1, b2), num_blocks / _MAX_STEP_SHARE
     step = num_b1 * longer / b1 - num_b2 * longer / b2
     step = greater(lesser(step, max_step), -max_step)
     target[0] = greater(lesser(target[0] + step, float(num_blocks)), 0.0)
 
 
 def snapshot(state: ARCState) -> dict[str, Any]:
-    """Show a state to a reader. For the host, not for jit.
+    """Describe a state. For the host, not for jit.
 
     Returns:
-        The keys in "t1", "t2", "b1" and "b2", from the oldest on, and "target".
+        The keys in "t1", "t2", "b1" and "b2", the oldest first, and "target".
     """
     keys = np.asarray(state.directory.keys)
     lists = {"t1": T1, "t2": T2, "b1": B1, "b2": B2}
     return {
-        name: words_to_keys(keys[recency.in_order(state.order, of_list)])
-        for name, of_list in lists.items()
+        name: words_to_keys(keys[recency.in_order(state.order, list_id)])
+        for name, list_id in lists.items()
     } | {"target": target_as_float(state.target)}
 
 
@@ -439,12 +438,11 @@ def make_arc(num_blocks: int, max_batch: int = 4096) -> Policy:
 
     Args:
         num_blocks: Blocks of the tier.
-        max_batch: Most keys in one call.
+        max_batch: Maximum keys in one call.
 
     Returns:
         The policy. Equal arguments give the same object, so that functions traced
-        with it are shared. It computes in float64 and needs a backend that has it,
-        as CPU and GPU do.
+        with it are shared. It needs a backend with float64, such as CPU and GPU.
 
     Raises:
         ValueError: If an argument is less than 1.
@@ -469,21 +467,21 @@ def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
 
     Three things differ from `make_arc`:
 
-    * Where T2 has no block to give, T1 gives more. vLLM 0.19.1 refuses the eviction
-      then, and nothing is offloaded until the target has moved (mended there since,
-      by pull request 55461).
-    * A call of `touch` moves the target once: up for all its ghosts of B1, down for
-      all of B2, and by a sixteenth of the blocks at most. One
-      step after the other lets a single long prompt throw the target from one end to
-      the other (there: 51787). All that grows with the tier, as a sample of keys has it
-      (`jaxkv.scheduling.whatif.key_sample`). One unit a request would not, and of a
-      request with few ghosts a sample would mostly see none.
+    * If T2 has too few idle blocks, more of T1 are evicted. vLLM 0.19.1 refuses the
+      eviction, and offloads nothing until the target has moved (fixed later, by vLLM
+      pull request 55461).
+    * A call of `touch` moves the target once: up for all its ghosts of B1, down for all
+      its ghosts of B2, by at most a sixteenth of the blocks. With one step per ghost, a
+      single long prompt can move the target from one end to the other (vLLM 51787).
+      The step scales with the tier, so a shadow with a sample of the keys behaves alike
+      (`jaxkv.scheduling.whatif.key_sample`). A step of one unit per request would not
+      scale, and a sample would mostly miss requests with few ghosts.
     * A key that is inserted while it has a ghost goes to T2, as in the paper: this is
-      its second use. vLLM puts it in T1, where it has to prove itself again.
+      its second use. vLLM puts it in T1, which requires another use.
 
     Args:
         num_blocks: Blocks of the tier.
-        max_batch: Most keys in one call.
+        max_batch: Maximum keys in one call.
 
     Returns:
         The policy; see `make_arc`.
@@ -524,18 +522,18 @@ def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
 
 
 def _blocks(state: ARCState, entries: Array) -> Array:
-    """Read the block of each entry: i32[K], NO_BLOCK for ghosts and E."""
+    """Return the block of each entry: i32[K], NO_BLOCK for ghosts and E."""
     return state.block_ids.at[entries].get(mode="fill", fill_value=NO_BLOCK)
 
 
 def _count(lists: Array, counts: Array) -> Array:
-    """Count the rows of each list: i32[4], of the rows that count (bool[K])."""
-    of_list = lists[:, None] == jnp.arange(_NUM_LISTS, dtype=jnp.int32)[None, :]
-    return jnp.sum(of_list & counts[:, None], axis=0, dtype=jnp.int32)
+    """Count the rows of each list, of those where `counts` (bool[K]): i32[4]."""
+    list_id = lists[:, None] == jnp.arange(_NUM_LISTS, dtype=jnp.int32)[None, :]
+    return jnp.sum(list_id & counts[:, None], axis=0, dtype=jnp.int32)
 
 
 def _take_unused(state: ARCState, wanted: Array) -> Array:
-    """Choose an unused entry for each row that is `wanted`: i32[K], E for others."""
+    """Choose an unused entry for each `wanted` row: i32[K], E for other rows."""
     num_entries = _num_entries(state)
     rank = running_count(wanted) - 1
     top = num_entries - jnp.sum(state.sizes, dtype=jnp.int32) - 1
@@ -543,8 +541,8 @@ def _take_unused(state: ARCState, wanted: Array) -> Array:
     return state.unused.at[at].get(mode="fill", fill_value=num_entries)
 
 
-def _give_back(unused: Array, sizes: Array, entries: Array) -> Array:
-    """Push entries (i32[K], E for none) on the stack (i32[E]); `sizes` exclude them."""
+def _push_unused(unused: Array, sizes: Array, entries: Array) -> Array:
+    """Push entries (i32[K]; E is skipped) on the stack; `sizes` exclude them."""
     num_entries = unused.shape[0]
     is_entry = entries < num_entries
     rank = running_count(is_entry) - 1
@@ -563,11 +561,8 @@ def _native_num_unused(state: Any) -> Any:
 
 
 @compiled
-def _native_give_back(state: Any, entries: Any) -> None:
-    """Push entries (-1 for none) on the stack of those in no list, the first on top.
-
-    `sizes` do not count them any more.
-    """
+def _native_push_unused(state: Any, entries: Any) -> None:
+    """In-place form of `_push_unused`; -1 is skipped, the first entry ends on top."""
     at = _native_num_unused(state) - 1
     for entry in entries:
         if entry >= 0:
@@ -582,16 +577,16 @@ def _num_entries(state: ARCState) -> int:
 def _adapt_target(target: Array, lists: Array, sizes: Array, num_blocks: int) -> Array:
     """Move the target (u32[2], bits) once for each ghost that was used.
 
-    `lists` (i32[K]) are the lists of the used entries, in the order of use; `sizes`
-    (i32[4]) are the same throughout.
+    `lists` (i32[K]) are the lists of the used entries, in the order of use. `sizes`
+    (i32[4]) do not change between steps.
     """
     is_ghost = (lists == B1) | (lists == B2)
     rank = running_count(is_ghost) - 1
     at = jnp.where(is_ghost, rank, lists.shape[0])
     ghosts = jnp.zeros_like(lists).at[at].set(lists, mode="drop")
-    # The sum is clamped at every step, so the steps cannot be added up beforehand.
+    # The target is clamped at every step, so the steps cannot be summed beforehand.
     with jax.enable_x64(True):
-        # A list of ghosts that was hit is not empty, so this `max` changes no result.
+        # The list that was hit is not empty: `maximum` only prevents a division by 0.
         b1, b2 = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
         up, down = jnp.maximum(b2 / b1, 1.0), jnp.maximum(b1 / b2, 1.0)
 
@@ -616,9 +611,9 @@ def _adapt_target_once(
     hits = jnp.sum(is_ghost, axis=0, dtype=jnp.int32)
     with jax.enable_x64(True):
         ghosts = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
-        # Multiplied before it is divided, so that no backend rounds less often.
+        # Multiply before dividing, so that every backend rounds equally often.
         up, down = hits.astype(jnp.float64) * jnp.max(ghosts) / ghosts
-        max_step = num_blocks / _SWING
+        max_step = num_blocks / _MAX_STEP_SHARE
         value = lax.bitcast_convert_type(target, jnp.float64)
         value = value + jnp.clip(up - down, -max_step, max_step)
         value = jnp.clip(value, 0.0, float(num_blocks))
@@ -626,13 +621,13 @@ def _adapt_target_once(
 
 
 def _target_as_int(target: Array) -> Array:
-    """Cut the target (u32[2], bits) down to a whole number: i32[]."""
+    """Truncate the target (u32[2], bits) to a whole number: i32[]."""
     with jax.enable_x64(True):
         return lax.bitcast_convert_type(target, jnp.float64).astype(jnp.int32)
 
 
 def target_as_float(target: Array) -> float:
-    """Show the target to a reader. For the host, not for jit."""
+    """Return the target as a float. For the host, not for jit."""
     return float(np.asarray(target).view(np.float64)[0])
 
 

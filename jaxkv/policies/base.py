@@ -21,7 +21,7 @@ class EvictResult(NamedTuple):
         state: The policy's state afterwards; bit for bit as it was if not `ok`.
         block_ids: i32[K]. Victims in the order of eviction, then NO_BLOCK.
         keys: u32[K, 8]. The victims' keys, then zeros.
-        ok: bool[]. Whether all the blocks asked for were found.
+        ok: bool[]. Whether the requested number of blocks was evicted.
     """
 
     state: PyTree
@@ -35,8 +35,8 @@ class InsertResult(NamedTuple):
 
     Attributes:
         state: The policy's state afterwards.
-        inserted: bool[K]. Whether the key was added. A key with a block that was not
-            added found no room in the key directory and must be treated as not stored.
+        inserted: bool[K]. Whether the key was added. If a key with a block was not, the
+            key directory had no room for it: treat the block as not stored.
     """
 
     state: PyTree
@@ -44,7 +44,7 @@ class InsertResult(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The blocks that a policy hands over to another: n blocks of the tier."""
+    """The n resident blocks that one policy hands over to another."""
 
     directory: Directory  # The block that holds a key; an entry is a block id.
     blocks: NDArray[np.int32]
@@ -52,61 +52,60 @@ class Held(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """The lessons of a policy in another tier that was shown the same requests."""
+    """The state of a shadow: the same policy in a tier that saw the same requests."""
 
-    state: PyTree  # Its state there.
+    state: PyTree  # The shadow's policy state.
     blocks: NDArray[np.int32]
-    """i32[n]. The block there with the key of each of `Held.blocks`, or else of the
-    nearest of them, in the order of use, that has one."""
-    scale: int  # How many keys each key of the other tier stands for.
+    """i32[n]. For each of `Held.blocks`, the shadow's block with its key; if there is
+    none, that of the nearest block in the order of use that has one."""
+    scale: int  # Keys of the tier for each key of the shadow.
 
 
 class Policy(NamedTuple):
     """A cache policy: which block to evict when the host tier is full.
 
-    A policy maps keys to host block ids and keeps an order among them. It knows
-    nothing of bytes, and the manager shows it the reference counts where it has to
-    look at them. Every function but `snapshot` is pure and may be traced; none raises,
-    none looks at anything but its arguments. A batch is `keys: u32[K, 8]`; its first
-    `count: i32[]` keys are meant, the rest is padding.
+    A policy maps keys to host block ids and keeps them in an order. It does not see
+    bytes; `evict` gets the reference counts. Every function except `snapshot`,
+    `hand_over` and `take_over` is pure and may be traced; none raises, and none depends
+    on anything except its arguments. A batch is `keys: u32[K, 8]`; its first
+    `count: i32[]` keys are valid, the others padding.
 
     Attributes:
         num_blocks: Blocks of the tier that the policy was made for, B.
-        max_batch: Most keys that one `touch` or `insert` may mean.
+        max_batch: Maximum valid keys in one `touch` or `insert`.
         init: ``() -> state``. An empty cache.
         find: ``(state, keys, count) -> i32[K]``. The block of each key, NO_BLOCK
             where the key is absent or padding. Changes no order.
         touch: ``(state, keys, count, ready) -> state``. Record a use of each key; the
             first key ends as the most recent. Unknown keys are ignored. Where `ready`
-            (bool[K]) is false, the key's block, if any, is still being stored.
-        insert: ``(state, keys, block_ids) -> InsertResult``. Add a key wherever
-            `block_ids` (i32[K]) is not NO_BLOCK; these keys are absent and distinct.
-        remove: ``(state, keys, block_ids) -> state``. Forget a key wherever
-            `block_ids` is not NO_BLOCK; these are the keys' blocks, each once.
+            (bool[K]) is false, the store of the key's block, if any, is in flight.
+        insert: ``(state, keys, block_ids) -> InsertResult``. Add each key whose
+            `block_ids` (i32[K]) is not NO_BLOCK; these keys are absent and unique.
+        remove: ``(state, keys, block_ids) -> state``. Forget each key whose `block_ids`
+            is not NO_BLOCK; `block_ids` has the keys' blocks, each once.
         evict: ``(state, num, ref_cnt, width) -> EvictResult``. Evict `num` (i32[])
-            blocks whose `ref_cnt` (i32[B]) is 0, all or none. `width` is static: the
-            K of the answer, at least `num`.
-        snapshot: ``(state) -> dict``. Show a state to a reader, on the host and not
-            under jit. A list in the dict is a list of keys, `bytes`; every key that
-            has a block is in one of the lists, and no key is in two. What else is
-            in the dict, such as a number, is the policy's own.
-        note: ``(state, kind, keys, count, positions, facts) -> (state, mark)``. Use
-            facts (i32[8]) about a request with these keys. `jaxkv.policies.facts`
-            lists each `kind`, which is static, and the facts. `positions`
-            (i32[K]) count the blocks before each key in its prefix; 0 begins another
-            prefix. `mark` (i32[]) of `BEGIN` is a fact of `FINISH`. None where the
-            policy uses no such facts: then it is never called, and costs nothing.
-        native: The same transitions in place, for callers in Python; None where there
-            are none, and then these callers run the pure functions.
-        retains: Whether `note` gives blocks the priority of `RETAIN`;
-            `jaxkv.policies.make_retained` makes a policy that does.
-        always_evicts: Whether `evict` finds `num` blocks wherever as many hold a key
-            and have a `ref_cnt` of 0, whatever happened before.
-        hand_over: ``(state) -> Held``. Say what another policy needs to take over, on
-            the host; None where it cannot.
-        take_over: ``(held, learned) -> state``. Make the state of a policy that takes
-            over blocks as they are, on the host; `learned` (`Learned`) may be None.
-            None where it cannot.
+            blocks whose `ref_cnt` (i32[B]) is 0, all or none. `width`, static and at
+            least `num`, is the K of the result.
+        snapshot: ``(state) -> dict``. Describe a state, on the host and not under jit.
+            Each list in the dict has keys (`bytes`); every key with a block is in one
+            of the lists, and no key is in two. Other values are up to the policy.
+        note: ``(state, kind, keys, count, positions, facts) -> (state, mark)``. Learn
+            from an event of a request with these keys. `jaxkv.policies.facts` lists the
+            events (`kind`, static) and their facts (i32[8]). `positions` (i32[K]) count
+            the blocks before each key in its prefix; 0 begins another prefix. `mark`
+            (i32[]) of `BEGIN` is a fact of `FINISH`. None if the policy ignores events:
+            then they cost nothing.
+        native: The same transitions in place, for callers in Python; None if there are
+            none: then these callers run the pure functions.
+        retains: Whether `note` handles `RETAIN`, which gives blocks a priority;
+            `jaxkv.policies.make_retained` makes such a policy.
+        always_evicts: Whether `evict` always succeeds if `num` blocks hold a key and
+            have a `ref_cnt` of 0.
+        hand_over: ``(state) -> Held``. Return the blocks for another policy, on the
+            host; None if the policy cannot be replaced.
+        take_over: ``(held, learned) -> state``. Make a state that takes over blocks in
+            place, on the host; `learned` (`Learned`) may be None. None if the policy
+            cannot replace another.
     """
 
     num_blocks: int
@@ -127,5 +126,5 @@ class Policy(NamedTuple):
 
     @property
     def listens(self) -> bool:
-        """Whether the policy uses facts about requests."""
+        """Whether the policy uses events of requests."""
         return self.note is not None

@@ -1,14 +1,13 @@
-"""The key directory: which entry holds a key, for a whole batch in one pass.
+"""The key directory: a hash table from keys to entries, looked up by the batch.
 
-A table of buckets with `SLOTS_PER_BUCKET` slots. Every key has two buckets and lives
-in one of them, the emptier at the time (balanced allocations: Azar, Broder, Karlin
-and Upfal, STOC 1994). A slot holds a 32-bit tag of the key and the number of an
-entry; the entry holds the key itself, so that a hit is confirmed over all 256 bits.
-Nothing grows: the sizes are fixed by `init`. A deletion empties its slot and leaves
-no trace.
+A table of buckets with `SLOTS_PER_BUCKET` slots. Every key has two buckets and goes to
+the emptier one (balanced allocations: Azar, Broder, Karlin and Upfal, STOC 1994). A
+slot holds a 32-bit tag of the key and the number of an entry; the entry holds the key
+itself, so that all 256 bits confirm a hit. `init` fixes all sizes. A deletion empties
+its slot, without a tombstone.
 
-Where this module speaks of an *entry*, E (one past the last) stands for "none":
-scatters with ``mode="drop"`` then ignore it, as they would not ignore -1.
+In pure functions the *entry* E (one past the last) stands for "none": scatters with
+``mode="drop"`` ignore it, but would not ignore -1.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from jaxkv.policies.xla import full, running_count
 from jaxkv.types import KEY_WORDS
 
 SLOTS_PER_BUCKET = 8
-"""Eight slots at a quarter of the load: two choices keep the fullest bucket at six or
-seven, and a look-up reads half of what it would with sixteen slots at half the load."""
+"""With eight slots at a load of 1/4, two choices fill the fullest bucket to six or
+seven; a look-up reads half as much as with sixteen slots at a load of 1/2."""
 
 FREE = 2**31 - 1
 """The entry of an empty slot."""
@@ -54,16 +53,16 @@ _FACTORS = np.cumprod(
 NO_ENTRY = -1
 
 GROUP = 32
-"""How many keys are looked for at a time."""
+"""Keys whose buckets are prefetched together."""
 
 _LOW = 0xFFFFFFFF
 
 _MAX_LOAD = 0.25
 _EMPTY_TAG = 0
-# One bit for each slot of a key's two buckets, and the bits of the first.
+# One bit for each slot of a key's two buckets, and the mask of the first bucket.
 _SLOT_BITS = np.uint32(1) << np.arange(2 * SLOTS_PER_BUCKET, dtype=np.uint32)
 _ONE_BUCKET = np.uint32((1 << SLOTS_PER_BUCKET) - 1)
-# Of a batch, how many rows may try again without the others: one in eight, or 256.
+# The maximum rows that bid again in a smaller batch: 1/8 of the batch, or 256.
 _LOSERS_SHARE = 8
 _MIN_LOSERS = 256
 
@@ -105,7 +104,7 @@ def finish(number: Any) -> Any:
 
 @inlined
 def address(directory: Any, keys: Any, row: int) -> Any:
-    """Compute a key's tag, which is not 0, and its two buckets."""
+    """Return a key's tag, which is not 0, and its two buckets."""
     first, second = np.uint64(0), np.uint64(0)
     for word in range(KEY_WORDS):
         first += np.uint64(keys[row, word]) * _FACTORS[0, word]
@@ -123,7 +122,7 @@ def address(directory: Any, keys: Any, row: int) -> Any:
 
 @inlined
 def tag_of(directory: Any, keys: Any, row: int) -> Any:
-    """Compute the tag of the key in a row."""
+    """Return the tag of the key in a row."""
     tag, _, _ = address(directory, keys, row)
     return tag
 
@@ -132,10 +131,10 @@ def tag_of(directory: Any, keys: Any, row: int) -> Any:
 def find_at(
     directory: Any, tag: Any, first: Any, second: Any, keys: Any, row: int
 ) -> Any:
-    """Find the entry of the key in a row, whose address is known, NO_ENTRY if none."""
+    """Find the entry of the key with a known address, NO_ENTRY if there is none."""
     match = np.int32(NO_ENTRY)
-    # A bit for each slot of both buckets that holds the tag: one or none, except that
-    # one look-up in 10^8 meets two equal tags.
+    # A bit for each slot of both buckets that holds the tag: at most one, except for
+    # two equal tags in one look-up of 10^8.
     matches = equal_words(directory.tags, first, tag)
     matches |= equal_words(directory.tags, second, tag) << np.uint64(SLOTS_PER_BUCKET)
     while matches:
@@ -163,8 +162,8 @@ def addresses(
 ) -> None:
     """Compute the addresses of rows `start` to `stop`, and prefetch their buckets.
 
-    They are on their way from memory together, while the first is read. Written, from 0
-    on, are the tags (u32[GROUP]) and two buckets per row (u64[2 * GROUP]).
+    The prefetches overlap. Writes the tags (u32[GROUP]) and two buckets per row
+    (u64[2 * GROUP]), both from index 0 on.
     """
     for row in range(start, stop):
         tag, first, second = address(directory, keys, row)
@@ -179,7 +178,7 @@ def find(directory: Directory, keys: Array, valid: Array) -> Array:
     num_entries = directory.keys.shape[0]
     tag, buckets = _address(keys, directory.tags.shape[0])
     matches = _slot_bits(directory.tags, buckets, tag)
-    # A key whose buckets are one and the same has every match twice.
+    # If a key's two buckets are equal, every match occurs twice.
     is_one_bucket = buckets[:, 0] == buckets[:, 1]
     matches = jnp.where(is_one_bucket, matches & _ONE_BUCKET, matches)
     matches = jnp.where(valid, matches, 0)
@@ -207,7 +206,7 @@ def find(directory: Directory, keys: Array, valid: Array) -> Array:
 
 @compiled
 def native_find(directory: Any, keys: Any, entries: Any) -> None:
-    """Write the entry of each key to i32[K], NO_ENTRY where it is absent."""
+    """In-place form of `find`: write i32[K], NO_ENTRY for absent keys."""
     tags = empty(GROUP, np.uint32)
     buckets = empty(2 * GROUP, np.uint64)
     num_keys = keys.shape[0]
@@ -223,10 +222,10 @@ def native_find(directory: Any, keys: Any, entries: Any) -> None:
 
 @compiled
 def find_prefix(directory: Any, keys: Any, entries: Any) -> Any:
-    """`find` up to the first key that is absent; return how many come before it."""
+    """Find leading keys up to the first miss; return their number."""
     num_keys = keys.shape[0]
     start, width = 0, 8
-    # A part at a time, as nothing after the first miss is of interest.
+    # In growing chunks, as entries after the first miss are not needed.
     while start < num_keys:
         stop = lesser(start + width, num_keys)
         native_find(directory, keys[start:stop], entries[start:stop])
@@ -246,27 +245,27 @@ def find_first(directory: Directory, keys: Array, count: Array) -> Array:
 def insert(
     directory: Directory, keys: Array, entries: Array
 ) -> tuple[Directory, Array]:
-    """Add keys that are absent and distinct; bool[K] are the keys that were added.
+    """Add absent, unique keys; return whether each was added (bool[K]).
 
-    Each key gets the unused entry in `entries` (i32[K], E for padding). It claims a
-    free slot of its emptier bucket. The result depends on nothing but the arguments. A
-    key is refused only if all slots of its two buckets are taken; at the load that
-    `init` provides for, uniform keys do not get there.
+    Each key gets the unused entry in `entries` (i32[K], E for padding) and a free slot
+    of its emptier bucket. The result depends only on the arguments. A key is refused
+    only if its two buckets are full, which uniform keys do not reach at the load that
+    `init` sets.
     """
     num_entries = directory.keys.shape[0]
     num_slots = directory.entries.shape[0]
     tag, buckets = _address(keys, directory.tags.shape[0])
-    # Start each key's search elsewhere, so that few rows propose the same slot.
-    turn = tag % SLOTS_PER_BUCKET
+    # Each key's search starts at another slot, so that few rows propose the same one.
+    rotation = tag % SLOTS_PER_BUCKET
 
     def propose(table: Array, rows: Array) -> tuple[Array, Array]:
-        pair, ahead = _read(buckets, rows), _read(turn, rows)
+        pair, shift = _read(buckets, rows), _read(rotation, rows)
         free = _slot_bits(table.reshape(-1, SLOTS_PER_BUCKET), pair, FREE)
         first, second = free & _ONE_BUCKET, free >> SLOTS_PER_BUCKET
         emptier = lax.population_count(second) > lax.population_count(first)
         free = jnp.where(emptier, second, first)
-        turned = (free >> ahead) | (free << (SLOTS_PER_BUCKET - ahead))
-        nearest = (_lowest(turned) + ahead.astype(jnp.int32)) % SLOTS_PER_BUCKET
+        rotated = (free >> shift) | (free << (SLOTS_PER_BUCKET - shift))
+        nearest = (_lowest(rotated) + shift.astype(jnp.int32)) % SLOTS_PER_BUCKET
         bucket = jnp.where(emptier, pair[:, 1], pair[:, 0])
         return bucket * SLOTS_PER_BUCKET + nearest, free > 0
 
@@ -286,11 +285,7 @@ def insert(
 
 @compiled
 def native_insert(directory: Any, keys: Any, entries: Any) -> None:
-    """Add keys that are absent and distinct.
-
-    Each key gets the unused entry in `entries` (i32[K], NO_ENTRY for none). NO_ENTRY is
-    written where the key finds no slot.
-    """
+    """In-place form of `insert`: NO_ENTRY is written to `entries` of refused keys."""
     num_rows = keys.shape[0]
     rows = empty(num_rows, np.int32)
     tags = empty(num_rows, np.uint32)
@@ -328,7 +323,7 @@ def native_insert(directory: Any, keys: Any, entries: Any) -> None:
 def insert_at(
     directory: Any, tag: Any, first: Any, second: Any, keys: Any, row: int, entry: int
 ) -> Any:
-    """Add the absent key in a row; return whether there was a slot for it."""
+    """Add the absent key in a row; return whether it was added."""
     slot = _propose(directory, tag, first, second)
     if slot >= 0:
         _take(directory, slot, tag, keys, row, entry)
@@ -336,7 +331,7 @@ def insert_at(
 
 
 def remove(directory: Directory, entries: Array) -> Directory:
-    """Forget the keys of `entries` (i32[K], each in use and once; E for padding)."""
+    """Forget the keys of `entries` (i32[K], unique and in use; E is skipped)."""
     num_slots = directory.entries.shape[0]
     slots = directory.slots.at[entries].get(mode="fill", fill_value=num_slots)
     return dataclasses.replace(
@@ -356,10 +351,7 @@ def native_remove(directory: Any, entry: int) -> None:
 
 @compiled
 def mark_first(keys: Any, wanted: Any) -> Any:
-    """Clear `wanted` (bool[K]) where an earlier wanted row has the same key.
-
-    The answer is how many rows are wanted after.
-    """
+    """Clear `wanted` (bool[K]) of rows that repeat a key; return the rows left."""
     num_rows = keys.shape[0]
     size = 16
     while size < 2 * num_rows:
@@ -369,7 +361,7 @@ def mark_first(keys: Any, wanted: Any) -> Any:
     for row in range(num_rows):
         if not wanted[row]:
             continue
-        # All words count: keys of others may differ in one bit of one word.
+        # All words count: foreign keys may differ in one bit of one word.
         number = np.uint64(0)
         for word in range(KEY_WORDS):
             number += np.uint64(keys[row, word]) * _FACTORS[0, word]
@@ -388,8 +380,8 @@ def mark_first(keys: Any, wanted: Any) -> Any:
 def _propose(directory: Any, tag: Any, first: int, second: int) -> Any:
     """Choose a free slot of the emptier bucket, -1 if there is none.
 
-    The search begins at a slot that depends on the tag, so that few rows of a batch
-    propose the same.
+    The search starts at a slot that depends on the tag, so that few rows of a batch
+    propose the same one.
     """
     free_first = equal_words(directory.tags, first, np.uint32(0))
     free_second = equal_words(directory.tags, second, np.uint32(0))
@@ -397,9 +389,9 @@ def _propose(directory: Any, tag: Any, first: int, second: int) -> Any:
     free = free_second if is_second else free_first
     proposal: Any = -1
     if free:
-        turn = np.uint64(tag) % np.uint64(SLOTS_PER_BUCKET)
-        turned = (free >> turn) | (free << (np.uint64(SLOTS_PER_BUCKET) - turn))
-        slot = (lowest_bit(turned) + turn) % np.uint64(SLOTS_PER_BUCKET)
+        shift = np.uint64(tag) % np.uint64(SLOTS_PER_BUCKET)
+        rotated = (free >> shift) | (free << (np.uint64(SLOTS_PER_BUCKET) - shift))
+        slot = (lowest_bit(rotated) + shift) % np.uint64(SLOTS_PER_BUCKET)
         bucket = second if is_second else first
         proposal = np.int64(bucket * np.uint64(SLOTS_PER_BUCKET) + slot)
     return proposal
@@ -414,17 +406,17 @@ def _take(directory: Any, slot: int, tag: Any, keys: Any, row: int, entry: int) 
 
 
 def tags_of(keys: Array) -> Array:
-    """Compute the tag of each key: u32[K], never 0."""
+    """Return the tag of each key: u32[K], never 0."""
     return _address(keys, 1)[0]
 
 
 def first_occurrence(keys: Array, valid: Array) -> Array:
-    """Mark the first row of every distinct key that is `valid` (bool[K]): bool[K]."""
+    """Mark the first row of each key among `valid` rows (bool[K]): bool[K]."""
     num_rows = keys.shape[0]
     num_places = 16 * num_rows
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    # A table of two rows of places. Every key has a place in each; its owner is the
-    # lowest row of the batch.
+    # Two hash tables in one array. A key has a place in each; the place's owner is the
+    # lowest row of the batch that has it.
     first, second = (hashes % num_places for hashes in _hash(keys))
     places = jnp.stack([first, second + num_places]).astype(jnp.int32)
     table = jnp.full((2 * num_places,), FREE, jnp.int32)
@@ -438,13 +430,13 @@ def first_occurrence(keys: Array, valid: Array) -> Array:
     owner = jnp.minimum(owners[0], num_rows - 1)
     repeats = jnp.all(_read(keys, owner) == keys, axis=1)
 
-    # Few rows find both their places with other keys: these are searched for in turn.
+    # Few rows share both places with other keys: search the batch for each of these.
     def search_for_one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        is_first, doubtful = carry
-        row = jnp.min(jnp.where(doubtful, rows, num_rows - 1))
+        is_first, unresolved = carry
+        row = jnp.min(jnp.where(unresolved, rows, num_rows - 1))
         same = valid & (rows < row) & jnp.all(keys == keys[row][None], axis=1)
         is_row = rows == row
-        return is_first | (is_row & ~jnp.any(same)), doubtful & ~is_row
+        return is_first | (is_row & ~jnp.any(same)), unresolved & ~is_row
 
     return lax.while_loop(
         lambda carry: jnp.any(carry[1]),
@@ -458,22 +450,20 @@ def _claim(
     wanted: Array,
     propose: Callable[[Array, Array], tuple[Array, Array]],
 ) -> tuple[Array, Array]:
-    """Assign places in a table to the rows of a batch, one row per place.
+    """Assign a place in `table` to each `wanted` row (bool[K]) of a batch.
 
-    A row takes a free place by writing its number there; where several bid for the same
-    place at the same time the lowest row gets it, and the others propose again. Places
-    of `table` (i32[P]) that are taken hold a number, the others `FREE`. For some rows,
-    ``propose(table, rows) -> (places, has_room)`` returns a free place that each tries
-    to get (i32[R]), and whether there is one (bool[R]). The answer is the table and the
-    place of each row that is `wanted` (bool[K]): i32[K], P where it has none.
+    A row claims a place by writing its number there. If several rows bid for a place in
+    one round, the lowest row wins, and the others propose again. Free places of `table`
+    (i32[P]) hold `FREE`. ``propose(table, rows) -> (places, has_room)`` returns a free
+    place for each row to bid for (i32[R]), and whether there is one (bool[R]). Returns
+    the table and the place of each row: i32[K], P for none.
     """
     num_rows, num_places = wanted.shape[0], table.shape[0]
     all_rows = jnp.arange(num_rows, dtype=jnp.int32)
-    # Few lose. Once they are at most this many they try again without the others.
+    # Few rows lose. Once at most `width` are left, only these bid again.
     width = min(num_rows, max(_MIN_LOSERS, num_rows // _LOSERS_SHARE))
 
-    # The place of a row that has none yet.
-    pending = -1
+    pending = -1  # The place of a row that has none yet.
 
     def bid(table: Array, rows: Array, places: Array) -> tuple[Array, Array]:
         """Bid once for `rows` (distinct); return the table and their `places`."""
@@ -506,8 +496,8 @@ def _claim(
         return lax.while_loop(
             is_any_left, lambda carry: bid(carry[0], all_rows, carry[1]), carry
         )
-    # In a round every row that is left tries, whatever the width: so how a batch is
-    # padded changes no result.
+    # Every row that is left bids in each round, whatever the width, so that padding
+    # does not change the result.
     carry = lax.while_loop(
         are_many_left, lambda carry: bid(carry[0], all_rows, carry[1]), carry
     )
@@ -515,7 +505,7 @@ def _claim(
 
 
 def _address(keys: Array, num_buckets: int) -> tuple[Array, Array]:
-    """Compute each key's tag, u32[K] and never empty, and buckets, i32[K, 2]."""
+    """Return each key's tag, u32[K] and not `_EMPTY_TAG`, and buckets, i32[K, 2]."""
     first, second = _hash(keys)
     tag = jnp.maximum(first ^ (second >> 7) * jnp.uint32(0x2545F491), _EMPTY_TAG + 1)
     buckets = jnp.stack([first, second], axis=1) & jnp.uint32(num_buckets - 1)
@@ -523,10 +513,9 @@ def _address(keys: Array, num_buckets: int) -> tuple[Array, Array]:
 
 
 def _hash(keys: Array) -> tuple[Array, Array]:
-    """Compute two hashes of each key, u32[K]."""
-    # Keys of jaxkv.keys.hashing are uniform already. Keys of others may differ in one
-    # bit of one word, so every word counts: a multilinear hash, finished as
-    # MurmurHash3 is.
+    """Return two hashes of each key, u32[K]."""
+    # Keys of jaxkv.keys.hashing are uniform. Foreign keys may differ in one bit of one
+    # word, so every word counts: a multilinear hash with the finish of MurmurHash3.
     sums = jnp.sum(keys[None] * _FACTORS[:, None], axis=2, dtype=jnp.uint32)
     first, second = _finish(sums)
     return first, second
@@ -542,8 +531,8 @@ def _finish(hashes: Array) -> Array:
 def _slot_bits(table: Array, buckets: Array, content: Array | int) -> Array:
     """Mark the slots of each key's buckets (i32[K, 2]) that hold `content`: u32[K].
 
-    Bits 0 to 7 are of the first bucket, bits 8 to 15 of the second. `content` has the
-    type of the table, [K] or one for all.
+    Bits 0 to 7 are of the first bucket, bits 8 to 15 of the second. `content` ([K], or
+    one for all) has the dtype of the table.
     """
     slots = _read(table, buckets).reshape(-1, _SLOT_BITS.size)
     wanted = jnp.asarray(content, table.dtype).reshape(-1, 1)
@@ -552,15 +541,15 @@ def _slot_bits(table: Array, buckets: Array, content: Array | int) -> Array:
 
 
 def _lowest(bits: Array) -> Array:
-    """Number the lowest bit that is set, 32 if none is: i32[K]."""
+    """Return the index of the lowest set bit, 32 if there is none: i32[K]."""
     return lax.population_count((bits & -bits) - 1).astype(jnp.int32)
 
 
 def _read(table: Array, indices: Array) -> Array:
-    """Read rows whose indices are in bounds, so that none has to be checked."""
+    """Read rows without bounds checks; the indices must be in bounds."""
     return table.at[indices].get(mode="promise_in_bounds")
 
 
 def _set_tags(tags: Array, slots: Array, tag: Array | int) -> Array:
-    """Write the tags of some slots; a slot past the end is ignored."""
+    """Write the tags of slots; a slot past the end is skipped."""
     return tags.reshape(-1).at[slots].set(tag, mode="drop").reshape(tags.shape)

@@ -1,10 +1,10 @@
-"""Notes on keys that have no block: a fixed table that forgets the oldest.
+"""Ghosts, labels of evicted keys: a 4-way associative table that drops the oldest.
 
-A ghost is a word, the upper bits of a key's tag and a note of the caller's, and the
-time of the key's last use. Four ghosts share a place, which the lower bits of the tag
-select, and a new one takes the slot of the oldest of the four. Two keys with one tag
-are taken for one, and two keys of one batch that choose the same slot leave one ghost:
-ghosts only feed statistics, and no look-up depends on them.
+A ghost is a word (the upper bits of a key's tag, and the caller's label) and the time
+of the key's last use. The lower bits of the tag select a set of four ghosts, where a
+new ghost replaces the oldest. Two keys with one tag share a ghost, and two keys of one
+batch that choose the same slot leave one ghost: ghosts only feed statistics, and no
+look-up depends on them.
 """
 
 from __future__ import annotations
@@ -21,31 +21,27 @@ from jaxkv.compiling import compiled, greater, inlined, prefetch
 from jaxkv.policies.xla import full
 
 WAYS = 4
-"""Ghosts that share a place; a new one takes that of the oldest of them."""
+"""Ghosts in a set."""
 
-NOTE_BITS = 12
-"""Bits of a ghost for its note; the others are of its key's tag."""
+LABEL_BITS = 12
+"""Bits of a ghost's word for its label; the others are bits of its key's tag."""
 
-NOTE_MASK = (1 << NOTE_BITS) - 1
+LABEL_MASK = (1 << LABEL_BITS) - 1
 NO_SLOT = -1
 _TIME_MASK = (1 << 32) - 1
-_TAG_MASK = np.uint32(~NOTE_MASK & _TIME_MASK)
+_TAG_MASK = np.uint32(~LABEL_MASK & _TIME_MASK)
 _WAY_BITS = 2
-_PLACE = np.uint64(2 * WAYS)
+_SET_WORDS = np.uint64(2 * WAYS)
 
-_OLDEST = np.uint32(0xFFFFFFFF)
+_MAX_AGE = np.uint32(0xFFFFFFFF)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ghosts:
-    """A table of ghosts. N places, G = 4 N slots.
+    """A table of ghosts. N sets, G = 4 N slots."""
 
-    Attributes:
-        table: u32[N, 8]. Tags and notes of four, 0 for none; and their keys' last uses.
-    """
-
-    table: Array
+    table: Array  # u32[N, 8]. The words of four ghosts, 0 for none, then their times.
 
     @property
     def num_slots(self) -> int:
@@ -55,22 +51,22 @@ class Ghosts:
 
 def init(num_ghosts: int) -> Ghosts:
     """Make an empty table of at least `num_ghosts`."""
-    num_places = 1
-    while num_places * WAYS < num_ghosts:
-        num_places *= 2
-    return Ghosts(full((num_places, 2 * WAYS), 0, jnp.uint32))
+    num_sets = 1
+    while num_sets * WAYS < num_ghosts:
+        num_sets *= 2
+    return Ghosts(full((num_sets, 2 * WAYS), 0, jnp.uint32))
 
 
 @inlined
 def fetch(ghosts: Any, tag: Any) -> None:
-    """Prefetch the place of a tag from memory."""
+    """Prefetch the set of a tag from memory."""
     last = np.uint64(ghosts.table.shape[0] - 1)
-    prefetch(ghosts.table, (np.uint64(tag) & last) * _PLACE)
+    prefetch(ghosts.table, (np.uint64(tag) & last) * _SET_WORDS)
 
 
 def find(ghosts: Ghosts, tags: Array) -> Array:
-    """Find the slot of each tag (u32[K]): i32[K], G where it has none."""
-    first, words, _ = _read_places(ghosts, tags)
+    """Find the slot of each tag (u32[K]): i32[K], G if it has no ghost."""
+    first, words, _ = _read_sets(ghosts, tags)
     matches = _matches(words, tags)
     slots = first * WAYS + jnp.argmax(matches, axis=1).astype(jnp.int32)
     return jnp.where(jnp.any(matches, axis=1), slots, ghosts.num_slots)
@@ -78,38 +74,38 @@ def find(ghosts: Ghosts, tags: Array) -> Array:
 
 @inlined
 def native_find(ghosts: Any, tag: Any) -> Any:
-    """Find the slot of a tag, NO_SLOT if it has none."""
+    """Find the slot of a tag, NO_SLOT if it has no ghost."""
     first = np.int64(tag) & (ghosts.table.shape[0] - 1)
-    upper, slot = np.uint32(tag) & _TAG_MASK, np.int64(NO_SLOT)
+    tag_bits, slot = np.uint32(tag) & _TAG_MASK, np.int64(NO_SLOT)
     for way in range(WAYS - 1, -1, -1):
         word = ghosts.table[first, way]
-        if word & _TAG_MASK == upper and word != 0:
+        if word & _TAG_MASK == tag_bits and word != 0:
             slot = first << _WAY_BITS | way
     return slot
 
 
 def choose(ghosts: Ghosts, tags: Array, now_ms: Array) -> Array:
-    """Choose a slot for each tag: its own, an empty one, or the oldest ghost's."""
-    first, words, last_ms = _read_places(ghosts, tags)
+    """Choose each tag's slot: of its ghost, else an empty one, else of the oldest."""
+    first, words, last_ms = _read_sets(ghosts, tags)
     matches = _matches(words, tags)
-    ages = jnp.where(words == 0, _OLDEST, now_ms - last_ms)
-    is_own = jnp.any(matches, axis=1)
-    ways = jnp.where(is_own, jnp.argmax(matches, axis=1), jnp.argmax(ages, axis=1))
+    ages = jnp.where(words == 0, _MAX_AGE, now_ms - last_ms)
+    has_ghost = jnp.any(matches, axis=1)
+    ways = jnp.where(has_ghost, jnp.argmax(matches, axis=1), jnp.argmax(ages, axis=1))
     return first * WAYS + ways.astype(jnp.int32)
 
 
 @inlined
 def native_choose(ghosts: Any, tag: Any, now_ms: int) -> Any:
-    """Choose a slot for a tag: its own, an empty one, or the oldest ghost's."""
+    """In-place form of `choose`, for one tag."""
     first = np.int64(tag) & (ghosts.table.shape[0] - 1)
-    upper, chosen = np.uint32(tag) & _TAG_MASK, first << _WAY_BITS
+    tag_bits, chosen = np.uint32(tag) & _TAG_MASK, first << _WAY_BITS
     oldest = np.int64(-1)
     for way in range(WAYS):
         word = ghosts.table[first, way]
         age = (now_ms - np.int64(ghosts.table[first, WAYS + way])) & _TIME_MASK
         if word == 0:
             age = np.int64(_TIME_MASK)
-        elif word & _TAG_MASK == upper:
+        elif word & _TAG_MASK == tag_bits:
             age = np.int64(_TIME_MASK + 1)
         if age > oldest:
             oldest = age
@@ -118,14 +114,14 @@ def native_choose(ghosts: Any, tag: Any, now_ms: int) -> Any:
 
 
 @inlined
-def note_at(ghosts: Any, slot: int) -> Any:
-    """Read the note of a ghost."""
-    return np.int64(ghosts.table[slot >> _WAY_BITS, slot & WAYS - 1]) & NOTE_MASK
+def label_at(ghosts: Any, slot: int) -> Any:
+    """Return the label of a ghost."""
+    return np.int64(ghosts.table[slot >> _WAY_BITS, slot & WAYS - 1]) & LABEL_MASK
 
 
 @inlined
-def last_at(ghosts: Any, slot: int) -> Any:
-    """Read the time of a ghost."""
+def last_ms_at(ghosts: Any, slot: int) -> Any:
+    """Return the time of a ghost's last use."""
     return np.int64(ghosts.table[slot >> _WAY_BITS, WAYS + (slot & WAYS - 1)])
 
 
@@ -136,22 +132,22 @@ def clear_at(ghosts: Any, slot: int) -> None:
 
 
 def read(ghosts: Ghosts, slots: Array) -> tuple[Array, Array]:
-    """Read notes and times: i32[K] and u32[K], 0 for no slot."""
+    """Read labels and times: i32[K] and u32[K], 0 for slot G."""
     cells, flat = _cells(slots), ghosts.table.reshape(-1)
     words = flat.at[cells].get(mode="fill", fill_value=0)
     last_ms = flat.at[cells + WAYS].get(mode="fill", fill_value=0)
-    return (words & NOTE_MASK).astype(jnp.int32), last_ms
+    return (words & LABEL_MASK).astype(jnp.int32), last_ms
 
 
 def write(
-    ghosts: Ghosts, slots: Array, tags: Array, notes: Array, last_ms: Array
+    ghosts: Ghosts, slots: Array, tags: Array, labels: Array, last_ms: Array
 ) -> Ghosts:
-    """Write ghosts; of those with the same slot the highest word and time stay.
+    """Write ghosts; where slots are equal, the highest word and time win.
 
-    `slots` (i32[K]) are from `choose`; G is skipped. `tags` are u32[K], `notes` i32[K],
-    `last_ms` u32[K], or u32[] for all.
+    `slots` (i32[K]) are from `choose`; G is skipped. `tags` are u32[K],
+    `labels` i32[K], `last_ms` u32[K], or u32[] for all.
     """
-    words = (tags & np.uint32(~NOTE_MASK & 0xFFFFFFFF)) | notes.astype(jnp.uint32)
+    words = (tags & _TAG_MASK) | labels.astype(jnp.uint32)
     last_ms = jnp.broadcast_to(last_ms, slots.shape)
     cells = jnp.concatenate([_cells(slots), _cells(slots) + WAYS])
     flat = ghosts.table.reshape(-1).at[cells].set(0, mode="drop")
@@ -160,7 +156,7 @@ def write(
 
 
 @compiled
-def native_write(ghosts: Any, slots: Any, tags: Any, notes: Any, last_ms: Any) -> None:
+def native_write(ghosts: Any, slots: Any, tags: Any, labels: Any, last_ms: Any) -> None:
     """In-place form of `write`; `slots` are i64[K], NO_SLOT for none."""
     for slot in slots:
         if slot >= 0:
@@ -170,14 +166,14 @@ def native_write(ghosts: Any, slots: Any, tags: Any, notes: Any, last_ms: Any) -
     for row in range(slots.shape[0]):
         if slots[row] >= 0:
             at, way = slots[row] >> _WAY_BITS, slots[row] & WAYS - 1
-            word = np.uint32((tags[row] & _TAG_MASK) | np.uint32(notes[row]))
+            word = np.uint32((tags[row] & _TAG_MASK) | np.uint32(labels[row]))
             ghosts.table[at, way] = greater(ghosts.table[at, way], word)
             last = last_ms[row * step]
             ghosts.table[at, WAYS + way] = greater(ghosts.table[at, WAYS + way], last)
 
 
 def clear(ghosts: Ghosts, slots: Array) -> Ghosts:
-    """Forget the ghosts in `slots` (i32[K], G for none)."""
+    """Forget the ghosts in `slots` (i32[K]; G is skipped)."""
     flat = ghosts.table.reshape(-1).at[_cells(slots)].set(0, mode="drop")
     return Ghosts(flat.reshape(ghosts.table.shape))
 
@@ -188,18 +184,18 @@ def count(ghosts: Ghosts) -> int:
 
 
 def _cells(slots: Array) -> Array:
-    """Return the cells of the words in slots; past the end for G."""
+    """Return the flat indices of the slots' words; past the end for G."""
     return slots // WAYS * (2 * WAYS) + slots % WAYS
 
 
-def _read_places(ghosts: Ghosts, tags: Array) -> tuple[Array, Array, Array]:
-    """Return the place of each tag, i32[K], and its words and times, u32[K, 4] each."""
+def _read_sets(ghosts: Ghosts, tags: Array) -> tuple[Array, Array, Array]:
+    """Return each tag's set, i32[K], and its words and times, u32[K, 4] each."""
     last = np.uint32(ghosts.table.shape[0] - 1)
     first = (tags & last).astype(jnp.int32)
-    places = ghosts.table.at[first].get(mode="promise_in_bounds")
-    return first, places[:, :WAYS], places[:, WAYS:]
+    sets = ghosts.table.at[first].get(mode="promise_in_bounds")
+    return first, sets[:, :WAYS], sets[:, WAYS:]
 
 
 def _matches(words: Array, tags: Array) -> Array:
-    """Mark the words (u32[K, 4]) of a tag (u32[K]): bool[K, 4]."""
-    return (words != 0) & ((words ^ tags[:, None]) >> NOTE_BITS == 0)
+    """Mark the words (u32[K, 4]) that match their tag (u32[K]): bool[K, 4]."""
+    return (words != 0) & ((words ^ tags[:, None]) >> LABEL_BITS == 0)

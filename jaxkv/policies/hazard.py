@@ -1,21 +1,21 @@
-"""Evict the blocks that are least likely to be used again for the room they take.
+"""Evict the blocks that reuse is least likely to need, for the room that they take.
 
-LRU knows when a block was used. This policy learns from requests how long blocks of
-each class of request take to be used again, and evicts accordingly.
+LRU knows only when a block was last used. This policy learns from requests how soon the
+blocks of each class of request are used again, and evicts accordingly.
 
-* The class of a request: which turn of its conversation it is (1, 2, 3 and 4, more);
-  which share of its blocks is new, in quarters; how many tokens it generated (not known
-  yet; less than 64, 256, 1024; more); and why it stopped, if known. The last two come
-  when it finishes. All its blocks get its class, and the time.
-* A turn: where the deepest block that is known of a request had no block after it so
-  far, the conversation goes on, and the request's turn is one more than that block's.
-* What is learned: `jaxkv.policies.reuse`. Keys without blocks are learned from as well,
-  as far as `jaxkv.policies.ghosts` remembers them.
-* What is evicted: the blocks with the lowest value; of equal ones the deepest. A block
-  is worth no less than those that follow it, which are useless without it.
+* The class of a request: its turn in the conversation (1, 2, 3 and 4, more); the share
+  of its blocks that are new, in quarters; the tokens it generated (unknown; less than
+  64, 256, 1024; more); and its stop reason, if known. The last two become known when it
+  finishes. All blocks of the request get its class and time.
+* The turn: if no block has followed the request's deepest known block yet, the request
+  continues that block's conversation, one turn later. Otherwise its turn is 1.
+* Learning: `jaxkv.policies.reuse` counts reuse by class and age, also reuse of evicted
+  keys that `jaxkv.policies.ghosts` still remembers.
+* Eviction: the block with the lowest value goes first, and the deepest of equal ones. A
+  block is worth at least as much as each block after it, which is useless without it.
 
-The values of all blocks are computed when a queue of the next victims has run out. It
-has room for one block in 16; what is used meanwhile leaves it. An entry is a block id.
+The values of all blocks are computed when the queue of the next victims is empty. It
+has room for one block in 16; a block that is used leaves it. An entry is a block id.
 """
 
 from __future__ import annotations
@@ -65,51 +65,51 @@ from jaxkv.policies.xla import after, full, running_count
 from jaxkv.types import NO_BLOCK
 
 NUM_SHARES = 4
-"""How many of a request's blocks were new, in quarters."""
+"""Classes by the share of a request's blocks that were new."""
 
 MAX_TURNS = 5
 TURN_BUCKETS = np.array([0, 0, 1, 2, 2, 3], np.int32)
-"""i32[6]. Turns 1, 2, 3 and 4, and 5 and more."""
+"""i32[6]. Class of each turn: 1, 2, 3 and 4, 5 and more."""
 
-NUM_ASKED = 4 * NUM_SHARES
-"""Classes of a request as it begins: by its turn, and by its share of new blocks."""
+NUM_BEGIN = 4 * NUM_SHARES
+"""Classes of a request that begins: by its turn and its share of new blocks."""
 
-ASKED_MASK = NUM_ASKED - 1
-"""Whatever a caller gives back as a mark, it is one of these classes."""
+BEGIN_MASK = NUM_BEGIN - 1
+"""Reduces any mark that a caller passes to one of these classes."""
 
 OUTPUT_STEPS = (64, 256, 1024)
 NUM_OUTPUTS = 2 + len(OUTPUT_STEPS)
-"""Classes by the output: not known (yet), and of less than 64, 256, 1024 or more."""
+"""Classes by tokens generated: unknown; less than 64, 256 or 1024; more."""
 
-NUM_CLASSES = 3 * NUM_OUTPUTS * NUM_ASKED
+NUM_CLASSES = 3 * NUM_OUTPUTS * NUM_BEGIN
 
-# A note: 8 bits of the class, 3 of the turn, and whether a block followed.
+# A label: 8 bits of the class, 3 of the turn, and whether a block followed.
 CLASS_MASK = 255
 TURN_SHIFT = 8
 TURN_MASK = 7
 CHILD = 1 << 11
 
-NO_NOTE = -1
+NO_LABEL = -1
 NO_PARENT = -1
-FIRST_NOTE = 1 << TURN_SHIFT
-"""The note that blocks get before the first request begins."""
+FIRST_LABEL = 1 << TURN_SHIFT
+"""The label of blocks that are inserted before the first request begins."""
 
 REBUILD_EVERY = 64
-"""Requests from one rebuild of the index to the next."""
+"""Requests between two rebuilds of the index."""
 
 TICK_MS = 1024
-"""How far each `touch` advances the clock until a call gives the time."""
+"""How far each `touch` advances the clock until `note` sets the time."""
 
 FLOPS_TOKENS = 30_000
-"""Where the attention of a token costs as much as the rest of the model."""
+"""Context at which the attention of a token costs as much as the rest of the model."""
 
-UNKNOWN_SIZE = 1 << 20
+UNKNOWN_BLOCK_TOKENS = 1 << 20
 
 _NUM_BUCKETS = 1 << 12
-_FEW = 32
+_SORT_RUN = 32
 
 NUM_GHOSTS = 1 << 16
-"""Keys without a block that are remembered."""
+"""Evicted keys that are remembered."""
 
 _QUEUE_SHARE = 16
 _MAX_VALUE = 0x7FFFFFFF
@@ -118,26 +118,25 @@ _MAX_VALUE = 0x7FFFFFFF
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HazardState:
-    """The blocks that are held, and the lessons learned. Q = B / 16."""
+    """The resident blocks, and what was learned. Q = B / 16."""
 
     directory: Directory  # The block that holds a key.
-    notes: Array
+    labels: Array
     """i32[B]. Class and turn of the last request that used the block, and whether a
     block ever followed; -1 where the block holds no key."""
-    last_ms: Array  # u32[B]. The time of its last use.
-    depths: Array  # i32[B]. Blocks before it in its prefix, as far as that is known.
+    last_ms: Array  # u32[B]. The time of the block's last use.
+    depths: Array  # i32[B]. Blocks before it in its prefix, or in its insert batch.
     parents: Array  # i32[B]. The block before it, or -1.
-    ghosts: Ghosts  # The notes of keys without a block.
-    reuse: ReuseTable  # The uses learned from.
+    ghosts: Ghosts  # The labels of evicted keys.
+    reuse: ReuseTable  # Reuse statistics of each class.
     queue: Array  # i32[Q]. The next victims; B for none.
-    queue_ends: Array
-    """i32[2]. The first of them that is left, and the one past the last."""
-    is_queued: Array  # bool[B]. Whether the block is among them and was not used since.
-    now_ms: Array  # u32[]. The time of the last note.
-    is_told: Array  # bool[]. Whether it is known.
+    queue_ends: Array  # i32[2]. Queue positions of the next victim, and past the last.
+    is_queued: Array  # bool[B]. Whether the block is queued and was not used since.
+    now_ms: Array  # u32[]. The time of the last `note`.
+    has_time: Array  # bool[]. Whether `note` has set the time.
     num_begun: Array  # i32[]. Requests that began since the last rebuild.
-    current: Array  # i32[]. The note of the request that began last.
-    block_tokens: Array  # i32[]. Tokens in a block, as far as requests showed.
+    current: Array  # i32[]. The label of the request that began last.
+    block_tokens: Array  # i32[]. Tokens in a block, estimated from requests.
     by_flops: Array  # bool[]. Whether deeper blocks have higher values.
 
 
@@ -145,7 +144,7 @@ def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
     """Make an empty cache of `num_blocks`."""
     return HazardState(
         directory=directory_lib.init(num_blocks),
-        notes=full((num_blocks,), NO_NOTE, jnp.int32),
+        labels=full((num_blocks,), NO_LABEL, jnp.int32),
         last_ms=full((num_blocks,), 0, jnp.uint32),
         depths=full((num_blocks,), 0, jnp.int32),
         parents=full((num_blocks,), NO_PARENT, jnp.int32),
@@ -155,10 +154,10 @@ def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
         queue_ends=full((2,), 0, jnp.int32),
         is_queued=full((num_blocks,), False, jnp.bool_),
         now_ms=full((), 0, jnp.uint32),
-        is_told=full((), False, jnp.bool_),
+        has_time=full((), False, jnp.bool_),
         num_begun=full((), 0, jnp.int32),
-        current=full((), FIRST_NOTE, jnp.int32),
-        block_tokens=full((), UNKNOWN_SIZE, jnp.int32),
+        current=full((), FIRST_LABEL, jnp.int32),
+        block_tokens=full((), UNKNOWN_BLOCK_TOKENS, jnp.int32),
         by_flops=full((), by_flops, jnp.bool_),
     )
 
@@ -166,11 +165,11 @@ def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
 def touch(state: HazardState, keys: Array, count: Array, ready: Array) -> HazardState:
     """Record a use of each key; see `Policy.touch`.
 
-    It teaches nothing: `note` does. Before the first note, which gives the time, uses
-    have times in their order, so that blocks are evicted much as by LRU.
+    The policy learns from `note` only. Until the first `note` sets the time, each call
+    advances the clock, so that blocks are evicted much as by LRU.
     """
     del ready
-    tick = jnp.where(state.is_told | (count == 0), 0, TICK_MS).astype(jnp.uint32)
+    tick = jnp.where(state.has_time | (count == 0), 0, TICK_MS).astype(jnp.uint32)
     now_ms = state.now_ms + tick
     entries = directory_lib.find_first(state.directory, keys, count)
     return dataclasses.replace(
@@ -184,7 +183,7 @@ def touch(state: HazardState, keys: Array, count: Array, ready: Array) -> Hazard
 @compiled
 def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
     """In-place form of `touch`."""
-    if not state.is_told[()] and entries.shape[0] > 0:
+    if not state.has_time[()] and entries.shape[0] > 0:
         state.now_ms[()] = (np.int64(state.now_ms[()]) + TICK_MS) & clock.TIME_MASK
     for entry in entries:
         if entry >= 0:
@@ -222,54 +221,54 @@ def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) ->
 def _begin(
     state: HazardState, keys: Array, count: Array, positions: Array, facts: Array
 ) -> tuple[HazardState, Array]:
-    """Learn which blocks are used again, and give all the request's class."""
+    """Count the blocks that are used again, and label all with the request's class."""
     rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    is_meant = rows < count
-    now_ms = later(state.now_ms, state.is_told, facts[NOW_MS])
+    is_valid = rows < count
+    now_ms = later(state.now_ms, state.has_time, facts[NOW_MS])
     num_begun = state.num_begun + 1
     reuse = lax.cond(
         num_begun == REBUILD_EVERY, reuse_lib.rebuild, lambda table: table, state.reuse
     )
-    num_blocks = jnp.max(jnp.where(is_meant, positions + 1, 1))
-    size = jnp.maximum(facts[NUM_TOKENS] // num_blocks, 1)
-    size = jnp.where(count > 0, size, UNKNOWN_SIZE)
+    num_blocks = jnp.max(jnp.where(is_valid, positions + 1, 1))
+    block_tokens = jnp.maximum(facts[NUM_TOKENS] // num_blocks, 1)
+    block_tokens = jnp.where(count > 0, block_tokens, UNKNOWN_BLOCK_TOKENS)
 
-    notes, last_ms, entries, tags = _known(state, keys, is_meant)
-    reads = notes, last_ms
-    is_known = notes >= 0
-    classes = jnp.where(is_known, notes & CLASS_MASK, 0)
+    labels, last_ms, entries, tags = _find_labels(state, keys, is_valid)
+    reads = labels, last_ms
+    is_known = labels >= 0
+    classes = jnp.where(is_known, labels & CLASS_MASK, 0)
     reuse = reuse_lib.count(reuse, classes, now_ms - last_ms, is_known)
 
     is_leading = is_known & ((positions > 0) | (rows == 0))
     num_known = jnp.min(jnp.where(is_leading, rows.size, rows))
-    deepest = notes[jnp.maximum(num_known - 1, 0)]
+    deepest = labels[jnp.maximum(num_known - 1, 0)]
     goes_on = (num_known > 0) & (deepest & CHILD == 0)
     next_turn = ((deepest >> TURN_SHIFT) & TURN_MASK) + 1
     turn = jnp.where(goes_on, jnp.minimum(next_turn, MAX_TURNS), 1)
-    num_new = jnp.sum(is_meant & ~is_known, dtype=jnp.int32)
+    num_new = jnp.sum(is_valid & ~is_known, dtype=jnp.int32)
     share = NUM_SHARES * num_new // jnp.maximum(count, 1)
     share = jnp.minimum(share, NUM_SHARES - 1)
     buckets = jnp.asarray(TURN_BUCKETS)
     mark = buckets[turn] * NUM_SHARES + share | turn << TURN_SHIFT
 
-    new_notes = _notes_of_request(notes, positions, count, mark)
+    new_labels = _labels_of_request(labels, positions, count, mark)
     state = dataclasses.replace(
         state,
         reuse=reuse,
         now_ms=now_ms,
-        is_told=jnp.ones_like(state.is_told),
+        has_time=jnp.ones_like(state.has_time),
         num_begun=jnp.where(num_begun == REBUILD_EVERY, 0, num_begun),
         current=mark,
-        block_tokens=jnp.minimum(state.block_tokens, size),
+        block_tokens=jnp.minimum(state.block_tokens, block_tokens),
     )
-    is_absent = is_meant & (entries == _num_blocks(state))
-    return _write_notes(state, entries, is_absent, tags, new_notes, mark, reads), mark
+    is_absent = is_valid & (entries == _num_blocks(state))
+    return _write_labels(state, entries, is_absent, tags, new_labels, mark, reads), mark
 
 
 @compiled
 def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     num_rows = keys.shape[0]
-    clock.tell(state, facts[NOW_MS])
+    clock.set_time(state, facts[NOW_MS])
     now: Any = np.int64(state.now_ms[()])
     state.num_begun[()] += 1
     if state.num_begun[()] == REBUILD_EVERY:
@@ -279,44 +278,44 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     for row in range(num_rows):
         num_blocks = greater(num_blocks, positions[row] + 1)
     if num_rows:
-        size: Any = np.int64(facts[NUM_TOKENS]) // num_blocks
+        block_tokens: Any = np.int64(facts[NUM_TOKENS]) // num_blocks
         state.block_tokens[()] = lesser(
-            np.int64(state.block_tokens[()]), greater(size, 1)
+            np.int64(state.block_tokens[()]), greater(block_tokens, 1)
         )
 
     entries = empty(num_rows, np.int32)
     directory_lib.native_find(state.directory, keys, entries)
     slots = filled(num_rows, -1, np.int64)
     tags = empty(num_rows, np.uint32)
-    notes = empty(num_rows, np.int32)
+    labels = empty(num_rows, np.int32)
     num_new, num_known, is_leading = 0, 0, True
     deepest: Any = np.int64(0)
     _fetch_ghosts(state, keys, entries, tags)
     for row in range(num_rows):
         entry = entries[row]
-        note: Any = np.int64(NO_NOTE)
+        label: Any = np.int64(NO_LABEL)
         last: Any = np.int64(0)
         if entry >= 0:
-            note = np.int64(state.notes[entry])
+            label = np.int64(state.labels[entry])
             last = np.int64(state.last_ms[entry])
         else:
             slot = ghosts_lib.native_find(state.ghosts, tags[row])
             if slot >= 0:
-                note = ghosts_lib.note_at(state.ghosts, slot)
-                last = ghosts_lib.last_at(state.ghosts, slot)
+                label = ghosts_lib.label_at(state.ghosts, slot)
+                last = ghosts_lib.last_ms_at(state.ghosts, slot)
                 slots[row] = slot
             else:
                 slots[row] = ghosts_lib.native_choose(state.ghosts, tags[row], now)
-        is_leading &= note >= 0 and (positions[row] > 0 or row == 0)
-        if note >= 0:
+        is_leading &= label >= 0 and (positions[row] > 0 or row == 0)
+        if label >= 0:
             age = clock.age_of(now, last)
-            reuse_lib.native_count(state.reuse, note & CLASS_MASK, age)
+            reuse_lib.native_count(state.reuse, label & CLASS_MASK, age)
             if is_leading:
                 num_known += 1
-                deepest = note
+                deepest = label
         else:
             num_new += 1
-        notes[row] = greater(note, 0) & CHILD
+        labels[row] = greater(label, 0) & CHILD
 
     turn: Any = np.int64(1)
     if num_known and not deepest & CHILD:
@@ -324,28 +323,28 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     share = lesser(NUM_SHARES * num_new // greater(num_rows, 1), NUM_SHARES - 1)
     mark = TURN_BUCKETS[turn] * NUM_SHARES + share | turn << TURN_SHIFT
     state.current[()] = mark
-    _native_write_notes(state, positions, entries, slots, tags, notes, mark)
+    _native_write_labels(state, positions, entries, slots, tags, labels, mark)
     return mark
 
 
 def _finish(
     state: HazardState, keys: Array, count: Array, positions: Array, facts: Array
 ) -> HazardState:
-    """Complete the class of a request's blocks."""
+    """Relabel a request's blocks with its final class."""
     num_blocks = _num_blocks(state)
     rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    is_meant = rows < count
-    now_ms = later(state.now_ms, state.is_told, facts[NOW_MS])
+    is_valid = rows < count
+    now_ms = later(state.now_ms, state.has_time, facts[NOW_MS])
     steps, mark = jnp.asarray(OUTPUT_STEPS, jnp.int32), facts[MARK]
     output = 1 + jnp.sum(facts[NUM_OUTPUT] >= steps, dtype=jnp.int32)
     output = jnp.where(facts[NUM_OUTPUT] < 0, 0, output)
-    of_class = (facts[STOP] * NUM_OUTPUTS + output) * NUM_ASKED + (mark & ASKED_MASK)
-    mark = of_class | (mark & TURN_MASK << TURN_SHIFT)
-    touches = state.reuse.touches.at[of_class].add(UNIT * count)
+    class_id = (facts[STOP] * NUM_OUTPUTS + output) * NUM_BEGIN + (mark & BEGIN_MASK)
+    mark = class_id | (mark & TURN_MASK << TURN_SHIFT)
+    touches = state.reuse.touches.at[class_id].add(UNIT * count)
 
-    notes, _, entries, tags = _known(state, keys, is_meant)
-    reads = (notes,)
-    new_notes = _notes_of_request(notes, positions, count, mark)
+    labels, _, entries, tags = _find_labels(state, keys, is_valid)
+    reads = (labels,)
+    new_labels = _labels_of_request(labels, positions, count, mark)
     before = jnp.roll(entries, 1)
     has_parent = (rows > 0) & (positions > 0) & (before < num_blocks)
     parents = jnp.where(has_parent, before, NO_PARENT)
@@ -353,18 +352,18 @@ def _finish(
         state,
         reuse=dataclasses.replace(state.reuse, touches=touches),
         now_ms=now_ms,
-        is_told=jnp.ones_like(state.is_told),
-        depths=_put_most(state.depths, entries, positions),
-        parents=_put_most(state.parents, entries, parents),
+        has_time=jnp.ones_like(state.has_time),
+        depths=_scatter_max(state.depths, entries, positions),
+        parents=_scatter_max(state.parents, entries, parents),
     )
-    is_absent = is_meant & (entries == num_blocks)
-    return _write_notes(state, entries, is_absent, tags, new_notes, mark, reads)
+    is_absent = is_valid & (entries == num_blocks)
+    return _write_labels(state, entries, is_absent, tags, new_labels, mark, reads)
 
 
 @compiled
 def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
     num_rows = keys.shape[0]
-    clock.tell(state, facts[NOW_MS])
+    clock.set_time(state, facts[NOW_MS])
     now: Any = np.int64(state.now_ms[()])
     output: Any = np.int64(0)
     if facts[NUM_OUTPUT] >= 0:
@@ -372,42 +371,42 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
         for step in OUTPUT_STEPS:
             output += facts[NUM_OUTPUT] >= step
     mark = facts[MARK]
-    of_class = (facts[STOP] * NUM_OUTPUTS + output) * NUM_ASKED + (mark & ASKED_MASK)
-    mark = of_class | (mark & TURN_MASK << TURN_SHIFT)
-    state.reuse.touches[of_class] += reuse_lib.UNIT * num_rows
+    class_id = (facts[STOP] * NUM_OUTPUTS + output) * NUM_BEGIN + (mark & BEGIN_MASK)
+    mark = class_id | (mark & TURN_MASK << TURN_SHIFT)
+    state.reuse.touches[class_id] += reuse_lib.UNIT * num_rows
 
     entries = empty(num_rows, np.int32)
     directory_lib.native_find(state.directory, keys, entries)
     slots = filled(num_rows, -1, np.int64)
     tags = empty(num_rows, np.uint32)
-    notes = empty(num_rows, np.int32)
+    labels = empty(num_rows, np.int32)
     _fetch_ghosts(state, keys, entries, tags)
     for row in range(num_rows):
         entry = entries[row]
-        note: Any = np.int64(NO_NOTE)
+        label: Any = np.int64(NO_LABEL)
         if entry >= 0:
             state.depths[entry] = -1
             state.parents[entry] = NO_PARENT
         else:
             slots[row] = ghosts_lib.native_find(state.ghosts, tags[row])
             if slots[row] >= 0:
-                note = ghosts_lib.note_at(state.ghosts, slots[row])
+                label = ghosts_lib.label_at(state.ghosts, slots[row])
             else:
                 slots[row] = ghosts_lib.native_choose(state.ghosts, tags[row], now)
-        notes[row] = greater(note, 0) & CHILD
+        labels[row] = greater(label, 0) & CHILD
     for row in range(num_rows):
         entry = entries[row]
         if entry >= 0:
             state.depths[entry] = greater(state.depths[entry], positions[row])
             if row > 0 and positions[row] > 0:
                 state.parents[entry] = greater(state.parents[entry], entries[row - 1])
-    _native_write_notes(state, positions, entries, slots, tags, notes, mark)
+    _native_write_labels(state, positions, entries, slots, tags, labels, mark)
 
 
 def insert(state: HazardState, keys: Array, block_ids: Array) -> InsertResult:
     """Add new keys; see `Policy.insert`.
 
-    A key of an earlier request has a ghost, whose note and time its block gets.
+    The block of a key with a ghost gets the ghost's label and time.
     """
     num_blocks = _num_blocks(state)
     wanted = block_ids != NO_BLOCK
@@ -416,10 +415,10 @@ def insert(state: HazardState, keys: Array, block_ids: Array) -> InsertResult:
     entries = jnp.where(inserted, entries, num_blocks)
     slots = ghosts_lib.find(state.ghosts, directory_lib.tags_of(keys))
     slots = jnp.where(inserted, slots, state.ghosts.num_slots)
-    ghost_notes, ghost_ms = ghosts_lib.read(state.ghosts, slots)
+    ghost_labels, ghost_ms = ghosts_lib.read(state.ghosts, slots)
     is_ghost = slots < state.ghosts.num_slots
-    notes = jnp.where(is_ghost, ghost_notes, state.current)
-    last_ms = jnp.where(is_ghost & state.is_told, ghost_ms, state.now_ms)
+    labels = jnp.where(is_ghost, ghost_labels, state.current)
+    last_ms = jnp.where(is_ghost & state.has_time, ghost_ms, state.now_ms)
     rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
     before = jnp.roll(jnp.where(inserted, block_ids, NO_PARENT), 1)
     parents = jnp.where(rows > 0, before, NO_PARENT)
@@ -427,11 +426,11 @@ def insert(state: HazardState, keys: Array, block_ids: Array) -> InsertResult:
         dataclasses.replace(
             state,
             directory=directory,
-            notes=state.notes.at[entries].set(notes, mode="drop"),
+            labels=state.labels.at[entries].set(labels, mode="drop"),
             last_ms=state.last_ms.at[entries].set(last_ms, mode="drop"),
             depths=state.depths.at[entries].set(rows, mode="drop"),
             parents=state.parents.at[entries].set(parents, mode="drop"),
-            ghosts=ghosts_lib.clear(state.ghosts, after(slots, ghost_notes, ghost_ms)),
+            ghosts=ghosts_lib.clear(state.ghosts, after(slots, ghost_labels, ghost_ms)),
         ),
         inserted,
     )
@@ -448,12 +447,12 @@ def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
         if block != NO_BLOCK:
             tag = directory_lib.tag_of(state.directory, keys, row)
             slots[row] = ghosts_lib.native_find(state.ghosts, tag)
-            note, last = np.int64(state.current[()]), np.int64(state.now_ms[()])
+            label, last = np.int64(state.current[()]), np.int64(state.now_ms[()])
             if slots[row] >= 0:
-                note = ghosts_lib.note_at(state.ghosts, slots[row])
-                if state.is_told[()]:
-                    last = ghosts_lib.last_at(state.ghosts, slots[row])
-            state.notes[block] = note
+                label = ghosts_lib.label_at(state.ghosts, slots[row])
+                if state.has_time[()]:
+                    last = ghosts_lib.last_ms_at(state.ghosts, slots[row])
+            state.labels[block] = label
             state.last_ms[block] = last
             state.depths[block] = row
             state.parents[block] = block_ids[row - 1] if row else NO_PARENT
@@ -475,67 +474,67 @@ def native_remove(state: Any, entries: Any) -> None:
     for entry in entries:
         if entry >= 0:
             directory_lib.native_remove(state.directory, entry)
-            state.notes[entry] = NO_NOTE
+            state.labels[entry] = NO_LABEL
             state.is_queued[entry] = False
 
 
 def evict(state: HazardState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
-    """Evict the blocks that are worth least; see `Policy.evict`."""
-    num_blocks, room = _num_blocks(state), state.queue.size
+    """Evict the blocks with the lowest values; see `Policy.evict`."""
+    num_blocks, queue_size = _num_blocks(state), state.queue.size
     queue = jnp.minimum(state.queue, num_blocks - 1)
-    at = jnp.arange(room, dtype=jnp.int32)
-    usable = (at >= state.queue_ends[0]) & (at < state.queue_ends[1])
-    usable &= state.is_queued[queue] & (ref_cnt[queue] == 0)
-    rank = running_count(usable) - 1
+    positions = jnp.arange(queue_size, dtype=jnp.int32)
+    is_usable = (positions >= state.queue_ends[0]) & (positions < state.queue_ends[1])
+    is_usable &= state.is_queued[queue] & (ref_cnt[queue] == 0)
+    rank = running_count(is_usable) - 1
     is_short = num > rank[-1] + 1
-    size = max(width, room)
+    size = max(width, queue_size)
     chosen, num_idle = lax.cond(
         is_short,
-        lambda: _choose_lowest(state, jnp.maximum(num, room), ref_cnt, size),
+        lambda: _choose_lowest(state, jnp.maximum(num, queue_size), ref_cnt, size),
         lambda: (jnp.full((size,), num_blocks, jnp.int32), num),
     )
     ok = num_idle >= num
 
-    is_taken = usable & (rank < num) & ~is_short
+    is_taken = is_usable & (rank < num) & ~is_short
     row = jnp.arange(width, dtype=jnp.int32)
     from_queue = jnp.full((width,), num_blocks, jnp.int32)
     from_queue = from_queue.at[jnp.where(is_taken, rank, width)].set(queue, mode="drop")
     victims = jnp.where(is_short, chosen[:width], from_queue)
     victims = jnp.where(ok & (row < num), victims, num_blocks)
 
-    is_new = is_short & ok
-    padded = jnp.concatenate([chosen, jnp.full((room,), num_blocks, jnp.int32)])
-    rest = lax.dynamic_slice(padded, (jnp.minimum(num, size),), (room,))
-    head = jnp.max(jnp.where(is_taken, at + 1, state.queue_ends[0]))
+    is_refilled = is_short & ok
+    padded = jnp.concatenate([chosen, jnp.full((queue_size,), num_blocks, jnp.int32)])
+    new_queue = lax.dynamic_slice(padded, (jnp.minimum(num, size),), (queue_size,))
+    head = jnp.max(jnp.where(is_taken, positions + 1, state.queue_ends[0]))
     ends = jnp.stack([head, state.queue_ends[1]])
-    num_rest = jnp.minimum(num_idle, jnp.maximum(num, room)) - num
-    new_ends = jnp.stack([jnp.zeros_like(num_rest), num_rest])
-    old = jnp.where(is_new, state.queue, num_blocks)
-    is_queued = state.is_queued.at[old].set(False, mode="drop")
-    new = jnp.where(is_new, rest, num_blocks)
+    num_queued = jnp.minimum(num_idle, jnp.maximum(num, queue_size)) - num
+    refilled_ends = jnp.stack([jnp.zeros_like(num_queued), num_queued])
+    dequeued = jnp.where(is_refilled, state.queue, num_blocks)
+    is_queued = state.is_queued.at[dequeued].set(False, mode="drop")
+    enqueued = jnp.where(is_refilled, new_queue, num_blocks)
 
     slot = state.directory.slots.at[victims].get(mode="fill", fill_value=0)
     tags = state.directory.tags[slot // SLOTS_PER_BUCKET, slot % SLOTS_PER_BUCKET]
-    notes = state.notes.at[victims].get(mode="fill", fill_value=0)
+    labels = state.labels.at[victims].get(mode="fill", fill_value=0)
     last_ms = state.last_ms.at[victims].get(mode="fill", fill_value=0)
     chosen_slots = ghosts_lib.choose(state.ghosts, tags, state.now_ms)
     ghosts = ghosts_lib.write(
         state.ghosts,
         jnp.where(victims < num_blocks, chosen_slots, state.ghosts.num_slots),
         tags,
-        notes,
+        labels,
         last_ms,
     )
     keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
     state = dataclasses.replace(
         state,
-        queue=jnp.where(is_new, rest, state.queue),
-        queue_ends=jnp.where(is_new, new_ends, ends),
-        is_queued=is_queued.at[new].set(True, mode="drop"),
+        queue=jnp.where(is_refilled, new_queue, state.queue),
+        queue_ends=jnp.where(is_refilled, refilled_ends, ends),
+        is_queued=is_queued.at[enqueued].set(True, mode="drop"),
         ghosts=ghosts,
     )
-    # Which will be overwritten.
-    victims = after(victims, slot, tags, notes, last_ms, keys)
+    # The rows of the victims, which were read above, are overwritten now.
+    victims = after(victims, slot, tags, labels, last_ms, keys)
     return EvictResult(
         state=_remove(state, victims),
         block_ids=jnp.where(victims < num_blocks, victims, NO_BLOCK),
@@ -566,7 +565,7 @@ def native_evict(
     now: Any = np.int64(state.now_ms[()])
     slots = empty(num, np.int64)
     tags = empty(num, np.uint32)
-    notes = empty(num, np.int32)
+    labels = empty(num, np.int32)
     last_ms = empty(num, np.uint32)
     directory = state.directory
     for row in range(num):
@@ -580,35 +579,35 @@ def native_evict(
     for row in range(num):
         block = victims[row]
         slots[row] = ghosts_lib.native_choose(state.ghosts, tags[row], now)
-        notes[row], last_ms[row] = state.notes[block], state.last_ms[block]
+        labels[row], last_ms[row] = state.labels[block], state.last_ms[block]
         copy_row(keys, row, directory.keys, block)
-    ghosts_lib.native_write(state.ghosts, slots, tags, notes, last_ms)
+    ghosts_lib.native_write(state.ghosts, slots, tags, labels, last_ms)
     native_remove(state, victims)
     return True
 
 
 @inlined
 def parent_of(state: Any, block: int) -> Any:
-    """Return the block before a block in its prefix, NO_PARENT if it has left."""
+    """Return the block before a block in its prefix, NO_PARENT if it was evicted."""
     parent = np.int64(state.parents[block])
-    # Another block may have come in its place.
+    # The parent's block may hold another key by now.
     if parent >= 0 and (
-        state.notes[parent] < 0 or state.depths[parent] != state.depths[block] - 1
+        state.labels[parent] < 0 or state.depths[parent] != state.depths[block] - 1
     ):
         parent = np.int64(NO_PARENT)
     return parent
 
 
 def snapshot(state: HazardState) -> dict[str, Any]:
-    """Show a state to a reader. For the host, not for jit.
+    """Describe a state. For the host, not for jit.
 
     Returns:
-        The keys in "order", the first to be evicted first; "now_ms", the time;
-        "ghosts", how many keys without a block are known; and "touches", how many
-        blocks requests of each class have used, in sixteenths and decayed.
+        "order", the keys in the order of eviction; "now_ms", the time; "ghosts", the
+        number of evicted keys remembered; and "touches", the blocks that requests of
+        each class used, in sixteenths and decayed.
     """
-    values = np.asarray(_worths(state))
-    held = np.flatnonzero(np.asarray(state.notes) >= 0)
+    values = np.asarray(_final_values(state))
+    held = np.flatnonzero(np.asarray(state.labels) >= 0)
     depths = np.asarray(state.depths)
     in_order = held[np.lexsort((held, -depths[held], values[held]))]
     return {
@@ -620,8 +619,8 @@ def snapshot(state: HazardState) -> dict[str, Any]:
 
 
 def hand_over(state: HazardState) -> Held:
-    """Return the held blocks; of those used at the same time, the deepest first."""
-    held = np.flatnonzero(np.asarray(state.notes) >= 0)
+    """Return the resident blocks by last use, at equal times the deepest first."""
+    held = np.flatnonzero(np.asarray(state.labels) >= 0)
     ages = np.asarray(state.now_ms) - np.asarray(state.last_ms)[held]
     ranks = (~ages).astype(np.uint64) << np.uint64(32)
     ranks |= (_MAX_VALUE - np.asarray(state.depths)[held]).astype(np.uint64)
@@ -637,31 +636,31 @@ def take_over(
 ) -> HazardState:
     """Make the state for blocks in their order of use.
 
-    Their classes, times and values are learned elsewhere. Without that all are alike,
-    as after a first request.
+    Classes, times and values come from `learned`; without it all blocks are equal.
     """
     blocks, state = held.blocks, init(num_blocks, num_ghosts, by_flops)
-    # Of equal blocks the deepest goes first: that is the order, until a request begins.
+    # The deepest of equal blocks goes first, so depths keep the order of use until a
+    # request begins.
     depths: Any = np.array(state.depths)
     depths[blocks] = np.arange(blocks.size, dtype=np.int32)[::-1]
-    notes: Any = np.array(state.notes)
-    notes[blocks] = FIRST_NOTE
+    labels: Any = np.array(state.labels)
+    labels[blocks] = FIRST_LABEL
     last_ms: Any = np.array(state.last_ms)
     if learned is not None:
-        there = learned.state
-        notes[blocks] = np.asarray(there.notes)[learned.blocks]
-        last_ms[blocks] = np.asarray(there.last_ms)[learned.blocks]
+        source = learned.state
+        labels[blocks] = np.asarray(source.labels)[learned.blocks]
+        last_ms[blocks] = np.asarray(source.last_ms)[learned.blocks]
         state = dataclasses.replace(
             state,
-            ghosts=there.ghosts,
-            reuse=reuse_lib.scaled(there.reuse, learned.scale),
-            now_ms=there.now_ms,
-            is_told=there.is_told,
-            num_begun=there.num_begun,
-            current=there.current,
+            ghosts=source.ghosts,
+            reuse=reuse_lib.scaled(source.reuse, learned.scale),
+            now_ms=source.now_ms,
+            has_time=source.has_time,
+            num_begun=source.num_begun,
+            current=source.current,
         )
     return dataclasses.replace(
-        state, directory=held.directory, notes=notes, last_ms=last_ms, depths=depths
+        state, directory=held.directory, labels=labels, last_ms=last_ms, depths=depths
     )
 
 
@@ -677,19 +676,17 @@ def make_hazard(
 
     Args:
         num_blocks: Blocks of the tier.
-        max_batch: Most keys in one call.
-        objective: "hits" to find as many blocks as can be; "flops" to save as much
-            prefill as can be: a block deep in a long prompt, whose attention costs
-            more, is worth more.
-        num_ghosts: Keys without a block to remember; it is rounded up to 4, 8, 16
-            and so on.
+        max_batch: Maximum keys in one call.
+        objective: "hits" maximises block hits; "flops" maximises prefill FLOPs saved: a
+            block deep in a long prompt, whose attention costs more, is worth more.
+        num_ghosts: Evicted keys to remember, rounded up to a power of two from 4 on.
 
     Returns:
         The policy. Equal arguments give the same object, so that functions traced
         with it are shared.
 
     Raises:
-        ValueError: If a number is less than 1, or the objective is neither.
+        ValueError: If a number is less than 1, or the objective is unknown.
 
     Example:
         >>> import jax.numpy as jnp
@@ -724,72 +721,72 @@ def make_hazard(
 
 
 def _num_blocks(state: HazardState) -> int:
-    return state.notes.shape[0]
+    return state.labels.shape[0]
 
 
-def _known(
-    state: HazardState, keys: Array, is_meant: Array
+def _find_labels(
+    state: HazardState, keys: Array, is_valid: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the notes of keys (-1 for none), their times, entries and tags."""
+    """Return the labels of keys (-1 for none), their times, entries and tags."""
     tags = directory_lib.tags_of(keys)
-    entries = directory_lib.find(state.directory, keys, is_meant)
+    entries = directory_lib.find(state.directory, keys, is_valid)
     is_held = entries < _num_blocks(state)
     slots = ghosts_lib.find(state.ghosts, tags)
-    slots = jnp.where(is_meant & ~is_held, slots, state.ghosts.num_slots)
-    notes, last_ms = ghosts_lib.read(state.ghosts, slots)
-    notes = jnp.where(slots < state.ghosts.num_slots, notes, NO_NOTE)
-    held = state.notes.at[entries].get(mode="fill", fill_value=NO_NOTE)
+    slots = jnp.where(is_valid & ~is_held, slots, state.ghosts.num_slots)
+    labels, last_ms = ghosts_lib.read(state.ghosts, slots)
+    labels = jnp.where(slots < state.ghosts.num_slots, labels, NO_LABEL)
+    held = state.labels.at[entries].get(mode="fill", fill_value=NO_LABEL)
     held_ms = state.last_ms.at[entries].get(mode="fill", fill_value=0)
-    notes = jnp.where(is_held, held, notes)
-    return notes, jnp.where(is_held, held_ms, last_ms), entries, tags
+    labels = jnp.where(is_held, held, labels)
+    return labels, jnp.where(is_held, held_ms, last_ms), entries, tags
 
 
-def _notes_of_request(
-    notes: Array, positions: Array, count: Array, mark: Array
+def _labels_of_request(
+    labels: Array, positions: Array, count: Array, mark: Array
 ) -> Array:
-    """Return the note that each block of a request gets: i32[K]."""
+    """Return the new label of each block of a request: i32[K]."""
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
     is_followed = (rows + 1 < count) & (jnp.roll(positions, -1) > 0)
-    return jnp.where(is_followed, CHILD, jnp.maximum(notes, 0) & CHILD) | mark
+    return jnp.where(is_followed, CHILD, jnp.maximum(labels, 0) & CHILD) | mark
 
 
-def _write_notes(
+def _write_labels(
     state: HazardState,
     entries: Array,
     is_absent: Array,
     tags: Array,
-    notes: Array,
+    labels: Array,
     mark: Array,
     reads: tuple[Array, ...],
 ) -> HazardState:
-    """Write a request's notes and time to blocks, and to ghosts of absent keys.
+    """Write a request's labels and time to its blocks, and to ghosts of absent keys.
 
-    `reads` are earlier reads of the arrays that are overwritten.
+    `reads` were read from the arrays that are overwritten.
     """
     slots = ghosts_lib.choose(state.ghosts, tags, state.now_ms)
     slots = after(jnp.where(is_absent, slots, state.ghosts.num_slots), *reads)
     entries = after(entries, *reads)
-    notes_of_blocks = state.notes.at[entries].set(mark, mode="drop")
+    labels_of_blocks = state.labels.at[entries].set(mark, mode="drop")
     return dataclasses.replace(
         state,
-        notes=notes_of_blocks.at[entries].max(notes, mode="drop"),
+        labels=labels_of_blocks.at[entries].max(labels, mode="drop"),
         last_ms=state.last_ms.at[entries].set(state.now_ms, mode="drop"),
         is_queued=state.is_queued.at[entries].set(False, mode="drop"),
-        ghosts=ghosts_lib.write(state.ghosts, slots, tags, notes, state.now_ms),
+        ghosts=ghosts_lib.write(state.ghosts, slots, tags, labels, state.now_ms),
     )
 
 
 @compiled
-def _native_write_notes(
+def _native_write_labels(
     state: Any,
     positions: Any,
     entries: Any,
     slots: Any,
     tags: Any,
-    notes: Any,
+    labels: Any,
     mark: int,
 ) -> None:
-    """In-place form of `_write_notes`; `notes` (i32[K]) are read and written."""
+    """In-place form of `_write_labels`; `labels` (i32[K]) are read and written."""
     num_rows = entries.shape[0]
     now_ms = state.now_ms[()]
     num_absent = 0
@@ -797,22 +794,22 @@ def _native_write_notes(
         followed = CHILD if row + 1 < num_rows and positions[row + 1] > 0 else 0
         entry = entries[row]
         if entry >= 0:
-            # Of a key that comes twice, every row that is followed counts.
-            state.notes[entry] = (state.notes[entry] & CHILD) | followed | mark
+            # If a key comes twice, it has a child if any of its rows has one.
+            state.labels[entry] = (state.labels[entry] & CHILD) | followed | mark
             state.last_ms[entry] = now_ms
             state.is_queued[entry] = False
         else:
-            notes[row] |= followed | mark
+            labels[row] |= followed | mark
             num_absent += 1
     if num_absent:
         ghosts_lib.native_write(
-            state.ghosts, slots, tags, notes, filled(1, now_ms, np.uint32)
+            state.ghosts, slots, tags, labels, filled(1, now_ms, np.uint32)
         )
 
 
 @compiled
 def _fetch_ghosts(state: Any, keys: Any, entries: Any, tags: Any) -> None:
-    """Write the tags of keys that have no entry, and have their ghosts fetched."""
+    """Compute the tags of keys that have no entry, and prefetch their ghosts."""
     for row in range(entries.shape[0]):
         if entries[row] < 0:
             tags[row] = directory_lib.tag_of(state.directory, keys, row)
@@ -821,26 +818,26 @@ def _fetch_ghosts(state: Any, keys: Any, entries: Any, tags: Any) -> None:
 
 @compiled
 def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
-    """Find the blocks that are worth least, and put those beyond `num` in the queue."""
-    num_blocks, room = ref_cnt.shape[0], state.queue.shape[0]
+    """Write the `num` blocks of the lowest values to `victims`, and queue the next."""
+    num_blocks, queue_size = ref_cnt.shape[0], state.queue.shape[0]
     values = empty(num_blocks, np.int64)
     num_idle = 0
     now: Any = np.int64(state.now_ms[()])
-    size: Any = np.int64(state.block_tokens[()])
+    block_tokens: Any = np.int64(state.block_tokens[()])
     base = empty(1, np.float32)
     bits = base.view(np.int32)
     base[0] = np.float32(FLOPS_TOKENS)
     base_bits = np.int64(bits[0])
     for block in range(num_blocks):
-        note = state.notes[block]
+        label = state.labels[block]
         values[block] = -1
-        if note < 0:
+        if label < 0:
             continue
         num_idle += ref_cnt[block] == 0
         age = clock.age_of(now, state.last_ms[block])
-        values[block] = reuse_lib.native_value_of(state.reuse, note & CLASS_MASK, age)
+        values[block] = reuse_lib.native_value_of(state.reuse, label & CLASS_MASK, age)
         if state.by_flops[()]:
-            tokens: Any = lesser(np.int64(state.depths[block]) * size, 1 << 29)
+            tokens: Any = lesser(np.int64(state.depths[block]) * block_tokens, 1 << 29)
             base[0] = np.float32(FLOPS_TOKENS + tokens)
             values[block] += bits[0] - base_bits
     if num_idle < num:
@@ -854,24 +851,24 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
             values[parent] = value
             parent = parent_of(state, parent)
 
-    num_taken = lesser(num_idle, greater(num, room))
-    chosen = _native_choose_lowest(state, values, ref_cnt, num_taken)
-    for position in range(room):
+    num_chosen = lesser(num_idle, greater(num, queue_size))
+    chosen = _native_choose_lowest(state, values, ref_cnt, num_chosen)
+    for position in range(queue_size):
         if state.queue[position] < num_blocks:
             state.is_queued[state.queue[position]] = False
     copy_items(victims, 0, chosen, num)
-    for position in range(room):
+    for position in range(queue_size):
         state.queue[position] = num_blocks
-        if num + position < num_taken:
+        if num + position < num_chosen:
             block = chosen[num + position]
             state.queue[position] = block
             state.is_queued[block] = True
-    state.queue_ends[0], state.queue_ends[1] = 0, num_taken - num
+    state.queue_ends[0], state.queue_ends[1] = 0, num_chosen - num
     return True
 
 
-def _put_most(table: Array, entries: Array, values: Array) -> Array:
-    """Write the highest of the values that each entry is given; none is below -1."""
+def _scatter_max(table: Array, entries: Array, values: Array) -> Array:
+    """Set each entry to its highest new value; values are at least -1."""
     return table.at[entries].set(-1, mode="drop").at[entries].max(values, mode="drop")
 
 
@@ -879,34 +876,34 @@ def _remove(state: HazardState, entries: Array) -> HazardState:
     return dataclasses.replace(
         state,
         directory=directory_lib.remove(state.directory, entries),
-        notes=state.notes.at[entries].set(NO_NOTE, mode="drop"),
+        labels=state.labels.at[entries].set(NO_LABEL, mode="drop"),
         is_queued=state.is_queued.at[entries].set(False, mode="drop"),
     )
 
 
-def _values(state: HazardState) -> Array:
-    """Compute what each block is worth by itself: i32[B], -1 where it holds no key."""
-    classes = jnp.maximum(state.notes, 0) & CLASS_MASK
+def _raw_values(state: HazardState) -> Array:
+    """Compute each block's value by itself: i32[B], -1 where it holds no key."""
+    classes = jnp.maximum(state.labels, 0) & CLASS_MASK
     values = reuse_lib.value_of(state.reuse, classes, state.now_ms - state.last_ms)
-    # Added as bits of floats, which are about their logarithms.
+    # Values are the bits of floats, about their logarithms: adding bits multiplies.
     max_depth = (1 << 29) // state.block_tokens
     tokens = jnp.minimum(state.depths, max_depth) * state.block_tokens
     costs = (FLOPS_TOKENS + tokens).astype(jnp.float32)
     bits = lax.bitcast_convert_type(costs, jnp.int32)
     base = np.float32(FLOPS_TOKENS).view(np.int32)
     values += jnp.where(state.by_flops, bits - base, 0)
-    return jnp.where(state.notes >= 0, values, -1)
+    return jnp.where(state.labels >= 0, values, -1)
 
 
-def _propagate(state: HazardState, values: Array) -> Array:
-    """Make each block worth no less than any that follow it: i32[B]."""
+def _raise_parents(state: HazardState, values: Array) -> Array:
+    """Raise each value to at least the values of the blocks after it: i32[B]."""
     num_blocks = _num_blocks(state)
     parents = jnp.where(state.parents >= 0, state.parents, num_blocks)
-    # Another block may have come in its place.
-    is_here = state.notes.at[parents].get(mode="fill", fill_value=NO_NOTE) >= 0
+    # The parent's block may hold another key by now.
+    has_parent = state.labels.at[parents].get(mode="fill", fill_value=NO_LABEL) >= 0
     depths = state.depths.at[parents].get(mode="fill", fill_value=-1)
-    is_here &= (depths == state.depths - 1) & (state.notes >= 0)
-    parents = jnp.where(is_here, parents, num_blocks)
+    has_parent &= (depths == state.depths - 1) & (state.labels >= 0)
+    parents = jnp.where(has_parent, parents, num_blocks)
 
     def double(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         values, ancestors = carry
@@ -919,9 +916,9 @@ def _propagate(state: HazardState, values: Array) -> Array:
 
 
 @jax.jit
-def _worths(state: HazardState) -> Array:
-    """Compute what each block is worth: i32[B], -1 where it holds no key."""
-    return _propagate(state, _values(state))
+def _final_values(state: HazardState) -> Array:
+    """Compute each block's value: i32[B], -1 where it holds no key."""
+    return _raise_parents(state, _raw_values(state))
 
 
 def _choose_lowest(
@@ -929,17 +926,17 @@ def _choose_lowest(
 ) -> tuple[Array, Array]:
     """Find the `num` (i32[]) idle blocks of the lowest values, or all if fewer.
 
-    They are in order; of equal ones the deepest goes first. A block is idle if it holds
-    a key and its `ref_cnt` (i32[B]) is 0. The answer is i32[width], then B, and the
-    number of idle blocks (i32[]).
+    A block is idle if it holds a key and its `ref_cnt` (i32[B]) is 0. Returns the
+    blocks in order, the deepest of equal ones first, padded with B (i32[width]), and
+    the number of idle blocks (i32[]).
     """
     num_blocks = _num_blocks(state)
-    values = _propagate(state, _values(state))
+    values = _raise_parents(state, _raw_values(state))
     is_idle = (values >= 0) & (ref_cnt == 0)
     num_idle = jnp.sum(is_idle, dtype=jnp.int32)
     num = jnp.minimum(num, num_idle)
-    # To find the last that is taken and to sort up to there takes a fraction of the
-    # time that it takes to sort all.
+    # Finding the highest rank that is taken, and sorting only up to it, takes a
+    # fraction of the time of sorting all blocks.
     heights = _MAX_VALUE - state.depths
     last_value = _find_lowest(values, is_idle, num)
     is_sure = is_idle & (values < last_value)
@@ -964,8 +961,8 @@ def _choose_lowest(
 def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> Any:
     """Find the `num` idle blocks of the lowest `values` (i64[B]), in order: i32[M].
 
-    Of equal ones the deepest goes first. There are at least `num` idle blocks, and the
-    answer may have more. Values are not negative for blocks that hold a key.
+    The deepest of equal ones goes first. At least `num` blocks must be idle; the result
+    may have more than `num`. Values are at least 0 for blocks that hold a key.
     """
     num_blocks = values.shape[0]
     low, high, num_idle = np.int64(1) << 62, np.int64(0), 0
@@ -977,9 +974,9 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
             blocks[num_idle], ranks[num_idle] = block, rank
             low, high = lesser(low, rank), greater(high, rank)
             num_idle += 1
-    # Buckets of equal width, then buckets within the last that is needed, until few
-    # blocks are left beside the chosen ones. (np.partition and np.argsort would run in
-    # 0.34 to 0.85 of the time, but compile in 79 s instead of 4.)
+    # Count ranks in buckets of equal width, then again within the last bucket needed,
+    # until few blocks are left in addition to the chosen ones. (np.partition and
+    # np.argsort would take 0.34 to 0.85 of the time, but compile in 79 s instead of 4.)
     no_places = filled(_NUM_BUCKETS + 1, 0, np.int64)
     places = empty(_NUM_BUCKETS + 1, np.int64)
     while True:
@@ -997,13 +994,13 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
         while so_far < num:
             last += 1
             so_far += places[last + 1]
-        if so_far - num <= greater(num, _FEW) or shift == 0:
+        if so_far - num <= greater(num, _SORT_RUN) or shift == 0:
             break
         low = low + (last << shift)
         high = lesser(high, low + (np.int64(1) << shift) - 1)
     end = low + ((last + 1) << shift)
 
-    # By buckets over all that are left, and then each bucket by itself.
+    # Sort the blocks below `end` by buckets, then within each bucket.
     low, num_left = ranks[0], 0
     for row in range(num_idle):
         if ranks[row] < end:
@@ -1035,41 +1032,42 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
 
 @compiled
 def _sort(ranks: Any, blocks: Any, start: int, stop: int) -> None:
-    """Sort a part of two arrays by the first, and leave equal ones in their order."""
-    for first in range(start, stop, _FEW):
-        for row in range(first + 1, lesser(first + _FEW, stop)):
+    """Sort the range of both arrays by rank, stably."""
+    for first in range(start, stop, _SORT_RUN):
+        for row in range(first + 1, lesser(first + _SORT_RUN, stop)):
             rank, block, at = ranks[row], blocks[row], row
             while at > first and ranks[at - 1] > rank:
                 ranks[at], blocks[at] = ranks[at - 1], blocks[at - 1]
                 at -= 1
             ranks[at], blocks[at] = rank, block
-    # Sorted runs are merged, twice as long each time.
-    width = _FEW
+    # Merge sorted runs, doubling their length each time.
+    width = _SORT_RUN
     if stop - start <= width:
         return
-    own_ranks, own_blocks = empty(stop - start, np.int64), empty(stop - start, np.int32)
+    left_ranks, left_blocks = (
+        empty(stop - start, np.int64),
+        empty(stop - start, np.int32),
+    )
     while width < stop - start:
         for first in range(start, stop - width, 2 * width):
             for row in range(width):
-                own_ranks[row], own_blocks[row] = (
-                    ranks[first + row],
-                    blocks[first + row],
-                )
+                left_ranks[row] = ranks[first + row]
+                left_blocks[row] = blocks[first + row]
             row, right, end = 0, first + width, lesser(first + 2 * width, stop)
             for at in range(first, end):
                 if row == width:
                     break
-                if right < end and ranks[right] < own_ranks[row]:
+                if right < end and ranks[right] < left_ranks[row]:
                     ranks[at], blocks[at] = ranks[right], blocks[right]
                     right += 1
                 else:
-                    ranks[at], blocks[at] = own_ranks[row], own_blocks[row]
+                    ranks[at], blocks[at] = left_ranks[row], left_blocks[row]
                     row += 1
         width *= 2
 
 
 def _find_lowest(values: Array, counts: Array, num: Array) -> Array:
-    """Find the `num`-th lowest of the values (i32[B], not negative) that count."""
+    """Find the `num`-th lowest of the values (i32[B], at least 0) that count."""
 
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends

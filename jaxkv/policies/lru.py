@@ -1,7 +1,7 @@
-"""Least recently used: evict the block whose last use is oldest.
+"""LRU: evict the least recently used block.
 
-Exact to vLLM 0.19.1's `LRUCachePolicy`: a batch is touched from its last key to its
-first, so that the first block of a prefix is evicted after those that follow it.
+Matches vLLM 0.19.1's `LRUCachePolicy`: a batch is touched from its last key to its
+first, so that the first block of a prefix is evicted after the blocks that follow it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ _IDENTITY = np.empty(0, np.int32)  # An entry is its block id.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LRUState:
-    """The blocks that are held, in the order of last use. An entry is a block id."""
+    """The resident blocks, in the order of last use. An entry is a block id."""
 
-    directory: Directory  # Which block holds a key.
+    directory: Directory  # The block that holds a key.
     order: RecencyLog  # The blocks from the least to the most recently used.
 
 
-# Records that `next_victims` looks at in addition: dead ones lie between the others
-# until the log is compacted.
+# Dead records that `next_victims` skips: they stay in the log until it is compacted.
 _MAX_DEAD = 4096
 
 
 def next_victims(state: LRUState, ref_cnt: ArrayLike, num: int) -> NDArray[np.int32]:
     """Find the next `num` blocks to evict (perhaps fewer): i32[n], the next one first.
 
-    For the state of a native executor. Blocks with a `ref_cnt` (i32[B]) above 0 stay.
+    `state` is of a native executor. Blocks with a `ref_cnt` (i32[B]) above 0 stay.
     """
     log = state.order
     head, tail = int(log.heads[0]), int(log.tail[()])
@@ -85,7 +84,7 @@ def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
 
 def touch(state: LRUState, keys: Array, count: Array, ready: Array) -> LRUState:
     """Record a use of each key, the last first; see `Policy.touch`."""
-    del ready  # A block that is being stored is used like any other.
+    del ready  # Blocks whose store is in flight count like any other.
     ranks = count - 1 - jnp.arange(keys.shape[0], dtype=jnp.int32)
     entries = directory_lib.find_first(state.directory, keys, count)
     order = recency.append(state.order, entries, ranks, count)
@@ -104,7 +103,7 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
 
 
 def insert(state: Any, keys: Array, block_ids: Array) -> InsertResult:
-    """Add new keys as the most recent of the first list, in their order."""
+    """Add new keys in order, as the most recent of list 0."""
     wanted = block_ids != NO_BLOCK
     entries = jnp.where(wanted, block_ids, _num_blocks(state))
     directory, inserted = directory_lib.insert(state.directory, keys, entries)
@@ -156,7 +155,7 @@ def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResul
         state.order, num, lambda entries: ref_cnt[entries] == 0, width
     )
     keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
-    victims = after(victims, keys)  # Which will be overwritten.
+    victims = after(victims, keys)  # Their rows are overwritten now.
     return EvictResult(
         state=LRUState(directory_lib.remove(state.directory, victims), order),
         block_ids=jnp.where(victims < _num_blocks(state), victims, NO_BLOCK),
@@ -184,24 +183,20 @@ def native_evict(
 
 
 def snapshot(state: LRUState) -> dict[str, Any]:
-    """Show a state to a reader. For the host, not for jit.
-
-    Returns:
-        The keys in "order", from the least recently used on.
-    """
+    """Return the keys in "order", the least recently used first. Not for jit."""
     keys = np.asarray(state.directory.keys)
     return {"order": words_to_keys(keys[recency.in_order(state.order)])}
 
 
 def hand_over(state: Any) -> Held:
-    """Return the held blocks, for any state with a directory of blocks and an order."""
+    """Return the resident blocks of any state with a `directory` and an `order`."""
     return Held(state.directory, recency.all_in_order(state.order))
 
 
 def take_over(
     num_blocks: int, max_batch: int, held: Held, learned: Learned | None
 ) -> LRUState:
-    """Make the state for blocks in their order of use, which LRU needs alone."""
+    """Make the state for blocks in their order of use; nothing is learned."""
     del learned
     order = recency.init(num_blocks, max_batch)
     return LRUState(held.directory, recency.filled(order, held.blocks))
@@ -213,7 +208,7 @@ def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
 
     Args:
         num_blocks: Blocks of the tier.
-        max_batch: Most keys in one call.
+        max_batch: Maximum keys in one call.
 
     Returns:
         The policy. Equal arguments give the same object, so that functions traced

@@ -11,31 +11,30 @@ from jaxkv.compiling import add_functions, compiled, functions_of
 class NativePolicy(NamedTuple):
     """The functions of a policy that update its state in place.
 
-    They are compiled by Numba (`jaxkv.compiling.compiled`) and do what the pure
-    functions of `jaxkv.policies.base.Policy` of the same names do, to the bit. They
-    take the policy's state, whose arrays are NumPy's. An entry is whatever a policy
-    numbers its keys by, -1 for none; all arguments that are arrays of K rows are of
-    the keys of one call.
+    They are compiled by Numba (`jaxkv.compiling.compiled`) and do the same, to the bit,
+    as the pure functions of the same names in `jaxkv.policies.base.Policy`. They take
+    the policy's state with NumPy arrays. An entry is the policy's number of a key, -1
+    for none. Arrays of K rows have a row for each key of a call.
 
     Attributes:
         find: ``(state, keys, entries, block_ids)``. Write the entry of each key of
             `keys` (u32[K, 8]) to `entries` (i32[K]) and its block to `block_ids`
-            (i32[K]), NO_BLOCK where it has none. Changes no state.
+            (i32[K]), NO_BLOCK if it has none. Changes no state.
         touch: ``(state, variant, entries, is_use)``. Record a use of each entry, the
-            first as the most recent; where `is_use` (bool[K]) is false it changes no
-            more than the order.
-        insert: ``(state, variant, keys, block_ids)``. Add a key wherever `block_ids`
-            (i32[K]) is not NO_BLOCK, which is written where there is no room for it.
+            first as the most recent; where `is_use` (bool[K]) is false, only the order
+            changes.
+        insert: ``(state, variant, keys, block_ids)``. Add each key whose `block_ids`
+            (i32[K]) is not NO_BLOCK; write NO_BLOCK if there is no room for it.
         remove: ``(state, entries)``. Forget entries; each holds a block.
         evict: ``(state, variant, num, ref_cnt, block_ids, keys) -> bool``. Evict `num`
             blocks whose `ref_cnt` (i32[B]) is 0, write their ids to `block_ids`
             (i32[K]) and their keys to `keys` (u32[K, 8]); all or none.
-        variant: A number that three of them are given, so that policies which differ
-            in details share their machine code.
-        note: ``(state, kind, keys, positions, facts) -> mark``. Use facts about a
-            request; see `Policy.note`. None where the policy uses none.
-        remove_blocks: ``(state, entries, block_ids)``. In place of `remove`, for a
-            policy that has to know the blocks (i32[K]) of the entries; None, as a rule.
+        variant: The `variant` argument above, so that policies which differ in details
+            share their machine code.
+        note: ``(state, kind, keys, positions, facts) -> mark``. Learn from an event of
+            a request; see `Policy.note`. None if the policy ignores events.
+        remove_blocks: ``(state, entries, block_ids)``. Replaces `remove` for a policy
+            that needs the blocks (i32[K]) of the entries; usually None.
     """
 
     find: Callable[..., None]
@@ -57,20 +56,20 @@ _registered: dict[type, NativePolicy] = {}
 
 
 def register_native(state_class: type, native: NativePolicy) -> None:
-    """Tie a policy's functions to its state, so that compiled functions find them.
+    """Register a policy's functions by its state, for compiled functions to find.
 
     Args:
         state_class: The class of the policy's state.
         native: Its functions.
 
     Raises:
-        ValueError: If the class is known with other functions.
+        ValueError: If the class is registered with other functions.
     """
     before = _registered.setdefault(state_class, native)
     if before.functions != native.functions:
         raise ValueError(
-            f"{state_class} has native functions already; another policy must have a "
-            "state class of its own."
+            f"{state_class} has native functions already; another policy needs another "
+            "state class."
         )
     add_functions(state_class, _DEFAULTS | native.functions)
 
@@ -85,7 +84,7 @@ def _remove_blocks(state: Any, entries: Any, block_ids: Any) -> None:
     functions_of(state).remove(state, entries)
 
 
-# What is done for a policy that has no function of the name.
+# For a policy without a function of the name.
 _DEFAULTS: dict[str, Callable[..., Any]] = {
     "note": _note,
     "remove_blocks": _remove_blocks,

@@ -1,14 +1,14 @@
-"""The recency log: an order of use whose upkeep and eviction ignore its length.
+"""The recency log: an order of use whose updates and evictions do not depend on length.
 
-An append-only array of entries. Using an entry appends it again; its newest position
-is its place, and a record is alive only at its entry's place, so that older records
-die by themselves. The oldest alive record is the least recently used entry. Eviction
-scans from the head in chunks; when the tail nears the end of the array, the alive
-records are moved to the front, which costs nanoseconds per append on average.
+An append-only array of records, each an entry. A use appends the entry again; its
+newest position is its place, and only the record at its entry's place is alive. So the
+oldest alive record is the least recently used entry. Eviction scans from the head in
+chunks. When the tail nears the end of the array, the log is compacted: alive records
+move to the front, which costs nanoseconds per append on average.
 
-One log can carry several lists. An entry is in one of them at most, and whatever puts
-it there puts it at the end: so the order of the log is the order of every list, and
-all that a list has of its own is a head. Lists are numbered from 0.
+One log can carry several lists. An entry is in at most one list, and is always put at
+its end, so the order of the log is the order of every list. A list needs only a head in
+addition. Lists are numbered from 0.
 
 As in `directory`, the entry E (one past the last) stands for "none".
 """
@@ -29,7 +29,7 @@ from jaxkv.compiling import compiled, inlined, lesser
 from jaxkv.policies.xla import full, running_count
 
 POSITION_BITS = 29
-"""A place is (list << 29) | position. Two bits for the list keep it above -1."""
+"""A place is (list << 29) | position. With two bits for the list, it is at least 0."""
 
 NO_PLACE = -1
 _POSITION_MASK = (1 << POSITION_BITS) - 1
@@ -50,20 +50,20 @@ class RecencyLog:
 
 
 class Oldest(NamedTuple):
-    """The entries at the old end of a list; nothing is changed by finding them."""
+    """The oldest eligible entries of a list, which is unchanged."""
 
-    entries: Array  # i32[K]. From the oldest on, then E.
-    num: Array  # i32[]. How many were found.
-    head: Array  # i32[]. The head of the list once they are removed.
+    entries: Array  # i32[K]. The oldest first, then E.
+    num: Array  # i32[]. The number of entries.
+    head: Array  # i32[]. The head of the list after their removal.
 
 
 def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
     """Make empty lists of up to `num_entries` in all, for batches of `max_batch`.
 
-    A log that is too long to number its positions raises a ValueError.
+    Raises a ValueError if the log has more positions than `POSITION_BITS` allow.
     """
-    # Four times the entries: a compaction (linear in the log) then comes at most once
-    # in three uses of every entry.
+    # Four times the entries: a compaction, linear in the log, is then needed at most
+    # once per three uses of every entry.
     length = max(4 * num_entries, num_entries + 2 * max_batch)
     if length >= 1 << POSITION_BITS or num_lists > _MAX_LISTS:
         raise ValueError(f"{num_entries=} or {num_lists=} is too large.")
@@ -76,9 +76,9 @@ def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
 
 
 def filled(empty: RecencyLog, entries: NDArray[np.int32], lists: Any = 0) -> RecencyLog:
-    """Make lists of `entries` (i32[n]), the last used at the end. On the host only.
+    """Make a log of `entries` (i32[n]) in `lists` (i32[n], or one number for all).
 
-    `lists` (i32[n], or one number for all) are their lists.
+    The last used entry is at the end. On the host only.
     """
     records: Any = np.array(empty.entries)
     places: Any = np.array(empty.places)
@@ -90,7 +90,7 @@ def filled(empty: RecencyLog, entries: NDArray[np.int32], lists: Any = 0) -> Rec
 
 
 def make_room(log: RecencyLog, count: Array) -> RecencyLog:
-    """Move the alive records to the front if `count` more would not fit."""
+    """Compact the log if `count` more records would not fit."""
     length = log.entries.shape[0]
 
     def compact(log: RecencyLog) -> RecencyLog:
@@ -108,30 +108,30 @@ def make_room(log: RecencyLog, count: Array) -> RecencyLog:
             places=log.places.at[jnp.where(alive, log.entries, num_entries)].set(
                 places - at + rank, mode="drop"
             ),
-            # A head past the end may as well be at the last record.
+            # A head past the end may point to the last record instead.
             heads=num_before[jnp.minimum(log.heads, length - 1)],
             tail=rank[-1] + 1,
         )
 
-    # A loop of at most one round rather than a `cond`, whose untouched branch would
-    # copy the whole log on the CPU backend.
+    # A loop of at most one round: on the CPU backend, a `cond` would copy the whole log
+    # even without a compaction.
     return lax.while_loop(lambda log: log.tail + count > length, compact, log)
 
 
 @compiled
 def native_make_room(log: Any, count: int) -> None:
-    """Move the alive records to the front if `count` more would not fit."""
+    """In-place form of `make_room`."""
     length, num_entries = log.entries.shape[0], log.places.shape[0]
     if log.tail[()] + count <= length:
         return
     num_alive = 0
     for position in range(length):
-        for of_list in range(log.heads.shape[0]):
-            # What was moved is before this position. A head past the end may as well
-            # be at the last record.
-            head = log.heads[of_list]
+        for list_id in range(log.heads.shape[0]):
+            # Heads before this position have moved already. A head past the end may
+            # point to the last record instead.
+            head = log.heads[list_id]
             if head == position or (head > position and position == length - 1):
-                log.heads[of_list] = num_alive
+                log.heads[list_id] = num_alive
         entry = log.entries[position]
         if entry < num_entries and log.places[entry] & _POSITION_MASK == position:
             log.places[entry] += num_alive - position
@@ -143,20 +143,20 @@ def native_make_room(log: Any, count: int) -> None:
 
 
 def append(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> RecencyLog:
-    """Make entries the most recent of the only list: `put` after `make_room`."""
+    """Make entries the most recent of list 0: `make_room`, then `put`."""
     return put(make_room(log, count), entries, 0, ranks, count)
 
 
 def put(
     log: RecencyLog, entries: Array, lists: Array | int, ranks: Array, count: Array
 ) -> RecencyLog:
-    """Append entries to lists. There must be room for them.
+    """Append entries to lists; `make_room` first.
 
-    An entry (`entries`, i32[K], E for none) may appear more than once; its highest rank
-    counts. It stays in its list or goes up (`lists`, i32[K], or one number for all);
-    `remove` it first to put it into a lower one. `ranks` (i32[K]) are distinct, in [0,
-    count) wherever there is an entry; the highest ends as the most recent. `count`
-    (i32[]) positions are used up.
+    If an entry (`entries`, i32[K], E for none) occurs more than once, its highest rank
+    counts. It may only move to a list of a higher number (`lists`, i32[K], or one
+    number for all); to move it to a lower one, `remove` it first. `ranks` (i32[K]) of
+    entries are unique, in [0, count); the highest ends as the most recent. The tail
+    advances by `count` (i32[]).
     """
     num_entries, length = log.places.shape[0], log.entries.shape[0]
     positions = log.tail + ranks
@@ -173,24 +173,24 @@ def put(
 
 
 @inlined
-def native_put(log: Any, entry: int, of_list: int, rank: int) -> None:
-    """Append an entry `rank` records after the tail; there must be room for it.
+def native_put(log: Any, entry: int, list_id: int, rank: int) -> None:
+    """Write an entry `rank` records after the tail; `native_make_room` first.
 
-    The tail stays; `advance` moves it once all of a batch have been put.
+    `advance` moves the tail after the whole batch.
     """
     position = log.tail[()] + rank
     log.entries[position] = entry
-    log.places[entry] = position + (of_list << POSITION_BITS)
+    log.places[entry] = position + (list_id << POSITION_BITS)
 
 
 @inlined
 def advance(log: Any, count: int) -> None:
-    """Count `count` records as written."""
+    """Move the tail past `count` new records."""
     log.tail[()] += count
 
 
 def remove(log: RecencyLog, entries: Array) -> RecencyLog:
-    """Remove `entries` (i32[K], E for none) from their lists."""
+    """Remove `entries` (i32[K]; E is skipped) from their lists."""
     return dataclasses.replace(
         log, places=log.places.at[entries].set(NO_PLACE, mode="drop")
     )
@@ -209,20 +209,20 @@ def list_of(log: RecencyLog, entries: Array) -> Array:
 
 @inlined
 def native_list_of(log: Any, entry: int) -> Any:
-    """Return the list of an entry, -1 for none."""
+    """In-place form of `list_of`, for one entry."""
     return log.places[entry] >> POSITION_BITS
 
 
 @inlined
-def is_at(log: Any, position: int, of_list: int) -> Any:
-    """Whether the record at a position is alive and of a list."""
+def is_at(log: Any, position: int, list_id: int) -> Any:
+    """Return whether the record at a position is alive and belongs to a list."""
     entry = log.entries[position]
-    place = position + (of_list << POSITION_BITS)
+    place = position + (list_id << POSITION_BITS)
     return entry < log.places.shape[0] and log.places[entry] == place
 
 
 def is_newest(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> Array:
-    """Mark the rows of the last `put` that stand: bool[K], one for every entry."""
+    """Mark the row of each entry that counted in the last `put`: bool[K]."""
     positions = log.tail - count + ranks
     return _position(_places(log, entries)) == positions
 
@@ -232,13 +232,12 @@ def find_oldest(
     num: Array,
     is_eligible: Callable[[Array], Array],
     width: int,
-    of_list: int = 0,
+    list_id: int = 0,
 ) -> Oldest:
     """Find the `num` (i32[]) oldest eligible entries of a list, or all if fewer.
 
-    `is_eligible`, ``i32[C] -> bool[C]``, marks the entries that may be taken; its
-    answer for entries of other lists does not matter. `width`, at least `num`, is the
-    answer's length.
+    `is_eligible`, ``i32[C] -> bool[C]``, marks eligible entries; its result for entries
+    of other lists is ignored. `width`, at least `num`, is the length of the result.
     """
     num_entries, length = log.places.shape[0], log.entries.shape[0]
     chunk = min(max(_CHUNK, width), length)
@@ -247,11 +246,11 @@ def find_oldest(
         carry: tuple[Array, Array, Array, Array, Array],
     ) -> tuple[Array, Array, Array, Array, Array]:
         position, num_found, oldest, left, end = carry
-        # The last chunk is cut short by starting it earlier and masking what was seen.
+        # The last chunk starts earlier, to fit; records scanned before are masked.
         start = jnp.minimum(position, length - chunk)
         at = start + jnp.arange(chunk, dtype=jnp.int32)
         entries = lax.dynamic_slice(log.entries, (start,), (chunk,))
-        place_here = at + (of_list << POSITION_BITS)
+        place_here = at + (list_id << POSITION_BITS)
         alive = (at >= position) & (_places(log, entries) == place_here)
         eligible = alive & is_eligible(jnp.minimum(entries, num_entries - 1))
         rank = num_found + running_count(eligible) - 1
@@ -262,7 +261,7 @@ def find_oldest(
         num_found = jnp.minimum(rank[-1] + 1, num)
         return start + chunk, num_found, oldest, left, end
 
-    head = log.heads[of_list]
+    head = log.heads[list_id]
     _, num_found, oldest, left, end = lax.while_loop(
         lambda carry: (carry[1] < num) & (carry[0] < log.tail),
         scan,
@@ -274,29 +273,29 @@ def find_oldest(
             head,
         ),
     )
-    # Up to the last that was found, or to the tail if the whole log was searched: how
-    # far the last chunk went beyond that changes no result.
+    # The scan ends after the last entry found, or at the tail if there were too few:
+    # so the result does not depend on the end of the last chunk.
     end = jnp.where(num_found < num, log.tail, end)
     return Oldest(oldest, num_found, jnp.minimum(left, end))
 
 
 @compiled
 def native_find_oldest(
-    log: Any, num: int, of_list: int, block_ids: Any, ref_cnt: Any, oldest: Any
+    log: Any, num: int, list_id: int, block_ids: Any, ref_cnt: Any, oldest: Any
 ) -> Any:
-    """In-place form of `find_oldest`; the log stays as it is.
+    """In-place form of `find_oldest`; the log is unchanged.
 
     An entry is eligible if the `ref_cnt` (i32[B]) of its block in `block_ids` (i32[E])
-    is 0. An empty `block_ids` means that an entry is its block id, an empty `ref_cnt`
-    that every entry is eligible. Entries are written to `oldest` (i32[K]). The answer
-    is their number, and the head of the list once they are removed.
+    is 0. If `block_ids` is empty, an entry is its block id; if `ref_cnt` is empty,
+    every entry is eligible. Writes the entries to `oldest` (i32[K]), and returns their
+    number and the head of the list after their removal.
     """
     num_found = 0
-    head, tail = log.heads[of_list], log.tail[()]
+    head, tail = log.heads[list_id], log.tail[()]
     left, end = log.entries.shape[0], head
     position = head
     while num_found < num and position < tail:
-        if is_at(log, position, of_list):
+        if is_at(log, position, list_id):
             entry = log.entries[position]
             block = block_ids[entry] if block_ids.size else entry
             if ref_cnt.size == 0 or ref_cnt[block] == 0:
@@ -317,11 +316,11 @@ def pop_oldest(
     is_eligible: Callable[[Array], Array],
     width: int,
 ) -> tuple[RecencyLog, Array, Array]:
-    """Remove the `num` oldest eligible entries from the only list, all or none.
+    """Remove the `num` oldest eligible entries from list 0, all or none.
 
-    The arguments are as of `find_oldest`. The answer is the order after, the entries
-    from the oldest on and then E (i32[width]), and whether there were `num` (bool[]).
-    If not, the order is as it was.
+    See `find_oldest` for the arguments. Returns the log, the entries (the oldest first,
+    then E; i32[width]), and whether there were `num` (bool[]). If not, the log is
+    unchanged.
     """
     oldest = find_oldest(log, num, is_eligible, width)
     ok = oldest.num >= num
@@ -332,19 +331,19 @@ def pop_oldest(
 
 def set_heads(log: RecencyLog, oldest: Sequence[Oldest], ok: Array) -> RecencyLog:
     """Record, if `ok` (bool[]), that each list's oldest entries were removed."""
-    heads = jnp.stack([of_list.head for of_list in oldest])
+    heads = jnp.stack([entries.head for entries in oldest])
     return dataclasses.replace(log, heads=jnp.where(ok, heads, log.heads))
 
 
-def in_order(log: RecencyLog, of_list: int = 0) -> NDArray[np.int32]:
-    """List the entries of a list from the oldest on. For the host, not for jit."""
+def in_order(log: RecencyLog, list_id: int = 0) -> NDArray[np.int32]:
+    """Return the entries of a list, the oldest first. For the host, not for jit."""
     places = np.asarray(log.places)
-    members = np.flatnonzero(places >> POSITION_BITS == of_list)
+    members = np.flatnonzero(places >> POSITION_BITS == list_id)
     return members[np.argsort(places[members])].astype(np.int32)
 
 
 def all_in_order(log: RecencyLog) -> NDArray[np.int32]:
-    """List the entries of all lists from the oldest on. For the host, not for jit."""
+    """Return the entries of all lists, the oldest first. For the host, not for jit."""
     places = np.asarray(log.places)
     members = np.flatnonzero(places != NO_PLACE)
     positions = places[members] & _POSITION_MASK
@@ -352,10 +351,10 @@ def all_in_order(log: RecencyLog) -> NDArray[np.int32]:
 
 
 def _places(log: RecencyLog, entries: Array) -> Array:
-    """Read the places of entries; -1 for E."""
+    """Return the places of entries; -1 for E."""
     return log.places.at[entries].get(mode="fill", fill_value=NO_PLACE)
 
 
 def _position(places: Array) -> Array:
-    """Drop the list from a place. What -1 becomes is no position."""
-    return places & ((1 << POSITION_BITS) - 1)
+    """Return the positions of places; the place -1 gives no valid position."""
+    return places & _POSITION_MASK

@@ -1,4 +1,4 @@
-"""The names of cache policies, jaxkv's and its users'."""
+"""The registry of cache policies by name, built-in and custom."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ PolicyMaker: TypeAlias = Callable[[int, int], Policy]
 """Makes a policy: ``(num_blocks, max_batch) -> Policy``."""
 
 AUTO = "auto"
-"""Has the requests choose the policy (`jaxkv.scheduling.whatif.auto`)."""
+"""Chooses a policy from the observed requests (`jaxkv.scheduling.whatif.auto`)."""
 
 _makers: dict[str, PolicyMaker] = {}
 
 POLICIES: Mapping[str, PolicyMaker] = MappingProxyType(_makers)
-"""The makers by name, for reading; `register_policy` adds to them."""
+"""Read-only view of the makers by name; `register_policy` adds to them."""
 
 
 def register_policy(name: str, make: PolicyMaker) -> None:
-    """Register a policy by a name, which can be chosen from then on in this process.
+    """Register a policy under a name, for this process.
 
     Args:
         name: A lower-case identifier that no policy has yet.
@@ -35,7 +35,7 @@ def register_policy(name: str, make: PolicyMaker) -> None:
             same object (`functools.cache`), so that caches share compiled functions.
 
     Raises:
-        ValueError: If the name is taken or no lower-case identifier.
+        ValueError: If the name is taken or not a lower-case identifier.
         TypeError: If `make` cannot be called.
 
     Example:
@@ -58,7 +58,7 @@ def register_policy(name: str, make: PolicyMaker) -> None:
 
 
 def policy_names() -> list[str]:
-    """List the names of all policies, in the order of their registration."""
+    """List the names of all policies in the order of registration."""
     return list(_makers)
 
 

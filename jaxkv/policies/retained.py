@@ -1,21 +1,21 @@
-"""Keep some blocks longer than others, whatever the policy: retention by priority.
+"""Retention by priority: keep some blocks longer than others, under any policy.
 
-A block may be given a priority, from 1 to 99, with a half-life or a time to live, or
-both. While it lasts, the block is evicted after blocks of lower priority; blocks
-without one have 0. The priority halves after each half-life, rounded down, and is 0
-after the time to live. Nothing is pinned: where the others do not suffice, blocks are
-evicted whatever their priority, the lowest first.
+A block may get a priority from 1 to 99, with a half-life, a time to live, or both.
+Until it ends, the block is evicted after blocks of lower priority; other blocks have
+priority 0. A priority halves after each half-life, rounded down, and is 0 after the
+time to live. Nothing is pinned: if blocks of priority 0 do not suffice, others are
+evicted too, the lowest priority first.
 
-This is a policy around another one, the inner policy, which chooses among blocks of one
-priority and knows nothing of it: it sees blocks that must stay as if they were being
-read. Usually that is one call. Where blocks of several priorities have to go, all idle
-ones below the highest of these go first, in a call of their own. A policy that may
-refuse an eviction although enough blocks are idle (`Policy.always_evicts` is false, as
-for vLLM's ARC) evicts all of them in one call, as an eviction cannot be undone; and if
-it refuses because blocks must stay, without priorities.
+This policy wraps another one, the inner policy, which chooses among blocks of one
+priority. It does not know priorities: retained blocks look to it like blocks being
+read. Usually one call of it suffices. If blocks of several priorities must go, a first
+call evicts all idle blocks below the highest of these, a second call the rest. An inner
+policy that may refuse an eviction although enough blocks are idle (`always_evicts` is
+false, as for vLLM's ARC) evicts all blocks in one call, as an eviction cannot be
+undone; if it refuses because of retained blocks, it is called again without priorities.
 
-Of two priorities that a block is given the one counts that is higher when the second is
-given; the second, if they are equal. The last note gives the time.
+If a block gets a second priority, the higher of the two at that time counts, or the
+second if they are equal. The last `note` sets the time.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from jaxkv.types import NO_BLOCK, PyTree
 
 MAX_PRIORITY = 99
 MAX_HALVINGS = 7
-"""After these nothing is left of any priority."""
+"""Any priority is 0 after this many half-lives."""
 
 ORDINARY = 0
 NOT_HELD = -1
 RELEASE = -1
-"""What is given as a priority to have blocks be ordinary, whatever theirs is."""
+"""Passed as a priority, it ends the blocks' retention."""
 
 CHUNK = 64
-"""Blocks that are counted together, so that few retained ones are found soon."""
+"""Blocks that share a count of retained blocks, so that few of them are found fast."""
 
-GIVEN, HALF_LIFE, TIME_TO_LIVE = 0, 1, 2
+START, HALF_LIFE, TIME_TO_LIVE = 0, 1, 2
 NUM_TERMS = 3
-"""What is known of a priority: when it was given, its half-life and its time to live,
-in milliseconds; 0 for none of the latter two."""
+"""The terms of a priority: its start, half-life and time to live, in milliseconds; 0
+for no half-life or no time to live."""
 
 SHIELD = 1 << 29
-"""The reference count that the inner policy sees of a block that it is not to evict."""
+"""The reference count that hides a block from the inner policy's eviction."""
 
 _NUM_PRIORITIES = MAX_PRIORITY + 1
 
@@ -77,17 +77,17 @@ class RetainedState:
 
     inner: PyTree  # The inner policy's state.
     priorities: Array
-    """i32[B]. As they were given; 0 for none, -1 where the block holds no key."""
+    """i32[B]. Before decay; 0 for none, -1 where the block holds no key."""
     terms: Array
-    """u32[B, 3]. When that was, the half-life and the time to live, in milliseconds;
-    stale where the priority is not above 0."""
-    counts: Array  # i32[B / 64]. How many of 64 blocks have a priority above 0.
-    now_ms: Array  # u32[]. The time of the last note.
-    is_told: Array  # bool[]. Whether there was one.
+    """u32[B, 3]. Start, half-life and time to live, in milliseconds; stale where the
+    priority is not above 0."""
+    counts: Array  # i32[B / 64]. Blocks of each chunk with a priority above 0.
+    now_ms: Array  # u32[]. The time of the last `note`.
+    has_time: Array  # bool[]. Whether `note` has set the time.
 
 
 def init(inner: Policy) -> RetainedState:
-    """Make an empty cache, of as many blocks as `inner` was made for."""
+    """Make an empty cache of as many blocks as `inner` has."""
     num_blocks = inner.num_blocks
     return RetainedState(
         inner=inner.init(),
@@ -95,7 +95,7 @@ def init(inner: Policy) -> RetainedState:
         terms=full((num_blocks, NUM_TERMS), 0, jnp.uint32),
         counts=full((-(-num_blocks // CHUNK),), 0, jnp.int32),
         now_ms=full((), 0, jnp.uint32),
-        is_told=full((), False, jnp.bool_),
+        has_time=full((), False, jnp.bool_),
     )
 
 
@@ -127,7 +127,7 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
 def insert(
     inner: Policy, state: RetainedState, keys: Array, block_ids: Array
 ) -> InsertResult:
-    """Add new keys, which are ordinary; see `Policy.insert`."""
+    """Add new keys, with priority 0; see `Policy.insert`."""
     result = inner.insert(state.inner, keys, block_ids)
     blocks = jnp.where(result.inserted, block_ids, state.priorities.shape[0])
     priorities = state.priorities.at[blocks].set(ORDINARY, mode="drop")
@@ -158,7 +158,7 @@ def native_remove(state: Any, entries: Any, block_ids: Any) -> None:
     functions_of(state.inner).remove_blocks(state.inner, entries, block_ids)
     for row in range(entries.shape[0]):
         if entries[row] >= 0:
-            _put(state, block_ids[row], NOT_HELD)
+            _set_priority(state, block_ids[row], NOT_HELD)
 
 
 def note(
@@ -170,8 +170,8 @@ def note(
     positions: Array,
     facts: Array,
 ) -> tuple[RetainedState, Array]:
-    """Set priorities, or show a request to the inner policy; see `Policy.note`."""
-    state = _tell(state, facts[NOW_MS])
+    """Set priorities, or pass the event to the inner policy; see `Policy.note`."""
+    state = _set_time(state, facts[NOW_MS])
     if kind == RETAIN:
         return _retain(inner, state, keys, count, facts), facts[MARK]
     if inner.note is None:
@@ -184,7 +184,7 @@ def note(
 def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
     """In-place form of `note`."""
     inner, mark = state.inner, np.int64(facts[MARK])
-    clock.tell(state, facts[NOW_MS])
+    clock.set_time(state, facts[NOW_MS])
     if kind == RETAIN:
         _native_retain(state, keys, facts)
     else:
@@ -195,10 +195,7 @@ def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) ->
 def _retain(
     inner: Policy, state: RetainedState, keys: Array, count: Array, facts: Array
 ) -> RetainedState:
-    """Set the priority, from 0 to 99, of the blocks of keys.
-
-    -1 (`RELEASE`) makes them ordinary, whatever they were given.
-    """
+    """Set the priority of the blocks of keys, from 0 to 99 or `RELEASE`."""
     num_blocks = state.priorities.shape[0]
     blocks = inner.find(state.inner, keys, count)
     blocks = jnp.where(blocks == NO_BLOCK, num_blocks, blocks)
@@ -206,10 +203,10 @@ def _retain(
     old_terms = state.terms.at[blocks].get(mode="fill", fill_value=0)
     terms = jnp.stack([facts[NOW_MS], facts[HALF_LIFE_MS], facts[TTL_MS]])
     terms, priority = terms.astype(jnp.uint32), facts[PRIORITY]
-    rest = _decayed(priority, terms, state.now_ms)
-    is_higher = (rest > 0) & (rest >= _decayed(before, old_terms, state.now_ms))
-    is_put = is_higher | (priority < 0)
-    blocks = after(jnp.where(is_put, blocks, num_blocks), before, old_terms)
+    current = _decayed(priority, terms, state.now_ms)
+    is_higher = (current > 0) & (current >= _decayed(before, old_terms, state.now_ms))
+    is_set = is_higher | (priority < 0)
+    blocks = after(jnp.where(is_set, blocks, num_blocks), before, old_terms)
     with_terms = jnp.where(is_higher, blocks, num_blocks)
     new = jnp.maximum(priority, ORDINARY)
     priorities = state.priorities.at[blocks].set(new, mode="drop")
@@ -224,20 +221,20 @@ def _retain(
 @compiled
 def _native_retain(state: Any, keys: Any, facts: Any) -> None:
     now: Any = np.int64(state.now_ms[()])
-    priority, given_ms = facts[PRIORITY], facts[NOW_MS]
+    priority, start_ms = facts[PRIORITY], facts[NOW_MS]
     half_life_ms, ttl_ms = facts[HALF_LIFE_MS], facts[TTL_MS]
     entries = empty(keys.shape[0], np.int32)
     block_ids = empty(keys.shape[0], np.int32)
     functions_of(state.inner).find(state.inner, keys, entries, block_ids)
-    rest = decayed(priority, clock.age_of(now, given_ms), half_life_ms, ttl_ms)
+    current = decayed(priority, clock.age_of(now, start_ms), half_life_ms, ttl_ms)
     for block in block_ids:
         if block == NO_BLOCK:
             continue
         if priority < 0:
-            _put(state, block, ORDINARY)
-        elif rest > 0 and rest >= priority_of(state, block, now):
-            _put(state, block, priority)
-            state.terms[block, GIVEN] = given_ms & clock.TIME_MASK
+            _set_priority(state, block, ORDINARY)
+        elif current > 0 and current >= priority_of(state, block, now):
+            _set_priority(state, block, priority)
+            state.terms[block, START] = start_ms & clock.TIME_MASK
             state.terms[block, HALF_LIFE] = half_life_ms
             state.terms[block, TIME_TO_LIVE] = ttl_ms
 
@@ -246,21 +243,21 @@ def evict(
     inner: Policy, state: RetainedState, num: Array, ref_cnt: Array, width: int
 ) -> EvictResult:
     """Evict the blocks of the lowest priorities; see `Policy.evict`."""
-    rests = _decayed(state.priorities, state.terms, state.now_ms)
-    is_idle = (rests >= 0) & (ref_cnt == 0)
+    priorities_now = _decayed(state.priorities, state.terms, state.now_ms)
+    is_idle = (priorities_now >= 0) & (ref_cnt == 0)
     is_enough = jnp.sum(is_idle, dtype=jnp.int32) >= num
 
-    # The highest priority with victims.
+    # Find the highest priority of a victim by bisection.
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = (low + high) // 2
-        reaches = jnp.sum(is_idle & (rests <= middle), dtype=jnp.int32) >= num
+        reaches = jnp.sum(is_idle & (priorities_now <= middle), dtype=jnp.int32) >= num
         low = jnp.where(reaches, low, middle + 1)
         return low, jnp.where(reaches, middle, high)
 
     ends = jnp.int32(ORDINARY), jnp.int32(MAX_PRIORITY)
     _, limit = lax.fori_loop(0, _PRIORITY_BITS, halve, ends)
-    num_below = jnp.sum(is_idle & (rests < limit), dtype=jnp.int32)
+    num_below = jnp.sum(is_idle & (priorities_now < limit), dtype=jnp.int32)
     if inner.always_evicts:
         limits = limit - 1, limit
     else:
@@ -268,31 +265,31 @@ def evict(
     rows = jnp.arange(width, dtype=jnp.int32)
 
     # One loop of two rounds, so that the inner policy is compiled once.
-    def take(
-        first: Array, carry: tuple[PyTree, Array, Array, Array]
+    def evict_part(
+        step: Array, carry: tuple[PyTree, Array, Array, Array]
     ) -> tuple[PyTree, Array, Array, Array]:
         inner_state, block_ids, keys, left = carry
-        wanted = jnp.where(first == 0, jnp.minimum(num_below, left), left)
-        is_above = (ref_cnt == 0) & (rests > jnp.where(first == 0, *limits))
+        wanted = jnp.where(step == 0, jnp.minimum(num_below, left), left)
+        is_above = (ref_cnt == 0) & (priorities_now > jnp.where(step == 0, *limits))
         shielded = jnp.where(is_above, SHIELD, ref_cnt)
-        part = inner.evict(inner_state, wanted, shielded, width)
-        num_evicted = jnp.where(part.ok, wanted, 0)
+        result = inner.evict(inner_state, wanted, shielded, width)
+        num_evicted = jnp.where(result.ok, wanted, 0)
         at = jnp.where(rows < num_evicted, rows + num - left, width)
         return (
-            part.state,
-            block_ids.at[at].set(part.block_ids, mode="drop"),
-            keys.at[at].set(part.keys, mode="drop"),
+            result.state,
+            block_ids.at[at].set(result.block_ids, mode="drop"),
+            keys.at[at].set(result.keys, mode="drop"),
             left - num_evicted,
         )
 
     none = jnp.full((width,), NO_BLOCK, jnp.int32)
     no_keys = jnp.zeros((width, 8), jnp.uint32)
-    begun = state.inner, none, no_keys, jnp.where(is_enough, num, 0)
-    inner_state, block_ids, keys, left = lax.fori_loop(0, 2, take, begun)
+    start = state.inner, none, no_keys, jnp.where(is_enough, num, 0)
+    inner_state, block_ids, keys, left = lax.fori_loop(0, 2, evict_part, start)
     ok = is_enough & (left == 0)
-    # A priority that has ended need not be looked at again.
-    is_past = (state.priorities > 0) & (rests == ORDINARY) & ok & (num > 0)
-    priorities = jnp.where(is_past, ORDINARY, state.priorities)
+    # Drop priorities that have ended, so that they are not decayed again.
+    has_ended = (state.priorities > 0) & (priorities_now == ORDINARY) & ok & (num > 0)
+    priorities = jnp.where(has_ended, ORDINARY, state.priorities)
     state = dataclasses.replace(state, inner=inner_state, priorities=priorities)
     return EvictResult(_drop(state, block_ids), block_ids, keys, ok)
 
@@ -316,20 +313,20 @@ def native_evict(
         is_done = functions_of(inner).evict(
             inner, inner_variant, num, ref_cnt, block_ids, keys
         )
-        _lower_shields(state, ref_cnt)
+        _unshield(state, ref_cnt)
         if not is_done:
             is_done = _evict_retained(state, variant, num, ref_cnt, block_ids, keys)
         if is_done:
-            _forget_past(state)
+            _drop_ended(state)
     if is_done:
         for block in block_ids[:num]:
-            _put(state, block, NOT_HELD)
+            _set_priority(state, block, NOT_HELD)
     return is_done
 
 
 @inlined
 def decayed(priority: int, age_ms: int, half_life_ms: int, ttl_ms: int) -> Any:
-    """Return the rest of a priority."""
+    """Return what is left of a priority at an age."""
     left = np.int64(priority)
     if left > 0:
         if ttl_ms > 0 and age_ms >= ttl_ms:
@@ -341,17 +338,17 @@ def decayed(priority: int, age_ms: int, half_life_ms: int, ttl_ms: int) -> Any:
 
 @inlined
 def priority_of(state: Any, block: int, now_ms: int) -> Any:
-    """Return the priority of a block at a time; NOT_HELD where it holds no key."""
+    """Return the priority of a block at a time; NOT_HELD if it holds no key."""
     priority: Any = state.priorities[block]
     half_life: Any = np.int64(state.terms[block, HALF_LIFE])
     ttl: Any = np.int64(state.terms[block, TIME_TO_LIVE])
-    age = clock.age_of(now_ms, state.terms[block, GIVEN])
+    age = clock.age_of(now_ms, state.terms[block, START])
     return decayed(priority, age, half_life, ttl)
 
 
 @inlined
-def _put(state: Any, block: int, priority: int) -> None:
-    """Write a block's priority, and count the retained ones of its chunk."""
+def _set_priority(state: Any, block: int, priority: int) -> None:
+    """Write a block's priority, and update its chunk's count."""
     state.counts[block // CHUNK] += np.int32(priority > 0) - np.int32(
         state.priorities[block] > 0
     )
@@ -360,7 +357,7 @@ def _put(state: Any, block: int, priority: int) -> None:
 
 @compiled
 def _shield(state: Any, ref_cnt: Any, limit: int) -> None:
-    """Make idle blocks above a priority look as if they were read."""
+    """Hide idle blocks above a priority from the inner policy's eviction."""
     now: Any = np.int64(state.now_ms[()])
     num_blocks = ref_cnt.shape[0]
     for chunk in range(state.counts.shape[0]):
@@ -373,7 +370,7 @@ def _shield(state: Any, ref_cnt: Any, limit: int) -> None:
 
 
 @compiled
-def _lower_shields(state: Any, ref_cnt: Any) -> None:
+def _unshield(state: Any, ref_cnt: Any) -> None:
     num_blocks = ref_cnt.shape[0]
     for chunk in range(state.counts.shape[0]):
         if state.counts[chunk] > 0:
@@ -387,21 +384,21 @@ def _lower_shields(state: Any, ref_cnt: Any) -> None:
 def _evict_retained(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
-    """Evict where the ordinary blocks are too few, or where they were refused."""
+    """Evict retained blocks too: idle ordinary ones are too few or were refused."""
     inner = state.inner
     now: Any = np.int64(state.now_ms[()])
-    numbers = filled(_NUM_PRIORITIES, 0, np.int64)
+    idle_counts = filled(_NUM_PRIORITIES, 0, np.int64)
     num_idle = 0
     for block in range(ref_cnt.shape[0]):
         if ref_cnt[block] == 0 and state.priorities[block] >= 0:
-            numbers[priority_of(state, block, now)] += 1
+            idle_counts[priority_of(state, block, now)] += 1
             num_idle += 1
     if num_idle < num:
         return False
     limit: Any = np.int64(0)
     num_below: Any = np.int64(0)
-    while num_below + numbers[limit] < num:
-        num_below += numbers[limit]
+    while num_below + idle_counts[limit] < num:
+        num_below += idle_counts[limit]
         limit += 1
     inner_variant = variant >> 1
     if variant & 1:
@@ -409,7 +406,7 @@ def _evict_retained(
         is_done = functions_of(inner).evict(
             inner, inner_variant, num_below, ref_cnt, block_ids, keys
         )
-        _lower_shields(state, ref_cnt)
+        _unshield(state, ref_cnt)
         if is_done:
             _shield(state, ref_cnt, limit)
             is_done = functions_of(inner).evict(
@@ -420,14 +417,14 @@ def _evict_retained(
                 block_ids[num_below:],
                 keys[num_below:],
             )
-            _lower_shields(state, ref_cnt)
+            _unshield(state, ref_cnt)
         return is_done
-    # It may refuse, and an earlier eviction could not be undone: in one call.
+    # The inner policy may refuse a second call, and the first cannot be undone.
     _shield(state, ref_cnt, limit)
     is_done = functions_of(inner).evict(
         inner, inner_variant, num, ref_cnt, block_ids, keys
     )
-    _lower_shields(state, ref_cnt)
+    _unshield(state, ref_cnt)
     if not is_done:
         is_done = functions_of(inner).evict(
             inner, inner_variant, num, ref_cnt, block_ids, keys
@@ -436,8 +433,8 @@ def _evict_retained(
 
 
 @compiled
-def _forget_past(state: Any) -> None:
-    """Make blocks whose priorities have ended ordinary."""
+def _drop_ended(state: Any) -> None:
+    """Drop the priorities that have ended."""
     now: Any = np.int64(state.now_ms[()])
     num_blocks = state.priorities.shape[0]
     for chunk in range(state.counts.shape[0]):
@@ -446,30 +443,31 @@ def _forget_past(state: Any) -> None:
             for block in range(chunk * CHUNK, stop):
                 is_retained = state.priorities[block] > 0
                 if is_retained and priority_of(state, block, now) == ORDINARY:
-                    _put(state, block, ORDINARY)
+                    _set_priority(state, block, ORDINARY)
 
 
 def snapshot(inner: Policy, state: RetainedState) -> dict[str, Any]:
-    """Show a state to a reader. For the host, not for jit.
+    """Describe a state. For the host, not for jit.
 
     Returns:
-        What the inner policy shows; and "num_retained", how many blocks have a
-        priority above 0 now.
+        The inner policy's snapshot, and "num_retained", the blocks whose priority is
+        above 0 now.
     """
     terms = jnp.asarray(state.terms), jnp.asarray(state.now_ms)
-    rests = _decayed(jnp.asarray(state.priorities), *terms)
-    return inner.snapshot(state.inner) | {"num_retained": int((rests > 0).sum())}
+    priorities_now = _decayed(jnp.asarray(state.priorities), *terms)
+    num_retained = int((priorities_now > 0).sum())
+    return inner.snapshot(state.inner) | {"num_retained": num_retained}
 
 
 @functools.cache
 def make_retained(inner: Policy) -> Policy:
-    """Make a policy that evicts by priorities first, and else as another one.
+    """Make a policy that evicts by priority, and within a priority as `inner` does.
 
     Args:
-        inner: The other policy.
+        inner: The policy to wrap.
 
     Returns:
-        The policy, whose `note` gives blocks priorities. Equal arguments give the
+        The policy, whose `note` sets priorities of blocks. Equal arguments give the
         same object.
 
     Raises:
@@ -482,10 +480,10 @@ def make_retained(inner: Policy) -> Policy:
         >>> lru = make_retained(make_lru(num_blocks=4))
         >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
         >>> state, _ = lru.insert(lru.init(), keys, jnp.array([3, 1]))
-        >>> given = jnp.array(retained(0, 80, half_life_ms=60_000, ttl_ms=0))
-        >>> state, _ = lru.note(state, RETAIN, keys, jnp.int32(1), given[:2], given)
+        >>> facts = jnp.array(retained(0, 80, half_life_ms=60_000, ttl_ms=0))
+        >>> state, _ = lru.note(state, RETAIN, keys, jnp.int32(1), facts[:2], facts)
         >>> evicted = lru.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
-        >>> evicted.block_ids.tolist()  # 3 was used before it, but is retained
+        >>> evicted.block_ids.tolist()  # 3 is older, but retained
         [1, -1]
     """
     if inner.retains:
@@ -494,7 +492,7 @@ def make_retained(inner: Policy) -> Policy:
     if inner.native is not None:
         variant = inner.native.variant << 1 | inner.always_evicts
         native = NATIVE._replace(variant=variant)
-    of_inner: dict[str, Any] = {
+    functions: dict[str, Any] = {
         function.__name__: functools.partial(function, inner)
         for function in (
             init,
@@ -513,31 +511,31 @@ def make_retained(inner: Policy) -> Policy:
         native=native,
         always_evicts=inner.always_evicts,
         retains=True,
-        **of_inner,
+        **functions,
     )
 
 
 def _decayed(priorities: Array, terms: Array, now_ms: Array) -> Array:
-    """Return the rest of priorities, i32[...], given on `terms` (u32[..., 3])."""
-    age_ms = now_ms - terms[..., GIVEN]
+    """Return what is left of priorities, i32[...], under `terms` (u32[..., 3])."""
+    age_ms = now_ms - terms[..., START]
     half_life_ms, ttl_ms = terms[..., HALF_LIFE], terms[..., TIME_TO_LIVE]
     halvings = jnp.minimum(age_ms // jnp.maximum(half_life_ms, 1), MAX_HALVINGS)
     halvings = jnp.where(half_life_ms > 0, halvings, 0).astype(jnp.int32)
-    is_over = (ttl_ms > 0) & (age_ms >= ttl_ms)
-    left = jnp.where(is_over, ORDINARY, priorities >> halvings)
+    has_ended = (ttl_ms > 0) & (age_ms >= ttl_ms)
+    left = jnp.where(has_ended, ORDINARY, priorities >> halvings)
     return jnp.where(priorities > 0, left, priorities)
 
 
-def _tell(state: RetainedState, now_ms: Array) -> RetainedState:
+def _set_time(state: RetainedState, now_ms: Array) -> RetainedState:
     return dataclasses.replace(
         state,
-        now_ms=later(state.now_ms, state.is_told, now_ms),
-        is_told=jnp.ones_like(state.is_told),
+        now_ms=later(state.now_ms, state.has_time, now_ms),
+        has_time=jnp.ones_like(state.has_time),
     )
 
 
 def _drop(state: RetainedState, block_ids: Array) -> RetainedState:
-    """Record that blocks (i32[K], NO_BLOCK for none) hold no key any more."""
+    """Record that blocks (i32[K]; NO_BLOCK is skipped) hold no key now."""
     blocks = jnp.where(block_ids == NO_BLOCK, state.priorities.shape[0], block_ids)
     priorities = state.priorities.at[blocks].set(NOT_HELD, mode="drop")
     return dataclasses.replace(state, priorities=priorities, counts=_count(priorities))

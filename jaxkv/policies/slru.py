@@ -1,10 +1,10 @@
-"""Segmented LRU: blocks that were used again are protected from those that were not.
+"""SLRU, segmented LRU: evict blocks used once before blocks used again.
 
-Two lists, each from the least to the most recently used. A new block is on probation;
-when it is used again it is protected. At most half of the blocks are: the least
-recently used of any excess are on probation again, as the most recent there. Blocks are
-evicted from those on probation first (Karedla, Love and Wherry, 1994). A block whose
-store is in progress is not protected by a use.
+Two lists, each from the least to the most recently used. A new block is on probation; a
+second use makes it protected. At most half of the blocks are protected: beyond that,
+the least recently used of them return to probation, as its most recent ones. Blocks on
+probation are evicted first (Karedla, Love and Wherry, 1994). A use of a block whose
+store is in flight does not protect it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _ALL_ENTRIES = np.empty(0, np.int32)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SLRUState:
-    """The blocks that are held, in two lists. An entry is a block id.
+    """The resident blocks, in two lists. An entry is a block id.
 
-    They are found as by LRU, and new ones are inserted as there: in the first list.
+    `find` and `insert` are LRU's: new blocks go to list 0, on probation.
     """
 
     directory: Directory  # The block that holds a key.
-    order: RecencyLog  # The blocks on probation and the protected ones.
-    num_protected: Array  # i32[]. How many are protected.
+    order: RecencyLog  # The lists `PROBATION` and `PROTECTED`.
+    num_protected: Array  # i32[]. The length of list `PROTECTED`.
 
 
 def init(num_blocks: int, max_batch: int) -> SLRUState:
@@ -98,11 +98,11 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
         entry = entries[row]
         if entry < 0:
             continue
-        of_list = recency.native_list_of(order, entry)
-        if of_list == PROBATION and is_use[row]:
-            of_list = PROTECTED
+        list_id = recency.native_list_of(order, entry)
+        if list_id == PROBATION and is_use[row]:
+            list_id = PROTECTED
             state.num_protected[()] += 1
-        recency.native_put(order, entry, of_list, count - 1 - row)
+        recency.native_put(order, entry, list_id, count - 1 - row)
     recency.advance(order, count)
 
     excess = greater(state.num_protected[()] - order.places.shape[0] // 2, 0)
@@ -140,12 +140,12 @@ def native_remove(state: Any, entries: Any) -> None:
 
 
 def evict(state: SLRUState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
-    """Evict the oldest blocks on probation, then others; see `Policy.evict`."""
+    """Evict the oldest blocks on probation, then protected; see `Policy.evict`."""
     none = _num_blocks(state)
 
-    def oldest(num: Array, of_list: int) -> Oldest:
+    def oldest(num: Array, list_id: int) -> Oldest:
         return recency.find_oldest(
-            state.order, num, lambda entries: ref_cnt[entries] == 0, width, of_list
+            state.order, num, lambda entries: ref_cnt[entries] == 0, width, list_id
         )
 
     first = oldest(num, PROBATION)
@@ -156,7 +156,7 @@ def evict(state: SLRUState, num: Array, ref_cnt: Array, width: int) -> EvictResu
     victims = jnp.where(row < first.num, first.entries, of_second)
     victims = jnp.where(ok & (row < num), victims, none)
     keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
-    victims = after(victims, keys)  # Which will be overwritten.
+    victims = after(victims, keys)  # Their rows are overwritten now.
     evicted = _remove(state, victims)
     order = recency.set_heads(evicted.order, [first, second], ok)
     return EvictResult(
@@ -190,16 +190,12 @@ def native_evict(
 
 
 def snapshot(state: SLRUState) -> dict[str, Any]:
-    """Show a state to a reader. For the host, not for jit.
-
-    Returns:
-        The keys in "probation" and in "protected", each from the oldest on.
-    """
+    """Return the keys in "probation" and "protected", the oldest first. Not for jit."""
     keys = np.asarray(state.directory.keys)
     lists = {"probation": PROBATION, "protected": PROTECTED}
     return {
-        name: words_to_keys(keys[recency.in_order(state.order, of_list)])
-        for name, of_list in lists.items()
+        name: words_to_keys(keys[recency.in_order(state.order, list_id)])
+        for name, list_id in lists.items()
     }
 
 
@@ -208,8 +204,7 @@ def take_over(
 ) -> SLRUState:
     """Make the state for blocks in their order of use.
 
-    Blocks that were protected where that was learned stay so, the last used, up to the
-    limit.
+    Blocks that `learned` protects stay protected: the last used, up to the limit.
     """
     order = recency.init(num_blocks, max_batch, num_lists=2)
     lists = np.full(held.blocks.size, PROBATION, np.int32)
@@ -230,7 +225,7 @@ def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
 
     Args:
         num_blocks: Blocks of the tier.
-        max_batch: Most keys in one call.
+        max_batch: Maximum keys in one call.
 
     Returns:
         The policy. Equal arguments give the same object, so that functions traced
@@ -269,7 +264,7 @@ def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
 
 
 def _remove(state: SLRUState, entries: Array) -> SLRUState:
-    """Forget entries (i32[K], B for none), each given once."""
+    """Forget unique entries (i32[K]; B is skipped)."""
     lists = recency.list_of(state.order, entries)
     num_protected = jnp.sum(lists == PROTECTED, dtype=jnp.int32)
     return SLRUState(
@@ -280,7 +275,7 @@ def _remove(state: SLRUState, entries: Array) -> SLRUState:
 
 
 def _unchanged(order: RecencyLog) -> Oldest:
-    """Stand for a list that keeps all its entries."""
+    """Return the `Oldest` of list `PROBATION` if nothing leaves it."""
     none = jnp.zeros((0,), jnp.int32)
     return Oldest(none, jnp.int32(0), order.heads[PROBATION])
 

@@ -1,11 +1,10 @@
 """Workarounds for XLA:CPU: update in place, count flags fast.
 
-`running_count` counts over a batch of flags. `after` makes XLA see that a read of an
-array comes before a write to it: a donated array is updated in place only if XLA can
-prove that, else it copies the whole of it, which for a large cache costs more than all
-the rest of a call. A read that comes first in the program proves nothing: the write has
-to depend on what was read. `full` makes an array without a program, which XLA would
-compile for each shape.
+`running_count` is a fast cumulative sum of flags. `after` orders a read of an array
+before a write to it. XLA updates a donated array in place only if it can prove that
+order; otherwise it copies the whole array, which for a large cache costs more than the
+rest of a call. Program order proves nothing: the write must depend on what was read.
+`full` makes an array without a program, which XLA would compile for each shape.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Array:
 def running_count(flags: Array) -> Array:
     """Count the true values of bool[K] up to and including each position: i32[K].
 
-    The same as a cumulative sum, with a sum over words of 32 flags and population
-    counts inside them in place of one over every flag, which XLA:CPU does slowly.
+    Equals `jnp.cumsum`, which is slow on XLA:CPU: sums over words of 32 flags, and
+    counts bits within each word.
     """
     num_flags = flags.size
     if num_flags < _WORD:
@@ -55,13 +54,13 @@ def running_count(flags: Array) -> Array:
 def after(indices: Array, *reads: Array) -> Array:
     """Make a scatter at `indices` (i32[K], none negative) wait for earlier reads.
 
-    `reads` (i32[K, ...] or u32[K, ...]) were gathered from the same array. The answer
-    is `indices`, depending on every one of them.
+    `reads` (i32[K, ...] or u32[K, ...]) were gathered from the same array. Returns
+    `indices` with a dependence on each of them.
     """
     # Always 0, as no index is negative, but XLA does not know that.
     zero = indices >> 31
     for read in reads:
         words = lax.bitcast_convert_type(read, jnp.int32)
-        # One word of a row is enough: they are all read at once.
+        # One word of a row suffices, as a row is read at once.
         indices += words.reshape(words.shape[0], -1)[:, 0] & zero
     return indices

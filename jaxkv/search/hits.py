@@ -1,14 +1,14 @@
-"""The longest prefix that can be used, over masks of the groups' resident blocks.
+"""The longest usable prefix, from masks of the groups' resident blocks.
 
-A prefix can be used if every group holds the blocks that its next token reads
+A prefix is usable if every group holds the blocks that its next token reads
 (`jaxkv.search.groups`). vLLM 0.19.1 searches one kind of attention after the other,
-each within the length left by the last one, until no length shrinks. Here no such loop
-is needed: a prefix's own blocks alone determine whether it can be used, wherever a
-search began. So lengths are tried from the longest on, by differences of running
-counts, and vLLM's loop ends at the first length that all groups can use.
+each within the length that the last one found, until no length shrinks. The blocks of a
+prefix alone determine whether it is usable, so here no such loop is needed: lengths are
+tried from the longest on, by differences of running counts. vLLM's loop ends at the
+same length, the first that all groups can use.
 
-For full attention and one other kind, vLLM leaves the loop after one pass. The result
-is the same: the other kind's length is within full attention's, and both can use it.
+For full attention and one other kind, vLLM stops after one pass. The result is the
+same: the other kind's length is within full attention's, and usable by both.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _FULL, _WINDOW, _CHUNKED, _MAMBA = range(4)
 
 
 class Hit(NamedTuple):
-    """The longest prefix that can be used, and the blocks of it that are needed."""
+    """The longest usable prefix, and its blocks that must be resident."""
 
     num_tokens: int  # A multiple of the groups' `alignment`.
-    # bool[n_g] for each group: the blocks that the next token reads. The others need
-    # not be loaded: they are outside the window, in another chunk, older states, or
-    # beyond the prefix.
+    # bool[n_g] for each group: the blocks that the next token reads. Other blocks need
+    # no load: they are outside the window, in another chunk, older states, or beyond
+    # the prefix.
     needed: list[NDArray[np.bool_]]
 
 
 def find_longest_hit(
     groups: tuple[GroupSpec, ...], masks: Sequence[NDArray[np.bool_]], max_tokens: int
 ) -> Hit:
-    """Find the longest prefix that every group can use, as vLLM 0.19.1 finds it.
+    """Find the longest prefix usable by every group, with the result of vLLM 0.19.1.
 
-    The work is linear in the number of blocks. `masks` has a bool[n_g] for each group:
-    which full blocks of the sequence are in some tier.
+    Takes time linear in the blocks. `masks` has a bool[n_g] for each group: the full
+    blocks of the sequence that are in some tier.
 
     >>> groups = (FullAttention(16), SlidingWindow(16, window=20))
     >>> full = np.array([True, True, True, True, False])
@@ -68,10 +68,10 @@ def find_longest_hit(
         if mask.dtype != np.bool_:
             raise TypeError(f"masks[{index}].dtype={mask.dtype} must be bool.")
     if len(groups) == 1 and isinstance(groups[0], FullAttention):
-        return _leading(groups[0], masks[0], max_tokens)
-    specs, step = _specs(groups)
+        return _find_full(groups[0], masks[0], max_tokens)
+    specs, step = _encoded(groups)
     covered = [m.shape[0] * g.block_size for g, m in zip(groups, masks, strict=True)]
-    # Hits end after a whole number of steps, so only such lengths are tried.
+    # A hit is a multiple of `step`, so only these lengths are tried.
     max_steps = max(min(max_tokens, *covered), 0) // step
     offsets = np.array([0, *itertools.accumulate(map(len, masks))], np.int64)
     is_resident = masks[0] if len(masks) == 1 else np.concatenate(masks)
@@ -83,8 +83,8 @@ def find_longest_hit(
     return Hit(num_tokens, [needed[start:stop] for start, stop in bounds])
 
 
-def _leading(group: FullAttention, mask: NDArray[np.bool_], max_tokens: int) -> Hit:
-    """Find the longest prefix if there is only full attention."""
+def _find_full(group: FullAttention, mask: NDArray[np.bool_], max_tokens: int) -> Hit:
+    """Find the longest prefix of a single full-attention group."""
     num = 0
     if mask.size and mask[0]:
         num = int(mask.argmin()) or mask.size  # The first False, if there is one.
@@ -95,20 +95,20 @@ def _leading(group: FullAttention, mask: NDArray[np.bool_], max_tokens: int) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def _specs(groups: tuple[GroupSpec, ...]) -> tuple[NDArray[np.int64], int]:
-    """Return groups for compiled functions, and the step of hits in tokens."""
+def _encoded(groups: tuple[GroupSpec, ...]) -> tuple[NDArray[np.int64], int]:
+    """Return the groups as numbers, and the alignment of hits in tokens."""
     check_groups(groups)
-    return np.array([_spec(group) for group in groups], np.int64), alignment(groups)
+    return np.array([_encode(group) for group in groups], np.int64), alignment(groups)
 
 
-def _spec(group: GroupSpec) -> tuple[int, int, int]:
+def _encode(group: GroupSpec) -> tuple[int, int, int]:
     """Return a group's kind, its block size, and the blocks of its window or chunk."""
     match group:
         case FullAttention(size):
             return _FULL, size, 0
         case SlidingWindow(size, window):
-            # The next token is in its own window; vLLM needs a block to hit even if
-            # the window has one token.
+            # The window includes the next token; vLLM requires a hit of at least one
+            # block, even for a window of one token.
             return _WINDOW, size, max(1, -(-(window - 1) // size))
         case ChunkedLocal(size, chunk):
             return _CHUNKED, size, chunk // size
@@ -120,15 +120,15 @@ def _spec(group: GroupSpec) -> tuple[int, int, int]:
 def _find_longest(
     specs: Any, offsets: Any, is_resident: Any, max_steps: int, step: int, needed: Any
 ) -> Any:
-    """Return in tokens the longest prefix whose next token can be computed.
+    """Return the tokens of the longest usable prefix, at most `max_steps * step`.
 
     A row of `specs` i64[G, 3] has a group's kind, its block size in tokens, and the
     blocks of its window or chunk. Group g has the rows `offsets[g]:offsets[g + 1]` of
-    `is_resident` bool[n] and of `needed` bool[n], which is written: the blocks that the
-    next token reads. Lengths up to `max_steps` steps of `step` tokens are tried.
+    `is_resident` bool[n] and of `needed` bool[n]. Writes `needed`: the blocks that the
+    next token reads.
     """
     num_groups = specs.shape[0]
-    # The number of missing blocks of a group before each of its blocks.
+    # For each block of a group, the group's missing blocks before it.
     missing = empty(is_resident.shape[0] + num_groups, np.int64)
     for group in range(num_groups):
         at = offsets[group] + group
@@ -157,12 +157,12 @@ def _find_longest(
 
 @compiled
 def _first_needed(specs: Any, group: int, end: int) -> Any:
-    """Return the first block that is read of a prefix that ends before block `end`."""
+    """Return the first block read by the token after a prefix of `end` blocks."""
     kind, span = specs[group, 0], specs[group, 2]
     if kind == _WINDOW:
         return greater(end - span, 0)
     if kind == _CHUNKED:
-        # No block, if the prefix ends with a chunk.
+        # No block is read if the prefix ends with a chunk.
         return end - end % span
     if kind == _MAMBA:
         return greater(end - 1, 0)

@@ -1,8 +1,8 @@
 """One search of all tiers for the longest prefix of a request.
 
-vLLM 0.19.1 searches the device first, and the host from there on. If the device has
-evicted a block in the middle of a prefix, reuse ends there unless the host has all
-later blocks. Here a block counts in any tier.
+vLLM 0.19.1 searches the device first, and the host only after the device's prefix. If
+the device evicted a block in the middle of a prefix, reuse ends there unless the host
+has all later blocks. Here a block may be in any tier.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ Keys: TypeAlias = Sequence[BlockKey]
 
 
 class Source(NamedTuple):
-    """A tier, or another place with blocks, for a search."""
+    """A tier, or another holder of blocks, for a search."""
 
     find: Callable[[Keys], Ids]  # Returns the block of each key, i32[n], or NO_BLOCK.
-    # Blocks of a request in a block of the tier, whose key is the last one's.
+    # Blocks of a request in one block of the tier, which has the key of the last one.
     blocks_per_row: int = 1
-    # Only the first tokens' blocks may come from it; None for all.
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # Has blocks of the first tokens only; None for all.
 
 
 class Match(NamedTuple):
-    """The longest prefix that can be used, and the places of its blocks."""
+    """The longest usable prefix, and the blocks found in each source."""
 
     num_tokens: int
     # i32[n] for each source and group: the block of each key, or NO_BLOCK.
     block_ids: list[list[Ids]]
-    needed: list[NDArray[np.bool_]]  # bool[n] for each group: blocks of the prefix.
+    needed: list[NDArray[np.bool_]]  # bool[n] for each group; see `Hit.needed`.
 
 
 def source_of(tier: BlockIndex | DeviceBlockPool, blocks_per_row: int = 1) -> Source:
-    """Make a source of all blocks of a tier."""
+    """Make a source from a tier."""
     return Source(tier.find, blocks_per_row)
 
 
 def first_tokens(num_tokens: int) -> Source:
-    """Make a source with NULL_BLOCK for each block of the first tokens."""
+    """Make a source that has NULL_BLOCK for each block of the first tokens."""
 
     def find(keys: Keys) -> Ids:
         return np.full(len(keys), NULL_BLOCK, np.int32)
@@ -64,7 +63,7 @@ def find_cached_prefix(
     keys_by_group: Sequence[Keys],
     max_tokens: int,
 ) -> tuple[int, list[list[int]]]:
-    """Find the longest prefix of a request that the device alone holds.
+    """Find the longest prefix of a request in the device tier alone.
 
     Args:
         pool: The device's blocks.
@@ -73,14 +72,14 @@ def find_cached_prefix(
         max_tokens: The maximum length of the prefix in tokens.
 
     Returns:
-        Its length in tokens, and for each group its blocks in order, NULL_BLOCK for
-        one that the next token does not read. They are not held until `pool.touch`.
+        Its length in tokens, and for each group its blocks in order, NULL_BLOCK for a
+        block that the next token does not read. `pool.touch` pins them.
 
     Raises:
-        TypeError: If the keys are not a list of keys for each group, or `max_tokens` is
-            not an int.
-        ValueError: If there is not a list for each group, or the keys or the pool are
-            known to have blocks of other sizes.
+        TypeError: If `keys_by_group` has no lists of keys, or `max_tokens` is not an
+            int.
+        ValueError: If there is not one list for each group, or the keys or the pool
+            are known to have another block size.
     """
     groups = as_groups(groups)
     check_keys_by_group(groups, keys_by_group)
@@ -102,10 +101,10 @@ def check_keys_by_group(
     name: str = "keys_by_group",
     request_id: str | None = None,
 ) -> None:
-    """Refuse anything but a list of keys for each group, in constant time."""
+    """Refuse anything except a list of keys for each group, in constant time."""
     if not _is_list(keys_by_group) or len(keys_by_group) != len(groups):
-        wrong: type[Exception] = ValueError if _is_list(keys_by_group) else TypeError
-        raise wrong(
+        error: type[Exception] = ValueError if _is_list(keys_by_group) else TypeError
+        raise error(
             f"{name}={shown(keys_by_group)}{_of(request_id)} must have a list for each "
             f"of the {len(groups)} groups, such as [request.block_keys] for one."
         )
@@ -114,7 +113,7 @@ def check_keys_by_group(
 
 
 def check_keys(group: GroupSpec, keys: Keys, name: str, request_id: str | None) -> None:
-    """Refuse anything but a list of keys of a group's blocks, in constant time."""
+    """Refuse anything except a list of keys of a group's blocks, in constant time."""
     if not _is_list(keys) or (len(keys) and not isinstance(keys[0], bytes)):
         raise TypeError(
             f"{name}={shown(keys)}{_of(request_id)} must be a list of keys, which are "
@@ -134,9 +133,9 @@ def _of(request_id: str | None) -> str:
 
 
 def check_pool(pool: DevicePool, groups: tuple[GroupSpec, ...]) -> None:
-    """Refuse anything but a pool, or one known to have blocks of other sizes."""
-    wanted = [*DevicePool.__annotations__, *vars(DevicePool)]
-    missing = [n for n in wanted if not n.startswith("_") and not hasattr(pool, n)]
+    """Refuse anything except a pool, and a pool known to have another block size."""
+    names = [*DevicePool.__annotations__, *vars(DevicePool)]
+    missing = [n for n in names if not n.startswith("_") and not hasattr(pool, n)]
     if missing:
         raise TypeError(
             f"pool={shown(pool)} must be a DeviceBlockPool, or another "
@@ -151,9 +150,9 @@ def check_pool(pool: DevicePool, groups: tuple[GroupSpec, ...]) -> None:
 
 
 def _is_list(value: object) -> bool:
-    """Return whether a value has ordered items; strings count as one item."""
+    """Return whether a value is a sequence, not a string."""
     cls = type(value)
-    if cls is list:  # Checks of abstract classes take longer.
+    if cls is list:  # Faster than a check against an abstract class.
         return True
     if isinstance(value, str | bytes | bytearray | Mapping):
         return False
@@ -166,16 +165,16 @@ def search(
     max_tokens: int,
     sources: Sequence[Source],
 ) -> Match:
-    """Find the longest prefix of a request whose blocks are all in some source.
+    """Find the longest prefix of a request whose needed blocks are all in some source.
 
-    `keys_by_group` has the keys of full blocks; `sources` begin with the nearest.
-    Nothing is held or changed.
+    `keys_by_group` has the keys of full blocks; the nearest of `sources` comes first.
+    Nothing is pinned or changed.
     """
     max_per_row = max(source.blocks_per_row for source in sources)
     keys = []
     for group, all_keys in zip(groups, keys_by_group, strict=True):
         usable = max(max_tokens, 0) // group.block_size
-        # The row of the last usable block may extend further.
+        # The row of the last usable block may extend beyond it.
         usable += -usable % max_per_row
         keys.append(all_keys if usable >= len(all_keys) else all_keys[:usable])
     block_ids = [
@@ -183,9 +182,9 @@ def search(
         for source in sources
     ]
     masks = []
-    for of_group in zip(*block_ids, strict=True):
-        mask = of_group[0] != NO_BLOCK
-        for ids in of_group[1:]:
+    for group_ids in zip(*block_ids, strict=True):
+        mask = group_ids[0] != NO_BLOCK
+        for ids in group_ids[1:]:
             mask |= ids != NO_BLOCK
         masks.append(mask)
     hit = find_longest_hit(groups, masks, max_tokens)
@@ -193,7 +192,7 @@ def search(
 
 
 def _find(source: Source, group: GroupSpec, keys: Keys) -> Ids:
-    """Return the blocks of a group in a source, i32[n]."""
+    """Return the block of each key in a source, i32[n]."""
     num, per_row = len(keys), source.blocks_per_row
     if source.max_tokens is not None:
         num = min(num, source.max_tokens // group.block_size)

@@ -1,6 +1,6 @@
-"""Parts for an engine's own tests, which find its mistakes and name them.
+"""Strict mode: parts for an engine's tests that detect and name the engine's mistakes.
 
-`JAXKV_STRICT=1` or `OffloadConfig(strict=True)` makes them instead of the usual parts.
+`JAXKV_STRICT=1` or `OffloadConfig(strict=True)` uses them instead of the usual parts.
 """
 
 from jaxkv._util import substitutes

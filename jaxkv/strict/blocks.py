@@ -1,7 +1,7 @@
-"""Checksums of a pool's blocks, and garbage written to them.
+"""Checksums of a pool's blocks, and copies of a pool with garbage in some blocks.
 
-NumPy does all of it, on copies: it compiles nothing, keeps every bit and donates no
-array of the caller's. It is meant for the small pools of tests.
+NumPy works on copies, so that nothing is compiled, every bit is kept and no array of
+the caller is donated. Intended for the small pools of tests.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ class StrictError(ValueError):
 
 
 class PoolBlocks:
-    """Reads and fills blocks of pools with one layout.
-
-    If several processes serve one model, each reads its own shards.
-    """
+    """Reads and fills blocks of pools with one layout, in this process's shards."""
 
     def __init__(self, layout: PoolLayout) -> None:
         self._layout = layout
@@ -38,7 +35,7 @@ class PoolBlocks:
     def sums(self, pool: PyTree, block_ids: Sequence[int]) -> dict[int, int] | None:
         """Return a checksum of each block; None if the pool is lost, as after a fault.
 
-        It waits for the pool, and skips the null block and negative ids.
+        Waits for the pool. Skips the null block and negative ids.
         """
         ids = sorted({block for block in block_ids if block > NULL_BLOCK})
         sums = [0] * len(ids)
@@ -49,9 +46,9 @@ class PoolBlocks:
                 for shard in leaf.addressable_shards:
                     rows = np.moveaxis(np.asarray(shard.data), axis, 0)[ids]
                     rows = np.ascontiguousarray(rows).reshape(len(ids), -1)
-                    for place, row in enumerate(rows):
-                        sums[place] = zlib.crc32(row.tobytes(), sums[place])
-        except RuntimeError:  # From jax: the program that computes the pool has failed.
+                    for index, row in enumerate(rows):
+                        sums[index] = zlib.crc32(row.tobytes(), sums[index])
+        except RuntimeError:  # From JAX: the program that computes the pool failed.
             return None
         return dict(zip(ids, sums, strict=True))
 
@@ -60,16 +57,16 @@ class PoolBlocks:
         return self.spoiled(pool, [])
 
     def spoiled(self, pool: PyTree, block_ids: Sequence[int]) -> PyTree:
-        """Copy a pool, and fill blocks of the copy with garbage: NaN if possible."""
+        """Copy a pool, with garbage (NaN if possible) in some blocks of the copy."""
         ids = [block for block in block_ids if block > NULL_BLOCK]
         try:
             leaves = [_rebuilt(leaf, axis, ids) for leaf, axis in self._leaves(pool)]
         except RuntimeError:
-            return pool  # It is lost.
+            return pool  # The pool is lost.
         return self._layout.unflatten(leaves)
 
     def _leaves(self, pool: PyTree) -> list[tuple[jax.Array, int]]:
-        """List the arrays of a pool, each with the axis that counts its blocks."""
+        """List the arrays of a pool, each with its block axis."""
         axes = [leaf.block_axis for leaf in self._layout.leaves]
         return list(zip(self._layout.flatten(pool), axes, strict=True))
 
@@ -86,12 +83,12 @@ def _rebuilt(leaf: jax.Array, axis: int, block_ids: list[int]) -> jax.Array:
 
 
 def _garbage(dtype: np.dtype[Any]) -> Any:
-    """Return a number that shows in any result computed from it."""
+    """Return a value that corrupts any result computed from it."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         if dtype == np.bool_:
             return True
         return np.full(dtype.itemsize, _GARBAGE_BYTE, np.uint8).view(dtype)[0]
     nan = np.array(np.nan).astype(dtype)
     if jnp.issubdtype(dtype, jnp.floating) and not np.isnan(nan.astype(np.float32)):
-        return np.array(6.0).astype(dtype)  # It has no NaN, as float4_e2m1fn.
+        return np.array(6.0).astype(dtype)  # A dtype without NaN, as float4_e2m1fn.
     return nan

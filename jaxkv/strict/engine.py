@@ -1,4 +1,4 @@
-"""A transfer engine that is as slow as allowed."""
+"""A transfer engine that is as slow as the contract allows, and checks bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxkv.transfer.kernels import Mode
 from jaxkv.types import PyTree
 
 MAX_STEPS = 4
-"""A transfer is carried out after at most this many steps, calls of `advance`."""
+"""The maximum delay of a transfer in steps, calls of `advance`."""
 
 MAX_POLLS = 16
 """After this many calls of `poll` in a step, each further one counts as a step."""
@@ -28,32 +28,32 @@ MAX_POLLS = 16
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
-    """A transfer that was not reported."""
+    """A transfer that was not reported yet."""
 
     call: int  # Number of the call that began it.
     due: int  # The first step that may report it.
     device_ids: NDArray[np.int64]  # i64[n, m]
     host_ids: NDArray[np.int64]  # i64[n]
-    # Of each block of a deferred load: checksums of its garbage and its last content.
+    # For each block of a deferred load: checksums of its garbage and old content.
     sums: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     issued: Ticket | None = None  # The engine's ticket; None for a deferred load.
-    done: Completion | None = None  # Once it has ended.
-    must_fail: bool = False  # Whether it is a load that is never carried out.
+    done: Completion | None = None  # None while it is in flight.
+    must_fail: bool = False  # Whether it is a load that strict mode fails.
 
     @property
     def blocks(self) -> list[int]:
-        """Its device blocks."""
+        """The device blocks, flattened."""
         ids: list[int] = self.device_ids.ravel().tolist()
         return ids
 
     @property
     def rows(self) -> Iterator[tuple[int, list[int]]]:
-        """Each of its host blocks, with its device blocks."""
+        """Each host block with its device blocks."""
         return zip(self.host_ids.tolist(), self.device_ids.tolist(), strict=True)
 
 
 def _number_from(variable: str) -> int:
-    """Return a number of at least 0 from the environment; 0 if it is not set."""
+    """Return a number from the environment; 0 if the variable is not set."""
     text = os.environ.get(variable, "0")
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{variable}={text!r} must be a whole number of at least 0.")
@@ -61,21 +61,20 @@ def _number_from(variable: str) -> int:
 
 
 class StrictTransferEngine(TransferEngine):
-    """Moves blocks as an accelerator might at its worst, and checks the bytes.
+    """Moves blocks with the worst timing of an accelerator, and checks the bytes.
 
-    Transfers have the mode ``"staged"``, also in place of ``"fused"``. Each is reported
-    up to `MAX_STEPS` calls of `advance` later, at random. Until then the blocks of a
-    load are garbage, NaN if possible. The caller's pool is not donated, so that a
-    caller that continues with the wrong pool is detected. The bytes of a load are
-    compared with the bytes of the save.
+    The mode ``"staged"`` replaces ``"fused"``. Each transfer is reported after a random
+    delay of up to `MAX_STEPS` calls of `advance`. Until then the blocks of a load hold
+    garbage, NaN if possible. The caller's pool is not donated, so that the use of an
+    outdated pool is detected. The bytes of a load are compared with the bytes saved.
 
-    `strict_seed` chooses how late transfers are. One load in `strict_fail_loads` is
-    reported with an error, and its blocks stay garbage; 0 for none. Loads that a step
-    writes do not fail. If either is None, the environment has the value.
+    `strict_seed` is the seed of the delays. One load in `strict_fail_loads` fails with
+    an error, and its blocks stay garbage; 0 for none. Loads written by the engine's
+    step do not fail. If an argument is None, the environment has the value.
 
     Raises:
         StrictError: By `advance`, `save`, `load` and `drain`: something wrote to a
-            block that is being loaded, or the pool is not the one of the last call.
+            block whose load is in flight, or the pool is outdated.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class StrictTransferEngine(TransferEngine):
         self._last_due = {"save": 0, "load": 0}
         self._flights: dict[Ticket, _Flight] = {}
         # By host block: the number of its save, and a checksum of each of its device
-        # blocks, None for one that was left out.
+        # blocks, None for a skipped one.
         self._saved: dict[int, tuple[int, list[int | None]]] = {}
 
     @property
@@ -115,7 +114,7 @@ class StrictTransferEngine(TransferEngine):
 
     @property
     def num_waiting(self) -> int:
-        """Transfers that wait for other ones, or for their step."""
+        """Transfers that wait for other transfers, or for their step."""
         return super().num_waiting + len(self._deferred())
 
     def is_waiting(self, ticket: Ticket) -> bool:
@@ -194,13 +193,14 @@ class StrictTransferEngine(TransferEngine):
         return super().copy(pool, source_block_ids, target_block_ids)
 
     def advance(self, pool: PyTree) -> PyTree:
-        """Carry out the transfers that are due; see `TransferEngine.advance`."""
+        """Execute the transfers that are due; see `TransferEngine.advance`."""
         self._check(pool)
         self._now += 1
         self._num_polls = 0
         pool = self._issue(pool)
-        # Wait, so that the seed alone determines how late a transfer is. Several
-        # processes agree on that, and a lost one must not block the others here.
+        # Wait, so that the seed alone determines the delay of a transfer. Do not wait
+        # if there are several processes, which agree on the delay: a lost process would
+        # block the others here.
         flights = self._flights.values()
         is_due = any(
             flight.due <= self._now and flight.done is None for flight in flights
@@ -218,20 +218,20 @@ class StrictTransferEngine(TransferEngine):
         self._check_thread()
         self._num_polls += 1
         if self._num_polls > MAX_POLLS:
-            # An engine that waits for nothing but saves need not call `advance`.
+            # An engine that only waits for saves need not call `advance`.
             self._now += 1
             self._collect(None, super().poll())
-        return self._take()
+        return self._pop_due()
 
     def drain(self, pool: PyTree) -> tuple[PyTree, list[Completion]]:
-        """Carry out all transfers; see `TransferEngine.drain`."""
+        """Finish all transfers; see `TransferEngine.drain`."""
         self._check(pool)
         for flight in self._flights.values():
             flight.due = min(flight.due, self._now)
         pool = self._issue(pool)
         pool, completions = super().drain(pool)
         self._collect(pool, completions)
-        return pool, self._take()
+        return pool, self._pop_due()
 
     def abandon(self, ticket: Ticket) -> None:
         """Abandon a transfer; see `TransferEngine.abandon`."""
@@ -275,10 +275,10 @@ class StrictTransferEngine(TransferEngine):
 
     def _deferred(self) -> list[Ticket]:
         """List the loads that wait for their step."""
-        return [name for name, flight in self._flights.items() if flight.issued is None]
+        return [t for t, flight in self._flights.items() if flight.issued is None]
 
     def _check(self, pool: PyTree) -> None:
-        """Refuse a pool if a block that is being loaded has changed."""
+        """Refuse a pool if a block whose load is in flight has changed."""
         flights = [self._flights[ticket] for ticket in self._deferred()]
         expected = dict(pair for flight in flights for pair in flight.sums.items())
         sums = self._blocks.sums(pool, list(expected))
@@ -290,8 +290,8 @@ class StrictTransferEngine(TransferEngine):
             garbage, before = expected[block]
             if now == before != garbage:
                 raise StrictError(
-                    f"device block {block} is as it was before its load began: this is "
-                    "the pool of before the load. Go on with the pool that "
+                    f"device block {block} still has its content from before its load: "
+                    "the pool is outdated. Continue with the pool that "
                     "OffloadWorker.start() (or TransferEngine.load(), advance() and "
                     "drain()) returned."
                 )
@@ -300,21 +300,21 @@ class StrictTransferEngine(TransferEngine):
                     f"device block {block} was written while a load into it is in "
                     "flight, or the pool is not the one that OffloadWorker.start() "
                     "returned. Write only to blocks that DeviceBlockPool.allocate() "
-                    "gave to the request, and to those of a load only when "
-                    "update_connector_output() names its request in finished_recving."
+                    "gave to the request, and to blocks of a load only after "
+                    "update_connector_output() named its request in finished_recving."
                 )
 
     def _issue(self, pool: PyTree) -> PyTree:
-        """Begin the loads that are due, except those that must fail."""
+        """Begin the loads that are due, and fail the loads that must fail."""
         flights = []
-        for name in self._deferred():
-            flight = self._flights[name]
+        for ticket in self._deferred():
+            flight = self._flights[ticket]
             if flight.due > self._now:
                 continue
             if flight.must_fail:
                 error = RuntimeError(f"strict_fail_loads={self._fail_loads}")
                 ids = tuple(flight.host_ids.tolist())
-                flight.issued, flight.done = name, Completion(name, ids, 0, error)
+                flight.issued, flight.done = ticket, Completion(ticket, ids, 0, error)
             else:
                 flights.append(flight)
         if flights or self._queue.num_in_flight:
@@ -332,18 +332,18 @@ class StrictTransferEngine(TransferEngine):
 
     def _collect(self, pool: PyTree | None, completions: Sequence[Completion]) -> None:
         """Record completions; compare the bytes of loads with the bytes saved."""
-        names = {flight.issued: name for name, flight in self._flights.items()}
-        for done in completions:
-            name = names[done.ticket]
-            flight = self._flights[name]
-            flight.done = dataclasses.replace(done, ticket=name)
-            if done.error is not None:
-                self._forget(name, flight)
-            elif name.direction == "load" and pool is not None:
+        tickets = {flight.issued: ticket for ticket, flight in self._flights.items()}
+        for completion in completions:
+            ticket = tickets[completion.ticket]
+            flight = self._flights[ticket]
+            flight.done = dataclasses.replace(completion, ticket=ticket)
+            if completion.error is not None:
+                self._forget(ticket, flight)
+            elif ticket.direction == "load" and pool is not None:
                 self._compare(pool, flight)
 
     def _compare(self, pool: PyTree, flight: _Flight) -> None:
-        """Compare the blocks of a load that has arrived with the blocks saved."""
+        """Compare the blocks of a completed load with the blocks saved."""
         sums = self._blocks.sums(pool, flight.blocks) or {}
         for host, row in flight.rows:
             _, saved = self._saved.get(host, (0, [None] * len(row)))
@@ -354,18 +354,18 @@ class StrictTransferEngine(TransferEngine):
                         f"device block {block} has other bytes (checksum {now:08x}) "
                         f"than were saved (checksum {expected:08x}) as host block "
                         f"{host}: something wrote to the block before "
-                        "OffloadWorker.poll() reported its load, or to the one that "
-                        "was saved before poll() reported that."
+                        "OffloadWorker.poll() reported its load, or to the saved "
+                        "block before poll() reported its store."
                     )
 
     def _forget(self, ticket: Ticket, flight: _Flight) -> None:
-        """Forget the checksums of a transfer that was a failed save."""
+        """Forget the checksums of a save that failed or was abandoned."""
         for host in flight.host_ids.tolist():
             if self._saved.get(host, (-1,))[0] == ticket.number:
                 del self._saved[host]
 
-    def _take(self) -> list[Completion]:
-        """Collect the transfers that are due, in each direction in order of calls."""
+    def _pop_due(self) -> list[Completion]:
+        """Pop the transfers that are due, in each direction in the order of calls."""
         completions: list[Completion] = []
         unfinished: dict[str, int] = {}
         for ticket in sorted(self._flights, key=lambda ticket: ticket.number):

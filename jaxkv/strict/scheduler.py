@@ -1,4 +1,4 @@
-"""A scheduler that checks the order and the arguments of the engine's calls."""
+"""A scheduler that checks the order and arguments of the engine's calls."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from jaxkv.types import NULL_BLOCK, BlockKey
 class _Entry:
     """A request from its look-up until its end."""
 
-    request: Request  # As it was passed last.
+    request: Request  # The object passed last.
     num_tokens: int
-    marks: list[KeyMark]  # Of its keys, for each group.
-    # After its look-up, after it got blocks, and after it lost them again.
-    phase: Literal["asked", "running", "preempted"] = "asked"
-    is_put_back: bool = False  # It got no blocks after its look-up.
-    must_wait: bool = False  # For the load of its offer.
+    marks: list[KeyMark]  # Marks of its keys, by group.
+    # After its look-up, after it got blocks, and after a preemption.
+    phase: Literal["matched", "running", "preempted"] = "matched"
+    is_put_back: bool = False  # Whether it got no blocks after its look-up.
+    loads_async: bool = False  # Whether it must wait for the load of its offer.
     is_loading: bool = False
-    may_ask: bool = False  # Again, though it has its blocks.
+    may_rematch: bool = False  # Whether a look-up is allowed although it has blocks.
     num_found: int = 0  # Tokens computed or offered when it got its blocks.
     num_local: int = 0  # Of these, the tokens already computed.
-    num_left: int | None = None  # The same from a failed load until it is computed.
+    num_valid: int | None = None  # After a failed load, the tokens not to recompute.
     tables: list[list[int]] = dataclasses.field(default_factory=list)  # By group.
 
 
 class StrictOffloadScheduler(OffloadScheduler):
-    """Decides the same as `OffloadScheduler`, and refuses calls that make no sense.
+    """Decides the same as `OffloadScheduler`, and refuses wrong calls of the engine.
 
     Raises:
-        StrictError: By most methods: the engine has left out a call, made it too early,
-            or passed a wrong argument. Then nothing changes.
+        StrictError: By most methods: the engine omitted a call, made it too early, or
+            passed a wrong argument. The state is unchanged.
     """
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -62,11 +62,11 @@ class StrictOffloadScheduler(OffloadScheduler):
         self._requests: dict[str, _Entry] = {}
         self._num_silent = 0
         self._has_cached = False
-        # The engine's pool, if it has `cache`.
+        # The engine's pool, if it has a `cache` method.
         self._blocks: DeviceBlockPool | BorrowedPool | None = None
 
     def bind_device_block_pool(self, pool: DevicePool) -> None:
-        """Bind the pool, and check what is cached; see `OffloadScheduler`."""
+        """Bind the pool, and check its `cache` calls; see `OffloadScheduler`."""
         super().bind_device_block_pool(pool)
         if not isinstance(pool, DeviceBlockPool | BorrowedPool) or pool is self._blocks:
             return
@@ -77,8 +77,8 @@ class StrictOffloadScheduler(OffloadScheduler):
             if len(block_ids) < len(keys):
                 raise StrictError(
                     f"{name}.cache() was given {len(block_ids)} blocks for "
-                    f"{len(keys)} keys: the table is shorter than what was computed, "
-                    "so allocate a block for each before the model runs."
+                    f"{len(keys)} keys: the block table is too short, so allocate a "
+                    "block for each key before the model runs."
                 )
             block_list = np.asarray(block_ids).tolist()
             if wrong := self._loads.blocks_awaited().intersection(block_list):
@@ -101,12 +101,12 @@ class StrictOffloadScheduler(OffloadScheduler):
         entry = self._requests.get(request.request_id)
         if entry is not None:
             self._check_same(request, entry)
-            is_running = entry.phase == "running" and not entry.may_ask
+            is_running = entry.phase == "running" and not entry.may_rematch
             if self._blocks is not None and is_running:
                 raise StrictError(
-                    f"request {shown(request.request_id)} asks by "
-                    "get_num_new_matched_tokens() though it has its blocks. If it is "
-                    "another request, the one before had its id and is not over: call "
+                    "get_num_new_matched_tokens() was called for request "
+                    f"{shown(request.request_id)}, which has its blocks. If it is a "
+                    "new request, the earlier one with its id has not ended: call "
                     "request_finished() first. If it lost its blocks, call "
                     "request_preempted(), or name it in "
                     "SchedulerOutput.preempted_req_ids."
@@ -116,7 +116,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             request,
             request.num_tokens,
             self._marks(request),
-            must_wait=bool(answer[0]) and answer[1],
+            loads_async=bool(answer[0]) and answer[1],
             num_found=num_computed_tokens,
             num_local=num_computed_tokens,
         )
@@ -136,18 +136,18 @@ class StrictOffloadScheduler(OffloadScheduler):
             if num_external_tokens or self._blocks is not None:
                 raise StrictError(
                     f"update_state_after_alloc() was called for request {shown(name)} "
-                    "before get_num_new_matched_tokens(): ask first, then allocate, "
-                    "then say what was allocated. A request that was preempted has to "
-                    "ask again."
+                    "before get_num_new_matched_tokens(): match first, then allocate, "
+                    "then pass the allocated blocks. A preempted request must be "
+                    "matched again."
                 )
-            # Other engines, such as vLLM, need not ask if nothing can be loaded.
+            # Engines without a pool here, such as vLLM, skip it if nothing can load.
             entry = _Entry(request, request.num_tokens, self._marks(request))
         tables = tables_by_group(block_ids, len(self.groups))
         is_declined = not (any(tables) or num_external_tokens)
         if not is_declined:
             self._check_held("update_state_after_alloc", name, tables)
         num_found = entry.num_found + num_external_tokens
-        is_admitted = entry.phase == "asked" and not is_declined
+        is_admitted = entry.phase == "matched" and not is_declined
         if is_admitted:
             self._check_covers(
                 "update_state_after_alloc", name, tables, num_found, "were found for it"
@@ -155,10 +155,10 @@ class StrictOffloadScheduler(OffloadScheduler):
         answer = super().update_state_after_alloc(
             request, block_ids, num_external_tokens
         )
-        entry.is_put_back = entry.phase == "asked" and is_declined
+        entry.is_put_back = entry.phase == "matched" and is_declined
         if is_admitted:
             entry.phase, entry.num_found = "running", num_found
-            entry.is_loading = entry.must_wait and num_external_tokens > 0
+            entry.is_loading = entry.loads_async and num_external_tokens > 0
         entry.request, entry.num_tokens = request, request.num_tokens
         entry.marks = self._marks(request)
         entry.tables = [list(table) for table in answer]
@@ -170,8 +170,8 @@ class StrictOffloadScheduler(OffloadScheduler):
         if self._num_silent >= MAX_SILENT_STEPS:
             raise StrictError(
                 f"update_connector_output() was not called in {self._num_silent} steps "
-                f"with {self._num_in_flight} blocks in flight: in every step call "
-                "OffloadWorker.poll(), and give it what that returns."
+                f"with {self._num_in_flight} blocks in flight: in every step pass it "
+                "the result of OffloadWorker.poll()."
             )
         checked_step(output)
         self._check_not_freed(output)
@@ -183,19 +183,19 @@ class StrictOffloadScheduler(OffloadScheduler):
                 raise StrictError(_unknown(name, "new_block_ids"))
             tables = tables_by_group(table, len(self.groups))
             self._check_held("SchedulerOutput.new_block_ids", name, tables)
-            # A request that has only asked has no tables.
+            # A request that is only matched has no tables.
             for old, new in zip(self._requests[name].tables, tables, strict=False):
                 old += new
-        # A call has named the others, and they may have been admitted again since.
+        # request_preempted() named the others, which may be admitted again by now.
         preempted = set(output.preempted_req_ids) - set(self._preempted)
         meta = super().build_connector_meta(output)
         for name, num_tokens in output.num_scheduled_tokens.items():
             if num_tokens > 0:
-                self._requests[name].num_left = None
+                self._requests[name].num_valid = None
         for name in preempted:
             if output.num_scheduled_tokens.get(name, 0) == 0:
                 self._set_preempted(name)
-        # Other engines, such as vLLM, pass on only reports that are not empty.
+        # Engines without a pool here, such as vLLM, pass only non-empty reports.
         if self._num_in_flight and self._blocks is not None:
             self._num_silent += 1
         return meta
@@ -208,7 +208,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             if entry := self._requests.get(name):
                 entry.is_loading = False
                 if name in answer.failed_recving:
-                    entry.may_ask, entry.num_left = True, entry.num_local
+                    entry.may_rematch, entry.num_valid = True, entry.num_local
         return answer
 
     def request_preempted(self, request: Request) -> None:
@@ -246,33 +246,31 @@ class StrictOffloadScheduler(OffloadScheduler):
         return [KeyMark.of(keys, len(keys)) for keys in groups]
 
     def _check_same(self, request: Request, entry: _Entry) -> None:
-        """Refuse another request under the id of one that has not ended."""
+        """Refuse a new request with the id of a request that has not ended."""
         if request is entry.request:  # The engine may rewrite it.
             return
         keys = keys_by_group(request, len(self.groups))
         is_longer = request.num_tokens >= entry.num_tokens
         if not is_longer or not all(map(KeyMark.is_in, entry.marks, keys)):
             raise StrictError(
-                f"request {shown(request.request_id)} has other tokens than the one "
-                "that had its id, which is not over: call request_finished() for that "
-                "one first, or give this one an id of its own."
+                f"request {shown(request.request_id)} has other tokens than an earlier "
+                "request with its id, which has not ended: call request_finished() for "
+                "the earlier one first, or use unique ids."
             )
 
     def _check_held(
         self, call: str, name: str, tables: Sequence[Sequence[int]]
     ) -> None:
-        """Refuse tables with free blocks."""
         free = self._free_among([block for table in tables for block in table])
         if free:
             raise StrictError(
-                f"{call}() was given blocks {free} for "
-                f"request {shown(name)}, which are free: allocate or touch them "
-                "before, and free them after request_finished() and "
-                "request_preempted()."
+                f"{call}() was given blocks {free} for request {shown(name)}, which "
+                "are free: allocate or touch them before, and free them after "
+                "request_finished() and request_preempted()."
             )
 
     def _check_not_freed(self, output: SchedulerOutput) -> None:
-        """Refuse a step if a request lost blocks without a call; a window's may go."""
+        """Refuse a step if a running request's full attention has freed blocks."""
         for name, entry in self._requests.items():
             if entry.phase != "running" or name in output.preempted_req_ids:
                 continue
@@ -280,14 +278,14 @@ class StrictOffloadScheduler(OffloadScheduler):
                 is_full = isinstance(spec, FullAttention)
                 if is_full and (free := self._free_among(table)):
                     raise StrictError(
-                        f"blocks {free} of request {shown(name)} are free, though it "
-                        "is not over: before you free them, call "
-                        "request_finished() for a request that has ended, also by "
-                        "abort, and request_preempted() for one that has to begin anew."
+                        f"blocks {free} of request {shown(name)} are free, although it "
+                        "has not ended: before you free them, call request_finished() "
+                        "for a request that has ended or was aborted, and "
+                        "request_preempted() for a preempted one."
                     )
 
     def _free_among(self, block_ids: Sequence[int]) -> list[int]:
-        """List the first free blocks among some, if the pool is bound."""
+        """List up to 8 free blocks among `block_ids`, if the pool is bound."""
         pool, ids = self._blocks, np.array(block_ids, np.int64)
         if pool is None or not len(ids):
             return []
@@ -311,12 +309,11 @@ class StrictOffloadScheduler(OffloadScheduler):
                 raise StrictError(
                     f"{call}() was given a table of {len(table)} blocks for request "
                     f"{shown(name)} in group {group}, but {num_tokens} tokens {why}, "
-                    f"which take {min_blocks}: pass all of its blocks, the ones found "
-                    "on the device first, with the null block for a missing one."
+                    f"which take {min_blocks}: pass all of its blocks, blocks found on "
+                    "the device first, with the null block for a missing one."
                 )
 
     def _check_scheduled(self, name: str) -> None:
-        """Refuse to compute a request that is not ready."""
         entry = self._requests.get(name)
         if entry is None:
             raise StrictError(_unknown(name, "num_scheduled_tokens"))
@@ -324,36 +321,37 @@ class StrictOffloadScheduler(OffloadScheduler):
         if entry.is_put_back:
             why = (
                 ", but update_state_after_alloc() was given no blocks for it, which "
-                "leaves it in the queue: pass its block tables to run it, also without "
-                "its offer."
+                "keeps it in the queue: pass its block tables to run it, even without "
+                "loading."
             )
-        elif entry.phase == "asked":
+        elif entry.phase == "matched":
             why = (
                 ", but update_state_after_alloc() was not called for it after "
                 "get_num_new_matched_tokens()."
             )
         elif entry.phase == "preempted":
             why = (
-                " though it was preempted: call get_num_new_matched_tokens() and "
-                "update_state_after_alloc() anew."
+                " although it was preempted: call get_num_new_matched_tokens() and "
+                "update_state_after_alloc() again."
             )
         elif entry.is_loading:
             why = (
-                " while its load is in flight: get_num_new_matched_tokens() said that "
-                "it takes time, so wait until update_connector_output() names the "
-                "request in finished_recving or failed_recving."
+                " while its load is in flight: get_num_new_matched_tokens() returned "
+                "True for a load that takes time, so wait until "
+                "update_connector_output() names the request in finished_recving or "
+                "failed_recving."
             )
         if why is not None:
             raise StrictError(
                 f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens{why}"
             )
         num_computed = _num_computed(entry.request)
-        if entry.num_left is not None and num_computed > entry.num_left:
+        if entry.num_valid is not None and num_computed > entry.num_valid:
             raise StrictError(
-                f"request {shown(name)} goes on after {num_computed} tokens, but its "
-                f"load has failed, so that it has {entry.num_left}: "
-                "update_connector_output() named it in failed_recving. Compute what it "
-                "was offered."
+                f"request {shown(name)} continues after {num_computed} tokens, but its "
+                f"load has failed, so it has only {entry.num_valid}: "
+                "update_connector_output() named it in failed_recving. Recompute the "
+                "tokens of its offer."
             )
         for spec in self.groups:
             num_full = num_computed // spec.block_size
@@ -368,7 +366,7 @@ class StrictOffloadScheduler(OffloadScheduler):
 
 
 def _num_computed(request: Request) -> int:
-    """Count the tokens that a request has computed, without tokens only scheduled."""
+    """Return a request's computed tokens, without those that are only scheduled."""
     num_ahead: int = getattr(request, "num_output_placeholders", 0)
     return request.num_computed_tokens - num_ahead
 
@@ -376,6 +374,6 @@ def _num_computed(request: Request) -> int:
 def _unknown(name: str, where: str) -> str:
     return (
         f"request {shown(name)} is in SchedulerOutput.{where}, but is not known: call "
-        "get_num_new_matched_tokens() and update_state_after_alloc() first. A request "
-        "is forgotten after request_finished()."
+        "get_num_new_matched_tokens() and update_state_after_alloc() first. "
+        "request_finished() makes a request unknown."
     )

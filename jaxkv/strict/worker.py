@@ -1,4 +1,4 @@
-"""A worker that checks the blocks of stores, and whether it is polled."""
+"""A worker that checks the blocks of stores, and that the engine polls."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxkv.transfer import AnyEngine, MultiPoolEngine
 from jaxkv.types import PyTree
 
 MAX_SILENT_STEPS = 16
-"""An engine must poll for reports within this many steps."""
+"""The maximum steps without a poll while transfers are in flight."""
 
 
 class StrictOffloadWorker(OffloadWorker):
-    """Carries out transfers, and refuses a pool whose blocks in flight have changed.
+    """Executes transfers, and refuses a pool whose blocks in flight have changed.
 
     Raises:
         StrictError: By `start` and `drain`: something wrote to a block whose store is
-            in flight, or `poll` is never called.
+            in flight, or `poll` is not called.
     """
 
     def __init__(self, engine: AnyEngine, **named: Any) -> None:
@@ -38,7 +38,7 @@ class StrictOffloadWorker(OffloadWorker):
             raise StrictError(
                 f"OffloadWorker.poll() was not called in {self._num_silent} steps with "
                 f"{self.num_in_flight} transfers in flight: call it in every step, and "
-                "give what it returns to OffloadScheduler.update_connector_output()."
+                "pass its result to OffloadScheduler.update_connector_output()."
             )
         self._check(pool)
         sums = None
@@ -86,7 +86,7 @@ class StrictOffloadWorker(OffloadWorker):
         return output
 
     def _check(self, pool: PyTree) -> None:
-        """Refuse a pool if a block that is being stored has changed."""
+        """Refuse a pool if a block whose store is in flight has changed."""
         expected: dict[int, int] = {}
         for sums in self._storing.values():
             expected |= sums
@@ -94,11 +94,11 @@ class StrictOffloadWorker(OffloadWorker):
         if current is None:
             self._storing.clear()  # The pool is lost.
             return
-        for block, now in current.items():
-            if now != expected[block]:
+        for block, checksum in current.items():
+            if checksum != expected[block]:
                 raise StrictError(
                     f"device block {block} was written while its store is in flight. "
-                    "A block that has been freed is pinned until poll() reports its "
-                    "store: write only to blocks that DeviceBlockPool.allocate() "
-                    "gave to a request that runs."
+                    "A freed block stays pinned until poll() reports its store: write "
+                    "only to blocks that DeviceBlockPool.allocate() gave to a running "
+                    "request."
                 )

@@ -126,7 +126,7 @@ def test_a_secret_may_come_from_the_environment(monkeypatch):
         assert read_extra_config({})[0].storage_secret is None
     monkeypatch.setenv("JAXKV_STORAGE_SECRET", "")
     assert read_extra_config({})[0].storage_secret is None
-    with pytest.raises(ValueError, match="JAXKV_STORAGE_SECRET is set but has no"):
+    with pytest.raises(ValueError, match="JAXKV_STORAGE_SECRET is set but empty"):
         read_extra_config(store)
 
 

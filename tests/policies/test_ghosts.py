@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from jaxkv.policies import ghosts
-from jaxkv.policies.ghosts import NOTE_MASK, WAYS, Ghosts
+from jaxkv.policies.ghosts import LABEL_MASK, WAYS, Ghosts
 
 NUM_PLACES = 8
-TAG_BITS = np.uint32(0xFFFFFFFF - NOTE_MASK)
+TAG_BITS = np.uint32(0xFFFFFFFF - LABEL_MASK)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -132,7 +132,7 @@ def takes_loads_that_failed(engine):
     engine.scheduler.update_connector_output = report_all_as_there
 
 
-@wrong("Go on with the pool that OffloadWorker.start")
+@wrong("Continue with the pool that OffloadWorker.start")
 def keeps_the_old_pool(engine):
     start = engine.worker.start
     engine.worker.start = lambda meta, pool: (start(meta, pool), pool)[1]
@@ -210,7 +210,7 @@ class NeverFinishes(Right):
             self.blocks.free(table[::-1])
 
 
-@wrong("is not over: call request_finished")
+@wrong("has not ended: call request_finished")
 class ReusesIds(Right):
     def finish(self, request):
         tokens = request.tokens[::-1]

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxkv.policies.hazard import NUM_ASKED, NUM_OUTPUTS
+from jaxkv.policies.hazard import NUM_BEGIN, NUM_OUTPUTS
 from jaxkv.policies.reuse import UNIT
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
@@ -27,7 +27,7 @@ def test_a_request_is_told_with_its_time_its_output_and_why_it_stopped():
     request.num_prompt_tokens = request.num_tokens - 2
     request.stop = "tool_use"
     rig.run(request)
-    of_class = (1 * NUM_OUTPUTS + 1) * NUM_ASKED + SHARE_ALL_NEW
+    of_class = (1 * NUM_OUTPUTS + 1) * NUM_BEGIN + SHARE_ALL_NEW
     assert classes_of(rig) == {of_class: 3}
     assert rig.host_tier.snapshot().policy["now_ms"] == 12_500
 
@@ -39,7 +39,7 @@ def test_a_request_that_comes_back_is_a_second_turn():
     rig.forget_device()
     rig.run(make_request("two", 1, 2, 3, 4, 5, 6))
     (second,) = classes_of(rig).keys() - before.keys()
-    assert second % NUM_ASKED == 1 * 4 + 2  # the second turn; half of it is new
+    assert second % NUM_BEGIN == 1 * 4 + 2  # the second turn; half of it is new
 
 
 def test_groups_are_told_as_prefixes_of_their_own():

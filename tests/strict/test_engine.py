@@ -130,7 +130,7 @@ def test_the_pool_that_was_passed_is_not_donated(engine):
 def test_a_pool_from_before_a_load_is_refused_and_nothing_changes(engine):
     old = save(engine, make_pool())
     pool, ticket = engine.load(old, [0], [4])
-    with pytest.raises(StrictError, match="this is the pool of before the load"):
+    with pytest.raises(StrictError, match="the pool is outdated"):
         engine.advance(old)
     pool, [done] = engine.drain(pool)
     assert (done.ticket, done.error) == (ticket, None)

@@ -26,7 +26,7 @@ def test_a_request_that_is_named_as_preempted_may_have_lost_its_blocks(make):
     rig = make()
     request = rig.requests["one"]
     rig.preempt("one", silently=True)
-    with pytest.raises(StrictError, match=r"'one' are free, though it is not over"):
+    with pytest.raises(StrictError, match=r"'one' are free, although it has not ended"):
         rig.step()
     rig.step(["one"])
     rig.step()

@@ -123,7 +123,7 @@ def test_an_engine_that_goes_on_after_a_failed_load_is_refused(setup, monkeypatc
     engine = Right(size.device_blocks, size.host_blocks)
     takes_loads_that_failed(engine)
     with pytest.raises(
-        StrictError, match=r"its load has failed, so that it has \d: up"
+        StrictError, match=r"its load has failed, so it has only \d: up"
     ):
         serve_twice(engine, prompts, size.num_new)
 

@@ -612,7 +612,7 @@ def test_secrets_are_shown_to_nobody(diagnose, monkeypatch, tmp_path):
         ),
         (
             {"JAXKV_STORAGE_SECRET": "", "JAXKV_STORAGE": str(tmp_path)},
-            "WRONG  JAXKV_STORAGE_SECRET is set but has no secret",
+            "WRONG  JAXKV_STORAGE_SECRET is set but empty",
         ),
         # Neither under a misspelt name.
         (
