@@ -328,7 +328,7 @@ class OffloadScheduler(Reporting):
         while True:
             planned = plan(view, request, num_computed_tokens)
             name = request.request_id  # Only now known to exist.
-            if self.below and self._book.is_rewritten(request):
+            if self.below and self._book.record_lookup(request):
                 for boundary in self.below:
                     boundary.forget(name)  # It waits for blocks of its old keys.
                 continue
