@@ -80,8 +80,8 @@ class Reporting:
             >>> from jaxkv import OffloadRules, OffloadScheduler
             >>> scheduler = OffloadScheduler(16, 64, rules=OffloadRules(shadow="lru*2"))
             >>> print(scheduler.outlook())
-            policy        host  found  error  saved a request
-            lru     128 blocks   0.0%    0.0                ?
+            policy        host  found  error  saved per request
+            lru     128 blocks   0.0%    0.0                  ?
             <BLANKLINE>
             No request has looked for its prefix yet.
         """
