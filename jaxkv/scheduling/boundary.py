@@ -135,7 +135,7 @@ class Boundary:
         self._write = below.write
         self._is_private = is_private
         self._on_arrival = on_arrival
-        # Whether the tier is out of use, and the worker must still be notified of that.
+        # Whether the tier is out of use, and the worker must still be notified.
         self._is_disabled = self._must_send_last = False
         self.factor = rules.blocks_per_host_block
         # Limits, so that moves leave requests enough of the upper tier.
@@ -228,7 +228,7 @@ class Boundary:
         return key in self._absent
 
     def limit_held(self, num_blocks: int) -> None:
-        """Limit the held blocks to what the device has room for."""
+        """Hold at most as many blocks as the device has room for."""
         self.max_held = min(self.max_held, max(1, num_blocks))
 
     def has_room(self, request_id: str, fetch: Fetch) -> bool:

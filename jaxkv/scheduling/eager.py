@@ -34,7 +34,7 @@ class _Progress:
     num_offered: list[int]  # First blocks that were hits, or need no further offer.
     marks: list[KeyMark]  # The keys of these blocks.
     limits: tuple[int, int]  # The last result of `Requests.check_stores`.
-    next_tokens: int = 0  # Computed tokens at which it has more to offer.
+    next_tokens: int = 0  # It has more to offer from this many computed tokens on.
     refused_at: int = -1  # `Stores.num_changes` when the host had no room for the rest.
     is_ordered: bool = False  # Whether the host evicts their tail before their head.
     num_lost: int = -1  # `BlockIndex.num_lost` when the host had all; -1 if unknown.
@@ -119,7 +119,7 @@ class EagerStores(Chooser):
         progress.request, progress.tables = request, tables
         progress.limits = limits
         self._current_keys(progress)
-        # The prompt, and so the limit of what may be stored, may have grown.
+        # The prompt may have grown, and with it the limit of stored tokens.
         progress.next_tokens = self._next_tokens(progress)
         return True
 

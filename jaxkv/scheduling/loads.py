@@ -118,7 +118,7 @@ class Loads:
         self._num_readers = np.zeros(host.num_blocks, np.int32)
         self._num_blocks_waiting = 0
         is_all_read = all(isinstance(group, FullAttention) for group in groups)
-        # An offer may be truncated by multiples of so many tokens; None if not at all.
+        # Tokens in whose multiples an offer may be truncated; None if it may not.
         self._step = alignment(groups) if is_all_read else None
 
     def __len__(self) -> int:
@@ -321,8 +321,8 @@ class Loads:
             return
         self._release(loads)
         for notify in self._listeners.released:
-            lost = [load.keys for load in loads if not load.ok]
-            notify([load.request_id for load in loads], lost)
+            unloaded = [load.keys for load in loads if not load.ok]
+            notify([load.request_id for load in loads], unloaded)
         targets = [
             ids
             for load in loads

@@ -286,7 +286,7 @@ class _Missing(NamedTuple):
 
     num_tokens: int  # The length of the prefix.
     upper_rows: list[int]  # The upper tier's blocks of it.
-    rows: list[list[int]]  # For each group, the request's rows that it lacks.
+    rows: list[list[int]]  # For each group, the rows missing there.
     unknown: list[list[int]]  # The part of `rows` that the lower tier may have or not.
 
 
@@ -440,7 +440,7 @@ def _plan_load(
 
 
 def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set[int]:
-    """Return those of `rows` that loads of other requests will read.
+    """Return the part of `rows` that loads of other requests will read.
 
     Offers do not count: their request may get no room on the device, and be queued
     behind the one that would wait for it.

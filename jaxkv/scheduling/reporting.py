@@ -157,7 +157,7 @@ class Reporting:
             The state, as plain values. It refers to the engine's requests.
 
         Example:
-            >>> from jaxkv import OffloadScheduler
+            >>> from jaxkv import DeviceBlockPool, OffloadScheduler
             >>> scheduler = OffloadScheduler(16, num_host_blocks=4)
             >>> scheduler.bind_device_block_pool(DeviceBlockPool(8))
             >>> before = scheduler.snapshot()
