@@ -1,11 +1,11 @@
 """Boundaries: blocks in flight between a tier and the next one down.
 
-Blocks that only the lower tier has are fetched to the upper one while their request
-waits. Then they are hits like any others, and are held until the request has device
-blocks, lest waiting requests evict them. No more is fetched than can be held. The lower
-tier may first be probed for blocks that no tier is known to have. Blocks worth keeping
-are written down in the background. A move ends when every worker has reported it;
-nothing here waits.
+Blocks that only the lower tier has are fetched to the upper tier while their request
+waits. Then they are ordinary hits, held until the request has device blocks, so that
+other requests do not evict them. No more is fetched than can be held. The lower tier
+may first be probed for blocks that no tier is known to have. Blocks worth keeping are
+written to it in the background. A move ends when every worker has reported it; no
+method blocks.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from jaxkv.types import NO_BLOCK, BlockKey
 Ids: TypeAlias = NDArray[np.int64]
 _TierMove: TypeAlias = Move[Ids]
 
-_WAITING_PER_WRITE = 4  # Blocks that may wait to be written, per block in flight.
-# Keys whose requests are remembered, also per block of the upper tier: evicted blocks
-# may come back.
+_MAX_WAITING_PER_WRITE = 4  # Blocks that may wait to be written, per block in flight.
+# Keys whose uses are counted, also per block of the upper tier: evicted blocks count,
+# too, as they may be stored again.
 _MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK = 1 << 16, 4
-_MAX_ABSENT_KEYS = 1 << 12  # Remembered as missing from the lower tier.
+_MAX_ABSENT_KEYS = 1 << 12  # Keys remembered as missing from the lower tier.
 
-# After asking this often for room that others hold, while none of them makes progress,
-# a request takes the room of those that have stopped asking, or does without a fetch.
+# A request that finds no room asks again. After this many asks, if no holder makes
+# progress, it takes the room of those that have stopped asking, or does not fetch.
 _MAX_VAIN_ASKS = 8
-# After this many vain asks, even if holders make progress, it goes before all others.
+# After this many asks in all, it goes before all other requests.
 _OVERDUE_ASKS = 64
 _NO_IDS = np.empty(0, np.int64)
 
@@ -52,9 +52,9 @@ _NO_IDS = np.empty(0, np.int64)
 class _Wait:
     """The fetches that a request waits for, and the blocks that it holds meanwhile."""
 
-    events: set[int]  # Of the fetches that have not ended.
+    events: set[int]  # The events of fetches in flight.
     rows: list[int]  # Blocks of the upper tier, pinned once for each entry.
-    ends: dict[BlockKey, int]  # Where each block ends that it waits for.
+    ends: dict[BlockKey, int]  # The end token of each block that it waits for.
     arrived_ends: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -63,8 +63,8 @@ class _Queued:
     """A request that waits for room that other requests hold."""
 
     num_released: int = -1  # `Boundary._num_released` at `first_ask`.
-    first_ask: int = 0  # The number of its first ask since a hold has ended.
-    num_asks: int = 0  # Vain asks since then, while no fetch was in flight.
+    first_ask: int = 0  # The number of its first ask since the last release of a hold.
+    num_asks: int = 0  # Vain asks since then, without a fetch in flight.
     num_vain: int = 0  # Vain asks in all.
 
 
@@ -74,42 +74,41 @@ class Probing:
 
     events: set[int] = dataclasses.field(default_factory=set)  # Probes in flight.
     num: int = 0  # Probes so far.
-    absent: set[BlockKey] = dataclasses.field(default_factory=set)  # Blocks not there.
+    absent: set[BlockKey] = dataclasses.field(default_factory=set)  # Reported missing.
 
 
 class TierBelow(NamedTuple):
-    """A tier below the host, and which blocks go there."""
+    """A tier below the host, and which blocks are written to it."""
 
     tier: BlockIndex
-    # Which blocks of the tier above it are written to it: those that are asked for a
-    # second time ("on_reuse"), those that the tier above is about to evict
-    # ("on_evict"), or all that get there ("through").
+    # Which blocks of the tier above are written to it: all ("through"), those that are
+    # requested a second time ("on_reuse"), or those that the tier above is about to
+    # evict ("on_evict").
     write: WriteRule = "through"
     # Host blocks in flight at a time, in either direction; fewer below a small tier.
     max_blocks: int = 128
-    # How long a request waits while the tier is asked for blocks that its index does
-    # not know, as others may have written them; 0 not to ask.
+    # How long a request waits for a probe of blocks that the tier's index does not
+    # know, but other engines may have written; 0 for no probes.
     probe_s: float = 0.0
-    has_other_writers: bool = False  # Whether others may write to it at all.
+    has_other_writers: bool = False  # Whether other engines may write to it.
 
 
 class Fetch(NamedTuple):
     """The blocks that must come to the upper tier before a request has a prefix."""
 
-    num_tokens: int  # Of the longest prefix, with all tiers down to the lower one.
-    upper_rows: list[int]  # Blocks of the upper tier that it reads.
-    keys: list[BlockKey]  # Of the blocks that only the lower tier has, in order.
-    end_tokens: list[int]  # Where each of them ends.
-    row_tokens: int  # Tokens in each.
-    is_awaited: bool = False  # Whether others may yet write some of them there.
+    num_tokens: int  # The longest prefix in all tiers down to the lower one.
+    upper_rows: list[int]  # Its blocks in the upper tier.
+    keys: list[BlockKey]  # Its blocks that only the lower tier has, in order.
+    end_tokens: list[int]  # The end of each of these blocks.
+    row_tokens: int  # Tokens per block.
+    is_awaited: bool = False  # Whether other engines may still be writing some.
 
 
 class Boundary:
-    """Fetches of the blocks that requests wait for, and writes of those to keep.
+    """Fetches and writes between a tier and the next, number `number` below the host.
 
     `is_private` returns True for the key of a block that must never be written to the
-    lower tier, which is tier `number` below the host. `on_arrival` is called with the
-    keys of blocks that have arrived there.
+    lower tier. `on_arrival` is called with the keys of blocks that have arrived there.
     """
 
     def __init__(
@@ -128,68 +127,66 @@ class Boundary:
         self.upper = upper
         self.number = number
         self.counts = TierCounts()
-        self.bytes_per_s = 0.0  # Of fetches; 0 if unknown.
+        self.bytes_per_s = 0.0  # The rate of fetches; 0 if unknown.
         self.tier = tier = below.tier
         self.name = tier.medium.lower()  # In `Plan.deferral` and explanations.
         self.num_fetched_tokens: dict[str, int] = {}  # For requests not finished.
-        self.num_lost = 0  # Blocks that left and did not arrive in time.
+        self.num_lost = 0  # Blocks whose write failed.
         self._write = below.write
         self._is_private = is_private
         self._on_arrival = on_arrival
-        # Whether the tier is not used any more, and the worker has not been notified.
+        # Whether the tier is out of use, and the worker must still be notified.
         self._is_disabled = self._must_send_last = False
         self.factor = rules.blocks_per_host_block
-        # Neither may hold so much of the upper tier that requests find no room there.
+        # Limits, so that moves leave requests enough of the upper tier.
         max_blocks, num_blocks = below.max_blocks, upper.num_blocks
         self._max_written = min(max_blocks, max(1, num_blocks // 8))
         self.max_fetched = min(max_blocks, max(1, num_blocks // 2))
-        # For requests without device blocks, unless one alone needs more.
+        # Blocks held for requests without device blocks; one request may hold more.
         self.max_held = max(1, num_blocks // 2)
-        # Whether a part of a prefix may be fetched: if every block is read, a shorter
-        # one consists of its first blocks.
+        # Whether a fetch may be truncated: if all blocks of a prefix are read, its
+        # first blocks are a shorter prefix.
         self.may_cut = all(isinstance(group, FullAttention) for group in groups)
-        # Which blocks were asked for again; None if all are written.
+        # Passes keys that were requested again; None for other write rules.
         self._reuse_filter: ReuseFilter | None = None
         if below.write == "on_reuse":
             max_keys = max(_MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK * num_blocks)
             self._reuse_filter = ReuseFilter(threshold=2, max_size=max_keys)
-        # From the lower tier to the upper one, and back.
         num = rules.world_size
         self.fetches: Ledger[_TierMove] = Ledger(f"fetch from {self.name}", num)
         self._writes: Ledger[_TierMove] = Ledger(f"write to {self.name}", num)
         self.probes: Ledger[_TierMove] = Ledger(f"probe of {self.name}", num)
         self.fetch_of: dict[BlockKey, _TierMove] = {}
         self.waits: dict[str, _Wait] = {}
-        # Blocks of the upper tier that are held for requests which have asked again.
+        # Blocks of the upper tier that are held for requests after their wait.
         self.holds: dict[str, list[int]] = {}
-        # How often each block is held for requests.
+        # How often each block is held, in `waits` and `holds`.
         self._num_holders: dict[int, int] = {}
-        # Asks so far, and the number of each request's last one.
+        # Asks so far, and the number of each request's last ask.
         self._num_asks = 0
         self._last_ask: dict[str, int] = {}
         self._queued: dict[str, _Queued] = {}
-        self._overdue: dict[str, None] = {}  # Of these, the overdue ones in order.
-        # How often a hold has ended, and whether the last fetch brought anything.
-        self._num_released = 0
-        self._is_bringing = True
-        # The number of listed blocks when each request was looked up.
+        self._overdue: dict[str, None] = {}  # The overdue ones of `_queued`, in order.
+        self._num_released = 0  # How often a request's blocks were released.
+        self._last_fetch_arrived = True  # Whether it brought at least one block.
+        # `BlockIndex.num_found` when each request was last looked up.
         self.looked_up: dict[str, int] = {}
-        # Where the length of a prefix decides which blocks are read, a second probe may
-        # follow, and the two share the time.
+        # If the length of a prefix decides which blocks are read, a second probe may
+        # be needed. The two share the time.
         self.max_probes = 1 if self.may_cut else 2
         self.probe_s = below.probe_s / self.max_probes
         self.has_other_writers = below.has_other_writers
         self.probing: dict[str, Probing] = {}
         self._probe_of: dict[BlockKey, _TierMove] = {}
         self._to_probe: list[TierProbe] = []
-        # Keys that it lacked when it was last asked, the oldest first.
+        # Keys that the lower tier lacked when last probed, the oldest first.
         self._absent: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_fetch: list[_TierMove] = []
         self._to_delete: list[BlockKey] = []
-        # The fetches of blocks that others may still be writing.
+        # Events of fetches whose blocks other engines may still be writing.
         self._awaited: set[int] = set()
-        # The state of the upper tier at the last `_look_at_victims`.
+        # The state of the upper tier at the last `_offer_victims`.
         self._seen: tuple[int, int, int] | None = None
 
     @property
@@ -199,9 +196,9 @@ class Boundary:
 
     @property
     def has_writes(self) -> bool:
-        """Whether writes are in flight, or wait."""
-        waits = self._to_write or self._to_delete or self._must_send_last
-        return bool(self._writes.moves or waits)
+        """Whether writes are in flight, or writes or deletions are unsent."""
+        unsent = self._to_write or self._to_delete or self._must_send_last
+        return bool(self._writes.moves or unsent)
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether a request waits for a fetch or a probe."""
@@ -214,9 +211,9 @@ class Boundary:
         return bool(probing and probing.events)
 
     def may_have(self, request_id: str, keys: Sequence[BlockKey]) -> NDArray[np.int32]:
-        """Return 0 for each block that the tier may have, NO_BLOCK for others: i32[n].
+        """Return 0 for each block that the tier may have, else NO_BLOCK: i32[n].
 
-        It has neither what it reported missing to the request nor private blocks.
+        It has no private blocks, and none that the request's probes reported missing.
         """
         ids = np.zeros(len(keys), np.int32)
         probing = self.probing.get(request_id)
@@ -227,26 +224,26 @@ class Boundary:
         return ids
 
     def was_absent(self, key: BlockKey) -> bool:
-        """Whether the tier lacked a block when it was last asked for it."""
+        """Whether the tier lacked a block when it was last probed for it."""
         return key in self._absent
 
     def limit_held(self, num_blocks: int) -> None:
-        """Hold at most as many blocks of the tiers as the device has room for."""
+        """Hold at most as many blocks as the device has room for."""
         self.max_held = min(self.max_held, max(1, num_blocks))
 
     def has_room(self, request_id: str, fetch: Fetch) -> bool:
-        """Whether a fetch fits beside what is fetched and held for other requests.
+        """Whether a fetch fits next to what is fetched and held for other requests.
 
-        An overdue request goes first: a large fetch would never find room otherwise.
-        One that has waited while the lower tier brought nothing does not wait again.
+        An overdue request goes first: a large fetch would never find room otherwise. A
+        queued request finds none if the last fetch brought nothing (see `may_queue`).
         """
-        if request_id in self._queued and not self._is_bringing:
+        if request_id in self._queued and not self._last_fetch_arrived:
             return False
         keys = fetch.keys[: self.max_fetched] if self.may_cut else fetch.keys
-        num_new = len(self._not_fetched(fetch, len(keys)))
+        num_new = len(self._not_in_flight(fetch, len(keys)))
         num_fetched = self.fetches.num_blocks
         if not num_new or num_new > self.max_fetched:
-            return True  # All of it is on its way, or it never fits.
+            return True  # All of it is in flight, or it never fits.
         if next(iter(self._overdue), request_id) != request_id:
             return False
         if num_fetched and num_fetched + num_new > self.max_fetched:
@@ -258,10 +255,10 @@ class Boundary:
     def may_queue(self, request_id: str) -> bool:
         """Whether a request that finds no room waits for it.
 
-        It does not if it holds something itself, if the lower tier brings nothing, or
-        if it has waited long enough and no holder makes progress.
+        It does not if it holds blocks itself, if the last fetch brought nothing, or if
+        it has asked `_MAX_VAIN_ASKS` times without progress of any holder.
         """
-        if request_id in self.holds or not self._is_bringing:
+        if request_id in self.holds or not self._last_fetch_arrived:
             return False
         queued = self._queued.get(request_id, _Queued())
         return (
@@ -271,8 +268,8 @@ class Boundary:
         )
 
     def queue(self, request_id: str) -> None:
-        """Record that a request waits for room, as it `may_queue`."""
-        self._note_ask(request_id)
+        """Queue a request that `may_queue` for room."""
+        self._record_ask(request_id)
         queued = self._queued.setdefault(request_id, _Queued())
         if queued.num_released != self._num_released:
             queued.num_released = self._num_released
@@ -289,20 +286,20 @@ class Boundary:
                     self.forget(name)
 
     def hold(self, request_id: str) -> None:
-        """Hold what was fetched for a request, which has asked again."""
-        self._note_ask(request_id)
+        """Hold the blocks fetched for a request, which has asked again."""
+        self._record_ask(request_id)
         rows = self._end_wait(request_id)
         if rows:
             self.holds.setdefault(request_id, []).extend(rows)
 
     def decline(self, request_id: str) -> None:
-        """Record that a request gives its offer back, and stays in the queue."""
+        """Record that a request declines its offer and stays in the engine's queue."""
         self.hold(request_id)
         self.looked_up.pop(request_id, None)
         self.probing.pop(request_id, None)
 
     def release(self, request_id: str) -> None:
-        """Release what is held for a request."""
+        """Release the blocks held for a request."""
         rows = self.holds.pop(request_id, []) + self._end_wait(request_id)
         if rows:
             self._unpin(rows)
@@ -324,12 +321,12 @@ class Boundary:
         self._queued.pop(request_id, None)
         self._overdue.pop(request_id, None)
 
-    def _note_ask(self, request_id: str) -> None:
+    def _record_ask(self, request_id: str) -> None:
         self._num_asks += 1
         self._last_ask[request_id] = self._num_asks
 
     def _end_wait(self, request_id: str) -> list[int]:
-        """End the wait of a request, if it waits; return the blocks that it holds."""
+        """End a request's waits, if any; return the blocks that it holds."""
         probing = self.probing.get(request_id)
         if probing is not None:
             for event in probing.events:
@@ -341,8 +338,9 @@ class Boundary:
         for event in wait.events:
             del self.fetches.moves[event].waiters[request_id]
         if wait.arrived_ends:
-            num = len(wait.arrived_ends) * self.factor * self.groups[0].block_size
-            self.num_fetched_tokens[request_id] = num
+            num_tokens = len(wait.arrived_ends) * self.factor
+            num_tokens *= self.groups[0].block_size
+            self.num_fetched_tokens[request_id] = num_tokens
         return wait.rows
 
     def _pin(self, rows: Sequence[int]) -> None:
@@ -360,27 +358,27 @@ class Boundary:
                 del self._num_holders[row]
 
     def note_asked(self, keys: Sequence[BlockKey]) -> None:
-        """Count the blocks that a new request asks for, before it uses them."""
+        """Count the blocks of a new request, before it uses them."""
         if self._reuse_filter is not None:
             self._reuse_filter.count(keys)
             self._offer(_select(keys, self.upper.find(keys) != NO_BLOCK))
         self.tier.touch(keys)
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
-        """Offer blocks that have arrived in the upper tier to the lower one."""
+        """Offer blocks that have arrived in the upper tier, as the write rule says."""
         if self._write == "through":
             self._offer(keys)
         elif self._reuse_filter is not None:
-            # Some were asked for before, and evicted since.
+            # Some were requested before, and evicted since.
             self._offer(list(compress(keys, self._reuse_filter.passes(keys))))
 
     def issue(self) -> TierMoves | None:
-        """Return what a step asks of the lower tier; None for nothing."""
+        """Return the moves and probes to start in this step; None for none."""
         fetches, self._to_fetch = self._to_fetch, []
         probes, self._to_probe = self._to_probe, []
         if self._write == "on_evict":
-            self._look_at_victims()
-        writes = self._take_writes()
+            self._offer_victims()
+        writes = self._begin_writes()
         deletes, self._to_delete = self._to_delete, []
         is_last, self._must_send_last = self._must_send_last, False
         if not (fetches or writes or deletes or is_last or probes):
@@ -398,14 +396,14 @@ class Boundary:
         )
 
     def check(self, reports: Sequence[TierReport]) -> None:
-        """Raise ValueError if a report of this tier is of a move not in flight."""
+        """Raise ValueError if a report for this tier names a move not in flight."""
         reports = [report for report in reports if report.tier == self.number]
         self.fetches.check([end for report in reports for end in report.fetched])
         self._writes.check([end for report in reports for end in report.written])
         self.probes.check([end for report in reports for end in report.probed])
 
     def report(self, reports: Sequence[TierReport]) -> None:
-        """Apply the checked reports of this tier."""
+        """Apply the checked reports for this tier."""
         for report in reports:
             if report.tier != self.number:
                 continue
@@ -422,9 +420,9 @@ class Boundary:
                     self._to_delete += self.tier.note_full(report.num_full)
 
     def reset(self) -> None:
-        """Forget the blocks of the lower tier, after the upper one has been cleared.
+        """Forget the blocks of the lower tier, after the upper tier has been cleared.
 
-        What is in flight there must have ended before its blocks are given to others.
+        Moves in flight must have ended before their blocks are used again.
         """
         for ledger in (self._writes, self.fetches, self.probes):
             for move in ledger.moves.values():
@@ -442,12 +440,12 @@ class Boundary:
             *(self._queued, self._overdue, self.tier),
         ):
             content.clear()
-        self._is_bringing = True
+        self._last_fetch_arrived = True
 
     def disable(self) -> None:
-        """Stop reading and writing the lower tier, for good.
+        """Stop using the lower tier for the rest of the process.
 
-        The upper tier has been cleared, or will be before a block of it is used again.
+        The upper tier has been cleared, or will be before its blocks are used again.
         """
         if self._is_disabled:
             return
@@ -460,9 +458,9 @@ class Boundary:
         self._to_delete.clear()
 
     def fetch(self, request_id: str, fetch: Fetch, num: int) -> bool:
-        """Begin a fetch that has just been planned; return whether its request waits.
+        """Begin a planned fetch of `num` blocks at most; return if the request waits.
 
-        Of the fetch at most `num` blocks come. The request waits for nothing yet.
+        The request must not be waiting for another fetch.
         """
         expected: list[BlockKey] = []
         if fetch.is_awaited:
@@ -471,11 +469,10 @@ class Boundary:
             if not self.tier.has_room(keys):
                 return False
             self.tier.note_resident(keys)
-        # So that making room does not evict what the rest continues.
-        self._pin(fetch.upper_rows)
+        self._pin(fetch.upper_rows)  # Making room must not evict the prefix's blocks.
         placed = None
         for share in self._shares(num):
-            new = self._not_fetched(fetch, share)
+            new = self._not_in_flight(fetch, share)
             placed = self.upper.place(new, filtered=False)
             if placed is not None:
                 break
@@ -494,14 +491,14 @@ class Boundary:
         if expected:
             awaited = set(fetch.keys[:share])
             self.tier.discard([key for key in expected if key not in awaited])
-        of = self.fetch_of
-        events = {of[key].event for key in fetch.keys[:share] if key in of}
+        fetch_of = self.fetch_of
+        events = {fetch_of[key].event for key in fetch.keys[:share] if key in fetch_of}
         if not events:
             self._unpin(fetch.upper_rows)
             return False
         ends = dict(zip(fetch.keys[:share], fetch.end_tokens[:share], strict=True))
         self._leave_queue(request_id)
-        self._note_ask(request_id)
+        self._record_ask(request_id)
         self.waits[request_id] = _Wait(events, fetch.upper_rows, ends)
         for event in events:
             self.fetches.moves[event].waiters[request_id] = None
@@ -512,50 +509,50 @@ class Boundary:
     ) -> None:
         """Probe the tier for missing blocks of a request, which waits `wait_s` for it.
 
-        Keys of a run continue one another. No key has two probes in flight.
+        Each run is consecutive blocks. No key has two probes in flight.
         """
         probing = self.probing.setdefault(request_id, Probing())
         probing.num += 1
-        unasked = [[key for key in run if key not in self._probe_of] for run in runs]
-        new = [run for run in unasked if run]
+        unprobed = [[key for key in run if key not in self._probe_of] for run in runs]
+        new = [run for run in unprobed if run]
         if new:
             keys = [key for run in new for key in run]
             move: _TierMove = Move(keys, _NO_IDS, _NO_IDS)
             event = self.probes.issue([move])
             self._probe_of.update(dict.fromkeys(keys, move))
-            sent = tuple(tuple(map(key_from_foreign, run)) for run in new)
-            self._to_probe.append(TierProbe(event, sent, wait_s))
+            new_runs = tuple(tuple(map(key_from_foreign, run)) for run in new)
+            self._to_probe.append(TierProbe(event, new_runs, wait_s))
         probing.events = {self._probe_of[key].event for run in runs for key in run}
         for event in probing.events:
             self.probes.moves[event].waiters[request_id] = None
 
     def would_fetch(self, fetch: Fetch, num: int) -> bool:
-        """Whether `fetch` would have a request wait; nothing changes."""
+        """Return what `fetch` would return, without changes."""
         if fetch.is_awaited and not self.tier.has_room(fetch.keys[:num]):
             return False
         for share in self._shares(num):
-            if self.upper.has_room(self._not_fetched(fetch, share), fetch.upper_rows):
-                head = fetch.keys[:share]
-                is_fetched = any(key in self.fetch_of for key in head)
-                return is_fetched or not bool(self.upper.contains(head).all())
+            if self.upper.has_room(self._not_in_flight(fetch, share), fetch.upper_rows):
+                keys = fetch.keys[:share]
+                is_in_flight = any(key in self.fetch_of for key in keys)
+                return is_in_flight or not bool(self.upper.contains(keys).all())
         return False
 
     def _shares(self, num: int) -> Iterator[int]:
-        """Yield how much to try to fetch: all, half of it and so on, or all or none."""
+        """Yield how many blocks to try to fetch: all, then half and so on if it may."""
         while num:
             yield num
             num = num // 2 if self.may_cut else 0
 
-    def _not_fetched(self, fetch: Fetch, num: int) -> list[BlockKey]:
+    def _not_in_flight(self, fetch: Fetch, num: int) -> list[BlockKey]:
         """List the first blocks of a fetch that are not in flight."""
         return [key for key in fetch.keys[:num] if key not in self.fetch_of]
 
     def _offer(self, keys: Sequence[BlockKey]) -> None:
-        """Queue blocks that are in the upper tier and worth writing."""
+        """Queue blocks of the upper tier to be written, except private ones."""
         if self._is_disabled:
             return
         keys = self._public(keys)
-        max_waiting = self._max_written * _WAITING_PER_WRITE
+        max_waiting = self._max_written * _MAX_WAITING_PER_WRITE
         for key in _select(keys, ~self.tier.contains(keys)):
             if key in self._to_write:
                 continue
@@ -565,23 +562,23 @@ class Boundary:
                 self._to_write[key] = None
 
     def _public(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        """Return the keys of blocks that are not private."""
+        """Return the keys that are not private."""
         if self._is_private is None:
             return keys
         return list(filterfalse(self._is_private, keys))
 
-    def _look_at_victims(self) -> None:
+    def _offer_victims(self) -> None:
         """Offer the next victims, as many as may be written at a time."""
         upper = self.upper
-        look = upper.num_evicted, upper.num_held_blocks, self._writes.num_blocks
-        if look != self._seen:
-            self._seen = look
+        state = upper.num_evicted, upper.num_held_blocks, self._writes.num_blocks
+        if state != self._seen:
+            self._seen = state
             room = self._max_written - len(self._to_write)
             victims = self._public(upper.next_victims(2 * self._max_written))
             self._offer(victims[: max(room, 0)])
 
-    def _take_writes(self) -> list[_TierMove]:
-        """Hold blocks that leave for the lower tier, all together."""
+    def _begin_writes(self) -> list[_TierMove]:
+        """Begin one write of the queued blocks that are still resident."""
         num = min(self._max_written - self._writes.num_blocks, len(self._to_write))
         if num <= 0:
             return []
@@ -590,7 +587,7 @@ class Boundary:
         is_resident = rows != NO_BLOCK
         self.counts.dropped_evicted += int((~is_resident).sum()) * self.factor
         keys, rows = _select(keys, is_resident), rows[is_resident]
-        while (placed := self.tier.place(keys)) is None:  # Most of it is in flight.
+        while (placed := self.tier.place(keys)) is None:  # Most blocks are in flight.
             num = len(keys) // 2
             self.counts.dropped_slow += (len(keys) - num) * self.factor
             keys = keys[:num]
@@ -614,12 +611,12 @@ class Boundary:
         for key in move.keys:
             del self.fetch_of[key]
         arrived = move.targets[move.ok]
-        rows, self._is_bringing = arrived.tolist(), bool(arrived.size)
+        rows, self._last_fetch_arrived = arrived.tolist(), bool(arrived.size)
         keys, missing = _split(move)
         self.upper.publish(arrived, keys)
         self.upper.complete_store(missing, False)
         self.tier.unpin(move.sources)
-        # The next request that asks does not wait for it; a listing may find it again.
+        # The next request does not wait for these; a listing may find them again.
         self.tier.discard(missing)
         self.counts.loaded += len(arrived) * self.factor
         self.counts.failed += len(missing) * self.factor
@@ -629,10 +626,10 @@ class Boundary:
             self._pin(rows)
             wait.rows += rows
             wait.arrived_ends.update(wait.ends[key] for key in keys if key in wait.ends)
-            if is_awaited:  # It waits once.
+            if is_awaited:  # A request waits only once.
                 self.probing.setdefault(request_id, Probing()).absent.update(missing)
         if is_awaited:
-            self._note_absent(missing)
+            self._remember_absent(missing)
 
     def _end_probe(self, move: _TierMove) -> None:
         if move.is_stale:
@@ -644,13 +641,13 @@ class Boundary:
         self.counts.found += len(resident) * self.factor
         for key in resident:
             self._absent.pop(key, None)
-        self._note_absent(absent)
+        self._remember_absent(absent)
         for request_id in move.waiters:
             probing = self.probing[request_id]
             probing.events.discard(move.event)
             probing.absent.update(absent)
 
-    def _note_absent(self, keys: Sequence[BlockKey]) -> None:
+    def _remember_absent(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
             self._absent[key] = None
             self._absent.move_to_end(key)
@@ -683,7 +680,7 @@ def make_boundaries(
     enable_events: bool,
     executor: ExecutorName,
 ) -> tuple[Boundary, ...]:
-    """Make the boundaries below the host, the nearest first, the store's last."""
+    """Return the boundaries below the host, the nearest first, the store's last."""
     tiers = list(tiers_below)
     if num_storage_blocks:
         size = host.block_size
@@ -710,13 +707,13 @@ def make_boundaries(
 def check_reports(
     boundaries: Sequence[Boundary], reports: Sequence[TierReport]
 ) -> None:
-    """Refuse reports of tiers below the host that are not due."""
+    """Raise ValueError for a report of an unknown tier, or a move not in flight."""
     for report in reports:
         if not 0 <= report.tier < len(boundaries):
             raise ValueError(
-                f"a report of tier {report.tier} below the host came, and the "
-                f"scheduler has {len(boundaries)} such tiers: give it "
-                "num_storage_blocks, or tiers_below."
+                f"a worker reported tier {report.tier} below the host, but the "
+                f"scheduler has {len(boundaries)} such tiers: pass it "
+                "num_storage_blocks or tiers_below."
             )
     if reports:
         for boundary in boundaries:
@@ -726,14 +723,14 @@ def check_reports(
 def _as_batch(
     move: _TierMove, upper: Ids, lower: Ids, is_awaited: bool = False
 ) -> TierBatch:
-    """Make the worker's description of a move."""
+    """Return the worker's description of a move."""
     keys = tuple(map(key_from_foreign, move.keys))
     ids = tuple(upper.tolist()), tuple(lower.tolist())
     return TierBatch(move.event, keys, *ids, is_awaited)
 
 
 def _split(move: _TierMove) -> tuple[list[BlockKey], list[BlockKey]]:
-    """List the keys of a move's blocks that arrived, and of those that did not."""
+    """Return the keys of a move's blocks that arrived, and of the missing ones."""
     ok = np.asarray(move.ok)
     return _select(move.keys, ok), _select(move.keys, ~ok)
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of an engine, before anything changes."""
+"""Checks of an engine's arguments, before any state changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 def check_count(
     name: str, value: object, request_id: str, max_value: int | None = None
 ) -> int:
-    """Return a number of a request as an int; raise if it is not in [0, max_value]."""
+    """Return a request's number as an int; raise if it is not in [0, max_value]."""
     number = whole(value)
     what = f"{name}={shown(value)} of request {shown(request_id)} must be"
     if number is None:
@@ -37,23 +37,23 @@ def check_count(
 
 
 def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
-    """Check a step except its block tables; return its tokens by request, and in all.
+    """Check a step except its block tables; return its tokens by request, and in total.
 
-    Requests that compute no tokens are left out.
+    Requests without tokens to compute are left out.
     """
     if not isinstance(output, SchedulerOutput):
         raise TypeError(f"output={shown(output)} must be a SchedulerOutput.")
     scheduled, preempted = output.num_scheduled_tokens, output.preempted_req_ids
     for name in "num_scheduled_tokens", "new_block_ids":
         value = getattr(output, name)
-        # Its exact type first: to look for subclasses of an abstract one takes longer.
+        # The exact type first: `isinstance` with an ABC is slow.
         is_mapping = type(value) is dict or isinstance(value, Mapping)
         _check(is_mapping, name, value, "a mapping, by request id", "step")
     are_ids = preempted == () or is_names(preempted)
     _check(are_ids, "preempted_req_ids", preempted, "a list of ids", "step")
     try:
         total, lowest = sum(scheduled.values()), min(scheduled.values(), default=1)
-    except (TypeError, ValueError):  # The latter of an array of several.
+    except (TypeError, ValueError):  # `min` of arrays raises ValueError.
         total = lowest = -1
     if type(total) is not int or lowest < 0:
         checked = {
@@ -79,7 +79,7 @@ def is_collection(value: object) -> TypeGuard[Collection[Any]]:
 
 
 def check_report(output: ConnectorOutput) -> None:
-    """Raise TypeError for a report whose fields are not what `ConnectorOutput` says."""
+    """Raise TypeError for a report with a field of the wrong type."""
     if not isinstance(output, ConnectorOutput):
         raise TypeError(
             f"output={shown(output)} must be a ConnectorOutput, such as "
@@ -95,11 +95,11 @@ def check_report(output: ConnectorOutput) -> None:
     _check(is_collection(below), "below", below, "a tuple of TierReports")
     for report in below:
         is_report = isinstance(report, TierReport) and whole(report.tier) is not None
-        _check(is_report, "below", report, "TierReports of tiers by their number")
+        _check(is_report, "below", report, "TierReports with a tier number")
         for field in ("fetched", "written", "probed"):
             ends = getattr(report, field)
             ok = is_collection(ends) and all(map(_is_end, ends))
-            _check(ok, field, ends, "pairs of an event and which blocks are there")
+            _check(ok, field, ends, "pairs of an event and flags of its blocks")
         for field in ("found", "gone"):
             keys = getattr(report, field)
             are_keys = is_collection(keys) and set(map(type, keys)) <= {bytes}
@@ -112,12 +112,12 @@ def check_report(output: ConnectorOutput) -> None:
 
 
 def _is_end(end: Any) -> bool:
-    """Whether it is a pair of an event and a flag, or flags of its blocks."""
+    """Whether a value is a pair of an event and a flag, or flags of its blocks."""
     if not is_collection(end) or len(end) != 2:
         return False
     event, ok = end
-    is_listed = is_collection(ok) or isinstance(ok, np.ndarray)
-    are_flags = is_listed and all(isinstance(flag, bool | np.bool_) for flag in ok)
+    are_flags = is_collection(ok) or isinstance(ok, np.ndarray)
+    are_flags = are_flags and all(isinstance(flag, bool | np.bool_) for flag in ok)
     return whole(event) is not None and (isinstance(ok, bool) or are_flags)
 
 
@@ -128,16 +128,16 @@ def _are_whole(values: object) -> TypeGuard[Collection[int]]:
 
 
 def _check(
-    ok: bool, field: str, value: object, wanted: str, owner: str = "report"
+    ok: bool, field: str, value: object, expected: str, owner: str = "report"
 ) -> None:
     if not ok:
-        raise TypeError(f"{field}={shown(value)} of a {owner} must be {wanted}.")
+        raise TypeError(f"{field}={shown(value)} of a {owner} must be {expected}.")
 
 
 def check_plan(meta: OffloadMetadata) -> None:
-    """Raise TypeError for a plan whose fields are not what `OffloadMetadata` says.
+    """Raise TypeError for a plan with a field of the wrong type.
 
-    Block ids are for the engine to check.
+    The transfer engine checks the block ids.
     """
     for field in ("load_event", "store_event"):
         event = getattr(meta, field)
@@ -156,17 +156,17 @@ def check_plan(meta: OffloadMetadata) -> None:
 
 
 def check_bound(num_blocks: int, expected: int | None) -> None:
-    """Raise ValueError for a pool of more or fewer blocks than the arrays."""
+    """Raise ValueError for a pool with another number of blocks than the arrays."""
     if expected is not None and num_blocks != expected:
         raise ValueError(
-            f"{num_blocks=} of the DeviceBlockPool must be {expected}, as the arrays "
-            "have along their block axis: other blocks than those meant would move. "
-            "Make it for as many, or name by block_axis the axis that counts them."
+            f"{num_blocks=} of the DeviceBlockPool must be {expected}, the length of "
+            "the arrays' block axis: otherwise the wrong blocks would move. Make a "
+            "pool of that size, or set block_axis to the arrays' axis of blocks."
         )
 
 
 def check_alike(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> None:
-    """Raise ValueError for the state of a scheduler of another configuration."""
+    """Raise ValueError if a state is from a scheduler of another configuration."""
     fields = entries["scheduler"].fields
     names = "groups", "rules", "num_host_blocks", "num_storage_blocks"
     facts = {name: (fields[name], getattr(scheduler, name)) for name in names}
@@ -179,7 +179,7 @@ def check_alike(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> N
         if saved != value:
             raise ValueError(
                 f"the {name} must be as in the state, {shown(saved)}, to restore it, "
-                f"and is {shown(value)}."
+                f"but is {shown(value)}."
             )
 
 
@@ -187,12 +187,12 @@ def check_times_are_alike(setting: str) -> None:
     """Raise ValueError for a policy that decides by time if several processes serve."""
     if serves_with_others():
         raise ValueError(
-            f"{setting} decides by the time, and each process has its own: their "
-            "tiers would evict other blocks. Pass a policy_clock that says the same "
-            "in all of them, or choose what asks for no time."
+            f"{setting} decides by the time, which differs between processes: each "
+            "would evict other blocks. Pass a policy_clock that returns the same in "
+            "all processes, or choose a policy that needs no times."
         )
 
 
 def serves_with_others() -> bool:
-    """Whether several processes run one program; starts no backend to find out."""
+    """Whether several processes run one program; starts no JAX backend."""
     return jax.distributed.is_initialized() and jax.process_count() > 1

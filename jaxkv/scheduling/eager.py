@@ -1,4 +1,4 @@
-"""Eager stores: every full block is offered soon after it was computed."""
+"""Eager stores: every full block is offered soon after it is computed."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ class _Progress:
 
     request: Request
     tables: list[list[int]]  # Its device blocks.
-    num_offered: list[int]  # Blocks that were hits, or were offered and are done.
-    marks: list[KeyMark]  # Their keys.
-    limits: tuple[int, int]  # What `Requests.check_stores` last returned.
-    next_tokens: int = 0  # Computed tokens that it needs to have more to offer.
+    num_offered: list[int]  # First blocks that were hits, or need no further offer.
+    marks: list[KeyMark]  # The keys of these blocks.
+    limits: tuple[int, int]  # The last result of `Requests.check_stores`.
+    next_tokens: int = 0  # It has more to offer from this many computed tokens on.
     refused_at: int = -1  # `Stores.num_changes` when the host had no room for the rest.
-    is_ordered: bool = False  # Whether the offered are in order in the host's order.
-    # `BlockIndex.num_removed` when the host had all of them, from the head on; -1 if
-    # unknown.
-    num_lost: int = -1
+    is_ordered: bool = False  # Whether the host evicts their tail before their head.
+    num_lost: int = -1  # `BlockIndex.num_removed` when the host had all; -1 if unknown.
     is_skipped: bool = False  # Whether it is not stored while stores are paused.
 
 
@@ -48,10 +46,10 @@ Ready: TypeAlias = tuple[_Progress, tuple[int, int], Sequence[PackedKeys]]
 
 
 class EagerStores(Chooser):
-    """Chooses what to store, request by request.
+    """Chooses which blocks to store, request by request.
 
-    A block that the host evicts while the request runs is stored again at its end,
-    when the device, too, is about to evict it.
+    A block that the host evicts while its request runs is stored again when the request
+    ends, because the device will evict it, too.
     """
 
     def __init__(
@@ -75,8 +73,7 @@ class EagerStores(Chooser):
             rules, host.num_blocks, stores.stats, num_found_elsewhere
         )
         self._progress: dict[str, _Progress] = {}
-        # Requests of the steps since the last offers.
-        self._scheduled: dict[str, int] = {}
+        self._scheduled: dict[str, int] = {}  # Requests of steps since the last offers.
 
     @property
     def is_paused(self) -> bool | None:
@@ -92,8 +89,8 @@ class EagerStores(Chooser):
         num_external: int,
         limits: tuple[int, int],
     ) -> None:
-        """Follow a request, or its new block tables if it is known."""
-        # A request that has just looked begins anew, even if it declined its offer.
+        """Track a request, or its new block tables if it is known."""
+        # After a lookup a request begins anew, even if it declined its offer.
         if num_local is None and self.replace_tables(request, tables, limits):
             return
         factor = self._factor
@@ -109,20 +106,20 @@ class EagerStores(Chooser):
         self._progress[request.request_id] = progress
 
     def recompute(self, request_id: str) -> None:
-        """Expect a request to compute the blocks whose load has failed."""
+        """Expect a request to recompute the blocks whose load has failed."""
         self._start_over(self._progress[request_id])
 
     def replace_tables(
         self, request: Request, tables: list[list[int]], limits: tuple[int, int]
     ) -> bool:
-        """Keep the block tables of a request, if it is known; return whether it is."""
+        """Replace the block tables of a request; return whether it is known."""
         progress = self._progress.get(request.request_id)
         if progress is None:
             return False
         progress.request, progress.tables = request, tables
         progress.limits = limits
         self._current_keys(progress)
-        # The prompt, and with it what may be stored, may have grown.
+        # The prompt may have grown, and with it the limit of stored tokens.
         progress.next_tokens = self._next_tokens(progress)
         return True
 
@@ -132,7 +129,7 @@ class EagerStores(Chooser):
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
-        """Record which requests a step computes, and which blocks they got and lost."""
+        """Record the requests of a step, their new blocks, and preemptions."""
         for request_id in preempted:
             self._progress.pop(request_id, None)
         for request_id, tables in new_tables.items():
@@ -145,9 +142,9 @@ class EagerStores(Chooser):
     def find_ready(
         self, scheduled: Mapping[str, int], preempted: Sequence[str]
     ) -> list[Ready]:
-        """Find requests of this step, and of the steps since the last offers."""
+        """Find requests with blocks to offer, of all steps since the last offers."""
         num_changes = self._stores.num_changes
-        late = []
+        due = []
         names = {**self._scheduled, **scheduled} if self._scheduled else scheduled
         try:
             for request_id in names:
@@ -158,28 +155,28 @@ class EagerStores(Chooser):
                     and progress.refused_at != num_changes
                     and request_id not in preempted
                 ):
-                    late.append(progress)
-            if not late or self._stores.is_congested:
+                    due.append(progress)
+            if not due or self._stores.is_congested:
                 return []
             limits_of, keys_of = self._requests.check_stores, self._requests.of
-            return [(p, limits_of(p.request), keys_of(p.request)) for p in late]
-        except (TypeError, ValueError):  # The latter of arrays.
+            return [(p, limits_of(p.request), keys_of(p.request)) for p in due]
+        except (TypeError, ValueError):  # Comparing an array raises ValueError.
             self._check_all(names)
             raise
 
     def _check_all(self, names: Iterable[str]) -> None:
-        """Raise an error that names the attribute of another type."""
+        """Raise an error that names the attribute of the wrong type."""
         for progress in map(self._progress.get, names):
             if progress is not None:
                 self._requests.check_stores(progress.request)
                 self._requests.checked(progress.request, is_admission=False)
 
     def offer_step(self, pool: DevicePool, ready: Sequence[Ready]) -> None:
-        """Offer the blocks of requests that `find_ready` has just found."""
+        """Offer the blocks of requests that `find_ready` has returned."""
         self._scheduled.clear()
         for progress, limits, keys in ready:
             progress.limits = limits
-            self._follow(progress, keys)
+            self._restart_if_rewritten(progress, keys)
             num_full, first = self._num_full(progress, keys), progress.num_offered
             num_waiting = len(self._stores.waiting.keys)
             self._offer(pool, progress, keys, num_full)
@@ -190,7 +187,7 @@ class EagerStores(Chooser):
     def finish(
         self, pool: DevicePool, request: Request, limits: tuple[int, int]
     ) -> None:
-        """Offer all of a request that is about to lose its device blocks."""
+        """Offer all blocks of a request that is about to lose its device blocks."""
         progress = self._progress.pop(request.request_id, None)
         if progress is None:
             return
@@ -198,7 +195,7 @@ class EagerStores(Chooser):
         keys = self._current_keys(progress)
         can_store = not self._stores.is_congested
         num_waiting = len(self._stores.waiting.keys)
-        self._finish(pool, progress, keys)
+        self._offer_all(pool, progress, keys)
         if self._listeners.offered:
             blocks = keys[0], 0, self._num_full(progress, keys)[0]
             self._notify(pool, progress, *blocks, num_waiting, True, can_store)
@@ -214,7 +211,7 @@ class EagerStores(Chooser):
         is_end: bool = False,
         can_store: bool = True,
     ) -> None:
-        """Notify of an offer, before which `num_waiting` blocks waited."""
+        """Notify listeners of an offer, before which `num_waiting` blocks waited."""
         offer = Offer(
             progress.request.request_id,
             keys,
@@ -228,15 +225,16 @@ class EagerStores(Chooser):
         for notify in self._listeners.offered:
             notify(offer)
 
-    def _finish(
+    def _offer_all(
         self, pool: DevicePool, progress: _Progress, keys: Sequence[PackedKeys]
     ) -> None:
+        """Offer all blocks of a request that ends, unless the host has them."""
         if (
             progress.is_ordered
             and progress.num_lost == self._host.num_removed
             and progress.request.num_computed_tokens < progress.next_tokens
         ):
-            return  # All that it has is on the host.
+            return  # The host has all its blocks.
         factor, stats = self._factor, self._stores.stats
         from_head = [0] * len(self._groups)
         num_full = self._num_full(progress, keys)
@@ -246,30 +244,30 @@ class EagerStores(Chooser):
             self._host.drops.note(rows.keys, "paused")
             return
         is_known = self._host.contains(rows.keys)
-        if 0 not in is_known.tobytes():  # `all()` takes 40 us where caches are cold.
+        if 0 not in is_known.tobytes():  # `all()` takes 40 us with cold caches.
             if not progress.is_ordered:
                 self._host.reorder(rows.keys)
             return
         if self._stores.is_congested:
-            num_lost = int((~is_known).sum()) * factor
-            stats.num_offered += num_lost
-            stats.num_dropped_slow += num_lost
+            num_dropped = int((~is_known).sum()) * factor
+            stats.num_offered += num_dropped
+            stats.num_dropped_slow += num_dropped
             self._host.drops.note(compress(rows.keys, ~is_known), "slow")
             return
-        # All of it, so that its tail does not take the place of its head.
+        # From the head on: the tail must not evict the head.
         progress.num_offered = from_head
         self._offer(pool, progress, keys, num_full)
         num_done = sum(progress.num_offered) // factor
         if num_done == len(rows.keys):
             return
-        num_lost = int((~is_known[num_done:]).sum()) * factor
-        stats.num_offered += num_lost
-        stats.num_dropped_full += num_lost
+        num_dropped = int((~is_known[num_done:]).sum()) * factor
+        stats.num_offered += num_dropped
+        stats.num_dropped_full += num_dropped
         dropped = compress(rows.keys[num_done:], ~is_known[num_done:])
         self._host.drops.note(dropped, "full")
 
     def clear(self, pool: DevicePool) -> None:
-        """Offer all blocks anew."""
+        """Offer all blocks again."""
         for progress in self._progress.values():
             self._start_over(progress)
 
@@ -280,24 +278,26 @@ class EagerStores(Chooser):
         progress.refused_at = -1
 
     def _current_keys(self, progress: _Progress) -> Sequence[PackedKeys]:
-        """Return a request's keys; offer all anew if offered ones were rewritten."""
+        """Return a request's keys; offer all again if offered ones were rewritten."""
         keys = self._requests.of(progress.request)
-        self._follow(progress, keys)
+        self._restart_if_rewritten(progress, keys)
         return keys
 
-    def _follow(self, progress: _Progress, keys: Sequence[PackedKeys]) -> None:
-        """Offer all blocks of a request anew if keys of offered ones were rewritten."""
+    def _restart_if_rewritten(
+        self, progress: _Progress, keys: Sequence[PackedKeys]
+    ) -> None:
+        """Offer all blocks again if keys of offered ones were rewritten."""
         if not all(map(KeyMark.is_in, progress.marks, keys)):
             self._start_over(progress)
 
     def _num_full(
         self, progress: _Progress, keys: Sequence[Sequence[BlockKey]]
     ) -> list[int]:
-        """Count the blocks that are certain and may be stored, for each group."""
+        """Return how many computed blocks may be stored, for each group."""
         num_tokens = min(progress.limits)
         factor, num_full = self._factor, []
-        for spec, names, table in zip(self._groups, keys, progress.tables, strict=True):
-            num = min(num_tokens // spec.block_size, len(names), len(table))
+        for spec, ks, table in zip(self._groups, keys, progress.tables, strict=True):
+            num = min(num_tokens // spec.block_size, len(ks), len(table))
             num_full.append(num // factor * factor)
         return num_full
 
@@ -308,7 +308,7 @@ class EagerStores(Chooser):
         keys: Sequence[Sequence[BlockKey]],
         num_full: list[int],
     ) -> None:
-        """Offer the blocks up to `num_full` that were not offered before."""
+        """Offer the blocks from `progress.num_offered` up to `num_full`."""
         first = progress.num_offered
         rows = self._rows(progress, keys, first, num_full)
         num_skipped = self._host.num_skipped
@@ -346,9 +346,9 @@ class EagerStores(Chooser):
         first: int,
         num: int,
     ) -> Passes:
-        """Return which blocks [start, num) may be stored; those before `first` may."""
+        """Return which blocks [start, num) may be stored; before `first`, all may."""
         passes = np.ones(num - start, np.bool_)
-        if isinstance(pool, DeviceBlockPool):  # To ask others takes long.
+        if isinstance(pool, DeviceBlockPool):  # `holds` of other pools is slow.
             table = progress.tables[0][first:num]
             passes[first - start :] = pool.holds(table, keys[first:num])
         chosen = self._host.pass_mask(keys[start:num])
@@ -357,7 +357,7 @@ class EagerStores(Chooser):
         return None if passes.all() else passes
 
     def _next_tokens(self, progress: _Progress) -> int:
-        """Return how many tokens a request needs before there is more to offer."""
+        """Return how many tokens a request must have computed to offer more blocks."""
         if progress.is_skipped:
             return NO_LIMIT
         next_tokens = NO_LIMIT
@@ -373,8 +373,8 @@ class EagerStores(Chooser):
         progress: _Progress,
         keys: Sequence[Sequence[BlockKey]],
         first: list[int],
-        last: list[int],
+        end: list[int],
     ) -> Rows:
-        """List the blocks [first, last) of each group."""
+        """List the blocks [first, end) of each group."""
         tables, factor = progress.tables, self._factor
-        return rows_of(self._groups, keys, tables, first, last, factor)
+        return rows_of(self._groups, keys, tables, first, end, factor)

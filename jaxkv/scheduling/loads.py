@@ -1,4 +1,4 @@
-"""Loads: blocks in flight back to the device, from the lookup to the last report."""
+"""Loads: blocks that move to the device, from the lookup to the last report."""
 
 from __future__ import annotations
 
@@ -33,54 +33,54 @@ NO_LOADS: dict[str, Any] = {
     "load_host_blocks": (),
     "load_event_to_reqs": {},
 }
-"""The fields of `OffloadMetadata` about loads, in a step without any."""
+"""The fields of `OffloadMetadata` about loads, in a step without loads."""
 _ONE = np.int32(1)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Load(Move[Ids]):
-    """The blocks that one request gets from the host, and from elsewhere on the device.
+    """The blocks that one request loads from the host, or copies on the device.
 
     r rows of m device blocks each, and c copies. `sources` are i32[r], `targets`
-    i32[r, m], empty until the allocation. A part of a row that is not wanted has
+    i32[r, m], empty until the allocation. Blocks of a row that are not loaded have
     NO_BLOCK.
     """
 
     request_id: str
-    num_computed_tokens: int  # What the request had when it asked.
-    num_tokens: int  # What it was offered beyond that.
-    marks: list[KeyMark]  # For each group, its keys to the end of the offer.
+    num_computed_tokens: int  # The request's tokens before the load.
+    num_tokens: int  # The offered tokens beyond these.
+    marks: list[KeyMark]  # For each group, the keys up to the end of the offer.
     row_groups: Ids  # i32[r], the group of each row.
-    row_indices: Ids  # i32[r, m], the request's blocks of the group.
+    row_indices: Ids  # i32[r, m], indices into the block table of the group.
     copy_sources: Ids  # i32[c], device blocks to copy.
     copy_groups: Ids  # i32[c]
     copy_indices: Ids  # i32[c]
-    # i32[c], device blocks that are written; empty until the allocation.
+    # i32[c], device blocks to copy to; empty until the allocation.
     copy_targets: Ids = dataclasses.field(default_factory=lambda: NO_IDS)
     request: Request | None = None  # Set once it has taken the offer.
-    # Whether the request waits for a report, even if it takes nothing but copies.
+    # Whether the request waits for a report, even if it takes only copies.
     is_awaited: bool = False
     is_taken: bool = False  # Whether the request has its device blocks.
-    skipped: Sequence[int] = ()  # Device blocks of the offer that nothing writes.
+    skipped: Sequence[int] = ()  # Device blocks of the offer that stay unwritten.
     # i32[w], device blocks that the transfer writes.
     written_blocks: Ids = dataclasses.field(default_factory=lambda: NO_IDS)
 
     @property
     def name(self) -> str:
-        """Its name in reports."""
+        """The name of the load in reports."""
         return self.request_id
 
     @property
     def num_blocks(self) -> int:
-        """Device blocks that it writes."""
+        """The number of device blocks that the transfer writes."""
         return len(self.written_blocks)
 
     def is_of(self, keys: Sequence[Sequence[BlockKey]]) -> bool:
-        """Whether its request, which has these keys now, can still use it."""
+        """Whether the load still fits its request, whose current keys are `keys`."""
         return all(map(KeyMark.is_in, self.marks, keys))
 
     def set_targets(self, targets: Ids, copy_targets: Ids) -> None:
-        """Set the device blocks that are written."""
+        """Set the device blocks to write, and mark the load as taken."""
         self.targets, self.copy_targets = targets, copy_targets
         self.written_blocks = targets[targets != NO_BLOCK]
         self.is_taken = True
@@ -89,9 +89,8 @@ class Load(Move[Ids]):
 class Loads:
     """The loads of all requests.
 
-    Every block of a load is held: on the host from the lookup on, so that nothing can
-    evict what was offered; on the device from the allocation on; both until all workers
-    have reported it.
+    A load holds its blocks until all workers have reported it: host blocks from the
+    lookup on, so that an offer cannot be evicted; device blocks from the allocation on.
     """
 
     def __init__(
@@ -109,17 +108,17 @@ class Loads:
         self._rules = rules
         self._stats = stats
         self._requests = requests
-        self.by_request: dict[str, Load] = {}  # What each was offered or gets.
-        # Those that were taken and have not left, the first taken first: those with a
-        # transfer, and those with nothing but copies.
+        self.by_request: dict[str, Load] = {}  # Each request's offer or load.
+        # Loads that were taken and not yet issued, in this order: those with a
+        # transfer, and those with only copies.
         self._waiting: OrderedDict[str, Load] = OrderedDict()
         self._copying: dict[str, Load] = {}
         self.in_flight: Ledger[Load] = Ledger("the load of request", rules.world_size)
-        # How many loads read each host block, and the device blocks of those that wait.
+        # How many loads read each host block, and the device blocks in `_waiting`.
         self._num_readers = np.zeros(host.num_blocks, np.int32)
         self._num_blocks_waiting = 0
         is_all_read = all(isinstance(group, FullAttention) for group in groups)
-        # How many tokens an offer may be cut by; None if it may not.
+        # Tokens in whose multiples an offer may be truncated; None if it may not.
         self._step = alignment(groups) if is_all_read else None
 
     def __len__(self) -> int:
@@ -127,7 +126,7 @@ class Loads:
 
     @property
     def in_transit(self) -> tuple[int, int, int]:
-        """The loads' part of `InTransit`; for any thread."""
+        """The part of `InTransit` about loads; thread-safe."""
         # Several requests may load one host block.
         num_read = int(np.count_nonzero(self._num_readers))
         return self._num_blocks_waiting, self.in_flight.num_blocks, num_read
@@ -144,9 +143,9 @@ class Loads:
         load: Load | None,
         is_awaited: bool,
     ) -> None:
-        """Hold an offer (None for nothing) in place of the previous one.
+        """Hold an offer (None for none) in place of the previous one.
 
-        The request has no load in flight.
+        The request must have no load in flight.
         """
         self.drop(pool, request_id)
         if load is None:
@@ -166,17 +165,17 @@ class Loads:
         tables: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> Load | None:
-        """Set where the offer goes; return what was taken of it."""
+        """Take the offer's first tokens into the block tables; return their load."""
         load = self.by_request.get(request.request_id)
         if load is not None and load.is_taken:
             if num_external_tokens:
                 raise ValueError(
                     f"{num_external_tokens=} of request {shown(request.request_id)} "
-                    "must be 0: it has taken an offer, whose load is under way."
+                    "must be 0: it has taken an offer, whose load has not ended."
                 )
             return None
         offered = load.num_tokens if load else 0
-        # Where not all of a prefix is read, a shorter one may need other blocks.
+        # If not all blocks of a prefix are read, a shorter one may read other blocks.
         step = self._step or max(offered, 1)
         if num_external_tokens % step or not 0 <= num_external_tokens <= offered:
             raise ValueError(
@@ -191,15 +190,15 @@ class Loads:
         if not load.is_of(keys):
             raise ValueError(
                 f"{num_external_tokens=} of request {shown(request.request_id)} cannot "
-                "be loaded: its block keys were rewritten since the offer, which is of "
-                "other tokens. Call get_num_new_matched_tokens() again."
+                "be loaded: its block keys were rewritten since the offer. Call "
+                "get_num_new_matched_tokens() again."
             )
         num_tokens = load.num_computed_tokens + num_external_tokens
         targets = find_targets(load, self._groups, tables, num_tokens)
-        rest: Load | None = None
+        declined: Load | None = None
         offer = load
         if num_external_tokens < offered:
-            load, rest = split_load(offer, *targets)
+            load, declined = split_load(offer, *targets)
         else:
             load.set_targets(*targets)
         load.request = request
@@ -209,8 +208,8 @@ class Loads:
         if offer.copy_sources.size:
             pool.pin(load.copy_sources)
             _copying(pool).unpin(offer.copy_sources, is_offer=True)
-        if rest is not None:
-            self._release([rest])
+        if declined is not None:
+            self._release([declined])
         self.by_request[request.request_id] = load
         queue = self._waiting if load.num_blocks else self._copying
         queue[request.request_id] = load
@@ -219,24 +218,24 @@ class Loads:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a load has been taken and has not left."""
+        """Whether a load has been taken and not yet issued."""
         return bool(self._waiting or self._copying)
 
     def issue(self, pool: DevicePool, budget: Budget) -> dict[str, Any]:
-        """Send out loads that have been taken, the first taken first.
+        """Issue loads that were taken, in this order, within the budget.
 
-        A load that is larger than the budget leaves if nothing else is in flight.
+        A load larger than the whole budget is issued if nothing else is in flight.
 
         Returns:
-            The fields of `OffloadMetadata` about loads, and about copies, which are
-            done in this step.
+            The fields of `OffloadMetadata` about loads, and about copies, which end in
+            this step.
         """
         ready = list(self._copying.values())
         self._copying.clear()
         while self._waiting:
             load = next(iter(self._waiting.values()))
-            # What the step itself writes cannot be put off: the request runs in it.
             is_too_large = load.num_blocks > budget.num_left and budget.in_flight
+            # Loads in the step cannot be delayed: their requests run in it.
             if is_too_large and not self._rules.load_in_step:
                 budget.num_left = 0  # Neither loads nor stores may overtake it.
                 break
@@ -246,42 +245,41 @@ class Loads:
             ready.append(load)
         if not ready:
             return NO_LOADS
-        leaving = [load for load in ready if load.is_awaited or load.sources.size]
+        issued = [load for load in ready if load.is_awaited or load.sources.size]
         copying = [load for load in ready if load.copy_sources.size]
-        event = self.in_flight.issue(leaving)
+        event = self.in_flight.issue(issued)
         for load in ready:
             if load.event == NO_EVENT:
                 del self.by_request[load.request_id]
         for load in copying:
             self._stats.num_copied += load.copy_sources.size
-            # Whatever overwrites a source comes later, on the device too.
+            # Anything that overwrites a source comes later, on the device as well.
             pool.unpin(load.copy_sources)
             if load.event == NO_EVENT:
                 pool.unpin(load.copy_targets)
-        names = tuple([load.request_id for load in leaving])
+        names = tuple([load.request_id for load in issued])
         return {
             "load_event": event,
-            "load_device_blocks": _flat([load.targets for load in leaving]),
-            "load_host_blocks": _flat([load.sources for load in leaving]),
+            "load_device_blocks": _flat([load.targets for load in issued]),
+            "load_host_blocks": _flat([load.sources for load in issued]),
             "load_event_to_reqs": {event: names} if names else {},
             "copy_from_blocks": _flat([load.copy_sources for load in copying]),
             "copy_to_blocks": _flat([load.copy_targets for load in copying]),
-            "load_sizes": tuple([len(load.sources) for load in leaving]),
+            "load_sizes": tuple([len(load.sources) for load in issued]),
             "load_in_step": self._rules.load_in_step and bool(names),
         }
 
     def report(
         self, pool: DevicePool, reports: Sequence[Report]
     ) -> tuple[list[str], list[str]]:
-        """Apply what workers reported.
+        """Apply the reports of workers.
 
         Returns:
-            The requests that wait for a load that has arrived; and those whose loads
-            have failed, on one worker or more, or brought what the request had before
-            its keys were rewritten.
+            The requests whose awaited load has arrived; and the requests whose load has
+            failed on any worker, or whose keys were rewritten meanwhile.
 
         Raises:
-            ValueError: No report of such a load is due. Then nothing changes.
+            ValueError: A report names no load in flight. Then nothing changes.
         """
         self.in_flight.check(reports)
         ended = self.in_flight.report(reports)
@@ -298,7 +296,7 @@ class Loads:
             if load.is_awaited and load.request is not None:
                 is_useless |= not load.is_of(self._requests.of(load.request))
             if is_useless:
-                # Now the request computes all that it was to get.
+                # The request computes all blocks of the offer, also the skipped ones.
                 pool.unwritten.difference_update(load.skipped)
             if load.is_awaited or is_useless:
                 answers[is_useless].append(load.request_id)
@@ -306,7 +304,7 @@ class Loads:
         return answers
 
     def drop(self, pool: DevicePool, request_id: str) -> None:
-        """Release a load that its request abandons; one in flight once it ends."""
+        """Release a load that its request abandons; if in flight, once it ends."""
         load = self.by_request.get(request_id)
         if load is None:
             return
@@ -323,8 +321,8 @@ class Loads:
             return
         self._release(loads)
         for notify in self._listeners.released:
-            lost = [load.keys for load in loads if not load.ok]
-            notify([load.request_id for load in loads], lost)
+            unloaded = [load.keys for load in loads if not load.ok]
+            notify([load.request_id for load in loads], unloaded)
         targets = [
             ids
             for load in loads
@@ -336,7 +334,7 @@ class Loads:
         for load in loads:
             del self.by_request[load.request_id]
             if not load.ok:
-                # The next request that asks computes them, and stores them anew.
+                # The next request computes these blocks and stores them again.
                 self._host.discard(load.keys)
             if self._waiting.pop(load.request_id, None) is not None:
                 self._num_blocks_waiting -= load.num_blocks
@@ -351,7 +349,7 @@ class Loads:
 
 
 def joined(arrays: Sequence[Ids]) -> Ids:
-    """Concatenate arrays, such as one of each group."""
+    """Concatenate arrays, such as one per group."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
@@ -366,16 +364,16 @@ def find_targets(
     `block_ids` are the request's device blocks, for each group.
 
     Raises:
-        ValueError: A table has no block where one will be loaded, or one twice.
+        ValueError: A block table lacks a block to load into, or has it twice.
     """
     tables = [np.array(ids, np.int32) for ids in block_ids]
 
-    # All that was offered, of the only group.
+    # Whether a single group takes the whole offer.
     num_offered = load.num_computed_tokens + load.num_tokens
     is_plain = len(groups) == load.row_indices.shape[1] == 1
     is_plain &= num_tokens == num_offered
 
-    def blocks_at(of_group: Ids, indices: Ids) -> Ids:
+    def blocks_at(index_groups: Ids, indices: Ids) -> Ids:
         if not indices.size:
             return indices
         if is_plain and indices.max() < tables[0].size:
@@ -384,38 +382,37 @@ def find_targets(
                 return blocks
         blocks = np.full(indices.shape, NO_BLOCK, np.int32)
         for group, (spec, table) in enumerate(zip(groups, tables, strict=True)):
-            wanted = (indices >= 0) & (indices < num_tokens // spec.block_size)
+            is_loaded = (indices >= 0) & (indices < num_tokens // spec.block_size)
             if len(groups) > 1:
-                wanted &= of_group == group
-            wanted_indices = indices[wanted]
-            is_absent = wanted_indices >= table.size
+                is_loaded &= index_groups == group
+            loaded = indices[is_loaded]
+            is_absent = loaded >= table.size
             if not is_absent.any():
-                blocks[wanted] = ids = table[wanted_indices]
+                blocks[is_loaded] = ids = table[loaded]
                 is_absent = ids == NULL_BLOCK
             if is_absent.any():
-                absent = wanted_indices[is_absent]
                 raise ValueError(
-                    f"block {absent[0]} of group {group} of request "
-                    f"{shown(load.request_id)} is to be loaded, but its block table, "
-                    f"of {table.size} blocks, has none there."
+                    f"block {loaded[is_absent][0]} of group {group} of request "
+                    f"{shown(load.request_id)} cannot be loaded: its block table of "
+                    f"{table.size} blocks has no block there."
                 )
         return blocks
 
     targets = blocks_at(load.row_groups[:, None], load.row_indices)
     copy_targets = blocks_at(load.copy_groups, load.copy_indices)
     written = np.sort(np.concatenate([targets.ravel(), copy_targets]))
-    is_again = (written[1:] == written[:-1]) & (written[1:] != NO_BLOCK)
-    if is_again.any():
+    is_repeated = (written[1:] == written[:-1]) & (written[1:] != NO_BLOCK)
+    if is_repeated.any():
         raise ValueError(
-            f"block {written[1:][is_again][0]} stands more than once in the block "
-            f"table of request {shown(load.request_id)}, where blocks are to be "
-            "loaded; each needs its own."
+            f"block {written[1:][is_repeated][0]} is more than once in the block table "
+            f"of request {shown(load.request_id)}, where blocks will be loaded: each "
+            "needs its own device block."
         )
     return targets, copy_targets
 
 
 def _copying(pool: DevicePool) -> DeviceBlockPool:
-    """Return the pool of a load that copies blocks on the device."""
+    """Return the pool of a load that copies blocks, a `DeviceBlockPool`."""
     assert isinstance(pool, DeviceBlockPool)
     return pool
 
@@ -429,15 +426,15 @@ def mark_skipped(
     num_external: int,
     load: Load | None,
 ) -> list[list[int]]:
-    """Find the blocks of a prefix that nothing is written to; mark them in the pool.
+    """Find the blocks of a prefix that stay unwritten; mark them in the pool.
 
     The next token does not read them: they are outside the window, in another chunk,
-    or hold older states. So they are neither loaded nor copied, nor computed. Of the
-    blocks in `tables`, exactly these are `unwritten` in the pool afterwards. If the
-    request runs already (`num_local` is None), there are none.
+    or hold older states. So they are not loaded, copied or computed. Of the blocks in
+    `tables`, exactly these are `unwritten` in the pool afterwards. A request that
+    already runs (`num_local` is None) has none.
 
     Returns:
-        The tables, with NULL_BLOCK in place of such blocks behind `num_local`.
+        The tables, with NULL_BLOCK in place of these blocks behind `num_local`.
     """
     if num_local is None:
         return [list(table) for table in tables]
@@ -447,18 +444,19 @@ def mark_skipped(
     answer = []
     unwritten: list[int] = []
     skipped: list[int] = []
-    for spec, own_keys, table in zip(groups, keys, tables, strict=True):
+    for spec, group_keys, table in zip(groups, keys, tables, strict=True):
         start = num_local // spec.block_size
         end = (num_local + num_external) // spec.block_size
         if isinstance(spec, FullAttention):
             start = end = 0  # All of it is read.
         head, tail = np.array(table[:end], np.int32), list(table[end:])
-        # What the request computes may be in a block that was elsewhere before.
+        # The request may compute into a block that is also in the head of the table.
         is_unwritten = ~np.isin(head, [NULL_BLOCK, *written.tolist(), *tail])
-        # An engine may have put blocks of its own where the device was not searched.
-        local = np.flatnonzero(is_unwritten[: min(start, len(own_keys))])
+        # Local blocks are written if the pool holds their keys. An engine may put other
+        # blocks where none is read.
+        local = np.flatnonzero(is_unwritten[: min(start, len(group_keys))])
         if local.size:
-            local_keys = [own_keys[index] for index in local.tolist()]
+            local_keys = [group_keys[index] for index in local.tolist()]
             is_unwritten[local] = ~pool.holds(head[local], local_keys)
         unwritten += head[is_unwritten].tolist()
         is_unwritten[:start] = False
@@ -480,10 +478,10 @@ def _flat(arrays: Sequence[Ids]) -> tuple[int, ...]:
 
 
 def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load | None]:
-    """Split a load into what has targets, and the rest if there is any."""
+    """Split a load into the blocks that have targets, and the others if any."""
 
-    def part(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
-        part_load = dataclasses.replace(
+    def select(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
+        selected = dataclasses.replace(
             load,
             keys=list(compress(load.keys, rows.tolist())),
             sources=load.sources[rows],
@@ -493,11 +491,11 @@ def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load 
             copy_groups=load.copy_groups[copies],
             copy_indices=load.copy_indices[copies],
         )
-        part_load.set_targets(targets[rows], copy_targets[copies])
-        return part_load
+        selected.set_targets(targets[rows], copy_targets[copies])
+        return selected
 
     rows, copies = (targets != NO_BLOCK).any(axis=1), copy_targets != NO_BLOCK
     if rows.all() and copies.all():
         load.set_targets(targets, copy_targets)
         return load, None
-    return part(rows, copies), part(~rows, ~copies)
+    return select(rows, copies), select(~rows, ~copies)

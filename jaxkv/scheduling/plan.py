@@ -1,4 +1,4 @@
-"""A plan: what a lookup offers from all tiers. Making one holds and changes nothing.
+"""Plans: what a lookup offers from all tiers. Planning changes no state.
 
 `OffloadScheduler` applies a plan, `explain` shows it.
 """
@@ -32,30 +32,28 @@ Keys: TypeAlias = Sequence[Sequence[BlockKey]]
 
 Deferral: TypeAlias = str
 """Why a request gets less than the tiers hold: it has a load in flight ("loading");
-another loads one of its blocks ("shared"); computing is faster ("gate"); a tier is
-asked for blocks that it may have ("asked"); what is fetched for others has to be used
-first ("queued"); or the name of a tier from which blocks come first
-(`Boundary.name`)."""
+another request loads one of its blocks ("shared"); computing is faster ("gate"); a
+tier is being probed for its blocks ("asked"); it waits for room that other requests'
+fetches hold ("queued"); or its blocks are fetched from a tier (`Boundary.name`)."""
 
 Speed: TypeAlias = Literal["probe", "slow"] | None
-"""How the `Gate` judges a load: slower than computing, but made, to measure; slower;
-None if it is not slower, as far as is known."""
+"""What the `Gate` decides for a load: slower than computing, but loaded to measure the
+rate ("probe"); slower, and declined ("slow"); None if it is not known to be slower."""
 
 _PROBE_INTERVAL = 32
-# While a tier is asked for blocks, a request waits at most for this part of the time
-# that it would take to compute them.
+# A request waits for a probe at most this share of the time to compute its blocks.
 _MAX_WAIT_SHARE = 0.1
-# Blocks of each group to ask for at a time, or as many as can be fetched, if that is
-# more; a request gets no more of them.
+# Blocks of each group in one probe; a tier's maximum in flight, if that is more. A
+# request cannot get more blocks from a probed tier.
 _MAX_PROBED_BLOCKS = 256
 _MAX_PROBES = 64  # In flight.
 
 
 class Gate:
-    """Judges whether loads would take longer than to compute the tokens again.
+    """Declines loads and fetches that would take longer than recomputing their tokens.
 
-    It lets everything pass until `note_rates` is called. Of the loads that it would
-    decline, one in `_PROBE_INTERVAL` passes, so that the rate of loads is measured on.
+    All pass until `note_rates` is called. One in `_PROBE_INTERVAL` of the slow ones
+    passes, too, so that the rate of loads is still measured.
     """
 
     def __init__(self, rules: OffloadRules, stats: OffloadStats) -> None:
@@ -68,7 +66,7 @@ class Gate:
         self._num_slow_fetches = 0
 
     def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
-        """Set what was measured; see `OffloadScheduler.note_rates`."""
+        """Set the measured rates; see `OffloadScheduler.note_rates`."""
         check_rates(
             load_bytes_per_s=load_bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s
         )
@@ -76,7 +74,7 @@ class Gate:
         self.prefill_tokens_per_s = prefill_tokens_per_s
 
     def judge_load(self, num_tokens: int, num_blocks: int, num_ahead: int) -> Speed:
-        """Judge a load of device blocks, with some in flight before it."""
+        """Judge a load of `num_blocks` device blocks, behind `num_ahead` in flight."""
         if not self.load_bytes_per_s:
             return None
         num_bytes = (num_ahead + num_blocks) * self._block_bytes
@@ -86,7 +84,7 @@ class Gate:
     def judge_fetch(
         self, num_tokens: int, num_blocks: int, num_ahead: int, bytes_per_s: float
     ) -> Speed:
-        """Judge a fetch of device blocks to the host, which a load follows."""
+        """Judge a fetch of device blocks to the host, and their load from there."""
         if not bytes_per_s:
             return None
         num_bytes = num_blocks * self._block_bytes
@@ -97,7 +95,7 @@ class Gate:
         return self._judge(fetch_s, num_tokens, self._num_slow_fetches)
 
     def probe_s(self, min_s: float, num_tokens: int) -> float:
-        """Return how long a request may wait while a tier is asked for some tokens."""
+        """Return how long a request may wait for a probe of blocks of `num_tokens`."""
         if not (self._is_on and self.prefill_tokens_per_s):
             return min_s
         return max(min_s, _MAX_WAIT_SHARE * num_tokens / self.prefill_tokens_per_s)
@@ -110,7 +108,7 @@ class Gate:
         return "probe" if (num_slow + 1) % _PROBE_INTERVAL == 0 else "slow"
 
     def count(self, load: Speed = None, *fetches: Speed) -> None:
-        """Count what was judged, once it is applied."""
+        """Count judgements that are applied."""
         self._num_slow += load is not None
         self._stats.num_loads_declined += load == "slow"
         for fetch in fetches:
@@ -119,7 +117,7 @@ class Gate:
 
 
 def check_rates(**rates: float) -> None:
-    """Raise ValueError if a rate, given by its name, is no number of at least 0."""
+    """Raise ValueError for a rate (passed by its name) that is not a number >= 0."""
     for name, rate in rates.items():
         # NumPy's numbers have the methods of Python's.
         is_number = isinstance(rate, SupportsFloat) and not isinstance(rate, np.ndarray)
@@ -128,10 +126,10 @@ def check_rates(**rates: float) -> None:
 
 
 def checked_rates(rates: float | Sequence[float], num_tiers: int) -> Sequence[float]:
-    """Return a rate for each tier below the host; a single one is the last tier's.
+    """Return a rate for each tier below the host; a single rate is the last tier's.
 
     Raises:
-        ValueError: There are not as many, or one is no number of at least 0.
+        ValueError: There is not one for each tier, or one is not a number >= 0.
     """
     storage_bytes_per_s = rates
     if not isinstance(rates, Sequence):
@@ -139,8 +137,8 @@ def checked_rates(rates: float | Sequence[float], num_tiers: int) -> Sequence[fl
         rates = [*[0.0] * (num_tiers - 1), rates][:num_tiers]
     if len(rates) != num_tiers:
         raise ValueError(
-            f"{storage_bytes_per_s=} has {len(rates)} rates, and there are "
-            f"{num_tiers} tiers below the host: give one for each."
+            f"{storage_bytes_per_s=} has {len(rates)} rates for {num_tiers} tiers "
+            "below the host: pass one rate per tier."
         )
     for rate in rates:
         check_rates(storage_bytes_per_s=rate)
@@ -148,7 +146,7 @@ def checked_rates(rates: float | Sequence[float], num_tiers: int) -> Sequence[fl
 
 
 class View(NamedTuple):
-    """The tiers and books that a plan reads and does not change."""
+    """The state that a plan reads and does not change."""
 
     groups: tuple[GroupSpec, ...]
     rules: OffloadRules
@@ -158,24 +156,24 @@ class View(NamedTuple):
     host: BlockIndex
     loads: Loads
     below: tuple[Boundary, ...]  # The nearest to the host first.
-    is_plain: bool  # Whether `_find_plain_load` serves, as for most models.
+    is_plain: bool  # Whether `_find_plain_load` may be used, as for most models.
 
 
 class Plan(NamedTuple):
-    """The outcome of a lookup, not applied yet."""
+    """The result of a lookup, not yet applied."""
 
     num_tokens: int | None  # Offered; None if the request asks again later.
-    is_awaited: bool = False  # Whether the request has to wait for the offer.
-    deferral: Deferral | None = None  # Why it is less than the tiers hold.
+    is_awaited: bool = False  # Whether the request must wait for the load.
+    deferral: Deferral | None = None  # Why the tiers hold more than the offer.
     load: Load | None = None  # The offer, to be held.
-    # What has to come up a tier first, if there is room: from where, what, and how
-    # many blocks of it at most, from the first on.
+    # A fetch to start first, if the tier above has room: its boundary, the fetch, and
+    # how many of its first blocks at most.
     fetch: tuple[Boundary, Fetch, int] | None = None
     nearer: tuple[Boundary, ...] = ()  # The boundaries above the fetch's.
     # A probe to send first: the tier, the runs of keys, and how long the request waits.
     probe: tuple[Boundary, list[list[BlockKey]], float] | None = None
-    queue: Boundary | None = None  # Where the request waits for room that others hold.
-    searched: tuple[Boundary, ...] = ()  # Tiers that have no more of the request now.
+    queue: Boundary | None = None  # Where the request queues for room.
+    searched: tuple[Boundary, ...] = ()  # No further fetch from these, for now.
     load_speed: Speed = None
     fetch_speeds: tuple[Speed, ...] = ()
     current: Load | None = None  # The load that the request has in flight.
@@ -187,14 +185,10 @@ _NOTHING = Plan(0)
 
 
 def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
-    """Plan what continues a request's prefix of `num_computed_tokens`.
+    """Plan the offer that continues a request's prefix of `num_computed_tokens`.
 
-    The request's previous offer counts as released.
-
-    Raises:
-        ValueError: `num_computed_tokens` is no number of whole blocks, or as
-            `Requests.checked`.
-        TypeError: As `Requests.checked`.
+    The request's previous offer counts as released. In addition to the errors of
+    `Requests.checked`, raises ValueError if `num_computed_tokens` is not whole blocks.
     """
     view.requests.check_lookup(request)
     num: int | None = num_computed_tokens
@@ -210,20 +204,20 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
     keys = view.requests.checked(request)
     current = view.loads.by_request.get(request.request_id)
     if current is not None and current.event != NO_EVENT:
-        # From before a preemption; workers will report it.
+        # The request was preempted during this load, which workers will report.
         return Plan(None, deferral="loading", current=current)
     searched: tuple[Boundary, ...] = ()
     speeds: tuple[Speed, ...] = ()
     for boundary in reversed(view.below):
-        first = _plan_fetch(view, boundary, request, keys, num_computed_tokens)
-        searched += first.searched
-        speeds += first.fetch_speeds
-        if first.deferral is not None:
-            return first._replace(searched=searched, fetch_speeds=speeds)
-    answer = _plan_load(view, request, keys, num_computed_tokens, current)
+        fetch_plan = _plan_fetch(view, boundary, request, keys, num_computed_tokens)
+        searched += fetch_plan.searched
+        speeds += fetch_plan.fetch_speeds
+        if fetch_plan.deferral is not None:
+            return fetch_plan._replace(searched=searched, fetch_speeds=speeds)
+    load_plan = _plan_load(view, request, keys, num_computed_tokens, current)
     if not searched:
-        return answer
-    return answer._replace(searched=searched, fetch_speeds=speeds)
+        return load_plan
+    return load_plan._replace(searched=searched, fetch_speeds=speeds)
 
 
 def _plan_fetch(
@@ -233,7 +227,7 @@ def _plan_fetch(
     keys: Keys,
     num_computed_tokens: int,
 ) -> Plan:
-    """Plan what is fetched or asked for first; deferred if there is any."""
+    """Plan the fetch or probe that the request must wait for; no deferral if none."""
     name, tier = request.request_id, boundary.tier
     wait = boundary.waits.get(name)
     if wait is not None:
@@ -242,9 +236,9 @@ def _plan_fetch(
     if probing is not None and probing.events:
         return Plan(None, deferral="asked")
     is_expected = boundary.has_other_writers and is_prefilled_elsewhere(request)
-    is_to_ask = not is_expected and may_probe(boundary, probing)
+    can_probe = not is_expected and may_probe(boundary, probing)
     is_searched = boundary.looked_up.get(name) == tier.num_found
-    if is_searched or not (tier.num_held_blocks or is_to_ask or is_expected):
+    if is_searched or not (tier.num_held_blocks or can_probe or is_expected):
         return _NOTHING
     device = first_tokens(num_computed_tokens)
     if view.device is not None:
@@ -254,7 +248,7 @@ def _plan_fetch(
     max_tokens = max_hit_tokens(request, num_computed_tokens)
     look = Look(boundary, nearer, keys, max_tokens, num_computed_tokens)
     speeds: tuple[Speed, ...] = ()
-    if is_to_ask:
+    if can_probe:
         probe, speed = find_probe(view.gate, look, name)
         if probe is not None:
             return Plan(None, deferral="asked", probe=(boundary, *probe))
@@ -283,28 +277,28 @@ class Look(NamedTuple):
     boundary: Boundary
     nearer: Sequence[Source]  # The device, and the tiers above the boundary's.
     keys: Keys
-    max_tokens: int  # That the prefix may have.
-    num_computed_tokens: int = 0  # That the request has of it.
+    max_tokens: int  # The longest prefix allowed.
+    num_computed_tokens: int = 0  # The part of it that the request has.
 
 
-class _Lack(NamedTuple):
+class _Missing(NamedTuple):
     """The blocks of the longest prefix that the nearer tiers do not have."""
 
-    num_tokens: int  # Of the prefix.
-    upper_rows: list[int]  # Blocks of the upper tier.
-    rows: list[list[int]]  # For each group, the request's rows that are below it.
-    unknown: list[list[int]]  # Of these, the ones that the lower tier may only have.
+    num_tokens: int  # The length of the prefix.
+    upper_rows: list[int]  # The upper tier's blocks of it.
+    rows: list[list[int]]  # For each group, the rows missing there.
+    unknown: list[list[int]]  # The part of `rows` that the lower tier may have or not.
 
 
-def _find_lack(look: Look, asker: str | None) -> _Lack:
-    """Search all tiers; for `asker`, expect the lower one to have unknown blocks."""
+def _find_missing(look: Look, expected_by: str | None) -> _Missing:
+    """Search all tiers; for `expected_by`, the lower one may have unknown blocks."""
     boundary, factor = look.boundary, look.boundary.factor
     upper, lower = boundary.upper, boundary.tier
     sources = *look.nearer, source_of(upper, factor), source_of(lower, factor)
-    if asker is not None:
-        sources = *sources, Source(partial(boundary.may_have, asker), factor)
+    if expected_by is not None:
+        sources = *sources, Source(partial(boundary.may_have, expected_by), factor)
     match = search(boundary.groups, look.keys, look.max_tokens, sources)
-    lack, num_nearer = _Lack(match.num_tokens, [], [], []), len(look.nearer)
+    answer, num_nearer = _Missing(match.num_tokens, [], [], []), len(look.nearer)
     for spec, needed, *ids_of in zip(
         boundary.groups, match.needed, *match.block_ids, strict=True
     ):
@@ -314,35 +308,35 @@ def _find_lack(look: Look, asker: str | None) -> _Lack:
             missing = missing[ids[missing] == NO_BLOCK]
         in_upper, in_lower = ids_of[num_nearer], ids_of[num_nearer + 1]
         upper_rows = in_upper[missing]
-        lack.upper_rows.extend(np.unique(upper_rows[upper_rows != NO_BLOCK]).tolist())
+        answer.upper_rows.extend(np.unique(upper_rows[upper_rows != NO_BLOCK]).tolist())
         missing = missing[upper_rows == NO_BLOCK]
-        lack.rows.append(np.unique(missing // factor).tolist())
+        answer.rows.append(np.unique(missing // factor).tolist())
         unknown = missing[in_lower[missing] == NO_BLOCK]
-        lack.unknown.append(np.unique(unknown // factor).tolist())
-    return lack
+        answer.unknown.append(np.unique(unknown // factor).tolist())
+    return answer
 
 
 def find_fetch(look: Look, expected_by: str | None = None) -> Fetch | None:
-    """Find what only the lower tier has of the longest prefix; None for nothing.
+    """Find the blocks of the longest prefix that only the lower tier has, if any.
 
-    `expected_by` is the request if it waits for others to write to the lower tier: that
-    is then expected to have what it did not report as missing.
+    `expected_by` is a request whose blocks others write to the lower tier: it is then
+    expected to have all blocks except those that it reported missing.
     """
     groups, factor = look.boundary.groups, look.boundary.factor
-    lack = _find_lack(look, expected_by)
-    if lack.num_tokens <= look.num_computed_tokens:
+    missing = _find_missing(look, expected_by)
+    if missing.num_tokens <= look.num_computed_tokens:
         return None
     ends = [
         ((row + 1) * factor * spec.block_size, keys[(row + 1) * factor - 1])
-        for spec, keys, rows in zip(groups, look.keys, lack.rows, strict=True)
+        for spec, keys, rows in zip(groups, look.keys, missing.rows, strict=True)
         for row in rows
     ]
     if not ends:
         return None
     ends.sort(key=lambda end: end[0])
     return Fetch(
-        lack.num_tokens,
-        lack.upper_rows,
+        missing.num_tokens,
+        missing.upper_rows,
         [key for _, key in ends],
         [end for end, _ in ends],
         factor * groups[0].block_size,
@@ -351,7 +345,7 @@ def find_fetch(look: Look, expected_by: str | None = None) -> Fetch | None:
 
 
 def may_probe(boundary: Boundary, probing: Probing | None) -> bool:
-    """Whether the lower tier may be asked for blocks of a request."""
+    """Whether the lower tier may be probed for blocks of a request."""
     if not boundary.probe_s or len(boundary.probes.moves) >= _MAX_PROBES:
         return False
     return probing is None or probing.num < boundary.max_probes
@@ -362,27 +356,28 @@ def find_probe(
 ) -> tuple[tuple[list[list[BlockKey]], float] | None, Speed]:
     """Choose the keys of a probe: blocks that no tier is known to have.
 
-    The longest possible prefix would read them, if the lower tier had all blocks except
-    those that it reported missing.
+    They belong to the longest prefix, if the lower tier has all blocks except those
+    that it reported missing.
 
     Returns:
-        The runs of keys, and how long the request waits for the answer, None if there
-        is nothing to ask for; and how the gate judges the fetch of all of it, if it is
-        not worth its time.
+        The runs of keys and how long the request waits for the probe, or None for no
+        probe; and the gate's judgement if it declines the fetch of these blocks.
     """
     boundary, factor = look.boundary, look.boundary.factor
-    lack = _find_lack(look, request_id)
+    missing = _find_missing(look, request_id)
     max_rows = max(_MAX_PROBED_BLOCKS, boundary.max_fetched)
     runs: list[list[BlockKey]] = []
     starts, num_rows = [], 0
-    for spec, keys, rows in zip(boundary.groups, look.keys, lack.unknown, strict=True):
-        if rows := rows[:max_rows]:
+    for spec, keys, unknown in zip(
+        boundary.groups, look.keys, missing.unknown, strict=True
+    ):
+        if rows := unknown[:max_rows]:
             num_rows += len(rows)
             starts.append(rows[0] * factor * spec.block_size)
             runs.append([keys[(row + 1) * factor - 1] for row in rows])
     if not runs:
         return None, None
-    num_tokens = lack.num_tokens - max(min(starts), look.num_computed_tokens)
+    num_tokens = missing.num_tokens - max(min(starts), look.num_computed_tokens)
     num_ahead = boundary.fetches.num_blocks * factor
     blocks = num_rows * factor, num_ahead
     speed = gate.judge_fetch(num_tokens, *blocks, boundary.bytes_per_s)
@@ -392,10 +387,7 @@ def find_probe(
 
 
 def size_fetch(gate: Gate, boundary: Boundary, fetch: Fetch) -> tuple[int, Speed]:
-    """Return how many blocks to fetch now, from the first on, and how fast that is.
-
-    None are fetched if that is not worth its time.
-    """
+    """Return how many of the first blocks to fetch now, 0 if slow, and how fast."""
     room = boundary.max_fetched - boundary.fetches.num_blocks
     num = len(fetch.keys)
     for index, key in enumerate(fetch.keys):
@@ -421,7 +413,7 @@ def _plan_load(
     num_computed_tokens: int,
     current: Load | None,
 ) -> Plan:
-    """Plan what comes from the host, and from elsewhere on the device."""
+    """Plan the load from the host, and the copies on the device."""
     load, is_plain = None, False
     if view.is_plain:
         load, is_plain = _find_plain_load(view, request, keys, num_computed_tokens)
@@ -431,7 +423,7 @@ def _plan_load(
         return _NOTHING
     rows = load.sources
     if view.rules.delay_shared_loads:
-        shared = _rows_loading(view.loads, rows, current)
+        shared = _rows_loaded_by_others(view.loads, rows, current)
         if shared:
             return Plan(None, deferral="shared", shared=frozenset(shared))
     if not rows.size:
@@ -441,27 +433,27 @@ def _plan_load(
     speed = view.gate.judge_load(load.num_tokens, num_blocks, ahead)
     if speed == "slow":
         return Plan(0, deferral="gate", load_speed=speed)
-    # Copies are done when the step's model runs; a transfer takes its time, unless
-    # the model itself waits for it.
+    # Copies end before the step's model runs. So does a transfer if the model waits
+    # for it (`load_in_step`); otherwise the request waits.
     is_awaited = not view.rules.load_in_step
     return Plan(load.num_tokens, is_awaited, load=load, load_speed=speed)
 
 
-def _rows_loading(loads: Loads, rows: Ids, own: Load | None) -> set[int]:
-    """Return which of some host blocks loads of other requests will read.
+def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set[int]:
+    """Return the part of `rows` that loads of other requests will read.
 
-    What is only offered is not counted: its request may get no room, and stand behind
-    one that would wait for it.
+    Offers do not count: their request may get no room on the device, and be queued
+    behind the one that would wait for it.
     """
-    read: set[int] = set()
+    loaded: set[int] = set()
     for load in loads.by_request.values():
-        if load is not own and load.is_taken:
-            read.update(load.sources.tolist())
-    return read.intersection(rows.tolist())
+        if load is not current and load.is_taken:
+            loaded.update(load.sources.tolist())
+    return loaded.intersection(rows.tolist())
 
 
 def max_hit_tokens(request: Request, num_computed_tokens: int) -> int:
-    """Return how many tokens of a request may be hits: not the last, for its logits."""
+    """Return how many tokens may be hits: not the last, whose logits are needed."""
     max_tokens = request.num_tokens - 1
     max_load: int | None = getattr(request, "max_load_tokens", None)
     if max_load is None:
@@ -479,11 +471,11 @@ def find_load(
 ) -> tuple[Match, Load | None]:
     """Find the longest prefix on the device and the host, and the load that it needs.
 
-    The load is None if the request has all of it.
+    The load is None if the request has the whole prefix.
     """
     groups, factor = view.groups, view.rules.blocks_per_host_block
 
-    def look(device: Source) -> tuple[Match, Load | None]:
+    def find(device: Source) -> tuple[Match, Load | None]:
         sources = device, source_of(view.host, factor)
         max_tokens = max_hit_tokens(request, num_computed_tokens)
         match = search(groups, keys, max_tokens, sources)
@@ -493,20 +485,20 @@ def find_load(
         return match, _load_of(groups, name, keys, match, num_computed_tokens, factor)
 
     if view.device is None:
-        return look(first_tokens(num_computed_tokens))
-    match, load = look(source_of(view.device))
+        return find(first_tokens(num_computed_tokens))
+    match, load = find(source_of(view.device))
     if load is not None and load.copy_sources.size:
-        # Beside the blocks that it is to copy a request must find its own, else it
-        # would hold them and ask indefinitely, if no other request ends.
+        # The pool must have room for the request's blocks next to the copy sources.
+        # Otherwise the request might hold the sources and ask again indefinitely.
         nums = (-(-request.num_tokens // spec.block_size) for spec in groups)
-        pending = view.loads.by_request.get(request.request_id)
-        if _num_free_beside(view.device, pending, load.copy_sources) < sum(nums):
-            return look(source_of(view.device)._replace(max_tokens=num_computed_tokens))
+        offer = view.loads.by_request.get(request.request_id)
+        if _num_free_with_held(view.device, offer, load.copy_sources) < sum(nums):
+            return find(source_of(view.device)._replace(max_tokens=num_computed_tokens))
     return match, load
 
 
-def _num_free_beside(pool: DeviceBlockPool, load: Load | None, sources: Ids) -> int:
-    """Count the free blocks, were `sources` held and the request's load dropped."""
+def _num_free_with_held(pool: DeviceBlockPool, load: Load | None, sources: Ids) -> int:
+    """Count the blocks that would be free with `sources` held and `load` dropped."""
     dropped = NO_IDS
     if load is not None and load.event == NO_EVENT:
         blocks_of = load.copy_sources, load.written_blocks, load.copy_targets
@@ -525,25 +517,25 @@ def _find_plain_load(
     keys: Sequence[list[BlockKey]],
     num_computed_tokens: int,
 ) -> tuple[Load | None, bool]:
-    """Find a load as `find_load` does, for one group, of full attention, without rows.
+    """Fast `find_load` for one group with full attention and a host block per block.
 
-    Most models are like that, and most loads without a copy. One call searches both
-    tiers, or, where nothing is copied, the host alone behind what the request has.
+    This is the case for most models. One call searches both tiers, or only the host
+    behind the computed tokens if nothing may be copied.
 
     Returns:
-        The load, None if the request has all of it; and False instead if there is
-        something to copy, which is left to `find_load`.
+        The load, None if the request has the whole prefix; and whether the result is
+        final: if blocks must be copied, call `find_load` instead.
     """
-    (spec,), (own_keys,) = view.groups, keys
+    (spec,), (group_keys,) = view.groups, keys
     usable = max(max_hit_tokens(request, num_computed_tokens), 0) // spec.block_size
-    if usable < len(own_keys):
-        own_keys = own_keys[:usable]
+    if usable < len(group_keys):
+        group_keys = group_keys[:usable]
     start = num_computed_tokens // spec.block_size
     if view.device is not None:
-        on_device, on_host = view.host.find_beside(view.device, own_keys)
+        on_device, on_host = view.host.find_beside(view.device, group_keys)
         rows = on_host[start:]
     else:
-        rows = view.host.find(own_keys[start:])
+        rows = view.host.find(group_keys[start:])
         absent = (rows == NO_BLOCK).nonzero()[0]
         if absent.size:
             rows = rows[: absent[0]]
@@ -554,13 +546,13 @@ def _find_plain_load(
     num = start + rows.size
     num_tokens = rows.size * spec.block_size
     load = Load(
-        own_keys[start:num],
+        group_keys[start:num],
         rows,
         NO_IDS,
         request_id=request.request_id,
         num_computed_tokens=num_computed_tokens,
         num_tokens=num_tokens,
-        marks=[KeyMark(num, own_keys[num - 1])],
+        marks=[KeyMark(num, group_keys[num - 1])],
         row_groups=np.zeros(rows.size, np.int32),
         row_indices=np.arange(start, num, dtype=np.int32)[:, None],
         copy_sources=NO_IDS,
@@ -578,34 +570,34 @@ def _load_of(
     num_computed_tokens: int,
     factor: int,
 ) -> Load:
-    """Make the load of the blocks that a request needs for its longest prefix."""
+    """Return the load of the blocks that a request needs for its longest prefix."""
     rows, row_indices, sources, copies = [], [], [], []
     row_keys: list[BlockKey] = []
-    for spec, own, needed, on_device, on_host in zip(
+    for spec, group_keys, needed, on_device, on_host in zip(
         groups, keys, match.needed, *match.block_ids, strict=True
     ):
         start = num_computed_tokens // spec.block_size
         missing = needed[start:].nonzero()[0].astype(np.int32) + np.int32(start)
-        # A copy on the device costs next to nothing beside a transfer.
-        nearby = on_device[missing]
-        is_copied = nearby != NO_BLOCK
+        # A copy on the device is much cheaper than a transfer.
+        device_blocks = on_device[missing]
+        is_copied = device_blocks != NO_BLOCK
         if is_copied.any():
             copies.append(missing[is_copied])
-            sources.append(nearby[is_copied])
+            sources.append(device_blocks[is_copied])
             missing = missing[~is_copied]
         else:
             copies.append(NO_IDS)
             sources.append(NO_IDS)
-        parts = missing[:, None]
+        indices = missing[:, None]
         if factor > 1:
             is_missing = np.zeros(-(-needed.size // factor) * factor, np.bool_)
             is_missing[missing] = True
             missing = np.unique(missing // factor) * factor
-            parts = missing[:, None] + np.arange(factor, dtype=np.int32)
-            parts = np.where(is_missing[parts], parts, np.int32(NO_BLOCK))
-        row_keys += [own[index + factor - 1] for index in missing.tolist()]
+            indices = missing[:, None] + np.arange(factor, dtype=np.int32)
+            indices = np.where(is_missing[indices], indices, np.int32(NO_BLOCK))
+        row_keys += [group_keys[index + factor - 1] for index in missing.tolist()]
         rows.append(on_host[missing])
-        row_indices.append(parts)
+        row_indices.append(indices)
     return Load(
         row_keys,
         joined(rows),
@@ -614,19 +606,19 @@ def _load_of(
         num_computed_tokens=num_computed_tokens,
         num_tokens=match.num_tokens - num_computed_tokens,
         marks=[
-            KeyMark.of(own, match.num_tokens // spec.block_size)
-            for spec, own in zip(groups, keys, strict=True)
+            KeyMark.of(group_keys, match.num_tokens // spec.block_size)
+            for spec, group_keys in zip(groups, keys, strict=True)
         ],
-        row_groups=_number(rows),
+        row_groups=_array_numbers(rows),
         row_indices=joined(row_indices),
         copy_sources=joined(sources),
-        copy_groups=_number(copies),
+        copy_groups=_array_numbers(copies),
         copy_indices=joined(copies),
     )
 
 
-def _number(arrays: Sequence[Ids]) -> Ids:
-    """Return for each item of arrays in a row the number of its array."""
+def _array_numbers(arrays: Sequence[Ids]) -> Ids:
+    """Return the number of its array for each item of concatenated arrays."""
     if len(arrays) == 1:
         return np.zeros(len(arrays[0]), np.int32)
     numbers = np.arange(len(arrays), dtype=np.int32)

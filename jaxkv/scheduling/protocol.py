@@ -1,6 +1,6 @@
 """The values that an engine, the offload scheduler and the worker exchange.
 
-They are named as in vLLM's connectors.
+Their names are those of vLLM's connectors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from jaxkv.types import BlockKey
 NO_EVENT = -1
 
 BlockTable: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
-"""Device block ids of a request, in the order of its tokens: one list, or, where the
-model has several groups of layers, one list for each. A list may be an array of ints,
-NumPy's or JAX's."""
+"""Device block ids of a request in token order: one list, or one list per group if the
+model has several groups of layers. A list may be a NumPy or JAX array of ints."""
 
 
 class Request(Protocol):
@@ -31,33 +30,33 @@ class Request(Protocol):
 
     It reads eight more if the request has them:
 
-    * ``block_keys_by_group``, where the model has several groups of layers: for each
-      of them what `block_keys` is for the only one.
+    * ``block_keys_by_group``, if the model has several groups of layers: a list of
+      `block_keys` for each group.
     * ``num_output_placeholders``, with asynchronous scheduling: how many of
-      `num_computed_tokens` are not computed for certain yet.
-    * ``num_prompt_tokens``, if only prompts are stored, or the cache policy learns from
-      how much requests generate.
+      `num_computed_tokens` may not be computed yet.
+    * ``num_prompt_tokens``, if only prompts are stored, or the cache policy uses the
+      lengths of outputs.
     * ``stop``, once it has finished: one of `jaxkv.types.STOPS`, for such a policy.
-    * ``retention``, with `OffloadRules.retention`: how long to keep its blocks,
-      a `jaxkv.Retention`. It counts from the request's beginning, and from its end.
-    * ``max_offload_tokens``, with eager stores: how many of its tokens may be stored,
-      from the first on; None for all.
-    * ``max_load_tokens``: how many tokens it may be offered beyond those that it has on
-      the device; None for all.
+    * ``retention``, with `OffloadRules.retention`: a `jaxkv.Retention`, how long to
+      keep its blocks from the request's beginning, and again from its end.
+    * ``max_offload_tokens``, with eager stores: how many of its first tokens may be
+      stored; None for all.
+    * ``max_load_tokens``: how many tokens may be loaded in addition to the device's
+      hits; None for all.
     * ``remote_prefill``, with a store: whether another engine computes its prompt and
-      writes it there. It waits for what is not there yet.
+      writes it to the store. The request waits for blocks not written yet.
     """
 
     @property
     def request_id(self) -> str:
-        """Unique among the requests that are alive or have a load in flight."""
+        """A unique id among requests that are alive or have a load in flight."""
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
         """Keys of the full blocks of all tokens so far; none if nothing is shared.
 
-        All of them when the request is new. Later the last ones may be missing. Each
-        stands for all tokens up to the end of its block. The engine may shorten the
+        A new request must have all keys. Later the last keys may be missing. Each key
+        identifies all tokens up to the end of its block. The engine may shorten the
         list and rewrite keys.
         """
 
@@ -67,64 +66,64 @@ class Request(Protocol):
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens, of these, whose KV is in the device pool."""
+        """Tokens whose KV is in the device pool."""
 
 
 def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
     """Return a block table as one list for each group of layers; [] for no blocks.
 
     Raises TypeError if it is not a list or an array, and ValueError if it does not have
-    a list for each group.
+    one list per group.
     """
     items = _items_of(table)
     if not items:
         return [[] for _ in range(num_groups)]
-    # An array without axes has no length, though it has the method.
+    # A 0-d array has the method `__len__`, but no length.
     is_flat = not hasattr(items[0], "__len__") or not getattr(items[0], "ndim", True)
     if num_groups == 1 and is_flat:
         return [items]
     if len(items) != num_groups or is_flat:
-        wanted = f"have a list for each of the {num_groups} groups"
+        expected = f"have a list for each of the {num_groups} groups"
         if num_groups == 1:
-            wanted = "be a list of block ids: the model has one group"
-        raise ValueError(f"the block table of {len(items)} items must {wanted}.")
+            expected = "be a list of block ids: the model has one group"
+        raise ValueError(f"the block table of {len(items)} items must {expected}.")
     return list(map(_items_of, items))
 
 
 def _items_of(table: Any) -> list[Any]:
-    """List block ids, or tables of several groups; ids of an array as Python's ints."""
+    """List block ids as Python ints, or the tables of several groups."""
     if type(table) is list:
         return list(table)
     if hasattr(table, "dtype") and getattr(table, "ndim", False):
         ids = np.asarray(table)
-        # An empty list becomes an array of floats.
+        # NumPy makes an empty list an array of floats.
         if (ids.dtype.kind in "iu" or not ids.size) and not np.ma.is_masked(table):
             items: list[Any] = ids.tolist()
             return items
     elif isinstance(table, Sequence) and not isinstance(table, str | bytes | bytearray):
         return list(table)
     raise TypeError(
-        f"the block table {shown(table)} must be a list, or an array of ints, of block "
-        "ids; of several groups a list of these."
+        f"the block table {shown(table)} must be a list or int array of block ids, or, "
+        "for several groups, a list of these."
     )
 
 
 def checked_tables(
     request_id: str, table: BlockTable, num_groups: int, num_blocks: int
 ) -> list[list[int]]:
-    """Return `tables_by_group`; raise ValueError for an id that no device block has."""
+    """Return `tables_by_group`; raise ValueError for an id not in [0, num_blocks)."""
     tables = tables_by_group(table, num_groups)
     return [_checked_ids(request_id, ids, num_blocks) for ids in tables]
 
 
 def _checked_ids(request_id: str, values: list[Any], num_blocks: int) -> list[int]:
     if len(values) == 1 and type(values[0]) is int and 0 <= values[0] < num_blocks:
-        # What a running request gets: two thirds less time where caches are cold.
+        # The case of running requests: two thirds less time with cold caches.
         return values
     if not values:
         return values
     try:
-        ids = array("Q", values)  # Of nothing but ints from 0 on.
+        ids = array("Q", values)  # Raises except for ints from 0 on.
         if max(ids) < num_blocks and type(values[0]) is not bool:
             return ids.tolist()
     except (TypeError, OverflowError):
@@ -137,18 +136,18 @@ def _checked_ids(request_id: str, values: list[Any], num_blocks: int) -> list[in
     )
 
 
-@dataclasses.dataclass(slots=True)  # Made in each step: frozen ones take twice as long.
+@dataclasses.dataclass(slots=True)  # Not frozen: that takes twice as long, per step.
 class SchedulerOutput:
     """The requests and tokens that the engine is about to compute in a step.
 
     Attributes:
         num_scheduled_tokens: Tokens to compute, by request id.
         new_block_ids: Device blocks allocated since the last step, by request id,
-            other than those given to `update_state_after_alloc`.
-        preempted_req_ids: Requests whose blocks were taken away since the last step.
-            Without a call of `OffloadScheduler.request_preempted`, a request must not
-            be admitted again before this step. With one, it needs another call if it is
-            preempted once more before the step.
+            except those passed to `update_state_after_alloc`.
+        preempted_req_ids: Requests preempted since the last step. Without a call of
+            `OffloadScheduler.request_preempted`, a request must not be admitted again
+            before this step. With the call, it may, and needs another call for another
+            preemption before the step.
     """
 
     num_scheduled_tokens: Mapping[str, int]
@@ -161,57 +160,55 @@ class TierBatch:
     """Blocks that move together between a tier and the next one down."""
 
     event: int  # Numbered by direction.
-    keys: tuple[BlockKey, ...]  # Of 32 bytes.
-    upper_blocks: tuple[int, ...]  # The block of each in the upper tier.
+    keys: tuple[BlockKey, ...]  # 32 bytes each.
+    upper_blocks: tuple[int, ...]  # Block ids of the keys in the upper tier.
     lower_blocks: tuple[int, ...]
     is_awaited: bool = False  # Whether another engine may still be writing them.
 
 
 @dataclasses.dataclass(frozen=True)
 class TierProbe:
-    """A question to a tier below the host, whether it has some blocks."""
+    """A query which of some blocks a tier below the host has."""
 
     event: int  # Numbered among probes.
-    # Keys of blocks that continue one another, for each group of layers.
+    # Keys of consecutive blocks, for each group of layers.
     runs: tuple[tuple[BlockKey, ...], ...]
-    wait_s: float  # When blocks without an answer are reported as missing.
+    wait_s: float  # After this, blocks without an answer are reported as missing.
 
 
 @dataclasses.dataclass(frozen=True)
 class TierMoves:
-    """The moves that a step asks of a tier below the host."""
+    """The moves of a step to and from a tier below the host."""
 
     fetches: tuple[TierBatch, ...] = ()  # To the tier above it.
     writes: tuple[TierBatch, ...] = ()
     deletes: tuple[BlockKey, ...] = ()
-    is_last: bool = False  # Whether nothing will be asked of it any more.
+    is_last: bool = False  # Whether the tier will not be used any more.
     tier: int = 0  # 0 for the first below the host.
     probes: tuple[TierProbe, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class TierReport:
-    """The moves of a tier that have ended on one worker, and what else it has."""
+    """The moves of a tier that have ended on one worker, and new facts about it."""
 
-    # Events of fetches that have ended, and which of their blocks are in the upper
-    # tier.
+    # Ended fetches: the event, and whether each block is in the upper tier.
     fetched: tuple[tuple[int, tuple[bool, ...]], ...] = ()
-    # Events of writes that have ended, and which of their blocks are in the tier.
+    # Ended writes: the event, and whether each block is in the tier.
     written: tuple[tuple[int, tuple[bool, ...]], ...] = ()
-    # Keys of blocks that a listing has found, or a probe after its time.
+    # Keys of blocks found by a listing, or by a probe after its `wait_s`.
     found: tuple[BlockKey, ...] = ()
-    # Whether the tier is listed: with these, a listing has found all (True), has
-    # failed, or takes longer than a caller waits for it (False). None for nothing new.
+    # True if the listing is complete with `found`; False if it failed, or takes longer
+    # than a caller waits for it. None for nothing new.
     listed: bool | None = None
-    # The most blocks of the tier, and how many the listing has; None if unknown.
+    # The maximum blocks of the tier, and the listed blocks; None if unknown.
     bound: tuple[int, int] | None = None
-    # Keys of blocks that the listing has deleted, as they were too many.
+    # Keys of blocks that the listing has deleted to stay within the maximum.
     gone: tuple[BlockKey, ...] = ()
     tier: int = 0  # 0 for the first below the host.
-    # Events of probes that have ended, and which of their blocks are in the tier, one
-    # run after the other.
+    # Ended probes: the event, and whether each block is in the tier, run after run.
     probed: tuple[tuple[int, tuple[bool, ...]], ...] = ()
-    num_full: int = 0  # Blocks that were not written, as the medium has no room.
+    num_full: int = 0  # Blocks that were not written, as the medium is full.
 
 
 class Mover(Protocol):
@@ -219,46 +216,45 @@ class Mover(Protocol):
 
     @property
     def num_in_flight(self) -> int:
-        """Fetches, writes and probes that were started and are not over."""
+        """The number of fetches, writes and probes in flight."""
 
     def start(self, moves: TierMoves | None) -> None:
-        """Start what a step asks for, None for nothing; returns at once."""
+        """Start the moves of a step (None for none), without blocking."""
 
     def advance(self) -> None:
-        """Go on with what is under way; returns at once."""
+        """Continue the moves in flight, without blocking."""
 
     def take_reports(self, max_found_keys: int = ...) -> tuple[TierReport, ...]:
-        """Return what has ended, with at most `max_found_keys` keys of a listing."""
+        """Return ended moves, with at most `max_found_keys` keys of a listing."""
 
     def wait(self) -> None:
-        """Wait until all fetches, writes and probes are over, or late."""
+        """Wait until all fetches, writes and probes have ended, or are late."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadMetadata:
-    """The transfers of a step. Block ids of the two tiers go in pairs.
+    """The transfers of a step, with block ids of the two tiers in pairs.
 
-    Where a host block holds several device blocks, the device blocks of each host block
-    stand in a row, NO_BLOCK for one that is not meant.
+    If a host block holds several device blocks, the ids of these are consecutive, with
+    NO_BLOCK for device blocks that do not move.
 
     Attributes:
         load_event: Number of this step's loads, NO_EVENT if there are none.
-        load_device_blocks: Where the loads write.
-        load_host_blocks: What they read.
-        load_event_to_reqs: The requests that this step's load event serves.
+        load_device_blocks: Device blocks that the loads write.
+        load_host_blocks: Host blocks that the loads read.
+        load_event_to_reqs: The requests of this step's load event.
         store_event: Number of this step's stores, NO_EVENT if there are none.
-        store_device_blocks: What the stores read.
-        store_host_blocks: Where they write.
-        need_flush: Whether the worker must wait for all that is in flight first.
-        copy_from_blocks: Device blocks to copy on the device, after the
-            stores and before the loads, ...
-        copy_to_blocks: ... and where to.
-        load_sizes: How many of `load_host_blocks` are for each of the load event's
-            requests, in their order, so that each is reported as soon as its own are
-            there. Empty to report all of them together.
+        store_device_blocks: Device blocks that the stores read.
+        store_host_blocks: Host blocks that the stores write.
+        need_flush: Whether the worker must first wait for all transfers in flight.
+        copy_from_blocks: Device blocks to copy on the device, after the stores and
+            before the loads.
+        copy_to_blocks: The device blocks that these copies write.
+        load_sizes: The number of `load_host_blocks` for each of the load event's
+            requests, in order, so that each request is reported as soon as its blocks
+            are loaded. Empty to report all requests together.
         load_in_step: Whether the step's own program writes the loads.
-        below: What is asked of tiers below the host, of those that are asked for
-            something.
+        below: The moves of each tier below the host that has any.
     """
 
     load_event: int
@@ -281,16 +277,13 @@ class OffloadMetadata:
         return self is NO_MOVES or self == NO_MOVES
 
     def digest(self, before: bytes = b"") -> bytes:
-        """Make a digest of this plan and those before it.
+        """Return a digest of this plan and all plans before it, in 32 bytes.
 
-        Processes that serve one model together must plan alike: equal digests say
-        that they did.
+        Processes that serve one model together must make equal plans, and so equal
+        digests.
 
         Args:
-            before: The digest of the step before.
-
-        Returns:
-            32 bytes.
+            before: The digest of the previous step.
         """
         hasher = hashlib.sha256(before)
         requests = self.load_event_to_reqs.get(self.load_event, ())
@@ -316,19 +309,19 @@ class OffloadMetadata:
 
 
 NO_MOVES = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)
-"""Nothing moves: what a scheduler plans for most steps, so it is made once."""
+"""The plan of most steps, without transfers; made once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConnectorOutput:
-    """The moves that workers saw complete, one worker after the other.
+    """The transfers that workers have completed, one worker after the other.
 
     Attributes:
         finished_recving: Requests whose load arrived.
-        failed_recving: Requests whose load failed; they compute those tokens instead.
+        failed_recving: Requests whose load failed; they recompute these tokens.
         completed_store_events: Store events that arrived.
-        failed_store_events: Store events that did not.
-        below: How moves to and from tiers below the host have ended.
+        failed_store_events: Store events that failed.
+        below: Reports of moves to and from tiers below the host.
     """
 
     finished_recving: tuple[str, ...] = ()
@@ -339,7 +332,7 @@ class ConnectorOutput:
 
     @staticmethod
     def aggregate(outputs: Sequence[ConnectorOutput]) -> ConnectorOutput:
-        """Combine what several workers saw in a step.
+        """Combine the outputs of several workers in a step.
 
         Example:
             >>> one = ConnectorOutput(completed_store_events=(3,))
@@ -355,4 +348,4 @@ class ConnectorOutput:
 
 
 NO_REPORTS = ConnectorOutput()
-"""Nothing was seen. What a worker returns in most steps, so it is made once."""
+"""The output of most steps, without completed transfers; made once."""

@@ -80,8 +80,8 @@ class Reporting:
             >>> from jaxkv import OffloadRules, OffloadScheduler
             >>> scheduler = OffloadScheduler(16, 64, rules=OffloadRules(shadow="lru*2"))
             >>> print(scheduler.outlook())
-            policy        host  found  error  saved a request
-            lru     128 blocks   0.0%    0.0                ?
+            policy        host  found  error  saved per request
+            lru     128 blocks   0.0%    0.0                  ?
             <BLANKLINE>
             No request has looked for its prefix yet.
         """
@@ -157,7 +157,7 @@ class Reporting:
             The state, as plain values. It refers to the engine's requests.
 
         Example:
-            >>> from jaxkv import OffloadScheduler
+            >>> from jaxkv import DeviceBlockPool, OffloadScheduler
             >>> scheduler = OffloadScheduler(16, num_host_blocks=4)
             >>> scheduler.bind_device_block_pool(DeviceBlockPool(8))
             >>> before = scheduler.snapshot()

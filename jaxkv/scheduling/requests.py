@@ -1,7 +1,7 @@
-"""Requests: their keys in order, and what is kept of each until it has finished.
+"""Requests: the state of each, such as its packed keys, until it has finished.
 
-Keys are checked and packed once, not in every step. The cache policy is notified of
-requests that begin and finish, if it needs to know.
+Keys are checked and packed once, not in every step. A cache policy that listens is
+notified when a request begins and finishes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _REQUIRED = attrgetter("request_id", "num_tokens", "num_computed_tokens")
 
 
 class Rows(NamedTuple):
-    """n host blocks of a request, of m device blocks, in the order of its tokens."""
+    """n host blocks of a request, of m device blocks each, in token order."""
 
     keys: Sequence[BlockKey]  # n; a row has the key of its last block.
     device_keys: Sequence[BlockKey]  # n * m
     device_blocks: Sequence[int] | NDArray[np.int64]  # n * m
-    groups: NDArray[np.intp] | None  # [n], each row's group; None if there is one.
+    groups: NDArray[np.intp] | None  # [n]; None for a single group.
 
 
 def rows_of(
@@ -48,29 +48,29 @@ def rows_of(
     end: Sequence[int],
     factor: int,
 ) -> Rows:
-    """List the blocks [first, end) of each group, so that a part is a prefix's head.
+    """List the blocks [first, end) of all groups in token order.
 
-    Rows are of `factor` blocks; `first` and `end` are multiples of it.
+    A row has `factor` blocks; `first` and `end` are multiples of it.
     """
     if len(groups) == 1:
         device_keys, table = keys[0], tables[0]
         if first[0] or end[0] < len(device_keys):
             device_keys = device_keys[first[0] : end[0]]
-        names = device_keys if factor == 1 else device_keys[factor - 1 :: factor]
-        return Rows(names, device_keys, table[first[0] : end[0]], None)
-    # Several groups have rows of one block (`check_groups`).
-    parts = [slice(*ends) for ends in zip(first, end, strict=True)]
-    ends = [
-        (np.arange(part.start, max(part.start, part.stop)) + 1) * spec.block_size
-        for spec, part in zip(groups, parts, strict=True)
+        row_keys = device_keys if factor == 1 else device_keys[factor - 1 :: factor]
+        return Rows(row_keys, device_keys, table[first[0] : end[0]], None)
+    # With several groups, a row is one block (`check_groups`).
+    spans = [slice(*ends) for ends in zip(first, end, strict=True)]
+    end_tokens = [
+        (np.arange(span.start, max(span.start, span.stop)) + 1) * spec.block_size
+        for spec, span in zip(groups, spans, strict=True)
     ]
-    order = np.argsort(np.concatenate(ends), kind="stable")
-    of_group = np.repeat(np.arange(len(groups)), list(map(len, ends)))[order]
-    all_keys = [key for own, part in zip(keys, parts, strict=True) for key in own[part]]
-    blocks = [b for table, part in zip(tables, parts, strict=True) for b in table[part]]
-    in_order = [all_keys[row] for row in order.tolist()]
-    in_tables = [blocks[row] for row in order.tolist()] if blocks else []
-    return Rows(in_order, in_order, in_tables, of_group)
+    order = np.argsort(np.concatenate(end_tokens), kind="stable")
+    row_groups = np.repeat(np.arange(len(groups)), list(map(len, end_tokens)))[order]
+    all_keys = [key for ks, span in zip(keys, spans, strict=True) for key in ks[span]]
+    blocks = [b for table, span in zip(tables, spans, strict=True) for b in table[span]]
+    ordered_keys = [all_keys[row] for row in order.tolist()]
+    ordered_blocks = [blocks[row] for row in order.tolist()] if blocks else []
+    return Rows(ordered_keys, ordered_keys, ordered_blocks, row_groups)
 
 
 def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockKey]]:
@@ -81,17 +81,17 @@ def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockK
     keys = getattr(request, "block_keys_by_group", ())
     if len(keys) != num_groups:
         raise ValueError(
-            f"request {shown(request.request_id)} must have block_keys_by_group, with "
-            f"a list for each of the {num_groups} groups."
+            f"request {shown(request.request_id)} must have block_keys_by_group, a "
+            f"list for each of the {num_groups} groups."
         )
     return keys
 
 
 class Requests:
-    """The requests of a scheduler, and of the policy of its host tier.
+    """The requests that a scheduler knows.
 
-    `clock` returns seconds, for the policy. With `may_lag` a request may come without
-    the keys of its last full blocks.
+    `clock` returns seconds, for the policy. With `may_lag`, the keys of a request's
+    last full blocks may follow later.
     """
 
     _NOT_STATE = ("_has_keys",)
@@ -111,25 +111,23 @@ class Requests:
         self._prompt_only = rules.prompt_only
         self._max_offload_tokens = rules.max_offload_tokens or NO_LIMIT
         self._may_lag = may_lag
-        # The packed keys of each request, for each group.
+        # Each request's packed keys, for each group.
         self.by_request: dict[str, list[_Growing]] = {}
-        # Tokens that requests found on the device when they last looked.
+        # The tokens that each request's last lookup found on the device.
         self.num_local: dict[str, int] = {}
-        # Requests that have used their blocks, and what the policy said of each.
+        # Requests that have begun to use their blocks, and the policy's marks for them.
         self.begun: set[str] = set()
         self._policy_marks: dict[str, int] = {}
-        # The keys that requests last looked for, if there are tiers below the host.
-        self._looked_for: dict[str, list[KeyMark]] = {}
-        # Whether a class has `block_keys`: a property may be slow.
+        # The keys of each request's last lookup, if there are tiers below the host.
+        self._lookup_marks: dict[str, list[KeyMark]] = {}
+        # Whether a class has `block_keys`, as a property perhaps, which may be slow.
         self._has_keys: dict[type, bool] = {}
 
     def check(self, request: Request) -> str:
-        """Refuse what is not a `Request`; return its id.
-
-        What only lookups or only stores read is for `check_lookup` or `check_stores`.
+        """Check the attributes that every call reads; return the request's id.
 
         Raises:
-            TypeError: An attribute is missing, or has another type.
+            TypeError: An attribute is missing or has the wrong type.
             ValueError: A number is negative or too large.
         """
         has_keys = self._has_keys.get(type(request))
@@ -139,9 +137,9 @@ class Requests:
         try:
             name, num_tokens, num_computed = _REQUIRED(request)
         except AttributeError:
-            raise self._lacks(request) from None
+            raise self._missing_error(request) from None
         if not has_keys and not hasattr(request, "block_keys"):
-            raise self._lacks(request)
+            raise self._missing_error(request)
         if type(name) is not str and not isinstance(name, str):
             raise TypeError(f"request_id={shown(name)} must be a str.")
         if type(num_tokens) is not int or not 0 <= num_tokens <= _MAX_TOKENS:
@@ -151,7 +149,7 @@ class Requests:
         return name
 
     def check_lookup(self, request: Request) -> None:
-        """Check as `check` does, for a call that looks for a request's prefix."""
+        """Check the attributes that a lookup reads."""
         name = self.check(request)
         max_tokens = getattr(request, "max_load_tokens", None)
         if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 0):
@@ -164,11 +162,11 @@ class Requests:
             )
 
     def check_stores(self, request: Request) -> tuple[int, int]:
-        """Check as `check` does, for a call after which a request's blocks are stored.
+        """Check the attributes that stores read.
 
         Returns:
-            How many of its tokens have certainly been computed; and how many may be
-            stored, from the first on.
+            How many tokens have certainly been computed, and how many may be stored,
+            both from the first token on.
         """
         name = self.check(request)
         num_ahead = getattr(request, "num_output_placeholders", 0)
@@ -189,33 +187,32 @@ class Requests:
         elif self._prompt_only:
             raise TypeError(
                 f"request {shown(name)} lacks num_prompt_tokens, which "
-                "prompt_only=True needs: it stores the blocks of prompts alone."
+                "prompt_only=True needs, to store only the blocks of prompts."
             )
         return request.num_computed_tokens - num_ahead, max_tokens
 
     def check_known_keys(self, request: Request) -> None:
-        """Refuse wrong keys of a request that is known: they are about to be read."""
+        """Check the keys of a known request, which are about to be read."""
         if request.request_id in self.by_request:
             self.checked(request, is_admission=False)
 
     def checked(
         self, request: Request, *, is_admission: bool = True
     ) -> Sequence[PackedKeys]:
-        """Return a checked request's keys, for each group, if they are right.
+        """Check the keys of a checked request; return them for each group.
 
-        If it looks for a prefix or has got its blocks (`is_admission`), a new one must
-        have the keys of all its full blocks or none, and no request may have more. On
-        errors nothing is kept of a request that is new.
+        At a lookup or an allocation (`is_admission`), a new request must have the keys
+        of all its full blocks or none, and no request may have more. A new request
+        whose keys are refused is not kept.
 
         Raises:
-            TypeError: There is not a list of keys for each group, or a key is not of
-                bytes.
-            ValueError: The keys are not of blocks of the groups' sizes.
+            TypeError: There is not one list of keys per group, or a key is not bytes.
+            ValueError: The number of keys does not fit a group's block size.
         """
         name = request.request_id
         is_new = name not in self.by_request
         try:
-            if is_new or not self._has_keys[type(request)]:  # No property to call.
+            if is_new or not self._has_keys[type(request)]:  # Avoids slow properties.
                 self._check_lists(request)
             keys = self.of(request)
             if is_admission:
@@ -233,7 +230,7 @@ class Requests:
         return keys
 
     def _check_lists(self, request: Request) -> None:
-        """Refuse keys that are not a list of keys for each group."""
+        """Check that the keys are one list of keys per group."""
         if self._num_groups == 1:
             name = "block_keys"
             check_keys(self._groups[0], request.block_keys, name, request.request_id)
@@ -245,23 +242,23 @@ class Requests:
     def _check_number(
         self, request: Request, group: int, num: int, num_full: int
     ) -> None:
-        """Refuse keys of a group that are neither of all its full blocks nor none."""
+        """Raise unless a group has the keys of all its full blocks, or none."""
         if num <= num_full and (not num or self._may_lag):
             return
         size = self._groups[group].block_size
         raise ValueError(
             f"request {shown(request.request_id)} of {request.num_tokens} tokens has "
-            f"{num} keys in group {group}, whose blocks have {size} tokens, so that "
-            f"{num_full} are full: make the keys, and the groups of OffloadScheduler, "
-            "with the block size of the pool, and give a new request the keys of all "
-            "its full blocks, or none."
+            f"{num} keys in group {group}, but {num_full} full blocks of {size} "
+            "tokens: use the pool's block size for the keys and for the groups of "
+            "OffloadScheduler, and give a new request the keys of all its full blocks, "
+            "or none."
         )
 
-    def _lacks(self, request: object) -> TypeError:
-        """Make an error that names the missing attributes of a request."""
+    def _missing_error(self, request: object) -> TypeError:
+        """Return an error that names the missing attributes of a request."""
         names = ["request_id", "block_keys", "num_tokens", "num_computed_tokens"]
         if self._num_groups > 1:
-            names.remove("block_keys")  # `keys_by_group` reads another one.
+            names.remove("block_keys")  # `block_keys_by_group` replaces it.
         missing = [name for name in names if not hasattr(request, name)]
         return TypeError(
             f"request={shown(request)} must have the attributes of "
@@ -269,18 +266,18 @@ class Requests:
         )
 
     def of(self, request: Request) -> Sequence[PackedKeys]:
-        """Return a request's keys, for each group, as they are now.
+        """Return a request's current keys for each group.
 
-        A list grows with the request. If the engine has rewritten keys, it is a new
-        list, and the one before stays as it was.
+        A list grows with the request. If the engine has rewritten keys, a new list
+        replaces the old one, which stays unchanged.
         """
         name, current = request.request_id, self.by_request.get(request.request_id)
         if self._num_groups == 1:
             keys = request.block_keys
             if current is None:
                 current = self.by_request[name] = [_Growing(keys)]
-            elif (now := current[0].updated(keys)) is not current[0]:
-                current = self.by_request[name] = [now]
+            elif (updated := current[0].updated(keys)) is not current[0]:
+                current = self.by_request[name] = [updated]
             return current
         all_keys = keys_by_group(request, self._num_groups)
         if current is None:
@@ -291,30 +288,30 @@ class Requests:
         return current
 
     def row_keys(self, keys: Sequence[Sequence[BlockKey]]) -> Sequence[BlockKey]:
-        """List the keys of a request's host blocks in the order of its tokens."""
+        """List the keys of a request's host blocks in token order."""
         if self._num_groups == self._factor == 1:
             return keys[0]
         no_tables: list[list[int]] = [[] for _ in keys]
         first, end = [0] * len(keys), list(map(len, keys))
         return rows_of(self._groups, keys, no_tables, first, end, self._factor).keys
 
-    def is_rewritten(self, request: Request) -> bool:
-        """Record which keys a lookup has read; return whether they were rewritten."""
+    def record_lookup(self, request: Request) -> bool:
+        """Record a lookup; return whether keys were rewritten since the last one."""
         keys = self.by_request[request.request_id]
-        before = self._looked_for.get(request.request_id)
-        self._looked_for[request.request_id] = [
-            KeyMark.of(names, len(names)) for names in keys
+        last_marks = self._lookup_marks.get(request.request_id)
+        self._lookup_marks[request.request_id] = [
+            KeyMark.of(group_keys, len(group_keys)) for group_keys in keys
         ]
-        return before is not None and not all(map(KeyMark.is_in, before, keys))
+        return last_marks is not None and not all(map(KeyMark.is_in, last_marks, keys))
 
     def end_lookup(self, request_id: str) -> int | None:
-        """Forget a lookup; return the tokens found on the device, None if unknown."""
-        if self._looked_for:
-            self._looked_for.pop(request_id, None)
+        """Forget a lookup; return the tokens found on the device, None without one."""
+        if self._lookup_marks:
+            self._lookup_marks.pop(request_id, None)
         return self.num_local.pop(request_id, None)
 
     def begin(self, request: Request, keys: Sequence[Sequence[BlockKey]]) -> None:
-        """Record that a request uses its blocks; notify the policy."""
+        """Record that a request begins to use its blocks; notify the policy."""
         self.begun.add(request.request_id)
         if self._host.listens:
             rows, positions = self._rows_by_group(keys)
@@ -327,7 +324,7 @@ class Requests:
     def finish(
         self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None
     ) -> None:
-        """Notify the policy, which listens, that a request has finished."""
+        """Notify the policy, which must listen, that a request has finished."""
         mark = self._policy_marks.pop(request.request_id)
         rows, positions = self._rows_by_group(keys)
         num_output, now_ms = output_tokens_of(request), self.now_ms()
@@ -351,38 +348,38 @@ class Requests:
         if retention is not None:
             if retention.num_tokens is not None:
                 keys = [
-                    names[: retention.num_tokens // spec.block_size]
-                    for names, spec in zip(keys, self._groups, strict=True)
+                    group_keys[: retention.num_tokens // spec.block_size]
+                    for group_keys, spec in zip(keys, self._groups, strict=True)
                 ]
             self._host.retain(self._rows_by_group(keys)[0], retention, now_ms)
 
     def _rows_by_group(
         self, keys: Sequence[Sequence[BlockKey]]
     ) -> tuple[Sequence[BlockKey], list[int]]:
-        """List the keys of host blocks, group after group, and their places in it."""
+        """List host blocks' keys, group by group, and their positions in the group."""
         if self._num_groups == self._factor == 1:
             return keys[0], list(range(len(keys[0])))
-        rows = [names[self._factor - 1 :: self._factor] for names in keys]
-        places = [place for names in rows for place in range(len(names))]
-        return [key for names in rows for key in names], places
+        rows = [group_keys[self._factor - 1 :: self._factor] for group_keys in keys]
+        positions = [index for group_rows in rows for index in range(len(group_rows))]
+        return [key for group_rows in rows for key in group_rows], positions
 
 
 class _Growing(PackedKeys):
     """The keys of one group of a request, with room for more."""
 
     __slots__ = ("_mark", "_room")
-    _NOT_DIGESTED = True  # Whatever reads a request may make it up to date.
+    _NOT_DIGESTED = True  # Any read of a request may append keys.
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Growing, (list(self),)
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
-        names, words, some_foreign = lay_out(keys)
-        super().__init__(names, words, has_foreign=some_foreign)
-        num = len(names)
-        self._mark = KeyMark.of(names, num)
+        packed, words, has_foreign = lay_out(keys)
+        super().__init__(packed, words, has_foreign=has_foreign)
+        num = len(packed)
+        self._mark = KeyMark.of(packed, num)
         self._room = words
-        if num > _FEW_KEYS:  # Else the first key to be added would copy all of them.
+        if num > _FEW_KEYS:  # Otherwise the first new key would copy all keys.
             self._make_room(num + num // 8)
 
     def updated(self, keys: Sequence[BlockKey]) -> _Growing:
@@ -391,12 +388,12 @@ class _Growing(PackedKeys):
             return _Growing(keys)
         num, total = len(self), len(keys)
         if num < total:
-            added, words, some_foreign = lay_out(keys[num:])
+            added, words, has_foreign = lay_out(keys[num:])
             if total > len(self._room):
                 self._make_room(2 * total)
             self._room[num:total] = words
             self.extend(added)
-            self.has_foreign |= some_foreign
+            self.has_foreign |= has_foreign
             self.words = self._room[:total]
             self.words.flags.writeable = False
             self._mark = KeyMark.of(keys, total)
@@ -415,7 +412,7 @@ def output_tokens_of(request: Request) -> int | None:
 
 
 def stop_of(request: Request) -> Stop | None:
-    """Return why a request stopped, None if unknown; raise ValueError for others."""
+    """Check and return why a request stopped; None if unknown."""
     stop: Stop | None = getattr(request, "stop", None)
     if not isinstance(stop, str | None) or stop not in STOPS:
         raise ValueError(
@@ -426,7 +423,7 @@ def stop_of(request: Request) -> Stop | None:
 
 
 def retention_of(request: Request) -> Retention | None:
-    """Return how long to keep a request's blocks; raise ValueError for others."""
+    """Check and return how long to keep a request's blocks; None if unset."""
     retention: Retention | None = getattr(request, "retention", None)
     if retention is not None and not isinstance(retention, Retention):
         raise ValueError(

@@ -1,18 +1,18 @@
-"""Decides which blocks move when, and for whom.
+"""Decides which blocks move in which step, and for which request.
 
-`OffloadScheduler` runs beside an engine's own scheduler and has the hooks of vLLM's
-`SimpleCPUOffloadScheduler`, to be called in this order:
+`OffloadScheduler` runs next to an engine's scheduler and has the hooks of vLLM's
+`SimpleCPUOffloadScheduler`, which must be called in this order:
 
-    once         bind_device_block_pool
-    a request    get_num_new_matched_tokens -> the engine allocates its blocks
-                 -> update_state_after_alloc
-    a step       build_connector_meta -> `OffloadWorker` moves the blocks
-                 -> the model runs -> update_connector_output
-    preempted    request_preempted, before its blocks are freed
-    at its end   request_finished, for an aborted request too
+    once            bind_device_block_pool
+    per request     get_num_new_matched_tokens -> the engine allocates its blocks
+                    -> update_state_after_alloc
+    per step        build_connector_meta -> `OffloadWorker` moves the blocks
+                    -> the model runs -> update_connector_output
+    on preemption   request_preempted, before the request's blocks are freed
+    at its end      request_finished, for an aborted request as well
 
-No hook blocks, and none touches an array of the model's device. docs/lifecycle.md shows
-a step call by call.
+No hook blocks or touches an array on the model's device. docs/lifecycle.md shows a step
+call by call.
 """
 
 from __future__ import annotations
@@ -78,44 +78,45 @@ _LIST_POLL_S = 1e-3
 
 
 class OffloadScheduler(Reporting):
-    """Decides what is stored to the host and what is loaded back.
+    """Decides which blocks are stored to the host and which are loaded back.
 
     Args:
-        groups: The groups of the model's layers (see `jaxkv.search.groups`); an int
-            for a model with one group, of full attention: the tokens of a block.
-            Blocks of all groups share one pool, and are of the same number of bytes.
+        groups: The groups of the model's layers (see `jaxkv.search.groups`), or the
+            block size in tokens for a model with only full attention. Blocks of all
+            groups share one pool and have the same size in bytes.
         num_host_blocks: Blocks of the host tier; see `jaxkv.num_host_blocks`.
-        cache_policy: Which of them to evict when it is full; a name or a `Policy`; or
-            "auto": the requests choose (`jaxkv.scheduling.whatif.auto`).
-            With eager stores that sets `pause_unused_stores`.
+        cache_policy: Which host blocks to evict if the tier is full: a name, a
+            `Policy`, or "auto", which picks the policy that finds most for the served
+            requests (`jaxkv.scheduling.whatif.auto`). With eager stores, "auto" sets
+            `pause_unused_stores`.
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
-        executor: Who runs the decisions about the host; see `BlockIndex`.
-        num_storage_blocks: Host blocks that the worker's store behind the host may
+        executor: The implementation of the host tier's index; see `BlockIndex`.
+        num_storage_blocks: Host blocks that the worker's store below the host may
             hold; 0 for no store.
         is_private: Returns True for a key whose block must never be written to the
             store, such as KV of a LoRA adapter that the key does not identify; None to
             write any.
         clock: Returns seconds, for `delays`; no decision depends on it.
-        policy_clock: Returns seconds, for a cache policy that needs to know when
-            requests begin and finish, such as "hazard"; None for `clock`. Processes
-            that serve one model together need one that returns the same in all of them
-            in the same call, such as the number of steps over their usual rate.
-        tiers_below: Tiers between the host and the store, the nearest first, or in
-            place of a store; see docs/write-a-tier.md.
-        policy_state: A file that keeps what "hazard" has learned, by itself or with
-            "auto"; None for none. If it exists, "hazard" goes on with it.
+        policy_clock: Returns seconds, for a cache policy that uses the times when
+            requests begin and finish, such as "hazard"; None for `clock`. In all
+            processes that serve one model it must return the same in the same call,
+            such as the number of steps over their usual rate.
+        tiers_below: Tiers between the host and the store, the nearest first, or
+            instead of a store; see docs/write-a-tier.md.
+        policy_state: A file that keeps the statistics of "hazard", by itself or with
+            "auto"; None for none. If the file exists, "hazard" starts with it.
         num_device_blocks: Blocks of the transfer engine's pool, which the bound pool
             must have; None if unknown.
-        recorder: Records the requests, once a pool is bound; None not to. If there are
-            several groups of layers, it records the blocks of the first with full
-            attention, else of the first. The caller closes it.
+        recorder: Records the requests, once a pool is bound; None for no recording. If
+            there are several groups of layers, it records the blocks of the first with
+            full attention, else of the first. The caller closes it.
 
     Raises:
         ValueError: A number is too small, the policy is unknown or was made for other
-            sizes, or the rules and the groups do not go together; several processes
-            would give such a policy their own times; or `policy_state` is of another
-            policy or size.
+            sizes, the rules do not fit the groups, several processes have no
+            `policy_clock` for a policy that needs times, or `policy_state` is from
+            another policy or size.
         OSError: `policy_state` cannot be read.
         TypeError: The policy is neither a name nor a `Policy`.
 
@@ -124,15 +125,15 @@ class OffloadScheduler(Reporting):
         rules: The rules.
         num_host_blocks: Blocks of the host tier.
         num_storage_blocks: Host blocks that the store may hold; 0 if there is none.
-        below: What moves between the host and each tier below it, the nearest first.
-        recorder: Records the requests; None if there is none.
-        delays: How long lookups took, and loads from the lookup to their arrival.
+        below: The moves between the host and each tier below it, the nearest first.
+        recorder: Records the requests; None for no recording.
+        delays: The durations of lookups, and of loads from the lookup to the arrival.
     """
 
     _NOT_STATE = "recorder", "_view", "_policy_state"
 
     def __new__(cls, *_args: Any, **_named: Any) -> Self:
-        """Make a strict one where `JAXKV_STRICT` asks for it."""
+        """Make a strict scheduler if `JAXKV_STRICT` is set."""
         return super().__new__(strict_class(cls))
 
     def __init__(
@@ -186,13 +187,14 @@ class OffloadScheduler(Reporting):
         policy = cache_policy if isinstance(cache_policy, str) else None
         self._whatif = WhatIf(host, policy)
         if is_auto or rules.shadow is not None:
-            parts = host, policy, rules, self._stats, self._gate, self._book, executor
-            self._whatif = Shadowed(*parts, is_alone=not self.below)
+            deps = host, policy, rules, self._stats, self._gate, self._book, executor
+            self._whatif = Shadowed(*deps, is_alone=not self.below)
             weakref.finalize(self, self._whatif.close)
         listeners: list[Listener] = [self.delays]
         if recorder is not None:
-            facts = groups, rules, num_host_blocks, policy
-            listeners.append(Recording(recorder, *facts))
+            listeners.append(
+                Recording(recorder, groups, rules, num_host_blocks, policy)
+            )
         idle_warning = IdleWarning(groups, rules, self._stats, host)
         listeners += self._whatif, idle_warning
         if policy_state is not None:
@@ -202,24 +204,24 @@ class OffloadScheduler(Reporting):
         self._listeners = Listeners(listeners)
         idle_warning.listeners = weakref.proxy(self._listeners)
 
-        watched = self._stats, self._listeners
-        self._loads = Loads(groups, host, rules, self._book, *watched)
+        observers = self._stats, self._listeners
+        self._loads = Loads(groups, host, rules, self._book, *observers)
         on_arrival = self.below[0].note_stored if self.below else None
-        self._stores = Stores(host, rules, *watched, on_arrival)
+        self._stores = Stores(host, rules, *observers, on_arrival)
         self._store_steps = StoreSteps(groups, rules)
         self._chooser = self._make_chooser()
-        # Requests that `request_preempted` was called for since the last step.
+        # Calls of `request_preempted` since the last step.
         self._preempted: set[str] = set()
-        # Whether the next token reads all of a prefix.
+        # Whether the next token reads all blocks of a prefix.
         self._is_all_read = all(isinstance(spec, FullAttention) for spec in groups)
         self._pool = cast(DevicePool, _Unbound())
         self._view = cast(View, self._pool)
 
     def _make_chooser(self) -> Chooser:
-        parts = self.groups, self._manager, self.rules, self._stores, self._listeners
+        deps = self.groups, self._manager, self.rules, self._stores, self._listeners
         if self.rules.mode == "lazy":
-            return LazyStores(*parts)
-        return EagerStores(*parts, self._book, self._whatif.num_found_tokens)
+            return LazyStores(*deps)
+        return EagerStores(*deps, self._book, self._whatif.num_found_tokens)
 
     def bind_device_block_pool(self, pool: DevicePool) -> None:
         """Bind the pool whose blocks are held during transfers.
@@ -227,21 +229,20 @@ class OffloadScheduler(Reporting):
         Only with a `DeviceBlockPool` are blocks copied on the device.
 
         Raises:
-            TypeError: It is no `DevicePool`.
-            ValueError: It is no `DeviceBlockPool`, and the stores are lazy; it has
-                blocks of another size than the groups, or is not of
-                `num_device_blocks`; or the recorder serves another engine already. Then
-                nothing changes.
+            TypeError: `pool` is not a `DevicePool`.
+            ValueError: Stores are lazy and `pool` is not a `DeviceBlockPool`; its block
+                size or number of blocks is wrong; or the recorder already serves
+                another engine. Then nothing changes.
         """
         check_pool(pool, self.groups)
         device = pool if isinstance(pool, DeviceBlockPool) else None
         if device is None and self.rules.mode == "lazy":
             raise ValueError(
-                "mode='lazy' needs a DeviceBlockPool, which tells what it evicts next, "
+                "mode='lazy' needs a DeviceBlockPool, which returns its next victims, "
                 f"not a {type(pool).__name__}: choose mode='eager'."
             )
         check_bound(pool.num_blocks, self._num_device_blocks)
-        for notify in self._listeners.bound:  # The recorder may refuse.
+        for notify in self._listeners.bound:  # The recorder may raise.
             notify(pool)
         factor, self._pool = self.rules.blocks_per_host_block, pool
         for boundary in self.below:
@@ -255,10 +256,10 @@ class OffloadScheduler(Reporting):
         self._chooser.clear(pool)
 
     def warm_up(self) -> None:
-        """Load or compile all decisions now, so that no request waits for them.
+        """Load or compile the code of all decisions now, so that no request waits.
 
-        This covers the device's pool, and `find_cached_prefix` over it. It takes
-        seconds where the machine has not run them before, else part of one.
+        This includes the device's pool and `find_cached_prefix` over it. It takes
+        seconds the first time on a machine, later less than one.
         """
         self._manager.warm_up()
         for boundary in self.below:
@@ -278,20 +279,21 @@ class OffloadScheduler(Reporting):
         prefill_tokens_per_s: float,
         storage_bytes_per_s: float | Sequence[float] = 0.0,
     ) -> None:
-        """Set how fast loads, fetches and the model are, for `skip_slow_loads`.
+        """Set the rates of loads, fetches and prefill, for `skip_slow_loads`.
 
-        Processes that serve one model together must set the same.
+        Processes that serve one model together must set the same rates.
 
         Args:
             load_bytes_per_s: Such as `OffloadWorker.load_bytes_per_s`; 0 if unknown.
-            prefill_tokens_per_s: As the engine measured it; 0 if unknown.
-            storage_bytes_per_s: Reads from the last tier below the host, such as
-                `OffloadWorker.storage_bytes_per_s`; or from each of these tiers, the
-                nearest first, such as `OffloadWorker.tier_bytes_per_s`. 0 if unknown.
+            prefill_tokens_per_s: Measured by the engine; 0 if unknown.
+            storage_bytes_per_s: The rate of reads from the last tier below the host,
+                such as `OffloadWorker.storage_bytes_per_s`; or one rate for each of
+                these tiers, the nearest first, such as
+                `OffloadWorker.tier_bytes_per_s`. 0 if unknown.
 
         Raises:
-            ValueError: A rate is not a number of at least 0, or there is not one for
-                each tier. Then nothing changes.
+            ValueError: A rate is not a number >= 0, or the number of rates is not the
+                number of tiers. Then nothing changes.
         """
         rates = checked_rates(storage_bytes_per_s, len(self.below))
         self._gate.note_rates(load_bytes_per_s, prefill_tokens_per_s)
@@ -301,48 +303,47 @@ class OffloadScheduler(Reporting):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how much more of a request can be had than the device's own prefix.
+        """Return how many tokens beyond the device's own prefix can be loaded.
 
-        Both tiers are searched together: where the device has lost a block in the
-        middle of a prefix and the host has it, what follows counts as well. Whatever is
-        offered is held until it is loaded, the request finishes, or it asks again. The
-        last token is never offered: its logits are needed.
+        Both tiers are searched together: if the device lacks a block in the middle of a
+        prefix and the host has it, the blocks behind it count as well. An offer is held
+        until it is loaded, the request finishes, or it asks again. The last token is
+        never offered, because its logits are needed.
 
         Args:
             request: A request that is about to be scheduled.
-            num_computed_tokens: Tokens found on the device, whole blocks.
+            num_computed_tokens: Tokens found on the device, in whole blocks.
 
         Returns:
-            How many tokens more can be had; None if the request has to ask again in a
-            later step. And whether they take time, while the request waits; if not,
-            they are there when the model of this step runs.
+            The number of tokens offered, or None if the request must ask again in a
+            later step; and whether the request must wait for the load. If not, the KV
+            is on the device when this step's model runs.
 
         Raises:
-            ValueError: `num_computed_tokens` is no number of whole blocks, or the
-                request has no keys for each group, or not as many as its full blocks.
-                Then nothing changes.
-            TypeError: An attribute of the request is missing or has another type. Then
-                nothing changes. All calls that take a request raise this.
+            ValueError: `num_computed_tokens` is not whole blocks, or the keys do not
+                fit the groups or the number of full blocks. Then nothing changes.
+            TypeError: An attribute of the request is missing or has the wrong type.
+                Then nothing changes. All calls that take a request raise this.
         """
         start_s, view = self.delays.clock(), self._view
         while True:
             planned = plan(view, request, num_computed_tokens)
-            name = request.request_id  # Only now known to exist.
-            if self.below and self._book.is_rewritten(request):
+            name = request.request_id  # `plan` has checked that it exists.
+            if self.below and self._book.record_lookup(request):
                 for boundary in self.below:
-                    boundary.forget(name)  # It waits for blocks of its old keys.
+                    boundary.forget(name)  # It was waiting for blocks of old keys.
                 continue
             if planned.load_speed or planned.fetch_speeds:
                 self._gate.count(planned.load_speed, *planned.fetch_speeds)
-            if not self.below or self._ask_below(name, planned):
+            if not self.below or self._start_below(name, planned):
                 break
             # The tier above has no room for the fetch.
             view = view._replace(below=planned.nearer)
-        is_known = name in self._loads.by_request and planned.deferral != "loading"
-        if is_known or planned.load is not None:
+        had_offer = name in self._loads.by_request and planned.deferral != "loading"
+        if had_offer or planned.load is not None:
             self._loads.offer(self._pool, name, planned.load, planned.is_awaited)
         if planned.num_tokens is not None:
-            # It may find no room on the device: what was fetched for it stays.
+            # The device may have no room for the request: keep its fetched blocks.
             for boundary in self.below:
                 boundary.hold(name)
         self._book.num_local[name] = num_computed_tokens
@@ -351,11 +352,8 @@ class OffloadScheduler(Reporting):
             notify(request, num_computed_tokens, *answer, start_s)
         return answer
 
-    def _ask_below(self, name: str, planned: Plan) -> bool:
-        """Send what a plan asks of tiers below the host.
-
-        Returns False if a fetch finds no room in the tier above.
-        """
+    def _start_below(self, name: str, planned: Plan) -> bool:
+        """Start a plan's probe or fetch; return False if the fetch finds no room."""
         if planned.queue is not None:
             planned.queue.queue(name)
         for boundary in planned.searched:
@@ -367,42 +365,41 @@ class OffloadScheduler(Reporting):
             boundary, fetch, num = planned.fetch
             if not boundary.fetch(name, fetch, num):
                 return False
-            for nearer in planned.nearer:  # There will be more to find.
+            for nearer in planned.nearer:  # These tiers will have more blocks.
                 nearer.looked_up.pop(name, None)
         return True
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockTable, num_external_tokens: int
     ) -> list[list[int]]:
-        """Record the device blocks of a request and what will be loaded into them.
+        """Record the device blocks of a request and load the offer into them.
 
-        May be called again for a request that is known, with 0 tokens, to replace
-        its block table.
+        To replace the block table of a known request, call it again with 0 tokens.
 
         Args:
             request: The request.
             block_ids: All its device blocks, those found on the device first.
-            num_external_tokens: How much of the offer the engine takes; 0 for nothing.
+            num_external_tokens: Tokens of the offer that the engine takes.
 
         Returns:
-            The table once the offer is there, a list for each group: `block_ids`, with
-            NULL_BLOCK for blocks that the offer leaves out, as the next token does not
-            read them. The engine may free those blocks then; `DeviceBlockPool.cache`
-            skips them. If the load fails, it goes on with `block_ids` and computes all.
+            The block table after the load, a list for each group: `block_ids`, with
+            NULL_BLOCK for blocks that are not loaded, as the next token does not read
+            them. The engine may free these blocks after the load;
+            `DeviceBlockPool.cache` skips them. If the load fails, the engine keeps
+            `block_ids` and computes all blocks.
 
         Raises:
-            ValueError: That is no whole number of blocks, or more than
-                `get_num_new_matched_tokens` offered, or, except with one group of full
-                attention, less; the request's keys were rewritten since the offer;
-                something in `block_ids` is no block's id, or a block is there twice
-                where one is loaded; or `retention` is no `Retention`. Then nothing
-                changes.
+            ValueError: `num_external_tokens` is not whole blocks, exceeds the offer, or
+                is less than the offer although not all groups have full attention; the
+                request's keys were rewritten since the offer; `block_ids` has an
+                invalid id, or the same block twice where blocks are loaded; or
+                `retention` is not a `Retention`. Then nothing changes.
             TypeError: `block_ids` is not a list or an array of ints.
         """
         requests, pool = self._book, self._pool
         limits = requests.check_stores(request)
         if self._manager.retains:
-            retention_of(request)  # Refuses others.
+            retention_of(request)  # Raises for other types.
         name = request.request_id
         num_external = check_count("num_external_tokens", num_external_tokens, name)
         tables = self._tables(name, block_ids)
@@ -414,7 +411,7 @@ class OffloadScheduler(Reporting):
             if is_new:  # The engine may never finish it.
                 requests.forget(name)
             raise
-        # One that declines and has no blocks stays in the queue: it is yet to begin.
+        # A request that declines and has no blocks stays in the engine's queue.
         begins = bool(num_external) or any(tables)
         for boundary in self.below:
             (boundary.forget if begins else boundary.decline)(name)
@@ -435,7 +432,7 @@ class OffloadScheduler(Reporting):
         num_local: int | None,
         num_external: int,
     ) -> None:
-        """Count one use of a request's blocks, however often it has asked."""
+        """Count one use of a request's blocks, however many lookups it made."""
         host, requests = self._manager, self._book
         self._stats.count_request(request, num_local, num_external)
         requests.begin(request, keys)
@@ -452,20 +449,17 @@ class OffloadScheduler(Reporting):
                 notify(start)
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
-        """List the transfers to start in this step.
+        """Return the transfers to start in this step.
 
         Args:
-            output: What the engine is about to compute. The requests'
-                `num_computed_tokens` do not count it yet.
-
-        Returns:
-            The transfers.
+            output: The step that the engine is about to compute. The requests'
+                `num_computed_tokens` must not count it yet.
 
         Raises:
             TypeError: `output`, or a request that has filled a block, has a value of
-                another type. Then nothing changes.
-            ValueError: Something in `SchedulerOutput.new_block_ids` is no block's id,
-                or a number of tokens is negative. Then nothing changes.
+                the wrong type. Then nothing changes.
+            ValueError: `SchedulerOutput.new_block_ids` has an invalid id, or a number
+                of tokens is negative. Then nothing changes.
         """
         pool, loads, stores = self._pool, self._loads, self._stores
         scheduled, num_tokens = checked_step(output)
@@ -475,10 +469,10 @@ class OffloadScheduler(Reporting):
         need_flush, preempted = False, []
         if output.preempted_req_ids:
             need_flush = self.rules.flush_on_preemption
-            # Who was preempted by a call may have been admitted again since, and loads.
-            called = self._preempted
+            # After a call of `request_preempted`, a request may be admitted already.
+            handled = self._preempted
             preempted = [
-                name for name in output.preempted_req_ids if name not in called
+                name for name in output.preempted_req_ids if name not in handled
             ]
         is_due = True
         if self._store_steps.batch_blocks:
@@ -498,7 +492,7 @@ class OffloadScheduler(Reporting):
             budget = self._budget()
             loading = loads.issue(pool, budget)
         if is_due:
-            # After the loads, which release the free blocks that they copy.
+            # After the loads, which release the sources of their copies.
             self._chooser.offer_step(pool, ready)
         if stores.waiting.keys:
             storing = stores.issue(budget or self._budget())
@@ -507,7 +501,7 @@ class OffloadScheduler(Reporting):
             if (move := boundary.issue()) is not None:
                 below += (move,)
         if loading is NO_LOADS and storing is NO_STORES and not (need_flush or below):
-            return NO_MOVES  # As in most steps.
+            return NO_MOVES  # The case in most steps.
         return OffloadMetadata(**loading, **storing, need_flush=need_flush, below=below)
 
     def _budget(self) -> Budget:
@@ -515,17 +509,18 @@ class OffloadScheduler(Reporting):
         return Budget(self.rules.max_blocks_in_flight, in_flight)
 
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
-        """Release what no worker reads or writes any more.
+        """Release the blocks of transfers that every worker has completed.
 
         Args:
-            output: What workers saw complete since the last time.
+            output: The transfers that workers have completed since the last call.
 
         Returns:
-            What has ended on all of them, without the loads that no request waits for.
+            The transfers that all workers have completed, except loads that no request
+            waits for.
 
         Raises:
-            TypeError: A field of it has another type. Then nothing changes.
-            ValueError: It reports something that is not in flight. Then nothing
+            TypeError: A field of `output` has the wrong type. Then nothing changes.
+            ValueError: `output` reports a transfer that is not in flight. Then nothing
                 changes.
         """
         if output is NO_REPORTS:
@@ -534,7 +529,7 @@ class OffloadScheduler(Reporting):
         has_loads = output.finished_recving or output.failed_recving
         has_stores = output.completed_store_events or output.failed_store_events
         if not (has_loads or has_stores or output.below):
-            return output  # As in most steps.
+            return output  # The case in most steps.
         pool = self._pool
         finished: tuple[str, ...] = ()
         failed: tuple[str, ...] = ()
@@ -554,16 +549,17 @@ class OffloadScheduler(Reporting):
         if output.below:
             for boundary in self.below:
                 boundary.report(output.below)
-            # What has ended may make room on the host.
+            # Ended moves may make room on the host.
             self._stores.num_changes += 1
         return ConnectorOutput(finished, failed, stored, unstored, output.below)
 
     def request_preempted(self, request: Request) -> None:
-        """Record that a request is about to lose its blocks, and will come back.
+        """Record that a request is preempted: it is about to lose its blocks.
 
-        What it has computed and not stored is stored with the next step. Optional: a
-        request that is only named in `SchedulerOutput.preempted_req_ids` loses that,
-        and may not be admitted again before that step.
+        Blocks that it has computed and not stored are stored with the next step. The
+        call is optional: a request that is only named in
+        `SchedulerOutput.preempted_req_ids` loses these blocks, and must not be admitted
+        again before that step.
 
         Args:
             request: The request, with its old `num_computed_tokens`.
@@ -576,27 +572,27 @@ class OffloadScheduler(Reporting):
     def request_finished(
         self, request: Request, block_ids: BlockTable | None = None
     ) -> tuple[bool, None]:
-        """Record that a request has finished, by itself or by abort.
+        """Record that a request has finished or was aborted.
 
-        Its last full blocks are stored with the next step's, and so are those that the
-        host evicted meanwhile. The engine may free its
-        blocks at once: what is in flight is held here until it has arrived.
+        Its last full blocks, and blocks that the host has evicted meanwhile, are stored
+        with the next step. The engine may free the request's blocks at once: blocks in
+        flight are held here until they have arrived.
 
         Args:
-            request: The request, its `num_computed_tokens` final.
-            block_ids: All its device blocks, if they are at hand.
+            request: The request, with its final `num_computed_tokens`.
+            block_ids: All its device blocks, if the engine has them at hand.
 
         Returns:
-            Whether the engine has to keep the blocks, never; and nothing else.
+            False, as the engine need not keep the blocks, and None, as in vLLM.
 
         Raises:
-            ValueError: `stop` is no reason to stop, `retention` is no `Retention`, or
-                something in `block_ids` is no block's id. Then nothing changes.
+            ValueError: `stop` is not one of `STOPS`, `retention` is not a `Retention`,
+                or `block_ids` has an invalid id. Then nothing changes.
         """
         requests = self._book
         limits, stop = requests.check_stores(request), stop_of(request)
         if self._manager.retains:
-            retention_of(request)  # Refuses others.
+            retention_of(request)  # Raises for other types.
         name = request.request_id
         tables = None if block_ids is None else self._tables(name, block_ids)
         requests.check_known_keys(request)
@@ -620,11 +616,11 @@ class OffloadScheduler(Reporting):
     def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, None]:
-        """See `request_finished`; for an engine whose tables have groups."""
+        """Call `request_finished`; for engines whose block tables have groups."""
         return self.request_finished(request, block_ids)
 
     def _leave(self, request: Request, limits: tuple[int, int]) -> None:
-        """Release a request's load, and store what it leaves behind."""
+        """Release a request's load, and store the blocks that it leaves behind."""
         name = request.request_id
         if name in self._loads.by_request:
             self._loads.drop(self._pool, name)
@@ -636,21 +632,21 @@ class OffloadScheduler(Reporting):
     def wait_for_storage(
         self, worker: OffloadWorker, timeout_s: float | None = None
     ) -> bool:
-        """Wait until the store is listed, so that the first request finds all it has.
+        """Wait until the store is listed, so that requests find all its blocks.
 
-        For an engine that starts; without it requests find what the listing has found
-        so far. Between steps, once a pool is bound. Processes that serve one model call
-        it together, and all return the same.
+        Call it when an engine starts, after binding a pool and between steps. Without
+        it, requests hit only blocks listed so far. Processes that serve one model must
+        call it together, and all return the same.
 
         Args:
             worker: The worker of this process, as `OffloadConfig.connect` returns it.
-            timeout_s: Seconds to wait at most, by the clock of the first process if
-                there are several; None for the storage's deadline. The listing goes on
-                after that.
+            timeout_s: The longest wait in seconds, by the clock of the first of several
+                processes; None for the storage's deadline. The listing continues after
+                a timeout.
 
         Returns:
-            Whether the store is listed: not if that takes longer, or the store fails.
-            True at once where there is none.
+            Whether the store is listed: False if that takes longer or the store fails,
+            True at once without a store.
 
         Raises:
             RuntimeError: The worker has no store, but the scheduler has.
@@ -669,15 +665,15 @@ class OffloadScheduler(Reporting):
         return True
 
     def reset(self) -> bool:
-        """Forget all that the host tier holds, as after a change of weights.
+        """Forget all blocks of the host tier, such as after a change of weights.
 
-        What a cache policy has learned of requests stays. Stores in flight end
-        without a trace. Reset the device's pool as well, and change the keys'
+        A cache policy keeps its statistics. Blocks of stores in flight never become
+        hits. Reset the device's pool as well, and change the keys'
         `Namespace.weights_epoch`.
 
         Returns:
-            Whether it was done; not while a load is in flight or offered, as its
-            request would go on with old blocks.
+            Whether the tier was reset. It is not while a load is in flight or offered,
+            because its request would continue with old blocks.
         """
         if self.has_pending_loads():
             return False
@@ -691,11 +687,11 @@ class OffloadScheduler(Reporting):
         return True
 
     def disable_storage(self) -> None:
-        """Stop reading and writing the store, for good.
+        """Stop using the store for the rest of the process.
 
-        For weights that have changed where the namespace of the store cannot change
-        with them. What is there stays. Call it when `reset` was done, or could not be
-        done yet, and before anything is asked for again.
+        Call it after a change of weights if the store's namespace cannot change, right
+        after `reset` (even if that returned False) and before the next lookup. The
+        store keeps its blocks.
         """
         for boundary in self._storage:
             boundary.disable()
@@ -707,7 +703,7 @@ class OffloadScheduler(Reporting):
 
 
 class _Unbound:
-    """Stands for the pool and for the view until a pool is bound."""
+    """A placeholder for the pool and the view until a pool is bound."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError("Call bind_device_block_pool() before scheduling.")

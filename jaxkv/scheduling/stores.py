@@ -1,4 +1,4 @@
-"""Stores: blocks in flight to the host, from their place there to the last report."""
+"""Stores: blocks that move to the host, from their placement to the last report."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from jaxkv.tiers.pools import DevicePool
 from jaxkv.types import NO_BLOCK, BlockKey
 
 _LOG = logging.getLogger(__name__)
-# While stores are paused, one request in this many is still stored.
-_PAUSE_SAMPLE = 16
+_PAUSE_SAMPLE = 16  # While stores are paused, one request in this many is stored.
 
 Store: TypeAlias = Move[list[int]]
 """Device blocks, m for each row, in flight to the host."""
@@ -37,16 +36,15 @@ NO_STORES: dict[str, Any] = {
     "store_device_blocks": (),
     "store_host_blocks": (),
 }
-"""The fields of `OffloadMetadata` about stores, in a step without any."""
+"""The fields of `OffloadMetadata` about stores, in a step without stores."""
 
 
 class StoreSteps:
-    """Decides which steps store blocks, so that few transfers move many.
+    """Decides which steps store blocks, to batch them into few transfers.
 
-    Blocks that could be stored stay where they are until `OffloadRules.store_batch` of
-    them have been computed, or the first has waited for `store_max_wait_steps`: what a
-    running request holds is not evicted. That depends on counts alone, which are the
-    same in all processes that serve one model.
+    Blocks are stored once `OffloadRules.store_batch` of them have been computed, or the
+    first has waited for `store_max_wait_steps`. Meanwhile running requests hold them.
+    Decisions depend only on counts that all processes of one model share.
     """
 
     def __init__(self, groups: tuple[GroupSpec, ...], rules: OffloadRules) -> None:
@@ -54,16 +52,15 @@ class StoreSteps:
         blocks_per_token = sum(1 / spec.block_size for spec in groups)
         self._batch_tokens = math.ceil(rules.store_batch / blocks_per_token)
         self._max_wait_steps = rules.store_max_wait_steps
-        # Tokens that may have filled blocks since the last such step, and how many
-        # steps they may wait.
+        # Tokens computed since blocks were last stored, and the steps they may wait.
         self._num_tokens = 0
         self._steps_left = self._max_wait_steps
 
     def is_due(self, pool: DevicePool, *, must_store: bool) -> bool:
         """Whether blocks are stored in the step that begins.
 
-        If less than a batch is free in the pool, nothing waits: what requests hold
-        could be released at any time.
+        With less than a batch of free blocks in the pool, none wait: blocks that
+        requests release could be evicted at once.
         """
         return (
             must_store
@@ -82,18 +79,18 @@ class StoreSteps:
         self.note_tokens(num_tokens)
 
     def note_tokens(self, num_tokens: int) -> None:
-        """Count tokens that the device has allocated blocks for."""
+        """Count tokens that have got device blocks."""
         self._num_tokens = min(self._num_tokens + num_tokens, self._batch_tokens)
 
 
 class StorePause:
-    """Stops storing while nothing that was stored is asked for.
+    """Pauses stores while no stored block is hit.
 
-    It begins when twice as many blocks as the host has were offered since a request
-    last found something there. A sample of the requests is still stored, and stays for
-    longer, as it has the host to itself: the first hit ends the pause. The last block
-    of a prompt decides whether it is in the sample, because many prompts begin alike.
-    Tokens that shadows find (`num_found_elsewhere`) end the pause, too.
+    A pause begins after twice the host's capacity was offered without a hit on the
+    host. A sample of the requests is still stored, and is evicted later because it has
+    the host to itself. The first hit ends the pause, also a hit of shadows
+    (`num_found_elsewhere`, in tokens). A hash of a prompt's last key decides whether it
+    is in the sample, because many prompts share their first blocks.
     """
 
     def __init__(
@@ -111,22 +108,22 @@ class StorePause:
         self._num_found_elsewhere = num_found_elsewhere
 
     def skips(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether a request is not stored, by the keys of its prompt."""
+        """Whether a request with these keys of its prompt is not stored."""
         stats = self._stats
         num_found = stats.num_host_hit_tokens + self._num_found_elsewhere()
         if num_found != self._num_found:
             self._num_found = num_found
             self._num_offered = stats.num_offered
             if self.is_on:
-                _LOG.info("blocks are stored again: a request found some on the host")
+                _LOG.info("all requests are stored again, after a hit on the host")
             self.is_on = False
         elif not self.is_on:
             num_unused = stats.num_offered - self._num_offered
             self.is_on = num_unused >= self._max_unused
             if self.is_on:
                 _LOG.info(
-                    "%d blocks were stored and none was asked for: only one request in "
-                    "%d is stored from now on, until something is found on the host",
+                    "%d blocks were stored without a hit on the host: only 1 request "
+                    "in %d is stored until the next hit",
                     num_unused,
                     _PAUSE_SAMPLE,
                 )
@@ -136,9 +133,9 @@ class StorePause:
 class Stores:
     """The stores of all requests, eager or lazy.
 
-    A device block is held until its store has ended. It keeps its place in the order
-    of eviction meanwhile, so that a store does not change what is evicted next.
-    `on_arrival` is called with the keys of blocks that have arrived on the host.
+    A device block is held until its store has ended, and keeps its place in the
+    eviction order: a store does not change which block is evicted next. `on_arrival` is
+    called with the keys of blocks that have arrived on the host.
     """
 
     def __init__(
@@ -149,26 +146,24 @@ class Stores:
         listeners: Listeners,
         on_arrival: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
-        self.num_changes = 0  # Counts what may have made room on the host.
+        self.num_changes = 0  # Counts events that may have made room on the host.
         self.stats = stats
         self._listeners = listeners
         self._on_arrival = on_arrival
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
-        # What has its place on the host and has not left, and what has left.
-        self.waiting = _no_blocks()
+        self.waiting = _no_blocks()  # Placed on the host, and not yet issued.
         self.in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
-        # Rows in flight that the host tier has not forgotten.
-        self._num_known_in_flight = 0
+        self._num_known_in_flight = 0  # Rows that the host has not forgotten.
 
     def __len__(self) -> int:
         return len(self.in_flight.moves) + bool(self.waiting.keys)
 
     @property
     def in_transit(self) -> tuple[int, int, int]:
-        """The stores' part of `InTransit`; for any thread."""
-        # In this order, so that what leaves meanwhile is not counted twice.
+        """The part of `InTransit` about stores; thread-safe."""
+        # In this order, so that blocks issued meanwhile are not counted twice.
         num_known = self._num_known_in_flight
         waiting = self.waiting
         return (
@@ -179,22 +174,21 @@ class Stores:
 
     @property
     def is_congested(self) -> bool:
-        """Whether as much waits as may be in flight at a time."""
+        """Whether at least as many blocks wait as may be in flight at a time."""
         max_blocks = self._rules.max_blocks_in_flight
         return max_blocks is not None and len(self.waiting.sources) >= max_blocks
 
     def place(
         self, pool: DevicePool, offer: Rows, *, is_head: bool
     ) -> tuple[int, bool]:
-        """Find room on the host for blocks that it does not know.
+        """Place the offered blocks that the host lacks, and queue them to be stored.
 
         Blocks that the device does not hold, or that the host has, count as done. An
-        offer that begins with the head of a prefix (`is_head`) is also put in order in
-        the host's order of eviction.
+        offer of the head of a prefix (`is_head`) also reorders the host's eviction
+        order.
 
         Returns:
-            How many rows are done, from the first on; and whether the device blocks
-            hold all of the rows.
+            How many of the first rows are done, and whether the device holds all rows.
         """
         num = len(offer.keys)
         if not num:
@@ -202,94 +196,93 @@ class Stores:
         blocks = as_ids(offer.device_blocks)
         keys = offer.keys if self._factor == 1 else None
         if isinstance(keys, PackedKeys) and isinstance(pool, DeviceBlockPool):
-            # Holds, place, pins and reorder in one call.
+            # `holds`, `place`, `pin` and `reorder` in one call.
             placement = self._host.place_from(pool, keys, blocks, is_head)
             if placement is not None:
-                self._wait(placement, blocks)
+                self._queue(placement, blocks)
                 return num, True
         held = pool.holds(blocks, offer.device_keys)
         blocks = blocks.reshape(-1, self._factor)
-        is_held: NDArray[np.bool_] | None = None  # None if all are.
+        is_held: NDArray[np.bool_] | None = None  # None if all rows are held.
         if np.count_nonzero(held) < len(held):
             is_held = np.all(held.reshape(-1, self._factor), axis=1)
 
-        def take(num: int) -> bool:
-            keys, own_blocks = offer.keys, blocks
+        def place_first(num: int) -> bool:
+            keys, rows = offer.keys, blocks
             if num < len(keys):
-                keys, own_blocks = keys[:num], blocks[:num]
+                keys, rows = keys[:num], blocks[:num]
             if is_held is not None:
-                own = is_held[:num]
-                keys, own_blocks = list(compress(keys, own.tolist())), own_blocks[own]
-            return self._take(pool, self._host.place(keys), own_blocks)
+                held_rows = is_held[:num]
+                keys, rows = list(compress(keys, held_rows.tolist())), rows[held_rows]
+            return self._pin_and_queue(pool, self._host.place(keys), rows)
 
-        num = self._halve(num, take)
+        num = self._place_or_halve(num, place_first)
         if is_head:
-            # So that the head of a prefix outlives its tail on the host.
+            # The host must evict the tail of a prefix before its head.
             self._host.reorder(offer.keys)
         return num, is_held is None
 
     def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> bool:
-        """Find room on the host for the device's next victims; return if for all.
+        """Place the device's next victims on the host; return whether all fit.
 
-        The host does not evict copies of the victims to make room for the others.
+        The host does not evict copies of some victims to make room for others.
         """
-        bare = victims.block_ids[victims.rows]
+        uncopied = victims.block_ids[victims.rows]
 
-        def take(num: int) -> bool:
-            keys, blocks, copies = victims.keys, bare, victims.copies
+        def place_first(num: int) -> bool:
+            keys, blocks, copies = victims.keys, uncopied, victims.copies
             if num < len(copies):
-                num_bare = int(np.searchsorted(victims.rows, num))
-                keys, blocks, copies = keys[:num_bare], bare[:num_bare], copies[:num]
+                end = int(np.searchsorted(victims.rows, num))
+                keys, blocks, copies = keys[:end], uncopied[:end], copies[:num]
             placement = self._host.place_keeping(keys, copies[copies != NO_BLOCK])
             if placement is not None:
                 placed = blocks if placement.rows is None else blocks[placement.rows]
                 pool.note_copies(placed, placement.block_ids)
-            return self._take(pool, placement, blocks)
+            return self._pin_and_queue(pool, placement, blocks)
 
         num = len(victims.block_ids)
-        return self._halve(num, take) == num
+        return self._place_or_halve(num, place_first) == num
 
-    def _halve(self, num: int, take: Callable[[int], bool]) -> int:
-        """Store the first `num` rows, or half of them and so on; return how many.
+    def _place_or_halve(self, num: int, place_first: Callable[[int], bool]) -> int:
+        """Place the first `num` rows, or half of them and so on; return how many.
 
-        The tier places all or none, and the head of a prefix is worth having without
-        its tail.
+        The tier places all or none, but the head of a prefix is useful without its
+        tail.
         """
-        while num and not take(num):
+        while num and not place_first(num):
             self.stats.num_store_refusals += 1
             num //= 2
         return num
 
-    def _take(
+    def _pin_and_queue(
         self,
         pool: DevicePool,
         placement: Placement | None,
         blocks: NDArray[np.int64],
     ) -> bool:
-        """Pin blocks that have found room, which wait to leave; return if they have."""
         if placement is None:
             return False
-        pool.pin(self._wait(placement, blocks))
+        pool.pin(self._queue(placement, blocks))
         return True
 
-    def _wait(
+    def _queue(
         self, placement: Placement, blocks: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Add blocks that have found room to those that wait; return their ids."""
+        """Queue placed blocks to be issued; return their device block ids."""
         if placement.rows is not None:
             blocks = blocks[placement.rows]
-        to_read = blocks.reshape(-1)
-        self.stats.num_offered += len(to_read)
+        sources = blocks.reshape(-1)
+        self.stats.num_offered += len(sources)
         waiting = self.waiting
         waiting.keys += placement.keys
         waiting.targets += placement.block_ids.tolist()
-        waiting.sources += to_read.tolist()
-        return to_read
+        waiting.sources += sources.tolist()
+        return sources
 
     def issue(self, budget: Budget) -> dict[str, Any]:
-        """Send out what has a place on the host, the first come first.
+        """Issue waiting stores in their order, within the budget.
 
-        A row that is larger than the budget leaves if nothing else is in flight.
+        A row larger than the whole budget is issued if nothing else is in flight.
 
         Returns:
             The fields of `OffloadMetadata` about stores.
@@ -300,26 +293,26 @@ class Stores:
         if num == 0:
             return NO_STORES
         if num == len(waiting.keys):
-            leaving, self.waiting = waiting, _no_blocks()
+            issued, self.waiting = waiting, _no_blocks()
         else:
-            # Not two copies: what stays may be a thousand times as much.
+            # Copy only the issued part: the rest may be a thousand times larger.
             keys, targets, end = waiting.keys, waiting.targets, num * self._factor
-            leaving = Move(keys[:num], waiting.sources[:end], targets[:num])
+            issued = Move(keys[:num], waiting.sources[:end], targets[:num])
             del keys[:num], waiting.sources[:end], targets[:num]
-        self.in_flight.issue([leaving])
+        self.in_flight.issue([issued])
         self._num_known_in_flight += num
         return {
-            "store_event": leaving.event,
-            "store_device_blocks": tuple(leaving.sources),
-            "store_host_blocks": tuple(leaving.targets),
+            "store_event": issued.event,
+            "store_device_blocks": tuple(issued.sources),
+            "store_host_blocks": tuple(issued.targets),
         }
 
     def report(
         self, pool: DevicePool, reports: Sequence[Report]
     ) -> tuple[list[int], list[int]]:
-        """Apply checked reports; return the events that arrived, and that failed.
+        """Apply checked reports; return the events that arrived, and those that failed.
 
-        They are those that every worker has reported.
+        An event ends once every worker has reported it.
         """
         events: tuple[list[int], list[int]] = [], []
         stats = self.stats
@@ -344,7 +337,7 @@ class Stores:
         return events
 
     def forget(self, pool: DevicePool) -> None:
-        """Release what waits; what is in flight holds nothing but its device blocks."""
+        """Release waiting stores; those in flight hold only their device blocks."""
         pool.unpin(self.waiting.sources)
         for store in (self.waiting, *self.in_flight.moves.values()):
             if not store.is_stale:

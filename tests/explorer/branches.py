@@ -22,7 +22,7 @@ OUTSIDE = {
         *("eager.py EagerStores._check_all", "scheduler.py OffloadScheduler.__init__"),
         *("requests.py keys_by_group", "requests.py Requests.check"),
         *("requests.py Requests.check_lookup", "requests.py Requests.check_stores"),
-        *("requests.py Requests.checked", "requests.py Requests._lacks"),
+        *("requests.py Requests.checked", "requests.py Requests._missing_error"),
         *("requests.py Requests._check_lists", "requests.py Requests._check_number"),
         *("rules.py _check_shadow", "rules.py RuleSettings._contradictions"),
         *("rules.py OffloadRules._contradictions", "rules.py check_groups"),
@@ -32,7 +32,7 @@ OUTSIDE = {
         *("eager.py EagerStores._notify", "eager.py EagerStores._passes"),
     ),
     "a request of a world keeps its history": (
-        *("eager.py EagerStores._follow", "requests.py _Growing.updated"),
+        *("eager.py EagerStores._restart_if_rewritten", "requests.py _Growing.updated"),
     ),
     "it runs before any event": (
         "boundary.py make_boundaries",

@@ -54,12 +54,12 @@ def test_more_memory_and_another_policy_are_named_with_what_they_give():
     # 200 tokens take 0.2 s to compute and 12.5 MiB to load.
     assert outlook.saved_s(outlook.serving) == pytest.approx(0.2 - 12.5 / 1024)
     assert outlook.sentence == (
-        f"{SERVED}1 GiB more would find 6.0 points more, saving 56.3 ms of prefill a "
-        "request; hazard in place of lru 4.0 points more, saving 37.6 ms of prefill a "
-        "request"
+        f"{SERVED}1 GiB more would find 6.0 points more, saving 56.3 ms of prefill per "
+        "request; hazard instead of lru would find 4.0 points more, saving 37.6 ms of "
+        "prefill per request"
     )
     rows = str(outlook).splitlines()
-    assert " ".join(rows[0].split()) == "policy host found error saved a request"
+    assert " ".join(rows[0].split()) == "policy host found error saved per request"
     assert rows[1].split() == ["lru", "512", "MiB", "12.0%", "0.0", "113", "ms"]
     assert rows[7].split() == ["off", "none", "0.0%", "0.0", "0", "s"]
     assert rows[-1] == f"O{outlook.sentence[1:]}."
@@ -67,7 +67,7 @@ def test_more_memory_and_another_policy_are_named_with_what_they_give():
 
 def test_what_chance_may_have_done_is_not_named():
     doubted = count("lru", 2048, 26_000, error=4000)
-    nothing = f"{SERVED}no other that is shadowed would find more"
+    nothing = f"{SERVED}no other shadow would find more"
     assert make(doubted).sentence == nothing
     believed = count("lru", 2048, 26_000, error=2000)
     assert make(believed, speeds=None).sentence == (
@@ -123,7 +123,7 @@ def test_the_log_has_an_outlook_of_each_hour_and_of_all(caplog):
         log.note(now_ms)
     log.close()
     hours = [record.message.partition(",")[0] for record in caplog.records]
-    assert hours == ["in the last hour", "in the last hour", "all in all"]
+    assert hours == ["in the last hour", "in the last hour", "since the start"]
 
 
 def test_a_scheduler_says_it_and_logs_it_when_it_goes(caplog):
@@ -144,7 +144,7 @@ def test_a_scheduler_says_it_and_logs_it_when_it_goes(caplog):
     del rig
     gc.collect()
     (record,) = caplog.records
-    assert record.message == f"all in all, {outlook.sentence}"
+    assert record.message == f"since the start, {outlook.sentence}"
 
 
 def test_without_shadows_there_is_no_outlook():

@@ -160,7 +160,7 @@ def test_what_a_recorder_cannot_begin_with_is_refused(path, tmp_path):
         ("max_files", 0, ValueError, "=0 must be at least 1"),
         ("max_files", 1.5, ValueError, "=1.5 must be a whole number from 1 on"),
         ("key_file", "pipe", OSError, "recorded ids from .*it is not a plain file"),
-        ("key_file", "short", ValueError, "short' has 15 bytes, and must have at l"),
+        ("key_file", "short", ValueError, "short' has 15 bytes and must have at l"),
         ("key_file", "nowhere/key", OSError, "cannot read the key .*No such file"),
     ):
         value = tmp_path / value if name == "key_file" else value
@@ -507,7 +507,7 @@ def test_a_recorder_serves_one_engine_and_a_file_one_recorder(path):
     with TraceRecorder(path) as recorder:
         rig = Rig(recorder=recorder)
         rig.scheduler.bind_device_block_pool(rig.pool)  # The same engine, again.
-        with pytest.raises(ValueError, match=r".jsonl' serves an engine already"):
+        with pytest.raises(ValueError, match=r".jsonl' already serves an engine"):
             Rig(recorder=recorder)
         with pytest.raises(OSError, match="another engine or process records to it"):
             TraceRecorder(path)

@@ -333,7 +333,7 @@ def test_a_block_table_with_a_wrong_id_is_refused_and_changes_nothing():
         ([1, "2", 3], 12, "'2' in the block table"),
         ([1, 2, 2**70], 12, "in the block table"),
         ([[1, 2], [3]], 12, "the model has one group"),
-        ([1, 1, 3], 12, "block 1 stands more than once in the block table of requ"),
+        ([1, 1, 3], 12, "block 1 is more than once in the block table of requ"),
         (own[:2], 12, "block 2 of group 0.*of 2 blocks"),
         ([own[0], NULL_BLOCK, *own[2:]], 12, "block 1 of group 0"),
     ):
@@ -408,7 +408,7 @@ def test_keys_of_another_block_size_are_refused_when_a_request_comes():
         request = _of_keys(num_tokens, size)
         if not request.block_keys:
             continue  # Without keys nothing is shared.
-        what = f"has {num_tokens // size} keys in group 0, whose blocks have 4 tokens"
+        what = f"keys in group 0, but {num_tokens // BLOCK_SIZE} full blocks of 4 tok"
         check_refused(rig, what, rig.offer, request)
         check_refused(rig, what, rig.take, request, [1], 0)
         if size < BLOCK_SIZE:  # What is explained may lag behind.

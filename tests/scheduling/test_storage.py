@@ -161,7 +161,7 @@ def test_wrong_rates_are_refused_and_change_nothing():
     scheduler = make_tiers(2)
     scheduler.note_rates(1e9, 1e3, (1e9, 1.0))
     for rates, message in (
-        ((1e9, 1e3, (1.0,)), "has 1 rates, and there are 2 tiers"),
+        ((1e9, 1e3, (1.0,)), "has 1 rates for 2 tiers"),
         ((1e9, 1e3, (1e9, -1.0)), "at least 0"),
         ((1e9, 1e3, float("nan")), "at least 0"),
         ((-1.0, 1e3, 1e9), "at least 0"),

@@ -217,7 +217,7 @@ def test_a_request_waits_for_room_that_others_hold_and_explain_says_so():
     assert offers(rig, request, 3) == [None] * 3
     told = rig.scheduler.explain(request)
     assert (told.num_offered_tokens, told.deferral) == (None, "queued")
-    assert "when others have used what was fetched for them" in str(told)
+    assert "once other requests have used their fetched blocks" in str(told)
     rig.scheduler.request_finished(requests[0])  # It was aborted.
     assert offers(rig, request, 1) == [None]
     assert rig.step().below[0].fetches

@@ -1,15 +1,15 @@
 """Records the requests of an engine as a trace that `jaxkv replay` reads.
 
-A file has one JSON object a line, first one about the file itself, then one a request:
+A file has one JSON object per line: a header, then one object per request:
 
     {"format": "jaxkv trace 1", "block_size": 16, ...}
     {"t": 12.345, "in": 100, "out": 30, "device": 32, "host": 16, "stop": "end_turn",
      "ids": [4711, 815, ...], "out_ids": [42, 99]}
 
-Neither tokens nor keys are written: an id is a hash of a block's key by a random secret
-that is not kept (`jaxkv.keys.keyed`). docs/sizing.md describes the fields, and what a
-file reveals. A step queues references and never waits. A thread hashes, formats and
-writes them about twice a second; requests that it cannot write are dropped and counted.
+Neither tokens nor keys are written: an id is a hash of a block's key with a random
+secret that is not kept (`jaxkv.keys.keyed`). docs/sizing.md describes the fields, and
+what a file reveals. A step only queues references and never waits. A thread writes them
+about twice a second, and drops and counts requests that it cannot write.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from jaxkv.scheduling.record.trace_file import TraceFile
 from jaxkv.types import STOPS, BlockKey, Stop
 
 FORMAT = "jaxkv trace 1"
-"""The format that the first line of a file names."""
+"""The `format` in a file's header."""
 
 DEFAULT_MAX_BYTES = 256 << 20
 DEFAULT_MAX_FILES = 4
 MIN_MAX_BYTES = 1 << 20
-"""A file has room for a request of 800,000 tokens in blocks of 16."""
+"""Enough for a request of 800,000 tokens in blocks of 16."""
 
 MIN_KEY_BYTES = 16
-"""The shortest secret that others cannot guess."""
+"""The minimum length of a secret, so that it cannot be guessed."""
 
 _WRITE_EVERY_S = 0.5
 _MAX_QUEUED_BLOCKS = 1 << 18
 _MAX_QUEUED_REQUESTS = 1 << 14
-_PIECE_BYTES = 1 << 18
-_IDS_AT_A_TIME = 1024  # Formatted while other threads wait: some 0.1 ms.
+_WRITE_BYTES = 1 << 18
+_IDS_PER_CALL = 1024  # Formatted without releasing the GIL: some 0.1 ms.
 _CLOSE_TIMEOUT_S = 10.0
 
 _log = logging.getLogger("jaxkv")
@@ -57,41 +57,41 @@ _Field = TypeVar("_Field")
 
 
 class RecordStats(NamedTuple):
-    """Counts of the requests of a recorder."""
+    """Counts of a recorder's requests."""
 
-    num_written: int = 0  # In the file, or in one that was rotated away.
+    num_written: int = 0  # Including files that were rotated and deleted.
     num_dropped: int = 0  # Not written, as the disk was full or too slow.
 
 
 class _Request(NamedTuple):
-    """A request on its way to the thread."""
+    """A request to write."""
 
-    time_us: int  # When it began, since the recorder did.
-    keys: Sequence[BlockKey]  # Of its blocks, of the prompt and behind it.
+    time_us: int  # Its beginning, since the recorder's.
+    keys: Sequence[BlockKey]  # The keys of prompt and output.
     input_tokens: int
-    device_tokens: int | None  # Found on the device; None if unknown.
-    host_tokens: int | None  # In addition, from the host; None if unknown.
+    device_tokens: int | None  # Device hits; None if unknown.
+    host_tokens: int | None  # Host hits in addition; None if unknown.
     output_tokens: int | None = None
-    num_computed: int | None = None  # Tokens, of all these, that had KV.
+    num_computed: int | None = None  # Tokens with KV, of prompt and output.
     stop: Stop | None = None
 
 
 class TraceRecorder(Resource):
-    """Writes what requests an engine serves, in a thread of its own.
+    """Writes the requests that an engine serves to a file, in a separate thread.
 
     A recorder serves one engine: pass it to `OffloadScheduler`, `PrefixStore` or an
-    adapter. Where several processes serve one model together, one of them records.
-    Requests that are still running when it is closed, or when the interpreter exits,
-    are written with what is known of them. A process that was forked records nothing.
+    adapter. If several processes serve one model together, one of them records. When a
+    recorder is closed, or the interpreter exits, requests that are still running are
+    written with the fields known so far. A forked process records nothing.
 
     Args:
-        path: The file; compressed if its name ends in ".gz". An existing one is kept as
-            FILE.1. Only its owner can read it.
-        max_bytes: Most bytes of a file, such as ``"256MiB"``.
-        max_files: How many are kept: FILE, FILE.1 and so on.
-        key_file: A file with the secret of the hash, for files of several engines that
-            can be replayed together; made if it does not exist. None for a random
-            secret that is written nowhere.
+        path: The file; compressed if its name ends in ".gz". An existing file is kept
+            as FILE.1. Only its owner can read it.
+        max_bytes: Maximum bytes of a file, such as ``"256MiB"``.
+        max_files: How many files to keep: FILE, FILE.1 and so on.
+        key_file: A file with the secret of the hash, so that files of several engines
+            can be replayed together; created if missing. None for a random secret that
+            is not kept.
         clock: Returns seconds.
 
     Raises:
@@ -147,25 +147,25 @@ class TraceRecorder(Resource):
     def describe(
         self, block_size: int, *, keys_per_id: int = 1, **facts: str | int | None
     ) -> None:
-        """Describe the engine; once, before the first request.
+        """Describe the engine; call it once, before the first request.
 
         Args:
-            block_size: Tokens of the blocks that ids stand for.
-            keys_per_id: Keys of a request for each of them; the last one counts.
-            facts: More fields of each file's first line.
+            block_size: Tokens per id.
+            keys_per_id: Keys per id; the last of them is hashed.
+            facts: More fields of each file's header.
 
         Raises:
-            ValueError: The recorder serves an engine already.
+            ValueError: The recorder already serves an engine.
         """
         if self._writer.facts:
             raise ValueError(
-                f"the recorder of {shown(self.path)} serves an engine already: make "
-                "one for each, with a file of its own."
+                f"the recorder of {shown(self.path)} already serves an engine: make "
+                "another recorder with another file."
             )
         self._writer.keys_per_id = keys_per_id
         self._writer.facts = {"block_size": block_size, **_without_none(facts)}
-        # Now, so that the first request's step need not wait for it.
-        self._writer.has_thread()
+        # Now, so that the first request's step need not wait for the start.
+        self._writer.start_thread()
 
     def begin(
         self,
@@ -181,12 +181,11 @@ class TraceRecorder(Resource):
             name: The request's name, which is not written.
             keys: The keys of its blocks. The list is read later: it may only grow.
             input_tokens: Tokens of its prompt.
-            device_tokens: Tokens that it found on the device; None if not looked up.
-            host_tokens: Tokens that come from the host in addition; None if not looked
-                up.
+            device_tokens: Device hits in tokens; None without a lookup.
+            host_tokens: Host hits in addition; None without a lookup.
         """
         now_us = int(1e6 * (self._clock() - self._start_s))
-        # Never the same twice, so that it is an order, too.
+        # Unique, so that times give the order of requests.
         self._last_us = max(now_us, self._last_us + 1)
         self._open[name] = _Request(
             self._last_us, keys, input_tokens, device_tokens, host_tokens
@@ -200,14 +199,14 @@ class TraceRecorder(Resource):
         num_computed: int | None = None,
         stop: Stop | None = None,
     ) -> None:
-        """Record that a request has finished, by itself or by abort.
+        """Record that a request has finished or was aborted.
 
         Args:
             name: The request's name; nothing happens if it has not begun.
-            keys: The keys of all its blocks, which may only grow, too; None if `begin`
-                got all of them.
+            keys: The keys of all its blocks, a list that may only grow; None if `begin`
+                got it.
             num_tokens: Its tokens, prompt and generated; None if unknown.
-            num_computed: Those that had KV; None if unknown.
+            num_computed: The tokens that had KV; None if unknown.
             stop: Why it stopped, if known.
         """
         request = self._open.pop(name, None)
@@ -220,24 +219,24 @@ class TraceRecorder(Resource):
         self._writer.put(request._replace(keys=keys, stop=stop, **ended))
 
     def flush(self) -> None:
-        """Wait until all finished requests have been written, or dropped."""
+        """Wait until all finished requests have been written or dropped."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Write all requests, and close the file. Later ones are ignored.
+        """Write all requests and close the file. Later requests are ignored.
 
-        Waits for the disk, but no longer than ten seconds.
+        Waits for the disk for 10 s at most.
         """
         self._finalizer()
 
 
 class _Writer:
-    """The thread and its queue. Neither refers to the recorder, which may be freed."""
+    """The thread and its queue. They must not refer to the recorder."""
 
     def __init__(
         self, path: str, max_bytes: int, max_files: int, secret: bytes
     ) -> None:
-        # Fields about the engine in each file's first line; empty until described.
+        # Fields about the engine in each file's header; empty before `describe`.
         self.facts: dict[str, str | int] = {}
         self.keys_per_id = 1
         self.num_written = self.num_dropped = 0
@@ -246,8 +245,8 @@ class _Writer:
         self._file = TraceFile(path, max_bytes, max_files, self._header)
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
-        # Guards what follows; never held for long. Reentrant, as the garbage collector
-        # may close a recorder at any time.
+        # Guards the attributes below; never held for long. Reentrant, as the garbage
+        # collector may close a recorder at any time.
         self._changed = threading.Condition(threading.RLock())
         self._queue: list[_Request] = []
         self._num_blocks = 0
@@ -255,13 +254,13 @@ class _Writer:
         self._num_put = self._num_done = 0
         self._is_urgent = False
         self._is_closed = False
-        # Used by the thread alone: dropped requests that the file does not count yet.
+        # Dropped requests that the file does not count yet; only for the thread.
         self._num_uncounted = 0
-        begun = f"requests are not recorded to {path}"
-        self._outage = OutageLog(_log, begun, f"requests are recorded to {path}")
+        fails = f"requests are not recorded to {path}"
+        self._outage = OutageLog(_log, fails, f"requests are recorded to {path}")
 
-    def has_thread(self) -> bool:
-        """Start the thread, unless it runs; the next call tries again."""
+    def start_thread(self) -> bool:
+        """Start the thread unless it runs; return whether it runs. May be retried."""
         with self._changed:
             if self._thread is None and self.facts:
                 thread = threading.Thread(
@@ -276,7 +275,7 @@ class _Writer:
             return self._thread is not None
 
     def put(self, request: _Request, *, is_last: bool = False) -> None:
-        """Queue a request; drop it if the thread cannot keep up, except at the end."""
+        """Queue a request; drop it if the queue is full, except the last ones."""
         if os.getpid() != self._pid:
             return
         num_blocks = len(request.keys)
@@ -296,11 +295,11 @@ class _Writer:
             self._is_urgent |= 2 * self._num_blocks > _MAX_QUEUED_BLOCKS
             if self._is_urgent or len(self._queue) == 1:
                 self._changed.notify_all()
-        self.has_thread()
+        self.start_thread()
 
     def flush(self) -> None:
         """Wait until all queued requests have been written or dropped."""
-        if os.getpid() != self._pid or not self.has_thread():
+        if os.getpid() != self._pid or not self.start_thread():
             return
         with self._changed:
             num_put = self._num_put
@@ -314,7 +313,7 @@ class _Writer:
             self.put(request, is_last=True)
         unfinished.clear()
         if os.getpid() != self._pid:
-            return  # The file is the parent's.
+            return  # The file belongs to the parent process.
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -323,7 +322,7 @@ class _Writer:
         elif self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
-                _log.warning("%s: the disk is too slow to close it.", self._path)
+                _log.warning("%s is not closed: the disk is too slow.", self._path)
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -346,39 +345,39 @@ class _Writer:
             self._outage.begin(error.strerror)
 
     def _write_queue(self) -> None:
-        """Write all that is queued now."""
+        """Write the queued requests."""
         with self._changed:
             queue, self._queue = self._queue, []
             num_refused, self._num_refused = self._num_refused, 0
         if num_refused:
             self._drop(num_refused, "it is too slow")
         requests: list[_Request] = []
-        texts: list[bytes] = []
+        lines: list[bytes] = []
         for request in queue:
             requests.append(request)
             try:
-                texts.append(self._line_of(request))
+                lines.append(self._line_of(request))
             except Exception as error:  # A wrong request must not stop an engine.
                 self._drop(1, repr(error))
-            if request is not queue[-1] and sum(map(len, texts)) < _PIECE_BYTES:
+            if request is not queue[-1] and sum(map(len, lines)) < _WRITE_BYTES:
                 continue
-            if texts:
-                self._write(texts)
+            if lines:
+                self._write(lines)
             with self._changed:
                 self._num_blocks -= sum(len(request.keys) for request in requests)
                 self._num_done += len(requests)
                 self._changed.notify_all()
-            requests, texts = [], []
+            requests, lines = [], []
 
-    def _write(self, texts: Sequence[bytes]) -> None:
+    def _write(self, lines: Sequence[bytes]) -> None:
         num = self._num_uncounted
-        head = [_line({"dropped": num})] if num else []
+        dropped = [_line({"dropped": num})] if num else []
         try:
-            self._file.append(b"".join([*head, *texts]))
+            self._file.append(b"".join([*dropped, *lines]))
         except OSError as error:
-            self._drop(len(texts), error.strerror or str(error))
+            self._drop(len(lines), error.strerror or str(error))
         else:
-            self.num_written += len(texts)
+            self.num_written += len(lines)
             self._num_uncounted = 0
             self._outage.end()
 
@@ -401,7 +400,7 @@ class _Writer:
         return _line(fields)
 
     def _line_of(self, request: _Request) -> bytes:
-        # One line that no reader accepts would make the whole file useless.
+        # One invalid line would make the whole file unreadable.
         check_whole(0, input_tokens=request.input_tokens)
         if request.stop not in STOPS:
             raise ValueError(f"stop={shown(request.stop)} must be one of {STOPS}.")
@@ -427,13 +426,13 @@ class _Writer:
 
 
 def _as_list(ids: Any) -> Iterator[str]:
-    """Format numbers as a JSON list, and let other threads run now and then."""
+    """Format numbers as a JSON list; let other threads run in between."""
     yield "["
-    for start in range(0, len(ids), _IDS_AT_A_TIME):
+    for start in range(0, len(ids), _IDS_PER_CALL):
         if start:
             yield ", "
         time.sleep(0)
-        yield str(ids[start : start + _IDS_AT_A_TIME].tolist())[1:-1]
+        yield str(ids[start : start + _IDS_PER_CALL].tolist())[1:-1]
     yield "]"
 
 
@@ -446,14 +445,14 @@ def _line(fields: dict[str, Any]) -> bytes:
 
 
 def _read_secret(path: str) -> bytes:
-    """Read the secret of a file, or make one."""
+    """Read the secret from a file; create the file if missing."""
     try:
         if not os.path.exists(path):
-            # Under another name first, as others may read it at the same moment. The
-            # name is new, and so no link to another file.
+            # Under a temporary name first, as other processes may be reading `path`.
+            # The name is new, and so not a link to another file.
             draft = f"{path}.{secrets.token_hex(8)}"
-            is_new = os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-            fd = os.open(draft, os.O_WRONLY | is_new, 0o600)
+            new_only = os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+            fd = os.open(draft, os.O_WRONLY | new_only, 0o600)
             try:
                 with os.fdopen(fd, "w", encoding="ascii") as file:
                     file.write(secrets.token_hex(32) + "\n")
@@ -465,7 +464,7 @@ def _read_secret(path: str) -> bytes:
         if content is None:
             raise OSError(errno.EINVAL, "it is not a plain file")
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it is no name of a file"
+        why = getattr(error, "strerror", None) or "it is not a file name"
         raise OSError(
             getattr(error, "errno", None) or 0,
             f"cannot read the key for recorded ids from {shown(path)} ({why})",
@@ -473,7 +472,7 @@ def _read_secret(path: str) -> bytes:
     text = content.strip()
     if len(text) < MIN_KEY_BYTES:
         raise ValueError(
-            f"the key file {shown(path)} has {len(text)} bytes, and must have at least "
-            f"{MIN_KEY_BYTES} that nobody can guess; remove it, and it is made anew."
+            f"the key file {shown(path)} has {len(text)} bytes and must have at least "
+            f"{MIN_KEY_BYTES} that cannot be guessed: delete it to create a new one."
         )
     return hashlib.blake2b(text, digest_size=SECRET_BYTES).digest()

@@ -1,4 +1,4 @@
-"""An outlook: what other memory or another policy would find, by the shadows."""
+"""Outlooks: the hits with other host memory or another policy, by the shadows."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from jaxkv.scheduling.whatif.shadows import OFF, ShadowCount
 from jaxkv.scheduling.whatif.speeds import Speeds
 
 ENOUGH = 0.9
-"""A smaller size is recommended if it gives this share of what the best gives."""
+"""The smallest size that has this share of the best size's gain is recommended."""
 
 _LOG = logging.getLogger("jaxkv")
 _LOG_EVERY_MS = 3_600_000
-_FEW_POINTS = 1.0  # Percentage points that less memory may cost.
-_MIN_POINTS = 0.1
+_MAX_LOST_POINTS = 1.0  # Percentage points that less memory may cost.
+_MIN_GAINED_POINTS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """The hits of a host tier, and those that others would have had."""
+    """The hits of a host tier, and the hits that its shadows would have had."""
 
     policy: str  # The policy that serves.
-    num_blocks: int  # Its host blocks.
+    num_blocks: int  # The host blocks that serve.
     block_bytes: int  # 0 if unknown.
     num_requests: int
-    num_tokens: int  # Of all requests.
-    num_device_tokens: int  # Of these, found on the device.
-    num_host_tokens: int  # Found on the host beyond that.
-    # Tokens that could have been found beyond the device's, in whole blocks and without
-    # the last token.
+    num_tokens: int  # All tokens of the requests.
+    num_device_tokens: int  # The part found on the device.
+    num_host_tokens: int  # The part found on the host in addition.
+    # Tokens looked up behind the device's hits: whole blocks, without the last token.
     num_asked_tokens: int
     shadows: tuple[ShadowCount, ...]
-    speeds: Speeds | None  # Of loads and prefill; None if unknown.
+    speeds: Speeds | None  # The rates of loads and prefill; None if unknown.
     block_size: int  # Tokens.
-    # Whether nothing came from tiers below the host, which shadows do not have.
+    # Whether there are no tiers below the host, which shadows do not simulate.
     is_alone: bool = True
-    num_changes: int | None = None  # Of the policy, by "auto"; None if it is fixed.
+    num_changes: int | None = None  # Policy changes by "auto"; None without it.
 
     def since(self, earlier: Outlook) -> Outlook:
         """Return the difference from an earlier outlook of the same engine."""
@@ -50,10 +49,10 @@ class Outlook:
             changes["num_changes"] = self.num_changes - (earlier.num_changes or 0)
         shadows = []
         names = "num_asked_tokens", "num_found_tokens", "num_loads", "num_stored"
-        for now, old in zip(self.shadows, earlier.shadows, strict=True):
-            nums: Any = _differences(now, old, (*names, "num_evicted"))
-            variance = max(now.error_tokens**2 - old.error_tokens**2, 0.0)
-            shadows.append(now._replace(error_tokens=math.sqrt(variance), **nums))
+        for new, old in zip(self.shadows, earlier.shadows, strict=True):
+            counts: Any = _differences(new, old, (*names, "num_evicted"))
+            variance = max(new.error_tokens**2 - old.error_tokens**2, 0.0)
+            shadows.append(new._replace(error_tokens=math.sqrt(variance), **counts))
         return dataclasses.replace(self, shadows=tuple(shadows), **changes)
 
     def points(self, shadow: ShadowCount) -> float:
@@ -68,7 +67,7 @@ class Outlook:
     def saved_s(self, shadow: ShadowCount) -> float | None:
         """Return the seconds of prefill saved per request, None if unknown.
 
-        That assumes loads of the same length.
+        All loads are assumed to have the same length.
         """
         if self.speeds is None or not self.block_bytes:
             return None
@@ -83,7 +82,7 @@ class Outlook:
 
     @property
     def serving(self) -> ShadowCount:
-        """The serving tier, as its shadow counts it if there is one."""
+        """The counts of the serving tier's own shadow, or of the tier without one."""
         for shadow in self.shadows:
             if (shadow.policy, shadow.num_blocks) == (self.policy, self.num_blocks):
                 return shadow
@@ -93,7 +92,7 @@ class Outlook:
 
     @property
     def sentence(self) -> str:
-        """A sentence about what more memory or another policy would find."""
+        """A sentence about the hits with more memory or another policy."""
         device = percent_text(self.num_device_tokens, self.num_tokens)
         host = percent_text(self.num_host_tokens, self.num_tokens)
         auto, num = "", self.num_changes
@@ -110,8 +109,8 @@ class Outlook:
             return "no request has looked for its prefix yet"
         serving, phrases = self.serving, []
         num_blocks = serving.num_blocks
-        alike = [row for row in self.shadows if row.policy == self.policy]
-        larger = [row for row in alike if self._gains(row) and row != serving]
+        same_policy = [row for row in self.shadows if row.policy == self.policy]
+        larger = [row for row in same_policy if self._has_gain(row) and row != serving]
         larger = [row for row in larger if row.num_blocks > num_blocks]
         if larger:
             max_gain = max(map(self._gain, larger))
@@ -120,25 +119,25 @@ class Outlook:
             size = self._size(row.num_blocks - num_blocks)
             phrases.append(f"{size} more would find {self._change(row)}")
         same_size = [row for row in self.shadows if row.num_blocks == num_blocks]
-        better = [row for row in same_size if self._gains(row)]
+        better = [row for row in same_size if self._has_gain(row)]
         if better:
             row = max(better, key=self._gain)
             phrases.append(
-                f"{row.policy} in place of {self.policy} {self._change(row)}"
+                f"{row.policy} instead of {self.policy} would find {self._change(row)}"
             )
-        smaller = [row for row in alike if row.num_blocks < num_blocks]
-        smaller = [row for row in smaller if self._gain(row) > -_FEW_POINTS]
+        smaller = [row for row in same_policy if row.num_blocks < num_blocks]
+        smaller = [row for row in smaller if self._gain(row) > -_MAX_LOST_POINTS]
         if smaller and not larger:
             row = min(smaller, key=lambda shadow: shadow.num_blocks)
             size = self._size(num_blocks - row.num_blocks)
             phrases.append(f"{size} less would find {self._change(row)}")
         if not phrases:
-            phrases.append("no other that is shadowed would find more")
+            phrases.append("no other shadow would find more")
         return f"{text}{'; ' if self.is_alone else ', '}{'; '.join(phrases)}"
 
     def __str__(self) -> str:
         """Return a table of all shadows, and the sentence under it."""
-        rows = [("policy", "host", "found", "error", "saved a request")]
+        rows = [("policy", "host", "found", "error", "saved per request")]
         for shadow in self.shadows:
             size = self._size(shadow.num_blocks) if shadow.num_blocks else "none"
             share, error = self.points(shadow), self.error_points(shadow)
@@ -156,19 +155,21 @@ class Outlook:
     def _gain(self, shadow: ShadowCount) -> float:
         return self.points(shadow) - self.points(self.serving)
 
-    def _gains(self, shadow: ShadowCount) -> bool:
-        """Whether a shadow finds more, by more than chance."""
-        min_gain = max(_MIN_POINTS, 2 * self.error_points(shadow))
+    def _has_gain(self, shadow: ShadowCount) -> bool:
+        """Whether a shadow has significantly more hits than the serving tier."""
+        min_gain = max(_MIN_GAINED_POINTS, 2 * self.error_points(shadow))
         return shadow.policy != OFF and self._gain(shadow) > min_gain
 
     def _change(self, shadow: ShadowCount) -> str:
         gain, error = self._gain(shadow), self.error_points(shadow)
-        way = "more" if gain >= 0 else "less"
+        direction = "more" if gain >= 0 else "less"
         text = f"{abs(gain):.1f}"
-        text += f" ± {error:.1f} points {way}" if error else f" points {way}"
-        saved_s, own_s = self.saved_s(shadow), self.saved_s(self.serving)
-        if gain > 0 and saved_s is not None and own_s is not None and saved_s > own_s:
-            text += f", saving {time_text(saved_s - own_s)} of prefill a request"
+        text += (
+            f" ± {error:.1f} points {direction}" if error else f" points {direction}"
+        )
+        saved_s, now_s = self.saved_s(shadow), self.saved_s(self.serving)
+        if gain > 0 and saved_s is not None and now_s is not None and saved_s > now_s:
+            text += f", saving {time_text(saved_s - now_s)} of prefill per request"
         return text
 
     def _size(self, num_blocks: int) -> str:
@@ -177,20 +178,19 @@ class Outlook:
         return f"{num_blocks:,} blocks"
 
 
-def _differences(now: object, old: object, names: Sequence[str]) -> dict[str, int]:
-    return {name: getattr(now, name) - getattr(old, name) for name in names}
+def _differences(new: object, old: object, names: Sequence[str]) -> dict[str, int]:
+    return {name: getattr(new, name) - getattr(old, name) for name in names}
 
 
 class OutlookLog:
-    """Logs the outlook of each hour, and one of all at the end.
+    """Logs the outlook of each hour, and of all requests at the end.
 
-    `look` returns the current one, and must not refer to the scheduler, which could not
-    be freed then.
+    `get_outlook` must not refer to the scheduler, which could not be freed otherwise.
     """
 
-    def __init__(self, look: Callable[[], Outlook]) -> None:
-        self._look = look
-        self._before: Outlook | None = None
+    def __init__(self, get_outlook: Callable[[], Outlook]) -> None:
+        self._get_outlook = get_outlook
+        self._last: Outlook | None = None
         self._next_ms: int | None = None
 
     def note(self, now_ms: int) -> None:
@@ -200,13 +200,13 @@ class OutlookLog:
         if now_ms < self._next_ms:
             return
         self._next_ms = now_ms + _LOG_EVERY_MS
-        now = self._look()
-        since = now if self._before is None else now.since(self._before)
-        self._before = now
-        _LOG.info("in the last hour, %s", since.sentence)
+        outlook = self._get_outlook()
+        hour = outlook if self._last is None else outlook.since(self._last)
+        self._last = outlook
+        _LOG.info("in the last hour, %s", hour.sentence)
 
     def close(self) -> None:
         """Log the outlook of all requests."""
-        now = self._look()
-        if now.num_requests:
-            _LOG.info("all in all, %s", now.sentence)
+        outlook = self._get_outlook()
+        if outlook.num_requests:
+            _LOG.info("since the start, %s", outlook.sentence)

@@ -1,25 +1,24 @@
-"""Shadows: host tiers of other sizes and policies, without bytes, behind one device.
+"""Shadows: simulated host tiers of other sizes and policies, without bytes.
 
-A shadow gets the lookups, uses, stores, times and ends of the requests that the engine
-serves:
+A shadow gets the lookups, uses, stores and ends of the requests that the engine serves,
+at the same times:
 
-- it finds what continues the device's own prefix, at the moment of the lookup, on the
-  device or in the shadow;
-- it is offered what the device computes, except what it has found itself, when the
-  serving tier is offered blocks: also what that tier has already, and not what only
-  the shadow has;
-- a block that both store can be found once its transfer has arrived, or not at all if
-  that failed; a block that only the shadow stores, at once;
-- what a request is offered is held until its load has ended, if there is one.
+- A lookup finds the blocks, on the device or in the shadow, that continue the device's
+  own prefix.
+- When the serving tier is offered blocks, the shadow is offered all computed blocks
+  that it lacks, whether the serving tier has them or not.
+- A block that both tiers store is found once its transfer has arrived; if that failed,
+  never. A block that only the shadow stores is found at once.
+- An offer to a request is held until its load has ended, if it has one.
 
-So the shadow of the serving policy and size is in step with the tier: it finds the
-same. It assumes that the engine loads whatever is found and stores whatever there is
-room for: `skip_slow_loads` and `pause_unused_stores` do not change what a shadow sees.
-It does not see what comes from a store behind the host.
+So the shadow of the serving policy and size has the same hits as the tier. A shadow
+assumes that the engine loads all hits and stores all that there is room for:
+`skip_slow_loads` and `pause_unused_stores` do not change its hits. It does not see
+blocks from tiers below the host.
 
-Beyond `FULL_BLOCKS` a shadow replays a sample of the keys on the same share of the
-blocks (`jaxkv.scheduling.whatif.key_sample`), and a hit counts as many times more.
-Stores arrive there at once, and no block is held.
+Beyond `FULL_BLOCKS`, a shadow replays a sample of the keys on the same share of the
+blocks (`jaxkv.scheduling.whatif.key_sample`), and its hits are scaled up. Its stores
+arrive at once, and no block is held.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ from jaxkv.tiers.executors import (
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
 FULL_BLOCKS = 2048
-"""Blocks of a host tier up to which its shadows see all keys."""
+"""Up to this many blocks of the host tier, its shadows see all keys."""
 
 OFF = "off"
-"""The name of a shadow that finds nothing: the engine without a host tier."""
+"""The name of a shadow without hits: the engine without a host tier."""
 
 _MAX_SHADOWS = 16
-_MAX_KEYS = 4096  # Of a request, the first ones.
-_TIMES = 1 << 32  # Times on the array side have 32 bits.
+_MAX_KEYS = 4096  # Per request; later keys are ignored.
+_TIMES = 1 << 32  # Policies count ms in 32 bits.
 _NO_IDS = np.empty(0, np.int64)
 _, _NO_WORDS = pack([])
 _FACTOR = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 class Shadow(NamedTuple):
-    """A host tier that could be in place of the one that serves."""
+    """An alternative to the host tier that serves."""
 
     policy: str  # Or `OFF`.
     factor: float  # Its size, as a multiple of the serving tier's; 0 for `OFF`.
@@ -76,9 +75,6 @@ class Shadow(NamedTuple):
 def parse_shadows(text: str) -> tuple[Shadow, ...]:
     """Parse the setting `shadow`: policies with multiples of the serving tier's size.
 
-    Raises:
-        ValueError: With what is wrong.
-
     Example:
         >>> parse_shadows("lru*0.5,2; hazard*1; off")[1:]
         (Shadow(policy='lru', factor=2.0), Shadow(policy='hazard', factor=1.0), \
@@ -86,7 +82,7 @@ Shadow(policy='off', factor=0.0))
     """
     shadows: list[Shadow] = []
     for part in text.split(";"):
-        policy, star, factors = (word.strip() for word in part.partition("*"))
+        policy, star, factors = map(str.strip, part.partition("*"))
         if policy == OFF and not star:
             shadows.append(Shadow(OFF, 0.0))
             continue
@@ -102,22 +98,22 @@ Shadow(policy='off', factor=0.0))
                 )
             shadows.append(Shadow(policy, float(number)))
     if len(set(shadows)) < len(shadows) or len(shadows) > _MAX_SHADOWS:
-        raise ValueError(f"name each shadow once, and at most {_MAX_SHADOWS}")
+        raise ValueError(f"name at most {_MAX_SHADOWS} shadows, and each only once")
     return tuple(shadows)
 
 
 class ShadowCount(NamedTuple):
-    """The counts of a shadow so far; of a sample, what that stands for.
+    """The counts of a shadow so far, scaled up if it replays a sample of keys.
 
-    The sample was asked for more or less than its share of all, and so found more or
-    less: `share` is more accurate than `num_found_tokens`.
+    A sample may get more or fewer lookups than its share. Then `share` is more accurate
+    than `num_found_tokens`.
     """
 
     policy: str  # Or `OFF`.
-    num_blocks: int  # The host blocks that it stands for.
-    num_asked_tokens: int = 0  # Looked for beyond the device's own prefix.
+    num_blocks: int  # The host blocks of the simulated tier.
+    num_asked_tokens: int = 0  # Looked up beyond the device's own prefix.
     num_found_tokens: int = 0
-    num_loads: int = 0  # Requests that found any.
+    num_loads: int = 0  # Requests with a hit.
     num_stored: int = 0  # Blocks.
     num_evicted: int = 0
     # The standard error of `num_found_tokens`, if only a sample of keys is replayed.
@@ -125,12 +121,12 @@ class ShadowCount(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The found part of the tokens asked for, from 0 to 1."""
+        """The hit ratio of the tokens that were looked up, from 0 to 1."""
         return self.num_found_tokens / max(self.num_asked_tokens, 1)
 
 
 class _Visit:
-    """A request, as far as shadows see it."""
+    """The state of a request in all shadows."""
 
     __slots__ = (
         *("courses", "end", "first", "groups", "last", "mark", "num_hot", "rows"),
@@ -138,31 +134,31 @@ class _Visit:
     )
 
     def __init__(self) -> None:
-        self.mark = KeyMark()  # Its keys that were read.
-        self.words = _NO_WORDS  # u32[n, 8], the ones that take part.
-        self.rows: list[int] | None = None  # Which of its keys; None if all.
-        self.num_hot = 0  # Its first keys that are taken to be resident.
-        self.groups: list[int] = []  # The part of the sample that each word is in.
-        # How far it has come with each tier; empty if no key takes part.
+        self.mark = KeyMark()  # The keys that were read.
+        self.words = _NO_WORDS  # u32[n, 8], the keys that are replayed.
+        self.rows: list[int] | None = None  # Their indices; None if all are replayed.
+        self.num_hot = 0  # The first keys, which are assumed to be resident.
+        self.groups: list[int] = []  # The group of the sample that each word is in.
+        # The progress in each tier; empty if no key is replayed.
         self.courses: list[Course] = []
-        # Blocks that the device has found, and those that might have been found.
+        # The blocks [first, last) were looked up: behind the device's hits.
         self.first = self.last = 0
-        self.start = self.end = 0  # The words that were looked up.
+        self.start = self.end = 0  # The words of these blocks.
 
     @property
     def positions(self) -> NDArray[np.int32]:
-        """The place of each of `words`, which count as all blocks."""
+        """The position of each of `words` in the request, as if they were all keys."""
         return np.arange(len(self.words), dtype=np.int32)
 
     def cut(self, num_blocks: int) -> int:
-        """Count the words of the first blocks of the request."""
+        """Return how many words the first blocks of the request have."""
         if self.rows is None:
             return min(num_blocks, len(self.words))
         return bisect_left(self.rows, num_blocks)
 
 
 class _Tier(BareTier):
-    """A shadow's tier, and what it has found."""
+    """A shadow's tier, and its hits."""
 
     def __init__(self, policy: str, num_blocks: int, executor: ExecutorName) -> None:
         max_batch = max(_MAX_KEYS, 2 * num_blocks)
@@ -170,30 +166,30 @@ class _Tier(BareTier):
         self._executor_name: ExecutorName = executor
         super().__init__(make_executor(self.policy, executor))
         self.listens = self.policy.listens
-        self.found = [0] * NUM_GROUPS  # Blocks, by the parts of the sample.
-        self.num_loads = 0  # Requests that found any.
+        self.found = [0] * NUM_GROUPS  # Hits in blocks, by group of the sample.
+        self.num_loads = 0  # Requests with a hit.
 
     def place_victims(
         self, keys: Words, passes: NDArray[np.bool_] | None
     ) -> tuple[Words, Store] | None:
-        """Store victims as `place` does, without evicting one of them for another."""
+        """Store victims of the device, without evicting one of them for another."""
         if not len(keys):
             return None
-        found = self.executor.find(keys).astype(np.int64)
-        is_bare = found == NO_BLOCK
+        block_ids = self.executor.find(keys).astype(np.int64)
+        is_new = block_ids == NO_BLOCK
         if passes is not None:
-            is_bare &= passes
+            is_new &= passes
         num = len(keys)
-        while is_bare[:num].any():
-            kept = found[:num][found[:num] != NO_BLOCK]
-            # What is being stored is not evicted anyhow.
-            kept = kept[np.asarray(self.executor.state.ref_cnt)[kept] >= 0]
-            self.executor.pin(kept)
-            bare = select_keys(keys[:num], is_bare[:num])
-            store = self.place_all(bare)
-            self.executor.complete_step(kept, len(kept))
+        while is_new[:num].any():
+            resident = block_ids[:num][block_ids[:num] != NO_BLOCK]
+            # Blocks that are being stored cannot be evicted anyway.
+            resident = resident[np.asarray(self.executor.state.ref_cnt)[resident] >= 0]
+            self.executor.pin(resident)
+            new_keys = select_keys(keys[:num], is_new[:num])
+            store = self.place_all(new_keys)
+            self.executor.complete_step(resident, len(resident))
             if store is not None:
-                return bare, store
+                return new_keys, store
             num //= 2
         return None
 
@@ -202,20 +198,19 @@ class _Tier(BareTier):
         ids = store.block_ids
         if placed:
             rows = np.flatnonzero(ids != NO_BLOCK)
-            names = words_to_keys(keys[rows])
-            ids = ids[rows][[key not in placed for key in names]]
+            ids = ids[rows][[key not in placed for key in words_to_keys(keys[rows])]]
         if ids.size:
             self.executor.complete_step(ids, 0)
 
     def clear(self) -> None:
-        """Forget all blocks, and keep what was counted and learned."""
+        """Forget all blocks, but keep the counts and the policy's statistics."""
         self.executor = make_emptied(self.executor, self.policy, self._executor_name)
 
 
 class Shadows:
     """The shadows of a host tier. They change nothing in the tiers that serve.
 
-    One key in ``2**sample_bits`` takes part; None to choose the bits by the size. If
+    One key in ``2**sample_bits`` is replayed; None to choose the bits by the size. If
     `is_lazy`, single blocks are offered (`offer_victims`).
     """
 
@@ -235,41 +230,41 @@ class Shadows:
         self.num_host_blocks = num_host_blocks
         self._knows_prefixes = not is_lazy
         self._num_blocks = [
-            max(round(own.factor * num_host_blocks), own.policy != OFF)
-            for own in shadows
+            max(round(shadow.factor * num_host_blocks), shadow.policy != OFF)
+            for shadow in shadows
         ]
         self.block_size = block_size
         self._bits = sample_bits
         self._executor_name: ExecutorName = executor
         sizes = [num for num in self._num_blocks if num]
-        # Chooses the keys that take part; None if all do.
+        # Chooses the keys to replay; None for all.
         self.sample = (
             KeySample(sample_bits, min(sizes)) if sample_bits and sizes else None
         )
         self._tiers = [
-            _Tier(own.policy, max(num >> sample_bits, 1), executor)
-            for own, num in zip(shadows, self._num_blocks, strict=True)
-            if own.policy != OFF
+            _Tier(shadow.policy, max(num >> sample_bits, 1), executor)
+            for shadow, num in zip(shadows, self._num_blocks, strict=True)
+            if shadow.policy != OFF
         ]
-        # Blocks that were looked for: all; those that are taken to be resident, and the
-        # requests that found some of them; blocks of the sample, by its parts.
+        # Lookups in blocks: all; of hot keys, which are assumed to be resident, and
+        # requests with some; of the sample, by its groups.
         self._num_asked = self._num_hot = self._num_hot_loads = 0
-        self.num_requests = 0  # That looked for their prefix.
+        self.num_requests = 0  # Requests that looked up their prefix.
         self._asked = [0] * NUM_GROUPS
         self._visits: dict[str, _Visit] = {}
-        # Blocks of each tier that loads of requests hold.
+        # Each request's held blocks in each tier.
         self._held: dict[str, list[Ids]] = {}
         self._pool: DeviceBlockPool | None = None
 
     def bind(self, pool: object) -> None:
-        """Bind the pool of the device, if it can be searched for copies."""
+        """Bind the device's pool, if it can be searched."""
         self._pool = pool if isinstance(pool, DeviceBlockPool) else None
 
     def warm_up(self) -> None:
-        """Load, or compile, what the methods run, so that no later call waits."""
-        policies = {own.policy for own in self._shadows} - {OFF}
-        alike = [Shadow(policy, 1.0) for policy in sorted(policies)]
-        scratch = Shadows(alike, 4, 1, self._executor_name)
+        """Load or compile the code of all methods, so that no later call waits."""
+        policies = {shadow.policy for shadow in self._shadows} - {OFF}
+        shadows = [Shadow(policy, 1.0) for policy in sorted(policies)]
+        scratch = Shadows(shadows, 4, 1, self._executor_name)
         scratch.bind(self._pool)
         keys = [bytes(KEY_BYTES), bytes(KEY_BYTES - 1) + b"1"]
         for placed in (keys, ()):
@@ -285,12 +280,12 @@ class Shadows:
 
     @property
     def num_asked_tokens(self) -> int:
-        """Tokens that requests looked for beyond the device's own prefix."""
+        """Tokens that requests looked up beyond the device's own prefix."""
         return self._num_asked * self.block_size
 
     @property
     def counts(self) -> tuple[ShadowCount, ...]:
-        """The counts of each shadow so far; any thread may ask."""
+        """The counts of each shadow so far; thread-safe."""
         bits, size, counts = self._bits, self.block_size, []
         tiers = iter(self._tiers)
         asked = (self._num_hot + (sum(self._asked) << bits)) * size
@@ -318,51 +313,52 @@ class Shadows:
 
     @property
     def num_asked_of_sample(self) -> list[int]:
-        """Blocks of the sample that were looked for, by its parts."""
+        """Lookups of blocks of the sample, by its groups."""
         return list(self._asked)
 
     def num_found_of_sample(self, policy: str) -> list[int]:
-        """Return what the shadow of a policy and the serving size found of these."""
+        """Return the hits of these in the shadow of a policy and the serving size."""
         return list(self._tier_of(policy).found)
 
     def num_found_tokens_of(self, policy: str) -> int:
-        """Return the tokens that this shadow has found; cheap, and never fewer."""
+        """Return the hit tokens of this shadow; cheap, and never decreasing."""
         found = sum(self._tier_of(policy).found)
         return (self._num_hot + (found << self._bits)) * self.block_size
 
     def learned_by(self, policy: str) -> tuple[Executor, int]:
-        """Return this shadow's index, and how many keys each of its keys stands for."""
+        """Return this shadow's index, and how many keys each of its keys represents."""
         return self._tier_of(policy).executor, 1 << self._bits
 
     def resume(self, policy: str, table: ReuseTable) -> None:
-        """Go on, in this shadow, with counts of all keys."""
-        own, bits = self._tier_of(policy), self._bits
+        """Restore this shadow's statistics from counts of all keys."""
+        tier, bits = self._tier_of(policy), self._bits
         table = from_counts(table.touches >> bits, table.reuses >> bits)
-        own.executor = resume(own.executor, own.policy, self._executor_name, table)
+        tier.executor = resume(tier.executor, tier.policy, self._executor_name, table)
 
     def look_up(
         self, name: str, keys: Sequence[BlockKey], first: int, last: int
     ) -> None:
-        """Search for the blocks [first, last) that continue the device's own prefix."""
+        """Look up the blocks [first, last) that continue the device's own prefix."""
         visit = self._visit(name, keys)
         self.release(name)
         visit.first, visit.last = first, last
         if not visit.courses:
             return
         visit.start, visit.end = start, end = visit.cut(first), visit.cut(last)
-        # Some keys right behind the hottest are new to the sample whenever there are
-        # more of those: such a key may be missing although the next one is resident.
-        sure = start
+        # When more keys become hot, the first keys behind them are new to the sample:
+        # such a key may be missing although the next one is resident.
+        resume_at = start
         if self.sample is not None and self._knows_prefixes:
-            sure = max(visit.cut(self.sample.end_of_stratum(visit.num_hot)), start)
+            stratum_end = visit.cut(self.sample.end_of_stratum(visit.num_hot))
+            resume_at = max(stratum_end, start)
         held: list[Ids] = []
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             num, ids = 0, _NO_IDS
             if start < end:
                 num, ids = self._find(tier, visit.words[start:end])
-            if num < sure - start and sure < end:
-                more, _ = self._find(tier, visit.words[sure:end])
-                num = sure - start + more if more else num
+            if num < resume_at - start and resume_at < end:
+                more, _ = self._find(tier, visit.words[resume_at:end])
+                num = resume_at - start + more if more else num
             held.append(ids)
             course.num_known, course.num_found = start + num, num
             course.is_ordered, course.whole_at = True, -1
@@ -381,8 +377,8 @@ class Shadows:
     ) -> None:
         """Use a request's blocks for the first time.
 
-        `is_found` says whether it has looked its prefix up, `is_loaded` whether the
-        serving tier loads something for it.
+        `is_found` is whether it has looked up its prefix, `is_loaded` whether the
+        serving tier loads blocks for it.
         """
         visit = self._visit(name, keys)
         if not is_loaded:
@@ -394,12 +390,12 @@ class Shadows:
             return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
-                about = begun(now_ms % _TIMES, num_tokens)
-                course.mark = tier.executor.note(words, BEGIN, visit.positions, about)
+                facts = begun(now_ms % _TIMES, num_tokens)
+                course.mark = tier.executor.note(words, BEGIN, visit.positions, facts)
             tier.executor.touch(words, True)
 
     def first_open_block(self, name: str, keys: Sequence[BlockKey]) -> int:
-        """Return the first block of a request that a shadow may still be offered."""
+        """Return a request's first block that some shadow may lack."""
         visit = self._visit(name, keys)
         num = min((course.num_known for course in visit.courses), default=0)
         if num >= len(visit.words):
@@ -418,13 +414,13 @@ class Shadows:
         is_end: bool = False,
         can_store: bool = True,
     ) -> None:
-        """Offer the first `num_blocks` of a request, which it has computed.
+        """Offer the first `num_blocks` of a request, which are computed.
 
-        `placed` are the keys that the serving tier has just found room for. `passes`
-        (bool[num_blocks - start], None for all) says which blocks from `start` on may
-        be stored; `start` is at most `first_open_block`. At its end a request is about
-        to lose its device blocks: all are offered again (from 0), unless the shadow has
-        them, and `can_store` says whether the serving tier may store any.
+        `placed` are the keys that the serving tier has just placed. `passes`
+        (bool[num_blocks - start], None for all) is whether each block from `start` on
+        may be stored; `start` is at most `first_open_block`. If the request ends
+        (`is_end`), all blocks that the shadow lacks are offered again, from 0 on, and
+        `can_store` is whether the serving tier may store any.
         """
         visit = self._visit(name, keys)
         end = visit.cut(num_blocks)
@@ -451,7 +447,7 @@ class Shadows:
         placed: Container[BlockKey],
         passes: NDArray[np.bool_] | None,
     ) -> None:
-        """Offer u32[n, 8], which the device evicts next, as lazy stores do."""
+        """Offer the blocks that the device evicts next (u32[n, 8]), for lazy stores."""
         if self.sample is not None:
             rows = self.sample.choose(words)
             words = words[rows]
@@ -463,14 +459,14 @@ class Shadows:
                 tier.settle(*stored, placed)
 
     def arrive(self, keys: Sequence[BlockKey], *, ok: bool) -> None:
-        """End stores of the serving tier."""
+        """Complete stores of the serving tier."""
         if self.sample is None:
             _, words = pack(keys)
             for tier in self._tiers:
                 tier.complete(words, ok=ok)
 
     def release(self, name: str) -> None:
-        """Release what a request was offered."""
+        """Release the held offer of a request."""
         for tier, ids in zip(self._tiers, self._held.pop(name, ()), strict=False):
             if ids.size:
                 tier.executor.complete_step(ids, len(ids))
@@ -482,7 +478,7 @@ class Shadows:
             tier.discard(words)
 
     def recompute(self, name: str) -> None:
-        """Expect a request to compute the blocks whose load has failed."""
+        """Expect a request to recompute the blocks whose load has failed."""
         visit = self._visits.get(name)
         for course in visit.courses if visit else ():
             course.num_known = 0
@@ -495,7 +491,7 @@ class Shadows:
         num_output_tokens: int | None,
         stop: Stop | None,
     ) -> None:
-        """Notify policies that a request that has begun has finished."""
+        """Notify policies that a request has finished; it must have begun."""
         visit = self._visit(name, keys)
         if not visit.courses:
             return
@@ -503,8 +499,8 @@ class Shadows:
         reason = STOPS.index(stop)
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
-                about = finished(now_ms % _TIMES, output, reason, course.mark)
-                tier.executor.note(visit.words, FINISH, visit.positions, about)
+                facts = finished(now_ms % _TIMES, output, reason, course.mark)
+                tier.executor.note(visit.words, FINISH, visit.positions, facts)
 
     def forget(self, name: str, *, is_held: bool = False) -> None:
         """Forget a request; `is_held` keeps its offer while a load is in flight."""
@@ -523,18 +519,17 @@ class Shadows:
 
     def _tier_of(self, policy: str) -> _Tier:
         """Return the tier of the shadow of a policy and the serving size."""
-        with_tiers = [own for own in self._shadows if own.policy != OFF]
+        with_tiers = [shadow for shadow in self._shadows if shadow.policy != OFF]
         return self._tiers[with_tiers.index(Shadow(policy, 1.0))]
 
     def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
-        """Search for the continuation of a prefix; hold it if all keys take part."""
+        """Search for the continuation of a prefix; hold it unless keys are sampled."""
         if self._pool is None:
             num, ids = tier.executor.lookup(words), _NO_IDS
             if num and self.sample is None:
                 _, ids = tier.executor.prepare_load(words[:num])
             return num, ids
-        found = tier.executor.find_beside(self._pool.bound, words)
-        num, on_device, on_host = found
+        num, on_device, on_host = tier.executor.find_beside(self._pool.bound, words)
         if not num or self.sample is not None:
             return num, _NO_IDS
         ids = on_host[:num][on_device[:num] == NO_BLOCK].astype(np.int64)
@@ -542,7 +537,7 @@ class Shadows:
         return num, ids
 
     def _visit(self, name: str, keys: Sequence[BlockKey]) -> _Visit:
-        """Return what is known of a request, once its new keys are read."""
+        """Return the state of a request, after reading its new keys."""
         visit = self._visits.get(name)
         if visit is None or not visit.mark.is_in(keys):
             visit = self._begin_visit(visit, keys)
@@ -565,19 +560,19 @@ class Shadows:
         return visit
 
     def _begin_visit(self, before: _Visit | None, keys: Sequence[BlockKey]) -> _Visit:
-        """Begin with a request, or anew with one whose keys were rewritten."""
+        """Return a new state, or one in place of `before` if keys were rewritten."""
         visit = _Visit()
         if self.sample is not None:
             visit.num_hot = self.sample.note_request(keys)
             visit.rows = []
         if before is not None:
-            visit.courses = [Course(mark=own.mark) for own in before.courses]
+            visit.courses = [Course(mark=course.mark) for course in before.courses]
         return visit
 
     def _rows_of(
         self, words: Words, num_hot: int, first: int, num_chosen: int
     ) -> list[int]:
-        """Return the keys of a prefix that take part, from the first new one on."""
+        """Return the indices of keys to replay, from the new key `first` on."""
         assert self.sample is not None
         room = _MAX_KEYS - num_chosen
         if room <= 0:
@@ -588,7 +583,7 @@ class Shadows:
         return [first + row for row in self.sample.choose(words[first:])][:room]
 
     def _count(self, visit: _Visit) -> None:
-        """Count what a request has looked for and found."""
+        """Count a request's lookup and its hits."""
         first, start = visit.first, visit.start
         self.num_requests += 1
         self._num_asked += visit.last - first
@@ -599,15 +594,16 @@ class Shadows:
             return
         groups = visit.groups[start : visit.end]
         _count_groups(self._asked, groups, visit.end - start)
-        # What finds anything finds the first block that it looks for.
-        tells_load = visit.rows is None or visit.rows[start] == first
+        # A request with a hit hits its first block: requests whose first block is in
+        # the sample stand for the others.
+        has_first = visit.rows is None or visit.rows[start] == first
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             _count_groups(tier.found, groups, course.num_found)
-            tier.num_loads += tells_load and course.num_found > 0
+            tier.num_loads += has_first and course.num_found > 0
 
 
 def _count_groups(counts: list[int], groups: list[int], num: int) -> None:
-    """Count the first `num` of some keys by their groups, if they have any."""
+    """Count the first `num` keys by their groups; all in group 0 without groups."""
     if not groups:
         counts[0] += num
     for group in groups[:num]:

@@ -1,7 +1,7 @@
 """Shadows as a listener of the scheduler, and the policy that "auto" chooses.
 
-Shadows only watch. "auto" also acts, when a request finishes and at no other time: it
-changes the policy of the tier that serves.
+Shadows only observe. "auto" also changes the policy of the serving tier, only when a
+request finishes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jaxkv.tiers.index import BlockIndex
 
 
 class WhatIf(Listener):
-    """A tier without shadows, whose policy (None for one without a name) is fixed."""
+    """A tier without shadows, with a fixed policy (None if it has no name)."""
 
-    num_changes: int | None = None  # How often "auto" has changed the policy.
+    num_changes: int | None = None  # Policy changes by "auto"; None without it.
 
     def __init__(self, host: BlockIndex, policy: str | None) -> None:
         self._host = host
@@ -43,7 +43,7 @@ class WhatIf(Listener):
     def outlook(self) -> Outlook:
         """See `OffloadScheduler.outlook`."""
         raise ValueError(
-            "there are no shadows: name some, as in OffloadRules(shadow='lru*2')."
+            "there are no shadows: set some, such as OffloadRules(shadow='lru*2')."
         )
 
     def num_found_tokens(self) -> int:
@@ -51,22 +51,19 @@ class WhatIf(Listener):
         return 0
 
     def learned(self) -> ReuseTable:
-        """Return what "hazard" has learned, in the serving tier or in its shadow."""
+        """Return the statistics of "hazard", of the serving tier or of its shadow."""
         state = self._host.executor.state.policy
         assert isinstance(state, HazardState)
         return state.reuse
 
     def resume(self, learned: ReuseTable) -> None:
-        """Go on with counts of "hazard", wherever it is."""
+        """Restore statistics of "hazard", in the serving tier and in its shadow."""
         if isinstance(self._host.executor.state.policy, HazardState):
             self._host.resume(learned)
 
 
 class Shadowed(WhatIf):
-    """A tier with shadows.
-
-    It holds no reference to the scheduler, which can be freed before this is closed.
-    """
+    """A tier with shadows. It does not refer to the scheduler, which may be freed."""
 
     _NOT_STATE = ("_log",)
 
@@ -111,7 +108,7 @@ class Shadowed(WhatIf):
             bytes_per_s, tokens_per_s = gate.load_bytes_per_s, gate.prefill_tokens_per_s
             speeds = Speeds(bytes_per_s, bytes_per_s, prefill_tokens_per_s=tokens_per_s)
         return Outlook(
-            self.policy or "the policy that serves",
+            self.policy or "the serving policy",
             self._host.num_blocks,
             self._rules.block_bytes,
             self.shadows.num_requests,
@@ -135,24 +132,24 @@ class Shadowed(WhatIf):
         return 0 if self._choice is None else self._choice.count_found()
 
     def learned(self) -> ReuseTable:
-        """Return what "hazard" has learned, in the serving tier or in its shadow."""
+        """Return the statistics of "hazard", of the serving tier or of its shadow."""
         if isinstance(self._host.executor.state.policy, HazardState):
             return super().learned()
         executor, scale = self.shadows.learned_by("hazard")
         return scaled(executor.state.policy.reuse, scale)
 
     def resume(self, learned: ReuseTable) -> None:
-        """Go on with counts of "hazard", wherever it is."""
+        """Restore statistics of "hazard", in the serving tier and in its shadow."""
         super().resume(learned)
         if self._choice is not None:
             self.shadows.resume("hazard", learned)
 
     def bound(self, pool: Any) -> None:
-        """Search the device's pool, too, if blocks may be copied on the device."""
+        """Bind the device's pool, if blocks may be copied on the device."""
         self.shadows.bind(pool if self._rules.copy_on_device else None)
 
     def warm_up(self) -> None:
-        """Load or compile what the shadows run."""
+        """Load or compile the code of the shadows."""
         self.shadows.warm_up()
 
     def looked_up(
@@ -163,7 +160,7 @@ class Shadowed(WhatIf):
         is_awaited: bool,
         start_s: float,
     ) -> None:
-        """Search the shadows for the prefix."""
+        """Look up the prefix in the shadows."""
         if num_tokens is None:
             return
         size = self.shadows.block_size
@@ -184,7 +181,7 @@ class Shadowed(WhatIf):
         )
 
     def offered(self, offer: Offer) -> None:
-        """Offer the same blocks, and those that a shadow has refused before."""
+        """Offer the same blocks, and blocks that a shadow had no room for before."""
         name, keys, first = offer.request_id, offer.keys, 0
         if not offer.is_end:
             first = min(
@@ -208,23 +205,23 @@ class Shadowed(WhatIf):
         self.shadows.offer_victims(words, placed, passes)
 
     def stored(self, keys: Keys, ok: bool) -> None:
-        """End stores."""
+        """Complete stores."""
         self.shadows.arrive(keys, ok=ok)
 
     def released(self, request_ids: Sequence[str], unloaded: Sequence[Keys]) -> None:
-        """Release what is held, and forget what could not be loaded."""
+        """Release held blocks, and forget blocks whose load has failed."""
         for name in request_ids:
             self.shadows.release(name)
         for keys in unloaded:
             self.shadows.discard(keys)
 
     def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:
-        """Expect the requests whose loads have failed to compute their blocks."""
+        """Expect the requests whose loads have failed to recompute their blocks."""
         for name in failed:
             self.shadows.recompute(name)
 
     def finished(self, end: End) -> None:
-        """Forget the request; with "auto", change the policy that serves if due."""
+        """Forget the request; with "auto", change the serving policy if due."""
         name = end.request.request_id
         if end.has_begun:
             num_output, now_ms = output_tokens_of(end.request), end.now_ms()
