@@ -1680,7 +1680,7 @@ _IDS = {
 _ORDERED = {"_overdue", "waiters", "_to_write", "_reasons"}
 # What no decision depends on, or what follows from the rest.
 _IGNORED = {
-    *("request", "limits", "marks", "fetch_of", "_probe_of", "_looked_for"),
+    *("request", "limits", "marks", "fetch_of", "_probe_of", "_lookup_marks"),
     *("_asked", "_next_event", "num_fetched_tokens", "_num_holders", "_last_ask"),
     *("_num_asks", "_num_released", "_num_readers", "num_changes", "_num_found"),
     *("bytes_per_s", "load_bytes_per_s", "prefill_tokens_per_s", "_is_refused"),
