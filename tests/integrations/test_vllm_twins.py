@@ -33,15 +33,15 @@ pytestmark = [
 # What vLLM 0.32 decides otherwise, and 0.19.1's way. `Managers` allows for the first
 # three, `Pool` and `Twin` for the others. docs/internals/vllm.md has the same table.
 DIFFERENCES = {
-    "ARC evicts from T1 when T2 has nothing to give": "refuses to store",
-    "ARC's target moves when a ghost is stored, too": "when touched",
-    "a request's end is a use of its blocks": "`touch` alone",
-    "a hit is pinned from the query on": "searched again at allocation",
+    "ARC evicts from T1 when T2 cannot": "refuses to store",
+    "ARC's target moves when ghosts are stored": "when touched",
+    "a request's end uses its blocks": "`touch` alone",
+    "a hit is pinned from its query": "searched again at allocation",
     "a block in flight is not stored again": "within one step",
-    "a request's last blocks are stored at its end": "are lost",
-    "a block without a key is passed over": "ends the scan",
-    "freed blocks without a key are reused first": "queue like others",
-    "a stored block gets its key at the end": "at the start",
+    "a request's end stores its last blocks": "loses them",
+    "blocks without keys are passed over": "end the scan",
+    "freed blocks without keys are reused first": "queue like others",
+    "stored blocks get keys at the end": "at the start",
     "stores have events, of medium CPU": "only evictions, of GPU",
 }
 NUM_CALLS = 2000
