@@ -46,25 +46,15 @@ _ADDRESSED_PLATFORMS = ("cpu",)
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What one array of an extent has of a host block on one device.
+    """What one array of an extent has of a host block on one device."""
 
-    Attributes:
-        array: The index of the array.
-        shard: Its index among the array's distinct shards in this process.
-        devices: Those of this process that have it.
-        is_whole: Whether no other device has any of it.
-        axis: The axis of the rows.
-        shape: Shape of what these devices have, with one of a value's bytes.
-        num_rows: Rows of a host block.
-    """
-
-    array: int
-    shard: int
-    devices: tuple[jax.Device, ...]
-    is_whole: bool
-    axis: int
-    shape: tuple[int, ...]
-    num_rows: int
+    array: int  # The index of the array.
+    shard: int  # Its index among the array's distinct shards in this process.
+    devices: tuple[jax.Device, ...]  # Those of this process that have it.
+    is_whole: bool  # Whether no other device has any of it.
+    axis: int  # The axis of the rows.
+    shape: tuple[int, ...]  # What these devices have; the last axis is a value's bytes.
+    num_rows: int  # Rows of a host block.
 
     @property
     def num_pieces(self) -> int:
@@ -83,15 +73,10 @@ class _Part:
 
 
 class _Rows(NamedTuple):
-    """The memory of an extent.
+    """The memory of an extent."""
 
-    Attributes:
-        table: i64[parts, 4]. As `jaxkv.transfer.host_rows` wants it.
-        owners: What keeps it alive.
-    """
-
-    table: NDArray[np.int64]
-    owners: list[Any]
+    table: NDArray[np.int64]  # i64[parts, 4], for `jaxkv.transfer.host_rows`.
+    owners: list[Any]  # What keeps it alive.
 
 
 class HostRead:
@@ -228,6 +213,8 @@ class HostBytes:
             row[STRIDE_BYTES] = part.shape[part.axis] * part.row_bytes
             row[PIECE_BYTES] = part.num_rows * part.row_bytes
         self.description = "; ".join(map(self._describe, self._parts))
+        if any(len(spec.sharding.device_set) > 1 for spec in self._specs):
+            self.description += f" of processes {list(map(_holders, self._specs))}"
         self._writes: collections.deque[HostWrite] = collections.deque()
         self.closed: collections.deque[list[int]] = collections.deque()
         self._num_reads = 0
@@ -338,7 +325,9 @@ class HostBytes:
             axis = self._extents.axis(bundle)
             shape = spec.sharding.shard_shape(spec.shape)
             is_whole = len(spec.sharding.device_set) == 1
-            for shard, devices in enumerate(_distinct(spec)):
+            local = spec.sharding.addressable_devices
+            shards = ([d for d in devices if d in local] for devices in _distinct(spec))
+            for shard, devices in enumerate(filter(None, shards)):
                 whole = (*shape, spec.dtype.itemsize)
                 yield _Part(index, shard, tuple(devices), is_whole, axis, whole, m)
 
@@ -457,10 +446,21 @@ def _address_of(owner: jax.Array | Bytes) -> int:
 
 
 def _distinct(spec: jax.ShapeDtypeStruct) -> list[list[jax.Device]]:
-    """List this process's devices by what they hold of an array."""
-    devices: dict[str, list[jax.Device]] = {}
-    sharding = spec.sharding
-    indices = sharding.addressable_devices_indices_map(spec.shape)
-    for device in sorted(indices, key=lambda device: device.id):
-        devices.setdefault(repr(indices[device]), []).append(device)
-    return list(devices.values())
+    """List the devices that have each shard, the shards by where they begin.
+
+    The ids of devices have no meaning for another mesh.
+    """
+    shards: dict[tuple[int, ...], list[jax.Device]] = {}
+    for device, index in spec.sharding.devices_indices_map(spec.shape).items():
+        start = tuple(part.start or 0 for part in index)
+        shards.setdefault(start, []).append(device)
+    return [shards[start] for start in sorted(shards)]
+
+
+def _holders(spec: jax.ShapeDtypeStruct) -> list[list[int]]:
+    """List the processes that have each shard, numbered among themselves."""
+    shards = [
+        {device.process_index for device in devices} for devices in _distinct(spec)
+    ]
+    processes = sorted(set().union(*shards))
+    return [sorted(map(processes.index, holders)) for holders in shards]

@@ -117,13 +117,27 @@ def serve_alone(num_hosts, mesh, folder):
     batch = TierBatch(0, KEYS, ON_HOST, tuple(range(6)))
     (report,) = run(half, below=(TierMoves(writes=(batch,)),))
     assert report.written == ((0, (True,) * 6),)
-    batch = TierBatch(1, KEYS, FETCHED, tuple(range(6)))
-    (report,) = run(half, below=(TierMoves(fetches=(batch,)),))
-    assert report.fetched == ((1, (True,) * 6),)
+    assert fetch(half) == ((1, (True,) * 6),)
     load(half, FETCHED, 1)
     check(runner_beside_store.kv_caches)
     half.shut_down()
     return runner.kv_caches, storage
+
+
+def fetch(half):
+    batch = TierBatch(1, KEYS, FETCHED, tuple(range(6)))
+    (report,) = run(half, below=(TierMoves(fetches=(batch,)),))
+    return report.fetched
+
+
+def fetch_on(num_hosts, mesh, storage, is_there):
+    """Fetch blocks that engines with other meshes have written, and check them."""
+    half, runner = make_half(num_hosts, make_caches(mesh), **storage)
+    assert fetch(half) == ((1, (is_there,) * 6),)
+    if is_there:
+        load(half, FETCHED, 2)
+        check(runner.kv_caches)
+    half.shut_down()
 
 
 def listed(num_hosts, mesh, storage):
@@ -163,6 +177,10 @@ def main(address, num_hosts, host, folder):
         # The first host lists, and finds what all have written with this placement.
         listing = listed(num_hosts, mesh, storage)
         assert listing == (([], False) if host else (list(KEYS), True)), listing
+    # Chips of one host in another order share its part; hosts in another order do not.
+    for order, is_there in (((1, 0, 3, 2), True), ((2, 3, 0, 1), False)):
+        mesh = jax.sharding.Mesh(devices[list(order)], "model")
+        fetch_on(num_hosts, mesh, storage, is_there)
     both = jax.P("model", None, "copy")
     for wrong, hosts, text in (
         (make_caches(copies, both), num_hosts, "one axis other than that of blocks"),

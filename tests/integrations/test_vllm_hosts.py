@@ -75,14 +75,24 @@ def test_a_slow_host_holds_up_nobody_for_ever(lab):
 
 
 @pytest.mark.long
-def test_two_hosts_share_a_store_of_which_each_has_its_shard(lab, tmp_path):
+def test_two_hosts_are_warm_after_a_restart_from_a_store_with_their_shards(
+    lab, tmp_path
+):
     storage = {"storage": f"file://{tmp_path}", "storage_write": "through"}
     storage |= {"storage_deadline_s": 60, "num_cpu_blocks": 100}
-    policy = {"eviction_policy": "hazard", "retention": True}
-    expected, found = run_both(lab, [""], **storage | policy)
-    check_same_answers(found, expected)
-    check(found)
-    assert "blocks from storage=0" not in found["log"].rpartition("KV Transfer")[2]
+    first_turns = []
+    for policy in (
+        {"eviction_policy": "hazard", "retention": True},
+        {"eviction_policy": "auto"},
+    ):
+        expected, found = run_both(lab, [""], **storage | policy)
+        check_same_answers(found, expected)
+        check(found)
+        assert "blocks from storage=0" not in found["log"].rpartition("KV Transfer")[2]
+        first_turns.append(sum(answer["cached"] for answer in found["answers"][:20]))
+    cold, warm = first_turns
+    assert cold == 0
+    assert warm > 2000
 
 
 @pytest.mark.long

@@ -6,6 +6,9 @@ python -m tests.transfer.process_cases ADDRESS NUM_PROCESSES PROCESS
 import sys
 
 import jax
+import numpy as np
+
+from jaxkv.transfer import TransferEngine
 
 # Each spec once, and both modes for shards of both axes.
 CASES = [
@@ -34,7 +37,22 @@ def main(address, num_processes, process):
             options = {"layer_groups": 2, "rounds": 3}
             test_sharded.round_trips(4, specs[name], "Auto", mode, **options)
         print(f"{mode}, {name}: as it should be", flush=True)
+    in_a_row, mixed, swapped = (
+        bytes_description(order) for order in ([0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1])
+    )
+    # On the last mesh each process has the shards of another.
+    assert in_a_row == mixed != swapped
     jax.distributed.shutdown()
+
+
+def bytes_description(order):
+    """Return the description of host blocks on a mesh with this order of devices."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[order], "heads")
+    heads = jax.NamedSharding(mesh, jax.P(None, "heads"))
+    pool = jax.make_array_from_callback(
+        (8, 4, 2), heads, np.zeros((8, 4, 2), np.float32).__getitem__
+    )
+    return TransferEngine(pool, 8).host_bytes_description
 
 
 if __name__ == "__main__":

@@ -111,6 +111,26 @@ def test_written_bytes_reach_every_copy_of_a_shard():
         np.testing.assert_array_equal(blocks[3:5], blocks[1:3])
 
 
+def test_bytes_are_the_same_on_a_mesh_with_another_order_of_devices():
+    values = np.random.default_rng(0).normal(size=(NUM_BLOCKS, 8, 4, 4))
+    blocks = []
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
+        devices = np.array([jax.devices()[number] for number in order])
+        mesh = jax.sharding.Mesh(devices.reshape(2, 2), ("heads", "copies"))
+        for spec in (jax.P(None, "heads"), jax.P(None, "heads", "copies")):
+            pool = jax.device_put(
+                values.astype(np.float32), jax.NamedSharding(mesh, spec)
+            )
+            engine = TransferEngine(pool, NUM_HOST)
+            engine.save(pool, [1, 2], [10, 11])
+            engine.drain(pool)
+            payloads = [payload.tobytes() for payload in read(engine, [10, 11])]
+            blocks.append((engine.host_bytes_description, payloads))
+    assert blocks[:2] == blocks[2:]
+    # With copies of each half, or in quarters.
+    assert blocks[0][0] != blocks[1][0]
+
+
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("seed", range(2))
 def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed):

@@ -60,9 +60,6 @@ def replace_what_one_machine_lacks(executor=HostsExecutor):
 def join_mesh(rank):
     """Make this process one of the hosts; libtpu does so by itself."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # XLA:CPU may change the order of the programs of a host's only device. Gloo then
-    # exchanges bytes of different programs.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     coordinator = os.environ[COORDINATOR]
     jax.distributed.initialize(
         coordinator, int(os.environ[HOSTS]), rank, coordinator_bind_address=coordinator
@@ -90,7 +87,9 @@ def join_mesh(rank):
                 return jax.random.wrap_key_data(
                     placed(jax.random.key_data(leaf), everywhere)
                 )
-        array = np.asarray(leaf)
+        # JAX may share NumPy's memory: tpu-inference writes to its staging buffers
+        # again while a step still reads them.
+        array = np.array(leaf)
         return jax.make_array_from_callback(
             array.shape, target, lambda index: array[index]
         )
