@@ -128,12 +128,16 @@ def test_a_rule_is_declared_in_one_place_and_seen_everywhere(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+# What a worker gets from the engine around it, and not from a user's settings.
+OF_THE_ENGINE = {"clock", "storage", "movers", "shares_scheduler", "num_shards"}
+
+
 def test_the_defaults_are_those_of_the_parts():
     assert OffloadConfig().make_rules() == OffloadRules()
     renamed = {"mode": "transfer_mode", "kernel": "transfer_kernel"}
     for part in TransferEngine, OffloadWorker:
         for name, default in part.__init__.__kwdefaults__.items():
-            if name not in ("block_axis", "shared", "clock", "storage", "movers"):
+            if name not in {"block_axis", "shared", *OF_THE_ENGINE}:
                 value = getattr(OffloadConfig(), renamed.get(name, name))
                 assert (value, type(value)) == (default, type(default)), name
 
@@ -149,7 +153,7 @@ def test_no_choice_of_the_parts_is_missing():
         | {"num_host_blocks", "executor"},
         "engine": of_engine - {"mode", "kernel", "block_axis", "shared"}
         | {"num_host_blocks", "transfer_mode", "transfer_kernel"},
-        "worker": of_worker - {"clock", "storage", "movers"},
+        "worker": of_worker - OF_THE_ENGINE,
     }.items():
         assert {name for name, key in KEYS.items() if part in key.scope} == names
 

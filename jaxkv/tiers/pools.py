@@ -84,6 +84,7 @@ class BorrowedPool:
         >>> calls = {"hold": hold, "release": release}
         >>> pool = BorrowedPool(3, num_free=lambda: len(free), **calls)
         >>> pool.cache([1], [b"head"])
+        []
         >>> pool.pin([1])
         >>> pool.num_free, pool.holds([1, 2], [b"head", b"tail"]).tolist()
         (1, [True, False])

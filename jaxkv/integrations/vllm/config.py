@@ -359,8 +359,8 @@ class ConnectorConfig:
             ),
             hosts,
             num_ranks,
-            vllm_config.cache_config.gpu_memory_utilization,
-            vllm_config.cache_config.num_gpu_blocks_override,
+            getattr(vllm_config.cache_config, "gpu_memory_utilization", 0.9),
+            getattr(vllm_config.cache_config, "num_gpu_blocks_override", None),
             drops_last_block,
         )
 
