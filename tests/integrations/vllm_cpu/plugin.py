@@ -199,7 +199,9 @@ def spoil(fault):
         shards = []
         for shard in array.addressable_shards:
             values = np.array(shard.data)
-            values[blocks] = 0
+            first = shard.index[0].start or 0  # Of ranks each has some of the blocks.
+            own = blocks[(blocks >= first) & (blocks < first + len(values))]
+            values[own - first] = 0
             shards.append(jax.device_put(values, shard.device))
         return jax.make_array_from_single_device_arrays(
             array.shape, array.sharding, shards
