@@ -174,7 +174,7 @@ def check_alike(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> N
         num = entries[fields["_pool"].name].fields.get("num_blocks")
         facts["num_blocks of the bound DeviceBlockPool"] = num, pool.num_blocks
     else:
-        facts["class of the bound pool"] = type(pool), DeviceBlockPool
+        facts["class of the bound pool"] = DeviceBlockPool, type(pool)
     for name, (saved, value) in facts.items():
         if saved != value:
             raise ValueError(

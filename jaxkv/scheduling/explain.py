@@ -48,7 +48,7 @@ _REASON_TEXTS: dict[Reason | None, str] = {
     "gap": "resident, but a block before it is missing",
     "other group": "resident, but some group of layers lacks a prefix this long",
     "no room": "resident, but the device has no room for copies",
-    "no copy": "resident, but the device copies no blocks (copy_on_device=False)",
+    "no copy": "resident, but no block is copied on the device (copy_on_device)",
     "capped": "resident, but the request may load no more (max_load_tokens)",
     "rare": "not stored: looked up too rarely (store_threshold, max_unseen_blocks)",
     "left out": "excluded from stores (prompt_only, max_offload_tokens)",
