@@ -45,8 +45,8 @@ class RuleSettings(Settings):
     max_num_batched_tokens: int = settings.number(
         8192,
         "scheduler",
-        "Most tokens that a step computes. Lazy stores keep blocks for twice as many "
-        "ready to be evicted.",
+        "Maximum tokens that a step computes. Lazy stores keep the blocks of twice as "
+        "many tokens stored ahead of their eviction.",
         unit="tokens",
         minimum=1,
     )
@@ -104,7 +104,7 @@ class RuleSettings(Settings):
     max_blocks_in_flight: int | None = settings.number(
         None,
         "scheduler",
-        "Most blocks in flight, in either direction; loads go first. `null`: no limit.",
+        "Maximum blocks in flight, loads + stores; loads go first. `null`: no limit.",
         unit="device blocks",
         minimum=1,
     )
@@ -120,28 +120,28 @@ class RuleSettings(Settings):
     store_max_wait_steps: int = settings.number(
         16,
         "scheduler",
-        "Most steps that a block waits, with `store_batch_blocks`.",
+        "Maximum steps that a block waits for `store_batch_blocks`.",
         unit="steps",
         minimum=1,
     )
     pause_unused_stores: bool = settings.flag(
         False,
         "scheduler",
-        "Store one request in 16 while nothing stored is asked for: from twice the "
-        "host's blocks on, until a request finds something. Not with lazy stores.",
+        "After storing twice the host's capacity without one hit, store only 1 request "
+        "in 16 until a hit occurs. Not with lazy stores.",
     )
     skip_slow_loads: bool = settings.flag(
         False,
         "scheduler",
-        "Decline loads that would take longer than computing, by the rates given to "
+        "Decline loads that would take longer than recomputing, by the rates from "
         "`OffloadScheduler.note_rates`.",
     )
     copy_on_device: bool = settings.flag(
         True,
         "scheduler",
         "Copy a block that the device holds after a gap in a prefix, rather than load "
-        "it. It is held from the query on: switch this off if the engine leaves offers "
-        "unanswered.",
+        "it. It is held from the lookup on: switch this off if the engine leaves "
+        "offers unanswered.",
     )
     load_in_step: bool = settings.flag(
         False,
@@ -167,15 +167,15 @@ class RuleSettings(Settings):
     max_storage_blocks: int = settings.number(
         128,
         "scheduler",
-        "Most blocks on their way to or from the store; fewer on a small host.",
+        "Maximum blocks in flight to the store, and from it; less on a small host.",
         unit="host blocks",
         minimum=1,
     )
     storage_probe_s: float | None = settings.seconds(
         None,
         "scheduler",
-        "How long a request waits while the store is asked for what [others have "
-        "written](storage.md#other-engines); 0: it is not asked. `null`: 0.005, but 0 "
+        "How long a request waits while the store is probed for blocks that [others "
+        "have written](storage.md#other-engines); 0: no probes. `null`: 0.005, but 0 "
         "for a bucket.",
         or_none=True,
         or_zero=True,
@@ -190,7 +190,7 @@ class RuleSettings(Settings):
         None,
         Key(
             "scheduler",
-            "Count what other host tiers would find, by policy and multiples of the "
+            "Count the hits of other host tiers, by policy and multiples of the "
             "host's size, as in `lru*0.5,2;hazard*1;off` ([shadows.md](shadows.md)).",
             "",
             f"policies ({', '.join(policy_names())}) with multiples of the host's "
