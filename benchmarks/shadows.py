@@ -60,7 +60,7 @@ def serve(
     """Have shadows see a request from its look-up to its end, alone."""
     num = len(keys)
     shadows.look_up(name, keys, 0, num)
-    shadows.begin(name, keys, num_tokens, now_ms, is_found=True, is_loaded=False)
+    shadows.begin(name, keys, num_tokens, now_ms, has_lookup=True, has_load=False)
     shadows.offer(name, keys, num, frozenset(), None)
     shadows.offer(name, keys, num, frozenset(), None, is_end=True)
     shadows.finish(name, keys, now_ms, num_output, stop)

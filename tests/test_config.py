@@ -296,7 +296,7 @@ JAXKV__MODE=lazy         | unknown variable JAXKV__MODE: did you mean JAXKV_MODE
 STANDS_FOR = {
     "SIZE": SIZE,
     "ON_EVICT": "storage_write='on_evict' needs cache_policy='lru', executor='native' "
-    "and retention=False: no other tier tells what it would evict next.",
+    "and retention=False: no other tier can list its next victims.",
 }
 
 
@@ -601,7 +601,7 @@ def test_several_processes_can_give_their_policy_a_clock(monkeypatch, arguments)
         with monkeypatch.context() as context:
             context.setattr(jax.distributed, "is_initialized", lambda: True)
             context.setattr(jax, "process_count", lambda: 2)
-            with pytest.raises(ValueError, match="decides by the time"):
+            with pytest.raises(ValueError, match="evicts by time"):
                 config.make_scheduler(4)
             config.make_scheduler(4, policy_clock=clock)
         config.connect(make_pool(), 4, policy_clock=clock)

@@ -25,7 +25,7 @@ from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.plan import (
     Gate,
-    Look,
+    PrefixQuery,
     find_fetch,
     find_probe,
     may_probe,
@@ -355,7 +355,7 @@ class PrefixStorage:
         own, gate = self._storage, self._gate
         own.bytes_per_s = self.worker.read_bytes_per_s
         max_tokens = len(keys) * self._groups[0].block_size
-        look = Look(own, [first_tokens(0)], [keys], max_tokens)
+        look = PrefixQuery(own, [first_tokens(0)], [keys], max_tokens)
         is_to_ask = not is_expected and may_probe(own, own.probing.get(name))
         if is_to_ask and max_tokens >= min_tokens:
             probe, speed = find_probe(gate, look, name)

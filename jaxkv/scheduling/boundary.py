@@ -4,8 +4,8 @@ Blocks that only the lower tier has are fetched to the upper tier while their re
 waits. Then they are ordinary hits, held until the request has device blocks, so that
 other requests do not evict them. No more is fetched than can be held. The lower tier
 may first be probed for blocks that no tier is known to have. Blocks worth keeping are
-written to it in the background. A move ends when every worker has reported it; no
-method blocks.
+written to the lower tier in the background. A move ends when every worker has reported
+it; no method blocks.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jaxkv.types import NO_BLOCK, BlockKey
 Ids: TypeAlias = NDArray[np.int64]
 _TierMove: TypeAlias = Move[Ids]
 
-_MAX_WAITING_PER_WRITE = 4  # Blocks that may wait to be written, per block in flight.
-# Keys whose uses are counted, also per block of the upper tier: evicted blocks count,
-# too, as they may be stored again.
+_MAX_WAITING_PER_WRITE = 4  # Blocks that may be queued, per block in flight.
+# How many keys the reuse filter counts: at least this many, or this many per block of
+# the upper tier. Evicted blocks count as well, because they may be stored again.
 _MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK = 1 << 16, 4
 _MAX_ABSENT_KEYS = 1 << 12  # Keys remembered as missing from the lower tier.
 
-# A request that finds no room asks again. After this many asks, if no holder makes
-# progress, it takes the room of those that have stopped asking, or does not fetch.
+# A request without room for its fetch asks again at each lookup. After this many vain
+# asks without progress of any holder, the blocks held for requests that stopped asking
+# are released. If this makes no room, the request does not fetch.
 _MAX_VAIN_ASKS = 8
-# After this many asks in all, it goes before all other requests.
-_OVERDUE_ASKS = 64
+_OVERDUE_ASKS = 64  # After this many vain asks, a request goes before all others.
 _NO_IDS = np.empty(0, np.int64)
 
 
@@ -53,8 +53,8 @@ class _Wait:
     """The fetches that a request waits for, and the blocks that it holds meanwhile."""
 
     events: set[int]  # The events of fetches in flight.
-    rows: list[int]  # Blocks of the upper tier, pinned once for each entry.
-    ends: dict[BlockKey, int]  # The end token of each block that it waits for.
+    rows: list[int]  # Upper-tier block ids, pinned once per entry.
+    ends: dict[BlockKey, int]  # The end, in tokens, of each block that it waits for.
     arrived_ends: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -63,8 +63,8 @@ class _Queued:
     """A request that waits for room that other requests hold."""
 
     num_released: int = -1  # `Boundary._num_released` at `first_ask`.
-    first_ask: int = 0  # The number of its first ask since the last release of a hold.
-    num_asks: int = 0  # Vain asks since then, without a fetch in flight.
+    first_ask: int = 0  # The number of its first ask since the last release of blocks.
+    num_asks: int = 0  # Vain asks since then while no fetch was in flight.
     num_vain: int = 0  # Vain asks in all.
 
 
@@ -73,7 +73,7 @@ class Probing:
     """The probes of the lower tier on behalf of a request."""
 
     events: set[int] = dataclasses.field(default_factory=set)  # Probes in flight.
-    num: int = 0  # Probes so far.
+    num: int = 0  # Probes sent so far.
     absent: set[BlockKey] = dataclasses.field(default_factory=set)  # Reported missing.
 
 
@@ -85,30 +85,30 @@ class TierBelow(NamedTuple):
     # requested a second time ("on_reuse"), or those that the tier above is about to
     # evict ("on_evict").
     write: WriteRule = "through"
-    # Host blocks in flight at a time, in either direction; fewer below a small tier.
+    # Maximum host blocks in flight per direction; less if the tier above is small.
     max_blocks: int = 128
-    # How long a request waits for a probe of blocks that the tier's index does not
-    # know, but other engines may have written; 0 for no probes.
+    # Seconds that a request waits for a probe of blocks that are not in the tier's
+    # index, but may have been written by other engines; 0 for no probes.
     probe_s: float = 0.0
     has_other_writers: bool = False  # Whether other engines may write to it.
 
 
 class Fetch(NamedTuple):
-    """The blocks that must come to the upper tier before a request has a prefix."""
+    """The blocks that a request's longest prefix needs from the lower tier."""
 
-    num_tokens: int  # The longest prefix in all tiers down to the lower one.
-    upper_rows: list[int]  # Its blocks in the upper tier.
-    keys: list[BlockKey]  # Its blocks that only the lower tier has, in order.
-    end_tokens: list[int]  # The end of each of these blocks.
+    num_tokens: int  # Length of the longest prefix, with the lower tier's blocks.
+    upper_rows: list[int]  # Upper-tier ids of the prefix's blocks that are there.
+    keys: list[BlockKey]  # The prefix's blocks that only the lower tier has, in order.
+    end_tokens: list[int]  # For each key, the end of its block in tokens.
     row_tokens: int  # Tokens per block.
     is_awaited: bool = False  # Whether other engines may still be writing some.
 
 
 class Boundary:
-    """Fetches and writes between a tier and the next, number `number` below the host.
+    """Fetches, probes and writes between a tier and the next one down.
 
-    `is_private` returns True for the key of a block that must never be written to the
-    lower tier. `on_arrival` is called with the keys of blocks that have arrived there.
+    `number` is 0 below the host. `is_private` returns True for keys that must never be
+    written to the lower tier; `on_arrival` gets the keys that have arrived there.
     """
 
     def __init__(
@@ -130,24 +130,24 @@ class Boundary:
         self.bytes_per_s = 0.0  # The rate of fetches; 0 if unknown.
         self.tier = tier = below.tier
         self.name = tier.medium.lower()  # In `Plan.deferral` and explanations.
-        self.num_fetched_tokens: dict[str, int] = {}  # For requests not finished.
+        self.num_fetched_tokens: dict[str, int] = {}  # Per unfinished request.
         self.num_lost = 0  # Blocks whose write failed.
         self._write = below.write
         self._is_private = is_private
         self._on_arrival = on_arrival
-        # Whether the tier is out of use, and the worker must still be notified.
+        # Whether the tier is disabled, and the worker must still be notified of it.
         self._is_disabled = self._must_send_last = False
         self.factor = rules.blocks_per_host_block
-        # Limits, so that moves leave requests enough of the upper tier.
+        # Limits that leave requests enough blocks of the upper tier.
         max_blocks, num_blocks = below.max_blocks, upper.num_blocks
         self._max_written = min(max_blocks, max(1, num_blocks // 8))
         self.max_fetched = min(max_blocks, max(1, num_blocks // 2))
-        # Blocks held for requests without device blocks; one request may hold more.
+        # Maximum blocks held for requests without device blocks; one may exceed it.
         self.max_held = max(1, num_blocks // 2)
-        # Whether a fetch may be truncated: if all blocks of a prefix are read, its
-        # first blocks are a shorter prefix.
-        self.may_cut = all(isinstance(group, FullAttention) for group in groups)
-        # Passes keys that were requested again; None for other write rules.
+        # Whether a fetch may be truncated: with full attention, the first blocks of a
+        # prefix are a shorter prefix.
+        self.can_truncate = all(isinstance(group, FullAttention) for group in groups)
+        # Passes keys that were requested twice; None unless the write rule needs it.
         self._reuse_filter: ReuseFilter | None = None
         if below.write == "on_reuse":
             max_keys = max(_MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK * num_blocks)
@@ -160,20 +160,20 @@ class Boundary:
         self.waits: dict[str, _Wait] = {}
         # Blocks of the upper tier that are held for requests after their wait.
         self.holds: dict[str, list[int]] = {}
-        # How often each block is held, in `waits` and `holds`.
+        # How many entries of `waits` and `holds` have each block of the upper tier.
         self._num_holders: dict[int, int] = {}
-        # Asks so far, and the number of each request's last ask.
+        # Lookups ("asks") so far, and the number of each request's last one.
         self._num_asks = 0
         self._last_ask: dict[str, int] = {}
         self._queued: dict[str, _Queued] = {}
-        self._overdue: dict[str, None] = {}  # The overdue ones of `_queued`, in order.
-        self._num_released = 0  # How often a request's blocks were released.
-        self._last_fetch_arrived = True  # Whether it brought at least one block.
+        self._overdue: dict[str, None] = {}  # Overdue requests in `_queued`, in order.
+        self._num_released = 0  # How often blocks held for a request were released.
+        self._last_fetch_arrived = True  # Whether the last fetch brought any block.
         # `BlockIndex.num_found` when each request was last looked up.
         self.looked_up: dict[str, int] = {}
-        # If the length of a prefix decides which blocks are read, a second probe may
-        # be needed. The two share the time.
-        self.max_probes = 1 if self.may_cut else 2
+        # Without full attention, the length of a prefix decides which blocks are read:
+        # a second probe may be needed. Both share `probe_s`.
+        self.max_probes = 1 if self.can_truncate else 2
         self.probe_s = below.probe_s / self.max_probes
         self.has_other_writers = below.has_other_writers
         self.probing: dict[str, Probing] = {}
@@ -211,9 +211,9 @@ class Boundary:
         return bool(probing and probing.events)
 
     def may_have(self, request_id: str, keys: Sequence[BlockKey]) -> NDArray[np.int32]:
-        """Return 0 for each block that the tier may have, else NO_BLOCK: i32[n].
+        """Return 0 for each block that the lower tier may have, else NO_BLOCK: i32[n].
 
-        It has no private blocks, and none that the request's probes reported missing.
+        The tier has no private blocks, and none that the request's probes missed.
         """
         ids = np.zeros(len(keys), np.int32)
         probing = self.probing.get(request_id)
@@ -224,26 +224,26 @@ class Boundary:
         return ids
 
     def was_absent(self, key: BlockKey) -> bool:
-        """Whether the tier lacked a block when it was last probed for it."""
+        """Whether the last probe for a block found that the tier lacks it."""
         return key in self._absent
 
     def limit_held(self, num_blocks: int) -> None:
-        """Hold at most as many blocks as the device has room for."""
+        """Hold at most `num_blocks`, the device's capacity in host blocks."""
         self.max_held = min(self.max_held, max(1, num_blocks))
 
     def has_room(self, request_id: str, fetch: Fetch) -> bool:
-        """Whether a fetch fits next to what is fetched and held for other requests.
+        """Whether a fetch fits next to blocks in flight and held for other requests.
 
-        An overdue request goes first: a large fetch would never find room otherwise. A
+        An overdue request goes first: otherwise a large fetch would never find room. A
         queued request finds none if the last fetch brought nothing (see `may_queue`).
         """
         if request_id in self._queued and not self._last_fetch_arrived:
             return False
-        keys = fetch.keys[: self.max_fetched] if self.may_cut else fetch.keys
+        keys = fetch.keys[: self.max_fetched] if self.can_truncate else fetch.keys
         num_new = len(self._not_in_flight(fetch, len(keys)))
         num_fetched = self.fetches.num_blocks
         if not num_new or num_new > self.max_fetched:
-            return True  # All of it is in flight, or it never fits.
+            return True  # All blocks are in flight, or too many to ever fit.
         if next(iter(self._overdue), request_id) != request_id:
             return False
         if num_fetched and num_fetched + num_new > self.max_fetched:
@@ -253,10 +253,10 @@ class Boundary:
         return not num_held or num_held + num_new <= self.max_held
 
     def may_queue(self, request_id: str) -> bool:
-        """Whether a request that finds no room waits for it.
+        """Whether a request without room for its fetch may wait for room.
 
-        It does not if it holds blocks itself, if the last fetch brought nothing, or if
-        it has asked `_MAX_VAIN_ASKS` times without progress of any holder.
+        It may not if it holds blocks itself, if the last fetch brought nothing, or
+        after `_MAX_VAIN_ASKS` asks without progress of any holder.
         """
         if request_id in self.holds or not self._last_fetch_arrived:
             return False
@@ -268,7 +268,7 @@ class Boundary:
         )
 
     def queue(self, request_id: str) -> None:
-        """Queue a request that `may_queue` for room."""
+        """Queue a request for room, or count its next vain ask; see `may_queue`."""
         self._record_ask(request_id)
         queued = self._queued.setdefault(request_id, _Queued())
         if queued.num_released != self._num_released:
@@ -286,7 +286,7 @@ class Boundary:
                     self.forget(name)
 
     def hold(self, request_id: str) -> None:
-        """Hold the blocks fetched for a request, which has asked again."""
+        """End a request's wait at its next lookup, and keep its fetched blocks held."""
         self._record_ask(request_id)
         rows = self._end_wait(request_id)
         if rows:
@@ -306,11 +306,11 @@ class Boundary:
             self._num_released += 1
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has finished, or has its blocks."""
+        """Forget a request that has finished or has device blocks."""
         self.release(request_id)
         self._leave_queue(request_id)
-        for of_requests in (self.looked_up, self.probing, self._last_ask):
-            of_requests.pop(request_id, None)
+        for by_request in (self.looked_up, self.probing, self._last_ask):
+            by_request.pop(request_id, None)
 
     def finish(self, request_id: str) -> None:
         """Forget a request that has finished."""
@@ -358,18 +358,18 @@ class Boundary:
                 del self._num_holders[row]
 
     def note_asked(self, keys: Sequence[BlockKey]) -> None:
-        """Count the blocks of a new request, before it uses them."""
+        """Record which blocks a new request looks up, before it touches them."""
         if self._reuse_filter is not None:
             self._reuse_filter.count(keys)
             self._offer(_select(keys, self.upper.find(keys) != NO_BLOCK))
         self.tier.touch(keys)
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
-        """Offer blocks that have arrived in the upper tier, as the write rule says."""
+        """Offer blocks that have arrived in the upper tier, by the write rule."""
         if self._write == "through":
             self._offer(keys)
         elif self._reuse_filter is not None:
-            # Some were requested before, and evicted since.
+            # Some blocks were requested before they were evicted and stored again.
             self._offer(list(compress(keys, self._reuse_filter.passes(keys))))
 
     def issue(self) -> TierMoves | None:
@@ -422,7 +422,7 @@ class Boundary:
     def reset(self) -> None:
         """Forget the blocks of the lower tier, after the upper tier has been cleared.
 
-        Moves in flight must have ended before their blocks are used again.
+        Blocks of moves in flight must not be used again before these have ended.
         """
         for ledger in (self._writes, self.fetches, self.probes):
             for move in ledger.moves.values():
@@ -445,7 +445,7 @@ class Boundary:
     def disable(self) -> None:
         """Stop using the lower tier for the rest of the process.
 
-        The upper tier has been cleared, or will be before its blocks are used again.
+        The upper tier must be cleared before its blocks are used again.
         """
         if self._is_disabled:
             return
@@ -458,7 +458,7 @@ class Boundary:
         self._to_delete.clear()
 
     def fetch(self, request_id: str, fetch: Fetch, num: int) -> bool:
-        """Begin a planned fetch of `num` blocks at most; return if the request waits.
+        """Begin a planned fetch of at most `num` blocks; return if the request waits.
 
         The request must not be waiting for another fetch.
         """
@@ -471,13 +471,13 @@ class Boundary:
             self.tier.note_resident(keys)
         self._pin(fetch.upper_rows)  # Making room must not evict the prefix's blocks.
         placed = None
-        for share in self._shares(num):
-            new = self._not_in_flight(fetch, share)
+        for size in self._fetch_sizes(num):
+            new = self._not_in_flight(fetch, size)
             placed = self.upper.place(new, filtered=False)
             if placed is not None:
                 break
         else:
-            share = 0
+            size = 0
         if placed is not None and placed.keys:
             keys = list(placed.keys)
             sources = self.tier.find(keys).astype(np.int64)
@@ -489,14 +489,14 @@ class Boundary:
             if fetch.is_awaited:
                 self._awaited.add(move.event)
         if expected:
-            awaited = set(fetch.keys[:share])
+            awaited = set(fetch.keys[:size])
             self.tier.discard([key for key in expected if key not in awaited])
         fetch_of = self.fetch_of
-        events = {fetch_of[key].event for key in fetch.keys[:share] if key in fetch_of}
+        events = {fetch_of[key].event for key in fetch.keys[:size] if key in fetch_of}
         if not events:
             self._unpin(fetch.upper_rows)
             return False
-        ends = dict(zip(fetch.keys[:share], fetch.end_tokens[:share], strict=True))
+        ends = dict(zip(fetch.keys[:size], fetch.end_tokens[:size], strict=True))
         self._leave_queue(request_id)
         self._record_ask(request_id)
         self.waits[request_id] = _Wait(events, fetch.upper_rows, ends)
@@ -509,7 +509,7 @@ class Boundary:
     ) -> None:
         """Probe the tier for missing blocks of a request, which waits `wait_s` for it.
 
-        Each run is consecutive blocks. No key has two probes in flight.
+        A run has the keys of consecutive blocks. No key has two probes in flight.
         """
         probing = self.probing.setdefault(request_id, Probing())
         probing.num += 1
@@ -530,21 +530,21 @@ class Boundary:
         """Return what `fetch` would return, without changes."""
         if fetch.is_awaited and not self.tier.has_room(fetch.keys[:num]):
             return False
-        for share in self._shares(num):
-            if self.upper.has_room(self._not_in_flight(fetch, share), fetch.upper_rows):
-                keys = fetch.keys[:share]
+        for size in self._fetch_sizes(num):
+            if self.upper.has_room(self._not_in_flight(fetch, size), fetch.upper_rows):
+                keys = fetch.keys[:size]
                 is_in_flight = any(key in self.fetch_of for key in keys)
                 return is_in_flight or not bool(self.upper.contains(keys).all())
         return False
 
-    def _shares(self, num: int) -> Iterator[int]:
-        """Yield how many blocks to try to fetch: all, then half and so on if it may."""
+    def _fetch_sizes(self, num: int) -> Iterator[int]:
+        """Yield the sizes to try: `num` blocks, then half and so on if truncatable."""
         while num:
             yield num
-            num = num // 2 if self.may_cut else 0
+            num = num // 2 if self.can_truncate else 0
 
     def _not_in_flight(self, fetch: Fetch, num: int) -> list[BlockKey]:
-        """List the first blocks of a fetch that are not in flight."""
+        """Return which of the first `num` keys of a fetch are not in flight."""
         return [key for key in fetch.keys[:num] if key not in self.fetch_of]
 
     def _offer(self, keys: Sequence[BlockKey]) -> None:
@@ -568,7 +568,7 @@ class Boundary:
         return list(filterfalse(self._is_private, keys))
 
     def _offer_victims(self) -> None:
-        """Offer the next victims, as many as may be written at a time."""
+        """Offer the upper tier's next victims, if they may have changed."""
         upper = self.upper
         state = upper.num_evicted, upper.num_held_blocks, self._writes.num_blocks
         if state != self._seen:
@@ -587,7 +587,7 @@ class Boundary:
         is_resident = rows != NO_BLOCK
         self.counts.dropped_evicted += int((~is_resident).sum()) * self.factor
         keys, rows = _select(keys, is_resident), rows[is_resident]
-        while (placed := self.tier.place(keys)) is None:  # Most blocks are in flight.
+        while (placed := self.tier.place(keys)) is None:  # Too many are in flight.
             num = len(keys) // 2
             self.counts.dropped_slow += (len(keys) - num) * self.factor
             keys = keys[:num]
@@ -616,7 +616,7 @@ class Boundary:
         self.upper.publish(arrived, keys)
         self.upper.complete_store(missing, False)
         self.tier.unpin(move.sources)
-        # The next request does not wait for these; a listing may find them again.
+        # The next request must not wait for these; a listing may find them again.
         self.tier.discard(missing)
         self.counts.loaded += len(arrived) * self.factor
         self.counts.failed += len(missing) * self.factor
@@ -723,14 +723,14 @@ def check_reports(
 def _as_batch(
     move: _TierMove, upper: Ids, lower: Ids, is_awaited: bool = False
 ) -> TierBatch:
-    """Return the worker's description of a move."""
+    """Return a move in the form that workers get."""
     keys = tuple(map(key_from_foreign, move.keys))
     ids = tuple(upper.tolist()), tuple(lower.tolist())
     return TierBatch(move.event, keys, *ids, is_awaited)
 
 
 def _split(move: _TierMove) -> tuple[list[BlockKey], list[BlockKey]]:
-    """Return the keys of a move's blocks that arrived, and of the missing ones."""
+    """Return the keys of a move that arrived, and those that are missing."""
     ok = np.asarray(move.ok)
     return _select(move.keys, ok), _select(move.keys, ~ok)
 

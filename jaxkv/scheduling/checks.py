@@ -1,4 +1,4 @@
-"""Checks of an engine's arguments, before any state changes."""
+"""Checks of the engine's arguments, before any state changes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from jaxkv.tiers.device import DeviceBlockPool
 def check_count(
     name: str, value: object, request_id: str, max_value: int | None = None
 ) -> int:
-    """Return a request's number as an int; raise if it is not in [0, max_value]."""
+    """Return a request's count as an int; raise unless it is in [0, max_value]."""
     number = whole(value)
-    what = f"{name}={shown(value)} of request {shown(request_id)} must be"
+    subject = f"{name}={shown(value)} of request {shown(request_id)}"
     if number is None:
-        raise TypeError(f"{what} a whole number from 0 on.")
+        raise TypeError(f"{subject} must be a whole number from 0 on.")
     if number < 0:
-        raise ValueError(f"{what} at least 0.")
+        raise ValueError(f"{subject} must be at least 0.")
     if max_value is not None and number > max_value:
-        raise ValueError(f"{what} at most {max_value}.")
+        raise ValueError(f"{subject} must be at most {max_value}.")
     return number
 
 
 def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
-    """Check a step except its block tables; return its tokens by request, and in total.
+    """Check a step except its block tables; return tokens per request, and their sum.
 
-    Requests without tokens to compute are left out.
+    Requests without tokens to compute are omitted.
     """
     if not isinstance(output, SchedulerOutput):
         raise TypeError(f"output={shown(output)} must be a SchedulerOutput.")
@@ -48,9 +48,9 @@ def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
         value = getattr(output, name)
         # The exact type first: `isinstance` with an ABC is slow.
         is_mapping = type(value) is dict or isinstance(value, Mapping)
-        _check(is_mapping, name, value, "a mapping, by request id", "step")
-    are_ids = preempted == () or is_names(preempted)
-    _check(are_ids, "preempted_req_ids", preempted, "a list of ids", "step")
+        _check(is_mapping, name, value, "a mapping from request ids", "step")
+    are_ids = preempted == () or are_strings(preempted)
+    _check(are_ids, "preempted_req_ids", preempted, "a list of request ids", "step")
     try:
         total, lowest = sum(scheduled.values()), min(scheduled.values(), default=1)
     except (TypeError, ValueError):  # `min` of arrays raises ValueError.
@@ -66,13 +66,13 @@ def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
     return scheduled, total
 
 
-def is_names(value: object) -> bool:
-    """Whether a value is a list or a set of strings, and not a string itself."""
-    return is_collection(value) and all(isinstance(name, str) for name in value)
+def are_strings(values: object) -> bool:
+    """Whether a value is a list, tuple or set of strings, not a single string."""
+    return is_collection(values) and all(isinstance(value, str) for value in values)
 
 
 def is_collection(value: object) -> TypeGuard[Collection[Any]]:
-    """Whether a value is a list, a tuple or a set of any kind."""
+    """Whether a value is a sequence or a set, and neither a str nor bytes."""
     if type(value) is tuple:
         return True
     return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
@@ -86,36 +86,36 @@ def check_report(output: ConnectorOutput) -> None:
             "OffloadWorker.poll() returns."
         )
     for field in ("finished_recving", "failed_recving"):
-        names = getattr(output, field)
-        _check(is_names(names), field, names, "a tuple of request ids")
+        ids = getattr(output, field)
+        _check(are_strings(ids), field, ids, "a tuple of request ids")
     for field in ("completed_store_events", "failed_store_events"):
         events = getattr(output, field)
-        _check(_are_whole(events), field, events, "a tuple of event numbers, ints")
+        _check(_are_whole(events), field, events, "a tuple of ints, event numbers")
     below = output.below
     _check(is_collection(below), "below", below, "a tuple of TierReports")
     for report in below:
         is_report = isinstance(report, TierReport) and whole(report.tier) is not None
-        _check(is_report, "below", report, "TierReports with a tier number")
+        _check(is_report, "below", report, "TierReports whose tier is an int")
         for field in ("fetched", "written", "probed"):
-            ends = getattr(report, field)
-            ok = is_collection(ends) and all(map(_is_end, ends))
-            _check(ok, field, ends, "pairs of an event and flags of its blocks")
+            results = getattr(report, field)
+            ok = is_collection(results) and all(map(_is_result, results))
+            _check(ok, field, results, "pairs of an event number and a bool per block")
         for field in ("found", "gone"):
             keys = getattr(report, field)
             are_keys = is_collection(keys) and set(map(type, keys)) <= {bytes}
-            _check(are_keys, field, keys, "a tuple of keys, which are bytes")
+            _check(are_keys, field, keys, "a tuple of block keys, which are bytes")
         is_flag = report.listed is None or isinstance(report.listed, bool)
         _check(is_flag, "listed", report.listed, "True, False or None")
         bound = report.bound
         is_bound = bound is None or (_are_whole(bound) and len(bound) == 2)
-        _check(is_bound, "bound", bound, "two numbers of blocks, or None")
+        _check(is_bound, "bound", bound, "(max_blocks, num_listed_blocks), or None")
 
 
-def _is_end(end: Any) -> bool:
-    """Whether a value is a pair of an event and a flag, or flags of its blocks."""
-    if not is_collection(end) or len(end) != 2:
+def _is_result(pair: Any) -> bool:
+    """Whether a value is an event number with a bool, or with a bool per block."""
+    if not is_collection(pair) or len(pair) != 2:
         return False
-    event, ok = end
+    event, ok = pair
     are_flags = is_collection(ok) or isinstance(ok, np.ndarray)
     are_flags = are_flags and all(isinstance(flag, bool | np.bool_) for flag in ok)
     return whole(event) is not None and (isinstance(ok, bool) or are_flags)
@@ -146,53 +146,53 @@ def check_plan(meta: OffloadMetadata) -> None:
         requests, sizes = meta.load_event_to_reqs, meta.load_sizes
         is_mapping = isinstance(requests, Mapping)
         _check(is_mapping, "load_event_to_reqs", requests, "a mapping", "plan")
-        names = requests.get(meta.load_event)
+        ids = requests.get(meta.load_event)
         field = f"load_event_to_reqs[{meta.load_event}]"
-        _check(is_names(names), field, names, "a tuple of request ids", "plan")
-        _check(_are_whole(sizes), "load_sizes", sizes, "numbers of blocks", "plan")
+        _check(are_strings(ids), field, ids, "a tuple of request ids", "plan")
+        _check(_are_whole(sizes), "load_sizes", sizes, "a tuple of ints", "plan")
     below = meta.below
     is_below = is_collection(below) and all(isinstance(m, TierMoves) for m in below)
     _check(is_below, "below", below, "a tuple of TierMoves", "plan")
 
 
-def check_bound(num_blocks: int, expected: int | None) -> None:
-    """Raise ValueError for a pool with another number of blocks than the arrays."""
+def check_pool_size(num_blocks: int, expected: int | None) -> None:
+    """Raise ValueError unless a pool has as many blocks as the engine's arrays."""
     if expected is not None and num_blocks != expected:
         raise ValueError(
             f"{num_blocks=} of the DeviceBlockPool must be {expected}, the length of "
-            "the arrays' block axis: otherwise the wrong blocks would move. Make a "
-            "pool of that size, or set block_axis to the arrays' axis of blocks."
+            "the arrays' block axis: otherwise the wrong blocks would move. Pass "
+            f"num_blocks={expected}, or correct block_axis."
         )
 
 
-def check_alike(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> None:
-    """Raise ValueError if a state is from a scheduler of another configuration."""
+def check_config(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> None:
+    """Raise ValueError if a state's scheduler was configured differently."""
     fields = entries["scheduler"].fields
     names = "groups", "rules", "num_host_blocks", "num_storage_blocks"
-    facts = {name: (fields[name], getattr(scheduler, name)) for name in names}
+    values = {name: (fields[name], getattr(scheduler, name)) for name in names}
     if isinstance(pool, DeviceBlockPool):
         num = entries[fields["_pool"].name].fields.get("num_blocks")
-        facts["num_blocks of the bound DeviceBlockPool"] = num, pool.num_blocks
+        values["num_blocks of the bound DeviceBlockPool"] = num, pool.num_blocks
     else:
-        facts["class of the bound pool"] = DeviceBlockPool, type(pool)
-    for name, (saved, value) in facts.items():
-        if saved != value:
+        values["class of the bound pool"] = DeviceBlockPool, type(pool)
+    for name, (saved, current) in values.items():
+        if saved != current:
             raise ValueError(
-                f"the {name} must be as in the state, {shown(saved)}, to restore it, "
-                f"but is {shown(value)}."
+                f"the {name} must be {shown(saved)}, as in the state, to restore it, "
+                f"but is {shown(current)}."
             )
 
 
-def check_times_are_alike(setting: str) -> None:
-    """Raise ValueError for a policy that decides by time if several processes serve."""
-    if serves_with_others():
+def check_has_shared_clock(setting: str) -> None:
+    """Raise ValueError if a policy would use the local clocks of several processes."""
+    if is_multi_process():
         raise ValueError(
-            f"{setting} decides by the time, which differs between processes: each "
-            "would evict other blocks. Pass a policy_clock that returns the same in "
-            "all processes, or choose a policy that needs no times."
+            f"{setting} evicts by time, which differs between processes: they would "
+            "evict different blocks. Pass a policy_clock that returns the same time in "
+            "all processes, or choose a policy that does not use the time."
         )
 
 
-def serves_with_others() -> bool:
-    """Whether several processes run one program; starts no JAX backend."""
+def is_multi_process() -> bool:
+    """Whether several JAX processes run one program; starts no JAX backend."""
     return jax.distributed.is_initialized() and jax.process_count() > 1

@@ -1,4 +1,4 @@
-"""The contract of eager and lazy stores."""
+"""The interface of eager and lazy stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxkv.tiers.pools import DevicePool
 class Chooser:
     """Chooses which device blocks are offered to the host, and when.
 
-    The scheduler calls every method; each does nothing unless it is overridden.
+    The scheduler calls all methods; each does nothing unless it is overridden.
     """
 
     @property
@@ -30,17 +30,17 @@ class Chooser:
         num_external: int,
         limits: tuple[int, int],
     ) -> None:
-        """Follow a request, or its new block tables if it is known.
+        """Track a request; if it already runs, replace its block tables.
 
-        `num_local` tokens were found on the device, None if nothing was looked up, as
-        the request runs already; `num_external` come from the host. The tables are
-        kept. `limits` are from `Requests.check_stores`.
+        The device had `num_local` tokens of its prefix, and `num_external` are loaded.
+        `num_local` is None if it runs: it made no lookup. `tables` are kept, not
+        copied. `limits` are from `Requests.check_stores`.
         """
 
     def replace_tables(
         self, request: Request, tables: list[list[int]], limits: tuple[int, int]
     ) -> bool:
-        """Keep the block tables of a request, if it is known; return whether it is."""
+        """Replace the block tables of a known request; return whether it is known."""
         return False
 
     def find_ready(
@@ -49,8 +49,8 @@ class Chooser:
         """Find the requests that have blocks to offer; nothing changes.
 
         Raises:
-            TypeError: An attribute of a ready request has another type.
-            ValueError: It is negative.
+            TypeError: An attribute of a ready request has the wrong type.
+            ValueError: Such an attribute is negative.
         """
         return ()
 
@@ -60,10 +60,10 @@ class Chooser:
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
-        """Record which requests a step computes, and which blocks they got and lost."""
+        """Record which requests a step computes, their new blocks, and preemptions."""
 
     def offer_step(self, pool: DevicePool, ready: Sequence[Any]) -> None:
-        """Offer the blocks of a step, once its loads have left, and what is `ready`."""
+        """Offer blocks once the step has issued loads; `ready` is from `find_ready`."""
 
     def finish(
         self, pool: DevicePool, request: Request, limits: tuple[int, int]
@@ -71,7 +71,7 @@ class Chooser:
         """Offer all blocks of a request that is about to lose them."""
 
     def recompute(self, request_id: str) -> None:
-        """Expect a request to compute the blocks whose load has failed."""
+        """Expect a request to recompute the blocks whose load has failed."""
 
     def clear(self, pool: DevicePool) -> None:
-        """Forget which blocks of a pool the host has: it has none."""
+        """Record that the host has no block of the pool any more."""

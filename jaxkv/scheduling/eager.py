@@ -27,22 +27,22 @@ from jaxkv.types import BlockKey
 
 @dataclasses.dataclass
 class _Progress:
-    """The stores of a request so far. Lists have an item for each group."""
+    """The stores of a request so far. Lists have one item per group."""
 
     request: Request
     tables: list[list[int]]  # Its device blocks.
-    num_offered: list[int]  # First blocks that were hits, or need no further offer.
-    marks: list[KeyMark]  # The keys of these blocks.
+    num_offered: list[int]  # How many first blocks were hits, or were offered.
+    marks: list[KeyMark]  # The keys of those blocks.
     limits: tuple[int, int]  # The last result of `Requests.check_stores`.
-    next_tokens: int = 0  # It has more to offer from this many computed tokens on.
-    refused_at: int = -1  # `Stores.num_changes` when the host had no room for the rest.
-    is_ordered: bool = False  # Whether the host evicts their tail before their head.
-    num_lost: int = -1  # `BlockIndex.num_removed` when the host had all; -1 if unknown.
+    next_tokens: int = 0  # Computed tokens at which it next has blocks to offer.
+    refused_at: int = -1  # `Stores.num_changes` when the host had no room; else -1.
+    is_ordered: bool = False  # Whether the host would evict these blocks tail first.
+    whole_at: int = -1  # `BlockIndex.num_removed` when the host had all; -1 if unknown.
     is_skipped: bool = False  # Whether it is not stored while stores are paused.
 
 
 Ready: TypeAlias = tuple[_Progress, tuple[int, int], Sequence[PackedKeys]]
-"""A request that has blocks to offer, its limits, and its keys, for each group."""
+"""A request that has blocks to offer, its limits, and its keys of each group."""
 
 
 class EagerStores(Chooser):
@@ -60,7 +60,7 @@ class EagerStores(Chooser):
         stores: Stores,
         listeners: Listeners,
         requests: Requests,
-        num_found_elsewhere: Callable[[], int],
+        num_shadow_hit_tokens: Callable[[], int],
     ) -> None:
         self._groups = groups
         self._host = host
@@ -70,10 +70,10 @@ class EagerStores(Chooser):
         self._requests = requests
         self._listeners = listeners
         self._pause = StorePause(
-            rules, host.num_blocks, stores.stats, num_found_elsewhere
+            rules, host.num_blocks, stores.stats, num_shadow_hit_tokens
         )
         self._progress: dict[str, _Progress] = {}
-        self._scheduled: dict[str, int] = {}  # Requests of steps since the last offers.
+        self._scheduled: dict[str, int] = {}  # Requests in steps since the last offer.
 
     @property
     def is_paused(self) -> bool | None:
@@ -89,8 +89,8 @@ class EagerStores(Chooser):
         num_external: int,
         limits: tuple[int, int],
     ) -> None:
-        """Track a request, or its new block tables if it is known."""
-        # After a lookup a request begins anew, even if it declined its offer.
+        """Track a request; if it already runs, replace its block tables."""
+        # After a lookup, a request starts over, even if it declined its offer.
         if num_local is None and self.replace_tables(request, tables, limits):
             return
         factor = self._factor
@@ -112,14 +112,14 @@ class EagerStores(Chooser):
     def replace_tables(
         self, request: Request, tables: list[list[int]], limits: tuple[int, int]
     ) -> bool:
-        """Replace the block tables of a request; return whether it is known."""
+        """Replace the block tables of a known request; return whether it is known."""
         progress = self._progress.get(request.request_id)
         if progress is None:
             return False
         progress.request, progress.tables = request, tables
         progress.limits = limits
         self._current_keys(progress)
-        # The prompt may have grown, and with it the limit of stored tokens.
+        # The prompt may have grown, and so has the limit of stored tokens.
         progress.next_tokens = self._next_tokens(progress)
         return True
 
@@ -129,7 +129,7 @@ class EagerStores(Chooser):
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
-        """Record the requests of a step, their new blocks, and preemptions."""
+        """Record which requests a step computes, their new blocks, and preemptions."""
         for request_id in preempted:
             self._progress.pop(request_id, None)
         for request_id, tables in new_tables.items():
@@ -142,7 +142,7 @@ class EagerStores(Chooser):
     def find_ready(
         self, scheduled: Mapping[str, int], preempted: Sequence[str]
     ) -> list[Ready]:
-        """Find requests with blocks to offer, of all steps since the last offers."""
+        """Find requests with blocks to offer, in all steps since the last offer."""
         num_changes = self._stores.num_changes
         due = []
         names = {**self._scheduled, **scheduled} if self._scheduled else scheduled
@@ -211,7 +211,7 @@ class EagerStores(Chooser):
         is_end: bool = False,
         can_store: bool = True,
     ) -> None:
-        """Notify listeners of an offer, before which `num_waiting` blocks waited."""
+        """Notify listeners of an offer; `num_waiting` host blocks waited before it."""
         offer = Offer(
             progress.request.request_id,
             keys,
@@ -231,7 +231,7 @@ class EagerStores(Chooser):
         """Offer all blocks of a request that ends, unless the host has them."""
         if (
             progress.is_ordered
-            and progress.num_lost == self._host.num_removed
+            and progress.whole_at == self._host.num_removed
             and progress.request.num_computed_tokens < progress.next_tokens
         ):
             return  # The host has all its blocks.
@@ -278,7 +278,7 @@ class EagerStores(Chooser):
         progress.refused_at = -1
 
     def _current_keys(self, progress: _Progress) -> Sequence[PackedKeys]:
-        """Return a request's keys; offer all again if offered ones were rewritten."""
+        """Return a request's keys; start over if offered ones were rewritten."""
         keys = self._requests.of(progress.request)
         self._restart_if_rewritten(progress, keys)
         return keys
@@ -286,7 +286,7 @@ class EagerStores(Chooser):
     def _restart_if_rewritten(
         self, progress: _Progress, keys: Sequence[PackedKeys]
     ) -> None:
-        """Offer all blocks again if keys of offered ones were rewritten."""
+        """Offer all blocks again if keys of offered blocks were rewritten."""
         if not all(map(KeyMark.is_in, progress.marks, keys)):
             self._start_over(progress)
 
@@ -318,7 +318,7 @@ class EagerStores(Chooser):
         if num_done < len(rows.keys):
             progress.refused_at = self._stores.num_changes
         if is_held and num_skipped == self._host.num_skipped and is_head:
-            progress.num_lost = self._host.num_removed
+            progress.whole_at = self._host.num_removed
         if rows.groups is None:
             progress.num_offered = [first[0] + num_done * self._factor]
         else:
@@ -344,16 +344,16 @@ class EagerStores(Chooser):
         keys: Sequence[BlockKey],
         start: int,
         first: int,
-        num: int,
+        end: int,
     ) -> Passes:
-        """Return which blocks [start, num) may be stored; before `first`, all may."""
-        passes = np.ones(num - start, np.bool_)
+        """Return which blocks [start, end) may be stored; [first, end) only if held."""
+        passes = np.ones(end - start, np.bool_)
         if isinstance(pool, DeviceBlockPool):  # `holds` of other pools is slow.
-            table = progress.tables[0][first:num]
-            passes[first - start :] = pool.holds(table, keys[first:num])
-        chosen = self._host.pass_mask(keys[start:num])
-        if chosen is not None:
-            passes &= chosen
+            table = progress.tables[0][first:end]
+            passes[first - start :] = pool.holds(table, keys[first:end])
+        admitted = self._host.pass_mask(keys[start:end])
+        if admitted is not None:
+            passes &= admitted
         return None if passes.all() else passes
 
     def _next_tokens(self, progress: _Progress) -> int:
@@ -375,6 +375,6 @@ class EagerStores(Chooser):
         first: list[int],
         end: list[int],
     ) -> Rows:
-        """List the blocks [first, end) of each group."""
+        """Return the blocks [first[g], end[g]) of all groups g as rows."""
         tables, factor = progress.tables, self._factor
         return rows_of(self._groups, keys, tables, first, end, factor)

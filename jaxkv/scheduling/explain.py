@@ -78,7 +78,7 @@ _DEFERRALS: dict[Deferral, str] = {
 }
 
 
-# Reasons to recompute a block that the device or the host may well have.
+# Reasons to recompute a block although the device or the host may have it.
 _MAY_BE_RESIDENT = ("last token", "gap", "other group", "no room", "no copy", "capped")
 
 
@@ -105,7 +105,7 @@ class Explanation:
     # None if the request must ask again later.
     num_offered_tokens: int | None
     is_awaited: bool  # Whether the request would have to wait for the offer.
-    deferral: Deferral | None  # Why the offer is less than the tiers hold.
+    deferral: Deferral | None  # Why less is offered than the tiers hold.
     blocks: tuple[BlockVerdict, ...]  # All full blocks, group by group.
     # Whether all stores have been listed; True without a store.
     is_store_listed: bool = True
@@ -219,7 +219,7 @@ def _verdicts(
     group: int,
     num_computed_tokens: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Yield each block's verdict for a group, ignoring the tiers below the host."""
+    """Yield the verdicts of a group's blocks, ignoring tiers below the host."""
     spec, keys = view.groups[group], all_keys[group]
     max_tokens = max_hit_tokens(request, num_computed_tokens)
     device_blocks, host_blocks = (ids[group] for ids in resident.block_ids)
@@ -276,7 +276,7 @@ def _with_below(
     keys: Sequence[BlockKey],
     blocks_per_row: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Yield verdicts; update those of missing blocks that a lower tier has or lacks."""
+    """Yield verdicts, updated for missing blocks that a lower tier has or lacks."""
     rows = list(keys[blocks_per_row - 1 :: blocks_per_row])
     in_tier = boundary.tier.find(rows) != NO_BLOCK
     for index, (verdict, reason) in enumerate(verdicts):

@@ -31,14 +31,14 @@ class IdleWarning(Listener):
         self._min_tokens = rules.blocks_per_host_block * block_size
         self._num_finished = 0
         self._pool: object = None
-        self.listeners = Listeners()  # Notify it until it has looked.
+        self.listeners = Listeners()  # Those that it leaves after the check.
 
     def bound(self, pool: object) -> None:
-        """Keep the pool."""
+        """Keep the pool for the check."""
         self._pool = pool
 
     def finished(self, end: End) -> None:
-        """Count a request that had a full block."""
+        """Count a request with a full block; check after `_MANY_REQUESTS` of them."""
         if end.request.num_computed_tokens < self._min_tokens:
             return
         self._num_finished += 1
@@ -54,10 +54,10 @@ class IdleWarning(Listener):
             )
         if is_idle:
             _LOG.warning(
-                "%d requests with a full block are over, and no block was ever offered "
+                "%d requests with full blocks have finished, but no block was offered "
                 "to the host. Call update_state_after_alloc() for each request, name "
                 "it in SchedulerOutput.num_scheduled_tokens in each step that computes "
-                "it, and give DeviceBlockPool.cache() the blocks that are full; "
-                "JAXKV_STRICT=1 says which of these is missing.",
+                "it, and pass its full blocks to DeviceBlockPool.cache(). Set "
+                "JAXKV_STRICT=1 to find the missing call.",
                 _MANY_REQUESTS,
             )

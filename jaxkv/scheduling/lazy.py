@@ -16,13 +16,13 @@ from jaxkv.tiers.pools import DevicePool
 
 
 class LazyStores(Chooser):
-    """Chooses what to store from the old end of the device's order of eviction.
+    """Stores the blocks that the device evicts next.
 
-    Each look goes over the next victims, twice the blocks of a full step and a batch,
-    and stores what the host does not have. It begins at the oldest block: there is no
-    cursor that could pass one by. What the host has, as far as it was looked up or
-    stored here, is noted in the device's tier until the host loses it, so that only the
-    others are looked up.
+    Each scan covers the next victims, as many as twice the blocks of a full step and a
+    batch, and stores those that the host lacks. It always begins at the next victim:
+    there is no cursor that could skip a block. The device pool records the host copy of
+    each block that was found on or stored to the host, until the host removes it. So
+    only the other blocks are looked up.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class LazyStores(Chooser):
         stores: Stores,
         listeners: Listeners,
     ) -> None:
-        # In addition to a step's, the blocks that the device allocates between looks.
+        # Plus a batch, which the device may allocate between two scans.
         num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
         self.num_blocks = num_blocks + rules.store_batch
         self._host = host
         host.removed_keys = []
         self._stores = stores
         self._listeners = listeners
-        self._seen: tuple[int, int, int] | None = None
-        # Whether the host had no room for all at the last look.
+        self._seen: tuple[int, int, int] | None = None  # The last `_scan_state`.
+        # Whether the host had no room for all victims of the last scan.
         self._is_refused = False
 
     def offer_step(self, pool: DevicePool, ready: Sequence[Any]) -> None:
@@ -49,7 +49,7 @@ class LazyStores(Chooser):
         assert isinstance(pool, DeviceBlockPool)
         while self._host.removed_keys:
             pool.forget_copies(self._host.removed_keys.pop())
-        if self._look(pool) == self._seen or self._stores.is_congested:
+        if self._scan_state(pool) == self._seen or self._stores.is_congested:
             return
         listeners = self._listeners.victims_offered
         if listeners:
@@ -63,20 +63,20 @@ class LazyStores(Chooser):
         for notify in listeners:
             placed = frozenset(self._stores.waiting.keys[num_waiting:])
             notify(words, placed, passes)
-        # What was placed is pinned by now, which is no reason to look again.
-        self._seen = self._look(pool)
+        # After placing, which pins blocks: this is no reason for another scan.
+        self._seen = self._scan_state(pool)
 
     def clear(self, pool: DevicePool) -> None:
-        """Forget which blocks of a pool the host has: it has none."""
+        """Record that the host has no block of the pool any more."""
         assert isinstance(pool, DeviceBlockPool)
         self._seen = None
         pool.forget_copies()
 
-    def _look(self, pool: DeviceBlockPool) -> tuple[int, int, int]:
-        """Return numbers that differ if there may be something new to store."""
+    def _scan_state(self, pool: DeviceBlockPool) -> tuple[int, int, int]:
+        """Return counters that differ if there may be new blocks to store."""
         stores = self._stores
-        # What stores have pinned was looked at. What a load had pinned was not, and is
-        # free afterwards.
+        # Blocks pinned by stores were scanned and count as free here. Blocks pinned by
+        # loads were not: they need a scan once they are free.
         num_free = pool.num_free + stores.in_flight.num_blocks
         num_free += len(stores.waiting.sources)
         refused_at = stores.num_changes if self._is_refused else -1

@@ -1,8 +1,8 @@
-"""Watchers of a scheduler: they are called after the fact and change no decision.
+"""Listeners of a scheduler: they are notified of its events and change no decision.
 
-A listener overrides the methods of `Listener` that it needs; the scheduler calls no
-others, listener by listener. A method must not raise, wait or call the scheduler,
-except that `bound` may refuse the pool by a ValueError.
+A listener overrides the methods of `Listener` that it needs; the scheduler calls only
+these, in the order of the listeners. A method must not raise, wait or call the
+scheduler, except that `bound` may raise a ValueError to refuse the pool.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxkv.types import BlockKey, Stop
 
 Keys: TypeAlias = Sequence[BlockKey]
 Passes: TypeAlias = NDArray[np.bool_] | None
-"""bool[n]: which of n blocks may be stored; None for all."""
+"""Which of n blocks may be stored, bool[n]; None for all."""
 
 
 class Start(NamedTuple):
@@ -26,23 +26,23 @@ class Start(NamedTuple):
 
     request: Request
     keys: Sequence[Keys]  # For each group of layers.
-    num_local: int | None  # Tokens found on the device; None if nothing was looked up.
-    num_external: int  # Tokens that come from the host.
-    has_load: bool
+    num_local: int | None  # Device hits in tokens; None without a lookup.
+    num_external: int  # Tokens that are loaded.
+    has_load: bool  # Whether it has a load that has not ended.
     now_ms: Callable[[], int]  # Reads the clock of policies.
 
 
 class Offer(NamedTuple):
-    """Blocks [first, end) of a request of one group that the host was offered."""
+    """Blocks [first, end) of a request's first group, offered to the host."""
 
     request_id: str
-    keys: Keys
+    keys: Keys  # Of all blocks.
     first: int
     end: int
-    placed: Container[BlockKey]  # Those that the host found room for.
-    passes: Callable[[int], Passes]  # Returns `Passes` of the blocks [argument, end).
+    placed: Container[BlockKey]  # Keys of the blocks that got a place on the host.
+    passes: Callable[[int], Passes]  # `passes(start)` is about the blocks [start, end).
     is_end: bool  # Whether the request is about to lose its device blocks.
-    can_store: bool  # Whether the host may store anything at the end.
+    can_store: bool  # With `is_end`, False if too many stores were waiting.
 
 
 class End(NamedTuple):
@@ -57,10 +57,10 @@ class End(NamedTuple):
 
 
 class Listener:
-    """The moments that can be watched. Each does nothing unless it is overridden."""
+    """A method per event of the scheduler; each does nothing unless overridden."""
 
     def bound(self, pool: Any) -> None:
-        """Notify of the pool of device blocks."""
+        """Notify that the pool of device blocks was bound."""
 
     def warm_up(self) -> None:
         """Load or compile what later calls run."""
@@ -84,13 +84,13 @@ class Listener:
     def victims_offered(
         self, words: Any, placed: Container[BlockKey], passes: Passes
     ) -> None:
-        """Notify of an offer of lazy stores: u32[n, 8], the next victim first."""
+        """Notify of an offer of lazy stores: keys u32[n, 8], the next victim first."""
 
     def stored(self, keys: Keys, ok: bool) -> None:
         """Notify of a store that every worker has reported."""
 
     def released(self, request_ids: Sequence[str], unloaded: Sequence[Keys]) -> None:
-        """Notify of requests whose loads hold no blocks now, and of failed keys."""
+        """Notify of requests whose loads were released, and of keys of failed loads."""
 
     def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:
         """Notify of the requests whose loads every worker has reported."""
@@ -109,7 +109,7 @@ MOMENTS = tuple(name for name in vars(Listener) if not name.startswith("_"))
 
 
 class Listeners:
-    """For each moment, the methods that override it: an attribute of its name."""
+    """For each method name of `Listener`, the overriding methods of all listeners."""
 
     _NOT_STATE = MOMENTS
 

@@ -33,7 +33,7 @@ NO_LOADS: dict[str, Any] = {
     "load_host_blocks": (),
     "load_event_to_reqs": {},
 }
-"""The fields of `OffloadMetadata` about loads, in a step without loads."""
+"""The fields of `OffloadMetadata` for loads, in a step without loads."""
 _ONE = np.int32(1)
 
 
@@ -41,23 +41,23 @@ _ONE = np.int32(1)
 class Load(Move[Ids]):
     """The blocks that one request loads from the host, or copies on the device.
 
-    r rows of m device blocks each, and c copies. `sources` are i32[r], `targets`
-    i32[r, m], empty until the allocation. Blocks of a row that are not loaded have
-    NO_BLOCK.
+    It has r rows (host blocks) of m device blocks each, and c copies. `sources` are
+    i32[r]; `targets` are i32[r, m], empty until the allocation, with NO_BLOCK for
+    device blocks that are not loaded.
     """
 
     request_id: str
-    num_computed_tokens: int  # The request's tokens before the load.
-    num_tokens: int  # The offered tokens beyond these.
+    num_computed_tokens: int  # The request's computed tokens before the load.
+    num_tokens: int  # Tokens offered after these.
     marks: list[KeyMark]  # For each group, the keys up to the end of the offer.
     row_groups: Ids  # i32[r], the group of each row.
     row_indices: Ids  # i32[r, m], indices into the block table of the group.
     copy_sources: Ids  # i32[c], device blocks to copy.
-    copy_groups: Ids  # i32[c]
-    copy_indices: Ids  # i32[c]
+    copy_groups: Ids  # i32[c], the group of each copy.
+    copy_indices: Ids  # i32[c], indices into the block table of the group.
     # i32[c], device blocks to copy to; empty until the allocation.
     copy_targets: Ids = dataclasses.field(default_factory=lambda: NO_IDS)
-    request: Request | None = None  # Set once it has taken the offer.
+    request: Request | None = None  # Set once the request has taken the offer.
     # Whether the request waits for a report, even if it takes only copies.
     is_awaited: bool = False
     is_taken: bool = False  # Whether the request has its device blocks.
@@ -67,7 +67,7 @@ class Load(Move[Ids]):
 
     @property
     def name(self) -> str:
-        """The name of the load in reports."""
+        """The request id, which names the load in reports."""
         return self.request_id
 
     @property
@@ -109,24 +109,24 @@ class Loads:
         self._stats = stats
         self._requests = requests
         self.by_request: dict[str, Load] = {}  # Each request's offer or load.
-        # Loads that were taken and not yet issued, in this order: those with a
-        # transfer, and those with only copies.
+        # Loads that were taken and not yet issued, in the order of taking: `_waiting`
+        # need a transfer, `_copying` only copies.
         self._waiting: OrderedDict[str, Load] = OrderedDict()
         self._copying: dict[str, Load] = {}
         self.in_flight: Ledger[Load] = Ledger("the load of request", rules.world_size)
-        # How many loads read each host block, and the device blocks in `_waiting`.
+        # How many loads read each host block; how many device blocks `_waiting` has.
         self._num_readers = np.zeros(host.num_blocks, np.int32)
         self._num_blocks_waiting = 0
         is_all_read = all(isinstance(group, FullAttention) for group in groups)
-        # Tokens in whose multiples an offer may be truncated; None if it may not.
-        self._step = alignment(groups) if is_all_read else None
+        # An offer may be truncated to multiples of this many tokens; None if never.
+        self._alignment = alignment(groups) if is_all_read else None
 
     def __len__(self) -> int:
         return len(self.by_request)
 
     @property
     def in_transit(self) -> tuple[int, int, int]:
-        """The part of `InTransit` about loads; thread-safe."""
+        """The last three fields of `InTransit`, about loads; thread-safe."""
         # Several requests may load one host block.
         num_read = int(np.count_nonzero(self._num_readers))
         return self._num_blocks_waiting, self.in_flight.num_blocks, num_read
@@ -143,7 +143,7 @@ class Loads:
         load: Load | None,
         is_awaited: bool,
     ) -> None:
-        """Hold an offer (None for none) in place of the previous one.
+        """Hold a load (None for none) as an offer, in place of the previous one.
 
         The request must have no load in flight.
         """
@@ -165,7 +165,7 @@ class Loads:
         tables: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> Load | None:
-        """Take the offer's first tokens into the block tables; return their load."""
+        """Load the offer's first tokens into the block tables; return that load."""
         load = self.by_request.get(request.request_id)
         if load is not None and load.is_taken:
             if num_external_tokens:
@@ -175,12 +175,12 @@ class Loads:
                 )
             return None
         offered = load.num_tokens if load else 0
-        # If not all blocks of a prefix are read, a shorter one may read other blocks.
-        step = self._step or max(offered, 1)
-        if num_external_tokens % step or not 0 <= num_external_tokens <= offered:
+        # If not all blocks of a prefix are read, a shorter prefix may read others.
+        multiple = self._alignment or max(offered, 1)
+        if num_external_tokens % multiple or not 0 <= num_external_tokens <= offered:
             raise ValueError(
                 f"{num_external_tokens=} of request {shown(request.request_id)} must "
-                f"be a multiple of {step} up to {offered}, the offer."
+                f"be a multiple of {multiple} up to {offered}, the offer."
             )
         if load is None:
             return None
@@ -222,13 +222,13 @@ class Loads:
         return bool(self._waiting or self._copying)
 
     def issue(self, pool: DevicePool, budget: Budget) -> dict[str, Any]:
-        """Issue loads that were taken, in this order, within the budget.
+        """Issue taken loads, in the order of taking, within the budget.
 
         A load larger than the whole budget is issued if nothing else is in flight.
 
         Returns:
-            The fields of `OffloadMetadata` about loads, and about copies, which end in
-            this step.
+            The fields of `OffloadMetadata` for loads, and for copies, which end in this
+            step.
         """
         ready = list(self._copying.values())
         self._copying.clear()
@@ -253,7 +253,7 @@ class Loads:
                 del self.by_request[load.request_id]
         for load in copying:
             self._stats.num_copied += load.copy_sources.size
-            # Anything that overwrites a source comes later, on the device as well.
+            # Whatever overwrites a source is dispatched after the copy.
             pool.unpin(load.copy_sources)
             if load.event == NO_EVENT:
                 pool.unpin(load.copy_targets)
@@ -275,11 +275,11 @@ class Loads:
         """Apply the reports of workers.
 
         Returns:
-            The requests whose awaited load has arrived; and the requests whose load has
+            The requests whose awaited load has arrived; and the requests whose load
             failed on any worker, or whose keys were rewritten meanwhile.
 
         Raises:
-            ValueError: A report names no load in flight. Then nothing changes.
+            ValueError: A report is not of a load in flight. Then nothing changes.
         """
         self.in_flight.check(reports)
         ended = self.in_flight.report(reports)
@@ -296,7 +296,7 @@ class Loads:
             if load.is_awaited and load.request is not None:
                 is_useless |= not load.is_of(self._requests.of(load.request))
             if is_useless:
-                # The request computes all blocks of the offer, also the skipped ones.
+                # The request computes all blocks of the offer, even the skipped ones.
                 pool.unwritten.difference_update(load.skipped)
             if load.is_awaited or is_useless:
                 answers[is_useless].append(load.request_id)
@@ -304,7 +304,7 @@ class Loads:
         return answers
 
     def drop(self, pool: DevicePool, request_id: str) -> None:
-        """Release a load that its request abandons; if in flight, once it ends."""
+        """Release a request's offer or load; a load in flight once it ends."""
         load = self.by_request.get(request_id)
         if load is None:
             return
@@ -316,7 +316,7 @@ class Loads:
         self._end(pool, [load])
 
     def _end(self, pool: DevicePool, loads: Sequence[Load]) -> None:
-        """Release all blocks of loads except the sources of copies."""
+        """End loads: release all their blocks except the sources of copies."""
         if not loads:
             return
         self._release(loads)
@@ -359,7 +359,7 @@ def find_targets(
     block_ids: Sequence[Sequence[int]],
     num_tokens: int,
 ) -> tuple[Ids, Ids]:
-    """Return the targets and copy targets of a load of a prefix of `num_tokens`.
+    """Return the targets and copy targets of a load up to the token `num_tokens`.
 
     `block_ids` are the request's device blocks, for each group.
 
@@ -368,7 +368,7 @@ def find_targets(
     """
     tables = [np.array(ids, np.int32) for ids in block_ids]
 
-    # Whether a single group takes the whole offer.
+    # Whether the whole offer is taken, with one group and one device block per row.
     num_offered = load.num_computed_tokens + load.num_tokens
     is_plain = len(groups) == load.row_indices.shape[1] == 1
     is_plain &= num_tokens == num_offered
@@ -394,7 +394,7 @@ def find_targets(
                 raise ValueError(
                     f"block {loaded[is_absent][0]} of group {group} of request "
                     f"{shown(load.request_id)} cannot be loaded: its block table of "
-                    f"{table.size} blocks has no block there."
+                    f"{table.size} blocks has none there."
                 )
         return blocks
 
@@ -405,14 +405,14 @@ def find_targets(
     if is_repeated.any():
         raise ValueError(
             f"block {written[1:][is_repeated][0]} is more than once in the block table "
-            f"of request {shown(load.request_id)}, where blocks will be loaded: each "
+            f"of request {shown(load.request_id)}, where blocks would be loaded: each "
             "needs its own device block."
         )
     return targets, copy_targets
 
 
 def _copying(pool: DevicePool) -> DeviceBlockPool:
-    """Return the pool of a load that copies blocks, a `DeviceBlockPool`."""
+    """Return the pool as a `DeviceBlockPool`: only it allows copies."""
     assert isinstance(pool, DeviceBlockPool)
     return pool
 
@@ -434,26 +434,26 @@ def mark_skipped(
     already runs (`num_local` is None) has none.
 
     Returns:
-        The tables, with NULL_BLOCK in place of these blocks behind `num_local`.
+        The tables, with NULL_BLOCK for such blocks after the first `num_local` tokens.
     """
     if num_local is None:
         return [list(table) for table in tables]
     written = NO_IDS
     if load is not None:
         written = np.concatenate([load.written_blocks, load.copy_targets])
-    answer = []
+    new_tables = []
     unwritten: list[int] = []
     skipped: list[int] = []
     for spec, group_keys, table in zip(groups, keys, tables, strict=True):
         start = num_local // spec.block_size
         end = (num_local + num_external) // spec.block_size
         if isinstance(spec, FullAttention):
-            start = end = 0  # All of it is read.
+            start = end = 0  # All blocks are read.
         head, tail = np.array(table[:end], np.int32), list(table[end:])
         # The request may compute into a block that is also in the head of the table.
         is_unwritten = ~np.isin(head, [NULL_BLOCK, *written.tolist(), *tail])
-        # Local blocks are written if the pool holds their keys. An engine may put other
-        # blocks where none is read.
+        # Device hits are written if the pool holds their keys. Where none is read, an
+        # engine may have put other blocks in their place.
         local = np.flatnonzero(is_unwritten[: min(start, len(group_keys))])
         if local.size:
             local_keys = [group_keys[index] for index in local.tolist()]
@@ -461,13 +461,13 @@ def mark_skipped(
         unwritten += head[is_unwritten].tolist()
         is_unwritten[:start] = False
         skipped += head[is_unwritten].tolist()
-        answer.append([*np.where(is_unwritten, NULL_BLOCK, head).tolist(), *tail])
+        new_tables.append([*np.where(is_unwritten, NULL_BLOCK, head).tolist(), *tail])
     if pool.unwritten:
         pool.unwritten.difference_update(*tables)
     pool.unwritten.update(unwritten)
     if load is not None:
         load.skipped = skipped
-    return answer
+    return new_tables
 
 
 def _flat(arrays: Sequence[Ids]) -> tuple[int, ...]:
@@ -478,7 +478,7 @@ def _flat(arrays: Sequence[Ids]) -> tuple[int, ...]:
 
 
 def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load | None]:
-    """Split a load into the blocks that have targets, and the others if any."""
+    """Split a load: the blocks that have targets, and the others (None if none)."""
 
     def select(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
         selected = dataclasses.replace(

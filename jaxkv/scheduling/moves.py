@@ -18,49 +18,49 @@ from jaxkv.types import BlockKey
 Ids = TypeVar("Ids", bound=list[int] | NDArray[np.integer[Any]])
 AnyMove = TypeVar("AnyMove", bound="Move[Any]")
 Report: TypeAlias = tuple[Hashable, bool | Sequence[bool]]
-"""A worker's report of a move: its name, and whether all of it, or which of its
-blocks, have arrived."""
+"""A worker's report of a move: the move's name, and whether all its blocks have
+arrived, or a flag for each block."""
 
-_MAX_NAMES = 8  # Moves that an error lists.
+_MAX_NAMES = 8  # An error lists at most this many moves in flight.
 
 
 @dataclasses.dataclass(eq=False)
 class Move(Generic[Ids]):
-    """Blocks that move together from one tier to another: n rows, each a host block."""
+    """Blocks that move together between two tiers: n rows, one per host block."""
 
-    keys: list[BlockKey]  # n
-    sources: Ids  # Ids in the source tier.
-    targets: Ids  # Ids in the target tier.
-    event: int = NO_EVENT  # The event that it left with; NO_EVENT before.
-    # Requests that wait for it, as keys of a dict, which keeps their order.
+    keys: list[BlockKey]  # [n]
+    sources: Ids  # Block ids in the source tier.
+    targets: Ids  # Block ids in the target tier.
+    event: int = NO_EVENT  # The event that issued it; NO_EVENT before.
+    # Requests that wait for the move, as keys of a dict, which keeps their order.
     waiters: dict[str, None] = dataclasses.field(default_factory=dict)
     num_reports: int = 0  # Workers that have reported it.
-    ok: bool | NDArray[np.bool_] = True  # Whether all, or which rows, arrived on these.
+    ok: bool | NDArray[np.bool_] = True  # Whether all, or which, rows arrived.
     is_stale: bool = False  # Whether the tiers, or the request, have forgotten it.
 
     @property
     def name(self) -> Hashable:
-        """Its name in reports."""
+        """The name of the move in reports."""
         return self.event
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in flight with it."""
+        """The number of blocks that move."""
         return len(self.sources)
 
 
 class Ledger(Generic[AnyMove]):
-    """Moves in flight between two tiers; `what` names one in errors."""
+    """Moves in flight between two tiers; `kind` names one in errors."""
 
-    def __init__(self, what: str, num_workers: int) -> None:
+    def __init__(self, kind: str, num_workers: int) -> None:
         self.moves: dict[Hashable, AnyMove] = {}  # By name, the oldest first.
         self.num_blocks = 0  # In flight.
-        self._what = what
+        self._kind = kind
         self._num_workers = num_workers
         self._next_event = 0
 
     def issue(self, moves: Iterable[AnyMove]) -> int:
-        """Send moves out together; return their event, NO_EVENT if there are none."""
+        """Issue moves with one event; return the event, NO_EVENT without moves."""
         event = NO_EVENT
         for move in moves:
             move.event = event = self._next_event
@@ -70,22 +70,22 @@ class Ledger(Generic[AnyMove]):
         return event
 
     def check(self, reports: Sequence[Report]) -> None:
-        """Raise ValueError if one of some reports is not due; nothing changes."""
+        """Raise ValueError if a report is not due or has flags of other blocks."""
         counts: dict[Hashable, int] = {}
         for name, ok in reports:
             counts[name] = counts.get(name, 0) + 1
             move = self.moves.get(name)
-            due = self._num_workers - move.num_reports if move else 0
-            if move is None or counts[name] > due:
+            num_due = self._num_workers - move.num_reports if move else 0
+            if move is None or counts[name] > num_due:
                 count = [reported for reported, _ in reports].count(name)
                 raise ValueError(
-                    f"{count} reports of {self._what} {shown(name)}, of which {due} "
+                    f"{self._kind} {shown(name)} has {count} reports, but {num_due} "
                     f"are due; in flight are {self._names()}."
                 )
             if not isinstance(ok, bool) and len(ok) != len(move.keys):
                 raise ValueError(
-                    f"a report of {len(ok)} blocks of {self._what} {shown(name)}, "
-                    f"which has {len(move.keys)}."
+                    f"a report of {self._kind} {shown(name)} has flags of {len(ok)} "
+                    f"blocks, but must have {len(move.keys)}."
                 )
 
     def report(self, reports: Sequence[Report]) -> list[AnyMove]:
@@ -112,7 +112,7 @@ class Ledger(Generic[AnyMove]):
 
 
 class Budget:
-    """Device blocks that may still leave in a step, and those in flight."""
+    """How many more device blocks a step may issue, and how many are in flight."""
 
     __slots__ = "in_flight", "num_left"
 
@@ -122,7 +122,7 @@ class Budget:
         self.in_flight = in_flight
 
     def take(self, num_blocks: int) -> None:
-        """Count blocks that leave."""
+        """Count issued blocks."""
         self.num_left = max(self.num_left - num_blocks, 0)
         self.in_flight += num_blocks
 
@@ -130,5 +130,5 @@ class Budget:
 def reports_of(
     completed: Sequence[Hashable], failed: Sequence[Hashable]
 ) -> Sequence[Report]:
-    """Make reports of moves that arrived as a whole or not at all."""
+    """Return reports of moves that arrived completely, or failed completely."""
     return [*zip(completed, repeat(True)), *zip(failed, repeat(False))]

@@ -32,28 +32,28 @@ Keys: TypeAlias = Sequence[Sequence[BlockKey]]
 
 Deferral: TypeAlias = str
 """Why a request gets less than the tiers hold: it has a load in flight ("loading");
-another request loads one of its blocks ("shared"); computing is faster ("gate"); a
+another request loads one of its blocks ("shared"); recomputing is faster ("gate"); a
 tier is being probed for its blocks ("asked"); it waits for room that other requests'
 fetches hold ("queued"); or its blocks are fetched from a tier (`Boundary.name`)."""
 
 Speed: TypeAlias = Literal["probe", "slow"] | None
-"""What the `Gate` decides for a load: slower than computing, but loaded to measure the
-rate ("probe"); slower, and declined ("slow"); None if it is not known to be slower."""
+"""The `Gate`'s judgement: "slow" (slower than recomputing, declined), "probe" (slower,
+but admitted to measure the rate), or None (not known to be slower)."""
 
-_PROBE_INTERVAL = 32
-# A request waits for a probe at most this share of the time to compute its blocks.
+_PROBE_INTERVAL = 32  # Admit one slow load in this many, to measure the rate.
+# Maximum wait for a probe of a tier, as a share of the time to recompute its blocks.
 _MAX_WAIT_SHARE = 0.1
-# Blocks of each group in one probe; a tier's maximum in flight, if that is more. A
-# request cannot get more blocks from a probed tier.
+# Maximum blocks of each group in one probe, or a tier's maximum in flight if larger.
+# So this limits the unindexed blocks that a request can get from a tier.
 _MAX_PROBED_BLOCKS = 256
-_MAX_PROBES = 64  # In flight.
+_MAX_PROBES = 64  # Probes of one tier in flight.
 
 
 class Gate:
     """Declines loads and fetches that would take longer than recomputing their tokens.
 
-    All pass until `note_rates` is called. One in `_PROBE_INTERVAL` of the slow ones
-    passes, too, so that the rate of loads is still measured.
+    All pass until `note_rates` sets the rates. One slow load in `_PROBE_INTERVAL`
+    passes as well, so that the rate is still measured.
     """
 
     def __init__(self, rules: OffloadRules, stats: OffloadStats) -> None:
@@ -74,7 +74,7 @@ class Gate:
         self.prefill_tokens_per_s = prefill_tokens_per_s
 
     def judge_load(self, num_tokens: int, num_blocks: int, num_ahead: int) -> Speed:
-        """Judge a load of `num_blocks` device blocks, behind `num_ahead` in flight."""
+        """Judge a load of `num_blocks` device blocks, after `num_ahead` in flight."""
         if not self.load_bytes_per_s:
             return None
         num_bytes = (num_ahead + num_blocks) * self._block_bytes
@@ -84,7 +84,7 @@ class Gate:
     def judge_fetch(
         self, num_tokens: int, num_blocks: int, num_ahead: int, bytes_per_s: float
     ) -> Speed:
-        """Judge a fetch of device blocks to the host, and their load from there."""
+        """Judge a fetch of device blocks to the host, and then their load."""
         if not bytes_per_s:
             return None
         num_bytes = num_blocks * self._block_bytes
@@ -95,7 +95,7 @@ class Gate:
         return self._judge(fetch_s, num_tokens, self._num_slow_fetches)
 
     def probe_s(self, min_s: float, num_tokens: int) -> float:
-        """Return how long a request may wait for a probe of blocks of `num_tokens`."""
+        """Return the seconds to wait for a probe of the blocks of `num_tokens`."""
         if not (self._is_on and self.prefill_tokens_per_s):
             return min_s
         return max(min_s, _MAX_WAIT_SHARE * num_tokens / self.prefill_tokens_per_s)
@@ -108,7 +108,7 @@ class Gate:
         return "probe" if (num_slow + 1) % _PROBE_INTERVAL == 0 else "slow"
 
     def count(self, load: Speed = None, *fetches: Speed) -> None:
-        """Count judgements that are applied."""
+        """Count the judgements of an applied plan."""
         self._num_slow += load is not None
         self._stats.num_loads_declined += load == "slow"
         for fetch in fetches:
@@ -129,7 +129,7 @@ def checked_rates(rates: float | Sequence[float], num_tiers: int) -> Sequence[fl
     """Return a rate for each tier below the host; a single rate is the last tier's.
 
     Raises:
-        ValueError: There is not one for each tier, or one is not a number >= 0.
+        ValueError: There is not one rate per tier, or one is not a number >= 0.
     """
     storage_bytes_per_s = rates
     if not isinstance(rates, Sequence):
@@ -155,7 +155,7 @@ class View(NamedTuple):
     device: DeviceBlockPool | None  # The pool, if blocks are copied on the device.
     host: BlockIndex
     loads: Loads
-    below: tuple[Boundary, ...]  # The nearest to the host first.
+    below: tuple[Boundary, ...]  # From the host downwards.
     is_plain: bool  # Whether `_find_plain_load` may be used, as for most models.
 
 
@@ -165,19 +165,19 @@ class Plan(NamedTuple):
     num_tokens: int | None  # Offered; None if the request asks again later.
     is_awaited: bool = False  # Whether the request must wait for the load.
     deferral: Deferral | None = None  # Why the tiers hold more than the offer.
-    load: Load | None = None  # The offer, to be held.
-    # A fetch to start first, if the tier above has room: its boundary, the fetch, and
-    # how many of its first blocks at most.
+    load: Load | None = None  # The offer, which must be held.
+    # The fetch to start before the offer, if the upper tier has room: its boundary, the
+    # fetch, and the maximum of its first blocks to fetch.
     fetch: tuple[Boundary, Fetch, int] | None = None
-    nearer: tuple[Boundary, ...] = ()  # The boundaries above the fetch's.
-    # A probe to send first: the tier, the runs of keys, and how long the request waits.
+    nearer: tuple[Boundary, ...] = ()  # The boundaries above the fetch's boundary.
+    # The probe to send before a fetch: its boundary, runs of keys, and wait in seconds.
     probe: tuple[Boundary, list[list[BlockKey]], float] | None = None
-    queue: Boundary | None = None  # Where the request queues for room.
-    searched: tuple[Boundary, ...] = ()  # No further fetch from these, for now.
+    queue: Boundary | None = None  # The boundary where the request queues for room.
+    searched: tuple[Boundary, ...] = ()  # Not searched again until new blocks come.
     load_speed: Speed = None
     fetch_speeds: tuple[Speed, ...] = ()
     current: Load | None = None  # The load that the request has in flight.
-    # Host blocks that others are loading and the request waits for.
+    # Host blocks that other requests load, and that the request waits for.
     shared: frozenset[int] = frozenset()
 
 
@@ -198,13 +198,13 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
         if num is None or num < 0 or num % spec.block_size:
             raise ValueError(
                 f"num_computed_tokens={shown(num_computed_tokens)} of request "
-                f"{shown(request.request_id)} must be of whole blocks: a multiple of "
+                f"{shown(request.request_id)} must be whole blocks: a multiple of "
                 f"{spec.block_size}."
             )
     keys = view.requests.checked(request)
     current = view.loads.by_request.get(request.request_id)
     if current is not None and current.event != NO_EVENT:
-        # The request was preempted during this load, which workers will report.
+        # The request was preempted during this load, which is still in flight.
         return Plan(None, deferral="loading", current=current)
     searched: tuple[Boundary, ...] = ()
     speeds: tuple[Speed, ...] = ()
@@ -227,7 +227,7 @@ def _plan_fetch(
     keys: Keys,
     num_computed_tokens: int,
 ) -> Plan:
-    """Plan the fetch or probe that the request must wait for; no deferral if none."""
+    """Plan a fetch or probe; with a deferral if the request must wait for it."""
     name, tier = request.request_id, boundary.tier
     wait = boundary.waits.get(name)
     if wait is not None:
@@ -246,14 +246,14 @@ def _plan_fetch(
     above = view.below[: boundary.number]
     nearer = device, *[source_of(tier.upper, tier.factor) for tier in above]
     max_tokens = max_hit_tokens(request, num_computed_tokens)
-    look = Look(boundary, nearer, keys, max_tokens, num_computed_tokens)
+    query = PrefixQuery(boundary, nearer, keys, max_tokens, num_computed_tokens)
     speeds: tuple[Speed, ...] = ()
     if can_probe:
-        probe, speed = find_probe(view.gate, look, name)
+        probe, speed = find_probe(view.gate, query, name)
         if probe is not None:
             return Plan(None, deferral="asked", probe=(boundary, *probe))
         speeds = () if speed is None else (speed,)
-    fetch = find_fetch(look, name if is_expected else None)
+    fetch = find_fetch(query, name if is_expected else None)
     searched = Plan(0, searched=(boundary,), fetch_speeds=speeds)
     if fetch is None:
         return searched
@@ -271,64 +271,64 @@ def _plan_fetch(
     return deferred._replace(fetch=fetched, nearer=above)
 
 
-class Look(NamedTuple):
+class PrefixQuery(NamedTuple):
     """A search of a request's prefix, down to the lower tier of a boundary."""
 
     boundary: Boundary
-    nearer: Sequence[Source]  # The device, and the tiers above the boundary's.
+    nearer: Sequence[Source]  # The device, and the tiers above the upper tier.
     keys: Keys
-    max_tokens: int  # The longest prefix allowed.
-    num_computed_tokens: int = 0  # The part of it that the request has.
+    max_tokens: int  # The maximum length of the prefix.
+    num_computed_tokens: int = 0  # The request has this part of the prefix already.
 
 
 class _Missing(NamedTuple):
-    """The blocks of the longest prefix that the nearer tiers do not have."""
+    """The blocks of the longest prefix that the nearer tiers lack."""
 
     num_tokens: int  # The length of the prefix.
-    upper_rows: list[int]  # The upper tier's blocks of it.
-    rows: list[list[int]]  # For each group, the rows missing there.
-    unknown: list[list[int]]  # The part of `rows` that the lower tier may have or not.
+    upper_rows: list[int]  # Ids in the upper tier of those that it has.
+    rows: list[list[int]]  # For each group, row indices of those that it lacks.
+    unknown: list[list[int]]  # The part of `rows` that the lower tier's index lacks.
 
 
-def _find_missing(look: Look, expected_by: str | None) -> _Missing:
-    """Search all tiers; for `expected_by`, the lower one may have unknown blocks."""
-    boundary, factor = look.boundary, look.boundary.factor
+def _find_missing(query: PrefixQuery, expected_by: str | None) -> _Missing:
+    """Search all tiers; for `expected_by`, assume the lower one has unknown blocks."""
+    boundary, factor = query.boundary, query.boundary.factor
     upper, lower = boundary.upper, boundary.tier
-    sources = *look.nearer, source_of(upper, factor), source_of(lower, factor)
+    sources = *query.nearer, source_of(upper, factor), source_of(lower, factor)
     if expected_by is not None:
         sources = *sources, Source(partial(boundary.may_have, expected_by), factor)
-    match = search(boundary.groups, look.keys, look.max_tokens, sources)
-    answer, num_nearer = _Missing(match.num_tokens, [], [], []), len(look.nearer)
+    match = search(boundary.groups, query.keys, query.max_tokens, sources)
+    result, num_nearer = _Missing(match.num_tokens, [], [], []), len(query.nearer)
     for spec, needed, *ids_of in zip(
         boundary.groups, match.needed, *match.block_ids, strict=True
     ):
-        start = look.num_computed_tokens // spec.block_size
+        start = query.num_computed_tokens // spec.block_size
         missing = (np.flatnonzero(needed[start:]) + start).astype(np.int32)
         for ids in ids_of[:num_nearer]:
             missing = missing[ids[missing] == NO_BLOCK]
         in_upper, in_lower = ids_of[num_nearer], ids_of[num_nearer + 1]
         upper_rows = in_upper[missing]
-        answer.upper_rows.extend(np.unique(upper_rows[upper_rows != NO_BLOCK]).tolist())
+        result.upper_rows.extend(np.unique(upper_rows[upper_rows != NO_BLOCK]).tolist())
         missing = missing[upper_rows == NO_BLOCK]
-        answer.rows.append(np.unique(missing // factor).tolist())
+        result.rows.append(np.unique(missing // factor).tolist())
         unknown = missing[in_lower[missing] == NO_BLOCK]
-        answer.unknown.append(np.unique(unknown // factor).tolist())
-    return answer
+        result.unknown.append(np.unique(unknown // factor).tolist())
+    return result
 
 
-def find_fetch(look: Look, expected_by: str | None = None) -> Fetch | None:
+def find_fetch(query: PrefixQuery, expected_by: str | None = None) -> Fetch | None:
     """Find the blocks of the longest prefix that only the lower tier has, if any.
 
-    `expected_by` is a request whose blocks others write to the lower tier: it is then
-    expected to have all blocks except those that it reported missing.
+    `expected_by` names a request whose blocks another engine writes to the lower tier,
+    which then counts as having all blocks except those that it reported missing.
     """
-    groups, factor = look.boundary.groups, look.boundary.factor
-    missing = _find_missing(look, expected_by)
-    if missing.num_tokens <= look.num_computed_tokens:
+    groups, factor = query.boundary.groups, query.boundary.factor
+    missing = _find_missing(query, expected_by)
+    if missing.num_tokens <= query.num_computed_tokens:
         return None
     ends = [
         ((row + 1) * factor * spec.block_size, keys[(row + 1) * factor - 1])
-        for spec, keys, rows in zip(groups, look.keys, missing.rows, strict=True)
+        for spec, keys, rows in zip(groups, query.keys, missing.rows, strict=True)
         for row in rows
     ]
     if not ends:
@@ -352,24 +352,24 @@ def may_probe(boundary: Boundary, probing: Probing | None) -> bool:
 
 
 def find_probe(
-    gate: Gate, look: Look, request_id: str
+    gate: Gate, query: PrefixQuery, request_id: str
 ) -> tuple[tuple[list[list[BlockKey]], float] | None, Speed]:
     """Choose the keys of a probe: blocks that no tier is known to have.
 
-    They belong to the longest prefix, if the lower tier has all blocks except those
-    that it reported missing.
+    They belong to the longest prefix that the tiers would have if the lower tier had
+    all blocks except those that it reported missing.
 
     Returns:
-        The runs of keys and how long the request waits for the probe, or None for no
-        probe; and the gate's judgement if it declines the fetch of these blocks.
+        The runs of keys and the wait in seconds, or None for no probe; and the gate's
+        judgement if it declines the fetch of these blocks.
     """
-    boundary, factor = look.boundary, look.boundary.factor
-    missing = _find_missing(look, request_id)
+    boundary, factor = query.boundary, query.boundary.factor
+    missing = _find_missing(query, request_id)
     max_rows = max(_MAX_PROBED_BLOCKS, boundary.max_fetched)
     runs: list[list[BlockKey]] = []
     starts, num_rows = [], 0
     for spec, keys, unknown in zip(
-        boundary.groups, look.keys, missing.unknown, strict=True
+        boundary.groups, query.keys, missing.unknown, strict=True
     ):
         if rows := unknown[:max_rows]:
             num_rows += len(rows)
@@ -377,7 +377,7 @@ def find_probe(
             runs.append([keys[(row + 1) * factor - 1] for row in rows])
     if not runs:
         return None, None
-    num_tokens = missing.num_tokens - max(min(starts), look.num_computed_tokens)
+    num_tokens = missing.num_tokens - max(min(starts), query.num_computed_tokens)
     num_ahead = boundary.fetches.num_blocks * factor
     blocks = num_rows * factor, num_ahead
     speed = gate.judge_fetch(num_tokens, *blocks, boundary.bytes_per_s)
@@ -387,13 +387,13 @@ def find_probe(
 
 
 def size_fetch(gate: Gate, boundary: Boundary, fetch: Fetch) -> tuple[int, Speed]:
-    """Return how many of the first blocks to fetch now, 0 if slow, and how fast."""
+    """Return how many first blocks to fetch now (0 if slow), and the judgement."""
     room = boundary.max_fetched - boundary.fetches.num_blocks
     num = len(fetch.keys)
     for index, key in enumerate(fetch.keys):
         room -= key not in boundary.fetch_of
         if room < 0:
-            num = index if boundary.may_cut else 0
+            num = index if boundary.can_truncate else 0
             break
     if not num:
         return 0, None
@@ -433,8 +433,8 @@ def _plan_load(
     speed = view.gate.judge_load(load.num_tokens, num_blocks, ahead)
     if speed == "slow":
         return Plan(0, deferral="gate", load_speed=speed)
-    # Copies end before the step's model runs. So does a transfer if the model waits
-    # for it (`load_in_step`); otherwise the request waits.
+    # Copies end before the step's model runs. With `load_in_step`, the model waits for
+    # transfers as well; otherwise the request waits for them.
     is_awaited = not view.rules.load_in_step
     return Plan(load.num_tokens, is_awaited, load=load, load_speed=speed)
 
@@ -442,8 +442,8 @@ def _plan_load(
 def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set[int]:
     """Return the part of `rows` that loads of other requests will read.
 
-    Offers do not count: their request may get no room on the device, and be queued
-    behind the one that would wait for it.
+    Offers do not count: a request with an offer may get no device blocks, and queue
+    behind the request that would wait for it.
     """
     loaded: set[int] = set()
     for load in loads.by_request.values():
@@ -498,7 +498,7 @@ def find_load(
 
 
 def _num_free_with_held(pool: DeviceBlockPool, load: Load | None, sources: Ids) -> int:
-    """Count the blocks that would be free with `sources` held and `load` dropped."""
+    """Count the blocks that would be free with `sources` pinned, `load` dropped."""
     dropped = NO_IDS
     if load is not None and load.event == NO_EVENT:
         blocks_of = load.copy_sources, load.written_blocks, load.copy_targets
@@ -517,14 +517,14 @@ def _find_plain_load(
     keys: Sequence[list[BlockKey]],
     num_computed_tokens: int,
 ) -> tuple[Load | None, bool]:
-    """Fast `find_load` for one group with full attention and a host block per block.
+    """Fast `find_load` for most models: one full-attention group, one block per row.
 
-    This is the case for most models. One call searches both tiers, or only the host
-    behind the computed tokens if nothing may be copied.
+    One call searches both tiers, or only the host after the computed tokens if nothing
+    may be copied on the device.
 
     Returns:
-        The load, None if the request has the whole prefix; and whether the result is
-        final: if blocks must be copied, call `find_load` instead.
+        The load, None if the request has the whole prefix; and whether this result is
+        valid: if blocks must be copied, call `find_load` instead.
     """
     (spec,), (group_keys,) = view.groups, keys
     usable = max(max_hit_tokens(request, num_computed_tokens), 0) // spec.block_size
@@ -618,7 +618,7 @@ def _load_of(
 
 
 def _array_numbers(arrays: Sequence[Ids]) -> Ids:
-    """Return the number of its array for each item of concatenated arrays."""
+    """Return the array number of each item of the concatenated arrays: i32[n]."""
     if len(arrays) == 1:
         return np.zeros(len(arrays[0]), np.int32)
     numbers = np.arange(len(arrays), dtype=np.int32)

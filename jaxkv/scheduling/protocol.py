@@ -30,15 +30,15 @@ class Request(Protocol):
 
     It reads eight more if the request has them:
 
-    * ``block_keys_by_group``, if the model has several groups of layers: a list of
+    * ``block_keys_by_group``, if the model has several groups of layers: one list like
       `block_keys` for each group.
     * ``num_output_placeholders``, with asynchronous scheduling: how many of
       `num_computed_tokens` may not be computed yet.
     * ``num_prompt_tokens``, if only prompts are stored, or the cache policy uses the
       lengths of outputs.
-    * ``stop``, once it has finished: one of `jaxkv.types.STOPS`, for such a policy.
+    * ``stop``, once it has finished: one of `jaxkv.types.STOPS`, for the same policies.
     * ``retention``, with `OffloadRules.retention`: a `jaxkv.Retention`, how long to
-      keep its blocks from the request's beginning, and again from its end.
+      keep its blocks after the request begins, and again after it finishes.
     * ``max_offload_tokens``, with eager stores: how many of its first tokens may be
       stored; None for all.
     * ``max_load_tokens``: how many tokens may be loaded in addition to the device's
@@ -53,7 +53,7 @@ class Request(Protocol):
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
-        """Keys of the full blocks of all tokens so far; none if nothing is shared.
+        """Keys of all full blocks so far; empty to share no blocks.
 
         A new request must have all keys. Later the last keys may be missing. Each key
         identifies all tokens up to the end of its block. The engine may shorten the
@@ -70,7 +70,7 @@ class Request(Protocol):
 
 
 def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
-    """Return a block table as one list for each group of layers; [] for no blocks.
+    """Return a block table as one list for each group of layers.
 
     Raises TypeError if it is not a list or an array, and ValueError if it does not have
     one list per group.
@@ -91,7 +91,7 @@ def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
 
 
 def _items_of(table: Any) -> list[Any]:
-    """List block ids as Python ints, or the tables of several groups."""
+    """Return a table's block ids as Python ints, or its tables of several groups."""
     if type(table) is list:
         return list(table)
     if hasattr(table, "dtype") and getattr(table, "ndim", False):
@@ -118,7 +118,7 @@ def checked_tables(
 
 def _checked_ids(request_id: str, values: list[Any], num_blocks: int) -> list[int]:
     if len(values) == 1 and type(values[0]) is int and 0 <= values[0] < num_blocks:
-        # The case of running requests: two thirds less time with cold caches.
+        # Fast path for running requests: a third of the time with cold caches.
         return values
     if not values:
         return values
@@ -144,10 +144,10 @@ class SchedulerOutput:
         num_scheduled_tokens: Tokens to compute, by request id.
         new_block_ids: Device blocks allocated since the last step, by request id,
             except those passed to `update_state_after_alloc`.
-        preempted_req_ids: Requests preempted since the last step. Without a call of
-            `OffloadScheduler.request_preempted`, a request must not be admitted again
-            before this step. With the call, it may, and needs another call for another
-            preemption before the step.
+        preempted_req_ids: Requests preempted since the last step. A request may be
+            admitted again before this step only after a call of
+            `OffloadScheduler.request_preempted`; if it is then preempted again before
+            the step, repeat the call.
     """
 
     num_scheduled_tokens: Mapping[str, int]
@@ -159,21 +159,21 @@ class SchedulerOutput:
 class TierBatch:
     """Blocks that move together between a tier and the next one down."""
 
-    event: int  # Numbered by direction.
+    event: int  # Fetches and writes are numbered separately.
     keys: tuple[BlockKey, ...]  # 32 bytes each.
     upper_blocks: tuple[int, ...]  # Block ids of the keys in the upper tier.
-    lower_blocks: tuple[int, ...]
-    is_awaited: bool = False  # Whether another engine may still be writing them.
+    lower_blocks: tuple[int, ...]  # Block ids of the keys in the lower tier.
+    is_awaited: bool = False  # Whether another engine may still write the blocks.
 
 
 @dataclasses.dataclass(frozen=True)
 class TierProbe:
-    """A query which of some blocks a tier below the host has."""
+    """A query to a tier below the host: which of these blocks does it have?"""
 
-    event: int  # Numbered among probes.
+    event: int  # Probes are numbered separately.
     # Keys of consecutive blocks, for each group of layers.
     runs: tuple[tuple[BlockKey, ...], ...]
-    wait_s: float  # After this, blocks without an answer are reported as missing.
+    wait_s: float  # After it, blocks without an answer are reported as missing.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +183,14 @@ class TierMoves:
     fetches: tuple[TierBatch, ...] = ()  # To the tier above it.
     writes: tuple[TierBatch, ...] = ()
     deletes: tuple[BlockKey, ...] = ()
-    is_last: bool = False  # Whether the tier will not be used any more.
+    is_last: bool = False  # Whether the tier is not used after these moves.
     tier: int = 0  # 0 for the first below the host.
     probes: tuple[TierProbe, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class TierReport:
-    """The moves of a tier that have ended on one worker, and new facts about it."""
+    """One worker's report on a tier: ended moves, and results of its listing."""
 
     # Ended fetches: the event, and whether each block is in the upper tier.
     fetched: tuple[tuple[int, tuple[bool, ...]], ...] = ()
@@ -198,17 +198,17 @@ class TierReport:
     written: tuple[tuple[int, tuple[bool, ...]], ...] = ()
     # Keys of blocks found by a listing, or by a probe after its `wait_s`.
     found: tuple[BlockKey, ...] = ()
-    # True if the listing is complete with `found`; False if it failed, or takes longer
-    # than a caller waits for it. None for nothing new.
+    # True if `found` completes the listing; False if the listing failed, or exceeded a
+    # caller's timeout; None otherwise.
     listed: bool | None = None
-    # The maximum blocks of the tier, and the listed blocks; None if unknown.
+    # The maximum number of blocks in the tier, and the number listed; None if unknown.
     bound: tuple[int, int] | None = None
-    # Keys of blocks that the listing has deleted to stay within the maximum.
+    # Keys of blocks that the listing deleted to stay within the maximum.
     gone: tuple[BlockKey, ...] = ()
     tier: int = 0  # 0 for the first below the host.
     # Ended probes: the event, and whether each block is in the tier, run after run.
     probed: tuple[tuple[int, tuple[bool, ...]], ...] = ()
-    num_full: int = 0  # Blocks that were not written, as the medium is full.
+    num_full: int = 0  # Blocks that were not written because the medium is full.
 
 
 class Mover(Protocol):
@@ -225,36 +225,36 @@ class Mover(Protocol):
         """Continue the moves in flight, without blocking."""
 
     def take_reports(self, max_found_keys: int = ...) -> tuple[TierReport, ...]:
-        """Return ended moves, with at most `max_found_keys` keys of a listing."""
+        """Return reports of ended moves, and at most `max_found_keys` listed keys."""
 
     def wait(self) -> None:
-        """Wait until all fetches, writes and probes have ended, or are late."""
+        """Wait until all fetches, writes and probes have ended or timed out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OffloadMetadata:
-    """The transfers of a step, with block ids of the two tiers in pairs.
+    """The transfers of a step, as parallel tuples of device and host block ids.
 
-    If a host block holds several device blocks, the ids of these are consecutive, with
+    If a host block holds several device blocks, their ids are consecutive, with
     NO_BLOCK for device blocks that do not move.
 
     Attributes:
-        load_event: Number of this step's loads, NO_EVENT if there are none.
+        load_event: The event number of this step's loads; NO_EVENT without loads.
         load_device_blocks: Device blocks that the loads write.
         load_host_blocks: Host blocks that the loads read.
-        load_event_to_reqs: The requests of this step's load event.
-        store_event: Number of this step's stores, NO_EVENT if there are none.
+        load_event_to_reqs: The request ids of `load_event`.
+        store_event: The event number of this step's stores; NO_EVENT without stores.
         store_device_blocks: Device blocks that the stores read.
         store_host_blocks: Host blocks that the stores write.
         need_flush: Whether the worker must first wait for all transfers in flight.
         copy_from_blocks: Device blocks to copy on the device, after the stores and
             before the loads.
         copy_to_blocks: The device blocks that these copies write.
-        load_sizes: The number of `load_host_blocks` for each of the load event's
-            requests, in order, so that each request is reported as soon as its blocks
-            are loaded. Empty to report all requests together.
-        load_in_step: Whether the step's own program writes the loads.
-        below: The moves of each tier below the host that has any.
+        load_sizes: How many of `load_host_blocks` each request of `load_event` loads,
+            in order, so that each request is reported as soon as its blocks are
+            loaded. Empty to report all requests together.
+        load_in_step: Whether the step's compiled program writes the loads.
+        below: The moves to and from tiers below the host, one per tier with moves.
     """
 
     load_event: int
@@ -273,7 +273,7 @@ class OffloadMetadata:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether nothing moves, here or in the process that planned it."""
+        """Whether nothing moves; also for a copy from another process."""
         return self is NO_MOVES or self == NO_MOVES
 
     def digest(self, before: bytes = b"") -> bytes:
@@ -309,16 +309,16 @@ class OffloadMetadata:
 
 
 NO_MOVES = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)
-"""The plan of most steps, without transfers; made once."""
+"""The plan of steps without transfers, which most are; shared."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ConnectorOutput:
-    """The transfers that workers have completed, one worker after the other.
+    """The transfers that workers have completed, once for each worker.
 
     Attributes:
         finished_recving: Requests whose load arrived.
-        failed_recving: Requests whose load failed; they recompute these tokens.
+        failed_recving: Requests whose load failed; they recompute its tokens.
         completed_store_events: Store events that arrived.
         failed_store_events: Store events that failed.
         below: Reports of moves to and from tiers below the host.
@@ -348,4 +348,4 @@ class ConnectorOutput:
 
 
 NO_REPORTS = ConnectorOutput()
-"""The output of most steps, without completed transfers; made once."""
+"""The output of steps without completed transfers, which most are; shared."""

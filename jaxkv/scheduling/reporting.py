@@ -1,4 +1,4 @@
-"""The part of a scheduler that reports: counts, blocks in flight, the whole state."""
+"""The scheduler's statistics, and snapshots of its state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from jaxkv._util.state import State, restore, snapshot
 from jaxkv.scheduling.boundary import Boundary
-from jaxkv.scheduling.checks import check_alike
+from jaxkv.scheduling.checks import check_config
 from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.loads import Loads
@@ -24,10 +24,10 @@ from jaxkv.tiers.pools import DevicePool
 
 
 class Reporting:
-    """The reports of a scheduler, which sets these attributes."""
+    """The reporting methods of `OffloadScheduler`, which sets these attributes."""
 
     below: tuple[Boundary, ...]
-    _storage: tuple[Boundary, ...]  # The store's, if there is one.
+    _storage: tuple[Boundary, ...]  # The boundary above the store, if any.
     _manager: BlockIndex
     _pool: DevicePool
     _view: View
@@ -39,17 +39,17 @@ class Reporting:
 
     @property
     def num_host_blocks_held(self) -> int:
-        """Blocks of the host tier that hold something, stores in flight included."""
+        """Host blocks in use, including those that stores in flight write."""
         return self._manager.num_held_blocks
 
     @property
     def num_storage_blocks_held(self) -> int:
-        """Host blocks that the store is known to hold, writes in flight included."""
+        """Blocks in the store's index, in host blocks, including writes in flight."""
         return sum(boundary.tier.num_held_blocks for boundary in self._storage)
 
     @property
     def num_storage_blocks_left_out(self) -> int:
-        """Host blocks that the store holds beyond those, which the index leaves out."""
+        """Blocks in the store that its index has no room for, in host blocks."""
         return sum(boundary.tier.num_unindexed for boundary in self._storage)
 
     @property
@@ -65,13 +65,13 @@ class Reporting:
 
     @property
     def shadow_counts(self) -> tuple[ShadowCount, ...]:
-        """The counts of each of the `shadow` tiers; any thread may read them."""
+        """The counts of each shadow tier (`OffloadRules.shadow`); thread-safe."""
         return self._whatif.counts
 
     def outlook(self) -> Outlook:
-        """Return what other memory or another policy would find, by the shadows so far.
+        """Return the hits that shadows of other sizes and policies have had so far.
 
-        Any thread may ask. `Outlook.since` leaves out an earlier one.
+        Thread-safe. `Outlook.since` returns the difference from an earlier outlook.
 
         Raises:
             ValueError: There are no shadows.
@@ -89,12 +89,12 @@ class Reporting:
 
     @property
     def serving_policy(self) -> str | None:
-        """The name of the policy that serves now; None for one without a name."""
+        """The name of the current cache policy; None for a `Policy` object."""
         return self._whatif.policy
 
     @property
     def num_policy_changes(self) -> int | None:
-        """Changes of the policy by "auto"; None with another `cache_policy`."""
+        """How often "auto" changed the policy; None with another `cache_policy`."""
         return self._whatif.num_changes
 
     @property
@@ -104,29 +104,29 @@ class Reporting:
 
     @property
     def in_transit(self) -> InTransit:
-        """The blocks in flight now; any thread may ask, as for `stats`."""
+        """Counts of blocks in flight now; thread-safe, as `stats` is."""
         return InTransit(*self._stores.in_transit, *self._loads.in_transit)
 
     def has_pending_stores(self) -> bool:
-        """Whether blocks are in flight to the host, or on to tiers below it.
+        """Whether blocks wait for, or are in flight to, the host or a tier below it.
 
-        An engine without requests goes on stepping while there are.
+        While this is True, an engine must keep stepping even without requests.
         """
         return len(self._stores) > 0 or any(below.has_writes for below in self.below)
 
     def has_pending_loads(self) -> bool:
-        """Whether blocks are in flight to the device, for any request."""
+        """Whether any request has an offer, or a load, fetch or probe in flight."""
         return len(self._loads) > 0 or any(below.has_fetches for below in self.below)
 
     @property
     def is_storage_listed(self) -> bool:
-        """Whether the store's content is known, except what others write since."""
+        """Whether the store is listed completely; True without a store."""
         return all(boundary.tier.is_listed for boundary in self._storage)
 
     def num_fetched_tokens(self, request_id: str) -> int:
-        """Return the tokens of a request's last fetch from the store.
+        """Return how many tokens a request's last fetch brought to the host.
 
-        It is 0 if the request waited for none, or has finished.
+        0 if the request has not waited for a fetch, or has finished.
         """
         nums = [below.num_fetched_tokens.get(request_id, 0) for below in self.below]
         return max(nums, default=0)
@@ -134,27 +134,27 @@ class Reporting:
     def explain(
         self, request: Request, num_computed_tokens: int | None = None
     ) -> Explanation:
-        """Return for each block of a request where it is or why not; nothing changes.
+        """Return, for each block of a request, where it is or why it is missing.
 
-        If keys were rewritten since the request last asked, its next lookup first
-        drops what it waits for below the host. The explanation does not foresee that.
+        Nothing changes. If keys were rewritten since the request's last lookup, its
+        next lookup drops its fetches and probes. The explanation ignores that.
 
         Args:
-            request: A request, whether it is known or not.
-            num_computed_tokens: Tokens found on the device, whole blocks; None to look
-                for the device's own prefix.
+            request: A request; the scheduler need not know it.
+            num_computed_tokens: Device hits in tokens, in whole blocks; None to search
+                the bound pool for them, which must be a `DeviceBlockPool`.
 
         Raises:
-            ValueError: That is no number of whole blocks; or it is None, and the bound
-                pool is no `DeviceBlockPool`, which alone can be searched.
+            ValueError: `num_computed_tokens` is not whole blocks, or is None and the
+                bound pool is not a `DeviceBlockPool`.
         """
         return explain(self._view, self._pool, request, num_computed_tokens)
 
     def snapshot(self) -> State:
-        """Copy all that decisions depend on, also of the tiers and the device's pool.
+        """Copy all state that decisions depend on, including the tiers and the pool.
 
         Returns:
-            The state, as plain values. It refers to the engine's requests.
+            The state, as plain values and references to the engine's requests.
 
         Example:
             >>> from jaxkv import DeviceBlockPool, OffloadScheduler
@@ -171,27 +171,27 @@ class Reporting:
         return snapshot(self, "scheduler")
 
     def digest(self) -> str:
-        """Return a digest of `snapshot`; equal in all processes that decide alike."""
+        """Return a digest of `snapshot`, equal in processes that decide the same."""
         return self.snapshot().digest
 
     def restore(self, state: State) -> None:
-        """Go back to a state of this scheduler, or of one of the same configuration.
+        """Restore a state of this scheduler, or of another one configured the same.
 
-        The bound pool is put back, too. Files, recordings and measured times are not.
+        The bound pool is restored, too; files, recordings and measured times are not.
 
         Args:
-            state: What `snapshot` returned. It refers to the engine's requests, which
-                the engine must put back.
+            state: A result of `snapshot`. The engine must restore its requests, to
+                which the state refers.
 
         Raises:
-            ValueError: The state is of another configuration, or there is another pool
-                than a `DeviceBlockPool`. Then nothing changes.
+            ValueError: The configuration differs, or the bound pool is not a
+                `DeviceBlockPool`. Then nothing changes.
         """
-        check_alike(self, state.entries, self._pool)
+        check_config(self, state.entries, self._pool)
         restore(self, state)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Yield the events of the host tier and of those below since the last call."""
+        """Yield events of the host tier and the tiers below it since the last call."""
         yield from self._manager.take_events()
         for boundary in self.below:
             yield from boundary.tier.take_events()

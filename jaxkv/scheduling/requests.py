@@ -1,4 +1,4 @@
-"""Requests: the state of each, such as its packed keys, until it has finished.
+"""The state of each request, such as its packed keys, until it has finished.
 
 Keys are checked and packed once, not in every step. A cache policy that listens is
 notified when a request begins and finishes.
@@ -34,10 +34,10 @@ _REQUIRED = attrgetter("request_id", "num_tokens", "num_computed_tokens")
 class Rows(NamedTuple):
     """n host blocks of a request, of m device blocks each, in token order."""
 
-    keys: Sequence[BlockKey]  # n; a row has the key of its last block.
-    device_keys: Sequence[BlockKey]  # n * m
-    device_blocks: Sequence[int] | NDArray[np.int64]  # n * m
-    groups: NDArray[np.intp] | None  # [n]; None for a single group.
+    keys: Sequence[BlockKey]  # [n]; a row has the key of its last device block.
+    device_keys: Sequence[BlockKey]  # [n * m]
+    device_blocks: Sequence[int] | NDArray[np.int64]  # [n * m]
+    groups: NDArray[np.intp] | None  # [n], the group of each row; None for one group.
 
 
 def rows_of(
@@ -48,9 +48,9 @@ def rows_of(
     end: Sequence[int],
     factor: int,
 ) -> Rows:
-    """List the blocks [first, end) of all groups in token order.
+    """Return the blocks [first[g], end[g]) of all groups g as rows in token order.
 
-    A row has `factor` blocks; `first` and `end` are multiples of it.
+    A row has `factor` blocks; all of `first` and `end` are multiples of it.
     """
     if len(groups) == 1:
         device_keys, table = keys[0], tables[0]
@@ -90,8 +90,8 @@ def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockK
 class Requests:
     """The requests that a scheduler knows.
 
-    `clock` returns seconds, for the policy. With `may_lag`, the keys of a request's
-    last full blocks may follow later.
+    `clock` returns seconds, for the policy. With `may_lag`, a new request may lack the
+    keys of its last full blocks.
     """
 
     _NOT_STATE = ("_has_keys",)
@@ -115,12 +115,12 @@ class Requests:
         self.by_request: dict[str, list[_Growing]] = {}
         # The tokens that each request's last lookup found on the device.
         self.num_local: dict[str, int] = {}
-        # Requests that have begun to use their blocks, and the policy's marks for them.
+        # Requests that use their blocks, and what the policy returned at their begin.
         self.begun: set[str] = set()
         self._policy_marks: dict[str, int] = {}
         # The keys of each request's last lookup, if there are tiers below the host.
         self._lookup_marks: dict[str, list[KeyMark]] = {}
-        # Whether a class has `block_keys`, as a property perhaps, which may be slow.
+        # Whether each class of requests has `block_keys`, perhaps as a slow property.
         self._has_keys: dict[type, bool] = {}
 
     def check(self, request: Request) -> str:
@@ -165,8 +165,8 @@ class Requests:
         """Check the attributes that stores read.
 
         Returns:
-            How many tokens have certainly been computed, and how many may be stored,
-            both from the first token on.
+            How many of the first tokens have certainly been computed, and how many of
+            the first tokens may be stored.
         """
         name = self.check(request)
         num_ahead = getattr(request, "num_output_placeholders", 0)
@@ -187,12 +187,12 @@ class Requests:
         elif self._prompt_only:
             raise TypeError(
                 f"request {shown(name)} lacks num_prompt_tokens, which "
-                "prompt_only=True needs, to store only the blocks of prompts."
+                "prompt_only=True needs to store only the blocks of prompts."
             )
         return request.num_computed_tokens - num_ahead, max_tokens
 
     def check_known_keys(self, request: Request) -> None:
-        """Check the keys of a known request, which are about to be read."""
+        """Check the keys of a known request before they are read."""
         if request.request_id in self.by_request:
             self.checked(request, is_admission=False)
 
@@ -203,7 +203,7 @@ class Requests:
 
         At a lookup or an allocation (`is_admission`), a new request must have the keys
         of all its full blocks or none, and no request may have more. A new request
-        whose keys are refused is not kept.
+        whose keys are refused is forgotten.
 
         Raises:
             TypeError: There is not one list of keys per group, or a key is not bytes.
@@ -288,7 +288,7 @@ class Requests:
         return current
 
     def row_keys(self, keys: Sequence[Sequence[BlockKey]]) -> Sequence[BlockKey]:
-        """List the keys of a request's host blocks in token order."""
+        """Return the keys of a request's host blocks in token order."""
         if self._num_groups == self._factor == 1:
             return keys[0]
         no_tables: list[list[int]] = [[] for _ in keys]
@@ -305,13 +305,13 @@ class Requests:
         return last_marks is not None and not all(map(KeyMark.is_in, last_marks, keys))
 
     def end_lookup(self, request_id: str) -> int | None:
-        """Forget a lookup; return the tokens found on the device, None without one."""
+        """Forget a lookup; return its device hits in tokens, None without a lookup."""
         if self._lookup_marks:
             self._lookup_marks.pop(request_id, None)
         return self.num_local.pop(request_id, None)
 
     def begin(self, request: Request, keys: Sequence[Sequence[BlockKey]]) -> None:
-        """Record that a request begins to use its blocks; notify the policy."""
+        """Record that a request uses its blocks from now on; notify the policy."""
         self.begun.add(request.request_id)
         if self._host.listens:
             rows, positions = self._rows_by_group(keys)
@@ -324,7 +324,7 @@ class Requests:
     def finish(
         self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None
     ) -> None:
-        """Notify the policy, which must listen, that a request has finished."""
+        """Notify a policy that listens that a request has finished."""
         mark = self._policy_marks.pop(request.request_id)
         rows, positions = self._rows_by_group(keys)
         num_output, now_ms = output_tokens_of(request), self.now_ms()
@@ -356,7 +356,7 @@ class Requests:
     def _rows_by_group(
         self, keys: Sequence[Sequence[BlockKey]]
     ) -> tuple[Sequence[BlockKey], list[int]]:
-        """List host blocks' keys, group by group, and their positions in the group."""
+        """Return host blocks' keys, group by group, and their indices in the group."""
         if self._num_groups == self._factor == 1:
             return keys[0], list(range(len(keys[0])))
         rows = [group_keys[self._factor - 1 :: self._factor] for group_keys in keys]
@@ -365,7 +365,7 @@ class Requests:
 
 
 class _Growing(PackedKeys):
-    """The keys of one group of a request, with room for more."""
+    """The keys of one group of a request, with room to append more."""
 
     __slots__ = ("_mark", "_room")
     _NOT_DIGESTED = True  # Any read of a request may append keys.
@@ -379,7 +379,7 @@ class _Growing(PackedKeys):
         num = len(packed)
         self._mark = KeyMark.of(packed, num)
         self._room = words
-        if num > _FEW_KEYS:  # Otherwise the first new key would copy all keys.
+        if num > _FEW_KEYS:  # Else the first appended key copies all keys.
             self._make_room(num + num // 8)
 
     def updated(self, keys: Sequence[BlockKey]) -> _Growing:
@@ -412,7 +412,7 @@ def output_tokens_of(request: Request) -> int | None:
 
 
 def stop_of(request: Request) -> Stop | None:
-    """Check and return why a request stopped; None if unknown."""
+    """Return why a request stopped; None if unknown; raise ValueError if invalid."""
     stop: Stop | None = getattr(request, "stop", None)
     if not isinstance(stop, str | None) or stop not in STOPS:
         raise ValueError(
@@ -423,11 +423,11 @@ def stop_of(request: Request) -> Stop | None:
 
 
 def retention_of(request: Request) -> Retention | None:
-    """Check and return how long to keep a request's blocks; None if unset."""
+    """Return a request's `retention`; None if unset; raise ValueError if invalid."""
     retention: Retention | None = getattr(request, "retention", None)
     if retention is not None and not isinstance(retention, Retention):
         raise ValueError(
             f"retention={shown(retention)} of request {request.request_id!r} must be a "
-            "jaxkv.Retention, or None."
+            "jaxkv.Retention or None."
         )
     return retention

@@ -1,4 +1,4 @@
-"""The rules of offloading that an engine chooses, and which exclude one another."""
+"""The rules of offloading that an engine sets, and checks of their conflicts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxkv.search.groups import FullAttention, GroupSpec
 WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]
 """Which blocks of a tier are written to the next one down."""
 
-# To start the transfer of fewer bytes takes the engine's thread about as long as they
-# take on the bus.
+# For fewer bytes, the engine's thread takes about as long to start the transfer as the
+# bus takes to move them.
 _BATCH_BYTES = 32 << 20
 _MAX_BATCH_BLOCKS = 64
 
@@ -24,7 +24,7 @@ NO_LIMIT = 1 << 62
 """More tokens than a request has."""
 
 
-def _check_shadow(text: object) -> str:
+def _checked_shadow(text: object) -> str:
     if not isinstance(text, str):
         raise TypeError
     parse_shadows(text)
@@ -45,8 +45,8 @@ class RuleSettings(Settings):
     max_num_batched_tokens: int = settings.number(
         8192,
         "scheduler",
-        "Most tokens that a step computes. Lazy stores keep blocks for twice as many "
-        "ready to be evicted.",
+        "Maximum tokens that a step computes. Lazy stores keep the blocks of twice as "
+        "many tokens stored ahead of their eviction.",
         unit="tokens",
         minimum=1,
     )
@@ -104,7 +104,7 @@ class RuleSettings(Settings):
     max_blocks_in_flight: int | None = settings.number(
         None,
         "scheduler",
-        "Most blocks in flight, in either direction; loads go first. `null`: no limit.",
+        "Maximum blocks in flight, loads + stores; loads go first. `null`: no limit.",
         unit="device blocks",
         minimum=1,
     )
@@ -120,28 +120,28 @@ class RuleSettings(Settings):
     store_max_wait_steps: int = settings.number(
         16,
         "scheduler",
-        "Most steps that a block waits, with `store_batch_blocks`.",
+        "Maximum steps that a block waits for `store_batch_blocks`.",
         unit="steps",
         minimum=1,
     )
     pause_unused_stores: bool = settings.flag(
         False,
         "scheduler",
-        "Store one request in 16 while nothing stored is asked for: from twice the "
-        "host's blocks on, until a request finds something. Not with lazy stores.",
+        "After storing twice the host's capacity without one hit, store only 1 request "
+        "in 16 until a hit occurs. Not with lazy stores.",
     )
     skip_slow_loads: bool = settings.flag(
         False,
         "scheduler",
-        "Decline loads that would take longer than computing, by the rates given to "
+        "Decline loads that would take longer than recomputing, by the rates from "
         "`OffloadScheduler.note_rates`.",
     )
     copy_on_device: bool = settings.flag(
         True,
         "scheduler",
         "Copy a block that the device holds after a gap in a prefix, rather than load "
-        "it. It is held from the query on: switch this off if the engine leaves offers "
-        "unanswered.",
+        "it. It is held from the lookup on: switch this off if the engine leaves "
+        "offers unanswered.",
     )
     load_in_step: bool = settings.flag(
         False,
@@ -167,15 +167,15 @@ class RuleSettings(Settings):
     max_storage_blocks: int = settings.number(
         128,
         "scheduler",
-        "Most blocks on their way to or from the store; fewer on a small host.",
+        "Maximum blocks in flight to the store, and from it; less on a small host.",
         unit="host blocks",
         minimum=1,
     )
     storage_probe_s: float | None = settings.seconds(
         None,
         "scheduler",
-        "How long a request waits while the store is asked for what [others have "
-        "written](storage.md#other-engines); 0: it is not asked. `null`: 0.005, but 0 "
+        "How long a request waits while the store is probed for blocks that [others "
+        "have written](storage.md#other-engines); 0: no probes. `null`: 0.005, but 0 "
         "for a bucket.",
         or_none=True,
         or_zero=True,
@@ -190,12 +190,12 @@ class RuleSettings(Settings):
         None,
         Key(
             "scheduler",
-            "Count what other host tiers would find, by policy and multiples of the "
+            "Count the hits of other host tiers, by policy and multiples of the "
             "host's size, as in `lru*0.5,2;hazard*1;off` ([shadows.md](shadows.md)).",
             "",
             f"policies ({', '.join(policy_names())}) with multiples of the host's "
             "size, from 0.01 to 100, as in lru*0.5,2;hazard*1;off",
-            _check_shadow,
+            _checked_shadow,
         ),
     )
     remember_drops: int = settings.number(
@@ -210,7 +210,7 @@ class RuleSettings(Settings):
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
         if self.shadow is not None:
-            yield from unseen_rules(f"shadow={shown(self.shadow)}", self)
+            yield from conflicts(f"shadow={shown(self.shadow)}", self)
         if self.mode != "lazy":
             return
         if self.blocks_per_host_block > 1:
@@ -219,10 +219,10 @@ class RuleSettings(Settings):
                 "exclude one another: the device evicts single blocks, and a host "
                 "block takes several in a row."
             )
-        for word in ("prompt_only", "max_offload_tokens", "pause_unused_stores"):
-            if value := getattr(self, word):
+        for name in ("prompt_only", "max_offload_tokens", "pause_unused_stores"):
+            if value := getattr(self, name):
                 yield (
-                    f"{word}={value} and mode='lazy' exclude one another: a block that "
+                    f"{name}={value} and mode='lazy' exclude one another: a block that "
                     "the device evicts belongs to no request."
                 )
 
@@ -233,15 +233,15 @@ class OffloadRules(RuleSettings):
     """Rules for the stores and loads of `OffloadScheduler`.
 
     Raises:
-        ConfigError: A ValueError. Values are out of range, unknown, or of another
-            type, or do not go together.
+        ConfigError: A ValueError. Values are out of range, unknown, of the wrong type,
+            or exclude one another.
     """
 
     block_bytes: int = settings.number(
         0,
         "scheduler",
-        "Size of a device block, for `skip_slow_loads`, and for `store_batch_blocks` "
-        "that is not given.",
+        "Size of a device block, for `skip_slow_loads`, and for the default of "
+        "`store_batch_blocks`.",
         unit="bytes",
         minimum=0,
     )
@@ -254,7 +254,7 @@ class OffloadRules(RuleSettings):
         if not self.block_bytes:
             return 0
         num_blocks = _BATCH_BYTES // self.block_bytes
-        # With one, a batch is there in each step that has something to store.
+        # A batch of one block would be full in every step that has blocks to store.
         return min(num_blocks, _MAX_BATCH_BLOCKS) if num_blocks > 1 else 0
 
     def _contradictions(self) -> Iterator[str]:
@@ -263,43 +263,43 @@ class OffloadRules(RuleSettings):
             yield "skip_slow_loads=True needs block_bytes, a device block's bytes."
 
 
-def unseen_rules(setting: str, rules: RuleSettings) -> Iterator[str]:
+def conflicts(setting: str, rules: RuleSettings) -> Iterator[str]:
     """Yield why rules exclude a setting that needs shadows."""
-    for word, seen in (("retention", False), ("blocks_per_host_block", 1)):
-        if (value := getattr(rules, word)) != seen:
+    for name, required in (("retention", False), ("blocks_per_host_block", 1)):
+        if (value := getattr(rules, name)) != required:
             yield (
-                f"{setting} and {word}={value} exclude one another: "
-                "shadows know neither priorities nor rows of blocks."
+                f"{setting} and {name}={value} exclude one another: "
+                "shadows simulate neither priorities nor rows of blocks."
             )
 
 
-def check_seen(setting: str, groups: tuple[GroupSpec, ...]) -> None:
-    """Raise ValueError if shadows, which a setting needs, do not see all of a model."""
+def check_shadows(setting: str, groups: tuple[GroupSpec, ...]) -> None:
+    """Raise ValueError if a setting needs shadows, which cannot simulate the groups."""
     if groups != (FullAttention(groups[0].block_size),):
         raise ValueError(
             f"{setting} needs a model with one group of layers, of full attention: "
-            f"{groups} read other parts of a prefix, which shadows do not see."
+            f"{groups} read other parts of a prefix, which shadows do not simulate."
         )
 
 
 def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
     """Raise ValueError for rules that do not suit the model's groups of layers."""
     if rules.shadow is not None:
-        check_seen(f"shadow={shown(rules.shadow)}", groups)
+        check_shadows(f"shadow={shown(rules.shadow)}", groups)
     factor = rules.blocks_per_host_block
     if factor > 1 and groups != (FullAttention(groups[0].block_size),):
         fault = (
             f"blocks_per_host_block={factor} needs a model with one group, of full "
-            f"attention: blocks of {groups} do not come and go in such rows."
+            f"attention: blocks of {groups} are not stored and evicted in such rows."
         )
         raise ConfigError([fault])
 
 
 def check_victims(write: WriteRule, can_list_victims: bool) -> None:
-    """Raise ConfigError for `on_evict` if a tier does not know its next victims."""
+    """Raise ConfigError for `on_evict` if a tier cannot list its next victims."""
     if write == "on_evict" and not can_list_victims:
         fault = (
             "storage_write='on_evict' needs cache_policy='lru', executor='native' and "
-            "retention=False: no other tier tells what it would evict next."
+            "retention=False: no other tier can list its next victims."
         )
         raise ConfigError([fault])

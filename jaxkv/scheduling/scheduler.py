@@ -29,10 +29,10 @@ from jaxkv.policies.base import Policy
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.boundary import TierBelow, check_reports, make_boundaries
 from jaxkv.scheduling.checks import (
-    check_bound,
     check_count,
+    check_has_shared_clock,
+    check_pool_size,
     check_report,
-    check_times_are_alike,
     checked_step,
 )
 from jaxkv.scheduling.chooser import Chooser
@@ -86,9 +86,9 @@ class OffloadScheduler(Reporting):
             groups share one pool and have the same size in bytes.
         num_host_blocks: Blocks of the host tier; see `jaxkv.num_host_blocks`.
         cache_policy: Which host blocks to evict if the tier is full: a name, a
-            `Policy`, or "auto", which picks the policy that finds most for the served
-            requests (`jaxkv.scheduling.whatif.auto`). With eager stores, "auto" sets
-            `pause_unused_stores`.
+            `Policy`, or "auto", which picks the policy with the most hits for the
+            served requests (`jaxkv.scheduling.whatif.auto`). With eager stores, "auto"
+            sets `pause_unused_stores`.
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
         executor: The implementation of the host tier's index; see `BlockIndex`.
@@ -99,18 +99,18 @@ class OffloadScheduler(Reporting):
             write any.
         clock: Returns seconds, for `delays`; no decision depends on it.
         policy_clock: Returns seconds, for a cache policy that uses the times when
-            requests begin and finish, such as "hazard"; None for `clock`. In all
-            processes that serve one model it must return the same in the same call,
-            such as the number of steps over their usual rate.
+            requests begin and finish, such as "hazard"; None for `clock`. If several
+            processes serve one model, their n-th calls must return the same, such as
+            the number of steps divided by the usual steps per second.
         tiers_below: Tiers between the host and the store, the nearest first, or
             instead of a store; see docs/write-a-tier.md.
-        policy_state: A file that keeps the statistics of "hazard", by itself or with
-            "auto"; None for none. If the file exists, "hazard" starts with it.
-        num_device_blocks: Blocks of the transfer engine's pool, which the bound pool
-            must have; None if unknown.
-        recorder: Records the requests, once a pool is bound; None for no recording. If
-            there are several groups of layers, it records the blocks of the first with
-            full attention, else of the first. The caller closes it.
+        policy_state: A file for the statistics of "hazard", which may be chosen by
+            "auto"; None for no file. If the file exists, "hazard" starts with it.
+        num_device_blocks: Blocks of the transfer engine's arrays, as many as the bound
+            pool must have; None if unknown.
+        recorder: Records the requests, once a pool is bound; None for no recording. It
+            records the blocks of the first group with full attention, or else of the
+            first group. The caller closes it.
 
     Raises:
         ValueError: A number is too small, the policy is unknown or was made for other
@@ -175,13 +175,13 @@ class OffloadScheduler(Reporting):
         )
         if host.listens and policy_clock is None:
             setting = "retention=True" if rules.retention else f"{cache_policy=}"
-            check_times_are_alike(setting)
+            check_has_shared_clock(setting)
         self._stats = OffloadStats()
         self._gate = Gate(rules, self._stats)
         self._book = Requests(groups, rules, host, policy_clock or clock)
         lower = tiers_below, num_storage_blocks, is_private, enable_events, executor
         self.below = make_boundaries(groups, host, rules, *lower)
-        self._storage = self.below[len(tiers_below) :]  # The store's, if there is one.
+        self._storage = self.below[len(tiers_below) :]
 
         self.delays, self.recorder = Delays(clock), recorder
         policy = cache_policy if isinstance(cache_policy, str) else None
@@ -210,9 +210,9 @@ class OffloadScheduler(Reporting):
         self._stores = Stores(host, rules, *observers, on_arrival)
         self._store_steps = StoreSteps(groups, rules)
         self._chooser = self._make_chooser()
-        # Calls of `request_preempted` since the last step.
+        # Requests of `request_preempted` calls since the last step.
         self._preempted: set[str] = set()
-        # Whether the next token reads all blocks of a prefix.
+        # Whether the next token reads all blocks of a prefix, in all groups.
         self._is_all_read = all(isinstance(spec, FullAttention) for spec in groups)
         self._pool = cast(DevicePool, _Unbound())
         self._view = cast(View, self._pool)
@@ -224,15 +224,15 @@ class OffloadScheduler(Reporting):
         return EagerStores(*deps, self._book, self._whatif.num_found_tokens)
 
     def bind_device_block_pool(self, pool: DevicePool) -> None:
-        """Bind the pool whose blocks are held during transfers.
+        """Bind the engine's pool of device blocks, which are held during transfers.
 
-        Only with a `DeviceBlockPool` are blocks copied on the device.
+        Blocks are copied on the device only if it is a `DeviceBlockPool`.
 
         Raises:
             TypeError: `pool` is not a `DevicePool`.
             ValueError: Stores are lazy and `pool` is not a `DeviceBlockPool`; its block
-                size or number of blocks is wrong; or the recorder already serves
-                another engine. Then nothing changes.
+                size or number of blocks is wrong; or the recorder already serves an
+                engine. Then nothing changes.
         """
         check_pool(pool, self.groups)
         device = pool if isinstance(pool, DeviceBlockPool) else None
@@ -241,7 +241,7 @@ class OffloadScheduler(Reporting):
                 "mode='lazy' needs a DeviceBlockPool, which returns its next victims, "
                 f"not a {type(pool).__name__}: choose mode='eager'."
             )
-        check_bound(pool.num_blocks, self._num_device_blocks)
+        check_pool_size(pool.num_blocks, self._num_device_blocks)
         for notify in self._listeners.bound:  # The recorder may raise.
             notify(pool)
         factor, self._pool = self.rules.blocks_per_host_block, pool
@@ -256,10 +256,10 @@ class OffloadScheduler(Reporting):
         self._chooser.clear(pool)
 
     def warm_up(self) -> None:
-        """Load or compile the code of all decisions now, so that no request waits.
+        """Load or compile the code of all decisions, so that no request waits for it.
 
-        This includes the device's pool and `find_cached_prefix` over it. It takes
-        seconds the first time on a machine, later less than one.
+        This includes the bound pool and `find_cached_prefix`. It takes seconds the
+        first time on a machine, and less than one afterwards.
         """
         self._manager.warm_up()
         for boundary in self.below:
@@ -306,8 +306,8 @@ class OffloadScheduler(Reporting):
         """Return how many tokens beyond the device's own prefix can be loaded.
 
         Both tiers are searched together: if the device lacks a block in the middle of a
-        prefix and the host has it, the blocks behind it count as well. An offer is held
-        until it is loaded, the request finishes, or it asks again. The last token is
+        prefix and the host has it, the blocks after it count as well. The offer is held
+        until it is loaded, or the request finishes or asks again. The last token is
         never offered, because its logits are needed.
 
         Args:
@@ -331,7 +331,7 @@ class OffloadScheduler(Reporting):
             name = request.request_id  # `plan` has checked that it exists.
             if self.below and self._book.record_lookup(request):
                 for boundary in self.below:
-                    boundary.forget(name)  # It was waiting for blocks of old keys.
+                    boundary.forget(name)  # It waited for blocks of its old keys.
                 continue
             if planned.load_speed or planned.fetch_speeds:
                 self._gate.count(planned.load_speed, *planned.fetch_speeds)
@@ -353,7 +353,7 @@ class OffloadScheduler(Reporting):
         return answer
 
     def _start_below(self, name: str, planned: Plan) -> bool:
-        """Start a plan's probe or fetch; return False if the fetch finds no room."""
+        """Start a plan's probe or fetch; return False if a fetch finds no room."""
         if planned.queue is not None:
             planned.queue.queue(name)
         for boundary in planned.searched:
@@ -383,8 +383,8 @@ class OffloadScheduler(Reporting):
 
         Returns:
             The block table after the load, a list for each group: `block_ids`, with
-            NULL_BLOCK for blocks that are not loaded, as the next token does not read
-            them. The engine may free these blocks after the load;
+            NULL_BLOCK in place of blocks that are not loaded because the next token
+            does not read them. The engine may free those blocks after the load;
             `DeviceBlockPool.cache` skips them. If the load fails, the engine keeps
             `block_ids` and computes all blocks.
 
@@ -453,7 +453,7 @@ class OffloadScheduler(Reporting):
 
         Args:
             output: The step that the engine is about to compute. The requests'
-                `num_computed_tokens` must not count it yet.
+                `num_computed_tokens` must not include its tokens yet.
 
         Raises:
             TypeError: `output`, or a request that has filled a block, has a value of
@@ -478,7 +478,7 @@ class OffloadScheduler(Reporting):
         if self._store_steps.batch_blocks:
             must_store = need_flush or not num_tokens or bool(stores.waiting.keys)
             is_due = self._store_steps.is_due(pool, must_store=must_store)
-        # The last check: it reads attributes of the requests that are ready.
+        # The last call that may raise: it reads attributes of ready requests.
         ready = self._chooser.find_ready(scheduled, preempted) if is_due else ()
 
         for name in preempted:
@@ -492,7 +492,7 @@ class OffloadScheduler(Reporting):
             budget = self._budget()
             loading = loads.issue(pool, budget)
         if is_due:
-            # After the loads, which release the sources of their copies.
+            # After the loads, which have unpinned the sources of their copies.
             self._chooser.offer_step(pool, ready)
         if stores.waiting.keys:
             storing = stores.issue(budget or self._budget())
@@ -556,7 +556,7 @@ class OffloadScheduler(Reporting):
     def request_preempted(self, request: Request) -> None:
         """Record that a request is preempted: it is about to lose its blocks.
 
-        Blocks that it has computed and not stored are stored with the next step. The
+        Blocks that it has computed but not stored are stored with the next step. The
         call is optional: a request that is only named in
         `SchedulerOutput.preempted_req_ids` loses these blocks, and must not be admitted
         again before that step.
@@ -576,14 +576,14 @@ class OffloadScheduler(Reporting):
 
         Its last full blocks, and blocks that the host has evicted meanwhile, are stored
         with the next step. The engine may free the request's blocks at once: blocks in
-        flight are held here until they have arrived.
+        flight stay pinned until they have arrived.
 
         Args:
             request: The request, with its final `num_computed_tokens`.
-            block_ids: All its device blocks, if the engine has them at hand.
+            block_ids: All its device blocks; None to use those passed so far.
 
         Returns:
-            False, as the engine need not keep the blocks, and None, as in vLLM.
+            False, because the engine need not keep the blocks, and None, as in vLLM.
 
         Raises:
             ValueError: `stop` is not one of `STOPS`, `retention` is not a `Retention`,
@@ -616,11 +616,11 @@ class OffloadScheduler(Reporting):
     def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, None]:
-        """Call `request_finished`; for engines whose block tables have groups."""
+        """Call `request_finished`; vLLM's name of it for several groups of layers."""
         return self.request_finished(request, block_ids)
 
     def _leave(self, request: Request, limits: tuple[int, int]) -> None:
-        """Release a request's load, and store the blocks that it leaves behind."""
+        """Drop a request's load, and offer its blocks before it loses them."""
         name = request.request_id
         if name in self._loads.by_request:
             self._loads.drop(self._pool, name)
@@ -640,16 +640,15 @@ class OffloadScheduler(Reporting):
 
         Args:
             worker: The worker of this process, as `OffloadConfig.connect` returns it.
-            timeout_s: The longest wait in seconds, by the clock of the first of several
-                processes; None for the storage's deadline. The listing continues after
-                a timeout.
+            timeout_s: The longest wait in seconds, by the clock of the first process;
+                None for the storage's deadline. The listing continues after a timeout.
 
         Returns:
-            Whether the store is listed: False if that takes longer or the store fails,
+            Whether the store is listed: False after a timeout or if the store fails,
             True at once without a store.
 
         Raises:
-            RuntimeError: The worker has no store, but the scheduler has.
+            RuntimeError: The scheduler has a store, but the worker has none.
             AgreementError: As `OffloadWorker.start`.
         """
         if timeout_s is None and worker.storage is not None:
@@ -665,14 +664,14 @@ class OffloadScheduler(Reporting):
         return True
 
     def reset(self) -> bool:
-        """Forget all blocks of the host tier, such as after a change of weights.
+        """Forget the blocks of the host and the tiers below, such as for new weights.
 
         A cache policy keeps its statistics. Blocks of stores in flight never become
         hits. Reset the device's pool as well, and change the keys'
         `Namespace.weights_epoch`.
 
         Returns:
-            Whether the tier was reset. It is not while a load is in flight or offered,
+            Whether the tiers were reset: False while a load is in flight or offered,
             because its request would continue with old blocks.
         """
         if self.has_pending_loads():
@@ -689,7 +688,7 @@ class OffloadScheduler(Reporting):
     def disable_storage(self) -> None:
         """Stop using the store for the rest of the process.
 
-        Call it after a change of weights if the store's namespace cannot change, right
+        Call it after a change of weights if the store's namespace cannot change: right
         after `reset` (even if that returned False) and before the next lookup. The
         store keeps its blocks.
         """
@@ -697,7 +696,7 @@ class OffloadScheduler(Reporting):
             boundary.disable()
 
     def _tables(self, request_id: str, table: BlockTable) -> list[list[int]]:
-        """Return a checked block table as a list for each group."""
+        """Check a block table; return it as one list per group."""
         num_blocks = self._pool.num_blocks
         return checked_tables(request_id, table, len(self.groups), num_blocks)
 

@@ -24,18 +24,18 @@ MAX_SAMPLES = 1 << 14
 class OffloadStats:
     """Counts of stores and loads that have ended so far.
 
-    Blocks are device blocks unless a field says otherwise. Whatever was offered to the
-    host is stored, dropped, or still in flight (`InTransit`).
+    Blocks are device blocks unless a field says otherwise. A block offered to the host
+    is stored, dropped, or still in flight (`InTransit`).
 
-    A reader in another thread may see a block that has been offered and is nowhere
-    else yet, never the other way round: a part is counted after the whole and, as the
-    fields are read in their order, read before it.
+    Another thread may read a block as offered but not yet stored or dropped, never the
+    reverse: `num_offered` is incremented before the other counts and, as fields are
+    read in their order, read after them.
     """
 
-    num_store_refusals: int = 0  # Times that the host had no room for all offered.
-    num_stored: int = 0  # Blocks that got to the host.
-    # Blocks that did not: the host had no room until their request had finished; too
-    # much was in flight already; their transfer failed; the host was reset.
+    num_store_refusals: int = 0  # Placements refused because not all blocks fit.
+    num_stored: int = 0  # Blocks that arrived on the host.
+    # Blocks that did not arrive: the host had no room until their request had finished;
+    # too many blocks were in flight; their transfer failed; the host was reset.
     num_dropped_full: int = 0
     num_dropped_slow: int = 0
     num_dropped_failed: int = 0
@@ -44,30 +44,30 @@ class OffloadStats:
     # Times that a host block was not stored because too few requests had asked for it
     # (`OffloadRules.store_threshold`, `max_unseen_blocks`).
     num_skipped: int = 0
-    num_paused: int = 0  # Blocks that were not stored by `pause_unused_stores`.
+    num_paused: int = 0  # Blocks not stored because of `pause_unused_stores`.
     num_evicted: int = 0  # Host blocks that were evicted to make room for others.
-    num_loads: int = 0  # Loads that arrived, each for a request.
+    num_loads: int = 0  # Loads that arrived, each for one request.
     num_loads_failed: int = 0
-    num_loads_declined: int = 0  # Lookups whose load would have been slower.
-    num_loaded: int = 0  # Blocks that came back from the host.
-    num_copied: int = 0  # Blocks that were copied on the device, instead of loaded.
-    num_storage_stored: int = 0  # Blocks that got to the store.
-    # Blocks for it that were not written: too many were in flight; the host had evicted
-    # them; the store failed or was late; the host was reset.
+    num_loads_declined: int = 0  # Lookups with a load slower than recomputing.
+    num_loaded: int = 0  # Blocks loaded from the host.
+    num_copied: int = 0  # Blocks copied on the device instead of loaded.
+    num_storage_stored: int = 0  # Blocks written to the store.
+    # Blocks not written to the store: too many were in flight; the host had evicted
+    # them; the write failed or timed out; the host was reset.
     num_storage_dropped_slow: int = 0
     num_storage_dropped_evicted: int = 0
     num_storage_dropped_failed: int = 0
     num_storage_dropped_reset: int = 0
-    num_storage_loaded: int = 0  # Blocks that came from the store to the host.
-    num_storage_failed: int = 0  # Blocks that were missing there, damaged or late.
-    num_storage_found: int = 0  # Blocks that the store had when it was asked.
-    num_storage_evicted: int = 0  # Host blocks that the store had to delete.
-    # Times that nothing was fetched from the store, as computing was faster.
+    num_storage_loaded: int = 0  # Blocks fetched from the store to the host.
+    num_storage_failed: int = 0  # Blocks missing from the store, damaged or late.
+    num_storage_found: int = 0  # Blocks that the store had when probed.
+    num_storage_evicted: int = 0  # Host blocks deleted to make room in the store.
+    # Fetches from the store that were declined because recomputing was faster.
     num_fetches_declined: int = 0
     num_device_hit_tokens: int = 0  # Tokens of new requests found on the device.
     num_device_query_tokens: int = 0  # Tokens of new requests, found or not.
-    # Tokens that the device's own prefix did not have: those that the host brought, or
-    # copies on the device; and all of them.
+    # Tokens of new requests after the device's own prefix: those loaded from the host
+    # or copied on the device; and all of them.
     num_host_hit_tokens: int = 0
     num_host_query_tokens: int = 0
 
@@ -85,9 +85,9 @@ class OffloadStats:
     def count_request(
         self, request: Request, num_local: int | None, num_external: int
     ) -> None:
-        """Count the tokens that a new request had found when it got its blocks.
+        """Count a new request's tokens and hits, when it gets its blocks.
 
-        `num_local` is None if it did not look its prefix up.
+        `num_local` is None if it made no lookup; then nothing is counted.
         """
         if num_local is not None:
             num_tokens = request.num_tokens
@@ -117,12 +117,12 @@ class TierCounts:
 class InTransit(NamedTuple):
     """Blocks in flight now, device blocks unless a field says otherwise."""
 
-    stores_waiting: int  # With a place on the host, not left yet.
+    stores_waiting: int  # Blocks with a place on the host, not issued yet.
     stores_in_flight: int
-    host_blocks_written: int  # Host blocks of both.
-    loads_waiting: int  # For requests that have their device blocks.
+    host_blocks_written: int  # Host blocks of waiting stores and stores in flight.
+    loads_waiting: int  # Blocks of loads that requests have taken, not issued yet.
     loads_in_flight: int
-    host_blocks_read: int  # Host blocks held for loads: offered, waiting, in flight.
+    host_blocks_read: int  # Host blocks held for loads offered, waiting or in flight.
 
 
 class Histogram:
@@ -170,19 +170,19 @@ class Histogram:
 
 
 class Delays(Listener):
-    """Measures lookups, and how long requests wait for the blocks that they found."""
+    """Measures lookups, and how long requests wait for deferred or offered blocks."""
 
     _NOT_STATE = "lookups", "deferrals", "loads"
-    _NOT_DIGESTED = True  # The times since when requests wait.
+    _NOT_DIGESTED = True  # It holds times, which differ between processes.
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.lookups = Histogram(LOOKUP_BUCKETS)  # Seconds of each single lookup.
-        # Seconds from a lookup that was deferred until one that is answered, or the end
-        # of the request; and from a lookup that offered a load until it had arrived.
+        # Seconds from a deferred lookup to the first lookup that is not deferred, or to
+        # the request's end; and from a lookup that offers a load to the load's arrival.
         self.deferrals = Histogram(DELAY_BUCKETS)
         self.loads = Histogram(DELAY_BUCKETS)
         self.clock = clock  # Returns seconds.
-        # When the lookup of each request began that was deferred, or offered a load.
+        # The start of each request's first deferred lookup; of its lookup with a load.
         self._deferred_s: dict[str, float] = {}
         self._offered_s: dict[str, float] = {}
 
@@ -212,7 +212,7 @@ class Delays(Listener):
             self._offered_s.pop(request_id, None)
 
     def left(self, request_id: str) -> None:
-        """End the deferral of a request that waits no more."""
+        """End the deferral of a request that no longer waits."""
         self._offered_s.pop(request_id, None)
         if request_id in self._deferred_s:
             self.deferrals.add(self.clock() - self._deferred_s.pop(request_id))

@@ -27,16 +27,16 @@ from jaxkv.tiers.pools import DevicePool
 from jaxkv.types import NO_BLOCK, BlockKey
 
 _LOG = logging.getLogger(__name__)
-_PAUSE_SAMPLE = 16  # While stores are paused, one request in this many is stored.
+_PAUSE_SAMPLE = 16  # While stores are paused, store one request in this many.
 
 Store: TypeAlias = Move[list[int]]
-"""Device blocks, m for each row, in flight to the host."""
+"""n rows in flight to the host, of m device blocks each (`sources` has n * m)."""
 NO_STORES: dict[str, Any] = {
     "store_event": NO_EVENT,
     "store_device_blocks": (),
     "store_host_blocks": (),
 }
-"""The fields of `OffloadMetadata` about stores, in a step without stores."""
+"""The fields of `OffloadMetadata` for stores, in a step without stores."""
 
 
 class StoreSteps:
@@ -52,15 +52,15 @@ class StoreSteps:
         blocks_per_token = sum(1 / spec.block_size for spec in groups)
         self._batch_tokens = math.ceil(rules.store_batch / blocks_per_token)
         self._max_wait_steps = rules.store_max_wait_steps
-        # Tokens computed since blocks were last stored, and the steps they may wait.
+        # Tokens since blocks were last stored, and how many steps these may still wait.
         self._num_tokens = 0
         self._steps_left = self._max_wait_steps
 
     def is_due(self, pool: DevicePool, *, must_store: bool) -> bool:
         """Whether blocks are stored in the step that begins.
 
-        With less than a batch of free blocks in the pool, none wait: blocks that
-        requests release could be evicted at once.
+        If the pool has less than a batch of free blocks, no block waits: it could be
+        evicted as soon as its request releases it.
         """
         return (
             must_store
@@ -79,7 +79,7 @@ class StoreSteps:
         self.note_tokens(num_tokens)
 
     def note_tokens(self, num_tokens: int) -> None:
-        """Count tokens that have got device blocks."""
+        """Count tokens that a step computes, or that a request loads."""
         self._num_tokens = min(self._num_tokens + num_tokens, self._batch_tokens)
 
 
@@ -87,9 +87,9 @@ class StorePause:
     """Pauses stores while no stored block is hit.
 
     A pause begins after twice the host's capacity was offered without a hit on the
-    host. A sample of the requests is still stored, and is evicted later because it has
-    the host to itself. The first hit ends the pause, also a hit of shadows
-    (`num_found_elsewhere`, in tokens). A hash of a prompt's last key decides whether it
+    host. A sample of the requests is still stored: its blocks stay longer, because no
+    others are stored. The first hit ends the pause, even if only shadows have it
+    (`num_shadow_hit_tokens`). A hash of a prompt's last key decides whether the request
     is in the sample, because many prompts share their first blocks.
     """
 
@@ -98,24 +98,24 @@ class StorePause:
         rules: OffloadRules,
         num_host_blocks: int,
         stats: OffloadStats,
-        num_found_elsewhere: Callable[[], int],
+        num_shadow_hit_tokens: Callable[[], int],
     ) -> None:
         self.is_on = False
         self._max_unused = 2 * num_host_blocks * rules.blocks_per_host_block
         self._stats = stats
-        self._num_offered = 0
-        self._num_found = 0
-        self._num_found_elsewhere = num_found_elsewhere
+        self._num_offered = 0  # `stats.num_offered` at the last hit.
+        self._num_hit_tokens = 0
+        self._num_shadow_hit_tokens = num_shadow_hit_tokens
 
     def skips(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether a request with these keys of its prompt is not stored."""
+        """Whether a request whose prompt has these keys is not stored."""
         stats = self._stats
-        num_found = stats.num_host_hit_tokens + self._num_found_elsewhere()
-        if num_found != self._num_found:
-            self._num_found = num_found
+        num_hit_tokens = stats.num_host_hit_tokens + self._num_shadow_hit_tokens()
+        if num_hit_tokens != self._num_hit_tokens:
+            self._num_hit_tokens = num_hit_tokens
             self._num_offered = stats.num_offered
             if self.is_on:
-                _LOG.info("all requests are stored again, after a hit on the host")
+                _LOG.info("all requests are stored again after a hit on the host")
             self.is_on = False
         elif not self.is_on:
             num_unused = stats.num_offered - self._num_offered
@@ -134,8 +134,8 @@ class Stores:
     """The stores of all requests, eager or lazy.
 
     A device block is held until its store has ended, and keeps its place in the
-    eviction order: a store does not change which block is evicted next. `on_arrival` is
-    called with the keys of blocks that have arrived on the host.
+    eviction order: a store does not change which block is evicted next. `on_arrival`
+    gets the keys of blocks that have arrived on the host.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class Stores:
         self._factor = rules.blocks_per_host_block
         self.waiting = _no_blocks()  # Placed on the host, and not yet issued.
         self.in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
-        self._num_known_in_flight = 0  # Rows that the host has not forgotten.
+        self._num_known_in_flight = 0  # Rows in flight, except stale ones.
 
     def __len__(self) -> int:
         return len(self.in_flight.moves) + bool(self.waiting.keys)
 
     @property
     def in_transit(self) -> tuple[int, int, int]:
-        """The part of `InTransit` about stores; thread-safe."""
+        """The first three fields of `InTransit`, about stores; thread-safe."""
         # In this order, so that blocks issued meanwhile are not counted twice.
         num_known = self._num_known_in_flight
         waiting = self.waiting
@@ -183,12 +183,13 @@ class Stores:
     ) -> tuple[int, bool]:
         """Place the offered blocks that the host lacks, and queue them to be stored.
 
-        Blocks that the device does not hold, or that the host has, count as done. An
-        offer of the head of a prefix (`is_head`) also reorders the host's eviction
-        order.
+        Rows that the device does not hold, or that the host has, need no place. If the
+        offer begins with the first block of a prefix (`is_head`), the host also evicts
+        its tail first.
 
         Returns:
-            How many of the first rows are done, and whether the device holds all rows.
+            How many of the first rows are placed or need no place, and whether the
+            device holds all rows.
         """
         num = len(offer.keys)
         if not num:
@@ -203,7 +204,7 @@ class Stores:
                 return num, True
         held = pool.holds(blocks, offer.device_keys)
         blocks = blocks.reshape(-1, self._factor)
-        is_held: NDArray[np.bool_] | None = None  # None if all rows are held.
+        is_held: NDArray[np.bool_] | None = None  # [n]; None if all rows are held.
         if np.count_nonzero(held) < len(held):
             is_held = np.all(held.reshape(-1, self._factor), axis=1)
 
@@ -225,7 +226,7 @@ class Stores:
     def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> bool:
         """Place the device's next victims on the host; return whether all fit.
 
-        The host does not evict copies of some victims to make room for others.
+        The host evicts no copy of a victim to make room for another victim.
         """
         uncopied = victims.block_ids[victims.rows]
 
@@ -246,8 +247,7 @@ class Stores:
     def _place_or_halve(self, num: int, place_first: Callable[[int], bool]) -> int:
         """Place the first `num` rows, or half of them and so on; return how many.
 
-        The tier places all or none, but the head of a prefix is useful without its
-        tail.
+        `place_first` places all or none, but a prefix is useful without its tail.
         """
         while num and not place_first(num):
             self.stats.num_store_refusals += 1
@@ -280,12 +280,12 @@ class Stores:
         return sources
 
     def issue(self, budget: Budget) -> dict[str, Any]:
-        """Issue waiting stores in their order, within the budget.
+        """Issue waiting stores, first in first out, within the budget.
 
         A row larger than the whole budget is issued if nothing else is in flight.
 
         Returns:
-            The fields of `OffloadMetadata` about stores.
+            The fields of `OffloadMetadata` for stores.
         """
         waiting = self.waiting
         num_rows = max(budget.num_left // self._factor, not budget.in_flight)
@@ -337,7 +337,7 @@ class Stores:
         return events
 
     def forget(self, pool: DevicePool) -> None:
-        """Release waiting stores; those in flight hold only their device blocks."""
+        """Drop waiting stores; stores in flight only hold their device blocks."""
         pool.unpin(self.waiting.sources)
         for store in (self.waiting, *self.in_flight.moves.values()):
             if not store.is_stale:

@@ -24,9 +24,9 @@ OUTSIDE = {
         *("requests.py Requests.check_lookup", "requests.py Requests.check_stores"),
         *("requests.py Requests.checked", "requests.py Requests._missing_error"),
         *("requests.py Requests._check_lists", "requests.py Requests._check_number"),
-        *("rules.py _check_shadow", "rules.py RuleSettings._contradictions"),
+        *("rules.py _checked_shadow", "rules.py RuleSettings._contradictions"),
         *("rules.py OffloadRules._contradictions", "rules.py check_groups"),
-        *("rules.py check_seen", "rules.py unseen_rules", "rules.py check_victims"),
+        *("rules.py check_shadows", "rules.py conflicts", "rules.py check_victims"),
     ),
     "it notifies listeners, which change nothing": (
         *("eager.py EagerStores._notify", "eager.py EagerStores._passes"),

@@ -1682,7 +1682,7 @@ _ORDERED = {"_overdue", "waiters", "_to_write", "_reasons"}
 _IGNORED = {
     *("request", "limits", "marks", "fetch_of", "_probe_of", "_lookup_marks"),
     *("_asked", "_next_event", "num_fetched_tokens", "_num_holders", "_last_ask"),
-    *("_num_asks", "_num_released", "_num_readers", "num_changes", "_num_found"),
+    *("_num_asks", "_num_released", "_num_readers", "num_changes", "_num_hit_tokens"),
     *("bytes_per_s", "load_bytes_per_s", "prefill_tokens_per_s", "_is_refused"),
     *(
         ("Boundary", "num_lost"),
@@ -1731,7 +1731,7 @@ def _pause(world, num_offered, fields):
         return None
     stats = world.scheduler.stats
     num_unused = min(stats.num_offered - num_offered, fields["_max_unused"])
-    return num_unused, stats.num_host_hit_tokens != fields["_num_found"]
+    return num_unused, stats.num_host_hit_tokens != fields["_num_hit_tokens"]
 
 
 def _boundary_look(world, seen, _):
@@ -1781,7 +1781,7 @@ _RELATIVE = {
     ("_Progress", "refused_at"): lambda world, at, _: (
         at == world._fields("_stores")["num_changes"]
     ),
-    ("_Progress", "num_lost"): lambda world, num, _: num == world.host_tier.num_removed,
+    ("_Progress", "whole_at"): lambda world, num, _: num == world.host_tier.num_removed,
     ("Gate", "_num_slow"): _probes_in,
     ("Gate", "_num_slow_fetches"): _probes_in,
     ("LazyStores", "_seen"): _lazy_look,

@@ -39,7 +39,7 @@ def count_found(policy, num_blocks, bits, requests):
         name, num = f"{number}", len(keys)
         shadows.look_up(name, keys, 0, num)
         begun = name, keys, 16 * num, 1000 * number
-        shadows.begin(*begun, is_found=True, is_loaded=False)
+        shadows.begin(*begun, has_lookup=True, has_load=False)
         shadows.offer(name, keys, num, (), None)
         shadows.offer(name, keys, num, (), None, is_end=True)
         shadows.finish(name, keys, 1000 * number, None, None)

@@ -27,9 +27,9 @@ def test_a_move_is_over_when_every_worker_has_reported_it():
 def test_a_report_that_is_not_due_is_refused():
     ledger, moves = make_ledger(1, 2)
     for reports, error in (
-        ([(7, True)], "1 reports of move 7, of which 0 are due; in flight are .0, 1"),
-        ([(1, True)] * 3, "3 reports of move 1, of which 2 are due"),
-        ([(0, True), (1, (True,))], "1 blocks of move 1, which has 2"),
+        ([(7, True)], "move 7 has 1 reports, but 0 are due; in flight are .0, 1"),
+        ([(1, True)] * 3, "move 1 has 3 reports, but 2 are due"),
+        ([(0, True), (1, (True,))], "move 1 has flags of 1 blocks, but must have 2"),
     ):
         with pytest.raises(ValueError, match=error):
             ledger.check(reports)

@@ -124,8 +124,8 @@ def test_several_processes_need_a_clock_that_they_agree_on(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for policy, retains, what in (
-        ("hazard", False, "'hazard' decides by the time"),
-        ("lru", True, "retention=True decides by the time"),
+        ("hazard", False, "'hazard' evicts by time"),
+        ("lru", True, "retention=True evicts by time"),
     ):
         rules = OffloadRules(retention=retains)
         with pytest.raises(ValueError, match=what):

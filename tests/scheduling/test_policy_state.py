@@ -153,10 +153,10 @@ def test_a_file_of_another_policy_size_or_version_is_refused(path):
     with open(path) as file:
         text = file.read()
     fields = json.loads(text)
-    not_whole = "is not whole, or no such file"
+    not_whole = "is incomplete or not a policy state"
     for change, match in (
-        ({"host_blocks": 21}, "is of .*'host_blocks': 21.* must be of .*: 20"),
-        ({"policy": "lru"}, "is of .*'policy': 'lru'"),
+        ({"host_blocks": 21}, "has .*'host_blocks': 21.* must have .*: 20"),
+        ({"policy": "lru"}, "has .*'policy': 'lru'"),
         ({"format": "jaxkv policy state 2"}, "policy state 2"),
         ({"touches": [1] * (NUM_CLASSES - 1)}, not_whole),
         *[

@@ -388,7 +388,7 @@ def test_what_the_queue_has_no_room_for_is_dropped_and_nobody_waits(
     assert recorder.stats == RecordStats(3, 3)
     lines = requests_of(path)
     assert [line.get("in", line.get("dropped")) for line in lines] == [60, 3, 40, 100]
-    assert "it is too slow" in caplog.text
+    assert "the disk is too slow" in caplog.text
 
 
 def test_a_rotation_that_fails_halfway_loses_no_older_file(path, monkeypatch):

@@ -265,7 +265,7 @@ def test_stores_pause_while_nothing_stored_is_asked_for(caplog):
     assert [run(n, n + 100, n + 200) for n in range(2000, 2004)] == [3] * 4
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "16 blocks were stored without a hit on the host",
-        "all requests are stored again, after a hit on the host",
+        "all requests are stored again after a hit on the host",
     ]
     rig.end()
 

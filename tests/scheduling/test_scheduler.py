@@ -311,7 +311,7 @@ def test_one_warning_says_that_a_hundred_requests_have_offered_nothing(caplog):
     end_requests(rig, 150)
     (warning,) = caplog.records
     assert warning.levelname == "WARNING"
-    assert "JAXKV_STRICT=1 says which" in warning.getMessage()
+    assert "JAXKV_STRICT=1 to find the missing call" in warning.getMessage()
 
 
 # What is refused.
@@ -386,7 +386,7 @@ def test_tokens_at_hand_that_are_no_whole_blocks_are_refused():
     rig.store(1, 2)
     request = make_request("two", 1, 2, 3)
     for num in (-4, 3, 5, 4.5):
-        what = f"num_computed_tokens={num} of request 'two' must be of whole blocks"
+        what = f"num_computed_tokens={num} of request 'two' must be whole blocks"
         check_refused(rig, what, rig.query, request, num)
         check_refused(rig, what, rig.scheduler.explain, request, num)
     # It does not count as having asked.

@@ -109,10 +109,10 @@ def test_a_state_of_another_configuration_is_refused_and_changes_nothing():
     before = scheduler.digest()
     unbound = OffloadScheduler(16, 4)
     for other, match in (
-        (make(num_host_blocks=5), "num_host_blocks must be as in the state, 5"),
+        (make(num_host_blocks=5), "num_host_blocks must be 5, as in the state"),
         (make(num_device_blocks=9), "num_blocks of the bound DeviceBlockPool must be"),
-        (make(prompt_only=True), "rules must be as in the state"),
-        (unbound, "num_blocks of the bound DeviceBlockPool must be .* None"),
+        (make(prompt_only=True), "rules must be .*, as in the state"),
+        (unbound, "num_blocks of the bound DeviceBlockPool must be None, as"),
     ):
         with pytest.raises(ValueError, match=match):
             scheduler.restore(other.snapshot())

@@ -8,7 +8,7 @@ A file has one JSON object per line: a header, then one object per request:
 
 Neither tokens nor keys are written: an id is a hash of a block's key with a random
 secret that is not kept (`jaxkv.keys.keyed`). docs/sizing.md describes the fields, and
-what a file reveals. A step only queues references and never waits. A thread writes them
+what a file reveals. A step only queues requests and never waits. A thread writes them
 about twice a second, and drops and counts requests that it cannot write.
 """
 
@@ -49,7 +49,7 @@ _WRITE_EVERY_S = 0.5
 _MAX_QUEUED_BLOCKS = 1 << 18
 _MAX_QUEUED_REQUESTS = 1 << 14
 _WRITE_BYTES = 1 << 18
-_IDS_PER_CALL = 1024  # Formatted without releasing the GIL: some 0.1 ms.
+_IDS_PER_CALL = 1024  # Formatted while holding the GIL, for about 0.1 ms.
 _CLOSE_TIMEOUT_S = 10.0
 
 _log = logging.getLogger("jaxkv")
@@ -60,13 +60,13 @@ class RecordStats(NamedTuple):
     """Counts of a recorder's requests."""
 
     num_written: int = 0  # Including files that were rotated and deleted.
-    num_dropped: int = 0  # Not written, as the disk was full or too slow.
+    num_dropped: int = 0  # Not written because the disk was full or too slow.
 
 
 class _Request(NamedTuple):
     """A request to write."""
 
-    time_us: int  # Its beginning, since the recorder's.
+    time_us: int  # When it began, since the recorder was made.
     keys: Sequence[BlockKey]  # The keys of prompt and output.
     input_tokens: int
     device_tokens: int | None  # Device hits; None if unknown.
@@ -231,7 +231,7 @@ class TraceRecorder(Resource):
 
 
 class _Writer:
-    """The thread and its queue. They must not refer to the recorder."""
+    """The thread and its queue. They must not refer to the recorder, to let it end."""
 
     def __init__(
         self, path: str, max_bytes: int, max_files: int, secret: bytes
@@ -254,13 +254,13 @@ class _Writer:
         self._num_put = self._num_done = 0
         self._is_urgent = False
         self._is_closed = False
-        # Dropped requests that the file does not count yet; only for the thread.
+        # Dropped requests that the file does not mention yet; only for the thread.
         self._num_uncounted = 0
         fails = f"requests are not recorded to {path}"
         self._outage = OutageLog(_log, fails, f"requests are recorded to {path}")
 
     def start_thread(self) -> bool:
-        """Start the thread unless it runs; return whether it runs. May be retried."""
+        """Start the thread unless it runs; return whether it runs. May be repeated."""
         with self._changed:
             if self._thread is None and self.facts:
                 thread = threading.Thread(
@@ -336,7 +336,7 @@ class _Writer:
         self._end()
 
     def _end(self) -> None:
-        """Write the rest of the queue, and close the file."""
+        """Write all queued requests, and close the file."""
         if self.facts:
             self._write_queue()
         try:
@@ -350,14 +350,14 @@ class _Writer:
             queue, self._queue = self._queue, []
             num_refused, self._num_refused = self._num_refused, 0
         if num_refused:
-            self._drop(num_refused, "it is too slow")
+            self._drop(num_refused, "the disk is too slow")
         requests: list[_Request] = []
         lines: list[bytes] = []
         for request in queue:
             requests.append(request)
             try:
                 lines.append(self._line_of(request))
-            except Exception as error:  # A wrong request must not stop an engine.
+            except Exception as error:  # An invalid request must not stop an engine.
                 self._drop(1, repr(error))
             if request is not queue[-1] and sum(map(len, lines)) < _WRITE_BYTES:
                 continue
@@ -448,8 +448,8 @@ def _read_secret(path: str) -> bytes:
     """Read the secret from a file; create the file if missing."""
     try:
         if not os.path.exists(path):
-            # Under a temporary name first, as other processes may be reading `path`.
-            # The name is new, and so not a link to another file.
+            # Under a temporary name first, because other processes may read `path`.
+            # This name is new, and so not a link to another file.
             draft = f"{path}.{secrets.token_hex(8)}"
             new_only = os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
             fd = os.open(draft, os.O_WRONLY | new_only, 0o600)

@@ -30,7 +30,7 @@ class Recording(Listener):
         self._is_described = False
 
     def bound(self, pool: Any) -> None:
-        """Describe the engine, the first time."""
+        """Describe the engine when the first pool is bound."""
         if self._is_described:
             return
         factor = self._rules.blocks_per_host_block
@@ -56,7 +56,7 @@ class Recording(Listener):
         self._recorder.begin(request.request_id, keys, num_prompt, *hits)
 
     def finished(self, end: End) -> None:
-        """Record that a request has finished, and what it leaves to be stored."""
+        """Record that a request has finished, and how many tokens may be stored."""
         if not end.has_begun:
             return
         request, num_computed = end.request, 0

@@ -2,7 +2,7 @@
 
 If a file has no room for the next lines, FILE becomes FILE.1, FILE.1 becomes FILE.2,
 and a new FILE begins. A lock keeps other processes from writing it. If a write fails
-halfway, as the disk is full, the file is truncated to its last whole line. Each append
+halfway, e.g. on a full disk, the file is truncated to its last whole line. Each append
 to a ".gz" file is a gzip member: after a kill, all complete members can be read.
 """
 
@@ -61,7 +61,7 @@ class TraceFile:
     def append(self, data: bytes) -> None:
         """Append lines: all of them, or none and raise OSError."""
         if self._fd < 0:
-            # Closing or rotating the last file failed, or opening the next one.
+            # An earlier call failed to close or rotate the file, or to open the next.
             self._rotate_existing()
             self._begin()
         packed = self._pack(data)
@@ -139,7 +139,7 @@ class TraceFile:
 
     def _rotate(self) -> None:
         names = [self.path, *(f"{self.path}.{n}" for n in range(1, self._max_files))]
-        # Stop at the first free name, such as a rotation that failed halfway has left.
+        # Stop at the first free name, such as one that a failed rotation has left.
         free = (n for n, name in enumerate(names) if not os.path.lexists(name))
         names = names[: next(free, len(names)) + 1]
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
@@ -159,7 +159,7 @@ def _lock(fd: int) -> None:
     except BlockingIOError:
         raise _in_use() from None
     except OSError:
-        pass  # The file system has no locks, as some network file systems.
+        pass  # The file system has no locks, like some network file systems.
 
 
 def _in_use() -> OSError:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from jaxkv._util import percent_text
 from jaxkv._util.settings import ConfigError
 from jaxkv.policies.registry import AUTO
-from jaxkv.scheduling.rules import OffloadRules, RuleSettings, check_seen, unseen_rules
+from jaxkv.scheduling.rules import OffloadRules, RuleSettings, check_shadows, conflicts
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS
 from jaxkv.scheduling.whatif.shadows import Shadow, Shadows
 from jaxkv.search.groups import GroupSpec
@@ -44,16 +44,16 @@ SHARE_OF_HOST = 0.05
 """The minimum lead, as a share of the host's blocks."""
 
 MIN_SHARE = 0.005
-"""The minimum lead, as a share of the blocks looked up since it began."""
+"""The minimum lead, as a share of the blocks looked up since the lead began."""
 
-_ASKED = "asked"  # The key of the look-ups in `_counts`, next to the policies.
+_ASKED = "asked"  # The key of looked-up blocks in `_counts`, next to the policies.
 
 _LOG = logging.getLogger("jaxkv")
 
 
 def contradictions(rules: RuleSettings) -> Iterator[str]:
     """Yield why rules exclude "auto", and the remedy."""
-    for text in unseen_rules(f"cache_policy={AUTO!r}", rules):
+    for text in conflicts(f"cache_policy={AUTO!r}", rules):
         yield f"{text} Name a policy."
 
 
@@ -61,12 +61,12 @@ def rules_of_auto(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> Offload
     """Return the rules that "auto" sets; raise ValueError if they exclude it."""
     if faults := list(contradictions(rules)):
         raise ConfigError(faults)
-    check_seen(f"cache_policy={AUTO!r}", groups)
+    check_shadows(f"cache_policy={AUTO!r}", groups)
     return dataclasses.replace(rules, pause_unused_stores=rules.mode == "eager")
 
 
 def with_candidates(shadows: Sequence[Shadow]) -> tuple[Shadow, ...]:
-    """Return the configured shadows, and those of candidates that they lack."""
+    """Return the configured shadows, and shadows of candidates missing there."""
     candidates = (Shadow(policy, 1.0) for policy in CANDIDATES)
     return tuple(dict.fromkeys([*shadows, *candidates]))
 
@@ -80,7 +80,7 @@ class _Lead:
     num_asked: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_GROUPS)
 
     def plus(self, hits: list[int], served: list[int], num_asked: list[int]) -> _Lead:
-        """Add the hits of this and of the serving policy since the last comparison."""
+        """Add the hits of both policies, and lookups, since the last comparison."""
         groups = zip(self.num_ahead, hits, served, strict=True)
         num_ahead = [ahead + num - num_served for ahead, num, num_served in groups]
         if sum(num_ahead) <= 0:
@@ -105,7 +105,7 @@ class PolicyChoice:
         return sum(map(self._shadows.num_found_tokens_of, CANDIDATES))
 
     def choose(self) -> str | None:
-        """Return the policy to change to, None for none; call it after each request."""
+        """Return the policy to change to, or None; call it after each request."""
         num_requests = self._shadows.num_requests
         if num_requests - self._num_requests < CHECK_EVERY:
             return None
@@ -137,7 +137,7 @@ class PolicyChoice:
         return best
 
     def _counts(self) -> dict[str, list[int]]:
-        """Return each candidate's hits, and the look-ups, so far; by key group."""
+        """Return each candidate's hits and the looked-up blocks, by key group."""
         shadows = self._shadows
         counts = {name: shadows.num_found_of_sample(name) for name in CANDIDATES}
         return counts | {_ASKED: shadows.num_asked_of_sample}

@@ -1,18 +1,18 @@
 """A sample of keys that stands for all: by their bits, with the hottest keys apart.
 
-The bits of a key decide whether all its uses are in the sample, or none. A tier with as
-small a share of the blocks then finds about the same share of the sampled keys (spatial
-sampling: SHARDS, Waldspurger et al., FAST '15), also of prefixes, whose blocks are
-found only with all blocks before them.
+The bits of a key decide whether all its uses are in the sample, or none. A tier scaled
+down by the same factor then has about the same hit ratio for the sampled keys (spatial
+sampling: SHARDS, Waldspurger et al., FAST '15). This also holds for prefixes, whose
+blocks are hits only with all blocks before them.
 
-As a key stands for its whole prefix, one of each `_STRATUM` blocks in a row can be
-chosen, by the bits of the first of them: then the sample has as much of each prompt.
-Where many prompts have that first block in common, each key goes by its own bits.
+A key identifies its whole prefix. So one of each `_STRATUM` blocks in a row can be
+chosen by the bits of the first of them: then each prompt has the same share in the
+sample. Where many prompts share that first block, each key goes by its own bits.
 
-No such sample can measure the uses of a few hot keys, such as the blocks that all
-prompts begin with: it has them or not. Keys that are asked for `_OFTEN` times while the
-smallest tier could be filled once are left out of it. They are resident whatever the
-policy, and each counts once, not as often as a sampled key stands for.
+A sample cannot measure the hits of a few hot keys, such as the first blocks of all
+prompts: it has all of their uses or none. So keys that are looked up `_OFTEN` times
+while the smallest tier is filled once are not sampled. They are assumed to be resident
+with every policy, and their hits are not scaled up.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jaxkv.tiers.executors import Words
 from jaxkv.types import BlockKey
 
 NUM_GROUPS = 16
-"""Parts of the sample, by which its error is estimated."""
+"""Groups of sampled keys, whose differences give the error of the sample."""
 
 _OFTEN = 4
 _MIN_COUNT = 16
-# Fillings of the smallest tier, and keys, beyond which counts are halved.
+# Halve the counts after this many fillings of the smallest tier, or for more keys.
 _MAX_FILLINGS, _MAX_KEYS = 64, 1 << 16
 _STRATUM = 32
-_SAMPLE, _GROUP, _OFFSET = 7, 6, 5  # Words of a key that directories do not go by.
+_SAMPLE, _GROUP, _OFFSET = 7, 6, 5  # Words of a key that no index hashes.
 
 
 class KeySample:
@@ -41,15 +41,15 @@ class KeySample:
     def __init__(self, bits: int, min_blocks: int) -> None:
         self.bits = bits
         self._mask = np.uint32((1 << bits) - 1)
-        # Each stratum of this many consecutive keys offers one key; where the rate is
-        # lower than that, the bits of the offered key decide whether it is sampled.
+        # One of this many consecutive keys (a stratum) is a candidate. If the sampling
+        # rate is lower than that, the candidate's bits decide whether it is sampled.
         self._stratum = min(1 << bits, _STRATUM)
-        self._rest = (1 << bits) // self._stratum - 1
+        self._stratum_mask = (1 << bits) // self._stratum - 1
         self._min_blocks = min_blocks
-        # How many requests began with the prefix up to a key. Each adds a key at most,
-        # behind those that are known (as LZ78 does).
+        # How many requests began with the prefix up to each key. A request adds at most
+        # one key, the first unknown one (as in LZ78).
         self._counts: dict[BlockKey, int] = {}
-        self._num_blocks = 0
+        self._num_blocks = 0  # Blocks of all requests so far; halved with the counts.
 
     def choose(self, words: Words) -> list[int]:
         """List the rows of u32[n, 8] that are in the sample by their own bits."""
@@ -59,8 +59,8 @@ class KeySample:
     def choose_of_prefix(self, words: Words, num_hot: int, first: int = 0) -> list[int]:
         """List the rows of a prefix, u32[n, 8], that are in the sample.
 
-        Its first `num_hot` keys, the hottest, are not, nor those before `first`; which
-        key of a stratum is chosen does not depend on `first`.
+        The first `num_hot` keys are not in it; keys before `first` are omitted. `first`
+        does not change which key of a stratum is chosen.
         """
         rows: list[int] = []
         start = self.end_of_stratum(num_hot)
@@ -70,17 +70,17 @@ class KeySample:
         num = len(words)
         for offset in words[start :: self._stratum, _OFFSET].tolist():
             row = start + offset % self._stratum
-            if row < num and not words.item(row, _SAMPLE) & self._rest:
+            if row < num and not words.item(row, _SAMPLE) & self._stratum_mask:
                 rows.append(row)
             start += self._stratum
         return [row for row in rows if row >= first] if first else rows
 
     def end_of_stratum(self, num_hot: int) -> int:
-        """Return the first key of a prefix that does not go by its own bits."""
+        """Return the first row after hot keys at which a whole stratum begins."""
         return -(-num_hot // self._stratum) * self._stratum
 
     def note_request(self, keys: Sequence[BlockKey]) -> int:
-        """Count the keys of a request; return how many of the first are hottest."""
+        """Count the keys of a request; return how many of its first keys are hot."""
         counts, num = self._counts, len(keys)
         self._num_blocks += num
         min_count = max(_MIN_COUNT, _OFTEN * self._num_blocks // self._min_blocks)
@@ -90,7 +90,7 @@ class KeySample:
             counts[key] = count + 1
             if not count:
                 break
-            # No key is asked for more often than the one before it.
+            # No key is looked up more often than the key before it.
             num_hot += count >= min_count
         is_old = self._num_blocks > _MAX_FILLINGS * self._min_blocks
         if is_old or len(counts) > _MAX_KEYS:
@@ -100,16 +100,16 @@ class KeySample:
         return num_hot
 
     def groups(self, words: Words) -> list[int]:
-        """Return the part of the sample that each key of u32[n, 8] is in."""
+        """Return the sample group of each key of u32[n, 8]."""
         groups: list[int] = (words[:, _GROUP] % NUM_GROUPS).tolist()
         return groups
 
     def error(self, num_found: Sequence[float], num_asked: Sequence[float]) -> float:
-        """Estimate the standard error of how many blocks were found.
+        """Estimate the standard error of the scaled hits, in blocks.
 
-        The parts, whose keys `num_found` and `num_asked` count, are samples, too. Their
-        shares differ by chance as the share of the whole does (Cochran, Sampling
-        Techniques, 6.3).
+        `num_found` and `num_asked` are the hits and lookups of each group. The groups
+        are samples as well: the spread of their hit ratios gives the error of the whole
+        (Cochran, Sampling Techniques, 6.3).
         """
         share = sum(num_found) / max(sum(num_asked), 1)
         groups = zip(num_found, num_asked, strict=True)

@@ -13,30 +13,30 @@ from jaxkv.scheduling.whatif.shadows import OFF, ShadowCount
 from jaxkv.scheduling.whatif.speeds import Speeds
 
 ENOUGH = 0.9
-"""The smallest size that has this share of the best size's gain is recommended."""
+"""Recommend the smallest size with at least this share of the largest gain."""
 
 _LOG = logging.getLogger("jaxkv")
 _LOG_EVERY_MS = 3_600_000
-_MAX_LOST_POINTS = 1.0  # Percentage points that less memory may cost.
+_MAX_LOST_POINTS = 1.0  # Percentage points that a smaller host may lose.
 _MIN_GAINED_POINTS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """The hits of a host tier, and the hits that its shadows would have had."""
+    """The hits of the host tier that serves, and of its shadows."""
 
     policy: str  # The policy that serves.
-    num_blocks: int  # The host blocks that serve.
-    block_bytes: int  # 0 if unknown.
-    num_requests: int
-    num_tokens: int  # All tokens of the requests.
+    num_blocks: int  # The blocks of the serving host tier.
+    block_bytes: int  # Bytes per block; 0 if unknown.
+    num_requests: int  # Requests that looked up their prefix.
+    num_tokens: int  # All tokens of these requests.
     num_device_tokens: int  # The part found on the device.
     num_host_tokens: int  # The part found on the host in addition.
-    # Tokens looked up behind the device's hits: whole blocks, without the last token.
+    # Tokens looked up after the device's hits: whole blocks, without the last token.
     num_asked_tokens: int
     shadows: tuple[ShadowCount, ...]
     speeds: Speeds | None  # The rates of loads and prefill; None if unknown.
-    block_size: int  # Tokens.
+    block_size: int  # Tokens per block.
     # Whether there are no tiers below the host, which shadows do not simulate.
     is_alone: bool = True
     num_changes: int | None = None  # Policy changes by "auto"; None without it.
@@ -56,7 +56,7 @@ class Outlook:
         return dataclasses.replace(self, shadows=tuple(shadows), **changes)
 
     def points(self, shadow: ShadowCount) -> float:
-        """Return the percentage of all tokens that a shadow found on the host."""
+        """Return a shadow's host hits as a percentage of all tokens."""
         return 100 * shadow.share * self.num_asked_tokens / max(self.num_tokens, 1)
 
     def error_points(self, shadow: ShadowCount) -> float:
@@ -67,7 +67,7 @@ class Outlook:
     def saved_s(self, shadow: ShadowCount) -> float | None:
         """Return the seconds of prefill saved per request, None if unknown.
 
-        All loads are assumed to have the same length.
+        This assumes that all loads have the same length.
         """
         if self.speeds is None or not self.block_bytes:
             return None
@@ -82,7 +82,7 @@ class Outlook:
 
     @property
     def serving(self) -> ShadowCount:
-        """The counts of the serving tier's own shadow, or of the tier without one."""
+        """The counts of the serving tier's own shadow; without one, of the tier."""
         for shadow in self.shadows:
             if (shadow.policy, shadow.num_blocks) == (self.policy, self.num_blocks):
                 return shadow
@@ -185,7 +185,7 @@ def _differences(new: object, old: object, names: Sequence[str]) -> dict[str, in
 class OutlookLog:
     """Logs the outlook of each hour, and of all requests at the end.
 
-    `get_outlook` must not refer to the scheduler, which could not be freed otherwise.
+    `get_outlook` must not refer to the scheduler, so that it can be freed.
     """
 
     def __init__(self, get_outlook: Callable[[], Outlook]) -> None:
@@ -194,7 +194,7 @@ class OutlookLog:
         self._next_ms: int | None = None
 
     def note(self, now_ms: int) -> None:
-        """Log the outlook of the last hour, once an hour."""
+        """Log the outlook of the last hour, if an hour has passed."""
         if self._next_ms is None:
             self._next_ms = now_ms + _LOG_EVERY_MS
         if now_ms < self._next_ms:

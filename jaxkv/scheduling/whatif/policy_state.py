@@ -1,7 +1,7 @@
 """A file of the reuse that `hazard` has learned, for a restarted engine.
 
-It counts how soon blocks of each class of request were used again. It has no key, and
-no hash of one: what the policy knows of blocks ends with the blocks.
+It has counts of how soon blocks of each class of requests were used again. It has
+neither keys nor hashes of keys: what the policy knows about single blocks is not kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxkv.policies import reuse
 from jaxkv.policies.hazard import NUM_CLASSES, HazardState
 from jaxkv.policies.registry import AUTO
 from jaxkv.policies.reuse import MAX_COUNT, NUM_BINS, UNIT, ReuseTable
-from jaxkv.scheduling.checks import serves_with_others
+from jaxkv.scheduling.checks import is_multi_process
 from jaxkv.scheduling.listening import End, Listener
 from jaxkv.scheduling.whatif.what_if import WhatIf
 from jaxkv.tiers.index import BlockIndex
@@ -35,9 +35,9 @@ _LOG = logging.getLogger("jaxkv")
 
 
 class PolicyStateFile(Listener):
-    """Reads what was learned before, and writes what `learned` returns.
+    """Reads the statistics of an earlier process, and writes what `learned` returns.
 
-    `learned` must not refer to the scheduler, which could not be freed then.
+    `learned` must not refer to the scheduler, so that it can be freed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PolicyStateFile(Listener):
         self._outage = OutageLog(_LOG, *texts)
 
     def read(self) -> ReuseTable | None:
-        """Return what was learned before; None if there is no file yet."""
+        """Return the statistics in the file; None if there is no file yet."""
         try:
             content = read_file(self._path, _MAX_BYTES)
         except FileNotFoundError:
@@ -80,17 +80,17 @@ class PolicyStateFile(Listener):
             if fields:
                 raise ValueError("unknown fields")
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-            raise self._error("is not whole, or no such file") from None
+            raise self._error("is incomplete or not a policy state") from None
         wrong = {
             name: fact for name, fact in facts.items() if fact != self._facts[name]
         }
         if wrong:
             right = {name: self._facts[name] for name in wrong}
-            raise self._error(f"is of {shown(wrong)}, and must be of {right}")
+            raise self._error(f"has {shown(wrong)}, but must have {right}")
         return reuse.from_counts(touches, reuses)
 
     def finished(self, end: End) -> None:
-        """Save what has been learned, every `SAVE_EVERY_MS`."""
+        """Save the statistics if `SAVE_EVERY_MS` have passed."""
         now_ms = end.now_ms()
         if self._next_ms is None:
             self._next_ms = now_ms + SAVE_EVERY_MS
@@ -99,7 +99,7 @@ class PolicyStateFile(Listener):
             self.save()
 
     def save(self) -> None:
-        """Write what has been learned in place of the file, at once or not at all."""
+        """Replace the file by one with the current statistics, atomically."""
         table = self.learned()
         columns = {"touches": table.touches, "reuses": table.reuses}
         counts = {name: np.asarray(column).tolist() for name, column in columns.items()}
@@ -125,16 +125,16 @@ class PolicyStateFile(Listener):
 
 
 def open_policy_state(path: str, host: BlockIndex, what_if: WhatIf) -> PolicyStateFile:
-    """Open the file of a host tier; pass the tier what was learned before."""
+    """Open the file of a host tier; restore the tier's statistics from it."""
     if not isinstance(host.executor.state.policy, HazardState):
         raise ValueError(
             f"policy_state={shown(path)} needs cache_policy='hazard' or {AUTO!r}, "
-            "without retention: no other policy learns what a file could keep."
+            "without retention: no other policy has statistics to keep."
         )
-    if serves_with_others():
+    if is_multi_process():
         raise ValueError(
-            f"policy_state={shown(path)} is for one process: each of several would "
-            "begin with what its own file has, and their tiers evict other blocks."
+            f"policy_state={shown(path)} is for one process: several would begin with "
+            "different statistics, and evict different blocks."
         )
     file = PolicyStateFile(path, host.num_blocks, host.block_size, what_if.learned)
     learned = file.read()
@@ -144,11 +144,11 @@ def open_policy_state(path: str, host: BlockIndex, what_if: WhatIf) -> PolicySta
 
 
 def _counts(listed: Any, shape: tuple[int, ...]) -> Any:
-    """Check counts, and make i32[shape] of them."""
+    """Return a list of counts as i32[shape]; raise ValueError if it is invalid."""
     counts = np.array(listed, object)
     if counts.shape != shape or any(type(count) is not int for count in counts.flat):
         raise ValueError("not an array of counts")
-    # Of Python's numbers, whose sum cannot wrap around.
+    # These are Python ints, whose sum cannot wrap around.
     if min(counts.flat) < 0 or sum(counts.flat) > 2 * MAX_COUNT:
         raise ValueError("counts out of range")
     return counts.astype(np.int32)
@@ -157,5 +157,5 @@ def _counts(listed: Any, shape: tuple[int, ...]) -> Any:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise ValueError("a field is there more than once")
+        raise ValueError("a field occurs more than once")
     return fields

@@ -3,13 +3,13 @@
 A shadow gets the lookups, uses, stores and ends of the requests that the engine serves,
 at the same times:
 
-- A lookup finds the blocks, on the device or in the shadow, that continue the device's
-  own prefix.
+- A lookup hits the blocks that continue the device's own prefix, on the device or in
+  the shadow.
 - When the serving tier is offered blocks, the shadow is offered all computed blocks
   that it lacks, whether the serving tier has them or not.
-- A block that both tiers store is found once its transfer has arrived; if that failed,
-  never. A block that only the shadow stores is found at once.
-- An offer to a request is held until its load has ended, if it has one.
+- A block that both tiers store becomes a hit when its transfer arrives, and never if it
+  fails. A block that only the shadow stores is a hit at once.
+- The hits of a request are held until its load ends, or until it begins without one.
 
 So the shadow of the serving policy and size has the same hits as the tier. A shadow
 assumes that the engine loads all hits and stores all that there is room for:
@@ -59,7 +59,7 @@ OFF = "off"
 
 _MAX_SHADOWS = 16
 _MAX_KEYS = 4096  # Per request; later keys are ignored.
-_TIMES = 1 << 32  # Policies count ms in 32 bits.
+_TIMES = 1 << 32  # Policies count ms in 32 bits, which wrap around.
 _NO_IDS = np.empty(0, np.int64)
 _, _NO_WORDS = pack([])
 _FACTOR = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -103,7 +103,7 @@ Shadow(policy='off', factor=0.0))
 
 
 class ShadowCount(NamedTuple):
-    """The counts of a shadow so far, scaled up if it replays a sample of keys.
+    """The counts of a shadow so far; scaled up if it replays a sample of keys.
 
     A sample may get more or fewer lookups than its share. Then `share` is more accurate
     than `num_found_tokens`.
@@ -111,10 +111,10 @@ class ShadowCount(NamedTuple):
 
     policy: str  # Or `OFF`.
     num_blocks: int  # The host blocks of the simulated tier.
-    num_asked_tokens: int = 0  # Looked up beyond the device's own prefix.
+    num_asked_tokens: int = 0  # Looked up after the device's own prefix.
     num_found_tokens: int = 0
     num_loads: int = 0  # Requests with a hit.
-    num_stored: int = 0  # Blocks.
+    num_stored: int = 0  # Blocks, as `num_evicted`.
     num_evicted: int = 0
     # The standard error of `num_found_tokens`, if only a sample of keys is replayed.
     error_tokens: float = 0.0
@@ -134,31 +134,31 @@ class _Visit:
     )
 
     def __init__(self) -> None:
-        self.mark = KeyMark()  # The keys that were read.
-        self.words = _NO_WORDS  # u32[n, 8], the keys that are replayed.
-        self.rows: list[int] | None = None  # Their indices; None if all are replayed.
-        self.num_hot = 0  # The first keys, which are assumed to be resident.
-        self.groups: list[int] = []  # The group of the sample that each word is in.
-        # The progress in each tier; empty if no key is replayed.
+        self.mark = KeyMark()  # The keys that `words` were chosen from.
+        self.words = _NO_WORDS  # u32[n, 8], the replayed keys of the request.
+        self.rows: list[int] | None = None  # The block of each key; None for all.
+        self.num_hot = 0  # How many first keys are assumed to be resident.
+        self.groups: list[int] = []  # The sample group of each of `words`.
+        # The request's progress in each tier; empty if no key is replayed.
         self.courses: list[Course] = []
-        # The blocks [first, last) were looked up: behind the device's hits.
+        # The blocks [first, last) were looked up, after the device's own prefix.
         self.first = self.last = 0
-        self.start = self.end = 0  # The words of these blocks.
+        self.start = self.end = 0  # `words[start:end]` are keys of these blocks.
 
     @property
     def positions(self) -> NDArray[np.int32]:
-        """The position of each of `words` in the request, as if they were all keys."""
+        """The positions of `words`, as if the request had no other keys: i32[n]."""
         return np.arange(len(self.words), dtype=np.int32)
 
     def cut(self, num_blocks: int) -> int:
-        """Return how many words the first blocks of the request have."""
+        """Return how many of `words` are keys of the first `num_blocks` blocks."""
         if self.rows is None:
             return min(num_blocks, len(self.words))
         return bisect_left(self.rows, num_blocks)
 
 
 class _Tier(BareTier):
-    """A shadow's tier, and its hits."""
+    """The simulated tier of a shadow; counts its hits."""
 
     def __init__(self, policy: str, num_blocks: int, executor: ExecutorName) -> None:
         max_batch = max(_MAX_KEYS, 2 * num_blocks)
@@ -166,13 +166,13 @@ class _Tier(BareTier):
         self._executor_name: ExecutorName = executor
         super().__init__(make_executor(self.policy, executor))
         self.listens = self.policy.listens
-        self.found = [0] * NUM_GROUPS  # Hits in blocks, by group of the sample.
+        self.hits = [0] * NUM_GROUPS  # Hits in blocks, by group of the sample.
         self.num_loads = 0  # Requests with a hit.
 
     def place_victims(
         self, keys: Words, passes: NDArray[np.bool_] | None
     ) -> tuple[Words, Store] | None:
-        """Store victims of the device, without evicting one of them for another."""
+        """Store victims of the device without evicting one of them for another."""
         if not len(keys):
             return None
         block_ids = self.executor.find(keys).astype(np.int64)
@@ -182,7 +182,7 @@ class _Tier(BareTier):
         num = len(keys)
         while is_new[:num].any():
             resident = block_ids[:num][block_ids[:num] != NO_BLOCK]
-            # Blocks that are being stored cannot be evicted anyway.
+            # Blocks of stores in flight cannot be pinned, nor evicted.
             resident = resident[np.asarray(self.executor.state.ref_cnt)[resident] >= 0]
             self.executor.pin(resident)
             new_keys = select_keys(keys[:num], is_new[:num])
@@ -194,7 +194,7 @@ class _Tier(BareTier):
         return None
 
     def settle(self, keys: Words, store: Store, placed: Container[BlockKey]) -> None:
-        """Make stored blocks findable at once, except those in `placed`."""
+        """Complete a store, except of keys that the serving tier has just `placed`."""
         ids = store.block_ids
         if placed:
             rows = np.flatnonzero(ids != NO_BLOCK)
@@ -210,8 +210,8 @@ class _Tier(BareTier):
 class Shadows:
     """The shadows of a host tier. They change nothing in the tiers that serve.
 
-    One key in ``2**sample_bits`` is replayed; None to choose the bits by the size. If
-    `is_lazy`, single blocks are offered (`offer_victims`).
+    One key in ``2**sample_bits`` is replayed; None to derive the bits from the host's
+    size. With `is_lazy`, the device's victims are offered instead of prefixes.
     """
 
     def __init__(
@@ -246,18 +246,18 @@ class Shadows:
             for shadow, num in zip(shadows, self._num_blocks, strict=True)
             if shadow.policy != OFF
         ]
-        # Lookups in blocks: all; of hot keys, which are assumed to be resident, and
-        # requests with some; of the sample, by its groups.
+        # Looked-up blocks: all, and hot ones, which are assumed to be resident; and
+        # requests with a hot block.
         self._num_asked = self._num_hot = self._num_hot_loads = 0
         self.num_requests = 0  # Requests that looked up their prefix.
-        self._asked = [0] * NUM_GROUPS
+        self._sample_lookups = [0] * NUM_GROUPS  # Looked-up blocks, by sample group.
         self._visits: dict[str, _Visit] = {}
-        # Each request's held blocks in each tier.
+        # The block ids held for each request: i64[n] per tier.
         self._held: dict[str, list[Ids]] = {}
         self._pool: DeviceBlockPool | None = None
 
     def bind(self, pool: object) -> None:
-        """Bind the device's pool, if it can be searched."""
+        """Bind the pool if it is a `DeviceBlockPool`; no other can be searched."""
         self._pool = pool if isinstance(pool, DeviceBlockPool) else None
 
     def warm_up(self) -> None:
@@ -269,7 +269,7 @@ class Shadows:
         keys = [bytes(KEY_BYTES), bytes(KEY_BYTES - 1) + b"1"]
         for placed in (keys, ()):
             scratch.look_up("", keys, 0, 1)
-            scratch.begin("", keys, 2, 0, is_found=True, is_loaded=True)
+            scratch.begin("", keys, 2, 0, has_lookup=True, has_load=True)
             scratch.offer("", keys, 1, placed, None)
             scratch.arrive(keys, ok=True)
             scratch.offer("", keys, 2, (), None, is_end=True)
@@ -280,7 +280,7 @@ class Shadows:
 
     @property
     def num_asked_tokens(self) -> int:
-        """Tokens that requests looked up beyond the device's own prefix."""
+        """Tokens that requests looked up after the device's own prefix."""
         return self._num_asked * self.block_size
 
     @property
@@ -288,21 +288,21 @@ class Shadows:
         """The counts of each shadow so far; thread-safe."""
         bits, size, counts = self._bits, self.block_size, []
         tiers = iter(self._tiers)
-        asked = (self._num_hot + (sum(self._asked) << bits)) * size
+        num_asked = (self._num_hot + (sum(self._sample_lookups) << bits)) * size
         for shadow, num_blocks in zip(self._shadows, self._num_blocks, strict=True):
             if shadow.policy == OFF:
-                counts.append(ShadowCount(OFF, 0, asked))
+                counts.append(ShadowCount(OFF, 0, num_asked))
                 continue
             tier = next(tiers)
             error = 0.0
             if self.sample is not None:
-                error = self.sample.error(tier.found, self._asked) * size
+                error = self.sample.error(tier.hits, self._sample_lookups) * size
             counts.append(
                 ShadowCount(
                     shadow.policy,
                     num_blocks,
-                    asked,
-                    (self._num_hot + (sum(tier.found) << bits)) * size,
+                    num_asked,
+                    (self._num_hot + (sum(tier.hits) << bits)) * size,
                     self._num_hot_loads + (tier.num_loads << bits),
                     tier.num_stored << bits,
                     tier.num_evicted << bits,
@@ -313,24 +313,24 @@ class Shadows:
 
     @property
     def num_asked_of_sample(self) -> list[int]:
-        """Lookups of blocks of the sample, by its groups."""
-        return list(self._asked)
+        """The looked-up blocks of the sample, by its groups."""
+        return list(self._sample_lookups)
 
     def num_found_of_sample(self, policy: str) -> list[int]:
-        """Return the hits of these in the shadow of a policy and the serving size."""
-        return list(self._tier_of(policy).found)
+        """Return the sample's hits, by its groups, of `policy` at the serving size."""
+        return list(self._tier_of(policy).hits)
 
     def num_found_tokens_of(self, policy: str) -> int:
-        """Return the hit tokens of this shadow; cheap, and never decreasing."""
-        found = sum(self._tier_of(policy).found)
-        return (self._num_hot + (found << self._bits)) * self.block_size
+        """Return the hit tokens of `policy` at the serving size; fast and monotonic."""
+        num_hits = sum(self._tier_of(policy).hits)
+        return (self._num_hot + (num_hits << self._bits)) * self.block_size
 
     def learned_by(self, policy: str) -> tuple[Executor, int]:
-        """Return this shadow's index, and how many keys each of its keys represents."""
+        """Return `policy`'s index at the serving size, and keys per replayed key."""
         return self._tier_of(policy).executor, 1 << self._bits
 
     def resume(self, policy: str, table: ReuseTable) -> None:
-        """Restore this shadow's statistics from counts of all keys."""
+        """Restore statistics of `policy` at the serving size, from unscaled counts."""
         tier, bits = self._tier_of(policy), self._bits
         table = from_counts(table.touches >> bits, table.reuses >> bits)
         tier.executor = resume(tier.executor, tier.policy, self._executor_name, table)
@@ -345,8 +345,8 @@ class Shadows:
         if not visit.courses:
             return
         visit.start, visit.end = start, end = visit.cut(first), visit.cut(last)
-        # When more keys become hot, the first keys behind them are new to the sample:
-        # such a key may be missing although the next one is resident.
+        # When more keys become hot, other keys up to the stratum's end are sampled.
+        # Such a key may be missing although keys after the stratum are resident.
         resume_at = start
         if self.sample is not None and self._knows_prefixes:
             stratum_end = visit.cut(self.sample.end_of_stratum(visit.num_hot))
@@ -357,8 +357,8 @@ class Shadows:
             if start < end:
                 num, ids = self._find(tier, visit.words[start:end])
             if num < resume_at - start and resume_at < end:
-                more, _ = self._find(tier, visit.words[resume_at:end])
-                num = resume_at - start + more if more else num
+                num_more, _ = self._find(tier, visit.words[resume_at:end])
+                num = resume_at - start + num_more if num_more else num
             held.append(ids)
             course.num_known, course.num_found = start + num, num
             course.is_ordered, course.whole_at = True, -1
@@ -372,18 +372,18 @@ class Shadows:
         num_tokens: int,
         now_ms: int,
         *,
-        is_found: bool,
-        is_loaded: bool,
+        has_lookup: bool,
+        has_load: bool,
     ) -> None:
         """Use a request's blocks for the first time.
 
-        `is_found` is whether it has looked up its prefix, `is_loaded` whether the
+        `has_lookup` is whether it has looked up its prefix, `has_load` whether the
         serving tier loads blocks for it.
         """
         visit = self._visit(name, keys)
-        if not is_loaded:
+        if not has_load:
             self.release(name)
-        if is_found:
+        if has_lookup:
             self._count(visit)
         words = visit.words
         if not visit.courses:
@@ -395,7 +395,7 @@ class Shadows:
             tier.executor.touch(words, True)
 
     def first_open_block(self, name: str, keys: Sequence[BlockKey]) -> int:
-        """Return a request's first block that some shadow may lack."""
+        """Return the index of a request's first block that some shadow may lack."""
         visit = self._visit(name, keys)
         num = min((course.num_known for course in visit.courses), default=0)
         if num >= len(visit.words):
@@ -414,13 +414,13 @@ class Shadows:
         is_end: bool = False,
         can_store: bool = True,
     ) -> None:
-        """Offer the first `num_blocks` of a request, which are computed.
+        """Offer the first `num_blocks` blocks of a request, which are computed.
 
         `placed` are the keys that the serving tier has just placed. `passes`
         (bool[num_blocks - start], None for all) is whether each block from `start` on
         may be stored; `start` is at most `first_open_block`. If the request ends
-        (`is_end`), all blocks that the shadow lacks are offered again, from 0 on, and
-        `can_store` is whether the serving tier may store any.
+        (`is_end`), `start` is 0, all blocks that a shadow lacks are offered again, and
+        `can_store` is whether the serving tier may store any block.
         """
         visit = self._visit(name, keys)
         end = visit.cut(num_blocks)
@@ -459,14 +459,14 @@ class Shadows:
                 tier.settle(*stored, placed)
 
     def arrive(self, keys: Sequence[BlockKey], *, ok: bool) -> None:
-        """Complete stores of the serving tier."""
+        """Complete the stores of keys whose store to the serving tier has ended."""
         if self.sample is None:
             _, words = pack(keys)
             for tier in self._tiers:
                 tier.complete(words, ok=ok)
 
     def release(self, name: str) -> None:
-        """Release the held offer of a request."""
+        """Release the held hits of a request."""
         for tier, ids in zip(self._tiers, self._held.pop(name, ()), strict=False):
             if ids.size:
                 tier.executor.complete_step(ids, len(ids))
@@ -503,7 +503,7 @@ class Shadows:
                 tier.executor.note(visit.words, FINISH, visit.positions, facts)
 
     def forget(self, name: str, *, is_held: bool = False) -> None:
-        """Forget a request; `is_held` keeps its offer while a load is in flight."""
+        """Forget a request; `is_held` keeps its hits held, for a load in flight."""
         self._visits.pop(name, None)
         if not is_held:
             self.release(name)
@@ -518,12 +518,12 @@ class Shadows:
                 course.num_known, course.whole_at = 0, -1
 
     def _tier_of(self, policy: str) -> _Tier:
-        """Return the tier of the shadow of a policy and the serving size."""
+        """Return the tier of the shadow of `policy` at the serving size."""
         with_tiers = [shadow for shadow in self._shadows if shadow.policy != OFF]
         return self._tiers[with_tiers.index(Shadow(policy, 1.0))]
 
     def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
-        """Search for the continuation of a prefix; hold it unless keys are sampled."""
+        """Return how many first keys are hits, and the ids held (none if sampled)."""
         if self._pool is None:
             num, ids = tier.executor.lookup(words), _NO_IDS
             if num and self.sample is None:
@@ -560,7 +560,7 @@ class Shadows:
         return visit
 
     def _begin_visit(self, before: _Visit | None, keys: Sequence[BlockKey]) -> _Visit:
-        """Return a new state, or one in place of `before` if keys were rewritten."""
+        """Return a new state; it replaces `before` if keys were rewritten."""
         visit = _Visit()
         if self.sample is not None:
             visit.num_hot = self.sample.note_request(keys)
@@ -593,17 +593,17 @@ class Shadows:
         if start == visit.end:
             return
         groups = visit.groups[start : visit.end]
-        _count_groups(self._asked, groups, visit.end - start)
-        # A request with a hit hits its first block: requests whose first block is in
-        # the sample stand for the others.
+        _count_groups(self._sample_lookups, groups, visit.end - start)
+        # A request with hits hits its first block. So requests whose first block is in
+        # the sample represent all requests.
         has_first = visit.rows is None or visit.rows[start] == first
         for tier, course in zip(self._tiers, visit.courses, strict=True):
-            _count_groups(tier.found, groups, course.num_found)
+            _count_groups(tier.hits, groups, course.num_found)
             tier.num_loads += has_first and course.num_found > 0
 
 
 def _count_groups(counts: list[int], groups: list[int], num: int) -> None:
-    """Count the first `num` keys by their groups; all in group 0 without groups."""
+    """Count the first `num` keys by their `groups`; in group 0 if that is empty."""
     if not groups:
         counts[0] += num
     for group in groups[:num]:

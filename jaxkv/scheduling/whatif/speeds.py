@@ -10,23 +10,23 @@ from numpy.typing import NDArray
 
 
 class PrefillCosts(Protocol):
-    """The costs of prompts for a model."""
+    """The prefill costs of a model."""
 
     def prefill_flops(
         self, start: Any, stop: Any
     ) -> NDArray[np.float64]:  # pragma: no cover
-        """Return the FLOPs to compute tokens of a prompt: f64[...]."""
+        """Return the FLOPs to prefill tokens [start, stop) of a prompt: f64[...]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """Speeds of transfers and prefill; prefill goes by tokens or FLOPs, not by both."""
+    """Speeds of transfers and of prefill, in tokens or in FLOPs, not in both."""
 
-    load_bytes_per_s: float  # From the host to a device, of each device.
-    store_bytes_per_s: float  # From a device to the host, of each device.
-    load_latency_s: float = 0.0  # Of a load, however small it is.
+    load_bytes_per_s: float  # From the host, per device.
+    store_bytes_per_s: float  # To the host, per device.
+    load_latency_s: float = 0.0  # The minimum duration of a load.
     prefill_tokens_per_s: float | None = None
-    prefill_flops_per_s: float | None = None  # Of all devices together.
+    prefill_flops_per_s: float | None = None  # All devices together.
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -42,9 +42,9 @@ class Speeds:
     def prefill_s(
         self, model: PrefillCosts | None, start: Any, stop: Any
     ) -> NDArray[np.float64]:
-        """Return the seconds to compute the tokens i64[...] [start, stop): f64[...].
+        """Return the seconds to prefill tokens [start, stop), i64[...] each: f64[...].
 
-        To go by tokens, no model is needed.
+        `model` may be None if `prefill_tokens_per_s` is set.
         """
         if self.prefill_flops_per_s is not None:
             assert model is not None
@@ -54,14 +54,14 @@ class Speeds:
         return np.asarray((stop - start) / self.prefill_tokens_per_s, np.float64)
 
     def load_s(self, load_bytes: Any) -> NDArray[np.float64]:
-        """Return the seconds of loads of bytes of each device: f64[...]."""
+        """Return the seconds to load `load_bytes` to each device: f64[...]."""
         return np.asarray(self.load_latency_s + load_bytes / self.load_bytes_per_s)
 
     def saved_s(self, prefill_s: Any, load_bytes: Any) -> NDArray[np.float64]:
-        """Return the seconds saved by loads in place of prefill: f64[...].
+        """Return the seconds saved by loads instead of prefill: f64[...].
 
-        Nothing is saved where a load of `load_bytes` of each device would take longer
-        than `prefill_s` (`OffloadRules.skip_slow_loads` declines it).
+        0 where a load of `load_bytes` to each device would take longer than `prefill_s`
+        (`OffloadRules.skip_slow_loads` declines it).
         """
         saved_s = np.maximum(prefill_s - self.load_s(load_bytes), 0.0)
         return np.asarray(saved_s, np.float64)

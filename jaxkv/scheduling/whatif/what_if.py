@@ -27,7 +27,7 @@ from jaxkv.tiers.index import BlockIndex
 
 
 class WhatIf(Listener):
-    """A tier without shadows, with a fixed policy (None if it has no name)."""
+    """A tier without shadows, and with a fixed policy (None for a `Policy` object)."""
 
     num_changes: int | None = None  # Policy changes by "auto"; None without it.
 
@@ -47,7 +47,7 @@ class WhatIf(Listener):
         )
 
     def num_found_tokens(self) -> int:
-        """Return the tokens that the policies of "auto" have found so far."""
+        """Return the hit tokens of all shadows of "auto" so far; 0 without "auto"."""
         return 0
 
     def learned(self) -> ReuseTable:
@@ -128,7 +128,7 @@ class Shadowed(WhatIf):
         self._log.close()
 
     def num_found_tokens(self) -> int:
-        """Return the tokens that the policies of "auto" have found so far."""
+        """Return the hit tokens of all shadows of "auto" so far; 0 without "auto"."""
         return 0 if self._choice is None else self._choice.count_found()
 
     def learned(self) -> ReuseTable:
@@ -176,12 +176,12 @@ class Shadowed(WhatIf):
             start.keys[0],
             start.request.num_tokens,
             start.now_ms(),
-            is_found=start.num_local is not None,
-            is_loaded=start.has_load,
+            has_lookup=start.num_local is not None,
+            has_load=start.has_load,
         )
 
     def offered(self, offer: Offer) -> None:
-        """Offer the same blocks, and blocks that a shadow had no room for before."""
+        """Offer the same blocks, and earlier ones that a shadow had no room for."""
         name, keys, first = offer.request_id, offer.keys, 0
         if not offer.is_end:
             first = min(
@@ -201,11 +201,11 @@ class Shadowed(WhatIf):
     def victims_offered(
         self, words: Any, placed: Container[bytes], passes: Passes
     ) -> None:
-        """Offer the same blocks."""
+        """Offer the same victims."""
         self.shadows.offer_victims(words, placed, passes)
 
     def stored(self, keys: Keys, ok: bool) -> None:
-        """Complete stores."""
+        """Complete the stores of the same keys."""
         self.shadows.arrive(keys, ok=ok)
 
     def released(self, request_ids: Sequence[str], unloaded: Sequence[Keys]) -> None:

@@ -85,7 +85,7 @@ class AutoHost:
         num_keys = len(keys) if limit is None else min(len(keys), limit)
         shadows.look_up("", asked, num_local, num_findable)
         told = news.input_tokens, news.time_ms
-        shadows.begin("", asked, *told, is_found=True, is_loaded=False)
+        shadows.begin("", asked, *told, has_lookup=True, has_load=False)
         ends = [*range(min(num_asked, num_keys), min(num_running, num_keys) + 1)]
         for end, is_end in [*((end, False) for end in ends), (num_keys, True)]:
             may = None if passes is None else passes[:end]
