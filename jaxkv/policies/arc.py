@@ -1,19 +1,18 @@
-"""ARC, adaptive replacement: balance blocks used once against blocks used again.
+"""ARC (adaptive replacement): balances blocks used once against blocks used again.
 
-Four lists, each from the least to the most recently used. T1 has the blocks used once,
-T2 the blocks used again. Their evicted keys stay in B1 and B2 as ghosts. `target` is
-the desired size of T1: a use of a ghost of B1 shows that T1 is too small and raises it,
-a use of a ghost of B2 lowers it (Megiddo and Modha, FAST 2003).
+ARC keeps four LRU lists. T1 holds the resident blocks used once, T2 those used again.
+An evicted block's key becomes a ghost: in B1 if the block was in T1, in B2 if it was in
+T2. `target` is the desired size of T1: a hit in B1 raises it, because T1 was too small;
+a hit in B2 lowers it (Megiddo and Modha, FAST 2003).
 
-`make_arc` matches vLLM 0.19.1's `ARCCachePolicy`, which departs from the paper: a new
-block starts in T1 even if its key has a ghost; a block whose store is in flight is not
-promoted; the target moves once for every ghost touched; and blocks are evicted from T1
-only until it is smaller than the target, then from T2 only, so that an eviction is
-refused if T2 has too few idle blocks, although T1 has more. `make_arc_fixed` fixes the
-defects.
+`make_arc` matches vLLM 0.19.1's `ARCCachePolicy`, which departs from the paper in four
+points. A new block starts in T1 even if its key has a ghost. A hit does not promote a
+block whose store is in flight. The target moves once per ghost in a batch. T1 is
+evicted only until it is smaller than the target, and then only T2: if T2 has too few
+idle blocks, the eviction fails even if T1 has more. `make_arc_fixed` fixes three.
 
-An entry is a key in any of the lists. An entry always moves to the end of a list, so
-one recency log carries all four.
+An entry is the number of a key in these lists. A used entry always moves to the recent
+end of a list, so one recency log stores all four lists.
 """
 
 from __future__ import annotations
@@ -48,40 +47,38 @@ from jaxkv.policies.recency import Oldest, RecencyLog
 from jaxkv.policies.xla import after, full, running_count
 from jaxkv.types import NO_BLOCK
 
-# In this order because every move except eviction is upwards (`recency.put`).
+# Only an eviction moves an entry to a lower number, which `recency.put` cannot do.
 B1, B2, T1, T2 = range(4)
 NO_LIST = -1
 
 EXACT, FIXED = 0, 1
-"""Variants: vLLM 0.19.1's, and the one without its defects."""
+"""The `variant` of native functions: `make_arc`'s and `make_arc_fixed`'s."""
 
-_ALL_ENTRIES = np.empty(0, np.int32)  # All entries are eligible.
+_NO_REF_CNT = np.empty(0, np.int32)  # As `ref_cnt`: every entry is eligible.
 
 _NUM_LISTS = 4
 
 _MAX_STEP_SHARE = 16
-"""In `arc_fixed`, a `touch` moves the target by at most 1/16 of the blocks."""
+"""In `make_arc_fixed`, a `touch` moves the target by at most 1/16 of the blocks."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ARCState:
-    """The resident blocks, and ghosts of evicted keys. E = 3 B.
+    """The resident blocks and the ghosts of a tier of B blocks. E = 3 B entries.
 
-    3 B entries suffice: T1 and T2 share B blocks, an evicted block's ghost keeps its
-    entry, and B1 and B2 have at most B ghosts each after every eviction.
+    3 B entries suffice: T1 and T2 have at most B blocks together, and B1 and B2 have at
+    most B ghosts each after every eviction. A block that is evicted keeps its entry.
     """
 
-    directory: Directory  # The entry that holds a key.
+    directory: Directory  # Maps each key to its entry.
     block_ids: Array  # i32[E]. The block of each entry in T1 or T2, else NO_BLOCK.
     order: RecencyLog  # The four lists.
     sizes: Array  # i32[4]. Entries in each list.
-    unused: (
-        Array  # i32[E]. Stack of entries in no list; its height follows from `sizes`.
-    )
+    unused: Array  # i32[E]. Stack of the entries in no list, E - sum(sizes) high.
     target: Array
-    """u32[2]. The bits of the target, a float64 like vLLM's, for equal decisions; JAX
-    has no float64 by default."""
+    """u32[2]. The bits of a float64, because vLLM's target is one and equal decisions
+    need equal rounding. JAX disables float64 by default."""
 
 
 def init(num_blocks: int, max_batch: int) -> ARCState:
@@ -114,10 +111,10 @@ def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
 def touch(
     state: ARCState, keys: Array, count: Array, ready: Array, *, fixed: bool
 ) -> ARCState:
-    """Record a use of each key, the last first; see `Policy.touch`.
+    """Record a use of each key, the last key first; see `Policy.touch`.
 
-    A block of T1 goes to T2 unless its store is in flight. Any other entry goes to the
-    end of its list, and each ghost moves the target.
+    A block of T1 moves to T2, unless its store is in flight. Any other entry moves to
+    the recent end of its own list. Hits in B1 and B2 move the target.
     """
     entries = directory_lib.find_first(state.directory, keys, count)
     order = recency.make_room(state.order, count)
@@ -125,14 +122,14 @@ def touch(
     new_lists = jnp.where((lists == T1) & ready, T2, lists)
     ranks = count - 1 - jnp.arange(keys.shape[0], dtype=jnp.int32)
     order = recency.put(order, entries, new_lists, ranks, count)
-    # A key that was given twice has moved once.
+    # One row per entry: a key that occurs twice in the batch moves only once.
     moved = recency.is_newest(order, entries, ranks, count)
-    # In the order of use, which matters only if each ghost moves the target.
+    # `_adapt_target` needs the order of use, from the last key to the first.
     adapt, hits = (_adapt_target_once, lists) if fixed else (_adapt_target, lists[::-1])
     return dataclasses.replace(
         state,
         order=order,
-        sizes=state.sizes + _count(new_lists, moved) - _count(lists, moved),
+        sizes=state.sizes + _list_sizes(new_lists, moved) - _list_sizes(lists, moved),
         target=adapt(state.target, hits, state.sizes, _num_entries(state) // 3),
     )
 
@@ -168,15 +165,15 @@ def insert(
 ) -> InsertResult:
     """Add new keys to T1, in their order; see `Policy.insert`.
 
-    A ghost becomes a block again, and if `fixed` it does so in T2.
+    A key with a ghost keeps its entry and, if `fixed`, goes to T2.
     """
-    none = _num_entries(state)
-    wanted = block_ids != NO_BLOCK
-    ghosts = directory_lib.find(state.directory, keys, wanted)
-    fresh = _take_unused(state, wanted & (ghosts == none))
+    no_entry = _num_entries(state)
+    is_new = block_ids != NO_BLOCK
+    ghosts = directory_lib.find(state.directory, keys, is_new)
+    fresh = _take_unused(state, is_new & (ghosts == no_entry))
     directory, added = directory_lib.insert(state.directory, keys, fresh)
     entries = jnp.where(added, fresh, ghosts)
-    inserted = entries < none
+    inserted = entries < no_entry
 
     ranks = running_count(inserted) - 1
     count = ranks[-1] + 1
@@ -185,15 +182,16 @@ def insert(
     new_lists = jnp.full_like(lists, T1)
     if fixed:
         new_lists = jnp.where(lists == NO_LIST, T1, T2)
-    sizes = state.sizes + _count(new_lists, inserted) - _count(lists, inserted)
+    sizes = state.sizes + _list_sizes(new_lists, inserted)
+    sizes -= _list_sizes(lists, inserted)
     inserted_state = dataclasses.replace(
         state,
         directory=directory,
         block_ids=state.block_ids.at[entries].set(block_ids, mode="drop"),
         order=recency.put(order, after(entries, lists), new_lists, ranks, count),
         sizes=sizes,
-        # Entries of keys that the directory had no room for.
-        unused=_push_unused(state.unused, sizes, jnp.where(added, none, fresh)),
+        # Return the entries of keys that the directory had no room for.
+        unused=_push_unused(state.unused, sizes, jnp.where(added, no_entry, fresh)),
     )
     return InsertResult(inserted_state, inserted)
 
@@ -241,14 +239,15 @@ def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
         recency.native_put(state.order, entry, new_list, rank)
         rank += 1
     recency.advance(state.order, count)
-    _native_push_unused(state, fresh)  # Entries of keys without room in the directory.
+    # Return the entries of keys that the directory had no room for.
+    _native_push_unused(state, fresh)
 
 
 def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
-    """Forget keys, without a ghost; see `Policy.remove`."""
+    """Forget keys without leaving ghosts; see `Policy.remove`."""
     entries = directory_lib.find(state.directory, keys, block_ids != NO_BLOCK)
     lists = recency.list_of(state.order, entries)
-    sizes = state.sizes - _count(lists, lists != NO_LIST)
+    sizes = state.sizes - _list_sizes(lists, lists != NO_LIST)
     return ARCState(
         directory=directory_lib.remove(state.directory, entries),
         block_ids=state.block_ids.at[entries].set(NO_BLOCK, mode="drop"),
@@ -276,9 +275,9 @@ def evict(
 ) -> EvictResult:
     """Evict the oldest blocks of T1 down to the target, then of T2; see `Policy.evict`.
 
-    If `fixed`, more blocks of T1 are evicted if T2 has too few.
+    If `fixed` and T2 has too few idle blocks, evict more of T1.
     """
-    none, num_blocks = _num_entries(state), ref_cnt.shape[0]
+    no_entry, num_blocks = _num_entries(state), ref_cnt.shape[0]
 
     def oldest(num: Array, list_id: int) -> Oldest:
         def is_eligible(entries: Array) -> Array:
@@ -303,30 +302,30 @@ def evict(
     is_t2 = (row >= num_first_t1) & (row < num_first_t1 + t2.num)
     of_t1 = t1.entries[jnp.where(row < num_first_t1, row, row - t2.num)]
     of_t2 = t2.entries[jnp.where(is_t2, row - num_first_t1, 0)]
-    victims = jnp.where(ok, jnp.where(is_t2, of_t2, of_t1), none)
+    victims = jnp.where(ok, jnp.where(is_t2, of_t2, of_t1), no_entry)
     keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
     block_ids = _blocks(state, after(victims, keys))
-    victims = after(victims, block_ids)  # Their rows, read above, are overwritten now.
+    victims = after(victims, block_ids)  # Read their rows before overwriting them.
 
-    # The victims become ghosts; each ghost list drops all except its newest B.
+    # The victims become ghosts; B1 and B2 then keep only their newest B ghosts each.
     b1 = oldest(jnp.maximum(state.sizes[B1] + from_t1 - num_blocks, 0), B1)
     b2 = oldest(jnp.maximum(state.sizes[B2] + from_t2 - num_blocks, 0), B2)
-    forgotten = jnp.concatenate([b1.entries, b2.entries])
+    dropped = jnp.concatenate([b1.entries, b2.entries])
     sizes = state.sizes + jnp.stack(
         [from_t1 - b1.num, from_t2 - b2.num, -from_t1, -from_t2]
     )
     num_victims = from_t1 + from_t2
-    order = recency.remove(state.order, jnp.concatenate([victims, forgotten]))
+    order = recency.remove(state.order, jnp.concatenate([victims, dropped]))
     order = recency.set_heads(order, [b1, b2, t1, t2], ok)
     order = recency.make_room(order, num_victims)
     ghost_lists = jnp.where(is_t2, B2, B1)
     order = recency.put(order, victims, ghost_lists, row, num_victims)
     evicted = ARCState(
-        directory=directory_lib.remove(state.directory, forgotten),
+        directory=directory_lib.remove(state.directory, dropped),
         block_ids=state.block_ids.at[victims].set(NO_BLOCK, mode="drop"),
         order=order,
         sizes=sizes,
-        unused=_push_unused(state.unused, sizes, forgotten),
+        unused=_push_unused(state.unused, sizes, dropped),
         target=state.target,
     )
     return EvictResult(evicted, block_ids, keys, ok)
@@ -355,20 +354,20 @@ def native_evict(
     if num_t1 + num_t2 < num:
         return False
 
-    # Blocks of T1, then of T2, then (if fixed) more of T1.
+    # The victims: blocks of T1, then of T2, then (if fixed) more of T1.
     victims = empty(num, np.int32)
     copy_items(victims, 0, t1, num_first_t1)
     copy_items(victims, num_first_t1, t2, num_t2)
     copy_items(victims, num_first_t1 + num_t2, t1[num_first_t1:], num_t1 - num_first_t1)
-    # The victims become ghosts; each ghost list drops all except its newest B.
+    # The victims become ghosts; B1 and B2 then keep only their newest B ghosts each.
     excess_b1 = greater(state.sizes[B1] + num_t1 - num_blocks, 0)
     excess_b2 = greater(state.sizes[B2] + num_t2 - num_blocks, 0)
-    forgotten = empty(excess_b1 + excess_b2, np.int32)
+    dropped = empty(excess_b1 + excess_b2, np.int32)
     _, head_b1 = recency.native_find_oldest(
-        order, excess_b1, B1, state.block_ids, _ALL_ENTRIES, forgotten
+        order, excess_b1, B1, state.block_ids, _NO_REF_CNT, dropped
     )
     _, head_b2 = recency.native_find_oldest(
-        order, excess_b2, B2, state.block_ids, _ALL_ENTRIES, forgotten[excess_b1:]
+        order, excess_b2, B2, state.block_ids, _NO_REF_CNT, dropped[excess_b1:]
     )
     order.heads[B1], order.heads[B2] = head_b1, head_b2
     order.heads[T1], order.heads[T2] = head_t1, head_t2
@@ -378,7 +377,7 @@ def native_evict(
         state.block_ids[entry] = NO_BLOCK
         copy_row(keys, row, state.directory.keys, entry)
         recency.native_remove(order, entry)
-    for entry in forgotten:
+    for entry in dropped:
         directory_lib.native_remove(state.directory, entry)
         recency.native_remove(order, entry)
     recency.native_make_room(order, num)
@@ -390,15 +389,15 @@ def native_evict(
     state.sizes[T2] -= num_t2
     state.sizes[B1] += num_t1 - excess_b1
     state.sizes[B2] += num_t2 - excess_b2
-    _native_push_unused(state, forgotten)
+    _native_push_unused(state, dropped)
     return True
 
 
 @compiled
 def _move_target(state: Any, list_id: int) -> None:
-    """Raise the target for a ghost of B1, or lower it for a ghost of B2."""
+    """Move the target for one hit in `list_id`: up for B1, down for B2."""
     target = state.target.view(np.float64)
-    # The list that was hit is not empty, so `greater` only prevents a division by 0.
+    # The list of a hit is never empty: `greater` only prevents a division by 0.
     b1, b2 = greater(state.sizes[B1], 1), greater(state.sizes[B2], 1)
     if list_id == B1:
         num_blocks = state.block_ids.shape[0] // 3
@@ -409,7 +408,7 @@ def _move_target(state: Any, list_id: int) -> None:
 
 @compiled
 def _move_target_once(state: Any, num_b1: int, num_b2: int) -> None:
-    """Move the target once for `num_b1` ghosts of B1 and `num_b2` of B2."""
+    """Move the target once for `num_b1` hits in B1 and `num_b2` hits in B2."""
     target, num_blocks = state.target.view(np.float64), state.block_ids.shape[0] // 3
     b1, b2 = greater(state.sizes[B1], 1), greater(state.sizes[B2], 1)
     longer, max_step = greater(b1, b2), num_blocks / _MAX_STEP_SHARE
@@ -422,7 +421,7 @@ def snapshot(state: ARCState) -> dict[str, Any]:
     """Describe a state. For the host, not for jit.
 
     Returns:
-        The keys in "t1", "t2", "b1" and "b2", the oldest first, and "target".
+        The keys of lists "t1", "t2", "b1" and "b2", the oldest first, and "target".
     """
     keys = np.asarray(state.directory.keys)
     lists = {"t1": T1, "t2": T2, "b1": B1, "b2": B2}
@@ -465,19 +464,19 @@ def make_arc(num_blocks: int, max_batch: int = 4096) -> Policy:
 def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
     """Make the adaptive replacement policy without vLLM 0.19.1's defects.
 
-    Three things differ from `make_arc`:
+    It differs from `make_arc` in three points:
 
-    * If T2 has too few idle blocks, more of T1 are evicted. vLLM 0.19.1 refuses the
+    * If T2 has too few idle blocks, it evicts more of T1. vLLM 0.19.1 refuses the
       eviction, and offloads nothing until the target has moved (fixed later, by vLLM
       pull request 55461).
-    * A call of `touch` moves the target once: up for all its ghosts of B1, down for all
-      its ghosts of B2, by at most a sixteenth of the blocks. With one step per ghost, a
-      single long prompt can move the target from one end to the other (vLLM 51787).
-      The step scales with the tier, so a shadow with a sample of the keys behaves alike
-      (`jaxkv.scheduling.whatif.key_sample`). A step of one unit per request would not
-      scale, and a sample would mostly miss requests with few ghosts.
-    * A key that is inserted while it has a ghost goes to T2, as in the paper: this is
-      its second use. vLLM puts it in T1, which requires another use.
+    * A call of `touch` moves the target once, by the sum of its hits in B1 (up) and B2
+      (down), and by at most 1/16 of the blocks. With one step per hit, a single long
+      prompt can move the target from one end to the other (vLLM 51787). The limit is
+      relative to the tier, so that a shadow that samples keys behaves like the tier
+      (`jaxkv.scheduling.whatif.key_sample`). A fixed step per request would not scale
+      with the sample, which would also miss most requests with few ghosts.
+    * A key that is inserted while it has a ghost goes to T2, as in the paper, because
+      this is its second use. vLLM puts it in T1, where it needs one more use.
 
     Args:
         num_blocks: Blocks of the tier.
@@ -522,27 +521,27 @@ def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
 
 
 def _blocks(state: ARCState, entries: Array) -> Array:
-    """Return the block of each entry: i32[K], NO_BLOCK for ghosts and E."""
+    """Return the block of each entry (i32[K]): i32[K], NO_BLOCK for ghosts and E."""
     return state.block_ids.at[entries].get(mode="fill", fill_value=NO_BLOCK)
 
 
-def _count(lists: Array, counts: Array) -> Array:
-    """Count the rows of each list, of those where `counts` (bool[K]): i32[4]."""
-    list_id = lists[:, None] == jnp.arange(_NUM_LISTS, dtype=jnp.int32)[None, :]
-    return jnp.sum(list_id & counts[:, None], axis=0, dtype=jnp.int32)
+def _list_sizes(lists: Array, mask: Array) -> Array:
+    """Count the rows of each list number in `lists` (i32[K]) under `mask`: i32[4]."""
+    is_list = lists[:, None] == jnp.arange(_NUM_LISTS, dtype=jnp.int32)[None, :]
+    return jnp.sum(is_list & mask[:, None], axis=0, dtype=jnp.int32)
 
 
-def _take_unused(state: ARCState, wanted: Array) -> Array:
-    """Choose an unused entry for each `wanted` row: i32[K], E for other rows."""
+def _take_unused(state: ARCState, mask: Array) -> Array:
+    """Choose an unused entry for each row of `mask` (bool[K]): i32[K], else E."""
     num_entries = _num_entries(state)
-    rank = running_count(wanted) - 1
+    rank = running_count(mask) - 1
     top = num_entries - jnp.sum(state.sizes, dtype=jnp.int32) - 1
-    at = jnp.where(wanted, top - rank, num_entries)
+    at = jnp.where(mask, top - rank, num_entries)
     return state.unused.at[at].get(mode="fill", fill_value=num_entries)
 
 
 def _push_unused(unused: Array, sizes: Array, entries: Array) -> Array:
-    """Push entries (i32[K]; E is skipped) on the stack; `sizes` exclude them."""
+    """Push entries (i32[K]; E is skipped) that `sizes` (i32[4]) no longer counts."""
     num_entries = unused.shape[0]
     is_entry = entries < num_entries
     rank = running_count(is_entry) - 1
@@ -562,7 +561,7 @@ def _native_num_unused(state: Any) -> Any:
 
 @compiled
 def _native_push_unused(state: Any, entries: Any) -> None:
-    """In-place form of `_push_unused`; -1 is skipped, the first entry ends on top."""
+    """In-place form of `_push_unused`, the first entry on top; -1 is skipped."""
     at = _native_num_unused(state) - 1
     for entry in entries:
         if entry >= 0:
@@ -575,18 +574,18 @@ def _num_entries(state: ARCState) -> int:
 
 
 def _adapt_target(target: Array, lists: Array, sizes: Array, num_blocks: int) -> Array:
-    """Move the target (u32[2], bits) once for each ghost that was used.
+    """Move the target (u32[2], the bits of a float64) once per hit in B1 or B2.
 
-    `lists` (i32[K]) are the lists of the used entries, in the order of use. `sizes`
-    (i32[4]) do not change between steps.
+    `lists` (i32[K]) has the list of each used entry before the touch, in the order of
+    use. `sizes` (i32[4]) are the list sizes, which hits in B1 and B2 do not change.
     """
     is_ghost = (lists == B1) | (lists == B2)
     rank = running_count(is_ghost) - 1
     at = jnp.where(is_ghost, rank, lists.shape[0])
     ghosts = jnp.zeros_like(lists).at[at].set(lists, mode="drop")
-    # The target is clamped at every step, so the steps cannot be summed beforehand.
+    # Each step clamps the target, so the steps cannot be summed first.
     with jax.enable_x64(True):
-        # The list that was hit is not empty: `maximum` only prevents a division by 0.
+        # The list of a hit is never empty: `maximum` only prevents a division by 0.
         b1, b2 = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
         up, down = jnp.maximum(b2 / b1, 1.0), jnp.maximum(b1 / b2, 1.0)
 
@@ -603,15 +602,15 @@ def _adapt_target(target: Array, lists: Array, sizes: Array, num_blocks: int) ->
 def _adapt_target_once(
     target: Array, lists: Array, sizes: Array, num_blocks: int
 ) -> Array:
-    """Move the target (u32[2], bits) once for all ghosts that were used.
+    """Move the target (u32[2], the bits of a float64) once for all hits in B1 and B2.
 
-    `lists` (i32[K]) are the lists of the used entries, in any order.
+    `lists` (i32[K]) has the list of each used entry before the touch, in any order.
     """
     is_ghost = lists[:, None] == jnp.array([B1, B2], jnp.int32)[None, :]
     hits = jnp.sum(is_ghost, axis=0, dtype=jnp.int32)
     with jax.enable_x64(True):
         ghosts = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
-        # Multiply before dividing, so that every backend rounds equally often.
+        # Multiply before dividing, so that all backends round equally often.
         up, down = hits.astype(jnp.float64) * jnp.max(ghosts) / ghosts
         max_step = num_blocks / _MAX_STEP_SHARE
         value = lax.bitcast_convert_type(target, jnp.float64)
@@ -621,7 +620,7 @@ def _adapt_target_once(
 
 
 def _target_as_int(target: Array) -> Array:
-    """Truncate the target (u32[2], bits) to a whole number: i32[]."""
+    """Truncate the target (u32[2], the bits of a float64) to an integer: i32[]."""
     with jax.enable_x64(True):
         return lax.bitcast_convert_type(target, jnp.float64).astype(jnp.int32)
 

@@ -18,7 +18,7 @@ _HALF_TIME = np.uint32(1 << 31)
 
 
 def later(before_ms: Array, has_time: Array, now_ms: Array) -> Array:
-    """Return the later of two times, the new one if not `has_time`: u32[]."""
+    """Return the later of both times; `now_ms` if there is no time before: u32[]."""
     now_ms = jnp.asarray(now_ms, jnp.uint32)
     is_ahead = now_ms - before_ms < _HALF_TIME
     return jnp.where(~has_time | is_ahead, now_ms, before_ms)
@@ -35,5 +35,5 @@ def set_time(state: Any, now_ms: int) -> None:
 
 @inlined
 def age_of(now_ms: int, last_ms: Any) -> Any:
-    """Return the time from `last_ms` to `now_ms`, both modulo 2**32."""
+    """Return the milliseconds from `last_ms` to `now_ms`, both modulo 2**32."""
     return (now_ms - np.int64(last_ms)) & TIME_MASK

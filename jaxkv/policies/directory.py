@@ -1,10 +1,10 @@
-"""The key directory: a hash table from keys to entries, looked up by the batch.
+"""The key directory: a hash table from keys to entries, for look-ups in batches.
 
-A table of buckets with `SLOTS_PER_BUCKET` slots. Every key has two buckets and goes to
-the emptier one (balanced allocations: Azar, Broder, Karlin and Upfal, STOC 1994). A
-slot holds a 32-bit tag of the key and the number of an entry; the entry holds the key
-itself, so that all 256 bits confirm a hit. `init` fixes all sizes. A deletion empties
-its slot, without a tombstone.
+The table consists of buckets with `SLOTS_PER_BUCKET` slots. Two hashes give every key
+two buckets, and an insert takes the emptier one (balanced allocations: Azar, Broder,
+Karlin and Upfal, STOC 1994). A slot holds a 32-bit tag of the key and the number of an
+entry; the entry holds the key itself, so that all 256 bits confirm a hit. `init` fixes
+all sizes. A deletion empties its slot and needs no tombstone.
 
 In pure functions the *entry* E (one past the last) stands for "none": scatters with
 ``mode="drop"`` ignore it, but would not ignore -1.
@@ -48,7 +48,7 @@ FREE = 2**31 - 1
 _FACTORS = np.cumprod(
     np.full(2 * KEY_WORDS, 0x9E3779B1, np.uint32), dtype=np.uint32
 ).reshape(2, KEY_WORDS)
-"""Odd numbers, one for each bucket and word: powers of the golden ratio times 2**32."""
+"""u32[2, 8]. Odd factors per hash and key word: powers of golden ratio times 2**32."""
 
 NO_ENTRY = -1
 
@@ -62,7 +62,7 @@ _EMPTY_TAG = 0
 # One bit for each slot of a key's two buckets, and the mask of the first bucket.
 _SLOT_BITS = np.uint32(1) << np.arange(2 * SLOTS_PER_BUCKET, dtype=np.uint32)
 _ONE_BUCKET = np.uint32((1 << SLOTS_PER_BUCKET) - 1)
-# The maximum rows that bid again in a smaller batch: 1/8 of the batch, or 256.
+# Rows bid again in a smaller batch once at most 1/8 of the batch, or 256, are left.
 _LOSERS_SHARE = 8
 _MIN_LOSERS = 256
 
@@ -70,7 +70,7 @@ _MIN_LOSERS = 256
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Directory:
-    """An index from keys to entries. N buckets, S = 8 N slots."""
+    """A map from keys to E entries. N buckets, S = 8 N slots."""
 
     tags: Array  # u32[N, 8]. Tag of the key in each slot, 0 where the slot is empty.
     entries: Array
@@ -95,7 +95,7 @@ def init(num_entries: int) -> Directory:
 
 @inlined
 def finish(number: Any) -> Any:
-    """Mix the low 32 bits, so that each depends on all, as MurmurHash3 does."""
+    """Mix the low 32 bits with the finalizer of MurmurHash3."""
     bits = np.uint64(number) & np.uint64(_LOW)
     bits = ((bits ^ (bits >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & np.uint64(_LOW)
     bits = ((bits ^ (bits >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & np.uint64(_LOW)
@@ -133,8 +133,8 @@ def find_at(
 ) -> Any:
     """Find the entry of the key with a known address, NO_ENTRY if there is none."""
     match = np.int32(NO_ENTRY)
-    # A bit for each slot of both buckets that holds the tag: at most one, except for
-    # two equal tags in one look-up of 10^8.
+    # One bit per slot of both buckets, set if it holds the tag. In one look-up of 10^8,
+    # two bits are set, because two keys have the same tag.
     matches = equal_words(directory.tags, first, tag)
     matches |= equal_words(directory.tags, second, tag) << np.uint64(SLOTS_PER_BUCKET)
     while matches:
@@ -192,7 +192,7 @@ def find(directory: Directory, keys: Array, valid: Array) -> Array:
         same = jnp.all(_read(directory.keys, entries) == keys, axis=1)
         return jnp.where((matches > 0) & same, entries, num_entries)
 
-    # One round, except for two equal tags in one key's buckets: one look-up in 10^8.
+    # One round, except in one look-up of 10^8, where two keys have the same tag.
     _, matched = lax.while_loop(
         lambda carry: jnp.any(carry[0] > 0),
         lambda carry: (
@@ -225,7 +225,7 @@ def find_prefix(directory: Any, keys: Any, entries: Any) -> Any:
     """Find leading keys up to the first miss; return their number."""
     num_keys = keys.shape[0]
     start, width = 0, 8
-    # In growing chunks, as entries after the first miss are not needed.
+    # Look up growing chunks, as entries after the first miss are not needed.
     while start < num_keys:
         stop = lesser(start + width, num_keys)
         native_find(directory, keys[start:stop], entries[start:stop])
@@ -351,7 +351,7 @@ def native_remove(directory: Any, entry: int) -> None:
 
 @compiled
 def mark_first(keys: Any, wanted: Any) -> Any:
-    """Clear `wanted` (bool[K]) of rows that repeat a key; return the rows left."""
+    """Clear rows of `wanted` (bool[K]) that repeat a key; return how many stay set."""
     num_rows = keys.shape[0]
     size = 16
     while size < 2 * num_rows:
@@ -361,7 +361,7 @@ def mark_first(keys: Any, wanted: Any) -> Any:
     for row in range(num_rows):
         if not wanted[row]:
             continue
-        # All words count: foreign keys may differ in one bit of one word.
+        # Hash all words, as keys of other libraries may differ in one bit only.
         number = np.uint64(0)
         for word in range(KEY_WORDS):
             number += np.uint64(keys[row, word]) * _FACTORS[0, word]
@@ -430,7 +430,7 @@ def first_occurrence(keys: Array, valid: Array) -> Array:
     owner = jnp.minimum(owners[0], num_rows - 1)
     repeats = jnp.all(_read(keys, owner) == keys, axis=1)
 
-    # Few rows share both places with other keys: search the batch for each of these.
+    # In a few rows, other keys own both places: search the batch for each such row.
     def search_for_one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         is_first, unresolved = carry
         row = jnp.min(jnp.where(unresolved, rows, num_rows - 1))
@@ -460,18 +460,18 @@ def _claim(
     """
     num_rows, num_places = wanted.shape[0], table.shape[0]
     all_rows = jnp.arange(num_rows, dtype=jnp.int32)
-    # Few rows lose. Once at most `width` are left, only these bid again.
+    # Few rows lose. Once at most `width` are left, bid with a batch of these only.
     width = min(num_rows, max(_MIN_LOSERS, num_rows // _LOSERS_SHARE))
 
     pending = -1  # The place of a row that has none yet.
 
     def bid(table: Array, rows: Array, places: Array) -> tuple[Array, Array]:
-        """Bid once for `rows` (distinct); return the table and their `places`."""
-        wanted, has_room = propose(table, rows)
-        bids = jnp.where((places == pending) & has_room, wanted, num_places)
+        """Bid once for unique `rows` (i32[R]); return the table and their `places`."""
+        proposed, has_room = propose(table, rows)
+        bids = jnp.where((places == pending) & has_room, proposed, num_places)
         table = table.at[bids].min(rows, mode="drop")
-        has_lost = _read(table, wanted) != rows
-        won = jnp.where(has_lost, pending, wanted)
+        has_lost = _read(table, proposed) != rows
+        won = jnp.where(has_lost, pending, proposed)
         won = jnp.where(has_room, won, num_places)
         return table, jnp.where(places == pending, won, places)
 
@@ -496,8 +496,8 @@ def _claim(
         return lax.while_loop(
             is_any_left, lambda carry: bid(carry[0], all_rows, carry[1]), carry
         )
-    # Every row that is left bids in each round, whatever the width, so that padding
-    # does not change the result.
+    # Each round has the bids of all rows that are left, whatever the width, so that
+    # padding does not change the result.
     carry = lax.while_loop(
         are_many_left, lambda carry: bid(carry[0], all_rows, carry[1]), carry
     )
@@ -514,15 +514,15 @@ def _address(keys: Array, num_buckets: int) -> tuple[Array, Array]:
 
 def _hash(keys: Array) -> tuple[Array, Array]:
     """Return two hashes of each key, u32[K]."""
-    # Keys of jaxkv.keys.hashing are uniform. Foreign keys may differ in one bit of one
-    # word, so every word counts: a multilinear hash with the finish of MurmurHash3.
+    # A multilinear hash of all words, because keys of other libraries, unlike those of
+    # jaxkv.keys.hashing, may differ in one bit only; then MurmurHash3's finalizer.
     sums = jnp.sum(keys[None] * _FACTORS[:, None], axis=2, dtype=jnp.uint32)
     first, second = _finish(sums)
     return first, second
 
 
 def _finish(hashes: Array) -> Array:
-    """Mix so that every bit depends on every other: u32[...]."""
+    """Mix the bits with the finalizer of MurmurHash3: u32[...]."""
     hashes = (hashes ^ (hashes >> 16)) * jnp.uint32(0x85EBCA6B)
     hashes = (hashes ^ (hashes >> 13)) * jnp.uint32(0xC2B2AE35)
     return hashes ^ (hashes >> 16)

@@ -1,7 +1,7 @@
 """The facts about a request that a policy may use: a vector of eight numbers.
 
-`Policy.note` gets them as i32[8], its native twin as eight ints. To add a fact, give it
-an index here; `jaxkv/tiers/index.py` sets it, and policies read it.
+`Policy.note` gets them as i32[8], `NativePolicy.note` as eight ints. To add a fact, add
+an index here, set it in `jaxkv/tiers/index.py`, and read it in the policy.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ BEGIN, FINISH, RETAIN = range(3)
 """Events of a note: a request begins, has finished, or gives its blocks a priority."""
 
 NOW_MS, NUM_TOKENS, NUM_OUTPUT, STOP, MARK, PRIORITY, HALF_LIFE_MS, TTL_MS = range(8)
-"""Indices of the facts. Those that an event does not have are 0.
+"""Indices of the facts. Facts that an event does not have are 0.
 
 NOW_MS: Milliseconds of a clock with any origin, modulo 2**32; for `RETAIN`, the time
     when the priority was given.
 NUM_TOKENS: For `BEGIN`: the request's tokens so far.
-NUM_OUTPUT, STOP, MARK: For `FINISH`: tokens generated, -1 if unknown; an index of
-    `jaxkv.types.STOPS`; the number that the policy returned for `BEGIN`.
+NUM_OUTPUT, STOP: For `FINISH`: generated tokens, -1 if unknown; index in `types.STOPS`.
+MARK: For `FINISH`: the `mark` that the policy returned for `BEGIN`.
 PRIORITY, HALF_LIFE_MS, TTL_MS: For `RETAIN`: see `jaxkv.policies.retained`.
 """
 

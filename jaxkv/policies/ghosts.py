@@ -2,9 +2,9 @@
 
 A ghost is a word (the upper bits of a key's tag, and the caller's label) and the time
 of the key's last use. The lower bits of the tag select a set of four ghosts, where a
-new ghost replaces the oldest. Two keys with one tag share a ghost, and two keys of one
-batch that choose the same slot leave one ghost: ghosts only feed statistics, and no
-look-up depends on them.
+new ghost replaces the oldest. Two keys with equal tags share one ghost. If two keys of
+a batch choose the same slot, only one ghost is kept. Neither harms, because ghosts only
+feed statistics.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAYS = 4
 """Ghosts in a set."""
 
 LABEL_BITS = 12
-"""Bits of a ghost's word for its label; the others are bits of its key's tag."""
+"""Low bits of a ghost's word that hold its label; the others are from its key's tag."""
 
 LABEL_MASK = (1 << LABEL_BITS) - 1
 NO_SLOT = -1
@@ -41,11 +41,11 @@ _MAX_AGE = np.uint32(0xFFFFFFFF)
 class Ghosts:
     """A table of ghosts. N sets, G = 4 N slots."""
 
-    table: Array  # u32[N, 8]. The words of four ghosts, 0 for none, then their times.
+    table: Array  # u32[N, 8]. Per set: four words, 0 for no ghost, then four times.
 
     @property
     def num_slots(self) -> int:
-        """The number of slots, G, which also stands for no slot."""
+        """The number of slots, G. As a slot, it means "none"."""
         return self.table.shape[0] * WAYS
 
 
@@ -60,56 +60,56 @@ def init(num_ghosts: int) -> Ghosts:
 @inlined
 def fetch(ghosts: Any, tag: Any) -> None:
     """Prefetch the set of a tag from memory."""
-    last = np.uint64(ghosts.table.shape[0] - 1)
-    prefetch(ghosts.table, (np.uint64(tag) & last) * _SET_WORDS)
+    set_id = np.uint64(tag) & np.uint64(ghosts.table.shape[0] - 1)
+    prefetch(ghosts.table, set_id * _SET_WORDS)
 
 
 def find(ghosts: Ghosts, tags: Array) -> Array:
     """Find the slot of each tag (u32[K]): i32[K], G if it has no ghost."""
-    first, words, _ = _read_sets(ghosts, tags)
+    set_id, words, _ = _read_sets(ghosts, tags)
     matches = _matches(words, tags)
-    slots = first * WAYS + jnp.argmax(matches, axis=1).astype(jnp.int32)
+    slots = set_id * WAYS + jnp.argmax(matches, axis=1).astype(jnp.int32)
     return jnp.where(jnp.any(matches, axis=1), slots, ghosts.num_slots)
 
 
 @inlined
 def native_find(ghosts: Any, tag: Any) -> Any:
     """Find the slot of a tag, NO_SLOT if it has no ghost."""
-    first = np.int64(tag) & (ghosts.table.shape[0] - 1)
+    set_id = np.int64(tag) & (ghosts.table.shape[0] - 1)
     tag_bits, slot = np.uint32(tag) & _TAG_MASK, np.int64(NO_SLOT)
     for way in range(WAYS - 1, -1, -1):
-        word = ghosts.table[first, way]
+        word = ghosts.table[set_id, way]
         if word & _TAG_MASK == tag_bits and word != 0:
-            slot = first << _WAY_BITS | way
+            slot = set_id << _WAY_BITS | way
     return slot
 
 
 def choose(ghosts: Ghosts, tags: Array, now_ms: Array) -> Array:
-    """Choose each tag's slot: of its ghost, else an empty one, else of the oldest."""
-    first, words, last_ms = _read_sets(ghosts, tags)
+    """Choose each tag's slot (i32[K]): its ghost's, an empty one or the oldest's."""
+    set_id, words, last_ms = _read_sets(ghosts, tags)
     matches = _matches(words, tags)
     ages = jnp.where(words == 0, _MAX_AGE, now_ms - last_ms)
     has_ghost = jnp.any(matches, axis=1)
     ways = jnp.where(has_ghost, jnp.argmax(matches, axis=1), jnp.argmax(ages, axis=1))
-    return first * WAYS + ways.astype(jnp.int32)
+    return set_id * WAYS + ways.astype(jnp.int32)
 
 
 @inlined
 def native_choose(ghosts: Any, tag: Any, now_ms: int) -> Any:
     """In-place form of `choose`, for one tag."""
-    first = np.int64(tag) & (ghosts.table.shape[0] - 1)
-    tag_bits, chosen = np.uint32(tag) & _TAG_MASK, first << _WAY_BITS
+    set_id = np.int64(tag) & (ghosts.table.shape[0] - 1)
+    tag_bits, chosen = np.uint32(tag) & _TAG_MASK, set_id << _WAY_BITS
     oldest = np.int64(-1)
     for way in range(WAYS):
-        word = ghosts.table[first, way]
-        age = (now_ms - np.int64(ghosts.table[first, WAYS + way])) & _TIME_MASK
+        word = ghosts.table[set_id, way]
+        age = (now_ms - np.int64(ghosts.table[set_id, WAYS + way])) & _TIME_MASK
         if word == 0:
             age = np.int64(_TIME_MASK)
         elif word & _TAG_MASK == tag_bits:
             age = np.int64(_TIME_MASK + 1)
         if age > oldest:
             oldest = age
-            chosen = first << _WAY_BITS | way
+            chosen = set_id << _WAY_BITS | way
     return chosen
 
 
@@ -132,7 +132,7 @@ def clear_at(ghosts: Any, slot: int) -> None:
 
 
 def read(ghosts: Ghosts, slots: Array) -> tuple[Array, Array]:
-    """Read labels and times: i32[K] and u32[K], 0 for slot G."""
+    """Return the labels (i32[K]) and times (u32[K]) of `slots` (i32[K]); 0 for G."""
     cells, flat = _cells(slots), ghosts.table.reshape(-1)
     words = flat.at[cells].get(mode="fill", fill_value=0)
     last_ms = flat.at[cells + WAYS].get(mode="fill", fill_value=0)
@@ -142,7 +142,7 @@ def read(ghosts: Ghosts, slots: Array) -> tuple[Array, Array]:
 def write(
     ghosts: Ghosts, slots: Array, tags: Array, labels: Array, last_ms: Array
 ) -> Ghosts:
-    """Write ghosts; where slots are equal, the highest word and time win.
+    """Write ghosts; if slots are equal, the highest word and the latest time win.
 
     `slots` (i32[K]) are from `choose`; G is skipped. `tags` are u32[K],
     `labels` i32[K], `last_ms` u32[K], or u32[] for all.
@@ -184,16 +184,15 @@ def count(ghosts: Ghosts) -> int:
 
 
 def _cells(slots: Array) -> Array:
-    """Return the flat indices of the slots' words; past the end for G."""
+    """Return the flat index of each slot's word, past the end for slot G: i32[K]."""
     return slots // WAYS * (2 * WAYS) + slots % WAYS
 
 
 def _read_sets(ghosts: Ghosts, tags: Array) -> tuple[Array, Array, Array]:
-    """Return each tag's set, i32[K], and its words and times, u32[K, 4] each."""
-    last = np.uint32(ghosts.table.shape[0] - 1)
-    first = (tags & last).astype(jnp.int32)
-    sets = ghosts.table.at[first].get(mode="promise_in_bounds")
-    return first, sets[:, :WAYS], sets[:, WAYS:]
+    """Return each tag's set (i32[K]), and its words and times (u32[K, 4] each)."""
+    set_id = (tags & np.uint32(ghosts.table.shape[0] - 1)).astype(jnp.int32)
+    sets = ghosts.table.at[set_id].get(mode="promise_in_bounds")
+    return set_id, sets[:, :WAYS], sets[:, WAYS:]
 
 
 def _matches(words: Array, tags: Array) -> Array:

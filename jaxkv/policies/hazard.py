@@ -1,21 +1,22 @@
-"""Evict the blocks that reuse is least likely to need, for the room that they take.
+"""Hazard: evicts the blocks with the lowest expected hit rate.
 
 LRU knows only when a block was last used. This policy learns from requests how soon the
 blocks of each class of request are used again, and evicts accordingly.
 
-* The class of a request: its turn in the conversation (1, 2, 3 and 4, more); the share
-  of its blocks that are new, in quarters; the tokens it generated (unknown; less than
-  64, 256, 1024; more); and its stop reason, if known. The last two become known when it
-  finishes. All blocks of the request get its class and time.
+* The class of a request: its turn in the conversation (1; 2; 3 or 4; 5 or more); the
+  share of its blocks that are new, in quarters; the tokens it generated (unknown; less
+  than 64, 256 or 1024; more); and its stop reason, if known. The last two are known
+  when it finishes. All blocks of a request get its class and its time.
 * The turn: if no block has followed the request's deepest known block yet, the request
   continues that block's conversation, one turn later. Otherwise its turn is 1.
-* Learning: `jaxkv.policies.reuse` counts reuse by class and age, also reuse of evicted
-  keys that `jaxkv.policies.ghosts` still remembers.
-* Eviction: the block with the lowest value goes first, and the deepest of equal ones. A
-  block is worth at least as much as each block after it, which is useless without it.
+* Learning: `jaxkv.policies.reuse` counts reuse by class and age. It also counts reuse
+  of evicted keys while `jaxkv.policies.ghosts` remembers them.
+* Eviction: the block with the lowest value is evicted first; of equal values, the
+  deepest block. A block's value is at least the value of each block after it in its
+  prefix, because these are useless without it.
 
-The values of all blocks are computed when the queue of the next victims is empty. It
-has room for one block in 16; a block that is used leaves it. An entry is a block id.
+A queue holds the next victims, up to 1/16 of all blocks; a block that is used leaves
+it. If too few are left, all values are computed anew. An entry is a block id.
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ from jaxkv.policies.xla import after, full, running_count
 from jaxkv.types import NO_BLOCK
 
 NUM_SHARES = 4
-"""Classes by the share of a request's blocks that were new."""
+"""Classes by the share of new blocks in a request."""
 
 MAX_TURNS = 5
 TURN_BUCKETS = np.array([0, 0, 1, 2, 2, 3], np.int32)
-"""i32[6]. Class of each turn: 1, 2, 3 and 4, 5 and more."""
+"""i32[6]. Class by turn: 1; 2; 3 or 4; 5 or more."""
 
 NUM_BEGIN = 4 * NUM_SHARES
 """Classes of a request that begins: by its turn and its share of new blocks."""
 
 BEGIN_MASK = NUM_BEGIN - 1
-"""Reduces any mark that a caller passes to one of these classes."""
+"""Selects the bits of a mark that are one of these classes."""
 
 OUTPUT_STEPS = (64, 256, 1024)
 NUM_OUTPUTS = 2 + len(OUTPUT_STEPS)
@@ -83,7 +84,7 @@ NUM_OUTPUTS = 2 + len(OUTPUT_STEPS)
 
 NUM_CLASSES = 3 * NUM_OUTPUTS * NUM_BEGIN
 
-# A label: 8 bits of the class, 3 of the turn, and whether a block followed.
+# A label: class (8 bits), turn (3 bits), and whether a block ever followed (1 bit).
 CLASS_MASK = 255
 TURN_SHIFT = 8
 TURN_MASK = 7
@@ -95,13 +96,13 @@ FIRST_LABEL = 1 << TURN_SHIFT
 """The label of blocks that are inserted before the first request begins."""
 
 REBUILD_EVERY = 64
-"""Requests between two rebuilds of the index."""
+"""Requests between two rebuilds of the reuse table's index."""
 
 TICK_MS = 1024
 """How far each `touch` advances the clock until `note` sets the time."""
 
 FLOPS_TOKENS = 30_000
-"""Context at which the attention of a token costs as much as the rest of the model."""
+"""Context in tokens at which attention costs as much as the rest of the model."""
 
 UNKNOWN_BLOCK_TOKENS = 1 << 20
 
@@ -118,26 +119,26 @@ _MAX_VALUE = 0x7FFFFFFF
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HazardState:
-    """The resident blocks, and what was learned. Q = B / 16."""
+    """The resident blocks, and reuse statistics. B blocks, a queue of Q = B / 16."""
 
-    directory: Directory  # The block that holds a key.
+    directory: Directory  # Maps each key to its block.
     labels: Array
     """i32[B]. Class and turn of the last request that used the block, and whether a
     block ever followed; -1 where the block holds no key."""
     last_ms: Array  # u32[B]. The time of the block's last use.
-    depths: Array  # i32[B]. Blocks before it in its prefix, or in its insert batch.
-    parents: Array  # i32[B]. The block before it, or -1.
+    depths: Array  # i32[B]. Blocks before it in its prefix; at first, in its insert.
+    parents: Array  # i32[B]. The block before it in its prefix, or -1.
     ghosts: Ghosts  # The labels of evicted keys.
     reuse: ReuseTable  # Reuse statistics of each class.
-    queue: Array  # i32[Q]. The next victims; B for none.
-    queue_ends: Array  # i32[2]. Queue positions of the next victim, and past the last.
-    is_queued: Array  # bool[B]. Whether the block is queued and was not used since.
+    queue: Array  # i32[Q]. The next victims, in order; B as padding.
+    queue_ends: Array  # i32[2]. The queue's positions of the next victim and the end.
+    is_queued: Array  # bool[B]. Whether the block is queued, and not used since.
     now_ms: Array  # u32[]. The time of the last `note`.
     has_time: Array  # bool[]. Whether `note` has set the time.
-    num_begun: Array  # i32[]. Requests that began since the last rebuild.
+    num_begun: Array  # i32[]. Requests that have begun since the last rebuild.
     current: Array  # i32[]. The label of the request that began last.
-    block_tokens: Array  # i32[]. Tokens in a block, estimated from requests.
-    by_flops: Array  # bool[]. Whether deeper blocks have higher values.
+    block_tokens: Array  # i32[]. Tokens per block, estimated from requests.
+    by_flops: Array  # bool[]. Whether a block's depth raises its value.
 
 
 def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
@@ -166,7 +167,7 @@ def touch(state: HazardState, keys: Array, count: Array, ready: Array) -> Hazard
     """Record a use of each key; see `Policy.touch`.
 
     The policy learns from `note` only. Until the first `note` sets the time, each call
-    advances the clock, so that blocks are evicted much as by LRU.
+    advances the clock, so that eviction is close to LRU.
     """
     del ready
     tick = jnp.where(state.has_time | (count == 0), 0, TICK_MS).astype(jnp.uint32)
@@ -199,7 +200,7 @@ def note(
     positions: Array,
     facts: Array,
 ) -> tuple[HazardState, Array]:
-    """Learn which blocks a request uses again, and how it ends; see `Policy.note`."""
+    """Learn from the beginning or the end of a request; see `Policy.note`."""
     if kind == BEGIN:
         return _begin(state, keys, count, positions, facts)
     if kind == FINISH:
@@ -221,7 +222,7 @@ def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) ->
 def _begin(
     state: HazardState, keys: Array, count: Array, positions: Array, facts: Array
 ) -> tuple[HazardState, Array]:
-    """Count the blocks that are used again, and label all with the request's class."""
+    """Count the known blocks as reused; label all blocks with the request's class."""
     rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
     is_valid = rows < count
     now_ms = later(state.now_ms, state.has_time, facts[NOW_MS])
@@ -242,9 +243,9 @@ def _begin(
     is_leading = is_known & ((positions > 0) | (rows == 0))
     num_known = jnp.min(jnp.where(is_leading, rows.size, rows))
     deepest = labels[jnp.maximum(num_known - 1, 0)]
-    goes_on = (num_known > 0) & (deepest & CHILD == 0)
+    is_continued = (num_known > 0) & (deepest & CHILD == 0)
     next_turn = ((deepest >> TURN_SHIFT) & TURN_MASK) + 1
-    turn = jnp.where(goes_on, jnp.minimum(next_turn, MAX_TURNS), 1)
+    turn = jnp.where(is_continued, jnp.minimum(next_turn, MAX_TURNS), 1)
     num_new = jnp.sum(is_valid & ~is_known, dtype=jnp.int32)
     share = NUM_SHARES * num_new // jnp.maximum(count, 1)
     share = jnp.minimum(share, NUM_SHARES - 1)
@@ -345,9 +346,9 @@ def _finish(
     labels, _, entries, tags = _find_labels(state, keys, is_valid)
     reads = (labels,)
     new_labels = _labels_of_request(labels, positions, count, mark)
-    before = jnp.roll(entries, 1)
-    has_parent = (rows > 0) & (positions > 0) & (before < num_blocks)
-    parents = jnp.where(has_parent, before, NO_PARENT)
+    previous = jnp.roll(entries, 1)
+    has_parent = (rows > 0) & (positions > 0) & (previous < num_blocks)
+    parents = jnp.where(has_parent, previous, NO_PARENT)
     state = dataclasses.replace(
         state,
         reuse=dataclasses.replace(state.reuse, touches=touches),
@@ -409,8 +410,7 @@ def insert(state: HazardState, keys: Array, block_ids: Array) -> InsertResult:
     The block of a key with a ghost gets the ghost's label and time.
     """
     num_blocks = _num_blocks(state)
-    wanted = block_ids != NO_BLOCK
-    entries = jnp.where(wanted, block_ids, num_blocks)
+    entries = jnp.where(block_ids != NO_BLOCK, block_ids, num_blocks)
     directory, inserted = directory_lib.insert(state.directory, keys, entries)
     entries = jnp.where(inserted, entries, num_blocks)
     slots = ghosts_lib.find(state.ghosts, directory_lib.tags_of(keys))
@@ -420,8 +420,8 @@ def insert(state: HazardState, keys: Array, block_ids: Array) -> InsertResult:
     labels = jnp.where(is_ghost, ghost_labels, state.current)
     last_ms = jnp.where(is_ghost & state.has_time, ghost_ms, state.now_ms)
     rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    before = jnp.roll(jnp.where(inserted, block_ids, NO_PARENT), 1)
-    parents = jnp.where(rows > 0, before, NO_PARENT)
+    previous = jnp.roll(jnp.where(inserted, block_ids, NO_PARENT), 1)
+    parents = jnp.where(rows > 0, previous, NO_PARENT)
     return InsertResult(
         dataclasses.replace(
             state,
@@ -462,7 +462,7 @@ def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
 
 
 def remove(state: HazardState, keys: Array, block_ids: Array) -> HazardState:
-    """Forget keys, without a ghost; see `Policy.remove`."""
+    """Forget keys without leaving ghosts; see `Policy.remove`."""
     del keys  # An entry is its block id.
     entries = jnp.where(block_ids != NO_BLOCK, block_ids, _num_blocks(state))
     return _remove(state, entries)
@@ -533,7 +533,7 @@ def evict(state: HazardState, num: Array, ref_cnt: Array, width: int) -> EvictRe
         is_queued=is_queued.at[enqueued].set(True, mode="drop"),
         ghosts=ghosts,
     )
-    # The rows of the victims, which were read above, are overwritten now.
+    # Read the rows of the victims before they are overwritten.
     victims = after(victims, slot, tags, labels, last_ms, keys)
     return EvictResult(
         state=_remove(state, victims),
@@ -590,7 +590,7 @@ def native_evict(
 def parent_of(state: Any, block: int) -> Any:
     """Return the block before a block in its prefix, NO_PARENT if it was evicted."""
     parent = np.int64(state.parents[block])
-    # The parent's block may hold another key by now.
+    # Since then, the parent's block may have been reused for another key.
     if parent >= 0 and (
         state.labels[parent] < 0 or state.depths[parent] != state.depths[block] - 1
     ):
@@ -603,8 +603,8 @@ def snapshot(state: HazardState) -> dict[str, Any]:
 
     Returns:
         "order", the keys in the order of eviction; "now_ms", the time; "ghosts", the
-        number of evicted keys remembered; and "touches", the blocks that requests of
-        each class used, in sixteenths and decayed.
+        number of evicted keys remembered; and "touches", the decayed number of blocks
+        that requests of each class used, in sixteenths.
     """
     values = np.asarray(_final_values(state))
     held = np.flatnonzero(np.asarray(state.labels) >= 0)
@@ -619,7 +619,7 @@ def snapshot(state: HazardState) -> dict[str, Any]:
 
 
 def hand_over(state: HazardState) -> Held:
-    """Return the resident blocks by last use, at equal times the deepest first."""
+    """Return the resident blocks by time of last use; at equal times, deepest first."""
     held = np.flatnonzero(np.asarray(state.labels) >= 0)
     ages = np.asarray(state.now_ms) - np.asarray(state.last_ms)[held]
     ranks = (~ages).astype(np.uint64) << np.uint64(32)
@@ -634,13 +634,13 @@ def take_over(
     held: Held,
     learned: Learned | None,
 ) -> HazardState:
-    """Make the state for blocks in their order of use.
+    """Make a state of the blocks in `held`, in their order of use.
 
-    Classes, times and values come from `learned`; without it all blocks are equal.
+    Labels, times and reuse statistics are the shadow's; without one, blocks are equal.
     """
     blocks, state = held.blocks, init(num_blocks, num_ghosts, by_flops)
-    # The deepest of equal blocks goes first, so depths keep the order of use until a
-    # request begins.
+    # Of equal blocks the deepest is evicted first, so these depths keep the order of
+    # use until a request begins.
     depths: Any = np.array(state.depths)
     depths[blocks] = np.arange(blocks.size, dtype=np.int32)[::-1]
     labels: Any = np.array(state.labels)
@@ -679,7 +679,7 @@ def make_hazard(
         max_batch: Maximum keys in one call.
         objective: "hits" maximises block hits; "flops" maximises prefill FLOPs saved: a
             block deep in a long prompt, whose attention costs more, is worth more.
-        num_ghosts: Evicted keys to remember, rounded up to a power of two from 4 on.
+        num_ghosts: Evicted keys to remember, rounded up to a power of two, at least 4.
 
     Returns:
         The policy. Equal arguments give the same object, so that functions traced
@@ -727,24 +727,24 @@ def _num_blocks(state: HazardState) -> int:
 def _find_labels(
     state: HazardState, keys: Array, is_valid: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the labels of keys (-1 for none), their times, entries and tags."""
+    """Return each key's label (-1 for none), time, entry and tag, all [K]."""
     tags = directory_lib.tags_of(keys)
     entries = directory_lib.find(state.directory, keys, is_valid)
-    is_held = entries < _num_blocks(state)
+    is_resident = entries < _num_blocks(state)
     slots = ghosts_lib.find(state.ghosts, tags)
-    slots = jnp.where(is_valid & ~is_held, slots, state.ghosts.num_slots)
+    slots = jnp.where(is_valid & ~is_resident, slots, state.ghosts.num_slots)
     labels, last_ms = ghosts_lib.read(state.ghosts, slots)
     labels = jnp.where(slots < state.ghosts.num_slots, labels, NO_LABEL)
-    held = state.labels.at[entries].get(mode="fill", fill_value=NO_LABEL)
-    held_ms = state.last_ms.at[entries].get(mode="fill", fill_value=0)
-    labels = jnp.where(is_held, held, labels)
-    return labels, jnp.where(is_held, held_ms, last_ms), entries, tags
+    resident = state.labels.at[entries].get(mode="fill", fill_value=NO_LABEL)
+    resident_ms = state.last_ms.at[entries].get(mode="fill", fill_value=0)
+    labels = jnp.where(is_resident, resident, labels)
+    return labels, jnp.where(is_resident, resident_ms, last_ms), entries, tags
 
 
 def _labels_of_request(
     labels: Array, positions: Array, count: Array, mark: Array
 ) -> Array:
-    """Return the new label of each block of a request: i32[K]."""
+    """Return a request's new labels (i32[K]), from the old `labels` and its `mark`."""
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
     is_followed = (rows + 1 < count) & (jnp.roll(positions, -1) > 0)
     return jnp.where(is_followed, CHILD, jnp.maximum(labels, 0) & CHILD) | mark
@@ -761,7 +761,7 @@ def _write_labels(
 ) -> HazardState:
     """Write a request's labels and time to its blocks, and to ghosts of absent keys.
 
-    `reads` were read from the arrays that are overwritten.
+    `reads` were read from the arrays that this overwrites; see `xla.after`.
     """
     slots = ghosts_lib.choose(state.ghosts, tags, state.now_ms)
     slots = after(jnp.where(is_absent, slots, state.ghosts.num_slots), *reads)
@@ -794,7 +794,7 @@ def _native_write_labels(
         followed = CHILD if row + 1 < num_rows and positions[row + 1] > 0 else 0
         entry = entries[row]
         if entry >= 0:
-            # If a key comes twice, it has a child if any of its rows has one.
+            # A key that occurs twice is followed if any of its rows is.
             state.labels[entry] = (state.labels[entry] & CHILD) | followed | mark
             state.last_ms[entry] = now_ms
             state.is_queued[entry] = False
@@ -809,7 +809,7 @@ def _native_write_labels(
 
 @compiled
 def _fetch_ghosts(state: Any, keys: Any, entries: Any, tags: Any) -> None:
-    """Compute the tags of keys that have no entry, and prefetch their ghosts."""
+    """Compute the tags (u32[K]) of keys without an entry, and prefetch their ghosts."""
     for row in range(entries.shape[0]):
         if entries[row] < 0:
             tags[row] = directory_lib.tag_of(state.directory, keys, row)
@@ -818,7 +818,7 @@ def _fetch_ghosts(state: Any, keys: Any, entries: Any, tags: Any) -> None:
 
 @compiled
 def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
-    """Write the `num` blocks of the lowest values to `victims`, and queue the next."""
+    """Write the `num` idle blocks of the lowest values (i32[num]); queue the next."""
     num_blocks, queue_size = ref_cnt.shape[0], state.queue.shape[0]
     values = empty(num_blocks, np.int64)
     num_idle = 0
@@ -868,7 +868,7 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
 
 
 def _scatter_max(table: Array, entries: Array, values: Array) -> Array:
-    """Set each entry to its highest new value; values are at least -1."""
+    """Set each row of `entries` (i32[K]) to its highest new value (i32[K], min -1)."""
     return table.at[entries].set(-1, mode="drop").at[entries].max(values, mode="drop")
 
 
@@ -882,10 +882,10 @@ def _remove(state: HazardState, entries: Array) -> HazardState:
 
 
 def _raw_values(state: HazardState) -> Array:
-    """Compute each block's value by itself: i32[B], -1 where it holds no key."""
+    """Compute each block's value, without later blocks: i32[B], -1 for no key."""
     classes = jnp.maximum(state.labels, 0) & CLASS_MASK
     values = reuse_lib.value_of(state.reuse, classes, state.now_ms - state.last_ms)
-    # Values are the bits of floats, about their logarithms: adding bits multiplies.
+    # Values are the bits of floats, nearly their logarithms: adding bits multiplies.
     max_depth = (1 << 29) // state.block_tokens
     tokens = jnp.minimum(state.depths, max_depth) * state.block_tokens
     costs = (FLOPS_TOKENS + tokens).astype(jnp.float32)
@@ -899,7 +899,7 @@ def _raise_parents(state: HazardState, values: Array) -> Array:
     """Raise each value to at least the values of the blocks after it: i32[B]."""
     num_blocks = _num_blocks(state)
     parents = jnp.where(state.parents >= 0, state.parents, num_blocks)
-    # The parent's block may hold another key by now.
+    # Since then, the parent's block may have been reused for another key.
     has_parent = state.labels.at[parents].get(mode="fill", fill_value=NO_LABEL) >= 0
     depths = state.depths.at[parents].get(mode="fill", fill_value=-1)
     has_parent &= (depths == state.depths - 1) & (state.labels >= 0)
@@ -917,7 +917,7 @@ def _raise_parents(state: HazardState, values: Array) -> Array:
 
 @jax.jit
 def _final_values(state: HazardState) -> Array:
-    """Compute each block's value: i32[B], -1 where it holds no key."""
+    """Compute each block's value, with later blocks: i32[B], -1 for no key."""
     return _raise_parents(state, _raw_values(state))
 
 
@@ -935,8 +935,8 @@ def _choose_lowest(
     is_idle = (values >= 0) & (ref_cnt == 0)
     num_idle = jnp.sum(is_idle, dtype=jnp.int32)
     num = jnp.minimum(num, num_idle)
-    # Finding the highest rank that is taken, and sorting only up to it, takes a
-    # fraction of the time of sorting all blocks.
+    # Sorting all blocks would take far longer than finding the last value and depth
+    # that are taken, and sorting up to these.
     heights = _MAX_VALUE - state.depths
     last_value = _find_lowest(values, is_idle, num)
     is_sure = is_idle & (values < last_value)
@@ -975,8 +975,8 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
             low, high = lesser(low, rank), greater(high, rank)
             num_idle += 1
     # Count ranks in buckets of equal width, then again within the last bucket needed,
-    # until few blocks are left in addition to the chosen ones. (np.partition and
-    # np.argsort would take 0.34 to 0.85 of the time, but compile in 79 s instead of 4.)
+    # until it adds few blocks to the chosen ones. (np.partition and np.argsort would
+    # take 0.34 to 0.85 of the time, but compile in 79 s instead of 4.)
     no_places = filled(_NUM_BUCKETS + 1, 0, np.int64)
     places = empty(_NUM_BUCKETS + 1, np.int64)
     while True:
@@ -1032,7 +1032,7 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
 
 @compiled
 def _sort(ranks: Any, blocks: Any, start: int, stop: int) -> None:
-    """Sort the range of both arrays by rank, stably."""
+    """Sort both arrays (i64[n], i32[n]) by rank from `start` to `stop`, stably."""
     for first in range(start, stop, _SORT_RUN):
         for row in range(first + 1, lesser(first + _SORT_RUN, stop)):
             rank, block, at = ranks[row], blocks[row], row
@@ -1066,13 +1066,13 @@ def _sort(ranks: Any, blocks: Any, start: int, stop: int) -> None:
         width *= 2
 
 
-def _find_lowest(values: Array, counts: Array, num: Array) -> Array:
-    """Find the `num`-th lowest of the values (i32[B], at least 0) that count."""
+def _find_lowest(values: Array, mask: Array, num: Array) -> Array:
+    """Find the `num`-th lowest of `values` (i32[B], at least 0) under a mask: i32[]."""
 
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = low + (high - low) // 2
-        is_enough = jnp.sum(counts & (values <= middle), dtype=jnp.int32) >= num
+        is_enough = jnp.sum(mask & (values <= middle), dtype=jnp.int32) >= num
         low = jnp.where(is_enough, low, middle + 1)
         return low, jnp.where(is_enough, middle, high)
 

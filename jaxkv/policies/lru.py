@@ -28,7 +28,7 @@ from jaxkv.policies.recency import RecencyLog
 from jaxkv.policies.xla import after, running_count
 from jaxkv.types import NO_BLOCK
 
-_IDENTITY = np.empty(0, np.int32)  # An entry is its block id.
+_IDENTITY = np.empty(0, np.int32)  # As `block_ids`: an entry is its block id.
 
 
 @jax.tree_util.register_dataclass
@@ -36,18 +36,18 @@ _IDENTITY = np.empty(0, np.int32)  # An entry is its block id.
 class LRUState:
     """The resident blocks, in the order of last use. An entry is a block id."""
 
-    directory: Directory  # The block that holds a key.
+    directory: Directory  # Maps each key to its block.
     order: RecencyLog  # The blocks from the least to the most recently used.
 
 
-# Dead records that `next_victims` skips: they stay in the log until it is compacted.
+# Dead records of the recency log that `next_victims` scans at most.
 _MAX_DEAD = 4096
 
 
 def next_victims(state: LRUState, ref_cnt: ArrayLike, num: int) -> NDArray[np.int32]:
-    """Find the next `num` blocks to evict (perhaps fewer): i32[n], the next one first.
+    """Return up to `num` blocks to evict next, in this order: i32[n].
 
-    `state` is of a native executor. Blocks with a `ref_cnt` (i32[B]) above 0 stay.
+    `state` has NumPy arrays. Blocks whose `ref_cnt` (i32[B]) is not 0 are skipped.
     """
     log = state.order
     head, tail = int(log.heads[0]), int(log.tail[()])
@@ -70,7 +70,7 @@ def init(num_blocks: int, max_batch: int) -> LRUState:
 
 
 def find(state: Any, keys: Array, count: Array) -> Array:
-    """Find the block of each key, for any state whose entries are block ids."""
+    """Find the block of each key, in any state whose entries are block ids."""
     entries = directory_lib.find_first(state.directory, keys, count)
     return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
 
@@ -84,7 +84,7 @@ def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
 
 def touch(state: LRUState, keys: Array, count: Array, ready: Array) -> LRUState:
     """Record a use of each key, the last first; see `Policy.touch`."""
-    del ready  # Blocks whose store is in flight count like any other.
+    del ready  # Blocks whose store is in flight are treated like all others.
     ranks = count - 1 - jnp.arange(keys.shape[0], dtype=jnp.int32)
     entries = directory_lib.find_first(state.directory, keys, count)
     order = recency.append(state.order, entries, ranks, count)
@@ -104,8 +104,8 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
 
 def insert(state: Any, keys: Array, block_ids: Array) -> InsertResult:
     """Add new keys in order, as the most recent of list 0."""
-    wanted = block_ids != NO_BLOCK
-    entries = jnp.where(wanted, block_ids, _num_blocks(state))
+    is_new = block_ids != NO_BLOCK
+    entries = jnp.where(is_new, block_ids, _num_blocks(state))
     directory, inserted = directory_lib.insert(state.directory, keys, entries)
     entries = jnp.where(inserted, entries, _num_blocks(state))
     ranks = running_count(inserted) - 1
@@ -155,7 +155,7 @@ def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResul
         state.order, num, lambda entries: ref_cnt[entries] == 0, width
     )
     keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
-    victims = after(victims, keys)  # Their rows are overwritten now.
+    victims = after(victims, keys)  # Read their rows before overwriting them.
     return EvictResult(
         state=LRUState(directory_lib.remove(state.directory, victims), order),
         block_ids=jnp.where(victims < _num_blocks(state), victims, NO_BLOCK),
@@ -196,8 +196,8 @@ def hand_over(state: Any) -> Held:
 def take_over(
     num_blocks: int, max_batch: int, held: Held, learned: Learned | None
 ) -> LRUState:
-    """Make the state for blocks in their order of use; nothing is learned."""
-    del learned
+    """Make a state of the blocks in `held`, in their order of use."""
+    del learned  # LRU has no statistics.
     order = recency.init(num_blocks, max_batch)
     return LRUState(held.directory, recency.filled(order, held.blocks))
 

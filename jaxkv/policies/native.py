@@ -11,25 +11,25 @@ from jaxkv.compiling import add_functions, compiled, functions_of
 class NativePolicy(NamedTuple):
     """The functions of a policy that update its state in place.
 
-    They are compiled by Numba (`jaxkv.compiling.compiled`) and do the same, to the bit,
-    as the pure functions of the same names in `jaxkv.policies.base.Policy`. They take
-    the policy's state with NumPy arrays. An entry is the policy's number of a key, -1
-    for none. Arrays of K rows have a row for each key of a call.
+    Numba compiles them (`jaxkv.compiling.compiled`). Their results equal those of the
+    pure functions of the same names in `jaxkv.policies.base.Policy`, bit by bit. The
+    state has NumPy arrays. An entry is the policy's number of a key, -1 for none.
+    Arrays of K rows have one row per key of a call.
 
     Attributes:
         find: ``(state, keys, entries, block_ids)``. Write the entry of each key of
             `keys` (u32[K, 8]) to `entries` (i32[K]) and its block to `block_ids`
             (i32[K]), NO_BLOCK if it has none. Changes no state.
         touch: ``(state, variant, entries, is_use)``. Record a use of each entry, the
-            first as the most recent; where `is_use` (bool[K]) is false, only the order
-            changes.
+            first as the most recent; where `is_use` (bool[K]) is false, update only the
+            order of use.
         insert: ``(state, variant, keys, block_ids)``. Add each key whose `block_ids`
-            (i32[K]) is not NO_BLOCK; write NO_BLOCK if there is no room for it.
-        remove: ``(state, entries)``. Forget entries; each holds a block.
+            (i32[K]) is not NO_BLOCK; write NO_BLOCK there if the directory is full.
+        remove: ``(state, entries)``. Forget `entries` (i32[K]), which have blocks.
         evict: ``(state, variant, num, ref_cnt, block_ids, keys) -> bool``. Evict `num`
             blocks whose `ref_cnt` (i32[B]) is 0, write their ids to `block_ids`
             (i32[K]) and their keys to `keys` (u32[K, 8]); all or none.
-        variant: The `variant` argument above, so that policies which differ in details
+        variant: The `variant` argument above. It lets policies that differ in details
             share their machine code.
         note: ``(state, kind, keys, positions, facts) -> mark``. Learn from an event of
             a request; see `Policy.note`. None if the policy ignores events.
@@ -48,7 +48,7 @@ class NativePolicy(NamedTuple):
 
     @property
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """The functions that the policy has, by their names."""
+        """The policy's functions by name."""
         return {name: f for name, f in self._asdict().items() if callable(f)}
 
 
@@ -56,7 +56,7 @@ _registered: dict[type, NativePolicy] = {}
 
 
 def register_native(state_class: type, native: NativePolicy) -> None:
-    """Register a policy's functions by its state, for compiled functions to find.
+    """Register a policy's functions by its state's class, for `functions_of`.
 
     Args:
         state_class: The class of the policy's state.
@@ -65,8 +65,8 @@ def register_native(state_class: type, native: NativePolicy) -> None:
     Raises:
         ValueError: If the class is registered with other functions.
     """
-    before = _registered.setdefault(state_class, native)
-    if before.functions != native.functions:
+    registered = _registered.setdefault(state_class, native)
+    if registered.functions != native.functions:
         raise ValueError(
             f"{state_class} has native functions already; another policy needs another "
             "state class."
@@ -84,7 +84,7 @@ def _remove_blocks(state: Any, entries: Any, block_ids: Any) -> None:
     functions_of(state).remove(state, entries)
 
 
-# For a policy without a function of the name.
+# For policies that do not define these functions.
 _DEFAULTS: dict[str, Callable[..., Any]] = {
     "note": _note,
     "remove_blocks": _remove_blocks,

@@ -1,14 +1,14 @@
-"""The recency log: an order of use whose updates and evictions do not depend on length.
+"""The recency log: an order of use, with constant time per use and per eviction.
 
-An append-only array of records, each an entry. A use appends the entry again; its
-newest position is its place, and only the record at its entry's place is alive. So the
-oldest alive record is the least recently used entry. Eviction scans from the head in
-chunks. When the tail nears the end of the array, the log is compacted: alive records
-move to the front, which costs nanoseconds per append on average.
+The log is an append-only array of records; a record is an entry. Each use appends the
+entry again. Only the newest record of an entry is alive, and its position is the
+entry's place: so the first alive record is the least recently used entry. Eviction
+scans from the head in chunks. When the tail nears the end of the array, the log is
+compacted: alive records move to the front, at nanoseconds per append on average.
 
-One log can carry several lists. An entry is in at most one list, and is always put at
-its end, so the order of the log is the order of every list. A list needs only a head in
-addition. Lists are numbered from 0.
+One log can store several lists, numbered from 0. An entry is in at most one list, and a
+use always moves it to the end of its list. So log order is the order of every list, and
+a list needs no data except its head.
 
 As in `directory`, the entry E (one past the last) stands for "none".
 """
@@ -29,7 +29,7 @@ from jaxkv.compiling import compiled, inlined, lesser
 from jaxkv.policies.xla import full, running_count
 
 POSITION_BITS = 29
-"""A place is (list << 29) | position. With two bits for the list, it is at least 0."""
+"""A place is (list << 29) | position; with two bits for the list it is not negative."""
 
 NO_PLACE = -1
 _POSITION_MASK = (1 << POSITION_BITS) - 1
@@ -45,25 +45,25 @@ class RecencyLog:
 
     entries: Array  # i32[L]. The entry recorded at each position; E where none was.
     places: Array  # i32[E]. The list and newest position of each entry; -1 for no list.
-    heads: Array  # i32[N]. No record of the list before this position is alive.
+    heads: Array  # i32[N]. Before this position, all records of the list are dead.
     tail: Array  # i32[]. The position of the next record.
 
 
 class Oldest(NamedTuple):
-    """The oldest eligible entries of a list, which is unchanged."""
+    """The oldest eligible entries of a list, before their removal."""
 
-    entries: Array  # i32[K]. The oldest first, then E.
+    entries: Array  # i32[K]. The oldest first, then E as padding.
     num: Array  # i32[]. The number of entries.
     head: Array  # i32[]. The head of the list after their removal.
 
 
 def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
-    """Make empty lists of up to `num_entries` in all, for batches of `max_batch`.
+    """Make empty lists for `num_entries` in total and batches of up to `max_batch`.
 
     Raises a ValueError if the log has more positions than `POSITION_BITS` allow.
     """
-    # Four times the entries: a compaction, linear in the log, is then needed at most
-    # once per three uses of every entry.
+    # With four times the entries, a compaction, whose time is linear in the log, occurs
+    # at most once per three uses of every entry.
     length = max(4 * num_entries, num_entries + 2 * max_batch)
     if length >= 1 << POSITION_BITS or num_lists > _MAX_LISTS:
         raise ValueError(f"{num_entries=} or {num_lists=} is too large.")
@@ -78,7 +78,7 @@ def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
 def filled(empty: RecencyLog, entries: NDArray[np.int32], lists: Any = 0) -> RecencyLog:
     """Make a log of `entries` (i32[n]) in `lists` (i32[n], or one number for all).
 
-    The last used entry is at the end. On the host only.
+    `entries` are in the order of use. For the host, not for jit.
     """
     records: Any = np.array(empty.entries)
     places: Any = np.array(empty.places)
@@ -108,7 +108,7 @@ def make_room(log: RecencyLog, count: Array) -> RecencyLog:
             places=log.places.at[jnp.where(alive, log.entries, num_entries)].set(
                 places - at + rank, mode="drop"
             ),
-            # A head past the end may point to the last record instead.
+            # A head may be one past the end; clamp it to the last record.
             heads=num_before[jnp.minimum(log.heads, length - 1)],
             tail=rank[-1] + 1,
         )
@@ -127,8 +127,8 @@ def native_make_room(log: Any, count: int) -> None:
     num_alive = 0
     for position in range(length):
         for list_id in range(log.heads.shape[0]):
-            # Heads before this position have moved already. A head past the end may
-            # point to the last record instead.
+            # Heads before this position have moved already. A head may be one past the
+            # end; clamp it to the last record.
             head = log.heads[list_id]
             if head == position or (head > position and position == length - 1):
                 log.heads[list_id] = num_alive
@@ -150,13 +150,12 @@ def append(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> Recen
 def put(
     log: RecencyLog, entries: Array, lists: Array | int, ranks: Array, count: Array
 ) -> RecencyLog:
-    """Append entries to lists; `make_room` first.
+    """Append `entries` (i32[K]; E is skipped) to lists; call `make_room` first.
 
-    If an entry (`entries`, i32[K], E for none) occurs more than once, its highest rank
-    counts. It may only move to a list of a higher number (`lists`, i32[K], or one
-    number for all); to move it to a lower one, `remove` it first. `ranks` (i32[K]) of
-    entries are unique, in [0, count); the highest ends as the most recent. The tail
-    advances by `count` (i32[]).
+    `ranks` (i32[K]) are unique positions after the tail, in [0, count); of an entry
+    that occurs twice, only the record of the highest rank is alive. The tail advances
+    by `count` (i32[]). `lists` (i32[K], or one number for all) may move an entry to a
+    list of a higher number only: before a move to a lower one, `remove` the entry.
     """
     num_entries, length = log.places.shape[0], log.entries.shape[0]
     positions = log.tail + ranks
@@ -174,9 +173,9 @@ def put(
 
 @inlined
 def native_put(log: Any, entry: int, list_id: int, rank: int) -> None:
-    """Write an entry `rank` records after the tail; `native_make_room` first.
+    """Write an entry `rank` records after the tail; call `native_make_room` first.
 
-    `advance` moves the tail after the whole batch.
+    After the whole batch, `advance` moves the tail.
     """
     position = log.tail[()] + rank
     log.entries[position] = entry
@@ -190,7 +189,7 @@ def advance(log: Any, count: int) -> None:
 
 
 def remove(log: RecencyLog, entries: Array) -> RecencyLog:
-    """Remove `entries` (i32[K]; E is skipped) from their lists."""
+    """Remove `entries` (i32[K]; E is skipped) from their lists, whose heads stay."""
     return dataclasses.replace(
         log, places=log.places.at[entries].set(NO_PLACE, mode="drop")
     )
@@ -203,7 +202,7 @@ def native_remove(log: Any, entry: int) -> None:
 
 
 def list_of(log: RecencyLog, entries: Array) -> Array:
-    """Return the list of each entry: i32[K], -1 for none."""
+    """Return the list of each entry (i32[K]): i32[K], -1 for none."""
     return _places(log, entries) >> POSITION_BITS
 
 
@@ -222,7 +221,7 @@ def is_at(log: Any, position: int, list_id: int) -> Any:
 
 
 def is_newest(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> Array:
-    """Mark the row of each entry that counted in the last `put`: bool[K]."""
+    """Mark the rows whose records are alive after `put`, one per entry: bool[K]."""
     positions = log.tail - count + ranks
     return _position(_places(log, entries)) == positions
 
@@ -236,8 +235,8 @@ def find_oldest(
 ) -> Oldest:
     """Find the `num` (i32[]) oldest eligible entries of a list, or all if fewer.
 
-    `is_eligible`, ``i32[C] -> bool[C]``, marks eligible entries; its result for entries
-    of other lists is ignored. `width`, at least `num`, is the length of the result.
+    `is_eligible`, ``i32[C] -> bool[C]``, may return anything for entries of other
+    lists. `width`, at least `num`, is the length of the result.
     """
     num_entries, length = log.places.shape[0], log.entries.shape[0]
     chunk = min(max(_CHUNK, width), length)
@@ -245,8 +244,8 @@ def find_oldest(
     def scan(
         carry: tuple[Array, Array, Array, Array, Array],
     ) -> tuple[Array, Array, Array, Array, Array]:
-        position, num_found, oldest, left, end = carry
-        # The last chunk starts earlier, to fit; records scanned before are masked.
+        position, num_found, oldest, first_kept, end = carry
+        # The last chunk starts earlier, to fit; mask the records scanned before.
         start = jnp.minimum(position, length - chunk)
         at = start + jnp.arange(chunk, dtype=jnp.int32)
         entries = lax.dynamic_slice(log.entries, (start,), (chunk,))
@@ -256,13 +255,14 @@ def find_oldest(
         rank = num_found + running_count(eligible) - 1
         take = eligible & (rank < num)
         oldest = oldest.at[jnp.where(take, rank, width)].set(entries, mode="drop")
-        left = jnp.minimum(left, jnp.min(jnp.where(alive & ~take, at, length)))
+        kept = jnp.where(alive & ~take, at, length)
+        first_kept = jnp.minimum(first_kept, jnp.min(kept))
         end = jnp.maximum(end, jnp.max(jnp.where(take, at + 1, 0)))
         num_found = jnp.minimum(rank[-1] + 1, num)
-        return start + chunk, num_found, oldest, left, end
+        return start + chunk, num_found, oldest, first_kept, end
 
     head = log.heads[list_id]
-    _, num_found, oldest, left, end = lax.while_loop(
+    _, num_found, oldest, first_kept, end = lax.while_loop(
         lambda carry: (carry[1] < num) & (carry[0] < log.tail),
         scan,
         (
@@ -273,10 +273,10 @@ def find_oldest(
             head,
         ),
     )
-    # The scan ends after the last entry found, or at the tail if there were too few:
-    # so the result does not depend on the end of the last chunk.
+    # End after the last entry found, or at the tail if too few were found, so that the
+    # result does not depend on where the last chunk ends.
     end = jnp.where(num_found < num, log.tail, end)
-    return Oldest(oldest, num_found, jnp.minimum(left, end))
+    return Oldest(oldest, num_found, jnp.minimum(first_kept, end))
 
 
 @compiled
@@ -292,7 +292,7 @@ def native_find_oldest(
     """
     num_found = 0
     head, tail = log.heads[list_id], log.tail[()]
-    left, end = log.entries.shape[0], head
+    first_kept, end = log.entries.shape[0], head
     position = head
     while num_found < num and position < tail:
         if is_at(log, position, list_id):
@@ -303,11 +303,11 @@ def native_find_oldest(
                 num_found += 1
                 end = position + 1
             else:
-                left = lesser(left, position)
+                first_kept = lesser(first_kept, position)
         position += 1
     if num_found < num:
         end = tail
-    return num_found, lesser(left, end)
+    return num_found, lesser(first_kept, end)
 
 
 def pop_oldest(
@@ -319,7 +319,7 @@ def pop_oldest(
     """Remove the `num` oldest eligible entries from list 0, all or none.
 
     See `find_oldest` for the arguments. Returns the log, the entries (the oldest first,
-    then E; i32[width]), and whether there were `num` (bool[]). If not, the log is
+    then E; i32[width]), and whether `num` were found (bool[]). If not, the log is
     unchanged.
     """
     oldest = find_oldest(log, num, is_eligible, width)
@@ -330,7 +330,7 @@ def pop_oldest(
 
 
 def set_heads(log: RecencyLog, oldest: Sequence[Oldest], ok: Array) -> RecencyLog:
-    """Record, if `ok` (bool[]), that each list's oldest entries were removed."""
+    """If `ok` (bool[]), set the head of each list, after its `oldest` were removed."""
     heads = jnp.stack([entries.head for entries in oldest])
     return dataclasses.replace(log, heads=jnp.where(ok, heads, log.heads))
 
@@ -351,10 +351,10 @@ def all_in_order(log: RecencyLog) -> NDArray[np.int32]:
 
 
 def _places(log: RecencyLog, entries: Array) -> Array:
-    """Return the places of entries; -1 for E."""
+    """Return the places of entries (i32[K]): i32[K], -1 for E."""
     return log.places.at[entries].get(mode="fill", fill_value=NO_PLACE)
 
 
 def _position(places: Array) -> Array:
-    """Return the positions of places; the place -1 gives no valid position."""
+    """Return the positions of places; that of place -1 is past the end of any log."""
     return places & _POSITION_MASK

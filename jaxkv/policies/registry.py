@@ -45,12 +45,12 @@ def register_policy(name: str, make: PolicyMaker) -> None:
     """
     if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise ValueError(
-            f"name={shown(name)} must be a lower-case letter, then such "
-            "letters, digits and '_'."
+            f"name={shown(name)} must be a lower-case letter, then lower-case "
+            "letters, digits or '_'."
         )
     if name in _makers or name == AUTO:
         raise ValueError(
-            f"name={shown(name)} is taken; it must be none of {policy_names()}."
+            f"name={shown(name)} is taken: it must not be in {policy_names()}."
         )
     if not callable(make):
         raise TypeError(f"{make=} must be callable: (num_blocks, max_batch) -> Policy.")
@@ -78,13 +78,13 @@ def get_policy_maker(name: str) -> PolicyMaker:
     if name == AUTO:
         raise ValueError(
             f"cache_policy={AUTO!r} needs an OffloadScheduler, which sees requests "
-            f"from their look-up to their end; here name one of {policy_names()}."
+            f"from look-up to finish. Without one, use one of {policy_names()}."
         )
     if name not in _makers:
         names = policy_names()
-        near = hint(str(name).lower(), names)
+        suggestion = hint(str(name).lower(), names)
         raise ValueError(
-            f"Unknown cache policy: {shown(name)}. Supported: {names}{near}"
+            f"Unknown cache policy: {shown(name)}. Supported: {names}{suggestion}"
         )
     return _makers[name]
 

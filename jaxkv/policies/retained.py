@@ -1,20 +1,20 @@
-"""Retention by priority: keep some blocks longer than others, under any policy.
+"""Retention by priority: keeps some blocks longer than others, under any policy.
 
-A block may get a priority from 1 to 99, with a half-life, a time to live, or both.
-Until it ends, the block is evicted after blocks of lower priority; other blocks have
-priority 0. A priority halves after each half-life, rounded down, and is 0 after the
-time to live. Nothing is pinned: if blocks of priority 0 do not suffice, others are
-evicted too, the lowest priority first.
+A block may get a priority from 1 to 99, with a half-life, a time to live, or both; all
+other blocks have priority 0. Blocks of lower priority are evicted first. A priority
+halves after each half-life, rounded down, and is 0 after the time to live. Nothing is
+pinned: if too few blocks of priority 0 are idle, retained blocks are evicted too, the
+lowest priority first.
 
 This policy wraps another one, the inner policy, which chooses among blocks of one
-priority. It does not know priorities: retained blocks look to it like blocks being
-read. Usually one call of it suffices. If blocks of several priorities must go, a first
-call evicts all idle blocks below the highest of these, a second call the rest. An inner
-policy that may refuse an eviction although enough blocks are idle (`always_evicts` is
-false, as for vLLM's ARC) evicts all blocks in one call, as an eviction cannot be
-undone; if it refuses because of retained blocks, it is called again without priorities.
+priority. The inner policy sees no priorities: blocks to be kept are hidden from it by a
+high reference count. Usually one call of it suffices. If victims have several
+priorities, a first call evicts all idle blocks below the highest of these, and a second
+call the rest. If the inner policy may refuse an eviction although enough blocks are
+idle (`always_evicts` is false, as for vLLM's ARC), one call must evict all victims, as
+an eviction cannot be undone. If it refuses, it is called again without priorities.
 
-If a block gets a second priority, the higher of the two at that time counts, or the
+If a block gets a second priority, the higher of the two at that time is kept, or the
 second if they are equal. The last `note` sets the time.
 """
 
@@ -52,10 +52,10 @@ MAX_HALVINGS = 7
 ORDINARY = 0
 NOT_HELD = -1
 RELEASE = -1
-"""Passed as a priority, it ends the blocks' retention."""
+"""As a priority, it ends the retention of blocks."""
 
 CHUNK = 64
-"""Blocks that share a count of retained blocks, so that few of them are found fast."""
+"""Blocks per item of `RetainedState.counts`, so that scans skip chunks at 0."""
 
 START, HALF_LIFE, TIME_TO_LIVE = 0, 1, 2
 NUM_TERMS = 3
@@ -77,11 +77,11 @@ class RetainedState:
 
     inner: PyTree  # The inner policy's state.
     priorities: Array
-    """i32[B]. Before decay; 0 for none, -1 where the block holds no key."""
+    """i32[B]. The block's priority at its start; -1 where the block holds no key."""
     terms: Array
     """u32[B, 3]. Start, half-life and time to live, in milliseconds; stale where the
     priority is not above 0."""
-    counts: Array  # i32[B / 64]. Blocks of each chunk with a priority above 0.
+    counts: Array  # i32[B / 64]. Blocks per chunk with a priority above 0.
     now_ms: Array  # u32[]. The time of the last `note`.
     has_time: Array  # bool[]. Whether `note` has set the time.
 
@@ -195,18 +195,18 @@ def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) ->
 def _retain(
     inner: Policy, state: RetainedState, keys: Array, count: Array, facts: Array
 ) -> RetainedState:
-    """Set the priority of the blocks of keys, from 0 to 99 or `RELEASE`."""
+    """Set the priority of the keys' blocks: 0 to 99, or `RELEASE`."""
     num_blocks = state.priorities.shape[0]
     blocks = inner.find(state.inner, keys, count)
     blocks = jnp.where(blocks == NO_BLOCK, num_blocks, blocks)
-    before = state.priorities.at[blocks].get(mode="fill", fill_value=ORDINARY)
+    old = state.priorities.at[blocks].get(mode="fill", fill_value=ORDINARY)
     old_terms = state.terms.at[blocks].get(mode="fill", fill_value=0)
     terms = jnp.stack([facts[NOW_MS], facts[HALF_LIFE_MS], facts[TTL_MS]])
     terms, priority = terms.astype(jnp.uint32), facts[PRIORITY]
     current = _decayed(priority, terms, state.now_ms)
-    is_higher = (current > 0) & (current >= _decayed(before, old_terms, state.now_ms))
+    is_higher = (current > 0) & (current >= _decayed(old, old_terms, state.now_ms))
     is_set = is_higher | (priority < 0)
-    blocks = after(jnp.where(is_set, blocks, num_blocks), before, old_terms)
+    blocks = after(jnp.where(is_set, blocks, num_blocks), old, old_terms)
     with_terms = jnp.where(is_higher, blocks, num_blocks)
     new = jnp.maximum(priority, ORDINARY)
     priorities = state.priorities.at[blocks].set(new, mode="drop")
@@ -214,7 +214,7 @@ def _retain(
         state,
         priorities=priorities,
         terms=state.terms.at[with_terms].set(terms, mode="drop"),
-        counts=_count(priorities),
+        counts=_counts(priorities),
     )
 
 
@@ -242,12 +242,12 @@ def _native_retain(state: Any, keys: Any, facts: Any) -> None:
 def evict(
     inner: Policy, state: RetainedState, num: Array, ref_cnt: Array, width: int
 ) -> EvictResult:
-    """Evict the blocks of the lowest priorities; see `Policy.evict`."""
+    """Evict the idle blocks of the lowest priorities; see `Policy.evict`."""
     priorities_now = _decayed(state.priorities, state.terms, state.now_ms)
     is_idle = (priorities_now >= 0) & (ref_cnt == 0)
     is_enough = jnp.sum(is_idle, dtype=jnp.int32) >= num
 
-    # Find the highest priority of a victim by bisection.
+    # Find the highest priority among the victims by bisection.
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = (low + high) // 2
@@ -264,30 +264,30 @@ def evict(
         num_below, limits = num, (limit, jnp.int32(MAX_PRIORITY))
     rows = jnp.arange(width, dtype=jnp.int32)
 
-    # One loop of two rounds, so that the inner policy is compiled once.
+    # A loop of two rounds, so that the inner policy is compiled once.
     def evict_part(
         step: Array, carry: tuple[PyTree, Array, Array, Array]
     ) -> tuple[PyTree, Array, Array, Array]:
-        inner_state, block_ids, keys, left = carry
-        wanted = jnp.where(step == 0, jnp.minimum(num_below, left), left)
+        inner_state, block_ids, keys, num_left = carry
+        wanted = jnp.where(step == 0, jnp.minimum(num_below, num_left), num_left)
         is_above = (ref_cnt == 0) & (priorities_now > jnp.where(step == 0, *limits))
         shielded = jnp.where(is_above, SHIELD, ref_cnt)
         result = inner.evict(inner_state, wanted, shielded, width)
         num_evicted = jnp.where(result.ok, wanted, 0)
-        at = jnp.where(rows < num_evicted, rows + num - left, width)
+        at = jnp.where(rows < num_evicted, rows + num - num_left, width)
         return (
             result.state,
             block_ids.at[at].set(result.block_ids, mode="drop"),
             keys.at[at].set(result.keys, mode="drop"),
-            left - num_evicted,
+            num_left - num_evicted,
         )
 
-    none = jnp.full((width,), NO_BLOCK, jnp.int32)
+    no_blocks = jnp.full((width,), NO_BLOCK, jnp.int32)
     no_keys = jnp.zeros((width, 8), jnp.uint32)
-    start = state.inner, none, no_keys, jnp.where(is_enough, num, 0)
-    inner_state, block_ids, keys, left = lax.fori_loop(0, 2, evict_part, start)
-    ok = is_enough & (left == 0)
-    # Drop priorities that have ended, so that they are not decayed again.
+    start = state.inner, no_blocks, no_keys, jnp.where(is_enough, num, 0)
+    inner_state, block_ids, keys, num_left = lax.fori_loop(0, 2, evict_part, start)
+    ok = is_enough & (num_left == 0)
+    # Drop priorities that have ended, so that later evictions need not decay them.
     has_ended = (state.priorities > 0) & (priorities_now == ORDINARY) & ok & (num > 0)
     priorities = jnp.where(has_ended, ORDINARY, state.priorities)
     state = dataclasses.replace(state, inner=inner_state, priorities=priorities)
@@ -326,14 +326,14 @@ def native_evict(
 
 @inlined
 def decayed(priority: int, age_ms: int, half_life_ms: int, ttl_ms: int) -> Any:
-    """Return what is left of a priority at an age."""
-    left = np.int64(priority)
-    if left > 0:
+    """Return a priority after `age_ms`."""
+    current = np.int64(priority)
+    if current > 0:
         if ttl_ms > 0 and age_ms >= ttl_ms:
-            left = np.int64(ORDINARY)
+            current = np.int64(ORDINARY)
         elif half_life_ms > 0:
-            left >>= lesser(age_ms // half_life_ms, MAX_HALVINGS)
-    return left
+            current >>= lesser(age_ms // half_life_ms, MAX_HALVINGS)
+    return current
 
 
 @inlined
@@ -357,7 +357,7 @@ def _set_priority(state: Any, block: int, priority: int) -> None:
 
 @compiled
 def _shield(state: Any, ref_cnt: Any, limit: int) -> None:
-    """Hide idle blocks above a priority from the inner policy's eviction."""
+    """Hide idle blocks whose priority is above `limit` from the inner policy."""
     now: Any = np.int64(state.now_ms[()])
     num_blocks = ref_cnt.shape[0]
     for chunk in range(state.counts.shape[0]):
@@ -384,7 +384,7 @@ def _unshield(state: Any, ref_cnt: Any) -> None:
 def _evict_retained(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
-    """Evict retained blocks too: idle ordinary ones are too few or were refused."""
+    """Evict retained blocks too, because ordinary ones are too few or were refused."""
     inner = state.inner
     now: Any = np.int64(state.now_ms[()])
     idle_counts = filled(_NUM_PRIORITIES, 0, np.int64)
@@ -419,7 +419,7 @@ def _evict_retained(
             )
             _unshield(state, ref_cnt)
         return is_done
-    # The inner policy may refuse a second call, and the first cannot be undone.
+    # One call for all, as the inner policy may refuse a second one.
     _shield(state, ref_cnt, limit)
     is_done = functions_of(inner).evict(
         inner, inner_variant, num, ref_cnt, block_ids, keys
@@ -461,7 +461,7 @@ def snapshot(inner: Policy, state: RetainedState) -> dict[str, Any]:
 
 @functools.cache
 def make_retained(inner: Policy) -> Policy:
-    """Make a policy that evicts by priority, and within a priority as `inner` does.
+    """Make a policy that evicts by priority, and by `inner` within a priority.
 
     Args:
         inner: The policy to wrap.
@@ -516,14 +516,14 @@ def make_retained(inner: Policy) -> Policy:
 
 
 def _decayed(priorities: Array, terms: Array, now_ms: Array) -> Array:
-    """Return what is left of priorities, i32[...], under `terms` (u32[..., 3])."""
+    """Return priorities at `now_ms` under `terms` (u32[..., 3]): i32[...]."""
     age_ms = now_ms - terms[..., START]
     half_life_ms, ttl_ms = terms[..., HALF_LIFE], terms[..., TIME_TO_LIVE]
     halvings = jnp.minimum(age_ms // jnp.maximum(half_life_ms, 1), MAX_HALVINGS)
     halvings = jnp.where(half_life_ms > 0, halvings, 0).astype(jnp.int32)
     has_ended = (ttl_ms > 0) & (age_ms >= ttl_ms)
-    left = jnp.where(has_ended, ORDINARY, priorities >> halvings)
-    return jnp.where(priorities > 0, left, priorities)
+    current = jnp.where(has_ended, ORDINARY, priorities >> halvings)
+    return jnp.where(priorities > 0, current, priorities)
 
 
 def _set_time(state: RetainedState, now_ms: Array) -> RetainedState:
@@ -535,13 +535,13 @@ def _set_time(state: RetainedState, now_ms: Array) -> RetainedState:
 
 
 def _drop(state: RetainedState, block_ids: Array) -> RetainedState:
-    """Record that blocks (i32[K]; NO_BLOCK is skipped) hold no key now."""
+    """Record that blocks (i32[K]; NO_BLOCK is skipped) hold no key any more."""
     blocks = jnp.where(block_ids == NO_BLOCK, state.priorities.shape[0], block_ids)
     priorities = state.priorities.at[blocks].set(NOT_HELD, mode="drop")
-    return dataclasses.replace(state, priorities=priorities, counts=_count(priorities))
+    return dataclasses.replace(state, priorities=priorities, counts=_counts(priorities))
 
 
-def _count(priorities: Array) -> Array:
+def _counts(priorities: Array) -> Array:
     """Count the retained blocks of each chunk: i32[B / 64]."""
     is_retained = jnp.pad(priorities > 0, (0, -priorities.size % CHUNK))
     return jnp.sum(is_retained.reshape(-1, CHUNK), axis=1, dtype=jnp.int32)

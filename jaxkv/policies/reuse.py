@@ -1,8 +1,8 @@
 """Reuse statistics: how soon blocks of each class are used again, and their value.
 
-The table counts, for each class, how many blocks were used, and their ages when they
-were used again. The value of a block is the highest hit rate that keeping it can bring,
-over all ages `stop` of a possible eviction:
+For each class, the table counts the blocks used, and the blocks used again by their age
+at that time. The value of a block is the highest hit rate that can be gained by keeping
+it until some age `stop`:
 
     max over stop of  (reuses up to stop) / (time that blocks are held up to stop)
 
@@ -11,8 +11,8 @@ The statistics of a class with few uses are shrunk towards the rates of all clas
 
 The pure and native functions must agree to the bit, but compilers may round sums of
 products differently. So counts are integers, bins are half octaves whose widths are
-powers of two, and the index is stored as the bits of a float32. These sort like the
-number and are about its logarithm; between bins they are interpolated as integers.
+powers of two, and the index is stored as the bits of a float32. The bits, as integers,
+sort like the float and are nearly its logarithm; they are interpolated between bins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxkv.compiling import compiled, empty, filled, greater, highest_bit, inlin
 from jaxkv.policies.xla import full
 
 NUM_BINS = 28
-"""Bins of the age, half octaves; the last is unbounded."""
+"""Bins of the age at reuse: half octaves, the last unbounded."""
 
 UNIT = 16
 """The weight of one use, so that decay does not round few uses to 0."""
@@ -39,10 +39,10 @@ SHRINK = 200 * UNIT
 """The weight of the statistics of all classes in each class."""
 
 PRIOR = 1 * UNIT
-"""The prior of reuses in each bin, ..."""
+"""The prior weight of reuses in each bin."""
 
 PRIOR_TOUCHES = 2 * NUM_BINS * PRIOR
-"""... and of uses, so that a block's value falls with its age."""
+"""The prior weight of uses, so high that a block's value falls with its age."""
 
 DECAY_BITS = 8
 """Each rebuild lowers all counts by 1/256."""
@@ -63,7 +63,7 @@ class ReuseTable:
     """Counts of C classes, and the values computed from them."""
 
     touches: Array  # i32[C]. Blocks that were used, `UNIT` for each.
-    reuses: Array  # i32[C, 28]. Blocks that were used again, by their age then.
+    reuses: Array  # i32[C, 28]. Blocks used again by age at that time, `UNIT` for each.
     index: Array
     """i32[C, 29]. The value of a block at the start of each bin, in uses per 512 ms, as
     the bits of a float32; the last column repeats the one before."""
@@ -79,13 +79,13 @@ def init(num_classes: int) -> ReuseTable:
 
 
 def bin_of(age_ms: Array) -> tuple[Array, Array]:
-    """Return the bin of ages (u32[K]), i32[K], and their position in it, in 1/256."""
+    """Return the bin of each age (u32[K]) and its position there in 1/256: i32[K]."""
     top = jnp.maximum(31 - lax.clz(age_ms | 1).astype(jnp.int32), 10)
     shift = (top - 1).astype(jnp.uint32)
     half = ((age_ms >> shift) & 1).astype(jnp.int32)
     age_bin = 2 * (top - 10) + half + 1
-    rest = age_ms & ((jnp.uint32(1) << shift) - 1)
-    fraction = (rest >> (shift - _FRACTION_BITS)).astype(jnp.int32)
+    offset_ms = age_ms & ((jnp.uint32(1) << shift) - 1)
+    fraction = (offset_ms >> (shift - _FRACTION_BITS)).astype(jnp.int32)
     is_first, is_last = age_ms < 1024, age_bin >= NUM_BINS - 1
     age_bin = jnp.where(is_first, 0, jnp.minimum(age_bin, NUM_BINS - 1))
     first_fraction = (age_ms >> 2).astype(jnp.int32)
@@ -109,11 +109,11 @@ def native_bin_of(age_ms: int) -> Any:
 
 
 def count(
-    table: ReuseTable, classes: Array, ages_ms: Array, counts: Array
+    table: ReuseTable, classes: Array, ages_ms: Array, is_reused: Array
 ) -> ReuseTable:
-    """Count the reused blocks of rows where `counts` (bool[K]) is true."""
+    """Add the blocks of rows where `is_reused` (bool[K]), at their ages (u32[K])."""
     age_bin, _ = bin_of(ages_ms)
-    cells = jnp.where(counts, classes * NUM_BINS + age_bin, table.reuses.size)
+    cells = jnp.where(is_reused, classes * NUM_BINS + age_bin, table.reuses.size)
     reuses = table.reuses.reshape(-1).at[cells].add(UNIT, mode="drop")
     return dataclasses.replace(table, reuses=reuses.reshape(table.reuses.shape))
 
@@ -126,7 +126,7 @@ def native_count(table: Any, class_id: int, age_ms: int) -> None:
 
 
 def value_of(table: ReuseTable, classes: Array, ages_ms: Array) -> Array:
-    """Return the values of blocks: i32[K]."""
+    """Return the values of blocks by class (i32[K]) and age (u32[K]): i32[K]."""
     age_bin, fraction = bin_of(ages_ms)
     cells = classes * (NUM_BINS + 1) + age_bin
     index = table.index.reshape(-1)
@@ -146,7 +146,7 @@ def native_value_of(table: Any, class_id: int, age_ms: int) -> Any:
 
 def rebuild(table: ReuseTable) -> ReuseTable:
     """Decay the counts, and compute the values of blocks from them."""
-    # Halved before summing, as the sum may not fit into 32 bits.
+    # Halve before summing, as the sum may not fit into 32 bits.
     total = jnp.maximum(jnp.sum(table.touches >> 1), jnp.sum(table.reuses >> 1))
     halving = (total > MAX_COUNT >> 1).astype(jnp.int32)
     touches, reuses = table.touches >> halving, table.reuses >> halving
@@ -178,7 +178,7 @@ def native_rebuild(table: Any) -> None:
     for age_bin in range(NUM_BINS):
         share = np.float32(shares[age_bin] + PRIOR) / np.float32(touches)
         shares[age_bin] = np.int64(share * np.float32(SHRINK))
-    empty: Any = np.int64(-1)  # First class without counts; others copy it.
+    empty: Any = np.int64(-1)  # First class without counts, whose row others copy.
     for class_id in range(num_classes):
         is_empty = table.touches[class_id] == 0
         for age_bin in range(NUM_BINS):
@@ -194,23 +194,22 @@ def native_rebuild(table: Any) -> None:
 
 @compiled
 def _fill_row(table: Any, class_id: int, shares: Any) -> None:
-    """Compute the value of a class's blocks at the start of each bin."""
+    """Compute a class's row of the index. `shares` (i64[28]) are its prior reuses."""
     reuses = empty(NUM_BINS, np.int64)
-    held = empty(NUM_BINS, np.float32)
-    left: Any = np.int64(table.touches[class_id] + SHRINK)
+    held_time = empty(NUM_BINS, np.float32)
+    survivors: Any = np.int64(table.touches[class_id] + SHRINK)
     for age_bin in range(NUM_BINS):
         num = table.reuses[class_id, age_bin] + shares[age_bin]
         reuses[age_bin] = num
-        held[age_bin] = (
-            np.float32(greater(left - (num >> 1), (num >> 1) + 1)) * WIDTHS[age_bin]
-        )
-        left -= num
+        num_held = greater(survivors - (num >> 1), (num >> 1) + 1)
+        held_time[age_bin] = np.float32(num_held) * WIDTHS[age_bin]
+        survivors -= num
     best = filled(NUM_BINS + 1, 0, np.float32)
     for age_bin in range(NUM_BINS):
         num, time = np.int64(0), np.float32(0)
         for stop in range(age_bin, NUM_BINS):
             num += reuses[stop]
-            time += held[stop]
+            time += held_time[stop]
             best[age_bin] = greater(best[age_bin], np.float32(num) / time)
     best[NUM_BINS] = best[NUM_BINS - 1]
     bits = best.view(np.int32)
@@ -219,7 +218,7 @@ def _fill_row(table: Any, class_id: int, shares: Any) -> None:
 
 
 def scaled(table: ReuseTable, scale: int) -> ReuseTable:
-    """Scale counts by at most `scale`, within MAX_COUNT. For the host."""
+    """Scale counts by at most `scale`, within MAX_COUNT. For the host, not for jit."""
     touches: Any = np.asarray(table.touches)
     reuses: Any = np.asarray(table.reuses)
     total = int(max(touches.sum(dtype=np.int64), reuses.sum(dtype=np.int64), 1))
@@ -233,22 +232,22 @@ def from_counts(touches: Any, reuses: Any) -> ReuseTable:
 
 
 def _index(touches: Any, reuses: Any, np_: Any) -> Any:
-    """Compute the index by NumPy or JAX, with the same order of operations."""
+    """Compute the index with `np_`, NumPy or JAX, in the order of `_fill_row`."""
     all_touches = np_.sum(touches) + PRIOR_TOUCHES
     all_reuses = np_.sum(reuses, axis=0) + PRIOR
     share = all_reuses.astype(np.float32) / all_touches.astype(np.float32)
     shares = (share * np.float32(SHRINK)).astype(np.int32)
     num = reuses + shares[None]
-    left = (touches + SHRINK)[:, None] - (np_.cumsum(num, axis=1) - num)
-    counts = np_.maximum(left - (num >> 1), (num >> 1) + 1)
-    held = counts.astype(np.float32) * WIDTHS[None]
+    survivors = (touches + SHRINK)[:, None] - (np_.cumsum(num, axis=1) - num)
+    num_held = np_.maximum(survivors - (num >> 1), (num >> 1) + 1)
+    held_time = num_held.astype(np.float32) * WIDTHS[None]
     best = np_.zeros(num.shape, np.float32)
-    sum_num, sum_held = np_.zeros_like(num), np_.zeros_like(held)
+    sum_num, sum_time = np_.zeros_like(num), np_.zeros_like(held_time)
     for ahead in range(NUM_BINS):
         pad = ((0, 0), (0, ahead))
         sum_num = sum_num + np_.pad(num[:, ahead:], pad)
-        sum_held = sum_held + np_.pad(held[:, ahead:], pad)
-        best = np_.maximum(best, sum_num.astype(np.float32) / sum_held)
+        sum_time = sum_time + np_.pad(held_time[:, ahead:], pad)
+        best = np_.maximum(best, sum_num.astype(np.float32) / sum_time)
     best = np_.concatenate([best, best[:, -1:]], axis=1)
     if np_ is np:
         return best.view(np.int32)

@@ -1,10 +1,9 @@
-"""SLRU, segmented LRU: evict blocks used once before blocks used again.
+"""SLRU (segmented LRU): evicts blocks used once before blocks used again.
 
-Two lists, each from the least to the most recently used. A new block is on probation; a
-second use makes it protected. At most half of the blocks are protected: beyond that,
-the least recently used of them return to probation, as its most recent ones. Blocks on
-probation are evicted first (Karedla, Love and Wherry, 1994). A use of a block whose
-store is in flight does not protect it.
+SLRU keeps two LRU lists. A new block is on probation; its next use makes it protected,
+unless its store is still in flight. At most half of the blocks are protected: if there
+are more, the least recently used of them become the most recent ones on probation.
+Blocks on probation are evicted first (Karedla, Love and Wherry, 1994).
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from jaxkv.policies.recency import Oldest, RecencyLog
 from jaxkv.policies.xla import after, full
 from jaxkv.types import NO_BLOCK
 
-# In this order because most moves are upwards (`recency.put`).
+# Only a demotion moves an entry to a lower number, which `recency.put` cannot do.
 PROBATION, PROTECTED = range(2)
 
-_IDENTITY = np.empty(0, np.int32)  # An entry is its block id.
-_ALL_ENTRIES = np.empty(0, np.int32)
+_IDENTITY = np.empty(0, np.int32)  # As `block_ids`: an entry is its block id.
+_NO_REF_CNT = np.empty(0, np.int32)  # As `ref_cnt`: every entry is eligible.
 
 
 @jax.tree_util.register_dataclass
@@ -43,10 +42,10 @@ _ALL_ENTRIES = np.empty(0, np.int32)
 class SLRUState:
     """The resident blocks, in two lists. An entry is a block id.
 
-    `find` and `insert` are LRU's: new blocks go to list 0, on probation.
+    `find` and `insert` are LRU's, which puts new blocks in list 0, on probation.
     """
 
-    directory: Directory  # The block that holds a key.
+    directory: Directory  # Maps each key to its block.
     order: RecencyLog  # The lists `PROBATION` and `PROTECTED`.
     num_protected: Array  # i32[]. The length of list `PROTECTED`.
 
@@ -69,7 +68,7 @@ def touch(state: SLRUState, keys: Array, count: Array, ready: Array) -> SLRUStat
     new_lists = jnp.where(is_promoted, PROTECTED, lists)
     ranks = count - 1 - jnp.arange(keys.shape[0], dtype=jnp.int32)
     order = recency.put(order, after(entries, lists), new_lists, ranks, count)
-    # A key that was given twice has moved once.
+    # One row per entry: a key that occurs twice in the batch moves only once.
     is_promoted &= recency.is_newest(order, entries, ranks, count)
     num_protected = state.num_protected + jnp.sum(is_promoted, dtype=jnp.int32)
 
@@ -109,7 +108,7 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
     if excess:
         demoted = empty(excess, np.int32)
         _, head = recency.native_find_oldest(
-            order, excess, PROTECTED, _IDENTITY, _ALL_ENTRIES, demoted
+            order, excess, PROTECTED, _IDENTITY, _NO_REF_CNT, demoted
         )
         order.heads[PROTECTED] = head
         for entry in demoted:
@@ -141,7 +140,7 @@ def native_remove(state: Any, entries: Any) -> None:
 
 def evict(state: SLRUState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
     """Evict the oldest blocks on probation, then protected; see `Policy.evict`."""
-    none = _num_blocks(state)
+    no_entry = _num_blocks(state)
 
     def oldest(num: Array, list_id: int) -> Oldest:
         return recency.find_oldest(
@@ -154,14 +153,14 @@ def evict(state: SLRUState, num: Array, ref_cnt: Array, width: int) -> EvictResu
     row = jnp.arange(width, dtype=jnp.int32)
     of_second = second.entries[jnp.maximum(row - first.num, 0)]
     victims = jnp.where(row < first.num, first.entries, of_second)
-    victims = jnp.where(ok & (row < num), victims, none)
+    victims = jnp.where(ok & (row < num), victims, no_entry)
     keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
-    victims = after(victims, keys)  # Their rows are overwritten now.
+    victims = after(victims, keys)  # Read their rows before overwriting them.
     evicted = _remove(state, victims)
     order = recency.set_heads(evicted.order, [first, second], ok)
     return EvictResult(
         state=dataclasses.replace(evicted, order=order),
-        block_ids=jnp.where(victims < none, victims, NO_BLOCK),
+        block_ids=jnp.where(victims < no_entry, victims, NO_BLOCK),
         keys=keys,
         ok=ok,
     )
@@ -202,9 +201,9 @@ def snapshot(state: SLRUState) -> dict[str, Any]:
 def take_over(
     num_blocks: int, max_batch: int, held: Held, learned: Learned | None
 ) -> SLRUState:
-    """Make the state for blocks in their order of use.
+    """Make a state of the blocks in `held`, in their order of use.
 
-    Blocks that `learned` protects stay protected: the last used, up to the limit.
+    Blocks that the shadow protects are protected, the most recent up to the limit.
     """
     order = recency.init(num_blocks, max_batch, num_lists=2)
     lists = np.full(held.blocks.size, PROBATION, np.int32)
@@ -275,9 +274,9 @@ def _remove(state: SLRUState, entries: Array) -> SLRUState:
 
 
 def _unchanged(order: RecencyLog) -> Oldest:
-    """Return the `Oldest` of list `PROBATION` if nothing leaves it."""
-    none = jnp.zeros((0,), jnp.int32)
-    return Oldest(none, jnp.int32(0), order.heads[PROBATION])
+    """Return an `Oldest` that removes nothing from list `PROBATION`."""
+    no_entries = jnp.zeros((0,), jnp.int32)
+    return Oldest(no_entries, jnp.int32(0), order.heads[PROBATION])
 
 
 def _num_blocks(state: SLRUState) -> int:

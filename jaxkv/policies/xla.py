@@ -18,6 +18,7 @@ from jax import Array, lax
 
 _WORD = 32
 _BITS = np.uint32(1) << np.arange(_WORD, dtype=np.uint32)
+# u32[32]. Mask of the bits 0 to i.
 _UP_TO = np.uint32(0xFFFFFFFF) >> np.arange(_WORD - 1, -1, -1, dtype=np.uint32)
 
 
@@ -30,8 +31,7 @@ def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Array:
 def running_count(flags: Array) -> Array:
     """Count the true values of bool[K] up to and including each position: i32[K].
 
-    Equals `jnp.cumsum`, which is slow on XLA:CPU: sums over words of 32 flags, and
-    counts bits within each word.
+    Equals `jnp.cumsum`, which is slow on XLA:CPU, but packs 32 flags into a word.
     """
     num_flags = flags.size
     if num_flags < _WORD:
@@ -55,12 +55,12 @@ def after(indices: Array, *reads: Array) -> Array:
     """Make a scatter at `indices` (i32[K], none negative) wait for earlier reads.
 
     `reads` (i32[K, ...] or u32[K, ...]) were gathered from the same array. Returns
-    `indices` with a dependence on each of them.
+    equal `indices` that depend on each of them.
     """
     # Always 0, as no index is negative, but XLA does not know that.
     zero = indices >> 31
     for read in reads:
         words = lax.bitcast_convert_type(read, jnp.int32)
-        # One word of a row suffices, as a row is read at once.
+        # One word per row suffices, as each gather reads whole rows.
         indices += words.reshape(words.shape[0], -1)[:, 0] & zero
     return indices

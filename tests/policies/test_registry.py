@@ -53,7 +53,7 @@ def test_the_view_is_read_only():
 def test_refuses_bad_registrations():
     before = dict(POLICIES)
     for name, make, match in (
-        ("lru", make_mine, r"name='lru' is taken; .* none of \['lru', "),
+        ("lru", make_mine, r"name='lru' is taken: .* not be in \['lru', "),
         ("mine\n", make_mine, "must be a lower-case letter"),
         *[
             (name, make_mine, f"name={name!r} must be a lower-case letter")

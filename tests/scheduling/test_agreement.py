@@ -322,8 +322,8 @@ def test_a_stuck_transfer_without_an_earlier_deadline_ends_the_run(run, call):
                 process.drain()
 
     healthy, stuck = run(body, deadline_s=None, agreement_timeout_s=1.0)
-    check_ends(stuck, 1, (1,), "store event 4 of step 1: not over in process 1 within")
-    what = "processes [1] have not said how store event 4 of step 1"
+    check_ends(stuck, 1, (1,), "store event 4 of step 1 did not end in process 1")
+    what = "processes [1] did not send the outcome of store event 4 of step 1"
     check_ends(healthy, 1, (1,), what)
 
 
@@ -360,7 +360,7 @@ def test_plans_are_waited_for_until_the_timeout(run):
                 assert process.engine.num_in_flight == process.worker.num_in_flight == 0
 
     error, _ = run(body, check_plans=True, agreement_timeout_s=1.0)
-    check_ends(error, 2, (1,), "have not said what they plan in step 2")
+    check_ends(error, 2, (1,), "did not send the plan of step 2")
 
 
 def test_other_transfers_are_not_taken_for_the_same(run):

@@ -105,11 +105,11 @@ def test_processes_agree_on_failures_and_end_when_one_is_lost(
         if end == "hang":
             # It waits for its own store and raises; or, if the runtime does not
             # return from issuing that store, the watchdog ends it.
-            raised = "store event 1 of step 2: not over in process 0 within"
+            raised = "store event 1 of step 2 did not end in process 0 within"
             ended = "OffloadWorker.start in step 2 has not returned in process 0"
             assert re.search(f"^.*AgreementError.*: ({raised}|{ended})", text, re.M)
             continue
         error = re.search(r"^AgreementError after ([\d.]+) s: (.*)$", text, re.M)
         assert error, text
-        assert f"processes [{lost}] have not said how store event 1" in error[2]
+        assert f"processes [{lost}] did not send the outcome of store" in error[2]
         assert float(error[1]) > 3.5  # The timeout, however busy the machine is.

@@ -1,4 +1,4 @@
-"""Agreement between the processes that serve one model on how transfers ended."""
+"""Agreement between the processes that serve one model on outcomes of transfers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jaxkv.transfer import AnyEngine, Completion, Ticket
 from jaxkv.types import PyTree
 
 EventName: TypeAlias = int | tuple[str, ...]
-"""A store event, or the requests of a load event."""
+"""The number of a store event, or the requests that wait for a load."""
 
-# The pause between two polls of transfers that are due doubles up to the maximum.
+# The pause between polls of the engine doubles from the minimum to the maximum.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 1e-4, 5e-3
-_MAX_LISTED = 8  # Transfers in an error.
+_MAX_NAMED = 8  # Transfers named in an error.
 
 
 class PlanMismatchError(RuntimeError):
@@ -29,25 +29,25 @@ class PlanMismatchError(RuntimeError):
 
 
 def check_same_plans(step: int, verb: str, plans: Sequence[str], process: int) -> None:
-    """Raise PlanMismatchError unless all processes have this one's plan of a step."""
+    """Raise PlanMismatchError if a process has another plan than `process`."""
     differing = [number for number, plan in enumerate(plans) if plan != plans[process]]
     if differing:
         raise PlanMismatchError(
             f"in step {step} processes {differing} {verb} other transfers than process "
-            f"{process}: their schedulers must be given the same requests and reports "
-            "in the same order."
+            f"{process}: all schedulers must receive the same requests and reports in "
+            "the same order."
         )
 
 
 @dataclasses.dataclass(eq=False)
 class Batch:
-    """The transfers of a step in one direction, which share its bandwidth."""
+    """The transfers of a step in one direction, which share the bandwidth."""
 
     start_s: float
-    num_left: int  # Not reported.
-    in_step: bool = False  # Whether the step's program writes them, in its own time.
-    num_bytes: int = 0  # Of the transfers that arrived.
-    end_s: float | None = None  # When the last of these was reported.
+    num_left: int  # Transfers not reported yet.
+    in_step: bool = False  # Whether the step's program writes these loads.
+    num_bytes: int = 0  # Of the transfers that succeeded.
+    end_s: float | None = None  # Last report of a transfer that succeeded.
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,8 +58,8 @@ class Transfer:
     name: EventName
     batch: Batch
     step: int
-    has_ended: bool = False  # In this process, also if it was abandoned.
-    # Set if it succeeded here and, after the processes have agreed, everywhere.
+    has_ended: bool = False  # In this process: succeeded, failed or was abandoned.
+    # None unless it succeeded in this process and, after the agreement, in all.
     done: Completion | None = None
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Transfer:
         return f"the load of {', '.join(map(repr, self.name))} of step {self.step}"
 
     def end(self, done: Completion | None) -> None:
-        """Record how it ended in this process; None if it was abandoned."""
+        """Record the outcome in this process; None if the transfer was abandoned."""
         self.has_ended = True
         self.done = done if done is not None and done.error is None else None
 
@@ -76,10 +76,10 @@ class Transfer:
 class Agreement:
     """Makes a transfer that has failed in one process fail in all.
 
-    Each process sends how the transfers of a step ended there as soon as it is known,
-    and receives the other outcomes in `settle`, when the transfers are due. All
-    processes call `settle` in the same order. A transfer that is due is abandoned after
-    `deadline_s`; if that is None, `settle` ends the run instead.
+    Each process sends its outcomes of a step once all transfers of the step have ended
+    there, and receives the outcomes of the others in `settle`, when the transfers are
+    due. All processes must call `settle` in the same order. `settle` abandons a due
+    transfer after `deadline_s`; if that is None, it ends the run instead.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class Agreement:
         self._deadline_s = deadline_s
         self._clock = clock
         self._transfers: dict[Ticket, Transfer] = {}
-        # By step, in the order of their start, until the processes agree.
+        # The transfers by step, the oldest step first, until the processes agree.
         self._steps: dict[int, list[Transfer]] = {}
-        self._unsent: deque[int] = deque()  # Steps whose outcome has not been sent.
+        self._unsent: deque[int] = deque()  # Steps whose outcomes have not been sent.
         self._failure: Exception | None = None
         self._watchdog = Watchdog(exchange.timeout_s)
 
     def watch(self, call: str) -> contextlib.AbstractContextManager[None]:
-        """End the process if a call takes too long to return."""
+        """End the process if the `with` block, named `call`, does not end in time."""
 
         def describe() -> str:
             text = (
@@ -110,35 +110,35 @@ class Agreement:
                 "likely for a process that has stalled or died"
             )
             silent = list(self._exchange.silent)
-            return f"{text}: processes {silent} are silent." if silent else f"{text}."
+            return f"{text}: no message from {silent}." if silent else f"{text}."
 
         return self._watchdog.watch(describe)
 
     def begin(self, transfer: Transfer) -> None:
-        """Add a transfer that was started."""
+        """Add a started transfer."""
         if transfer.step not in self._steps:
             self._unsent.append(transfer.step)
         self._transfers[transfer.ticket] = transfer
         self._steps.setdefault(transfer.step, []).append(transfer)
 
     def send(self) -> None:
-        """Send the outcomes of the steps that have ended here; never waits."""
+        """Send the outcomes of steps whose transfers have all ended; never wait."""
         for done in self._engine.poll():
             transfer = self._transfers.get(done.ticket)
             if transfer is not None:
                 transfer.end(done)
-        # In the order of steps, because the exchange counts its rounds.
-        while self._unsent and not _open(self._steps[self._unsent[0]]):
+        # Send steps in order: rounds of the exchange are matched by number.
+        while self._unsent and not _in_flight(self._steps[self._unsent[0]]):
             step = self._unsent.popleft()
-            self._exchange.send(_text(step, self._steps[step]), step)
+            self._exchange.send(_message(step, self._steps[step]), step)
 
     def settle(
         self, pool: PyTree, last: int, *, wait_for_all: bool
     ) -> tuple[PyTree, list[Transfer]]:
-        """Wait for this process's transfers, then for the outcomes of the others.
+        """Wait for this process's due transfers, then for the others' outcomes.
 
-        The transfers up to step `last` are due, and returned. `wait_for_all` also waits
-        for this process's later ones. Raises `AgreementError` or `PlanMismatchError`.
+        Return the due transfers, of the steps up to `last`. `wait_for_all` also waits
+        for later transfers of this process. Raises AgreementError or PlanMismatchError.
         """
         if self._failure is not None:
             raise self._failure
@@ -155,7 +155,7 @@ class Agreement:
 
     def _wait(self, pool: PyTree, last: int, wait_for_all: bool) -> PyTree:
         """Wait until this process's transfers have ended."""
-        # Not by `engine.drain`, which may wait for a collective that another process
+        # `engine.drain` would not do: it may wait for a collective that another process
         # never joins.
         start_s, pause_s = self._clock(), _MIN_PAUSE_S
         while True:
@@ -163,7 +163,7 @@ class Agreement:
             self.send()
             waited_s = self._clock() - start_s
             steps = self._steps if wait_for_all else self._up_to(last)
-            late = [late for step in steps for late in _open(self._steps[step])]
+            late = [late for step in steps for late in _in_flight(self._steps[step])]
             if not late:
                 return pool
             if self._deadline_s is not None and waited_s > self._deadline_s:
@@ -174,10 +174,10 @@ class Agreement:
             if waited_s > self._exchange.timeout_s:
                 process = self._exchange.process
                 raise AgreementError(
-                    f"{_listed(late)}: not over in process {process} "
+                    f"{_names(late)} did not end in process {process} "
                     f"within agreement_timeout_s={self._exchange.timeout_s:g}. The "
                     "device is stuck, or waits for a process that has stalled or died. "
-                    "With a deadline_s below that, such a transfer fails.",
+                    "With a shorter deadline_s, such a transfer fails instead.",
                     late[0].step,
                     (process,),
                 )
@@ -185,11 +185,11 @@ class Agreement:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _receive(self, last: int, end_s: float) -> list[Transfer]:
-        """Wait for the outcomes of all processes; return the transfers up to a step."""
+        """Wait for the outcomes of all processes; return the due transfers."""
         agreed = []
         for step in self._up_to(last):
             transfers = self._steps[step]
-            subject = f"how {_listed(transfers)} ended"
+            subject = f"the outcome of {_names(transfers)}"
             texts = self._exchange.receive(subject, end_s - self._clock())
             plans, outcomes = zip(*(text.rsplit(" ", 1) for text in texts), strict=True)
             check_same_plans(step, "started", plans, self._exchange.process)
@@ -202,24 +202,24 @@ class Agreement:
         return agreed
 
     def _up_to(self, last: int) -> list[int]:
-        # In their order: many later steps cost nothing.
+        # The steps are in order, so the search ends at the first later one.
         return list(itertools.takewhile(lambda step: step <= last, self._steps))
 
 
-def _open(transfers: list[Transfer]) -> list[Transfer]:
+def _in_flight(transfers: list[Transfer]) -> list[Transfer]:
     """List the transfers that have not ended in this process."""
     return [transfer for transfer in transfers if not transfer.has_ended]
 
 
-def _listed(transfers: list[Transfer]) -> str:
-    """List the first transfers for a message."""
-    names = " and ".join(map(str, transfers[:_MAX_LISTED]))
-    num_left = len(transfers) - _MAX_LISTED
-    return f"{names} and {num_left} more" if num_left > 0 else names
+def _names(transfers: list[Transfer]) -> str:
+    """Name the first transfers for a message."""
+    names = " and ".join(map(str, transfers[:_MAX_NAMED]))
+    num_more = len(transfers) - _MAX_NAMED
+    return f"{names} and {num_more} more" if num_more > 0 else names
 
 
-def _text(step: int, transfers: list[Transfer]) -> str:
-    """Write what a process sends: the step, a digest of its transfers, the outcomes."""
+def _message(step: int, transfers: list[Transfer]) -> str:
+    """Encode a process's message: the step, a digest of its transfers, the outcomes."""
     names = repr([transfer.name for transfer in transfers])
     digest = hashlib.sha256(names.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{step} {digest} " + "".join(

@@ -1,11 +1,11 @@
 """Messages between the processes of a run, in rounds and without their devices.
 
-They pass through the key-value store of jax's coordination service, which a thread
-reads and writes. A collective on the devices would be queued behind the model's
-programs, so that the host could no longer dispatch ahead. If a peer does not join, it
-hangs with everything queued behind it and names no process; if plans differ, it pairs
-with another program's. A read of the store can be stopped, shows which processes have
-written, and detects messages about different transfers.
+A thread reads and writes the messages in the key-value store of jax's coordination
+service. A collective on the devices would be queued behind the model's programs, so
+that the host could no longer dispatch ahead. If a peer did not join, the collective
+would hang with everything queued behind it, and no error would name the peer; if plans
+differed, it would pair with a collective of another program. A read of the store can be
+stopped, shows which processes have written, and detects plans that differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Protocol
 
 import jax
 
-# After this wait for a peer the thread checks whether it must end.
+# While the thread waits for a peer, it checks this often whether it must end.
 _SLICE_MS = 200
 _JOIN_S = 2.0
 _MIN_WAIT_S = 1.0
@@ -32,13 +32,13 @@ _worker_numbers = itertools.count()
 
 
 class AgreementError(RuntimeError):
-    """Processes that serve one model could not agree in time on how transfers ended.
+    """Processes that serve one model could not agree in time on transfer outcomes.
 
-    The run is over: the processes would go on with different host tiers.
+    The run must end, as the host tiers of the processes would diverge.
 
-    `step` is the step of the transfers or of the plan. `processes` have not sent
-    anything in time: this one if its transfers have not ended, none if the coordination
-    service has failed.
+    `step` is the step of the transfers or of the plan. `processes` are the processes
+    that sent no message in time: this one if its transfers have not ended, none if the
+    coordination service has failed.
     """
 
     def __init__(self, message: str, step: int, processes: tuple[int, ...]):
@@ -48,19 +48,19 @@ class AgreementError(RuntimeError):
 
 
 class KeyValueStore(Protocol):
-    """The methods used of jax's client of its coordination service.
+    """The methods that are used of the client of jax's coordination service.
 
-    It is not public. Checkpointing libraries rely on it, too: jax 0.10.2 to 0.12 agree.
+    Not public, but equal in jax 0.10.2 to 0.12, and used by checkpointing libraries.
     """
 
     def key_value_set(self, key: str, value: str) -> None:
-        """Write a value under a key that is new."""
+        """Write the value of a new key."""
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        """Read all keys that begin with a key and a slash."""
+        """Return all keys below `key/`, with their values."""
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Wait for a key; raise JaxRuntimeError with DEADLINE_EXCEEDED."""
+        """Wait for a key; at the timeout, raise JaxRuntimeError (DEADLINE_EXCEEDED)."""
 
     def key_value_delete(self, key: str) -> None:
         """Delete a key."""
@@ -75,12 +75,12 @@ class _Round:
     text: str  # This process's message.
     texts: dict[int, str] = dataclasses.field(default_factory=dict)  # By process.
     error: Exception | None = None  # Of the store.
-    # Set when all messages are known, or there is an error.
-    is_over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    # Set when all messages have been read, or at an error.
+    has_ended: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
-class _Speaker:
-    """The thread's part. It holds no `Exchange`, so that one can be collected."""
+class _Messenger:
+    """Runs rounds on a thread, without a reference that keeps the `Exchange` alive."""
 
     def __init__(
         self, store: KeyValueStore, process: int, num_processes: int, topic: str
@@ -93,13 +93,13 @@ class _Speaker:
         self._topic = topic
 
     def run(self) -> None:
-        """Run one round after the other, until a None."""
+        """Run the rounds of the queue in order, until a None."""
         while (round_ := self.rounds.get()) is not None:
             try:
                 self._run_round(round_)
-            except Exception as error:  # A caller waits, and raises it.
+            except Exception as error:  # `Exchange.receive` raises it.
                 round_.error = error
-            round_.is_over.set()
+            round_.has_ended.set()
 
     def _run_round(self, round_: _Round) -> None:
         folder = f"{self._topic}/{round_.number}"
@@ -118,11 +118,11 @@ class _Speaker:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-        # A process that has written in this round has read all of the last one, whose
-        # keys are not read again: each process leaves at most two keys.
+        # All processes have written this round, so each has read the whole previous
+        # round, and its keys can be deleted. Each process leaves at most two keys.
         if round_.number:
-            old = f"{self._topic}/{round_.number - 1}/{self._process}"
-            self._store.key_value_delete(old)
+            previous = f"{self._topic}/{round_.number - 1}/{self._process}"
+            self._store.key_value_delete(previous)
 
 
 def _missing(texts: dict[int, str], num_processes: int) -> tuple[int, ...]:
@@ -131,10 +131,10 @@ def _missing(texts: dict[int, str], num_processes: int) -> tuple[int, ...]:
 
 
 class Exchange:
-    """Sends every process the messages of all processes, one round after the other.
+    """Exchanges the messages of all processes, one round after another.
 
-    All processes take the same rounds in the same order; they may begin a round before
-    the last is over. All keys begin with `topic`, which no other exchange may have.
+    All processes must run the same rounds in the same order; a round may begin before
+    the previous one ends. All keys begin with `topic`, which must be unique.
     """
 
     def __init__(
@@ -151,56 +151,56 @@ class Exchange:
         self._num_rounds = 0
         self._open: collections.deque[_Round] = collections.deque()
         self._failure: AgreementError | None = None
-        self._speaker = _Speaker(store, process, num_processes, topic)
-        # A daemon: a call to a store that does not answer must not keep the process.
+        self._messenger = _Messenger(store, process, num_processes, topic)
+        # A daemon, so that the process can exit while the store does not answer.
         self._thread = threading.Thread(
-            target=self._speaker.run, name=f"jaxkv {topic}", daemon=True
+            target=self._messenger.run, name=f"jaxkv {topic}", daemon=True
         )
-        # When this is collected, or at exit before jax closes its client.
-        self.close = weakref.finalize(self, _end, self._speaker, self._thread)
+        # Runs when this object is collected, or at exit before jax closes its client.
+        self.close = weakref.finalize(self, _end, self._messenger, self._thread)
         atexit.register(self.close)
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """The processes not known to have sent a message in the oldest round."""
+        """Processes whose message of the oldest round has not been read."""
         if not self._open:
             return ()
         return _missing(self._open[0].texts, self._num_processes)
 
     def send(self, text: str, step: int) -> None:
-        """Begin a round; never waits."""
+        """Begin a round with this process's message; never wait."""
         self._start()
         round_ = _Round(self._num_rounds, step, text)
         self._num_rounds += 1
         self._open.append(round_)
-        self._speaker.rounds.put(round_)
+        self._messenger.rounds.put(round_)
 
     def receive(self, subject: str, left_s: float = math.inf) -> list[str]:
         """Return the messages of the oldest round not received yet, in process order.
 
-        `subject` completes the errors' "have not said". `left_s` is what a wait before
-        this one has left of `timeout_s`. Raises `AgreementError`.
+        `subject` names their content in errors. `AgreementError` after `timeout_s`, or
+        after the `left_s` that an earlier wait has left of it.
         """
         if self._failure is not None:
             raise self._failure
         self._start()
         round_ = self._open.popleft()
-        # At least some time, as this process's own message has to be written.
+        # Even if no time is left, this process's own message takes time to be written.
         min_s = min(self.timeout_s, _MIN_WAIT_S)
-        round_.is_over.wait(min(max(left_s, min_s), self.timeout_s))
+        round_.has_ended.wait(min(max(left_s, min_s), self.timeout_s))
         missing = _missing(round_.texts, self._num_processes)
         if missing and round_.error is None:
             self._fail(
-                f"processes {list(missing)} have not said {subject} within "
+                f"processes {list(missing)} did not send {subject} within "
                 f"agreement_timeout_s={self.timeout_s:g}: they have stalled, died, or "
-                f"planned other transfers. Process {self.process} cannot go on "
+                f"planned other transfers. Process {self.process} cannot continue "
                 "without them.",
                 round_.step,
                 missing,
             )
         if round_.error is not None:
             self._fail(
-                f"process {self.process} could not ask the others {subject}, for jax's "
+                f"process {self.process} could not receive {subject}, because jax's "
                 f"coordination service has failed: {round_.error}",
                 round_.step,
                 (),
@@ -222,15 +222,15 @@ class Exchange:
         cause: Exception | None = None,
     ) -> None:
         self._failure = AgreementError(message, step, processes)
-        # Do not join the thread, which may wait for an answer that never comes.
-        self._speaker.is_ending.set()
-        self._speaker.rounds.put(None)
+        # Do not join the thread: the store may never answer it.
+        self._messenger.is_ending.set()
+        self._messenger.rounds.put(None)
         raise self._failure from cause
 
 
-def _end(speaker: _Speaker, thread: threading.Thread) -> None:
-    speaker.is_ending.set()
-    speaker.rounds.put(None)
+def _end(messenger: _Messenger, thread: threading.Thread) -> None:
+    messenger.is_ending.set()
+    messenger.rounds.put(None)
     if thread.is_alive() and thread is not threading.current_thread():
         thread.join(_JOIN_S)
 
@@ -238,9 +238,9 @@ def _end(speaker: _Speaker, thread: threading.Thread) -> None:
 def open_exchanges(timeout_s: float, topics: Sequence[str]) -> list[Exchange]:
     """Open an exchange between all processes of this run for each topic.
 
-    The n-th call in one process talks to the n-th in every other.
+    The n-th call in each process opens the same exchanges.
     """
-    # jax has no public name for it: see `KeyValueStore`.
+    # jax has no public name for the client: see `KeyValueStore`.
     from jax._src import distributed
 
     client = distributed.global_state.client

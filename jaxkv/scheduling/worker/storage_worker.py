@@ -26,27 +26,27 @@ from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.workers import Workers
 from jaxkv.types import BlockKey
 
-_PAUSE_S = 1e-3  # Between two looks of `wait`.
+_PAUSE_S = 1e-3  # Between polls of the store in blocking calls.
 _MIN_QUEUE_BYTES = 256 << 20
 _MAX_KEPT_BYTES = 64 << 20
-_BYTES_PER_CALL = 1 << 20  # Copied before the store is called to write them.
-_KEYS_PER_REPORT = 2048  # Of a listing: the index takes about 1 us for each.
-_ABSENT_S = 0.5  # For so long a missing or refused block is not requested again.
-# No probe is sent while this many are past their deadlines without an answer.
+_BYTES_PER_CALL = 1 << 20  # Copied before one call that writes them to the store.
+_KEYS_PER_REPORT = 2048  # Of a listing; the scheduler's index takes 1 us per key.
+_ABSENT_S = 0.5  # A missing or refused block is not probed for again for this long.
+# No probe is sent while this many runs have been reported without an answer.
 _MAX_UNANSWERED = 16
-# Blocks that another engine may still be writing are read again after this pause, which
-# doubles while none of them comes.
+# Blocks that another engine may still be writing are read again after a pause, which
+# doubles from the minimum to the maximum until one of them arrives.
 _MIN_RETRY_S, _MAX_RETRY_S = 0.005, 0.08
-_RELIST_S = 60.0  # After it a failed listing is retried if the store is listed once.
+_RELIST_S = 60.0  # Until a failed listing is retried if the store is listed only once.
 _NO_REPORT = TierReport()
 
 
 @dataclasses.dataclass(eq=False)
 class _Task:
-    """Calls of the store that belong together."""
+    """The store calls of a fetch, a write or a probe."""
 
-    deadline_s: float  # When it is abandoned.
-    # By ticket, of the calls without an answer: the index of the block, or of the run.
+    deadline_s: float
+    # By ticket of each unanswered call: the index of its block, or its run in a probe.
     tickets: dict[int, int]
 
 
@@ -55,12 +55,12 @@ class _Fetch(_Task):
     """Blocks in flight to the host."""
 
     batch: TierBatch
-    await_until_s: float  # Until when the next missing block may appear.
-    payloads: dict[int, NDArray[np.uint8]]  # By index, of each block that was read.
-    missing: list[int]  # Blocks that may appear.
-    retry_s: float = 0.0  # When these are read again.
-    pause_s: float = _MIN_RETRY_S  # Before the last retry.
-    # Writes the bytes to the host's memory; None until all reads have ended.
+    await_until_s: float  # When to stop waiting for blocks that the store lacks.
+    payloads: dict[int, NDArray[np.uint8]]  # Bytes of the blocks read, by index.
+    missing: list[int]  # Indices of blocks that another engine may still write.
+    retry_s: float = 0.0  # When these blocks are read again.
+    pause_s: float = _MIN_RETRY_S  # The pause before the next retry.
+    # The write to the host's memory; None until all reads have ended.
     write: HostWrite | JointWrite | None = None
 
 
@@ -69,20 +69,20 @@ class _Write(_Task):
     """Blocks in flight to the store."""
 
     batch: TierBatch
-    oks: list[bool]  # Which blocks the store has.
-    # Of its blocks, or None without room; the copying thread appends them.
-    sent: list[int | None]
-    is_copied: bool = False  # Whether `tickets` has them.
+    oks: list[bool]  # Whether each block has been written.
+    # The ticket of each block, None if the queue was full. The copying thread appends.
+    block_tickets: list[int | None]
+    is_copied: bool = False  # Whether `block_tickets` is complete and in `tickets`.
 
 
 @dataclasses.dataclass(eq=False)
 class _Probe(_Task):
-    """A question to the store: how much of each run of keys it has."""
+    """A query of the store: how many leading blocks of each run of keys it has."""
 
     request: TierProbe
-    sent: list[Sequence[BlockKey]]  # The keys of each run that the store is asked for.
-    nums_found: list[int]  # Blocks that each run begins with.
-    has_failed: bool = False  # The store has failed, or has too much to answer.
+    sent: list[Sequence[BlockKey]]  # The leading keys of each run that were sent.
+    nums_found: list[int]  # Leading blocks of each run that the store has.
+    has_failed: bool = False  # The store has failed, or owes too many answers.
 
     @property
     def outcome(self) -> str:
@@ -109,13 +109,13 @@ def open_storage(
 ) -> StorageWorker:
     """Open a store for the host blocks of an engine.
 
-    `url` is checked by `jaxkv.transfer.storage.open_store`. `namespace` determines the
-    bytes of all blocks, as `Namespace` does: blocks of others are neither listed nor
-    found. `secret` seals objects against others who may write to the store. This worker
-    has part `shard` of each block. The queues have room for `max_blocks` in each
-    direction, as many as `OffloadRules.max_storage_blocks`. `StorageWorker` explains
-    the times; a store that cannot be listed never is. ValueError if an argument is
-    wrong, ImportError if an extra is missing, StoreError if the store cannot be used.
+    `url` is checked by `jaxkv.transfer.storage.open_store`. `namespace` identifies
+    what determines a block's bytes, like `Namespace`: blocks of other namespaces are
+    neither listed nor read. `secret` protects objects against others who can write to
+    the store. This worker moves `shard` of each block. The queues have room for
+    `max_blocks` per direction, as in `OffloadRules.max_storage_blocks`. `StorageWorker`
+    explains the times; a store that cannot list is never listed. ValueError if an
+    argument is wrong, ImportError if an extra is missing, StoreError if it fails.
     """
     objects = ObjectFormat(
         namespace,
@@ -125,7 +125,7 @@ def open_storage(
         num_shards=num_shards,
         secret=secret,
     )
-    # The queues must accept everything that the scheduler may request at a time.
+    # The queues must hold everything that the scheduler may have in flight.
     num_bytes = max(_MIN_QUEUE_BYTES, max_blocks * objects.object_bytes)
     storage_io = StorageIO(
         open_store(url),
@@ -148,16 +148,17 @@ class StorageWorker:
     """Moves the blocks that `OffloadScheduler` plans, and lists the store.
 
     A probe is reported when the store has answered, or at its deadline with the blocks
-    known by then. A later answer is reported as listings are, unless there are several
-    processes: each asks for its own shard.
+    found by then. Blocks in a later answer are reported like listed blocks, except with
+    several processes, because each probes only for its own shard.
 
-    Only `wait` and `end_fetches` block. The worker is used on the engine's thread; a
-    thread of its own copies bytes, and the threads of the `StorageIO` move them.
+    Only `wait` and `end_fetches` block. The worker is used on the engine's thread. One
+    thread copies between host blocks and buffers; threads of `StorageIO` do the I/O.
 
-    A fetch or a write is abandoned after `deadline_s`; blocks of a fetch are then
-    computed. A fetch waits for `await_s` for the next block that another engine writes.
-    The store is listed again `list_every_s` after a listing, to find what others have
-    written; None lists it once, 0 never. `storage_io` has the same `clock`.
+    A fetch or a write is abandoned after `deadline_s`; the blocks that a fetch lacks
+    are recomputed. A fetch waits up to `await_s` for each next block that another
+    engine is writing. A new listing begins `list_every_s` after the previous one ends,
+    to find blocks of other engines; None lists the store once, 0 never. `storage_io`
+    must have the same `clock`.
     """
 
     def __init__(
@@ -178,21 +179,21 @@ class StorageWorker:
             raise ValueError(f"{list_every_s=} must be at least 0, or None.")
         if storage_io.objects.payload_bytes != engine.host_payload_bytes:
             raise ValueError(
-                f"the store's payloads of {storage_io.objects.payload_bytes} bytes "
-                f"must be the engine's host blocks, of {engine.host_payload_bytes}."
+                f"storage_io has payloads of {storage_io.objects.payload_bytes} bytes; "
+                f"they must be host blocks of {engine.host_payload_bytes} bytes."
             )
         host_rows.prepare()
         self.storage_io = storage_io
         self.deadline_s = deadline_s
-        # Whether this worker has listed the store once, if it must, and has reported
-        # all of it. Only the first of several processes lists.
+        # Whether the first listing has ended and its keys are all reported, or no
+        # listing is needed. Only the first of several processes lists.
         self.is_listed = False
-        kinds = "read", "write", "probe"  # Seconds that the store took to answer.
+        kinds = "read", "write", "probe"
+        # By kind of call: seconds until the store answered.
         self.latencies = {kind: Histogram(DELAY_BUCKETS) for kind in kinds}
-        # Counts by outcome: "found" if the store has any of the blocks.
+        # Probes by outcome: "found" if the store has any of the blocks.
         self.num_probes = dict.fromkeys(("failed", "found", "late", "missing"), 0)
-        # How many blocks the store may hold by this engine's settings; None for no
-        # bound. Set it before the first `advance`.
+        # Max blocks in the store by this engine's settings. Set before first `advance`.
         self.bound: Bound | None = None
         self._engine, self._clock = engine, clock
         self._await_s, self._list_every_s = await_s, list_every_s
@@ -200,25 +201,26 @@ class StorageWorker:
         self._buffers = Buffers(_MAX_KEPT_BYTES)
         # Writes whose bytes are copied; the copying thread appends.
         self._copied: deque[_Write] = deque()
+        # By event: tasks that are not reported yet, the oldest first.
         self._fetches: dict[int, _Fetch] = {}
-        self._writes: dict[int, _Write] = {}  # The oldest first.
-        self._probes: dict[int, _Probe] = {}  # Not reported.
+        self._writes: dict[int, _Write] = {}
+        self._probes: dict[int, _Probe] = {}
         self._num_unanswered = 0  # Runs of probes that were reported without an answer.
         self._task_of: dict[int, _Task] = {}  # By ticket.
-        # A write may complete before its ticket is known here.
+        # By ticket: calls of a write that completed before `_add_write`.
         self._early: dict[int, Completion] = {}
-        # By field of a report: what has ended since the last one.
+        # By field of a report: moves that have ended since the last report.
         self._ended: defaultdict[str, list[tuple[int, tuple[bool, ...]]]]
         self._ended = defaultdict(list)
-        self._num_full = 0  # Writes that found no room, until they are reported.
-        # Until when blocks are not requested again; the oldest answer first.
+        self._num_full = 0  # Writes since the last report that found the store full.
+        # Blocks not to probe for, and until when; the earliest time first.
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
-        self._listed_keys: list[BlockKey] = []
-        # Reported after the keys that the listing has found.
+        self._listed_keys: list[BlockKey] = []  # Not reported yet.
+        # The end of a listing, which is reported after all of its keys.
         self._listed: bool | None = None
         self._bound: tuple[int, int] | None = None
         self._deleted_keys: list[BlockKey] = []
-        # The shards listed so far of blocks that are incomplete.
+        # The shards listed so far of blocks that still lack a shard.
         self._shards: dict[BlockKey, set[int]] = {}
         self._lists = storage_io.objects.shard == 0
         self._next_list_s = -math.inf
@@ -233,12 +235,12 @@ class StorageWorker:
 
     @property
     def num_in_flight(self) -> int:
-        """Fetches, writes and probes that were started and have not ended."""
+        """Fetches, writes and probes in flight."""
         return len(self._fetches) + len(self._writes) + len(self._probes)
 
     @property
     def shards(self) -> tuple[int, int]:
-        """The shard of each block that this worker has, and the number of shards."""
+        """The shard of each block that this worker moves, and the number of shards."""
         return self.storage_io.objects.shard, self.storage_io.objects.num_shards
 
     @property
@@ -256,7 +258,7 @@ class StorageWorker:
         return num_bytes // self.object_bytes
 
     def start(self, moves: TierMoves | None) -> None:
-        """Start a step's moves; returns at once."""
+        """Start a step's moves; return at once."""
         if moves is not None:
             now_s = self._clock()
             for batch in moves.fetches:
@@ -279,7 +281,7 @@ class StorageWorker:
         self.advance()
 
     def advance(self) -> None:
-        """Advance everything in flight; returns at once."""
+        """Advance everything in flight; return at once."""
         for done in self.storage_io.poll():
             self._complete(done)
         for fetch in list(self._fetches.values()):
@@ -303,7 +305,7 @@ class StorageWorker:
     ) -> tuple[TierReport, ...]:
         """Return the moves that have ended since the last call, and listed keys.
 
-        A listing waits until its keys, `max_found_keys` at a time, are taken.
+        At most `max_found_keys` keys are returned; the rest waits for later calls.
         """
         keys, deleted = self._listed_keys, self._deleted_keys
         room = max(max_found_keys - len(keys), 0)
@@ -333,47 +335,44 @@ class StorageWorker:
         """Whether a listing is in progress or will begin."""
         return self._is_listing or self._next_list_s < math.inf
 
-    def note_late(self) -> None:
-        """Report that a caller no longer waits for the listing."""
+    def abandon_listing(self) -> None:
+        """Report the listing as failed, because the caller no longer waits for it."""
         if self._lists and self._listed is None:
             self._listed = False
 
     def wait(self) -> None:
         """Wait until all fetches, writes and probes have ended or are late."""
-        # By real time, whatever the worker's clock is.
+        # Real time, because the worker's clock may be a simulated one.
         end_s = time.monotonic() + self.deadline_s
         while self.num_in_flight:
             self.advance()
             if self.num_in_flight:
                 time.sleep(_PAUSE_S)
                 if time.monotonic() > end_s:
-                    # Abandon what the store owes; copies in memory are waited for.
-                    self._give_up_reads()
+                    # Abandon unanswered store calls, but finish copies in memory.
+                    self._abandon_reads()
                     for task in (*self._writes.values(), *self._probes.values()):
                         task.deadline_s = -math.inf
 
     def end_fetches(self) -> None:
-        """Abandon all fetches, and wait for copies to host blocks, not for the store.
-
-        The fetches are reported with the blocks that have arrived.
-        """
-        self._give_up_reads()
+        """End all fetches with the blocks read so far; wait only for their copies."""
+        self._abandon_reads()
         while self._fetches:
             self.advance()
             if self._fetches:
                 time.sleep(_PAUSE_S)
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Release the store and the threads; wait so long for writes and deletes."""
+        """Release the store and the threads; wait up to this for writes and deletes."""
         _close(self._copies, self.storage_io, timeout_s)
         self._observe()
 
     @property
     def closer(self) -> Callable[[], None]:
-        """A `close` without a reference to the worker or the engine."""
+        """`close` as a callable that does not keep the worker or the engine alive."""
         return functools.partial(_close, self._copies, self.storage_io)
 
-    def _give_up_reads(self) -> None:
+    def _abandon_reads(self) -> None:
         for fetch in self._fetches.values():
             self._cancel(fetch)
             fetch.missing.clear()
@@ -381,7 +380,7 @@ class StorageWorker:
     def _add(
         self, task: _Task, indices: Iterable[int], tickets: Iterable[int | None]
     ) -> None:
-        """Add the calls of a task; the ticket is None where a queue had no room."""
+        """Add the calls of a task; a ticket is None if the queue was full."""
         for index, ticket in zip(indices, tickets, strict=False):
             if ticket is not None:
                 task.tickets[ticket] = index
@@ -399,7 +398,7 @@ class StorageWorker:
         self._add(fetch, indices, tickets)
 
     def _retry_missing(self, fetch: _Fetch) -> None:
-        """Read missing blocks again if it is time, or stop waiting for them."""
+        """Read missing blocks again when their pause has ended, or give up on them."""
         now_s = self._clock()
         if now_s < fetch.retry_s:
             return
@@ -415,7 +414,7 @@ class StorageWorker:
             fetch.missing.append(index)
             return
         if done.outcome == "refused":
-            # Until it is deleted, a probe would find the block, to be read again.
+            # A probe would find the damaged block until it is deleted.
             self._add_absent(done.key)
         if done.payload is not None:
             fetch.payloads[index] = np.frombuffer(done.payload, np.uint8)
@@ -430,7 +429,7 @@ class StorageWorker:
         self._writes[batch.event] = write
 
         def end(copying: Future[None]) -> None:
-            """Release the blocks; what was not copied is not written."""
+            """Release the host blocks, after the copy has ended or failed."""
             error = copying.exception()
             if error is not None:
                 self.storage_io.note_failure("write", error)
@@ -440,9 +439,9 @@ class StorageWorker:
         self._copies.submit(self._copy, write, held).add_done_callback(end)
 
     def _start_probe(self, probe: TierProbe) -> None:
-        """Send the keys that are not known to be absent to the store."""
+        """Send the leading keys that are not known to be absent to the store."""
         now_s = self._clock()
-        sent, nums_found = list(map(self._unknown, probe.runs)), [0] * len(probe.runs)
+        sent, nums_found = list(map(self._cut_run, probe.runs)), [0] * len(probe.runs)
         started = _Probe(now_s + probe.wait_s, {}, probe, sent, nums_found)
         self._probes[probe.event] = started
         if self._num_unanswered >= _MAX_UNANSWERED:
@@ -453,7 +452,7 @@ class StorageWorker:
         tickets = self.storage_io.submit_probes(runs, now_s + self.deadline_s)
         self._add(started, indices, tickets)
 
-    def _unknown(self, run: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    def _cut_run(self, run: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """Cut a run before its first key that is known to be absent."""
         if self._absent:
             now_s = self._clock()
@@ -472,7 +471,7 @@ class StorageWorker:
         is_reported = probe.request.event not in self._probes
         self._num_unanswered -= is_reported
         if is_reported and self._lists and self.shards[1] == 1:
-            self._listed_keys += run[:num]  # For the next request.
+            self._listed_keys += run[:num]  # Too late for this request, not for others.
 
     def _add_absent(self, key: BlockKey) -> None:
         now_s = self._clock()
@@ -482,7 +481,7 @@ class StorageWorker:
         self._absent.move_to_end(key)
 
     def _end_probes(self) -> None:
-        """Report the probes that are answered or past their deadlines."""
+        """Report the probes that are answered or past their deadline."""
         now_s = self._clock()
         for probe in list(self._probes.values()):
             if probe.tickets and now_s < probe.deadline_s:
@@ -490,9 +489,9 @@ class StorageWorker:
             for ticket, index in probe.tickets.items():
                 probe.nums_found[index] = self.storage_io.num_found_so_far(ticket)
             oks = [
-                at < num
+                index < num
                 for run, num in zip(probe.request.runs, probe.nums_found, strict=True)
-                for at in range(len(run))
+                for index in range(len(run))
             ]
             self.num_probes[probe.outcome] += 1
             self._num_unanswered += len(probe.tickets)
@@ -500,7 +499,7 @@ class StorageWorker:
             self._ended["probed"].append((probe.request.event, tuple(oks)))
 
     def _copy(self, write: _Write, held: HostRead | JointRead) -> None:
-        """Copy blocks and submit them to the store, on the copying thread."""
+        """On the copying thread: copy blocks out and submit them to the store."""
         copied: list[tuple[BlockKey, list[memoryview]]] = []
         for index, key in enumerate(write.batch.keys):
             payload = self._buffers.take(self._engine.host_payload_bytes)
@@ -508,11 +507,11 @@ class StorageWorker:
             copied.append((key, [payload]))
             num_bytes = len(copied) * self._engine.host_payload_bytes
             if num_bytes >= _BYTES_PER_CALL or index + 1 == held.num_blocks:
-                write.sent += self.storage_io.submit_writes(copied)
+                write.block_tickets += self.storage_io.submit_writes(copied)
                 copied = []
 
     def _run_copy(self, copy: Callable[[], None]) -> None:
-        """Copy bytes to the host on the copying thread; StoreError without a thread."""
+        """Run a copy to host blocks on the copying thread; StoreError without one."""
         copying = self._copies.submit(copy)
         if copying.done():
             copying.result()
@@ -534,7 +533,7 @@ class StorageWorker:
                 self._end_write(task)
 
     def _finish_fetch(self, fetch: _Fetch) -> None:
-        """Write what was read to the host's memory, and then report it."""
+        """Write the blocks that were read to the host's memory, then report them."""
         batch, indices = fetch.batch, sorted(fetch.payloads)
         if fetch.write is None and indices:
             fetch.write = self._engine.write_host(
@@ -553,7 +552,7 @@ class StorageWorker:
     def _add_write(self, write: _Write) -> None:
         """Add the calls of a write whose bytes are copied."""
         write.is_copied = True
-        self._add(write, itertools.count(), write.sent)
+        self._add(write, itertools.count(), write.block_tickets)
         if not write.tickets:
             self._end_write(write)
         for ticket in list(write.tickets):
@@ -561,7 +560,7 @@ class StorageWorker:
                 self._complete(self._early.pop(ticket))
 
     def _abandon_late_writes(self) -> None:
-        """Report late writes; the oldest are copied first, and late first."""
+        """Abandon and report late writes; the oldest is always late first."""
         now_s = self._clock()
         while self._writes:
             write = next(iter(self._writes.values()))
@@ -575,14 +574,14 @@ class StorageWorker:
         self._ended["written"].append((write.batch.event, tuple(write.oks)))
 
     def _observe(self) -> None:
-        """Record the store's latencies, and log whether it fails."""
+        """Record the store's latencies; log if it has failed or recovered."""
         for kind, latencies in self.storage_io.take_latencies().items():
             for latency_s in latencies:
                 self.latencies[kind].add(latency_s)
         self.storage_io.log_health()
 
     def _list(self) -> None:
-        """Begin a listing when it is time, and collect its keys."""
+        """Begin a listing if it is due, and collect the keys listed so far."""
         if not self._is_listing:
             if self._clock() < self._next_list_s:
                 return

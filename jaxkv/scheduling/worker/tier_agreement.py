@@ -1,4 +1,4 @@
-"""Agreement between the processes that serve one model on blocks below the host."""
+"""Agreement between the processes that serve one model on moves below the host."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from jaxkv.scheduling.protocol import TierReport
 from jaxkv.scheduling.worker.exchange import Exchange
 from jaxkv.types import KEY_BYTES, BlockKey
 
-# Keys of a listing per step and tier: all of them pass jax's coordination service.
+# Max listed keys per step and tier: jax's coordination service must pass them all on.
 KEYS_PER_STEP = 1024
-# The fields of a report that name moves which have ended.
+# The fields of a report with the outcomes of ended moves.
 _KINDS = "fetched", "written", "probed"
 
 
 class TierAgreement:
-    """Makes a fetch, a write or a probe end in all processes in the same step.
+    """Makes each fetch, write and probe end in the same step in all processes.
 
-    In each step every process sends what has ended there since the last; some steps
-    later all processes receive it. A block has arrived, or is present, if it has in all
-    processes. One process alone lists the store and sends what it finds.
+    In each step every process sends its moves that ended since the previous step; all
+    processes receive them in the same later step. A move succeeds for a block only if
+    it did in all processes. Only one process lists the store; it sends the keys.
     """
 
     def __init__(self, exchange: Exchange, num_processes: int) -> None:
         self._exchange = exchange
         self._num_processes = num_processes
         self._steps: collections.deque[int] = collections.deque()
-        # The outcomes of each move in the processes that have reported it.
-        self._open: dict[tuple[int, str, int], list[str]] = {}
+        # By tier, kind and event of a move: the outcome in each process that sent one.
+        self._outcomes: dict[tuple[int, str, int], list[str]] = {}
 
     def send(self, reports: Sequence[TierReport], step: int) -> None:
-        """Send what has ended here, with `KEYS_PER_STEP` keys at most; never waits."""
+        """Send this process's reports of a step; never wait."""
         rows = []
         for report in reports:
             ended = [
@@ -53,17 +53,17 @@ class TierAgreement:
         self._steps.append(step)
 
     def receive(self, last: int) -> tuple[TierReport, ...]:
-        """Wait for all reports up to a step; return the moves that ended everywhere."""
+        """Wait for reports up to step `last`; return moves that all have reported."""
         merged: dict[int, TierReport] = {}
         while self._steps and self._steps[0] <= last:
             step = self._steps.popleft()
-            subject = f"what tiers below the host have sent and got by step {step}"
+            subject = f"the moves below the host that ended by step {step}"
             for text in self._exchange.receive(subject):
                 rows = json.loads(text)
                 for tier, ended, keys, deleted, listed, bound, num_full in rows:
                     report = merged.get(tier, TierReport(tier=tier))
                     for kind, event, oks in ended:
-                        outcome = self._count((tier, kind, event), oks)
+                        outcome = self._join((tier, kind, event), oks)
                         if outcome is not None:
                             outcomes: Any = *getattr(report, kind), (event, outcome)
                             report = dataclasses.replace(report, **{kind: outcomes})
@@ -78,13 +78,13 @@ class TierAgreement:
         reports = (merged[tier] for tier in sorted(merged))
         return tuple(r for r in reports if r != TierReport(tier=r.tier))
 
-    def _count(self, name: tuple[int, str, int], oks: str) -> tuple[bool, ...] | None:
-        """Add a process's outcome; return the joint one after the last process."""
-        outcomes = self._open.setdefault(name, [])
+    def _join(self, move: tuple[int, str, int], oks: str) -> tuple[bool, ...] | None:
+        """Add a process's outcome; with the last one, return each block's outcome."""
+        outcomes = self._outcomes.setdefault(move, [])
         outcomes.append(oks)
         if len(outcomes) < self._num_processes:
             return None
-        del self._open[name]
+        del self._outcomes[move]
         return tuple("0" not in column for column in zip(*outcomes, strict=True))
 
 

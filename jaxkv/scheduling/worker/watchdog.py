@@ -1,4 +1,4 @@
-"""Ends a process whose thread is stuck where no exception reaches it."""
+"""Ends a process whose thread is stuck in a call that no exception can interrupt."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-# Less would end a process that compiles a program for its first transfer.
+# A shorter limit would end a process that compiles a program for its first transfer.
 _MIN_LIMIT_S = 30.0
 _MARGIN_S = 5.0
 
 
 class _Watch:
-    """The call that the thread watches, apart from the `Watchdog`, so that is freed."""
+    """The watched call. The thread has no reference to the `Watchdog` itself."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None
@@ -27,10 +27,10 @@ class _Watch:
 
 
 def end_process(message: str) -> NoReturn:
-    """Write the message and the stack of each thread, and end the process at once.
+    """Print the message and the stack of each thread, and end the process at once.
 
-    jax does the same when its coordination service fails: exit handlers would also wait
-    for the devices.
+    No exit handler runs, because it could wait for the devices. jax ends the process
+    the same way when its coordination service fails.
     """
     out = sys.__stderr__
     if out is not None:
@@ -43,10 +43,10 @@ def end_process(message: str) -> NoReturn:
 class Watchdog:
     """Ends the process if a call takes too long.
 
-    A call into jax's runtime may block indefinitely once the devices wait for a process
-    that has stalled, because a queue of programs is bounded. Its thread cannot be
-    interrupted, only ended with its process. A call may take `timeout_s` plus a margin,
-    and at least 30 s. `end` is called with the message and does not return.
+    jax's runtime queues a bounded number of programs. If the devices wait for a process
+    that has stalled, a call into the runtime may block indefinitely, and only the end
+    of the process stops it. A call may take `timeout_s` plus a margin, or 30 s if that
+    is longer. `end` is called with the message and must not return.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watch(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Watch over a call; `describe` makes the message if it does not return.
+        """Limit the time of a `with` block; `describe` makes the message.
 
-        If no thread can be started, this call is not watched; the next one tries again.
+        If no thread can be started, the block has no limit, and the next one retries.
         """
         if not self._is_watching:
             with contextlib.suppress(RuntimeError, MemoryError):
@@ -79,10 +79,10 @@ class Watchdog:
             yield
         finally:
             self._watch.since_s = None
-            self._watch.describe = str  # `describe` may refer to this object's owner.
+            self._watch.describe = str  # Drop the reference to the owner.
 
     def beat(self) -> None:
-        """Restart the time limit: the call has made progress."""
+        """Restart the time limit, because the watched call has made progress."""
         if self._watch.since_s is not None:
             self._watch.since_s = time.monotonic()
 

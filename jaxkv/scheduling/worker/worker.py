@@ -1,4 +1,4 @@
-"""Carries a step's transfers out and reports what completed."""
+"""Runs each step's transfers on the worker and reports the ones that have ended."""
 
 from __future__ import annotations
 
@@ -46,64 +46,63 @@ _RATE_WEIGHT = 0.25
 
 
 class OffloadWorker:
-    """Moves blocks as `OffloadScheduler` plans, on the thread that runs the model.
+    """Runs the transfers that `OffloadScheduler` plans, on the model's thread.
 
     If several processes serve one model, each has a scheduler and a worker, and all
-    schedulers must be given the same inputs in the same step. A transfer may arrive a
-    step earlier in one process: with `report_after_steps` all report it in the same
-    step. It may fail in one process alone: the processes exchange outcomes, and it is
-    reported as failed in all. All of them must then call `start` and `drain` in the
-    same order.
+    schedulers must receive the same inputs in the same step. A transfer may complete a
+    step earlier in one process than in another: with `report_after_steps`, all
+    processes report it in the same step. A transfer may fail in one process only: the
+    processes exchange outcomes, and all report a failure. All processes must call
+    `start` and `drain` in the same order.
 
     Args:
-        engine: The transfer engine of the device pool. Only the worker may use it:
-            transfers that others start on it are not reported.
-        deadline_s: A transfer that takes longer is abandoned and reported as failed.
-            None waits without limit, which one process with `report_after_steps`
-            always does. Several processes wait this long for a transfer that is due.
-        report_after_steps: Report a transfer exactly this many steps after its own; if
-            need be, wait for it. None reports it as soon as it is done, which several
-            processes may not. With 1, several processes wait for one another in each
-            step that follows a transfer; from 2 on they have the last step to agree in.
-        check_plans: Compare the plans of all processes, and what they agreed on, at the
-            start of each step. For debugging: the processes wait for one another.
-        agreement_timeout_s: How long several processes wait for one another, and for
-            transfers that are due, before they end the run with `AgreementError`. It
-            must be longer than one process may be behind, such as to compile what the
-            others find compiled; and longer than `deadline_s`, so that a stuck transfer
-            fails and does not end the run. One process alone ignores it.
-        clock: Seconds since some moment, for `deadline_s`, `load_bytes_per_s` and the
-            wait for transfers that are due.
-        storage: Moves blocks between the host and a store, on the same engine; None for
-            no store.
-        movers: For each of the scheduler's `tiers_below`, what moves blocks between it
-            and the tier above it.
-        shares_scheduler: Whether one scheduler plans for all processes and joins their
-            reports, with `OffloadRules.world_size`. They then do not wait for one
-            another. The engine's pool must lie on this process's devices alone.
-        num_shards: Shards of the block axis of the engine's pool. With more than one,
-            the plans must keep each block to its shard, as one `OffloadScheduler` does
-            not.
+        engine: The transfer engine of the device pool. Only this worker may use it: it
+            does not report transfers that others start.
+        deadline_s: Abandon a slower transfer and report it as failed; None waits
+            without limit. For a transfer that is due, several processes wait this long,
+            and one process waits without limit.
+        report_after_steps: A transfer is due exactly this many steps after its own:
+            `start` waits for it if necessary, and it is reported. None reports it as
+            soon as it ends; not for several processes. With 1, several processes wait
+            for one another in the step after a transfer; with 2 or more, they exchange
+            outcomes in the steps between.
+        check_plans: For debugging: at the start of each step, wait for all processes
+            and compare their plans and the outcomes they agreed on.
+        agreement_timeout_s: End the run with `AgreementError` if several processes wait
+            longer for one another, or for transfers that are due. Must exceed the lag
+            of a process that compiles what the others have cached, and `deadline_s`, so
+            that a stuck transfer fails before it ends the run. One process ignores it.
+        clock: Returns seconds, for `deadline_s`, `load_bytes_per_s` and the wait for
+            transfers that are due. Must never go back.
+        storage: Moves blocks between the host and a store, with the same engine; None
+            for no store.
+        movers: One for each of the scheduler's `tiers_below`: moves blocks between that
+            tier and the tier above it.
+        shares_scheduler: Whether one scheduler plans for all processes and merges their
+            reports (`OffloadRules.world_size`). The processes then never wait for one
+            another. The engine's pool must lie on this process's devices only.
+        num_shards: Shards of the block axis of the engine's pool. If not 1, plans must
+            keep each transfer in one shard, which `OffloadScheduler` does not ensure.
 
     Raises:
-        ValueError: If the block axis of the engine's pool has another number of shards,
-            or arguments do not go together.
+        ValueError: If the block axis of the engine's pool does not have `num_shards`,
+            or arguments contradict one another.
 
     Attributes:
-        blocks_stored: Host blocks whose store has arrived.
-        blocks_loaded: Host blocks whose load has arrived.
+        blocks_stored: Host blocks whose store has completed.
+        blocks_loaded: Host blocks whose load has completed.
         bytes_stored: Bytes of these stores.
         bytes_loaded: Bytes of these loads.
-        store_s: Seconds of these stores, from the start to the report. Overlapping
-            stores of several steps each count.
-        load_s: Seconds of these loads, from the start of a step's loads to the report
-            of the last one.
-        store_sizes: Bytes of the stores of each step.
-        load_sizes: Bytes of the loads of each step.
-        load_bytes_per_s: Recent load rate, over all loads of a step from the start to
-            the last report; 0 before the first.
-        storage: The store's mover, or None.
-        plan_digest: With `check_plans`, a digest of all steps so far and of all
+        store_s: Sum over these stores of the seconds from start to report, although
+            stores of several steps may overlap.
+        load_s: Sum over steps of the seconds from the start of a step's loads to the
+            report of the last one.
+        store_sizes: Histogram of the bytes stored per step.
+        load_sizes: Histogram of the bytes loaded per step.
+        load_bytes_per_s: Moving average over steps of the load rate, from the start of
+            a step's loads to the last report; 0 before the first.
+        storage: The mover of the store, or None.
+        plan_digest: With `check_plans`, a digest of all plans so far and of all
             outcomes that the processes agreed on.
     """
 
@@ -129,15 +128,15 @@ class OffloadWorker:
         shards = (0, 1) if storage is None else storage.shards
         if storage is not None and shards != (jax.process_index(), jax.process_count()):
             raise ValueError(
-                f"the store has shard {shards[0]} of {shards[1]}, and this is process "
-                f"{jax.process_index()} of {jax.process_count()}: each process has its "
-                "own shard."
+                f"storage has shard {shards[0]} of {shards[1]}, but this is process "
+                f"{jax.process_index()} of {jax.process_count()}: each process must "
+                "open the shard of its own index."
             )
         if engine.num_shards != num_shards:
             raise ValueError(
-                f"the engine's pool has a block axis of {engine.num_shards} shards "
-                f"({num_shards=}); a scheduler does not know which blocks are on "
-                "which: shard another axis."
+                f"the block axis of the engine's pool has {engine.num_shards} shards, "
+                f"but {num_shards=}; a scheduler does not know which shard holds a "
+                "block: shard another axis."
             )
         if deadline_s is not None and not deadline_s > 0:
             raise ValueError(f"{deadline_s=} must be more than 0, or None.")
@@ -149,8 +148,8 @@ class OffloadWorker:
             )
         if report_after_steps is None and must_agree:
             raise ValueError(
-                f"{jax.process_count()} processes see transfers arrive in different "
-                "steps: give report_after_steps, so that they report them in the same."
+                f"report_after_steps=None is for one process, not {jax.process_count()}"
+                ": a transfer may complete in a different step in each. Pass 1 or more."
             )
         self.blocks_stored = self.blocks_loaded = 0
         self.bytes_stored = self.bytes_loaded = 0
@@ -178,27 +177,28 @@ class OffloadWorker:
         self._check_plans = check_plans
         self._clock = clock
         self._step = 0
-        self._pending: dict[Ticket, Transfer] = {}  # In the order of their start.
-        # Ended and not reported, if one process reports alone.
+        # Transfers not reported yet, in the order of their start.
+        self._pending: dict[Ticket, Transfer] = {}
+        # The pending transfers that have ended. Empty if processes must agree.
         self._ended: dict[Ticket, Transfer] = {}
         self._num_pending = {"save": 0, "load": 0}
-        # Agreed on by several processes, and not reported.
+        # Outcomes that the processes have agreed on and this one has not reported.
         self._agreed: list[Transfer] = []
         self._agreed_below: list[TierReport] = []
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers that were started and not reported."""
+        """Transfers that have started and are not reported yet."""
         return len(self._pending)
 
     @property
     def num_in_flight_by_direction(self) -> dict[str, int]:
-        """The numbers of stores and of loads in flight; any thread may read them."""
+        """Stores and loads in flight, counted apart; any thread may read this."""
         return {"store": self._num_pending["save"], "load": self._num_pending["load"]}
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes that were issued and are not known to have arrived."""
+        """Bytes of copies that were issued and are not known to have completed."""
         return self._engine.bytes_in_flight
 
     @property
@@ -210,42 +210,43 @@ class OffloadWorker:
     def tier_bytes_per_s(self) -> tuple[float, ...]:
         """Read rate of each tier below the host, the nearest first; 0 if unknown.
 
-        A tier's mover has it as `read_bytes_per_s`, or not at all.
+        The rate is the optional attribute `read_bytes_per_s` of the tier's mover.
         """
         return tuple(getattr(mover, "read_bytes_per_s", 0.0) for mover in self._movers)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory set aside in this process."""
+        """Bytes of host memory that the engine has allocated in this process."""
         return self._engine.host_bytes
 
     def start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
-        """Start the transfers of a step; returns before they are done.
+        """Start the transfers of a step; return before they complete.
 
-        Call it before the step's model runs: the stores read what earlier steps wrote,
-        the copies are complete when it runs, and the loads write blocks that it may not
-        read yet.
+        Call it before the step's model runs. The stores read blocks that earlier steps
+        wrote, the copies are complete when the model runs, and the model must not read
+        the blocks that the loads write until the loads are reported.
 
         Args:
-            meta: The transfers.
-            pool: The device pool. Donated if there are loads or copies.
+            meta: The plan of the step.
+            pool: The device pool. Donated if the plan has loads or copies.
 
         Returns:
             The pool to run the model on.
 
         Raises:
-            TypeError: If `meta` is not a plan. Then nothing is started.
-            ValueError: If a part of it cannot be started. Then nothing is started.
-            RuntimeError: If the last step was not started, or its loads not taken.
-            PlanMismatchError: If another process has another plan: with `check_plans`
-                before any of it is started, else when a transfer is due.
+            TypeError: If `meta` is not a plan. Nothing is started.
+            ValueError: If any transfer of the plan is invalid. Nothing is started.
+            RuntimeError: If `take_step_loads` or `step_started` was not called in the
+                previous step.
+            PlanMismatchError: If another process has another plan. `check_plans` finds
+                it before any transfer starts, else it is found when a transfer is due.
             AgreementError: If this process waits longer than `agreement_timeout_s` for
                 another one, or for a transfer that is due.
         """
         if self._engine.has_step_loads:
             raise RuntimeError(
                 "the loads of the last step were not taken: with load_in_step, call "
-                "take_step_loads() after start(), and step_started()."
+                "take_step_loads() after start(), then step_started()."
             )
         if not isinstance(meta, OffloadMetadata):
             raise TypeError(
@@ -262,14 +263,14 @@ class OffloadWorker:
                 return self._start(meta, pool)
         except (TypeError, ValueError):
             if self._agreement is None:
-                self._step -= 1  # It was refused.
+                self._step -= 1  # The plan was refused.
             raise
 
     def start_nothing(self) -> bool:
-        """Start a step with the plan `NO_MOVES`, if it needs no pool.
+        """Start a step whose plan is `NO_MOVES` without the pool, if that is possible.
 
         Returns:
-            Whether it was started; if not, call `start`.
+            Whether the step was started; if not, call `start`.
         """
         needs_pool = self._movers or self._agreement is not None or self._check_plans
         if needs_pool or self._engine.num_in_flight:
@@ -278,10 +279,10 @@ class OffloadWorker:
         return True
 
     def _check_moves(self, meta: OffloadMetadata, pool: PyTree) -> None:
-        """Refuse a plan before any of it is started if a part of it cannot be."""
+        """Refuse a plan with an invalid transfer before any transfer starts."""
         check_plan(meta)
         engine, rows = self._engine, self._engine.blocks_per_host_block
-        # The engine itself refuses the first call if nothing is done before it.
+        # The engine's own check suffices for the first call if nothing precedes it.
         is_shared = self._agreement is not None or self._check_plans
         is_first = not (self._num_pending["load"] or is_shared)
         if meta.store_event != NO_EVENT:
@@ -296,7 +297,7 @@ class OffloadWorker:
             is_first = False
         if meta.load_event != NO_EVENT and not is_first:
             device_blocks = _rows(meta.load_device_blocks, rows)
-            _, sizes = _each_load(meta)
+            _, sizes = _split_loads(meta)
             engine.check_load(pool, meta.load_host_blocks, device_blocks, sizes)
 
     def _start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
@@ -304,7 +305,7 @@ class OffloadWorker:
             self.plan_digest = meta.digest(self.plan_digest)
             if self._plans is not None:
                 self._plans.send(self.plan_digest.hex(), self._step)
-                plans = self._plans.receive(f"what they plan in step {self._step}")
+                plans = self._plans.receive(f"the plan of step {self._step}")
                 check_same_plans(self._step, "planned", plans, self._plans.process)
         if self._agreement is not None:
             pool = self._settle(pool, self._agreement, self._last_due, meta.need_flush)
@@ -321,7 +322,7 @@ class OffloadWorker:
         if meta.copy_from_blocks:
             pool = self._engine.copy(pool, meta.copy_from_blocks, meta.copy_to_blocks)
         if meta.load_event != NO_EVENT:
-            names, sizes = _each_load(meta)
+            names, sizes = _split_loads(meta)
             pool, tickets = self._engine.load_each(
                 pool,
                 meta.load_host_blocks,
@@ -340,15 +341,15 @@ class OffloadWorker:
     def take_step_loads(
         self, pool: PyTree, num_extents: int
     ) -> tuple[PyTree, StepLoads]:
-        """Return the loads of this step, for its program to write.
+        """Return this step's loads, which the step's program writes into the pool.
 
-        With `OffloadRules.load_in_step`, call it after `start`, and then
-        `step_started`: see `TransferEngine.take_step_loads`. A load fails if the
-        program does; it has no deadline.
+        With `OffloadRules.load_in_step`, call it after `start`; call `step_started`
+        when the program has been dispatched (see `TransferEngine.take_step_loads`).
+        These loads have no deadline; they fail if the program fails.
 
         Args:
-            pool: The device pool. Donated, if something is written into it.
-            num_extents: How many extents the program takes; 0 if none.
+            pool: The device pool. Donated if this call itself writes loads into it.
+            num_extents: Maximum extents that the program accepts; 0 for none.
 
         Returns:
             The pool to run the program on, and the loads that it must write.
@@ -356,18 +357,18 @@ class OffloadWorker:
         return self._engine.take_step_loads(pool, num_extents)
 
     def step_started(self, result: jax.Array) -> None:
-        """Record that the program which writes the loads has been started.
+        """Record that the program which writes the loads has been dispatched.
 
         Args:
-            result: An array that it returns, which is not donated afterwards.
+            result: An array that the program returns. Must not be donated afterwards.
         """
         self._engine.step_started(result)
 
     def poll(self) -> ConnectorOutput:
-        """Report the transfers that completed since the last call; never waits."""
+        """Report the transfers that have ended since the last call; never wait."""
         if self._agreement is not None:
             self._agreement.send()
-        # Abandoned transfers are not pending, but may still be copying.
+        # Abandoned transfers are not pending, but the engine may still copy them.
         elif self._pending or self._engine.num_in_flight:
             self._record(self._engine.poll())
         elif not self._movers:
@@ -377,23 +378,23 @@ class OffloadWorker:
         return self._report(self._take_due())
 
     def poll_storage(self, *, is_late: bool = False) -> ConnectorOutput:
-        """Report on the store alone.
+        """Report on the store only.
 
-        Processes that serve one model call it equally often, and wait for one another.
+        Processes that serve one model wait for one another: call it equally often.
 
         Args:
-            is_late: Report that the listing of the store takes too long. The first
-                process alone decides.
+            is_late: Whether to end the wait for the store's listing. Only the first
+                process's value counts.
 
         Raises:
-            RuntimeError: There is no store.
-            AgreementError: See `start`.
+            RuntimeError: If there is no store.
+            AgreementError: If another process does not answer in time.
         """
         if self.storage is None:
-            raise RuntimeError("this worker has no storage to wait for.")
+            raise RuntimeError("this worker has no storage to poll.")
         self.storage.advance()
         if is_late or not self.storage.is_listing_due:
-            self.storage.note_late()
+            self.storage.abandon_listing()
         with self._watch("the store"):
             self._settle_below(self._step)
         return ConnectorOutput(below=self._take_below())
@@ -401,13 +402,13 @@ class OffloadWorker:
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
         """Wait for all transfers and report them.
 
-        Transfers to and from tiers below the host are waited for until their deadlines.
+        Transfers to and from tiers below the host are abandoned at their deadlines.
 
         Args:
             pool: The device pool. Donated if there are loads.
 
         Returns:
-            The pool to go on with, and the report.
+            The pool to continue with, and the report.
 
         Raises:
             PlanMismatchError: See `start`.
@@ -424,7 +425,7 @@ class OffloadWorker:
         return pool, self._report(self._take_due(is_last=True))
 
     def abandon(self) -> ConnectorOutput:
-        """Abandon all transfers and report them as failed, as if the pool is lost."""
+        """Abandon all transfers and report them as failed, such as for a lost pool."""
         transfers = list(self._pending.values())
         for transfer in transfers:
             if not transfer.has_ended:
@@ -459,7 +460,7 @@ class OffloadWorker:
                 self._agreement.begin(transfer)
 
     def _record(self, completions: Iterable[Completion]) -> None:
-        """Record completions of this worker's transfers until they are due."""
+        """Keep the completions of this worker's transfers until they are due."""
         for done in completions:
             transfer = self._pending.get(done.ticket)
             if transfer is not None:
@@ -467,7 +468,7 @@ class OffloadWorker:
                 self._ended[done.ticket] = transfer
 
     def _is_due(self) -> bool:
-        """Whether a transfer is due that has not ended."""
+        """Whether any transfer is due but has not ended."""
         if self._report_after_steps is None:
             return False
         self._record(self._engine.poll())
@@ -485,7 +486,7 @@ class OffloadWorker:
     def _settle(
         self, pool: PyTree, agreement: Agreement, last: int, wait_for_all: bool
     ) -> PyTree:
-        """Agree with the other processes on the transfers up to a step."""
+        """Agree with the other processes on the outcomes of steps up to `last`."""
         pool, agreed = agreement.settle(pool, last, wait_for_all=wait_for_all)
         self._agreed += agreed
         self._extend_digest([(move.name, move.done is not None) for move in agreed])
@@ -494,11 +495,11 @@ class OffloadWorker:
     def _extend_digest(self, agreed: Sequence[object]) -> None:
         """Add the outcomes that the processes agreed on to `plan_digest`."""
         if self._check_plans and agreed:
-            link = self.plan_digest + repr(agreed).encode("utf-8", "surrogatepass")
-            self.plan_digest = hashlib.sha256(link).digest()
+            data = self.plan_digest + repr(agreed).encode("utf-8", "surrogatepass")
+            self.plan_digest = hashlib.sha256(data).digest()
 
     def _settle_below(self, last: int) -> None:
-        """Agree with the other processes on tiers below the host, up to a step."""
+        """Agree on the reports of tiers below the host, of steps up to `last`."""
         agreement = self._tier_agreement
         if agreement is None:
             return
@@ -508,7 +509,6 @@ class OffloadWorker:
         self._extend_digest(reports)
 
     def _reports_below(self, *max_found_keys: int) -> tuple[TierReport, ...]:
-        """Collect the reports of this process's movers."""
         return tuple(
             dataclasses.replace(report, tier=number)
             for number, mover in enumerate(self._movers)
@@ -516,14 +516,14 @@ class OffloadWorker:
         )
 
     def _take_below(self) -> tuple[TierReport, ...]:
-        """Collect the reports that are due, of tiers below the host."""
+        """Collect the due reports of tiers below the host."""
         if self._tier_agreement is None:
             return self._reports_below()
         agreed, self._agreed_below = self._agreed_below, []
         return tuple(agreed)
 
     def _take_due(self, *, is_last: bool = False) -> list[Transfer]:
-        """Collect the transfers to report; one process alone abandons late ones."""
+        """Collect the transfers to report; without an agreement, abandon late ones."""
         if self._agreement is not None:
             agreed, self._agreed = self._agreed, []
             return agreed
@@ -557,7 +557,7 @@ class OffloadWorker:
                 stores[ok].append(transfer.name)
             else:
                 recving[ok].extend(transfer.name)
-            self._count(transfer.batch, transfer.done, now_s)
+            self._add_stats(transfer.batch, transfer.done, now_s)
         return ConnectorOutput(
             finished_recving=tuple(recving[True]),
             failed_recving=tuple(recving[False]),
@@ -566,8 +566,8 @@ class OffloadWorker:
             below=self._take_below(),
         )
 
-    def _count(self, batch: Batch, done: Completion | None, now_s: float) -> None:
-        """Count a transfer that has ended; None if it has failed."""
+    def _add_stats(self, batch: Batch, done: Completion | None, now_s: float) -> None:
+        """Add a reported transfer of `batch` to the statistics; None if it failed."""
         batch.num_left -= 1
         if done is not None:
             batch.num_bytes += done.num_bytes
@@ -580,7 +580,7 @@ class OffloadWorker:
                 return
             self.blocks_loaded += done.num_blocks
             self.bytes_loaded += done.num_bytes
-        # The loads of a step together: each alone has only a part of the bandwidth.
+        # Time all loads of a step together, because they share the bandwidth.
         if batch.end_s is None or batch.num_left or not batch.num_bytes:
             return
         duration_s = batch.end_s - batch.start_s
@@ -594,8 +594,8 @@ class OffloadWorker:
         self.load_bytes_per_s = rate
 
 
-def _each_load(meta: OffloadMetadata) -> tuple[list[EventName], Sequence[int]]:
-    """List the requests that wait for each load, and how many host blocks it has."""
+def _split_loads(meta: OffloadMetadata) -> tuple[list[EventName], Sequence[int]]:
+    """Return the requests that wait for each load, and each load's host blocks."""
     requests = meta.load_event_to_reqs[meta.load_event]
     if not meta.load_sizes:
         return [requests], [len(meta.load_host_blocks)]
@@ -603,18 +603,18 @@ def _each_load(meta: OffloadMetadata) -> tuple[list[EventName], Sequence[int]]:
         raise ValueError(
             f"the plan has {len(meta.load_sizes)} load_sizes for the "
             f"{len(requests)} requests of load event {meta.load_event}; it must have "
-            "one for each."
+            "one per request."
         )
     return [(request_id,) for request_id in requests], meta.load_sizes
 
 
 def _rows(block_ids: tuple[int, ...], blocks_per_row: int) -> PyTree:
-    """Return device blocks in the engine's layout, a row per host block."""
+    """Arrange device blocks as the engine expects them: one row per host block."""
     if blocks_per_row == 1:
         return block_ids
     if len(block_ids) % blocks_per_row:
         raise ValueError(
-            f"{len(block_ids)} device blocks of a plan must be rows of "
-            f"{blocks_per_row}, one for each host block."
+            f"the plan has {len(block_ids)} device blocks; it must have a multiple of "
+            f"{blocks_per_row}, the device blocks per host block."
         )
     return np.array(block_ids).reshape(-1, blocks_per_row)
