@@ -154,17 +154,20 @@ def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words]:
     """
     if isinstance(names, PackedKeys) or type(names) is UnlistedKeys:
         return names, names.words
-    return lay_out(names)[:2]
+    names, words, _ = lay_out(names)
+    return names, words
 
 
 def lay_out(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words, bool]:
     """`pack` keys, and return whether any of them is foreign."""
-    if isinstance(names, PackedKeys) or type(names) is UnlistedKeys:  # ABCs are slow.
-        return names, names.words, names.has_foreign
-    if not isinstance(names, list):
+    if type(names) is not list:
+        if (
+            isinstance(names, PackedKeys) or type(names) is UnlistedKeys
+        ):  # ABCs are slow.
+            return names, names.words, names.has_foreign
         if not (hasattr(names, "__iter__") or hasattr(names, "__getitem__")):
             raise TypeError(f"keys={shown(names)} must be a list of keys, of bytes.")
-        names = list(names)
+        names = names if isinstance(names, list) else list(names)
     try:
         keys = names
         # Faster than a set of lengths.

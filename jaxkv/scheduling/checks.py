@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
@@ -22,18 +23,17 @@ from jaxkv.tiers.device import DeviceBlockPool
 
 
 def check_count(
-    name: str, value: object, request_id: str, max_value: int | None = None
+    name: str, value: object, request_id: str, max_value: float = math.inf
 ) -> int:
     """Return a request's count as an int; raise unless it is in [0, max_value]."""
     number = whole(value)
-    subject = f"{name}={shown(value)} of request {shown(request_id)}"
+    if number is not None and 0 <= number <= max_value:
+        return number
+    subject = f"{name}={shown(value)} of request {shown(request_id)} must be"
     if number is None:
-        raise TypeError(f"{subject} must be a whole number from 0 on.")
-    if number < 0:
-        raise ValueError(f"{subject} must be at least 0.")
-    if max_value is not None and number > max_value:
-        raise ValueError(f"{subject} must be at most {max_value}.")
-    return number
+        raise TypeError(f"{subject} a whole number from 0 on.")
+    limit = "at least 0" if number < 0 else f"at most {max_value}"
+    raise ValueError(f"{subject} {limit}.")
 
 
 def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
@@ -47,10 +47,11 @@ def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
     for name in "num_scheduled_tokens", "new_block_ids":
         value = getattr(output, name)
         # The exact type first: `isinstance` with an ABC is slow.
-        is_mapping = type(value) is dict or isinstance(value, Mapping)
-        _check(is_mapping, name, value, "a mapping from request ids", "step")
-    are_ids = preempted == () or are_strings(preempted)
-    _check(are_ids, "preempted_req_ids", preempted, "a list of request ids", "step")
+        if type(value) is not dict and not isinstance(value, Mapping):
+            raise _field_error(name, value, "a mapping from request ids", "step")
+    if not are_strings(preempted):
+        wanted = "a list of request ids"
+        raise _field_error("preempted_req_ids", preempted, wanted, "step")
     try:
         total, lowest = sum(scheduled.values()), min(scheduled.values(), default=1)
     except (TypeError, ValueError):  # `min` of arrays raises ValueError.
@@ -68,7 +69,9 @@ def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
 
 def are_strings(values: object) -> bool:
     """Whether a value is a list, tuple or set of strings, not a single string."""
-    return is_collection(values) and all(isinstance(value, str) for value in values)
+    if not is_collection(values):
+        return False
+    return not values or all(isinstance(value, str) for value in values)
 
 
 def is_collection(value: object) -> TypeGuard[Collection[Any]]:
@@ -86,14 +89,14 @@ def check_report(output: ConnectorOutput) -> None:
             "OffloadWorker.poll() returns."
         )
     for field in ("finished_recving", "failed_recving"):
-        ids = getattr(output, field)
-        _check(are_strings(ids), field, ids, "a tuple of request ids")
+        if not are_strings(ids := getattr(output, field)):
+            raise _field_error(field, ids, "a tuple of request ids")
     for field in ("completed_store_events", "failed_store_events"):
-        events = getattr(output, field)
-        _check(_are_whole(events), field, events, "a tuple of ints, event numbers")
-    below = output.below
-    _check(is_collection(below), "below", below, "a tuple of TierReports")
-    for report in below:
+        if not _are_whole(events := getattr(output, field)):
+            raise _field_error(field, events, "a tuple of ints, event numbers")
+    if not is_collection(output.below):
+        raise _field_error("below", output.below, "a tuple of TierReports")
+    for report in output.below:
         is_report = isinstance(report, TierReport) and whole(report.tier) is not None
         _check(is_report, "below", report, "TierReports whose tier is an int")
         for field in ("fetched", "written", "probed"):
@@ -124,14 +127,22 @@ def _is_result(pair: Any) -> bool:
 def _are_whole(values: object) -> TypeGuard[Collection[int]]:
     if not is_collection(values):
         return False
-    return all(type(value) is int or whole(value) is not None for value in values)
+    return not values or all(
+        type(value) is int or whole(value) is not None for value in values
+    )
 
 
 def _check(
     ok: bool, field: str, value: object, expected: str, owner: str = "report"
 ) -> None:
     if not ok:
-        raise TypeError(f"{field}={shown(value)} of a {owner} must be {expected}.")
+        raise _field_error(field, value, expected, owner)
+
+
+def _field_error(
+    field: str, value: object, expected: str, owner: str = "report"
+) -> TypeError:
+    return TypeError(f"{field}={shown(value)} of a {owner} must be {expected}.")
 
 
 def check_plan(meta: OffloadMetadata) -> None:

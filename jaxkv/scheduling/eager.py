@@ -192,7 +192,8 @@ class EagerStores(Chooser):
         if progress is None:
             return
         progress.request, progress.limits = request, limits
-        keys = self._current_keys(progress)
+        keys = self._requests.by_request[request.request_id]  # They were just checked.
+        self._restart_if_rewritten(progress, keys)
         can_store = not self._stores.is_congested
         num_waiting = len(self._stores.waiting.keys)
         self._offer_all(pool, progress, keys)

@@ -364,7 +364,7 @@ class BlockIndex:
         self,
         pool: DeviceBlockPool,
         keys: PackedKeys,
-        sources: BlockIds,
+        sources: Ids,
         is_head: bool,
     ) -> Placement | None:
         """`place` keys and pin the device blocks of those placed, in one native call.
@@ -383,8 +383,7 @@ class BlockIndex:
             or not 0 < len(keys) <= self.policy.max_batch
         ):
             return None
-        ids = as_ids(sources)
-        store = executor.place_from(pool.bound, keys.words, ids, is_head)
+        store = executor.place_from(pool.bound, keys.words, sources, is_head)
         if store is None:
             return None
         return self._record_placement(keys, keys.words, *store)
