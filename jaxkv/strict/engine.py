@@ -17,6 +17,7 @@ from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
 from jaxkv.transfer.host_bytes import HostWrite
 from jaxkv.transfer.ids import BlockIdsLike
 from jaxkv.transfer.kernels import Mode
+from jaxkv.transfer.ownership import owned
 from jaxkv.types import PyTree
 
 MAX_STEPS = 4
@@ -124,6 +125,7 @@ class StrictTransferEngine(TransferEngine):
             return False
         return flight.issued is None or super().is_waiting(flight.issued)
 
+    @owned
     def save(
         self,
         pool: PyTree,
@@ -182,6 +184,7 @@ class StrictTransferEngine(TransferEngine):
                 flight.sums = {block: (sums[block], before[block]) for block in both}
         return pool, tickets
 
+    @owned
     def copy(
         self,
         pool: PyTree,
@@ -192,6 +195,7 @@ class StrictTransferEngine(TransferEngine):
         pool = self._blocks.copied(pool)
         return super().copy(pool, source_block_ids, target_block_ids)
 
+    @owned
     def advance(self, pool: PyTree) -> PyTree:
         """Execute the transfers that are due; see `TransferEngine.advance`."""
         self._check(pool)
@@ -213,9 +217,9 @@ class StrictTransferEngine(TransferEngine):
         self._collect(pool, completions)
         return pool
 
+    @owned
     def poll(self) -> list[Completion]:
         """Report the transfers that have ended and are due."""
-        self._check_thread()
         self._num_polls += 1
         if self._num_polls > MAX_POLLS:
             # An engine that only waits for saves need not call `advance`.
@@ -223,6 +227,7 @@ class StrictTransferEngine(TransferEngine):
             self._collect(None, super().poll())
         return self._pop_due()
 
+    @owned
     def drain(self, pool: PyTree) -> tuple[PyTree, list[Completion]]:
         """Finish all transfers; see `TransferEngine.drain`."""
         self._check(pool)
@@ -233,9 +238,9 @@ class StrictTransferEngine(TransferEngine):
         self._collect(pool, completions)
         return pool, self._pop_due()
 
+    @owned
     def abandon(self, ticket: Ticket) -> None:
         """Abandon a transfer; see `TransferEngine.abandon`."""
-        self._check_thread()
         flight = self._flights.get(ticket)
         if flight is None or (flight.done is None and flight.issued is not None):
             super().abandon(ticket if flight is None else flight.issued or ticket)
@@ -243,6 +248,7 @@ class StrictTransferEngine(TransferEngine):
             del self._flights[ticket]
             self._forget(ticket, flight)
 
+    @owned
     def take_step_loads(
         self, pool: PyTree, num_extents: int
     ) -> tuple[PyTree, StepLoads]:
@@ -251,6 +257,7 @@ class StrictTransferEngine(TransferEngine):
             pool = self._blocks.copied(pool)
         return super().take_step_loads(pool, num_extents)
 
+    @owned
     def write_host(
         self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
     ) -> HostWrite:
