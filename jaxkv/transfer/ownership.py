@@ -33,10 +33,9 @@ class Owner:
         finally:
             self.lock.release()
 
-    def check(self) -> None:
+    def check(self, thread: threading.Thread) -> None:
         """Refuse any thread except the owner."""
-        thread = threading.current_thread()
-        if self._thread not in (None, thread):
+        if self._thread is not thread and self._thread is not None:
             raise RuntimeError(
                 f"the engine belongs to thread {self._thread.name!r} and was called by "
                 f"thread {thread.name!r}: one thread must dispatch all work on a pool, "
@@ -61,10 +60,10 @@ def owned(
 
     @functools.wraps(method)
     def call(self: _S, /, *args: _P.args, **named: _P.kwargs) -> _R:
-        owner = self.owner
-        owner.check()  # Another thread is refused without waiting for the lock.
+        owner, thread = self.owner, threading.current_thread()
+        owner.check(thread)  # Another thread is refused without waiting for the lock.
         with owner.lock:
-            owner.check()  # The engine may have been adopted meanwhile.
+            owner.check(thread)  # The engine may have been adopted meanwhile.
             return method(self, *args, **named)
 
     return call
