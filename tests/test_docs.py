@@ -1,5 +1,6 @@
 """The Python of README and docs/ runs, prints what it says, and is right."""
 
+import ast
 import contextlib
 import functools
 import io
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv.policies import get_policy_maker, registry
+from jaxkv.scheduling.protocol import Request
 from jaxkv.transfer.storage.store_url import SCHEMES, StoreUrl
 from tests import architecture
 from tests.policies.test_contract import *  # noqa: F403 - on the policy of the docs
@@ -90,6 +92,38 @@ def test_what_the_pages_name_is_there():
         files = [ROOT / name for name in NAMES_A_FILE.findall(text)]
         files += [(ROOT / page).parent / link for link in LINKS_TO.findall(text)]
         assert [str(file) for file in files if not file.exists()] == [], page
+
+
+def attributes_read(source):
+    """Yield the attributes of requests that a module reads, also of `end.request`."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(ast.Name("request") | ast.Attribute(_, "request"), name):
+                yield name
+            case ast.Call(
+                ast.Name("getattr"),
+                [
+                    ast.Name("request") | ast.Attribute(_, "request"),
+                    ast.Constant(name),
+                    *_,
+                ],
+            ):
+                yield name
+
+
+def test_the_attributes_of_a_request_that_are_read_are_documented():
+    have_other_requests = {"record.py", "storage_worker.py"}
+    read = set()
+    for room in ("scheduling", "strict"):
+        for path in (ROOT / "jaxkv" / room).rglob("*.py"):
+            if path.name not in have_other_requests:
+                read |= set(attributes_read(path.read_text(encoding="utf-8")))
+    required = {
+        name for name in vars(Request) if isinstance(vars(Request)[name], property)
+    }
+    optional = re.findall(r"^ *\* ``(\w+)``", Request.__doc__, re.MULTILINE)
+    assert read == {*required, *optional}
+    assert "jaxkv.scheduling.protocol.Request\n" in (ROOT / "docs/api.md").read_text()
 
 
 def test_the_page_of_the_architecture_names_files_of_the_tree():

@@ -184,7 +184,8 @@ class ChainKeys(list[BlockKey]):
 class KeyChain:
     """The keys of one request's full blocks, computed as its tokens arrive.
 
-    It stores the keys of full blocks, and the tokens of the partial block.
+    It stores the keys of full blocks, and the tokens of the partial block. Once it
+    follows a list, it stores all tokens.
 
     Args:
         namespace: The namespace of the blocks.
@@ -226,6 +227,8 @@ class KeyChain:
         self._keys = ChainKeys()
         self._keys.block_size = namespace.block_size
         self._tail = b""  # tokens of the partial block
+        # u32[n]. The first tokens of the chain, as far as `follow` knows them.
+        self._followed = np.zeros(0, "<u4")
 
     @property
     def keys(self) -> Sequence[BlockKey]:
@@ -305,6 +308,45 @@ class KeyChain:
             )
         del self._keys[num:]
         self._tail = b""
+        self._followed = self._followed[: self.num_tokens]
+
+    def follow(self, tokens: TokenIds) -> Sequence[BlockKey]:
+        """Set the tokens to a list that grows, shrinks or is rewritten.
+
+        The keys of unchanged leading blocks are kept; only later tokens are hashed. All
+        tokens are compared, which is fastest with NumPy arrays; for a list that only
+        grows, `extend` costs less.
+
+        Args:
+            tokens: int[n]. All tokens of the request.
+
+        Returns:
+            The keys of the full blocks: `keys`, the live list.
+
+        Raises:
+            ValueError: If a token is out of range; the chain is unchanged.
+            TypeError: If a token is not an integer; the chain is unchanged.
+            Exception: What `record` raises; the chain then ends before the first
+                changed block, and a retry with the same tokens repairs it.
+
+        Example:
+            >>> chain = KeyChain(Namespace("m", "0", "int8", "flat", block_size=2))
+            >>> first, second = chain.follow([7, 258, 9, 10, 11])
+            >>> chain.follow([7, 258, 9]) == [first]
+            True
+            >>> chain.follow([7, 258, 8, 10])[1] == second
+            False
+        """
+        values = np.frombuffer(token_bytes(tokens), "<u4")
+        num_same = min(len(values), len(self._followed))
+        differs = values[:num_same] != self._followed[:num_same]
+        if differs.any():
+            num_same = int(differs.argmax())
+        if num_same < self.num_tokens:
+            self.rewind(num_same // self._keys.block_size)
+        self.extend(values[self.num_tokens :])
+        self._followed = values
+        return self.keys
 
 
 def _encode_constant(namespace: Namespace, group: int, extras: Extras) -> bytes:

@@ -7,7 +7,7 @@ the caller is donated. Intended for the small pools of tests.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,9 +58,21 @@ class PoolBlocks:
 
     def spoiled(self, pool: PyTree, block_ids: Sequence[int]) -> PyTree:
         """Copy a pool, with garbage (NaN if possible) in some blocks of the copy."""
+        return self._filled(pool, block_ids, _garbage)
+
+    def emptied(self, pool: PyTree, block_ids: Sequence[int]) -> PyTree:
+        """Copy a pool, with zeros in some blocks of the copy."""
+        return self._filled(pool, block_ids, lambda dtype: 0)
+
+    def _filled(
+        self, pool: PyTree, block_ids: Sequence[int], value_of: Callable[[Any], Any]
+    ) -> PyTree:
         ids = [block for block in block_ids if block > NULL_BLOCK]
         try:
-            leaves = [_rebuilt(leaf, axis, ids) for leaf, axis in self._leaves(pool)]
+            leaves = [
+                _rebuilt(leaf, axis, ids, value_of(leaf.dtype))
+                for leaf, axis in self._leaves(pool)
+            ]
         except RuntimeError:
             return pool  # The pool is lost.
         return self._layout.unflatten(leaves)
@@ -71,13 +83,13 @@ class PoolBlocks:
         return list(zip(self._layout.flatten(pool), axes, strict=True))
 
 
-def _rebuilt(leaf: jax.Array, axis: int, block_ids: list[int]) -> jax.Array:
-    """Copy an array, with garbage in some of its blocks."""
+def _rebuilt(leaf: jax.Array, axis: int, block_ids: list[int], value: Any) -> jax.Array:
+    """Copy an array, with a value in some of its blocks."""
     shards = []
     for shard in leaf.addressable_shards:
         rows: NDArray[Any] = np.array(shard.data)
         if block_ids:
-            np.moveaxis(rows, axis, 0)[block_ids] = _garbage(leaf.dtype)
+            np.moveaxis(rows, axis, 0)[block_ids] = value
         shards.append(jax.device_put(rows, shard.data.format, may_alias=False))
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 

@@ -17,6 +17,7 @@ from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
 from jaxkv.transfer.host_bytes import HostWrite
 from jaxkv.transfer.ids import BlockIdsLike
 from jaxkv.transfer.kernels import Mode
+from jaxkv.transfer.ownership import owned
 from jaxkv.types import PyTree
 
 MAX_STEPS = 4
@@ -69,8 +70,9 @@ class StrictTransferEngine(TransferEngine):
     outdated pool is detected. The bytes of a load are compared with the bytes saved.
 
     `strict_seed` is the seed of the delays. One load in `strict_fail_loads` fails with
-    an error, and its blocks stay garbage; 0 for none. Loads written by the engine's
-    step do not fail. If an argument is None, the environment has the value.
+    an error; 0 for none. Its blocks then hold zeros, since an engine that masks by
+    multiplying reads them before it has written all of them. Loads written by the
+    engine's step do not fail. If an argument is None, the environment has the value.
 
     Raises:
         StrictError: By `advance`, `save`, `load` and `drain`: something wrote to a
@@ -103,14 +105,16 @@ class StrictTransferEngine(TransferEngine):
         self._num_calls = 0
         self._last_due = {"save": 0, "load": 0}
         self._flights: dict[Ticket, _Flight] = {}
+        # By block of a failed or abandoned load: a checksum of its garbage.
+        self._garbage: dict[int, int] = {}
         # By host block: the number of its save, and a checksum of each of its device
         # blocks, None for a skipped one.
         self._saved: dict[int, tuple[int, list[int | None]]] = {}
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers not yet reported by `poll` or `drain`."""
-        return len(self._flights)
+        """Transfers not yet reported, or abandoned with garbage in their blocks."""
+        return len(self._flights) + bool(self._garbage)
 
     @property
     def num_waiting(self) -> int:
@@ -124,6 +128,7 @@ class StrictTransferEngine(TransferEngine):
             return False
         return flight.issued is None or super().is_waiting(flight.issued)
 
+    @owned
     def save(
         self,
         pool: PyTree,
@@ -172,6 +177,7 @@ class StrictTransferEngine(TransferEngine):
                 flight.must_fail = self._num_loads % self._fail_loads == 0
         self._num_calls += 1
         if not in_step:
+            pool = self._without_garbage(pool)
             flights = [self._flights[ticket] for ticket in tickets]
             blocks = [block for flight in flights for block in flight.blocks]
             before = self._blocks.sums(pool, blocks) or {}
@@ -182,6 +188,7 @@ class StrictTransferEngine(TransferEngine):
                 flight.sums = {block: (sums[block], before[block]) for block in both}
         return pool, tickets
 
+    @owned
     def copy(
         self,
         pool: PyTree,
@@ -192,6 +199,7 @@ class StrictTransferEngine(TransferEngine):
         pool = self._blocks.copied(pool)
         return super().copy(pool, source_block_ids, target_block_ids)
 
+    @owned
     def advance(self, pool: PyTree) -> PyTree:
         """Execute the transfers that are due; see `TransferEngine.advance`."""
         self._check(pool)
@@ -211,11 +219,11 @@ class StrictTransferEngine(TransferEngine):
             pool = super().advance(pool)
             completions = super().poll()
         self._collect(pool, completions)
-        return pool
+        return self._without_garbage(pool)
 
+    @owned
     def poll(self) -> list[Completion]:
         """Report the transfers that have ended and are due."""
-        self._check_thread()
         self._num_polls += 1
         if self._num_polls > MAX_POLLS:
             # An engine that only waits for saves need not call `advance`.
@@ -223,6 +231,7 @@ class StrictTransferEngine(TransferEngine):
             self._collect(None, super().poll())
         return self._pop_due()
 
+    @owned
     def drain(self, pool: PyTree) -> tuple[PyTree, list[Completion]]:
         """Finish all transfers; see `TransferEngine.drain`."""
         self._check(pool)
@@ -231,11 +240,11 @@ class StrictTransferEngine(TransferEngine):
         pool = self._issue(pool)
         pool, completions = super().drain(pool)
         self._collect(pool, completions)
-        return pool, self._pop_due()
+        return self._without_garbage(pool), self._pop_due()
 
+    @owned
     def abandon(self, ticket: Ticket) -> None:
         """Abandon a transfer; see `TransferEngine.abandon`."""
-        self._check_thread()
         flight = self._flights.get(ticket)
         if flight is None or (flight.done is None and flight.issued is not None):
             super().abandon(ticket if flight is None else flight.issued or ticket)
@@ -243,6 +252,7 @@ class StrictTransferEngine(TransferEngine):
             del self._flights[ticket]
             self._forget(ticket, flight)
 
+    @owned
     def take_step_loads(
         self, pool: PyTree, num_extents: int
     ) -> tuple[PyTree, StepLoads]:
@@ -251,6 +261,7 @@ class StrictTransferEngine(TransferEngine):
             pool = self._blocks.copied(pool)
         return super().take_step_loads(pool, num_extents)
 
+    @owned
     def write_host(
         self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
     ) -> HostWrite:
@@ -299,8 +310,8 @@ class StrictTransferEngine(TransferEngine):
                 raise StrictError(
                     f"device block {block} was written while a load into it is in "
                     "flight, or the pool is not the one that OffloadWorker.start() "
-                    "returned. Write only to blocks that DeviceBlockPool.allocate() "
-                    "gave to the request, and to blocks of a load only after "
+                    "returned. Write only to blocks that were allocated for the "
+                    "request, and to blocks of a load only after "
                     "update_connector_output() named its request in finished_recving."
                 )
 
@@ -315,6 +326,7 @@ class StrictTransferEngine(TransferEngine):
                 error = RuntimeError(f"strict_fail_loads={self._fail_loads}")
                 ids = tuple(flight.host_ids.tolist())
                 flight.issued, flight.done = ticket, Completion(ticket, ids, 0, error)
+                self._forget(ticket, flight)
             else:
                 flights.append(flight)
         if flights or self._queue.num_in_flight:
@@ -358,8 +370,16 @@ class StrictTransferEngine(TransferEngine):
                         "block before poll() reported its store."
                     )
 
+    def _without_garbage(self, pool: PyTree) -> PyTree:
+        """Empty the blocks that failed or abandoned loads left unwritten."""
+        garbage, self._garbage = self._garbage, {}
+        sums = self._blocks.sums(pool, list(garbage)) or {}
+        unwritten = [block for block, now in sums.items() if now == garbage[block]]
+        return self._blocks.emptied(pool, unwritten) if unwritten else pool
+
     def _forget(self, ticket: Ticket, flight: _Flight) -> None:
-        """Forget the checksums of a save that failed or was abandoned."""
+        """Forget a save, or note a load's garbage, that failed or was abandoned."""
+        self._garbage |= {block: sums[0] for block, sums in flight.sums.items()}
         for host in flight.host_ids.tolist():
             if self._saved.get(host, (-1,))[0] == ticket.number:
                 del self._saved[host]

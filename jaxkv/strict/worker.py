@@ -9,6 +9,7 @@ from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
 from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.strict.blocks import PoolBlocks, StrictError
 from jaxkv.transfer import AnyEngine, MultiPoolEngine
+from jaxkv.transfer.ownership import owned
 from jaxkv.types import PyTree
 
 MAX_SILENT_STEPS = 16
@@ -32,6 +33,7 @@ class StrictOffloadWorker(OffloadWorker):
         # Checksums of the blocks in flight, by store event.
         self._storing: dict[int, dict[int, int]] = {}
 
+    @owned
     def start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
         """Start the transfers of a step; see `OffloadWorker.start`."""
         if self.num_in_flight and self._num_silent >= MAX_SILENT_STEPS:
@@ -50,11 +52,13 @@ class StrictOffloadWorker(OffloadWorker):
             self._storing[meta.store_event] = sums
         return pool
 
+    @owned
     def poll(self) -> ConnectorOutput:
         """Report what completed; see `OffloadWorker.poll`."""
         self._num_silent = 0
         return self._forget_reported(super().poll())
 
+    @owned
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
         """Wait for all transfers; see `OffloadWorker.drain`."""
         self._check(pool)
@@ -62,6 +66,7 @@ class StrictOffloadWorker(OffloadWorker):
         pool, output = super().drain(pool)
         return pool, self._forget_reported(output)
 
+    @owned
     def abandon(self) -> ConnectorOutput:
         """Abandon all transfers; see `OffloadWorker.abandon`."""
         return self._forget_reported(super().abandon())
@@ -99,6 +104,5 @@ class StrictOffloadWorker(OffloadWorker):
                 raise StrictError(
                     f"device block {block} was written while its store is in flight. "
                     "A freed block stays pinned until poll() reports its store: write "
-                    "only to blocks that DeviceBlockPool.allocate() gave to a running "
-                    "request."
+                    "only to blocks that were allocated for a running request."
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self, SupportsIndex
 
@@ -40,6 +39,7 @@ from jaxkv.transfer.kernels import (
     copier_of,
 )
 from jaxkv.transfer.layout import PoolLayout
+from jaxkv.transfer.ownership import Owner, owned
 from jaxkv.transfer.plans import NOTHING, Plans
 from jaxkv.transfer.queue import TransferQueue
 from jaxkv.transfer.step_loads import StepLoads
@@ -85,8 +85,9 @@ class TransferEngine:
     the caller's later steps, which may overwrite its blocks.
 
     A save never overwrites memory that holds blocks, so a failed save loses only its
-    own. One thread owns an engine and dispatches all work on its pool, in one order;
-    with several processes, each makes the same calls and moves its own shards.
+    own. The thread that first passes a pool owns the engine, and dispatches all work on
+    the pool, in one order; `adopt` hands it over. With several processes, each makes
+    the same calls and moves its own shards.
 
     Example:
         >>> import jax.numpy as jnp
@@ -226,7 +227,7 @@ class TransferEngine:
             HostMemory(self._copier, size.num_extents),
             self._staging_bytes,
         )
-        self._owner = threading.get_ident()
+        self.owner = Owner()
 
     @property
     def mode(self) -> Mode:
@@ -307,6 +308,18 @@ class TransferEngine:
         """Compile every program now, so that no save or load waits for it later."""
         self._copier.warm_up()
 
+    def adopt(self) -> None:
+        """Make the calling thread the owner, also while transfers are in flight.
+
+        Call it on the thread that continues, such as after a pause. The thread before
+        must have dispatched its last program on the pool.
+
+        Raises:
+            RuntimeError: Another thread is inside a call.
+        """
+        self.owner.adopt()
+
+    @owned
     def save(
         self,
         pool: PyTree,
@@ -354,6 +367,7 @@ class TransferEngine:
         self._plans.shards(device_ids)
         return device_ids, host_ids
 
+    @owned
     def load(
         self,
         pool: PyTree,
@@ -390,6 +404,7 @@ class TransferEngine:
         pool, (ticket,) = self._load(pool, *ids, None, in_step)
         return pool, ticket
 
+    @owned
     def load_each(
         self,
         pool: PyTree,
@@ -434,6 +449,7 @@ class TransferEngine:
         tickets = self._queue.load(*load, in_step)
         return self._layout.unflatten(load.leaves), tickets
 
+    @owned
     def check_load(
         self,
         pool: PyTree,
@@ -467,6 +483,7 @@ class TransferEngine:
         self._plans.check_shards(device_ids, places)
         return _CheckedLoad(leaves, device_ids, host_ids, extents, places, sizes)
 
+    @owned
     def take_step_loads(
         self, pool: PyTree, num_extents: int
     ) -> tuple[PyTree, StepLoads]:
@@ -500,16 +517,17 @@ class TransferEngine:
         loads = self._queue.take_step_loads(leaves, num_extents)
         return self._layout.unflatten(leaves), loads
 
+    @owned
     def idle_step_loads(self, num_extents: int) -> StepLoads:
         """Make loads that write nothing, to compile or warm up a program with.
 
         Args:
             num_extents: As for `take_step_loads`.
         """
-        self._check_thread()
         check_whole(0, num_extents=num_extents)
         return self._queue.idle_step_loads(num_extents)
 
+    @owned
     def step_started(self, result: jax.Array) -> None:
         """Say that the program which writes what `take_step_loads` gave is under way.
 
@@ -517,9 +535,9 @@ class TransferEngine:
             result: An array that it returns and that is not donated afterwards: when it
                 is ready, these loads are over. If the program fails, they have failed.
         """
-        self._check_thread()
         self._queue.start_step(result)
 
+    @owned
     def copy(
         self,
         pool: PyTree,
@@ -550,6 +568,7 @@ class TransferEngine:
             self._copier.copy(leaves, sources, targets)
         return self._layout.unflatten(leaves)
 
+    @owned
     def advance(self, pool: PyTree) -> PyTree:
         """Write loads that have landed into the pool, and issue waiting transfers.
 
@@ -563,13 +582,14 @@ class TransferEngine:
             The pool to continue with.
         """
         if not self._queue.wants_pool:
-            self._check_call()
+            self._check_step()
             self._queue.collect()
             return pool
         leaves = self._leaves(pool)
         self._queue.advance(leaves)
         return self._layout.unflatten(leaves)
 
+    @owned
     def poll(self) -> list[Completion]:
         """Report the transfers that have finished since the last report; never wait.
 
@@ -577,9 +597,9 @@ class TransferEngine:
             Completions in the order of the calls. A transfer is reported after those of
             all earlier calls in its direction; failures are reported, not raised.
         """
-        self._check_thread()
         return self._queue.report()
 
+    @owned
     def drain(self, pool: PyTree) -> tuple[PyTree, list[Completion]]:
         """Issue all transfers and wait for them, as for a flush or the end of a run.
 
@@ -593,6 +613,7 @@ class TransferEngine:
         self._queue.drain(leaves)
         return self._layout.unflatten(leaves), self._queue.report()
 
+    @owned
     def abandon(self, ticket: Ticket) -> None:
         """Abandon a transfer, which will not be reported.
 
@@ -602,13 +623,13 @@ class TransferEngine:
         Raises:
             ValueError: No such transfer is in flight.
         """
-        self._check_thread()
         if not (isinstance(ticket, Ticket) and self._queue.abandon(ticket)):
             raise ValueError(
                 f"{shown(ticket)} is not in flight: it was reported or abandoned "
                 "before, or another engine gave it."
             )
 
+    @owned
     def forget(self, host_block_ids: BlockIdsLike) -> NDArray[np.int32]:
         """Empty host blocks, which cannot be loaded any more.
 
@@ -642,6 +663,7 @@ class TransferEngine:
         """Bytes that a host block takes in this process, without padding."""
         return self.host_payload_bytes // self.num_shards
 
+    @owned
     def read_host(self, host_block_ids: BlockIdsLike) -> HostRead:
         """Hold host blocks so that their bytes can be copied out by another thread.
 
@@ -660,6 +682,7 @@ class TransferEngine:
         """
         return self._queue.host_bytes.read(self._host_ids(host_block_ids))
 
+    @owned
     def write_host(
         self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
     ) -> HostWrite:
@@ -693,37 +716,29 @@ class TransferEngine:
         number = self._queue.next_number()
         return self._queue.host_bytes.write(number, host_ids, list(payloads))
 
+    @owned
     def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:
         """Go on with what `write_host` began; returns at once.
 
         Args:
             run: Runs a function that copies bytes, on any thread, in any order.
         """
-        self._check_thread()
         self._queue.host_bytes.advance(run)
 
     def _host_ids(self, host_block_ids: BlockIdsLike) -> NDArray[np.int32]:
-        self._check_thread()
         return host_ids_of(host_block_ids, self.num_host_blocks)
 
     def _leaves(self, pool: PyTree) -> list[jax.Array]:
-        self._check_call()
-        return self._layout.flatten(pool)
+        self._check_step()
+        leaves = self._layout.flatten(pool)
+        self.owner.take()
+        return leaves
 
-    def _check_call(self) -> None:
-        self._check_thread()
+    def _check_step(self) -> None:
         if self._queue.step_is_due:
             raise RuntimeError(
                 "take_step_loads() gave loads to the caller's next program; start it, "
                 "and call step_started() with an array of its results."
-            )
-
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._owner:
-            raise RuntimeError(
-                f"the engine was made by thread {self._owner} and is used by thread "
-                f"{threading.get_ident()}: one thread must dispatch all work on a "
-                "pool, since its order keeps the bytes right."
             )
 
     def _pairs(

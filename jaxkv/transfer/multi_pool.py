@@ -29,6 +29,7 @@ from jaxkv.transfer.ids import (
     transfer_pairs,
 )
 from jaxkv.transfer.kernels import Mode
+from jaxkv.transfer.ownership import Owner, owned
 from jaxkv.transfer.tickets import Completion, Direction, Ticket
 from jaxkv.types import PyTree
 
@@ -39,40 +40,24 @@ _LABEL_BYTES = 8
 
 @dataclasses.dataclass(eq=False)
 class _Joint:
-    """A transfer of blocks of several pools.
-
-    Attributes:
-        ticket: Its name.
-        host_ids: i32[n]. Its host blocks.
-        parts: The transfers that are not over: the number of the pool, and the ticket
-            there.
-        num_bytes: Bytes of those that are.
-        error: The first error.
-    """
+    """A transfer of blocks of several pools."""
 
     ticket: Ticket
-    host_ids: NDArray[np.int32]
+    host_ids: NDArray[np.int32]  # i32[n]
+    # The transfers in flight: the number of the pool, and the ticket there.
     parts: set[tuple[int, Ticket]] = dataclasses.field(default_factory=set)
-    num_bytes: int = 0
-    error: Exception | None = None
+    num_bytes: int = 0  # Of the transfers that have ended.
+    error: Exception | None = None  # The first one.
 
 
 class JointRead:
-    """Host blocks of several pools that are held while their bytes are copied out.
-
-    Args:
-        num_bytes: Of a payload.
-        parts: For each pool its blocks, and which of all these are.
-
-    Attributes:
-        num_blocks: How many there are.
-    """
+    """Host blocks of several pools that are held while their bytes are copied out."""
 
     def __init__(
         self, num_bytes: int, parts: dict[int, tuple[HostRead, list[int]]]
     ) -> None:
-        self._num_bytes = num_bytes
-        self._parts = parts
+        self._num_bytes = num_bytes  # Of a payload.
+        self._parts = parts  # By pool: its blocks, and their indices among all.
         self._places = {
             index: (pool, place)
             for pool, (_, indices) in parts.items()
@@ -81,12 +66,7 @@ class JointRead:
         self.num_blocks = len(self._places)
 
     def copy(self, index: int, out: NDArray[np.uint8]) -> None:
-        """Copy a block's bytes; on any thread, until `close`.
-
-        Args:
-            index: Which block, in the order given.
-            out: u8[`MultiPoolEngine.host_payload_bytes`]. Contiguous. Written.
-        """
+        """Copy a block to u8[host_payload_bytes]; on any thread, until `close`."""
         if out.nbytes != self._num_bytes:
             raise ValueError(
                 f"a payload of {out.nbytes} bytes must have {self._num_bytes}."
@@ -98,29 +78,25 @@ class JointRead:
         out[-_LABEL_BYTES] = pool
 
     def close(self) -> None:
-        """Let go of the blocks; on any thread, as soon as the bytes are copied."""
+        """Release the blocks; on any thread, as soon as the bytes are copied."""
         for held, _ in self._parts.values():
             held.close()
 
 
 class JointWrite:
-    """Bytes on their way into host blocks of several pools.
-
-    Args:
-        parts: Those of each pool.
-    """
+    """Bytes in flight to host blocks of several pools."""
 
     def __init__(self, parts: list[HostWrite]) -> None:
         self._parts = parts
 
     @property
     def is_over(self) -> bool:
-        """Whether all has ended."""
+        """Whether the writes of all pools have ended."""
         return all(part.is_over for part in self._parts)
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong; None if all blocks can be loaded."""
+        """The first error; None if all blocks can be loaded."""
         return next((part.error for part in self._parts if part.error), None)
 
 
@@ -130,23 +106,9 @@ class MultiPoolEngine:
     Each pool has a `TransferEngine` of its own. A host block holds a block of any of
     them, and can be loaded into the pool that it came from. The methods are those of
     `TransferEngine`, with a sequence of pools for the pool: all that `OffloadWorker`
-    and `StorageWorker` need but for loads within a step.
-
-    Args:
-        pools: The pools, each as of `TransferEngine`, on one device or mesh; not kept.
-        num_host_blocks: Host blocks, of all pools together.
-        mode: As of `TransferEngine`. In the mode ``"fused"`` each pool takes memory for
-            all host blocks; in ``"staged"`` they share it.
-        staging_bytes: Bytes that may be in flight, of all pools together.
-
-    Raises:
-        ValueError: There is no pool, or as `TransferEngine`.
-        MemoryError: There is not enough host memory.
-
-    Attributes:
-        engines: The engine of each pool.
-        first_blocks: i64[p + 1]. Pool i's blocks have the ids from ``first_blocks[i]``
-            up to ``first_blocks[i + 1]``.
+    and `StorageWorker` need, except loads within a step. All pools share
+    `num_host_blocks` and `staging_bytes`. In the mode ``"fused"`` each pool takes
+    memory for all host blocks; in ``"staged"`` they share it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -185,12 +147,15 @@ class MultiPoolEngine:
             )
             for pool in pools
         ]
+        self.owner = Owner()
         for number, engine in enumerate(self.engines):
+            engine.owner = self.owner
             if engine.num_shards != 1:
                 raise ValueError(
                     f"pools[{number}] has a block axis of {engine.num_shards} shards; "
                     "shard another axis."
                 )
+        # i64[p + 1]. Pool i's blocks have the ids [first_blocks[i], first_blocks[i+1]).
         sizes = [engine.layout.num_blocks for engine in self.engines]
         self.first_blocks = np.cumsum([0, *sizes])
         self.num_host_blocks = num_host_blocks
@@ -257,6 +222,11 @@ class MultiPoolEngine:
         for engine in self.engines:
             engine.warm_up()
 
+    def adopt(self) -> None:
+        """Make the calling thread the owner; see `TransferEngine.adopt`."""
+        self.owner.adopt()
+
+    @owned
     def save(
         self,
         pools: Sequence[PyTree],
@@ -292,6 +262,7 @@ class MultiPoolEngine:
         check_distinct("host_block_ids", host_ids)
         return device_ids, host_ids
 
+    @owned
     def load_each(
         self,
         pools: Sequence[PyTree],
@@ -301,12 +272,7 @@ class MultiPoolEngine:
         *,
         in_step: bool = False,
     ) -> tuple[PyTree, list[Ticket]]:
-        """Copy host blocks to device blocks; see `TransferEngine.load_each`.
-
-        Raises:
-            ValueError: As there; a block comes from another pool, or `in_step`.
-            RuntimeError: As there.
-        """
+        """Copy host blocks to device blocks; see `TransferEngine.load_each`."""
         if in_step:
             raise ValueError("in_step=True needs an engine of one pool.")
         host_ids, parts = self._checked_load(
@@ -341,7 +307,7 @@ class MultiPoolEngine:
         device_block_ids: BlockIdsLike,
         sizes: Sequence[int],
     ) -> tuple[NDArray[np.int32], list[tuple[int, Any]]]:
-        """Give a load's host blocks, and what the engine of each pool gets of it."""
+        """Return a load's host blocks, and the arguments for each pool's engine."""
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
         check_sizes(sizes, len(host_ids))
         of_block = self._pools_of(device_ids)
@@ -362,6 +328,7 @@ class MultiPoolEngine:
                 engine.check_load(pools[number], *parts[-1][1])
         return host_ids, parts
 
+    @owned
     def copy(
         self,
         pools: Sequence[PyTree],
@@ -390,6 +357,7 @@ class MultiPoolEngine:
         """Refuse, as `take_step_loads` does."""
         self.take_step_loads([], 0)
 
+    @owned
     def advance(self, pools: Sequence[PyTree]) -> PyTree:
         """Write loads that have landed, and issue what waits; never waits."""
         stale, self._stale = self._stale, []
@@ -398,16 +366,14 @@ class MultiPoolEngine:
         each = zip(self.engines, pools, strict=True)
         return _like(pools, [engine.advance(pool) for engine, pool in each])
 
+    @owned
     def poll(self) -> list[Completion]:
-        """Report the transfers that have ended since the last report; never wait.
-
-        Returns:
-            Completions in the order in which the transfers were called.
-        """
+        """Report the transfers that have ended, in the order of calls; never wait."""
         for number, engine in enumerate(self.engines):
             self._note(number, engine.poll())
         return self._report()
 
+    @owned
     def drain(self, pools: Sequence[PyTree]) -> tuple[PyTree, list[Completion]]:
         """Issue all transfers and wait for them; see `TransferEngine.drain`."""
         new = list(pools)
@@ -416,12 +382,9 @@ class MultiPoolEngine:
             self._note(number, done)
         return _like(pools, new), self._report()
 
+    @owned
     def abandon(self, ticket: Ticket) -> None:
-        """Abandon a transfer, which will not be reported; see `TransferEngine`.
-
-        Raises:
-            ValueError: No such transfer is in flight.
-        """
+        """Abandon a transfer, which will not be reported; see `TransferEngine`."""
         joint = self._joints.pop(ticket, None)
         if joint is None:
             raise ValueError(f"{ticket} is not in flight.")
@@ -432,6 +395,7 @@ class MultiPoolEngine:
             self._over.remove(joint)
         self._drop(joint)
 
+    @owned
     def read_host(self, host_block_ids: BlockIdsLike) -> JointRead:
         """Hold host blocks until their bytes are copied; see `TransferEngine`."""
         host_ids = host_ids_of(host_block_ids, self.num_host_blocks)
@@ -451,14 +415,11 @@ class MultiPoolEngine:
             raise
         return JointRead(self.host_payload_bytes, parts)
 
+    @owned
     def write_host(
         self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
     ) -> JointWrite:
-        """Write bytes that `read_host` gave, each for its pool; see `TransferEngine`.
-
-        Raises:
-            ValueError: The ids or the payloads are wrong.
-        """
+        """Write bytes that `read_host` gave to their pools; see `TransferEngine`."""
         host_ids = host_ids_of(host_block_ids, self.num_host_blocks)
         check_distinct("host_block_ids", host_ids)
         num_bytes, num_pools = self.host_payload_bytes, len(self.engines)
@@ -483,6 +444,7 @@ class MultiPoolEngine:
         self._saved_by[host_ids] = next(self._numbers)
         return JointWrite(parts)
 
+    @owned
     def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:
         """Go on with what `write_host` began; see `TransferEngine`."""
         for engine in self.engines:
@@ -502,7 +464,7 @@ class MultiPoolEngine:
             engine.layout.flatten(pool)
 
     def _pools_of(self, device_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Tell which pool each device block is of: i64[n]."""
+        """Return the pool of each device block: i64[n]."""
         after = np.searchsorted(self.first_blocks, device_ids, side="right")
         return after.astype(np.int64) - 1
 
@@ -512,12 +474,12 @@ class MultiPoolEngine:
         return joint
 
     def _join(self, joint: _Joint, number: int, ticket: Ticket) -> None:
-        """Take note of a part of a transfer, in a pool."""
+        """Add the transfer of one pool to a joint one."""
         joint.parts.add((number, ticket))
         self._joint_of[number, ticket] = joint
 
     def _note(self, number: int, completions: Sequence[Completion]) -> None:
-        """Take note of the parts that a pool's engine has reported."""
+        """Record what a pool's engine has reported."""
         for done in completions:
             joint = self._joint_of.pop((number, done.ticket), None)
             if joint is None:
@@ -541,7 +503,7 @@ class MultiPoolEngine:
         return done
 
     def _drop(self, joint: _Joint) -> None:
-        """Forget what a save that has failed, or is abandoned, has brought."""
+        """Forget the bytes of a save that has failed or is abandoned."""
         if joint.ticket.direction == "load":
             return
         is_last = self._saved_by[joint.host_ids] == joint.ticket.number

@@ -223,7 +223,8 @@ def test_what_a_chain_refuses_leaves_it_as_it_was():
         (chain.rewind, 1.0, TypeError, "num_blocks=1.0 must be an integer"),
         (chain.rewind, None, TypeError, "num_blocks=None must be an integer"),
         *[
-            (chain.extend, *case)
+            (call, *case)
+            for call in (chain.extend, chain.follow)
             for case in (
                 ([1, -1], ValueError, r"tokens\[1\]=-1 must be in \[0, 2\*\*32\)"),
                 ((2**32,), ValueError, r"tokens\[0\]=4294967296 must be in"),
@@ -261,6 +262,47 @@ def test_a_chain_is_block_keys_in_a_row(tokens, extra):
         parent = block_key(NAMESPACE, 0, parent, tokens[start : start + 4], own)
         expected.append(parent)
     assert KeyChain(NAMESPACE, extra).extend(tokens) == expected
+
+
+@given(st.data())
+def test_following_a_list_hashes_its_changed_blocks_alone(data):
+    extra, recorded = data.draw(extras(max_offset=30)), []
+    chain = KeyChain(NAMESPACE, extra, record=recorded.append)
+    # Few tokens: a list often shrinks and grows again by the same ones.
+    some = st.lists(st.integers(0, 2), max_size=9)
+    tokens, compared = [], []
+    for _ in range(data.draw(st.integers(1, 8))):
+        start = data.draw(st.integers(0, len(tokens)))
+        stop = data.draw(st.integers(start, len(tokens)))
+        end = data.draw(st.sampled_from([[], tokens[stop:]]))
+        tokens = [*tokens[:start], *data.draw(some), *end]
+        call = data.draw(st.sampled_from(["follow", "extend", "rewind"]))
+        if call == "extend":
+            chain.extend(data.draw(some))
+        elif call == "rewind":
+            num = data.draw(st.integers(0, len(chain.keys)))
+            chain.rewind(num)
+            compared = compared[: 4 * num]
+        recorded.clear()
+        is_array = data.draw(st.booleans())
+        assert chain.follow(np.array(tokens, int) if is_array else tokens) is chain.keys
+        expected = KeyChain(NAMESPACE, extra).extend(tokens)
+        assert (chain.keys, chain.num_tokens) == (expected, len(tokens))
+        is_same = [old == new for old, new in zip(compared, tokens, strict=False)]
+        num_same = [*is_same, False].index(False)
+        assert [block.key for block in recorded] == expected[num_same // 4 :]
+        compared = list(tokens)
+
+
+def test_following_again_repairs_a_chain_whose_record_failed():
+    fails = iter([False, False, True])
+    chain = KeyChain(NAMESPACE, record=lambda block: 1 // (not next(fails, False)))
+    chain.follow(range(8))
+    changed = [0, 1, 2, 3, 9, 9, 9, 9]
+    with pytest.raises(ZeroDivisionError):
+        chain.follow(changed)
+    assert chain.num_tokens == 4
+    assert chain.follow(changed) == KeyChain(NAMESPACE).extend(changed)
 
 
 def test_kinds_of_token_input_agree():

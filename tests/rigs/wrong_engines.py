@@ -185,7 +185,7 @@ class TakesBlocksForLarger(Right):
         super().__init__(*sizes, groups=(FullAttention(2 * BLOCK),))
 
 
-@wrong("was written while a load .* DeviceBlockPool.allocate")
+@wrong("was written while a load .* were allocated for the request")
 class WritesWhatIsLoaded(Right):
     def step(self, running):
         super().step(running)
@@ -195,7 +195,7 @@ class WritesWhatIsLoaded(Right):
             self.pool = {"kv": self.pool["kv"].at[block].set(1.0)}
 
 
-@wrong("was written while its store .* DeviceBlockPool.allocate")
+@wrong("was written while its store .* were allocated for a running")
 class WritesWhatIsStored(Right):
     def step(self, running):
         super().step(running)

@@ -1,6 +1,7 @@
 """The worker between the scheduler and a real transfer engine."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -179,6 +180,39 @@ def test_reports_may_be_a_matter_of_counting(mode, is_late, late):
         assert worker.poll() == expected
     np.testing.assert_array_equal(pool["k"][0], [8, 9])
     np.testing.assert_array_equal(pool["k"][3], [2, 3])
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_a_thread_that_adopts_the_worker_continues_with_what_is_in_flight(mode, late):
+    pool = make_pool()
+    worker = OffloadWorker(TransferEngine(pool, 3, mode=mode), report_after_steps=2)
+    for event, pair in enumerate([(4, 2), (1, 0)]):
+        pool = worker.start(metadata(store=[pair], store_event=event), pool)
+    with ThreadPoolExecutor(1) as thread:
+
+        def run(call, *args):
+            return thread.submit(call, *args).result()
+
+        for call, *args in (
+            (worker.start, metadata(load=[(0, 1)]), pool),
+            (worker.start, metadata(), pool),
+            (worker.poll,),
+            (worker.drain, pool),
+            (worker.abandon,),
+        ):
+            with pytest.raises(RuntimeError, match="call adopt"):
+                run(call, *args)
+        run(worker.adopt)
+        with pytest.raises(RuntimeError, match="call adopt"):
+            worker.poll()
+        pool = run(worker.start, metadata(), pool)  # The third step.
+        assert run(worker.poll) == ConnectorOutput(completed_store_events=(0,))
+        pool = run(worker.start, metadata(load=[(0, 2)]), pool)
+        assert run(worker.poll) == ConnectorOutput(completed_store_events=(1,))
+        worker.adopt()
+    pool, output = worker.drain(pool)
+    assert output == ConnectorOutput(finished_recving=("r",))
+    np.testing.assert_array_equal(pool["k"][0], [8, 9])
 
 
 def test_copies_come_after_stores_and_before_loads():

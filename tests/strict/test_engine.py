@@ -83,7 +83,7 @@ def num_steps(seed):
     return steps
 
 
-def test_every_so_many_th_load_fails_and_leaves_garbage():
+def test_every_so_many_th_load_fails_and_leaves_zeros():
     engine = StrictTransferEngine(make_pool(), 4, strict_fail_loads=2)
     pool = save(engine, make_pool())
     outcomes = []
@@ -93,7 +93,9 @@ def test_every_so_many_th_load_fails_and_leaves_garbage():
         assert done.ticket == ticket
         assert done.host_block_ids == (3, 0)
         outcomes.append(done.error is None)
-        assert bool(np.isnan(pool["wide"][4:]).all()) == (done.error is not None)
+        for leaf in jax.tree.leaves(pool):
+            expected = [2, 1] if done.error is None else [0, 0]
+            assert leaf[4:, 0].astype(int).tolist() == expected
     assert outcomes == [True, False, True, False]
     assert engine.num_in_flight == 0
     # Of those that go together as well.
@@ -166,8 +168,35 @@ def test_a_load_that_is_abandoned_before_its_step_is_never_written(engine):
     for _ in range(MAX_STEPS + 1):
         pool = engine.advance(pool)
         assert engine.poll() == []
-    assert np.isnan(pool["wide"][4]).all()
+        assert (pool["wide"][4] == 0).all()
     assert engine.num_in_flight == 0
+
+
+def test_a_block_of_an_abandoned_load_may_be_written_at_once(engine):
+    pool = save(engine, make_pool())
+    pool, ticket = engine.load(pool, [0, 3], [4, 5])
+    engine.abandon(ticket)
+    pool = pool | {"wide": pool["wide"].at[5].set(7.0)}
+    pool, _ = engine.load(pool, [3], [4])
+    pool, [done] = engine.drain(pool)
+    assert done.error is None
+    assert pool["wide"][4:, 0].tolist() == [2, 7]
+    assert (np.asarray(pool["int"][5]).view(np.uint8) == 0xA5).all()
+
+
+def test_a_load_whose_copy_fails_leaves_zeros(engine, monkeypatch):
+    pool = save(engine, make_pool())
+    pool, ticket = engine.load(pool, [0], [4])
+    monkeypatch.setattr(engine._copier, "stage", _fail)
+    pools, [done] = until_reported(engine, pool)
+    assert (done.ticket, str(done.error)) == (ticket, "no copy")
+    assert np.isnan(pools[-2]["wide"][4]).all()
+    assert (pools[-1]["wide"][4] == 0).all()
+    assert engine.num_in_flight == 0
+
+
+def _fail(*args):
+    raise jax.errors.JaxRuntimeError("no copy")
 
 
 @pytest.mark.parametrize("flag", ["1", "true", "On"])

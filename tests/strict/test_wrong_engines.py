@@ -1,8 +1,13 @@
 """Strict parts name the mistake of each wrong engine, and let the right one pass."""
 
 import dataclasses
+import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxkv
@@ -15,8 +20,10 @@ from tests.rigs.wrong_engines import (
     Right,
     TakesBlocksForLarger,
     answer,
+    example,
     serve_twice,
     takes_loads_that_failed,
+    toy_model,
 )
 
 
@@ -104,6 +111,25 @@ def test_an_engine_with_a_pool_of_its_own_passes(seed, monkeypatch):
     assert engine.blocks.num_free == engine.blocks.num_blocks - 1
 
 
+def test_a_correct_engine_may_take_each_step_on_another_thread(setup):
+    size, prompts = setup
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        threads = itertools.cycle([one, other])
+
+        class StepsOnTwoThreads(Right):
+            def step(self, running):
+                thread = next(threads)
+                thread.submit(self.worker.adopt).result()
+                thread.submit(super().step, running).result()
+
+        engine = StepsOnTwoThreads(size.device_blocks, size.host_blocks)
+        for answers in serve_twice(engine, prompts, size.num_new):
+            assert [tokens for tokens, _ in answers] == [
+                answer(prompt, size.num_new) for prompt in prompts
+            ]
+    assert engine.worker.bytes_loaded > 0
+
+
 def test_the_right_engine_computes_what_loads_that_fail_were_to_bring(
     setup, monkeypatch
 ):
@@ -115,6 +141,75 @@ def test_the_right_engine_computes_what_loads_that_fail_were_to_bring(
     stats = engine.scheduler.stats
     assert stats.num_loads_failed >= 1
     assert stats.num_loads >= 1
+
+
+def test_failed_loads_leave_no_garbage_for_an_engine_that_masks_by_multiplying(
+    setup, monkeypatch
+):
+    """It reads all of a block before it has written all of it, and 0 * NaN is NaN."""
+    monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "3")
+
+    def multiply(mask, values, _):
+        # Otherwise XLA makes a select of a product with a mask.
+        return jax.lax.optimization_barrier(mask.astype(float)) * values
+
+    masking = vars(jnp) | {"where": multiply}
+    monkeypatch.setattr(toy_model, "jnp", SimpleNamespace(**masking))
+    run = toy_model._run.__wrapped__
+    program = jax.jit(lambda *args: run(*args), donate_argnums=0, static_argnums=4)
+    monkeypatch.setattr(toy_model, "_run", program)
+    size, prompts = setup
+    engine = Right(size.device_blocks, size.host_blocks)
+    num_aborted = 0
+    for turn in range(12):
+        prompt = prompts[turn % size.num_prompts]
+        request = example.Request(f"turn {turn}", prompt, num_groups=1)
+        while not engine.admit(request):
+            engine.step([])
+        while request.request_id in engine.loading:
+            engine.step([])
+        if engine.scheduler.stats.num_loads_failed > num_aborted:
+            num_aborted += 1
+        else:
+            while request.num_tokens < len(prompt) + size.num_new:
+                engine.step([request])
+            assert request.tokens[len(prompt) :] == answer(prompt, size.num_new)
+        engine.finish(request)
+        engine.let_stores_arrive()
+    assert num_aborted > 0
+
+
+def test_an_engine_may_preempt_a_request_whose_load_failed(setup, monkeypatch):
+    monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "2")
+    size, prompts = setup
+    engine = Right(size.device_blocks, size.host_blocks)
+    scheduler, preempted = engine.scheduler, []
+    report, plan = scheduler.update_connector_output, scheduler.build_connector_meta
+
+    def preempt_failed(output):
+        answer = report(output)
+        for request_id in answer.failed_recving:
+            request, _, _ = engine.loading.pop(request_id)
+            scheduler.request_preempted(request)
+            for table in request.tables:
+                engine.blocks.free(table[::-1])
+            preempted.append(request_id)
+            request.num_computed_tokens = 0
+            assert engine.admit(request)
+        return dataclasses.replace(answer, failed_recving=())
+
+    def name_preempted(output):
+        names = preempted[:]
+        preempted.clear()
+        return plan(dataclasses.replace(output, preempted_req_ids=names))
+
+    monkeypatch.setattr(scheduler, "update_connector_output", preempt_failed)
+    monkeypatch.setattr(scheduler, "build_connector_meta", name_preempted)
+    expected = [answer(prompt, size.num_new) for prompt in prompts]
+    for answers in serve_twice(engine, prompts, size.num_new):
+        assert [tokens for tokens, _ in answers] == expected
+    assert scheduler.stats.num_loads_failed > 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks - 1
 
 
 def test_an_engine_that_goes_on_after_a_failed_load_is_refused(setup, monkeypatch):

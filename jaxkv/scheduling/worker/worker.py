@@ -40,6 +40,7 @@ from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.scheduling.worker.tier_agreement import KEYS_PER_STEP, TierAgreement
 from jaxkv.transfer import AnyEngine, Completion, StepLoads, Ticket
 from jaxkv.transfer.ids import copy_pairs
+from jaxkv.transfer.ownership import owned
 from jaxkv.types import PyTree
 
 _RATE_WEIGHT = 0.25
@@ -160,6 +161,7 @@ class OffloadWorker:
         self.plan_digest = b""
         self.storage = storage
         self._engine = engine
+        self.owner = engine.owner
         self._deadline_s = deadline_s if report_after_steps is None else None
         self._agreement, self._plans = None, None
         self._movers: tuple[Mover, ...] = tuple(movers)
@@ -219,6 +221,11 @@ class OffloadWorker:
         """Bytes of host memory that the engine has allocated in this process."""
         return self._engine.host_bytes
 
+    def adopt(self) -> None:
+        """Make the calling thread the owner; see `TransferEngine.adopt`."""
+        self.owner.adopt()
+
+    @owned
     def start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
         """Start the transfers of a step; return before they complete.
 
@@ -366,17 +373,23 @@ class OffloadWorker:
 
     def poll(self) -> ConnectorOutput:
         """Report the transfers that have ended since the last call; never wait."""
+        is_alone = self._agreement is None and not self._movers
+        # Abandoned transfers are not pending, but the engine may still copy them.
+        if is_alone and not (self._pending or self._engine.num_in_flight):
+            return NO_REPORTS
+        return self._poll()
+
+    @owned
+    def _poll(self) -> ConnectorOutput:
         if self._agreement is not None:
             self._agreement.send()
-        # Abandoned transfers are not pending, but the engine may still copy them.
         elif self._pending or self._engine.num_in_flight:
             self._record(self._engine.poll())
-        elif not self._movers:
-            return NO_REPORTS
         for mover in self._movers:
             mover.advance()
         return self._report(self._take_due())
 
+    @owned
     def poll_storage(self, *, is_late: bool = False) -> ConnectorOutput:
         """Report on the store only.
 
@@ -399,6 +412,7 @@ class OffloadWorker:
             self._settle_below(self._step)
         return ConnectorOutput(below=self._take_below())
 
+    @owned
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
         """Wait for all transfers and report them.
 
@@ -424,6 +438,7 @@ class OffloadWorker:
             self._settle_below(self._step)
         return pool, self._report(self._take_due(is_last=True))
 
+    @owned
     def abandon(self) -> ConnectorOutput:
         """Abandon all transfers and report them as failed, such as for a lost pool."""
         transfers = list(self._pending.values())
