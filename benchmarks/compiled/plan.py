@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
-from jaxkv.tools.bench.compiled.pools import PoolShape, costly_pools, default_pools
-from jaxkv.tools.bench.compiled.targets import TARGETS, Target
+from benchmarks.compiled.pools import PoolShape, costly_pools, default_pools
+from benchmarks.compiled.targets import TARGETS, Target
 from jaxkv.transfer.kernels import MODES, SAVE_KINDS, Mode, SaveKind
 
 Kind: TypeAlias = SaveKind | Literal["load", "copy"]
@@ -23,23 +23,17 @@ _COPY_SIZES = (16, 64, 256, 1024)
 
 @dataclasses.dataclass(frozen=True)
 class CompileConfig:
-    """What to compile.
+    """What to compile."""
 
-    Attributes:
-        targets: For which devices.
-        pools: The programs of which pools. Bounds apply to them.
-        examples: Pools that are compiled for comparison, without bounds.
-        blocks: Blocks moved by one program, each in turn.
-        modes: The modes of the transfer engine, each in turn.
-        in_turn: Whether a program is compiled for one of the TPUs only, the next
-            program for the next.
-    """
-
-    targets: tuple[Target, ...] = TARGETS
+    targets: tuple[Target, ...] = TARGETS  # For which devices
+    # The programs of which pools. Bounds apply to them.
     pools: tuple[PoolShape, ...] = dataclasses.field(default_factory=default_pools)
+    # Pools that are compiled for comparison, without bounds
     examples: tuple[PoolShape, ...] = dataclasses.field(default_factory=costly_pools)
-    blocks: tuple[int, ...] = BLOCKS
-    modes: tuple[Mode, ...] = MODES
+    blocks: tuple[int, ...] = BLOCKS  # Blocks moved by one program, each in turn
+    modes: tuple[Mode, ...] = MODES  # The modes of the transfer engine, each in turn
+    # Whether a program is compiled for one of the TPUs only, the next program for the
+    # next.
     in_turn: bool = False
 
 
@@ -56,23 +50,14 @@ def quick_config(targets: tuple[Target, ...]) -> CompileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program to compile.
+    """A program to compile."""
 
-    Attributes:
-        target: For which device.
-        pool: The pool that it works on.
-        mode: The mode of the transfer engine. Copies are the same in all.
-        kind: What it does.
-        num_blocks: Blocks that it moves, on each shard.
-        is_example: Whether no bounds apply.
-    """
-
-    target: Target
-    pool: PoolShape
-    mode: Mode
-    kind: Kind
-    num_blocks: int
-    is_example: bool = False
+    target: Target  # For which device
+    pool: PoolShape  # The pool that it works on
+    mode: Mode  # The mode of the transfer engine. Copies are the same in all.
+    kind: Kind  # What it does
+    num_blocks: int  # Blocks that it moves, on each shard
+    is_example: bool = False  # Whether no bounds apply
 
     @property
     def label(self) -> str:

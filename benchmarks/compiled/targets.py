@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from typing import Literal, TypeAlias
 
 from jaxkv._util import did_you_mean
-from jaxkv._util.extras import missing_packages
 
 Backend: TypeAlias = Literal["tpu", "gpu", "cpu"]
 
@@ -16,18 +16,12 @@ NUM_DEVICES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A kind of device to compile for.
+    """A kind of device to compile for."""
 
-    Attributes:
-        name: What users call it, such as ``"v5e"``.
-        device: What it is, for people.
-        backend: Which compiler makes its programs.
-        topology: The topology to describe; empty where there is nothing to choose.
-    """
-
-    name: str
-    device: str
-    backend: Backend
+    name: str  # What users call it, such as ``"v5e"``
+    device: str  # What it is, for people
+    backend: Backend  # Which compiler makes its programs
+    # The topology to describe; empty where there is nothing to choose
     topology: str = ""
 
 
@@ -43,7 +37,11 @@ TARGETS = (
 THIS_CPU = Target("cpu", "this machine's CPU", "cpu")
 """Needs nothing to be installed; nobody's accelerator."""
 
-_EXTRAS: dict[Backend, str] = {"tpu": "aot-tpu", "gpu": "aot-gpu"}
+# By compiler: the module that has it, and pyproject's dependency group with that.
+_COMPILERS: dict[Backend, tuple[str, str]] = {
+    "tpu": ("libtpu", "aot-tpu"),
+    "gpu": ("jax_cuda12_plugin", "aot-gpu"),
+}
 
 _ENVIRONMENT: dict[Backend, dict[str, str]] = {
     # libtpu would look for a TPU, and for the server that describes its machine.
@@ -62,9 +60,6 @@ _ENVIRONMENT: dict[Backend, dict[str, str]] = {
 def parse_target(text: str) -> Target:
     """Find a target by its name, or by a topology of a TPU, such as ``"v6e:4x4"``.
 
-    Raises:
-        ValueError: There is no such target.
-
     >>> parse_target("v6e:4x4").topology
     'v6e:4x4'
     """
@@ -82,10 +77,15 @@ def parse_target(text: str) -> Target:
     return dataclasses.replace(target, name=text, topology=text)
 
 
-def missing_extra(target: Target) -> str | None:
-    """Return the extra of jaxkv to install for a target; None if nothing is missing."""
-    extra = _EXTRAS.get(target.backend)
-    return extra if extra and missing_packages(extra) else None
+def missing_group(target: Target) -> str | None:
+    """Return the dependency group to install for a target; None if it is installed."""
+    module, group = _COMPILERS.get(target.backend, ("", None))
+    return group if module and importlib.util.find_spec(module) is None else None
+
+
+def pip_install(group: str) -> str:
+    """Return the command that installs a dependency group of this checkout."""
+    return f"pip install -e . --group {group}"
 
 
 def environment(backend: Backend) -> dict[str, str]:

@@ -22,11 +22,11 @@ import numpy as np
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
 
-from jaxkv.tools.bench.compiled import cuda, hlo
-from jaxkv.tools.bench.compiled.plan import Program
-from jaxkv.tools.bench.compiled.pools import PoolShape
-from jaxkv.tools.bench.compiled.records import Figures, Reply
-from jaxkv.tools.bench.compiled.targets import NUM_DEVICES, Target
+from benchmarks.compiled import cuda, hlo
+from benchmarks.compiled.plan import Program
+from benchmarks.compiled.pools import PoolShape
+from benchmarks.compiled.records import Figures, Reply
+from benchmarks.compiled.targets import NUM_DEVICES, Target
 from jaxkv.transfer import memory
 from jaxkv.transfer.extents import ExtentLayout
 from jaxkv.transfer.kernels import Copier, Mode

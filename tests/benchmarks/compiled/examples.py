@@ -1,9 +1,9 @@
 """Figures of a program that keeps every bound, and its parts."""
 
-from jaxkv.tools.bench.compiled.plan import Program
-from jaxkv.tools.bench.compiled.pools import PoolShape
-from jaxkv.tools.bench.compiled.records import Figures
-from jaxkv.tools.bench.compiled.targets import TARGETS
+from benchmarks.compiled.plan import Program
+from benchmarks.compiled.pools import PoolShape
+from benchmarks.compiled.records import Figures
+from benchmarks.compiled.targets import TARGETS
 
 MIB = 1 << 20
 BY_NAME = {target.name: target for target in TARGETS}

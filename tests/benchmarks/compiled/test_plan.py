@@ -2,19 +2,19 @@
 
 import pytest
 
-from jaxkv.tools.bench.compiled.plan import (
+from benchmarks.compiled.plan import (
     CompileConfig,
     Program,
     programs,
     quick_config,
 )
-from jaxkv.tools.bench.compiled.pools import (
+from benchmarks.compiled.pools import (
     PoolShape,
     check_pool,
     costly_pools,
     default_pools,
 )
-from jaxkv.tools.bench.compiled.targets import (
+from benchmarks.compiled.targets import (
     TARGETS,
     THIS_CPU,
     environment,
@@ -83,9 +83,9 @@ def test_a_program_is_told_in_one_line():
     assert Program(target, pool, "fused", "copy", 16).label.endswith(", copy of 16")
     tokens = PoolShape("x", (64, 4), 2, blocks_per_host_block=16, scales=((64, 1),) * 2)
     assert tokens.shard_blocks == 4
-    assert tokens.tells == ("2 x bfloat16[64,4], 16 together, and 2 x float32[64,1]")
+    assert tokens.text == ("2 x bfloat16[64,4], 16 together, and 2 x float32[64,1]")
     heads = PoolShape("x", (8, 16, 4), 2, 1, sharded_axis=0, row_major=True)
-    assert heads.tells == (
+    assert heads.text == (
         "2 x bfloat16[8,16,4], blocks on axis 1, axis 0 over 4 devices, row-major"
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxkv.tools.bench.compiled.plan import Kind, Program
-from jaxkv.tools.bench.compiled.records import Figures
-from jaxkv.tools.bench.compiled.targets import Backend
+from benchmarks.compiled.plan import Kind, Program
+from benchmarks.compiled.records import Figures
+from benchmarks.compiled.targets import Backend
 from jaxkv.transfer.kernels import Mode
 
 MIB = 1 << 20
@@ -18,37 +18,27 @@ MOVES: tuple[Kind, ...] = ("gather", "write", "merge", "load")
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What the figures of a program may be at most. None bounds nothing.
+    """What the figures of a program may be at most. None bounds nothing."""
 
-    Attributes:
-        bytes_ratio: Bytes accessed over the ideal.
-        free_bytes: Bytes accessed that are not counted: the plan, and the token that
-            tells when the program is done.
-        bytes_from_blocks: The number of blocks from which `bytes_ratio` applies: of
-            fewer, what a program reads besides would be a multiple.
-        temp_ratio: Temporary memory over what is moved.
-        temp_free_bytes: Temporary memory that is not counted. Compilers set aside some
-            for semaphores, the plan and the token, and for what a loop has in hand,
-            whatever is moved; of one small block it would be a multiple.
-        alias_whole_pool: Whether results must be written into the whole pool.
-        kernels: Operations that run on the device.
-        kernels_per_leaf: How many more kernels there may be for each leaf.
-        collectives: Number of collectives.
-        whole_leaf: Operations on a whole leaf that are not in place.
-        unknown_loops: Loops without a known trip count.
-    """
-
-    bytes_ratio: float | None = None
+    bytes_ratio: float | None = None  # Bytes accessed over the ideal
+    # Bytes accessed that are not counted: the plan, and the token that tells when the
+    # program is done.
     free_bytes: int = 64 << 10
+    # The number of blocks from which `bytes_ratio` applies: of fewer, what a program
+    # reads besides would be a multiple.
     bytes_from_blocks: int = 8
-    temp_ratio: float | None = None
+    temp_ratio: float | None = None  # Temporary memory over what is moved
+    # Temporary memory that is not counted. Compilers set aside some for semaphores, the
+    # plan and the token, and for what a loop has in hand, whatever is moved; of one
+    # small block it would be a multiple.
     temp_free_bytes: int = MIB
+    # Whether results must be written into the whole pool
     alias_whole_pool: bool = False
-    kernels: int | None = None
-    kernels_per_leaf: int = 0
-    collectives: int | None = 0
-    whole_leaf: int | None = 0
-    unknown_loops: int | None = None
+    kernels: int | None = None  # Operations that run on the device
+    kernels_per_leaf: int = 0  # How many more kernels there may be for each leaf
+    collectives: int | None = 0  # Number of collectives
+    whole_leaf: int | None = 0  # Operations on a whole leaf that are not in place
+    unknown_loops: int | None = None  # Loops without a known trip count
 
 
 _TPU = Bounds(bytes_ratio=4.0, temp_ratio=1.1)
@@ -85,21 +75,13 @@ _ALIGNMENT_BYTES = 64 << 10
 
 @dataclasses.dataclass(frozen=True)
 class KnownBreak:
-    """Programs that are known to break bounds.
+    """Programs that are known to break bounds."""
 
-    Attributes:
-        pools: The names of their pools.
-        backend: Their compiler.
-        from_blocks: The least blocks that they move.
-        reason: Why, and why it does no harm.
-        has_staged: Whether staged saves and loads are among them.
-    """
-
-    pools: tuple[str, ...]
-    backend: Backend
-    from_blocks: int
-    reason: str
-    has_staged: bool = True
+    pools: tuple[str, ...]  # The names of their pools
+    backend: Backend  # Their compiler
+    from_blocks: int  # The least blocks that they move
+    reason: str  # Why, and why it does no harm
+    has_staged: bool = True  # Whether staged saves and loads are among them
 
 
 KNOWN_BREAKS = (
@@ -136,14 +118,7 @@ def known_break(program: Program) -> str | None:
 
 
 def bounds_of(backend: Backend, kernel: str, mode: Mode, kind: Kind) -> Bounds:
-    """Return the bounds of a program.
-
-    Args:
-        backend: Which compiler makes it.
-        kernel: What moves the rows: ``"xla"`` or ``"dma"``.
-        mode: The mode of the transfer engine.
-        kind: What it does.
-    """
+    """Return the bounds of a program."""
     bounds = _BOUNDS[backend, kernel, "move" if kind in MOVES else "copy"]
     if kind == "merge" and bounds.temp_ratio is not None:
         fused = mode == "fused"

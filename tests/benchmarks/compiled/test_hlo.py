@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.tools.bench.compiled.hlo import ArrayShape, Module, take_census
+from benchmarks.compiled.hlo import ArrayShape, Module, take_census
 
 LEAF = 64 * 4 * 128 * 2  # bytes of bf16[64,4,128]
 

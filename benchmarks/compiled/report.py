@@ -9,9 +9,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxkv._util import size_text
-from jaxkv.tools.bench.compiled.plan import CompileConfig, Program
-from jaxkv.tools.bench.compiled.records import (
+from benchmarks.compiled.plan import CompileConfig, Program
+from benchmarks.compiled.records import (
     BlockCost,
     Figures,
     Result,
@@ -19,11 +18,12 @@ from jaxkv.tools.bench.compiled.records import (
     block_costs,
     rows_of,
 )
-from jaxkv.tools.bench.compiled.run import CompileRecord
+from benchmarks.compiled.run import CompileRecord
+from jaxkv._util import size_text
 from jaxkv.tools.console import make_console, print_lines, print_table
 from jaxkv.tools.machine import versions
 
-MARKERS = ("<!-- jaxkv bench compile -->", "<!-- end of jaxkv bench compile -->")
+MARKERS = ("<!-- benchmarks.compiled -->", "<!-- end of benchmarks.compiled -->")
 """The lines of a Markdown file that the tables go between."""
 
 # Of a core, on average over the whole check.
@@ -43,7 +43,7 @@ def print_plan(config: CompileConfig, num_programs: int) -> None:
         f"Duration     about {_duration(num_programs * _SECONDS_A_PROGRAM)} of a core",
     ]
     for i, pool in enumerate((*config.pools, *config.examples)):
-        lines.append(f"{'' if i else 'Pools':12} {pool.name}: {pool.tells}")
+        lines.append(f"{'' if i else 'Pools':12} {pool.name}: {pool.text}")
     print_lines(lines)
 
 
@@ -331,19 +331,21 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, _PAGE_WIDTH)
 
 
-def write_markdown(path: pathlib.Path, text: str) -> None:
-    """Write Markdown to a file: between `MARKERS` if it has them, else all of it.
-
-    Raises:
-        ValueError: It has one of the markers only, or the second before the first.
-    """
+def check_markers(path: pathlib.Path) -> None:
+    """Refuse a file that has one of `MARKERS` only, or the second before the first."""
     start, end = MARKERS
-    old = path.read_text(encoding="utf-8") if path.exists() else ""
-    if start in old or end in old:
+    text = path.read_text(encoding="utf-8")
+    if (start in text or end in text) and end not in text.partition(f"{start}\n")[2]:
+        raise ValueError(f"{str(path)!r} must have {start!r}, and {end!r} after it")
+
+
+def write_markdown(path: pathlib.Path, text: str) -> None:
+    """Write Markdown to a file: between `MARKERS` if it has them, else all of it."""
+    start, end = MARKERS
+    old = path.read_text(encoding="utf-8")
+    if start in old:
         head, _, rest = old.partition(f"{start}\n")
-        _, found, tail = rest.partition(end)
-        if not found:
-            raise ValueError(f"{str(path)!r} must have {start!r}, and {end!r} after it")
+        tail = rest.partition(end)[2]
         text = f"{head}{start}\n\n{text}\n{end}{tail}"
     path.write_text(text, encoding="utf-8")
 

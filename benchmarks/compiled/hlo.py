@@ -62,17 +62,12 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 @dataclasses.dataclass(frozen=True)
 class ArrayShape:
-    """The shape of an array.
+    """The shape of an array."""
 
-    Attributes:
-        dtype: XLA's name of the type of its elements, such as ``"bf16"``.
-        dims: Its dimensions.
-        memory_space: XLA's number of the memory that it is in; 0 is the device's main
-            memory, `HOST_SPACE` the host's.
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
+    dtype: str  # XLA's name of the type of its elements, such as ``"bf16"``
+    dims: tuple[int, ...]  # Its dimensions
+    # XLA's number of the memory that it is in; 0 is the device's main memory,
+    # `HOST_SPACE` the host's.
     memory_space: int
 
     @property
@@ -88,23 +83,14 @@ class ArrayShape:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: Its name, without ``%``.
-        opcode: What it does, such as ``"fusion"``.
-        shapes: The arrays of its result.
-        operands: Names of the operations that it reads.
-        attributes: The rest of the line.
-        is_root: Whether it is the result of the computation.
-    """
-
-    name: str
-    opcode: str
-    shapes: tuple[ArrayShape, ...]
-    operands: tuple[str, ...]
-    attributes: str
-    is_root: bool
+    name: str  # Its name, without ``%``
+    opcode: str  # What it does, such as ``"fusion"``
+    shapes: tuple[ArrayShape, ...]  # The arrays of its result
+    operands: tuple[str, ...]  # Names of the operations that it reads
+    attributes: str  # The rest of the line
+    is_root: bool  # Whether it is the result of the computation
 
     @property
     def works(self) -> bool:
@@ -129,26 +115,15 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-        computations: The operations of each computation, by its name.
-        entry: Name of the computation that runs first.
-    """
-
+    # The operations of each computation, by its name
     computations: Mapping[str, tuple[Operation, ...]]
-    entry: str
+    entry: str  # Name of the computation that runs first
 
     @classmethod
     def parse(cls, text: str) -> Module:
-        """Read the text of a module.
-
-        Args:
-            text: As `jax.stages.Compiled.as_text` returns it.
-
-        Raises:
-            ValueError: It has no entry computation.
-        """
+        """Read the text of a module."""
         computations: dict[str, tuple[Operation, ...]] = {}
         entry = current = ""
         operations: list[Operation] = []
@@ -228,27 +203,18 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class Census:
-    """What a program does, counted.
+    """What a program does, counted."""
 
-    Attributes:
-        kernels: Operations that run on the device; those of a loop once. Copies
-            between memories, which the copy engines do, are not among them.
-        host_copies: Copies between host and device; those of a loop once.
-        host_bytes: Bytes that they move; in a loop without a known trip count, of one
-            turn.
-        collectives: The collectives, by opcode.
-        loops: The loops.
-        unknown_loops: Those whose trip count the compiler does not know.
-        whole_leaf: Operations on a whole leaf that are not in place: opcode, or name
-            of the fusion.
-    """
-
+    # Operations that run on the device; those of a loop once. Copies between memories,
+    # which the copy engines do, are not among them.
     kernels: int
-    host_copies: int
+    host_copies: int  # Copies between host and device; those of a loop once
+    # Bytes that they move; in a loop without a known trip count, of one turn
     host_bytes: int
-    collectives: tuple[str, ...]
-    loops: int
-    unknown_loops: int
+    collectives: tuple[str, ...]  # The collectives, by opcode
+    loops: int  # The loops
+    unknown_loops: int  # Those whose trip count the compiler does not know
+    # Operations on a whole leaf that are not in place: opcode, or name of the fusion
     whole_leaf: tuple[str, ...]
 
 
@@ -257,15 +223,7 @@ def take_census(
     leaf_bytes: Collection[int],
     extent_dims: Collection[tuple[int, ...]] = (),
 ) -> Census:
-    """Count what a program does.
-
-    Args:
-        text: The text of the compiled program.
-        leaf_bytes: Bytes of each leaf of the pool on one device: an array of as many
-            bytes is taken for a leaf, whatever its shape.
-        extent_dims: Dimensions of arrays that are no leaves, though they may have as
-            many bytes.
-    """
+    """Count what a program does."""
     module = Module.parse(text)
     spared = {_dims_key(dims) for dims in extent_dims}
     kernels = host_copies = host_bytes = loops = unknown_loops = 0

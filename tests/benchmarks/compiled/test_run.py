@@ -3,10 +3,10 @@ the CUDA plugin is installed, for accelerators that are not here."""
 
 import pytest
 
-from jaxkv.tools.bench.compiled import run
-from jaxkv.tools.bench.compiled.plan import CompileConfig
-from jaxkv.tools.bench.compiled.pools import PoolShape
-from jaxkv.tools.bench.compiled.targets import THIS_CPU, missing_extra, parse_target
+from benchmarks.compiled import run
+from benchmarks.compiled.plan import CompileConfig
+from benchmarks.compiled.pools import PoolShape
+from benchmarks.compiled.targets import THIS_CPU, missing_group, parse_target
 
 SMALL = PoolShape("small", (64, 4, 2, 16), 2, dtype="float32")
 
@@ -79,9 +79,9 @@ def test_a_process_compiles_all_programs_and_one_that_ends_costs_one(monkeypatch
 
 def need(name):
     target = parse_target(name)
-    extra = missing_extra(target)
+    extra = missing_group(target)
     if extra is not None:
-        pytest.skip(f"no compiler for {name} (the extra {extra} has it)")
+        pytest.skip(f"no compiler for {name} (the group {extra} has it)")
     return target
 
 

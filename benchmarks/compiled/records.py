@@ -6,57 +6,39 @@ import dataclasses
 import math
 from typing import TypeAlias
 
-from jaxkv.tools.bench.compiled.plan import Kind, Program
-from jaxkv.tools.bench.compiled.targets import Backend
+from benchmarks.compiled.plan import Kind, Program
+from benchmarks.compiled.targets import Backend
 from jaxkv.transfer.kernels import Mode
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What the compiler says of one program, on one device.
+    """What the compiler says of one program, on one device."""
 
-    Attributes:
-        kernel: What moves the rows: ``"xla"`` or ``"dma"``.
-        leaves: Number of leaves of the pool.
-        block_bytes: Bytes of a block in all leaves, without padding.
-        pool_bytes: Bytes of the pool as it lies on the device, padding included.
-        moved_bytes: Bytes of the moved blocks as they lie there.
-        extent_host_bytes: Bytes of an extent of these blocks as it lies on the host,
-            padding included; None if not asked for.
-        accessed_bytes: Bytes that the program reads and writes by XLA's estimate,
-            loops counted once; None if the compiler gives none.
-        estimated_s: Seconds that it takes by XLA's estimate; None if there is none.
-        temp_bytes: Memory that it takes beside its arguments and results, on device
-            and host.
-        alias_bytes: Bytes of arguments that results are written into.
-        host_bytes: Bytes that it copies between host and device.
-        kernels: Operations that run on the device, those of a loop once.
-        host_copies: Copies between host and device, those of a loop once.
-        loops: The loops.
-        unknown_loops: Those whose trip count the compiler does not know.
-        collectives: The collectives in it.
-        whole_leaf: Operations on a whole leaf that are not in place.
-        compile_s: Seconds of CPU time that lowering and compiling took.
-    """
-
-    kernel: str
-    leaves: int
-    block_bytes: int
-    pool_bytes: int
-    moved_bytes: int
+    kernel: str  # What moves the rows: ``"xla"`` or ``"dma"``
+    leaves: int  # Number of leaves of the pool
+    block_bytes: int  # Bytes of a block in all leaves, without padding
+    pool_bytes: int  # Bytes of the pool as it lies on the device, padding included
+    moved_bytes: int  # Bytes of the moved blocks as they lie there
+    # Bytes of an extent of these blocks as it lies on the host, padding included; None
+    # if not asked for.
     extent_host_bytes: int | None
+    # Bytes that the program reads and writes by XLA's estimate, loops counted once;
+    # None if the compiler gives none.
     accessed_bytes: int | None
+    # Seconds that it takes by XLA's estimate; None if there is none
     estimated_s: float | None
+    # Memory that it takes beside its arguments and results, on device and host
     temp_bytes: int
-    alias_bytes: int
-    host_bytes: int
-    kernels: int
-    host_copies: int
-    loops: int
-    unknown_loops: int
-    collectives: tuple[str, ...]
-    whole_leaf: tuple[str, ...]
-    compile_s: float
+    alias_bytes: int  # Bytes of arguments that results are written into
+    host_bytes: int  # Bytes that it copies between host and device
+    kernels: int  # Operations that run on the device, those of a loop once
+    host_copies: int  # Copies between host and device, those of a loop once
+    loops: int  # The loops
+    unknown_loops: int  # Those whose trip count the compiler does not know
+    collectives: tuple[str, ...]  # The collectives in it
+    whole_leaf: tuple[str, ...]  # Operations on a whole leaf that are not in place
+    compile_s: float  # Seconds of CPU time that lowering and compiling took
 
     @property
     def bytes_ratio(self) -> float | None:
@@ -87,21 +69,13 @@ Reply: TypeAlias = tuple[Figures | None, str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A program with what became of it.
+    """A program with what became of it."""
 
-    Attributes:
-        program: The program.
-        figures: What the compiler says; None if it did not compile.
-        error: Why it did not compile; None if it did.
-        broken: The bounds that it breaks, a line each.
-        known: Why it is known to break them; None if it is not.
-    """
-
-    program: Program
-    figures: Figures | None
-    error: str | None
-    broken: tuple[str, ...] = ()
-    known: str | None = None
+    program: Program  # The program
+    figures: Figures | None  # What the compiler says; None if it did not compile
+    error: str | None  # Why it did not compile; None if it did
+    broken: tuple[str, ...] = ()  # The bounds that it breaks, a line each
+    known: str | None = None  # Why it is known to break them; None if it is not
 
     @property
     def fails(self) -> bool:
@@ -111,27 +85,17 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCost:
-    """What a block costs on a target.
+    """What a block costs on a target."""
 
-    Attributes:
-        target: Name of the target.
-        pool: Name of the pool.
-        block_bytes: Bytes of a block in all leaves, without padding, on one device.
-        device_bytes: Bytes of it as it lies on the device.
-        host_bytes: Bytes of it as it lies on the host; None if unknown.
-        num_blocks: Blocks moved at once, which the times are of.
-        save_s: Estimated seconds of the device for a save of them; None if unknown.
-        load_s: The same for a load.
-    """
-
-    target: str
-    pool: str
-    block_bytes: int
-    device_bytes: float
-    host_bytes: float | None
-    num_blocks: int
+    target: str  # Name of the target
+    pool: str  # Name of the pool
+    block_bytes: int  # Bytes of a block in all leaves, without padding, on one device
+    device_bytes: float  # Bytes of it as it lies on the device
+    host_bytes: float | None  # Bytes of it as it lies on the host; None if unknown
+    num_blocks: int  # Blocks moved at once, which the times are of
+    # Estimated seconds of the device for a save of them; None if unknown
     save_s: float | None
-    load_s: float | None
+    load_s: float | None  # The same for a load
 
 
 def block_costs(results: tuple[Result, ...]) -> tuple[BlockCost, ...]:
@@ -184,23 +148,14 @@ def block_costs(results: tuple[Result, ...]) -> tuple[BlockCost, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The worst figures of a program over all numbers of blocks.
+    """The worst figures of a program over all numbers of blocks."""
 
-    Attributes:
-        target: Name of the target.
-        backend: Its compiler.
-        pool: Name of the pool.
-        mode: The mode of the transfer engine.
-        kind: What the program does.
-        results: The results, by number of blocks.
-    """
-
-    target: str
-    backend: Backend
-    pool: str
-    mode: Mode
-    kind: Kind
-    results: tuple[Result, ...]
+    target: str  # Name of the target
+    backend: Backend  # Its compiler
+    pool: str  # Name of the pool
+    mode: Mode  # The mode of the transfer engine
+    kind: Kind  # What the program does
+    results: tuple[Result, ...]  # The results, by number of blocks
 
     @property
     def figures(self) -> tuple[Figures, ...]:

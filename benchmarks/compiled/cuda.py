@@ -46,15 +46,7 @@ class CudaProgram:
 
 @contextmanager
 def compile_for_cuda(device: str, num_devices: int) -> Iterator[None]:
-    """Let JAX's programs be compiled for a GPU, in this process, in this context.
-
-    Args:
-        device: The GPU by its name in XLA, such as ``"NVIDIA H200 141GB HBM3e"``.
-        num_devices: Number of devices that each program runs on.
-
-    Raises:
-        LookupError: The plugin does not describe such a GPU.
-    """
+    """Let JAX's programs be compiled for a GPU, in this process, in this context."""
     # Private, as nothing public takes lowered programs to another compiler.
     from jax._src import compiler
     from jax._src.lib import _jax  # type: ignore[attr-defined]

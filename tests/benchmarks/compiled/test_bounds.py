@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from jaxkv.tools.bench.compiled.bounds import KNOWN_BREAKS, bounds_of, broken_bounds
-from jaxkv.tools.bench.compiled.pools import default_pools
-from jaxkv.tools.bench.compiled.records import Result, block_costs
-from jaxkv.tools.bench.compiled.run import judge
-from jaxkv.tools.bench.compiled.targets import TARGETS
-from tests.tools.bench.compiled.examples import GOOD, MIB, program
-from tests.tools.bench.compiled.examples import POOL as POOL_SHAPE
+from benchmarks.compiled.bounds import KNOWN_BREAKS, bounds_of, broken_bounds
+from benchmarks.compiled.pools import default_pools
+from benchmarks.compiled.records import Result, block_costs
+from benchmarks.compiled.run import judge
+from benchmarks.compiled.targets import TARGETS
+from tests.benchmarks.compiled.examples import GOOD, MIB, program
+from tests.benchmarks.compiled.examples import POOL as POOL_SHAPE
 
 MOVED = GOOD.moved_bytes
 POOL = GOOD.pool_bytes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.tools.bench.compiled.models import pools_of_model
+from benchmarks.compiled.models import pools_of_model
 from jaxkv.tools.model_config import NAMED_MODELS
 
 LLAMA = NAMED_MODELS["llama-3.1-8b"] | {"head_dim": None}

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv.tools.bench.compiled.pools import LANES, PoolShape, align
+from benchmarks.compiled.pools import LANES, PoolShape, align
 from jaxkv.tools.model_config import dtype_of, head_dim_of, number_of
 
 
@@ -19,27 +19,17 @@ def pools_of_model(
 ) -> tuple[PoolShape, ...]:
     """Lay out a model's KV as the engines do.
 
-    Args:
-        config: The model's configuration.
-        block_size: Tokens of a block.
-        num_blocks: Blocks of the pool.
-        dtype: Name of the dtype of the cache; None for the model's own.
+    Returns tpu-inference's layout, and the plain one: k and v apart, or the latent of
+    MLA.
 
-    Returns:
-        tpu-inference's layout, and the plain one: k and v apart, or the latent of MLA.
-
-    Raises:
-        ValueError: The configuration lacks a key, or has an unusable one.
-
-    Example:
-        >>> config = {
-        ...     "num_hidden_layers": 2,
-        ...     "num_attention_heads": 8,
-        ...     "num_key_value_heads": 2,
-        ...     "hidden_size": 512,
-        ... }
-        >>> [pool.shape for pool in pools_of_model(config, 16, 100)]
-        [(100, 16, 1, 2, 128), (100, 16, 2, 64)]
+    >>> config = {
+    ...     "num_hidden_layers": 2,
+    ...     "num_attention_heads": 8,
+    ...     "num_key_value_heads": 2,
+    ...     "hidden_size": 512,
+    ... }
+    >>> [pool.shape for pool in pools_of_model(config, 16, 100)]
+    [(100, 16, 1, 2, 128), (100, 16, 2, 64)]
     """
     layers = number_of(config, "num_hidden_layers")
     dtype = dtype or dtype_of(config)

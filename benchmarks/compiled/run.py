@@ -15,28 +15,22 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 import jaxkv
-from jaxkv.tools.bench.compiled.bounds import broken_bounds, known_break
-from jaxkv.tools.bench.compiled.plan import CompileConfig, Program, programs
-from jaxkv.tools.bench.compiled.records import Figures, Reply, Result
-from jaxkv.tools.bench.compiled.targets import Backend, environment
+from benchmarks.compiled.bounds import broken_bounds, known_break
+from benchmarks.compiled.plan import CompileConfig, Program, programs
+from benchmarks.compiled.records import Figures, Reply, Result
+from benchmarks.compiled.targets import Backend, environment
 from jaxkv.tools.console import OnProgress
 
-_WORKER = "jaxkv.tools.bench.compiled.worker"
+_WORKER = "benchmarks.compiled.worker"
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileRecord:
-    """The results of a run.
+    """The results of a run."""
 
-    Attributes:
-        config: What was compiled.
-        results: What became of each program.
-        seconds: How long all of it took.
-    """
-
-    config: CompileConfig
-    results: tuple[Result, ...]
-    seconds: float
+    config: CompileConfig  # What was compiled
+    results: tuple[Result, ...]  # What became of each program
+    seconds: float  # How long all of it took
 
     @property
     def broken(self) -> tuple[Result, ...]:
@@ -50,12 +44,7 @@ class CompileRecord:
 
 
 def run_compile(config: CompileConfig, on_progress: OnProgress) -> CompileRecord:
-    """Compile all programs of a configuration.
-
-    Args:
-        config: What to compile.
-        on_progress: Called with a label, the amount done and the total.
-    """
+    """Compile all programs of a configuration."""
     started = time.monotonic()
     results: list[Result] = []
     for target, group in itertools.groupby(programs(config), lambda p: p.target):

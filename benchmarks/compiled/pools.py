@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jaxkv.tools.bench.compiled.targets import NUM_DEVICES
+from benchmarks.compiled.targets import NUM_DEVICES
 
 LANES = 128
 """Elements of the last dimension that a TPU moves together."""
@@ -13,30 +13,20 @@ LANES = 128
 
 @dataclasses.dataclass(frozen=True)
 class PoolShape:
-    """A pool of equal leaves.
+    """A pool of equal leaves."""
 
-    Attributes:
-        name: For people.
-        shape: The shape of a leaf, over all devices.
-        num_leaves: Number of leaves.
-        block_axis: The axis that counts the blocks.
-        dtype: Name of the dtype of its elements.
-        sharded_axis: The axis that is spread over `NUM_DEVICES` devices; None for a
-            pool on one device.
-        row_major: Whether its arrays are laid out in the order of their dimensions;
-            if not, as XLA likes best.
-        blocks_per_host_block: Device blocks that move as one.
-        scales: The shapes of leaves of float32 beside the others.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    num_leaves: int
-    block_axis: int = 0
-    dtype: str = "bfloat16"
+    name: str  # For people
+    shape: tuple[int, ...]  # The shape of a leaf, over all devices
+    num_leaves: int  # Number of leaves
+    block_axis: int = 0  # The axis that counts the blocks
+    dtype: str = "bfloat16"  # Name of the dtype of its elements
+    # The axis that is spread over `NUM_DEVICES` devices; None for a pool on one device.
     sharded_axis: int | None = None
+    # Whether its arrays are laid out in the order of their dimensions; if not, as XLA
+    # likes best.
     row_major: bool = False
-    blocks_per_host_block: int = 1
+    blocks_per_host_block: int = 1  # Device blocks that move as one
+    # The shapes of leaves of float32 beside the others
     scales: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -51,29 +41,24 @@ class PoolShape:
         return num_blocks // self.blocks_per_host_block
 
     @property
-    def tells(self) -> str:
+    def text(self) -> str:
         """The shape in one line, for people."""
         dims = ",".join(map(str, self.shape))
-        text = f"{self.num_leaves} x {self.dtype}[{dims}]"
+        line = f"{self.num_leaves} x {self.dtype}[{dims}]"
         if self.block_axis:
-            text += f", blocks on axis {self.block_axis}"
+            line += f", blocks on axis {self.block_axis}"
         if self.sharded_axis is not None:
-            text += f", axis {self.sharded_axis} over {NUM_DEVICES} devices"
+            line += f", axis {self.sharded_axis} over {NUM_DEVICES} devices"
         if self.blocks_per_host_block > 1:
-            text += f", {self.blocks_per_host_block} together"
+            line += f", {self.blocks_per_host_block} together"
         for scale in dict.fromkeys(self.scales):
             dims = ",".join(map(str, scale))
-            text += f", and {self.scales.count(scale)} x float32[{dims}]"
-        return text + (", row-major" if self.row_major else "")
+            line += f", and {self.scales.count(scale)} x float32[{dims}]"
+        return line + (", row-major" if self.row_major else "")
 
 
 def check_pool(pool: PoolShape) -> None:
-    """Refuse a pool that cannot be.
-
-    Raises:
-        ValueError: An axis is not there, a size is not positive, or a sharded axis
-            does not divide.
-    """
+    """Refuse a pool that cannot be."""
     num_axes = len(pool.shape)
     if not pool.shape or min(pool.shape) < 1:
         raise ValueError(f"shape {list(pool.shape)} must have sizes from 1")
