@@ -93,7 +93,7 @@ bench transfer --sizes 1MiB,    | --sizes: '' must be a size such as 64MiB
 bench transfer --block-sizes 6KiB | 6 KiB must be a multiple of 4 KiB
 bench transfer --rounds 2       | '2' must be a whole number from 3 to
 bench transfer --mode fast      | --mode: unknown 'fast': choose from fused
-bench transfer --designs nump   | unknown 'nump': did you mean numpy?
+bench transfer --designs numpy  | unknown option '--designs': did you mean --sizes?
 bench transfer --sizes 1KiB     | nothing can be measured: 1 KiB in blocks of
 bench transfer --sizes 9TiB     | nothing can be measured: 9 TiB: it takes
 bench storage                   | the following arguments are required: URL
