@@ -29,7 +29,8 @@ from jaxkv.tools.bench.storage.run import (
     StoreAlone,
     wait_for,
 )
-from jaxkv.tools.options import Parser, write_files
+from jaxkv.tools.files import write_files
+from jaxkv.tools.usage import Usage
 from jaxkv.transfer.storage import BlobStore, LocalStore, ObjectFormat, StoreError
 from jaxkv.transfer.storage.mooncake_store import MooncakeStore
 from jaxkv.transfer.storage.objects import HEADER_BYTES
@@ -262,9 +263,13 @@ NOTES = {
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print and write."""
-    parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
-    command.add_options(parser)
-    args = parser.parse_args(argv)
+    args = Usage(
+        "python -m benchmarks.storage",
+        str(__doc__).partition("\n")[0],
+        command.OPTIONS,
+        command.PARSERS,
+        command.DEFAULTS,
+    ).parse(sys.argv[1:] if argv is None else argv)
     record = command.measure(args, RivalBench)
     notes = [text for name, text in NOTES.items() if name in record.results[0].seconds]
     report.print_results(record, notes)
@@ -272,4 +277,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

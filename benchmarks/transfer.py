@@ -44,9 +44,10 @@ from jaxkv.tools.bench.transfer.records import (
 )
 from jaxkv.tools.bench.transfer.run import Bench, run_transfer
 from jaxkv.tools.console import OnProgress
+from jaxkv.tools.files import write_files
 from jaxkv.tools.machine import quartiles
-from jaxkv.tools.options import Parser, check_names, write_files
 from jaxkv.tools.progress import show_progress
+from jaxkv.tools.usage import Usage, check_names
 from jaxkv.transfer import PoolLayout, memory
 from jaxkv.transfer.memory import compiler_options, wait_for
 from jaxkv.transfer.tickets import Direction
@@ -450,12 +451,18 @@ def to_json(record: TransferRecord, overlaps: Overlaps) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print and write."""
-    parser = Parser(description=str(__doc__).partition("\n")[0], allow_abbrev=False)
-    command.add_options(parser)
-    names = ", ".join(DESIGNS)
-    parser.values("--designs NAME", "designs to measure", otherwise=f"all: {names}")
-    parser.flag("--no-overlap", "do not measure what a running step hides", "measure")
-    args = parser.parse_args(argv)
+    more = f"""
+designs:
+  --designs NAME,...  designs to measure (default: {", ".join(DESIGNS)})
+  --no-overlap  do not measure what a running step hides (default: measure)
+"""
+    args = Usage(
+        "python -m benchmarks.transfer",
+        str(__doc__).partition("\n")[0],
+        command.OPTIONS + more,
+        command.PARSERS,
+        command.DEFAULTS,
+    ).parse(sys.argv[1:] if argv is None else argv)
     config: TransferConfig = dataclasses.replace(
         command.config_of(args),
         designs=tuple(
@@ -475,4 +482,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -41,8 +41,6 @@ def _run_as_process(argv: list[str]) -> NoReturn:
         from jaxkv.tools import commands
 
         code = commands.run(argv)
-    except SystemExit as end:  # From argparse.
-        code = end.code if isinstance(end.code, int) else int(bool(end.code))
     except KeyboardInterrupt:  # Before the process was ready for it.
         print(f"{name}: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
+import importlib
 
-from jaxkv.tools.bench.storage import command as bench_storage
-from jaxkv.tools.bench.transfer import command as bench_transfer
+from jaxkv.tools import BENCHMARKS
 
 SUMMARY = "measure how fast blocks move on this machine"
-DESCRIPTION = (
-    "Measure how fast blocks move between device and host (transfer), or to a store "
-    "and back (storage)."
-)
-COMMANDS: Mapping[str, types.ModuleType] = {
-    "transfer": bench_transfer,
-    "storage": bench_storage,
+DESCRIPTION = "Measure how fast blocks move to host memory, or to a store, and back."
+COMMANDS = {
+    name: importlib.import_module(f"jaxkv.tools.bench.{name}.command")
+    for name in BENCHMARKS
 }
-METAVAR = "BENCHMARK"
-QUESTION = "what to measure"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 
@@ -16,70 +15,63 @@ from jaxkv.tools.bench.storage.run import (
     StorageRecord,
 )
 from jaxkv.tools.bench.transfer.records import BytesDifferError
-from jaxkv.tools.options import (
-    EXIT_OK,
-    CommandError,
-    Parser,
-    UsageError,
-    check_absent,
+from jaxkv.tools.files import (
+    JSON_OPTION,
     check_extra,
     check_files,
     packages_for,
-    parse_bytes,
-    parse_rounds,
-    parse_whole_number_from,
-    sizes_text,
     write_files,
 )
 from jaxkv.tools.progress import show_progress
+from jaxkv.tools.usage import (
+    EXIT_OK,
+    Args,
+    CommandError,
+    Usage,
+    UsageError,
+    check_absent,
+    sizes_text,
+    whole_number_from,
+)
 
 _MAX_SHOWN = 300
 SUMMARY = "measure how fast a store (folder, S3, Redis, Mooncake) moves blocks"
-DESCRIPTION = (
+
+_DEFAULT = StorageConfig("")
+_QUICK = StorageConfig("", (512 << 10,), 16 << 20, 3)
+OPTIONS = f"""
+store:
+  URL  a folder, s3://BUCKET/PREFIX, gs://, redis://HOST:PORT,
+      unix:///SOCKET or mooncake://HOST:PORT
+  --sealed  seal blocks with a secret, as storage_secret does (default: a
+      checksum)
+
+blocks:
+  --block-sizes SIZE,...  bytes per block (default:
+      {sizes_text(_DEFAULT.block_sizes)})
+  --per-round SIZE  bytes written, and read, per round (default:
+      {sizes_text([_DEFAULT.num_bytes])})
+  --rounds N  rounds, at least 3 (default: {_DEFAULT.rounds})
+  --in-flight N  blocks written, or read, at once
+  --quick  3 rounds of 16 MiB in blocks of 512 KiB (default: as above)
+
+output:
+{JSON_OPTION}
+"""
+PARSERS = {"--rounds": whole_number_from(3)}
+DEFAULTS = {"in_flight": _DEFAULT.num_in_flight}
+USAGE = Usage(
+    "jaxkv bench storage",
     "Time blocks on their way to a store and back, through the storage tier's queue, "
     "format with checksum, and store; and through the store alone. Both take turns in "
-    "every round, all bytes are checked, and all that was written is deleted."
+    "every round, all bytes are checked, and all that was written is deleted.",
+    OPTIONS,
+    PARSERS,
+    DEFAULTS,
 )
 
 
-def add_options(parser: Parser) -> None:
-    """Add the options of the command."""
-    default = StorageConfig("")
-    parser.add_argument(
-        "url",
-        metavar="URL",
-        help="a folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, redis://HOST:PORT, "
-        "unix:///SOCKET or mooncake://HOST:PORT",
-    )
-    parser.values(
-        "--block-sizes SIZE",
-        "bytes per block",
-        parse_bytes,
-        otherwise=sizes_text(default.block_sizes),
-    )
-    parser.value(
-        "--per-round SIZE",
-        "bytes written, and read, per round",
-        parse_bytes,
-        otherwise=sizes_text([default.num_bytes]),
-    )
-    parser.value(
-        "--rounds N", "rounds, at least 3", parse_rounds, otherwise=f"{default.rounds}"
-    )
-    parser.value(
-        "--in-flight N",
-        "blocks written, or read, at once",
-        parse_whole_number_from(1),
-        default.num_in_flight,
-    )
-    parser.flag(
-        "--sealed", "seal blocks with a secret, as storage_secret does", "a checksum"
-    )
-    parser.flag("--quick", "3 rounds of 16 MiB in blocks of 512 KiB", "as above")
-    parser.files()
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Run the command; return its exit code."""
     record = measure(args, StorageBench)
     report.print_results(record)
@@ -88,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(
-    args: argparse.Namespace, make_bench: Callable[[StorageConfig], StorageBench]
+    args: Args, make_bench: Callable[[StorageConfig], StorageBench]
 ) -> StorageRecord:
     """Measure what a command line asks for."""
     check_files(args)
@@ -112,12 +104,12 @@ def measure(
         raise CommandError(f"bytes differ: {error}") from error
 
 
-def _config_of(args: argparse.Namespace) -> StorageConfig:
-    default = StorageConfig("")
+def _config_of(args: Args) -> StorageConfig:
+    default = _DEFAULT
     if args.quick:
         chosen = "block_sizes", "per_round", "rounds"
         check_absent(args, chosen, "--quick: it chooses for itself, without {}")
-        default = StorageConfig("", (512 << 10,), 16 << 20, 3)
+        default = _QUICK
     config = StorageConfig(
         url=args.url,
         block_sizes=tuple(args.block_sizes or default.block_sizes),
