@@ -29,12 +29,7 @@ GAP_MS = 500
 
 
 def make_scans(share: float, seed: int = 0) -> Trace:
-    """Make conversations, and scans for a share of all requests.
-
-    Args:
-        share: Of the requests that are scans, below 1.
-        seed: Of the random order.
-    """
+    """Make conversations, and scans for a share of all requests."""
     rng = np.random.default_rng(seed)
     ids = iter(range(1 << 30))
     system = [next(ids) for _ in range(SYSTEM_BLOCKS)]
@@ -84,11 +79,11 @@ def main() -> None:
         ]
         for capacity in capacities:
             for policy in args.policies:
-                found = [
-                    replay(policy, trace, capacity, admitted=each).block_hit_ratio
-                    for each in admitted
+                ratios = [
+                    replay(policy, trace, capacity, admitted=admission).block_hit_ratio
+                    for admission in admitted
                 ]
-                shown = "".join(f"{100 * ratio:8.2f}" for ratio in found)
+                shown = "".join(f"{100 * ratio:8.2f}" for ratio in ratios)
                 print(f"{capacity:>9,} {policy:<12}{shown}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: command line, figures, garbage, processes that answer.
+"""Shared by the benchmarks: command line, figures, garbage, child processes.
 
 Importing it lets a script import this checkout, `tests` included. It imports jaxkv only
 where it is called, as a process that answers may measure another checkout.
@@ -30,13 +30,7 @@ sys.path.insert(0, str(ROOT))
 def make_parser(
     doc: str, *, rounds: int | None = None, beside: bool = False
 ) -> argparse.ArgumentParser:
-    """Make the parser of a benchmark.
-
-    Args:
-        doc: The script's docstring, whose first line says what it measures.
-        rounds: The default of --rounds, if there is that option.
-        beside: Whether another checkout may be measured by turns with this one.
-    """
+    """Make the parser of a benchmark."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, metavar="R")
@@ -65,7 +59,7 @@ def write_figures(path: str | None, figures: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def old_garbage_left_alone() -> Iterator[None]:
-    """Have the garbage collector leave what was made before alone, as in a server."""
+    """Exempt existing objects from garbage collection, as in a server."""
     gc.collect()
     gc.freeze()
     try:
@@ -75,7 +69,7 @@ def old_garbage_left_alone() -> Iterator[None]:
 
 
 def random_keys(rng: np.random.Generator, num: int) -> list[bytes]:
-    """Make keys of blocks that nobody knows."""
+    """Make random keys of blocks."""
     data = rng.bytes(32 * num)
     return [data[i : i + 32] for i in range(0, len(data), 32)]
 
@@ -110,14 +104,7 @@ def spread(quartiles: Sequence[float], width: int = 0, digits: int = 2) -> str:
 def start(
     script: str, *args: str, env: Mapping[str, str], log: pathlib.Path | None = None
 ) -> subprocess.Popen[str]:
-    """Start a script with --serve and two words, to be asked.
-
-    Args:
-        script: Its file.
-        args: The words.
-        env: What it has in its environment beside that of this process.
-        log: The file of its errors; None for those of this process.
-    """
+    """Start a script with --serve and two words, to be asked."""
     with open(log or os.devnull, "w", encoding="utf-8") as errors:
         return subprocess.Popen(
             [sys.executable, script, "--serve", *args],
@@ -130,7 +117,7 @@ def start(
 
 
 def ask(process: subprocess.Popen[str], *question: Any) -> dict[str, Any]:
-    """Have a process answer."""
+    """Ask a process and return its answer."""
     assert process.stdin
     assert process.stdout
     print(json.dumps(question), file=process.stdin, flush=True)

@@ -102,35 +102,30 @@ class Prompt:
 
 
 class Engine:
-    """Calls a side as an engine does; adds up what its calls take.
-
-    Attributes:
-        running: The requests that are scheduled in every step.
-        num_steps: Steps since the clock was started, as all that follows.
-        moved: What was matched, and which device blocks were loaded and stored.
-        spent_s: Seconds in the hooks of the scheduler, and in the pool.
-    """
+    """Calls a side as an engine does; adds up what its calls take."""
 
     def __init__(self, side: Jaxkv | Twin) -> None:
         self.side = side
-        self.running: list[Prompt] = []
+        self.running: list[Prompt] = []  # The requests that are scheduled in every step
         self.start_clock()
 
     def start_clock(self) -> None:
         """Forget what was counted."""
-        self.num_steps = 0
+        self.num_steps = 0  # Steps since the clock was started, as all that follows
+        # What was matched, and which device blocks were loaded and stored
         self.moved: list[Any] = []
+        # Seconds in the hooks of the scheduler, and in the pool
         self.spent_s = {"hooks": 0.0, "pool": 0.0}
 
     def admit(self, prompt: Prompt) -> None:
         """Find what is there of a prompt and give it blocks for its first step."""
-        found = self._pool(self.side.find_prefix, prompt.block_keys)
-        num_local = len(found) * BLOCK_SIZE
+        cached = self._pool(self.side.find_prefix, prompt.block_keys)
+        num_local = len(cached) * BLOCK_SIZE
         ask = self.side.scheduler.get_num_new_matched_tokens
         num_loaded, _ = self._hook(ask, prompt, num_local)
-        if found:
-            self._pool(self.side.touch, found)
-        prompt.block_ids = found
+        if cached:
+            self._pool(self.side.touch, cached)
+        prompt.block_ids = cached
         prompt.num_computed_tokens = num_local
         self._grow(prompt, num_local + num_loaded)
         tell = self.side.scheduler.update_state_after_alloc
@@ -163,7 +158,7 @@ class Engine:
         self.num_steps += 1
 
     def resume(self, prompt: Prompt) -> None:
-        """Let a request run for a step, its load over."""
+        """Run a request for a step, after its load."""
         num_loaded = len(prompt.block_keys)
         self._pool(self.side.cache, prompt.block_ids[:num_loaded], prompt.block_keys)
         tell = self.side.scheduler.update_state_after_alloc
@@ -192,7 +187,7 @@ class Engine:
         self.step()
 
     def _grow(self, prompt: Prompt, num_computed: int) -> list[int]:
-        """Give a request the blocks that its next chunk needs."""
+        """Allocate the blocks that a request's next chunk needs."""
         end = min(num_computed + CHUNK_TOKENS, prompt.num_tokens)
         num_new = -(-end // BLOCK_SIZE) - len(prompt.block_ids)
         if num_new <= 0:

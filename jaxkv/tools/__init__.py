@@ -4,3 +4,4 @@ Each has its `command.py`, the options and what becomes of them.
 """
 
 COMMANDS = ("demo", "replay", "plan", "bench", "doctor")
+BENCHMARKS = ("transfer", "storage")

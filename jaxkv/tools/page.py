@@ -1,7 +1,7 @@
 """A report as a page of HTML that needs nothing but itself.
 
 It is read by eye, light or dark as the reader's system is, wide or narrow, by keyboard,
-and by those who hear it: every chart is a drawing with a name, a description and a
+and with a screen reader: every chart is a drawing with a name, a description and a
 table of its figures, and nothing is said by colour alone.
 """
 
@@ -32,17 +32,11 @@ from jaxkv.tools.pictures import (
 
 
 class Section(NamedTuple):
-    """A part of a page.
+    """A part of a page."""
 
-    Attributes:
-        name: Its anchor.
-        title: What the reader sees above it.
-        inside: HTML.
-    """
-
-    name: str
-    title: str
-    inside: str
+    name: str  # Its anchor
+    title: str  # What the reader sees above it
+    inside: str  # HTML
 
 
 class _Sheet(NamedTuple):
@@ -81,18 +75,11 @@ def render_page(
     sections: Sequence[Section],
     command: str,
 ) -> str:
-    """Write a page.
-
-    Args:
-        title: What it is about.
-        finding: HTML of what the reader should know first.
-        facts: What the report is about, each with a name.
-        sections: The rest, in order.
-        command: The command line that made it.
-    """
+    """Write a page."""
     listed = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts)
     contents = "".join(
-        f'<li><a href="#{each.name}">{escape(each.title)}</a></li>' for each in sections
+        f'<li><a href="#{section.name}">{escape(section.title)}</a></li>'
+        for section in sections
     )
     versions = f"jaxkv {__version__}, jax {jax.__version__}, {platform.machine()}"
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -122,7 +109,7 @@ def paragraphs(lines: Iterable[str], kind: str = "") -> str:
 
 
 def code(label: str, text: str) -> str:
-    """Write lines as they are typed, with a name for those who hear them."""
+    """Write lines of code, with a label for screen readers."""
     return f'<pre tabindex="0" aria-label="{label}"><code>{escape(text)}</code></pre>'
 
 
@@ -132,13 +119,7 @@ def bullets(items: Iterable[str]) -> str:
 
 
 def section(chart: Chart, mark: str, title: str = "") -> Section:
-    """Write a chart and its table as a part of a page.
-
-    Args:
-        chart: The figures.
-        mark: What stands beside those that are marked.
-        title: Its title, if not that of the chart.
-    """
+    """Write a chart and its table as a part of a page."""
     inside = _drawn(chart) + _table(chart, mark)
     return Section(chart.key, title or chart.title, inside)
 
@@ -148,8 +129,9 @@ def _table(chart: Chart, mark: str) -> str:
     places, name = chart.places, chart.key
     notes = places.notes or [""] * len(places.names)
     columns = "".join(
-        f'<th scope="col">{escape(each)} <span class="share">{escape(note)}</span></th>'
-        for each, note in zip(places.names, notes, strict=True)
+        f'<th scope="col">{escape(place)} '
+        f'<span class="share">{escape(note)}</span></th>'
+        for place, note in zip(places.names, notes, strict=True)
     )
     body = ""
     for line in chart.lines:

@@ -1,13 +1,13 @@
 """What each command refuses: one line that says why, exit 2, and nothing done."""
 
-import argparse
+import itertools
 import json
 
 import pytest
 
 from jaxkv.tools import COMMANDS, commands
 from jaxkv.tools.model_config import NAMED_MODELS
-from jaxkv.tools.options import UsageError
+from jaxkv.tools.usage import UsageError
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
@@ -41,7 +41,7 @@ demo --json .                   | --json: cannot write '.' (Is a directory); nam
 demo --serve-metrics 65536      | '65536' must be a port, from 0 (any that is
 demo --seconds 9                | --seconds: it belongs to --serve-metrics
 
-replay                          | the following arguments are required: TRACE
+replay                          | TRACE: it is required
 replay none.jsonl               | TRACE: cannot read 'none.jsonl' (No such file or dir
 replay .                        | TRACE: cannot read '.' (Is a directory)
 replay synthetic:0              | TRACE: 'synthetic:0' must be synthetic:REQUESTS, such
@@ -86,18 +86,17 @@ plan MODEL --policy lur         | unknown 'lur': did you mean lru?
 plan long.jsonl --model llama-3.1-8b | 'in' must be a number of tokens from 0 to
 
 bench                           | name what to measure: choose from transfer
-bench trasnfer                  | BENCHMARK: unknown 'trasnfer': did you mean transfer?
-bench transfer --target=v5e     | --target: it belongs to jaxkv bench compile
+bench trasnfer                  | unknown benchmark 'trasnfer': did you mean transfer?
 bench transfer 7                | unexpected argument '7'
 bench transfer --size 1MiB      | '--size': did you mean --sizes?
 bench transfer --sizes 1MiB,    | --sizes: '' must be a size such as 64MiB
 bench transfer --block-sizes 6KiB | 6 KiB must be a multiple of 4 KiB
 bench transfer --rounds 2       | '2' must be a whole number from 3 to
 bench transfer --mode fast      | --mode: unknown 'fast': choose from fused
-bench transfer --designs nump   | unknown 'nump': did you mean numpy?
+bench transfer --designs numpy  | unknown option '--designs': did you mean --sizes?
 bench transfer --sizes 1KiB     | nothing can be measured: 1 KiB in blocks of
 bench transfer --sizes 9TiB     | nothing can be measured: 9 TiB: it takes
-bench storage                   | the following arguments are required: URL
+bench storage                   | URL: it is required
 bench storage nope://x          | URL: storage='nope://x': unknown 'nope'
 bench storage /dev/null         | URL: storage='/dev/null': Not a directory; name a fold
 bench storage s3://             | URL: storage='s3://' must be s3://BUCKET/PREFIX
@@ -105,34 +104,15 @@ bench storage x --per-round 4KiB | --per-round: 4 KiB is less than a block of 8 
 bench storage x --quick --rounds 3 | --quick: it chooses for itself, without --rounds
 bench storage x --plot x.png    | --plot: it belongs to jaxkv bench transfer
 
-bench compile --sizes 1MiB      | --sizes: it belongs to jaxkv bench transfer
-bench compile --targt v5e       | unknown option '--targt': did you mean --target?
-bench compile --target v7       | --target: unknown 'v7': choose from v5e, v5p, v6e
-bench compile --target h200:8   | 'h200:8' names a topology, which only a TPU
-CPU --mode fast                 | --mode: unknown 'fast': choose from fused, staged
-CPU --shape 3,x                 | --shape: 'x' must be a whole number from 1
-CPU --shape 3,4 --block-axis 2  | --shape: block axis 2 must be from 0 to 1
-CPU --shape 4,6 --shard 1       | --shape: axis 1 has 6, which 4 devices cannot
-CPU --shape 3,4 --dtype int4    | --dtype: 'int4' is no dtype of numbers
-CPU --dtype int8                | --dtype: it belongs to --shape or --model
-CPU --leaves 3                  | --leaves: it belongs to --shape
-CPU --block-size 3              | --block-size: it belongs to --model
-CPU --shape 3,4 --model .       | --shape and --model: give one of them
-CPU --model nowhere             | --model: 'nowhere' is neither a file nor a known mod
-CPU --quick --blocks 3          | --quick: it is for the whole check, without --blocks
-CPU --json .                    | --json: cannot write '.' (Is a directory)
-CPU --markdown .                | --markdown: cannot write '.' (Is a directory)
-
 doctor --need event             | --need: unknown 'event': did you mean events?
 doctor --storage ftp://x        | --storage: 'ftp://x': unknown 'ftp': choose
 doctor --storage-bytes 1GiB     | --storage-bytes: it belongs to --storage
 """
-KINDS = ("transfer", "storage", "compile")
+KINDS = ("transfer", "storage")
 STANDS_FOR = {
     "SMALL": "synthetic:60",
     "TOKENS": "synthetic:20 --kv-bytes-per-token 1000",
     "MODEL": "synthetic:20 --model llama-3.1-8b",
-    "CPU": "bench compile --target cpu",
 }
 
 
@@ -147,56 +127,52 @@ def test_a_refusal_is_one_line_and_nothing_is_done(refused, tmp_path):
             line = line.replace(name, text)
         err = refused(line)
         words = ["jaxkv", *[word for word in line.split()[:1] if word in COMMANDS]]
-        if words[-1] == "bench" and "belongs to jaxkv" not in err:
+        if words[-1] == "bench":
             words += [word for word in line.split()[1:2] if word in KINDS]
         assert err.startswith(f"{' '.join(words)}: error: "), row
         assert message in err, row
 
 
-def parsers():
-    """Every command's parser, by the words that choose it."""
-    modules = {name: commands._import(name) for name in COMMANDS}
-    main, own = commands._make_parsers(modules)
-    found = {"": main} | own
-    group = modules["bench"]
-    more = commands._add_commands(own["bench"], group.COMMANDS, group.METAVAR)
-    return found | {f"bench {name}": parser for name, parser in more.items()}
+def usages():
+    """Every command's options, by the words that choose it."""
+    for name, module in commands.import_commands().items():
+        for word, command in getattr(module, "COMMANDS", {"": module}).items():
+            yield f"{name} {word}".rstrip(), command.USAGE
 
 
-def options(parser):
-    """The options of a parser that are its own."""
-    general = (argparse._HelpAction, argparse._VersionAction)
-    return [
-        a for a in parser._actions if a.option_strings and not isinstance(a, general)
-    ]
-
-
-def test_every_option_says_what_happens_without_it():
-    for words, parser in parsers().items():
-        for action in options(parser):
-            if (words, action.dest) == ("bench compile", "model"):
-                continue  # "Your own pool" goes by either of two options.
-            help_text = parser._get_formatter()._expand_help(action)
-            assert "(default: " in help_text, (words, action.dest)
-            if action.default and not isinstance(action.default, bool):
-                assert f"(default: {action.default})" in help_text, (words, action.dest)
+def test_help_has_at_most_two_lines_for_an_option_and_fits_a_terminal():
+    for words, usage in usages():
+        assert usage.name == f"jaxkv {words}"
+        lines = usage.help.splitlines()
+        assert max(map(len, lines)) <= 80
+        for option in usage.options.values():
+            (first,) = (
+                n
+                for n, line in enumerate(lines)
+                if line.startswith(f"  {option.name} ")
+            )
+            text = itertools.takewhile(lambda li: li[:3] == "   ", lines[first + 1 :])
+            is_alone = len(lines[first]) < 24 + len(option.name)
+            assert len(list(text)) <= 1 + is_alone, lines[first]
+            default = usage.defaults.get(option.field)
+            if default and not option.value.startswith("SIZE"):
+                assert f"(default: {default})" in option.about, option
 
 
 def test_every_option_with_a_number_refuses_what_is_none():
     num_refused = 0
-    for words, parser in parsers().items():
-        for action in options(parser):
-            metavar = (action.metavar or "").removesuffix(",...")
-            if metavar not in ("N", "X", "SIZE", "PORT", "AXIS"):
+    for words, usage in usages():
+        for option in usage.options.values():
+            if option.value.removesuffix(",...") not in ("N", "X", "SIZE", "PORT"):
                 continue
-            if words == "replay" and action.dest in ("capacity", "storage_blocks"):
+            if words == "replay" and option.field in ("capacity", "storage_blocks"):
                 continue  # They are checked against the trace.
-            option = action.option_strings[0]
             for text in ("?", "", "-1", "many"):
-                with pytest.raises(UsageError, match=f"^{option}: '.*' must be "):
-                    parser.parse_args([f"{option}={text}"])
+                message = f"^{option.name}: '.*' must be "
+                with pytest.raises(UsageError, match=message):
+                    usage.parse([f"{option.name}={text}"])
             num_refused += 1
-    assert num_refused > 50
+    assert num_refused > 40
 
 
 LLAMA = NAMED_MODELS["llama-3.1-8b"]

@@ -18,17 +18,11 @@ from jaxkv.types import NULL_BLOCK
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-    """New entries for a request's block tables.
-
-    Attributes:
-        request: The request.
-        num_null: New null entries of each group; they come first.
-        num_fresh: New entries with a block of each group.
-    """
+    """New entries for a request's block tables."""
 
     request: EngineRequest
-    num_null: tuple[int, ...]
-    num_fresh: tuple[int, ...]
+    num_null: tuple[int, ...]  # New null entries of each group; they come first
+    num_fresh: tuple[int, ...]  # New entries with a block of each group
 
     @property
     def num_blocks(self) -> int:
@@ -39,7 +33,7 @@ class Extension:
 def plan_extension(
     groups: Sequence[GroupSpec], request: EngineRequest, num_tokens: int
 ) -> Extension:
-    """Compute the entries that a request lacks to have room for `num_tokens`."""
+    """Compute the entries that a request needs in addition for `num_tokens`."""
     num_null, num_fresh = [], []
     for group, block_ids in zip(groups, request.block_ids_by_group, strict=True):
         have, needed = len(block_ids), -(-num_tokens // group.block_size)
@@ -54,12 +48,7 @@ def extend(
 ) -> list[list[list[int]]]:
     """Allocate the blocks of all extensions in one call, and enter them.
 
-    Args:
-        pool: The pool, with enough free blocks.
-        extensions: The extensions, one per request.
-
-    Returns:
-        The new entries for each extension and group.
+    Returns the new entries for each extension and group.
     """
     fresh = iter(pool.allocate(sum(extension.num_blocks for extension in extensions)))
     added = []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import pathlib
 import shlex
 import socket
 import time
@@ -18,33 +16,30 @@ from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.tools.console import make_console, print_facts, print_lines
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord
-from jaxkv.tools.options import (
-    EXIT_FAILED,
-    EXIT_OK,
-    Parser,
-    UsageError,
-    check_belongs,
+from jaxkv.tools.files import (
+    JSON_OPTION,
+    PLOT_OPTION,
     check_extra,
     check_files,
-    check_names,
-    parse_bytes,
-    parse_port,
-    parse_whole_number_from,
     write_files,
 )
 from jaxkv.tools.progress import show_progress
+from jaxkv.tools.usage import (
+    EXIT_FAILED,
+    EXIT_OK,
+    Args,
+    Usage,
+    UsageError,
+    check_belongs,
+    one_of,
+    whole_number_from,
+)
 from jaxkv.transfer.storage.store_url import shown_url
 
 if TYPE_CHECKING:
     from jaxkv.tools.demo.engine import Engine
 
-SUMMARY = "see what offloading does on this machine, in about a minute"
-DESCRIPTION = (
-    "Ask a small model several turns of questions about long documents, with a device "
-    "pool several times too small for their KV. Do it with offloading off and on; "
-    "compare times and check that every token is the same."
-)
-
+SUMMARY = "see the effect of offloading on this machine, in about a minute"
 
 _LAYERS = {
     "full": "all layers attend to everything",
@@ -54,91 +49,59 @@ _LAYERS = {
 _ASK_FOR_LESS = "ask for fewer --device-blocks or --host-bytes"
 
 
-def add_options(parser: Parser) -> None:
-    """Add the options of the command."""
-    default = DemoConfig()
-    for field, minimum, about in (
-        ("conversations", 1, "conversations, each about a different document"),
-        ("turns", 1, "questions in each conversation"),
-        ("document_tokens", 1, "length of a document, in tokens of one byte"),
-        ("answer_tokens", 1, "tokens generated for each question"),
-        ("concurrency", 1, "requests that run at the same time"),
-        ("device_blocks", 1, f"KV blocks of {default.block_size} tokens on the device"),
-        ("window_tokens", 1, "how far back layers with a window look"),
-        ("seed", 0, "seed of the weights and of the choice of documents"),
-    ):
-        usage, parse = (
-            f"--{field.replace('_', '-')} N",
-            parse_whole_number_from(minimum),
-        )
-        parser.value(usage, about, parse, getattr(default, field))
-    for field, choices, about in (
-        ("mode", ("eager", "lazy"), "store blocks when computed, or before eviction"),
-        ("layers", ("full", "window", "hybrid"), "what the model's layers attend to"),
-    ):
-        parser.add_argument(
-            f"--{field}",
-            choices=choices,
-            default=getattr(default, field),
-            help=f"{about} (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--policy",
-        dest="cache_policy",
-        default=default.cache_policy,
-        metavar="NAME",
-        help="which blocks a full host tier evicts: one of "
-        f"{', '.join([*policy_names(), AUTO])} (default: %(default)s)",
-    )
-    parser.flag(
-        "--load-in-step",
-        "let the prefill program write loaded blocks itself, layer by layer, instead "
-        "of waiting until the whole load is there",
-        "wait",
-    )
-    parser.value(
-        "--host-bytes SIZE",
-        "host memory for KV, such as 64MiB, 1GiB or a number of bytes",
-        parse_bytes,
-        "256MiB",
-    )
-    parser.value(
-        "--serve-metrics PORT",
-        "serve the metrics of the engine with offloading for Prometheus, at this port "
-        "of 127.0.0.1, while it runs; 0 for any free port",
-        parse_port,
-        otherwise="do not serve them",
-    )
-    parser.value(
-        "--seconds N",
-        "after the comparison, go on with other conversations until the metrics have "
-        "been served for N seconds",
-        parse_whole_number_from(1),
-        otherwise="end with the comparison",
-    )
-    parser.value(
-        "--record FILE",
-        "record the requests of the run with offloading, for `jaxkv replay`",
-        pathlib.Path,
-        otherwise="no file",
-    )
-    parser.value(
-        "--storage URL",
-        "put a store, a folder or a URL such as redis://HOST:PORT, behind the host "
-        "memory; a second run then finds what the first has written",
-    )
-    parser.value(
-        "--storage-bytes SIZE", "how much the store may hold", parse_bytes, "4GiB"
-    )
-    parser.files("the time to first token, turn by turn")
+USAGE = Usage(
+    "jaxkv demo",
+    "Ask a small model several turns of questions about long documents, with a device "
+    "pool that is several times too small for their KV. Do so with offloading off and "
+    "on; compare the times, and check that every token is the same.",
+    f"""
+conversations:
+  --conversations N  conversations, each about its own document
+  --turns N  questions per conversation
+  --document-tokens N  length of a document (a token is one byte)
+  --answer-tokens N  tokens generated per question
+  --seed N  seed of the weights and of the documents (default: 0)
+
+engine:
+  --concurrency N  requests that run at the same time
+  --device-blocks N  KV blocks of 32 tokens on the device
+  --layers NAME  attention: full, window or hybrid
+  --window-tokens N  tokens that a layer with a window sees
+
+offloading:
+  --host-bytes SIZE  host memory for KV
+  --mode NAME  eager stores computed blocks, lazy those that are about to be
+      evicted
+  --policy NAME  {", ".join([*policy_names(), AUTO])}
+  --load-in-step  write loaded blocks in the prefill program, layer by layer
+      (default: wait for the whole load)
+  --storage URL  folder or URL of a store behind the host memory, kept for later runs
+  --storage-bytes SIZE  bytes that the store may hold
+
+output:
+  --record FILE  record the requests, for `jaxkv replay`
+  --serve-metrics PORT  serve Prometheus metrics on 127.0.0.1, 0 for any port, while
+      the demo runs (default: do not serve)
+  --seconds N  go on until metrics were served for N seconds (default: end
+      with the comparison)
+{PLOT_OPTION.format("the time to first token, turn by turn")}
+{JSON_OPTION}
+""",
+    {
+        "--seed": whole_number_from(0),
+        "--mode": one_of(("eager", "lazy")),
+        "--layers": one_of(("full", "window", "hybrid")),
+        "--policy": one_of([*policy_names(), AUTO]),
+    },
+    vars(DemoConfig()) | {"policy": DemoConfig.cache_policy},
+)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Run the command; return its exit code."""
     names = {field.name for field in dataclasses.fields(DemoConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    config = dataclasses.replace(DemoConfig(), **given)
-    check_names("--policy", [config.cache_policy], [*policy_names(), AUTO])
+    values = {name: value for name, value in vars(args).items() if name in names}
+    config = DemoConfig(**values | {"cache_policy": args.policy})
     check_files(args)
     check_extra("the demo", ("flax", "rich", "matplotlib"))
     if args.serve_metrics is not None:
@@ -198,17 +161,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _what_was_recorded(recorder: TraceRecorder, record: DemoRecord) -> list[str]:
-    """Say what to do with the trace: compare policies, then decide on a size."""
+    """Return the commands that use the trace: compare policies, then choose a size."""
     from jaxkv.tools.demo.run import model_config
 
     stats, path = recorder.stats, shlex.quote(str(recorder.path))
-    lost = f" ({stats.num_dropped:,} were lost)" if stats.num_dropped else ""
+    dropped = f" ({stats.num_dropped:,} were lost)" if stats.num_dropped else ""
     turns, speed = record.off.turns, record.bandwidth
     rate = sum(t.prefilled_tokens for t in turns) / sum(t.ttft_s for t in turns)
     return [
         "",
-        f"Recorded {stats.num_written:,} requests{lost}. What other policies and sizes "
-        "would have found:",
+        f"Recorded {stats.num_written:,} requests{dropped}. What other policies and "
+        "sizes would have found:",
         f"  jaxkv replay {path}",
         "How much host memory this traffic is worth, at the speeds measured here:",
         f"  jaxkv plan {path} --html plan.html --kv-bytes-per-token "

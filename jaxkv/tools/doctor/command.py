@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 
@@ -15,65 +14,52 @@ from jaxkv.tools.doctor.bandwidth import measure_bandwidth
 from jaxkv.tools.doctor.facts import Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
 from jaxkv.tools.doctor.store import Store, look_at
-from jaxkv.tools.options import (
+from jaxkv.tools.files import JSON_OPTION, check_files, write_files
+from jaxkv.tools.progress import show_progress
+from jaxkv.tools.usage import (
     EXIT_FAILED,
     EXIT_OK,
-    Parser,
+    Args,
+    Usage,
     UsageError,
     check_belongs,
-    check_files,
     check_names,
-    parse_bytes,
-    write_files,
 )
-from jaxkv.tools.progress import show_progress
 from jaxkv.transfer.storage.store_url import shown_url
 
-SUMMARY = "check whether this machine is set up well, and see what to set"
-DESCRIPTION = (
-    "Examine the device, the memory and its limits, the installed extras and the "
-    "JAXKV_* variables; save and load some blocks; try the store, if one is set; "
-    "recommend a size for the host tier; and say what is wrong and what to do about "
-    "it. The exit status is 0 if nothing is wrong, else 1."
-)
+SUMMARY = "check the setup of this machine and recommend settings"
 
 _STORAGE_BYTES = units.parse_bytes(OffloadConfig().storage_bytes)
 
 
-def add_options(parser: Parser) -> None:
-    """Add the options of the command."""
-    parser.value(
-        "--host-bytes SIZE",
-        "check whether a host tier of this size fits, such as 64GiB",
-        parse_bytes,
-        otherwise=f"that of {variable_of('host_bytes')}, if it is set",
-    )
-    parser.value(
-        "--device-pool-bytes SIZE",
-        "the size of the device pool, which the host tier should exceed",
-        parse_bytes,
-        otherwise="unknown",
-    )
-    extras = f"extras that must be installed, of {', '.join(EXTRAS)}"
-    parser.values("--need EXTRA", extras, otherwise="none")
-    parser.flag("--no-probe", "move no blocks", "measure their speed, for some seconds")
-    parser.value(
-        "--storage URL",
-        "check whether this folder, or the store of this URL, can be used as the "
-        "storage tier",
-        otherwise=f"{variable_of('storage')}, if it is set",
-    )
-    parser.value(
-        "--storage-bytes SIZE",
-        "how much the store is to hold",
-        parse_bytes,
-        otherwise=f"that of {variable_of('storage_bytes')}, or "
-        f"{_STORAGE_BYTES >> 30}GiB",
-    )
-    parser.files()
+USAGE = Usage(
+    "jaxkv doctor",
+    "Examine the device, the memory and its limits, the installed extras and the "
+    "JAXKV_* variables; save and load some blocks; try the store, if one is set; and "
+    "recommend a size for the host tier. The exit status is 1 if a problem is found.",
+    f"""
+host memory:
+  --host-bytes SIZE  check whether a host tier of this size fits (default:
+      {variable_of("host_bytes")}, if set)
+  --device-pool-bytes SIZE  size of the device pool, which the host tier should exceed
+      (default: unknown)
+  --no-probe  move no blocks (default: measure their speed for some seconds)
+
+store and extras:
+  --storage URL  folder or URL to check as the storage tier (default:
+      {variable_of("storage")}, if set)
+  --storage-bytes SIZE  bytes that the store may hold (default:
+      {variable_of("storage_bytes")}, or {_STORAGE_BYTES >> 30}GiB)
+  --need EXTRA,...  extras that must be installed, of
+      {", ".join(EXTRAS)} (default: none)
+
+output:
+{JSON_OPTION}
+""",
+)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Run the command; return its exit code."""
     needed = check_names("--need", args.need or [], list(EXTRAS))
     check_files(args)
@@ -103,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK if diagnosis["ok"] else EXIT_FAILED
 
 
-def _look_at_store(facts: Facts, args: argparse.Namespace) -> Facts:
+def _look_at_store(facts: Facts, args: Args) -> Facts:
     """Try the store that the command line names, or else the settings."""
     config = facts.config or OffloadConfig()
     url = config.storage if args.storage is None else args.storage

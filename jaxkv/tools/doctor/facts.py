@@ -35,80 +35,56 @@ HIDDEN = "..."
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """The backend of jax.
+    """The backend of jax."""
 
-    Attributes:
-        platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
-        kind: Kind of the first device.
-        num_devices: Devices of all processes.
-        decides_on: The platform that the scheduler's decisions run on.
-        memory_kinds: Memory kinds of the first device, its default first.
-        memory_bytes: Memory of the first device; None if the runtime does not tell.
-    """
-
-    platform: str
-    kind: str
-    num_devices: int
-    decides_on: str
-    memory_kinds: tuple[str, ...]
+    platform: str  # ``"cpu"``, ``"gpu"``, ``"tpu"``
+    kind: str  # Kind of the first device
+    num_devices: int  # Devices of all processes
+    decides_on: str  # The platform that the scheduler's decisions run on
+    memory_kinds: tuple[str, ...]  # Memory kinds of the first device, its default first
+    # Memory of the first device; None if the runtime does not report it
     memory_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts.
+    """The facts."""
 
-    Attributes:
-        system: The operating system and the CPU.
-        versions: Versions of Python and of the packages that matter.
-        total_bytes: Memory of the machine; None if the system does not tell.
-        limits: Memory limits of the machine and of each cgroup.
-        has_nvidia_driver: Whether the machine has an NVIDIA driver.
-        chosen_platforms: Platforms that the environment allows jax; empty for all.
-        backend: The backend of jax; None if it fails to start.
-        pool: The runtime's pool of pinned memory, if it has one.
-        mode: The mode that a transfer engine would use; None if there is none.
-        refusals: Why jax does not start, or a transfer engine cannot be made.
-        missing: The missing packages of each extra.
-        variables: The environment variables that configure jaxkv, without secrets.
-        config: The configuration from the valid ones; None if they contradict one
-            another.
-        config_faults: The faults of the others.
-        bandwidth: Measured speeds; None if they were not measured.
-        probe_fault: Why the measurement failed; empty if it did not.
-        probe_left_out: Why it was left out; empty if it was not.
-        store: What was found of the store; None if there is none to look at.
-    """
-
-    system: str
-    versions: Mapping[str, str]
-    total_bytes: int | None
-    limits: tuple[HostLimit, ...]
-    has_nvidia_driver: bool
-    chosen_platforms: str
-    backend: Backend | None
-    pool: PinnedPool | None
+    system: str  # The operating system and the CPU
+    versions: Mapping[str, str]  # Versions of Python and of the packages that matter
+    total_bytes: int | None  # Memory of the machine; None if unknown
+    limits: tuple[HostLimit, ...]  # Memory limits of the machine and of each cgroup
+    has_nvidia_driver: bool  # Whether the machine has an NVIDIA driver
+    chosen_platforms: str  # Platforms that the environment allows jax; empty for all
+    backend: Backend | None  # The backend of jax; None if it fails to start
+    pool: PinnedPool | None  # The runtime's pool of pinned memory, if it has one
+    # The mode that a transfer engine would use; None if there is none
     mode: Mode | None
+    # Why jax does not start, or a transfer engine cannot be made
     refusals: tuple[str, ...]
-    missing: Mapping[str, tuple[str, ...]]
+    missing: Mapping[str, tuple[str, ...]]  # The missing packages of each extra
+    # The environment variables that configure jaxkv, without secrets
     variables: Mapping[str, str]
+    # The configuration from the valid ones; None if they contradict one another
     config: OffloadConfig | None
-    config_faults: tuple[str, ...]
+    config_faults: tuple[str, ...]  # The faults of the others
+    # Measured speeds; None if they were not measured
     bandwidth: Bandwidth | None = None
-    probe_fault: str = ""
-    probe_left_out: str = ""
+    probe_fault: str = ""  # Why the measurement failed; empty if it did not
+    probe_left_out: str = ""  # Why it was left out; empty if it was not
+    # What was found of the store; None if there is none to look at
     store: Store | None = None
 
     @property
     def machine_limit(self) -> HostLimit | None:
         """The memory limit of the machine, if known."""
-        own = (limit for limit in self.limits if limit.source == limits.MACHINE)
-        return next(own, None)
+        machine = (limit for limit in self.limits if limit.source == limits.MACHINE)
+        return next(machine, None)
 
     @property
     def cgroup_limits(self) -> tuple[HostLimit, ...]:
         """The memory limits of the cgroups."""
-        return tuple(one for one in self.limits if one.source != limits.MACHINE)
+        return tuple(limit for limit in self.limits if limit.source != limits.MACHINE)
 
 
 def gather_facts(
@@ -117,13 +93,7 @@ def gather_facts(
     proc_root: Path = limits.PROC,
     cgroup_root: Path = limits.CGROUP,
 ) -> Facts:
-    """Gather the facts. Starts jax's backend.
-
-    Args:
-        environ: The environment.
-        proc_root: Where procfs is mounted.
-        cgroup_root: Where the cgroup file systems are mounted.
-    """
+    """Gather the facts. Starts jax's backend."""
     platforms = environ.get("JAX_PLATFORMS", "")
     refusals = []
     config = None
@@ -133,7 +103,9 @@ def gather_facts(
     try:
         config = OffloadConfig(**values)
     except ConfigError as error:
-        config_faults += [with_variables(one, values.keys()) for one in error.faults]
+        config_faults += [
+            with_variables(fault, values.keys()) for fault in error.faults
+        ]
     chosen_mode = None if config is None else config.transfer_mode
     backend, pool, mode = None, None, None
     try:
@@ -180,13 +152,13 @@ def gather_facts(
 
 
 def _shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    found = variables_of(environ)
+    variables = variables_of(environ)
     # A misspelt name may have a secret.
-    shown = dict.fromkeys(found, HIDDEN)
+    shown = dict.fromkeys(variables, HIDDEN)
     for name, key in KEYS.items():
         variable = variable_of(name)
-        if variable in found and not key.is_secret:
-            shown[variable] = key.show(found[variable].strip())
+        if variable in variables and not key.is_secret:
+            shown[variable] = key.show(variables[variable].strip())
     return shown
 
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import re
-from collections.abc import Callable
 from functools import partial
 
-from jaxkv._util import shown
 from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
-from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
-from jaxkv.tools.options import (
-    EXIT_OK,
-    Parser,
-    UsageError,
-    check_absent,
-    check_belongs,
+from jaxkv.tools.files import (
+    HTML_OPTION,
+    JSON_OPTION,
+    PLOT_OPTION,
     check_extra,
     check_files,
     packages_for,
-    parse_bytes,
-    parse_whole_number_from,
     write_files,
 )
+from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
 from jaxkv.tools.plan import report
 from jaxkv.tools.plan.plan import (
     add_stores,
@@ -37,11 +29,12 @@ from jaxkv.tools.plan.plan import (
 from jaxkv.tools.plan.report import Setting
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay.command import (
-    add_admission_options,
-    add_device_option,
-    add_fleet_options,
-    add_policy_option,
-    add_trace_options,
+    ADMISSION_OPTIONS,
+    DEVICE_OPTION,
+    FLEET_OPTIONS,
+    PARSERS,
+    POLICY_OPTION,
+    TRACE_OPTIONS,
     choose_admission,
     choose_device_blocks,
     choose_fleet,
@@ -52,16 +45,19 @@ from jaxkv.tools.replay.command import (
 from jaxkv.tools.replay.model_costs import ModelCosts, plain_costs
 from jaxkv.tools.replay.run import sweep
 from jaxkv.tools.replay.traces import Trace
+from jaxkv.tools.usage import (
+    EXIT_OK,
+    Args,
+    Usage,
+    UsageError,
+    check_absent,
+    check_belongs,
+    number_from,
+)
 from jaxkv.transfer import available_host_bytes
 from jaxkv.transfer.kernels import choose_mode
 
-SUMMARY = "see how much host memory, and which policy, is worth having for your traffic"
-DESCRIPTION = (
-    "Replay a trace for host tiers of several sizes and policies; compute, from a "
-    "model's costs and a server's speeds, what each would save (prompt tokens found, "
-    "time saved per request, how busy the link is); and recommend one, or say why "
-    "offloading does not pay."
-)
+SUMMARY = "recommend a size and policy for the host tier, from a trace"
 
 _GB_PER_S = 25.0
 _LATENCY_MS = 1.0
@@ -69,110 +65,59 @@ _FLOPS_PER_S = 989e12
 _MFU = 0.4
 _NUM_SIZES = 5
 _NUM_STORES = 3
-_MOST = 1e24
 
 
-def add_options(parser: Parser) -> None:
-    """Add the options of the command."""
-    add_trace_options(parser)
-    add_model_options(parser)
-    parser.values(
-        "--host-bytes SIZE",
-        "sizes of the host tier, such as 16GiB,64GiB",
-        parse_bytes,
-        otherwise=f"{_NUM_SIZES}, each twice the one before, up to all blocks of the "
-        "trace or to this machine's available memory",
-    )
-    add_device_option(parser)
-    parser.value(
-        "--device-bytes SIZE",
-        "the same in bytes, of all devices together",
-        parse_bytes,
-        otherwise="as --device-blocks",
-    )
-    add_policy_option(parser, "policies to compare, in order of preference")
-    parser.value(
-        "--load-gb-per-s X",
-        "GB/s (10^9 bytes) from the host to each device",
-        _parse_number,
-        otherwise=f"{_GB_PER_S:g}, which is assumed",
-    )
-    parser.value(
-        "--store-gb-per-s X",
-        "GB/s from each device to the host",
-        _parse_number,
-        otherwise="as fast as loads",
-    )
-    parser.flag(
-        "--measure",
-        "measure both on this machine, as jaxkv doctor does",
-        "use what is given or assumed",
-    )
-    parser.value(
-        "--load-latency-ms X",
-        "latency of a load, whatever its size, in ms",
-        _parse_number_from(0, "from 0"),
-        otherwise=f"{_LATENCY_MS:g}, which is assumed",
-    )
-    parser.value(
-        "--prefill-tokens-per-s X",
-        "prompt tokens computed per second",
-        _parse_number,
-        otherwise="from the model's FLOPs, which grow with the length of the prompt",
-    )
-    parser.value(
-        "--flops-per-s X",
-        "the most FLOPs that one device computes in a second, such as 989e12",
-        _parse_number,
-        otherwise=f"{_FLOPS_PER_S:g}, those of an H100 in bfloat16, which is assumed",
-    )
-    parser.value(
-        "--mfu X",
-        "share of those FLOPs that prefill reaches, up to 1",
-        _parse_number,
-        otherwise=f"{_MFU:g}, which is assumed",
-    )
-    add_fleet_options(parser)
-    parser.values(
-        "--storage-bytes SIZE",
-        "sizes of a store that the engines would share, such as 4TiB,8TiB",
-        parse_bytes,
-        otherwise=f"with --engines {_NUM_STORES}, each twice the one before, up to all "
-        "blocks of the trace",
-    )
-    add_admission_options(parser)
-    parser.files("tokens found and time saved against the host's size", has_page=True)
+MODEL_OPTIONS = f"""\
+model:
+  --model MODEL  config.json from Hugging Face, its folder or a name such as
+      {next(iter(NAMED_MODELS))}
+  --kv-dtype NAME  dtype of the KV, such as float8_e4m3fn (default: the model's)
+  --kv-bytes-per-token SIZE  bytes of KV of a token in all layers (default: the model's)
+  --tensor-parallel N  devices that share the model's heads (default: 1)"""
+
+USAGE = Usage(
+    "jaxkv plan",
+    "Replay a trace for host tiers of several sizes and policies. From the costs of a "
+    "model and the speeds of a server, compute the prompt tokens found, the time saved "
+    "per request and the load on the link. Recommend a size and policy, or explain why "
+    "offloading does not pay.",
+    f"""
+{TRACE_OPTIONS}
+
+{MODEL_OPTIONS}
+
+tiers and policies:
+  --host-bytes SIZE,...  sizes of the host tier (default: {_NUM_SIZES}, doubling, up to
+      all blocks or this machine's memory)
+{DEVICE_OPTION}
+  --device-bytes SIZE  the same in bytes, on all devices (default: as --device-blocks)
+{POLICY_OPTION}
+{FLEET_OPTIONS}
+  --storage-bytes SIZE,...  sizes of a store that the engines share (default: with
+      --engines {_NUM_STORES}, each twice the one before)
+
+speeds:
+  --load-gb-per-s X  GB/s from the host to each device (default: {_GB_PER_S:g})
+  --store-gb-per-s X  GB/s from each device to the host (default: as fast as loads)
+  --measure  measure both on this machine (default: use those above)
+  --load-latency-ms X  latency of a load of any size (default: {_LATENCY_MS:g})
+  --prefill-tokens-per-s X  prompt tokens computed per second (default: from FLOPs)
+  --flops-per-s X  peak FLOPs of a device (default: {_FLOPS_PER_S:g}, an
+      H100's in bfloat16)
+  --mfu X  share of those FLOPs that prefill reaches (default: {_MFU:g})
+
+{ADMISSION_OPTIONS}
+
+output:
+{PLOT_OPTION.format("tokens found and time saved against the size")}
+{JSON_OPTION}
+{HTML_OPTION}
+""",
+    {**PARSERS, "--load-latency-ms": number_from(0, "from 0")},
+)
 
 
-def add_model_options(parser: Parser) -> None:
-    """Add the options that say what a token costs."""
-    parser.value(
-        "--model MODEL",
-        "the model's config.json from Hugging Face, the folder with it, or "
-        f"{', '.join(NAMED_MODELS)}",
-        otherwise="none; it may be left out with --kv-bytes-per-token and "
-        "--prefill-tokens-per-s",
-    )
-    parser.value(
-        "--kv-dtype NAME",
-        "dtype of the KV, such as float8_e4m3fn",
-        otherwise="the model's",
-    )
-    parser.value(
-        "--kv-bytes-per-token SIZE",
-        "bytes of KV of a token in all layers, such as 128KiB",
-        parse_bytes,
-        otherwise="the model's",
-    )
-    parser.value(
-        "--tensor-parallel N",
-        "devices that share the model's heads",
-        parse_whole_number_from(1),
-        otherwise="1",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Run the command; return its exit code."""
     check_files(args)
     check_extra("plan", packages_for(args))
@@ -244,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _read_model(args: argparse.Namespace) -> tuple[ModelCosts, int]:
+def _read_model(args: Args) -> tuple[ModelCosts, int]:
     """Return what a token costs, and the devices that share it."""
     if args.kv_dtype is not None:
         try:
@@ -274,9 +219,7 @@ def _read_model(args: argparse.Namespace) -> tuple[ModelCosts, int]:
     return model, args.tensor_parallel or 1
 
 
-def _choose_speeds(
-    args: argparse.Namespace, num_devices: int
-) -> tuple[Speeds, dict[str, str]]:
+def _choose_speeds(args: Args, num_devices: int) -> tuple[Speeds, dict[str, str]]:
     """Return the speeds, and where each is from."""
     if args.measure and (args.load_gb_per_s or args.store_gb_per_s):
         raise UsageError("--measure: the speeds are given already")
@@ -285,22 +228,22 @@ def _choose_speeds(
     if args.prefill_tokens_per_s is not None:
         what_it_says = "{}: --prefill-tokens-per-s says it all"
         check_absent(args, ("flops_per_s", "mfu"), what_it_says)
-    given, assumed = "given", "assumed"
+    specified, assumed = "given", "assumed"
     sources = {
-        "load_bytes_per_s": assumed if args.load_gb_per_s is None else given,
-        "store_bytes_per_s": "as loads" if args.store_gb_per_s is None else given,
-        "load_latency_s": assumed if args.load_latency_ms is None else given,
+        "load_bytes_per_s": assumed if args.load_gb_per_s is None else specified,
+        "store_bytes_per_s": "as loads" if args.store_gb_per_s is None else specified,
+        "load_latency_s": assumed if args.load_latency_ms is None else specified,
     }
     load = args.load_gb_per_s or _GB_PER_S
     latency_ms = args.load_latency_ms
     flops_per_s = None
     if args.prefill_tokens_per_s is not None:
-        sources["prefill_tokens_per_s"] = given
+        sources["prefill_tokens_per_s"] = specified
     else:
         peak, mfu = args.flops_per_s or _FLOPS_PER_S, args.mfu or _MFU
         flops_per_s = num_devices * peak * mfu
         whose = "an H100's {}, assumed" if args.flops_per_s is None else "{}, given"
-        share = assumed if args.mfu is None else given
+        share = assumed if args.mfu is None else specified
         devices = f"{num_devices} x " if num_devices > 1 else ""
         peak_text = whose.format(f"{peak / 1e12:,.4g}")
         sources["prefill_flops_per_s"] = (
@@ -321,28 +264,26 @@ def _measure(
     sources: dict[str, str],
     on_progress: OnProgress,
 ) -> tuple[Speeds, dict[str, str]]:
-    """Return the speeds with those of transfers on this machine."""
+    """Replace the link's speeds by measured ones."""
     import jax
 
     platform = jax.devices()[0].platform
     try:
-        found = measure_bandwidth(choose_mode(None, platform), on_progress)
+        measured_speeds = measure_bandwidth(choose_mode(None, platform), on_progress)
     except (BytesDifferError, MemoryError, RuntimeError) as error:
         raise UsageError(f"--measure: {error}") from error
     measured = f"measured here, on {platform}"
     return (
         dataclasses.replace(
             speeds,
-            load_bytes_per_s=1e9 * found.load.p50_gb_per_s,
-            store_bytes_per_s=1e9 * found.save.p50_gb_per_s,
+            load_bytes_per_s=1e9 * measured_speeds.load.p50_gb_per_s,
+            store_bytes_per_s=1e9 * measured_speeds.save.p50_gb_per_s,
         ),
         {**sources, "load_bytes_per_s": measured, "store_bytes_per_s": measured},
     )
 
 
-def _choose_device_blocks(
-    args: argparse.Namespace, trace: Trace, model: ModelCosts
-) -> int | None:
+def _choose_device_blocks(args: Args, trace: Trace, model: ModelCosts) -> int | None:
     """Return the blocks of the device's prefix cache; None if it keeps none."""
     if args.device_bytes is None:
         blocks: int | None = args.device_blocks
@@ -361,20 +302,20 @@ def _choose_device_blocks(
 
 
 def _choose_sizes(
-    given: list[int] | None, trace: Trace, model: ModelCosts
+    sizes_given: list[int] | None, trace: Trace, model: ModelCosts
 ) -> tuple[list[int], tuple[str, ...]]:
     """Return the host's sizes in ascending order, and what to note about them."""
-    if given is not None:
-        return sorted(set(given)), ()
+    if sizes_given is not None:
+        return sorted(set(sizes_given)), ()
     block_bytes = block_bytes_of(trace, model)
     # A power of two that holds all blocks, or the largest that fits this machine.
-    most = max(_store_sizes(trace, model))
+    max_bytes = max(_store_sizes(trace, model))
     memory = available_host_bytes()
     notes: tuple[str, ...] = ()
-    if memory is not None and memory.num_bytes < most:
-        most = _power_of_two(memory.num_bytes)
+    if memory is not None and memory.num_bytes < max_bytes:
+        max_bytes = _power_of_two(memory.num_bytes)
         notes = ("--host-bytes is not given: sizes go up to this machine's memory",)
-    sizes = [most >> i for i in reversed(range(_NUM_SIZES))]
+    sizes = [max_bytes >> i for i in reversed(range(_NUM_SIZES))]
     sizes = [size for size in sizes if size >= block_bytes]
     if not sizes:
         raise UsageError(
@@ -395,28 +336,11 @@ def _capacities_of(
 def _store_sizes(trace: Trace, model: ModelCosts) -> list[int]:
     """Return sizes of a store, the largest a power of two that holds all blocks."""
     block_bytes = block_bytes_of(trace, model)
-    most = _power_of_two(2 * trace.num_unique_blocks * block_bytes - 1)
-    sizes = [most >> i for i in range(_NUM_STORES)]
+    max_bytes = _power_of_two(2 * trace.num_unique_blocks * block_bytes - 1)
+    sizes = [max_bytes >> i for i in range(_NUM_STORES)]
     return [size for size in sizes if size >= block_bytes]
 
 
 def _power_of_two(number: int) -> int:
     """Return the largest power of two that is not more."""
     return 1 << number.bit_length() - 1
-
-
-def _parse_number_from(minimum: float, text_of_minimum: str) -> Callable[[str], float]:
-    """Make a parser of numbers that are at least `minimum`."""
-
-    def parse(text: str) -> float:
-        is_number = re.fullmatch(r"\d{1,18}(\.\d{1,9})?([eE][+-]?\d{1,2})?", text)
-        if is_number and minimum <= float(text) < _MOST:
-            return float(text)
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} must be a number {text_of_minimum}, such as 25, 0.4 or 1e15"
-        )
-
-    return parse
-
-
-_parse_number = _parse_number_from(1e-9, "above 0")

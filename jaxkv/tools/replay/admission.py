@@ -1,4 +1,4 @@
-"""What of a trace's blocks may be stored, by the settings of `jaxkv.OffloadRules`.
+"""Which blocks of a trace may be stored, by the settings of `jaxkv.OffloadRules`.
 
 Which keys were looked up before depends neither on the policy nor on the capacity, so
 that it is found once for all of them.
@@ -48,7 +48,7 @@ class Admission(settings.Settings):
 
     @property
     def text(self) -> str:
-        """What is kept out, in short.
+        """The settings in short.
 
         >>> Admission(store_threshold=2, prompt_only=True).text
         'store_threshold=2, prompt_only=True'
@@ -57,16 +57,13 @@ class Admission(settings.Settings):
 
 
 class Admitted(NamedTuple):
-    """What may be stored. n blocks of R requests.
+    """The blocks that may be stored: n blocks of R requests."""
 
-    Attributes:
-        passes: bool[n]. Which of `Trace.ids` were asked for often enough.
-        limits: i64[R]. How many blocks of each request, the first ones, are offered.
-        make_gate: Makes what one of several engines would let pass; None for all.
-    """
-
+    # bool[n]. Which of `Trace.ids` were asked for often enough.
     passes: NDArray[np.bool_]
+    # i64[R]. How many blocks of each request, the first ones, are offered.
     limits: NDArray[np.int64]
+    # Makes what one of several engines would let pass; None for all
     make_gate: Callable[[], AskedGate] | None = None
 
 
@@ -78,25 +75,11 @@ def find_admitted(
 ) -> Admitted:
     """Find what may be stored of each request, whatever policy serves it.
 
-    Args:
-        trace: The requests.
-        admission: The settings.
-        on_progress: Called repeatedly with the requests done and in total.
-        device: What a device in front finds; of a request that does not fit it, only
-            the part that fits is asked for. None for no device.
-
-    Returns:
-        What may be stored when a request is served.
-
-    Raises:
-        ValueError: If tokens are limited, and the trace has no block size.
-
-    Example:
-        >>> from jaxkv.tools.replay.traces import make_trace
-        >>> trace = make_trace("two", [[1, 2, 3], [1, 4, 5]])
-        >>> admitted = find_admitted(trace, Admission(max_unseen_blocks=1))
-        >>> admitted.passes.tolist(), admitted.limits.tolist()
-        ([True, False, False, True, True, False], [3, 3])
+    >>> from jaxkv.tools.replay.traces import make_trace
+    >>> trace = make_trace("two", [[1, 2, 3], [1, 4, 5]])
+    >>> admitted = find_admitted(trace, Admission(max_unseen_blocks=1))
+    >>> admitted.passes.tolist(), admitted.limits.tolist()
+    ([True, False, False, True, True, False], [3, 3])
     """
     limits = (trace.num_asked if admission.prompt_only else trace.num_blocks).copy()
     if admission.max_offload_tokens is not None:
@@ -105,8 +88,8 @@ def find_admitted(
                 f"max_offload_tokens={admission.max_offload_tokens} must be None: the "
                 f"trace {trace.name!r} does not say how many tokens a block has."
             )
-        most = admission.max_offload_tokens // trace.block_size
-        limits = np.minimum(limits, most)
+        max_blocks = admission.max_offload_tokens // trace.block_size
+        limits = np.minimum(limits, max_blocks)
     passes = np.ones(len(trace.ids), np.bool_)
     counts = admission.store_threshold > 1 or admission.max_unseen_blocks is not None
     make_gate = partial(AskedGate, trace, admission, device) if counts else None
@@ -118,19 +101,13 @@ def find_admitted(
             if request % _REQUESTS_PER_REPORT == 0:
                 on_progress(request, trace.num_requests)
     on_progress(trace.num_requests, trace.num_requests)
-    for each in (passes, limits):
-        each.flags.writeable = False  # All replays share them.
+    for array in (passes, limits):
+        array.flags.writeable = False  # All replays share them.
     return Admitted(passes, limits, make_gate)
 
 
 class AskedGate:
-    """Says which blocks an engine was asked for often enough to store them.
-
-    Args:
-        trace: The requests.
-        admission: The settings.
-        device: As of `find_admitted`.
-    """
+    """Says which blocks an engine was asked for often enough to store them."""
 
     def __init__(
         self, trace: Trace, admission: Admission, device: DeviceHits | None
@@ -145,7 +122,7 @@ class AskedGate:
     def note(self, request: int) -> list[bool]:
         """Count what a request asks for; say which of its blocks may be stored."""
         first, last = self._trace.offsets[request : request + 2]
-        own = self._trace.ids[first:last].tolist()
-        names = [number.to_bytes(4, "little") for number in own]
+        ids = self._trace.ids[first:last].tolist()
+        names = [number.to_bytes(4, "little") for number in ids]
         self._reuse.count(names[: self._num_asked[request]])
         return self._reuse.passes(names)

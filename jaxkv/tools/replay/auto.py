@@ -1,13 +1,12 @@
 """A replay's host whose policy the requests choose (`jaxkv.scheduling.whatif.auto`).
 
-The shadows by which it chooses are shown each request after it was served.
+It chooses by shadows, which see each request after it was served.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys, key_from_int, keys_to_words, words_to_keys
@@ -16,38 +15,21 @@ from jaxkv.scheduling.whatif.auto import CANDIDATES, PolicyChoice, with_candidat
 from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.tiers.change_over import change_over
 from jaxkv.tiers.executors import Executor, Words, make_executor
+from jaxkv.tools.replay.serve import Facts, Request
 from jaxkv.tools.replay.traces import Trace
 from jaxkv.types import STOPS
 
 
-class News(NamedTuple):
-    """What a policy is told of a request; lengths in tokens, -1 for unknown ones."""
-
-    time_ms: int = 0
-    input_tokens: int = 1
-    output_tokens: int = -1
-    stop: int = 0
-
-
 class AutoHost:
-    """A host whose policy the requests choose.
-
-    Args:
-        trace: The requests.
-        num_blocks: Blocks of the host.
-        max_batch: Most keys in one call.
-
-    Attributes:
-        executor: Its index, which each call of `note` may replace.
-        choice: Chooses its policy.
-    """
+    """A host whose policy the requests choose."""
 
     def __init__(self, trace: Trace, num_blocks: int, max_batch: int) -> None:
         self._shadows = Shadows(with_candidates(()), num_blocks, 1)
-        self.choice = PolicyChoice(self._shadows)
+        self.choice = PolicyChoice(self._shadows)  # Chooses its policy
         self._policies = {
             name: get_policy_maker(name)(num_blocks, max_batch) for name in CANDIDATES
         }
+        # Its index, which each call of `note` may replace
         self.executor: Executor = make_executor(self._policies[self.choice.policy])
         # Hashes, as an engine's keys are: a sample goes by their bits.
         keys = list(map(key_from_int, range(trace.num_unique_blocks)))
@@ -59,39 +41,21 @@ class AutoHost:
         words.flags.writeable = False
         return words
 
-    def note(
-        self,
-        keys: Words,
-        num_asked: int,
-        news: News,
-        ahead: tuple[int, int, int] | None,
-        passes: NDArray[np.bool_] | None,
-        limit: int | None,
-    ) -> None:
-        """Show a request that was served to the shadows, and change the policy if due.
-
-        Args:
-            keys: u32[n, 8]. The keys of its blocks.
-            num_asked: How many it asks for; its output fills those after them.
-            news: What to tell policies.
-            ahead: What a device has found of it, what may be found, and what is offered
-                before its end; None if there is no device.
-            passes: bool[n]. Which blocks may be stored; None for all.
-            limit: How many blocks, the first ones, may be stored at all; None for all.
-        """
-        shadows, own = self._shadows, PackedKeys(words_to_keys(keys), keys)
-        asked = own[:num_asked]
-        num_local, num_findable, num_running = ahead or (0, num_asked, num_asked)
-        num_keys = len(keys) if limit is None else min(len(keys), limit)
-        shadows.look_up("", asked, num_local, num_findable)
-        told = news.input_tokens, news.time_ms
-        shadows.begin("", asked, *told, has_lookup=True, has_load=False)
+    def note(self, request: Request, facts: Facts) -> None:
+        """Show a served request to the shadows, and change the policy if due."""
+        keys, num_asked, _, device, passes, _ = request
+        num_local, num_findable, num_running = device or (0, num_asked, num_asked)
+        shadows, packed = self._shadows, PackedKeys(words_to_keys(keys), keys)
+        asked_keys, num_keys = packed[:num_asked], request.num_keys
+        shadows.look_up("", asked_keys, num_local, num_findable)
+        arrival = facts.input_tokens, facts.time_ms
+        shadows.begin("", asked_keys, *arrival, has_lookup=True, has_load=False)
         ends = [*range(min(num_asked, num_keys), min(num_running, num_keys) + 1)]
         for end, is_end in [*((end, False) for end in ends), (num_keys, True)]:
             may = None if passes is None else passes[:end]
-            shadows.offer("", own, end, (), may, is_end=is_end)
-        output = None if news.output_tokens < 0 else news.output_tokens
-        shadows.finish("", own, news.time_ms, output, STOPS[news.stop])
+            shadows.offer("", packed, end, (), may, is_end=is_end)
+        output = None if facts.output_tokens < 0 else facts.output_tokens
+        shadows.finish("", packed, facts.time_ms, output, STOPS[facts.stop])
         shadows.forget("")
         before = self._policies[self.choice.policy]
         policy = self.choice.choose()

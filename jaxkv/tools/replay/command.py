@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 from fractions import Fraction
@@ -11,21 +10,17 @@ from functools import partial
 from jaxkv._util import shown
 from jaxkv.policies import policy_names
 from jaxkv.policies.registry import AUTO
-from jaxkv.tools.model_config import NAMED_MODELS
-from jaxkv.tools.options import (
-    EXIT_OK,
-    Parser,
-    UsageError,
-    check_belongs,
+from jaxkv.tools.files import (
+    HTML_OPTION,
+    JSON_OPTION,
+    PLOT_OPTION,
     check_extra,
     check_files,
-    check_names,
     model_errors,
     packages_for,
-    parse_whole_number_from,
-    split_commas,
     write_files,
 )
+from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay import page, report
 from jaxkv.tools.replay.admission import Admission
@@ -35,13 +30,17 @@ from jaxkv.tools.replay.model_costs import ModelCosts, find_model_costs
 from jaxkv.tools.replay.run import OPTIMUM, STORE_ALONE, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, TraceError, read_trace
-
-SUMMARY = "see how much of a trace's prompts each cache policy would find"
-DESCRIPTION = (
-    "Replay a trace of requests with several cache policies and capacities, and with "
-    "the optimum, which knows the future. No bytes move; the result is the share of "
-    "the prompts that is found as a prefix."
+from jaxkv.tools.usage import (
+    EXIT_OK,
+    Args,
+    Usage,
+    UsageError,
+    check_belongs,
+    check_names,
+    whole_number_from,
 )
+
+SUMMARY = "compare cache policies on a request trace"
 
 _SYNTHETIC = "synthetic"
 _SYNTHETIC_REQUESTS = 2000
@@ -49,117 +48,75 @@ _CAPACITIES = "1%,3%,10%"
 # Of the host tier that was recorded.
 _SHARES = *(Fraction(quarters, 4) for quarters in range(1, 5)), Fraction(2)
 ALL = "all"
-"""What --policy takes for all of them."""
+"""Stands for all policies in --policy."""
+
+TRACE_OPTIONS = f"""\
+trace:
+  TRACE...  a file in Mooncake's or the normalised format, plain or .gz;
+      the files of one recording; or {_SYNTHETIC}[:REQUESTS]
+  --block-size N  tokens per block (default: the recording's, else {BLOCK_SIZE})"""
+
+POLICY_OPTION = f"""\
+  --policy NAME,...  {", ".join([*policy_names(), AUTO])} (default: {ALL})"""
+
+DEVICE_OPTION = """\
+  --device-blocks N  prefix cache of N blocks on the device, 0 for none (default:
+      the recording's, else none)"""
+
+FLEET_OPTIONS = f"""\
+  --engines N  engines that share the requests (default: 1)
+  --route NAME  round-robin, sticky (by conversation) or prefix (longest
+      match) (default: {ROUTES[0]})"""
+
+ADMISSION_OPTIONS = """\
+admission, with every policy:
+  --store-threshold N  store only blocks that N requests have asked for (default: 0,
+      all blocks)
+  --max-unseen-blocks N  store at most N blocks per request that no request has asked
+      for before (default: all)
+  --max-offload-tokens N  store only the first N tokens per request (default: all)
+  --prompt-only  do not store blocks that outputs filled, which only recorded
+      traces have (default: store them)"""
+
+PARSERS = dict.fromkeys(
+    ("--device-blocks", "--store-threshold", "--max-unseen-blocks"),
+    whole_number_from(0),
+)
+
+USAGE = Usage(
+    "jaxkv replay",
+    "Replay a trace of requests with several cache policies and capacities, and with "
+    "the optimum, which knows the future. Prints the share of the prompts that is "
+    "found as a prefix. No bytes move.",
+    f"""
+{TRACE_OPTIONS}
+
+policies and capacities:
+{POLICY_OPTION}
+  --capacity N,...  blocks, or percent of all (default: {_CAPACITIES}; for
+      a recording, 1/4 to 2 times its host blocks)
+  --no-optimum  leave out the optimum (default: it is the last row)
+
+device and engines:
+{DEVICE_OPTION}
+{FLEET_OPTIONS}
+  --storage-blocks N  store of N blocks, or percent of all, that the
+      engines share and write through (default: none)
+
+{ADMISSION_OPTIONS}
+
+output:
+  --model MODEL  count the prefill FLOPs saved: a config.json, its folder or a name
+      such as {next(iter(NAMED_MODELS))}
+{PLOT_OPTION.format("what is found against the capacity")}
+{JSON_OPTION}
+{HTML_OPTION}
+""",
+    {**PARSERS, "--capacity": str, "--storage-blocks": str},
+)
 
 
-def add_options(parser: Parser) -> None:
-    """Add the options of the command."""
-    add_trace_options(parser)
-    add_policy_option(parser, "policies to compare")
-    parser.values(
-        "--capacity N",
-        "capacities, in blocks or in percent of the different blocks of the trace",
-        otherwise=f"{_CAPACITIES}; for a recorded trace 1/4, 1/2, 3/4, 1 and 2 times "
-        "its host blocks, or the different blocks if they are fewer",
-    )
-    parser.flag("--no-optimum", "leave out the optimum", "it is the last row")
-    add_device_option(parser)
-    parser.value(
-        "--model MODEL",
-        "count the prefill that a model is saved: a Hugging Face config.json, the "
-        f"folder with it, or {', '.join(NAMED_MODELS)}",
-    )
-    add_fleet_options(parser)
-    parser.value(
-        "--storage-blocks N",
-        "compare with a store of N blocks, or of N percent of the different ones, that "
-        "the engines share and write through",
-    )
-    add_admission_options(parser)
-    parser.files("what is found against the capacity", has_page=True)
-
-
-def add_policy_option(parser: Parser, about: str) -> None:
-    """Add the option for the policies."""
-    every = f"{ALL}, which are {', '.join(policy_names())}"
-    about = f"{about}; {AUTO} changes them as an engine with it would"
-    parser.values("--policy NAME", about, otherwise=every)
-
-
-def add_device_option(parser: Parser) -> None:
-    """Add the option for the device in front of the host."""
-    parser.value(
-        "--device-blocks N",
-        "put a device with a prefix cache of N blocks in front of the host; 0 for none",
-        parse_whole_number_from(0),
-        otherwise="that of a recorded trace, else none",
-    )
-
-
-def add_fleet_options(parser: Parser) -> None:
-    """Add the options for several engines."""
-    parser.value(
-        "--engines N",
-        "share the requests among N engines, each with a host and a device; there is "
-        "no optimum then",
-        parse_whole_number_from(1),
-        otherwise="one",
-    )
-    parser.value(
-        "--route NAME",
-        "which engine serves a request: round-robin; sticky, that of its conversation; "
-        "or prefix, the one that has most of its prefix",
-        otherwise=ROUTES[0],
-    )
-
-
-def add_trace_options(parser: Parser) -> None:
-    """Add the options that say what is replayed."""
-    parser.add_argument(
-        "trace",
-        nargs="+",
-        metavar="TRACE",
-        help="a file in Mooncake's or the normalised format, plain or .gz; several "
-        "files that were recorded under one key, such as FILE.1 FILE; or synthetic for "
-        f"{_SYNTHETIC_REQUESTS} made-up requests, or synthetic:REQUESTS",
-    )
-    parser.value(
-        "--block-size N",
-        "tokens in a block of the trace; a recorded one states its own",
-        parse_whole_number_from(1),
-        otherwise=f"{BLOCK_SIZE}",
-    )
-
-
-def add_admission_options(parser: Parser) -> None:
-    """Add the options that keep blocks out, whatever the policy."""
-    parser.value(
-        "--store-threshold N",
-        "with every policy, store only blocks that N requests have asked for",
-        parse_whole_number_from(0),
-        otherwise="0, as 1: all",
-    )
-    parser.value(
-        "--max-unseen-blocks N",
-        "with every policy, store of a request's blocks that none has asked for before "
-        "only the first N",
-        parse_whole_number_from(0),
-        otherwise="all",
-    )
-    parser.flag(
-        "--prompt-only",
-        "store no blocks that outputs filled, which recorded traces have",
-        "store them",
-    )
-    parser.value(
-        "--max-offload-tokens N",
-        "store only the first N tokens of each request",
-        parse_whole_number_from(1),
-        otherwise="all",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: Args) -> int:
     """Run the command; return its exit code."""
     check_files(args)
     check_extra("replay", packages_for(args))
@@ -197,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def choose_fleet(args: argparse.Namespace, trace: Trace) -> Fleet:
+def choose_fleet(args: Args, trace: Trace) -> Fleet:
     """Return the engines that --engines and --route name, without a store."""
     num: int = args.engines or 1
     if num > trace.num_requests:
@@ -212,14 +169,14 @@ def choose_fleet(args: argparse.Namespace, trace: Trace) -> Fleet:
     return Fleet(num, route) if num > 1 else ONE_ENGINE
 
 
-def choose_policies(given: list[str] | None) -> list[str]:
+def choose_policies(names: list[str] | None) -> list[str]:
     """Return the policies that --policy names; all of them if it is not given."""
-    known = policy_names()
-    names = check_names("--policy", given or [ALL], [*known, AUTO, ALL])
+    registered = policy_names()
+    names = check_names("--policy", names or [ALL], [*registered, AUTO, ALL])
     if ALL not in names:
         return names
     first = [name for name in names if name != ALL]
-    return first + [name for name in known if name not in first]
+    return first + [name for name in registered if name not in first]
 
 
 def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
@@ -228,7 +185,7 @@ def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
         return find_model_costs(text, kv_dtype)
 
 
-def choose_admission(args: argparse.Namespace, trace: Trace) -> Admission | None:
+def choose_admission(args: Args, trace: Trace) -> Admission | None:
     """Return what to keep out; None for nothing. Refuse what has no effect."""
     num_tokens, block_size = args.max_offload_tokens, trace.block_size
     if num_tokens is not None and block_size and num_tokens < block_size:
@@ -260,11 +217,11 @@ def _check_device(num_blocks: int | None, trace: Trace) -> None:
         )
 
 
-def choose_device_blocks(given: int | None, trace: Trace) -> int | None:
+def choose_device_blocks(num_blocks: int | None, trace: Trace) -> int | None:
     """Return the blocks of the device in front: those given, else those recorded."""
-    if given is None and trace.recording is not None:
-        given = trace.recording.device_blocks
-    return min(given, _most_device_blocks(trace)) if given else None
+    if num_blocks is None and trace.recording is not None:
+        num_blocks = trace.recording.device_blocks
+    return min(num_blocks, _most_device_blocks(trace)) if num_blocks else None
 
 
 def _most_device_blocks(trace: Trace) -> int:
@@ -273,16 +230,16 @@ def _most_device_blocks(trace: Trace) -> int:
     return trace.num_unique_blocks + trace.num_requests
 
 
-def _choose_capacities(given: list[str] | None, trace: Trace) -> list[int]:
+def _choose_capacities(texts_given: list[str] | None, trace: Trace) -> list[int]:
     """Return the capacities in blocks, in ascending order."""
     num_unique, recording = trace.num_unique_blocks, trace.recording
-    if given is None and recording is not None and recording.host_blocks:
+    if texts_given is None and recording is not None and recording.host_blocks:
         whole = min(recording.host_blocks, num_unique)
         return sorted(
             {max(1, min(int(share * whole), num_unique)) for share in _SHARES}
         )
-    texts = split_commas(_CAPACITIES) if given is None else given
-    return sorted({_parse_capacity("--capacity", each, num_unique) for each in texts})
+    texts = _CAPACITIES.split(",") if texts_given is None else texts_given
+    return sorted({_parse_capacity("--capacity", text, num_unique) for text in texts})
 
 
 def _parse_capacity(option: str, text: str, num_unique: int) -> int:
@@ -304,11 +261,11 @@ def _parse_capacity(option: str, text: str, num_unique: int) -> int:
     return max(blocks, 1)
 
 
-def open_trace(given: list[str], block_size: int | None) -> Trace:
+def open_trace(paths: list[str], block_size: int | None) -> Trace:
     """Read the trace that a command line names, or make one up."""
-    text = given[0]
+    text = paths[0]
     name, _, number = text.partition(":")
-    if name == _SYNTHETIC and len(given) == 1:
+    if name == _SYNTHETIC and len(paths) == 1:
         if text != _SYNTHETIC and not re.fullmatch(r"[1-9]\d{0,6}", number):
             raise UsageError(
                 f"TRACE: {shown(text)} must be {_SYNTHETIC}:REQUESTS, such as "
@@ -317,7 +274,7 @@ def open_trace(given: list[str], block_size: int | None) -> Trace:
         num_requests = int(number or _SYNTHETIC_REQUESTS)
         return make_synthetic_trace(num_requests, block_size=block_size or BLOCK_SIZE)
     try:
-        return read_trace(given, block_size)
+        return read_trace(paths, block_size)
     except TraceError as error:
         raise UsageError(error) from error
     except (OSError, ValueError) as error:

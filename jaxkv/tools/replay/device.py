@@ -23,42 +23,33 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys, words_to_keys
-from jaxkv.tiers.bare import BareTier, Course
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.executors import Executor, Words
 from jaxkv.tools.replay.traces import Trace, keys_of
-from jaxkv.types import NO_BLOCK
 
 _REQUESTS_PER_REPORT = 256
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceHits:
-    """What a device finds of each request by itself. R requests.
+    """The blocks of R requests that a device finds by itself."""
 
-    Attributes:
-        num_blocks: Blocks of the device.
-        hits: i64[R], read-only like the others. Blocks found there, from the first on.
-        held: i64[R]. Blocks that a request holds there while it runs.
-        usable: i64[R]. Full blocks that take part; fewer than there are if the request
-            does not fit the device.
-        findable: i64[R]. Blocks that may be found, on the device or on the host: none
-            with the last token, whose logits are needed.
-        running: i64[R]. Blocks that are offered to the host before the request's end:
-            not one that the last step fills.
-    """
-
-    num_blocks: int
+    num_blocks: int  # Blocks of the device
+    # i64[R], read-only like the others. Blocks found there, from the first on.
     hits: NDArray[np.int64]
-    held: NDArray[np.int64]
+    held: NDArray[np.int64]  # i64[R]. Blocks that a request holds there while it runs.
+    # i64[R]. Full blocks that take part; fewer than there are if the request does not
+    # fit the device.
     usable: NDArray[np.int64]
+    # i64[R]. Blocks that may be found, on the device or on the host: none with the last
+    # token, whose logits are needed.
     findable: NDArray[np.int64]
+    # i64[R]. Blocks that are offered to the host before the request's end: not one that
+    # the last step fills.
     running: NDArray[np.int64]
 
     def num_cut(self, trace: Trace) -> int:
@@ -78,19 +69,10 @@ def find_on_device(
     to run on a device like this. Of one that does not fit, as many tokens take part as
     do.
 
-    Args:
-        trace: The requests.
-        num_blocks: Blocks of the device, without the null block.
-        on_progress: Called repeatedly with the requests done and in total.
-
-    Raises:
-        ValueError: If `num_blocks` is less than 1.
-
-    Example:
-        >>> from jaxkv.tools.replay.traces import make_trace
-        >>> trace = make_trace("four", [[1, 2], [3, 4], [1, 2], [1, 2]])
-        >>> find_on_device(trace, 4).hits.tolist()
-        [0, 0, 1, 2]
+    >>> from jaxkv.tools.replay.traces import make_trace
+    >>> trace = make_trace("four", [[1, 2], [3, 4], [1, 2], [1, 2]])
+    >>> find_on_device(trace, 4).hits.tolist()
+    [0, 0, 1, 2]
     """
     device = fit_device(trace, num_blocks)
     cache = DeviceCache(trace, device)
@@ -105,26 +87,18 @@ def find_on_device(
 
 
 def fit_device(trace: Trace, num_blocks: int) -> DeviceHits:
-    """Say what of each request takes part on a device, whatever that holds.
+    """Compute how many blocks of each request take part on a device.
 
-    Args:
-        trace: The requests.
-        num_blocks: Blocks of the device, without the null block.
-
-    Returns:
-        As `find_on_device` returns it, with no hits.
-
-    Raises:
-        ValueError: If `num_blocks` is less than 1.
+    Returns as `find_on_device` returns it, with no hits.
     """
     if num_blocks < 1:
         raise ValueError(f"{num_blocks=} must be at least 1.")
     size = _size_of(trace)
     num_tokens = np.minimum(_tokens_of(trace), num_blocks * size)
     usable = np.minimum(trace.num_blocks, num_tokens // size)
-    most = np.minimum(num_tokens, _prompt_tokens_of(trace)) - 1
+    max_tokens = np.minimum(num_tokens, _prompt_tokens_of(trace)) - 1
     findable = np.minimum(usable, trace.num_asked)
-    findable = np.minimum(findable, np.maximum(most, 0) // size)
+    findable = np.minimum(findable, np.maximum(max_tokens, 0) // size)
     # Where the output is known, with a step for each of its tokens but the first.
     running = np.minimum(usable, trace.num_asked)
     if trace.recording is not None:
@@ -138,12 +112,7 @@ def fit_device(trace: Trace, num_blocks: int) -> DeviceHits:
 
 
 class DeviceCache:
-    """A device's prefix cache, which serves one request of a trace after the other.
-
-    Args:
-        trace: The requests.
-        device: What of each takes part.
-    """
+    """A device's prefix cache, which serves one request of a trace after the other."""
 
     def __init__(self, trace: Trace, device: DeviceHits) -> None:
         self._trace, self._device = trace, device
@@ -155,13 +124,13 @@ class DeviceCache:
 
     def serve(self, request: int) -> int:
         """Serve a request; return how many blocks of it were there."""
-        keys, found = self._find(request)
+        keys, cached = self._find(request)
         pool, num_held = self._pool, int(self._device.held[request])
-        pool.touch(found)
-        table = found + pool.allocate(num_held - len(found))
-        pool.cache(table[len(found) : len(keys)], keys[len(found) :])
+        pool.touch(cached)
+        table = cached + pool.allocate(num_held - len(cached))
+        pool.cache(table[len(cached) : len(keys)], keys[len(cached) :])
         pool.free(table[::-1])
-        return len(found)
+        return len(cached)
 
     def _find(self, request: int) -> tuple[PackedKeys, list[int]]:
         first, device = self._trace.offsets[request], self._device
@@ -170,71 +139,13 @@ class DeviceCache:
         return keys, self._pool.find_prefix(keys[: device.findable[request]])
 
 
-def serve_behind(
-    executor: Executor,
-    keys: Words,
-    num_local: int,
-    num_findable: int,
-    num_running: int,
-    num_asked: int,
-    begin: Callable[[], Any] = lambda: None,
-    finish: Callable[[Any], None] = lambda mark: None,
-    passes: NDArray[np.bool_] | None = None,
-    limit: int | None = None,
-    on_arrival: Callable[[Words], None] | None = None,
-) -> tuple[int, int, bool]:
-    """Serve a request on the host, after the device has found its part.
-
-    Args:
-        executor: The host's cache.
-        keys: u32[n, 8]. The keys of the request's blocks that take part.
-        num_local: How many of them, from the first on, the device has found.
-        num_findable: How many may be found.
-        num_running: How many are offered before its end: those of the prompt together,
-            each of the others as it is filled.
-        num_asked: How many the request asks for; its output fills those after them.
-        begin: Tells the policy that the request begins.
-        finish: Tells it, with what that returned, that the request has finished.
-        passes: bool[n]. Which keys were asked for often enough to be stored; None for
-            all.
-        limit: How many blocks, the first ones, are offered at all; None for all.
-        on_arrival: Told the keys of blocks once they are stored; None if nothing is.
-
-    Returns:
-        The blocks found on the host, those stored there, and whether it refused any.
-    """
-    if not len(keys):
-        return 0, 0, False
-    num_keys = len(keys) if limit is None else min(len(keys), limit)
-    tier, course = BareTier(executor), Course()
-    if num_local < num_findable:
-        course.num_found = executor.lookup(keys[num_local:num_findable])
-    mark = begin()
-    if num_asked:
-        executor.touch(keys[:num_asked], True)
-    # Nobody else is served meanwhile, so that what is loaded need not be pinned.
-    course.num_known = num_local + course.num_found
-    for end in range(min(num_asked, num_keys), min(num_running, num_keys) + 1):
-        if course.num_known < end:
-            tier.offer(course, keys, end, passes)
-            # What was refused is offered once more at the end.
-            course.num_known = end
-    tier.end(course, keys, num_keys, passes)
-    finish(mark)
-    for offered, store in course.in_flight:
-        executor.complete_step(store.block_ids, 0)
-        if on_arrival is not None:
-            on_arrival(offered[store.block_ids != NO_BLOCK])
-    return course.num_found, tier.num_stored, course.is_refused
-
-
 def _size_of(trace: Trace) -> int:
     """Return the tokens of a block; if they are not known, 2 will do."""
     return trace.block_size or 2
 
 
 def _tokens_of(trace: Trace) -> NDArray[np.int64]:
-    """Return the tokens of which each request has KV in the end: i64[R]."""
+    """Return the tokens with KV at each request's end: i64[R]."""
     tokens = _prompt_tokens_of(trace)
     if trace.recording is None:
         return tokens

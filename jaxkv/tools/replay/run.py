@@ -1,11 +1,8 @@
 """Replay a trace against a cache policy: how much of each prefix would be found.
 
-A request looks its blocks up (the prefix before the first missing block is the hit),
-touches them, stores the missing ones, and touches them again while the store is in
-flight; then the store completes and the next request follows. A request whose store is
-refused stores nothing and does not touch again. A request with more blocks than the
-cache uses only the first that fit, but all count. A policy that listens is told that
-the request begins, and at last that it has finished, both at the time of its arrival.
+`jaxkv.tools.replay.serve` serves a request; the next one follows. A request whose store
+is refused stores nothing and does not touch again. A request with more blocks than the
+cache uses only the first that fit, but all count.
 
 With a device in front, requests are served as `jaxkv.tools.replay.device` says. With an
 `Admission`, what it keeps out is not stored. With a `Fleet`, each engine has a cache of
@@ -28,28 +25,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies import PolicyMaker, get_policy_maker
-from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.registry import AUTO
-from jaxkv.tiers.bare import select_keys
-from jaxkv.tiers.executors import Executor, Step, Words, make_executor
+from jaxkv.tiers.executors import Executor, Words, make_executor
 from jaxkv.tools.replay.admission import (
     Admission,
     Admitted,
     AskedGate,
     find_admitted,
 )
-from jaxkv.tools.replay.auto import AutoHost, News
+from jaxkv.tools.replay.auto import AutoHost
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import (
     DeviceCache,
     DeviceHits,
     find_on_device,
     fit_device,
-    serve_behind,
 )
 from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet, SharedStore, choose_engines
+from jaxkv.tools.replay.serve import Facts, OnDevice, Request, serve
 from jaxkv.tools.replay.traces import Trace, keys_of
-from jaxkv.types import NO_BLOCK
 
 OPTIMUM = "optimum"
 """The name of Belady's rule (`jaxkv.tools.replay.belady`) among the policies."""
@@ -62,54 +56,39 @@ _REQUESTS_PER_REPORT = 256
 
 @dataclasses.dataclass(frozen=True)
 class ReplayResult:
-    """What a policy found at a capacity.
-
-    Attributes:
-        policy: Its name.
-        capacity_blocks: Blocks of the cache.
-        num_requests: Requests of the trace.
-        num_block_refs: Blocks that the requests asked for.
-        num_hit_blocks: Blocks found, as part of a prefix; with a device in front, there
-            or on the host.
-        input_tokens: Tokens that the requests asked for, None if not known.
-        hit_tokens: Tokens found, None if not known.
-        num_refused: Requests whose store was refused, in part if that can be.
-        compile_s: Seconds to compile.
-        wall_s: Seconds to replay, without compilation.
-        hits_by_request: i64[R], read-only. Blocks found for each request. Neither
-            compared nor shown.
-        device: What a device in front found of that; None without one. Neither
-            compared nor shown.
-        stores_by_request: i64[R], read-only. Blocks stored for each request; None for
-            the optimum. Neither compared nor shown.
-        fleet: The engines that shared the requests.
-        engines: i64[R], read-only. Which of them served each; None if there is one.
-            Neither compared nor shown.
-        fetches_by_request: i64[R], read-only. Blocks of those found that came from the
-            store to a host; None without a store. Neither compared nor shown.
-    """
+    """The hits of a policy at a capacity."""
 
     policy: str
-    capacity_blocks: int
-    num_requests: int
-    num_block_refs: int
+    capacity_blocks: int  # Blocks of the cache
+    num_requests: int  # Requests of the trace
+    num_block_refs: int  # Blocks that the requests asked for
+    # Blocks found, as part of a prefix; with a device in front, there or on the host
     num_hit_blocks: int
-    input_tokens: int | None
-    hit_tokens: int | None
-    num_refused: int
+    input_tokens: int | None  # Tokens that the requests asked for, None if not known
+    hit_tokens: int | None  # Tokens found, None if not known
+    num_refused: int  # Requests whose store was refused, in part if that can be
     compile_s: float = dataclasses.field(compare=False)
+    # Seconds to replay, without compilation
     wall_s: float = dataclasses.field(compare=False)
+    # i64[R], read-only. Blocks found for each request. Neither compared nor shown.
     hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    # The device's share of the hits; None without one. Neither compared nor shown.
     device: DeviceHits | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
+    # i64[R], read-only. Blocks stored for each request; None for the optimum. Neither
+    # compared nor shown.
     stores_by_request: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
-    fleet: Fleet = ONE_ENGINE
+    fleet: Fleet = ONE_ENGINE  # The engines that shared the requests
+    # i64[R], read-only. Which of them served each; None if there is one. Neither
+    # compared nor shown.
     engines: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
+    # i64[R], read-only. Blocks of those found that came from the store to a host; None
+    # without a store. Neither compared nor shown.
     fetches_by_request: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
@@ -146,34 +125,18 @@ def replay(
     admitted: Admitted | None = None,
     fleet: Fleet = ONE_ENGINE,
 ) -> ReplayResult:
-    """Replay a trace against one policy at one capacity.
+    """Replay a trace against one policy at one capacity, in blocks of each engine.
 
-    Args:
-        policy: A registered name, `OPTIMUM`, "auto", a maker of policies, or
-            `STORE_ALONE`.
-        trace: The requests.
-        capacity_blocks: Blocks of the cache, in each engine.
-        on_progress: Called repeatedly with the requests done and in total.
-        device: What a device in front finds by itself; None for no device. With
-            several engines only its size counts, and what takes part (`fit_device`).
-        admitted: Which blocks may be stored (`find_admitted`); None for all. `OPTIMUM`
-            stores all in any case.
-        fleet: The engines that share the requests, and the store behind them.
+    `policy` is a registered name, `OPTIMUM`, "auto", `STORE_ALONE` or a maker of
+    policies. `device` is what a device in front finds; of several engines, only its
+    size and what takes part count (`fit_device`). `OPTIMUM` stores all blocks, whatever
+    is `admitted`, and is for one engine without a store; `STORE_ALONE` needs a store.
 
-    Returns:
-        The result.
-
-    Raises:
-        ValueError: If the policy is unknown, or the capacity is less than 1, or the
-            fleet is not one that the policy can serve: `OPTIMUM` is for one engine
-            without a store, `STORE_ALONE` needs one.
-
-    Example:
-        >>> from jaxkv.tools.replay.traces import make_trace
-        >>> trace = make_trace("three", [[1, 2], [1, 3], [1, 2]])
-        >>> result = replay("lru", trace, capacity_blocks=2)
-        >>> result.num_hit_blocks, result.num_block_refs
-        (2, 6)
+    >>> from jaxkv.tools.replay.traces import make_trace
+    >>> trace = make_trace("three", [[1, 2], [1, 3], [1, 2]])
+    >>> result = replay("lru", trace, capacity_blocks=2)
+    >>> result.num_hit_blocks, result.num_block_refs
+    (2, 6)
     """
     if capacity_blocks < 1:
         raise ValueError(f"{capacity_blocks=} must be at least 1.")
@@ -190,19 +153,19 @@ def replay(
         blocks = fleet.storage_blocks if policy == STORE_ALONE else capacity_blocks
         largest = int(trace.num_blocks.max(initial=1))
         # Without a device, a request uses no more blocks than fit the cache.
-        most = blocks if device is None else device.num_blocks
-        max_batch = max(min(largest, most), 2)
+        max_keys = blocks if device is None else device.num_blocks
+        max_batch = max(min(largest, max_keys), 2)
         store = None
         if fleet.storage_blocks:
             store = SharedStore(fleet.storage_blocks, max_batch)
-        ahead = None if device is None else (0, 1, 1)
-        engines = _make_engines(policy, trace, blocks, max_batch, fleet, store, ahead)
+        first = None if device is None else OnDevice(0, 1, 1)
+        engines = _make_engines(policy, trace, blocks, max_batch, fleet, store, first)
         if len(engines) > 1:
             if device is not None:
                 own_hits = np.zeros(trace.num_requests, np.int64)
                 device = dataclasses.replace(device, hits=own_hits)
-            for each in engines:
-                each.divide(trace, device, admitted)
+            for engine in engines:
+                engine.divide(trace, device, admitted)
         if policy == STORE_ALONE:
             store = None  # They use it directly.
         ready_s = time.perf_counter()
@@ -234,21 +197,14 @@ def replay(
 
 
 class _Served(NamedTuple):
-    """What became of the requests.
+    """The outcome of the requests."""
 
-    Attributes:
-        hits: i64[R]. Blocks found for each.
-        stores: i64[R], read-only like the others. Blocks stored for each.
-        fetches: i64[R]. Blocks fetched from the store for each.
-        engines: i64[R]. Who served each.
-        num_refused: Requests whose store was refused.
-    """
-
-    hits: NDArray[np.int64]
+    hits: NDArray[np.int64]  # i64[R]. Blocks found for each.
+    # i64[R], read-only like the others. Blocks stored for each.
     stores: NDArray[np.int64]
-    fetches: NDArray[np.int64]
-    engines: NDArray[np.int64]
-    num_refused: int
+    fetches: NDArray[np.int64]  # i64[R]. Blocks fetched from the store for each.
+    engines: NDArray[np.int64]  # i64[R]. Who served each.
+    num_refused: int  # Requests whose store was refused
 
 
 def _serve_all(
@@ -261,70 +217,55 @@ def _serve_all(
     store: SharedStore | None,
     on_progress: Callable[[int, int], None],
 ) -> _Served:
-    """Serve all requests, one after the other.
-
-    Args:
-        trace: The requests.
-        engines: Who may serve them.
-        capacity_blocks: Blocks of each one's host.
-        device: As of `replay`, like `admitted`. Its hits are filled in if the engines
-            have devices of their own.
-        admitted: Which blocks may be stored.
-        fleet: Says who serves a request.
-        store: What is behind the hosts; None for nothing.
-        on_progress: Called repeatedly with the requests done and in total.
-    """
+    """Serve all requests, one after the other."""
     hits, stores, fetches, served_by = np.zeros((4, trace.num_requests), np.int64)
     num_refused, num_served = 0, [0] * len(engines)
     used, num_asked = np.minimum(trace.num_blocks, capacity_blocks), trace.num_asked
     if device is not None:
         used = device.usable
-    routed, ahead = choose_engines(trace, fleet), None
+    routed = choose_engines(trace, fleet)
     on_arrival = None if store is None else store.write
-    for request in range(trace.num_requests):
-        start = trace.offsets[request]
-        ids = trace.ids[start : start + used[request]]
-        asked = min(int(num_asked[request]), len(ids))
-        findable = asked if device is None else int(device.findable[request])
+    for number in range(trace.num_requests):
+        start = trace.offsets[number]
+        ids = trace.ids[start : start + used[number]]
+        asked_here = min(int(num_asked[number]), len(ids))
+        findable = asked_here if device is None else int(device.findable[number])
         if routed is not None:
-            number = int(routed[request])
+            chosen = int(routed[number])
         else:
-            lengths = [each.find(request, ids[:findable]) for each in engines]
-            number = min(
+            lengths = [engine.find(number, ids[:findable]) for engine in engines]
+            chosen = min(
                 range(len(engines)), key=lambda e: (-lengths[e], num_served[e], e)
             )
-            num_served[number] += 1
-        served_by[request] = number
-        engine = engines[number]
-        executor, auto = engine.executor, engine.auto
-        news = _news_of(trace, request)
-        keys = engine.keys_of(ids)
+            num_served[chosen] += 1
+        served_by[number] = chosen
+        engine = engines[chosen]
+        executor, keys = engine.executor, engine.keys_of(ids)
+        facts, part = _facts_of(trace, number), None
         if device is not None:
             if engine.device is not None:
-                device.hits[request] = engine.device.serve(request)
-            running = int(device.running[request])
-            ahead = int(device.hits[request]), findable, running
-        passes, limit = None, None
+                device.hits[number] = engine.device.serve(number)
+            running = int(device.running[number])
+            part = OnDevice(int(device.hits[number]), findable, running)
+        request = Request(keys, asked_here, facts if engine.listens else None, part)
         if admitted is not None:
             passes = admitted.passes[start : start + len(ids)]
             if engine.gate is not None:
-                passes = np.array(engine.gate.note(request)[: len(ids)], np.bool_)
-            limit = int(admitted.limits[request])
+                passes = np.array(engine.gate.note(number)[: len(ids)], np.bool_)
+            limit = int(admitted.limits[number])
+            request = request._replace(passes=passes, limit=limit)
         if store is not None:
-            num_local = 0 if ahead is None else ahead[0]
-            own, most = keys[num_local:findable], max(capacity_blocks // 2, 1)
-            fetches[request] = store.fetch(executor, own, most)
-            store.touch(keys[:asked])
-        rest = ahead, passes, limit
-        told = news if engine.listens else None
-        hits[request], stores[request], is_refused = _serve(
-            executor, keys, asked, told, *rest, on_arrival
-        )
-        if auto is not None:
-            auto.note(keys, asked, news, *rest)
+            missing = keys[part.num_found if part else 0 : findable]
+            fetches[number] = store.fetch(
+                executor, missing, max(capacity_blocks // 2, 1)
+            )
+            store.touch(keys[:asked_here])
+        hits[number], stores[number], is_refused = serve(executor, request, on_arrival)
+        if engine.auto is not None:
+            engine.auto.note(request, facts)
         num_refused += is_refused
-        if request % _REQUESTS_PER_REPORT == 0:
-            on_progress(request, trace.num_requests)
+        if number % _REQUESTS_PER_REPORT == 0:
+            on_progress(number, trace.num_requests)
     on_progress(trace.num_requests, trace.num_requests)
     for counts in (stores, fetches, served_by):
         counts.flags.writeable = False
@@ -344,23 +285,8 @@ def sweep(
 ) -> list[ReplayResult]:
     """Replay a trace against several policies at several capacities.
 
-    Args:
-        trace: The requests.
-        policies: As `replay` takes them.
-        capacities: Blocks of the cache.
-        on_progress: Called repeatedly with a label for the policy and capacity, the
-            requests done and in total; from several threads, one at a time.
-        device_blocks: Blocks of a device in front of the cache; None for no device.
-        admission: What is kept out of the cache, whatever the policy, but for
-            `OPTIMUM`; None for nothing.
-        fleets: The engines and stores to replay with, of as many engines each.
-
-    Returns:
-        The results: the first policy at every capacity, then the same with the next
-        fleet, then the next policy.
-
-    Raises:
-        ValueError: As in `replay` and `find_admitted`, before anything is run.
+    Returns the results: the first policy at every capacity, then the same with the next
+    fleet, then the next policy.
     """
     named = [(_check_name(policy), policy) for policy in policies]
     if min(capacities, default=1) < 1:
@@ -425,21 +351,16 @@ def sweep(
 
 @dataclasses.dataclass
 class _Engine:
-    """An engine of a replay.
+    """An engine of a replay."""
 
-    Attributes:
-        own_executor: Its host's index, unless its policy changes.
-        listens: Whether the policy is told of requests.
-        auto: The host, if its policy changes.
-        device: Its device, if there are several engines and they have any.
-        gate: What may be stored of its requests, likewise.
-    """
-
-    own_executor: Executor
-    listens: bool = False
-    auto: AutoHost | None = None
+    own_executor: Executor  # Its host's index, unless its policy changes
+    listens: bool = False  # Whether the policy is notified of requests
+    auto: AutoHost | None = None  # The host, if its policy changes
+    # Its device, if there are several engines and they have any
     device: DeviceCache | None = None
-    gate: AskedGate | None = None
+    gate: AskedGate | None = (
+        None  # Chooses the blocks of its requests that may be stored, in a fleet
+    )
 
     @property
     def executor(self) -> Executor:
@@ -453,7 +374,7 @@ class _Engine:
     def divide(
         self, trace: Trace, device: DeviceHits | None, admitted: Admitted | None
     ) -> None:
-        """Take a device and an admission of its own, as it is one of several."""
+        """Add this engine's own device and admission, if there are several engines."""
         if device is not None:
             self.device = DeviceCache(trace, device)
         if admitted is not None and admitted.make_gate is not None:
@@ -474,13 +395,13 @@ def _make_engines(
     max_batch: int,
     fleet: Fleet,
     store: SharedStore | None,
-    ahead: tuple[int, int, int] | None,
+    device: OnDevice | None,
 ) -> list[_Engine]:
     """Make empty engines, whose functions are compiled."""
     num = range(fleet.num_engines)
     if policy == AUTO:
         autos = [AutoHost(trace, num_blocks, max_batch) for _ in num]
-        return [_Engine(each.executor, True, each) for each in autos]
+        return [_Engine(auto.executor, True, auto) for auto in autos]
     if policy == STORE_ALONE:
         assert store is not None
         return [_Engine(store.executor) for _ in num]
@@ -488,111 +409,21 @@ def _make_engines(
     cache = make(num_blocks, max_batch)
     executor, listens = make_executor(cache), cache.listens
     # Compiles; then start empty.
-    some, news = keys_of(np.zeros(1, np.int64)), News() if listens else None
-    _serve(executor, some, 1, news, ahead)
+    keys, facts = keys_of(np.zeros(1, np.int64)), Facts() if listens else None
+    serve(executor, Request(keys, 1, facts, device))
     return [_Engine(make_executor(cache), listens) for _ in num]
 
 
-def _news_of(trace: Trace, request: int) -> News:
+def _facts_of(trace: Trace, number: int) -> Facts:
     input_tokens = 1
     if trace.input_tokens is not None:
-        input_tokens = int(trace.input_tokens[request])
-    return News(
-        int(trace.time_ms[request]) & 0xFFFFFFFF,
+        input_tokens = int(trace.input_tokens[number])
+    return Facts(
+        int(trace.time_ms[number]) & 0xFFFFFFFF,
         input_tokens,
-        int(trace.output_tokens[request]),
-        int(trace.stops[request]),
+        int(trace.output_tokens[number]),
+        int(trace.stops[number]),
     )
-
-
-def _serve(
-    executor: Executor,
-    keys: Words,
-    num_asked: int,
-    news: News | None,
-    ahead: tuple[int, int, int] | None,
-    passes: NDArray[np.bool_] | None = None,
-    limit: int | None = None,
-    on_arrival: Callable[[Words], None] | None = None,
-) -> tuple[int, int, bool]:
-    """Serve a request; return its hit blocks, those stored, and if any was refused.
-
-    Args:
-        executor: The cache.
-        keys: u32[n, 8]. The keys of the request's blocks.
-        num_asked: How many it asks for; its output fills those after them.
-        news: What to tell the policy; None if it does not listen.
-        ahead: How many blocks the device in front has found, how many may be found, and
-            how many are offered before the request's end; None if there is no device.
-        passes: bool[n]. Which blocks were asked for often enough to be stored; None
-            for all.
-        limit: How many blocks, the first ones, may be stored at all; None for all.
-        on_arrival: Told the keys of blocks once they are stored; None if nothing is.
-    """
-    if not len(keys):
-        return 0, 0, False
-    positions = np.arange(len(keys), dtype=np.int32)
-
-    def begin() -> int:
-        if news is None or not num_asked:
-            return 0
-        about = begun(news.time_ms, news.input_tokens)
-        return executor.note(keys[:num_asked], BEGIN, positions[:num_asked], about)
-
-    def finish(mark: int) -> None:
-        if news is not None:
-            about = finished(news.time_ms, news.output_tokens, news.stop, mark)
-            executor.note(keys, FINISH, positions, about)
-
-    if ahead is not None:
-        num_found, num_stored, is_refused = serve_behind(
-            executor,
-            keys,
-            *ahead,
-            num_asked,
-            begin,
-            finish,
-            passes,
-            limit,
-            on_arrival,
-        )
-        return ahead[0] + num_found, num_stored, is_refused
-    mark = begin()
-    offered = keys
-    if passes is None:
-        step = executor.request_step(keys)
-    else:
-        offered = select_keys(keys[:limit], passes[:limit])
-        step = _step(executor, keys, offered)
-    if step.evicted_keys is not None:
-        # The second touch comes before the blocks are ready, which matters to ARC.
-        executor.touch(keys, True)
-    executor.complete_step(step.block_ids, step.num_hits)
-    if on_arrival is not None and step.num_stored:
-        placed = step.block_ids[-len(offered) :]
-        if passes is None:
-            placed = np.where(np.arange(len(keys)) < step.num_hits, NO_BLOCK, placed)
-        on_arrival(offered[placed != NO_BLOCK])
-    finish(mark)
-    is_refused = step.evicted_keys is None
-    num_stored = 0 if is_refused else step.num_stored
-    return min(step.num_hits, num_asked), num_stored, is_refused
-
-
-def _step(executor: Executor, keys: Words, admitted: Words) -> Step:
-    """Do as `Executor.request_step` does, but store only what may be stored."""
-    num_hits = executor.lookup(keys)
-    executor.touch(keys, True)
-    block_ids = np.empty(0, np.int64)
-    if num_hits:
-        _, block_ids = executor.prepare_load(keys[:num_hits])
-    if not len(admitted):
-        return Step(num_hits, 0, block_ids, keys[:0])
-    stored = executor.prepare_store(admitted)
-    if stored is None:
-        return Step(num_hits, 0, block_ids, None)
-    block_ids = np.concatenate([block_ids, stored.block_ids])
-    return Step(num_hits, stored.num_stored, block_ids, stored.evicted_keys)
 
 
 def _check_name(policy: str | PolicyMaker) -> str:
@@ -610,8 +441,8 @@ def _count_tokens(
     """Return the tokens found and requested, from the blocks found (i64[R])."""
     if trace.input_tokens is None:
         return None, None
-    asked = int(trace.input_tokens.sum())
+    input_tokensindable = int(trace.input_tokens.sum())
     if trace.block_size is None:
-        return None, asked
-    found = np.minimum(num_hits * trace.block_size, trace.input_tokens)
-    return int(found.sum()), asked
+        return None, input_tokensindable
+    hit_tokens = np.minimum(num_hits * trace.block_size, trace.input_tokens)
+    return int(hit_tokens.sum()), input_tokensindable

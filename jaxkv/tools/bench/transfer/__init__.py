@@ -1,1 +1,1 @@
-"""How fast blocks move between device and host, beside other designs."""
+"""The measurement of transfers between device and host."""

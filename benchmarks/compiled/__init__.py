@@ -1,0 +1,1 @@
+"""The transfer programs, compiled for accelerators that are not present."""

@@ -1,1 +1,0 @@
-"""What the compilers of accelerators that are not there make of the programs."""

@@ -1,0 +1,135 @@
+"""The files that a command line names, and the packages that a command needs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxkv._util import shown
+from jaxkv._util.extras import pip_install
+from jaxkv.tools.usage import Args, UsageError
+
+JSON_OPTION = """\
+  --json FILE  write all figures to a file"""
+PLOT_OPTION = """\
+  --plot FILE.png  draw {}"""
+HTML_OPTION = """\
+  --html FILE  write a self-contained report for a browser"""
+
+
+@contextlib.contextmanager
+def model_errors(model: str) -> Iterator[None]:
+    """Refuse the model of --model if it cannot be read, or used, in this context."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None)
+        text = f"cannot read {shown(model)} ({why})" if why else str(error)
+        raise UsageError(f"--model: {text}") from error
+
+
+def check_files(args: Args) -> None:
+    """Refuse files that cannot be written, or would be lost, before a long run."""
+    plot = getattr(args, "plot", None)
+    if plot and plot.suffix.lower() != ".png":
+        raise UsageError(f"--plot: {shown(str(plot))} must end in .png")
+    names: dict[str, str] = {}
+    for name, path in (
+        *(("TRACE", path) for path in getattr(args, "trace", ())),
+        ("--model", getattr(args, "model", None)),
+    ):
+        if path and os.path.isfile(path):
+            names[os.path.realpath(path)] = name
+    for option in ("--plot", "--json", "--html"):
+        path = getattr(args, option[2:], None)
+        if path is None:
+            continue
+        _check_file(option, path)
+        if path.exists() and not path.is_file():
+            continue  # /dev/null, for example, may be named twice.
+        name = names.setdefault(os.path.realpath(path), option)
+        if name != option:
+            raise UsageError(
+                f"{option}: {shown(str(path))} is the file of {name} too, which "
+                "would be lost; name another"
+            )
+
+
+def _check_file(option: str, path: Path) -> None:
+    try:
+        existed = path.exists()
+        path.open("ab").close()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no name of a file"
+        raise UsageError(
+            f"{option}: cannot write {shown(str(path))} ({why}); name a "
+            f"file in a folder that exists and that you may write to"
+        ) from error
+    if not existed:
+        path.unlink()
+
+
+def write_files(
+    args: Args,
+    figures: Callable[[], Mapping[str, object]],
+    draw: Callable[[BinaryIO], None] | None = None,
+    page: Callable[[str], str] | None = None,
+) -> None:
+    """Write the files of --json, --plot and --html, if the command line names them.
+
+    `page` makes the report from the text of the command line.
+    """
+    if draw is not None and args.plot:
+        picture = io.BytesIO()
+        draw(picture)
+        write_file("--plot", args.plot, picture.getvalue())
+    if args.json:
+        text = json.dumps(figures(), indent=2)
+        write_file("--json", args.json, f"{text}\n".encode())
+    if page is not None and args.html:
+        text = page(args.command_line)
+        write_file("--html", args.html, text.encode("utf-8", "replace"))
+
+
+def write_file(option: str, path: Path, data: bytes) -> None:
+    """Write all of a file, or keep the old one: UsageError if the disk is full."""
+    path = path.resolve()
+    part = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
+    try:
+        if path.exists() and (
+            not path.is_file() or not os.access(path.parent, os.W_OK)
+        ):
+            # What must not be replaced, such as a pipe, or cannot be.
+            path.write_bytes(data)
+            return
+        try:
+            part.write_bytes(data)
+            if path.exists():
+                shutil.copymode(path, part)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"{option}: cannot write {shown(str(path))} ({error.strerror})"
+        ) from error
+
+
+def packages_for(args: Args) -> list[str]:
+    """List the packages that show the results of a command line."""
+    needs_pictures = getattr(args, "plot", None) or getattr(args, "html", None)
+    return ["rich", "matplotlib"] if needs_pictures else ["rich"]
+
+
+def check_extra(what: str, packages: Sequence[str], extra: str = "demo") -> None:
+    """Refuse to continue without the packages of an extra that `what` needs."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{what} needs {', '.join(missing)}: {pip_install(extra)}")
