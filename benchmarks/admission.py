@@ -29,12 +29,7 @@ GAP_MS = 500
 
 
 def make_scans(share: float, seed: int = 0) -> Trace:
-    """Make conversations, and scans for a share of all requests.
-
-    Args:
-        share: Of the requests that are scans, below 1.
-        seed: Of the random order.
-    """
+    """Make conversations, and scans for a share of all requests."""
     rng = np.random.default_rng(seed)
     ids = iter(range(1 << 30))
     system = [next(ids) for _ in range(SYSTEM_BLOCKS)]

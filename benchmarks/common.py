@@ -30,13 +30,7 @@ sys.path.insert(0, str(ROOT))
 def make_parser(
     doc: str, *, rounds: int | None = None, beside: bool = False
 ) -> argparse.ArgumentParser:
-    """Make the parser of a benchmark.
-
-    Args:
-        doc: The script's docstring, whose first line says what it measures.
-        rounds: The default of --rounds, if there is that option.
-        beside: Whether another checkout may be measured by turns with this one.
-    """
+    """Make the parser of a benchmark."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, metavar="R")
@@ -110,14 +104,7 @@ def spread(quartiles: Sequence[float], width: int = 0, digits: int = 2) -> str:
 def start(
     script: str, *args: str, env: Mapping[str, str], log: pathlib.Path | None = None
 ) -> subprocess.Popen[str]:
-    """Start a script with --serve and two words, to be asked.
-
-    Args:
-        script: Its file.
-        args: The words.
-        env: What it has in its environment beside that of this process.
-        log: The file of its errors; None for those of this process.
-    """
+    """Start a script with --serve and two words, to be asked."""
     with open(log or os.devnull, "w", encoding="utf-8") as errors:
         return subprocess.Popen(
             [sys.executable, script, "--serve", *args],

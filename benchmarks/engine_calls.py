@@ -102,24 +102,19 @@ class Prompt:
 
 
 class Engine:
-    """Calls a side as an engine does; adds up what its calls take.
-
-    Attributes:
-        running: The requests that are scheduled in every step.
-        num_steps: Steps since the clock was started, as all that follows.
-        moved: What was matched, and which device blocks were loaded and stored.
-        spent_s: Seconds in the hooks of the scheduler, and in the pool.
-    """
+    """Calls a side as an engine does; adds up what its calls take."""
 
     def __init__(self, side: Jaxkv | Twin) -> None:
         self.side = side
-        self.running: list[Prompt] = []
+        self.running: list[Prompt] = []  # The requests that are scheduled in every step
         self.start_clock()
 
     def start_clock(self) -> None:
         """Forget what was counted."""
-        self.num_steps = 0
+        self.num_steps = 0  # Steps since the clock was started, as all that follows
+        # What was matched, and which device blocks were loaded and stored
         self.moved: list[Any] = []
+        # Seconds in the hooks of the scheduler, and in the pool
         self.spent_s = {"hooks": 0.0, "pool": 0.0}
 
     def admit(self, prompt: Prompt) -> None:

@@ -1,8 +1,8 @@
 """What do all calls of offloading cost the engine's thread, step by step?
 
 Processor time of the calling thread, medians over steps, in an engine of one's own
-(pool, scheduler, worker) and in vLLM's connector, driven through a stand-in for vLLM.
-Eight requests run. In a step
+(pool, scheduler, worker), in one that also writes all blocks through to a folder, and
+in vLLM's connector, driven through a stand-in for vLLM. Eight requests run. In a step
 
 - nothing: no block is full, so nothing moves;
 - stores: each of them has filled a block, and all are stored;
@@ -24,21 +24,27 @@ process of its own.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import pathlib
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve()
-ROOT = HERE.parent.parent
+from common import (
+    ROOT,
+    answer,
+    ask,
+    make_parser,
+    questions,
+    show_machine,
+    start,
+    write_figures,
+)
+
 NUM_RUNNING, PROMPT_BLOCKS, NUM_BLOCKS = 8, 8, 512
 STEPS = 20
 CASES = "nothing", "stores", "both"
@@ -80,13 +86,18 @@ class Own:
         engine = TransferEngine(caches, 4 * NUM_BLOCKS)
         engine.warm_up()
         self.caches, self.clock = caches, clock
-        self.worker = OffloadWorker(engine)
+        storage, rules = self.make_storage(engine)
+        self.worker = OffloadWorker(engine, storage=storage)
         self.pool = DeviceBlockPool(NUM_BLOCKS)
-        self.scheduler = OffloadScheduler(self.block_size, 4 * NUM_BLOCKS)
+        self.scheduler = OffloadScheduler(self.block_size, 4 * NUM_BLOCKS, **rules)
         self.scheduler.bind_device_block_pool(self.pool)
         self.scheduler.warm_up()
         self.allocate, self.cache = self.pool.allocate, self.pool.cache
         self.free, self.forget = self.pool.free, self.pool.evict
+
+    def make_storage(self, engine: Any) -> tuple[Any, dict[str, Any]]:
+        """Make the store's worker and what the scheduler must know of it."""
+        return None, {}
 
     def request(self, name: str, keys: list[bytes]) -> Any:
         return SimpleNamespace(
@@ -121,6 +132,23 @@ class Own:
 
     def finish(self, request: Any, blocks: list[int]) -> None:
         self.clock(self.scheduler.request_finished, request, blocks)
+
+
+class Stored(Own):
+    """An engine of one's own that writes all blocks through to a folder."""
+
+    def make_storage(self, engine: Any) -> tuple[Any, dict[str, Any]]:
+        """Open a store in a temporary folder, which is removed with this object."""
+        from jaxkv import OffloadRules
+        from jaxkv.scheduling.worker.storage_worker import open_storage
+        from jaxkv.transfer.storage.census import Bound
+
+        self._folder = tempfile.TemporaryDirectory()
+        storage = open_storage(engine, self._folder.name, namespace=b"benchmark")
+        num_blocks = storage.num_blocks(1 << 30)
+        storage.bound = Bound(num_blocks)
+        rules = OffloadRules(storage_write="through")
+        return storage, {"rules": rules, "num_storage_blocks": num_blocks}
 
 
 class Connector:
@@ -311,7 +339,7 @@ class Engine:
 
 
 def serve(checkout: str, num_devices: int, num_leaves: int) -> None:
-    """Measure a version: for each line of stdin all cases, as a line of JSON."""
+    """Measure a version: all cases for each question."""
     sys.path.insert(0, checkout)
     import jax
     import jax.numpy as jnp
@@ -326,13 +354,13 @@ def serve(checkout: str, num_devices: int, num_leaves: int) -> None:
         mesh = jax.make_mesh((num_devices,), ("model",))
         place = NamedSharding(mesh, partition_spec(None, "model"))
     clocks, engines = {}, {}
-    for side in (Own, Connector):
+    for side in (Own, Stored, Connector):
         leaf = jnp.zeros((NUM_BLOCKS, 8, 16), jnp.bfloat16)
         caches = [jax.device_put(leaf + 1, place) for _ in range(num_leaves)]
         clocks[side] = Clock()
         engines[side] = Engine(side(caches, clocks[side]))
-    for _ in sys.stdin:
-        answer: dict[str, Any] = {}
+    for _ in questions():
+        figures: dict[str, Any] = {}
         for (side, engine), case in itertools.product(engines.items(), CASES):
             times, clock = [], clocks[side]
             for number in range(STEPS):
@@ -346,85 +374,63 @@ def serve(checkout: str, num_devices: int, num_leaves: int) -> None:
                 num_calls, clock.counts = clock.num_calls, False
             engine.restart()
             name = f"{side.__name__.lower()} {case}"
-            answer[name] = {"us": statistics.median(times), "calls": num_calls}
-        print(json.dumps(answer), flush=True)
-
-
-def start(checkout: pathlib.Path, devices: int, leaves: int) -> subprocess.Popen[str]:
-    """Start the process of a version."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    env["PYTHONPATH"] = str(checkout)
-    command = [sys.executable, str(HERE), "--serve", str(checkout)]
-    return subprocess.Popen(
-        [*command, str(devices), str(leaves)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-    )
-
-
-def ask(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Have a version measured once."""
-    assert process.stdin
-    assert process.stdout
-    print(file=process.stdin, flush=True)
-    answer: dict[str, Any] = json.loads(process.stdout.readline())
-    return answer
+            figures[name] = {"us": statistics.median(times), "calls": num_calls}
+        answer(figures)
 
 
 def main() -> None:
     """Measure, print the figures and write them if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--beside", type=pathlib.Path, metavar="CHECKOUT")
+    parser = make_parser(__doc__, rounds=5, beside=True)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--leaves", type=int, nargs="+", default=[4, 32, 80])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve[0], int(args.serve[1]), int(args.serve[2]))
+        serve(args.serve[0], *map(int, args.serve[1].split("x")))
         return
     versions = {"this": ROOT}
     if args.beside is not None:
         versions["beside"] = args.beside.resolve()
     rows = []
-    for devices, leaves in itertools.product(args.devices, args.leaves):
-        processes = {
-            name: start(checkout, devices, leaves)
-            for name, checkout in versions.items()
-        }
-        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in versions}
-        try:
-            for number in range(args.rounds + 1):  # The first one warms up.
-                for name, process in processes.items():
-                    answer = ask(process)
-                    rounds[name] += [answer] * (number > 0)
-        finally:
-            for process in processes.values():
-                process.kill()
-                process.wait()
-        for name, each in rounds.items():
-            for case, first in each[0].items():
-                us = sorted(own[case]["us"] for own in each)
-                middle = statistics.median(us)
-                row = {"version": name, "devices": devices, "leaves": leaves}
-                rows.append(row | {"case": case, "us": us, "calls": first["calls"]})
-                print(
-                    f"{name:7} devices {devices}  leaves {leaves:3}  {case:18}"
-                    f"{middle:8.0f} us [{us[0]:.0f}, {us[-1]:.0f}]"
-                    f"  {first['calls']:5} calls",
-                    flush=True,
-                )
+    with tempfile.TemporaryDirectory() as folder:
+        for devices, leaves in itertools.product(args.devices, args.leaves):
+            flags = f"--xla_force_host_platform_device_count={devices}"
+            env = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TMPDIR": folder}
+            processes = {
+                name: start(__file__, str(path), f"{devices}x{leaves}", env=env)
+                for name, path in versions.items()
+            }
+            rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in versions}
+            try:
+                for number in range(args.rounds + 1):  # The first one warms up.
+                    for name, process in processes.items():
+                        figures = ask(process)
+                        rounds[name] += [figures] * (number > 0)
+            finally:
+                for process in processes.values():
+                    process.kill()
+                    process.wait()
+            rows += report(rounds, devices, leaves)
     if args.json:
-        sys.path.insert(0, str(ROOT))
-        from jaxkv.tools.machine import machine
+        write_figures(args.json, {"machine": show_machine(), "rows": rows})
 
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine(), "rows": rows}, file, indent=1)
-            file.write("\n")
+
+def report(
+    rounds: dict[str, list[dict[str, Any]]], devices: int, leaves: int
+) -> list[dict[str, Any]]:
+    """Print and return the figures of all versions and cases."""
+    rows = []
+    for name, by_round in rounds.items():
+        for case, first in by_round[0].items():
+            us = sorted(figures[case]["us"] for figures in by_round)
+            row = {"version": name, "devices": devices, "leaves": leaves}
+            rows.append(row | {"case": case, "us": us, "calls": first["calls"]})
+            print(
+                f"{name:7} devices {devices}  leaves {leaves:3}  {case:18}"
+                f"{statistics.median(us):8.0f} us [{us[0]:.0f}, {us[-1]:.0f}]"
+                f"  {first['calls']:5} calls",
+                flush=True,
+            )
+    return rows
 
 
 if __name__ == "__main__":

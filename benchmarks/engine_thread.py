@@ -62,18 +62,7 @@ def clocked(call: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 
 
 class Case:
-    """A pool and two engines, of pieces of 8 MiB and of the engine's choice.
-
-    Args:
-        num_devices: Devices that the pool is spread over.
-        num_leaves: Its leaves.
-        mode: Of the engines.
-        size: Whether blocks are ``"full"`` or ``"small"``.
-        full: With small blocks, the case with full ones, whose extents they follow.
-
-    Attributes:
-        extent_bytes: Of an extent of the engine's choice.
-    """
+    """A pool and two engines, of pieces of 8 MiB and of the engine's choice."""
 
     def __init__(
         self,
@@ -115,6 +104,7 @@ class Case:
         )
         self.large.warm_up()
         self.large.save(self.pool, [0], [0])
+        # Of an extent of the engine's choice
         self.extent_bytes: int = self.large.bytes_in_flight
         self.pool, _ = self.large.drain(self.pool)
         self.carriers = [

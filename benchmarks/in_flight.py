@@ -76,13 +76,7 @@ def key(*path: Any) -> bytes:
 
 
 class Crowd:
-    """A scheduler with N requests in one state.
-
-    Args:
-        state: Which.
-        num: How many.
-        most: The largest number that is measured.
-    """
+    """A scheduler with N requests in one state."""
 
     def __init__(self, state: str, num: int, most: int) -> None:
         self.state = state
@@ -305,13 +299,7 @@ class Silence:
 
 
 class Fleet:
-    """A worker and its engine, with N transfers that never land.
-
-    Args:
-        state: Whether "loads" or "saves".
-        num: How many.
-        most: The largest number that is measured.
-    """
+    """A worker and its engine, with N transfers that never land."""
 
     def __init__(self, state: str, num: int, most: int) -> None:
         self.pool = [jnp.zeros((most + 64, 2))]

@@ -193,9 +193,8 @@ class Workload:
 def compare(ours: Side, theirs: Side, argument: Callable[[], Any]) -> Row:
     """Time both sides on the same arguments by turns.
 
-    Returns:
-        The quartiles of both sides' times, in us, and of the ratios of the twin's time
-        to jaxkv's, round by round.
+    Returns the quartiles of both sides' times, in us, and of the ratios of the twin's
+    time to jaxkv's, round by round.
     """
     times_us: tuple[list[float], list[float]] = ([], [])
     for round_number in range(ROUNDS + _WARM_ROUNDS):

@@ -77,20 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class LongRequest:
-    """An engine with a request that decodes.
-
-    Args:
-        num_tokens: How long it is.
-        num_more: Blocks that it may get.
-        num_host_blocks: Blocks of the host tier.
-        groups: The groups of the model's layers.
-        suffix: What follows in each key.
-        is_vllm: Whether the request is one of vLLM's adapter.
-        policy: The cache policy.
-        rules: Rules of the scheduler.
-        recorder: Records the request; None not to.
-        more: What else the scheduler is made with.
-    """
+    """An engine with a request that decodes."""
 
     def __init__(
         self,

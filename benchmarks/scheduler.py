@@ -51,13 +51,7 @@ Row = dict[str, Any]
 
 
 class Workload:
-    """Two engines with the same requests running, and prompts for more.
-
-    Args:
-        num_requests: How many run.
-        num_tokens: Length of each prompt.
-        lazy: Whether blocks are stored when the device is about to evict them.
-    """
+    """Two engines with the same requests running, and prompts for more."""
 
     def __init__(self, num_requests: int, num_tokens: int, lazy: bool = False) -> None:
         self.num_blocks = num_tokens // BLOCK_SIZE
@@ -101,16 +95,8 @@ class Workload:
 def compare(work: Workload, prompts: Callable[[], Any], run: Any, check: bool) -> Row:
     """Time a round of both engines by turns.
 
-    Args:
-        work: The engines.
-        prompts: Makes the prompts of a round, one for each engine.
-        run: What an engine does with its prompt. May return a function, that is called
-            without being timed.
-        check: Whether both must have moved the same.
-
-    Returns:
-        The quartiles of both sides' times a step, in us, and of the ratios of the
-        twin's to jaxkv's, for the hooks and for the pool; and blocks stored a round.
+    Returns the quartiles of both sides' times a step, in us, and of the ratios of the
+    twin's to jaxkv's, for the hooks and for the pool; and blocks stored a round.
     """
     times_us: dict[str, tuple[list[float], list[float]]] = {
         "hooks": ([], []),
@@ -151,13 +137,7 @@ def time_decode(num_requests: int, num_tokens: int) -> Row:
 
 
 def time_arrival(num_requests: int, num_tokens: int, then: bool = False) -> Row:
-    """Time a step with a prompt that is on the host but not on the device.
-
-    Args:
-        num_requests: How many run.
-        num_tokens: Length of each prompt.
-        then: Whether to time the step after, in which it is scheduled.
-    """
+    """Time a step with a prompt that is on the host but not on the device."""
     work = Workload(num_requests, num_tokens)
     prompts = work.new_prompts()
     for engine, prompt in zip(work.engines, prompts, strict=True):

@@ -87,12 +87,7 @@ CALLS = (
 
 
 class Watch:
-    """Adds up what the calls of a connector take, step by step.
-
-    Attributes:
-        steps: For each step the processor seconds of the engine's thread, by method,
-            and whether anything moved.
-    """
+    """Adds up what the calls of a connector take, step by step."""
 
     def __init__(self, connector: type) -> None:
         self.clear()
@@ -103,6 +98,8 @@ class Watch:
 
     def clear(self) -> None:
         """Forget what was counted."""
+        # For each step the processor seconds of the engine's thread, by method, and
+        # whether anything moved.
         self.steps: list[tuple[collections.Counter[str], bool]] = []
         self.step: collections.Counter[str] = collections.Counter()
 
@@ -135,11 +132,7 @@ def mean_us(steps: list[collections.Counter[str]]) -> dict[str, float]:
 
 
 class Ours:
-    """What jaxkv does in a step.
-
-    Args:
-        scheduler: Of jaxkv.
-    """
+    """What jaxkv does in a step."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -156,11 +149,7 @@ class Ours:
 
 
 class Peer:
-    """What tpu-inference's connector does in a step.
-
-    Args:
-        connector: Its half in the scheduler.
-    """
+    """What tpu-inference's connector does in a step."""
 
     def __init__(self, connector: Any) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group

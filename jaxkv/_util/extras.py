@@ -26,10 +26,8 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
 PLATFORMS: Mapping[str, Mapping[str, str]] = {
     "cuda12": {"jax_cuda12_plugin": "jax[cuda12]>=0.10"},
     "tpu": {"libtpu": "jax[tpu]>=0.10"},
-    "aot-tpu": {"libtpu": "jax[tpu]>=0.10"},
-    "aot-gpu": {"jax_cuda12_plugin": "jax[cuda12-local]>=0.10"},
 }
-"""The same for each extra of an accelerator or its compiler."""
+"""The same for each extra of an accelerator."""
 
 _ALL = {**EXTRAS, **PLATFORMS}
 

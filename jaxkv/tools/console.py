@@ -45,15 +45,6 @@ def print_table(
 
     Figures are never cut or broken: what does not fit beside the labels stands in
     another table below.
-
-    Args:
-        columns: Their names: that of the labels, then those of the figures.
-        sections: A title, or None, and the rows below it, each a label and its cells.
-        notes: Lines in grey.
-        head: A row that belongs to the names.
-        gap: Blanks between columns.
-        style_of: Chooses rich's style of a row by its label.
-        console: Where to print; standard output if it is not given.
     """
     from rich.table import Table
 
@@ -92,14 +83,7 @@ def print_charts(
     mark: str = "",
     style_of: Callable[[str], str | None] = lambda label: None,
 ) -> None:
-    """Print charts of the same places as one table.
-
-    Args:
-        charts: A section each.
-        head: What the notes of the places are; a unit that they all have stands there.
-        mark: What stands after values that are marked, and a blank after others.
-        style_of: Chooses rich's style of a row by its label.
-    """
+    """Print charts of the same places as one table."""
     places, room, unit = charts[0].places, " " * len(mark), f" {head}"
 
     def cells(chart: Chart, line: Line) -> Iterator[str]:
@@ -134,22 +118,12 @@ def _groups(widths: Sequence[int], room: int) -> list[slice]:
 
 
 def print_facts(facts: Iterable[tuple[str, str]], width: int) -> None:
-    """Print what something is, line by line.
-
-    Args:
-        facts: Each a name, empty where the line before goes on, and a text.
-        width: Of the column of the names.
-    """
+    """Print what something is, line by line."""
     print_lines(f"{name:{width}}{text}" for name, text in facts)
 
 
 def print_lines(lines: Iterable[str], *, is_code: bool = False) -> None:
-    """Print lines as they are; nothing in them is markup.
-
-    Args:
-        lines: The lines.
-        is_code: Whether users copy them: then no terminal wraps them at words.
-    """
+    """Print lines as they are; nothing in them is markup."""
     console = make_console()
     console.print(
         "\n".join(lines),

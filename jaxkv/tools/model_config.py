@@ -58,15 +58,7 @@ NAMED_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
-    """Find a model's configuration, and its name for display.
-
-    Args:
-        model: A name of `NAMED_MODELS`, or a ``config.json`` or the folder with it.
-
-    Raises:
-        OSError: There is neither such a name nor such a file.
-        ValueError: The file is no JSON object.
-    """
+    """Find a model's configuration, and its name for display."""
     if model in NAMED_MODELS:
         return model, NAMED_MODELS[model]
     path = pathlib.Path(model)
@@ -82,12 +74,7 @@ def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def read_config(path: pathlib.Path) -> Mapping[str, Any]:
-    """Read a ``config.json``; of a folder, the one in it.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is no JSON object.
-    """
+    """Read a ``config.json``; of a folder, the one in it."""
     path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -101,11 +88,7 @@ def read_config(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def number_of(config: Mapping[str, Any], *keys: str) -> int:
-    """Return the first of several keys that is there, which must be a size.
-
-    Raises:
-        ValueError: None is there, or the first is no whole number from 1.
-    """
+    """Return the first of several keys that is there, which must be a size."""
     for key in keys:
         value = config.get(key)
         if value is None:
@@ -119,11 +102,7 @@ def number_of(config: Mapping[str, Any], *keys: str) -> int:
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int:
-    """Return the width of a head.
-
-    Raises:
-        ValueError: It is not there, or wrong.
-    """
+    """Return the width of a head."""
     if config.get("head_dim") is not None:
         return number_of(config, "head_dim")
     try:
@@ -140,21 +119,13 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """Return the name of the model's dtype, bfloat16 if it is not there.
-
-    Raises:
-        ValueError: It is no dtype of whole bytes.
-    """
+    """Return the name of the model's dtype, bfloat16 if it is not there."""
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     return check_dtype(str(name).removeprefix("torch."))
 
 
 def check_dtype(name: str) -> str:
-    """Return a dtype's name if it is one of whole bytes.
-
-    Raises:
-        ValueError: It is none.
-    """
+    """Return a dtype's name if it is one of whole bytes."""
     try:
         dtype = jnp.dtype(name)
     except TypeError as error:

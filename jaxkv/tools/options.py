@@ -133,15 +133,7 @@ class Parser(argparse.ArgumentParser):
         *,
         otherwise: str = "none",
     ) -> None:
-        """Add an option with a value, such as ``--port PORT``.
-
-        Args:
-            usage: The option, and what its value is called.
-            about: What it is for.
-            parse: Makes the value of its text.
-            default: The value without the option.
-            otherwise: What happens without it, for an option without a default.
-        """
+        """Add an option with a value, such as ``--port PORT``."""
         option, metavar = usage.split()
         text = otherwise if default is None else f"{default}"
         self.add_argument(
@@ -280,14 +272,7 @@ def write_files(
     draw: Callable[[BinaryIO], None] | None = None,
     page: Callable[[str], str] | None = None,
 ) -> None:
-    """Write the files that a command line names.
-
-    Args:
-        args: The command line, of a parser with `Parser.files`.
-        figures: Makes those of --json.
-        draw: Draws the picture of --plot, as a PNG.
-        page: Makes the report of --html, from the text of the command line.
-    """
+    """Write the files that a command line names."""
     if draw is not None and args.plot:
         picture = io.BytesIO()
         draw(picture)
@@ -305,11 +290,7 @@ def write_json(path: pathlib.Path, figures: Mapping[str, object]) -> None:
 
 
 def write_file(option: str, path: pathlib.Path, data: bytes) -> None:
-    """Write the file of an option: all of it, or what was there stays.
-
-    Raises:
-        UsageError: If it cannot be written, such as on a full disk.
-    """
+    """Write the file of an option: all of it, or what was there stays."""
     path = path.resolve()
     part = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
     try:

@@ -32,17 +32,11 @@ from jaxkv.tools.pictures import (
 
 
 class Section(NamedTuple):
-    """A part of a page.
+    """A part of a page."""
 
-    Attributes:
-        name: Its anchor.
-        title: What the reader sees above it.
-        inside: HTML.
-    """
-
-    name: str
-    title: str
-    inside: str
+    name: str  # Its anchor
+    title: str  # What the reader sees above it
+    inside: str  # HTML
 
 
 class _Sheet(NamedTuple):
@@ -81,15 +75,7 @@ def render_page(
     sections: Sequence[Section],
     command: str,
 ) -> str:
-    """Write a page.
-
-    Args:
-        title: What it is about.
-        finding: HTML of what the reader should know first.
-        facts: What the report is about, each with a name.
-        sections: The rest, in order.
-        command: The command line that made it.
-    """
+    """Write a page."""
     listed = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts)
     contents = "".join(
         f'<li><a href="#{each.name}">{escape(each.title)}</a></li>' for each in sections
@@ -132,13 +118,7 @@ def bullets(items: Iterable[str]) -> str:
 
 
 def section(chart: Chart, mark: str, title: str = "") -> Section:
-    """Write a chart and its table as a part of a page.
-
-    Args:
-        chart: The figures.
-        mark: What stands beside those that are marked.
-        title: Its title, if not that of the chart.
-    """
+    """Write a chart and its table as a part of a page."""
     inside = _drawn(chart) + _table(chart, mark)
     return Section(chart.key, title or chart.title, inside)
 

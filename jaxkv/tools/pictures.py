@@ -20,76 +20,45 @@ _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)))
 
 
 class Line(NamedTuple):
-    """A line of a chart, and a row of its table.
+    """A line of a chart, and a row of its table."""
 
-    Attributes:
-        name: What stands at its end.
-        values: One for each place.
-        look: Colour, dashes and marker, as ``Axes.plot`` takes them; None to have it in
-            tables only.
-        marked: The indices of the places whose values stand out.
-    """
-
-    name: str
-    values: Sequence[float]
+    name: str  # What stands at its end
+    values: Sequence[float]  # One for each place
+    # Colour, dashes and marker, as ``Axes.plot`` takes them; None to have it in tables
+    # only.
     look: dict[str, Any] | None = None
-    marked: Collection[int] = ()
+    marked: Collection[int] = ()  # The indices of the places whose values stand out
 
 
 class Places(NamedTuple):
-    """Where the values of a chart stand, from left to right.
+    """Where the values of a chart stand, from left to right."""
 
-    Attributes:
-        title: What the places are, with their unit.
-        sizes: Where they lie on the axis, which is logarithmic.
-        names: Each in words.
-        notes: What else stands below each name; empty for nothing.
-    """
-
-    title: str
-    sizes: Sequence[int]
-    names: Sequence[str]
-    notes: Sequence[str]
+    title: str  # What the places are, with their unit
+    sizes: Sequence[int]  # Where they lie on the axis, which is logarithmic
+    names: Sequence[str]  # Each in words
+    notes: Sequence[str]  # What else stands below each name; empty for nothing
 
 
 class Scale(NamedTuple):
-    """How values are written.
-
-    Attributes:
-        at_axis: At the axis.
-        in_short: At the end of a line.
-        in_full: In tables and tips.
-        has_zero: Whether a line is drawn at 0.
-    """
+    """How values are written."""
 
     at_axis: Callable[[float], str]
-    in_short: Callable[[float], str]
-    in_full: Callable[[float], str]
-    has_zero: bool = False
+    in_short: Callable[[float], str]  # At the end of a line
+    in_full: Callable[[float], str]  # In tables and tips
+    has_zero: bool = False  # Whether a line is drawn at 0
 
 
 class Chart(NamedTuple):
-    """Figures of several lines at the same places.
+    """Figures of several lines at the same places."""
 
-    Attributes:
-        key: For machines: letters, digits and "_".
-        what: What the values are, in a few words.
-        title: The same with what they are shares of, or compared with.
-        caption: The same with their unit.
-        places: Where the values stand.
-        lines: At least one.
-        scale: How values are written.
-        about: What it shows, in a sentence; empty for a table alone.
-    """
-
-    key: str
-    what: str
-    title: str
-    caption: str
-    places: Places
-    lines: Sequence[Line]
-    scale: Scale
-    about: str = ""
+    key: str  # For machines: letters, digits and "_"
+    what: str  # What the values are, in a few words
+    title: str  # The same with what they are shares of, or compared with
+    caption: str  # The same with their unit
+    places: Places  # Where the values stand
+    lines: Sequence[Line]  # At least one
+    scale: Scale  # How values are written
+    about: str = ""  # What it shows, in a sentence; empty for a table alone
 
     @property
     def drawn(self) -> list[tuple[Line, dict[str, Any]]]:
@@ -130,15 +99,7 @@ def draw_charts(
     size: tuple[float, float],
     mark: dict[str, Any] | None = None,
 ) -> Any:
-    """Draw rows of charts.
-
-    Args:
-        grid: The charts.
-        below: What their places are.
-        size: Width and height in inches.
-        mark: The look of marked values, as ``Axes.plot`` takes it; None for that of
-            others.
-    """
+    """Draw rows of charts."""
     figure = make_figure(*size, dpi=110)
     panels = figure.subplots(len(grid), len(grid[0]), squeeze=False)
     for axes, chart in zip(panels.flat, itertools.chain(*grid), strict=True):
@@ -173,15 +134,7 @@ def draw_lines(
     num_labels: float = 9,
     has_values: bool = True,
 ) -> None:
-    """Draw lines, with their names at their ends.
-
-    Args:
-        axes: Where.
-        chart: What to draw.
-        font: Size of the letters at the ends.
-        num_labels: How many names of places there is room for below the axis.
-        has_values: Whether there is room for values beside the names.
-    """
+    """Draw lines, with their names at their ends."""
     sizes, scale = chart.places.sizes, chart.scale
     lines = [line for line, _ in chart.drawn]
     for number, (line, look) in enumerate(chart.drawn):

@@ -38,9 +38,6 @@ def end_on_signals(name: str) -> None:
     """Have SIGINT and SIGTERM end this process with one line and their exit code.
 
     Only the main thread may call it.
-
-    Args:
-        name: What the line begins with.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -56,11 +53,7 @@ def end_on_signals(name: str) -> None:
 
 @contextlib.contextmanager
 def at_end(call: Callable[[], None]) -> Iterator[None]:
-    """Have a signal call something before it ends the process, within this context.
-
-    Args:
-        call: What to call, from another thread than the main one, which runs on.
-    """
+    """Have a signal call something before it ends the process, within this context."""
     _at_end.append(call)
     try:
         yield

@@ -16,8 +16,7 @@ _LEAST_COLUMNS_OF_BARS = 60
 def show_progress() -> Iterator[OnProgress]:
     """Show the progress of a run: a bar on a terminal with rich, else a line per label.
 
-    Yields:
-        A function to call with a label, the amount done and the total.
+    Returns A function to call with a label, the amount done and the total.
     """
     console = make_console(stderr=True) if importlib.util.find_spec("rich") else None
     if console is None or not console.is_terminal:

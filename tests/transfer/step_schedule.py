@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from jaxkv.tools.bench.compiled.cuda import compile_for_cuda
+from benchmarks.compiled.cuda import compile_for_cuda
 from jaxkv.transfer.extents import ExtentLayout
 from jaxkv.transfer.kernels import Copier
 from jaxkv.transfer.layout import Leaf, PoolLayout

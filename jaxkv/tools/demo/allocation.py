@@ -18,17 +18,11 @@ from jaxkv.types import NULL_BLOCK
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-    """New entries for a request's block tables.
-
-    Attributes:
-        request: The request.
-        num_null: New null entries of each group; they come first.
-        num_fresh: New entries with a block of each group.
-    """
+    """New entries for a request's block tables."""
 
     request: EngineRequest
-    num_null: tuple[int, ...]
-    num_fresh: tuple[int, ...]
+    num_null: tuple[int, ...]  # New null entries of each group; they come first
+    num_fresh: tuple[int, ...]  # New entries with a block of each group
 
     @property
     def num_blocks(self) -> int:
@@ -54,12 +48,7 @@ def extend(
 ) -> list[list[list[int]]]:
     """Allocate the blocks of all extensions in one call, and enter them.
 
-    Args:
-        pool: The pool, with enough free blocks.
-        extensions: The extensions, one per request.
-
-    Returns:
-        The new entries for each extension and group.
+    Returns the new entries for each extension and group.
     """
     fresh = iter(pool.allocate(sum(extension.num_blocks for extension in extensions)))
     added = []

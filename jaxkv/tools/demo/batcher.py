@@ -31,32 +31,15 @@ from jaxkv.types import BlockKey
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The work of a step.
+    """The work of a step."""
 
-    Attributes:
-        prefill: The request whose next chunk is computed, or none.
-        decode: The requests whose newest token is computed.
-        output: The same, for the offload scheduler.
-    """
-
-    prefill: list[EngineRequest]
-    decode: list[EngineRequest]
-    output: SchedulerOutput
+    prefill: list[EngineRequest]  # The request whose next chunk is computed, or none
+    decode: list[EngineRequest]  # The requests whose newest token is computed
+    output: SchedulerOutput  # The same, for the offload scheduler
 
 
 class Batcher:
-    """Manages the engine's requests from submission to their end.
-
-    Args:
-        blocks: The device tier.
-        groups: The groups of layers, all with blocks of one size.
-        concurrency: Maximum requests that hold blocks.
-        max_chunk: Maximum tokens of a prefill step.
-        offload: The host tier's scheduler; None without one.
-
-    Attributes:
-        num_preemptions: Number of preemptions.
-    """
+    """Manages the engine's requests from submission to their end."""
 
     def __init__(
         self,
@@ -66,7 +49,7 @@ class Batcher:
         max_chunk: int,
         offload: OffloadScheduler | None,
     ) -> None:
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # Number of preemptions
         self._blocks = blocks
         self._groups = groups
         self._block_size = groups[0].block_size
@@ -88,12 +71,7 @@ class Batcher:
         self._waiting.append(request)
 
     def end(self, request: EngineRequest, phase: Phase) -> None:
-        """Free a request's blocks and notify the offload scheduler.
-
-        Args:
-            request: A request. Nothing happens if it is already over.
-            phase: Its final phase.
-        """
+        """Free a request's blocks and notify the offload scheduler."""
         if request in self._active:
             self._active.remove(request)
         elif request in self._waiting:
@@ -180,9 +158,8 @@ class Batcher:
     def _plan_running(self) -> tuple[list[Extension], bool]:
         """Plan blocks for the running requests, the oldest first.
 
-        Returns:
-            The extensions of this step, and whether a request has to wait until
-            transfers, or requests that load, free blocks.
+        Returns the extensions of this step, and whether a request has to wait until
+        transfers, or requests that load, free blocks.
         """
         planned: list[Extension] = []
         num_planned, has_prefill = 0, False
@@ -209,11 +186,7 @@ class Batcher:
     def _admit(self, num_planned: int) -> list[Extension]:
         """Admit waiting requests in order of arrival, while their first tokens fit.
 
-        Args:
-            num_planned: Free blocks that are planned for other requests.
-
-        Returns:
-            The extensions of the new requests.
+        Returns the extensions of the new requests.
         """
         admitted: list[Extension] = []
         for request in tuple(self._waiting):

@@ -42,64 +42,36 @@ _STEP_EXTENTS = 4
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """The size of an engine.
+    """The size of an engine."""
 
-    Attributes:
-        block_size: Tokens per KV block.
-        device_blocks: KV blocks in the device pool, the null block included.
-        host_blocks: KV blocks in the host tier; 0 for an engine without one.
-        concurrency: Maximum requests that hold blocks.
-        max_seq_tokens: Maximum tokens of a request, prompt and answer.
-        weights_epoch: Version of the model's weights; part of every block's key.
-        cache_policy: Policy that chooses the host blocks to evict.
-        offload_mode: When blocks are stored; see `OffloadRules.mode`.
-        load_in_step: Whether the prefill writes what is loaded for it, layer by layer.
-        storage: URL or folder of a store behind the host tier; None for none.
-        storage_bytes: Bytes that it may hold.
-        storage_write: When blocks are written there; see `OffloadRules`.
-        storage_deadline_s: How long a fetch or a write may take.
-        storage_await_s: How long a request of `remote_prefill` waits for its next
-            block.
-        chunk_sizes: Tokens of a prefill step, in ascending order: the smallest size
-            that is enough, or the largest.
-        rules: Further rules of the host tier; those that other fields set are not read.
-    """
-
-    block_size: int
-    device_blocks: int
-    host_blocks: int
-    concurrency: int
-    max_seq_tokens: int
-    weights_epoch: str
-    cache_policy: str = "lru"
+    block_size: int  # Tokens per KV block
+    device_blocks: int  # KV blocks in the device pool, the null block included
+    host_blocks: int  # KV blocks in the host tier; 0 for an engine without one
+    concurrency: int  # Maximum requests that hold blocks
+    max_seq_tokens: int  # Maximum tokens of a request, prompt and answer
+    weights_epoch: str  # Version of the model's weights; part of every block's key
+    cache_policy: str = "lru"  # Policy that chooses the host blocks to evict
+    # When blocks are stored; see `OffloadRules.mode`
     offload_mode: Literal["eager", "lazy"] = "eager"
+    # Whether the prefill writes what is loaded for it, layer by layer
     load_in_step: bool = False
+    # URL or folder of a store behind the host tier; None for none
     storage: str | None = None
-    storage_bytes: int = 1 << 30
+    storage_bytes: int = 1 << 30  # Bytes that it may hold
+    # When blocks are written there; see `OffloadRules`
     storage_write: WriteRule = "on_reuse"
-    storage_deadline_s: float = 5.0
+    storage_deadline_s: float = 5.0  # How long a fetch or a write may take
+    # How long a request of `remote_prefill` waits for its next block
     storage_await_s: float = 1.0
+    # Tokens of a prefill step, in ascending order: the smallest size that is enough, or
+    # the largest.
     chunk_sizes: tuple[int, ...] = (128, 256)
+    # Further rules of the host tier; those that other fields set are not read
     rules: OffloadRules = dataclasses.field(default_factory=OffloadRules)
 
 
 class Engine:
-    """Generates greedily for many requests at a time, on one thread.
-
-    Args:
-        steps: The model.
-        config: The size of the engine.
-        clock: Returns seconds; only for `EngineRequest`'s times.
-        recorder: Records the requests, if there is a host tier; None not to.
-
-    Attributes:
-        offload: The offload scheduler; None without a host tier.
-        transfer: The transfer engine; None without a host tier.
-        worker: Runs the scheduler's transfers on the engine; None without a host tier.
-        blocks: The device tier.
-        pool: The KV pool.
-        peak_host_blocks: Maximum number of host blocks in use.
-    """
+    """Generates greedily for many requests at a time, on one thread."""
 
     def __init__(
         self,
@@ -109,10 +81,14 @@ class Engine:
         recorder: TraceRecorder | None = None,
     ) -> None:
         self.config = config
-        self.blocks = DeviceBlockPool(config.device_blocks)
+        self.blocks = DeviceBlockPool(config.device_blocks)  # The device tier
+        # The KV pool
         self.pool = init_pool(steps.config, config.device_blocks, config.block_size)
+        # The offload scheduler; None without a host tier
         self.offload: OffloadScheduler | None = None
+        # The transfer engine; None without a host tier
         self.transfer: TransferEngine | None = None
+        # Runs the scheduler's transfers on the engine; None without a host tier
         self.worker: OffloadWorker | None = None
         self._groups = steps.config.groups(config.block_size)
         self._namespace = _namespace(steps.config, config)
@@ -151,7 +127,7 @@ class Engine:
                 recorder=recorder,
             )
             self.offload.bind_device_block_pool(self.blocks)
-        self.peak_host_blocks = 0
+        self.peak_host_blocks = 0  # Maximum number of host blocks in use
         self._clock = clock
         self._runner = Runner(
             steps,
@@ -188,17 +164,7 @@ class Engine:
     ) -> EngineRequest:
         """Add a request to the queue.
 
-        Args:
-            prompt: Its tokens, at least one.
-            max_new_tokens: Tokens to generate, at least one.
-            remote_prefill: Whether another engine computes the prompt and writes it to
-                the store, whose blocks are waited for.
-
-        Returns:
-            The request, which is updated as it runs.
-
-        Raises:
-            ValueError: If it is empty or can never fit; then it is not added.
+        Returns the request, which is updated as it runs.
         """
         num_tokens = len(prompt) + max_new_tokens
         if not prompt or max_new_tokens < 1:
@@ -243,8 +209,7 @@ class Engine:
     def step(self) -> list[EngineRequest]:
         """Run one step.
 
-        Returns:
-            The requests that finished.
+        Returns the requests that finished.
         """
         self._collect_transfers()
         batch = self._batcher.schedule()

@@ -62,34 +62,22 @@ class ModelConfig:
 
     The defaults hold 2 KiB of KV per token and prefill 3,000 to 6,000 tokens per second
     on two CPU cores.
-
-    Attributes:
-        vocab_size: Tokens are bytes.
-        num_layers: Transformer layers; an even number in a hybrid.
-        d_model: Width of the residual stream.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads, each shared by several query heads.
-        head_dim: Size of a head; even, for the rotary embedding.
-        d_ff: Width of the MLP.
-        max_seq_tokens: Maximum sequence length.
-        rope_base: Rotary wavelengths go from 2 pi tokens up to almost this times that.
-        layers: Attention of the layers: all to everything ("full"), all to the last
-            `window_tokens` ("window"), or alternating, the first to everything
-            ("hybrid").
-        window_tokens: Tokens that a token in a window layer attends to, itself
-            included.
     """
 
-    vocab_size: int = 256
-    num_layers: int = 4
-    d_model: int = 384
-    num_heads: int = 12
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    d_ff: int = 1152
-    max_seq_tokens: int = 4096
+    vocab_size: int = 256  # Tokens are bytes
+    num_layers: int = 4  # Transformer layers; an even number in a hybrid
+    d_model: int = 384  # Width of the residual stream
+    num_heads: int = 12  # Query heads
+    num_kv_heads: int = 2  # Key and value heads, each shared by several query heads
+    head_dim: int = 32  # Size of a head; even, for the rotary embedding
+    d_ff: int = 1152  # Width of the MLP
+    max_seq_tokens: int = 4096  # Maximum sequence length
+    # Rotary wavelengths go from 2 pi tokens up to almost this times that
     rope_base: float = 10_000.0
+    # Attention of the layers: all to everything ("full"), all to the last
+    # `window_tokens` ("window"), or alternating, the first to everything ("hybrid").
     layers: Literal["full", "window", "hybrid"] = "full"
+    # Tokens that a token in a window layer attends to, itself included
     window_tokens: int = 512
 
     def __post_init__(self) -> None:
@@ -147,13 +135,7 @@ class ModelConfig:
 def rope(x: Array, positions: Array, base: float) -> Array:
     """Rotate each half-split pair of `x` by its position.
 
-    Args:
-        x: f32[N, T, H, D].
-        positions: i32[N, T].
-        base: See `ModelConfig.rope_base`.
-
-    Returns:
-        f32[N, T, H, D].
+    Returns f32[N, T, H, D]. Shapes: x: f32[N, T, H, D]; positions: i32[N, T].
     """
     half = x.shape[-1] // 2
     rates = base ** -(jnp.arange(half, dtype=x.dtype) / half)
@@ -166,14 +148,8 @@ def rope(x: Array, positions: Array, base: float) -> Array:
 def attention(q: Array, k: Array, v: Array, visible: Array) -> Array:
     """Grouped-query attention.
 
-    Args:
-        q: f32[N, T, H, D].
-        k: f32[N, S, K, D]. Finite, also where it is not visible.
-        v: f32[N, S, K, D]. Finite, also where it is not visible.
-        visible: bool[N, T, S]. Which positions each token attends to.
-
-    Returns:
-        f32[N, T, H, D]. Meaningless where a token attends to nothing.
+    Returns f32[N, T, H, D]. Meaningless where a token attends to nothing. Shapes: q:
+    f32[N, T, H, D]; k: f32[N, S, K, D]; v: f32[N, S, K, D]; visible: bool[N, T, S].
     """
     N, T, H, D = q.shape
     K = k.shape[2]
@@ -257,13 +233,7 @@ class Transformer(nnx.Module):
     def hidden(self, tokens: Array, positions: Array, attend: Attend) -> Array:
         """Run all layers.
 
-        Args:
-            tokens: i32[N, T].
-            positions: i32[N, T].
-            attend: Attention, from a layer's number, queries, keys and values.
-
-        Returns:
-            f32[N, T, d_model].
+        Returns f32[N, T, d_model]. Shapes: tokens: i32[N, T]; positions: i32[N, T].
         """
         x = self.embed(tokens)
         for number, layer in enumerate(self.layers):
@@ -278,13 +248,7 @@ class Transformer(nnx.Module):
 def visible_positions(queries: Array, keys: Array, window: int | None) -> Array:
     """Compute the positions that each token attends to.
 
-    Args:
-        queries: i32[N, T]. Positions of the tokens; negative for padding.
-        keys: i32[S]. Positions of the keys.
-        window: Tokens that a token attends to, itself included; None for all before it.
-
-    Returns:
-        bool[N, T, S].
+    Returns bool[N, T, S]. Shapes: queries: i32[N, T]; keys: i32[S].
     """
     behind = queries[:, :, None] - keys[None, None]
     seen = behind >= 0
@@ -294,14 +258,8 @@ def visible_positions(queries: Array, keys: Array, window: int | None) -> Array:
 def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> Pool:
     """Make an empty KV pool on the first device.
 
-    Args:
-        config: The shape of the model.
-        num_blocks: Blocks in the pool, for all groups of layers.
-        block_size: Tokens per block.
-
-    Returns:
-        One ``{"k", "v"}`` for each layer of a group, each
-        f32[num_blocks, block_size, num_kv_heads, head_dim].
+    Returns one ``{"k", "v"}`` for each layer of a group, each f32[num_blocks,
+    block_size, num_kv_heads, head_dim].
     """
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
 
@@ -328,18 +286,8 @@ def paged_hidden(
 
     Positions that a token attends to must have been written, or be among `positions`.
 
-    Args:
-        model: The model.
-        pool: The KV pool.
-        tokens: i32[N, T].
-        positions: i32[N, T]. Position of each token in its sequence; -1 for padding,
-            which writes nothing.
-        tables: i32[C, N, M]. The blocks of each sequence, for each group of layers;
-            arbitrary past its end and where no token's window reaches.
-        loads: What comes from the host meanwhile, in a group for each layer slot.
-
-    Returns:
-        The pool, and f32[N, T, d_model], finite but meaningless at padding.
+    Returns the pool, and f32[N, T, d_model], finite but meaningless at padding. Shapes:
+    tokens: i32[N, T]; positions: i32[N, T]; tables: i32[C, N, M].
     """
     num_blocks, block_size = pool[0]["k"].shape[:2]
     C, N, M = tables.shape

@@ -31,17 +31,11 @@ ON_COLOUR, OFF_COLOUR, *_ = COLOURS
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where the answers of two runs start to differ.
+    """Where the answers of two runs start to differ."""
 
-    Attributes:
-        conversation: Index of the conversation, from 0.
-        turn: Number of the turn, from 1.
-        position: Index of the token in the answer, from 0.
-    """
-
-    conversation: int
-    turn: int
-    position: int
+    conversation: int  # Index of the conversation, from 0
+    turn: int  # Number of the turn, from 1
+    position: int  # Index of the token in the answer, from 0
 
 
 def first_difference(record: DemoRecord) -> Difference | None:
@@ -62,9 +56,6 @@ def hit_tokens(run: RunRecord) -> dict[str, dict[str, int]]:
     """Count the prompt tokens queried and found on each tier.
 
     The device is queried for every prompt token, the host for those not on the device.
-
-    Returns:
-        ``{"hit_tokens", "queried_tokens"}`` of "device" and of "host".
     """
     prompt = sum(t.prompt_tokens for t in run.turns)
     device = sum(t.device_hit_tokens for t in run.turns)
@@ -93,9 +84,8 @@ def returning_turn_ttft_speedup(record: DemoRecord) -> float | None:
 def to_json(record: DemoRecord) -> dict[str, Any]:
     """Convert a record for ``json.dump``.
 
-    Returns:
-        The most important figures at the top, of the run with offloading unless they
-        say otherwise; those of each run under "off" and "on".
+    Returns the most important figures at the top, of the run with offloading unless
+    they say otherwise; those of each run under "off" and "on".
     """
     on = record.on
     return {

@@ -22,45 +22,29 @@ class Phase(enum.Enum):
 
 @dataclasses.dataclass(eq=False)
 class EngineRequest:
-    """A prompt and its generated tokens, with their state.
+    """A prompt and its generated tokens, with their state."""
 
-    Attributes:
-        number: Number of requests before it.
-        prompt: Its tokens.
-        max_new_tokens: Tokens to generate.
-        arrival_s: Time of its arrival, by the engine's clock.
-        chains: Keys of its full blocks, for each group of layers.
-        tokens: Prompt and generated tokens so far.
-        block_ids_by_group: Its device blocks, for each group of layers; the null block
-            where no later token attends.
-        remote_prefill: Whether another engine computes the prompt; see `Request`.
-        num_computed_tokens: Tokens whose KV is in the device pool.
-        num_loading_tokens: Tokens whose KV is being loaded from the host.
-        num_cached_blocks: Blocks of each group that are in the device's prefix cache.
-        device_hit_tokens: Prompt tokens found on the device on arrival.
-        host_hit_tokens: Prompt tokens then loaded from the host.
-        num_preemptions: Number of its preemptions.
-        load_failed: Whether a load failed, so that the host is not queried again.
-        first_token_s: Time of its first token.
-        phase: Its phase.
-    """
-
-    number: int
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    arrival_s: float
-    chains: tuple[KeyChain, ...]
-    tokens: list[int]
+    number: int  # Number of requests before it
+    prompt: tuple[int, ...]  # Its tokens
+    max_new_tokens: int  # Tokens to generate
+    arrival_s: float  # Time of its arrival, by the engine's clock
+    chains: tuple[KeyChain, ...]  # Keys of its full blocks, for each group of layers
+    tokens: list[int]  # Prompt and generated tokens so far
+    # Its device blocks, for each group of layers; the null block where no later token
+    # attends.
     block_ids_by_group: list[list[int]] = dataclasses.field(default_factory=list)
+    # Whether another engine computes the prompt; see `Request`
     remote_prefill: bool = False
-    num_computed_tokens: int = 0
-    num_loading_tokens: int = 0
+    num_computed_tokens: int = 0  # Tokens whose KV is in the device pool
+    num_loading_tokens: int = 0  # Tokens whose KV is being loaded from the host
+    # Blocks of each group that are in the device's prefix cache
     num_cached_blocks: int = 0
-    device_hit_tokens: int = 0
-    host_hit_tokens: int = 0
+    device_hit_tokens: int = 0  # Prompt tokens found on the device on arrival
+    host_hit_tokens: int = 0  # Prompt tokens then loaded from the host
     num_preemptions: int = 0
+    # Whether a load failed, so that the host is not queried again
     load_failed: bool = False
-    first_token_s: float = 0.0
+    first_token_s: float = 0.0  # Time of its first token
     phase: Phase = Phase.WAITING
 
     @property

@@ -89,18 +89,7 @@ def run_demo(
 ) -> DemoRecord:
     """Run all conversations with offloading off and on, and measure the transfers.
 
-    Args:
-        config: The configuration.
-        on_progress: Called on progress.
-        on_engine: Called once, in order to watch the engine.
-        recorder: Records the requests of the run with offloading on; None not to. It is
-            left open.
-
-    Returns:
-        The record of both runs.
-
-    Raises:
-        ValueError: If `config` cannot be run; see `check_config`.
+    Returns the record of both runs.
     """
     check_config(config)
     steps = make_steps(model_config(config), config.seed)
@@ -178,11 +167,6 @@ class Session:
 
     As many requests as the engine runs at a time are outstanding; the next arrives when
     one finishes. Each turn has an order of its own (`arrival_order`).
-
-    Args:
-        engine: A new engine.
-        conversations: The conversations.
-        answer_tokens: Tokens to generate for each question.
     """
 
     def __init__(
@@ -247,15 +231,7 @@ class Session:
 
 
 def measure_bandwidth(steps: Steps, config: DemoConfig) -> BandwidthRecord:
-    """Time stores, loads and `np.copyto` of the same bytes, in turn.
-
-    Args:
-        steps: The model, for the layout of its KV.
-        config: The size of a block.
-
-    Returns:
-        The medians.
-    """
+    """Time stores, loads and `np.copyto` of the same bytes, in turn."""
     bytes_each = block_bytes(config)
     num_blocks = max(1, _BANDWIDTH_BYTES // bytes_each)
     # Several sets of host blocks in turn, so that no trial finds its bytes in cache.

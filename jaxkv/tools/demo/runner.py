@@ -16,16 +16,7 @@ from jaxkv.types import NULL_BLOCK
 
 
 class Runner:
-    """Runs the model on requests, in few shapes. Does not allocate blocks.
-
-    Args:
-        steps: The model.
-        block_size: Tokens per KV block.
-        concurrency: Maximum requests of a decode step.
-        max_seq_tokens: Maximum tokens of a request, prompt and answer.
-        chunk_sizes: Tokens of a prefill step, in ascending order: the smallest size
-            that is enough, or the largest.
-    """
+    """Runs the model on requests, in few shapes. Does not allocate blocks."""
 
     def __init__(
         self,
@@ -51,16 +42,7 @@ class Runner:
     def prefill(
         self, pool: Pool, request: EngineRequest, loads: StepLoads | None
     ) -> StepResult:
-        """Compute the next chunk of a prompt; returns before that is done.
-
-        Args:
-            pool: The KV pool. Donated.
-            request: The request, with blocks for the chunk.
-            loads: What comes from the host meanwhile.
-
-        Returns:
-            The pool, and the token after the chunk.
-        """
+        """Compute the next chunk of a prompt; returns before that is done."""
         start = request.num_computed_tokens
         chunk = self.next_chunk(request)
         size = next(size for size in self._chunk_sizes if size >= len(chunk))
@@ -78,15 +60,7 @@ class Runner:
     def decode(
         self, pool: Pool, requests: Sequence[EngineRequest]
     ) -> tuple[Pool, list[int]]:
-        """Compute the newest token of each request, and wait for them.
-
-        Args:
-            pool: The KV pool. Donated.
-            requests: At least one, each with a block for the token.
-
-        Returns:
-            The pool, and the token after each.
-        """
+        """Compute the newest token of each request, and wait for them."""
         rows = self._concurrency
         tokens = np.zeros(rows, np.int32)
         positions = np.full(rows, -1, np.int32)
@@ -98,15 +72,7 @@ class Runner:
         return result.pool, np.asarray(result.next_token).tolist()[: len(requests)]
 
     def warm_up(self, pool: Pool, loads: Sequence[StepLoads | None]) -> Pool:
-        """Compile everything that a run needs. Writes only the null block.
-
-        Args:
-            pool: The KV pool. Donated.
-            loads: One for each structure that `prefill` will be given.
-
-        Returns:
-            The pool.
-        """
+        """Compile everything that a run needs. Writes only the null block."""
         rows = self._concurrency
         for size in self._table_sizes:
             tables = np.full((self._num_groups, rows, size), NULL_BLOCK, np.int32)

@@ -19,17 +19,11 @@ Weights: TypeAlias = tuple[Array, ...]
 
 
 class StepResult(NamedTuple):
-    """The result of a step.
+    """The result of a step."""
 
-    Attributes:
-        pool: The KV pool, in the memory of the donated one.
-        logits: f32[V] or f32[N, V]. Scores of the next token.
-        next_token: i32[] or i32[N]. The best one; the lowest id of equals.
-    """
-
-    pool: Pool
-    logits: Array
-    next_token: Array
+    pool: Pool  # The KV pool, in the memory of the donated one
+    logits: Array  # f32[V] or f32[N, V]. Scores of the next token.
+    next_token: Array  # i32[] or i32[N]. The best one; the lowest id of equals.
 
 
 class Steps(NamedTuple):
@@ -37,35 +31,26 @@ class Steps(NamedTuple):
 
     Both functions are jitted, with one compilation for each pair of T or N and M,
     and `pool` is donated. They return before the work is done.
-
-    Attributes:
-        config: The shape of the model.
-        model: The model itself, for `reference_forward`.
-        prefill_chunk: ``(pool, tokens, start, num_tokens, block_table, loads=None)``.
-            Compute T tokens of one sequence. `tokens` is i32[T], of which the first
-            `num_tokens` (i32[], at least 1) count; the first is at position `start`
-            (i32[]); `block_table` is i32[C, M], a row for each group of layers, with
-            arbitrary entries past the sequence and where no window reaches; `loads` is
-            what comes from the host meanwhile. `StepResult.logits` is f32[V], for the
-            token after the last.
-        decode: ``(pool, tokens, positions, block_tables)``. Compute one token,
-            i32[N], of each of N sequences, at `positions` (i32[N], negative in
-            rows of padding); `block_tables` is i32[C, N, M], as above.
-            `StepResult.logits` is f32[N, V], meaningless in rows of padding.
     """
 
-    config: ModelConfig
-    model: Transformer
+    config: ModelConfig  # The shape of the model
+    model: Transformer  # The model itself, for `reference_forward`
+    # ``(pool, tokens, start, num_tokens, block_table, loads=None)``. Compute T tokens
+    # of one sequence. `tokens` is i32[T], of which the first `num_tokens` (i32[], at
+    # least 1) count; the first is at position `start` (i32[]); `block_table` is i32[C,
+    # M], a row for each group of layers, with arbitrary entries past the sequence and
+    # where no window reaches; `loads` is what comes from the host meanwhile.
+    # `StepResult.logits` is f32[V], for the token after the last.
     prefill_chunk: Callable[..., StepResult]
+    # ``(pool, tokens, positions, block_tables)``. Compute one token, i32[N], of each of
+    # N sequences, at `positions` (i32[N], negative in rows of padding); `block_tables`
+    # is i32[C, N, M], as above. `StepResult.logits` is f32[N, V], meaningless in rows
+    # of padding.
     decode: Callable[[Pool, ArrayLike, ArrayLike, ArrayLike], StepResult]
 
 
 def make_steps(config: ModelConfig, seed: int) -> Steps:
-    """Make a model with random weights and the functions that run it.
-
-    Returns:
-        The steps, with the weights bound.
-    """
+    """Make a model with random weights and the functions that run it."""
     model = Transformer(config, nnx.Rngs(seed))
     graph, state = nnx.split(model)
     # A plain tuple of arrays crosses the jit boundary without running any Python.

@@ -47,16 +47,11 @@ _ATTEMPTS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A document and the questions about it.
+    """A document and the questions about it."""
 
-    Attributes:
-        title: The source of the document.
-        document: The preamble, then the text; one token per byte.
-        questions: One per turn, each with the cue for its answer.
-    """
-
-    title: str
-    document: tuple[int, ...]
+    title: str  # The source of the document
+    document: tuple[int, ...]  # The preamble, then the text; one token per byte
+    # One per turn, each with the cue for its answer
     questions: tuple[tuple[int, ...], ...]
 
 
@@ -81,8 +76,7 @@ def arrival_order(num_conversations: int, turn: int) -> list[int]:
 def read_sources() -> dict[str, bytes]:
     """Read the texts of the documents.
 
-    Returns:
-        Text by name, in a fixed order. Modules without source are left out.
+    Returns text by name, in a fixed order. Modules without source are left out.
     """
     licence = pathlib.Path(sysconfig.get_path("stdlib"), "LICENSE.txt")
     if licence.is_file():
@@ -143,17 +137,6 @@ def make_conversations(config: DemoConfig) -> tuple[Conversation, ...]:
 
     They are the same for the same `config` and Python version. All documents begin
     with the same preamble; no two are equal.
-
-    Args:
-        config: The number and size of the conversations, and the seed.
-
-    Returns:
-        One entry per conversation. Every document has `config.document_tokens` tokens,
-        every question at most `config.question_tokens`.
-
-    Raises:
-        ValueError: If `config.document_tokens` leaves no room for a text after the
-            preamble, or too little for that many different texts.
     """
     size = config.document_tokens - len(PREAMBLE)
     if size < 1:

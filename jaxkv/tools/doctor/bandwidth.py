@@ -19,39 +19,19 @@ _ROUNDS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidth:
-    """The speed of the transfer engine, beside the machine's limit.
+    """The speed of the transfer engine, beside the machine's limit."""
 
-    Attributes:
-        size_bytes: Bytes of a transfer.
-        block_bytes: Bytes of a block.
-        save: Speed from the device to the host.
-        load: Speed from the host to the device.
-        limit: Name of the limit: ``"np.copyto"`` or ``"device_put"``.
-        limit_save: Its speed from the device to the host.
-        limit_load: Its speed from the host to the device.
-    """
-
-    size_bytes: int
+    size_bytes: int  # Bytes of a transfer
     block_bytes: int
-    save: Speed
-    load: Speed
-    limit: str
-    limit_save: Speed
-    limit_load: Speed
+    save: Speed  # Speed from the device to the host
+    load: Speed  # Speed from the host to the device
+    limit: str  # Name of the limit: ``"np.copyto"`` or ``"device_put"``
+    limit_save: Speed  # Its speed from the device to the host
+    limit_load: Speed  # Its speed from the host to the device
 
 
 def measure_bandwidth(mode: Mode, on_progress: OnProgress) -> Bandwidth:
-    """Save and load blocks for some seconds, and check all bytes.
-
-    Args:
-        mode: The mode of the engine.
-        on_progress: Called with a label, the amount done and the total.
-
-    Raises:
-        MemoryError: There is too little memory.
-        RuntimeError: A transfer fails.
-        BytesDifferError: A transfer delivers the wrong bytes.
-    """
+    """Save and load blocks for some seconds, and check all bytes."""
     config = TransferConfig(
         sizes=(_SIZE_BYTES,),
         block_sizes=(_BLOCK_BYTES,),

@@ -35,68 +35,44 @@ HIDDEN = "..."
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """The backend of jax.
+    """The backend of jax."""
 
-    Attributes:
-        platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
-        kind: Kind of the first device.
-        num_devices: Devices of all processes.
-        decides_on: The platform that the scheduler's decisions run on.
-        memory_kinds: Memory kinds of the first device, its default first.
-        memory_bytes: Memory of the first device; None if the runtime does not tell.
-    """
-
-    platform: str
-    kind: str
-    num_devices: int
-    decides_on: str
-    memory_kinds: tuple[str, ...]
+    platform: str  # ``"cpu"``, ``"gpu"``, ``"tpu"``
+    kind: str  # Kind of the first device
+    num_devices: int  # Devices of all processes
+    decides_on: str  # The platform that the scheduler's decisions run on
+    memory_kinds: tuple[str, ...]  # Memory kinds of the first device, its default first
+    # Memory of the first device; None if the runtime does not tell
     memory_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts.
+    """The facts."""
 
-    Attributes:
-        system: The operating system and the CPU.
-        versions: Versions of Python and of the packages that matter.
-        total_bytes: Memory of the machine; None if the system does not tell.
-        limits: Memory limits of the machine and of each cgroup.
-        has_nvidia_driver: Whether the machine has an NVIDIA driver.
-        chosen_platforms: Platforms that the environment allows jax; empty for all.
-        backend: The backend of jax; None if it fails to start.
-        pool: The runtime's pool of pinned memory, if it has one.
-        mode: The mode that a transfer engine would use; None if there is none.
-        refusals: Why jax does not start, or a transfer engine cannot be made.
-        missing: The missing packages of each extra.
-        variables: The environment variables that configure jaxkv, without secrets.
-        config: The configuration from the valid ones; None if they contradict one
-            another.
-        config_faults: The faults of the others.
-        bandwidth: Measured speeds; None if they were not measured.
-        probe_fault: Why the measurement failed; empty if it did not.
-        probe_left_out: Why it was left out; empty if it was not.
-        store: What was found of the store; None if there is none to look at.
-    """
-
-    system: str
-    versions: Mapping[str, str]
-    total_bytes: int | None
-    limits: tuple[HostLimit, ...]
-    has_nvidia_driver: bool
-    chosen_platforms: str
-    backend: Backend | None
-    pool: PinnedPool | None
+    system: str  # The operating system and the CPU
+    versions: Mapping[str, str]  # Versions of Python and of the packages that matter
+    total_bytes: int | None  # Memory of the machine; None if the system does not tell
+    limits: tuple[HostLimit, ...]  # Memory limits of the machine and of each cgroup
+    has_nvidia_driver: bool  # Whether the machine has an NVIDIA driver
+    chosen_platforms: str  # Platforms that the environment allows jax; empty for all
+    backend: Backend | None  # The backend of jax; None if it fails to start
+    pool: PinnedPool | None  # The runtime's pool of pinned memory, if it has one
+    # The mode that a transfer engine would use; None if there is none
     mode: Mode | None
+    # Why jax does not start, or a transfer engine cannot be made
     refusals: tuple[str, ...]
-    missing: Mapping[str, tuple[str, ...]]
+    missing: Mapping[str, tuple[str, ...]]  # The missing packages of each extra
+    # The environment variables that configure jaxkv, without secrets
     variables: Mapping[str, str]
+    # The configuration from the valid ones; None if they contradict one another
     config: OffloadConfig | None
-    config_faults: tuple[str, ...]
+    config_faults: tuple[str, ...]  # The faults of the others
+    # Measured speeds; None if they were not measured
     bandwidth: Bandwidth | None = None
-    probe_fault: str = ""
-    probe_left_out: str = ""
+    probe_fault: str = ""  # Why the measurement failed; empty if it did not
+    probe_left_out: str = ""  # Why it was left out; empty if it was not
+    # What was found of the store; None if there is none to look at
     store: Store | None = None
 
     @property
@@ -117,13 +93,7 @@ def gather_facts(
     proc_root: Path = limits.PROC,
     cgroup_root: Path = limits.CGROUP,
 ) -> Facts:
-    """Gather the facts. Starts jax's backend.
-
-    Args:
-        environ: The environment.
-        proc_root: Where procfs is mounted.
-        cgroup_root: Where the cgroup file systems are mounted.
-    """
+    """Gather the facts. Starts jax's backend."""
     platforms = environ.get("JAX_PLATFORMS", "")
     refusals = []
     config = None

@@ -26,49 +26,30 @@ Level: TypeAlias = Literal["wrong", "note"]
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What the user wants to be checked.
+    """What the user wants to be checked."""
 
-    Attributes:
-        host_bytes: A size of the host tier to judge; None for none.
-        source: Where that size was set, for messages.
-        device_pool_bytes: Bytes of the device pool; None if unknown.
-        needed: The extras that must be installed.
-    """
-
-    host_bytes: int | None = None
-    source: str = "--host-bytes"
-    device_pool_bytes: int | None = None
-    needed: Sequence[str] = ()
+    host_bytes: int | None = None  # A size of the host tier to judge; None for none
+    source: str = "--host-bytes"  # Where that size was set, for messages
+    device_pool_bytes: int | None = None  # Bytes of the device pool; None if unknown
+    needed: Sequence[str] = ()  # The extras that must be installed
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that the user should know.
+    """Something that the user should know."""
 
-    Attributes:
-        level: Whether it is wrong or a note.
-        what: The finding, in a sentence.
-        advice: What to do; may be empty.
-    """
-
-    level: Level
-    what: str
-    advice: str = ""
+    level: Level  # Whether it is wrong or a note
+    what: str  # The finding, in a sentence
+    advice: str = ""  # What to do; may be empty
 
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """A size for the host tier.
+    """A size for the host tier."""
 
-    Attributes:
-        num_bytes: The size; 0 if there is no room for one.
-        why: The reasoning.
-        is_by_pool: Whether the runtime's pool of pinned memory limits it.
-    """
-
-    num_bytes: int
-    why: str
-    is_by_pool: bool
+    num_bytes: int  # The size; 0 if there is no room for one
+    why: str  # The reasoning
+    is_by_pool: bool  # Whether the runtime's pool of pinned memory limits it
 
 
 def recommend(facts: Facts, question: Question) -> Recommendation | None:

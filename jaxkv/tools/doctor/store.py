@@ -34,47 +34,29 @@ _ADVICE = {
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """The folder of a store.
+    """The folder of a store."""
 
-    Attributes:
-        path: Where it is.
-        mode: Its permissions; None if it was not there.
-        file_mode: The permissions that the URL gives its files.
-        free_bytes: What this user may still write on its file system.
-        held_bytes: What blocks take there; no more is counted than matters.
-    """
-
-    path: str
-    mode: int | None
-    file_mode: int
-    free_bytes: int
-    held_bytes: int
+    path: str  # Where it is
+    mode: int | None  # Its permissions; None if it was not there
+    file_mode: int  # The permissions that the URL gives its files
+    free_bytes: int  # What this user may still write on its file system
+    held_bytes: int  # What blocks take there; no more is counted than matters
 
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """What was found of a store.
+    """What was found of a store."""
 
-    Attributes:
-        url: The place, as `shown_url` gives it.
-        num_bytes: What it is to hold at most.
-        is_sealed: Whether a secret seals its objects.
-        source: Where the place was set, for messages.
-        num_bytes_source: Where the size is set, for messages.
-        lacks_extra: The extra without which it does not open; None if it has it.
-        fault: Why it cannot be used; empty if it can.
-        advice: What to do about that; may be empty.
-        folder: The folder that it is; None if it is none, or cannot be used.
-    """
-
-    url: str
-    num_bytes: int
-    is_sealed: bool
-    source: str = "--storage"
-    num_bytes_source: str = "--storage-bytes"
+    url: str  # The place, as `shown_url` gives it
+    num_bytes: int  # What it is to hold at most
+    is_sealed: bool  # Whether a secret seals its objects
+    source: str = "--storage"  # Where the place was set, for messages
+    num_bytes_source: str = "--storage-bytes"  # Where the size is set, for messages
+    # The extra without which it does not open; None if it has it
     lacks_extra: str | None = None
-    fault: str = ""
-    advice: str = ""
+    fault: str = ""  # Why it cannot be used; empty if it can
+    advice: str = ""  # What to do about that; may be empty
+    # The folder that it is; None if it is none, or cannot be used
     folder: Folder | None = None
 
 
@@ -82,14 +64,6 @@ def look_at(url: str, store: Store, *, deadline_s: float = DEADLINE_S) -> Store:
     """Open a store, put a small object there, read it and delete it.
 
     What was not there before is not there afterwards: neither the object nor folders.
-
-    Args:
-        url: The place, as `open_store` takes it.
-        store: What is known of it.
-        deadline_s: How long it may take; a store that hangs is waited for no longer.
-
-    Raises:
-        ValueError: The URL is malformed.
     """
     answers: queue.SimpleQueue[Store | ValueError] = queue.SimpleQueue()
     until_s = time.monotonic() + deadline_s

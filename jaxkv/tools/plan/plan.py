@@ -47,26 +47,16 @@ Reason = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What the requests of a trace ask for, whatever the host's size and policy.
-
-    Attributes:
-        num_requests: Requests.
-        input_tokens: Tokens of all prompts.
-        device_tokens: Tokens that the device's own prefix cache finds.
-        returning_tokens: Tokens that an unlimited host tier would find beyond those.
-        prefill_s: Seconds of prefill of all that the device does not find.
-        span_s: Seconds from the first request to the last; None if the trace has no
-            times.
-        num_engines: Engines that share the requests.
-    """
+    """What the requests of a trace ask for, whatever the host's size and policy."""
 
     num_requests: int
-    input_tokens: int
-    device_tokens: int
-    returning_tokens: int
-    prefill_s: float
+    input_tokens: int  # Tokens of all prompts
+    device_tokens: int  # Tokens that the device's own prefix cache finds
+    returning_tokens: int  # Tokens that an unlimited host tier would find beyond those
+    prefill_s: float  # Seconds of prefill of all that the device does not find
+    # Seconds from the first request to the last; None if the trace has no times
     span_s: float | None
-    num_engines: int = 1
+    num_engines: int = 1  # Engines that share the requests
 
     @property
     def num_servers(self) -> float:
@@ -77,44 +67,27 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """What a size and a policy would do.
-
-    Attributes:
-        policy: Its name.
-        host_bytes: The size that was asked for.
-        capacity_blocks: The blocks that fit, but no more than the trace has.
-        host_tokens: Tokens found beyond what the device finds.
-        found_s: Seconds of prefill that they would take.
-        num_loads: Requests that load.
-        num_declined: Requests whose load would take longer than to compute.
-        load_bytes: Bytes of all loads, on each device.
-        store_bytes: Bytes of all stores, on each device.
-        saved_s: Seconds of prefill saved, less those of the loads.
-        saved_p50_s: The median of the requests, also those that save nothing.
-        saved_p95_s: The 95th percentile; 19 of 20 requests save no more.
-        saved_max_s: The most that a request saves.
-        load_use: Share of the time that a server's link loads; None without times.
-        store_use: Share of the time that it stores, were it fast enough; above 1 it
-            cannot keep up. None without times.
-        peak_store_use: The same in the busiest minute.
-    """
+    """What a size and a policy would do."""
 
     policy: str
-    host_bytes: int
-    capacity_blocks: int
-    host_tokens: int
-    found_s: float
-    num_loads: int
-    num_declined: int
-    load_bytes: int
-    store_bytes: int
-    saved_s: float
-    saved_p50_s: float
-    saved_p95_s: float
-    saved_max_s: float
+    host_bytes: int  # The size that was asked for
+    capacity_blocks: int  # The blocks that fit, but no more than the trace has
+    host_tokens: int  # Tokens found beyond what the device finds
+    found_s: float  # Seconds of prefill that they would take
+    num_loads: int  # Requests that load
+    num_declined: int  # Requests whose load would take longer than to compute
+    load_bytes: int  # Bytes of all loads, on each device
+    store_bytes: int  # Bytes of all stores, on each device
+    saved_s: float  # Seconds of prefill saved, less those of the loads
+    saved_p50_s: float  # The median of the requests, also those that save nothing
+    saved_p95_s: float  # The 95th percentile; 19 of 20 requests save no more
+    saved_max_s: float  # The most that a request saves
+    # Share of the time that a server's link loads; None without times
     load_use: float | None
+    # Share of the time that it stores, were it fast enough; above 1 it cannot keep up.
+    # None without times.
     store_use: float | None
-    peak_store_use: float | None
+    peak_store_use: float | None  # The same in the busiest minute
 
     @property
     def is_too_slow(self) -> bool:
@@ -124,18 +97,13 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """What to do.
+    """What to do."""
 
-    Attributes:
-        reason: Why.
-        row: What to take; None if offloading does not pay.
-        smaller: The best row of the next smaller size, if there is one.
-        larger: The best row of the next larger size, if there is one.
-    """
-
-    reason: Reason
-    row: PlanRow | None = None
+    reason: Reason  # Why
+    row: PlanRow | None = None  # What to take; None if offloading does not pay
+    # The best row of the next smaller size, if there is one
     smaller: PlanRow | None = None
+    # The best row of the next larger size, if there is one
     larger: PlanRow | None = None
 
     @property
@@ -146,24 +114,16 @@ class Recommendation:
 
 @dataclasses.dataclass(frozen=True)
 class StoreRow:
-    """What a store of a size would add, which all engines share.
+    """What a store of a size would add, which all engines share."""
 
-    Attributes:
-        storage_bytes: The size that was asked for.
-        storage_blocks: The blocks that fit, but no more than the trace has.
-        base: What there is without it.
-        added_tokens: Tokens found beyond that.
-        added_s: Seconds of prefill saved beyond that, less those of the loads from the
-            host, but not of the reads from the store.
-        fetch_bytes: Bytes read from the store, of all devices together.
-    """
-
-    storage_bytes: int
-    storage_blocks: int
-    base: PlanRow
-    added_tokens: int
+    storage_bytes: int  # The size that was asked for
+    storage_blocks: int  # The blocks that fit, but no more than the trace has
+    base: PlanRow  # What there is without it
+    added_tokens: int  # Tokens found beyond that
+    # Seconds of prefill saved beyond that, less those of the loads from the host, but
+    # not of the reads from the store.
     added_s: float
-    fetch_bytes: int
+    fetch_bytes: int  # Bytes read from the store, of all devices together
 
     @property
     def least_bytes_per_s(self) -> float | None:
@@ -173,19 +133,13 @@ class StoreRow:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A plan.
+    """A plan."""
 
-    Attributes:
-        demand: What is asked for.
-        rows: The first policy at every size, then the next.
-        recommendation: What to do.
-        stores: What stores would add to that, or to the row that saves most; the
-            smallest first. Empty if that was not asked for.
-    """
-
-    demand: Demand
-    rows: tuple[PlanRow, ...]
-    recommendation: Recommendation
+    demand: Demand  # What is asked for
+    rows: tuple[PlanRow, ...]  # The first policy at every size, then the next
+    recommendation: Recommendation  # What to do
+    # What stores would add to that, or to the row that saves most; the smallest first.
+    # Empty if that was not asked for.
     stores: tuple[StoreRow, ...] = ()
 
     @property
@@ -202,24 +156,7 @@ def make_plan(
     results: Sequence[ReplayResult],
     num_devices: int = 1,
 ) -> Plan:
-    """Compute what the results of replays would save, and choose.
-
-    Args:
-        trace: The requests, with their tokens.
-        model: What a token costs.
-        speeds: Those of the server.
-        host_sizes: Bytes of host memory.
-        results: A result for each policy and each of `capacities_of` the sizes, all
-            with the same device in front, or none. Not the optimum's.
-        num_devices: Devices that the model is divided among.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: The trace does not say how many tokens the requests have, or one has
-            more than `MOST_TOKENS`.
-    """
+    """Compute what the results of replays would save, and choose."""
     if trace.input_tokens is None or trace.block_size is None:
         raise ValueError(f"The trace {trace.name!r} must have token counts.")
     if trace.input_tokens.max() > MOST_TOKENS:
@@ -260,19 +197,7 @@ def add_stores(
     results: Sequence[ReplayResult],
     num_devices: int = 1,
 ) -> Plan:
-    """Add to a plan what a store behind its engines would add.
-
-    Args:
-        plan: The plan.
-        trace: As of `make_plan`, and so are the others.
-        model: What a token costs.
-        speeds: Those of the server.
-        without: The result that `Plan.demand` was made of, the first one.
-        storage_sizes: Bytes of the store, in ascending order.
-        results: One for each of `capacities_of` them, with the policy and the capacity
-            of `Plan.base`.
-        num_devices: Devices that the model is divided among.
-    """
+    """Add to a plan what a store behind its engines would add."""
     start, base = _device_tokens(trace, without), plan.base
     by_size = {result.fleet.storage_blocks: result for result in results}
     rows = []
@@ -309,11 +234,7 @@ def _device_tokens(trace: Trace, result: ReplayResult) -> NDArray[np.int64]:
 def capacities_of(
     host_sizes: Sequence[int], trace: Trace, model: ModelCosts
 ) -> list[int]:
-    """Return the blocks that fit each size, but no more than the trace has.
-
-    Raises:
-        ValueError: A size holds no block.
-    """
+    """Return the blocks that fit each size, but no more than the trace has."""
     block_bytes = block_bytes_of(trace, model)
     for host_bytes in host_sizes:
         if host_bytes < block_bytes:
@@ -358,12 +279,6 @@ def recommend(demand: Demand, rows: Sequence[PlanRow]) -> Recommendation:
        the best row saves; and of the policies there, the first whose saving is at least
        `ALIKE` of the best there.
 
-    Args:
-        demand: What is asked for.
-        rows: The policies in order of preference.
-
-    Returns:
-        The choice.
     """
     kept = [row for row in rows if not row.is_too_slow]
     best = max((row.saved_s for row in kept), default=0.0)
@@ -418,15 +333,7 @@ def _plan_row(
 ) -> PlanRow:
     """Compute a row.
 
-    Args:
-        result: What the policy found.
-        host_bytes: The size.
-        usual: i64[R]. Tokens that the device finds, of which `demand` was made.
-        trace: The requests.
-        model: What a token costs.
-        speeds: Those of the server.
-        num_devices: Devices that the model is divided among.
-        demand: What is asked for.
+    Shapes: usual: i64[R].
     """
     assert trace.input_tokens is not None
     size = trace.block_size or 1

@@ -40,29 +40,20 @@ from jaxkv.tools.replay.traces import Trace
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a plan was made with.
+    """What a plan was made with."""
 
-    Attributes:
-        trace: The requests.
-        model: What a token costs.
-        speeds: Those of the server.
-        sources: Where each speed is from, by the name of its field, for display.
-        device_blocks: Blocks of the device's prefix cache; None if it keeps none.
-        num_devices: Devices that the model is divided among.
-        notes: Further assumptions.
-        admission: What is kept out of the host tier; None for nothing.
-        fleet: The engines that share the requests, without a store.
-    """
-
-    trace: Trace
-    model: ModelCosts
-    speeds: Speeds
+    trace: Trace  # The requests
+    model: ModelCosts  # What a token costs
+    speeds: Speeds  # Those of the server
+    # Where each speed is from, by the name of its field, for display
     sources: Mapping[str, str]
+    # Blocks of the device's prefix cache; None if it keeps none
     device_blocks: int | None = None
-    num_devices: int = 1
-    notes: tuple[str, ...] = ()
+    num_devices: int = 1  # Devices that the model is divided among
+    notes: tuple[str, ...] = ()  # Further assumptions
+    # What is kept out of the host tier; None for nothing
     admission: Admission | None = None
-    fleet: Fleet = ONE_ENGINE
+    fleet: Fleet = ONE_ENGINE  # The engines that share the requests, without a store
 
 
 def print_setting(setting: Setting) -> None:
@@ -258,13 +249,7 @@ def store_sentence(setting: Setting, plan: Plan) -> str:
 
 
 def render_page(setting: Setting, plan: Plan, command: str) -> str:
-    """Write a plan as a page of HTML: the recommendation first, then why.
-
-    Args:
-        setting: What it was made with.
-        plan: The plan.
-        command: The command line that made it.
-    """
+    """Write a plan as a page of HTML: the recommendation first, then why."""
     settings = _settings_text(setting, plan)
     finding = page.paragraphs([sentence(setting, plan)], "finding")
     finding += page.code("The settings", settings) if settings else ""

@@ -57,16 +57,13 @@ class Admission(settings.Settings):
 
 
 class Admitted(NamedTuple):
-    """What may be stored. n blocks of R requests.
+    """What may be stored. n blocks of R requests."""
 
-    Attributes:
-        passes: bool[n]. Which of `Trace.ids` were asked for often enough.
-        limits: i64[R]. How many blocks of each request, the first ones, are offered.
-        make_gate: Makes what one of several engines would let pass; None for all.
-    """
-
+    # bool[n]. Which of `Trace.ids` were asked for often enough.
     passes: NDArray[np.bool_]
+    # i64[R]. How many blocks of each request, the first ones, are offered.
     limits: NDArray[np.int64]
+    # Makes what one of several engines would let pass; None for all
     make_gate: Callable[[], AskedGate] | None = None
 
 
@@ -78,25 +75,11 @@ def find_admitted(
 ) -> Admitted:
     """Find what may be stored of each request, whatever policy serves it.
 
-    Args:
-        trace: The requests.
-        admission: The settings.
-        on_progress: Called repeatedly with the requests done and in total.
-        device: What a device in front finds; of a request that does not fit it, only
-            the part that fits is asked for. None for no device.
-
-    Returns:
-        What may be stored when a request is served.
-
-    Raises:
-        ValueError: If tokens are limited, and the trace has no block size.
-
-    Example:
-        >>> from jaxkv.tools.replay.traces import make_trace
-        >>> trace = make_trace("two", [[1, 2, 3], [1, 4, 5]])
-        >>> admitted = find_admitted(trace, Admission(max_unseen_blocks=1))
-        >>> admitted.passes.tolist(), admitted.limits.tolist()
-        ([True, False, False, True, True, False], [3, 3])
+    >>> from jaxkv.tools.replay.traces import make_trace
+    >>> trace = make_trace("two", [[1, 2, 3], [1, 4, 5]])
+    >>> admitted = find_admitted(trace, Admission(max_unseen_blocks=1))
+    >>> admitted.passes.tolist(), admitted.limits.tolist()
+    ([True, False, False, True, True, False], [3, 3])
     """
     limits = (trace.num_asked if admission.prompt_only else trace.num_blocks).copy()
     if admission.max_offload_tokens is not None:
@@ -124,13 +107,7 @@ def find_admitted(
 
 
 class AskedGate:
-    """Says which blocks an engine was asked for often enough to store them.
-
-    Args:
-        trace: The requests.
-        admission: The settings.
-        device: As of `find_admitted`.
-    """
+    """Says which blocks an engine was asked for often enough to store them."""
 
     def __init__(
         self, trace: Trace, admission: Admission, device: DeviceHits | None

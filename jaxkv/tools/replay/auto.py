@@ -30,24 +30,15 @@ class News(NamedTuple):
 
 
 class AutoHost:
-    """A host whose policy the requests choose.
-
-    Args:
-        trace: The requests.
-        num_blocks: Blocks of the host.
-        max_batch: Most keys in one call.
-
-    Attributes:
-        executor: Its index, which each call of `note` may replace.
-        choice: Chooses its policy.
-    """
+    """A host whose policy the requests choose."""
 
     def __init__(self, trace: Trace, num_blocks: int, max_batch: int) -> None:
         self._shadows = Shadows(with_candidates(()), num_blocks, 1)
-        self.choice = PolicyChoice(self._shadows)
+        self.choice = PolicyChoice(self._shadows)  # Chooses its policy
         self._policies = {
             name: get_policy_maker(name)(num_blocks, max_batch) for name in CANDIDATES
         }
+        # Its index, which each call of `note` may replace
         self.executor: Executor = make_executor(self._policies[self.choice.policy])
         # Hashes, as an engine's keys are: a sample goes by their bits.
         keys = list(map(key_from_int, range(trace.num_unique_blocks)))
@@ -70,14 +61,7 @@ class AutoHost:
     ) -> None:
         """Show a request that was served to the shadows, and change the policy if due.
 
-        Args:
-            keys: u32[n, 8]. The keys of its blocks.
-            num_asked: How many it asks for; its output fills those after them.
-            news: What to tell policies.
-            ahead: What a device has found of it, what may be found, and what is offered
-                before its end; None if there is no device.
-            passes: bool[n]. Which blocks may be stored; None for all.
-            limit: How many blocks, the first ones, may be stored at all; None for all.
+        Shapes: keys: u32[n, 8]; passes: bool[n].
         """
         shadows, own = self._shadows, PackedKeys(words_to_keys(keys), keys)
         asked = own[:num_asked]

@@ -34,22 +34,11 @@ def find_optimum(
     With a device in front, a block is of use to a request only beyond what the device
     has found by itself. All that the request holds is stored nevertheless.
 
-    Args:
-        trace: The requests.
-        capacity_blocks: Blocks of the cache.
-        on_progress: Called repeatedly with the requests done and in total.
-        device: What a device in front finds by itself; None for no device.
+    Returns i64[R]. The length of the prefix found, on the device or in the cache.
 
-    Returns:
-        i64[R]. The length of the prefix found, on the device or in the cache.
-
-    Raises:
-        ValueError: If `capacity_blocks` is less than 1.
-
-    Example:
-        >>> from jaxkv.tools.replay.traces import make_trace
-        >>> find_optimum(make_trace("t", [[1], [2], [3], [1]]), 2).tolist()
-        [0, 0, 0, 1]
+    >>> from jaxkv.tools.replay.traces import make_trace
+    >>> find_optimum(make_trace("t", [[1], [2], [3], [1]]), 2).tolist()
+    [0, 0, 0, 1]
     """
     if capacity_blocks < 1:
         raise ValueError(f"{capacity_blocks=} must be at least 1.")
@@ -107,10 +96,7 @@ def _next_uses(
 ) -> list[int]:
     """Return for each block of each request which one uses it next, or R for none.
 
-    Args:
-        trace: The requests.
-        first: i64[R]. Which of its blocks is the first that a request has a use for.
-        last: i64[R]. The block behind the last one.
+    Shapes: first: i64[R]; last: i64[R].
     """
     requests = np.repeat(np.arange(trace.num_requests), trace.num_blocks)
     # Sorted by block and request, the next use is the next entry that counts.

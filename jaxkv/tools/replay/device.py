@@ -40,25 +40,20 @@ _REQUESTS_PER_REPORT = 256
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceHits:
-    """What a device finds of each request by itself. R requests.
+    """What a device finds of each request by itself. R requests."""
 
-    Attributes:
-        num_blocks: Blocks of the device.
-        hits: i64[R], read-only like the others. Blocks found there, from the first on.
-        held: i64[R]. Blocks that a request holds there while it runs.
-        usable: i64[R]. Full blocks that take part; fewer than there are if the request
-            does not fit the device.
-        findable: i64[R]. Blocks that may be found, on the device or on the host: none
-            with the last token, whose logits are needed.
-        running: i64[R]. Blocks that are offered to the host before the request's end:
-            not one that the last step fills.
-    """
-
-    num_blocks: int
+    num_blocks: int  # Blocks of the device
+    # i64[R], read-only like the others. Blocks found there, from the first on.
     hits: NDArray[np.int64]
-    held: NDArray[np.int64]
+    held: NDArray[np.int64]  # i64[R]. Blocks that a request holds there while it runs.
+    # i64[R]. Full blocks that take part; fewer than there are if the request does not
+    # fit the device.
     usable: NDArray[np.int64]
+    # i64[R]. Blocks that may be found, on the device or on the host: none with the last
+    # token, whose logits are needed.
     findable: NDArray[np.int64]
+    # i64[R]. Blocks that are offered to the host before the request's end: not one that
+    # the last step fills.
     running: NDArray[np.int64]
 
     def num_cut(self, trace: Trace) -> int:
@@ -78,19 +73,10 @@ def find_on_device(
     to run on a device like this. Of one that does not fit, as many tokens take part as
     do.
 
-    Args:
-        trace: The requests.
-        num_blocks: Blocks of the device, without the null block.
-        on_progress: Called repeatedly with the requests done and in total.
-
-    Raises:
-        ValueError: If `num_blocks` is less than 1.
-
-    Example:
-        >>> from jaxkv.tools.replay.traces import make_trace
-        >>> trace = make_trace("four", [[1, 2], [3, 4], [1, 2], [1, 2]])
-        >>> find_on_device(trace, 4).hits.tolist()
-        [0, 0, 1, 2]
+    >>> from jaxkv.tools.replay.traces import make_trace
+    >>> trace = make_trace("four", [[1, 2], [3, 4], [1, 2], [1, 2]])
+    >>> find_on_device(trace, 4).hits.tolist()
+    [0, 0, 1, 2]
     """
     device = fit_device(trace, num_blocks)
     cache = DeviceCache(trace, device)
@@ -107,15 +93,7 @@ def find_on_device(
 def fit_device(trace: Trace, num_blocks: int) -> DeviceHits:
     """Say what of each request takes part on a device, whatever that holds.
 
-    Args:
-        trace: The requests.
-        num_blocks: Blocks of the device, without the null block.
-
-    Returns:
-        As `find_on_device` returns it, with no hits.
-
-    Raises:
-        ValueError: If `num_blocks` is less than 1.
+    Returns as `find_on_device` returns it, with no hits.
     """
     if num_blocks < 1:
         raise ValueError(f"{num_blocks=} must be at least 1.")
@@ -138,12 +116,7 @@ def fit_device(trace: Trace, num_blocks: int) -> DeviceHits:
 
 
 class DeviceCache:
-    """A device's prefix cache, which serves one request of a trace after the other.
-
-    Args:
-        trace: The requests.
-        device: What of each takes part.
-    """
+    """A device's prefix cache, which serves one request of a trace after the other."""
 
     def __init__(self, trace: Trace, device: DeviceHits) -> None:
         self._trace, self._device = trace, device
@@ -185,23 +158,8 @@ def serve_behind(
 ) -> tuple[int, int, bool]:
     """Serve a request on the host, after the device has found its part.
 
-    Args:
-        executor: The host's cache.
-        keys: u32[n, 8]. The keys of the request's blocks that take part.
-        num_local: How many of them, from the first on, the device has found.
-        num_findable: How many may be found.
-        num_running: How many are offered before its end: those of the prompt together,
-            each of the others as it is filled.
-        num_asked: How many the request asks for; its output fills those after them.
-        begin: Tells the policy that the request begins.
-        finish: Tells it, with what that returned, that the request has finished.
-        passes: bool[n]. Which keys were asked for often enough to be stored; None for
-            all.
-        limit: How many blocks, the first ones, are offered at all; None for all.
-        on_arrival: Told the keys of blocks once they are stored; None if nothing is.
-
-    Returns:
-        The blocks found on the host, those stored there, and whether it refused any.
+    Returns the blocks found on the host, those stored there, and whether it refused
+    any. Shapes: keys: u32[n, 8]; passes: bool[n].
     """
     if not len(keys):
         return 0, 0, False

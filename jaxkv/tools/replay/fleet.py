@@ -37,17 +37,11 @@ ROUTES: tuple[Route, ...] = get_args(Route)
 
 @dataclasses.dataclass(frozen=True)
 class Fleet:
-    """Engines that share the requests.
-
-    Attributes:
-        num_engines: How many there are.
-        route: Which of them serves a request.
-        storage_blocks: Blocks of the store behind them; 0 for no store.
-    """
+    """Engines that share the requests."""
 
     num_engines: int = 1
-    route: Route = "round-robin"
-    storage_blocks: int = 0
+    route: Route = "round-robin"  # Which of them serves a request
+    storage_blocks: int = 0  # Blocks of the store behind them; 0 for no store
 
     def __post_init__(self) -> None:
         check_whole(1, num_engines=self.num_engines)
@@ -106,30 +100,17 @@ def find_conversations(trace: Trace) -> NDArray[np.int64]:
 
 
 class SharedStore:
-    """What a store holds, written through.
-
-    Args:
-        num_blocks: Blocks of the store.
-        max_batch: Most keys in one call.
-
-    Attributes:
-        executor: Its index.
-    """
+    """What a store holds, written through."""
 
     def __init__(self, num_blocks: int, max_batch: int) -> None:
+        # Its index
         self.executor = make_executor(get_policy_maker("lru")(num_blocks, max_batch))
         self._tier = BareTier(self.executor)
 
     def fetch(self, host: Executor, keys: Words, most: int) -> int:
         """Copy to a host what continues a prefix only here.
 
-        Args:
-            host: The host's index.
-            keys: u32[n, 8]. What a request may find there.
-            most: How many blocks, the first ones, are fetched at most.
-
-        Returns:
-            How many were.
+        Returns how many were. Shapes: keys: u32[n, 8].
         """
         if not len(keys):
             return 0

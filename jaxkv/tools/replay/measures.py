@@ -31,21 +31,13 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A share of what was asked for, of every policy at every capacity.
+    """A share of what was asked for, of every policy at every capacity."""
 
-    Attributes:
-        key: For machines: letters, digits and "_".
-        what: Such as "Prefix tokens found on the host".
-        total: All that there was to find or to save, with its unit.
-        ratios: The share, from 0 to 1, by policy and capacity.
-        device: The device's part of each share; None if it has none, or not the same of
-            each.
-    """
-
-    key: str
-    what: str
-    total: str
-    ratios: Mapping[Cell, float]
+    key: str  # For machines: letters, digits and "_"
+    what: str  # Such as "Prefix tokens found on the host"
+    total: str  # All that there was to find or to save, with its unit
+    ratios: Mapping[Cell, float]  # The share, from 0 to 1, by policy and capacity
+    # The device's part of each share; None if it has none, or not the same of each
     device: float | None = None
 
     @property
@@ -71,19 +63,12 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Comparison:
-    """Policies side by side.
+    """Policies side by side."""
 
-    Attributes:
-        trace: The replayed trace.
-        results: Every policy at the same capacities.
-        model: For which prefill is counted; None to count none.
-        admission: What was kept out of the cache, but not by the optimum; None for
-            nothing.
-    """
-
-    trace: Trace
-    results: Sequence[ReplayResult]
-    model: ModelCosts | None = None
+    trace: Trace  # The replayed trace
+    results: Sequence[ReplayResult]  # Every policy at the same capacities
+    model: ModelCosts | None = None  # For which prefill is counted; None to count none
+    # What was kept out of the cache, but not by the optimum; None for nothing
     admission: Admission | None = None
 
     @property

@@ -38,30 +38,23 @@ _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_atte
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayers:
-    """Layers with the same attention.
-
-    Attributes:
-        num_layers: How many.
-        kv_bytes_per_token: Bytes of KV of a token in one layer.
-        pair_flops: FLOPs of one layer for a token and one that it sees.
-        window: Tokens that a token sees at most, itself included; None for all.
-        is_chunked: Whether the window begins at multiples of its size (Llama 4),
-            rather than to end at the token.
-        num_kv_heads: KV heads, which devices share; 0 for a latent, which each has.
-    """
+    """Layers with the same attention."""
 
     num_layers: int
-    kv_bytes_per_token: int
-    pair_flops: int
+    kv_bytes_per_token: int  # Bytes of KV of a token in one layer
+    pair_flops: int  # FLOPs of one layer for a token and one that it sees
+    # Tokens that a token sees at most, itself included; None for all
     window: int | None = None
+    # Whether the window begins at multiples of its size (Llama 4), rather than to end
+    # at the token.
     is_chunked: bool = False
+    # KV heads, which devices share; 0 for a latent, which each has
     num_kv_heads: int = 0
 
     def count_pairs(self, num_tokens: ArrayLike) -> NDArray[np.int64]:
         """Count the tokens that the first tokens of a prompt see, over all of these.
 
-        Args:
-            num_tokens: int[...]. Tokens from the beginning of a prompt.
+        Shapes: num_tokens: int[...].
         """
         n: NDArray[np.int64] = np.asarray(num_tokens, np.int64)
         if self.window is None:
@@ -75,8 +68,7 @@ class AttentionLayers:
     def count_needed(self, num_tokens: ArrayLike) -> NDArray[np.int64]:
         """Count the tokens whose KV is needed to go on after a prefix.
 
-        Args:
-            num_tokens: int[...]. Tokens of the prefix.
+        Shapes: num_tokens: int[...].
         """
         n = np.asarray(num_tokens, np.int64)
         if self.window is None:
@@ -87,26 +79,19 @@ class AttentionLayers:
 
 @dataclasses.dataclass(frozen=True)
 class ModelCosts:
-    """What a model's tokens cost.
+    """What a model's tokens cost."""
 
-    Attributes:
-        name: For display.
-        kv_dtype: Name of the dtype of the KV.
-        num_parameters: Parameters of all matrices.
-        num_active_parameters: Those that a token uses: of the experts only the chosen
-            ones. Embedding and output layer count, as in the published figures.
-        num_prefill_parameters: Those that a token of a prompt is multiplied with:
-            without embedding and output layer.
-        layers: The layers, by attention.
-        notes: What the configuration does not say and was taken for granted.
-    """
-
-    name: str
+    name: str  # For display
     kv_dtype: str
-    num_parameters: int
+    num_parameters: int  # Parameters of all matrices
+    # Those that a token uses: of the experts only the chosen ones. Embedding and output
+    # layer count, as in the published figures.
     num_active_parameters: int
+    # Those that a token of a prompt is multiplied with: without embedding and output
+    # layer.
     num_prefill_parameters: int
-    layers: tuple[AttentionLayers, ...]
+    layers: tuple[AttentionLayers, ...]  # The layers, by attention
+    # What the configuration does not say and was taken for granted
     notes: tuple[str, ...] = ()
 
     @property
@@ -118,9 +103,6 @@ class ModelCosts:
         """Return the bytes of a token's KV on each of the devices that share the heads.
 
         A device has at least one head, and all of a latent.
-
-        Args:
-            num_devices: Degree of tensor parallelism.
         """
         return sum(
             each.num_layers * _share(each.kv_bytes_per_token, each, num_devices)
@@ -135,13 +117,7 @@ class ModelCosts:
         That is the KV of the tokens from `start` on, the device having those before;
         of a layer with a window, only what the next token sees.
 
-        Args:
-            start: int[...]. The first token's position, from 0.
-            stop: int[...]. The tokens of the prefix; not less than `start`.
-            num_devices: Degree of tensor parallelism.
-
-        Returns:
-            i64[...].
+        Returns i64[...]. Shapes: start: int[...]; stop: int[...].
         """
         length = np.asarray(stop, np.int64) - np.asarray(start, np.int64)
         total = np.zeros(length.shape, np.int64)
@@ -153,12 +129,7 @@ class ModelCosts:
     def prefill_flops(self, start: ArrayLike, stop: ArrayLike) -> NDArray[np.float64]:
         """Return the FLOPs to compute tokens of a prompt, those before being there.
 
-        Args:
-            start: int[...]. The first token's position, from 0.
-            stop: int[...]. The position after the last; not less than `start`.
-
-        Returns:
-            f64[...].
+        Returns f64[...]. Shapes: start: int[...]; stop: int[...].
         """
         first, last = np.asarray(start, np.int64), np.asarray(stop, np.int64)
         flops = 2.0 * self.num_prefill_parameters * (last - first)
@@ -172,12 +143,6 @@ def plain_costs(kv_bytes_per_token: int) -> ModelCosts:
     """Make the costs of a model of which only the bytes of KV are known.
 
     Its parameters are 0, and so are its FLOPs.
-
-    Args:
-        kv_bytes_per_token: Bytes of the KV of a token in all layers.
-
-    Raises:
-        ValueError: They are less than 1, or more than a GiB.
     """
     if not 1 <= kv_bytes_per_token <= _MOST_KV_BYTES:
         raise ValueError(f"{kv_bytes_per_token=} must be from 1 to {_MOST_KV_BYTES}")
@@ -188,17 +153,8 @@ def plain_costs(kv_bytes_per_token: int) -> ModelCosts:
 def find_model_costs(model: str, kv_dtype: str | None = None) -> ModelCosts:
     """Compute what the tokens of a model cost.
 
-    Args:
-        model: A name of `NAMED_MODELS`, or a ``config.json`` or the folder with it.
-        kv_dtype: Name of the dtype of the KV; None for the model's own.
-
-    Raises:
-        OSError: There is neither such a name nor such a file.
-        ValueError: As `make_model_costs`, or the file is no JSON object.
-
-    Example:
-        >>> find_model_costs("llama-3.1-8b").kv_bytes_per_token
-        131072
+    >>> find_model_costs("llama-3.1-8b").kv_bytes_per_token
+    131072
     """
     name, config = find_config(model)
     return make_model_costs(config, kv_dtype, name)
@@ -209,30 +165,20 @@ def make_model_costs(
 ) -> ModelCosts:
     """Compute what a model's tokens cost.
 
-    Args:
-        config: Its configuration, as `jaxkv.tools.model_config.read_config` reads it.
-        kv_dtype: Name of the dtype of the KV; None for the model's own.
-        name: For display.
-
-    Raises:
-        ValueError: A key is missing or wrong, or the architecture is one whose costs
-            are not known.
-
-    Example:
-        >>> llama_3_8b = {
-        ...     "model_type": "llama",
-        ...     "num_hidden_layers": 32,
-        ...     "hidden_size": 4096,
-        ...     "num_attention_heads": 32,
-        ...     "num_key_value_heads": 8,
-        ...     "intermediate_size": 14336,
-        ...     "vocab_size": 128256,
-        ... }
-        >>> costs = make_model_costs(llama_3_8b)
-        >>> costs.kv_bytes_per_token, costs.num_parameters
-        (131072, 8029995008)
-        >>> [f"{costs.prefill_flops(at, at + 1000):.3g}" for at in (0, 9000)]
-        ['1.42e+13', '1.89e+13']
+    >>> llama_3_8b = {
+    ...     "model_type": "llama",
+    ...     "num_hidden_layers": 32,
+    ...     "hidden_size": 4096,
+    ...     "num_attention_heads": 32,
+    ...     "num_key_value_heads": 8,
+    ...     "intermediate_size": 14336,
+    ...     "vocab_size": 128256,
+    ... }
+    >>> costs = make_model_costs(llama_3_8b)
+    >>> costs.kv_bytes_per_token, costs.num_parameters
+    (131072, 8029995008)
+    >>> [f"{costs.prefill_flops(at, at + 1000):.3g}" for at in (0, 9000)]
+    ['1.42e+13', '1.89e+13']
     """
     kind = config.get("model_type")
     family = kind if isinstance(kind, str) else ""

@@ -62,54 +62,40 @@ _REQUESTS_PER_REPORT = 256
 
 @dataclasses.dataclass(frozen=True)
 class ReplayResult:
-    """What a policy found at a capacity.
-
-    Attributes:
-        policy: Its name.
-        capacity_blocks: Blocks of the cache.
-        num_requests: Requests of the trace.
-        num_block_refs: Blocks that the requests asked for.
-        num_hit_blocks: Blocks found, as part of a prefix; with a device in front, there
-            or on the host.
-        input_tokens: Tokens that the requests asked for, None if not known.
-        hit_tokens: Tokens found, None if not known.
-        num_refused: Requests whose store was refused, in part if that can be.
-        compile_s: Seconds to compile.
-        wall_s: Seconds to replay, without compilation.
-        hits_by_request: i64[R], read-only. Blocks found for each request. Neither
-            compared nor shown.
-        device: What a device in front found of that; None without one. Neither
-            compared nor shown.
-        stores_by_request: i64[R], read-only. Blocks stored for each request; None for
-            the optimum. Neither compared nor shown.
-        fleet: The engines that shared the requests.
-        engines: i64[R], read-only. Which of them served each; None if there is one.
-            Neither compared nor shown.
-        fetches_by_request: i64[R], read-only. Blocks of those found that came from the
-            store to a host; None without a store. Neither compared nor shown.
-    """
+    """What a policy found at a capacity."""
 
     policy: str
-    capacity_blocks: int
-    num_requests: int
-    num_block_refs: int
+    capacity_blocks: int  # Blocks of the cache
+    num_requests: int  # Requests of the trace
+    num_block_refs: int  # Blocks that the requests asked for
+    # Blocks found, as part of a prefix; with a device in front, there or on the host
     num_hit_blocks: int
-    input_tokens: int | None
-    hit_tokens: int | None
-    num_refused: int
+    input_tokens: int | None  # Tokens that the requests asked for, None if not known
+    hit_tokens: int | None  # Tokens found, None if not known
+    num_refused: int  # Requests whose store was refused, in part if that can be
     compile_s: float = dataclasses.field(compare=False)
+    # Seconds to replay, without compilation
     wall_s: float = dataclasses.field(compare=False)
+    # i64[R], read-only. Blocks found for each request. Neither compared nor shown.
     hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    # What a device in front found of that; None without one. Neither compared nor
+    # shown.
     device: DeviceHits | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
+    # i64[R], read-only. Blocks stored for each request; None for the optimum. Neither
+    # compared nor shown.
     stores_by_request: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
-    fleet: Fleet = ONE_ENGINE
+    fleet: Fleet = ONE_ENGINE  # The engines that shared the requests
+    # i64[R], read-only. Which of them served each; None if there is one. Neither
+    # compared nor shown.
     engines: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
+    # i64[R], read-only. Blocks of those found that came from the store to a host; None
+    # without a store. Neither compared nor shown.
     fetches_by_request: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
@@ -148,32 +134,11 @@ def replay(
 ) -> ReplayResult:
     """Replay a trace against one policy at one capacity.
 
-    Args:
-        policy: A registered name, `OPTIMUM`, "auto", a maker of policies, or
-            `STORE_ALONE`.
-        trace: The requests.
-        capacity_blocks: Blocks of the cache, in each engine.
-        on_progress: Called repeatedly with the requests done and in total.
-        device: What a device in front finds by itself; None for no device. With
-            several engines only its size counts, and what takes part (`fit_device`).
-        admitted: Which blocks may be stored (`find_admitted`); None for all. `OPTIMUM`
-            stores all in any case.
-        fleet: The engines that share the requests, and the store behind them.
-
-    Returns:
-        The result.
-
-    Raises:
-        ValueError: If the policy is unknown, or the capacity is less than 1, or the
-            fleet is not one that the policy can serve: `OPTIMUM` is for one engine
-            without a store, `STORE_ALONE` needs one.
-
-    Example:
-        >>> from jaxkv.tools.replay.traces import make_trace
-        >>> trace = make_trace("three", [[1, 2], [1, 3], [1, 2]])
-        >>> result = replay("lru", trace, capacity_blocks=2)
-        >>> result.num_hit_blocks, result.num_block_refs
-        (2, 6)
+    >>> from jaxkv.tools.replay.traces import make_trace
+    >>> trace = make_trace("three", [[1, 2], [1, 3], [1, 2]])
+    >>> result = replay("lru", trace, capacity_blocks=2)
+    >>> result.num_hit_blocks, result.num_block_refs
+    (2, 6)
     """
     if capacity_blocks < 1:
         raise ValueError(f"{capacity_blocks=} must be at least 1.")
@@ -234,21 +199,14 @@ def replay(
 
 
 class _Served(NamedTuple):
-    """What became of the requests.
+    """What became of the requests."""
 
-    Attributes:
-        hits: i64[R]. Blocks found for each.
-        stores: i64[R], read-only like the others. Blocks stored for each.
-        fetches: i64[R]. Blocks fetched from the store for each.
-        engines: i64[R]. Who served each.
-        num_refused: Requests whose store was refused.
-    """
-
-    hits: NDArray[np.int64]
+    hits: NDArray[np.int64]  # i64[R]. Blocks found for each.
+    # i64[R], read-only like the others. Blocks stored for each.
     stores: NDArray[np.int64]
-    fetches: NDArray[np.int64]
-    engines: NDArray[np.int64]
-    num_refused: int
+    fetches: NDArray[np.int64]  # i64[R]. Blocks fetched from the store for each.
+    engines: NDArray[np.int64]  # i64[R]. Who served each.
+    num_refused: int  # Requests whose store was refused
 
 
 def _serve_all(
@@ -261,19 +219,7 @@ def _serve_all(
     store: SharedStore | None,
     on_progress: Callable[[int, int], None],
 ) -> _Served:
-    """Serve all requests, one after the other.
-
-    Args:
-        trace: The requests.
-        engines: Who may serve them.
-        capacity_blocks: Blocks of each one's host.
-        device: As of `replay`, like `admitted`. Its hits are filled in if the engines
-            have devices of their own.
-        admitted: Which blocks may be stored.
-        fleet: Says who serves a request.
-        store: What is behind the hosts; None for nothing.
-        on_progress: Called repeatedly with the requests done and in total.
-    """
+    """Serve all requests, one after the other."""
     hits, stores, fetches, served_by = np.zeros((4, trace.num_requests), np.int64)
     num_refused, num_served = 0, [0] * len(engines)
     used, num_asked = np.minimum(trace.num_blocks, capacity_blocks), trace.num_asked
@@ -344,23 +290,8 @@ def sweep(
 ) -> list[ReplayResult]:
     """Replay a trace against several policies at several capacities.
 
-    Args:
-        trace: The requests.
-        policies: As `replay` takes them.
-        capacities: Blocks of the cache.
-        on_progress: Called repeatedly with a label for the policy and capacity, the
-            requests done and in total; from several threads, one at a time.
-        device_blocks: Blocks of a device in front of the cache; None for no device.
-        admission: What is kept out of the cache, whatever the policy, but for
-            `OPTIMUM`; None for nothing.
-        fleets: The engines and stores to replay with, of as many engines each.
-
-    Returns:
-        The results: the first policy at every capacity, then the same with the next
-        fleet, then the next policy.
-
-    Raises:
-        ValueError: As in `replay` and `find_admitted`, before anything is run.
+    Returns the results: the first policy at every capacity, then the same with the next
+    fleet, then the next policy.
     """
     named = [(_check_name(policy), policy) for policy in policies]
     if min(capacities, default=1) < 1:
@@ -425,21 +356,14 @@ def sweep(
 
 @dataclasses.dataclass
 class _Engine:
-    """An engine of a replay.
+    """An engine of a replay."""
 
-    Attributes:
-        own_executor: Its host's index, unless its policy changes.
-        listens: Whether the policy is told of requests.
-        auto: The host, if its policy changes.
-        device: Its device, if there are several engines and they have any.
-        gate: What may be stored of its requests, likewise.
-    """
-
-    own_executor: Executor
-    listens: bool = False
-    auto: AutoHost | None = None
+    own_executor: Executor  # Its host's index, unless its policy changes
+    listens: bool = False  # Whether the policy is told of requests
+    auto: AutoHost | None = None  # The host, if its policy changes
+    # Its device, if there are several engines and they have any
     device: DeviceCache | None = None
-    gate: AskedGate | None = None
+    gate: AskedGate | None = None  # What may be stored of its requests, likewise
 
     @property
     def executor(self) -> Executor:
@@ -517,17 +441,7 @@ def _serve(
 ) -> tuple[int, int, bool]:
     """Serve a request; return its hit blocks, those stored, and if any was refused.
 
-    Args:
-        executor: The cache.
-        keys: u32[n, 8]. The keys of the request's blocks.
-        num_asked: How many it asks for; its output fills those after them.
-        news: What to tell the policy; None if it does not listen.
-        ahead: How many blocks the device in front has found, how many may be found, and
-            how many are offered before the request's end; None if there is no device.
-        passes: bool[n]. Which blocks were asked for often enough to be stored; None
-            for all.
-        limit: How many blocks, the first ones, may be stored at all; None for all.
-        on_arrival: Told the keys of blocks once they are stored; None if nothing is.
+    Shapes: keys: u32[n, 8]; passes: bool[n].
     """
     if not len(keys):
         return 0, 0, False

@@ -29,23 +29,9 @@ def make_synthetic_trace(
     continues an open one, drawn by Zipf's law from the most recent to the oldest. Its
     prompt is the conversation so far, and new blocks.
 
-    Args:
-        num_requests: Number of requests.
-        seed: Seed of the random numbers.
-        num_system_prompts: Number of system prompts.
-        system_blocks: Blocks of each.
-        turn_blocks: New blocks of a turn, on average.
-        turns: Turns of a conversation, on average.
-        max_open: Number of the latest conversations that may be continued.
-        block_size: Tokens per block.
-
-    Raises:
-        ValueError: If a number is less than 1, or a count is no whole number.
-
-    Example:
-        >>> trace = make_synthetic_trace(100, seed=1)
-        >>> trace.num_requests, trace.num_block_refs > trace.num_unique_blocks
-        (100, True)
+    >>> trace = make_synthetic_trace(100, seed=1)
+    >>> trace.num_requests, trace.num_block_refs > trace.num_unique_blocks
+    (100, True)
     """
     check_whole(
         1,

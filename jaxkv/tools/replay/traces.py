@@ -62,26 +62,18 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recording:
-    """What a recorded trace says of the run that it comes from.
+    """What a recorded trace says of the run that it comes from."""
 
-    Attributes:
-        device_tokens: i64[R]. Tokens that each request found on the device, -1 where
-            nobody looked.
-        host_tokens: i64[R]. Tokens that came from the host beside them, likewise.
-        num_lost: Requests that the files say they lack.
-        notes: What else is not as it should be, each in a sentence.
-        policy: The cache policy of the run; None if it is not known, or not one.
-        host_blocks: Blocks of its host tier, likewise.
-        device_blocks: Blocks of its device, likewise.
-    """
-
+    # i64[R]. Tokens that each request found on the device, -1 where nobody looked.
     device_tokens: NDArray[np.int64]
+    # i64[R]. Tokens that came from the host beside them, likewise.
     host_tokens: NDArray[np.int64]
-    num_lost: int = 0
-    notes: tuple[str, ...] = ()
+    num_lost: int = 0  # Requests that the files say they lack
+    notes: tuple[str, ...] = ()  # What else is not as it should be, each in a sentence
+    # The cache policy of the run; None if it is not known, or not one
     policy: str | None = None
-    host_blocks: int | None = None
-    device_blocks: int | None = None
+    host_blocks: int | None = None  # Blocks of its host tier, likewise
+    device_blocks: int | None = None  # Blocks of its device, likewise
 
     @property
     def num_device_hit_tokens(self) -> int:
@@ -96,34 +88,27 @@ class Recording:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """The requests of a trace.
+    """The requests of a trace."""
 
-    Attributes:
-        name: For display.
-        ids: i32[n]. The blocks of all requests, one request after another, numbered
-            from 0 by first appearance.
-        offsets: i64[R + 1]. Request r has ``ids[offsets[r]:offsets[r + 1]]``.
-        time_ms: f64[R]. Arrival of each request.
-        input_tokens: i64[R]. Length of each prompt, or None if unknown.
-        block_size: Tokens per block, or None if unknown.
-        num_unique_blocks: Number of different blocks.
-        output_tokens: i64[R]. Tokens that each generated, -1 where that is unknown.
-        stops: i8[R]. Why each stopped, as an index of `jaxkv.types.STOPS`.
-        num_output_blocks: i64[R]. How many of each request's blocks, the last ones, it
-            did not ask for, as its output filled them. None if that is not known.
-        recording: What a recorded trace says of its run; None for others.
-    """
-
-    name: str
+    name: str  # For display
+    # i32[n]. The blocks of all requests, one request after another, numbered from 0 by
+    # first appearance.
     ids: NDArray[np.int32]
+    # i64[R + 1]. Request r has ``ids[offsets[r]:offsets[r + 1]]``.
     offsets: NDArray[np.int64]
-    time_ms: NDArray[np.float64]
+    time_ms: NDArray[np.float64]  # f64[R]. Arrival of each request.
+    # i64[R]. Length of each prompt, or None if unknown.
     input_tokens: NDArray[np.int64] | None
-    block_size: int | None
-    num_unique_blocks: int
+    block_size: int | None  # Tokens per block, or None if unknown
+    num_unique_blocks: int  # Number of different blocks
+    # i64[R]. Tokens that each generated, -1 where that is unknown.
     output_tokens: NDArray[np.int64]
+    # i8[R]. Why each stopped, as an index of `jaxkv.types.STOPS`.
     stops: NDArray[np.int8]
+    # i64[R]. How many of each request's blocks, the last ones, it did not ask for, as
+    # its output filled them. None if that is not known.
     num_output_blocks: NDArray[np.int64] | None = None
+    # What a recorded trace says of its run; None for others
     recording: Recording | None = None
 
     @property
@@ -152,11 +137,8 @@ class Trace:
 def keys_of(ids: NDArray[Any]) -> NDArray[np.uint32]:
     """Make keys of a trace's blocks.
 
-    Args:
-        ids: int[n]. The blocks.
-
-    Returns:
-        u32[n, 8]. Read-only, like all keys, so that one function is compiled.
+    Returns u32[n, 8]. Read-only, like all keys, so that one function is compiled.
+    Shapes: ids: int[n].
     """
     keys = ids.astype(np.uint32)[:, None] * _FACTORS
     keys.flags.writeable = False
@@ -176,28 +158,14 @@ def make_trace(
 ) -> Trace:
     """Make a trace from requests with arbitrary block ids.
 
-    Args:
-        name: For display.
-        requests: The block ids of each request, those that its output filled last.
-        time_ms: f64[R]. Arrival of each; all at once if None.
-        input_tokens: i64[R]. Length of each prompt, if known.
-        block_size: Tokens per block, if known.
-        output_tokens: i64[R]. Tokens that each generated, -1 where that is unknown;
-            None if none is known.
-        stops: Why each stopped; None if that is not known of any.
-        num_output_blocks: i64[R]. How many of each request's blocks its output filled;
-            None for none.
-        recording: What a recorded trace says of its run.
+    Shapes: time_ms: f64[R]; input_tokens: i64[R]; output_tokens: i64[R];
+    num_output_blocks: i64[R].
 
-    Raises:
-        ValueError: If there is no request with a block.
-
-    Example:
-        >>> trace = make_trace("two", [[70, 80], [70, 90, 60]])
-        >>> trace.ids.tolist(), trace.offsets.tolist()
-        ([0, 1, 0, 2, 3], [0, 2, 5])
-        >>> trace.num_requests, trace.num_unique_blocks, trace.num_block_refs
-        (2, 4, 5)
+    >>> trace = make_trace("two", [[70, 80], [70, 90, 60]])
+    >>> trace.ids.tolist(), trace.offsets.tolist()
+    ([0, 1, 0, 2, 3], [0, 2, 5])
+    >>> trace.num_requests, trace.num_unique_blocks, trace.num_block_refs
+    (2, 4, 5)
     """
     packed = [_packed(request) for request in requests]
     num_requests = len(packed)
@@ -241,8 +209,7 @@ def _packed(ids: Sequence[int]) -> Sequence[int]:
 def _number(requests: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], int]:
     """Number the blocks of requests by first appearance.
 
-    Returns:
-        i32[n]. The blocks of all requests in a row; and how many different ones.
+    Returns i32[n]. The blocks of all requests in a row; and how many different ones.
     """
     arrays = [request for request in requests if isinstance(request, array)]
     if len(arrays) == len(requests):
@@ -270,17 +237,7 @@ def read_trace(
     Only full blocks count: the id of a partial last block, as in Mooncake's files, is
     left out.
 
-    Args:
-        path: The file; or files that were recorded under one secret, in any order.
-        block_size: Tokens per block, which only recorded files say; None for what they
-            say, and `BLOCK_SIZE` for others.
-
-    Returns:
-        The requests in the order of the file; recorded ones in that of their times.
-
-    Raises:
-        TraceError: If a file or a line is malformed, or files do not go together.
-        OSError: If a file cannot be opened.
+    Returns the requests in the order of the file; recorded ones in that of their times.
     """
     if block_size is not None and block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1.")
@@ -314,40 +271,24 @@ def read_trace(
 
 
 class _Header(NamedTuple):
-    """What the first line of a recorded file says.
+    """What the first line of a recorded file says."""
 
-    Attributes:
-        block_size: Tokens per block.
-        began_unix_ms: The moment that times count from.
-        key_id: Which secret the ids are from.
-        part: How many files of the run came before.
-        facts: What else there is.
-    """
-
-    block_size: int
-    began_unix_ms: int
-    key_id: str
-    part: int
-    facts: dict[str, Any]
+    block_size: int  # Tokens per block
+    began_unix_ms: int  # The moment that times count from
+    key_id: str  # Which secret the ids are from
+    part: int  # How many files of the run came before
+    facts: dict[str, Any]  # What else there is
 
 
 @dataclasses.dataclass
 class _Part:
-    """A file as it was read.
+    """A file as it was read."""
 
-    Attributes:
-        block_size: Tokens per block.
-        header: What it says of itself; None if it was not recorded.
-        requests: Its requests.
-        num_lost: Requests that it says it lacks.
-        is_torn: Whether its last line is not whole.
-    """
-
-    block_size: int
-    header: _Header | None = None
+    block_size: int  # Tokens per block
+    header: _Header | None = None  # What it says of itself; None if it was not recorded
     requests: list[_Request] = dataclasses.field(default_factory=list)
-    num_lost: int = 0
-    is_torn: bool = False
+    num_lost: int = 0  # Requests that it says it lacks
+    is_torn: bool = False  # Whether its last line is not whole
 
 
 def _join(

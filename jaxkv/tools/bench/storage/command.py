@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 from jaxkv._util import one_line, size_text
@@ -12,6 +13,7 @@ from jaxkv.tools.bench.storage.run import (
     StorageBench,
     StorageConfig,
     StorageFailedError,
+    StorageRecord,
 )
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.options import (
@@ -31,16 +33,12 @@ from jaxkv.tools.options import (
 )
 from jaxkv.tools.progress import show_progress
 
-_MOST_SHOWN = 300
-SUMMARY = (
-    "measure how fast a store (a folder, S3, Redis, Mooncake) writes and reads blocks"
-)
+_MAX_SHOWN = 300
+SUMMARY = "measure how fast a store (folder, S3, Redis, Mooncake) moves blocks"
 DESCRIPTION = (
-    "Time how long blocks take to a store and back, through everything that the "
-    "storage tier does: the queue, the format with its checksum, and the store; "
-    "compared with plain files in the same folder or, for other stores, with the store "
-    "alone and, for Redis and Mooncake, with their own client. All take turns in every "
-    "round, all bytes are checked, and what was written is deleted."
+    "Time blocks on their way to a store and back, through the storage tier's queue, "
+    "format with checksum, and store; and through the store alone. Both take turns in "
+    "every round, all bytes are checked, and all that was written is deleted."
 )
 
 
@@ -50,30 +48,27 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "url",
         metavar="URL",
-        help="a folder, file:///PATH, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
-        "redis://HOST:PORT, unix:///SOCKET or mooncake://HOST:PORT",
+        help="a folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, redis://HOST:PORT, "
+        "unix:///SOCKET or mooncake://HOST:PORT",
     )
     parser.values(
         "--block-sizes SIZE",
-        "bytes of one block",
+        "bytes per block",
         parse_bytes,
         otherwise=sizes_text(default.block_sizes),
     )
     parser.value(
         "--per-round SIZE",
-        "bytes written, and read, in a round",
+        "bytes written, and read, per round",
         parse_bytes,
         otherwise=sizes_text([default.num_bytes]),
     )
     parser.value(
-        "--rounds N",
-        "rounds of measurement, at least 3",
-        parse_rounds,
-        otherwise=f"{default.rounds}",
+        "--rounds N", "rounds, at least 3", parse_rounds, otherwise=f"{default.rounds}"
     )
     parser.value(
         "--in-flight N",
-        "blocks written, or read, at the same time",
+        "blocks written, or read, at once",
         parse_whole_number_from(1),
         default.num_in_flight,
     )
@@ -86,8 +81,38 @@ def add_options(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
+    record = measure(args, StorageBench)
+    report.print_results(record)
+    write_files(args, partial(report.to_json, record))
+    return EXIT_OK
+
+
+def measure(
+    args: argparse.Namespace, make_bench: Callable[[StorageConfig], StorageBench]
+) -> StorageRecord:
+    """Measure what a command line asks for."""
     check_files(args)
     check_extra("bench", packages_for(args))
+    config = _config_of(args)
+    try:
+        bench = make_bench(config)
+    except (ValueError, ImportError, StorageFailedError) as error:
+        raise UsageError(f"URL: {one_line(str(error))}") from error
+    try:
+        # A signal ends the process without leaving this block.
+        with (
+            bench,
+            process.at_end(bench.close),
+            show_progress() as on_progress,
+        ):
+            return bench.run(on_progress)
+    except StorageFailedError as error:
+        raise CommandError(one_line(str(error))[:_MAX_SHOWN]) from error
+    except BytesDifferError as error:
+        raise CommandError(f"bytes differ: {error}") from error
+
+
+def _config_of(args: argparse.Namespace) -> StorageConfig:
     default = StorageConfig("")
     if args.quick:
         chosen = "block_sizes", "per_round", "rounds"
@@ -106,22 +131,4 @@ def run(args: argparse.Namespace) -> int:
             f"--per-round: {size_text(config.num_bytes)} is less than a block of "
             f"{size_text(max(config.block_sizes))}"
         )
-    try:
-        bench = StorageBench(config)
-    except (ValueError, ImportError, StorageFailedError) as error:
-        raise UsageError(f"URL: {one_line(str(error))}") from error
-    try:
-        # A signal ends the process without leaving this block.
-        with (
-            bench,
-            process.at_end(bench.close),
-            show_progress() as on_progress,
-        ):
-            record = bench.run(on_progress)
-    except StorageFailedError as error:
-        raise CommandError(one_line(str(error))[:_MOST_SHOWN]) from error
-    except BytesDifferError as error:
-        raise CommandError(f"bytes differ: {error}") from error
-    report.print_results(record)
-    write_files(args, partial(report.to_json, record))
-    return EXIT_OK
+    return config

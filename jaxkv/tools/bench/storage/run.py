@@ -1,4 +1,4 @@
-"""Measures how fast blocks reach a store and come back, beside plain files."""
+"""Measures how fast blocks reach a store and come back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import Resource, size_text
-from jaxkv.tools.bench.storage.clients import Client, client_of
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.console import OnProgress
 from jaxkv.transfer.storage import (
@@ -29,7 +28,6 @@ from jaxkv.transfer.storage import (
     StoreError,
     open_store,
 )
-from jaxkv.transfer.storage.objects import HEADER_BYTES
 from jaxkv.transfer.storage.store import can_list
 from jaxkv.transfer.storage.store_url import StoreUrl
 from jaxkv.types import KEY_BYTES
@@ -37,95 +35,103 @@ from jaxkv.types import KEY_BYTES
 Way: TypeAlias = Literal["write", "read"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
-JAXKV, ALONE, CLIENT = "jaxkv", "store alone", "client alone"
-FILES = "plain files"
-FILES_REUSED, FILES_DROPPED = f"{FILES}, memory reused", f"{FILES}, dropped"
+JAXKV, ALONE = "jaxkv", "store alone"
 
 _ANSWER_S = 120.0
-_TAKEN_AT_ONCE = 4
+_BLOCKS_PER_POLL = 4
 _CLEAN_UP_S = 10.0
 
 
 class StorageFailedError(Exception):
-    """The store could not do what is to be measured."""
+    """The store could not do what is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StorageConfig:
-    """What to measure.
-
-    Attributes:
-        url: The store.
-        block_sizes: Bytes of a block, each in turn.
-        num_bytes: Bytes that are written, and read, in a round.
-        rounds: Number of timed rounds.
-        num_in_flight: Blocks that are written, or read, at once.
-        is_sealed: Whether blocks are sealed with a secret.
-    """
+    """The requested measurement."""
 
     url: str = dataclasses.field(repr=False)  # It may have a password.
     block_sizes: tuple[int, ...] = (64 << 10, 512 << 10, 2 << 20, 8 << 20)
-    num_bytes: int = 64 << 20
+    num_bytes: int = 64 << 20  # written, and read, per round
     rounds: int = 9
-    num_in_flight: int = 4
+    num_in_flight: int = 4  # blocks that are written, or read, at once
     is_sealed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class StorageResult:
-    """The times of one size of blocks.
-
-    Attributes:
-        block_bytes: Bytes of a block.
-        num_blocks: Blocks of a round.
-        seconds: By way of measuring and direction, one time per round.
-    """
+    """The times of one size of blocks."""
 
     block_bytes: int
-    num_blocks: int
+    num_blocks: int  # per round
+    # By side and direction, one time per round.
     seconds: Mapping[str, Mapping[Way, list[float]]]
 
     @property
     def limits(self) -> list[str]:
-        """What jaxkv is compared with: plain files, or the store alone."""
+        """The sides that jaxkv is compared with."""
         return [name for name in self.seconds if name != JAXKV]
 
 
 @dataclasses.dataclass(frozen=True)
 class StorageRecord:
-    """The results of a measurement.
-
-    Attributes:
-        config: The requested measurement.
-        place: The store's own URL, without secrets.
-        results: A result for each size of blocks, smaller ones first.
-    """
+    """The results of a measurement, smaller blocks first."""
 
     config: StorageConfig
-    place: str
+    place: str  # the store's own URL, without secrets
     results: tuple[StorageResult, ...]
+
+
+class Blocks:
+    """The blocks of a round; each round has new ones, with new keys."""
+
+    def __init__(self, num_blocks: int, block_bytes: int) -> None:
+        self.shape = num_blocks, block_bytes
+        self._random = np.random.default_rng(0)
+        self.keys: list[bytes] = []
+        self.payloads: list[NDArray[np.uint8]] = []
+
+    def renew(self) -> None:
+        """Make the blocks of the next round."""
+        num_blocks, block_bytes = self.shape
+        raw = np.frombuffer(self._random.bytes(num_blocks * block_bytes), np.uint8)
+        self.payloads = list(raw.reshape(self.shape))
+        self.keys = [self._random.bytes(KEY_BYTES) for _ in range(num_blocks)]
+
+
+class Side(Protocol):
+    """One way to write the blocks of a round, and to read them again."""
+
+    def prepare(self) -> None:
+        """Get ready for a round, before the clock starts."""
+        return  # Few need to.
+
+    def write(self) -> None: ...
+
+    def read(self) -> None: ...
+
+    def check(self) -> None:
+        """Compare the blocks with what was written."""
+        return
+
+    def delete(self) -> None: ...
 
 
 class StorageBench(Resource):
     """Writes to a store what no engine reads, and deletes it when it is closed.
 
-    Args:
-        config: What to measure.
-
-    Raises:
-        ValueError: The URL is malformed.
-        ImportError: An extra is missing.
-        StorageFailedError: The place cannot be used.
+    Raises ValueError for a malformed URL, ImportError for a missing extra, and
+    StorageFailedError if the place cannot be used.
     """
 
     def __init__(self, config: StorageConfig) -> None:
         self.config = config
         had_folder = os.path.isdir(StoreUrl.parse(config.url).path)
         try:
-            self._store = open_store(config.url)
+            self.store = open_store(config.url)
         except StoreError as error:
             raise StorageFailedError(str(error)) from error
-        self._made_folder = isinstance(self._store, LocalStore) and not had_folder
+        self._made_folder = isinstance(self.store, LocalStore) and not had_folder
         self._namespace = os.urandom(16)
         self._secret = os.urandom(32) if config.is_sealed else None
         self._lock = threading.Lock()
@@ -134,15 +140,7 @@ class StorageBench(Resource):
         self.is_closed = False
 
     def run(self, on_progress: OnProgress) -> StorageRecord:
-        """Measure everything.
-
-        Args:
-            on_progress: Called with a label, the amount done and the total.
-
-        Raises:
-            StorageFailedError: The store failed.
-            BytesDifferError: A block has changed on its way.
-        """
+        """Measure everything; raise BytesDifferError if a block changes."""
         try:
             results = tuple(
                 self._measure(size, on_progress)
@@ -150,7 +148,14 @@ class StorageBench(Resource):
             )
         except (StoreError, OSError) as error:
             raise StorageFailedError(str(error)) from error
-        return StorageRecord(self.config, self._store.url, results)
+        return StorageRecord(self.config, self.store.url, results)
+
+    def rivals(
+        self, objects: ObjectFormat, blocks: Blocks, stack: contextlib.ExitStack
+    ) -> dict[str, Side]:
+        """Make the sides that jaxkv is compared with; `stack` ends what they hold."""
+        del stack
+        return {ALONE: StoreAlone(self.store, f"{objects.folder}/alone", blocks)}
 
     def close(self) -> None:
         """Delete what was written; any thread may call it, at any time."""
@@ -162,29 +167,28 @@ class StorageBench(Resource):
         end_s = time.monotonic() + _CLEAN_UP_S
         for storage in storages:
             storage.close()
-            # What the store is writing comes before what it is to delete.
+            # The store finishes its writes before it can delete their blocks.
             while storage.stats.queued_write_bytes and time.monotonic() < end_s:
                 time.sleep(0.01)
         with contextlib.suppress(StoreError):
             for folder in folders:
                 self._delete(folder)
-        if self._made_folder and isinstance(self._store, LocalStore):
-            _remove_if_empty(self._store.path)
-        self._store.close()
+        if self._made_folder and isinstance(self.store, LocalStore):
+            _remove_if_empty(self.store.path)
+        self.store.close()
 
     def _measure(self, block_bytes: int, on_progress: OnProgress) -> StorageResult:
-        rounds, num_in_flight = self.config.rounds, self.config.num_in_flight
         num_blocks = max(1, self.config.num_bytes // block_bytes)
         label = f"{size_text(block_bytes)} blocks"
         objects = ObjectFormat(self._namespace, label, block_bytes, secret=self._secret)
-        blocks = _Blocks(num_blocks, block_bytes)
+        blocks = Blocks(num_blocks, block_bytes)
         with contextlib.ExitStack() as stack:
             storage = StorageIO(
                 open_store(self.config.url),
                 objects,
                 write_bytes=2 * num_blocks * objects.object_bytes,
                 read_bytes=2 * num_blocks * objects.object_bytes,
-                num_in_flight=num_in_flight,
+                num_in_flight=self.config.num_in_flight,
             )
             stack.callback(storage.close)
             with self._lock:
@@ -192,48 +196,23 @@ class StorageBench(Resource):
                     raise StorageFailedError("it was closed meanwhile")
                 self._folders.append(objects.folder)
                 self._open.append(storage)
-            sides: dict[str, _Side] = {JAXKV: _Jaxkv(storage, blocks)}
-            if isinstance(self._store, LocalStore):
-                root = self._store.path
-                reads: dict[str, Callable[[str], Any]] = {
-                    FILES: _read,
-                    FILES_REUSED: _ReadAgain(block_bytes),
-                    FILES_DROPPED: _read_and_drop,
-                }
-                for number, (name, read) in enumerate(reads.items()):
-                    threads = ThreadPoolExecutor(num_in_flight)
-                    stack.callback(threads.shutdown, cancel_futures=True)
-                    folder = f"{objects.folder}/plain{number}"
-                    sides[name] = _Files(
-                        self, root, folder, objects, blocks, threads, read
-                    )
-            else:
-                folder = f"{objects.folder}/alone"
-                sides[ALONE] = _Alone(self._store, folder, blocks)
-                client = client_of(
-                    *(self._store, self.config.url),
-                    *(num_blocks, block_bytes, num_in_flight),
-                )
-                if client is not None:
-                    stack.callback(client.close)
-                    folder = f"{objects.folder}/client"
-                    sides[CLIENT] = _Client(self._store, folder, blocks, client)
-            seconds = _time(sides, blocks, rounds, label, on_progress)
+            sides: dict[str, Side] = {JAXKV: _Jaxkv(storage, blocks)}
+            sides |= self.rivals(objects, blocks, stack)
+            seconds = _time(sides, blocks, self.config.rounds, label, on_progress)
         self._delete(objects.folder)
         return StorageResult(block_bytes, num_blocks, seconds)
 
     def _delete(self, folder: str) -> None:
-        """Delete all of a folder, again as long as a late write adds to it."""
+        """Delete all of a folder, again while late writes add to it."""
         end_s = time.monotonic() + _CLEAN_UP_S
-        # Without a list, each round has deleted its own.
-        while can_list(self._store) and time.monotonic() < end_s:
-            names = [name for page in self._store.list(folder) for name in page]
+        # A store that cannot list has deleted each round's blocks.
+        while can_list(self.store) and time.monotonic() < end_s:
+            names = [name for page in self.store.list(folder) for name in page]
             if not names:
                 break
-            for future in self._store.delete(names):
-                future.result(_ANSWER_S)
-        if isinstance(self._store, LocalStore):
-            root = self._store.path
+            wait_for(self.store.delete(names))
+        if isinstance(self.store, LocalStore):
+            root = self.store.path
             for path, *_ in os.walk(f"{root}/{folder}", topdown=False):
                 _remove_if_empty(path)
             _remove_if_empty(os.path.dirname(f"{root}/{folder}"))
@@ -244,42 +223,10 @@ def _remove_if_empty(path: str) -> None:
         os.rmdir(path)
 
 
-class _Blocks:
-    """The blocks of a round; each round has others, under other keys."""
+class _Jaxkv(Side):
+    """The storage tier's way: queue, format, store."""
 
-    def __init__(self, num_blocks: int, block_bytes: int) -> None:
-        self._shape = num_blocks, block_bytes
-        self._random = np.random.default_rng(0)
-        self.keys: list[bytes] = []
-        self.payloads: list[NDArray[np.uint8]] = []
-
-    def renew(self) -> None:
-        num_blocks, block_bytes = self._shape
-        raw = np.frombuffer(self._random.bytes(num_blocks * block_bytes), np.uint8)
-        self.payloads = list(raw.reshape(self._shape))
-        self.keys = [self._random.bytes(KEY_BYTES) for _ in range(num_blocks)]
-
-
-class _Side(Protocol):
-    """One way to write the blocks of a round, and to read them again."""
-
-    def prepare(self) -> None:
-        """Get ready for a round, before its time is taken."""
-        return  # Most need not.
-
-    def write(self) -> None: ...
-
-    def read(self) -> None: ...
-
-    def check(self) -> None: ...
-
-    def delete(self) -> None: ...
-
-
-class _Jaxkv(_Side):
-    """As the storage tier does: queue, format, store."""
-
-    def __init__(self, storage: StorageIO, blocks: _Blocks) -> None:
+    def __init__(self, storage: StorageIO, blocks: Blocks) -> None:
         self._storage = storage
         self._blocks = blocks
 
@@ -305,173 +252,64 @@ class _Jaxkv(_Side):
         """Compare all bytes with those that were written."""
         expected = dict(zip(self._blocks.keys, self._blocks.payloads, strict=True))
 
-        def compare(each: Completion) -> None:
-            assert each.payload is not None
-            found = np.frombuffer(each.payload, np.uint8)
-            if not np.array_equal(found, expected[each.key]):
-                raise BytesDifferError(f"block {each.key.hex()} is another one now")
+        def compare(completion: Completion) -> None:
+            assert completion.payload is not None
+            payload = np.frombuffer(completion.payload, np.uint8)
+            if not np.array_equal(payload, expected[completion.key]):
+                raise BytesDifferError(f"block {completion.key.hex()} has changed")
 
         self._storage.submit_reads(self._blocks.keys, float("inf"))
         self._wait(compare)
 
-    def _wait(self, take: Callable[[Completion], None]) -> None:
-        left = len(self._blocks.keys)
-        while left:
-            # A tier looks once a step, and not at each block.
-            done = self._storage.wait(_ANSWER_S, min(left, _TAKEN_AT_ONCE))
+    def _wait(self, receive: Callable[[Completion], None]) -> None:
+        num_left = len(self._blocks.keys)
+        while num_left:
+            # A tier polls once a step, not for each block.
+            done = self._storage.wait(_ANSWER_S, min(num_left, _BLOCKS_PER_POLL))
             if not done:
                 raise StorageFailedError(f"it has not answered for {_ANSWER_S:.0f} s")
-            for each in done:
-                if each.outcome != "done":
+            for completion in done:
+                if completion.outcome != "done":
                     stats = self._storage.stats
-                    raise StorageFailedError(stats.last_error or each.outcome)
-                take(each)
-            left -= len(done)
+                    raise StorageFailedError(stats.last_error or completion.outcome)
+                receive(completion)
+            num_left -= len(done)
 
 
-class _Alone(_Side):
+class StoreAlone(Side):
     """The store without queue and format."""
 
-    def __init__(self, store: BlobStore, folder: str, blocks: _Blocks) -> None:
+    def __init__(self, store: BlobStore, folder: str, blocks: Blocks) -> None:
         self._store = store
-        self._blocks = blocks
         self._folder = folder
+        self.blocks = blocks
 
     def write(self) -> None:
-        blobs = [[payload.data] for payload in self._blocks.payloads]
-        _wait_for(self._store.put(list(zip(self._names(), blobs, strict=True))))
+        blobs = [[payload.data] for payload in self.blocks.payloads]
+        wait_for(self._store.put(list(zip(self.names(), blobs, strict=True))))
 
     def read(self) -> None:
-        most = self._blocks.payloads[0].nbytes + 1
-        _wait_for(self._store.get(self._names(), most))
-
-    def check(self) -> None:
-        pass
+        max_bytes = self.blocks.payloads[0].nbytes + 1
+        wait_for(self._store.get(self.names(), max_bytes))
 
     def delete(self) -> None:
-        _wait_for(self._store.delete(self._names()))
+        wait_for(self._store.delete(self.names()))
 
-    def _names(self) -> list[str]:
-        return [f"{self._folder}/{key.hex()}" for key in self._blocks.keys]
-
-
-class _Client(_Alone):
-    """The store's client library, called as its users do."""
-
-    def __init__(
-        self, store: BlobStore, folder: str, blocks: _Blocks, client: Client
-    ) -> None:
-        super().__init__(store, folder, blocks)
-        self._client = client
-
-    def prepare(self) -> None:
-        self._client.prepare(self._blocks.payloads)
-
-    def write(self) -> None:
-        self._client.write(self._names(), self._blocks.payloads)
-
-    def read(self) -> None:
-        self._client.read(self._names())
+    def names(self) -> list[str]:
+        """Name the blocks of the round."""
+        return [f"{self._folder}/{key.hex()}" for key in self.blocks.keys]
 
 
-class _Files(_Side):
-    """Plain files: opened, written or read whole, closed.
-
-    It reads the files that the storage tier would read, and writes others beside them.
-    """
-
-    def __init__(
-        self,
-        bench: StorageBench,
-        root: str,
-        folder: str,
-        objects: ObjectFormat,
-        blocks: _Blocks,
-        threads: ThreadPoolExecutor,
-        read: Callable[[str], Any],
-    ) -> None:
-        self._bench = bench
-        self._read = read
-        self._root = root
-        self._folder = f"{root}/{folder}"
-        self._objects = objects
-        self._blocks = blocks
-        self._threads = threads
-
-    def write(self) -> None:
-        os.makedirs(self._folder, exist_ok=True)
-        pairs = zip(self._own_paths(), self._blocks.payloads, strict=True)
-        _wait_for([self._threads.submit(self._write, *pair) for pair in pairs])
-
-    def read(self) -> None:
-        paths = [f"{self._root}/{self._objects.name(key)}" for key in self._blocks.keys]
-        _wait_for([self._threads.submit(self._read, path) for path in paths])
-
-    def check(self) -> None:
-        pass
-
-    def delete(self) -> None:
-        _wait_for([self._threads.submit(os.unlink, path) for path in self._own_paths()])
-
-    def _own_paths(self) -> list[str]:
-        return [f"{self._folder}/{key.hex()}" for key in self._blocks.keys]
-
-    def _write(self, path: str, payload: NDArray[np.uint8]) -> None:
-        if not self._bench.is_closed:
-            with open(path, "wb", buffering=0) as file:
-                file.write(payload.data)
-
-
-def _read(path: str) -> bytes:
-    """Read a file, and hand over what was read."""
-    with open(path, "rb", buffering=0) as file:
-        return file.read()
-
-
-def _read_and_drop(path: str) -> bytes:
-    """Read a file into memory that stays in the caches of the CPU: the thread's own."""
-    _read(path)
-    return b""
-
-
-class _ReadAgain:
-    """Reads files, and hands over what was read in memory that comes back after use."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self._most_bytes = HEADER_BYTES + block_bytes
-        self._free: collections.deque[NDArray[np.uint8]] = collections.deque()
-
-    def __call__(self, path: str) -> _Lent:
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            memory = np.empty(self._most_bytes, np.uint8)
-        with open(path, "rb", buffering=0) as file:
-            file.readinto(memory.data)
-        return _Lent(self._free, memory)
-
-
-class _Lent:
-    """Memory that goes back when its holder releases it."""
-
-    def __init__(self, home: Any, memory: NDArray[np.uint8]) -> None:
-        self._home = home
-        self.memory = memory
-
-    def __del__(self) -> None:
-        self._home.append(self.memory)
-
-
-def _wait_for(futures: Iterable[Future[Any]]) -> None:
-    """Take what each future brings, and let go of it, as a tier does with blocks."""
-    left = collections.deque(futures)
-    while left:
-        left.popleft().result(_ANSWER_S)
+def wait_for(futures: Iterable[Future[Any]]) -> None:
+    """Wait for futures, and release each result, as a tier does with blocks."""
+    pending = collections.deque(futures)
+    while pending:
+        pending.popleft().result(_ANSWER_S)
 
 
 def _time(
-    sides: Mapping[str, _Side],
-    blocks: _Blocks,
+    sides: Mapping[str, Side],
+    blocks: Blocks,
     rounds: int,
     label: str,
     on_progress: OnProgress,

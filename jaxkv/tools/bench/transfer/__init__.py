@@ -1,1 +1,1 @@
-"""How fast blocks move between device and host, beside other designs."""
+"""How fast blocks move between device and host."""

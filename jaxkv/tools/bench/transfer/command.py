@@ -6,8 +6,8 @@ import argparse
 from functools import partial
 
 from jaxkv.tools.bench.transfer import report
-from jaxkv.tools.bench.transfer.plan import make_plan
-from jaxkv.tools.bench.transfer.records import DESIGNS, BytesDifferError, TransferConfig
+from jaxkv.tools.bench.transfer.plan import Plan, make_plan
+from jaxkv.tools.bench.transfer.records import BytesDifferError, TransferConfig
 from jaxkv.tools.bench.transfer.run import run_transfer
 from jaxkv.tools.machine import available_memory_bytes, last_level_cache_bytes
 from jaxkv.tools.options import (
@@ -28,13 +28,11 @@ from jaxkv.tools.options import (
 from jaxkv.tools.progress import show_progress
 from jaxkv.transfer.kernels import MODES
 
-SUMMARY = "measure how fast blocks move between device and host, beside other designs"
+SUMMARY = "measure how fast blocks move between device and host"
 DESCRIPTION = (
-    "Time saves (device to host) and loads (host to device) of blocks, up to their "
-    "completion: with the transfer engine, with one pinned array per block, with a "
-    "single NumPy array, and at the machine's limit, which is np.copyto on CPU and one "
-    "large device_put elsewhere. All take turns in every round, and all bytes are "
-    "checked."
+    "Time saves (device to host) and loads (host to device) of blocks until they "
+    "complete, next to the machine's limit: np.copyto on CPU, one large device_put "
+    "elsewhere. Both take turns in every round, and all bytes are checked."
 )
 
 
@@ -43,83 +41,45 @@ def add_options(parser: Parser) -> None:
     default = TransferConfig()
     parser.values(
         "--sizes SIZE",
-        "bytes of one transfer",
+        "bytes per transfer",
         parse_bytes,
         otherwise=sizes_text(default.sizes),
     )
     parser.values(
         "--block-sizes SIZE",
-        "bytes of one block over all layers",
+        "bytes per block over all layers",
         parse_bytes,
         otherwise=sizes_text(default.block_sizes),
     )
     parser.value(
         "--layers N",
-        "layers of the pool, an array each",
+        "layers of the pool, one array each",
         parse_whole_number_from(1),
         default.num_layers,
     )
+    parser.value("--rounds N", "rounds, at least 3", parse_rounds, default.rounds)
     parser.value(
-        "--rounds N",
-        "rounds of measurement, at least 3",
-        parse_rounds,
-        default.rounds,
-    )
-    modes = " or ".join(MODES)
-    parser.value(
-        "--mode NAME", f"mode of the engine, {modes}", otherwise="the engine's own"
-    )
-    parser.values(
-        "--designs NAME",
-        "designs to measure beside the limit",
-        otherwise=f"all, which are {', '.join(DESIGNS)}",
+        "--mode NAME", " or ".join(MODES), otherwise="the engine's default here"
     )
     parser.value(
         "--working-set SIZE",
-        "bytes of the pool, and of the host memory of each design",
+        "bytes of the pool, and of the host memory",
         parse_bytes,
-        otherwise="as much as the largest cache of the CPU, or the largest size, if "
-        "that is more",
+        otherwise="the CPU's largest cache, or the largest size",
     )
     parser.value(
         "--run N",
-        "host blocks that a full cache evicts, and finds, together on average",
+        "average run of host blocks that are evicted, or found, together",
         parse_whole_number_from(1),
-        otherwise="128, or a sixteenth of them all if that is less",
-    )
-    parser.flag(
-        "--no-overlap",
-        "leave out how much of a transfer a running step hides",
-        "it is measured",
+        otherwise="128, or 1/16 of all",
     )
     parser.files("GB/s against the size of a transfer")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
-    if args.mode is not None:
-        check_names("--mode", [args.mode], list(MODES))
-    designs = check_names("--designs", args.designs or list(DESIGNS), list(DESIGNS))
-    check_files(args)
-    check_extra("bench", packages_for(args))
-    default = TransferConfig()
-    config = TransferConfig(
-        sizes=tuple(args.sizes or default.sizes),
-        block_sizes=tuple(args.block_sizes or default.block_sizes),
-        num_layers=args.layers,
-        rounds=args.rounds,
-        mode=args.mode,
-        designs=tuple(designs),
-        overlap=not args.no_overlap,
-        working_set_bytes=args.working_set,
-        mean_run=args.run,
-    )
-    try:
-        plan = make_plan(config, last_level_cache_bytes(), available_memory_bytes())
-    except ValueError as error:
-        raise UsageError(f"--block-sizes: {error}") from error
-    if not plan.cases:
-        raise UsageError(f"nothing can be measured: {'; '.join(plan.left_out)}")
+    config = config_of(args)
+    plan = check_plan(args, config)
     report.print_plan(config, plan)
     try:
         with show_progress() as on_progress:
@@ -134,3 +94,32 @@ def run(args: argparse.Namespace) -> int:
     draw = partial(report.plot_results, record)
     write_files(args, partial(report.to_json, record), draw)
     return EXIT_OK
+
+
+def config_of(args: argparse.Namespace) -> TransferConfig:
+    """Return the measurement that a command line asks for."""
+    if args.mode is not None:
+        check_names("--mode", [args.mode], list(MODES))
+    default = TransferConfig()
+    return TransferConfig(
+        sizes=tuple(args.sizes or default.sizes),
+        block_sizes=tuple(args.block_sizes or default.block_sizes),
+        num_layers=args.layers,
+        rounds=args.rounds,
+        mode=args.mode,
+        working_set_bytes=args.working_set,
+        mean_run=args.run,
+    )
+
+
+def check_plan(args: argparse.Namespace, config: TransferConfig) -> Plan:
+    """Plan a measurement; refuse one without any case that fits this machine."""
+    check_files(args)
+    check_extra("bench", packages_for(args))
+    try:
+        plan = make_plan(config, last_level_cache_bytes(), available_memory_bytes())
+    except ValueError as error:
+        raise UsageError(f"--block-sizes: {error}") from error
+    if not plan.cases:
+        raise UsageError(f"nothing can be measured: {'; '.join(plan.left_out)}")
+    return plan

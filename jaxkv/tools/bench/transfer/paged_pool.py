@@ -22,13 +22,7 @@ _CHECK_BYTES = 32 << 20
 
 
 class PagedPool:
-    """The pool that all designs use in turn.
-
-    Args:
-        num_blocks: Blocks to move. The pool has one more, which steps write to.
-        block_bytes: Bytes of a block over all layers.
-        num_layers: Leaves.
-    """
+    """The pool that all designs use in turn."""
 
     def __init__(self, num_blocks: int, block_bytes: int, num_layers: int):
         self.num_blocks = num_blocks
@@ -59,8 +53,7 @@ class PagedPool:
     def check(self, ids: NDArray[np.int32] | None = None) -> int:
         """Count the blocks whose bits differ from their tags.
 
-        Args:
-            ids: i32[n]. The blocks to check; all if None.
+        Shapes: ids: i32[n].
         """
         if ids is None:
             ids = np.arange(self.num_blocks, dtype=np.int32)
@@ -76,12 +69,7 @@ class PagedPool:
     def _pattern(self, tags: jax.Array, layer: int) -> jax.Array:
         """Make blocks from their tags.
 
-        Args:
-            tags: u32[n].
-            layer: Index of the leaf.
-
-        Returns:
-            bf16[n, *block_shape].
+        Returns bf16[n, *block_shape]. Shapes: tags: u32[n].
         """
         element = jnp.arange(np.prod(self.block_shape), dtype=jnp.uint32)
         # Odd factors near 2^32 times a golden ratio spread even neighbouring tags.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,41 +14,25 @@ BLOCK_ROW_BYTES = 512
 """Keys and values of one token in one layer: bfloat16[2, 128]."""
 
 _DEFAULT_WORKING_SET_BYTES = 256 << 20
-_MEMORY_SHARE = 0.8  # Of the available memory; the rest is a reserve.
+_MEMORY_SHARE = 0.8  # The rest of the available memory is a reserve.
 # A prompt of 2,048 tokens in blocks of 16. Runs are shorter if 16 would not fit.
 _MEAN_RUN = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The cases to measure.
-
-    Attributes:
-        cases: Smaller blocks first, then smaller sizes.
-        working_set_bytes: Bytes of the pool, and of the host memory of each design.
-        left_out: Cases that are left out and why, a line each.
-    """
+class Plan(NamedTuple):
+    """The cases to measure, smaller blocks first, then smaller sizes."""
 
     cases: tuple[Case, ...]
-    working_set_bytes: int
-    left_out: tuple[str, ...]
+    working_set_bytes: int  # of the pool, and of each design's host memory
+    left_out: tuple[str, ...]  # a line for each case that cannot be measured
 
 
 def make_plan(
     config: TransferConfig, cache_bytes: int | None, memory_bytes: int | None
 ) -> Plan:
-    """Choose the cases that can be measured.
+    """Choose the cases that fit the last-level cache and the available memory.
 
-    Args:
-        config: The requested measurement.
-        cache_bytes: Size of the last-level cache; None if unknown.
-        memory_bytes: Available memory; None if unknown.
-
-    Returns:
-        The plan; without cases if nothing can be measured.
-
-    Raises:
-        ValueError: A block size cannot be divided into the pool's layers.
+    Raises ValueError if a block size cannot be divided into the pool's layers.
     """
     unit = config.num_layers * BLOCK_ROW_BYTES
     for block_bytes in config.block_sizes:
@@ -58,10 +42,10 @@ def make_plan(
                 f"{size_text(unit)}: {config.num_layers} layers of "
                 f"{BLOCK_ROW_BYTES} bytes per token"
             )
-    least = config.working_set_bytes or cache_bytes or _DEFAULT_WORKING_SET_BYTES
+    min_bytes = config.working_set_bytes or cache_bytes or _DEFAULT_WORKING_SET_BYTES
     left_out, sizes = [], []
     for size in sorted(set(config.sizes)):
-        needed = memory_needed_bytes(config, max(least, size), size)
+        needed = memory_needed_bytes(config, max(min_bytes, size), size)
         if memory_bytes is not None and needed > _MEMORY_SHARE * memory_bytes:
             left_out.append(
                 f"{size_text(size)}: it takes {needed / 2**30:.1f} GiB of memory, and "
@@ -79,16 +63,16 @@ def make_plan(
                 )
             else:
                 cases.append(Case(block_bytes, size // block_bytes))
-    working_set = max([least, *sizes])
+    working_set = max([min_bytes, *sizes])
     return Plan(tuple(dict.fromkeys(cases)), working_set, tuple(left_out))
 
 
 def memory_needed_bytes(
     config: TransferConfig, working_set_bytes: int, size_bytes: int
 ) -> int:
-    """Estimate the memory that a measurement takes at its peak."""
+    """Estimate the peak memory of a measurement."""
     # The pool, each design's host memory and the two sides of the limit; buffers of the
-    # other designs (found by measuring); programs.
+    # designs (measured); programs.
     num_sets = 3 + len(config.designs)
     return num_sets * working_set_bytes + 6 * size_bytes + (1 << 29)
 
@@ -97,13 +81,8 @@ class Cycle:
     """Yields block ids in random order, all of them before any is repeated.
 
     So the blocks of a transfer are not in the CPU cache if all blocks together do not
-    fit. Each cycle has another random order, the same in every process.
-
-    Args:
-        num_blocks: Ids are in [0, num_blocks).
-        mean_run: Average length of ascending runs of ids. Cycles with equal
-            `num_blocks` and `mean_run` have the same runs in different orders.
-        seed: Seed of the order.
+    fit. Ids come in ascending runs of `mean_run` on average: cycles with equal
+    `num_blocks` and `mean_run` have the same runs, in an order that depends on `seed`.
     """
 
     def __init__(self, num_blocks: int, mean_run: int, seed: int):
@@ -112,39 +91,27 @@ class Cycle:
         ends = np.cumsum(lengths)
         cuts = ends[ends < num_blocks]
         self._runs = np.split(np.arange(num_blocks, dtype=np.int32), cuts)
-        self._left = np.zeros(0, np.int32)
+        self._rest = np.zeros(0, np.int32)
 
     def next(self, num: int) -> NDArray[np.int32]:
-        """Return the next ids.
-
-        Args:
-            num: Number of ids, at most `num_blocks`.
-
-        Returns:
-            i32[num]. Distinct.
-        """
-        if len(self._left) < num:
+        """Return the next ids, i32[num], all distinct; at most `num_blocks`."""
+        if len(self._rest) < num:
             order = self._rng.permutation(len(self._runs))
-            self._left = np.concatenate([self._runs[i] for i in order])
-        taken, self._left = self._left[:num], self._left[num:]
-        return taken
+            self._rest = np.concatenate([self._runs[i] for i in order])
+        ids, self._rest = self._rest[:num], self._rest[num:]
+        return ids
 
 
 def device_cycle(num_blocks: int, seed: int) -> Cycle:
-    """Make device ids as from a pool that has served for a while: without runs."""
+    """Make device ids like those of a pool that has served for a while: no runs."""
     return Cycle(num_blocks, 1, seed)
 
 
 def host_cycle(num_blocks: int, mean_run: int | None, seed: int) -> Cycle:
-    """Make host ids as from a full cache, for saves or for loads.
+    """Make host ids like those that a full cache evicts, and finds.
 
-    A cache evicts and finds blocks that were saved together: those of a request. So
-    saves and loads have the same runs, in different orders.
-
-    Args:
-        num_blocks: Ids are in [0, num_blocks).
-        mean_run: Average blocks of a run; None for the default.
-        seed: Seed of the order.
+    It evicts and finds the blocks of a request, which were saved together. So saves
+    and loads have the same runs, in different orders.
     """
     if mean_run is None:
         mean_run = max(1, min(_MEAN_RUN, num_blocks // 16))

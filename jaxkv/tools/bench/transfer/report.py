@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, BinaryIO
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from jaxkv._util import size_text
 from jaxkv.tools.bench.transfer.plan import Plan
 from jaxkv.tools.bench.transfer.records import (
     DIRECTIONS,
     ENGINE,
-    NUMPY,
-    PER_BLOCK,
     CaseResult,
     Ratio,
     Speed,
@@ -22,7 +21,7 @@ from jaxkv.tools.bench.transfer.records import (
     speed,
 )
 from jaxkv.tools.console import print_facts, print_table
-from jaxkv.tools.machine import machine, quartiles
+from jaxkv.tools.machine import machine
 from jaxkv.tools.pictures import (
     COLOURS,
     make_figure,
@@ -32,8 +31,11 @@ from jaxkv.tools.pictures import (
 )
 from jaxkv.transfer.tickets import Direction
 
-_COLOURS = {ENGINE: COLOURS[0], PER_BLOCK: COLOURS[1], NUMPY: COLOURS[4]}
-_LIMIT_COLOUR = "#b4b4b4"
+_T = TypeVar("_T")
+Row: TypeAlias = list[str]
+
+_COLOURS = ("#b4b4b4", COLOURS[0], COLOURS[1], COLOURS[4])
+"""Of the limit, then of the designs."""
 
 
 def print_plan(config: TransferConfig, plan: Plan) -> None:
@@ -54,90 +56,57 @@ def print_plan(config: TransferConfig, plan: Plan) -> None:
     print_facts(facts, 13)
 
 
-def print_results(record: TransferRecord) -> None:
-    """Print the speed of each design, beside the limit."""
+def print_results(
+    record: TransferRecord,
+    more_rows: Callable[[CaseResult], Iterable[Row]] = lambda result: (),
+    more_notes: Sequence[str] = (),
+) -> None:
+    """Print the speed of each design next to the limit."""
+
+    def rows(result: CaseResult) -> list[Row]:
+        num_bytes, limit_s = result.case.num_bytes, result.limit_s
+
+        def design_row(name: str) -> Row:
+            seconds = result.designs_s[name]
+            return make_row(
+                name,
+                lambda d: speed_text(speed(num_bytes, seconds[d])),
+                lambda d: ratio_text(ratio(seconds[d], limit_s[d])),
+            )
+
+        limit = make_row(
+            record.limit, lambda d: speed_text(speed(num_bytes, limit_s[d]))
+        )
+        return [limit, *map(design_row, result.designs_s), *more_rows(result)]
+
     columns = ["best / p50"]
     for direction in DIRECTIONS:
         columns += [f"{direction}, GB/s", f"of {record.limit}"]
-    sections = [
-        (
-            f"{size_text(result.case.num_bytes)} in "
-            f"{size_text(result.case.block_bytes)}",
-            _rows(record, result),
-        )
-        for result in record.results
-    ]
-    print_table(columns, sections, _notes(record))
+    sections = [(_name_of(result), rows(result)) for result in record.results]
+    print_table(columns, sections, [units_note(record.config.rounds), *more_notes])
 
 
-def _rows(record: TransferRecord, result: CaseResult) -> list[list[str]]:
-    """Make the rows of one case: a label, then two cells for each direction."""
-
-    def row(label: str, cells: Callable[[Direction], tuple[str, str]]) -> list[str]:
-        return [f"  {label}", *(cell for d in DIRECTIONS for cell in cells(d))]
-
-    def of_design(name: str) -> Callable[[Direction], tuple[str, str]]:
-        return lambda d: (
-            speed_text(_speed(result, name, d)),
-            ratio_text(_over_limit(result, name, d)),
-        )
-
-    def of_rival(name: str) -> Callable[[Direction], tuple[str, str]]:
-        return lambda d: (ratio_text(_over_rival(result, name, d)), "")
-
-    def limit(direction: Direction) -> tuple[str, str]:
-        num_bytes = result.case.num_bytes
-        return speed_text(speed(num_bytes, result.limit_s[direction])), ""
-
-    def hidden(direction: Direction) -> tuple[str, str]:
-        p50 = result.overlap[direction].hidden[1]
-        return f"{100 * min(1.0, max(0.0, p50)):.0f}%", ""
-
-    rows = [row(record.limit, limit)]
-    rows += [row(name, of_design(name)) for name in result.designs_s]
-    rows += [row(f"{ENGINE} : {name}", of_rival(name)) for name in _rivals(result)]
-    if result.overlap:
-        rows.append(row("hidden by a step", hidden))
-    return rows
+def make_row(
+    label: str,
+    value: Callable[[Direction], str],
+    share: Callable[[Direction], str] = lambda direction: "",
+) -> Row:
+    """Make a row of the table: a value and its share of the limit, both ways."""
+    cells = ((value(d), share(d)) for d in DIRECTIONS)
+    return [f"  {label}", *itertools.chain.from_iterable(cells)]
 
 
-def _notes(record: TransferRecord) -> list[str]:
-    notes = [units_note(record.config.rounds)]
-    if record.step_s is not None:
-        note = (
-            "hidden by a step: how much of a transfer's time a step of "
-            f"{1e3 * record.step_s:.0f} ms hides, p50."
-        )
-        if record.limit == "np.copyto":
-            note += " Here both share the cores, so it says little."
-        notes.append(note)
-    return notes
+def _name_of(result: CaseResult) -> str:
+    case = result.case
+    return f"{size_text(case.num_bytes)} in {size_text(case.block_bytes)}"
 
 
 def units_note(rounds: int) -> str:
-    """Say what the figures of a table are."""
+    """Explain the figures of a table."""
     return (
         "GB are 10^9 bytes. best: the fastest round; p50: the median of "
         f"{rounds} rounds, of ratios too."
     )
-
-
-def _rivals(result: CaseResult) -> list[str]:
-    names = list(result.designs_s)
-    return [name for name in names if name != ENGINE] if ENGINE in names else []
-
-
-def _speed(result: CaseResult, name: str, direction: Direction) -> Speed:
-    return speed(result.case.num_bytes, result.designs_s[name][direction])
-
-
-def _over_limit(result: CaseResult, name: str, direction: Direction) -> Ratio:
-    return ratio(result.designs_s[name][direction], result.limit_s[direction])
-
-
-def _over_rival(result: CaseResult, name: str, direction: Direction) -> Ratio:
-    designs_s = result.designs_s
-    return ratio(designs_s[ENGINE][direction], designs_s[name][direction])
 
 
 def speed_text(value: Speed) -> str:
@@ -167,53 +136,44 @@ def to_json(record: TransferRecord) -> dict[str, Any]:
         "limit": record.limit,
         "mode": record.mode,
         "working_set_bytes": record.working_set_bytes,
-        "step_s": record.step_s,
+        "step_s": None,
         "left_out": list(record.left_out),
         "results": [_result_json(result) for result in record.results],
     }
 
 
-def _result_json(result: CaseResult) -> dict[str, Any]:
-    def each(cell: Callable[[Direction], dict[str, Any]]) -> dict[str, Any]:
-        return {direction: cell(direction) for direction in DIRECTIONS}
+def by_direction(value: Callable[[Direction], _T]) -> dict[str, _T]:
+    """Map both directions."""
+    return {direction: value(direction) for direction in DIRECTIONS}
 
-    def of_design(name: str) -> dict[str, Any]:
-        return each(
+
+def _result_json(result: CaseResult) -> dict[str, Any]:
+    num_bytes, limit_s = result.case.num_bytes, result.limit_s
+
+    def design(seconds: Any) -> dict[str, Any]:
+        return by_direction(
             lambda d: {
-                **dataclasses.asdict(_speed(result, name, d)),
-                "of_limit": dataclasses.asdict(_over_limit(result, name, d)),
+                **dataclasses.asdict(speed(num_bytes, seconds[d])),
+                "of_limit": dataclasses.asdict(ratio(seconds[d], limit_s[d])),
             }
         )
 
-    def of_rival(name: str) -> dict[str, Any]:
-        return each(lambda d: dataclasses.asdict(_over_rival(result, name, d)))
-
-    def overlap(direction: Direction) -> dict[str, Any]:
-        times = result.overlap[direction]
-        return {
-            "hidden_fraction": times.hidden,
-            "num_steps": times.num_steps,
-            "steps_s": quartiles(times.steps_s),
-            "transfers_s": quartiles(times.transfers_s),
-            "both_s": quartiles(times.both_s),
-        }
-
-    num_bytes = result.case.num_bytes
+    # Rivals and a running step are measured by `benchmarks/transfer.py` alone.
     return {
         "size_bytes": num_bytes,
         "block_bytes": result.case.block_bytes,
         "num_blocks": result.case.num_blocks,
-        "limit": each(
-            lambda d: dataclasses.asdict(speed(num_bytes, result.limit_s[d]))
+        "limit": by_direction(
+            lambda d: dataclasses.asdict(speed(num_bytes, limit_s[d]))
         ),
-        "designs": {name: of_design(name) for name in result.designs_s},
-        "engine_over": {name: of_rival(name) for name in _rivals(result)},
-        "overlap": each(overlap) if result.overlap else None,
+        "designs": {name: design(each) for name, each in result.designs_s.items()},
+        "engine_over": {},
+        "overlap": None,
     }
 
 
 def plot_results(record: TransferRecord, file: BinaryIO) -> None:
-    """Draw GB/s of each size of a transfer: a panel per direction and block size.
+    """Draw GB/s against the size of a transfer: a panel per direction and block size.
 
     Bars are medians; a thin line goes from each up to the best round.
     """
@@ -239,12 +199,14 @@ def plot_results(record: TransferRecord, file: BinaryIO) -> None:
 
 
 def _headline(record: TransferRecord) -> str:
-    """Say in a few words what it shows."""
     if ENGINE not in record.results[0].designs_s:
         return "How fast blocks move between device and host"
     saved, loaded = (
-        max(_speed(each, ENGINE, way).p50_gb_per_s for each in record.results)
-        for way in DIRECTIONS
+        max(
+            speed(each.case.num_bytes, each.designs_s[ENGINE][direction]).p50_gb_per_s
+            for each in record.results
+        )
+        for direction in DIRECTIONS
     )
     return (
         f"The engine saves up to {_number(saved)} GB/s and loads up to "
@@ -271,7 +233,7 @@ def _draw_panel(
             places.append(sizes.index(result.case.num_bytes) + shift)
             p50.append(reached.p50_gb_per_s)
             best.append(reached.best_gb_per_s)
-        colour = _COLOURS.get(name, _LIMIT_COLOUR)
+        colour = _COLOURS[number]
         axes.bar(places, p50, 0.9 * width, color=colour, label=name)
         axes.vlines(places, p50, best, color=colour, linewidth=1.5)
     plain_axes(axes)

@@ -1,4 +1,4 @@
-"""Measures how fast blocks move, beside other designs and the machine's limit."""
+"""Measures how fast blocks move, next to the machine's limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -16,10 +16,9 @@ from jaxkv.tools.bench.transfer.designs import (
     Design,
     EngineDesign,
     Ids,
-    make_design,
+    MakeDesign,
     make_limit,
 )
-from jaxkv.tools.bench.transfer.overlap import OverlapTimer, Step
 from jaxkv.tools.bench.transfer.paged_pool import PagedPool
 from jaxkv.tools.bench.transfer.plan import Plan, device_cycle, host_cycle
 from jaxkv.tools.bench.transfer.records import (
@@ -28,60 +27,19 @@ from jaxkv.tools.bench.transfer.records import (
     BytesDifferError,
     Case,
     CaseResult,
-    Overlap,
     TransferConfig,
     TransferRecord,
 )
 from jaxkv.tools.console import OnProgress
 from jaxkv.transfer.tickets import Direction
 
+DESIGNS: Mapping[str, MakeDesign] = {ENGINE: EngineDesign}
+
 _LIMIT = "limit"
 _WARM_ROUNDS = 2
 
 
-def run_transfer(
-    config: TransferConfig, plan: Plan, on_progress: OnProgress
-) -> TransferRecord:
-    """Measure all cases of a plan.
-
-    Args:
-        config: The requested measurement.
-        plan: The cases that can be measured.
-        on_progress: Called with a label, the amount done and the total.
-
-    Returns:
-        The results.
-
-    Raises:
-        BytesDifferError: A block has changed on its way.
-    """
-    results: list[CaseResult] = []
-    mode: str | None = None
-    step_s: float | None = None
-    by_block = itertools.groupby(plan.cases, key=lambda case: case.block_bytes)
-    for block_bytes, cases in by_block:
-        label = f"{size_text(block_bytes)} blocks"
-        on_progress(f"{label}: filling host memory", 0, 0)
-        bench = _Bench(config, block_bytes, plan.working_set_bytes, list(cases))
-        for case in bench.cases:
-            title = f"{label}, {size_text(case.num_bytes)}"
-            results.append(bench.measure(case, title, on_progress))
-        mode, step_s = bench.mode, bench.step_s
-        # Free it before the next one: two working sets may not fit.
-        del bench
-        gc.collect()
-    return TransferRecord(
-        config=config,
-        limit=make_limit(1 << 10, 1 << 10).name,
-        mode=mode,
-        working_set_bytes=plan.working_set_bytes,
-        step_s=step_s,
-        left_out=plan.left_out,
-        results=tuple(results),
-    )
-
-
-class _Side:
+class Side:
     """A design, and the ids of its next transfers."""
 
     def __init__(self, design: Design, num_blocks: int, mean_run: int | None):
@@ -92,39 +50,34 @@ class _Side:
         self.tags = np.zeros(num_blocks, np.uint32)
 
 
-class _Bench:
-    """All designs over one pool, for all cases of one block size."""
+class Bench:
+    """Designs over one pool, for all cases of one block size."""
 
     def __init__(
         self,
         config: TransferConfig,
-        block_bytes: int,
-        working_set_bytes: int,
         cases: list[Case],
+        working_set_bytes: int,
+        designs: Mapping[str, MakeDesign] = DESIGNS,
     ):
-        self.cases = cases
-        self._config = config
+        self.config, self.cases = config, cases
         self._working_set_bytes = working_set_bytes
+        block_bytes = cases[0].block_bytes
         num_blocks = max(case.num_blocks for case in cases)
         num_blocks = max(num_blocks, working_set_bytes // block_bytes)
-        self._paged = PagedPool(num_blocks, block_bytes, config.num_layers)
+        self.paged = PagedPool(num_blocks, block_bytes, config.num_layers)
         self._device_ids = device_cycle(num_blocks, seed=0)
-        self._sides: dict[str, _Side] = {}
+        self.sides: dict[str, Side] = {}
         for name in config.designs:
-            design = make_design(name, self._paged.leaves, num_blocks, config.mode)
-            self._sides[name] = _Side(design, num_blocks, config.mean_run)
-            self._fill(self._sides[name])
-        self.mode: str | None = None
-        self.step_s: float | None = None
-        self._step: Step | None = None
-        engine = self._engine()
-        if engine is not None:
-            self.mode = engine.engine.mode
-            if config.overlap:
-                self._step = Step(self._paged.leaves, self._paged.scratch_block)
-                self._paged.leaves, self.step_s = self._step.calibrate(
-                    self._paged.leaves
-                )
+            design = designs[name](self.paged.leaves, num_blocks, config.mode)
+            self.sides[name] = Side(design, num_blocks, config.mean_run)
+            self._fill(self.sides[name])
+
+    @property
+    def engine(self) -> EngineDesign | None:
+        """The transfer engine, if it is measured."""
+        side = self.sides.get(ENGINE)
+        return side.design if side and isinstance(side.design, EngineDesign) else None
 
     def measure(self, case: Case, title: str, on_progress: OnProgress) -> CaseResult:
         """Time one case: all designs in every round, in rotating order."""
@@ -134,13 +87,13 @@ class _Bench:
             for direction in DIRECTIONS:
                 limit.copy(direction)
             self._check_round_trips(case, title)
-        names = [_LIMIT, *self._sides]
+        names = [_LIMIT, *self.sides]
         seconds: dict[str, dict[Direction, list[float]]] = {
             name: {direction: [] for direction in DIRECTIONS} for name in names
         }
         with _no_garbage_collection():
-            for number in range(self._config.rounds):
-                on_progress(title, number, self._config.rounds)
+            for number in range(self.config.rounds):
+                on_progress(title, number, self.config.rounds)
                 for direction, place in itertools.product(
                     DIRECTIONS, range(len(names))
                 ):
@@ -148,69 +101,50 @@ class _Bench:
                     if name == _LIMIT:
                         duration_s = _timed(functools.partial(limit.copy, direction))
                     elif direction == "save":
-                        duration_s, _ = self._save(self._sides[name], case)
+                        duration_s, _ = self._save(self.sides[name], case)
                     else:
-                        duration_s, _ = self._load(self._sides[name], case)
+                        duration_s, _ = self._load(self.sides[name], case)
                     seconds[name][direction].append(duration_s)
-        on_progress(title, self._config.rounds, self._config.rounds)
-        self._check(f"{title}, after all rounds", None)
+        on_progress(title, self.config.rounds, self.config.rounds)
+        self.check(f"{title}, after all rounds", None)
         self._check_round_trips(case, title)
-        overlap = self._overlap(case, title)
-        limit_s = seconds.pop(_LIMIT)
-        return CaseResult(case, limit_s, seconds, overlap)
+        return CaseResult(case, seconds.pop(_LIMIT), seconds)
 
-    def _overlap(self, case: Case, title: str) -> dict[Direction, Overlap]:
-        engine = self._engine()
-        if engine is None or self._step is None:
-            return {}
-        timer = OverlapTimer(
-            self._paged,
-            engine,
-            self._sides[ENGINE].tags,
-            self._step,
-            case.num_blocks,
-            self._config.mean_run,
-        )
-        overlap = timer.measure(self._config.rounds)
-        self._check(f"{title}, beside steps", None)
-        return overlap
+    def check(self, what: str, device_ids: Ids | None) -> None:
+        """Raise an error if device blocks (None for all) differ from their tags."""
+        wrong = self.paged.check(device_ids)
+        if wrong:
+            raise BytesDifferError(f"{what}: {wrong} blocks are not what was saved")
 
-    def _engine(self) -> EngineDesign | None:
-        side = self._sides.get(ENGINE)
-        if side is None:
-            return None
-        assert isinstance(side.design, EngineDesign)
-        return side.design
-
-    def _fill(self, side: _Side) -> None:
+    def _fill(self, side: Side) -> None:
         """Save into every host block, in the order of an empty cache."""
-        num_blocks = self._paged.num_blocks
+        num_blocks = self.paged.num_blocks
         # All transfers have one size, since a design may compile for each.
         piece = self.cases[-1].num_blocks
         for start in range(0, num_blocks, piece):
             start = min(start, num_blocks - piece)
             host_ids = np.arange(start, start + piece, dtype=np.int32)
             device_ids = self._device_ids.next(piece)
-            side.design.save(self._paged.leaves, device_ids, host_ids)
-            side.tags[host_ids] = self._paged.tags[device_ids]
+            side.design.save(self.paged.leaves, device_ids, host_ids)
+            side.tags[host_ids] = self.paged.tags[device_ids]
 
-    def _save(self, side: _Side, case: Case) -> tuple[float, Ids]:
+    def _save(self, side: Side, case: Case) -> tuple[float, Ids]:
         """Save the next blocks; return the seconds and the host blocks."""
         device_ids = self._device_ids.next(case.num_blocks)
         host_ids = side.save_ids.next(case.num_blocks)
-        pool = self._paged.leaves
+        pool = self.paged.leaves
         duration_s = _timed(lambda: side.design.save(pool, device_ids, host_ids))
-        side.tags[host_ids] = self._paged.tags[device_ids]
+        side.tags[host_ids] = self.paged.tags[device_ids]
         return duration_s, host_ids
 
     def _load(
-        self, side: _Side, case: Case, host_ids: Ids | None = None
+        self, side: Side, case: Case, host_ids: Ids | None = None
     ) -> tuple[float, Ids]:
         """Load the next or given blocks; return the seconds and the device blocks."""
         device_ids = self._device_ids.next(case.num_blocks)
         if host_ids is None:
             host_ids = side.load_ids.next(case.num_blocks)
-        paged = self._paged
+        paged = self.paged
 
         def load() -> None:
             paged.leaves = side.design.load(paged.leaves, host_ids, device_ids)
@@ -221,15 +155,41 @@ class _Bench:
 
     def _check_round_trips(self, case: Case, title: str) -> None:
         """Save blocks with each design, load them again, and check them."""
-        for name, side in self._sides.items():
+        for name, side in self.sides.items():
             _, host_ids = self._save(side, case)
             _, device_ids = self._load(side, case, host_ids)
-            self._check(f"{name}, {title}", device_ids)
+            self.check(f"{name}, {title}", device_ids)
 
-    def _check(self, what: str, device_ids: Ids | None) -> None:
-        wrong = self._paged.check(device_ids)
-        if wrong:
-            raise BytesDifferError(f"{what}: {wrong} blocks are not what was saved")
+
+def run_transfer(
+    config: TransferConfig,
+    plan: Plan,
+    on_progress: OnProgress,
+    make_bench: Callable[[TransferConfig, list[Case], int], Bench] = Bench,
+) -> TransferRecord:
+    """Measure all cases of a plan; raise BytesDifferError if a block changes."""
+    results: list[CaseResult] = []
+    mode: str | None = None
+    by_block = itertools.groupby(plan.cases, key=lambda case: case.block_bytes)
+    for block_bytes, cases in by_block:
+        label = f"{size_text(block_bytes)} blocks"
+        on_progress(f"{label}: filling host memory", 0, 0)
+        bench = make_bench(config, list(cases), plan.working_set_bytes)
+        for case in bench.cases:
+            title = f"{label}, {size_text(case.num_bytes)}"
+            results.append(bench.measure(case, title, on_progress))
+        mode = bench.engine.engine.mode if bench.engine else None
+        # Free it before the next one: two working sets may not fit.
+        del bench
+        gc.collect()
+    return TransferRecord(
+        config=config,
+        limit=make_limit(1 << 10, 1 << 10).name,
+        mode=mode,
+        working_set_bytes=plan.working_set_bytes,
+        left_out=plan.left_out,
+        results=tuple(results),
+    )
 
 
 def _timed(call: Callable[[], None]) -> float:

@@ -64,33 +64,16 @@ def test_it_prints_draws_and_writes(run_line, tmp_path, monkeypatch):
                 ):
                     cells += "{:.2f} / {:.2f}".format(*pair).split()
             assert rows[name][-12:] == cells
-        assert set(result["engine_over"]) == {"per-block", "numpy"}
-        assert len(result["overlap"]["save"]["hidden_fraction"]) == 3
-        assert rows["hidden by a step"][-1].endswith("%")
+        assert set(result["designs"]) == {"engine"}
+        assert (result["engine_over"], result["overlap"]) == ({}, None)
     # Everything is timed in every round.
     (record,) = seen
-    assert record.step_s > 0
     for result in record.results:
-        assert set(result.designs_s) == set(records.DESIGNS)
+        assert set(result.designs_s) == {records.ENGINE}
         for sides in (result.limit_s, *result.designs_s.values()):
             for direction in records.DIRECTIONS:
                 assert len(sides[direction]) == 3
                 assert min(sides[direction]) > 0
-        for overlap in result.overlap.values():
-            assert len(overlap.both_s) == 3
-    # No more than two transfers of 16 blocks fit in 32 together.
-    assert [r.overlap["load"].num_steps for r in record.results] == [4, 2]
-
-
-def test_designs_and_overlap_can_be_left_out(run_line):
-    line = (
-        "bench transfer --sizes 8KiB --block-sizes 4KiB --rounds 3 --layers 1 "
-        "--working-set 16KiB --designs engine --mode staged --run 1 --no-overlap"
-    )
-    out, *_ = run_line(line, has_figures=False)
-    rows = [li.split("  ")[1] for li in out.splitlines() if li.startswith("  ")]
-    assert [row for row in rows if row] == [LIMIT, "engine"]
-    assert "hidden" not in out
 
 
 def test_a_failure_is_a_one_line_error(run_line, monkeypatch):

@@ -1,0 +1,188 @@
+"""The bounds that compiled programs must keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from benchmarks.compiled.plan import Kind, Program
+from benchmarks.compiled.records import Figures
+from benchmarks.compiled.targets import Backend
+from jaxkv.transfer.kernels import Mode
+
+MIB = 1 << 20
+
+MOVES: tuple[Kind, ...] = ("gather", "write", "merge", "load")
+"""The programs of saves and loads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What the figures of a program may be at most. None bounds nothing."""
+
+    bytes_ratio: float | None = None  # Bytes accessed over the ideal
+    # Bytes accessed that are not counted: the plan, and the token that tells when the
+    # program is done.
+    free_bytes: int = 64 << 10
+    # The number of blocks from which `bytes_ratio` applies: of fewer, what a program
+    # reads besides would be a multiple.
+    bytes_from_blocks: int = 8
+    temp_ratio: float | None = None  # Temporary memory over what is moved
+    # Temporary memory that is not counted. Compilers set aside some for semaphores, the
+    # plan and the token, and for what a loop has in hand, whatever is moved; of one
+    # small block it would be a multiple.
+    temp_free_bytes: int = MIB
+    # Whether results must be written into the whole pool
+    alias_whole_pool: bool = False
+    kernels: int | None = None  # Operations that run on the device
+    kernels_per_leaf: int = 0  # How many more kernels there may be for each leaf
+    collectives: int | None = 0  # Number of collectives
+    whole_leaf: int | None = 0  # Operations on a whole leaf that are not in place
+    unknown_loops: int | None = None  # Loops without a known trip count
+
+
+_TPU = Bounds(bytes_ratio=4.0, temp_ratio=1.1)
+_TPU_DMA = dataclasses.replace(_TPU, bytes_ratio=1.5, kernels=4)
+_GPU = Bounds(temp_ratio=1.1, unknown_loops=0)
+_GPU_MOVE = dataclasses.replace(_GPU, kernels=2, kernels_per_leaf=1)
+# Nobody waits for an emulated accelerator: what must hold everywhere, and no more.
+_CPU = Bounds()
+
+# By compiler, what moves the rows, and whether it is a save or a load.
+_BOUNDS: dict[tuple[Backend, str, Literal["move", "copy"]], Bounds] = {
+    ("tpu", "xla", "move"): _TPU,
+    ("tpu", "xla", "copy"): _TPU,
+    ("tpu", "dma", "move"): _TPU_DMA,
+    ("tpu", "dma", "copy"): _TPU,
+    ("gpu", "xla", "move"): _GPU_MOVE,
+    ("gpu", "xla", "copy"): _GPU,
+    ("cpu", "xla", "move"): _CPU,
+    ("cpu", "xla", "copy"): _CPU,
+}
+
+# What a merge carries over lies on the device beside what it gathers.
+_MERGE_TEMP_RATIO = 1.3
+
+# A fused program brings the extent that it carries rows over from to the device, and
+# XLA reads and writes once more what comes and goes. On TPU the engine refuses it,
+# and on GPU it has to be asked for: these bounds tell when it becomes worse.
+_FUSED_MERGE_TEMP_RATIO = 2.1
+_FUSED_BYTES_RATIO = {"gather": 4.0, "write": 4.0, "merge": 8.0, "load": 5.0}
+
+# Padding of a pool's bytes that is no part of it: the plan, and its alignment.
+_ALIGNMENT_BYTES = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownBreak:
+    """Programs that are known to break bounds."""
+
+    pools: tuple[str, ...]  # The names of their pools
+    backend: Backend  # Their compiler
+    from_blocks: int  # The least blocks that they move
+    reason: str  # Why, and why it does no harm
+    has_staged: bool = True  # Whether staged saves and loads are among them
+
+
+KNOWN_BREAKS = (
+    KnownBreak(
+        ("head_dim 64, row-major", "MLA 576, row-major"),
+        "tpu",
+        128,
+        "XLA lays an extent of 128 padded rows or more out along its rows, and turns "
+        "it around; the engine's extents have at most 64",
+    ),
+    KnownBreak(
+        ("80 layers, one of 8 devices", "int8, all scales in one leaf"),
+        "tpu",
+        1,
+        "XLA copies whole leaves of v5p around fused loads and copies on the device, "
+        "and a leaf of scales on tpu7x; the engine moves these pools staged",
+        has_staged=False,
+    ),
+)
+"""The broken bounds that fail no run."""
+
+
+def known_break(program: Program) -> str | None:
+    """Return why a program is known to break bounds; None if it is not."""
+    for known in KNOWN_BREAKS:
+        if (
+            program.pool.name in known.pools
+            and program.target.backend == known.backend
+            and program.num_blocks >= known.from_blocks
+            and (known.has_staged or program.mode == "fused" or program.kind == "copy")
+        ):
+            return known.reason
+    return None
+
+
+def bounds_of(backend: Backend, kernel: str, mode: Mode, kind: Kind) -> Bounds:
+    """Return the bounds of a program."""
+    bounds = _BOUNDS[backend, kernel, "move" if kind in MOVES else "copy"]
+    if kind == "merge" and bounds.temp_ratio is not None:
+        fused = mode == "fused"
+        ratio = _FUSED_MERGE_TEMP_RATIO if fused else _MERGE_TEMP_RATIO
+        bounds = dataclasses.replace(bounds, temp_ratio=ratio)
+    if mode == "fused" and bounds.bytes_ratio is not None and kind in MOVES:
+        bounds = dataclasses.replace(bounds, bytes_ratio=_FUSED_BYTES_RATIO[kind])
+    if kind in ("load", "copy"):
+        bounds = dataclasses.replace(bounds, alias_whole_pool=True)
+    return bounds
+
+
+def broken_bounds(program: Program, figures: Figures) -> tuple[str, ...]:
+    """Return the bounds that a program breaks, a line each."""
+    target, kernel = program.target, figures.kernel
+    bounds = bounds_of(target.backend, kernel, program.mode, program.kind)
+    lines = []
+    if (
+        bounds.bytes_ratio is not None
+        and figures.accessed_bytes is not None
+        and program.num_blocks >= bounds.bytes_from_blocks
+        and figures.accessed_bytes - bounds.free_bytes
+        > bounds.bytes_ratio * 2 * figures.moved_bytes
+    ):
+        lines.append(
+            f"bytes {figures.bytes_ratio:.2f}x of the ideal, at most "
+            f"{bounds.bytes_ratio:g}x"
+        )
+    if (
+        bounds.temp_ratio is not None
+        and figures.temp_bytes - bounds.temp_free_bytes
+        > bounds.temp_ratio * figures.moved_bytes
+    ):
+        lines.append(
+            f"temp {figures.temp_ratio:.2f}x of what is moved, at most "
+            f"{bounds.temp_ratio:g}x"
+        )
+    missing = figures.pool_bytes - figures.alias_bytes
+    if bounds.alias_whole_pool and missing > _ALIGNMENT_BYTES:
+        lines.append(f"alias {figures.alias_ratio:.2f} of the pool, not all of it")
+    if bounds.kernels is not None:
+        allowed = bounds.kernels + bounds.kernels_per_leaf * figures.leaves
+        if figures.kernels > allowed:
+            lines.append(f"{figures.kernels} kernels, at most {allowed}")
+    for name, found, allowed_number in (
+        ("collectives", figures.collectives, bounds.collectives),
+        ("not in place on a whole leaf", figures.whole_leaf, bounds.whole_leaf),
+    ):
+        if allowed_number is not None and len(found) > allowed_number:
+            lines.append(f"{name}: {_counted(found)}")
+    if bounds.unknown_loops is not None and (
+        figures.unknown_loops > bounds.unknown_loops
+    ):
+        lines.append(f"loops without a known trip count: {figures.unknown_loops}")
+    return tuple(lines)
+
+
+def _counted(names: tuple[str, ...]) -> str:
+    """Write each name once, with how often it is there.
+
+    >>> _counted(("copy", "copy", "prefetch"))
+    '2 x copy, prefetch'
+    """
+    counts = {name: names.count(name) for name in names}
+    return ", ".join(
+        name if count == 1 else f"{count} x {name}" for name, count in counts.items()
+    )

@@ -1,0 +1,58 @@
+"""The pools of a model, from its Hugging Face configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from benchmarks.compiled.pools import LANES, PoolShape, align
+from jaxkv.tools.model_config import dtype_of, head_dim_of, number_of
+
+
+def pools_of_model(
+    config: Mapping[str, Any],
+    block_size: int,
+    num_blocks: int,
+    dtype: str | None = None,
+) -> tuple[PoolShape, ...]:
+    """Lay out a model's KV as the engines do.
+
+    Returns tpu-inference's layout, and the plain one: k and v apart, or the latent of
+    MLA.
+
+    >>> config = {
+    ...     "num_hidden_layers": 2,
+    ...     "num_attention_heads": 8,
+    ...     "num_key_value_heads": 2,
+    ...     "hidden_size": 512,
+    ... }
+    >>> [pool.shape for pool in pools_of_model(config, 16, 100)]
+    [(100, 16, 1, 2, 128), (100, 16, 2, 64)]
+    """
+    layers = number_of(config, "num_hidden_layers")
+    dtype = dtype or dtype_of(config)
+    packing = max(1, 4 // jnp.dtype(dtype).itemsize)
+    if "kv_lora_rank" in config and config["kv_lora_rank"] is not None:
+        size = number_of(config, "kv_lora_rank") + number_of(config, "qk_rope_head_dim")
+        rows = align(block_size, packing) // packing
+        padded = (num_blocks, rows, packing, align(size, LANES))
+        latent = (num_blocks, block_size, size)
+        return (
+            PoolShape("tpu-inference, MLA", padded, layers, dtype=dtype),
+            PoolShape("latent", latent, layers, dtype=dtype),
+        )
+    heads = number_of(config, "num_key_value_heads", "num_attention_heads")
+    head_dim = head_dim_of(config)
+    apart = (num_blocks, block_size, heads, head_dim)
+    if head_dim == LANES // 2:
+        # tpu-inference puts K and V of a head side by side, which fills the lanes.
+        pairs = align(heads, packing) // packing
+    else:
+        pairs = align(2 * heads, packing) // packing
+    packed = (num_blocks, block_size, pairs, packing, align(head_dim, LANES))
+    return (
+        PoolShape("tpu-inference", packed, layers, dtype=dtype),
+        PoolShape("k and v apart", apart, 2 * layers, dtype=dtype),
+    )

@@ -1,0 +1,135 @@
+"""The JSON of every command stays as it is, byte for byte: programs read it.
+
+A golden file lies in `tests/tools/json` for each case. What depends on the machine or
+the clock is left out of it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from jaxkv.config import OffloadConfig
+from jaxkv.tools import main as cli
+from jaxkv.tools.bench.storage import command as bench_storage
+from jaxkv.tools.bench.storage.run import JAXKV, StorageRecord, StorageResult
+from jaxkv.tools.bench.transfer import command as bench_transfer
+from jaxkv.tools.bench.transfer.records import (
+    Case,
+    CaseResult,
+    Speed,
+    TransferRecord,
+)
+from jaxkv.tools.demo import run as demo_run
+from jaxkv.tools.doctor import command as doctor
+from jaxkv.tools.doctor.bandwidth import Bandwidth
+from jaxkv.tools.doctor.facts import Backend, Facts
+from jaxkv.tools.doctor.store import Folder, Store
+from jaxkv.transfer.limits import HostLimit, PinnedPool
+from tests.tools.test_main import fake_run
+
+GOLDEN = pathlib.Path(__file__).parent / "json"
+LINES = {
+    "replay": "replay synthetic:300 --policy lru,hazard --capacity 5%,20% --model "
+    "llama-3.1-8b --device-blocks 100 --store-threshold 2",
+    "replay-fleet": "replay synthetic:300 --policy lru --capacity 10% --engines 2 "
+    "--route sticky --storage-blocks 20%",
+    "plan": "plan synthetic:300 --policy lru,arc --model llama-3.1-8b --host-bytes "
+    "16GiB,64GiB --device-blocks 200 --engines 2 --storage-bytes 256GiB",
+    "demo": "demo --conversations 1 --turns 2 --storage redis://:pw@host:1",
+    "bench-transfer": "bench transfer --sizes 1MiB --block-sizes 64KiB --layers 2",
+    "bench-storage": "bench storage somewhere --rounds 3",
+    "doctor": "doctor --no-probe --host-bytes 60GiB --need events",
+}
+# Of the machine, or the clock.
+KEYS_ALONE = {"machine", "versions"}
+LEFT_OUT = {"compile_s", "wall_s"}
+
+
+def measure_transfer(config, plan, on_progress):
+    times = {"save": [0.001, 0.002, 0.004], "load": [0.002, 0.003, 0.003]}
+    engine = {"save": [0.002, 0.003, 0.004], "load": [0.004, 0.003, 0.005]}
+    result = CaseResult(Case(64 << 10, 16), times, {"engine": engine})
+    return TransferRecord(config, "np.copyto", "fused", 1 << 25, ("x",), (result,))
+
+
+class FakeStorage(contextlib.AbstractContextManager):
+    def __init__(self, config):
+        self._config = config
+
+    def __exit__(self, *_):
+        self.close()
+
+    def close(self):
+        pass
+
+    def run(self, on_progress):
+        times = {"write": [0.1, 0.2, 0.4], "read": [0.2, 0.2, 0.3]}
+        other = {"write": [0.1, 0.1, 0.2], "read": [0.3, 0.2, 0.1]}
+        seconds = {JAXKV: times, "store alone": other}
+        result = StorageResult(1 << 20, 16, seconds)
+        return StorageRecord(self._config, "file:///somewhere", (result,))
+
+
+def gather_facts():
+    speed = Speed(2.5, 2.0, [0.1, 0.2, 0.3])
+    return Facts(
+        system="Linux x86_64, 2 CPUs",
+        versions={"python": "3", "jaxkv": "0"},
+        total_bytes=64 << 30,
+        limits=(HostLimit(62 << 30, "the machine", "free some memory"),),
+        has_nvidia_driver=False,
+        chosen_platforms="",
+        backend=Backend("cpu", "x", 1, "cpu", ("device", "pinned_host"), None),
+        pool=PinnedPool(64 << 30, "the pool", "LIMIT", 1, 1, is_preallocated=False),
+        mode="fused",
+        refusals=(),
+        missing={"events": ("pyzmq",)},
+        variables={"JAXKV_HOST_BYTES": "1GiB"},
+        config=OffloadConfig(storage="redis://:pw@host:1"),
+        config_faults=("a fault",),
+        bandwidth=Bandwidth(1 << 25, 1 << 20, speed, speed, "np.copyto", speed, speed),
+    )
+
+
+def look_at_store(facts, args):
+    folder = Folder("/x", 0o777, 0o600, 1 << 40, 1 << 30)
+    store = Store("file:///x", 2 << 40, is_sealed=False, folder=folder)
+    return dataclasses.replace(facts, store=store)
+
+
+@pytest.fixture(autouse=True)
+def fixed(monkeypatch):
+    """Replace what is measured by fixed figures."""
+    monkeypatch.setattr(demo_run, "run_demo", lambda c, p, *_: fake_run(c, p))
+    monkeypatch.setattr("jaxkv.transfer.storage.open_store", lambda url: FakeStorage(0))
+    monkeypatch.setattr(bench_transfer, "run_transfer", measure_transfer)
+    monkeypatch.setattr(bench_storage, "StorageBench", FakeStorage)
+    monkeypatch.setattr(doctor, "gather_facts", gather_facts)
+    monkeypatch.setattr(doctor, "_look_at_store", look_at_store)
+
+
+def without_machine(value):
+    """Replace the machine's part by its keys, and drop times of the clock."""
+    if isinstance(value, list):
+        return [without_machine(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: list(item) if name in KEYS_ALONE else without_machine(item)
+        for name, item in value.items()
+        if name not in LEFT_OUT
+    }
+
+
+@pytest.mark.parametrize("name", list(LINES))
+def test_the_json_of_a_command_is_as_it_was(name, tmp_path):
+    path, golden = tmp_path / "a.json", GOLDEN / f"{name}.json"
+    assert cli.main([*LINES[name].split(), "--json", str(path)]) in (0, 1)
+    text = path.read_text()
+    figures = json.loads(text)
+    assert text == f"{json.dumps(figures, indent=2)}\n"
+    found = f"{json.dumps(without_machine(figures), indent=1)}\n"
+    assert found == golden.read_text()
