@@ -80,9 +80,8 @@ def test_it_compiles_prints_and_writes(run_line, tmp_path):
     results = {result["program"]: result for result in written["results"]}
     assert list(results) == ["gather", "merge", "load", "copy"]
     for name, result in results.items():
-        label = name if name == "copy" else f"staged {name}"
-        (line,) = (li for li in out.splitlines() if li.startswith(f"  {label} "))
-        cells = line.removeprefix(f"  {label}").split()
+        (line,) = (li for li in out.splitlines() if li.startswith(f"  {name} "))
+        cells = line.removeprefix(f"  {name}").split()
         assert cells[2] == str(result["kernels"])
         assert result["broken"] == []
     assert written["block_costs"][0]["block_bytes"] == 2 * 4 * 2 * 16 * 4
@@ -106,9 +105,9 @@ def test_a_broken_bound_is_listed_and_is_the_exit_code(compilers, run_line):
     line = "--target v5e --shape 2048,16,8,2,128"
     out, *_ = run_line(line, 1)
     (row,) = [line for line in out.splitlines() if line.startswith("!")]
-    assert row.split()[:3] == ["!", "staged", "load"]
+    assert row.split()[:3] == ["!", "load", "1.00"]
     assert (
-        "v5e, your pool, staged load of 8, 64, 512 blocks: 99 kernels, at most 4; "
+        "v5e, your pool, load of 8, 64, 512 blocks: 99 kernels, at most 4; "
         "collectives: all-gather" in out
     )
     assert out.splitlines()[-1] == "15 programs for v5e in 12 s: 3 break a bound"
