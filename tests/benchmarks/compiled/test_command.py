@@ -114,7 +114,7 @@ def test_a_broken_bound_is_listed_and_is_the_exit_code(compilers, run_line):
     use(lambda program: None)
     line = "--target v6e:2x2 --shape 64,16 --blocks 8"
     out, *_ = run_line(line, 1)
-    assert "v6e, your pool, staged gather of 8 blocks: did not compile: None" in out
+    assert "v6e, your pool, gather of 8 blocks: did not compile: None" in out
 
 
 def test_known_breaks_are_listed_and_fail_no_run(compilers, run_line):
