@@ -195,9 +195,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
     transfer_mode: Mode | None = settings.name(
         None,
         "engine",
-        "Copy blocks by one program between device and host (`fused`), or through a "
-        "staging buffer on the device (`staged`). `null`: `fused` on CPU, else "
-        "`staged`.",
+        "Copy blocks by one program between device and host (`fused`, on CPU), or "
+        "through a staging buffer on the device (`staged`). `null`: `fused` on CPU, "
+        "else `staged`.",
         names=lambda: MODES,
     )
     transfer_kernel: Kernel | None = settings.name(

@@ -30,10 +30,8 @@ from benchmarks.compiled.targets import (
     parse_target,
     pip_install,
 )
-from jaxkv._util import did_you_mean
 from jaxkv.tools.model_config import NAMED_MODELS, check_dtype, find_config
 from jaxkv.tools.progress import show_progress
-from jaxkv.transfer.kernels import MODES, Mode
 
 _T = TypeVar("_T")
 
@@ -82,7 +80,6 @@ def _make_parser() -> argparse.ArgumentParser:
         f"{names}, or a TPU topology such as v6e:2x2 (default: all accelerators whose "
         "compiler is installed)",
     )
-    add_list("--mode", _parse_mode, "transfer modes (default: all)")
     add_list(
         "--blocks",
         _whole_from(1),
@@ -91,7 +88,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="every layout and program with few layers and 8 blocks, each on one TPU",
+        help="every layout and program with few layers and 8 blocks, on half the TPUs",
     )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     parser.add_argument(
@@ -132,7 +129,7 @@ def _make_config(args: argparse.Namespace) -> CompileConfig:
         raise ValueError("--dtype: it belongs to --shape or --model")
     targets = _choose_targets(args.target)
     if args.quick:
-        for name in ("shape", "model", "blocks", "mode"):
+        for name in ("shape", "model", "blocks"):
             if getattr(args, name):
                 raise ValueError(f"--quick chooses by itself, without --{name}")
         return quick_config(targets)
@@ -141,9 +138,6 @@ def _make_config(args: argparse.Namespace) -> CompileConfig:
         config = dataclasses.replace(config, pools=pools, examples=())
     if args.blocks:
         config = dataclasses.replace(config, blocks=tuple(args.blocks))
-    if args.mode:
-        modes = tuple(mode for mode in MODES if mode in args.mode)
-        config = dataclasses.replace(config, modes=modes)
     return config
 
 
@@ -205,13 +199,6 @@ def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parse_argument
-
-
-def _parse_mode(text: str) -> Mode:
-    for mode in MODES:
-        if mode == text:
-            return mode
-    raise argparse.ArgumentTypeError(f"unknown {text!r}: {did_you_mean(text, MODES)}")
 
 
 def _whole_from(minimum: int) -> Callable[[str], int]:

@@ -8,7 +8,6 @@ from typing import Literal
 from benchmarks.compiled.plan import Kind, Program
 from benchmarks.compiled.records import Figures
 from benchmarks.compiled.targets import Backend
-from jaxkv.transfer.kernels import Mode
 
 MIB = 1 << 20
 
@@ -62,12 +61,6 @@ _BOUNDS: dict[tuple[Backend, str, Literal["move", "copy"]], Bounds] = {
 # What a merge carries over lies on the device beside what it gathers.
 _MERGE_TEMP_RATIO = 1.3
 
-# A fused program brings the extent that it carries rows over from to the device, and
-# XLA reads and writes once more what comes and goes. On TPU the engine refuses it,
-# and on GPU it has to be asked for: these bounds catch regressions.
-_FUSED_MERGE_TEMP_RATIO = 2.1
-_FUSED_BYTES_RATIO = {"gather": 4.0, "write": 4.0, "merge": 8.0, "load": 5.0}
-
 # Padding of a pool's bytes that is no part of it: the plan, and its alignment.
 _ALIGNMENT_BYTES = 64 << 10
 
@@ -80,7 +73,7 @@ class KnownBreak:
     backend: Backend  # Their compiler
     from_blocks: int  # The least blocks that they move
     reason: str  # Why, and why it does no harm
-    has_staged: bool = True  # Whether staged saves and loads are among them
+    has_moves: bool = True  # Whether saves and loads are among them
 
 
 KNOWN_BREAKS = (
@@ -95,9 +88,9 @@ KNOWN_BREAKS = (
         ("80 layers, one of 8 devices", "int8, all scales in one leaf"),
         "tpu",
         1,
-        "XLA copies whole leaves of v5p around fused loads and copies on the device, "
-        "and a leaf of scales on tpu7x; the engine moves these pools staged",
-        has_staged=False,
+        "XLA copies whole leaves of v5p around copies on the device, and a leaf of "
+        "scales on tpu7x; saves and loads have no such copies",
+        has_moves=False,
     ),
 )
 """The broken bounds that fail no run."""
@@ -110,21 +103,17 @@ def known_break(program: Program) -> str | None:
             program.pool.name in entry.pools
             and program.target.backend == entry.backend
             and program.num_blocks >= entry.from_blocks
-            and (entry.has_staged or program.mode == "fused" or program.kind == "copy")
+            and (entry.has_moves or program.kind == "copy")
         ):
             return entry.reason
     return None
 
 
-def bounds_of(backend: Backend, kernel: str, mode: Mode, kind: Kind) -> Bounds:
+def bounds_of(backend: Backend, kernel: str, kind: Kind) -> Bounds:
     """Return the bounds of a program."""
     bounds = _BOUNDS[backend, kernel, "move" if kind in MOVES else "copy"]
     if kind == "merge" and bounds.temp_ratio is not None:
-        fused = mode == "fused"
-        ratio = _FUSED_MERGE_TEMP_RATIO if fused else _MERGE_TEMP_RATIO
-        bounds = dataclasses.replace(bounds, temp_ratio=ratio)
-    if mode == "fused" and bounds.bytes_ratio is not None and kind in MOVES:
-        bounds = dataclasses.replace(bounds, bytes_ratio=_FUSED_BYTES_RATIO[kind])
+        bounds = dataclasses.replace(bounds, temp_ratio=_MERGE_TEMP_RATIO)
     if kind in ("load", "copy"):
         bounds = dataclasses.replace(bounds, alias_whole_pool=True)
     return bounds
@@ -133,7 +122,7 @@ def bounds_of(backend: Backend, kernel: str, mode: Mode, kind: Kind) -> Bounds:
 def broken_bounds(program: Program, figures: Figures) -> tuple[str, ...]:
     """Return the bounds that a program breaks, a line each."""
     target, kernel = program.target, figures.kernel
-    bounds = bounds_of(target.backend, kernel, program.mode, program.kind)
+    bounds = bounds_of(target.backend, kernel, program.kind)
     lines = []
     if (
         bounds.bytes_ratio is not None

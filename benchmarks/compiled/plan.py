@@ -1,14 +1,15 @@
-"""The programs to compile, in order."""
+"""The programs of the mode ``"staged"`` to compile, in order."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 from benchmarks.compiled.pools import PoolShape, costly_pools, default_pools
 from benchmarks.compiled.targets import TARGETS, Target
-from jaxkv.transfer.kernels import MODES, SAVE_KINDS, Mode, SaveKind
+from jaxkv.transfer.kernels import SAVE_KINDS, SaveKind
 
 Kind: TypeAlias = SaveKind | Literal["load", "copy"]
 
@@ -31,17 +32,15 @@ class CompileConfig:
     # Pools that are compiled for comparison, without bounds
     examples: tuple[PoolShape, ...] = dataclasses.field(default_factory=costly_pools)
     blocks: tuple[int, ...] = BLOCKS  # Blocks moved by one program, each in turn
-    modes: tuple[Mode, ...] = MODES  # The modes of the transfer engine, each in turn
-    # Whether a program is compiled for one of the TPUs only, the next program for the
-    # next.
+    # Whether a program is compiled for every second TPU, the next one for the others.
     in_turn: bool = False
 
 
 def quick_config(targets: tuple[Target, ...]) -> CompileConfig:
     """Return the part of the whole check that takes a minute and a half.
 
-    It has every layout, program and target, with few layers, one
-    number of blocks, and each program for one of the TPUs.
+    It has every layout, program and target, with few layers, one number of blocks, and
+    each program for every second TPU.
     """
     return CompileConfig(
         targets, default_pools(_FEW_LAYERS), examples=(), blocks=(8,), in_turn=True
@@ -54,7 +53,6 @@ class Program:
 
     target: Target
     pool: PoolShape  # The pool that it works on
-    mode: Mode  # The mode of the transfer engine. Copies are the same in all.
     kind: Kind  # What it does
     num_blocks: int  # Blocks that it moves, on each shard
     is_example: bool = False  # Whether no bounds apply
@@ -62,8 +60,7 @@ class Program:
     @property
     def label(self) -> str:
         """The program in one line, for people."""
-        name = "copy" if self.kind == "copy" else f"{self.mode} {self.kind}"
-        return f"{self.target.name}, {self.pool.name}, {name} of {self.num_blocks}"
+        return f"{self.target.name}, {self.pool.name}, {self.kind} of {self.num_blocks}"
 
 
 def programs(config: CompileConfig) -> Iterator[Program]:
@@ -71,33 +68,31 @@ def programs(config: CompileConfig) -> Iterator[Program]:
     tpus = [target for target in config.targets if target.backend == "tpu"]
     for target in config.targets:
         for i, pool in enumerate(config.pools):
-            chosen = _programs(target, pool, config.modes, config.blocks)
+            chosen = _programs(target, pool, config.blocks)
             for j, program in enumerate(chosen):
-                mine = not config.in_turn or target not in tpus
-                if mine or tpus[(i + j) % len(tpus)] == target:
+                every = not config.in_turn or target not in tpus
+                if every or (tpus.index(target) + i + j) % 2 == 0:
                     yield program
         if target in tpus:
             # The least that shows it: what they cost hardly depends on the program.
             for pool in config.examples:
                 few = [n for n in config.blocks if n >= 8][:1] or config.blocks[:1]
-                for program in _programs(target, pool, config.modes[-1:], few):
+                for program in _programs(target, pool, few):
                     if program.kind in ("gather", "load"):
                         yield dataclasses.replace(program, is_example=True)
 
 
 def _programs(
-    target: Target, pool: PoolShape, modes: Sequence[Mode], blocks: Sequence[int]
+    target: Target, pool: PoolShape, blocks: Sequence[int]
 ) -> Iterator[Program]:
     # A pool with fewer blocks is moved as a whole.
     sizes = list(dict.fromkeys(min(n, pool.shard_blocks) for n in blocks))
-    for mode in modes:
-        for size in sizes:
-            kinds: tuple[Kind, ...] = (*SAVE_KINDS[mode], "load")
-            for kind in kinds:
-                yield Program(target, pool, mode, kind, size)
+    kinds: tuple[Kind, ...] = (*SAVE_KINDS["staged"], "load")
+    for size, kind in itertools.product(sizes, kinds):
+        yield Program(target, pool, kind, size)
     if pool.num_shards == pool.blocks_per_host_block == 1:
         for size in _copy_sizes(sizes, pool.shard_blocks):
-            yield Program(target, pool, modes[0], "copy", size)
+            yield Program(target, pool, "copy", size)
 
 
 def _copy_sizes(sizes: Sequence[int], shard_blocks: int) -> list[int]:

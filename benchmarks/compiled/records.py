@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 from benchmarks.compiled.plan import Kind, Program
 from benchmarks.compiled.targets import Backend
-from jaxkv.transfer.kernels import Mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +56,6 @@ class Figures:
         """Aliased memory over the pool."""
         return self.alias_bytes / self.pool_bytes
 
-    @property
-    def host_ratio(self) -> float:
-        """Bytes between host and device over what is moved."""
-        return self.host_bytes / self.moved_bytes
-
 
 Reply: TypeAlias = tuple[Figures | None, str | None]
 """What the compiling process says of a program: figures, or why there are none."""
@@ -101,8 +95,7 @@ class BlockCost:
 def block_costs(results: tuple[Result, ...]) -> tuple[BlockCost, ...]:
     """Sum up what a block costs, for each target and pool that compiled.
 
-    Times are of the smallest move of eight blocks or more, in the last of the modes:
-    ``staged`` if it was compiled.
+    Times are of the smallest move of eight blocks or more.
     """
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
@@ -116,11 +109,8 @@ def block_costs(results: tuple[Result, ...]) -> tuple[BlockCost, ...]:
         if not sizes:
             continue
         size = next((n for n in sizes if n >= 8), sizes[-1])
-        mode = moves[-1].program.mode
         chosen = {
-            r.program.kind: r.figures
-            for r in moves
-            if r.program.num_blocks == size and r.program.mode == mode
+            r.program.kind: r.figures for r in moves if r.program.num_blocks == size
         }
         some = next(iter(chosen.values()), None)
         if some is None:
@@ -153,7 +143,6 @@ class Row:
     target: str  # Name of the target
     backend: Backend  # Its compiler
     pool: str  # Name of the pool
-    mode: Mode  # The mode of the transfer engine
     kind: Kind  # What the program does
     results: tuple[Result, ...]  # The results, by number of blocks
 
@@ -186,9 +175,9 @@ class Row:
 
 def rows_of(results: tuple[Result, ...]) -> tuple[Row, ...]:
     """Group results that differ only in the number of blocks."""
-    groups: dict[tuple[str, Backend, str, Mode, Kind], list[Result]] = {}
+    groups: dict[tuple[str, Backend, str, Kind], list[Result]] = {}
     for result in results:
         p = result.program
-        key = (p.target.name, p.target.backend, p.pool.name, p.mode, p.kind)
+        key = (p.target.name, p.target.backend, p.pool.name, p.kind)
         groups.setdefault(key, []).append(result)
     return tuple(Row(*key, tuple(group)) for key, group in groups.items())

@@ -39,7 +39,7 @@ def print_plan(config: CompileConfig, num_programs: int) -> None:
     lines = [
         f"Targets      {', '.join(target.device for target in config.targets)}",
         f"Compilers    {_versions_text()}",
-        f"Programs     {num_programs}: {' and '.join(config.modes)}, {blocks} blocks",
+        f"Programs     {num_programs}, of {blocks} blocks",
         f"Duration     about {_duration(num_programs * _SECONDS_A_PROGRAM)} of a core",
     ]
     for i, pool in enumerate((*config.pools, *config.examples)):
@@ -97,7 +97,7 @@ def broken_lines(rows: Iterable[Row]) -> list[str]:
             blocks = ", ".join(str(result.program.num_blocks) for result in broken)
             worst = max(broken, key=lambda result: len(result.broken))
             lines.append(
-                f"{row.target}, {row.pool}, {_name(row)} of {blocks} blocks: "
+                f"{row.target}, {row.pool}, {row.kind} of {blocks} blocks: "
                 f"{'; '.join(worst.broken)}"
             )
     return lines
@@ -125,11 +125,11 @@ def _duration(seconds: float) -> str:
 
 
 def _print_programs(title: str, rows: Sequence[Row]) -> None:
-    names = "bytes", "temp", "kernels", "alias", "host", "coll.", "leaf", "s"
+    names = "bytes", "temp", "kernels", "alias", "coll.", "leaf", "s"
 
     def row(program: Row) -> list[str]:
         mark = "!" if program.is_broken else " "
-        return [f"{mark} {_name(program)}", *_cells(program)]
+        return [f"{mark} {program.kind}", *_cells(program)]
 
     print_table(
         (title, *names),
@@ -159,9 +159,6 @@ def _cells(row: Row) -> list[str]:
         _ratio(worst(lambda figures: figures.temp_ratio)),
         f"{worst(lambda figures: figures.kernels):.0f}",
         _ratio(alias) if takes_pool else "-",
-        _ratio(worst(lambda figures: figures.host_ratio))
-        if row.mode == "fused" and row.kind != "copy"
-        else "-",
         f"{collectives:.0f}" if collectives else "-",
         f"{whole_leaf:.0f}" if whole_leaf else "-",
         f"{worst(lambda figures: figures.compile_s):.1f}",
@@ -201,11 +198,10 @@ def _notes(record: CompileRecord) -> list[str]:
         "temp and leaf say more. A Pallas kernel counts as what it declares to move. "
         "XLA estimates nothing for GPUs.",
         "temp: memory that it takes besides, over what it moves; alias: what a load "
-        "writes in place, over the pool; host: bytes between host and device, over "
-        "what it moves; leaf: operations on a whole leaf that are not in place; s: CPU "
-        "time to compile.",
-        "save and load: XLA's estimate of the device's time for the blocks, in the "
-        f"mode {record.config.modes[-1]}; host and device: with padding.",
+        "writes in place, over the pool; leaf: operations on a whole leaf that are "
+        "not in place; s: CPU time to compile.",
+        "save and load: XLA's estimate of the device's time for the blocks; host and "
+        "device: with padding.",
     ]
 
 
@@ -218,7 +214,6 @@ def to_json(record: CompileRecord) -> dict[str, Any]:
         "targets": [dataclasses.asdict(target) for target in config.targets],
         "pools": [dataclasses.asdict(p) for p in (*config.pools, *config.examples)],
         "blocks": list(config.blocks),
-        "modes": list(config.modes),
         "results": [
             {
                 **_program_json(result.program),
@@ -239,7 +234,6 @@ def _program_json(program: Program) -> dict[str, Any]:
     return {
         "target": program.target.name,
         "pool": program.pool.name,
-        "mode": program.mode,
         "program": program.kind,
         "num_blocks": program.num_blocks,
         "bounds_apply": not program.is_example,
@@ -252,7 +246,6 @@ def _figures_json(figures: Figures) -> dict[str, Any]:
         "bytes_ratio": figures.bytes_ratio,
         "temp_ratio": figures.temp_ratio,
         "alias_ratio": figures.alias_ratio,
-        "host_ratio": figures.host_ratio,
     }
 
 
@@ -262,19 +255,17 @@ def to_markdown(record: CompileRecord) -> str:
     costs = {(c.target, c.pool): c for c in block_costs(record.results)}
     pools = list(dict.fromkeys(pool for _, pool in costs))
     by_program: dict[tuple[str, str, str], Row] = {
-        (row.target, row.pool, row.kind): row
-        for row in rows_of(record.results)
-        if row.mode == record.config.modes[-1]
+        (row.target, row.pool, row.kind): row for row in rows_of(record.results)
     }
     blocks = next(iter(costs.values())).num_blocks if costs else 0
     head = f"{' | '.join(names)} |"
     dashes = "---|" * len(names)
     lines = [
         *_wrapped(
-            f"Saves and loads of {blocks} blocks in the mode "
-            f"`{record.config.modes[-1]}`: the bytes that a program reads and writes "
-            "over the least there can be, its kernels (k), and XLA's estimate of its "
-            "time on the device. Where two are given, a save and a load differ."
+            f"Saves and loads of {blocks} blocks in the mode `staged`: the bytes that "
+            "a program reads and writes over the least there can be, its kernels (k), "
+            "and XLA's estimate of its time on the device. Where two are given, a save "
+            "and a load differ."
         ),
         "",
         f"| pool | a block | {head}",
@@ -373,10 +364,6 @@ def _padding_cell(cost: BlockCost | None) -> str:
     if cost.host_bytes is None:
         return device
     return f"{device}, {cost.host_bytes / cost.block_bytes:.2f}"
-
-
-def _name(row: Row) -> str:
-    return "copy" if row.kind == "copy" else f"{row.mode} {row.kind}"
 
 
 def _ratio(value: float | None) -> str:

@@ -29,7 +29,7 @@ from benchmarks.compiled.records import Figures, Reply
 from benchmarks.compiled.targets import NUM_DEVICES, Target
 from jaxkv.transfer import memory
 from jaxkv.transfer.extents import ExtentLayout
-from jaxkv.transfer.kernels import Copier, Mode
+from jaxkv.transfer.kernels import Copier
 from jaxkv.transfer.layout import PoolLayout
 
 
@@ -177,14 +177,14 @@ def _compiler(
 
 def _copier(program: Program) -> Copier:
     rows = program.num_blocks * program.pool.blocks_per_host_block
-    return _make_copier(program.target, program.pool, program.mode, rows)
+    return _make_copier(program.target, program.pool, rows)
 
 
 @functools.lru_cache(maxsize=1)
-def _make_copier(target: Target, pool: PoolShape, mode: Mode, rows: int) -> Copier:
+def _make_copier(target: Target, pool: PoolShape, rows: int) -> Copier:
     layout = describe(target, pool)
     # As `TransferEngine` has them.
-    return Copier(ExtentLayout.of(layout, rows, stacked=mode == "staged"), mode)
+    return Copier(ExtentLayout.of(layout, rows, stacked=True), "staged")
 
 
 def _compiled(copier: Copier, program: Program) -> jax.stages.Compiled:
@@ -217,12 +217,12 @@ def _extent_host_bytes(program: Program) -> int | None:
         return None
     # A load's extent is the one that the save of as many blocks has made.
     rows = program.num_blocks * program.pool.blocks_per_host_block
-    return _host_bytes(program.target, program.pool, program.mode, rows)
+    return _host_bytes(program.target, program.pool, rows)
 
 
 @functools.lru_cache(maxsize=16)
-def _host_bytes(target: Target, pool: PoolShape, mode: Mode, rows: int) -> int | None:
-    copier = _make_copier(target, pool, mode, rows)
+def _host_bytes(target: Target, pool: PoolShape, rows: int) -> int | None:
+    copier = _make_copier(target, pool, rows)
     specs = copier.extents.specs(memory.HOST_KIND)
     with _compiler(target, pool):
         nothing = jax.jit(lambda arrays: (), keep_unused=True).lower(specs)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import check_whole, shown, strict_class
-from jaxkv.transfer import limits, memory, probe
+from jaxkv.transfer import limits, memory
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extent_table import ExtentTable, SharedMemory
 from jaxkv.transfer.extents import ExtentLayout
@@ -133,8 +133,7 @@ class TransferEngine:
             host_bytes: Bytes of host memory to allocate in this process, such as
                 ``"8GiB"``, instead of `num_host_blocks`.
             mode: ``"fused"`` or ``"staged"``, see `Copier`; the results are the same.
-                None takes fused on CPU and staged elsewhere. On GPU, fused is tested
-                in another process before it is used.
+                None takes fused on CPU and staged elsewhere, where fused is refused.
             block_axis: The axis that counts the blocks: an int, or a pytree of ints
                 that is a prefix of `pool`.
             blocks_per_host_block: Number of device blocks that a host block holds.
@@ -160,8 +159,8 @@ class TransferEngine:
         layout = PoolLayout.of(pool, block_axis)
         platform = layout.device.platform
         memory.host_sharding(layout.device)  # Refuses devices without pinned memory.
-        probe.check_client(platform)
-        probe.check_jit()
+        memory.check_client(platform)
+        memory.check_jit()
         mode = choose_mode(mode, platform)
         check_whole(1, blocks_per_host_block=blocks_per_host_block)
         blocks_per_host_block = operator.index(blocks_per_host_block)

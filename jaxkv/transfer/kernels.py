@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from numpy.typing import NDArray
 
-from jaxkv.transfer import dma, memory, probe, rows
+from jaxkv.transfer import dma, memory, rows
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
 from jaxkv.transfer.layout import PoolLayout
@@ -109,10 +109,6 @@ class Copier:
             memory.Carrier(self._device[extents.arrays_of(group)])
             for group in range(len(extents.layer_groups))
         ]
-        # Only on CPU does a program that writes some rows of an extent take less time
-        # than one that writes all: the rows of a loop are not copied over a bus one by
-        # one.
-        self._writes_single_rows = mode == "fused" and self._platform == "cpu"
         self._token = _token if self._platform == "cpu" else _first
         self._may_fall_back = kernel is None
         self._by_dma = self._choose_by_dma(kernel)
@@ -353,7 +349,7 @@ class Copier:
         """Whether the plan of a save program is `SavePlan.row_lists`."""
         # For all rows a gather is faster, since XLA:CPU uses several threads; for a few
         # rows a loop is, since it leaves the others unwritten.
-        return self._writes_single_rows and kind != "gather"
+        return self.mode == "fused" and kind != "gather"
 
     def _compile_save(self, kind: SaveKind, number: int = 1) -> jax.stages.Compiled:
         fused, merges = self.mode == "fused", kind == "merge"
@@ -641,9 +637,10 @@ def choose_mode(mode: Mode | None, platform: str) -> Mode:
     if mode not in MODES:
         raise ValueError(f"{mode=} must be one of {MODES} or None.")
     if mode == "fused" and platform != "cpu":
-        result = probe.probe_fused(platform)
-        if not result.ok:
-            raise ValueError(f"{mode=} cannot be used here: {result.reason}")
+        raise ValueError(
+            f"{mode=} is for pools on CPU, and this one is on {platform}, where a "
+            "program that writes host memory would hold up the model: use 'staged'."
+        )
     return mode
 
 

@@ -1,10 +1,11 @@
-"""Memory kinds of devices, and options that keep transfer programs bit-exact."""
+"""Memory kinds and runtimes of devices; options that keep transfer programs exact."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +46,32 @@ _NORMALISED_FLOATS = (
     "f8e5m2fnuz",
     "f8e8m0fnu",
 )
+
+_TFRT_CLIENT = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+
+
+def check_client(platform: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a runtime that runs everything on one stream; `environ` started it.
+
+    ValueError if no copy could overlap with a computation.
+    """
+    value = environ.get(_TFRT_CLIENT, "0").strip()
+    # jaxlib accepts ints only; a word may have been set after jaxlib read the variable,
+    # with the intent to have this client.
+    if platform == "gpu" and value.lower() not in ("", "0", "false", "no", "off"):
+        raise ValueError(
+            f"{_TFRT_CLIENT}={value!r} makes XLA use a client with one stream for "
+            "computations and copies alike, so that no transfer can overlap with the "
+            "model: unset it, or set it to 0, before jax is imported."
+        )
+
+
+def check_jit() -> None:
+    """Raise ValueError if `JAX_DISABLE_JIT` is set."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ValueError(
+            "JAX_DISABLE_JIT is set, but transfers are compiled programs: unset it."
+        )
 
 
 def memory_kinds(device: jax.Device) -> tuple[str, ...]:

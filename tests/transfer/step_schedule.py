@@ -35,7 +35,7 @@ WIDTH, NUM_TOKENS, NUM_HEADS = 2048, 512, 16
 KV_WIDTH, HEAD_DIM = LEAF[2] * LEAF[3], LEAF[3]
 
 
-def compile_step(device, mode, kernel, with_after):
+def compile_step(device, kernel, with_after):
     """Compile a prefill of some layers whose KV comes from the host."""
     place = jax.sharding.SingleDeviceSharding(device)
 
@@ -49,14 +49,11 @@ def compile_step(device, mode, kernel, with_after):
     )
     layout = PoolLayout(jax.tree.structure(pool), leaves, None)
     layout.__dict__["device"] = device
-    stacked = mode == "staged"
-    extents = ExtentLayout.of(
-        layout, ROWS, stacked=stacked, num_layer_groups=NUM_LAYERS
-    )
+    extents = ExtentLayout.of(layout, ROWS, stacked=True, num_layer_groups=NUM_LAYERS)
     loads = StepLoads(
         (extents.specs("pinned_host"),) * NUM_EXTENTS,
         (spec(1, ROWS, dtype=jnp.int32),) * NUM_EXTENTS,
-        Copier(extents, mode, kernel),
+        Copier(extents, "staged", kernel),
     )
     weights = [
         {
@@ -88,7 +85,7 @@ def compile_step(device, mode, kernel, with_after):
     return jitted.lower(pool, loads, weights, x, table).compile()
 
 
-def events_of(text, arrays_per_group):
+def events_of(text):
     """List (what, group) in the order of the schedule; the group of layers is None."""
     started, events = {}, []
     for line in text[text.index("ENTRY") :].splitlines():
@@ -96,7 +93,7 @@ def events_of(text, arrays_per_group):
         copied = re.search(r"copy-start\(%?(loads_extents_\d+__(\d+)_[\w.]*)\)", rest)
         done = re.search(r"copy-done\(%?([\w.-]+)\)", rest)
         if copied:
-            group = int(copied[2]) // arrays_per_group
+            group = int(copied[2])
             started[name.lstrip("%")] = group
             events.append(("start", group))
         elif done and done[1] in started:
@@ -120,16 +117,15 @@ def compile_for(target, *how):
 def main(target):
     jax.config.update("jax_platforms", "cpu")
     record = {}
-    for name, mode, kernel, with_after in (
-        ("staged", "staged", None, True),
-        ("fused", "fused", None, True),
-        ("no after", "staged", "xla", False),
+    for name, kernel, with_after in (
+        ("staged", None, True),
+        ("no after", "xla", False),
     ):
-        program = compile_for(target, mode, kernel, with_after)
+        program = compile_for(target, kernel, with_after)
         text = program.as_text()
         shape = ",".join(map(str, LEAF))
         record[name] = {
-            "events": events_of(text, arrays_per_group=1 if mode == "staged" else 2),
+            "events": events_of(text),
             "num_groups": NUM_LAYERS,
             "alias_bytes": program.memory_analysis().alias_size_in_bytes,
             "pool_bytes": 2 * NUM_LAYERS * 2 * LEAF[0] * LEAF[1] * KV_WIDTH,

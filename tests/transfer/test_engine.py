@@ -1,8 +1,10 @@
 """The engine as its caller sees it: sizes, order, and calls that do not wait."""
 
 import numpy as np
+import pytest
 
 from jaxkv.transfer import PoolLayout, TransferEngine
+from jaxkv.transfer.kernels import choose_mode
 from tests.rigs.device_cases import ON_CPU
 from tests.rigs.waiting import wait_for
 from tests.transfer.numbered import (
@@ -27,6 +29,10 @@ def test_an_engine_reports_its_sizes(make, mode):
 def test_the_default_mode_is_fused_on_cpu_and_staged_elsewhere():
     mode = "fused" if ON_CPU else "staged"
     assert TransferEngine(numbered_pool(), 1).mode == mode
+    for platform in ("gpu", "tpu"):
+        assert choose_mode(None, platform) == "staged"
+        with pytest.raises(ValueError, match=f"this one is on {platform}, .* 'staged'"):
+            choose_mode("fused", platform)
 
 
 def test_empty_transfers_complete_at_the_next_poll(make):

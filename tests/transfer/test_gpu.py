@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import TransferEngine, probe_fused
+from jaxkv.transfer import TransferEngine
 from tests.rigs.device_cases import spread
 
 
@@ -24,9 +24,9 @@ def as_pool(raw, dtype=jnp.bfloat16):
     return [jnp.array(bits.view(dtype)) for bits in raw]
 
 
-def round_trip(pool, raw, mode=None):
+def round_trip(pool, raw):
     num_blocks = raw.shape[1]
-    engine = TransferEngine(pool, num_blocks, mode=mode)
+    engine = TransferEngine(pool, num_blocks)
     order = np.random.default_rng(2)
     source, host, target = (order.permutation(num_blocks) for _ in range(3))
     engine.save(pool, source, host)
@@ -50,16 +50,6 @@ def test_large_blocks_survive_a_round_trip():
 def test_every_bit_pattern_survives(dtype):
     raw = np.arange(1 << 16, dtype=np.uint16).reshape(1, 64, -1)
     round_trip(as_pool(raw, jnp.dtype(dtype)), raw)
-
-
-def test_the_probe_is_right_about_fused():
-    raw = random_bits()
-    pool = as_pool(raw)
-    if probe_fused("gpu").ok:
-        round_trip(pool, raw, mode="fused")
-    else:
-        with pytest.raises(ValueError, match="cannot be used here"):
-            TransferEngine(pool, 8, mode="fused")
 
 
 def test_a_pool_over_all_gpus_round_trips():

@@ -1,7 +1,6 @@
 """What copies rows: asynchronous copies, which are interpreted here, or XLA."""
 
 import logging
-import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.experimental import pallas
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxkv.transfer import Compression, TransferEngine, dma, kernels, rows
-from jaxkv.transfer.kernels import SAVE_KINDS, Copier
+from jaxkv.transfer.kernels import Copier
 from tests.rigs.device_cases import only_on_cpu, spread
 from tests.transfer.numbered import NUM_BLOCKS, Moves
 from tests.transfer.shadow import Shadow, exercise, random_array, to_device
@@ -182,35 +181,7 @@ def test_kernels_that_cannot_be_are_refused():
     assert TransferEngine(pool, 32).kernel == "xla"
 
 
-def test_off_cpu_a_fused_save_leaves_the_spare_extent_alone(
-    kinds_of_saves, monkeypatch
-):
-    choose = Copier._choose_by_dma
-
-    def pretend(self, kernel):
-        self._writes_single_rows = False
-        return choose(self, kernel)
-
-    monkeypatch.setattr(Copier, "_choose_by_dma", pretend)
-    pool, shadow = mixed()
-    moves = Moves("fused", pool)
-    moves.save_now([3], [9])
-    shadow.save([3], [9])
-    check_moves(moves, shadow, rounds=4)
-    assert sorted(kinds_of_saves) == ["gather", "merge", "write"]
-    copier = moves.engine._copier
-    for kind in SAVE_KINDS["fused"]:
-        text = copier.save_program(kind).as_text()
-        assert " while(" not in text
-        entry = text[text.index("ENTRY") :]
-        parameters = re.findall(r"%(\S+) = \S+ parameter\((\d+)\)", entry)
-        num_spare = len(copier.extents.bundles)
-        spare = sorted(parameters, key=lambda each: int(each[1]))[-num_spare:]
-        for name, _ in spare:
-            assert len(re.findall(rf"%{re.escape(name)}\b", entry)) == 1, "it is read"
-
-
-def test_on_cpu_a_short_fused_save_writes_single_rows():
+def test_a_short_fused_save_writes_single_rows():
     copier = Moves("fused", mixed()[0]).engine._copier
     assert " while(" in copier.save_program("write").as_text()
 

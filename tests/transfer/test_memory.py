@@ -1,10 +1,12 @@
 """Memory kinds, compiler options, and running out of host memory."""
 
+import inspect
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxlib import xla_client
 
 from jaxkv.transfer import TransferEngine, host_memory, memory, memory_kinds
 from tests.rigs.device_cases import mesh_of, only_on_cpu
@@ -95,3 +97,27 @@ def test_only_a_lack_of_host_memory_is_explained(raised, error, message, monkeyp
     monkeypatch.setattr(host_memory.jax, "block_until_ready", fail)
     with pytest.raises(error, match=message):
         TransferEngine([jnp.zeros((4, 2))], 5, mode="fused")
+
+
+TFRT = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+
+
+def test_the_client_with_one_stream_is_refused(monkeypatch):
+    message = f"{TFRT}=.* makes XLA .* unset it, or set"
+    for value in ("1", " 1 ", "2", "true", "True", "yes"):
+        with pytest.raises(ValueError, match=message):
+            memory.check_client("gpu", {TFRT: value})
+        memory.check_client("cpu", {TFRT: value})
+        memory.check_client("tpu", {TFRT: value})
+    for environ in ({}, {TFRT: "0"}, {TFRT: "false"}, {TFRT: ""}):
+        memory.check_client("gpu", environ)
+    monkeypatch.setenv(TFRT, "1")
+    with pytest.raises(ValueError, match=f"{TFRT}='1'"):
+        memory.check_client("gpu")
+
+
+def test_jaxlib_still_has_the_variable_and_its_default(monkeypatch):
+    options = xla_client.generate_pjrt_gpu_plugin_options
+    assert TFRT in inspect.getsource(options)
+    monkeypatch.delenv(TFRT, raising=False)
+    assert options()["use_tfrt_gpu_client"] is False

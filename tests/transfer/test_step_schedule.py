@@ -16,7 +16,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda12"}
 TARGETS = {"v5e": "tpu", "v5p": "tpu", "v6e": "tpu", "tpu7x": "tpu", "h200": "gpu"}
-MODES = ("staged", "fused")
 
 
 def is_installed(package):
@@ -34,7 +33,7 @@ def is_installed(package):
     ],
 )
 def schedules(request):
-    """What happens in which order, for each mode and with or without `after`."""
+    """What happens in which order, with or without `after`."""
     package = COMPILERS[TARGETS[request.param]]
     if not is_installed(package):
         pytest.skip(f"{package}, which compiles for {request.param}, is not installed")
@@ -68,13 +67,12 @@ def num_layers_before(events, wanted):
     return counts
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_bytes_of_a_group_arrive_while_the_layers_before_it_run(schedules, mode):
-    events = schedules[mode]["events"]
+def test_bytes_of_a_group_arrive_while_the_layers_before_it_run(schedules):
+    events = schedules["staged"]["events"]
     starts = num_layers_before(events, "start")
     ends = num_layers_before(events, "done")
     groups = sorted(starts)
-    assert len(groups) == schedules[mode]["num_groups"]
+    assert len(groups) == schedules["staged"]["num_groups"]
     assert starts.keys() == ends.keys()
     for group in groups[1:]:
         # Started before the layers in front of the group are done, and waited for not
@@ -83,9 +81,8 @@ def test_bytes_of_a_group_arrive_while_the_layers_before_it_run(schedules, mode)
         assert max(ends[group]) >= group - 2
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_pool_is_written_in_place(schedules, mode):
-    facts = schedules[mode]
+def test_the_pool_is_written_in_place(schedules):
+    facts = schedules["staged"]
     assert facts["alias_bytes"] == facts["pool_bytes"]
     assert facts["num_whole_leaf_copies"] == 0
 

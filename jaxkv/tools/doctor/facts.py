@@ -25,7 +25,7 @@ from jaxkv.tiers.executors import cpu_device
 from jaxkv.tools.doctor.bandwidth import Bandwidth
 from jaxkv.tools.doctor.store import Store
 from jaxkv.tools.machine import cpu_model, num_cpus, versions
-from jaxkv.transfer import limits, memory, probe
+from jaxkv.transfer import limits, memory
 from jaxkv.transfer.kernels import Mode, choose_mode
 from jaxkv.transfer.limits import HostLimit, PinnedPool
 
@@ -118,8 +118,8 @@ def gather_facts(
         backend = _backend_of(device)
         for check in (
             lambda: memory.host_sharding(device),
-            lambda: probe.check_client(backend.platform, environ),
-            probe.check_jit,
+            lambda: memory.check_client(backend.platform, environ),
+            memory.check_jit,
         ):
             try:
                 check()

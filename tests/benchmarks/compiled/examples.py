@@ -32,5 +32,5 @@ GOOD = Figures(
 )
 
 
-def program(target="v5e", kind="gather", num_blocks=64, mode="staged", example=False):
-    return Program(BY_NAME[target], POOL, mode, kind, num_blocks, example)
+def program(target="v5e", kind="gather", num_blocks=64, example=False):
+    return Program(BY_NAME[target], POOL, kind, num_blocks, example)

@@ -14,9 +14,7 @@ from tests.benchmarks.compiled.examples import GOOD
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
-SMALL = (
-    "--target cpu --shape 64,4,2,16 --dtype float32 --leaves 2 --blocks 4 --mode staged"
-)
+SMALL = "--target cpu --shape 64,4,2,16 --dtype float32 --leaves 2 --blocks 4"
 
 
 @pytest.fixture
@@ -76,15 +74,14 @@ def test_it_compiles_prints_and_writes(run_line, tmp_path):
     out, err, written = run_line(f"{SMALL} --markdown {page}")
     assert err.splitlines() == ["this machine's CPU ..."]
     assert "your pool: 2 x float32[64,4,2,16]" in out
-    assert (written["blocks"], written["modes"]) == ([4], ["staged"])
+    assert written["blocks"] == [4]
     assert written["pools"][0]["shape"] == [64, 4, 2, 16]
     assert {"jax", "jaxkv"} <= written["versions"].keys()
     results = {result["program"]: result for result in written["results"]}
     assert list(results) == ["gather", "merge", "load", "copy"]
     for name, result in results.items():
-        label = name if name == "copy" else f"staged {name}"
-        (line,) = (li for li in out.splitlines() if li.startswith(f"  {label} "))
-        cells = line.removeprefix(f"  {label}").split()
+        (line,) = (li for li in out.splitlines() if li.startswith(f"  {name} "))
+        cells = line.removeprefix(f"  {name}").split()
         assert cells[2] == str(result["kernels"])
         assert result["broken"] == []
     assert written["block_costs"][0]["block_bytes"] == 2 * 4 * 2 * 16 * 4
@@ -105,19 +102,19 @@ def test_a_broken_bound_is_listed_and_is_the_exit_code(compilers, run_line):
         return good
 
     use(figures)
-    line = "--target v5e --shape 2048,16,8,2,128 --mode staged"
+    line = "--target v5e --shape 2048,16,8,2,128"
     out, *_ = run_line(line, 1)
     (row,) = [line for line in out.splitlines() if line.startswith("!")]
-    assert row.split()[:3] == ["!", "staged", "load"]
+    assert row.split()[:2] == ["!", "load"]
     assert (
-        "v5e, your pool, staged load of 8, 64, 512 blocks: 99 kernels, at most 4; "
+        "v5e, your pool, load of 8, 64, 512 blocks: 99 kernels, at most 4; "
         "collectives: all-gather" in out
     )
     assert out.splitlines()[-1] == "15 programs for v5e in 12 s: 3 break a bound"
     use(lambda program: None)
-    line = "--target v6e:2x2 --shape 64,16 --mode staged --blocks 8"
+    line = "--target v6e:2x2 --shape 64,16 --blocks 8"
     out, *_ = run_line(line, 1)
-    assert "v6e, your pool, staged gather of 8 blocks: did not compile: None" in out
+    assert "v6e, your pool, gather of 8 blocks: did not compile: None" in out
 
 
 def test_known_breaks_are_listed_and_fail_no_run(compilers, run_line):
@@ -130,7 +127,7 @@ def test_known_breaks_are_listed_and_fail_no_run(compilers, run_line):
         return dataclasses.replace(good, kernels=99) if breaks else good
 
     use(figures)
-    out, *_ = run_line("--target v5e --mode staged")
+    out, *_ = run_line("--target v5e")
     assert "Duration     about " in out
     assert "Broken bounds" not in out
     assert "MLA 576, row-major, 3 programs: XLA lays an extent of 128 padded" in out
@@ -197,7 +194,6 @@ REFUSED = """
 --targt v5e                 | unrecognized arguments: --targt v5e
 --target v7                 | unknown 'v7': choose from v5e, v5p, v6e
 --target h200:8             | 'h200:8' names a topology, which only a TPU
-CPU --mode fast             | unknown 'fast': choose from fused, staged
 CPU --shape 3,x             | 'x' must be a whole number from 1
 CPU --shape 3,4 --block-axis 2 | block axis 2 must be from 0 to 1
 CPU --shape 4,6 --shard 1   | axis 1 has 6, which 4 devices cannot

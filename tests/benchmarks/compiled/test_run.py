@@ -11,8 +11,8 @@ from benchmarks.compiled.targets import THIS_CPU, missing_group, parse_target
 SMALL = PoolShape("small", (64, 4, 2, 16), 2, dtype="float32")
 
 
-def compile_all(target, *pools, blocks=(4,), modes=("staged",)):
-    config = CompileConfig((target,), pools, examples=(), blocks=blocks, modes=modes)
+def compile_all(target, *pools, blocks=(4,)):
+    config = CompileConfig((target,), pools, examples=(), blocks=blocks)
     return run.run_compile(config, lambda *_: None)
 
 
@@ -29,7 +29,7 @@ def test_programs_are_compiled_for_this_cpu():
     pools = [SMALL, heads, blocks, whole]
     scales = {"blocks_per_host_block": 4, "scales": ((64, 2),) * 3}
     pools.append(PoolShape("together", (64, 4, 16), 2, **scales))
-    config = CompileConfig((THIS_CPU,), pools, (), blocks=(4,), modes=("staged",))
+    config = CompileConfig((THIS_CPU,), pools, (), blocks=(4,))
     record = run.run_compile(config, lambda *args: seen.append(args))
     num = len(record.results)
     assert seen[0] == ("this machine's CPU", 0, num)
