@@ -25,7 +25,6 @@ import random
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -48,11 +47,11 @@ class Hanging:
 
     url = "hanging://"
 
-    def get(self, names: list[str], max_bytes: int) -> list[Future[Any]]:
-        return [Future() for _ in names]
+    def get(self, names: list[str], max_bytes: int) -> Any:
+        threading.Event().wait()
 
-    def put(self, items: list[Any]) -> list[Future[Any]]:
-        return [Future() for _ in items]
+    def put(self, items: list[Any]) -> Any:
+        threading.Event().wait()
 
     exists = delete = put
 

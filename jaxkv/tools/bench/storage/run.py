@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
@@ -30,7 +31,7 @@ from jaxkv.transfer.storage import (
     open_store,
 )
 from jaxkv.transfer.storage.objects import HEADER_BYTES
-from jaxkv.transfer.storage.store import can_list
+from jaxkv.transfer.storage.store import answer_of, can_list, lanes_of
 from jaxkv.transfer.storage.store_url import StoreUrl
 from jaxkv.types import KEY_BYTES
 
@@ -230,8 +231,7 @@ class StorageBench(Resource):
             names = [name for page in self._store.list(folder) for name in page]
             if not names:
                 break
-            for future in self._store.delete(names):
-                future.result(_ANSWER_S)
+            self._store.delete(names)
         if isinstance(self._store, LocalStore):
             root = self._store.path
             for path, *_ in os.walk(f"{root}/{folder}", topdown=False):
@@ -339,17 +339,34 @@ class _Alone(_Side):
 
     def write(self) -> None:
         blobs = [[payload.data] for payload in self._blocks.payloads]
-        _wait_for(self._store.put(list(zip(self._names(), blobs, strict=True))))
+        items = list(zip(self._names(), blobs, strict=True))
+        self._in_lanes(self._store.put, items, lanes_of(self._store).writers)
 
     def read(self) -> None:
         most = self._blocks.payloads[0].nbytes + 1
-        _wait_for(self._store.get(self._names(), most))
+        read = functools.partial(self._store.get, max_bytes=most)
+        self._in_lanes(read, self._names(), lanes_of(self._store).readers)
 
     def check(self) -> None:
         pass
 
     def delete(self) -> None:
-        _wait_for(self._store.delete(self._names()))
+        self._store.delete(self._names())
+
+    def _in_lanes(
+        self,
+        call: Callable[[Sequence[Any]], Sequence[Any]],
+        items: Sequence[Any],
+        num_threads: int,
+    ) -> None:
+        """Call the store with some items at a time, as the tier's threads do."""
+        lanes, block_bytes = lanes_of(self._store), self._blocks.payloads[0].nbytes
+        size = max(1, min(lanes.call_bytes // block_bytes, len(items) // num_threads))
+        calls = [items[at : at + size] for at in range(0, len(items), size)]
+        with ThreadPoolExecutor(num_threads) as threads:
+            for answers in threads.map(call, calls):
+                for answer in answers:
+                    answer_of([answer])
 
     def _names(self) -> list[str]:
         return [f"{self._folder}/{key.hex()}" for key in self._blocks.keys]
