@@ -16,7 +16,7 @@ from tests.campaign import store_faults
 from tests.campaign.paged import PagedEngine
 from tests.campaign.setups import GROUPS, random_setup
 from tests.campaign.store_faults import StoreFault
-from tests.rigs.faulty_store import Faults, FaultyDirectStore, FaultyStore
+from tests.rigs.faulty_store import Faults, FaultyStore
 
 NUM_LIVES = 3
 MOST_LOOKS = 200  # Until an engine begins, whether the store is listed or not.
@@ -137,8 +137,7 @@ class _Lives:
     def new_engine(self):
         """Start an engine, and let it hear what is in the store."""
         shared = self.memory or open_store(self.url)
-        kind = self.rng.choice((FaultyStore, FaultyDirectStore))
-        store = kind(shared, f"{self.seed}/{self.num_stores}", self.fault.faults)
+        store = FaultyStore(shared, f"{self.seed}/{self.num_stores}", self.fault.faults)
         self.num_stores += 1
         # In place of the plain folder.
         with mock.patch.object(storage_worker, "open_store", return_value=store):

@@ -312,7 +312,7 @@ def test_a_prefix_store_that_no_thread_can_serve_is_refused_and_closes_its_store
     before = set(threading.enumerate())
     with refused_threads(0, 1), pytest.raises(RuntimeError, match="can't start new"):
         make()  # The thread that copies.
-    with refused_threads(11, 1) as refused, pytest.raises(StoreError, match="can't"):
+    with refused_threads(14, 1) as refused, pytest.raises(StoreError, match="can't"):
         make()
     assert refused == ["jaxkv prefix storage"]
     with refused_threads(1, 2) as refused:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+import time
+from collections.abc import Iterator
 
 from jaxkv.transfer.storage import BlobStore, StoreError
-from jaxkv.transfer.storage.store import can_list
+from jaxkv.transfer.storage.store import Lanes, can_list
 
 
 @dataclasses.dataclass
@@ -17,7 +17,7 @@ class Faults:
     """How often each thing happens, from 0 to 1; may be changed at any time."""
 
     error: float = 0.0  # A call fails.
-    raising: float = 0.0  # A whole call raises, rather than its futures.
+    raising: float = 0.0  # A whole call raises.
     hang: float = 0.0  # A call is never answered, until `FaultyStore.let_go`.
     late: float = 0.0  # A call is answered only after `late_s`.
     late_s: float = 0.02
@@ -33,13 +33,15 @@ class Faults:
 class FaultyStore:
     """Hands calls on to another store, with faults by a seed and the order of calls."""
 
+    lanes = Lanes(16, 16)
+
     def __init__(self, inner: BlobStore, seed: int, faults: Faults | None = None):
         self.inner = inner
         self.faults = faults or Faults()
         self.num_faults = dict.fromkeys(vars(Faults()), 0)
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._held: list[Callable[[], None]] = []
+        self._held: list[threading.Event] = []
         self._names: dict[str, None] = {}
 
     @property
@@ -51,30 +53,29 @@ class FaultyStore:
         return can_list(self.inner)
 
     def get(self, names, max_bytes):
-        self._raise()
+        self._begin(names)
         for name in names:
             if self._happens("lose"):
-                self.inner.delete([name])[0].result()
+                self.inner.delete([name])
         with self._lock:
             self._names.update(dict.fromkeys(names))
-        asked = [self._swapped(name) for name in names]
-        futures = self.inner.get(asked, max_bytes)
-        return [self._through(future, self._damaged) for future in futures]
+        found = self.inner.get(list(map(self._swapped, names)), max_bytes)
+        return [self._answer(self._damaged(data)) for data in found]
 
     def put(self, items):
-        self._raise()
+        self._begin(items)
         with self._lock:
             self._names.update((name, None) for name, _ in items)
         blobs = [(name, self._torn(blob)) for name, blob in items]
-        return [self._through(future) for future in self.inner.put(blobs)]
+        return list(map(self._answer, self.inner.put(blobs)))
 
     def exists(self, names):
-        self._raise()
-        return [self._through(future) for future in self.inner.exists(names)]
+        self._begin(names)
+        return list(map(self._answer, self.inner.exists(names)))
 
     def delete(self, names):
-        self._raise()
-        return [self._through(future) for future in self.inner.delete(names)]
+        self._begin(names)
+        return list(map(self._answer, self.inner.delete(names)))
 
     def list(self, folder) -> Iterator[list[str]]:
         for page in self.inner.list(folder):
@@ -98,8 +99,8 @@ class FaultyStore:
         """Answer what hangs; return how many calls that were."""
         with self._lock:
             held, self._held = self._held, []
-        for answer in held:
-            answer()
+        for hanging in held:
+            hanging.set()
         return len(held)
 
     def _happens(self, what: str) -> bool:
@@ -112,34 +113,20 @@ class FaultyStore:
         with self._lock:
             return self._random.randrange(number)
 
-    def _raise(self) -> None:
+    def _begin(self, items) -> None:
+        """Raise, hang or take long."""
         if self._happens("raising"):
             raise StoreError("other", "injected into a call")
+        hanging = [threading.Event() for _ in items if self._happens("hang")]
+        with self._lock:
+            self._held += hanging
+        for event in hanging:
+            event.wait()
+        if self._happens("late"):
+            time.sleep(self.faults.late_s)
 
-    def _through(self, theirs: Future, change=lambda result: result) -> Future:
-        ours: Future = Future()
-        fails = self._happens("error")
-
-        def answer() -> None:
-            error = StoreError("other", "injected") if fails else theirs.exception()
-            if error is not None:
-                ours.set_exception(error)
-            else:
-                ours.set_result(change(theirs.result()))
-
-        def later(_: Future) -> None:
-            if self._happens("hang"):
-                with self._lock:
-                    self._held.append(answer)
-            elif self._happens("late"):
-                timer = threading.Timer(self.faults.late_s, answer)
-                timer.daemon = True
-                timer.start()
-            else:
-                answer()
-
-        theirs.add_done_callback(later)
-        return ours
+    def _answer(self, answer):
+        return StoreError("other", "injected") if self._happens("error") else answer
 
     def _swapped(self, name: str) -> str:
         with self._lock:
@@ -168,15 +155,3 @@ class FaultyStore:
             return blob
         whole = b"".join(blob)
         return [whole[: self._below(len(whole) + 1)]]
-
-
-class FaultyDirectStore(FaultyStore):
-    """The same for a store that works in threads of the caller's, as a folder does."""
-
-    num_threads = 4
-
-    def read(self, name, max_bytes):
-        return self.get([name], max_bytes)[0].result()
-
-    def write(self, name, blob):
-        self.put([(name, blob)])[0].result()

@@ -139,8 +139,7 @@ def test_a_block_that_lacks_the_part_of_a_process_is_not_found():
         objects.name_of(first_only, 0),
         objects.name_of(second_only, 1),
     ]
-    for future in store.put([(name, [b""]) for name in names]):
-        future.result()
+    store.put([(name, [b""]) for name in names])
     worker = storage_worker.StorageWorker(engine, StorageIO(store, objects))
     with contextlib.closing(worker):
         found, is_listed = [], False

@@ -5,7 +5,7 @@ import functools
 import itertools
 import signal
 import socket
-from concurrent.futures import Future
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -445,9 +445,9 @@ def dead_url(request, tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
         if request.param == "folder":
             # As of a file server that is gone.
-            monkeypatch.setattr(
-                LocalStore, "exists", lambda self, names: [Future() for _ in names]
-            )
+            is_over = threading.Event()
+            stack.callback(is_over.set)
+            monkeypatch.setattr(LocalStore, "exists", lambda *_: is_over.wait())
             yield str(tmp_path)
             return
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

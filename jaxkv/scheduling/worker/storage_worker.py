@@ -9,7 +9,6 @@ import math
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,8 @@ from jaxkv.transfer.multi_pool import JointRead, JointWrite
 from jaxkv.transfer.storage import Completion, ObjectFormat, StorageIO, open_store
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.census import Bound
-from jaxkv.transfer.storage.workers import Workers
+from jaxkv.transfer.storage.store import StoreError, attempt
+from jaxkv.transfer.storage.workers import TaskThread
 from jaxkv.types import BlockKey
 
 _PAUSE_S = 1e-3  # Between polls of the store in blocking calls.
@@ -197,7 +197,7 @@ class StorageWorker:
         self.bound: Bound | None = None
         self._engine, self._clock = engine, clock
         self._await_s, self._list_every_s = await_s, list_every_s
-        self._copies = Workers("jaxkv storage copy", 1)
+        self._copies = TaskThread("jaxkv storage copy")
         self._buffers = Buffers(_MAX_KEPT_BYTES)
         # Writes whose bytes are copied; the copying thread appends.
         self._copied: deque[_Write] = deque()
@@ -295,7 +295,7 @@ class StorageWorker:
             self._abandon_late_writes()
         if self._probes:
             self._end_probes()
-        self._engine.advance_host(self._run_copy)
+        self._engine.advance_host(self._copies.submit)
         if self._lists:
             self._list()
         self._observe()
@@ -428,15 +428,17 @@ class StorageWorker:
         write = _Write(self._clock() + self.deadline_s, {}, batch, oks, [])
         self._writes[batch.event] = write
 
-        def end(copying: Future[None]) -> None:
+        def end(error: StoreError | None) -> None:
             """Release the host blocks, after the copy has ended or failed."""
-            error = copying.exception()
             if error is not None:
                 self.storage_io.note_failure("write", error)
             held.close()
             self._copied.append(write)
 
-        self._copies.submit(self._copy, write, held).add_done_callback(end)
+        try:
+            self._copies.submit(lambda: end(attempt(self._copy, write, held)))
+        except StoreError as error:
+            end(error)
 
     def _start_probe(self, probe: TierProbe) -> None:
         """Send the leading keys that are not known to be absent to the store."""
@@ -509,12 +511,6 @@ class StorageWorker:
             if num_bytes >= _BYTES_PER_CALL or index + 1 == held.num_blocks:
                 write.block_tickets += self.storage_io.submit_writes(copied)
                 copied = []
-
-    def _run_copy(self, copy: Callable[[], None]) -> None:
-        """Run a copy to host blocks on the copying thread; StoreError without one."""
-        copying = self._copies.submit(copy)
-        if copying.done():
-            copying.result()
 
     def _complete(self, done: Completion) -> None:
         task = self._task_of.pop(done.ticket, None)
@@ -615,6 +611,6 @@ class StorageWorker:
             self._next_list_s = self._clock() + every_s
 
 
-def _close(copies: Workers, storage_io: StorageIO, timeout_s: float = 0.0) -> None:
+def _close(copies: TaskThread, storage_io: StorageIO, timeout_s: float = 0.0) -> None:
     copies.close()
     storage_io.close(timeout_s)

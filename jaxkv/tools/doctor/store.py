@@ -10,16 +10,13 @@ import queue
 import stat
 import threading
 import time
-from concurrent.futures import Future
-from typing import TypeVar
 
 from jaxkv._util import one_line
 from jaxkv._util.extras import missing_packages
 from jaxkv.transfer.storage import BlobStore, StoreError, open_store
 from jaxkv.transfer.storage.objects import VERSION
+from jaxkv.transfer.storage.store import answer_of
 from jaxkv.transfer.storage.store_url import StoreUrl
-
-_T = TypeVar("_T")
 
 DEADLINE_S = 15.0
 _COUNT_S = 5.0  # For adding up what a folder holds, at most.
@@ -74,8 +71,6 @@ def look_at(url: str, store: Store, *, deadline_s: float = DEADLINE_S) -> Store:
             answers.put(_look_at(url, store, until_s))
         except ValueError as error:
             answers.put(error)
-        except TimeoutError:
-            answers.put(_failed(store, late))
         except Exception as error:
             answers.put(_failed(store, StoreError("other", f"{error!r}")))
 
@@ -105,7 +100,7 @@ def _look_at(url: str, store: Store, until_s: float) -> Store:
                 return _failed(store, StoreError("other", str(error)))
             return dataclasses.replace(store, lacks_extra=place.extra)
         with contextlib.closing(opened):
-            _try(opened, until_s)
+            _try(opened)
             if not place.is_folder:
                 return store
             file_system = os.statvfs(path)
@@ -121,21 +116,17 @@ def _look_at(url: str, store: Store, until_s: float) -> Store:
                 os.rmdir(created)
 
 
-def _try(store: BlobStore, until_s: float) -> None:
+def _try(store: BlobStore) -> None:
     name = f"jaxkv-doctor-{os.urandom(8).hex()}"
     data = os.urandom(_NUM_BYTES)
     try:
-        _result(store.put([(name, [data])])[0], until_s)
-        payload = _result(store.get([name], _NUM_BYTES)[0], until_s)
+        answer_of(store.put([(name, [data])]))
+        payload = answer_of(store.get([name], _NUM_BYTES))
         if payload is None or bytes(payload) != data:
             raise StoreError("other", "what was written there does not come back")
     finally:
-        deleted = store.delete([name])[0]
-    _result(deleted, until_s)
-
-
-def _result(future: Future[_T], until_s: float) -> _T:
-    return future.result(max(0.0, until_s - time.monotonic()))
+        deleted = store.delete([name])
+    answer_of(deleted)
 
 
 def _failed(store: Store, error: StoreError) -> Store:

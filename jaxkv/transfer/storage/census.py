@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.transfer.storage.store import BlobStore, TimedStore
+from jaxkv.transfer.storage.store import BlobStore, TimedStore, answer_of
 from jaxkv.types import KEY_BYTES, BlockKey
 
 _MOST_ORDER_BYTES = 1 << 28  # Of eight million blocks.
-_MOST_LIST_S = 60.0  # For each of the few small objects that a listing reads or writes.
 _NEWEST = (1 << 63) - 1
 
 
@@ -100,7 +98,7 @@ class Census:
         """Record the order of what is left, if the store has no times."""
         order = b"".join(keys)
         if not self._has_times and order != self._order:
-            wait_for(self._store.put([(self._order_name, [order])]))
+            answer_of(self._store.put([(self._order_name, [order])]))
 
     def _add(self, keys: Sequence[BlockKey], times: Sequence[int]) -> None:
         self._keys.append(b"".join(keys))
@@ -108,7 +106,7 @@ class Census:
 
     def _recorded(self) -> dict[BlockKey, int]:
         if self._ranks is None:
-            [found] = wait_for(self._store.get([self._order_name], _MOST_ORDER_BYTES))
+            found = answer_of(self._store.get([self._order_name], _MOST_ORDER_BYTES))
             raw = self._order = bytes(found or b"")
             keys = _keys_in(raw, range(len(raw) // KEY_BYTES))
             self._ranks = {key: rank for rank, key in enumerate(keys)}
@@ -117,8 +115,3 @@ class Census:
 
 def _keys_in(raw: bytes, rows: Iterable[int]) -> list[BlockKey]:
     return [raw[row * KEY_BYTES : (row + 1) * KEY_BYTES] for row in rows]
-
-
-def wait_for(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Wait for what a listing asks of a few small objects."""
-    return [future.result(_MOST_LIST_S) for future in futures]

@@ -10,7 +10,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 
 from jaxkv._util import shown
 from jaxkv.transfer.storage.buffers import Buffers
@@ -18,11 +17,11 @@ from jaxkv.transfer.storage.store import (
     Blob,
     Piece,
     StoreError,
+    attempt,
     check_name,
     error_of,
     is_name,
 )
-from jaxkv.transfer.storage.workers import Workers
 
 # No name of an object begins with a dot.
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[0-9]+")
@@ -30,7 +29,6 @@ _STALE_S = 3600.0
 _MOST_PIECES = 512  # POSIX lets `writev` refuse more than 1,024.
 _PAGE = 4096
 _KEPT_BYTES = 128 << 20
-_NUM_THREADS = 4
 # What is no file is not waited for, and cannot be opened or read.
 _NO_FILE_ERRORS = (errno.ELOOP, errno.ENXIO)
 # Read in place of what is no file: no object, so it is refused as foreign.
@@ -73,9 +71,6 @@ class LocalStore:
                 "can be made and read",
             ) from error
         self._buffers = Buffers(_KEPT_BYTES)
-        # Writes that hang must not keep reads waiting, nor the reverse.
-        self._readers = Workers("jaxkv storage reader", _NUM_THREADS)
-        self._writers = Workers("jaxkv storage writer", _NUM_THREADS)
 
     @property
     def url(self) -> str:
@@ -83,50 +78,29 @@ class LocalStore:
         return f"file://{self._root}"
 
     @property
-    def num_threads(self) -> int:
-        """How many threads read, and how many write, at once."""
-        return _NUM_THREADS
-
-    @property
     def path(self) -> str:
         """The folder."""
         return self._root
 
-    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+    def get(
+        self, names: Sequence[str], max_bytes: int
+    ) -> list[Piece | StoreError | None]:
         """Read files."""
-        for name in names:
-            check_name(name)
-        return [self._readers.submit(self.read, name, max_bytes) for name in names]
+        paths = list(map(self._path, names))
+        return [attempt(_read, self._buffers, max_bytes, path) for path in paths]
 
-    def read(self, name: str, max_bytes: int) -> Piece | None:
-        """Read a file."""
-        try:
-            return _read(self._buffers, max_bytes, self._path(name))
-        except OSError as error:
-            raise error_of(error) from error
-
-    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
         """Write files."""
-        for name, _ in items:
-            check_name(name)
-        return [self._writers.submit(self.write, *item) for item in items]
+        files = [(self._path(name), blob) for name, blob in items]
+        return [attempt(self._write, *file) for file in files]
 
-    def write(self, name: str, blob: Blob) -> None:
-        """Write a file."""
-        try:
-            self._write(self._path(name), blob)
-        except OSError as error:
-            raise error_of(error) from error
-
-    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+    def exists(self, names: Sequence[str]) -> list[bool | StoreError]:
         """Tell which files there are."""
-        paths = [self._path(name) for name in names]
-        return [self._readers.submit(_exists, path) for path in paths]
+        return [attempt(_exists, path) for path in list(map(self._path, names))]
 
-    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+    def delete(self, names: Sequence[str]) -> list[StoreError | None]:
         """Delete files."""
-        paths = [self._path(name) for name in names]
-        return [self._writers.submit(_delete, path) for path in paths]
+        return [attempt(_delete, path) for path in list(map(self._path, names))]
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """List the files of a folder; what may not be read is passed over."""
@@ -152,9 +126,7 @@ class LocalStore:
         return times
 
     def close(self) -> None:
-        """Let the threads end."""
-        self._readers.close()
-        self._writers.close()
+        """Keep everything."""
 
     def _server_time_s(self, folder: str) -> float:
         """Return the time by the clock that dates files: a file server has its own."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,21 +20,20 @@ from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.store import (
     Blob,
     ErrorKind,
+    Lanes,
     Piece,
     StoreError,
     check_name,
     error_of,
 )
 from jaxkv.transfer.storage.store_url import StoreUrl
-from jaxkv.transfer.storage.workers import Workers, start_thread
+from jaxkv.transfer.storage.workers import start_thread
 
 _PORT = 50051
 _PROTOCOLS = ("tcp", "rdma")
 _OPTIONS = ("segment", "protocol", "device", "metadata", "host")
 _NO_METADATA_SERVER = "P2PHANDSHAKE"  # Clients ask one another.
 _INSTALL_LIBRARIES = "apt-get install libibverbs1 libnuma1 libcurl4"
-_BATCH_BYTES = 16 << 20  # Of one call.
-_MOST_AT_ONCE = 256
 _CONNECT_S = 5.0
 _RETRY_S = 1.0  # Between two attempts to connect,
 _HUNG_RETRY_S = 60.0  # and to start a client, which stops all threads meanwhile.
@@ -90,33 +86,6 @@ class _Client(NamedTuple):
     buffers: Buffers
 
 
-class _Queue(NamedTuple):
-    """What waits for a thread, which takes as much at once as there is.
-
-    To wait for a call keeps a core busy, so that few large ones are the fastest.
-
-    Attributes:
-        workers: That thread.
-        waiting: Items, their bytes, and their futures.
-        call: Answers some items, each by a value or an error.
-    """
-
-    workers: Workers
-    waiting: collections.deque[tuple[Any, int, Future[Any]]]
-    call: Callable[[_Client, Sequence[Any]], Sequence[Any]]
-
-    def take(self) -> list[tuple[Any, int, Future[Any]]]:
-        """Take what one call may have, at least one item if there are any."""
-        taken: list[tuple[Any, int, Future[Any]]] = []
-        num_bytes = 0
-        while self.waiting and len(taken) < _MOST_AT_ONCE:
-            num_bytes += self.waiting[0][1]
-            if taken and num_bytes > _BATCH_BYTES:
-                break
-            taken.append(self.waiting.popleft())
-        return taken
-
-
 class _RegisteredBuffers(Buffers):
     """Memory that a client knows, so that it moves bytes there without a copy.
 
@@ -163,6 +132,8 @@ class MooncakeStore:
     """
 
     can_list = False
+    # To wait for a call keeps a core busy, so that few large ones are the fastest.
+    lanes = Lanes(readers=1, writers=1, call_bytes=16 << 20)
 
     def __init__(self, url: str) -> None:
         place = StoreUrl.parse(url)
@@ -175,12 +146,8 @@ class MooncakeStore:
         self._error = StoreError("unreachable", "")  # Of the last attempt to connect,
         self._retry_s = 0.0  # and until when it holds.
         self._is_suspect = False  # The last call failed.
-        self._num_open = 0  # Calls that are queued or running.
+        self._num_open = 0  # Calls under way.
         self._is_closed = False
-        self._reads = _queue("reader", _get)
-        self._writes = _queue("writer", _put)
-        self._probes = _queue("prober", _exists)
-        self._deletes = _queue("remover", _delete)
         # While it starts a client stops all threads, for seconds if a master hangs:
         # better now than while an engine serves.
         with contextlib.suppress(StoreError):
@@ -199,73 +166,41 @@ class MooncakeStore:
         """
         return self._connected().theirs
 
-    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+    def get(
+        self, names: Sequence[str], max_bytes: int
+    ) -> Sequence[Piece | StoreError | None]:
         """Read objects."""
-        items = [(check_name(name), max_bytes) for name in names]
-        return self._ask(self._reads, items, [max_bytes] * len(items))
+        return self._ask(_get, [(check_name(name), max_bytes) for name in names])
 
-    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+    def put(self, items: Sequence[tuple[str, Blob]]) -> Sequence[StoreError | None]:
         """Write objects that are not there; an empty one counts as none."""
-        for name, _ in items:
-            check_name(name)
-        return self._ask(self._writes, items, [_num_bytes(blob) for _, blob in items])
+        return self._ask(_put, [(check_name(name), blob) for name, blob in items])
 
-    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+    def exists(self, names: Sequence[str]) -> Sequence[bool | StoreError]:
         """Tell which objects there are."""
-        return self._ask(self._probes, list(map(check_name, names)), [0] * len(names))
+        return self._ask(_exists, list(map(check_name, names)))
 
-    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+    def delete(self, names: Sequence[str]) -> Sequence[StoreError | None]:
         """Delete objects, even while others read them."""
-        return self._ask(self._deletes, list(map(check_name, names)), [0] * len(names))
+        return self._ask(_delete, list(map(check_name, names)))
 
     def _ask(
-        self, queue: _Queue, items: Sequence[Any], sizes: Sequence[int]
-    ) -> list[Future[Any]]:
-        futures: list[Future[Any]] = [Future() for _ in items]
+        self, call: Callable[[_Client, Sequence[Any]], Sequence[Any]], items: list[Any]
+    ) -> Sequence[Any]:
+        """Make a call of the client, which must not end meanwhile."""
         with self._lock:
             self._num_open += 1
-            queue.waiting.extend(zip(items, sizes, futures, strict=True))
-        running = queue.workers.submit(self._answer, queue)
-        running.add_done_callback(functools.partial(self._end_answer, queue))
-        return futures
-
-    def _answer(self, queue: _Queue) -> None:
-        """Have calls made until nothing waits; the work of a queue's thread."""
-        while self._answer_some(queue, self._take(queue)):
-            pass
-
-    def _take(self, queue: _Queue) -> list[tuple[Any, int, Future[Any]]]:
-        with self._lock:
-            return queue.take()
-
-    def _end_answer(self, queue: _Queue, running: Future[None]) -> None:
-        error = running.exception()
-        if error is not None:
-            while taken := self._take(queue):
-                for *_, future in taken:
-                    future.set_exception(error)
-        with self._lock:
-            self._num_open -= 1
-        self._end_if_idle()
-
-    def _answer_some(
-        self, queue: _Queue, taken: Sequence[tuple[Any, int, Future[Any]]]
-    ) -> bool:
-        """Answer what one call may have; return whether there was any."""
-        if not taken:
-            return False
         try:
-            results = queue.call(self._connected(), [item for item, *_ in taken])
+            answers = call(self._connected(), items)
         except Exception as error:
-            results = [error_of(error)] * len(taken)
-        errors = [each for each in results if isinstance(each, StoreError)]
+            answers = [error_of(error)] * len(items)
+        finally:
+            with self._lock:
+                self._num_open -= 1
+            self._end_if_idle()
+        errors = [each for each in answers if isinstance(each, StoreError)]
         self._is_suspect = any(error.kind != "full" for error in errors)
-        for (*_, future), result in zip(taken, results, strict=True):
-            if isinstance(result, StoreError):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-        return True
+        return answers
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """Refuse: a client cannot list."""
@@ -273,9 +208,7 @@ class MooncakeStore:
         raise StoreError("other", "Mooncake cannot list objects; set storage_list_s=0")
 
     def close(self) -> None:
-        """Let the threads end, then the client, which takes back what it lent."""
-        for queue in (self._reads, self._writes, self._probes, self._deletes):
-            queue.workers.close()
+        """Let calls end, then the client, which takes back what it lent."""
         with self._lock:
             self._is_closed = True
         self._end_if_idle()
@@ -349,12 +282,6 @@ class MooncakeStore:
             start_thread("jaxkv storage close", theirs.close)
         except StoreError:
             theirs.close()
-
-
-def _queue(
-    name: str, call: Callable[[_Client, Sequence[Any]], Sequence[Any]]
-) -> _Queue:
-    return _Queue(Workers(f"jaxkv storage {name}", 1), collections.deque(), call)
 
 
 def _get(

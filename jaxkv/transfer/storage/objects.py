@@ -156,11 +156,6 @@ class ObjectFormat:
         """Bytes of an object: header and payload."""
         return HEADER_BYTES + self.payload_bytes
 
-    @property
-    def is_sealed_with_secret(self) -> bool:
-        """Whether objects are sealed against others who may write to the store."""
-        return self._secret is not None
-
     def name(self, key: BlockKey) -> str:
         """Name the object of this shard of a block."""
         return self.name_of(key, self.shard)

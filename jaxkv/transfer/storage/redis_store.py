@@ -8,7 +8,6 @@ import time
 import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from jaxkv._util import one_line, shown
@@ -16,19 +15,15 @@ from jaxkv._util.extras import pip_install
 from jaxkv.transfer.storage.store import (
     Blob,
     ErrorKind,
+    Lanes,
     Piece,
     StoreError,
     check_name,
 )
 from jaxkv.transfer.storage.store_url import StoreUrl
-from jaxkv.transfer.storage.workers import Workers
 
 _CLUSTER = "+cluster"
 _PORT = 6379
-_READ_CONNECTIONS = 4
-_WRITE_CONNECTIONS = 2
-_BATCH_BYTES = 4 << 20  # Of one pipeline, so that several connections share a call.
-_MOST_AT_ONCE = 256
 _PAGE = 4096
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
@@ -38,9 +33,8 @@ _RECONNECT_S = 1.0  # Between two connections of a thread that a server refuses.
 class RedisStore:
     """A store in Redis or Valkey, one server or a cluster: a value an object.
 
-    Several calls go in one pipeline, and several pipelines over connections of their
-    own, writes apart from reads. In a cluster redis-py finds the node of each value,
-    and follows values to other nodes.
+    A call goes in one pipeline, over a connection of its thread. In a cluster redis-py
+    finds the node of each value, and follows values to other nodes.
 
     Args:
         url: As redis-py has it: ``redis://HOST:PORT/DB``, ``rediss://`` with TLS,
@@ -52,6 +46,8 @@ class RedisStore:
         ImportError: redis-py is missing.
         ValueError: The URL is malformed.
     """
+
+    lanes = Lanes(readers=4, writers=2, call_bytes=4 << 20)
 
     def __init__(self, url: str) -> None:
         self._redis = _import()
@@ -84,8 +80,6 @@ class RedisStore:
         self._of_thread = threading.local()
         # Those of threads that have ended are closed, as of one for each listing.
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._readers = Workers("jaxkv storage reader", _READ_CONNECTIONS)
-        self._writers = Workers("jaxkv storage writer", _WRITE_CONNECTIONS)
 
     @property
     def url(self) -> str:
@@ -97,67 +91,47 @@ class RedisStore:
         """Whether it is a cluster of servers."""
         return self._is_cluster
 
-    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+    def get(
+        self, names: Sequence[str], max_bytes: int
+    ) -> list[Piece | StoreError | None]:
         """Read values; an empty one is taken for none, as the server answers alike."""
         commands = [("GETRANGE", check_name(name), 0, max_bytes - 1) for name in names]
-        at_once = max(1, _BATCH_BYTES // max_bytes)
-        return self._run(self._readers, commands, at_once, lambda value: value or None)
+        return self._run(commands, lambda value: value or None)
 
-    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
         """Write values."""
         # The packer is no option of a cluster's client.
         value_of = _joined if self._is_cluster else list
         commands = [("SET", check_name(name), value_of(blob)) for name, blob in items]
-        largest = max((sum(map(len, blob)) for _, blob in items), default=1)
-        at_once = max(1, _BATCH_BYTES // max(1, largest))
-        return self._run(self._writers, commands, at_once, lambda _: None)
+        return self._run(commands, lambda _: None)
 
-    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+    def exists(self, names: Sequence[str]) -> list[bool | StoreError]:
         """Tell which values there are."""
-        commands = [("EXISTS", check_name(name)) for name in names]
-        return self._run(self._readers, commands, _MOST_AT_ONCE, bool)
+        return self._run([("EXISTS", check_name(name)) for name in names], bool)
 
-    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+    def delete(self, names: Sequence[str]) -> list[StoreError | None]:
         """Delete values; the server frees their memory in the background."""
         commands = [("UNLINK", check_name(name)) for name in names]
-        return self._run(self._writers, commands, _MOST_AT_ONCE, lambda _: None)
+        return self._run(commands, lambda _: None)
 
     def _run(
-        self,
-        workers: Workers,
-        commands: Sequence[tuple[Any, ...]],
-        at_once: int,
-        convert: Callable[[Any], Any],
-    ) -> list[Future[Any]]:
-        """Run commands, a pipeline for each `at_once` of them."""
-        futures: list[Future[Any]] = [Future() for _ in commands]
-
-        def run(first: int) -> None:
-            part = slice(first, first + at_once)
-            try:
-                pipeline = self._client().pipeline(transaction=False)
-                for command in commands[part]:
-                    pipeline.execute_command(*command)
-                results = pipeline.execute(raise_on_error=False)
-            except Exception as error:
-                results = [error] * len(futures[part])
-            for future, result in zip(futures[part], results, strict=True):
-                if isinstance(result, Exception):
-                    future.set_exception(self._error_of(result))
-                else:
-                    future.set_result(convert(result))
-
-        def note_failure(first: int, running: Future[None]) -> None:
-            error = running.exception()
-            if error is not None:
-                for future in futures[first : first + at_once]:
-                    if not future.done():
-                        future.set_exception(error)
-
-        for first in range(0, len(commands), at_once):
-            running = workers.submit(run, first)
-            running.add_done_callback(functools.partial(note_failure, first))
-        return futures
+        self, commands: Sequence[tuple[Any, ...]], convert: Callable[[Any], Any]
+    ) -> list[Any]:
+        """Run commands as one pipeline; an error of one is its answer."""
+        failure = None
+        try:
+            pipeline = self._client().pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            results = pipeline.execute(raise_on_error=False)
+        except Exception as error:  # Of redis-py, of sockets, of names of hosts.
+            failure = self._error_of(error)
+        if failure is not None:
+            raise failure  # Without the error, which may have the password.
+        return [
+            self._error_of(result) if isinstance(result, Exception) else convert(result)
+            for result in results
+        ]
 
     def _scan_all(self, match: str) -> Iterator[list[str]]:
         client = self._client()
@@ -200,9 +174,7 @@ class RedisStore:
         return [0 if each is None else (now_s - each) * 1_000_000 for each in idle]
 
     def close(self) -> None:
-        """Let the threads end, and close all connections."""
-        self._readers.close()
-        self._writers.close()
+        """Close all connections."""
         for client in list(self._clients):
             client.close()
 

@@ -10,35 +10,31 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxkv._util import Resource
-from jaxkv.transfer.storage.census import Bound, Census, agreed_bound, wait_for
+from jaxkv.transfer.storage.census import Bound, Census, agreed_bound
 from jaxkv.transfer.storage.health import StoreHealth, log_line
 from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
 from jaxkv.transfer.storage.run_search import RunSearch
 from jaxkv.transfer.storage.store import (
-    Blob,
     BlobStore,
-    DirectStore,
     Piece,
     StoreError,
+    answer_of,
+    attempt,
     can_list,
     error_of,
+    lanes_of,
 )
 from jaxkv.transfer.storage.workers import Crew, start_thread
 from jaxkv.types import BlockKey
 
 Kind: TypeAlias = Literal["read", "write", "probe"]
 _What: TypeAlias = Literal["read", "write", "probe", "delete"]
-_Moved: TypeAlias = Literal["read", "write"]
 Outcome: TypeAlias = Literal["done", "missing", "refused", "failed", "late"]
 
-_NUM_ISSUERS = 2  # One may be busy with the checksum of a write.
-_MOST_AT_ONCE = 16  # Of one call to the store.
-# Small writes share a call; the checksums of large ones are computed side by side.
-_WRITE_AT_ONCE_BYTES = 1 << 20
+_MOST_AT_ONCE = 16  # Probes or deletes of one call to the store.
 _MOST_DELETES = 1 << 16
 _MOST_PROBES = 1 << 16
 _MOST_LISTED = 1 << 18  # Blocks that were listed and not taken.
@@ -238,14 +234,16 @@ class _Way(NamedTuple):
     """How the store is asked for things of a kind, jobs or names of objects.
 
     Attributes:
-        call: Asks for some at once.
-        note: Takes what came of one; called without the lock.
+        call: Asks for some at once; returns an answer for each, perhaps an error.
+        note: Takes the answer of one; called without the lock.
         fail: Takes the error of one; called with the lock held.
+        at_once: How many one call has at most.
     """
 
-    call: Callable[[Any], list[Future[Any]]]
+    call: Callable[[Any], Sequence[Any]]
     note: Callable[[Any, Any], None]
     fail: Callable[[Any, BaseException], None]
+    at_once: int
 
 
 class StorageIO(Resource):
@@ -295,22 +293,11 @@ class StorageIO(Resource):
                 raise ValueError(f"{name}={value} must be at least 1.")
         self.objects = objects
         self._store = store
-        # The same store, if threads of this one are to do its work.
-        self._direct: DirectStore | None = None
-        if isinstance(store, DirectStore) and not objects.is_sealed_with_secret:
-            self._direct = store
         self._most_bytes = {"write": write_bytes, "read": read_bytes}
-        self._num_in_flight = num_in_flight
         self._clock = clock
 
         self._lock = threading.Lock()
-        self._wakes_issuers = threading.Condition(self._lock)
         self._wakes_waiters = threading.Condition(self._lock)
-        self._wakes_movers: dict[_Moved, threading.Condition] = {
-            "read": threading.Condition(self._lock),
-            "write": threading.Condition(self._lock),
-        }
-        self._here = threading.local()
         self._is_closed = False
         self._next_ticket = 0
         self._queues: dict[Kind, collections.deque[_Job]] = {
@@ -323,7 +310,7 @@ class StorageIO(Resource):
         self._undeleted: dict[str, None] = {}  # Deletes that failed.
         # Until when the store counts as full, if no delete makes room before.
         self._full_until_s = float("-inf")
-        self._num_out: dict[str, int] = {"read": 0, "probe": 0, "write": 0, "delete": 0}
+        self._num_deleting = 0  # Of these, with the store.
         self._jobs: dict[int, _Job] = {}  # By ticket, those that a caller waits for.
         self._deadlines: list[tuple[float, int]] = []
         self._completions: collections.deque[Completion] = collections.deque()
@@ -347,22 +334,32 @@ class StorageIO(Resource):
             kind: collections.deque(maxlen=_MOST_LATENCIES)
             for kind in ("read", "write", "probe")
         }
-        self._ways: dict[_What, _Way] = {
-            "read": _Way(self._get, self._note_read, self._fail),
-            "write": _Way(self._put, self._note_written, self._fail),
-            "probe": _Way(self._exists, self._note_probed, self._fail),
-            "delete": _Way(store.delete, self._note_deleted, self._fail_delete),
+        lanes = lanes_of(store)
+        num_threads: dict[_What, int] = {
+            "read": min(num_in_flight, lanes.readers),
+            "write": min(num_in_flight, lanes.writers),
+            "probe": min(num_in_flight, lanes.readers),
+            "delete": 1,
         }
-        issuers = Crew("jaxkv storage", _NUM_ISSUERS, self._issue_all)
-        self._crews: dict[_What, Crew] = dict.fromkeys(self._ways, issuers)
-        if self._direct is not None:
-            num_threads = min(num_in_flight, self._direct.num_threads)
-            for kind in self._wakes_movers:
-                self._crews[kind] = Crew(
-                    f"jaxkv storage {kind}",
-                    num_threads,
-                    functools.partial(self._move_all, kind),
-                )
+        fitting = max(1, lanes.call_bytes // objects.object_bytes)
+        reads, writes = (
+            min(fitting, num_in_flight // num_threads[kind])
+            for kind in ("read", "write")
+        )
+        fail, few = self._fail, _MOST_AT_ONCE
+        self._ways: dict[_What, _Way] = {
+            "read": _Way(self._get, self._note_read, fail, reads),
+            "write": _Way(self._put, self._note_written, fail, writes),
+            "probe": _Way(self._exists, self._note_probed, fail, few),
+            "delete": _Way(store.delete, self._note_deleted, self._fail_delete, few),
+        }
+        self._wakes = {what: threading.Condition(self._lock) for what in self._ways}
+        self._crews = {
+            what: Crew(
+                f"jaxkv storage {what}", num, functools.partial(self._serve_all, what)
+            )
+            for what, num in num_threads.items()
+        }
         with self._lock:
             for what in self._crews:
                 self._start_threads(what)
@@ -649,13 +646,11 @@ class StorageIO(Resource):
                 num_ended = self._end_queue(kind, "closed")
                 self._counts["dropped"] += num_ended * (kind == "write")
             self._deletes.clear()
-            self._wakes_issuers.notify_all()
-            for wakes in self._wakes_movers.values():
+            for wakes in (*self._wakes.values(), self._wakes_waiters):
                 wakes.notify_all()
-            self._wakes_waiters.notify_all()
         self._store.close()
 
-    # What follows down to `_issue_all` is called with the lock held.
+    # What follows down to `_serve_all` is called with the lock held.
 
     def _ask(
         self, kind: Kind, runs: Sequence[Sequence[BlockKey]], deadline_s: float
@@ -686,10 +681,8 @@ class StorageIO(Resource):
         if error is not None:
             for _ in range(self._end_queue(kind, error.kind)):
                 self._note_error(kind, error)
-        elif self._direct is not None and kind in self._wakes_movers:
-            self._wakes_movers[kind].notify(num_jobs)
         else:
-            self._wakes_issuers.notify_all()
+            self._wakes[kind].notify(num_jobs)
 
     def _start_threads(self, what: _What) -> StoreError | None:
         """Start threads that are missing; return the error if there is none at all."""
@@ -765,71 +758,45 @@ class StorageIO(Resource):
                 self._deletes[name] = None
         if self._deletes:
             self._start_threads("delete")
-            self._wakes_issuers.notify_all()
+            self._wakes["delete"].notify()
 
     @property
     def _has_deletes(self) -> bool:
-        return bool(self._deletes or self._num_out["delete"])
+        return bool(self._deletes or self._num_deleting)
 
     @property
     def _is_full(self) -> bool:
         return self._clock() < self._full_until_s
 
-    def _may_take(self, kind: Kind) -> bool:
-        """Whether jobs wait; writes to a full store wait until deletes make room."""
-        is_held = kind == "write" and self._has_deletes and self._is_full
-        return bool(self._queues[kind]) and not (is_held and not self._is_closed)
-
-    def _has_room(self, what: str) -> bool:
-        return self._num_out[what] < self._num_in_flight
-
-    def _next_kind(self) -> _What | None:
-        """Choose what to issue: requests wait for reads, none for deletes."""
-        if self._may_take("read") and self._has_room("read") and not self._direct:
-            return "read"
-        if self._may_take("probe") and self._has_room("probe"):
-            return "probe"
-        if self._deletes and self._has_room("delete"):
-            return "delete"
-        if self._may_take("write") and self._has_room("write") and not self._direct:
-            return "write"
-        return None
-
-    def _take(self, kind: Kind, most: int = _MOST_AT_ONCE) -> list[_Job]:
-        """Take jobs to issue from a queue."""
+    def _take(self, what: _What) -> Sequence[Any]:
+        """Take what one call asks for: jobs from a queue, or names to delete."""
+        at_once = self._ways[what].at_once
+        if what == "delete":
+            names = list(itertools.islice(self._deletes, at_once))
+            for name in names:
+                del self._deletes[name]
+            self._num_deleting += len(names)
+            return names
         jobs: list[_Job] = []
-        if not self._may_take(kind):
+        # Writes to a full store wait until deletes make room.
+        is_held = self._has_deletes and self._is_full and not self._is_closed
+        if what == "write" and is_held:
             return jobs
-        queue = self._queues[kind]
-        most = min(most, self._num_in_flight - self._num_out[kind])
-        if kind == "write":
-            most = min(most, max(1, _WRITE_AT_ONCE_BYTES // self.objects.object_bytes))
-        while queue and len(jobs) < most:
+        queue = self._queues[what]
+        while queue and len(jobs) < at_once:
             job = queue.popleft()
             if job.is_over:
-                self._num_idle[kind] -= 1
+                self._num_idle[what] -= 1
                 continue
             # A probe has been out before, for an earlier round.
             job.is_out, job.out_s = True, job.out_s or self._clock()
             jobs.append(job)
-            if kind != "probe":
-                self._rates[kind].start(job.out_s)
-        self._num_out[kind] += len(jobs)
+            if what != "probe":
+                self._rates[what].start(job.out_s)
         return jobs
-
-    def _take_deletes(self) -> list[str]:
-        """Take the names of objects to delete."""
-        if not self._has_room("delete"):
-            return []
-        names = list(itertools.islice(self._deletes, _MOST_AT_ONCE))
-        for name in names:
-            del self._deletes[name]
-        self._num_out["delete"] += len(names)
-        return names
 
     def _end(self, job: _Job, outcome: Outcome, **more: Any) -> None:
         """Report a job that the store has answered, if a caller waits for it."""
-        self._num_out[job.kind] -= 1
         num_bytes = more.get("num_bytes", 0)
         if outcome != "failed":
             self._health.note_answer(job.kind)
@@ -901,11 +868,10 @@ class StorageIO(Resource):
         self._end_delete()
 
     def _end_delete(self) -> None:
-        self._num_out["delete"] -= 1
+        self._num_deleting -= 1
         if not self._has_deletes and self._is_full:
             self._full_until_s = float("-inf")
-            self._wakes_issuers.notify_all()
-            self._wakes_movers["write"].notify_all()
+            self._wakes["write"].notify_all()
         self._wake_waiters()
 
     def _note_error(self, what: str, error: StoreError) -> None:
@@ -920,123 +886,59 @@ class StorageIO(Resource):
         why = "no answer in time"
         self._health.note_failure(job.kind, "late", why, self._clock())
 
-    # What follows runs in threads of this and of the store, without the lock.
+    # What follows runs in threads of this, without the lock.
 
-    def _issue_all(self) -> None:
-        """Hand what is queued to the store; the work of a thread."""
-        while True:
-            with self._lock:
-                self._wakes_issuers.wait_for(
-                    lambda: self._next_kind() is not None or self._has_ended()
-                )
-                kind = self._next_kind()
-            if kind is None:
-                return
-            self._issue_next(kind)
+    def _serve_all(self, what: _What) -> None:
+        """Ask the store for one call's worth after another; the work of a thread."""
+        while items := self._next(what):
+            self._serve(what, items)
+            # Let go of their bytes while there is nothing else to do.
+            del items
 
-    def _go_on(self, kind: _What) -> None:
-        """Hand more of a kind to the store, now that it has answered some.
-
-        It is done in the thread that brought the answer, as to wake another one takes
-        longer than a block does.
-        """
-        # A store that answers at once would go down here again and again.
-        if getattr(self._here, "is_issuing", False):
-            return
-        self._here.is_issuing = True
-        try:
-            while self._issue_next(kind):
-                pass
-        finally:
-            self._here.is_issuing = False
-
-    def _issue_next(self, kind: _What) -> bool:
-        """Hand some of a kind to the store; return whether there was any to hand."""
+    def _next(self, what: _What) -> Sequence[Any]:
+        """Wait for what the next call asks for; nothing once there will be no more."""
         with self._lock:
-            if kind == "delete":
-                items: Sequence[Any] = self._take_deletes()
-            else:
-                items = self._take(kind)
-        if not items:
-            return False
-        way = self._ways[kind]
-        try:
-            futures = way.call(items)
-        except Exception as error:
-            with self._lock:
-                for item in items:
-                    way.fail(item, error)
-            return True
+            while not (items := self._take(what)) and not self._is_closed:
+                self._wakes[what].wait()
+            return items
 
-        def answer(item: Any, future: Future[Any]) -> None:
-            self._answer(kind, item, future.result)
-            self._go_on(kind)
+    def _serve(self, what: _What, items: Sequence[Any]) -> None:
+        """Ask the store for some things at once, and note what comes of each."""
+        way = self._ways[what]
+        answers = attempt(way.call, items)
+        if not isinstance(answers, StoreError) and len(answers) != len(items):
+            answers = StoreError("other", f"{len(answers)} answers for {len(items)}")
+        if isinstance(answers, StoreError):
+            answers = [answers] * len(items)
+        for item, answer in zip(items, answers, strict=True):
+            failure = answer
+            if not isinstance(answer, StoreError):
+                failure = attempt(way.note, item, answer)
+            if failure is not None:
+                with self._lock:
+                    way.fail(item, failure)
 
-        for item, future in zip(items, futures, strict=True):
-            future.add_done_callback(functools.partial(answer, item))
-        return True
-
-    def _has_ended(self) -> bool:
-        return self._is_closed and not (self._deletes or any(self._queues.values()))
-
-    def _get(self, jobs: list[_Job]) -> list[Future[Piece | None]]:
+    def _get(self, jobs: list[_Job]) -> Sequence[Piece | StoreError | None]:
         names = [self.objects.name(job.key) for job in jobs]
         return self._store.get(names, self.objects.object_bytes)
 
-    def _put(self, jobs: list[_Job]) -> list[Future[None]]:
-        return self._store.put([self._encoded(job) for job in jobs])
+    def _put(self, jobs: list[_Job]) -> Sequence[StoreError | None]:
+        return self._store.put(
+            [
+                (self.objects.name(job.key), self.objects.encode(job.key, job.payload))
+                for job in jobs
+            ]
+        )
 
-    def _exists(self, jobs: list[_Job]) -> list[Future[list[bool]]]:
+    def _exists(self, jobs: list[_Job]) -> list[list[bool] | StoreError]:
         names: list[str] = []
         for job in jobs:
             job.indices = job.search.next_indices()
             names += [self.objects.name(job.run[index]) for index in job.indices]
         with self._lock:
             self._counts["probed"] += len(names)
-        futures = iter(self._store.exists(names))
-        return [
-            _together(list(itertools.islice(futures, len(job.indices)))) for job in jobs
-        ]
-
-    def _encoded(self, job: _Job) -> tuple[str, Blob]:
-        name = self.objects.name(job.key)
-        return name, self.objects.encode(job.key, job.payload)
-
-    def _move_all(self, kind: _Moved) -> None:
-        """Read, or write, one object after another; the work of a thread."""
-        move = self._read if kind == "read" else self._write
-        while (job := self._next_job(kind)) is not None:
-            self._answer(kind, job, functools.partial(move, job))
-            # Let go of its bytes while there is nothing else to do.
-            del job
-
-    def _read(self, job: _Job) -> Piece | None:
-        assert self._direct is not None
-        return self._direct.read(self.objects.name(job.key), self.objects.object_bytes)
-
-    def _write(self, job: _Job) -> None:
-        assert self._direct is not None
-        self._direct.write(*self._encoded(job))
-
-    def _next_job(self, kind: _Moved) -> _Job | None:
-        """Wait for a job to move; None once there will be no more."""
-        with self._lock:
-            while True:
-                self._wakes_movers[kind].wait_for(
-                    lambda: self._may_take(kind) or self._is_closed
-                )
-                jobs = self._take(kind, 1)
-                if jobs or self._is_closed:
-                    return jobs[0] if jobs else None
-
-    def _answer(self, what: _What, item: Any, result: Callable[[], Any]) -> None:
-        """Note what came of something that the store was asked for."""
-        way = self._ways[what]
-        try:
-            way.note(item, result())
-        except Exception as error:
-            with self._lock:
-                way.fail(item, error)
+        answers = iter(self._store.exists(names))
+        return [_together(itertools.islice(answers, len(job.indices))) for job in jobs]
 
     def _note_written(self, job: _Job, _: None) -> None:
         num_bytes = self.objects.object_bytes
@@ -1061,10 +963,8 @@ class StorageIO(Resource):
             if job.search.is_over or job.is_over or self._is_closed:
                 self._end(job, "done" if job.search.num_found else "missing")
                 return
-            # The next round, before others: `_go_on` hands it to the store.
             job.is_out = False
-            self._num_out["probe"] -= 1
-            self._queues["probe"].appendleft(job)
+            self._queues["probe"].appendleft(job)  # The next round, before others.
 
     def _note_deleted(self, _name: str, _: None) -> None:
         with self._lock:
@@ -1113,7 +1013,8 @@ class StorageIO(Resource):
         stale = [each for each in recorded if each.is_owners and each != own]
         if own.is_owners and stale:
             names = list(map(self.objects.bound_name, stale))
-            wait_for(self._store.delete(names))
+            for answer in self._store.delete(names):
+                answer_of([answer])
         # Others need not know of what is less than they know.
         if own not in known and (own == bound or own.is_owners):
             known.append(own)
@@ -1122,7 +1023,7 @@ class StorageIO(Resource):
         ]
         if names:
             records = [(name, [b"jaxkv\n"]) for name in names]
-            self._record(lambda: wait_for(self._store.put(records)))
+            self._record(lambda: list(map(answer_of, zip(self._store.put(records)))))
         self._bounds = known
         with self._lock:
             fresh, self._fresh = self._fresh, []
@@ -1152,7 +1053,7 @@ class StorageIO(Resource):
         are read. Without the record of a large engine, a small one would delete blocks.
         """
         try:
-            wait_for(self._store.get(list(map(self.objects.bound_name, recorded)), 1))
+            self._store.get(list(map(self.objects.bound_name, recorded)), 1)
         except StoreError as error:
             with self._lock:
                 self._note_error("list", error)
@@ -1170,19 +1071,11 @@ class StorageIO(Resource):
         ]
 
 
-def _together(futures: Sequence[Future[bool]]) -> Future[list[bool]]:
-    """Give what some futures give, once all of it is known."""
-    whole: Future[list[bool]] = Future()
-    left = itertools.count(len(futures) - 1, -1)
-
-    def note(_: Future[bool]) -> None:
-        if next(left):
-            return
-        try:
-            whole.set_result([future.result() for future in futures])
-        except Exception as error:
-            whole.set_exception(error)
-
-    for future in futures:
-        future.add_done_callback(note)
-    return whole
+def _together(answers: Iterable[bool | StoreError]) -> list[bool] | StoreError:
+    """Return all answers, or the first error."""
+    found = []
+    for answer in answers:
+        if isinstance(answer, StoreError):
+            return answer
+        found.append(answer)
+    return found

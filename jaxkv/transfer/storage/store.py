@@ -7,10 +7,11 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from typing import (
+    Any,
     Literal,
+    NamedTuple,
     Protocol,
     TypeAlias,
     TypeVar,
@@ -47,16 +48,34 @@ class StoreError(Exception):
         self.kind: ErrorKind = kind
 
 
+class Lanes(NamedTuple):
+    """How many threads call a store at once, and how much each call has.
+
+    Attributes:
+        readers: Threads that read, and as many that ask what is there.
+        writers: Threads that write.
+        call_bytes: Bytes of the objects of a call, at most, unless it has one object.
+    """
+
+    readers: int = 4
+    writers: int = 4
+    call_bytes: int = 1
+
+
 class BlobStore(Protocol):
     """A place for objects, each of which appears whole or not at all.
 
     Names are in ASCII: letters, digits and ``._-``, in folders by ``/``, none of them
-    beginning with a dot. All calls but `list` and `close` return at once: what they
-    answer comes by futures, one for each name in the order given, which end with a
-    `StoreError` if the store fails. The futures' callbacks run in threads of the store.
+    beginning with a dot. Every call but `close` waits for the store, and any thread may
+    make it. It returns an answer for each name in the order given, a `StoreError` where
+    the store has failed. It may raise one if all have failed, and raises a ValueError
+    for what is no name.
 
     Any number of threads, processes and machines may use one place at once. The last
     of two that put the same name wins; a mixture is never read.
+
+    A store may have `lanes`; without them it is called as `Lanes()` says. One that
+    cannot list has ``can_list = False``.
     """
 
     @property
@@ -64,7 +83,9 @@ class BlobStore(Protocol):
         """The place, without secrets, for messages."""
         ...
 
-    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+    def get(
+        self, names: Sequence[str], max_bytes: int
+    ) -> Sequence[Piece | StoreError | None]:
         """Read objects.
 
         Args:
@@ -77,27 +98,23 @@ class BlobStore(Protocol):
         """
         ...
 
-    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
-        """Write objects, over others of the same names.
-
-        The pieces must not change any more: a store reads them until its future is
-        done, however late.
-        """
+    def put(self, items: Sequence[tuple[str, Blob]]) -> Sequence[StoreError | None]:
+        """Write objects, over others of the same names."""
         ...
 
-    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+    def exists(self, names: Sequence[str]) -> Sequence[bool | StoreError]:
         """Tell which objects there are."""
         ...
 
-    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+    def delete(self, names: Sequence[str]) -> Sequence[StoreError | None]:
         """Delete objects; it is no error if there are none."""
         ...
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """List the names of a folder and the folders in it, page by page.
 
-        It waits for the store, and is not in one moment: what is put or deleted
-        meanwhile may be there or not, and what is there may come twice.
+        It is not in one moment: what is put or deleted meanwhile may be there or not,
+        and what is there may come twice.
 
         Raises:
             StoreError: The store fails, or has no list (`can_list`).
@@ -110,44 +127,11 @@ class BlobStore(Protocol):
 
 
 @runtime_checkable
-class DirectStore(Protocol):
-    """What a store can do in addition, if threads of the caller may do the work.
-
-    Then a block is not handed from thread to thread, and its checksum is computed while
-    its bytes are in the caches of the CPU. Both calls wait for the store, may be made
-    from any thread, and raise a `StoreError` if it fails.
-    """
-
-    @property
-    def num_threads(self) -> int:
-        """How many threads to read with, and how many to write with."""
-        ...
-
-    def read(self, name: str, max_bytes: int) -> Piece | None:
-        """Read an object.
-
-        Args:
-            name: Its name.
-            max_bytes: Bytes that are of interest.
-
-        Returns:
-            Its bytes, which the caller owns; None where there is no such object.
-        """
-        ...
-
-    def write(self, name: str, blob: Blob) -> None:
-        """Write an object, over another of the same name."""
-        ...
-
-
-@runtime_checkable
 class TimedStore(Protocol):
     """What a store can do in addition, if it knows when objects were last used."""
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
         """Tell when objects were last written, or read if the store notes that.
-
-        It waits for the store, as `list` does.
 
         Returns:
             Microseconds since some moment, the same for all engines; 0 for an object
@@ -162,6 +146,28 @@ class TimedStore(Protocol):
 def can_list(store: BlobStore) -> bool:
     """Whether a store lists its objects; else an engine has to ask for each."""
     return bool(getattr(store, "can_list", True))
+
+
+def lanes_of(store: BlobStore) -> Lanes:
+    """Return how many threads are to call a store."""
+    lanes: Lanes = getattr(store, "lanes", Lanes())
+    return lanes
+
+
+def attempt(call: Callable[..., _T], *args: Any) -> _T | StoreError:
+    """Return what a call returns, or its error as that of a store."""
+    try:
+        return call(*args)
+    except Exception as error:
+        return error_of(error)
+
+
+def answer_of(answers: Sequence[_T | StoreError]) -> _T:
+    """Return the answer of a call with one name, or raise its error."""
+    [answer] = answers
+    if isinstance(answer, StoreError):
+        raise answer
+    return answer
 
 
 def check_name(name: str) -> str:
@@ -206,10 +212,13 @@ class MemoryStore:
 
     Example:
         >>> with_memory = MemoryStore()
-        >>> _ = with_memory.put([("ab/1.0", [b"head", b"body"])])
-        >>> bytes(with_memory.get(["ab/1.0"], 100)[0].result())
-        b'headbody'
+        >>> with_memory.put([("ab/1.0", [b"head", b"body"])])
+        [None]
+        >>> [bytes(found) for found in with_memory.get(["ab/1.0"], 100)]
+        [b'headbody']
     """
+
+    lanes = Lanes(2, 2, 1 << 20)
 
     def __init__(self, url: str = "memory://") -> None:
         self._url = url
@@ -222,36 +231,35 @@ class MemoryStore:
         """The place, for messages."""
         return self._url
 
-    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+    def get(self, names: Sequence[str], max_bytes: int) -> list[Piece | None]:
         """Read objects."""
         with self._lock:
             found = [self._blobs.get(check_name(name)) for name in names]
             self._times.update(dict.fromkeys(names, time.time_ns() // 1000))
         return [
-            _done(None if blob is None else memoryview(blob)[:max_bytes])
-            for blob in found
+            None if blob is None else memoryview(blob)[:max_bytes] for blob in found
         ]
 
-    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[None]:
         """Write objects."""
         blobs = {check_name(name): b"".join(blob) for name, blob in items}
         with self._lock:
             self._blobs.update(blobs)
             self._times.update(dict.fromkeys(blobs, time.time_ns() // 1000))
-        return [_done(None) for _ in items]
+        return [None for _ in items]
 
-    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+    def exists(self, names: Sequence[str]) -> list[bool]:
         """Tell which objects there are."""
         with self._lock:
-            return [_done(check_name(name) in self._blobs) for name in names]
+            return [check_name(name) in self._blobs for name in names]
 
-    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+    def delete(self, names: Sequence[str]) -> list[None]:
         """Delete objects."""
         with self._lock:
             for name in names:
                 self._blobs.pop(check_name(name), None)
                 self._times.pop(name, None)
-        return [_done(None) for _ in names]
+        return [None for _ in names]
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """List the objects of a folder."""
@@ -282,9 +290,3 @@ def memory_store(name: str) -> MemoryStore:
         if store is None:
             store = _memories[url] = MemoryStore(url)
         return store
-
-
-def _done(value: _T) -> Future[_T]:
-    future: Future[_T] = Future()
-    future.set_result(value)
-    return future

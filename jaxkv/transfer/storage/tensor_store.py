@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxkv._util import one_line, shown
 from jaxkv._util.extras import pip_install
 from jaxkv.transfer.storage.store import (
     Blob,
     ErrorKind,
+    Lanes,
     Piece,
     StoreError,
+    answer_of,
     check_name,
 )
 from jaxkv.transfer.storage.store_url import StoreUrl
+
+_T = TypeVar("_T")
 
 # What is slow beyond that is computed sooner: tensorstore would try 32 times.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
@@ -51,6 +53,8 @@ class TensorStoreStore:
         ValueError: tensorstore refuses the specification.
     """
 
+    lanes = Lanes(readers=8, writers=8, call_bytes=4 << 20)
+
     def __init__(self, spec: Mapping[str, Any], url: str) -> None:
         self._ts = _import()
         self._url = url
@@ -67,27 +71,36 @@ class TensorStoreStore:
         """The place, for messages."""
         return self._url
 
-    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+    def get(
+        self, names: Sequence[str], max_bytes: int
+    ) -> list[Piece | StoreError | None]:
         """Read objects; one that is shorter than `max_bytes` takes a second request."""
-        return [self._read(check_name(name), max_bytes) for name in names]
+        # tensorstore fails a range that the object does not fill, and reads an object
+        # of any size if there is no range.
+        whole = slice(0, max_bytes)
+        reads = [self._store.read(check_name(n), byte_range=whole) for n in names]
+        return [
+            _answer(self._value, name, read, max_bytes)
+            for name, read in zip(names, reads, strict=True)
+        ]
 
-    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
         """Write objects."""
-        return [
-            # It takes bytes alone.
-            _future(self._store.write(check_name(name), b"".join(blob)), _nothing)
-            for name, blob in items
-        ]
+        # It takes bytes alone.
+        writes = [self._store.write(check_name(n), b"".join(blob)) for n, blob in items]
+        return [_answer(_wait_for, write) for write in writes]
 
-    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+    def exists(self, names: Sequence[str]) -> list[bool | StoreError]:
         """Tell which objects there are, by reading a byte of each."""
-        return [_is_there(self._read(check_name(name), 1)) for name in names]
-
-    def delete(self, names: Sequence[str]) -> list[Future[None]]:
-        """Delete objects."""
         return [
-            _future(self._store.write(check_name(n), None), _nothing) for n in names
+            found if isinstance(found, StoreError) else found is not None
+            for found in self.get(names, 1)
         ]
+
+    def delete(self, names: Sequence[str]) -> list[StoreError | None]:
+        """Delete objects."""
+        deletes = [self._store.write(check_name(name), None) for name in names]
+        return [_answer(_wait_for, delete) for delete in deletes]
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """List the objects of a folder."""
@@ -96,47 +109,32 @@ class TensorStoreStore:
         start = f"{check_name(folder)}/"
         bounds = [start, *(f"{start}{n:02x}" for n in range(1, 256)), f"{folder}0"]
         ranges = collections.deque(itertools.pairwise(bounds))
-        open_lists: collections.deque[Future[list[bytes]]] = collections.deque()
+        open_lists: collections.deque[Any] = collections.deque()
         while ranges or open_lists:
             while ranges and len(open_lists) < _NUM_LISTS:
                 part = self._ts.KvStore.KeyRange(*ranges.popleft())
-                open_lists.append(_future(self._store.list(part), list))
-            names = open_lists.popleft().result()
+                open_lists.append(self._store.list(part))
+            names = answer_of([_answer(open_lists.popleft().result)])
             if names:
                 yield [name.decode("ascii", "replace") for name in names]
 
-    def _read(self, name: str, max_bytes: int) -> Future[Piece | None]:
-        # tensorstore fails a range that the object does not fill, and reads an object
-        # of any size if there is no range.
-        ours: Future[Piece | None] = Future()
-
-        def start(num_bytes: int) -> None:
-            theirs = self._store.read(name, byte_range=slice(0, num_bytes))
-            read = _future(theirs, _value)
-            read.add_done_callback(functools.partial(finish, num_bytes))
-
-        def finish(asked: int, read: Future[Piece | None]) -> None:
-            error = read.exception()
-            if error is None:
-                ours.set_result(read.result())
-            elif not str(error).startswith("OUT_OF_RANGE"):
-                ours.set_exception(error)
-            elif asked == 1:
-                ours.set_result(b"")
-            else:
-                size = _SIZE.search(str(error))
-                # It does not say how long an empty one is.
-                num_bytes = int(size[1]) if size else 1
-                if num_bytes < asked:
-                    try:
-                        start(num_bytes)
-                    except Exception as failure:
-                        ours.set_exception(_error_of(failure))
-                else:
-                    ours.set_exception(error)
-
-        start(max_bytes)
-        return ours
+    def _value(self, name: str, read: Any, max_bytes: int) -> Piece | None:
+        """Wait for a read, and read again what is shorter than was asked for."""
+        try:
+            found = read.result()
+        except Exception as error:
+            if not str(error).startswith("OUT_OF_RANGE"):
+                raise
+            if max_bytes == 1:
+                return b""
+            size = _SIZE.search(str(error))
+            # It does not say how long an empty one is.
+            num_bytes = int(size[1]) if size else 1
+            if num_bytes >= max_bytes:
+                raise
+            again = self._store.read(name, byte_range=slice(0, num_bytes))
+            return self._value(name, again, num_bytes)
+        return None if found.state == "missing" else bytes(found.value)
 
     def close(self) -> None:
         """Do nothing: tensorstore lets go of what is not used."""
@@ -212,47 +210,18 @@ def _split(url: str) -> tuple[str, str, Mapping[str, str]]:
     return bucket, f"{path}/" if path else "", place.options
 
 
-def _future(theirs: Any, convert: Callable[[Any], Any]) -> Future[Any]:
-    ours: Future[Any] = Future()
-    # It would be cancelled if it were not held.
-    held = [theirs]
+def _answer(call: Callable[..., _T], *args: Any) -> _T | StoreError:
+    try:
+        return call(*args)
+    except Exception as error:
+        return _error_of(error)
 
-    def finish(done: Any) -> None:
-        held.clear()
-        try:
-            result = convert(done.result())
-        except Exception as error:
-            ours.set_exception(_error_of(error))
-        else:
-            ours.set_result(result)
 
-    theirs.add_done_callback(finish)
-    return ours
+def _wait_for(write: Any) -> None:
+    write.result()
 
 
 def _error_of(error: BaseException) -> StoreError:
     text = error_text(error)
     kind = _KINDS.get(text.partition(":")[0], "other")
     return StoreError("full" if _FULL.search(str(error)) else kind, text)
-
-
-def _is_there(read: Future[Piece | None]) -> Future[bool]:
-    ours: Future[bool] = Future()
-
-    def finish(_: object) -> None:
-        error = read.exception()
-        if error is not None:
-            ours.set_exception(error)
-        else:
-            ours.set_result(read.result() is not None)
-
-    read.add_done_callback(finish)
-    return ours
-
-
-def _nothing(_: object) -> None:
-    return None
-
-
-def _value(result: Any) -> Piece | None:
-    return None if result.state == "missing" else bytes(result.value)

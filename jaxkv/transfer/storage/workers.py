@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
-from jaxkv.transfer.storage.store import StoreError, error_of
-
-_T = TypeVar("_T")
-_numbers = itertools.count()
+from jaxkv.transfer.storage.store import StoreError
 
 
 def start_thread(name: str, run: Callable[..., object], *args: Any) -> threading.Thread:
@@ -63,72 +58,44 @@ class Crew:
             self.has_thread = True
 
 
-class Workers:
-    """A few daemon threads, started as they are needed.
+class TaskThread:
+    """A daemon thread that runs tasks in turn, started with the first of them.
 
     Args:
-        name: The start of the threads' names.
-        num_threads: How many there are at most.
+        name: Its name.
     """
 
-    def __init__(self, name: str, num_threads: int) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._max_threads = num_threads
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = (
+            queue.SimpleQueue()
+        )
         self._lock = threading.Lock()
-        self._num_threads = 0
-        self._num_open = 0  # Tasks that are queued or running.
-        self._is_closed = False
+        self._has_thread = self._is_closed = False
 
-    def submit(self, call: Callable[..., _T], *args: Any) -> Future[_T]:
-        """Have `call(*args)` run; its errors become those of a store.
+    def submit(self, task: Callable[[], object]) -> None:
+        """Have the thread run a task, which handles its own errors.
 
-        If there is no thread and none can be started, the future has failed already.
+        Raises:
+            StoreError: No thread can be started, or it has been closed.
         """
-        future: Future[_T] = Future()
-
-        def run() -> None:
-            try:
-                result = call(*args)
-            except Exception as error:
-                future.set_exception(error_of(error))
-            else:
-                future.set_result(result)
-
-        try:
-            with self._lock:
-                self._start_thread()
-                self._num_open += 1
-                self._tasks.put(run)
-        except StoreError as error:
-            future.set_exception(error)
-        return future
+        with self._lock:
+            if self._is_closed:
+                raise StoreError("other", f"{self._name} is closed")
+            if not self._has_thread:
+                start_thread(self._name, self._run)
+                self._has_thread = True
+            self._tasks.put(task)
 
     def close(self) -> None:
-        """Let the threads end once they have done what was asked of them."""
+        """Let the thread end once it has done what was asked of it."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                for _ in range(self._num_threads):
-                    self._tasks.put(None)
+                self._tasks.put(None)
 
-    def _start_thread(self) -> None:
-        """Start a thread for one more task; raise if there would be none for it."""
-        if self._is_closed:
-            raise StoreError("other", f"{self._name} is closed")
-        if self._num_threads < min(self._max_threads, self._num_open + 1):
-            try:
-                start_thread(f"{self._name} {next(_numbers)}", self._work)
-            except StoreError:
-                if not self._num_threads:
-                    raise
-            else:
-                self._num_threads += 1
-
-    def _work(self) -> None:
+    def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
             # Let go of its bytes while there is nothing else to do.
             del task
-            with self._lock:
-                self._num_open -= 1

@@ -1,42 +1,51 @@
-"""Calls of a store, waited for."""
+"""Calls of a store that are to succeed, or to fail."""
 
-WAIT_S = 60
+from jaxkv.transfer.storage import StoreError
+from jaxkv.transfer.storage.store import answer_of
 
 
 def put(store, blobs):
-    for future in store.put([(name, [blob]) for name, blob in blobs.items()]):
-        future.result(WAIT_S)
+    for answer in store.put([(name, [blob]) for name, blob in blobs.items()]):
+        assert answer is None
 
 
 def get(store, *names, max_bytes=1 << 30):
-    found = [future.result(WAIT_S) for future in store.get(names, max_bytes)]
+    found = [answer_of([answer]) for answer in store.get(names, max_bytes)]
     return [None if data is None else bytes(data) for data in found]
 
 
 def exists(store, *names):
-    return [future.result(WAIT_S) for future in store.exists(names)]
+    return [answer_of([answer]) for answer in store.exists(names)]
 
 
 def delete(store, *names):
-    for future in store.delete(names):
-        assert future.result(WAIT_S) is None
+    assert list(store.delete(names)) == [None] * len(names)
 
 
 def listed(store, folder):
     return sorted({name for page in store.list(folder) for name in page})
 
 
-def errors_of(futures):
-    return {future.exception(WAIT_S).kind for future in futures}
+def errors_of(call):
+    """Return the kinds of error of a call, raised or answered; None for success."""
+    return {getattr(error, "kind", None) for error in outcomes(call)}
+
+
+def outcomes(call):
+    """Return what a call answers, or what it raises."""
+    try:
+        return list(call())
+    except StoreError as error:
+        return [error]
 
 
 def write_error(store, name="a", blob=b"x"):
     """Return how a write failed."""
-    [kind] = errors_of(store.put([(name, [blob])]))
+    [kind] = errors_of(lambda: store.put([(name, [blob])]))
     return kind
 
 
 def read_error(store, *names):
     """Return how all of some reads failed."""
-    [kind] = errors_of(store.get(names or ["a"], 1 << 30))
+    [kind] = errors_of(lambda: store.get(names or ["a"], 1 << 30))
     return kind

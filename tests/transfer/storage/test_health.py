@@ -153,7 +153,7 @@ def test_a_store_that_answers_nothing_is_down_and_up_when_it_does(caplog):
         storage.log_health()
         faulty.faults.hang = 0.0
         faulty.let_go()
-        assert storage.is_up
+        wait_for(lambda: storage.is_up)
         now_s = 8.0
         storage.log_health()
     assert [record.levelname for record in caplog.records] == ["WARNING"]

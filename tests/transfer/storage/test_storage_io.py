@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 import weakref
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -20,9 +19,10 @@ from jaxkv.transfer.storage import (
 )
 from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.storage_io import Rate
-from tests.rigs.faulty_store import Faults, FaultyDirectStore, FaultyStore
+from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.refused_threads import refused_threads
 from tests.rigs.waiting import wait_for
+from tests.transfer.storage.calls import exists, get, put
 
 FOREVER = float("inf")
 SIZE = 100
@@ -92,10 +92,10 @@ def store(request, tmp_path):
     return MemoryStore() if request.param == "memory" else LocalStore(str(tmp_path))
 
 
-@pytest.fixture(params=[FaultyStore, FaultyDirectStore])
-def faulty(request):
+@pytest.fixture
+def faulty():
     """A store in memory whose faults a test switches on."""
-    faulty = request.param(MemoryStore(), seed=1)
+    faulty = FaultyStore(MemoryStore(), seed=1)
     yield faulty
     faulty.let_go()
 
@@ -143,15 +143,14 @@ def test_arrays_are_written_without_another_copy_and_let_go_afterwards(storage):
     assert bytes(read.payload) == expected
 
 
-@pytest.mark.parametrize("kind_of_store", [FaultyStore, FaultyDirectStore])
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(
-    seed, kind_of_store, clock
+    seed, clock
 ):
     rng = random.Random(seed)
     chosen = rng.sample([field.name for field in dataclasses.fields(Faults)], 6)
     faults = {name: rng.choice([0.05, 0.2]) for name in chosen if name != "late_s"}
-    store = kind_of_store(MemoryStore(), seed, Faults(**faults))
+    store = FaultyStore(MemoryStore(), seed, Faults(**faults))
     max_bytes = 40 * OBJECT
     open_tickets: dict[int, str] = {}
     outcomes = collections.Counter()
@@ -309,8 +308,8 @@ def test_what_was_cancelled_is_not_reported(faulty, faulty_storage):
 def replace(store, number, change):
     """Change the object of a block in a store."""
     name = BLOCKS.name(key(number))
-    data = bytes(store.get([name], 1000)[0].result(60))
-    store.put([(name, [change(data)])])[0].result(60)
+    [data] = get(store, name)
+    put(store, {name: change(data)})
 
 
 DAMAGES = [
@@ -406,12 +405,11 @@ def test_a_new_process_finds_all_blocks_and_nothing_else(store, storage):
         name.replace("7.", "g."),
         name.replace("07.", "07.0"),
     ]
-    futures = store.put([(name, [b"?"]) for name in strange])
-    assert [future.result(60) for future in futures] == [None] * len(strange)
+    put(store, dict.fromkeys(strange, b"?"))
     for _ in range(2):
         storage.list_all()
         assert take_all_pages(storage) == [(key(n), 0) for n in range(300)]
-    assert all(future.result(60) for future in store.exists(strange))
+    assert all(exists(store, *strange))
 
 
 def test_a_listing_that_fails_ends_and_is_counted(faulty, faulty_storage):
@@ -618,10 +616,7 @@ class FullStore(MemoryStore):
         self.num_tried += len(items)
         if len(self._blobs) + len(items) <= self.room:
             return super().put(items)
-        futures = [Future() for _ in items]
-        for future in futures:
-            future.set_exception(StoreError("full", "No space left on device"))
-        return futures
+        return [StoreError("full", "No space left on device")] * len(items)
 
 
 def test_a_full_store_is_written_again_after_a_second_or_a_delete(clock):

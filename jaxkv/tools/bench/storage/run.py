@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
@@ -28,7 +29,7 @@ from jaxkv.transfer.storage import (
     StoreError,
     open_store,
 )
-from jaxkv.transfer.storage.store import can_list
+from jaxkv.transfer.storage.store import answer_of, can_list, lanes_of
 from jaxkv.transfer.storage.store_url import StoreUrl
 from jaxkv.types import KEY_BYTES
 
@@ -210,7 +211,7 @@ class StorageBench(Resource):
             names = [name for page in self.store.list(folder) for name in page]
             if not names:
                 break
-            wait_for(self.store.delete(names))
+            self.store.delete(names)
         if isinstance(self.store, LocalStore):
             root = self.store.path
             for path, *_ in os.walk(f"{root}/{folder}", topdown=False):
@@ -286,14 +287,31 @@ class StoreAlone(Side):
 
     def write(self) -> None:
         blobs = [[payload.data] for payload in self.blocks.payloads]
-        wait_for(self._store.put(list(zip(self.names(), blobs, strict=True))))
+        items = list(zip(self.names(), blobs, strict=True))
+        self._call(self._store.put, items, lanes_of(self._store).writers)
 
     def read(self) -> None:
         max_bytes = self.blocks.payloads[0].nbytes + 1
-        wait_for(self._store.get(self.names(), max_bytes))
+        get = functools.partial(self._store.get, max_bytes=max_bytes)
+        self._call(get, self.names(), lanes_of(self._store).readers)
 
     def delete(self) -> None:
-        wait_for(self._store.delete(self.names()))
+        self._store.delete(self.names())
+
+    def _call(
+        self,
+        call: Callable[[Sequence[Any]], Sequence[Any]],
+        items: Sequence[Any],
+        num_threads: int,
+    ) -> None:
+        """Call the store with some items at a time, as the tier's threads do."""
+        lanes, block_bytes = lanes_of(self._store), self.blocks.payloads[0].nbytes
+        size = max(1, min(lanes.call_bytes // block_bytes, len(items) // num_threads))
+        calls = [items[at : at + size] for at in range(0, len(items), size)]
+        with ThreadPoolExecutor(num_threads) as threads:
+            for answers in threads.map(call, calls):
+                for answer in answers:
+                    answer_of([answer])
 
     def names(self) -> list[str]:
         """Name the blocks of the round."""
