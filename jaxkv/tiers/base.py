@@ -35,10 +35,10 @@ def as_ids(block_ids: BlockIds, name: str = "block_id") -> NDArray[Any]:
         if type(block_ids) is not np.ndarray and np.ma.is_masked(block_ids):
             raise TypeError(f"{name}s={shown(block_ids)} must not be masked.")
         if block_ids.dtype == np.uint64 and block_ids.size:
-            # Larger ids would become negative.
+            # As i64, larger ids would be negative.
             refuse_outside(block_ids, 1 << 63, name=name)
         return np.ascontiguousarray(block_ids, np.int64)
-    if isinstance(block_ids, str | bytes | bytearray):  # `array` would unpack these.
+    if isinstance(block_ids, str | bytes | bytearray):  # `array` would read the bytes.
         raise TypeError(f"{name}s={shown(block_ids)} {requirement}.")
     try:
         # Three times as fast as NumPy for a list.
@@ -80,10 +80,10 @@ class Placement(NamedTuple):
 
     keys: Sequence[BlockKey]  # The absent keys, in the order of the call.
     rows: NDArray[np.int64] | None
-    """i64[n]. The first row of each key in the call; None for all rows."""
+    """i64[n]. The first row of each of `keys` in the call; None if all rows are."""
     block_ids: NDArray[np.int64]  # i64[n]. The block allocated for each key.
     evicted_keys: Sequence[BlockKey]
-    """In the order of eviction. Valid until the next call."""
+    """In the order of eviction. Overwritten by the next call."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
