@@ -29,7 +29,7 @@ PLATFORMS: Mapping[str, Mapping[str, str]] = {
     "aot-tpu": {"libtpu": "jax[tpu]>=0.10"},
     "aot-gpu": {"jax_cuda12_plugin": "jax[cuda12-local]>=0.10"},
 }
-"""The same for each extra of an accelerator or its compiler."""
+"""For each extra of an accelerator or compiler, its modules and their requirements."""
 
 _ALL = {**EXTRAS, **PLATFORMS}
 
