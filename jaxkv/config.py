@@ -1,7 +1,7 @@
 """One configuration for all parts, from code, a dict, JSON or the environment.
 
 Each key is declared once, as a field: the keys of `OffloadRules` in
-`jaxkv/scheduling/rules.py`, the others here. Errors have the value, the valid values
+`jaxkv/scheduling/rules.py`, the others here. Errors name the value, the valid values
 and the closest name.
 """
 
@@ -77,7 +77,7 @@ _TEST_PREFIX = "JAXKV_TEST_"  # Variables of this project's tests.
 _FILE = settings.Text(
     "a file name without quotes; ~ and variables are not expanded, so a name that "
     "begins with ~ or $ needs ./ before it",
-    # A URL would become a folder of that name.
+    # No URL, which would become a folder of that name.
     r"(?![\s~$\"'`])(?![A-Za-z][A-Za-z0-9+.-]*:/)[^\0-\x1f]{0,4095}[^\0-\x1f\s]",
 )
 _ENDPOINT = settings.Text(
@@ -109,7 +109,7 @@ def _closed_on_error(
 
 
 def _check_secret(value: Any) -> str:
-    # Without the final newline of a file, as in the environment.
+    # Drop the final newline of a file, as for environment variables.
     secret = value.strip() if isinstance(value, str) else ""
     if len(secret.encode()) < LEAST_SECRET_BYTES:
         raise ValueError
@@ -131,7 +131,7 @@ class _HostSettings(Settings):
     host_bytes: int | str | None = settings.size(
         None,
         "engine",
-        "Host memory for blocks in this process, spare room included. Set this or "
+        "Host memory for blocks in this process, including spare memory. Set this or "
         "`num_host_blocks`.",
         minimum=_MIN_HOST_BYTES,
     )
@@ -195,7 +195,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     transfer_mode: Mode | None = settings.name(
         None,
         "engine",
-        "Copy blocks by one program between device and host (`fused`, on CPU), or "
+        "Copy blocks with one program between device and host (`fused`, on CPU), or "
         "through a staging buffer on the device (`staged`). `null`: `fused` on CPU, "
         "else `staged`.",
         names=lambda: MODES,
@@ -213,13 +213,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
     extent_bytes: int | str | None = settings.size(
         None,
         "engine",
-        "Bytes that move in one piece. `null`: 8 MiB a device, or less for small "
-        "blocks or host tiers.",
+        "Bytes per copy between device and host. `null`: 8 MiB per device, or less for "
+        "small blocks or host tiers.",
     )
     layer_groups: int = settings.number(
         1,
         "engine",
-        "Parts of layers in which a load arrives, the first layers first.",
+        "Split each load into this many parts of layers, the first layers first.",
         unit="parts",
     )
     compression: Quantised | None = settings.name(
@@ -273,26 +273,26 @@ class OffloadConfig(RuleSettings, _HostSettings):
     storage_owner: bool = settings.flag(
         False,
         "storage",
-        "Let this engine's `storage_bytes` apply to all that share the store. Set it "
-        "in one of them.",
+        "Let this engine's `storage_bytes` apply to all engines that share the store. "
+        "Set it in only one of them.",
     )
     storage_deadline_s: float = settings.seconds(
         5.0,
         "storage",
-        "Time limit for store reads, whose blocks are then computed, and for writes, "
-        "which are then abandoned.",
+        "Abandon store reads and writes that take longer; blocks not read are "
+        "recomputed.",
     )
     storage_await_s: float = settings.seconds(
         1.0,
         "storage",
-        "How long a request whose prompt [another engine computes](storage.md#prefill-"
-        "here-decode-there) waits for its next block in the store.",
+        "A request whose prompt [another engine computes](storage.md#prefill-here-"
+        "decode-there) waits this long for each next block in the store.",
     )
     storage_list_s: float | None = settings.seconds(
         60.0,
         "storage",
-        "List the store again after this time, to find what others wrote. `null`: "
-        "once, 0: never.",
+        "List the store again after this time, to find blocks that other engines "
+        "wrote. `null`: list once; 0: never.",
         or_none=True,
         or_zero=True,
     )
@@ -311,8 +311,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     events_endpoint: str | None = settings.text(
         None,
         "events",
-        "Where `make_publisher` publishes events, `tcp://HOST:PORT` or `ipc://PATH`; "
-        "it turns `enable_events` on.",
+        "Address where `make_publisher` publishes events, `tcp://HOST:PORT` or "
+        "`ipc://PATH`. Turns `enable_events` on.",
         _ENDPOINT,
     )
     events_replay_endpoint: str | None = settings.text(
@@ -332,7 +332,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     metrics_address: str = settings.text(
         "127.0.0.1",
         "metrics",
-        "Address of that port; by default only this machine can reach it.",
+        "Address of the metrics port; by default only this machine can reach it.",
         _ADDRESS,
     )
     record: str | None = settings.text(
@@ -345,13 +345,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
     record_max_bytes: int | str = settings.size(
         DEFAULT_MAX_BYTES,
         "record",
-        "Maximum bytes of that file; then it becomes `FILE.1`, and a new one begins.",
+        "Maximum bytes of a file; then it becomes `FILE.1`, and a new one begins.",
         minimum=MIN_MAX_BYTES,
     )
     record_max_files: int = settings.number(
         DEFAULT_MAX_FILES,
         "record",
-        "Files kept, the current one included.",
+        "Record files to keep, including the current one.",
         unit="files",
     )
     record_key_file: str | None = settings.text(
@@ -610,7 +610,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         Args:
             engine: The engine whose blocks it moves.
             storage_namespace: See `namespace` of `open_storage`.
-            clock: Seconds since some moment.
+            clock: Returns seconds; must never go back.
             movers: See `OffloadWorker`.
             storage: An open store; None to open the configured one.
 
@@ -647,11 +647,11 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
         Args:
             engine: The engine with the host blocks.
-            namespace: Identifies everything that blocks depend on, as `Namespace` does:
-                blocks of other namespaces are neither listed nor found.
+            namespace: Identifies everything that blocks depend on, like `Namespace`:
+                blocks of other namespaces are neither listed nor read.
             num_blocks: Maximum host blocks in the store; None for as many as fit into
                 `storage_bytes`.
-            clock: Seconds since some moment.
+            clock: Returns seconds; must never go back.
 
         Raises:
             ValueError: No block fits, or the URL is wrong.
@@ -682,8 +682,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     def make_recorder(self) -> TraceRecorder | None:
         """Make a `TraceRecorder`; None without `record`.
 
-        If several processes serve one model, only the first one records: None in the
-        others.
+        If several processes serve one model, only the first one records; the others
+        get None.
 
         Raises:
             ValueError: The secret is too short.
@@ -707,7 +707,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         catalog: BlockCatalog | None = None,
         data_parallel_rank: int = 0,
     ) -> EventPublisher | None:
-        """Make an `EventPublisher`, with its arguments; None without `events_endpoint`.
+        """Make an `EventPublisher` with these arguments; None without an endpoint.
 
         Raises:
             ImportError: The extra ``events`` is missing.
@@ -734,7 +734,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         pool: DeviceBlockPool | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> OffloadMetrics | None:
-        """Serve `OffloadMetrics`, with its arguments; None without `metrics_port`.
+        """Serve `OffloadMetrics` with these arguments; None without `metrics_port`.
 
         Raises:
             ImportError: The extra ``metrics`` is missing.
@@ -800,7 +800,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             "events": self.events_endpoint,
             "replays of events": self.events_replay_endpoint,
         }
-        return [f"{what} at {where}" for what, where in ports.items() if where]
+        return [f"{name} at {where}" for name, where in ports.items() if where]
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
@@ -815,7 +815,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         if self.record is not None and self.record == self.record_key_file:
             yield (
                 f"record={shown(self.record)} and record_key_file must be two files: "
-                "a secret in the file that it protects protects nothing."
+                "the record must not contain the secret that protects it."
             )
         if self.events_replay_endpoint is not None and self.events_endpoint is None:
             yield (
@@ -824,7 +824,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             )
         if self.storage is None:
             if self.storage_secret is not None:
-                yield "storage_secret needs a storage, whose objects it signs."
+                yield "storage_secret needs storage: it signs the store's objects."
             return
         try:
             StoreUrl.parse(self.storage)
@@ -836,7 +836,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             yield (
                 f"storage={KEYS['storage'].shown(self.storage)} and "
                 f"world_size={self.world_size} exclude one another: a worker does not "
-                "know which shard of a block it has."
+                "know which shard of a block it stores."
             )
 
 
@@ -863,16 +863,16 @@ def unknown(
     faults = []
     for name in keys:
         if name not in valid:
-            shown = shown_name(name)
-            plain = (name if isinstance(name, str) else shown).lower()
+            text = shown_name(name)
+            plain = (name if isinstance(name, str) else text).lower()
             plain = re.sub("^jax[_-]?kv[_-]?", "", plain)
             suggestion = did_you_mean(plain, list(KEYS), spell)
-            faults.append(f"unknown {kind} {shown}: {suggestion}")
+            faults.append(f"unknown {kind} {text}: {suggestion}")
     return faults
 
 
 def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables meant as settings, sorted, including misspelt ones."""
+    """Return the variables that are settings or misspelt settings, sorted."""
 
     def letters(variable: str) -> str:
         return re.sub("[^A-Z]", "", variable.upper())

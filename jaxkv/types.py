@@ -29,15 +29,15 @@ NO_BLOCK = -1
 """The block id that stands for "none"; never an index."""
 
 NULL_BLOCK = 0
-"""The device block that is never handed out: engines point unused entries of block
+"""The device block that is never allocated: engines point unused entries of block
 tables at it."""
 
 NOT_READY = -1
 """The reference count of a host block whose bytes have not arrived."""
 
 Stop: TypeAlias = Literal["tool_use", "end_turn"]
-"""Why a request stopped, as far as that tells when its prefix will be used again: it
-called a tool, whose result will come soon, or it answered a person."""
+"""Why a request stopped, which predicts when its prefix will be used again: it called a
+tool, whose result will come soon, or it answered a person."""
 
 STOPS: tuple[Stop | None, ...] = (None, "tool_use", "end_turn")
-"""The number of each on the array side is its index here; None if it is not known."""
+"""On the array side, a stop is its index here; None if it is not known."""

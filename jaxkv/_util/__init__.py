@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Self, SupportsIndex, TypeVar
 
 _MAX_SHOWN = 100  # Characters of a value or name in a message.
-_MAX_SHORT = 4  # Valid names of up to 4 letters may differ in one: int4 and int8.
+_MAX_SHORT = 4  # Two valid names of so few letters may be close: int4 and int8.
 
 _UNITS = {
     "": 1,
@@ -22,7 +22,7 @@ _UNITS = {
     **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
     **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
 }
-# Shifts of units, the largest first.
+# The shift of each unit, the largest first.
 _BINARY_UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 FLAGS = {
@@ -170,14 +170,14 @@ def nearest(word: str, names: Sequence[str]) -> str | None:
     'lru'
     >>> nearest("lfu", ["lru", "arc"])  # Not a misspelt lru.
     """
-    # A much longer word is close to no name, and comparing it would take long.
+    # A much longer word is not close to any name, and the comparison would take long.
     if len(word) > 4 * max(map(len, names), default=0):
         return None
     for name in difflib.get_close_matches(word, names):
         # A misspelt short name may only omit, add or reorder letters.
-        letters, meant = Counter(word), Counter(name)
+        letters, valid_letters = Counter(word), Counter(name)
         is_long = min(len(word), len(name)) > _MAX_SHORT
-        if is_long or letters <= meant or meant <= letters:
+        if is_long or letters <= valid_letters or valid_letters <= letters:
             return name
     return None
 

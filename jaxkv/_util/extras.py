@@ -27,7 +27,7 @@ PLATFORMS: Mapping[str, Mapping[str, str]] = {
     "cuda12": {"jax_cuda12_plugin": "jax[cuda12]>=0.10"},
     "tpu": {"libtpu": "jax[tpu]>=0.10"},
 }
-"""The same for each extra of an accelerator."""
+"""For each extra of an accelerator, its modules and their requirements."""
 
 _ALL = {**EXTRAS, **PLATFORMS}
 

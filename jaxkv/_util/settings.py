@@ -2,7 +2,7 @@
 
 The field's `Key` determines its checks, messages, docstring and row in the tables of
 the documentation. A message names a setting as ``name=value``, so that a caller can add
-another name of it, such as an environment variable.
+the setting's other name, such as its environment variable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Scope: TypeAlias = Literal[
 store (`open_storage`), `EventPublisher` and `OffloadMetrics` of `jaxkv.observe`,
 `TraceRecorder`, and the strict parts of `jaxkv.strict`."""
 
-# Passed in place of a text, these may contain a secret.
+# Values of these types, passed by mistake instead of a text, may contain a secret.
 _MAY_HOLD_TEXT = (bytes, bytearray, os.PathLike, Sequence, Mapping, Set)
 
 
@@ -194,7 +194,7 @@ def name(
 
 
 class Text(NamedTuple):
-    """Texts that match a pattern; its group `port`, if any, must be below 65536."""
+    """A kind of text, by a pattern. Its group `port`, if any, must be below 65536."""
 
     expected: str = "a text of valid Unicode"
     pattern: str = "(?s:.*)"
@@ -216,7 +216,7 @@ def text(
         match = re.fullmatch(kind.pattern, value)
         if not match or int(match.groupdict().get("port") or 0) > 65535:
             raise ValueError
-        value.encode()  # Refuses lone surrogates, which cannot be sent.
+        value.encode()  # Refuse lone surrogates, which cannot be sent.
         return cast(str, value)
 
     return declare(default, Key(scope, about, "", kind.expected, check, show=show))
@@ -236,7 +236,7 @@ def _parse_int(text: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings that are checked and converted when they are made."""
+    """Settings that are checked and converted at construction."""
 
     def __post_init__(self) -> None:
         faults = []

@@ -1,10 +1,10 @@
 """Snapshots of an object and everything that it holds, as plain values.
 
-Snapshots walk over attributes, so a new attribute needs no code here. Objects of jaxkv
+A snapshot walks over attributes, so that a new one needs no code here. Objects of jaxkv
 become `Entry` records, which refer to one another by name; arrays and containers are
-copied. Callables are skipped, and so are attributes that a class lists in `_NOT_STATE`:
-caches, scratch memory, open files. Objects of other packages, such as an engine's
-requests, are kept by reference. Objects whose class defines `__reduce__` are rebuilt.
+copied. Callables and the attributes that a class lists in `_NOT_STATE` (caches, scratch
+memory, files) are skipped. Objects of other packages, such as engines' requests, are
+kept by reference. Objects whose class defines `__reduce__` are rebuilt.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def restore(root: object, state: State) -> None:
     matched = {id(root)}
 
     def match(held: Any, saved: Any) -> None:
-        """Match the objects that the entries will change."""
+        """Match live objects to entries, to be changed in place."""
         if type(saved) is Ref:
             is_free = saved.name not in objects and id(held) not in matched
             if is_free and type(held) is entries[saved.name].kind:
@@ -136,7 +136,7 @@ def restore(root: object, state: State) -> None:
 
 
 def _overwrite(held: Any, saved: Any) -> bool:
-    """Overwrite arrays, whose addresses others hold, in place; False if one differs."""
+    """Overwrite arrays in place, as others have their address; False if one differs."""
     if isinstance(saved, np.ndarray):
         fits = isinstance(held, np.ndarray) and held.shape == saved.shape
         if fits := fits and held.flags.writeable:
@@ -186,7 +186,7 @@ def _copied(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
     copied = [
         item
         if type(item) in _PLAIN
-        # Most items are arrays, which skip `visit`.
+        # Most items are arrays: copy these here, which is faster than `visit`.
         else item.copy()
         if type(item) is np.ndarray
         else visit(item, name)
@@ -254,7 +254,7 @@ def _attributes(kind: Any) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _encode(value: Any, chunks: list[bytes]) -> None:
-    """Append a value of a state; different values have different encodings."""
+    """Append a value of a state; unequal values have different encodings."""
     kind: Any = type(value)
     if isinstance(value, np.ndarray):
         chunks.append(f"{value.dtype.str}{value.shape}".encode() + value.tobytes())

@@ -1,10 +1,10 @@
 """A disk cache of machine code, so that only the first process on a machine compiles.
 
-Each function has a file for each signature, named by a digest of everything that
+Each function has one file per signature, named by a digest of everything that
 determines its code. There is no index that could contradict the files, and a file under
-its final name is complete. The folder is `NUMBA_CACHE_DIR`, else in the package or, if
-that is not writable, the user's cache folder. If no folder is writable, every process
-compiles.
+its final name is complete. The folder is `NUMBA_CACHE_DIR`. If that is not set, it is
+in the package or, if the package is not writable, in the user's cache folder. If no
+folder is writable, every process compiles.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from numba.misc.appdirs import AppDirs
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 1  # Of a file and its name; a new number invalidates all files.
+_FORMAT = 1  # Version of files and their names; a new number invalidates all files.
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _MAX_FOLDER_BYTES = 256 << 20  # Some ten versions of jaxkv, with all policies.
 
-# Their versions replace their code in a digest.
+# In a digest, versions of these libraries stand for their code.
 _LIBRARIES = frozenset(("numba", "numpy", "llvmlite", "jax", "jaxlib"))
 _VERSIONS = _FORMAT, numba.__version__, llvmlite.__version__, np.__version__
 
-# Unpickling also raises these, if another program wrote the file.
+# `pickle.loads` also raises these, if another program wrote the file.
 _UNREADABLE = AttributeError, EOFError, ImportError, LookupError, TypeError, ValueError
 
 # A digest of this package's code, read at import, before its files can be replaced.
@@ -57,8 +57,8 @@ _MACHINERY = hashlib.sha256(
 def digest_of(functions: Iterable[Any]) -> bytes:
     """Return a digest of functions and of everything that they call or read.
 
-    It covers the functions in memory, which are compiled, as files may be replaced
-    while the process runs. It does not cover `numba.extending.overload`.
+    It covers the functions in memory, which Numba compiles, not their files, which may
+    be replaced while the process runs. It does not cover `numba.extending.overload`.
     """
     hasher = hashlib.sha256()
     pending = list(functions)

@@ -57,14 +57,14 @@ def filled(num: int, value: Any, dtype: Any) -> Any:
 def copy_items(target: Any, start: int, source: Any, num: int) -> None:
     """Copy the first `num` items of an array into another, from `start` on.
 
-    An assignment to a slice would take 0.1 s more to compile, for the text of an error.
+    An assignment to a slice takes 0.1 s more to compile, for the text of its error.
     """
     for row in range(num):
         target[start + row] = source[row]
 
 
 def _select(comparison: Any) -> Any:
-    """Make an intrinsic that returns the number that compares so with the other."""
+    """Make an intrinsic: `second` if `comparison(second, first)`, else `first`."""
 
     def function(typing_context: Any, first: Any, second: Any) -> Any:
         kinds = types.unliteral(first), types.unliteral(second)
@@ -185,14 +185,14 @@ def _of_bits(compute: Callable[[Any, Any], Any]) -> Any:
 
 
 lowest_bit = _of_bits(lambda builder, bits: builder.cttz(bits, ir.IntType(1)(1)))
-"""The number of the lowest bit that is set in a u64 other than 0."""
+"""The index of the lowest set bit of a u64, which must not be 0."""
 
 highest_bit = _of_bits(
     lambda builder, bits: builder.sub(
         ir.IntType(64)(63), builder.ctlz(bits, ir.IntType(1)(1))
     )
 )
-"""The number of the highest bit that is set in a u64 other than 0."""
+"""The index of the highest set bit of a u64, which must not be 0."""
 
 count_bits = _of_bits(lambda builder, bits: builder.ctpop(bits))
-"""How many bits are set in a u64."""
+"""The number of set bits of a u64."""

@@ -2,9 +2,9 @@
 
 Compilation takes most of the first start on a machine. By default, Numba compiles every
 called function to machine code that Python could call, and optimizes it again in each
-caller. Here a called function is a part: an LLVM function that is linked into the entry
-points, and only entry points become machine code. If parts do not work with the
-installed version of Numba, its default is used.
+caller. Here a called function is a *part*: an LLVM function that is linked into *entry
+points*, the functions that Python calls. Only entry points become machine code. If
+parts do not work with the installed version of Numba, its default is used.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _log = logging.getLogger(__name__)
 def compiled(function: Function, *, nogil: bool = False) -> Function:
     """Compile a function at its first call, for the argument types of the call.
 
-    Divisions and indices are not checked: callers pass valid arguments. The GIL is
-    held, so that no other thread sees a partial update of a state. `nogil` releases it,
-    for long work over arrays that nothing changes meanwhile.
+    Divisions and indices are not checked: callers must pass valid arguments. A call
+    holds the GIL, so that no other thread sees a partial update of a state. `nogil`
+    releases it, for long work over arrays that no other thread changes.
     """
     entry: Any = _Entry(function, nogil=nogil)
     return entry
@@ -65,7 +65,7 @@ class _Entry(CPUDispatcher):
         return types.Dispatcher(self._part if _has_parts() else self)
 
     def compile(self, sig: Any) -> Any:
-        # Compiling leaves little garbage, and takes 10% longer if it is collected.
+        # Compiling leaves little garbage, and collecting it would take 10% more time.
         is_collecting = gc.isenabled()
         gc.disable()
         try:
@@ -179,7 +179,7 @@ class _PartLowering(NativeLowering):
         super().run_pass(state)
         state.library.finalize()
         lowered, key = state["cr"], object()
-        # By this key a caller finds the library to link.
+        # A caller finds the library to link by this key.
         state.targetctx.insert_user_function(key, lowered.fndesc, [state.library])
         state["cr"] = lowered._replace(cfunc=key)
         return True
@@ -192,7 +192,7 @@ def _has_parts() -> bool:
     """Return whether parts work with this version of Numba, by trying them once."""
     global _parts_work
     if _parts_work is None:
-        _parts_work = True  # For the trial below.
+        _parts_work = True  # Needed while the trial below compiles.
         part = _Entry(lambda number: number + 1)
         entry = _Entry(lambda number: part(number))
         part._cache = entry._cache = NullCache()

@@ -1,9 +1,9 @@
-"""States as compiled functions receive them: one pointer to a table of all arrays.
+"""States as arguments of compiled functions: one pointer to a table of all arrays.
 
 Numba takes about a microsecond per call to unbox a dozen arrays, longer than many of
 these functions run. So a state, a dataclass of arrays, is passed as one `Bound`, whose
 table holds each array's address and shape. In compiled code a state is a pointer into
-that table, and an array's entries are read where the array is used.
+that table, and an array's address and shape are read where the array is used.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _functions: dict[str, Mapping[str, Any]] = {}  # By label.
 
 
 def add_functions(cls: type, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Give a class of states functions, which `functions_of` returns by name.
+    """Register the functions of a class of states, for `functions_of`.
 
     Compiled code for a state is cached on disk under its class's label: the name of the
     class, and a digest of these functions and of all that they call.

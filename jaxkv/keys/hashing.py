@@ -217,7 +217,7 @@ class KeyChain:
         self._constant = hashlib.sha256(_encode_constant(namespace, group, extras))
         self._group, self._record = group, record
         self._plain = dataclasses.replace(extras, multimodal=())
-        # Extras of the blocks in which an item begins, with its offset in the block.
+        # By block in which items begin: the extras, with offsets within the block.
         self._special: dict[int, Extras] = {}
         for item in extras.multimodal:
             block, offset = divmod(item.offset, namespace.block_size)
@@ -226,7 +226,7 @@ class KeyChain:
             self._special[block] = dataclasses.replace(extras, multimodal=items)
         self._keys = ChainKeys()
         self._keys.block_size = namespace.block_size
-        self._tail = b""  # tokens of the partial block
+        self._tail = b""  # Tokens of the partial block, u32 each.
         # u32[n]. The first tokens of the chain, as far as `follow` knows them.
         self._followed = np.zeros(0, "<u4")
 
@@ -277,8 +277,8 @@ class KeyChain:
     def rewind(self, num_blocks: int) -> None:
         """Drop all tokens after the first full blocks, including the partial block.
 
-        The chain then continues like a new chain of the remaining tokens. `extras`
-        stay, with each multimodal item at its offset.
+        The chain then continues like a new chain of the remaining tokens. `extras` do
+        not change: each multimodal item stays at its offset.
 
         Args:
             num_blocks: Full blocks to keep. To keep later tokens, `extend` the chain by

@@ -1,8 +1,8 @@
 """Pseudonymous block ids: a keyed hash of block keys.
 
 The hash is SipHash-2-4 (Aumasson and Bernstein, 2012): without its secret, two ids show
-only whether they belong to one block. NumPy hashes all keys at once and releases the
-GIL; a loop over `hashlib.blake2b` takes several times as long and holds it.
+only whether they belong to the same block. NumPy hashes all keys at once and releases
+the GIL; a loop over `hashlib.blake2b` takes several times as long and holds the GIL.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def hash_keys(words: NDArray[np.uint32], secret: bytes) -> NDArray[np.int64]:
     data = np.ascontiguousarray(words, "<u4").view("<u8").astype(np.uint64)
     state = np.empty((4, len(data)), np.uint64)
     secrets = np.frombuffer(secret, "<u8").astype(np.uint64)
-    for row, (seed, part) in enumerate(zip(_SEED, [*secrets, *secrets], strict=True)):
-        state[row] = np.uint64(seed) ^ part
+    for row, (seed, word) in enumerate(zip(_SEED, [*secrets, *secrets], strict=True)):
+        state[row] = np.uint64(seed) ^ word
     spare = np.empty(len(data), np.uint64)
     for column in range(KEY_WORDS // 2 + 1):
         if column < KEY_WORDS // 2:

@@ -9,13 +9,13 @@ from jaxkv.types import BlockKey
 
 
 class KeyMark(NamedTuple):
-    """The number of the first keys of a list, and the last of them.
+    """The number of leading keys of a list, and the last of these keys.
 
     A key covers all tokens up to the end of its block, so comparing the last suffices.
     """
 
     num: int = 0
-    last: BlockKey = b""  # b"" for no keys.
+    last: BlockKey = b""  # b"" if `num` is 0.
 
     @classmethod
     def of(cls, keys: Sequence[BlockKey], num: int) -> Self:

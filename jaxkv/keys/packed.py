@@ -1,4 +1,4 @@
-"""Foreign keys, and conversion between keys and their words."""
+"""Conversion between keys and words; foreign keys, of other lengths than 32 bytes."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class PackedKeys(list[bytes]):
     """Keys that are used repeatedly, with their words.
 
     In Python, checking and converting thousands of keys takes longer than finding them;
-    here it is done once. Only the creator of a list may append to it. A slice is a
-    `PackedKeys` too.
+    this class does it once. Only the creator of a list may append to it. A slice is
+    also a `PackedKeys`.
 
     Args:
         keys: n keys.
@@ -159,11 +159,10 @@ def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words]:
 
 
 def lay_out(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words, bool]:
-    """`pack` keys, and return whether any of them is foreign."""
+    """Return what `pack` returns, and whether any key is foreign."""
     if type(names) is not list:
-        if (
-            isinstance(names, PackedKeys) or type(names) is UnlistedKeys
-        ):  # ABCs are slow.
+        # ABCs are slow.
+        if isinstance(names, PackedKeys) or type(names) is UnlistedKeys:
             return names, names.words, names.has_foreign
         if not (hasattr(names, "__iter__") or hasattr(names, "__getitem__")):
             raise TypeError(f"keys={shown(names)} must be a list of keys, of bytes.")
@@ -194,7 +193,7 @@ def check_are_bytes(keys: Iterable[bytes]) -> None:
 
 
 def is_foreign(name: bytes) -> bool:
-    """Return whether a key is stored as its `key_from_foreign`."""
+    """Return whether a key is foreign, so that its `key_from_foreign` is stored."""
     return len(name) != KEY_BYTES
 
 

@@ -1,9 +1,9 @@
 """Groups of layers (KV cache groups): which blocks of a prefix the next token reads.
 
 Layers that keep KV of the same tokens, in blocks of the same size, share block tables
-and form a group. A hybrid model has several groups. Their kinds of attention differ in
-which blocks of a prefix must be resident before its next token can be computed.
-`jaxkv.search.hits` finds the longest prefix whose blocks are.
+and form a group. A hybrid model has several groups. Each kind of attention requires
+other blocks of a prefix to be resident before the next token can be computed.
+`jaxkv.search.hits` finds the longest prefix whose required blocks are resident.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def check_groups(groups: tuple[GroupSpec, ...]) -> None:
 
 
 def alignment(groups: tuple[GroupSpec, ...]) -> int:
-    """Return the tokens that hits are multiples of: hits end blocks of every group.
+    """Return the unit of hits in tokens: every hit ends with a block of each group.
 
     >>> alignment((FullAttention(16), Mamba(24)))
     48

@@ -1,14 +1,14 @@
 """The longest usable prefix, from masks of the groups' resident blocks.
 
-A prefix is usable if every group holds the blocks that its next token reads
-(`jaxkv.search.groups`). vLLM 0.19.1 searches one kind of attention after the other,
-each within the length that the last one found, until no length shrinks. The blocks of a
-prefix alone determine whether it is usable, so here no such loop is needed: lengths are
-tried from the longest on, by differences of running counts. vLLM's loop ends at the
-same length, the first that all groups can use.
+A prefix is usable if every group has the blocks that the next token reads
+(`jaxkv.search.groups`). vLLM 0.19.1 searches one kind of attention after another, each
+within the length that the previous search found, until no length shrinks. That loop is
+unnecessary, because whether a length is usable does not depend on other lengths: here,
+lengths are tried from the longest on, by differences of running counts of missing
+blocks. Both find the longest length that all groups can use.
 
-For full attention and one other kind, vLLM stops after one pass. The result is the
-same: the other kind's length is within full attention's, and usable by both.
+For full attention and one other kind, vLLM stops after one pass, with the same result:
+the other kind's length is not above full attention's, so both can use it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def find_longest_hit(
 ) -> Hit:
     """Find the longest prefix usable by every group, with the result of vLLM 0.19.1.
 
-    Takes time linear in the blocks. `masks` has a bool[n_g] for each group: the full
-    blocks of the sequence that are in some tier.
+    Takes time linear in the blocks. `masks` has a bool[n_g] for each group: whether
+    each full block of the sequence is in any tier.
 
     >>> groups = (FullAttention(16), SlidingWindow(16, window=20))
     >>> full = np.array([True, True, True, True, False])
@@ -102,12 +102,12 @@ def _encoded(groups: tuple[GroupSpec, ...]) -> tuple[NDArray[np.int64], int]:
 
 
 def _encode(group: GroupSpec) -> tuple[int, int, int]:
-    """Return a group's kind, its block size, and the blocks of its window or chunk."""
+    """Return a group's kind, block size in tokens, and blocks per window or chunk."""
     match group:
         case FullAttention(size):
             return _FULL, size, 0
         case SlidingWindow(size, window):
-            # The window includes the next token; vLLM requires a hit of at least one
+            # The window includes the next token. vLLM requires at least one resident
             # block, even for a window of one token.
             return _WINDOW, size, max(1, -(-(window - 1) // size))
         case ChunkedLocal(size, chunk):
@@ -128,7 +128,7 @@ def _find_longest(
     next token reads.
     """
     num_groups = specs.shape[0]
-    # For each block of a group, the group's missing blocks before it.
+    # For each block of a group and its end: the group's missing blocks before it.
     missing = empty(is_resident.shape[0] + num_groups, np.int64)
     for group in range(num_groups):
         at = offsets[group] + group

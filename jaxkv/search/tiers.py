@@ -29,16 +29,16 @@ class Source(NamedTuple):
     """A tier, or another holder of blocks, for a search."""
 
     find: Callable[[Keys], Ids]  # Returns the block of each key, i32[n], or NO_BLOCK.
-    # Blocks of a request in one block of the tier, which has the key of the last one.
+    # A request's blocks per block of the tier, whose key is that of the last of them.
     blocks_per_row: int = 1
-    max_tokens: int | None = None  # Has blocks of the first tokens only; None for all.
+    max_tokens: int | None = None  # Has only blocks of the first tokens; None for all.
 
 
 class Match(NamedTuple):
     """The longest usable prefix, and the blocks found in each source."""
 
     num_tokens: int
-    # i32[n] for each source and group: the block of each key, or NO_BLOCK.
+    # By source, then by group: i32[n], the block of each key, or NO_BLOCK.
     block_ids: list[list[Ids]]
     needed: list[NDArray[np.bool_]]  # bool[n] for each group; see `Hit.needed`.
 
@@ -122,9 +122,9 @@ def check_keys(group: GroupSpec, keys: Keys, name: str, request_id: str | None) 
     size = getattr(keys, "block_size", group.block_size)
     if size != group.block_size:
         raise ValueError(
-            f"{name}{_of(request_id)} has keys of blocks of {size} tokens, and {group} "
-            f"has {group.block_size}: Namespace, groups and pool must have one block "
-            "size."
+            f"{name}{_of(request_id)} has keys of blocks of {size} tokens, but {group} "
+            f"has {group.block_size}: Namespace, groups and pool must have the same "
+            "block size."
         )
 
 

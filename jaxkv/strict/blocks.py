@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from jaxkv.transfer.layout import PoolLayout
 from jaxkv.types import NULL_BLOCK, PyTree
 
-_GARBAGE_BYTE = 0xA5  # Each byte of an integer.
+_GARBAGE_BYTE = 0xA5  # Of integers.
 
 
 class StrictError(ValueError):
@@ -33,7 +33,7 @@ class PoolBlocks:
         self.num_blocks = layout.num_blocks
 
     def sums(self, pool: PyTree, block_ids: Sequence[int]) -> dict[int, int] | None:
-        """Return a checksum of each block; None if the pool is lost, as after a fault.
+        """Return a checksum by block; None if the pool is lost, such as after an error.
 
         Waits for the pool. Skips the null block and negative ids.
         """

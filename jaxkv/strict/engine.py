@@ -29,17 +29,17 @@ MAX_POLLS = 16
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
-    """A transfer that was not reported yet."""
+    """A transfer that has not been reported yet."""
 
     call: int  # Number of the call that began it.
     due: int  # The first step that may report it.
-    device_ids: NDArray[np.int64]  # i64[n, m]
+    device_ids: NDArray[np.int64]  # i64[n, m]. The m device blocks of each host block.
     host_ids: NDArray[np.int64]  # i64[n]
-    # For each block of a deferred load: checksums of its garbage and old content.
+    # By device block of a deferred load: checksums of its garbage and of its old bytes.
     sums: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     issued: Ticket | None = None  # The engine's ticket; None for a deferred load.
     done: Completion | None = None  # None while it is in flight.
-    must_fail: bool = False  # Whether it is a load that strict mode fails.
+    must_fail: bool = False  # Whether strict mode must fail this load.
 
     @property
     def blocks(self) -> list[int]:
@@ -71,8 +71,8 @@ class StrictTransferEngine(TransferEngine):
 
     `strict_seed` is the seed of the delays. One load in `strict_fail_loads` fails with
     an error; 0 for none. Its blocks then hold zeros, since an engine that masks by
-    multiplying reads them before it has written all of them. Loads written by the
-    engine's step do not fail. If an argument is None, the environment has the value.
+    multiplying reads them before it has written all of them. Loads that the engine's
+    step writes do not fail. An argument of None is read from the environment.
 
     Raises:
         StrictError: By `advance`, `save`, `load` and `drain`: something wrote to a
@@ -101,14 +101,14 @@ class StrictTransferEngine(TransferEngine):
         self._blocks = PoolBlocks(self.layout)
         self._is_exact = named.get("compression") is None
         self._now = 0
-        self._num_polls = 0  # since `advance` was called
+        self._num_polls = 0  # Since the last call of `advance`.
         self._num_calls = 0
         self._last_due = {"save": 0, "load": 0}
         self._flights: dict[Ticket, _Flight] = {}
         # By block of a failed or abandoned load: a checksum of its garbage.
         self._garbage: dict[int, int] = {}
-        # By host block: the number of its save, and a checksum of each of its device
-        # blocks, None for a skipped one.
+        # By host block: the number of its save's ticket, and the checksum of each of
+        # its device blocks, None for a block that is not saved.
         self._saved: dict[int, tuple[int, list[int | None]]] = {}
 
     @property

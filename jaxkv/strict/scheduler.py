@@ -50,7 +50,7 @@ class _Entry:
 
 
 class StrictOffloadScheduler(OffloadScheduler):
-    """Decides the same as `OffloadScheduler`, and refuses wrong calls of the engine.
+    """Plans exactly like `OffloadScheduler`, and refuses wrong calls of the engine.
 
     Raises:
         StrictError: By most methods: the engine omitted a call, made it too early, or
@@ -90,7 +90,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             self._has_cached = True
             return cache(block_ids, keys)
 
-        # Only on this pool, not on its class.
+        # Replace the method of this pool only, not of its class.
         setattr(pool, "cache", checked)  # noqa: B010
 
     def get_num_new_matched_tokens(
@@ -140,7 +140,7 @@ class StrictOffloadScheduler(OffloadScheduler):
                     "then pass the allocated blocks. A preempted request must be "
                     "matched again."
                 )
-            # Engines without a pool here, such as vLLM, skip it if nothing can load.
+            # Engines that bind no pool, such as vLLM, skip the match if nothing loads.
             entry = _Entry(request, request.num_tokens, self._marks(request))
         tables = tables_by_group(block_ids, len(self.groups))
         is_declined = not (any(tables) or num_external_tokens)
@@ -183,10 +183,10 @@ class StrictOffloadScheduler(OffloadScheduler):
                 raise StrictError(_unknown(name, "new_block_ids"))
             tables = tables_by_group(table, len(self.groups))
             self._check_held("SchedulerOutput.new_block_ids", name, tables)
-            # A request that is only matched has no tables.
+            # A request that has no blocks yet has no tables.
             for old, new in zip(self._requests[name].tables, tables, strict=False):
                 old += new
-        # request_preempted() named the others, which may be admitted again by now.
+        # The others were named by request_preempted() and may be admitted again by now.
         preempted = set(output.preempted_req_ids) - set(self._preempted)
         meta = super().build_connector_meta(output)
         for name, num_tokens in output.num_scheduled_tokens.items():
@@ -195,7 +195,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         for name in preempted:
             if output.num_scheduled_tokens.get(name, 0) == 0:
                 self._set_preempted(name)
-        # Engines without a pool here, such as vLLM, pass only non-empty reports.
+        # Engines that bind no pool, such as vLLM, pass only non-empty reports.
         if self._num_in_flight and self._blocks is not None:
             self._num_silent += 1
         return meta
@@ -247,7 +247,7 @@ class StrictOffloadScheduler(OffloadScheduler):
 
     def _check_same(self, request: Request, entry: _Entry) -> None:
         """Refuse a new request with the id of a request that has not ended."""
-        if request is entry.request:  # The engine may rewrite it.
+        if request is entry.request:  # The engine may rewrite its own request.
             return
         keys = keys_by_group(request, len(self.groups))
         is_longer = request.num_tokens >= entry.num_tokens

@@ -1,4 +1,4 @@
-"""A worker that checks the blocks of stores, and that the engine polls."""
+"""A worker that checks that stored blocks do not change, and that `poll` is called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SILENT_STEPS = 16
 
 
 class StrictOffloadWorker(OffloadWorker):
-    """Executes transfers, and refuses a pool whose blocks in flight have changed.
+    """Runs transfers, and refuses a pool if a block whose store is in flight changed.
 
     Raises:
         StrictError: By `start` and `drain`: something wrote to a block whose store is
@@ -30,7 +30,7 @@ class StrictOffloadWorker(OffloadWorker):
         engines = engine.engines if isinstance(engine, MultiPoolEngine) else [engine]
         self._blocks = [PoolBlocks(pool.layout) for pool in engines]
         self._num_silent = 0
-        # Checksums of the blocks in flight, by store event.
+        # By store event in flight: the checksum of each of its device blocks.
         self._storing: dict[int, dict[int, int]] = {}
 
     @owned
@@ -54,7 +54,7 @@ class StrictOffloadWorker(OffloadWorker):
 
     @owned
     def poll(self) -> ConnectorOutput:
-        """Report what completed; see `OffloadWorker.poll`."""
+        """Report ended transfers; see `OffloadWorker.poll`."""
         self._num_silent = 0
         return self._forget_reported(super().poll())
 

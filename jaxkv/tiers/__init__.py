@@ -1,4 +1,4 @@
-"""Which block is where on the device and on the host."""
+"""Indexes of the blocks on the device, on the host and in a store."""
 
 from jaxkv.tiers.base import LoadStoreSpec as LoadStoreSpec
 from jaxkv.tiers.base import OffloadingEvent as OffloadingEvent

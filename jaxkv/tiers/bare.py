@@ -23,14 +23,14 @@ reorders would take too long: each takes time per block of the prefix."""
 class Course:
     """The progress of a request with a tier."""
 
-    num_known: int = 0  # The length of its prefix that was hit or offered.
+    num_known: int = 0  # Length of the prefix that was hit or offered.
     is_ordered: bool = True  # Whether the tier would evict this prefix tail first.
-    # `BareTier.num_removed` when the tier had the whole prefix; -1 if it never had.
+    # `BareTier.num_removed` when the tier last had the whole prefix; -1 for never.
     whole_at: int = -1
     is_refused: bool = False  # Whether there was no room for some keys.
     mark: int = 0  # The policy's answer to the `BEGIN` of the request.
     num_found: int = 0  # Hits of the last lookup.
-    # Stores in flight.
+    # The keys and blocks of stores in flight.
     in_flight: list[tuple[Words, Store]] = dataclasses.field(default_factory=list)
 
 
@@ -57,7 +57,7 @@ class BareTier:
     ) -> None:
         """Offer the keys of a request up to `end` that were not offered before.
 
-        `passes` begins at the key `start`, which is at most the first new one.
+        `passes` begins at key `start`, which must not be beyond the first new key.
         """
         first_new = course.num_known
         if first_new >= end:
@@ -90,7 +90,7 @@ class BareTier:
             return
         if not is_whole and (self.executor.find(keys[:end]) == NO_BLOCK).any():
             if can_store:
-                # Offer all of it, so that storing its tail does not evict its head.
+                # Offer the whole prefix: storing its tail must not evict its head.
                 course.num_known = 0
                 self.offer(course, keys, end, passes)
         elif not course.is_ordered:
@@ -99,10 +99,10 @@ class BareTier:
     def place(
         self, keys: Words, passes: NDArray[np.bool_] | None = None
     ) -> tuple[int, tuple[Words, Store] | None]:
-        """Store all keys; without room, the first half of them, and so on.
+        """Store all keys; if there is no room, the first half of them, and so on.
 
-        Returns the number of keys handled, and of these the admitted keys with their
-        store, or None if there are none.
+        Returns the length of that part of the keys, and its admitted keys with their
+        store, None if none is stored.
         """
         num = len(keys)
         while num:
@@ -118,7 +118,7 @@ class BareTier:
         return num, None
 
     def place_all(self, keys: Words) -> Store | None:
-        """Store all keys, or none without room for all."""
+        """Store all keys, or return None if there is no room for all."""
         store = self.executor.prepare_store(keys)
         if store is not None:
             self.num_stored += store.num_stored
@@ -127,7 +127,7 @@ class BareTier:
         return store
 
     def complete(self, keys: Words, *, ok: bool) -> None:
-        """End the stores of keys; if they failed, free the blocks."""
+        """End the stores of keys; unless `ok`, free their blocks."""
         ended = self.executor.complete_store(keys, ok)
         if not ok:
             self.num_removed += int(ended.sum())

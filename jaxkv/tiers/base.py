@@ -37,11 +37,11 @@ def as_ids(block_ids: BlockIds, name: str = "block_id") -> NDArray[Any]:
         if cls is not np.ndarray and np.ma.is_masked(block_ids):
             raise TypeError(f"{name}s={shown(block_ids)} must not be masked.")
         if block_ids.dtype.kind == "u" and block_ids.size:
-            # Ids of 64 bits would become negative.
+            # As i64, ids of 64 bits would be negative.
             refuse_outside(block_ids, 1 << 63, name=name)
         return np.ascontiguousarray(block_ids, np.int64)
     if cls is not list and isinstance(block_ids, str | bytes | bytearray):
-        # `array` would unpack these.
+        # `array` would read the bytes.
         raise TypeError(f"{name}s={shown(block_ids)} {requirement}.")
     try:
         # Three times as fast as NumPy for a list.
@@ -83,10 +83,10 @@ class Placement(NamedTuple):
 
     keys: Sequence[BlockKey]  # The absent keys, in the order of the call.
     rows: NDArray[np.int64] | None
-    """i64[n]. The first row of each key in the call; None for all rows."""
+    """i64[n]. The first row of each of `keys` in the call; None if all rows are."""
     block_ids: NDArray[np.int64]  # i64[n]. The block allocated for each key.
     evicted_keys: Sequence[BlockKey]
-    """In the order of eviction. Valid until the next call."""
+    """In the order of eviction. Overwritten by the next call."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -34,8 +34,8 @@ def change_over(
 ) -> Executor:
     """Make an executor with the same blocks and the new policy.
 
-    The old executor is not changed. `learned` is a tier with the new policy, of any
-    size, that has served the same requests; each of its keys stands for `scale` keys.
+    The old executor is unchanged. `learned` is a shadow: a tier of any size that has
+    served the same requests with the new policy, for 1 of `scale` keys.
     """
     assert old.hand_over is not None
     assert new.take_over is not None
@@ -55,7 +55,7 @@ def resume(
 ) -> Executor:
     """Make an executor with the same blocks and an earlier reuse table.
 
-    The policy is one that learns (`jaxkv.policies.hazard`).
+    The policy must have a reuse table (`jaxkv.policies.hazard`).
     """
     state = executor.state
     policy_state = state.policy
@@ -93,7 +93,7 @@ def _fill_from_nearest(blocks: NDArray[np.int32]) -> NDArray[np.int32] | None:
     present = np.flatnonzero(blocks != NO_BLOCK)
     if not present.size:
         return None
-    # From halfway between two present rows on, the later one is nearer.
+    # A row is nearest to the later of two present rows from halfway on.
     middles = (present[:-1] + present[1:] + 1) // 2
     rows = np.searchsorted(middles, np.arange(blocks.size), side="right")
     nearest: NDArray[np.int32] = blocks[present[rows]]

@@ -1,9 +1,9 @@
 """The device tier: reference counts, free queue and prefix cache of the device's pool.
 
 The rules follow vLLM 0.19.1's `BlockPool`: a free block keeps its contents and its key
-until it is allocated again, least recently used first. Pins are jaxkv's addition: a
-block that a transfer reads is not allocated, but keeps its place in the free queue. A
-block can be allocated if it is neither held nor pinned.
+until it is allocated again, least recently used first. In addition, blocks may be
+pinned: a block that a transfer reads is not allocated, but keeps its place in the free
+queue. A block can be allocated if it is neither held nor pinned.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _NO_IDS = np.empty(0, np.int64)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeviceTier:
-    """The state of the blocks of the device, which `device_native` updates."""
+    """The state of the B device blocks, which `device_native` updates."""
 
     directory: Directory
-    """Maps each key to the block that serves it, the first one cached. `keys` has the
-    key of every block with a key, serving or not."""
+    """Maps each key to the block that serves it: of the blocks with this key, the first
+    one cached. `directory.keys` has the keys of all blocks, serving or not."""
     has_key: NDArray[np.bool_]  # bool[B].
     copies: NDArray[np.int32]
     """i32[B]. A host block with the same contents, NO_BLOCK if none is known."""
@@ -53,11 +53,11 @@ class DeviceTier:
     """i32[B]. The previous block with the same key. For the serving block: ~id of the
     last block with the key, a number below 0."""
     ref_cnt: NDArray[np.int32]
-    """i32[B]. Holders of each block; always 0 for the null block."""
+    """i32[B]. Holders (requests) of each block; always 0 for the null block."""
     pins: NDArray[np.int32]
     """i32[B]. Transfers and offers that keep each block from being allocated."""
     offers: NDArray[np.int32]
-    """i32[B]. Those `pins` that belong to unanswered offers."""
+    """i32[B]. Unanswered offers among the `pins`."""
     newer: NDArray[np.int32]
     """i32[B]. The next block in the free queue; the null block after the last, -1 for a
     held block."""
@@ -66,7 +66,7 @@ class DeviceTier:
     for a held block."""
     num_free: NDArray[np.int32]  # i32[]. Blocks neither held nor pinned.
     num_pending_free: NDArray[np.int32]
-    """i32[]. Blocks that are not held, and pinned only by transfers."""
+    """i32[]. Blocks without holders that transfers pin, but no offer does."""
 
 
 def init(num_blocks: int) -> DeviceTier:
@@ -137,20 +137,20 @@ def _empty_words(num: int) -> NDArray[np.uint32]:
 
 
 class Victims(NamedTuple):
-    """Free blocks with a key, in order of allocation. Valid until the next call."""
+    """Free blocks with a key, in order of allocation. Overwritten by the next call."""
 
     block_ids: NDArray[np.int64]  # i64[n].
     copies: NDArray[np.int64]
     """i64[n]. The host copy of each block, NO_BLOCK if none was recorded."""
-    rows: NDArray[np.int64]  # i64[m]. Rows of the blocks without a copy.
+    rows: NDArray[np.int64]  # i64[m]. Rows of `block_ids` without a copy.
     keys: Sequence[bytes]  # The m keys of the blocks without a copy.
 
 
 class DeviceBlockPool:
     """Reference counts and prefix cache of the device's block pool.
 
-    Calls skip the null block in a list of ids. An id that is listed n times counts n
-    times. A call that raises changes nothing.
+    In a list of ids, calls skip the null block, and count an id that is listed n times
+    n times. A call that raises changes nothing.
 
     Args:
         num_blocks: Blocks in the pool, including the null block.
@@ -160,7 +160,7 @@ class DeviceBlockPool:
     Attributes:
         num_blocks: Blocks in the pool.
         num_changes: Grows when the free queue or the contents of its blocks change, or
-            a known host copy is lost; not with pins.
+            a known host copy is lost. Pins do not change it.
         block_size: Tokens in a block.
         unwritten: Blocks whose tokens were neither computed nor loaded; `cache` skips
             them. `OffloadScheduler` adds blocks, `allocate` removes those it returns.
@@ -296,7 +296,7 @@ class DeviceBlockPool:
         return is_held
 
     def allocate(self, num: int) -> list[int]:
-        """Allocate blocks, evicting what they cached; each is held once.
+        """Allocate blocks, each with one holder, and evict their keys.
 
         Raises:
             ValueError: If fewer are free, or `num` is negative; then nothing changes.
@@ -305,13 +305,13 @@ class DeviceBlockPool:
             check_whole(0, num=num)
         if num > self.num_free:
             raise ValueError(
-                f"{num=} blocks wanted, but only {self.num_free} of "
+                f"{num=} blocks requested, but only {self.num_free} of "
                 f"{self.num_blocks} are free."
             )
         block_ids, list_keys = self._list_blocks(self._native.allocate, num)
         self.num_changes += 1
         if self._events is not None or self._names or self.unwritten:
-            # Unlike `evict`, after which the block's holder may still cache it.
+            # Not after `evict`: an evicted block's holder may still `cache` it.
             self.unwritten.difference_update(block_ids)
             self._note_evicted(block_ids, list_keys())
         return block_ids
@@ -319,7 +319,7 @@ class DeviceBlockPool:
     def next_free(self, num: int) -> tuple[list[int], list[bytes | None]]:
         """Return the next blocks to be allocated, and the keys that they would lose.
 
-        If fewer than `num` are free, all of these. None is for a block without a key.
+        If fewer are free, returns all free blocks. None is for a block without a key.
         """
         num = self._clamp_to_free(num)
         block_ids, list_keys = self._list_blocks(self._native.next_free, num)
@@ -337,10 +337,10 @@ class DeviceBlockPool:
     def next_victims(
         self, num: int, find: Callable[..., tuple[int, int]] | None = None
     ) -> Victims:
-        """Return those of the next `num` blocks to be allocated that have a key.
+        """Return the blocks with a key among the next `num` blocks to be allocated.
 
-        If fewer are free, of all free ones. `find` may replace the native function, to
-        look up further copies.
+        If fewer are free, among all free blocks. `find` replaces the native function,
+        to look up unknown copies.
         """
         num = self._clamp_to_free(num)
         if len(self._victims[0]) < num:
@@ -356,9 +356,9 @@ class DeviceBlockPool:
         return Victims(block_ids, copies[:num_victims], rows, keys)
 
     def note_copies(self, block_ids: BlockIds, copies: BlockIds) -> None:
-        """Record the host copy of each block, NO_BLOCK for none.
+        """Record the host copy of each block, until the block is evicted.
 
-        It is forgotten when the block is evicted.
+        NO_BLOCK is for a block without a copy.
 
         Raises:
             ValueError: If an id is out of range, or the lengths differ.
@@ -389,7 +389,7 @@ class DeviceBlockPool:
     def free(self, block_ids: BlockIds) -> None:
         """Remove a holder from blocks that were allocated or touched.
 
-        The first one to become free is allocated first: pass a prefix tail first.
+        The first block to become free is allocated first: pass a prefix's tail first.
 
         Raises:
             ValueError: If a block has too few holders; then none is released.
@@ -415,7 +415,7 @@ class DeviceBlockPool:
             self._refuse_outside(ids)
 
     def unpin(self, block_ids: BlockIds, *, is_offer: bool = False) -> None:
-        """Remove pins; `is_offer` as they were pinned.
+        """Remove pins that were added with the same `is_offer`.
 
         Raises:
             ValueError: If a block has too few such pins; then none is removed.
@@ -500,8 +500,8 @@ class DeviceBlockPool:
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events since the last call; none if they are not kept.
 
-        There is one for every block that gets or loses a key, even if several blocks
-        have the same key. A removal without keys means that all were removed.
+        Each block that gets or loses a key is listed, even if several blocks have the
+        same key. A removal without keys means that all keys were removed.
         """
         if self._events is None:
             return []
@@ -541,7 +541,7 @@ class DeviceBlockPool:
     def _list_blocks(
         self, function: Callable[..., None], num: int
     ) -> tuple[list[int], Callable[[], list[bytes | None]]]:
-        """`_read_blocks` as lists; the keys are converted only when called for."""
+        """Return `_read_blocks` as lists; the function converts the keys, if needed."""
         block_ids, has_key, words = self._read_blocks(function, num)
 
         def list_keys() -> list[bytes | None]:
@@ -584,7 +584,7 @@ class DeviceBlockPool:
     def _key_of_row(
         self, ids: NDArray[Any], keys: Sequence[BlockKey], row: int
     ) -> bytes:
-        """Return the key of a row's block, or else the first key listed for it."""
+        """Return the key of a row's block, or the first key listed for it in `ids`."""
         block_id = int(ids[row])
         if not self.state.has_key[block_id]:
             return keys[int(np.argmax(ids == block_id))]

@@ -5,9 +5,9 @@ The null block among block ids is skipped. On bad input, such as an id out of ra
 function changes nothing and returns the first bad row; -1 means success.
 
 The free queue is a doubly linked ring, by `newer` and `older`, closed by the null
-block: the block after it is allocated first, the block before it last. Blocks with the
-same key form a chain in the order of `cache`. The first of the chain serves the key;
-its `preceding` is the complement of the last one's id, a number below 0.
+block: `newer` of the null block is allocated first, `older` of it last. Blocks with the
+same key form a chain in the order of `cache` calls. The first block of a chain serves
+the key: `find` returns it. Its `preceding` is ~id of the chain's last block, below 0.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def find(tier: Any, keys: Any, block_ids: Any) -> None:
 
 @compiled
 def find_prefix(tier: Any, keys: Any, block_ids: Any) -> Any:
-    """`find` up to the first miss; return the number of keys before it."""
+    """Like `find`, up to the first miss; return the number of keys before the miss."""
     return directory_lib.find_prefix(tier.directory, keys, block_ids)
 
 
 @compiled
 def holds(tier: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
-    """Write whether each block has its key, serving it or not (bool[K])."""
+    """Write whether each block has its row's key, served by it or not (bool[K])."""
     bad_row = find_outside(tier, block_ids)
     if bad_row >= 0:
         return bad_row
@@ -80,11 +80,11 @@ def next_free(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> N
 def next_victims(
     tier: Any, num: int, block_ids: Any, copies: Any, rows: Any, keys: Any
 ) -> Any:
-    """Write those of the next `num` blocks to be allocated that have a key.
+    """Write the victims: of the next `num` blocks to be allocated, those with a key.
 
-    Writes the blocks and their `DeviceTier.copies` (i64[num] each), the rows without a
-    copy (i64[num]), and the keys of these rows (u32[num, 8]). Returns the number of
-    blocks with a key, and of these without a copy.
+    `block_ids` and `copies` (i64[num]) get the victims and their `DeviceTier.copies`,
+    `rows` (i64[num]) the rows of victims without a copy, and `keys` (u32[num, 8]) the
+    keys of these. Return the number of victims, and of victims without a copy.
     """
     block, num_seen, num_victims, num_uncopied = tier.newer[NULL_BLOCK], 0, 0, 0
     while num_seen < num:
@@ -103,7 +103,7 @@ def next_victims(
 
 @compiled
 def note_copies(tier: Any, block_ids: Any, copies: Any) -> Any:
-    """Record the host copies (i64[K]) of blocks that have a key."""
+    """Record the host block with the same contents (`copies`, i64[K]) of each block."""
     bad_row = find_outside(tier, block_ids)
     if bad_row >= 0:
         return bad_row
@@ -128,7 +128,7 @@ def forget_copies(tier: Any, keys: Any) -> Any:
 
 @compiled
 def allocate(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
-    """Allocate the blocks that `next_free` writes, and hold each once."""
+    """Allocate the blocks that `next_free` would write; each gets one holder."""
     block, row = tier.newer[NULL_BLOCK], 0
     while row < num:
         next_block = tier.newer[block]
@@ -161,8 +161,8 @@ def touch(tier: Any, block_ids: Any) -> Any:
 def free(tier: Any, block_ids: Any) -> Any:
     """Remove a holder for each time that a block is listed.
 
-    Blocks without holders are queued in this order, a repeated one at its first row. A
-    row is bad if its block has too few holders.
+    Blocks that lose their last holder are queued in this order, a repeated one at its
+    first row. A row is bad if its block has too few holders.
     """
     bad_row = find_outside(tier, block_ids)
     if bad_row < 0:
@@ -222,7 +222,7 @@ def add_pins(tier: Any, block: int, num: int, is_offer: bool) -> None:
 
 @inlined
 def _count_free(tier: Any, block: int, num: int) -> None:
-    """Add `num` to the count, free or pending, that a block without holders is in."""
+    """Add `num` to `num_free` or `num_pending_free`, for a block without holders."""
     if tier.pins[block] == 0:
         tier.num_free[()] += num
     elif tier.offers[block] == 0:
@@ -233,8 +233,8 @@ def _count_free(tier: Any, block: int, num: int) -> None:
 def cache(tier: Any, block_ids: Any, keys: Any, added: Any) -> Any:
     """Make blocks findable by their keys.
 
-    Writes whether each block got its key (`added`, bool[K]): not if it had it already,
-    or, which is unlikely, the directory had no room. A row is bad if its block has
+    Write whether each block got its key (`added`, bool[K]): False if it had the key
+    already or, which is unlikely, the directory is full. A row is bad if its block has
     another key.
     """
     bad_row = find_outside(tier, block_ids)
@@ -316,9 +316,9 @@ def _decrement(counts: Any, block_ids: Any) -> Any:
 
 @compiled
 def _find_conflict(tier: Any, block_ids: Any, keys: Any) -> Any:
-    """Return the first row whose block has another key, here or in an earlier row.
+    """Return the first row whose block has another key, in `tier` or an earlier row.
 
-    `following` is unused while a block has no key. During this call it has the first
+    A block without a key does not use `following`: during this call it stores the first
     row that lists the block.
     """
     bad_row = -1
@@ -344,7 +344,7 @@ def _find_conflict(tier: Any, block_ids: Any, keys: Any) -> Any:
 
 @inlined
 def _set_key(tier: Any, block: int, address: Any, keys: Any, row: int) -> Any:
-    """Set a block's key; return False if the directory has no room."""
+    """Set a block's key; return False if the directory is full."""
     tag, first, second = address
     directory = tier.directory
     serving = directory_lib.find_at(directory, tag, first, second, keys, row)
@@ -366,7 +366,7 @@ def _set_key(tier: Any, block: int, address: Any, keys: Any, row: int) -> Any:
 
 @compiled
 def _remove_key(tier: Any, block: int) -> None:
-    """Remove a block's key and copy, if it has a key."""
+    """Remove a block's key, if any, and its recorded host copy."""
     if not tier.has_key[block]:
         return
     following, preceding = tier.following[block], tier.preceding[block]

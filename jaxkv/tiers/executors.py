@@ -91,7 +91,7 @@ class Op(Generic[Arguments, Answer]):
         samples: Samples of the arguments after the keys; an int is static for XLA.
         writes: The dtype of an array, one item per key, that the native function
             writes and the pure one returns; None for none.
-        counts: Whether the answer also has the number that both functions return.
+        counts: Whether both functions also return a number, for the answer.
         evicts_as: ``(numbers that both return, array, evicted keys) -> answer`` for a
             function that also writes evicted keys, u32[n, 8]; None for others.
         has_variant: Whether the native function takes the policy's variant.
@@ -160,7 +160,7 @@ class NativeExecutor(_Operations):
                 "complete_step": (self._ref_cnt, _SAMPLE_IDS, 0, 0),
             },
         )
-        # Functions that also take the device's state, added at their first call.
+        # Functions that also take the device tier, added at their first call.
         self._by_device: dict[str, Callable[..., Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -169,8 +169,8 @@ class NativeExecutor(_Operations):
     def _bind(self, op: Op[..., Any]) -> Callable[..., Any]:
         """Make the function of an operation at its first use.
 
-        It must not refer to the executor, which keeps the function: the reference cycle
-        would keep the state of a replaced executor alive.
+        The function must not refer to the executor, which stores it: the reference
+        cycle would keep the state of a replaced executor alive.
         """
         bound, variant, buffer = self._bound, self._variant, self._evicted
         head = (bound, variant) if op.has_variant else (bound,)
@@ -236,7 +236,7 @@ class NativeExecutor(_Operations):
     def find_beside(self, device: Bound, keys: Words) -> tuple[int, Blocks, Blocks]:
         """Find the longest prefix whose blocks are on the device or readable here.
 
-        Return its length n, and each key's device and host block, valid for n keys.
+        Return its length n, and each key's device and host block; valid for n rows.
         """
         on_device, on_host = np.empty((2, len(keys)), np.int32)
         num = self._call("find_beside", device, self._bound, keys, on_device, on_host)
@@ -247,8 +247,8 @@ class NativeExecutor(_Operations):
     ) -> Store | None:
         """Allocate blocks for absent keys, and pin their device blocks (`sources`).
 
-        Keys that begin a prefix (`is_head`) are reordered. Return None if there is no
-        room, or a device block does not have its key.
+        If the keys begin a prefix (`is_head`), they are reordered. Return None if there
+        is no room, or a device block does not have its key.
         """
         block_ids, evicted = np.empty(len(keys), np.int64), self._evicted.get(len(keys))
         host = self._bound, self._variant
@@ -438,7 +438,7 @@ def _padded(size: int) -> int:
 
 
 def _as_traced(argument: Any) -> Any:
-    """Pad an array that has an item per key; make facts an array, cut to 32 bits."""
+    """Pad an array with one item per key; convert facts to an array of 32 bits."""
     if isinstance(argument, np.ndarray):
         return _pad(argument, 0)
     is_facts = isinstance(argument, tuple)

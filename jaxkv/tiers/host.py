@@ -86,10 +86,10 @@ class OffloadingManager(BlockIndex):
     def prepare_store(
         self, block_hashes: Iterable[bytes], *, filtered: bool = True
     ) -> PrepareStoreOutput | None:
-        """Allocate blocks for the absent keys, and return which were evicted for them.
+        """Allocate blocks for the absent keys; return these, and the keys evicted.
 
-        If `filtered`, the look-up filters apply (`store_threshold`). Returns None,
-        and changes nothing, if there is no room.
+        If `filtered`, the look-up filters apply (`store_threshold`). If there is no
+        room, returns None and changes nothing.
         """
         placement = self.place(block_hashes, filtered=filtered)
         return None if placement is None else _as_output(placement)
@@ -98,8 +98,8 @@ class OffloadingManager(BlockIndex):
         """Serve a request: pin its hits, and allocate blocks for the other keys.
 
         Equals `lookup`, `touch`, `prepare_load` of the hits and `prepare_store` of all
-        keys, in one call with one search. End it with `complete_step`, or, if a
-        transfer failed, with `complete_load` and `complete_store`.
+        keys, in one call with one search. End it with `complete_step` or, if a transfer
+        failed, with `complete_load` and `complete_store`.
 
         Example:
             >>> m = OffloadingManager(block_size=16, num_blocks=2)
@@ -132,15 +132,15 @@ class OffloadingManager(BlockIndex):
         """End the loads and stores of a `request_step` after all of them succeeded.
 
         Raises:
-            ValueError: If the step is not of this manager, or the step, a load or a
-                store of it was already ended. Then nothing changes.
+            ValueError: If the step is another manager's, or it, or one of its loads or
+                stores, has already ended. Then nothing changes.
         """
         pending = step.pending if isinstance(step, RequestStepOutput) else None
         executor, block_ids = pending or (None, NO_IDS)
         if executor is not self.executor:  # `clear` replaces the executor.
             raise ValueError(
                 f"step={shown(step)} must be an output of request_step() of this "
-                "manager, and be completed once."
+                "manager, and be completed only once."
             )
         if not self.executor.complete_step(block_ids, step.num_hits):
             raise ValueError(
@@ -168,7 +168,7 @@ class OffloadingManager(BlockIndex):
             scratch.request_step(words)
 
     def _step_by_step(self, names: Sequence[bytes]) -> RequestStepOutput:
-        """`request_step` by separate calls."""
+        """Run `request_step` by separate calls."""
         num_hits = self.lookup(names)
         self.touch(names)
         loads = self.prepare_load(names[:num_hits])

@@ -1,8 +1,8 @@
 """In-place forms of the host tier's transitions; see `jaxkv.tiers.host_state`.
 
-Every function takes a `Bound` of a `HostState`, and keys as u32[K, 8]. Its update is
-bit-identical to that of the pure function of the same name. On bad input a function
-changes nothing. Output arrays come last; block ids are i64[K] unless noted.
+Every function takes a `Bound` of a `HostState`, and keys as u32[K, 8]. Its result is
+bit-identical to the result of the pure function of the same name. On bad input a
+function changes nothing. Output arrays come last; block ids are i64[K] unless noted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxkv.tiers import device_native
 from jaxkv.types import NO_BLOCK, NOT_READY, NULL_BLOCK
 
 _PROTECTION = 1 << 30
-"""A bit set in the reference count of a batch's own blocks, so that none is evicted."""
+"""A bit of `ref_cnt`, set for blocks that hold keys of the batch, to not evict them."""
 
 
 @compiled
@@ -41,7 +41,7 @@ def find(state: Any, keys: Any, block_ids: Any) -> None:
 
 @compiled
 def find_readable(state: Any, keys: Any, block_ids: Any) -> None:
-    """`find`, with NO_BLOCK for blocks whose bytes have not arrived."""
+    """Like `find`, with NO_BLOCK for blocks whose store is in flight."""
     entries = empty(keys.shape[0], np.int32)
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     for row in range(keys.shape[0]):
@@ -56,8 +56,7 @@ def find_beside(
     """Find the longest prefix whose blocks are on the device, or readable on the host.
 
     Write each key's device block and host block (i32[K] each), NO_BLOCK for none.
-    Return the number of keys of the prefix. The first rows, as many, are valid; later
-    rows are undefined.
+    Return the length n of the prefix. Only the first n rows are valid.
     """
     policy = state.policy
     num_keys = keys.shape[0]
@@ -112,7 +111,7 @@ def touch(state: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
 
 @compiled
 def note(state: Any, keys: Any, kind: int, positions: Any, facts: Any) -> Any:
-    """Pass facts about a request to the policy; see `NativePolicy.note`."""
+    """Pass an event of a request to the policy; see `NativePolicy.note`."""
     policy = state.policy
     return functions_of(policy).note(policy, kind, keys, positions, facts)
 
@@ -170,8 +169,8 @@ def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, min_id: int) -> A
     """Complete loads of the first `num_hits` blocks and stores of the others.
 
     NO_BLOCK is skipped. The smallest valid id is `min_id`: 0, or NO_BLOCK. Return False
-    if an id is out of range, or if a block is not being loaded, or stored, as the split
-    demands; then nothing changes.
+    and change nothing if an id is out of range, or if one of the loads or stores is not
+    in progress.
     """
     if not 0 <= num_hits <= block_ids.shape[0]:
         return False
@@ -221,10 +220,10 @@ def place_from(
     block_ids: Any,
     evicted_keys: Any,
 ) -> Any:
-    """`prepare_store` keys of device blocks (`sources`, i64[K]), and pin these blocks.
+    """Run `prepare_store`, and pin the device blocks of the keys to store.
 
-    If the keys begin a prefix (`is_head`), they are reordered. Return 0 and -1, too, if
-    a device block does not hold its key; then nothing changes.
+    `sources` (i64[K]) has each key's device block. If one does not have its key, change
+    nothing and return 0, -1. If the keys begin a prefix (`is_head`), reorder them.
     """
     for row in range(keys.shape[0]):
         block = sources[row]
@@ -258,28 +257,29 @@ def next_victims(
     keys: Any,
     same_keys: Any,
 ) -> Any:
-    """Call the device's `next_victims`; look up victims without a known copy here.
+    """Write the device's next victims as `device_native.next_victims` does.
 
-    Copies found are recorded on the device. `rows`, `keys` and the second count are
-    then of victims that have no copy on the host. `same_keys` (u32[num, 8]) is a
-    readable alias of `keys`.
+    In addition, look up the victims whose copy the device does not know. If the host
+    has a copy, record it on the device, and drop the victim from `rows` and `keys`.
+    `same_keys` is `keys`, read-only.
     """
-    num_victims, num_bare = device_native.next_victims(
+    num_victims, num_unknown = device_native.next_victims(
         device, num, block_ids, copies, rows, keys
     )
-    entries, held = _two_rows(num_bare)
-    functions_of(state.policy).find(state.policy, same_keys[:num_bare], entries, held)
-    num_left = 0
-    for row in range(num_bare):
+    entries, held = _two_rows(num_unknown)
+    unknown = same_keys[:num_unknown]
+    functions_of(state.policy).find(state.policy, unknown, entries, held)
+    num_uncopied = 0
+    for row in range(num_unknown):
         victim = rows[row]
         if held[row] == NO_BLOCK:
-            rows[num_left] = victim
-            copy_row(keys, num_left, keys, row)
-            num_left += 1
+            rows[num_uncopied] = victim
+            copy_row(keys, num_uncopied, keys, row)
+            num_uncopied += 1
         else:
             copies[victim] = held[row]
             device.copies[block_ids[victim]] = held[row]
-    return num_victims, num_left
+    return num_victims, num_uncopied
 
 
 @compiled
@@ -304,14 +304,14 @@ def complete_store(state: Any, keys: Any, success: Any, ended: Any) -> Any:
 
 @compiled
 def discard(state: Any, keys: Any, is_idle: Any) -> None:
-    """Free blocks that are not being read or written; write which rows (bool[K])."""
+    """Free the blocks that no load or store uses; write which rows (bool[K])."""
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     for row in range(keys.shape[0]):
         block = block_ids[row]
         is_idle[row] = block != NO_BLOCK and state.ref_cnt[block] == 0
         if is_idle[row]:
-            state.ref_cnt[block] = NOT_READY  # A repeated key is skipped.
+            state.ref_cnt[block] = NOT_READY  # So that a repeated key is skipped.
     for row in range(keys.shape[0]):
         if is_idle[row]:
             state.ref_cnt[block_ids[row]] = 0
@@ -322,10 +322,10 @@ def discard(state: Any, keys: Any, is_idle: Any) -> None:
 def request_step(
     state: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
 ) -> Any:
-    """Serve a request: pin the hits, a readable prefix; `prepare_store` of the others.
+    """Serve a request: pin the hits, its readable prefix; allocate for other keys.
 
-    Write the blocks of the hits, then as `prepare_store` does. Return the number of
-    hits, of keys to store, and of evicted keys, -1 if there was no room to store.
+    Write the blocks of the hits, and then what `prepare_store` writes. Return the
+    number of hits, of keys to store, and of evicted keys, -1 if there was no room.
     """
     num_keys = keys.shape[0]
     entries, present = _two_rows(num_keys)
@@ -370,7 +370,7 @@ def _mark_readable(state: Any, block_ids: Any, flags: Any) -> None:
 
 @compiled
 def _lower(ref_cnt: Any, block_ids: Any) -> Any:
-    """Unpin blocks; return the first row with too few pins, or -1 if there is none."""
+    """Unpin blocks, or change nothing and return the first row with too few pins."""
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         if block != NO_BLOCK:
@@ -397,7 +397,7 @@ def _store(
     block_ids: Any,
     evicted_keys: Any,
 ) -> Any:
-    """Allocate blocks for keys with none in `present` (i32[K]); pin the hits."""
+    """Allocate blocks for keys without one in `present` (i32[K]); pin the hits."""
     num_keys = keys.shape[0]
     ref_cnt, pool = state.ref_cnt, state.pool
     is_missing = empty(num_keys, np.bool_)
@@ -411,7 +411,7 @@ def _store(
         ref_cnt[present[row]] += 1
     victims = empty(num_evicted, np.int32)
     if num_evicted:
-        # Protect the batch's own blocks from eviction. One in flight stays at -1.
+        # Protect the blocks of this batch's keys. A block in flight stays at -1.
         for block in present:
             if block != NO_BLOCK:
                 ref_cnt[block] |= _PROTECTION
@@ -444,16 +444,16 @@ def _store(
         rank += 1
     pool.num_allocated[()] = fresh + num_fresh
     pool.num_freed[()] = height + num_evicted - (num_missing - num_fresh)
-    claimed = empty(num_keys, np.int64)
-    copy_items(claimed, 0, block_ids, num_keys)
+    allocated = empty(num_keys, np.int64)
+    copy_items(allocated, 0, block_ids, num_keys)
     functions_of(state.policy).insert(state.policy, variant, keys, block_ids)
     num_stored = 0
     for row in range(num_keys):
         if block_ids[row] != NO_BLOCK:
             ref_cnt[block_ids[row]] = NOT_READY
             num_stored += 1
-        elif claimed[row] != NO_BLOCK:
-            _free(pool, claimed[row])
+        elif allocated[row] != NO_BLOCK:
+            _free(pool, allocated[row])
     return num_stored, num_evicted
 
 

@@ -4,9 +4,9 @@
 functions take `(policy, state, keys, count)` and return the new state and an answer.
 Keys are u32[K, 8]; the first `count` (i32[]) are valid, the others are padding. The
 functions can be traced, scanned and vmapped, and never raise: on bad input they return
-the state unchanged, bit for bit. They define what the tier does; `host_native` has
-in-place forms for `jaxkv.tiers.index`. Pad a batch to at least two rows: XLA:CPU turns
-a scatter of one row into an update that copies the whole array.
+the state unchanged, bit for bit. They are the reference for the in-place forms in
+`host_native`. Pad a batch to at least two rows: XLA:CPU turns a scatter of one row into
+an update that copies the whole array.
 
 A block's reference count is NOT_READY while its store is in flight, 0 when the block
 can be read or evicted, and above 0 while loads read it.
@@ -32,7 +32,7 @@ _PROTECTION = 1 << 30
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IdPool:
-    """The free block ids. Never-used ids are allocated first, then the last freed."""
+    """The free block ids. Never-used ids are allocated first, then the latest freed."""
 
     num_allocated: Array  # i32[]. Ids from this one on were never allocated.
     freed: Array  # i32[B]. A stack of ids that were allocated and freed.
@@ -51,21 +51,21 @@ class HostState:
 
 
 class LoadAnswer(NamedTuple):
-    """The blocks of a batch to read."""
+    """The blocks of the keys to load."""
 
     bad_row: Array
-    """i32[]. The first key that cannot be loaded, so nothing changed; -1 for none."""
+    """i32[]. The first key that cannot be loaded, -1 for none. If any, no change."""
     block_ids: Array
     """i32[K]. The block of each key, NO_BLOCK where it is absent or padding."""
 
 
 class StoreAnswer(NamedTuple):
-    """Where to store a batch of blocks."""
+    """The blocks allocated to store keys."""
 
     num_stored: Array
     """i32[]. Keys to store."""
     num_evicted: Array
-    """i32[]. Evicted keys; -1 if there was no room, so nothing changed."""
+    """i32[]. Evicted keys; -1 if there was no room, and nothing changed."""
     block_ids: Array
     """i32[K]. The block for each key, NO_BLOCK where the key is already known, repeats
     an earlier one, or is padding."""
@@ -74,14 +74,14 @@ class StoreAnswer(NamedTuple):
 
 
 class StepAnswer(NamedTuple):
-    """Which blocks to load and to store for a request, in one answer."""
+    """The blocks to load, and the blocks allocated to store, for a request."""
 
     num_hits: Array
     """i32[]. Length of the prefix to load."""
     num_stored: Array
     """i32[]. Keys to store after the prefix."""
     num_evicted: Array
-    """i32[]. Evicted keys; -1 if there was no room, so none is stored."""
+    """i32[]. Evicted keys; -1 if there was no room, and no key is stored."""
     block_ids: Array
     """i32[K]. Blocks to load for the first `num_hits` keys, blocks to store for the
     others; NO_BLOCK where a later key is already known, repeats an earlier one, or is
@@ -138,7 +138,7 @@ def note(
     positions: Array,
     facts: Array,
 ) -> tuple[HostState, Array]:
-    """Pass facts about a request to the policy, if it uses any; see `Policy.note`."""
+    """Pass an event of a request to a policy that uses events; see `Policy.note`."""
     if policy.note is None:
         return state, jnp.zeros((), jnp.int32)
     noted, mark = policy.note(state.policy, kind, keys, count, positions, facts)
@@ -159,7 +159,7 @@ def prepare_load(
 def pin(state: HostState, block_ids: Array) -> tuple[HostState, Array]:
     """Pin blocks (i32[K], NO_BLOCK for padding) that `find` has just returned.
 
-    The answer, bool[], is False if a block is being stored, so nothing changed.
+    The answer, bool[], is False, with nothing changed, if a block is being stored.
     """
     ok = jnp.all((block_ids == NO_BLOCK) | (_ref_cnt(state, block_ids) >= 0))
     pinned = jnp.where(ok, block_ids, NO_BLOCK)
@@ -174,7 +174,7 @@ def complete_load(
     block_ids = policy.find(state.policy, keys, count)
     ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(-1, mode="drop")
     unpinned = dataclasses.replace(state, ref_cnt=ref_cnt)
-    # A key that is listed more often than it was pinned makes its count negative.
+    # The count is negative if a key is listed more often than it was pinned.
     bad_row = _first(_valid(keys, count) & (_ref_cnt(unpinned, block_ids) < 0))
     repinned = jnp.where(bad_row >= 0, block_ids, NO_BLOCK)
     ref_cnt = ref_cnt.at[_index(state, repinned)].add(1, mode="drop")
@@ -186,7 +186,7 @@ def prepare_store(
 ) -> tuple[HostState, StoreAnswer]:
     """Allocate a block for each absent key, evicting other blocks if necessary.
 
-    No key of the batch is evicted for another one. Repeated keys count once.
+    No key of the batch is evicted for another one. A repeated key gets one block.
     """
     present = policy.find(state.policy, keys, count)
     missing = _valid(keys, count) & (present == NO_BLOCK)
@@ -203,7 +203,7 @@ def complete_store(
     """
     block_ids = policy.find(state.policy, keys, count)
     ended = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) == NOT_READY)
-    # Among rows with the same block, the first has the lowest mark and ends the store.
+    # Of rows with the same block, the first has the lowest mark and ends the store.
     marks = NOT_READY - keys.shape[0] + jnp.arange(keys.shape[0], dtype=jnp.int32)
     marked_at = _index(state, jnp.where(ended, block_ids, NO_BLOCK))
     marked = state.ref_cnt.at[marked_at].min(marks, mode="drop")
@@ -257,13 +257,13 @@ def complete_step(
 
     It takes the step's `block_ids` and `num_hits`, so it needs no search. If a transfer
     failed, call `complete_load` and `complete_store` instead. The answer, bool[], is
-    False if one of the loads or stores is not in progress, so nothing changed.
+    False, with nothing changed, if one of the loads or stores is not in progress.
     """
     is_hit = jnp.arange(block_ids.shape[0], dtype=jnp.int32) < num_hits
     # A load ends with one reader less, a store goes from NOT_READY to 0.
     change = jnp.where(is_hit, -1, -NOT_READY)
     ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(change, mode="drop")
-    # A block that is listed more often than it was pinned makes its count negative.
+    # The count is negative if a block is listed more often than it was pinned.
     counts = _ref_cnt(dataclasses.replace(state, ref_cnt=ref_cnt), block_ids)
     was_in_flight = jnp.where(is_hit, counts >= 0, counts == 0)
     ok = jnp.all(was_in_flight | (block_ids == NO_BLOCK))
@@ -273,7 +273,7 @@ def complete_step(
 
 
 def _valid(keys: Array, count: Array) -> Array:
-    """Return which keys are not padding: bool[K]."""
+    """Mark the keys that are not padding: bool[K]."""
     return jnp.arange(keys.shape[0], dtype=jnp.int32) < count
 
 
@@ -298,17 +298,17 @@ def _store(
     *,
     is_hit: Array,
 ) -> tuple[HostState, StoreAnswer]:
-    """Allocate blocks for the `missing` keys without evicting `present` (i32[K]).
+    """Allocate blocks for the keys marked in `missing` (bool[K]).
 
-    Those in `present` that are hits (`is_hit`, bool[K] or bool[]) are pinned.
+    The keys' blocks in `present` (i32[K]) are not evicted, and pinned where `is_hit`
+    (bool[K] or bool[]).
     """
     missing &= first_occurrence(keys, missing)
     rank = running_count(missing) - 1
     num_missing = rank[-1] + 1
     num_short = jnp.maximum(num_missing - _num_free(state.pool), 0)
-    # During the eviction the batch's blocks count as being read. `protection` is large
-    # enough to protect a block whose count is NOT_READY, and small enough that counts
-    # fit 32 bits even if all rows have the same block.
+    # During the eviction, `protection` makes blocks in `present` look like being read,
+    # even at NOT_READY. Counts fit 32 bits even if all rows have the same block.
     protection = _PROTECTION // keys.shape[0]
     batch = _index(state, present)
     readers = jnp.broadcast_to(is_hit, present.shape).astype(jnp.int32)
@@ -336,7 +336,7 @@ def _store(
 
 
 def _index(state: HostState, block_ids: Array) -> Array:
-    """Map NO_BLOCK out of range, so that a scatter drops it (-1 would wrap around)."""
+    """Replace NO_BLOCK by B, which a scatter drops; its -1 would wrap around."""
     return jnp.where(block_ids == NO_BLOCK, state.ref_cnt.shape[0], block_ids)
 
 
@@ -364,8 +364,8 @@ def _allocate(
 ) -> tuple[IdPool, Array]:
     """Allocate an id for each row with a `rank` (i32[K], NO_BLOCK for no id): i32[K].
 
-    The `num_evicted` ids of `evicted` (i32[K]) are pushed on the stack first, the last
-    on top. `num` ids are popped, which the pool has, including all of `evicted`.
+    First, the `num_evicted` ids of `evicted` (i32[K]) are pushed on the stack, the last
+    on top. Then `num` ids are popped; the pool must have as many.
     """
     num_blocks = pool.freed.shape[0]
     num_fresh = jnp.minimum(num, num_blocks - pool.num_allocated)

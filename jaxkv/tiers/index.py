@@ -58,7 +58,7 @@ from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 _MIN_MAX_BATCH = 4096
 NO_IDS = np.empty(0, np.int64)
 _NO_POSITIONS = np.empty(0, np.int32)
-_TIMES = 1 << 32  # Times on the array side have 32 bits.
+_TIMES = 1 << 32  # Policies have times as 32-bit milliseconds.
 _MAX_COUNT = (1 << 31) - 1
 
 
@@ -82,11 +82,11 @@ class BlockIndex:
             `FilterReusedOffloadingManager` does; 0 or 1 to store every offered key.
         max_unseen_blocks: If a look-up has more never-seen keys than this, store only
             the first ones; the others once they are looked up again. None: no limit.
-        max_tracker_size: How many keys the two look-up filters track, and how many
-            absent keys keep a priority for when they are stored; the latest ones.
+        max_tracker_size: Max keys that the two look-up filters track, and max absent
+            keys whose priority is kept until they are stored. The oldest are forgotten.
         retention: Whether `retain` can set priorities, with any policy; see
             `jaxkv.make_retained`.
-        remember_drops: For how many absent keys `drops` keeps the reason.
+        remember_drops: Max absent keys whose drop reason is kept in `drops`.
         executor: "native" for compiled functions that update NumPy arrays, if the
             policy has them; "xla" for the pure functions as XLA programs.
         medium: The tier's name in events.
@@ -147,10 +147,10 @@ class BlockIndex:
         }
         if self._alternatives and not all(map(can_change, self._policies)):
             raise ValueError(
-                f"{cache_policy=}, one of {alternatives=}, or retention has state that "
-                "no other policy can take over."
+                f"{cache_policy=} and {alternatives=}: one of these, or retention, has "
+                "state that no other policy can take over."
             )
-        # Whether the policy or an alternative uses facts about requests.
+        # Whether the policy or an alternative uses events of requests.
         self.listens = any(policy.listens for policy in self._policies)
         self.retains = self.policy.retains
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
@@ -158,15 +158,15 @@ class BlockIndex:
         self.num_held_blocks = 0  # Including stores in progress.
         self.num_evicted = 0
         self.num_removed = 0  # Evicted, discarded, cleared, or failed to store.
-        # u32[n, 8] each. Keys of removed blocks, except by `clear`, until the reader
-        # takes them; None if they are not kept.
+        # u32[n, 8] each. Keys of blocks removed other than by `clear`; a reader takes
+        # and deletes them. None if nobody reads them.
         self.removed_keys: list[Words] | None = None
         self.num_found = 0  # Added by listings and probes.
         self.num_unindexed = 0  # In the medium, but without room in this index.
         self.num_skipped = 0  # Keys that a look-up filter kept from being stored.
         self._executor_name: ExecutorName = executor
         self.executor: Executor = make_executor(self.policy, executor)
-        # The caller's keys that are not of 32 bytes, by their hashes.
+        # Callers' keys of other lengths than 32 bytes, by their hash.
         self._names: dict[BlockKey, bytes] = {}
         self._reuse = None
         if store_threshold > 1 or max_unseen_blocks is not None:
@@ -292,10 +292,10 @@ class BlockIndex:
             self.executor.note(words, FINISH, block_positions, facts)
 
     def has_room(self, block_hashes: Iterable[bytes], pinned: BlockIds = ()) -> bool:
-        """Whether `place` without filter would find room with `pinned` pinned, too.
+        """Whether `place` without filters would find room if `pinned` were pinned.
 
-        No store of a `pinned` block may be in progress. Nothing changes, but the tier's
-        arrays may be copied.
+        No store of a `pinned` block may be in progress. Nothing changes, but this may
+        take the time to copy the tier's arrays.
         """
         listed, words = pack(block_hashes)
         names = dict.fromkeys(listed)
@@ -318,7 +318,7 @@ class BlockIndex:
         if len(keys) <= self.num_blocks - self.num_held_blocks:
             return self.place(keys)
         if not self.executor.pin(kept):
-            # A block that is being stored cannot be pinned, and is not evicted.
+            # A block whose store is in progress is never evicted and cannot be pinned.
             kept = kept[np.asarray(self.executor.state.ref_cnt)[kept] >= 0]
             self.executor.pin(kept)
         placement = self.place(keys)
@@ -367,12 +367,12 @@ class BlockIndex:
         sources: Ids,
         is_head: bool,
     ) -> Placement | None:
-        """`place` keys and pin the device blocks of those placed, in one native call.
+        """Run `place`, and pin the placed keys' device blocks, in one native call.
 
-        `sources` has each key's device block. Keys that begin a prefix (`is_head`) are
-        reordered. Returns None, and changes nothing, if there is no room, a block does
-        not have its key, there is a look-up filter or no native executor, or the keys
-        are none or more than a batch.
+        `sources` has each key's device block. If the keys begin a prefix (`is_head`),
+        they are reordered. Returns None and changes nothing if there is no room, a
+        block does not have its key, this index has a look-up filter or no native
+        executor, or the keys are not 1 to `max_batch`.
         """
         if len(sources) != len(keys):
             raise ValueError(f"{len(sources)=} blocks must have as many {len(keys)=}.")
@@ -389,9 +389,9 @@ class BlockIndex:
         return self._record_placement(keys, keys.words, *store)
 
     def next_device_victims(self, pool: DeviceBlockPool, num: int) -> Victims:
-        """`DeviceBlockPool.next_victims`, with their copies in this tier.
+        """Return `DeviceBlockPool.next_victims`, with their copies in this tier.
 
-        Copies are recorded in `pool`, so that each block is looked up once.
+        Copies found here are recorded in `pool`, so that later calls need no look-up.
         """
         return pool.next_victims(num, self.executor.next_victims)
 
@@ -430,8 +430,8 @@ class BlockIndex:
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Find the longest prefix whose blocks are on the device or readable here.
 
-        Returns the device blocks and this tier's blocks of its n keys, i32[n] each;
-        NO_BLOCK for none, but not in both.
+        Returns the device blocks and this tier's blocks of its n keys, i32[n] each.
+        Each key has NO_BLOCK in at most one of them.
         """
         names, words = pack(keys)
         if not names:
@@ -445,7 +445,7 @@ class BlockIndex:
         return is_known
 
     def find_held(self, keys: Iterable[bytes]) -> NDArray[np.int32]:
-        """`find` that includes stores in progress."""
+        """Return the block of each key, stores in progress included: i32[n]."""
         names, words = pack(keys)
         return self.executor.find(words) if len(names) else np.empty(0, np.int32)
 
@@ -457,7 +457,7 @@ class BlockIndex:
         return self._reuse.passes(keys)
 
     def pass_mask(self, keys: Sequence[BlockKey] | Words) -> NDArray[np.bool_] | None:
-        """`passes` as bool[n]; None if there is no filter."""
+        """Return `passes` as bool[n]; None if there is no filter."""
         if self._reuse is None:
             return None
         names = words_to_keys(keys) if isinstance(keys, np.ndarray) else keys
@@ -472,7 +472,7 @@ class BlockIndex:
     def pin(self, block_ids: BlockIds) -> None:
         """Pin blocks that `find` has just returned: none is evicted until `unpin`.
 
-        If a block is being stored, or an id is out of range, it raises and pins none.
+        Raises, and pins none, if a block is being stored or an id is out of range.
         """
         if not self.executor.pin(as_ids(block_ids)):
             raise ValueError(f"one of block_ids={shown(block_ids)} is being stored.")
@@ -480,8 +480,8 @@ class BlockIndex:
     def unpin(self, block_ids: BlockIds) -> None:
         """Remove one pin for each time that a block is listed.
 
-        If a block has no load in progress, or an id is out of range, it raises and
-        unpins none.
+        Raises, and unpins none, if a block has no load in progress or an id is out of
+        range.
         """
         ids = as_ids(block_ids)
         if not self.executor.complete_step(ids, len(ids), 0):
@@ -492,8 +492,8 @@ class BlockIndex:
     def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
         """Make blocks readable after the bytes of their stores have arrived.
 
-        If a block is not being stored, an id is out of range, or the lengths differ, it
-        raises and changes nothing.
+        Raises, and changes nothing, if a block is not being stored, an id is out of
+        range, or the lengths differ.
         """
         ids = as_ids(block_ids)
         if len(ids) != len(keys):
@@ -538,9 +538,8 @@ class BlockIndex:
     ) -> None:
         """Switch to an alternative policy; every block keeps its place.
 
-        Loads and stores in progress go on. `learned` is a tier with the new policy, of
-        any size, that has served the same requests; each of its keys stands for `scale`
-        keys.
+        Loads and stores in progress continue. `learned` is a shadow: a tier of any size
+        that has served the same requests with the new policy, for 1 of `scale` keys.
 
         Example:
             >>> index = BlockIndex(16, num_blocks=2, alternatives=["lru", "slru"])
@@ -593,7 +592,7 @@ class BlockIndex:
         return []
 
     def choose_deletions(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
-        """Choose the keys to delete from the medium after `place` evicted some here."""
+        """Choose the keys to delete from the medium after `place` evicted some."""
         return list(evicted)
 
     @property
@@ -605,7 +604,7 @@ class BlockIndex:
     def next_victims(self, num: int) -> list[BlockKey]:
         """Return the keys that storing `num` more blocks would evict, in order.
 
-        Free blocks are used first, so there may be none. It raises unless
+        Free blocks are used first, so the list may be empty. Raises a ValueError unless
         `can_list_victims`.
         """
         if not self.can_list_victims:
@@ -624,8 +623,8 @@ class BlockIndex:
     def snapshot(self) -> Snapshot:
         """Return a readable form of the state, for tests and debugging.
 
-        Keys are the caller's. Only a removed key that is not of 32 bytes, and that the
-        policy still remembers, appears as its hash.
+        Keys are the caller's. Only a key that does not have 32 bytes appears as its
+        hash, if its block was removed and the policy still remembers it.
 
         Example:
             >>> index = BlockIndex(block_size=16, num_blocks=3)
@@ -684,14 +683,14 @@ class BlockIndex:
     def _rows_for_policy(
         self, block_hashes: Iterable[bytes], positions: Sequence[int] | None
     ) -> tuple[Words, Positions] | None:
-        """Lay out keys and positions for a policy; None for no notification.
+        """Convert keys and positions for a policy; None if there is nothing to notify.
 
-        Keys beyond one batch are cut off: the tier has fewer blocks. Without keys the
-        policy is not even notified of the time.
+        Keys beyond one batch are cut off, as the tier has fewer blocks. Without keys,
+        the policy does not get the time either.
         """
         if not self.listens:
             return None
-        if not self._policy_uses_keys:  # It may need the time, for priorities.
+        if not self._policy_uses_keys:  # It may only need the time, for priorities.
             block_hashes, positions = list(islice(block_hashes, 1)), None
         names, words = pack(block_hashes)
         indices = NO_IDS if positions is None else as_ids(positions, "position")
@@ -708,10 +707,10 @@ class BlockIndex:
         return words, indices[: len(words)].astype(np.int32)
 
     def _advance_time(self, now_ms: int) -> None:
-        """Set the time, before the policy is notified of it.
+        """Set the time, before a notification passes it to the policy.
 
         The policy keeps 32 bits, so a step of more than 2**31 ms would look like a step
-        back in time. Before such a step it is notified of a time in between.
+        back in time. Such a step is split: the policy first gets a time in between.
         """
         ahead = now_ms - self._now_ms
         if self._has_time and ahead > 0 and ahead % _TIMES >= _TIMES // 2:
@@ -725,7 +724,7 @@ class BlockIndex:
     def _set_priority(
         self, names: Sequence[bytes], retention: Retention | None, given_ms: int
     ) -> None:
-        """Set the priority of the resident blocks, or remove it, batch by batch."""
+        """Set or remove the priority of the resident blocks, batch by batch."""
         _, words = pack(names)
         terms = RELEASE, 0, 0
         if retention is not None:
@@ -807,11 +806,11 @@ def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:
         policy = get_policy_maker(policy)(num_blocks, max_batch)
     if not isinstance(policy, Policy):
         raise TypeError(
-            f"cache_policy={shown(cache_policy)} must be, or name, a jaxkv.Policy."
+            f"cache_policy={shown(cache_policy)} must be a jaxkv.Policy or its name."
         )
     if policy.num_blocks != num_blocks or policy.max_batch < num_blocks:
         raise ValueError(
-            f"the cache policy has {policy.num_blocks=} and {policy.max_batch=}, but "
-            f"{num_blocks=} needs {num_blocks} and at least {num_blocks}."
+            f"{policy.num_blocks=} and {policy.max_batch=} must be {num_blocks} and at "
+            f"least {num_blocks}, because the tier has {num_blocks=}."
         )
     return policy

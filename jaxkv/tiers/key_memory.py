@@ -21,22 +21,22 @@ MAX_TRACKED = 64_000
 DropReason: TypeAlias = Literal[
     "evicted", "full", "slow", "paused", "store failed", "load failed"
 ]
-"""Why a block is not on the host: it was evicted; it was not stored because the host
-had no room, too much was in flight, or stores were paused; its store or load failed."""
+"""Why a block is not on the host. It was evicted; or not stored because the host had no
+room, too much was in flight or stores were paused; or its store or its load failed."""
 
 
 class ReuseFilter:
-    """An admission filter: a key passes once it was looked up often enough.
+    """An admission filter: a key passes after `threshold` look-ups.
 
-    The rules follow vLLM 0.19.1's `FilterReusedOffloadingManager`, and add one: of a
-    look-up's never-seen keys, only the first `max_unseen` pass; the others pass when
-    they are looked up again. So the tail of a long prompt that never comes back takes
-    no room, but its head, which other prompts may share, is stored.
+    The rules follow vLLM 0.19.1's `FilterReusedOffloadingManager`, with one addition:
+    of a look-up's never-seen keys, only the first `max_unseen` pass; the others pass
+    when they are looked up again. So the tail of a long prompt that never comes back
+    takes no room, but its head, which other prompts may share, is stored.
 
     Beyond `max_size` keys, the least recently looked-up key is forgotten, and its count
-    restarts from 0. Up to `max_size` keys beyond `max_unseen` are held back separately,
-    so that they stay held back while their request runs, however many keys others look
-    up.
+    restarts from 0. Keys beyond `max_unseen` are kept in a second list of `max_size`
+    keys, so that they do not pass while their request runs, however many keys other
+    requests look up.
 
     Example:
         >>> reuse = ReuseFilter(threshold=2, max_size=1000)
@@ -56,7 +56,7 @@ class ReuseFilter:
         self.threshold = threshold
         self.max_size = max_size
         self.max_unseen = max_unseen
-        # Keys beyond `max_unseen` that were looked up once, the oldest first.
+        # Keys beyond `max_unseen`, looked up only once; the oldest first.
         self._held_back: OrderedDict[BlockKey, None] = OrderedDict()
         # Look-ups of each key, the least recently looked-up key first.
         self._counts: OrderedDict[BlockKey, int] = OrderedDict()
@@ -78,7 +78,7 @@ class ReuseFilter:
                 self._counts.popitem(last=False)
 
     def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each key was looked up often enough."""
+        """Whether each key passes the filter."""
         return [
             self._counts.get(key, 0) >= self.threshold and key not in self._held_back
             for key in keys
@@ -86,7 +86,7 @@ class ReuseFilter:
 
 
 class RetentionNotes:
-    """The priorities of absent keys, for when their blocks are stored.
+    """The priorities of absent keys, until their blocks are stored.
 
     Beyond `max_size` keys, the oldest priority is forgotten.
 

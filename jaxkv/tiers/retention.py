@@ -86,8 +86,8 @@ class Retention:
             raise ValueError(f"{shown(values)} must be a mapping, of {names}.")
         for name in values:
             if name not in names:
-                near = hint(str(name), names) or "."
-                raise ValueError(f"{shown(name)} must be one of {names}{near}")
+                end = hint(str(name), names) or "."
+                raise ValueError(f"{shown(name)} must be one of {names}{end}")
         return cls(**values)
 
     @property

@@ -1,4 +1,4 @@
-"""The state of the host tier for a reader: keys, ids and lists, no arrays."""
+"""The state of the host tier in readable form: keys, ids and lists, no arrays."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def take_snapshot(
     policy: Policy, executor: Executor, names: Mapping[BlockKey, bytes]
 ) -> Snapshot:
     """Read the state of an executor; `names` has the callers' names of foreign keys."""
-    shown = policy.snapshot(executor.state.policy)
-    lists = {name: keys for name, keys in shown.items() if isinstance(keys, list)}
-    keys = [key for part in lists.values() for key in part]
+    described = policy.snapshot(executor.state.policy)
+    lists = {name: keys for name, keys in described.items() if isinstance(keys, list)}
+    keys = [key for keys in lists.values() for key in keys]
     blocks = executor.find(keys_to_words(keys)).tolist() if keys else []
     held = {
         names.get(key, key): block_id
         for key, block_id in zip(keys, blocks, strict=True)
         if block_id != NO_BLOCK
     }
-    state = executor.state  # Again: a call may have put another in its place.
+    state = executor.state  # Read it again, because `find` may have replaced it.
     ref_cnt = np.asarray(state.ref_cnt).tolist()
     num_allocated, num_freed = int(state.pool.num_allocated), int(state.pool.num_freed)
     freed = np.asarray(state.pool.freed)[:num_freed].tolist()
     return Snapshot(
-        policy=shown
-        | {name: [names.get(key, key) for key in part] for name, part in lists.items()},
+        policy=described
+        | {name: [names.get(key, key) for key in keys] for name, keys in lists.items()},
         ref_cnt={key: ref_cnt[block_id] for key, block_id in held.items()},
         block_ids=held,
         free_ids=[*range(num_allocated, len(ref_cnt)), *reversed(freed)],

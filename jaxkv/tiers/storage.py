@@ -20,12 +20,12 @@ _MIN_DELETED_BLOCKS = 16  # At least this many before a full store may grow agai
 class StorageTier(BlockIndex):
     """The index of a store's blocks; chooses what to delete when the store is full.
 
-    Block ids only count the store's room, as the store addresses blocks by key. The
-    least recently used blocks are deleted first.
+    Block ids only count the blocks in the store, which addresses them by key. The least
+    recently used blocks are deleted first.
 
-    The index may be out of date, because others may write to the store and delete from
-    it. A block that is gone is discovered when its read fails (`discard`), a block that
-    others wrote by a listing (`add_found`) or a probe (`note_resident`).
+    The index may be out of date, because other engines write to the store and delete
+    from it. A failed read reveals a deleted block (`discard`); a listing (`add_found`)
+    or a probe (`note_resident`) reveals blocks that others have written.
 
     Raises a ValueError for more blocks than ids, and a MemoryError if the index does
     not fit.
@@ -68,9 +68,9 @@ class StorageTier(BlockIndex):
                 f"{num_blocks * _BYTES_PER_BLOCK >> 20} MiB, which does not fit into "
                 "memory: set storage_bytes to less."
             ) from error
-        # The most blocks that the store may hold; None until a listing returned it.
+        # Max blocks in the store; None until a listing has returned it.
         self.bound: int | None = None
-        # The lowered bound of a store that was full, and the blocks deleted since then.
+        # The lower bound of a store that was full, and the blocks deleted since then.
         self._full_bound: int | None = None
         self._num_deleted = 0
         self._is_listed = False
@@ -105,10 +105,9 @@ class StorageTier(BlockIndex):
         self._is_listed = False
 
     def add_found(self, keys: Sequence[BlockKey]) -> None:
-        """Add blocks from a listing, without evicting any for them."""
+        """Add blocks that a listing has found, as far as there is room."""
         new = list(compress(keys, (~self.contains(keys)).tolist()))
-        room = self.num_blocks - self.num_held_blocks
-        new = new[: max(room, 0)]
+        new = new[: max(self.num_blocks - self.num_held_blocks, 0)]
         if not new:
             return
         placed = self.place(new)
@@ -117,10 +116,10 @@ class StorageTier(BlockIndex):
             self.complete_store(placed.keys)
 
     def note_resident(self, keys: Sequence[BlockKey]) -> None:
-        """Add blocks that the store has, evicting others: a request needs them now."""
+        """Add blocks that a request needs now and the store has, evicting others."""
         new = list(compress(keys, (~self.contains(keys)).tolist()))
         placed = self.place(keys) if new else None  # `place` evicts none of `keys`.
-        if placed is None:  # Nothing is new, or too many blocks are in flight.
+        if placed is None:  # No key is new, or too many blocks are in flight.
             self.add_found(new)
             return
         num_new = len(placed.keys)
@@ -131,25 +130,25 @@ class StorageTier(BlockIndex):
         self.complete_store(placed.keys)
 
     def note_bound(self, bound: int, num_resident: int) -> list[BlockKey]:
-        """Set the most blocks that the store may hold, and how many a listing counted.
+        """Set the store's max blocks, and the number of blocks that a listing counted.
 
-        Returns the keys to delete, if too many were written meanwhile.
+        Returns the keys to delete, if too many blocks have been written meanwhile.
         """
         self.bound, self._full_bound = bound, None
         self.num_unindexed = max(0, num_resident - self.num_held_blocks)
         return self._shrink()
 
     def note_unlisted(self) -> None:
-        """Apply a failed listing; blocks that it did find may belong to others."""
+        """Apply a failed listing: set a bound, unless it found blocks of others."""
         if self.bound is None and not self.num_found:
             self.bound = self.num_blocks
 
     def note_full(self, num: int) -> list[BlockKey]:
         """Make room in a store that refused `num` blocks, although below its bound.
 
-        Its present size becomes its bound until it is listed again, or that many
-        blocks were deleted. Returns the keys to delete, the least recently used; none
-        before the first listing has ended.
+        Its present size is its bound until the next listing, or until as many blocks
+        have been deleted. Returns the keys to delete, the least recently used first;
+        none before the first listing has ended.
         """
         if self.bound is None:
             return []
@@ -158,7 +157,7 @@ class StorageTier(BlockIndex):
         return self._shrink()
 
     def choose_deletions(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
-        """Choose the keys to delete from the store after `place` evicted some here.
+        """Choose the keys to delete from the store after `place` evicted some of them.
 
         Only blocks beyond the store's bound are deleted, and none before a listing has
         returned the bound. Other evicted keys stay in the store, unindexed.
@@ -184,7 +183,7 @@ class StorageTier(BlockIndex):
         return victims
 
     def _count_excess(self, num_evicted: int = 0) -> int:
-        """Count the store's blocks beyond its bound, with `num_evicted` unindexed."""
+        """Count the store's blocks beyond its bound, including `num_evicted` more."""
         assert self.bound is not None
         bound = self.bound
         if self._full_bound is not None:

@@ -165,7 +165,7 @@ def test_the_nearest_key_stands_for_one_that_is_not_known():
 def test_what_cannot_be_taken_over_is_refused():
     for options, match in (
         ({"cache_policy": "arc"}, "'arc'.* no other policy can take over"),
-        ({"retention": True}, "or retention has state that no other policy"),
+        ({"retention": True}, "or retention, has state that no other policy"),
         ({"alternatives": ("arc",)}, r"alternatives=\('arc',\)"),
     ):
         with pytest.raises(ValueError, match=match):

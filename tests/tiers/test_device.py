@@ -210,7 +210,7 @@ def test_what_is_refused_changes_nothing(pool):
     before = state_of(pool)
     wide = [bytes([number] * 32) for number in range(5)]
     refused = [
-        (lambda: pool.allocate(21), "num=21 blocks wanted, but only 20 of 24 are fr"),
+        (lambda: pool.allocate(21), "num=21 blocks requested, but only 20 of 24"),
         (lambda: pool.allocate(-1), "num=-1 must be at least 0"),
         (lambda: pool.free([1, 2, 3, 0, 2]), "block_id=2 is freed more often"),
         (lambda: pool.free([4]), "block_id=4 is freed more often than it is held"),

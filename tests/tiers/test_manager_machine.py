@@ -186,7 +186,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.twin.complete_store(stored.keys)
         self.twin.complete_load(keys[:num_hits])
         self.manager.complete_step(step)
-        with pytest.raises(ValueError, match="be completed once"):
+        with pytest.raises(ValueError, match="be completed only once"):
             self.manager.complete_step(step)
 
     @precondition(lambda self: self.manager.listens)
