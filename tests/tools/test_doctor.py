@@ -318,7 +318,7 @@ def test_the_command_prints_in_columns_and_writes_json(
     assert "Settings     JAXKV_HOST_BYTES=70GiB\n" in out
     assert "WRONG  70 GiB of host memory (JAXKV_HOST_BYTES) do not fit" in out
     code, out, _ = diagnose("--no-probe --host-bytes 8GiB")
-    assert (code, out[-20:]) == (0, "\n\nNo problems found.\n")
+    assert (code, out[-21:]) == (0, "\n\nNo problems found.\n")
 
 
 def test_a_failing_probe_is_wrong(diagnose, monkeypatch):
