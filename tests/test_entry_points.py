@@ -119,7 +119,8 @@ def places_nothing(case):
     keys = PackedKeys([KEY, KEY], keys_to_words([KEY, KEY]))
     for wrong in (*PLACES[:-1], 0, 1):
         for ids in ([wrong, 1], [1, wrong]):
-            assert case.manager.place_from(case.pool, keys, ids, True) is None
+            blocks = np.array(ids, np.int64)
+            assert case.manager.place_from(case.pool, keys, blocks, True) is None
     with pytest.raises(ValueError, match=r"len\(sources\)=1 blocks must"):
         case.manager.place_from(case.pool, keys, [1], True)
 
