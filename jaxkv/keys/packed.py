@@ -154,8 +154,7 @@ def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words]:
     """
     if isinstance(names, PackedKeys) or type(names) is UnlistedKeys:
         return names, names.words
-    names, words, _ = lay_out(names)
-    return names, words
+    return lay_out(names)[:2]
 
 
 def lay_out(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words, bool]:
