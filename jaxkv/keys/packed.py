@@ -197,13 +197,6 @@ def is_foreign(name: bytes) -> bool:
     return len(name) != KEY_BYTES
 
 
-def has_foreign(names: Sequence[bytes]) -> bool:
-    """Return whether any key is foreign; for packed keys, whether one may be."""
-    if isinstance(names, PackedKeys | UnlistedKeys):
-        return names.has_foreign
-    return not set(map(len, names)) <= _ONLY_KEYS
-
-
 def keys_to_words(keys: Sequence[BlockKey]) -> _Words:
     """Convert keys of `KEY_BYTES` to words: u32[n, 8], read-only.
 
