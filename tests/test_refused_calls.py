@@ -268,7 +268,7 @@ def test_arguments_of_a_wrong_type_are_refused_by_the_scheduler(engine):
             (
                 [*no_step[:3], [], *({"one": num} for num in _NO_TOKENS)],
                 [*no_step[:3], [], *({"one": ids} for ids in _NO_TABLE)],
-                [*_NO_NAMES, None, {"one": 1}],
+                [*_NO_NAMES, None, {"one": 1}, np.array(["one"])],
             ),
         )
         report = scheduler.update_connector_output

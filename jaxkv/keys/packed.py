@@ -154,8 +154,7 @@ def pack(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words]:
     """
     if isinstance(names, PackedKeys) or type(names) is UnlistedKeys:
         return names, names.words
-    names, words, _ = lay_out(names)
-    return names, words
+    return lay_out(names)[:2]
 
 
 def lay_out(names: Iterable[bytes]) -> tuple[Sequence[bytes], _Words, bool]:
@@ -195,13 +194,6 @@ def check_are_bytes(keys: Iterable[bytes]) -> None:
 def is_foreign(name: bytes) -> bool:
     """Return whether a key is foreign, so that its `key_from_foreign` is stored."""
     return len(name) != KEY_BYTES
-
-
-def has_foreign(names: Sequence[bytes]) -> bool:
-    """Return whether any key is foreign; for packed keys, whether one may be."""
-    if isinstance(names, PackedKeys | UnlistedKeys):
-        return names.has_foreign
-    return not set(map(len, names)) <= _ONLY_KEYS
 
 
 def keys_to_words(keys: Sequence[BlockKey]) -> _Words:

@@ -20,6 +20,7 @@ from jaxkv.scheduling.protocol import (
     TierReport,
 )
 from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.pools import DevicePool
 
 
 def check_count(
@@ -166,8 +167,14 @@ def check_plan(meta: OffloadMetadata) -> None:
     _check(is_below, "below", below, "a tuple of TierMoves", "plan")
 
 
-def check_pool_size(num_blocks: int, expected: int | None) -> None:
-    """Raise ValueError unless a pool has as many blocks as the engine's arrays."""
+def check_bound(pool: DevicePool, mode: str, expected: int | None) -> None:
+    """Raise ValueError for a pool that does not fit the mode, or the arrays' blocks."""
+    if mode == "lazy" and not isinstance(pool, DeviceBlockPool):
+        raise ValueError(
+            "mode='lazy' needs a DeviceBlockPool, which returns its next victims, "
+            f"not a {type(pool).__name__}: choose mode='eager'."
+        )
+    num_blocks = pool.num_blocks
     if expected is not None and num_blocks != expected:
         raise ValueError(
             f"{num_blocks=} of the DeviceBlockPool must be {expected}, the length of "

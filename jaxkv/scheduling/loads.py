@@ -301,6 +301,8 @@ class Loads:
             if load.is_awaited or is_useless:
                 answers[is_useless].append(load.request_id)
         self._end(pool, ended)
+        for notify in self._listeners.loaded:
+            notify(*answers)
         return answers
 
     def drop(self, pool: DevicePool, request_id: str) -> None:

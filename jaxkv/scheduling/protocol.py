@@ -123,9 +123,9 @@ def _checked_ids(request_id: str, values: list[Any], num_blocks: int) -> list[in
     if not values:
         return values
     try:
-        ids = array("Q", values)  # Raises except for ints from 0 on.
+        ids = array("Q", values).tolist()  # Raises except for ints from 0 on.
         if max(ids) < num_blocks and type(values[0]) is not bool:
-            return ids.tolist()
+            return ids
     except (TypeError, OverflowError):
         pass
     numbers = zip(values, map(whole, values), strict=True)

@@ -414,7 +414,7 @@ def output_tokens_of(request: Request) -> int | None:
 def stop_of(request: Request) -> Stop | None:
     """Return why a request stopped; None if unknown; raise ValueError if invalid."""
     stop: Stop | None = getattr(request, "stop", None)
-    if not isinstance(stop, str | None) or stop not in STOPS:
+    if stop is not None and (not isinstance(stop, str) or stop not in STOPS):
         raise ValueError(
             f"stop={shown(stop)} of request {shown(request.request_id)} must be one of "
             f"{STOPS}."

@@ -31,7 +31,6 @@ from jaxkv.scheduling.boundary import TierBelow, check_reports, make_boundaries
 from jaxkv.scheduling.checks import (
     check_count,
     check_has_shared_clock,
-    check_pool_size,
     check_report,
     checked_step,
 )
@@ -235,19 +234,14 @@ class OffloadScheduler(Reporting):
                 engine. Then nothing changes.
         """
         check_pool(pool, self.groups)
-        device = pool if isinstance(pool, DeviceBlockPool) else None
-        if device is None and self.rules.mode == "lazy":
-            raise ValueError(
-                "mode='lazy' needs a DeviceBlockPool, which returns its next victims, "
-                f"not a {type(pool).__name__}: choose mode='eager'."
-            )
-        check_pool_size(pool.num_blocks, self._num_device_blocks)
+        check_bound(pool, self.rules.mode, self._num_device_blocks)
         for notify in self._listeners.bound:  # The recorder may raise.
             notify(pool)
         factor, self._pool = self.rules.blocks_per_host_block, pool
         for boundary in self.below:
             boundary.limit_held(pool.num_blocks // factor)
         is_plain = len(self.groups) == factor == 1 and self._is_all_read
+        device = pool if isinstance(pool, DeviceBlockPool) else None
         copying = device if self.rules.copy_on_device else None
         tiers = copying, self._manager, self._loads, self.below
         self._view = View(
@@ -470,10 +464,8 @@ class OffloadScheduler(Reporting):
         if output.preempted_req_ids:
             need_flush = self.rules.flush_on_preemption
             # After a call of `request_preempted`, a request may be admitted already.
-            handled = self._preempted
-            preempted = [
-                name for name in output.preempted_req_ids if name not in handled
-            ]
+            noted = self._preempted
+            preempted = [name for name in output.preempted_req_ids if name not in noted]
         is_due = True
         if self._store_steps.batch_blocks:
             must_store = need_flush or not num_tokens or bool(stores.waiting.keys)
@@ -535,13 +527,10 @@ class OffloadScheduler(Reporting):
         failed: tuple[str, ...] = ()
         stores = reports_of(output.completed_store_events, output.failed_store_events)
         self._stores.in_flight.check(stores)
-        if output.below:
-            check_reports(self.below, output.below)
+        check_reports(self.below, output.below)
         if has_loads:
             loads = reports_of(output.finished_recving, output.failed_recving)
             finished, failed = map(tuple, self._loads.report(pool, loads))
-            for notify in self._listeners.loaded:
-                notify(finished, failed)
             self._stores.num_changes += bool(finished or failed)
             for request_id in failed:
                 self._chooser.recompute(request_id)

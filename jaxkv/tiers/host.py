@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from jaxkv._util import shown
-from jaxkv.keys.packed import check_are_bytes, pack
+from jaxkv.keys.packed import check_are_bytes, lay_out, pack
 from jaxkv.tiers.base import (
     BlockIds,
     LoadStoreSpec,
@@ -108,17 +108,15 @@ class OffloadingManager(BlockIndex):
             >>> step.num_hits, step.store.block_hashes_to_store
             (1, [b'b'])
         """
-        names, words = pack(block_hashes)
+        names, words, any_foreign = lay_out(block_hashes)
         if self._reuse is not None or not 0 < len(names) <= self.policy.max_batch:
             return self._step_by_step(names)
         num_hits, num_stored, block_ids, evicted = self.executor.request_step(words)
         store = None
         if evicted is not None:
-            misses = list(islice(names, num_hits, None)), words[num_hits:]
-            store_ids = block_ids[num_hits:]
-            store = _as_output(
-                self._record_placement(*misses, num_stored, store_ids, evicted)
-            )
+            misses = list(islice(names, num_hits, None)), words[num_hits:], any_foreign
+            answer = num_stored, block_ids[num_hits:], evicted
+            store = _as_output(self._record_placement(*misses, *answer))
             store.rows += num_hits
         loads = LoadStoreSpec(block_ids[:num_hits])
         return RequestStepOutput(num_hits, loads, store, (self.executor, block_ids))

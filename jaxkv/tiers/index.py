@@ -14,9 +14,9 @@ from jaxkv.keys.packed import (
     PackedKeys,
     UnlistedKeys,
     check_are_bytes,
-    has_foreign,
     is_foreign,
     key_from_foreign,
+    lay_out,
     pack,
     words_to_keys,
 )
@@ -280,7 +280,7 @@ class BlockIndex:
         check_whole(None, now_ms=now_ms)
         if num_output_tokens is not None:
             check_whole(0, _MAX_COUNT, num_output_tokens=num_output_tokens)
-        if not isinstance(stop, str | None) or stop not in STOPS:
+        if stop is not None and (not isinstance(stop, str) or stop not in STOPS):
             raise ValueError(f"stop={shown(stop)} must be one of {STOPS}.")
         rows = self._rows_for_policy(block_hashes, positions)
         if rows is not None:
@@ -334,18 +334,18 @@ class BlockIndex:
         that the look-up filters reject (`store_threshold`, `max_unseen_blocks`) are
         skipped.
         """
-        names, words = pack(keys)
+        names, words, any_foreign = lay_out(keys)
         rows: list[int] | None = None  # The rows of `names` in `keys`; None for all.
         if self._reuse is not None and filtered:
             passes = self._reuse.passes(names)
             self.num_skipped += passes.count(False)
             rows = list(compress(range(len(names)), passes))
-            names, words = pack(list(compress(names, passes)))
+            names, words, any_foreign = lay_out(list(compress(names, passes)))
         if len(names) > self.policy.max_batch:
             all_rows = range(len(names)) if rows is None else rows
             listed = list(names)
             first_row = dict(zip(reversed(listed), reversed(all_rows), strict=True))
-            names, words = pack(list(dict.fromkeys(listed)))
+            names, words, any_foreign = lay_out(list(dict.fromkeys(listed)))
             rows = [first_row[name] for name in names]
         if not len(names):
             return Placement((), NO_IDS, NO_IDS, ())
@@ -354,7 +354,7 @@ class BlockIndex:
         store = self.executor.prepare_store(words)
         if store is None:
             return None
-        placement = self._record_placement(names, words, *store)
+        placement = self._record_placement(names, words, any_foreign, *store)
         if rows is not None:
             placed = slice(None) if placement.rows is None else placement.rows
             placement = placement._replace(rows=np.array(rows, np.int64)[placed])
@@ -364,7 +364,7 @@ class BlockIndex:
         self,
         pool: DeviceBlockPool,
         keys: PackedKeys,
-        sources: Ids,
+        sources: BlockIds,
         is_head: bool,
     ) -> Placement | None:
         """Run `place`, and pin the placed keys' device blocks, in one native call.
@@ -383,10 +383,11 @@ class BlockIndex:
             or not 0 < len(keys) <= self.policy.max_batch
         ):
             return None
-        store = executor.place_from(pool.bound, keys.words, sources, is_head)
+        ids = as_ids(sources)
+        store = executor.place_from(pool.bound, keys.words, ids, is_head)
         if store is None:
             return None
-        return self._record_placement(keys, keys.words, *store)
+        return self._record_placement(keys, keys.words, keys.has_foreign, *store)
 
     def next_device_victims(self, pool: DeviceBlockPool, num: int) -> Victims:
         """Return `DeviceBlockPool.next_victims`, with their copies in this tier.
@@ -744,12 +745,12 @@ class BlockIndex:
         self,
         names: Sequence[bytes],
         words: Words,
+        any_foreign: bool,
         num_stored: int,
         block_ids: Ids,
         evicted_keys: Words,
     ) -> Placement:
         """Record a store; `block_ids` has NO_BLOCK for each key that is not stored."""
-        any_foreign = has_foreign(names)
         to_store, rows = names, None
         if num_stored < len(names):
             rows = np.flatnonzero(block_ids != NO_BLOCK)
