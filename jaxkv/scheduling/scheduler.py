@@ -29,6 +29,7 @@ from jaxkv.policies.base import Policy
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.boundary import TierBelow, check_reports, make_boundaries
 from jaxkv.scheduling.checks import (
+    check_bound,
     check_count,
     check_has_shared_clock,
     check_report,
