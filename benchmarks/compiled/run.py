@@ -38,7 +38,7 @@ class CompileRecord:
         return tuple(result for result in self.results if result.fails)
 
     @property
-    def reason(self) -> tuple[Result, ...]:
+    def known(self) -> tuple[Result, ...]:
         """The results that break a bound, as is known."""
         return tuple(r for r in self.results if r.broken and not r.fails)
 
