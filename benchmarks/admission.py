@@ -79,11 +79,11 @@ def main() -> None:
         ]
         for capacity in capacities:
             for policy in args.policies:
-                found = [
-                    replay(policy, trace, capacity, admitted=each).block_hit_ratio
-                    for each in admitted
+                ratios = [
+                    replay(policy, trace, capacity, admitted=admission).block_hit_ratio
+                    for admission in admitted
                 ]
-                shown = "".join(f"{100 * ratio:8.2f}" for ratio in found)
+                shown = "".join(f"{100 * ratio:8.2f}" for ratio in ratios)
                 print(f"{capacity:>9,} {policy:<12}{shown}", flush=True)
 
 

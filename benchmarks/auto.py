@@ -53,35 +53,37 @@ ROUNDS = 15
 
 def one_after_another(traces: Sequence[Trace]) -> Trace:
     """Join traces whose blocks have nothing in common."""
-    first, *others = traces
-    for other in others:
+    first, *rest = traces
+    for following in rest:
         assert first.input_tokens is not None
-        assert other.input_tokens is not None
+        assert following.input_tokens is not None
         start_ms = first.time_ms[-1] + 1000.0
         first = dataclasses.replace(
             first,
-            name=f"{first.name}, then {other.name}",
-            ids=np.concatenate([first.ids, other.ids + first.num_unique_blocks]),
+            name=f"{first.name}, then {following.name}",
+            ids=np.concatenate([first.ids, following.ids + first.num_unique_blocks]),
             offsets=np.concatenate(
-                [first.offsets, other.offsets[1:] + first.offsets[-1]]
+                [first.offsets, following.offsets[1:] + first.offsets[-1]]
             ),
-            time_ms=np.concatenate([first.time_ms, other.time_ms + start_ms]),
-            input_tokens=np.concatenate([first.input_tokens, other.input_tokens]),
-            num_unique_blocks=first.num_unique_blocks + other.num_unique_blocks,
-            output_tokens=np.concatenate([first.output_tokens, other.output_tokens]),
-            stops=np.concatenate([first.stops, other.stops]),
+            time_ms=np.concatenate([first.time_ms, following.time_ms + start_ms]),
+            input_tokens=np.concatenate([first.input_tokens, following.input_tokens]),
+            num_unique_blocks=first.num_unique_blocks + following.num_unique_blocks,
+            output_tokens=np.concatenate(
+                [first.output_tokens, following.output_tokens]
+            ),
+            stops=np.concatenate([first.stops, following.stops]),
         )
     return first
 
 
 def percent_by_part(trace: Trace, result: ReplayResult) -> list[float]:
-    """Give the tokens found in each tenth of the requests, in percent of its own."""
+    """Return the share of tokens found in each tenth of the requests, in percent."""
     assert trace.input_tokens is not None
     tokens = np.minimum(result.hits_by_request * trace.block_size, trace.input_tokens)
-    found = np.array_split(tokens, PARTS)
-    asked = np.array_split(trace.input_tokens, PARTS)
-    rows = zip(found, asked, strict=True)
-    return [100 * float(own.sum() / of.sum()) for own, of in rows]
+    tokens_found = np.array_split(tokens, PARTS)
+    tokens_asked = np.array_split(trace.input_tokens, PARTS)
+    rows = zip(tokens_found, tokens_asked, strict=True)
+    return [100 * float(hits.sum() / of.sum()) for hits, of in rows]
 
 
 def compare(
@@ -91,24 +93,24 @@ def compare(
     device = find_on_device(trace, device_blocks) if device_blocks else None
     for share in shares:
         capacity = max(round(trace.num_unique_blocks * share / 100), 1)
-        found, parts = {}, {}
+        percent, tenths = {}, {}
         for policy in (*CANDIDATES, AUTO):
             result = replay(policy, trace, capacity, device=device)
             ratio = result.token_hit_ratio
             assert ratio is not None
-            found[policy] = 100 * ratio
-            parts[policy] = percent_by_part(trace, result)
-        best = max(found[policy] for policy in CANDIDATES)
-        rows = zip(parts[AUTO], parts["lru"], strict=True)
+            percent[policy] = 100 * ratio
+            tenths[policy] = percent_by_part(trace, result)
+        best = max(percent[policy] for policy in CANDIDATES)
+        rows = zip(tenths[AUTO], tenths["lru"], strict=True)
         yield {
             "trace": trace.name,
             "share": share,
             "blocks": capacity,
             "device_blocks": device_blocks,
-            "found": found,
-            "off_best": found[AUTO] - best,
-            "worst_tenth_off_lru": min(own - lru for own, lru in rows),
-            "parts": parts,
+            "found": percent,
+            "off_best": percent[AUTO] - best,
+            "worst_tenth_off_lru": min(ours - lru for ours, lru in rows),
+            "parts": tenths,
         }
 
 
@@ -125,8 +127,8 @@ def restart(trace: Trace, capacity: int, kept: str) -> NDArray[np.int64]:
             elif kept == "all else":
                 names = "ghosts", "reuse", "now_ms", "has_time", "num_begun", "current"
                 fields = {name: getattr(old, name) for name in names}
-                own = dataclasses.replace(host.state.policy, **fields)
-                state = dataclasses.replace(host.state, policy=own)
+                new_policy = dataclasses.replace(host.state.policy, **fields)
+                state = dataclasses.replace(host.state, policy=new_policy)
                 host = make_executor(policy, state=state)
         first = trace.offsets[request]
         keys = keys_of(trace.ids[first : trace.offsets[request + 1]][:capacity])
@@ -151,20 +153,20 @@ def compare_restarts(trace: Trace, shares: list[float]) -> Iterator[dict[str, An
     """Compare what is found after a restart, in all and in the first tenth."""
     assert trace.input_tokens is not None
     half = trace.num_requests // 2
-    asked = trace.input_tokens[half:]
+    tokens_asked = trace.input_tokens[half:]
     for share in shares:
         capacity = max(round(trace.num_unique_blocks * share / 100), 1)
-        found, first = {}, {}
+        percent, first = {}, {}
         for kept in ("all else", "the file", "nothing"):
             num_hits = restart(trace, capacity, kept)[half:]
-            tokens = np.minimum(num_hits * trace.block_size, asked)
+            tokens = np.minimum(num_hits * trace.block_size, tokens_asked)
             end = len(tokens) // PARTS
-            found[kept] = 100 * float(tokens.sum() / asked.sum())
-            first[kept] = 100 * float(tokens[:end].sum() / asked[:end].sum())
+            percent[kept] = 100 * float(tokens.sum() / tokens_asked.sum())
+            first[kept] = 100 * float(tokens[:end].sum() / tokens_asked[:end].sum())
         yield {
             "trace": trace.name,
             "share": share,
-            "found": found,
+            "found": percent,
             "found_in_first_tenth": first,
         }
 
@@ -221,7 +223,7 @@ def main() -> None:
             figures["change"].append(row)
             print(
                 f"{num_blocks:9,} blocks, {row['from']:6} to {row['to']:6}: quartiles "
-                f"{' '.join(f'{each:.1f}' for each in row['ms'])} ms, at most "
+                f"{' '.join(f'{ms:.1f}' for ms in row['ms'])} ms, at most "
                 f"{row['most_ms']:.1f}",
                 flush=True,
             )
@@ -230,19 +232,21 @@ def main() -> None:
         for row in compare_restarts(trace, args.shares):
             figures["restart"].append(row)
             first = row["found_in_first_tenth"]
-            found = ", ".join(
-                f"{own:.2f} ({first[kept]:.2f} in the first tenth) with {kept}"
-                for kept, own in row["found"].items()
+            text = ", ".join(
+                f"{percent:.2f} ({first[kept]:.2f} in the first tenth) with {kept}"
+                for kept, percent in row["found"].items()
             )
-            print(f"{row['trace']:22} {row['share']:4g} %: {found}", flush=True)
+            print(f"{row['trace']:22} {row['share']:4g} %: {text}", flush=True)
     if len(traces) > 1:
         traces.append(one_after_another(traces))
     for trace in traces:
         for row in compare(trace, args.shares, args.device_blocks):
             figures["found"].append(row)
-            found = "  ".join(f"{name} {own:.2f}" for name, own in row["found"].items())
+            text = "  ".join(
+                f"{name} {percent:.2f}" for name, percent in row["found"].items()
+            )
             print(
-                f"{row['trace']:22} {row['share']:4g} %: {found}; auto is "
+                f"{row['trace']:22} {row['share']:4g} %: {text}; auto is "
                 f"{row['off_best']:+.2f} from the best, and in the worst tenth "
                 f"{row['worst_tenth_off_lru']:+.2f} from lru",
                 flush=True,

@@ -1,4 +1,4 @@
-"""What the benchmarks share: command line, figures, garbage, processes that answer.
+"""Shared by the benchmarks: command line, figures, garbage, child processes.
 
 Importing it lets a script import this checkout, `tests` included. It imports jaxkv only
 where it is called, as a process that answers may measure another checkout.
@@ -59,7 +59,7 @@ def write_figures(path: str | None, figures: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def old_garbage_left_alone() -> Iterator[None]:
-    """Have the garbage collector leave what was made before alone, as in a server."""
+    """Exempt existing objects from garbage collection, as in a server."""
     gc.collect()
     gc.freeze()
     try:
@@ -69,7 +69,7 @@ def old_garbage_left_alone() -> Iterator[None]:
 
 
 def random_keys(rng: np.random.Generator, num: int) -> list[bytes]:
-    """Make keys of blocks that nobody knows."""
+    """Make random keys of blocks."""
     data = rng.bytes(32 * num)
     return [data[i : i + 32] for i in range(0, len(data), 32)]
 
@@ -117,7 +117,7 @@ def start(
 
 
 def ask(process: subprocess.Popen[str], *question: Any) -> dict[str, Any]:
-    """Have a process answer."""
+    """Ask a process and return its answer."""
     assert process.stdin
     assert process.stdout
     print(json.dumps(question), file=process.stdin, flush=True)

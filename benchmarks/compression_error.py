@@ -1,4 +1,4 @@
-"""What compression on the host costs in accuracy, and what it saves in bytes.
+"""The cost of compression on the host in accuracy, and its saving in bytes.
 
 Saves blocks of bfloat16 keys and values, loads them, and compares: the largest error
 and the root mean square of all errors, relative to the largest magnitude of the block
@@ -50,7 +50,7 @@ def send(pool: jax.Array, compression: Compression | None) -> tuple[jax.Array, i
 
 
 def measure(num_blocks: int) -> list[dict[str, object]]:
-    """Compare what comes back with what was sent, in every way there is."""
+    """Compare loaded blocks with saved ones, for each compression."""
     rows: list[dict[str, object]] = []
     ways = {
         "none": None,
@@ -80,7 +80,7 @@ def measure(num_blocks: int) -> list[dict[str, object]]:
 
 
 def rms(array: NDArray[np.float32]) -> np.float64:
-    """Give the root mean square."""
+    """Return the root mean square."""
     return np.sqrt(np.square(array, dtype=np.float64).mean())
 
 

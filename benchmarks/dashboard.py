@@ -58,7 +58,7 @@ def _draw_panel(axes, panel, series):
             0.5, 0.5, last, ha="center", va="center", fontsize=20, color=COLOURS[0]
         )
         return
-    if len(series) > MAX_LINES:  # Nobody could tell them apart.
+    if len(series) > MAX_LINES:  # More could not be distinguished.
         series = [each for each in series if any(value for _, value in each[1])]
     is_stacked = defaults["custom"]["stacking"]["mode"] == "normal"
     below = {}
@@ -86,7 +86,7 @@ def _draw_panel(axes, panel, series):
 
 
 def draw(panels, series_of, path):
-    """Draw panels where the dashboard has them; `series_of` has those of a query."""
+    """Draw panels at their places; `series_of` returns the series of a query."""
     width, cell_in = 24, 0.42
     bottom = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     figure = Figure(figsize=(13, cell_in * bottom), dpi=72)

@@ -119,13 +119,13 @@ class Engine:
 
     def admit(self, prompt: Prompt) -> None:
         """Find what is there of a prompt and give it blocks for its first step."""
-        found = self._pool(self.side.find_prefix, prompt.block_keys)
-        num_local = len(found) * BLOCK_SIZE
+        cached = self._pool(self.side.find_prefix, prompt.block_keys)
+        num_local = len(cached) * BLOCK_SIZE
         ask = self.side.scheduler.get_num_new_matched_tokens
         num_loaded, _ = self._hook(ask, prompt, num_local)
-        if found:
-            self._pool(self.side.touch, found)
-        prompt.block_ids = found
+        if cached:
+            self._pool(self.side.touch, cached)
+        prompt.block_ids = cached
         prompt.num_computed_tokens = num_local
         self._grow(prompt, num_local + num_loaded)
         tell = self.side.scheduler.update_state_after_alloc
@@ -158,7 +158,7 @@ class Engine:
         self.num_steps += 1
 
     def resume(self, prompt: Prompt) -> None:
-        """Let a request run for a step, its load over."""
+        """Run a request for a step, after its load."""
         num_loaded = len(prompt.block_keys)
         self._pool(self.side.cache, prompt.block_ids[:num_loaded], prompt.block_keys)
         tell = self.side.scheduler.update_state_after_alloc
@@ -187,7 +187,7 @@ class Engine:
         self.step()
 
     def _grow(self, prompt: Prompt, num_computed: int) -> list[int]:
-        """Give a request the blocks that its next chunk needs."""
+        """Allocate the blocks that a request's next chunk needs."""
         end = min(num_computed + CHUNK_TOKENS, prompt.num_tokens)
         num_new = -(-end // BLOCK_SIZE) - len(prompt.block_ids)
         if num_new <= 0:

@@ -228,19 +228,19 @@ class Engine:
     def cache(self, request: Request) -> None:
         """Make full blocks findable on the device."""
         full = request.num_computed_tokens // BLOCK
-        own = slice(request.num_cached, full)
-        self.blocks.cache(request.table[own], request.block_keys[own])
+        span = slice(request.num_cached, full)
+        self.blocks.cache(request.table[span], request.block_keys[span])
         request.num_cached = max(full, request.num_cached)
 
 
 def _parts(blocks: list[int], numbers: list[int], filler: int) -> Any:
     """Cut lists into arrays of one length."""
     for start in range(0, len(blocks), ROWS):
-        own = np.full(ROWS, filler, np.int32)
+        span = np.full(ROWS, filler, np.int32)
         values = np.zeros(ROWS, np.int32)
         part = blocks[start : start + ROWS]
-        own[: len(part)], values[: len(part)] = part, numbers[start : start + ROWS]
-        yield own, values
+        span[: len(part)], values[: len(part)] = part, numbers[start : start + ROWS]
+        yield span, values
 
 
 def memory() -> dict[str, int]:

@@ -12,8 +12,7 @@ request's blocks are known, half new.
 - arc: ARC's store with eviction, against a twin that looks for every victim from the
   front of its list, as vLLM 0.19.1 does, and one that goes on where it was.
 - policies: a whole request by each policy, against LRU in place of a twin, with keys as
-  bytes and "packed"; a policy that listens is told that it begins, and that it has
-  finished.
+  bytes and "packed"; a policy that listens is notified of begin and end.
 - retention: a whole request with priorities around a policy, given to no block, to one
   in a hundred and to all that are there first; against the policy alone.
 
@@ -165,7 +164,7 @@ class Twin(Manager):
 
 
 class Workload:
-    """Keys for requests of which half the blocks are known. Random, but repeatable."""
+    """Keys for requests with half of their blocks known. Random, but repeatable."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -185,9 +184,9 @@ class Workload:
 
     def requests(self, batch: int) -> Iterator[Keys]:
         """Yield requests that begin as the one before did and end otherwise."""
-        known = self.new(batch // 2)
+        known_keys = self.new(batch // 2)
         while True:
-            yield known + self.new(batch - len(known))
+            yield known_keys + self.new(batch - len(known_keys))
 
 
 def compare(ours: Side, theirs: Side, argument: Callable[[], Any]) -> Row:
@@ -198,14 +197,15 @@ def compare(ours: Side, theirs: Side, argument: Callable[[], Any]) -> Row:
     """
     times_us: tuple[list[float], list[float]] = ([], [])
     for round_number in range(ROUNDS + _WARM_ROUNDS):
-        given, answers = argument(), []
+        value, answers = argument(), []
         for side, spent in zip((ours, theirs), times_us, strict=True):
             start_s = time.perf_counter()
-            answers.append(side(given))
+            answers.append(side(value))
             if round_number >= _WARM_ROUNDS:
                 spent.append(1e6 * (time.perf_counter() - start_s))
         ours_says, theirs_says = (
-            [int(i) for i in own] if np.ndim(own) else own for own in answers
+            [int(i) for i in answer] if np.ndim(answer) else answer
+            for answer in answers
         )
         assert ours_says == theirs_says
     return compared(*times_us)
@@ -219,15 +219,15 @@ def time_calls(capacities: list[int], batches: list[int]) -> Iterator[Row]:
                 continue
             work, tier, twin = Workload(), Tier(capacity), Twin(capacity)
             work.fill(capacity, tier, twin)
-            known = work.new(batch)
+            known_keys = work.new(batch)
             requests = work.requests(batch)
             for side in (tier, twin):
-                side.store(known)
+                side.store(known_keys)
             arguments: dict[str, Callable[[], Keys]] = {
-                "lookup": lambda known=known: known,
-                "touch": lambda known=known: known,
-                "prepare_load": lambda known=known: known,
-                "complete_load": lambda known=known: known,
+                "lookup": lambda keys=known_keys: keys,
+                "touch": lambda keys=known_keys: keys,
+                "prepare_load": lambda keys=known_keys: keys,
+                "complete_load": lambda keys=known_keys: keys,
                 "request": lambda requests=requests: next(requests),
                 "packed": lambda requests=requests: _pack(next(requests)),
                 "store": lambda work=work, batch=batch: work.new(batch),
@@ -268,13 +268,13 @@ def time_scan(capacities: list[int], batches: list[int]) -> Iterator[Row]:
             requests = work.requests(batch)
             num = max(16, min(_TRACE_BLOCKS, 4096 * batch) // batch)
 
-            def ours(given: Any, scan: Any = scan) -> list[int]:
+            def ours(pair: Any, scan: Any = scan) -> list[int]:
                 nonlocal state
-                state, hits = scan(state, given[1])
+                state, hits = scan(state, pair[1])
                 return hits.tolist()
 
-            def theirs(given: Any, twin: Twin = twin) -> list[int]:
-                return [twin.serve(keys)[0] for keys in given[0]]
+            def theirs(pair: Any, twin: Twin = twin) -> list[int]:
+                return [twin.serve(keys)[0] for keys in pair[0]]
 
             def argument(
                 requests: Any = requests,

@@ -4,7 +4,7 @@ Fifty prompts with shared beginnings go through a driver with JetStream's calls,
 small transformer with chunked prefill: without a cache, with jaxkv's `PrefixCache`, and
 with one that keeps whole caches as JetStream's does (`WholePrefixCache`, a stand-in of
 ours), each with room for everything and with `--host-bytes`. Every answer has to be the
-same. Bytes are those of the host: held in the end, and set aside for it. Prefill work
+same. Bytes are on the host: held in the end, and set aside for it. Prefill work
 is counted in chunks, each one call of the engine's `prefill`. Nothing is timed: how
 fast a stand-in is says nothing of JetStream.
 
@@ -50,7 +50,9 @@ class WholePrefixCache:
     def contains(self, key: Key) -> bool:
         """Whether a cache that is held begins with a prompt."""
         with self._lock:
-            return any(common_length(key, other) == len(key) for other in self._values)
+            return any(
+                common_length(key, held_key) == len(key) for held_key in self._values
+            )
 
     def save(self, key: Key, value: PrefixValue) -> bool:
         """Keep a cache, and evict others to make room for it."""
@@ -71,7 +73,9 @@ class WholePrefixCache:
         """Return the cache that has the most in common with a prompt."""
         with self._lock:
             best: Key = max(
-                self._values, key=lambda other: common_length(key, other), default=()
+                self._values,
+                key=lambda held_key: common_length(key, held_key),
+                default=(),
             )
             if common_length(key, best) < max(min_common_prefix_key_length or 0, 1):
                 return None
@@ -91,7 +95,13 @@ def num_distinct_blocks(prompts: list[tuple[int, ...]]) -> int:
     """Count the blocks of whole chunks, those that prompts share once."""
     chunk = Engine.prefill_chunk_size
     ends = [range(BLOCK_SIZE, len(p) // chunk * chunk + 1, BLOCK_SIZE) for p in prompts]
-    return len({p[:end] for p, own in zip(prompts, ends, strict=True) for end in own})
+    return len(
+        {
+            p[:end]
+            for p, block_ends in zip(prompts, ends, strict=True)
+            for end in block_ends
+        }
+    )
 
 
 def measure(num_prompts: int, host_bytes: int) -> list[dict[str, object]]:

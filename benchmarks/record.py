@@ -4,7 +4,7 @@ Three schedulers serve the same prompts by turns in one process: two that record
 nothing, so that their ratio is what chance does, and one that records. The time of the
 scheduler's hooks, per step of 8,192 tokens, and the ratios of a round:
 
-- serve: a new prompt is computed, stored and ended, beside nobody;
+- serve: a new prompt is computed, stored and ended, alone;
 - ask: the same prompt comes again, which the device holds, and ends.
 
 Then the thread is given 24 prompts at once. Until it has written them, an engine with
@@ -50,8 +50,12 @@ def time_rounds(num_tokens: int, recorder: TraceRecorder) -> dict[str, Any]:
     num_blocks = num_tokens // BLOCK_SIZE
     num_spare = 4 * CHUNK_TOKENS // BLOCK_SIZE
     engines = [
-        Engine(Jaxkv(1 + 3 * num_blocks + num_spare, 2 * num_blocks, False, own))
-        for own in (None, None, recorder)
+        Engine(
+            Jaxkv(
+                1 + 3 * num_blocks + num_spare, 2 * num_blocks, False, recorder_or_none
+            )
+        )
+        for recorder_or_none in (None, None, recorder)
     ]
     times_us: dict[str, list[list[float]]] = {"serve": [], "ask": []}
     with old_garbage_left_alone():
@@ -59,7 +63,7 @@ def time_rounds(num_tokens: int, recorder: TraceRecorder) -> dict[str, Any]:
             keys = new_keys(num_blocks)
             for again, name in enumerate(times_us):
                 spent = [0.0] * len(engines)
-                # Whoever is first finds the keys cold: take turns.
+                # The first engine finds the keys cold: take turns.
                 for place in range(len(engines)):
                     which = (place + number) % len(engines)
                     engine = engines[which]
@@ -119,7 +123,7 @@ def time_step(engine: Engine) -> float:
 
 
 def percentiles(times_us: list[float]) -> list[float]:
-    """Give the 50th, the 99th and the 100th."""
+    """Return the 50th, the 99th and the 100th."""
     return [float(value) for value in np.percentile(times_us, [50, 99, 100])]
 
 
@@ -138,12 +142,12 @@ def main() -> None:
             row["burst"] = burst = time_burst(num_tokens, f"{path}.burst")
             rows.append({"prompt_tokens": num_tokens, **row})
             for name in ("serve", "ask"):
-                own = row[name]
+                times = row[name]
                 print(
-                    f"prompt {num_tokens:7}  {name:5}  off {own['off_us'][1]:8.1f} us  "
-                    f"on {own['on_us'][1]:8.1f} us  on/off "
-                    f"{spread(own['on_over_off'], digits=3)}  off/off "
-                    f"{spread(own['off_over_off'], digits=3)}",
+                    f"prompt {num_tokens:7}  {name:5}  off {times['off_us'][1]:8.1f}"
+                    f" us  on {times['on_us'][1]:8.1f} us  on/off "
+                    f"{spread(times['on_over_off'], digits=3)}  off/off "
+                    f"{spread(times['off_over_off'], digits=3)}",
                     flush=True,
                 )
             print(

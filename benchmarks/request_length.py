@@ -7,7 +7,7 @@ shorter one's with its quartiles, for
 
 - one group of layers, two, and three with vLLM's keys of 36 bytes;
 - vLLM's adapter, of one group with an adapter's keys and of two;
-- settings of which each has code of its own in such a step.
+- settings that each have their own code in such a step.
 
     python benchmarks/request_length.py [--tokens N] [--blocks N] [--json FILE]
 """
@@ -158,8 +158,8 @@ class LongRequest:
         if self._is_vllm:
             self._own.block_hashes.append(key)
         else:
-            for group, own in enumerate(self._own.block_keys_by_group):
-                own.append(key[:-1] + bytes([group]) + self._suffix)
+            for group, keys in enumerate(self._own.block_keys_by_group):
+                keys.append(key[:-1] + bytes([group]) + self._suffix)
         self._own.num_tokens += BLOCK_SIZE
         self._own.num_computed_tokens += BLOCK_SIZE
         self._num += 1
@@ -203,9 +203,9 @@ def measure(case: str, num_tokens: int, num_blocks: int) -> dict[str, Any]:
         old_garbage_left_alone(),
     ):
         for number in range(num_steps):
-            for own, times in zip((short, long), times_us, strict=True):
-                own.fill_blocks()
-                spent_s = own.step()
+            for request, times in zip((short, long), times_us, strict=True):
+                request.fill_blocks()
+                spent_s = request.step()
                 if number >= _WARM_BLOCKS:
                     times.append(1e6 * spent_s)
     ratios = [b / a for a, b in zip(*times_us, strict=True)]

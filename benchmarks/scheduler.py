@@ -3,16 +3,16 @@
 Six tables, each against the twin of vLLM 0.19.1's `SimpleCPUOffloadScheduler` in
 `tests/reference`. Two engines make the same calls by turns in the same process, one to
 jaxkv's pool and scheduler, one to the twin's; what is loaded and stored is compared as
-it goes. Transfers complete in the step in which they start. Some requests run, with
+it goes. Transfers complete in the step that starts them. Some requests run, with
 prompts of the same length, whose blocks were stored; beside them
 
 - decode: nothing happens;
 - arrival: a prompt comes that is on the host but not on the device, and is loaded;
 - loaded: that prompt is scheduled, now that it is there;
-- prefill: a prompt comes that nobody knows, and is computed and stored in chunks of
+- prefill: an unknown prompt comes, and is computed and stored in chunks of
   8,192 tokens, in a host tier that is full;
 - lazy: the same, but blocks are stored only when the device is about to evict them.
-  Not compared, as the twin leaves blocks out; how many each stored is told;
+  Not compared, as the twin leaves blocks out; the blocks stored by each are printed;
 - calls: each call to the device's pool by itself, for as many blocks as a prompt has.
 
 "hooks" are the calls to the offload scheduler, "pool" what the engine itself asks of
@@ -63,7 +63,7 @@ class Workload:
             Engine(
                 make(
                     num_device_blocks=1 + num_held + num_spare,
-                    # In lazy mode room for what waits on the device, too.
+                    # In lazy mode, also room for blocks that wait on the device.
                     num_host_blocks=(num_requests + 2) * self.num_blocks
                     + lazy * 2 * num_spare,
                     lazy=lazy,
@@ -74,19 +74,19 @@ class Workload:
         for _ in range(num_requests):
             for engine, prompt in zip(self.engines, self.new_prompts(), strict=True):
                 # Alone, so that their number does not slow this down.
-                others, engine.running = engine.running, []
+                running, engine.running = engine.running, []
                 engine.run(prompt)
-                engine.running = [*others, prompt]
+                engine.running = [*running, prompt]
         if lazy:  # Let there be something in whatever the device evicts.
             for _ in range(num_spare // self.num_blocks + 1):
                 prompts = self.new_prompts()
                 for engine, prompt in zip(self.engines, prompts, strict=True):
-                    others, engine.running = engine.running, []
+                    running, engine.running = engine.running, []
                     engine.serve(prompt)
-                    engine.running = others
+                    engine.running = running
 
     def new_prompts(self) -> list[Prompt]:
-        """Make a prompt that nobody knows, for each engine."""
+        """Make an unknown prompt for each engine."""
         keys = random_keys(self._rng, self.num_blocks)
         name = next(self._names)
         return [Prompt(name, keys) for _ in self.engines]
@@ -127,7 +127,7 @@ def compare(work: Workload, prompts: Callable[[], Any], run: Any, check: bool) -
 
 
 def time_decode(num_requests: int, num_tokens: int) -> Row:
-    """Time a step in which nothing is new."""
+    """Time a step without anything new."""
     work = Workload(num_requests, num_tokens)
 
     def run(engine: Engine, _: None) -> None:
@@ -162,7 +162,7 @@ def time_arrival(num_requests: int, num_tokens: int, then: bool = False) -> Row:
 
 
 def time_loaded(num_requests: int, num_tokens: int) -> Row:
-    """Time the step after that of `time_arrival`."""
+    """Time the step after `time_arrival`."""
     return time_arrival(num_requests, num_tokens, then=True)
 
 
@@ -209,11 +209,11 @@ def time_calls(num_tokens: int) -> Iterator[Row]:
         for number, side in enumerate(sides):
             ids = timed("allocate", number, side.allocate, num_blocks)
             timed("cache", number, side.cache, ids, keys)
-            found = timed("find_prefix", number, side.find_prefix, keys)
+            cached_ids = timed("find_prefix", number, side.find_prefix, keys)
             timed("touch", number, side.touch, ids)
             timed("free", number, side.free, ids)
             side.free(ids[::-1])
-            answers.append((ids, found))
+            answers.append((ids, cached_ids))
         assert answers[0] == answers[1]
     for name, (ours, theirs) in spent_us.items():
         del ours[:_WARM_ROUNDS], theirs[:_WARM_ROUNDS]
@@ -237,7 +237,7 @@ TABLES = {
 def measure(
     tables: list[str], requests: list[int], prompts: list[int], max_blocks: int
 ) -> Iterator[Row]:
-    """Measure all tables, but for what would take too much memory."""
+    """Measure all tables, except rows that would take too much memory."""
     if "calls" in tables:
         for num_blocks in (16, 64, 256, 1024, 8192):
             yield from time_calls(num_blocks * BLOCK_SIZE)

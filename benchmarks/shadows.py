@@ -1,7 +1,7 @@
 """What do shadows cost a request, and how near do samples come to a whole replay?
 
 cost: six shadows (lru at 0.5, 1, 2 and 4 times the host's size, slru and hazard at 1)
-    see requests of 64 blocks, half of which come again: processor time of all calls for
+    see requests of 64 blocks, half of them repeated: processor time of all calls for
     a request, by the blocks of the host.
 accuracy: what a sampled shadow says is found of a trace's prefix blocks, beside the
     exact replay by the same rules, in points, with the standard error that it reports;
@@ -57,7 +57,7 @@ def serve(
     num_output: int | None = None,
     stop: Stop | None = None,
 ) -> None:
-    """Have shadows see a request from its look-up to its end, alone."""
+    """Show shadows a lone request from its look-up to its end."""
     num = len(keys)
     shadows.look_up(name, keys, 0, num)
     shadows.begin(name, keys, num_tokens, now_ms, is_found=True, is_loaded=False)
@@ -71,7 +71,7 @@ def time_requests(num_blocks: int) -> dict[str, Any]:
     """Time requests, once all shadows are full, in us of this thread."""
     rng = np.random.default_rng(0)
     shadows = Shadows(parse_shadows(SIX), num_blocks, 16)
-    # As many as fill the largest; those of the second half repeat.
+    # As many as fill the largest; the second half repeats.
     kept: list[PackedKeys] = []
     number, spent_us = 0, []
     num_fill = 5 * num_blocks // BLOCKS_A_REQUEST
@@ -96,20 +96,20 @@ def time_requests(num_blocks: int) -> dict[str, Any]:
 
 
 def all_findable(trace: Trace) -> DeviceHits:
-    """Have no block be found on the device, so that the host is asked for all."""
+    """Make a device that finds no block, so that the host is asked for all."""
     zeros = np.zeros(trace.num_requests, np.int64)
-    blocks, asked = trace.num_blocks, trace.num_asked
-    return DeviceHits(0, zeros, blocks, blocks, asked, asked)
+    blocks, num_asked = trace.num_blocks, trace.num_asked
+    return DeviceHits(0, zeros, blocks, blocks, num_asked, num_asked)
 
 
 def estimate(
     trace: Trace, all_words: Any, policy: str, capacity: int, bits: int
 ) -> tuple[float, float]:
-    """Have a shadow see a trace; return what it found and its error, in percent."""
+    """Show a shadow a trace; return its hits and its error, in percent."""
     shadows = Shadows(parse_shadows(f"{policy}*1"), capacity, 1, sample_bits=bits)
     for number in range(trace.num_requests):
-        own = trace.ids[trace.offsets[number] : trace.offsets[number + 1]]
-        words = all_words[own]
+        ids = trace.ids[trace.offsets[number] : trace.offsets[number + 1]]
+        words = all_words[ids]
         keys = PackedKeys(words_to_keys(words), words)
         output = int(trace.output_tokens[number])
         serve(
@@ -137,17 +137,17 @@ def compare(
         capacity = max(round(trace.num_unique_blocks * share / 100), 1)
         for policy in POLICIES:
             exact = replay(policy, trace, capacity, device=device)
-            found = 100 * exact.num_hit_blocks / trace.num_block_refs
+            exact_percent = 100 * exact.num_hit_blocks / trace.num_block_refs
             for bits in rates:
-                own, error = estimate(trace, all_words, policy, capacity, bits)
+                sampled, error = estimate(trace, all_words, policy, capacity, bits)
                 yield {
                     "trace": trace.name,
                     "policy": policy,
                     "share": share,
                     "rate": 2**-bits,
-                    "exact": found,
-                    "sampled": own,
-                    "off": own - found,
+                    "exact": exact_percent,
+                    "sampled": sampled,
+                    "off": sampled - exact_percent,
                     "error": error,
                 }
 
@@ -171,7 +171,7 @@ def main() -> None:
         print(
             f"{num_blocks:8,} blocks, 1 key in {1 / row['rate']:3.0f}: "
             f"{row['mean']:6.1f} us a request of {BLOCKS_A_REQUEST} blocks on average, "
-            f"quartiles {' '.join(f'{each:.1f}' for each in row['us'])}",
+            f"quartiles {' '.join(f'{us:.1f}' for us in row['us'])}",
             flush=True,
         )
     for path in args.traces:

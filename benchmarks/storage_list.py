@@ -34,19 +34,19 @@ def list_all(root: str, num_blocks: int) -> tuple[float, float]:
     """Return the seconds until the first page, and until the last."""
     storage = StorageIO(LocalStore(root), OBJECTS)
     start_s = time.perf_counter()
-    first_s, found, ended = 0.0, 0, None
+    first_s, num_found, ended = 0.0, 0, None
     storage.list_all()
     while ended is None:
         pages, ended = storage.take_pages(1 << 15)
-        found += sum(len(page.keys) for page in pages)
-        if found and not first_s:
+        num_found += sum(len(page.keys) for page in pages)
+        if num_found and not first_s:
             first_s = time.perf_counter() - start_s
         if not pages:
             time.sleep(0.001)  # As between two steps of a scheduler.
     all_s = time.perf_counter() - start_s
     storage.close()
-    if found != num_blocks:
-        raise SystemExit(f"{found} of {num_blocks} blocks were found.")
+    if num_found != num_blocks:
+        raise SystemExit(f"{num_found} of {num_blocks} blocks were found.")
     return first_s, all_s
 
 

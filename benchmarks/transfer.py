@@ -118,7 +118,7 @@ class NumpyDesign:
         options = memory.compiler_options(device.platform)
         self._device = jax.sharding.SingleDeviceSharding(device)
         shape = (num_host_blocks, len(pool), *pool[0].shape[1:])
-        # NumPy copies rows of integers faster than those of a dtype it does not know.
+        # NumPy copies rows of integers faster than rows of a dtype it does not know.
         # Filled, so that no save pays for the first page faults.
         self._rows = np.full(shape, 1, np.uint16)
         self._dtype = pool[0].dtype
@@ -196,7 +196,7 @@ class Overlap:
         each other down.
         """
         times = zip(self.steps_s, self.both_s, self.transfers_s, strict=True)
-        return quartiles([hidden_fraction(*each) for each in times])
+        return quartiles([hidden_fraction(*times_s) for times_s in times])
 
 
 def hidden_fraction(without_s: float, with_s: float, alone_s: float) -> float:
@@ -355,7 +355,7 @@ class OverlapTimer:
 
 @dataclasses.dataclass
 class Overlaps:
-    """What steps hid: the seconds of one step, and by case and direction."""
+    """Overlaps by case and direction, and the seconds of one step."""
 
     step_s: float | None = None
     by_case: dict[Case, Mapping[Direction, Overlap]] = dataclasses.field(
@@ -451,7 +451,7 @@ def to_json(record: TransferRecord, overlaps: Overlaps) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print and write."""
-    more = f"""
+    designs_text = f"""
 designs:
   --designs NAME,...  designs to measure (default: {", ".join(DESIGNS)})
   --no-overlap  do not measure what a running step hides (default: measure)
@@ -459,7 +459,7 @@ designs:
     args = Usage(
         "python -m benchmarks.transfer",
         str(__doc__).partition("\n")[0],
-        command.OPTIONS + more,
+        command.OPTIONS + designs_text,
         command.PARSERS,
         command.DEFAULTS,
     ).parse(sys.argv[1:] if argv is None else argv)

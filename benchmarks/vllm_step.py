@@ -15,8 +15,8 @@ turns:
   its worker; it stores all as ours does, and nothing is loaded;
 - beside: another version of jaxkv with its defaults, of ``--beside CHECKOUT``.
 
-It tells how many tokens are generated a second, and what processor time the connector's
-calls take of the engine's thread: in all steps, and in those in which nothing moves,
+It prints the tokens generated per second, and the processor time of the connector's
+calls in the engine's thread: in all steps, and in steps without moves,
 where no transfer begins, is under way or is reported.
 
 Run it where `.ci/vllm` has installed vLLM::
@@ -104,7 +104,7 @@ class Watch:
         self.step: collections.Counter[str] = collections.Counter()
 
     def end_step(self, is_moving: bool) -> None:
-        """Note that a step is over."""
+        """Record the end of a step."""
         self.steps.append((self.step, is_moving))
         self.step = collections.Counter()
 
@@ -127,29 +127,29 @@ class Watch:
 def mean_us(steps: list[collections.Counter[str]]) -> dict[str, float]:
     """Average what steps take, by method and in all."""
     total = sum(steps, collections.Counter())
-    times = {name: 1e6 * own / len(steps) for name, own in total.most_common()}
+    times = {name: 1e6 * us / len(steps) for name, us in total.most_common()}
     return {"all": sum(times.values())} | times
 
 
 class Ours:
-    """What jaxkv does in a step."""
+    """The moves of jaxkv in a step."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
 
     def is_moving(self) -> bool:
-        """Tell whether a transfer is under way."""
+        """Return whether a transfer is in flight."""
         return bool(self._scheduler.has_pending_stores())
 
     def counts(self) -> dict[str, int]:
-        """Tell how many blocks were stored, and how many were not."""
+        """Return the numbers of blocks stored and dropped."""
         stats = self._scheduler.stats
         dropped = stats.num_dropped_slow + stats.num_dropped_full
         return {"num_stored": stats.num_stored, "num_dropped": dropped}
 
 
 class Peer:
-    """What tpu-inference's connector does in a step."""
+    """The moves of tpu-inference's connector in a step."""
 
     def __init__(self, connector: Any) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -162,23 +162,25 @@ class Peer:
     def _noted(self, *args: Any) -> Any:
         """Build the metadata; note what they ask for."""
         metadata = self._build(*args)
-        saves = [each.save_spec for each in metadata.requests_meta if each.save_spec]
+        saves = [
+            request.save_spec for request in metadata.requests_meta if request.save_spec
+        ]
         self._has_work = any(not save.skip_save for save in saves)
         self._num_stored += sum(len(save.dst_chunks) for save in saves)
         return metadata
 
     def is_moving(self) -> bool:
-        """Tell whether a save was asked for in this step, or is under way."""
+        """Return whether a save was requested in this step, or is in flight."""
         has_work, self._has_work = self._has_work, False
         return has_work or bool(self._worker._pending_save_futures)
 
     def counts(self) -> dict[str, int]:
-        """Tell how many blocks were stored; it drops none."""
+        """Return the number of blocks stored; it drops none."""
         return {"num_stored": self._num_stored, "num_dropped": 0}
 
 
 class CopyingThread:
-    """Copies bytes beside the engine, as many as it is told to."""
+    """Copies bytes beside the engine."""
 
     def __init__(self, block_bytes: int) -> None:
         import numpy as np
@@ -289,8 +291,8 @@ def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
             steps = watch.steps
             figures["num_steps"] = len(steps)
             figures["step_ms"] = 1e3 * took_s / len(steps)
-            still = [own for own, is_moving in steps if not is_moving]
-            figures["us"] = mean_us([own for own, _ in steps])
+            still = [calls for calls, is_moving in steps if not is_moving]
+            figures["us"] = mean_us([calls for calls, _ in steps])
             figures["num_still"] = len(still)
             figures["still_us"] = mean_us(still)
             figures |= moves.counts()
@@ -304,10 +306,10 @@ def start_case(
     """Start the process of a case; what it logs goes to a file of its name."""
     from vllm_cpu import lab
 
-    own = lab.environ(folder)
-    paths = own["PYTHONPATH"].split(os.pathsep)
+    environment = lab.environ(folder)
+    paths = environment["PYTHONPATH"].split(os.pathsep)
     paths[paths.index(str(ROOT))] = case["checkout"]
-    env = {**own, "PYTHONPATH": os.pathsep.join(paths)}
+    env = {**environment, "PYTHONPATH": os.pathsep.join(paths)}
     env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if case["peer"]:
         env |= PEER_ENVIRONMENT
@@ -324,19 +326,19 @@ def main() -> None:
     if args.serve:
         serve(pathlib.Path(args.serve[0]), json.loads(args.serve[1]))
         return
-    own = {"checkout": str(ROOT), "copies": False, "peer": False}
+    base_case = {"checkout": str(ROOT), "copies": False, "peer": False}
     cases: dict[str, dict[str, Any]] = {
-        "alone": own | {"keys": None},
-        "copying": own | {"keys": None, "copies": True},
-        "connector": own | {"keys": {}},
+        "alone": base_case | {"keys": None},
+        "copying": base_case | {"keys": None, "copies": True},
+        "connector": base_case | {"keys": {}},
     }
-    for each in args.keys:
-        name, _, text = each.partition("=")
-        cases[name] = own | {"keys": json.loads(text)}
+    for text in args.keys:
+        name, _, text = text.partition("=")
+        cases[name] = base_case | {"keys": json.loads(text)}
     if args.peer:
-        cases["peer"] = own | {"keys": None, "peer": True}
+        cases["peer"] = base_case | {"keys": None, "peer": True}
     if args.beside:
-        beside = own | {"keys": {}, "checkout": str(args.beside.resolve())}
+        beside = base_case | {"keys": {}, "checkout": str(args.beside.resolve())}
         cases["beside"] = beside
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
     with tempfile.TemporaryDirectory() as name:
@@ -353,7 +355,7 @@ def main() -> None:
             for number in range(args.rounds):
                 for name, process in processes.items():
                     rounds[name].append(ask(process))
-                digests = {each[number]["digest"] for each in rounds.values()}
+                digests = {figures[number]["digest"] for figures in rounds.values()}
                 print(f"round {number}: tokens identical: {len(digests) == 1}")
         except RuntimeError:
             for log in folder.glob("*.log"):
@@ -376,26 +378,26 @@ def report(rounds: dict[str, list[dict[str, Any]]]) -> None:
         middle = statistics.median(values)
         return f"{middle:.4g} [{min(values):.4g}, {max(values):.4g}]"
 
-    base = [each["tokens_per_s"] for each in rounds["copying"]]
-    for name, each in rounds.items():
-        rates = [own["tokens_per_s"] for own in each]
-        ratios = [own / other for own, other in zip(rates, base, strict=True)]
+    base = [figures["tokens_per_s"] for figures in rounds["copying"]]
+    for name, by_round in rounds.items():
+        rates = [figures["tokens_per_s"] for figures in by_round]
+        ratios = [rate / base_rate for rate, base_rate in zip(rates, base, strict=True)]
         print(
             f"{name:12} {spread(rates)} tokens/s, of copying's {spread(ratios)}",
             flush=True,
         )
-        if "us" not in each[0]:
+        if "us" not in by_round[0]:
             continue
-        last = each[-1]
+        last = by_round[-1]
         print(
-            f"{'':12} a step takes {spread([own['step_ms'] for own in each])} ms; "
+            f"{'':12} a step takes {spread([row['step_ms'] for row in by_round])} ms; "
             f"{last['num_stored']} blocks stored, {last['num_dropped']} dropped; "
             f"nothing moves in {last['num_still']} of {last['num_steps']} steps"
         )
         print(f"{'':12} us of the engine's thread a step, and where nothing moves")
         for call in last["us"]:
             us, still_us = (
-                spread([own[key].get(call, 0.0) for own in each])
+                spread([figures[key].get(call, 0.0) for figures in by_round])
                 for key in ("us", "still_us")
             )
             print(f"{'':14}{call:32}{us:28}{still_us}")

@@ -1,1 +1,1 @@
-"""What the compilers of accelerators that are not there make of the programs."""
+"""The transfer programs, compiled for accelerators that are not present."""

@@ -167,9 +167,9 @@ def _choose_pools(args: argparse.Namespace) -> tuple[PoolShape, ...]:
     return (pool,)
 
 
-def _choose_targets(given: list[Target] | None) -> tuple[Target, ...]:
+def _choose_targets(targets: list[Target] | None) -> tuple[Target, ...]:
     """Return the targets, all of whose compilers are installed."""
-    if given is None:
+    if targets is None:
         installed = tuple(t for t in TARGETS if missing_group(t) is None)
         if not installed:
             raise ValueError(
@@ -177,10 +177,10 @@ def _choose_targets(given: list[Target] | None) -> tuple[Target, ...]:
                 f"for TPUs, {pip_install('aot-gpu')} for NVIDIA GPUs"
             )
         return installed
-    for target in given:
+    for target in targets:
         if group := missing_group(target):
             raise ValueError(f"{target.name} needs a compiler: {pip_install(group)}")
-    return tuple(dict.fromkeys(given))
+    return tuple(dict.fromkeys(targets))
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -196,7 +196,7 @@ def _list_of(parse: Callable[[str], _T]) -> Callable[[str], list[_T]]:
 
 
 def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Have argparse show the errors of a parser: it shows those of its own type."""
+    """Convert errors of a parser, because argparse shows only its own type."""
 
     def parse_argument(text: str) -> _T:
         try:

@@ -18,19 +18,18 @@ MOVES: tuple[Kind, ...] = ("gather", "write", "merge", "load")
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What the figures of a program may be at most. None bounds nothing."""
+    """The upper bounds of a program's figures. None bounds nothing."""
 
     bytes_ratio: float | None = None  # Bytes accessed over the ideal
-    # Bytes accessed that are not counted: the plan, and the token that tells when the
-    # program is done.
+    # Bytes accessed that are not counted: the plan, and the token that signals the
+    # program's end.
     free_bytes: int = 64 << 10
-    # The number of blocks from which `bytes_ratio` applies: of fewer, what a program
-    # reads besides would be a multiple.
+    # `bytes_ratio` applies from this number of blocks: with fewer, other reads would
+    # dominate.
     bytes_from_blocks: int = 8
     temp_ratio: float | None = None  # Temporary memory over what is moved
-    # Temporary memory that is not counted. Compilers set aside some for semaphores, the
-    # plan and the token, and for what a loop has in hand, whatever is moved; of one
-    # small block it would be a multiple.
+    # Temporary memory that is not counted. Compilers allocate some for semaphores, the
+    # plan, the token and the state of loops, however little is moved.
     temp_free_bytes: int = MIB
     # Whether results must be written into the whole pool
     alias_whole_pool: bool = False
@@ -45,7 +44,7 @@ _TPU = Bounds(bytes_ratio=4.0, temp_ratio=1.1)
 _TPU_DMA = dataclasses.replace(_TPU, bytes_ratio=1.5, kernels=4)
 _GPU = Bounds(temp_ratio=1.1, unknown_loops=0)
 _GPU_MOVE = dataclasses.replace(_GPU, kernels=2, kernels_per_leaf=1)
-# Nobody waits for an emulated accelerator: what must hold everywhere, and no more.
+# An emulated accelerator need not be fast: only the general bounds.
 _CPU = Bounds()
 
 # By compiler, what moves the rows, and whether it is a save or a load.
@@ -65,7 +64,7 @@ _MERGE_TEMP_RATIO = 1.3
 
 # A fused program brings the extent that it carries rows over from to the device, and
 # XLA reads and writes once more what comes and goes. On TPU the engine refuses it,
-# and on GPU it has to be asked for: these bounds tell when it becomes worse.
+# and on GPU it has to be asked for: these bounds catch regressions.
 _FUSED_MERGE_TEMP_RATIO = 2.1
 _FUSED_BYTES_RATIO = {"gather": 4.0, "write": 4.0, "merge": 8.0, "load": 5.0}
 
@@ -106,14 +105,14 @@ KNOWN_BREAKS = (
 
 def known_break(program: Program) -> str | None:
     """Return why a program is known to break bounds; None if it is not."""
-    for known in KNOWN_BREAKS:
+    for entry in KNOWN_BREAKS:
         if (
-            program.pool.name in known.pools
-            and program.target.backend == known.backend
-            and program.num_blocks >= known.from_blocks
-            and (known.has_staged or program.mode == "fused" or program.kind == "copy")
+            program.pool.name in entry.pools
+            and program.target.backend == entry.backend
+            and program.num_blocks >= entry.from_blocks
+            and (entry.has_staged or program.mode == "fused" or program.kind == "copy")
         ):
-            return known.reason
+            return entry.reason
     return None
 
 
@@ -163,12 +162,12 @@ def broken_bounds(program: Program, figures: Figures) -> tuple[str, ...]:
         allowed = bounds.kernels + bounds.kernels_per_leaf * figures.leaves
         if figures.kernels > allowed:
             lines.append(f"{figures.kernels} kernels, at most {allowed}")
-    for name, found, allowed_number in (
+    for name, names, allowed_number in (
         ("collectives", figures.collectives, bounds.collectives),
         ("not in place on a whole leaf", figures.whole_leaf, bounds.whole_leaf),
     ):
-        if allowed_number is not None and len(found) > allowed_number:
-            lines.append(f"{name}: {_counted(found)}")
+        if allowed_number is not None and len(names) > allowed_number:
+            lines.append(f"{name}: {_counted(names)}")
     if bounds.unknown_loops is not None and (
         figures.unknown_loops > bounds.unknown_loops
     ):

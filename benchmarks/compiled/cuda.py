@@ -25,7 +25,7 @@ _PLUGIN = "jax_plugins.xla_cuda12"
 
 
 class CudaProgram:
-    """A compiled program, with what `jax.stages.Compiled` says about one."""
+    """A compiled program, with the methods of `jax.stages.Compiled`."""
 
     def __init__(self, executable: Any):
         self._executable = executable
@@ -40,13 +40,13 @@ class CudaProgram:
         return self._executable.get_compiled_memory_stats()
 
     def cost_analysis(self) -> dict[str, float]:
-        """Return nothing: the compiler tells no costs."""
+        """Return nothing: the compiler reports no costs."""
         return {}
 
 
 @contextmanager
 def compile_for_cuda(device: str, num_devices: int) -> Iterator[None]:
-    """Let JAX's programs be compiled for a GPU, in this process, in this context."""
+    """Compile JAX's programs for a GPU within this context."""
     # Private, as nothing public takes lowered programs to another compiler.
     from jax._src import compiler
     from jax._src.lib import _jax  # type: ignore[attr-defined]

@@ -103,9 +103,9 @@ class Operation:
 
     @property
     def target(self) -> str:
-        """What a custom call calls; empty for other operations."""
-        found = _TARGET.search(self.attributes)
-        return found[1] if found else ""
+        """The target of a custom call; empty for other operations."""
+        match = _TARGET.search(self.attributes)
+        return match[1] if match else ""
 
     @property
     def is_copy(self) -> bool:
@@ -159,8 +159,8 @@ class Module:
             elif operation.opcode == "call":
                 yield from self._executed(_found(_CALLED, operation), times)
             elif operation.opcode == "conditional":
-                for found in _BRANCHES.finditer(operation.attributes):
-                    for branch in _words(found[1] or found[2]):
+                for match in _BRANCHES.finditer(operation.attributes):
+                    for branch in _words(match[1] or match[2]):
                         yield from self._executed(branch, times)
 
     @functools.cached_property
@@ -173,8 +173,8 @@ class Module:
 
     def operand_shapes(self, operation: Operation) -> list[ArrayShape]:
         """Return the arrays that an operation reads."""
-        found = (self._by_name.get(name) for name in operation.operands)
-        return [shape for operand in found if operand for shape in operand.shapes]
+        operands = (self._by_name.get(name) for name in operation.operands)
+        return [shape for operand in operands if operand for shape in operand.shapes]
 
     def in_place(self, operation: Operation) -> bool:
         """Return whether an operation writes its result into one of its operands."""
@@ -203,12 +203,12 @@ class Module:
 
 @dataclasses.dataclass(frozen=True)
 class Census:
-    """What a program does, counted."""
+    """The counted operations of a program."""
 
-    # Operations that run on the device; those of a loop once. Copies between memories,
+    # Operations that run on the device, a loop's body once. Copies between memories,
     # which the copy engines do, are not among them.
     kernels: int
-    host_copies: int  # Copies between host and device; those of a loop once
+    host_copies: int  # Copies between host and device, a loop's body once
     # Bytes that they move; in a loop without a known trip count, of one turn
     host_bytes: int
     collectives: tuple[str, ...]  # The collectives, by opcode
@@ -262,8 +262,8 @@ def take_census(
 
 def trip_count(loop: Operation) -> int | None:
     """Return how often a loop runs; None if the compiler does not know."""
-    found = _TRIPS.search(loop.attributes)
-    return int(found[1]) if found else None
+    match = _TRIPS.search(loop.attributes)
+    return int(match[1]) if match else None
 
 
 def _is_kernel(operation: Operation) -> bool:
@@ -322,7 +322,7 @@ def _parse_operation(line: str) -> Operation | None:
     return Operation(
         start[2],
         opcode,
-        tuple(_array(found) for found in _ARRAY.finditer(result)),
+        tuple(_array(match) for match in _ARRAY.finditer(result)),
         tuple(_NAME.findall(operands)),
         attributes,
         bool(start[1]),
@@ -332,29 +332,29 @@ def _parse_operation(line: str) -> Operation | None:
 def _closing(text: str, opening: int) -> int:
     """Find the bracket that closes the one at `opening`."""
     depth = 0
-    for found in re.finditer(r"[()]", text[opening:]):
-        depth += 1 if found[0] == "(" else -1
+    for match in re.finditer(r"[()]", text[opening:]):
+        depth += 1 if match[0] == "(" else -1
         if depth == 0:
-            return opening + found.start()
+            return opening + match.start()
     raise ValueError(f"{text[:80]!r} has a bracket that nothing closes.")
 
 
-def _array(found: re.Match[str]) -> ArrayShape:
-    dims = tuple(int(size) for size in found[2].split(",") if size)
-    space = _SPACE.search(found[3] or "")
-    return ArrayShape(found[1], dims, int(space[1]) if space else 0)
+def _array(match: re.Match[str]) -> ArrayShape:
+    dims = tuple(int(size) for size in match[2].split(",") if size)
+    space = _SPACE.search(match[3] or "")
+    return ArrayShape(match[1], dims, int(space[1]) if space else 0)
 
 
 def _element_bits(dtype: str) -> int:
     if dtype in ("pred", "token"):
         return 8 if dtype == "pred" else 0
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 0
+    match = re.search(r"\d+", dtype)
+    return int(match[0]) if match else 0
 
 
 def _found(pattern: re.Pattern[str], operation: Operation) -> str:
-    found = pattern.search(operation.attributes)
-    return found[1] if found else ""
+    match = pattern.search(operation.attributes)
+    return match[1] if match else ""
 
 
 def _words(names: str) -> list[str]:

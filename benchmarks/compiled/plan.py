@@ -1,4 +1,4 @@
-"""Which programs are compiled, in which order."""
+"""The programs to compile, in order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _COPY_SIZES = (16, 64, 256, 1024)
 
 @dataclasses.dataclass(frozen=True)
 class CompileConfig:
-    """What to compile."""
+    """The targets, pools and programs to compile."""
 
-    targets: tuple[Target, ...] = TARGETS  # For which devices
-    # The programs of which pools. Bounds apply to them.
+    targets: tuple[Target, ...] = TARGETS
+    # Bounds apply to their programs.
     pools: tuple[PoolShape, ...] = dataclasses.field(default_factory=default_pools)
     # Pools that are compiled for comparison, without bounds
     examples: tuple[PoolShape, ...] = dataclasses.field(default_factory=costly_pools)
@@ -40,7 +40,7 @@ class CompileConfig:
 def quick_config(targets: tuple[Target, ...]) -> CompileConfig:
     """Return the part of the whole check that takes a minute and a half.
 
-    Every layout and every program are in it, and so is every target: few layers, one
+    It has every layout, program and target, with few layers, one
     number of blocks, and each program for one of the TPUs.
     """
     return CompileConfig(
@@ -52,7 +52,7 @@ def quick_config(targets: tuple[Target, ...]) -> CompileConfig:
 class Program:
     """A program to compile."""
 
-    target: Target  # For which device
+    target: Target
     pool: PoolShape  # The pool that it works on
     mode: Mode  # The mode of the transfer engine. Copies are the same in all.
     kind: Kind  # What it does

@@ -82,10 +82,9 @@ def check_pool(pool: PoolShape) -> None:
 def default_pools(num_layers: int = 32) -> tuple[PoolShape, ...]:
     """Return pools as the engines around jaxkv lay them out.
 
-    The model has eight KV heads; blocks have 16 tokens. Names say the layers of models
-    for which `num_layers` is 32. Leaves come one a layer, but
-    for the pool with all layers in one array, which is 32 layers deep at any rate: few
-    layers hide what its programs copy.
+    The model has eight KV heads; blocks have 16 tokens. Names state the
+    layers of models if `num_layers` is 32. Each layer is a leaf, except in the pool
+    with all layers in one array, which always has 32: few would hide its copies.
     """
     layers, blocks = num_layers, 2048
     return (

@@ -1,4 +1,4 @@
-"""What the compilers said."""
+"""The compilers' figures for each program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxkv.transfer.kernels import Mode
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What the compiler says of one program, on one device."""
+    """The compiler's figures for one program, on one device."""
 
     kernel: str  # What moves the rows: ``"xla"`` or ``"dma"``
     leaves: int  # Number of leaves of the pool
@@ -32,8 +32,8 @@ class Figures:
     temp_bytes: int
     alias_bytes: int  # Bytes of arguments that results are written into
     host_bytes: int  # Bytes that it copies between host and device
-    kernels: int  # Operations that run on the device, those of a loop once
-    host_copies: int  # Copies between host and device, those of a loop once
+    kernels: int  # Operations that run on the device, a loop's body once
+    host_copies: int  # Copies between host and device, a loop's body once
     loops: int  # The loops
     unknown_loops: int  # Those whose trip count the compiler does not know
     collectives: tuple[str, ...]  # The collectives in it
@@ -69,7 +69,7 @@ Reply: TypeAlias = tuple[Figures | None, str | None]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A program with what became of it."""
+    """A program and its outcome."""
 
     program: Program  # The program
     figures: Figures | None  # What the compiler says; None if it did not compile
@@ -85,7 +85,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCost:
-    """What a block costs on a target."""
+    """The cost of a block on a target."""
 
     target: str  # Name of the target
     pool: str  # Name of the pool
@@ -159,7 +159,7 @@ class Row:
 
     @property
     def figures(self) -> tuple[Figures, ...]:
-        """What compiled."""
+        """The figures of the programs that compiled."""
         return tuple(r.figures for r in self.results if r.figures is not None)
 
     @property
@@ -185,7 +185,7 @@ class Row:
 
 
 def rows_of(results: tuple[Result, ...]) -> tuple[Row, ...]:
-    """Put together the results that differ in the number of blocks only."""
+    """Group results that differ only in the number of blocks."""
     groups: dict[tuple[str, Backend, str, Mode, Kind], list[Result]] = {}
     for result in results:
         p = result.program

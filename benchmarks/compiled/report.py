@@ -1,4 +1,4 @@
-"""What the compilers said, as tables, as JSON and as Markdown."""
+"""The compilers' figures as tables, as JSON and as Markdown."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def print_results(record: CompileRecord) -> None:
 
 
 def summary(record: CompileRecord) -> str:
-    """Say in one line how the run ended."""
+    """Summarize the run in one line."""
     names = ", ".join(target.name for target in record.config.targets)
     judged = [r for r in record.results if not r.program.is_example]
     broken = len(record.broken)
@@ -89,7 +89,7 @@ def summary(record: CompileRecord) -> str:
 
 
 def broken_lines(rows: Iterable[Row]) -> list[str]:
-    """Say which bounds are broken: a line for each program, whatever it moves."""
+    """List the broken bounds, a line per program."""
     lines = []
     for row in rows:
         broken = [result for result in row.results if result.fails]
@@ -104,7 +104,7 @@ def broken_lines(rows: Iterable[Row]) -> list[str]:
 
 
 def known_lines(results: Iterable[Result]) -> list[str]:
-    """Say which bounds are broken as is known, and why: a line for each pool."""
+    """List the known breaks and their reasons, a line per pool."""
     counts: dict[tuple[str, str], int] = {}
     for result in results:
         key = result.program.pool.name, str(result.known)
@@ -134,8 +134,8 @@ def _print_programs(title: str, rows: Sequence[Row]) -> None:
     print_table(
         (title, *names),
         (
-            (pool, map(row, own))
-            for pool, own in itertools.groupby(rows, lambda program: program.pool)
+            (pool, map(row, group))
+            for pool, group in itertools.groupby(rows, lambda program: program.pool)
         ),
         style_of=lambda label: "red" if label.startswith("!") else None,
     )
@@ -185,8 +185,8 @@ def _print_costs(costs: Sequence[BlockCost]) -> None:
     print_table(
         ("What a block costs", *names),
         (
-            (target, map(row, own))
-            for target, own in itertools.groupby(costs, lambda cost: cost.target)
+            (target, map(row, group))
+            for target, group in itertools.groupby(costs, lambda cost: cost.target)
         ),
     )
 
@@ -261,7 +261,7 @@ def to_markdown(record: CompileRecord) -> str:
     names = [target.name for target in record.config.targets]
     costs = {(c.target, c.pool): c for c in block_costs(record.results)}
     pools = list(dict.fromkeys(pool for _, pool in costs))
-    found: dict[tuple[str, str, str], Row] = {
+    by_program: dict[tuple[str, str, str], Row] = {
         (row.target, row.pool, row.kind): row
         for row in rows_of(record.results)
         if row.mode == record.config.modes[-1]
@@ -286,7 +286,7 @@ def to_markdown(record: CompileRecord) -> str:
         )
         cells = []
         for target in names:
-            both = [found.get((target, pool, kind)) for kind in ("gather", "load")]
+            both = [by_program.get((target, pool, kind)) for kind in ("gather", "load")]
             # Once, if they are alike.
             texts = dict.fromkeys(_move_cell(move, blocks) for move in both)
             cells.append("; ".join(texts))
@@ -357,13 +357,13 @@ def _move_cell(row: Row | None, blocks: int) -> str:
     figures = chosen[0].figures if chosen else None
     if figures is None:
         return "does not compile" if chosen else "-"
-    parts = []
+    texts = []
     if figures.bytes_ratio is not None:
-        parts.append(f"{_ratio(figures.bytes_ratio)}x")
-    parts.append(f"{figures.kernels} k")
+        texts.append(f"{_ratio(figures.bytes_ratio)}x")
+    texts.append(f"{figures.kernels} k")
     if figures.estimated_s is not None:
-        parts.append(_time(figures.estimated_s))
-    return ", ".join(parts)
+        texts.append(_time(figures.estimated_s))
+    return ", ".join(texts)
 
 
 def _padding_cell(cost: BlockCost | None) -> str:
@@ -419,6 +419,6 @@ def _size(num_bytes: float) -> str:
 
 
 def _versions_text() -> str:
-    found = versions(*_COMPILERS)
-    names = [name for name in ("jax", *_COMPILERS) if name in found]
-    return ", ".join(f"{name} {found[name]}" for name in names)
+    installed = versions(*_COMPILERS)
+    names = [name for name in ("jax", *_COMPILERS) if name in installed]
+    return ", ".join(f"{name} {installed[name]}" for name in names)

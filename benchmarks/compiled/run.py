@@ -57,12 +57,12 @@ def run_compile(config: CompileConfig, on_progress: OnProgress) -> CompileRecord
 
 
 def judge(program: Program, figures: Figures | None, error: str | None) -> Result:
-    """Make the result of a program from what the compiler said."""
+    """Make the result of a program from the compiler's answer."""
     if figures is None:
         return Result(program, None, error, (f"did not compile: {error}",))
     broken = () if program.is_example else broken_bounds(program, figures)
-    known = known_break(program) if broken else None
-    return Result(program, figures, error, broken, known)
+    reason = known_break(program) if broken else None
+    return Result(program, figures, error, broken, reason)
 
 
 def _results(backend: Backend, chosen: Sequence[Program]) -> Iterator[Result]:
@@ -92,7 +92,7 @@ def _replies(backend: Backend, chosen: tuple[Program, ...]) -> Iterator[Reply]:
                 pickle.dump(list(chosen), worker.stdin)
                 worker.stdin.close()
             except BrokenPipeError:
-                pass  # It has ended already; why is told below.
+                pass  # It has ended already; the reason follows below.
             for _ in chosen:
                 try:
                     reply: Reply = pickle.load(worker.stdout)

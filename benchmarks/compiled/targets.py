@@ -37,7 +37,7 @@ TARGETS = (
 THIS_CPU = Target("cpu", "this machine's CPU", "cpu")
 """Needs nothing to be installed; nobody's accelerator."""
 
-# By compiler: the module that has it, and pyproject's dependency group with that.
+# By compiler: its module, and the dependency group in pyproject.toml.
 _COMPILERS: dict[Backend, tuple[str, str]] = {
     "tpu": ("libtpu", "aot-tpu"),
     "gpu": ("jax_cuda12_plugin", "aot-gpu"),
@@ -64,10 +64,10 @@ def parse_target(text: str) -> Target:
     'v6e:4x4'
     """
     name, colon, _ = text.partition(":")
-    known = {target.name: target for target in (*TARGETS, THIS_CPU)}
-    if name not in known:
-        raise ValueError(f"unknown {name!r}: {did_you_mean(name, list(known))}")
-    target = known[name]
+    by_name = {target.name: target for target in (*TARGETS, THIS_CPU)}
+    if name not in by_name:
+        raise ValueError(f"unknown {name!r}: {did_you_mean(name, list(by_name))}")
+    target = by_name[name]
     if not colon:
         return target
     if target.backend != "tpu":

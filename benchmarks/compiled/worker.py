@@ -35,7 +35,7 @@ from jaxkv.transfer.layout import PoolLayout
 
 def main() -> None:
     """Compile the programs that stdin names."""
-    # Whatever else writes to stdout is to be seen, not read.
+    # Show other output to stdout instead of reading it as a reply.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     pool: PoolShape | None = None
@@ -52,8 +52,8 @@ def main() -> None:
 def _compile(program: Program) -> Reply:
     try:
         return measure(program), None
-    # Of any kind: compilers, JAX and jaxkv each have their own, and the next program
-    # is to be compiled whatever was wrong with this one.
+    # Of any kind: compilers, JAX and jaxkv each have their own types, and the next
+    # program must be compiled in any case.
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return None, text[:600]
@@ -148,8 +148,8 @@ def _leaf(
 def _tiled(spec: jax.ShapeDtypeStruct) -> Format:
     """Return the format of an array whose order of axes is chosen, tiles included."""
     program: Any = jax.jit(lambda array: (), keep_unused=True).lower(spec).compile()
-    (found,), _ = program.input_formats
-    return Format(found.layout, spec.sharding)
+    (array_format,), _ = program.input_formats
+    return Format(array_format.layout, spec.sharding)
 
 
 @functools.cache
@@ -204,10 +204,10 @@ def _pool_bytes(target: Target, pool: PoolShape) -> int:
     num_bytes = 0
     with _compiler(target, pool):
         for alike in dict.fromkeys((spec.shape, spec.dtype) for spec in specs):
-            own = [spec for spec in specs if (spec.shape, spec.dtype) == alike]
-            nothing = jax.jit(lambda leaves: (), keep_unused=True).lower(own[:1])
+            same_specs = [spec for spec in specs if (spec.shape, spec.dtype) == alike]
+            nothing = jax.jit(lambda leaves: (), keep_unused=True).lower(same_specs[:1])
             stats: Any = nothing.compile().memory_analysis()
-            num_bytes += int(stats.argument_size_in_bytes) * len(own)
+            num_bytes += int(stats.argument_size_in_bytes) * len(same_specs)
     return num_bytes
 
 

@@ -86,7 +86,7 @@ def _list_commands(
     name: str, description: str, modules: Mapping[str, ModuleType]
 ) -> str:
     lines = [f"usage: {name} COMMAND [options]", "", description, "", "commands:"]
-    lines += [f"  {each:10}{module.SUMMARY}" for each, module in modules.items()]
+    lines += [f"  {name:10}{module.SUMMARY}" for name, module in modules.items()]
     return "\n".join([*lines, "", f"`{name} COMMAND --help` lists the options."])
 
 
@@ -99,7 +99,7 @@ def _choose(siblings: Mapping[str, ModuleType], words: Sequence[str]) -> ModuleT
         raise _unknown("benchmark", word, [*siblings], [])
     command = siblings[word]
     for sibling in siblings.values():
-        for option in (given.partition("=")[0] for given in words[1:]):
+        for option in (word.partition("=")[0] for word in words[1:]):
             if option in sibling.USAGE.options and option not in command.USAGE.options:
                 raise UsageError(f"{option}: it belongs to {sibling.USAGE.name}")
     return command

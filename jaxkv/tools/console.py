@@ -11,7 +11,7 @@ OnProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with a label, the amount done and the total; 0 of 0 if that is not known."""
 
 # The longest figure still fits beside a label.
-_LEAST_COLUMNS = 40
+_MIN_COLUMNS = 40
 
 
 def make_console(*, stderr: bool = False) -> Any:
@@ -26,9 +26,9 @@ def make_console(*, stderr: bool = False) -> Any:
             raise
 
     console = PlainConsole(stderr=stderr)
-    if console.width >= _LEAST_COLUMNS:
+    if console.width >= _MIN_COLUMNS:
         return console
-    return PlainConsole(stderr=stderr, width=_LEAST_COLUMNS)
+    return PlainConsole(stderr=stderr, width=_MIN_COLUMNS)
 
 
 def print_table(
@@ -49,8 +49,8 @@ def print_table(
     from rich.table import Table
 
     console = console or make_console()
-    parts = [(title, [list(row) for row in rows]) for title, rows in sections]
-    every = [list(columns), list(head), *(row for _, rows in parts for row in rows)]
+    listed = [(title, [list(row) for row in rows]) for title, rows in sections]
+    every = [list(columns), list(head), *(row for _, rows in listed for row in rows)]
     widths = [
         max(len(row[column]) for row in every if column < len(row)) + gap
         for column in range(len(columns))
@@ -62,7 +62,7 @@ def print_table(
             table.add_column(name, justify="right", no_wrap=True)
         if head:
             table.add_row(head[0], *head[shown])
-        for title, rows in parts:
+        for title, rows in listed:
             table.add_row()
             if title is not None:
                 table.add_row(title)
@@ -96,7 +96,7 @@ def print_charts(
         [
             (
                 chart.title,
-                [(f"  {each.name}", *cells(chart, each)) for each in chart.lines],
+                [(f"  {line.name}", *cells(chart, line)) for line in chart.lines],
             )
             for chart in charts
         ],

@@ -48,19 +48,19 @@ def system() -> dict[str, object]:
     }
 
 
-def versions(*others: str) -> dict[str, str]:
-    """Return the versions of Python, of what jaxkv needs, and of installed others."""
-    found = {
+def versions(*packages: str) -> dict[str, str]:
+    """Return the versions of Python, jaxkv, its dependencies and given packages."""
+    installed = {
         "python": platform.python_version(),
         "jaxkv": __version__,
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "numpy": np.__version__,
     }
-    for name in others:
+    for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def num_cpus() -> int | None:
@@ -72,8 +72,8 @@ def num_cpus() -> int | None:
 
 def cpu_model() -> str | None:
     """Return the model of the CPU; None if unknown."""
-    found = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return match[1] if match else None
 
 
 def last_level_cache_bytes() -> int | None:

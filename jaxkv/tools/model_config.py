@@ -82,7 +82,7 @@ def read_config(path: pathlib.Path) -> Mapping[str, Any]:
         raise ValueError(f"{shown(str(path))} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{shown(str(path))} must hold a JSON object")
-    # Models that see or hear keep the language model's part apart.
+    # Multimodal models keep the language model's part apart.
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 

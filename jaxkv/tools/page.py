@@ -1,7 +1,7 @@
 """A report as a page of HTML that needs nothing but itself.
 
 It is read by eye, light or dark as the reader's system is, wide or narrow, by keyboard,
-and by those who hear it: every chart is a drawing with a name, a description and a
+and with a screen reader: every chart is a drawing with a name, a description and a
 table of its figures, and nothing is said by colour alone.
 """
 
@@ -78,7 +78,8 @@ def render_page(
     """Write a page."""
     listed = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts)
     contents = "".join(
-        f'<li><a href="#{each.name}">{escape(each.title)}</a></li>' for each in sections
+        f'<li><a href="#{section.name}">{escape(section.title)}</a></li>'
+        for section in sections
     )
     versions = f"jaxkv {__version__}, jax {jax.__version__}, {platform.machine()}"
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -108,7 +109,7 @@ def paragraphs(lines: Iterable[str], kind: str = "") -> str:
 
 
 def code(label: str, text: str) -> str:
-    """Write lines as they are typed, with a name for those who hear them."""
+    """Write lines of code, with a label for screen readers."""
     return f'<pre tabindex="0" aria-label="{label}"><code>{escape(text)}</code></pre>'
 
 
@@ -128,8 +129,9 @@ def _table(chart: Chart, mark: str) -> str:
     places, name = chart.places, chart.key
     notes = places.notes or [""] * len(places.names)
     columns = "".join(
-        f'<th scope="col">{escape(each)} <span class="share">{escape(note)}</span></th>'
-        for each, note in zip(places.names, notes, strict=True)
+        f'<th scope="col">{escape(place)} '
+        f'<span class="share">{escape(note)}</span></th>'
+        for place, note in zip(places.names, notes, strict=True)
     )
     body = ""
     for line in chart.lines:

@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the values of a chart stand, from left to right."""
+    """The x axis of a chart, from left to right."""
 
     title: str  # What the places are, with their unit
     sizes: Sequence[int]  # Where they lie on the axis, which is logarithmic
@@ -40,7 +40,7 @@ class Places(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How values are written."""
+    """Formatters of values."""
 
     at_axis: Callable[[float], str]
     in_short: Callable[[float], str]  # At the end of a line
@@ -53,7 +53,7 @@ class Chart(NamedTuple):
 
     key: str  # For machines: letters, digits and "_"
     what: str  # What the values are, in a few words
-    title: str  # The same with what they are shares of, or compared with
+    title: str  # The same with the whole, or the baseline
     caption: str  # The same with their unit
     places: Places  # Where the values stand
     lines: Sequence[Line]  # At least one
@@ -87,7 +87,7 @@ def make_figure(width: float, height: float, dpi: int = 150) -> Any:
 
 
 def save_picture(figure: Any, title: str, facts: str, file: BinaryIO) -> None:
-    """Write a figure as PNG: what it shows above it, and of what below it."""
+    """Write a figure as PNG with a title, and facts below it."""
     figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold")
     figure.supxlabel(facts, x=0.015, ha="left", fontsize=9, color=GREY)
     figure.savefig(file, format="png")
@@ -108,7 +108,7 @@ def draw_charts(
         for line in chart.lines if mark else ():
             for place in line.marked:
                 at = chart.places.sizes[place], line.values[place]
-                axes.plot(*([each] for each in at), **mark or {})
+                axes.plot(*([coordinate] for coordinate in at), **mark or {})
     return figure
 
 
@@ -119,7 +119,7 @@ def name_axes(axes: Any, title: str, below: str) -> None:
 
 
 def plain_axes(axes: Any) -> None:
-    """Leave axes no lines but those that help to read values."""
+    """Remove all lines of axes except the grid for values."""
     axes.grid(axis="y", color=RULE)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

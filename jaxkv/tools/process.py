@@ -27,7 +27,7 @@ from typing import IO, NoReturn
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 # What the output may fail with: its disk is full, its reader has gone.
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF}
-_MOST_CLEAN_UP_S = 10.0
+_MAX_CLEAN_UP_S = 10.0
 _at_end: list[Callable[[], None]] = []
 _is_ending = threading.Event()
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -35,13 +35,13 @@ EXIT_BROKEN_PIPE = 128 + 13  # As if SIGPIPE had ended it.
 
 
 def end_on_signals(name: str) -> None:
-    """Have SIGINT and SIGTERM end this process with one line and their exit code.
+    """Make SIGINT and SIGTERM end this process with one line and their exit code.
 
     Only the main thread may call it.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # Written to at once, wherever the main thread is; the handlers run in that thread.
+    # Written at once, even while the main thread, which runs handlers, is blocked.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in _WORDS:
         signal.signal(number, _do_nothing)
@@ -53,7 +53,7 @@ def end_on_signals(name: str) -> None:
 
 @contextlib.contextmanager
 def at_end(call: Callable[[], None]) -> Iterator[None]:
-    """Have a signal call something before it ends the process, within this context."""
+    """Within this context, call a function before a signal ends the process."""
     _at_end.append(call)
     try:
         yield
@@ -65,7 +65,7 @@ def at_end(call: Callable[[], None]) -> Iterator[None]:
 
 
 def write_lines_at_once() -> None:
-    """Let no output wait in the process, and none fail for a letter it cannot show."""
+    """Flush every line, and escape characters that the terminal cannot show."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(  # type: ignore[union-attr]
@@ -115,13 +115,13 @@ def _end(number: signal.Signals, name: str) -> None:
 
 
 def _clean_up() -> None:
-    """Do what `at_end` asks for, as far as it takes no longer than a user waits."""
+    """Run the calls of `at_end`, each for at most `_MAX_CLEAN_UP_S`."""
     _is_ending.set()
     for call in reversed(_at_end):
-        # Beside this thread, which does not wait for what hangs.
+        # In another thread, so that a call that hangs is abandoned.
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
-        thread.join(_MOST_CLEAN_UP_S)
+        thread.join(_MAX_CLEAN_UP_S)
 
 
 def _end_children() -> None:

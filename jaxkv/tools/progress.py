@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from jaxkv.tools.console import OnProgress, make_console
 
-_LEAST_COLUMNS_OF_BARS = 60
+_MIN_COLUMNS_FOR_BARS = 60
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def show_progress() -> Iterator[OnProgress]:
         TimeElapsedColumn(table_column=Column(no_wrap=True)),
         TimeRemainingColumn(table_column=Column(no_wrap=True)),
     ]
-    if console.width >= _LEAST_COLUMNS_OF_BARS:
+    if console.width >= _MIN_COLUMNS_FOR_BARS:
         columns.insert(1, BarColumn(bar_width=None if console.width < 80 else 40))
     progress = Progress(*columns, console=console, transient=True)
     tasks: dict[str, TaskID] = {}
@@ -55,10 +55,10 @@ def show_progress() -> Iterator[OnProgress]:
     def show(label: str, done: int, total: int) -> None:
         if label not in tasks:
             # What had no total was a phase, and is over. Bars of other threads stay.
-            for other in [each for each in tasks if not totals[each]]:
-                progress.remove_task(tasks.pop(other))
-            for each in progress.tasks:
-                progress.update(each.id, visible=not each.finished)
+            for phase in [name for name in tasks if not totals[name]]:
+                progress.remove_task(tasks.pop(phase))
+            for task in progress.tasks:
+                progress.update(task.id, visible=not task.finished)
             tasks[label] = progress.add_task(label, total=None)
         totals[label] = total
         # Without a total the bar pulses.

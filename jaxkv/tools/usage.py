@@ -179,7 +179,7 @@ class Usage:
             for option in self.options.values()
         }
         values |= self.defaults
-        given: list[str] = []
+        arguments: list[str] = []
         lists: dict[str, list[Any]] = {}
         rest = iter(words)
         for word in rest:
@@ -201,22 +201,28 @@ class Usage:
                     value = lists[option.field]
                 values[option.field] = value
             else:
-                given.append(word)
-        extra = given if not self._argument else [] if self._takes_many else given[1:]
+                arguments.append(word)
+        extra = (
+            arguments
+            if not self._argument
+            else []
+            if self._takes_many
+            else arguments[1:]
+        )
         if extra:
             raise UsageError(f"unexpected argument {shown(extra[0])}")
         if self._argument:
-            if not given:
+            if not arguments:
                 raise UsageError(f"{self._argument.rstrip('.')}: it is required")
             field = self._argument.rstrip(".").lower()
-            values[field] = given if self._takes_many else given[0]
+            values[field] = arguments if self._takes_many else arguments[0]
         return Args(**values)
 
     def _find(self, name: str) -> Option:
         if name not in self.options:
-            known = ["-h", "--help", *self.options]
+            names = ["-h", "--help", *self.options]
             raise UsageError(
-                f"unknown option {shown(name)}: {did_you_mean(name, known)}"
+                f"unknown option {shown(name)}: {did_you_mean(name, names)}"
             )
         return self.options[name]
 

@@ -304,7 +304,7 @@ def test_the_command_prints_in_columns_and_writes_json(
         "64.00 GiB left\n\n"
         "What to do\n"
         "  1. free some memory, or ask for 56 GiB: JAXKV_HOST_BYTES=56GiB\n\n"
-        "1 thing is wrong.\n"
+        "1 problem found.\n"
     )
     written = json.loads(figures.read_text())
     assert (written["ok"], written["recommended_host_bytes"]) == (False, 56 * GIB)
@@ -319,7 +319,7 @@ def test_the_command_prints_in_columns_and_writes_json(
     assert "Settings     JAXKV_HOST_BYTES=70GiB\n" in out
     assert "WRONG  70 GiB of host memory (JAXKV_HOST_BYTES) do not fit" in out
     code, out, _ = diagnose("--no-probe --host-bytes 8GiB")
-    assert (code, out[-15:]) == (0, "\n\nAll is well.\n")
+    assert (code, out[-21:]) == (0, "\n\nNo problems found.\n")
 
 
 def test_a_failing_probe_is_wrong(diagnose, monkeypatch):

@@ -33,7 +33,7 @@ class Extension:
 def plan_extension(
     groups: Sequence[GroupSpec], request: EngineRequest, num_tokens: int
 ) -> Extension:
-    """Compute the entries that a request lacks to have room for `num_tokens`."""
+    """Compute the entries that a request needs in addition for `num_tokens`."""
     num_null, num_fresh = [], []
     for group, block_ids in zip(groups, request.block_ids_by_group, strict=True):
         have, needed = len(block_ids), -(-num_tokens // group.block_size)

@@ -67,7 +67,7 @@ class Batcher:
         return bool(self._waiting or self._active)
 
     def add(self, request: EngineRequest) -> None:
-        """Put a new request at the end of the queue."""
+        """Append a new request to the queue."""
         self._waiting.append(request)
 
     def end(self, request: EngineRequest, phase: Phase) -> None:
@@ -102,7 +102,7 @@ class Batcher:
         """Choose the requests of the next step, and allocate their blocks."""
         planned, is_short = self._plan_running()
         batch = [extension.request for extension in planned]
-        # No request is admitted while another one lacks blocks.
+        # No request is admitted while another one waits for blocks.
         closed = is_short or self._preempted_ids
         new = [] if closed else self._admit(sum(e.num_blocks for e in planned))
         added = extend(self._blocks, planned + new)

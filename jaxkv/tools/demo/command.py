@@ -161,17 +161,17 @@ def run(args: Args) -> int:
 
 
 def _what_was_recorded(recorder: TraceRecorder, record: DemoRecord) -> list[str]:
-    """Say what to do with the trace: compare policies, then decide on a size."""
+    """Return the commands that use the trace: compare policies, then choose a size."""
     from jaxkv.tools.demo.run import model_config
 
     stats, path = recorder.stats, shlex.quote(str(recorder.path))
-    lost = f" ({stats.num_dropped:,} were lost)" if stats.num_dropped else ""
+    dropped = f" ({stats.num_dropped:,} were lost)" if stats.num_dropped else ""
     turns, speed = record.off.turns, record.bandwidth
     rate = sum(t.prefilled_tokens for t in turns) / sum(t.ttft_s for t in turns)
     return [
         "",
-        f"Recorded {stats.num_written:,} requests{lost}. What other policies and sizes "
-        "would have found:",
+        f"Recorded {stats.num_written:,} requests{dropped}. What other policies and "
+        "sizes would have found:",
         f"  jaxkv replay {path}",
         "How much host memory this traffic is worth, at the speeds measured here:",
         f"  jaxkv plan {path} --html plan.html --kv-bytes-per-token "

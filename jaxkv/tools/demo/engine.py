@@ -33,7 +33,7 @@ from jaxkv.transfer import StepLoads, TransferEngine
 from jaxkv.transfer.storage.census import Bound
 
 _IDLE_S = 50e-6
-# How long to wait at the end for what the store is told to delete.
+# The timeout at the end for pending deletions in the store.
 _CLOSE_S = 5.0
 # Of a prefill that writes its loads itself: each more is more to compile, and the
 # engine writes those that are left over.
@@ -292,7 +292,7 @@ class Engine:
         self.pool = self.worker.start(meta, self.pool)
 
     def _take_loads(self, num_extents: int) -> StepLoads | None:
-        """Take what the next program on the pool is to write; None for nothing ever."""
+        """Return the loads that the next program on the pool writes, if any."""
         if self.worker is None or not self.config.load_in_step:
             return None
         self.pool, loads = self.worker.take_step_loads(self.pool, num_extents)

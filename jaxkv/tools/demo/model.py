@@ -5,7 +5,7 @@ both. Layers of a kind form a group with its own block table. One pool serves al
 groups, as in vLLM: it has as many layer slots as a group has layers, and a block holds
 the KV of one group at a time.
 
-Letters in shapes, besides those of `jaxkv.types`:
+Letters in shapes, in addition to `jaxkv.types`:
 
     C   groups of layers
     N   sequences in one call

@@ -31,7 +31,7 @@ ON_COLOUR, OFF_COLOUR, *_ = COLOURS
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where the answers of two runs start to differ."""
+    """The first token that differs between the answers of two runs."""
 
     conversation: int  # Index of the conversation, from 0
     turn: int  # Number of the turn, from 1
@@ -42,9 +42,9 @@ def first_difference(record: DemoRecord) -> Difference | None:
     """Find the first token that differs between both runs; None if none does."""
     on = {(t.conversation, t.turn): t.generated for t in record.on.turns}
     for turn in record.off.turns:
-        other = on.pop((turn.conversation, turn.turn), ())
-        if turn.generated != other:
-            same = [a == b for a, b in zip(turn.generated, other, strict=False)]
+        answer = on.pop((turn.conversation, turn.turn), ())
+        if turn.generated != answer:
+            same = [a == b for a, b in zip(turn.generated, answer, strict=False)]
             position = same.index(False) if False in same else len(same)
             return Difference(turn.conversation, turn.turn, position)
     for conversation, number in on:
@@ -85,7 +85,7 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
     """Convert a record for ``json.dump``.
 
     Returns the most important figures at the top, of the run with offloading unless
-    they say otherwise; those of each run under "off" and "on".
+    stated otherwise; the figures of each run under "off" and "on".
     """
     on = record.on
     return {
@@ -221,12 +221,12 @@ def _transfer_rows(record: DemoRecord) -> Rows:
 
 
 def _storage_rows(on: RunRecord) -> Rows:
-    """Say what moved between the host and the store, if there is one."""
-    each = on.storage_bytes_per_block
-    if not each:
+    """Make rows of the blocks moved between host and store, if there is a store."""
+    block_bytes = on.storage_bytes_per_block
+    if not block_bytes:
         return []
     return [
-        (label, NONE, f"{blocks:,} = {rounded_size(blocks * each)}")
+        (label, NONE, f"{blocks:,} = {rounded_size(blocks * block_bytes)}")
         for label, blocks in (
             ("In the store at the start", on.blocks_found),
             ("Blocks written to the store", on.blocks_written),

@@ -152,10 +152,10 @@ def run_demo(
 def keep_asking(
     engine: Engine, config: DemoConfig, is_over: Callable[[], bool]
 ) -> None:
-    """Have other conversations with an engine, of the same number and size."""
+    """Hold more conversations with an engine, as many and as long."""
     for number in itertools.count(1):
-        other = dataclasses.replace(config, seed=config.seed + number)
-        session = Session(engine, make_conversations(other), config.answer_tokens)
+        next_config = dataclasses.replace(config, seed=config.seed + number)
+        session = Session(engine, make_conversations(next_config), config.answer_tokens)
         for _ in range(config.turns):
             if is_over():
                 return
@@ -184,7 +184,7 @@ class Session:
         )
 
     def ask(self, on_answer: Callable[[], None]) -> None:
-        """Ask the next question of every conversation and generate its answer."""
+        """Submit the next question of every conversation and generate its answer."""
         start_s = time.perf_counter()
         engine = self._engine
         pending = deque(arrival_order(len(self._conversations), self._turn))

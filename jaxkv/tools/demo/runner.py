@@ -76,10 +76,10 @@ class Runner:
         rows = self._concurrency
         for size in self._table_sizes:
             tables = np.full((self._num_groups, rows, size), NULL_BLOCK, np.int32)
-            for num_tokens, each in itertools.product(self._chunk_sizes, loads):
+            for num_tokens, step_loads in itertools.product(self._chunk_sizes, loads):
                 tokens = np.zeros(num_tokens, np.int32)
                 pool = self._steps.prefill_chunk(
-                    pool, tokens, np.int32(0), np.int32(1), tables[:, 0], each
+                    pool, tokens, np.int32(0), np.int32(1), tables[:, 0], step_loads
                 ).pool
             pool = self._steps.decode(
                 pool, np.zeros(rows, np.int32), np.full(rows, -1, np.int32), tables

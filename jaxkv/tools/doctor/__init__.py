@@ -1,1 +1,1 @@
-"""What this machine offers, what is wrong with it, and what to set."""
+"""The check of a machine: facts, problems and recommended settings."""

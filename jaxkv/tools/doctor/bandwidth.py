@@ -46,12 +46,12 @@ def measure_bandwidth(mode: Mode, on_progress: OnProgress) -> Bandwidth:
         raise MemoryError("; ".join(plan.left_out))
     record = run_transfer(config, plan, on_progress)
     (result,) = record.results
-    own = result.designs_s[ENGINE]
+    engine_s = result.designs_s[ENGINE]
     return Bandwidth(
         _SIZE_BYTES,
         _BLOCK_BYTES,
-        speed(_SIZE_BYTES, own["save"]),
-        speed(_SIZE_BYTES, own["load"]),
+        speed(_SIZE_BYTES, engine_s["save"]),
+        speed(_SIZE_BYTES, engine_s["load"]),
         record.limit,
         speed(_SIZE_BYTES, result.limit_s["save"]),
         speed(_SIZE_BYTES, result.limit_s["load"]),

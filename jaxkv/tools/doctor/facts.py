@@ -42,7 +42,7 @@ class Backend:
     num_devices: int  # Devices of all processes
     decides_on: str  # The platform that the scheduler's decisions run on
     memory_kinds: tuple[str, ...]  # Memory kinds of the first device, its default first
-    # Memory of the first device; None if the runtime does not tell
+    # Memory of the first device; None if the runtime does not report it
     memory_bytes: int | None
 
 
@@ -52,7 +52,7 @@ class Facts:
 
     system: str  # The operating system and the CPU
     versions: Mapping[str, str]  # Versions of Python and of the packages that matter
-    total_bytes: int | None  # Memory of the machine; None if the system does not tell
+    total_bytes: int | None  # Memory of the machine; None if unknown
     limits: tuple[HostLimit, ...]  # Memory limits of the machine and of each cgroup
     has_nvidia_driver: bool  # Whether the machine has an NVIDIA driver
     chosen_platforms: str  # Platforms that the environment allows jax; empty for all
@@ -78,13 +78,13 @@ class Facts:
     @property
     def machine_limit(self) -> HostLimit | None:
         """The memory limit of the machine, if known."""
-        own = (limit for limit in self.limits if limit.source == limits.MACHINE)
-        return next(own, None)
+        machine = (limit for limit in self.limits if limit.source == limits.MACHINE)
+        return next(machine, None)
 
     @property
     def cgroup_limits(self) -> tuple[HostLimit, ...]:
         """The memory limits of the cgroups."""
-        return tuple(one for one in self.limits if one.source != limits.MACHINE)
+        return tuple(limit for limit in self.limits if limit.source != limits.MACHINE)
 
 
 def gather_facts(
@@ -103,7 +103,9 @@ def gather_facts(
     try:
         config = OffloadConfig(**values)
     except ConfigError as error:
-        config_faults += [with_variables(one, values.keys()) for one in error.faults]
+        config_faults += [
+            with_variables(fault, values.keys()) for fault in error.faults
+        ]
     chosen_mode = None if config is None else config.transfer_mode
     backend, pool, mode = None, None, None
     try:
@@ -150,13 +152,13 @@ def gather_facts(
 
 
 def _shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    found = variables_of(environ)
+    variables = variables_of(environ)
     # A misspelt name may have a secret.
-    shown = dict.fromkeys(found, HIDDEN)
+    shown = dict.fromkeys(variables, HIDDEN)
     for name, key in KEYS.items():
         variable = variable_of(name)
-        if variable in found and not key.is_secret:
-            shown[variable] = key.show(found[variable].strip())
+        if variable in variables and not key.is_secret:
+            shown[variable] = key.show(variables[variable].strip())
     return shown
 
 

@@ -17,16 +17,16 @@ from jaxkv.transfer.limits import HostLimit
 # Left for the rest of a server, which grows while it runs: compiled programs, requests,
 # file pages, transfer buffers.
 _RESERVE_SHARE = 8
-_LEAST_RESERVE_BYTES = 2 << 30
+_MIN_RESERVE_BYTES = 2 << 30
 # A smaller tier is useless.
-_LEAST_TIER_BYTES = 64 << 20
+_MIN_TIER_BYTES = 64 << 20
 
 Level: TypeAlias = Literal["wrong", "note"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What the user wants to be checked."""
+    """The user's question: what to check."""
 
     host_bytes: int | None = None  # A size of the host tier to judge; None for none
     source: str = "--host-bytes"  # Where that size was set, for messages
@@ -61,21 +61,21 @@ def recommend(facts: Facts, question: Question) -> Recommendation | None:
     CPU backend the device pool is in the same memory and is subtracted first. If the
     runtime has preallocated its pool, only the pool counts.
     """
-    found = []
+    sizes = []
     rooms = _rooms(facts, question)
     if rooms:
         room = min(rooms, key=lambda room: room.num_bytes)
-        least = min(_LEAST_RESERVE_BYTES, room.num_bytes // 2)
-        reserve = max(room.num_bytes // _RESERVE_SHARE, least)
+        min_reserve = min(_MIN_RESERVE_BYTES, room.num_bytes // 2)
+        reserve = max(room.num_bytes // _RESERVE_SHARE, min_reserve)
         size = _round_down(room.num_bytes - reserve)
         rest = "the rest of the server"
-        found.append(Recommendation(size, _why(room, size, rest), False))
+        sizes.append(Recommendation(size, _why(room, size, rest), False))
     if facts.pool is not None:
         pool = HostLimit(facts.pool.num_bytes, facts.pool.source, "")
         size = _round_down(pool.num_bytes - pool.num_bytes // _RESERVE_SHARE)
         rest = "its other uses"
-        found.append(Recommendation(size, _why(pool, size, rest), True))
-    return min(found, key=lambda one: one.num_bytes, default=None)
+        sizes.append(Recommendation(size, _why(pool, size, rest), True))
+    return min(sizes, key=lambda size: size.num_bytes, default=None)
 
 
 def _why(limit: HostLimit, size: int, rest: str) -> str:
@@ -85,7 +85,7 @@ def _why(limit: HostLimit, size: int, rest: str) -> str:
 
 def judge(facts: Facts, question: Question) -> list[Finding]:
     """Return what is wrong, then the notes."""
-    found = [
+    findings = [
         *_of_the_backend(facts),
         *(Finding("wrong", fault) for fault in facts.config_faults),
         *_of_the_extras(facts, question),
@@ -94,11 +94,11 @@ def judge(facts: Facts, question: Question) -> list[Finding]:
         *_of_the_store(facts),
     ]
     if facts.probe_fault:
-        found.append(Finding("wrong", f"blocks do not move: {facts.probe_fault}"))
+        findings.append(Finding("wrong", f"blocks do not move: {facts.probe_fault}"))
     if facts.probe_left_out:
         what = f"transfers were not measured: {facts.probe_left_out}"
-        found.append(Finding("note", what))
-    return sorted(found, key=lambda finding: finding.level == "note")
+        findings.append(Finding("note", what))
+    return sorted(findings, key=lambda finding: finding.level == "note")
 
 
 def _of_the_backend(facts: Facts) -> Iterator[Finding]:
@@ -156,11 +156,11 @@ def _of_the_size(facts: Facts, question: Question) -> Iterator[Finding]:
     if size is None:
         if best is None:
             return
-        if best.num_bytes < _LEAST_TIER_BYTES:
+        if best.num_bytes < _MIN_TIER_BYTES:
             yield Finding(
                 "wrong",
                 f"there is no room for a host tier: {best.why}",
-                _how_to_raise(facts, question, 2 * _LEAST_TIER_BYTES),
+                _how_to_raise(facts, question, 2 * _MIN_TIER_BYTES),
             )
         elif best.num_bytes <= pool_bytes:
             yield Finding(
@@ -170,25 +170,26 @@ def _of_the_size(facts: Facts, question: Question) -> Iterator[Finding]:
                 _how_to_raise(facts, question, 2 * pool_bytes),
             )
         return
-    asked = f"{_text(size)} of host memory ({question.source})"
+    asked_size = f"{_text(size)} of host memory ({question.source})"
     exceeded = [
         limit for limit in _limits(facts, question, size) if size > limit.num_bytes
     ]
     for limit in sorted(exceeded, key=lambda limit: limit.num_bytes):
         yield Finding(
             "wrong",
-            f"{asked} do not fit: {limit.source} has only {gib(limit.num_bytes)} left",
+            f"{asked_size} do not fit: {limit.source} has only "
+            f"{gib(limit.num_bytes)} left",
             limit.remedy + _or_ask_for(best),
         )
     if not exceeded and best is not None and size > best.num_bytes:
         yield Finding(
             "note",
-            f"{asked} fit, but {_text(best.num_bytes)} would be safer: {best.why}",
+            f"{asked_size} fit, but {_text(best.num_bytes)} would be safer: {best.why}",
         )
     if size <= pool_bytes:
         yield Finding(
             "wrong",
-            f"{asked} {_too_small(pool_bytes)}",
+            f"{asked_size} {_too_small(pool_bytes)}",
             f"ask for more than {gib(pool_bytes)}",
         )
 
@@ -252,7 +253,7 @@ def _of_the_store(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_its_mode(name: str, store: Store, folder: Folder) -> Iterator[Finding]:
-    """Say who could plant blocks, which only this user's processes should write."""
+    """Report other users who could write blocks into the store."""
     if folder.mode is None or store.is_sealed:
         return
     writers = folder.mode & ~folder.file_mode & 0o022
@@ -300,7 +301,7 @@ def _how_to_raise(facts: Facts, question: Question, num_bytes: int) -> str:
 
 
 def _or_ask_for(best: Recommendation | None) -> str:
-    if best is None or best.num_bytes < _LEAST_TIER_BYTES:
+    if best is None or best.num_bytes < _MIN_TIER_BYTES:
         return ""
     setting = f"{variable_of('host_bytes')}={_text(best.num_bytes, '')}"
     return f", or ask for {_text(best.num_bytes)}: {setting}"

@@ -40,16 +40,18 @@ def fact_lines(facts: Facts, best: Recommendation | None) -> list[str]:
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:
     """Return the findings, then the advice, then the number of things wrong."""
-    lines = [f"{_MARKS[found.level]}  {found.what}" for found in findings]
-    advice = list(dict.fromkeys(found.advice for found in findings if found.advice))
+    lines = [f"{_MARKS[finding.level]}  {finding.what}" for finding in findings]
+    advice = list(
+        dict.fromkeys(finding.advice for finding in findings if finding.advice)
+    )
     if advice:
         lines += ["", "What to do"]
         lines += [f"  {number}. {text}" for number, text in enumerate(advice, start=1)]
-    num_wrong = sum(found.level == "wrong" for found in findings)
-    verb = "thing is" if num_wrong == 1 else "things are"
+    num_wrong = sum(finding.level == "wrong" for finding in findings)
+    problems = "problem" if num_wrong == 1 else "problems"
     if lines:
         lines.append("")
-    lines.append(f"{num_wrong} {verb} wrong." if num_wrong else "All is well.")
+    lines.append(f"{num_wrong or 'No'} {problems} found.")
     return lines
 
 
@@ -58,30 +60,33 @@ def to_json(
 ) -> dict[str, Any]:
     """Convert a diagnosis for ``json.dump``."""
     return {
-        "ok": all(found.level != "wrong" for found in findings),
+        "ok": all(finding.level != "wrong" for finding in findings),
         "recommended_host_bytes": None if best is None else best.num_bytes,
-        "findings": [dataclasses.asdict(found) for found in findings],
+        "findings": [dataclasses.asdict(finding) for finding in findings],
         "facts": _facts_json(facts),
     }
 
 
 def _facts_json(facts: Facts) -> dict[str, Any]:
-    found = dataclasses.asdict(facts)
-    config = found["config"]
+    figures = dataclasses.asdict(facts)
+    config = figures["config"]
     if config is not None:
         for name, key in KEYS.items():
             if key.is_secret and config[name] is not None:
                 config[name] = HIDDEN
         if config["storage"] is not None:
             config["storage"] = shown_url(config["storage"])
-    return found
+    return figures
 
 
 def _machine_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "Machine", facts.system
     memory = "unknown" if facts.total_bytes is None else gib(facts.total_bytes)
-    own = facts.machine_limit
-    yield "Memory", memory + (f", {gib(own.num_bytes)} available" if own else "")
+    machine = facts.machine_limit
+    yield (
+        "Memory",
+        memory + (f", {gib(machine.num_bytes)} available" if machine else ""),
+    )
     for limit in facts.cgroup_limits:
         source = limit.source.removeprefix("the cgroup ")
         yield "Cgroup", f"{source}: {gib(limit.num_bytes)} left"
@@ -89,8 +94,8 @@ def _machine_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "Cgroup", "no limit"
     versions = dict(facts.versions)
     python = versions.pop("python")
-    others = ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield "Software", f"Python {python}, {others}"
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield "Software", f"Python {python}, {packages}"
 
 
 def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -105,8 +110,8 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "Memory kinds", ", ".join(backend.memory_kinds)
     pool = "none of its own on this platform"
     if facts.pool is not None:
-        taken = ", preallocated" if facts.pool.is_preallocated else ""
-        pool = f"{facts.pool.source}: {gib(facts.pool.num_bytes)}{taken}"
+        suffix = ", preallocated" if facts.pool.is_preallocated else ""
+        pool = f"{facts.pool.source}: {gib(facts.pool.num_bytes)}{suffix}"
     yield "Pinned pool", pool
     if facts.mode is not None:
         chosen = facts.config is not None and facts.config.transfer_mode is not None
@@ -119,22 +124,22 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _speed_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    found = facts.bandwidth
-    if found is None:
+    bandwidth = facts.bandwidth
+    if bandwidth is None:
         return
-    yield "Store", _speed_text(found.save, found.limit, found.limit_save)
-    yield "Load", _speed_text(found.load, found.limit, found.limit_load)
+    yield "Store", _speed_text(bandwidth.save, bandwidth.limit, bandwidth.limit_save)
+    yield "Load", _speed_text(bandwidth.load, bandwidth.limit, bandwidth.limit_load)
     note = (
-        f"best / p50 of {size_text(found.size_bytes)} in blocks of "
-        f"{size_text(found.block_bytes)}, all bytes checked"
+        f"best / p50 of {size_text(bandwidth.size_bytes)} in blocks of "
+        f"{size_text(bandwidth.block_bytes)}, all bytes checked"
     )
     if facts.backend is not None and facts.backend.platform == "cpu":
         note += "; on CPU both ends are the same memory"
     yield "", note
 
 
-def _speed_text(own: Speed, limit: str, limit_speed: Speed) -> str:
-    return f"{speed_text(own)} GB/s; {limit} {speed_text(limit_speed)} GB/s"
+def _speed_text(speed: Speed, limit: str, limit_speed: Speed) -> str:
+    return f"{speed_text(speed)} GB/s; {limit} {speed_text(limit_speed)} GB/s"
 
 
 def _store_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -149,9 +154,9 @@ def _store_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _extras_text(facts: Facts) -> str:
     there = [name for name, missing in facts.missing.items() if not missing]
-    others = [
+    incomplete = [
         f"{name} ({', '.join(missing)} missing)"
         for name, missing in facts.missing.items()
         if missing
     ]
-    return ", ".join([*there, *others])
+    return ", ".join([*there, *incomplete])

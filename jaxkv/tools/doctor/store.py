@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 DEADLINE_S = 15.0
 _COUNT_S = 5.0  # For adding up what a folder holds, at most.
 _NUM_BYTES = 4096
-_MOST_LETTERS = 300
+_MAX_LETTERS = 300
 _ADVICE = {
     "full": "make room there",
     "denied": "let the user of the server read and write there, or name another place",
@@ -45,7 +45,7 @@ class Folder:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """What was found of a store."""
+    """The result of examining a store."""
 
     url: str  # The place, as `shown_url` gives it
     num_bytes: int  # What it is to hold at most
@@ -116,9 +116,9 @@ def _look_at(url: str, store: Store, until_s: float) -> Store:
     except StoreError as error:
         return _failed(store, error)
     finally:
-        for one in made:
+        for created in made:
             with contextlib.suppress(OSError):
-                os.rmdir(one)
+                os.rmdir(created)
 
 
 def _try(store: BlobStore, until_s: float) -> None:
@@ -126,8 +126,8 @@ def _try(store: BlobStore, until_s: float) -> None:
     data = os.urandom(_NUM_BYTES)
     try:
         _result(store.put([(name, [data])])[0], until_s)
-        found = _result(store.get([name], _NUM_BYTES)[0], until_s)
-        if found is None or bytes(found) != data:
+        payload = _result(store.get([name], _NUM_BYTES)[0], until_s)
+        if payload is None or bytes(payload) != data:
             raise StoreError("other", "what was written there does not come back")
     finally:
         deleted = store.delete([name])[0]
@@ -139,7 +139,7 @@ def _result(future: Future[_T], until_s: float) -> _T:
 
 
 def _failed(store: Store, error: StoreError) -> Store:
-    text = one_line(str(error))[:_MOST_LETTERS]
+    text = one_line(str(error))[:_MAX_LETTERS]
     return dataclasses.replace(store, fault=text, advice=_ADVICE.get(error.kind, ""))
 
 

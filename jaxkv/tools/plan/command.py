@@ -228,22 +228,22 @@ def _choose_speeds(args: Args, num_devices: int) -> tuple[Speeds, dict[str, str]
     if args.prefill_tokens_per_s is not None:
         what_it_says = "{}: --prefill-tokens-per-s says it all"
         check_absent(args, ("flops_per_s", "mfu"), what_it_says)
-    given, assumed = "given", "assumed"
+    specified, assumed = "given", "assumed"
     sources = {
-        "load_bytes_per_s": assumed if args.load_gb_per_s is None else given,
-        "store_bytes_per_s": "as loads" if args.store_gb_per_s is None else given,
-        "load_latency_s": assumed if args.load_latency_ms is None else given,
+        "load_bytes_per_s": assumed if args.load_gb_per_s is None else specified,
+        "store_bytes_per_s": "as loads" if args.store_gb_per_s is None else specified,
+        "load_latency_s": assumed if args.load_latency_ms is None else specified,
     }
     load = args.load_gb_per_s or _GB_PER_S
     latency_ms = args.load_latency_ms
     flops_per_s = None
     if args.prefill_tokens_per_s is not None:
-        sources["prefill_tokens_per_s"] = given
+        sources["prefill_tokens_per_s"] = specified
     else:
         peak, mfu = args.flops_per_s or _FLOPS_PER_S, args.mfu or _MFU
         flops_per_s = num_devices * peak * mfu
         whose = "an H100's {}, assumed" if args.flops_per_s is None else "{}, given"
-        share = assumed if args.mfu is None else given
+        share = assumed if args.mfu is None else specified
         devices = f"{num_devices} x " if num_devices > 1 else ""
         peak_text = whose.format(f"{peak / 1e12:,.4g}")
         sources["prefill_flops_per_s"] = (
@@ -264,20 +264,20 @@ def _measure(
     sources: dict[str, str],
     on_progress: OnProgress,
 ) -> tuple[Speeds, dict[str, str]]:
-    """Return the speeds with those of transfers on this machine."""
+    """Replace the link's speeds by measured ones."""
     import jax
 
     platform = jax.devices()[0].platform
     try:
-        found = measure_bandwidth(choose_mode(None, platform), on_progress)
+        measured_speeds = measure_bandwidth(choose_mode(None, platform), on_progress)
     except (BytesDifferError, MemoryError, RuntimeError) as error:
         raise UsageError(f"--measure: {error}") from error
     measured = f"measured here, on {platform}"
     return (
         dataclasses.replace(
             speeds,
-            load_bytes_per_s=1e9 * found.load.p50_gb_per_s,
-            store_bytes_per_s=1e9 * found.save.p50_gb_per_s,
+            load_bytes_per_s=1e9 * measured_speeds.load.p50_gb_per_s,
+            store_bytes_per_s=1e9 * measured_speeds.save.p50_gb_per_s,
         ),
         {**sources, "load_bytes_per_s": measured, "store_bytes_per_s": measured},
     )
@@ -302,20 +302,20 @@ def _choose_device_blocks(args: Args, trace: Trace, model: ModelCosts) -> int | 
 
 
 def _choose_sizes(
-    given: list[int] | None, trace: Trace, model: ModelCosts
+    sizes_given: list[int] | None, trace: Trace, model: ModelCosts
 ) -> tuple[list[int], tuple[str, ...]]:
     """Return the host's sizes in ascending order, and what to note about them."""
-    if given is not None:
-        return sorted(set(given)), ()
+    if sizes_given is not None:
+        return sorted(set(sizes_given)), ()
     block_bytes = block_bytes_of(trace, model)
     # A power of two that holds all blocks, or the largest that fits this machine.
-    most = max(_store_sizes(trace, model))
+    max_bytes = max(_store_sizes(trace, model))
     memory = available_host_bytes()
     notes: tuple[str, ...] = ()
-    if memory is not None and memory.num_bytes < most:
-        most = _power_of_two(memory.num_bytes)
+    if memory is not None and memory.num_bytes < max_bytes:
+        max_bytes = _power_of_two(memory.num_bytes)
         notes = ("--host-bytes is not given: sizes go up to this machine's memory",)
-    sizes = [most >> i for i in reversed(range(_NUM_SIZES))]
+    sizes = [max_bytes >> i for i in reversed(range(_NUM_SIZES))]
     sizes = [size for size in sizes if size >= block_bytes]
     if not sizes:
         raise UsageError(
@@ -336,8 +336,8 @@ def _capacities_of(
 def _store_sizes(trace: Trace, model: ModelCosts) -> list[int]:
     """Return sizes of a store, the largest a power of two that holds all blocks."""
     block_bytes = block_bytes_of(trace, model)
-    most = _power_of_two(2 * trace.num_unique_blocks * block_bytes - 1)
-    sizes = [most >> i for i in range(_NUM_STORES)]
+    max_bytes = _power_of_two(2 * trace.num_unique_blocks * block_bytes - 1)
+    sizes = [max_bytes >> i for i in range(_NUM_STORES)]
     return [size for size in sizes if size >= block_bytes]
 
 

@@ -23,7 +23,7 @@ from jaxkv.scheduling.whatif.outlook import ENOUGH as ENOUGH
 from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import ReplayResult
-from jaxkv.tools.replay.traces import MOST_TOKENS, Trace
+from jaxkv.tools.replay.traces import MAX_TOKENS, Trace
 
 WORTH = 0.01
 """Offloading pays from this share of the prefill time on."""
@@ -47,7 +47,7 @@ Reason = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What the requests of a trace ask for, whatever the host's size and policy."""
+    """The demand of a trace, independent of the host's size and policy."""
 
     num_requests: int
     input_tokens: int  # Tokens of all prompts
@@ -67,18 +67,18 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """What a size and a policy would do."""
+    """The outcome of a size with a policy."""
 
     policy: str
     host_bytes: int  # The size that was asked for
-    capacity_blocks: int  # The blocks that fit, but no more than the trace has
+    capacity_blocks: int  # The blocks that fit, at most the trace's unique blocks
     host_tokens: int  # Tokens found beyond what the device finds
     found_s: float  # Seconds of prefill that they would take
     num_loads: int  # Requests that load
     num_declined: int  # Requests whose load would take longer than to compute
     load_bytes: int  # Bytes of all loads, on each device
     store_bytes: int  # Bytes of all stores, on each device
-    saved_s: float  # Seconds of prefill saved, less those of the loads
+    saved_s: float  # Seconds of prefill saved, less the time of the loads
     saved_p50_s: float  # The median of the requests, also those that save nothing
     saved_p95_s: float  # The 95th percentile; 19 of 20 requests save no more
     saved_max_s: float  # The most that a request saves
@@ -97,7 +97,7 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-    """What to do."""
+    """The recommended row, and its neighbours in size."""
 
     reason: Reason  # Why
     row: PlanRow | None = None  # What to take; None if offloading does not pay
@@ -114,13 +114,13 @@ class Recommendation:
 
 @dataclasses.dataclass(frozen=True)
 class StoreRow:
-    """What a store of a size would add, which all engines share."""
+    """The gain from a store of one size that all engines share."""
 
     storage_bytes: int  # The size that was asked for
-    storage_blocks: int  # The blocks that fit, but no more than the trace has
+    storage_blocks: int  # The blocks that fit, at most the trace's unique blocks
     base: PlanRow  # What there is without it
     added_tokens: int  # Tokens found beyond that
-    # Seconds of prefill saved beyond that, less those of the loads from the host, but
+    # Seconds of prefill saved beyond that, less the time of loads from the host, but
     # not of the reads from the store.
     added_s: float
     fetch_bytes: int  # Bytes read from the store, of all devices together
@@ -138,13 +138,13 @@ class Plan:
     demand: Demand  # What is asked for
     rows: tuple[PlanRow, ...]  # The first policy at every size, then the next
     recommendation: Recommendation  # What to do
-    # What stores would add to that, or to the row that saves most; the smallest first.
+    # The gain from stores over that row, or the one that saves most; smallest first.
     # Empty if that was not asked for.
     stores: tuple[StoreRow, ...] = ()
 
     @property
     def base(self) -> PlanRow:
-        """What stores add to."""
+        """The row that stores are compared with."""
         return self.recommendation.row or max(self.rows, key=lambda row: row.saved_s)
 
 
@@ -159,8 +159,8 @@ def make_plan(
     """Compute what the results of replays would save, and choose."""
     if trace.input_tokens is None or trace.block_size is None:
         raise ValueError(f"The trace {trace.name!r} must have token counts.")
-    if trace.input_tokens.max() > MOST_TOKENS:
-        raise ValueError(f"Prompts must have at most {MOST_TOKENS} tokens.")
+    if trace.input_tokens.max() > MAX_TOKENS:
+        raise ValueError(f"Prompts must have at most {MAX_TOKENS} tokens.")
     size = trace.block_size
     prompt = trace.input_tokens
     start = _device_tokens(trace, results[0])
@@ -234,7 +234,7 @@ def _device_tokens(trace: Trace, result: ReplayResult) -> NDArray[np.int64]:
 def capacities_of(
     host_sizes: Sequence[int], trace: Trace, model: ModelCosts
 ) -> list[int]:
-    """Return the blocks that fit each size, but no more than the trace has."""
+    """Return the blocks that fit each size, at most the trace's unique blocks."""
     block_bytes = block_bytes_of(trace, model)
     for host_bytes in host_sizes:
         if host_bytes < block_bytes:
@@ -271,7 +271,7 @@ def recommend(demand: Demand, rows: Sequence[PlanRow]) -> Recommendation:
     2. If none saves at least `WORTH` of the prefill time, offloading does not pay. The
        reason is the first that holds: "nothing returns", less than `WORTH` of the
        tokens are asked for again; "device suffices", less than that beyond what the
-       device finds; "too small", no size finds so many; "cheap prefill", computing
+       device finds; "too small", no size finds that many; "cheap prefill", computing
        what is found takes less than `WORTH` of the prefill time, so that no load
        bandwidth would be enough; "slow stores", a row that was left out would save
        enough; else "slow loads".
@@ -307,12 +307,12 @@ def recommend(demand: Demand, rows: Sequence[PlanRow]) -> Recommendation:
 
 
 def _why_not(demand: Demand, rows: Sequence[PlanRow]) -> Reason:
-    least_tokens = WORTH * demand.input_tokens
-    if demand.device_tokens + demand.returning_tokens < least_tokens:
+    min_tokens = WORTH * demand.input_tokens
+    if demand.device_tokens + demand.returning_tokens < min_tokens:
         return "nothing returns"
-    if demand.returning_tokens < least_tokens:
+    if demand.returning_tokens < min_tokens:
         return "device suffices"
-    if max(row.host_tokens for row in rows) < least_tokens:
+    if max(row.host_tokens for row in rows) < min_tokens:
         return "too small"
     if max(row.found_s for row in rows) < WORTH * demand.prefill_s:
         return "cheap prefill"
@@ -338,14 +338,14 @@ def _plan_row(
     assert trace.input_tokens is not None
     size = trace.block_size or 1
     start = _device_tokens(trace, result)
-    found = np.minimum(result.hits_by_request * size, trace.input_tokens)
-    stop = np.maximum(found, start)
+    host_tokens = np.minimum(result.hits_by_request * size, trace.input_tokens)
+    stop = np.maximum(host_tokens, start)
     # The last token of a prompt is computed in any case.
     end = np.maximum(np.minimum(stop, trace.input_tokens - 1), start)
     load_bytes = model.load_bytes(start, end, num_devices)
     prefill_s = speeds.prefill_s(model, start, end)
     saved_s = speeds.saved_s(prefill_s, load_bytes)
-    if (start != usual).any():  # The route goes by what hosts hold.
+    if (start != usual).any():  # The route depends on the hosts' blocks.
         saved_s = saved_s + speeds.prefill_s(model, usual, start)
     is_found = end > start
     is_loaded = is_found & (speeds.load_s(load_bytes) <= prefill_s)

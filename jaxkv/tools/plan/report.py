@@ -40,11 +40,11 @@ from jaxkv.tools.replay.traces import Trace
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a plan was made with."""
+    """The inputs of a plan."""
 
     trace: Trace  # The requests
     model: ModelCosts  # What a token costs
-    speeds: Speeds  # Those of the server
+    speeds: Speeds  # Of the server
     # Where each speed is from, by the name of its field, for display
     sources: Mapping[str, str]
     # Blocks of the device's prefix cache; None if it keeps none
@@ -216,7 +216,7 @@ def _signed_time(seconds: float) -> str:
 
 
 def store_sentence(setting: Setting, plan: Plan) -> str:
-    """Say in a sentence what a store would add, whether there is one or not."""
+    """Return a sentence on the gain from a store."""
     demand, base = plan.demand, plan.base
     best = max(plan.stores, key=lambda row: row.added_s)
     num = setting.fleet.num_engines
@@ -259,7 +259,7 @@ def render_page(setting: Setting, plan: Plan, command: str) -> str:
             name, before = facts.pop()
             what = f"{before}; {what}"
         facts.append((name, what))
-    charts = sorted(_charts_of(setting, plan), key=lambda each: each.key != "saved")
+    charts = sorted(_charts_of(setting, plan), key=lambda chart: chart.key != "saved")
     sections = [
         Section("why", "Why", page.paragraphs(_context(setting, plan))),
         *(page.section(chart, "recommended") for chart in charts),
@@ -276,7 +276,7 @@ def render_page(setting: Setting, plan: Plan, command: str) -> str:
 
 
 def _context(setting: Setting, plan: Plan) -> list[str]:
-    """Say in lines what comes back at most, and what the link carries."""
+    """Return lines on the most that can be found, and on the load of the link."""
     demand = plan.demand
     device = ""
     if setting.device_blocks is not None:
@@ -284,9 +284,9 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
         device = f"The device finds {share} of the prompt tokens. "
         if demand.num_engines > 1:
             device = f"The devices find {share} of the prompt tokens. "
-    most = percent_text(demand.returning_tokens, demand.input_tokens)
+    share = percent_text(demand.returning_tokens, demand.input_tokens)
     tier = "host tier" if demand.num_engines == 1 else "store"
-    lines = [f"{device}An unlimited {tier} would find {most}{' more' * bool(device)}."]
+    lines = [f"{device}An unlimited {tier} would find {share}{' more' * bool(device)}."]
     if demand.span_s is None:
         lines.append(
             "The trace has no times, so how busy the link would be is unknown."
@@ -306,21 +306,23 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
 
 
 def sentence(setting: Setting, plan: Plan) -> str:
-    """Say in a sentence what to do, and why."""
+    """Return the recommendation and its reason in a sentence."""
     choice, demand = plan.recommendation, plan.demand
     row = choice.row
     if row is None:
         return f"Offloading does not pay here: {_why_not(setting, plan)}."
     beyond = " beyond what the device holds" if demand.device_tokens else ""
-    each = " in each engine" if demand.num_engines > 1 else ""
+    where = " in each engine" if demand.num_engines > 1 else ""
     text = (
-        f"Take {rounded_size(row.host_bytes)}{each} with {row.policy}: it finds "
+        f"Take {rounded_size(row.host_bytes)}{where} with {row.policy}: it finds "
         f"{percent_text(row.host_tokens, demand.input_tokens)} of the prompt tokens"
         f"{beyond} and saves {time_text(row.saved_s / demand.num_requests)} a request, "
         f"{percent_text(row.saved_s, demand.prefill_s)} of the prefill time"
     )
     # The first policy at this size, which would have been preferred.
-    first = next(each for each in plan.rows if each.host_bytes == row.host_bytes)
+    first = next(
+        candidate for candidate in plan.rows if candidate.host_bytes == row.host_bytes
+    )
     if first != row:
         text += f"; with {first.policy} it would save {_change(first, row)}"
     if choice.larger is not None:
@@ -359,11 +361,11 @@ def settings_of(setting: Setting, plan: Plan) -> dict[str, str]:
 
 
 def _why_not(setting: Setting, plan: Plan) -> str:
-    """Say why offloading does not pay."""
+    """Return why offloading does not pay."""
     demand, rows, reason = plan.demand, plan.rows, plan.recommendation.reason
     returning = percent_text(demand.returning_tokens, demand.input_tokens)
-    most = max(rows, key=lambda row: row.host_tokens)
-    found = percent_text(most.host_tokens, demand.input_tokens)
+    best_row = max(rows, key=lambda row: row.host_tokens)
+    found_share = percent_text(best_row.host_tokens, demand.input_tokens)
     if reason == "nothing returns":
         return (
             "nothing comes back; even an unlimited host tier would find only "
@@ -378,8 +380,8 @@ def _why_not(setting: Setting, plan: Plan) -> str:
     if reason == "too small":
         return (
             f"tokens come back too late for these sizes; "
-            f"{rounded_size(most.host_bytes)} finds {found} of the prompt tokens, of "
-            f"the {returning} that an unlimited host tier would find"
+            f"{rounded_size(best_row.host_bytes)} finds {found_share} of the prompt "
+            f"tokens, of the {returning} that an unlimited host tier would find"
             + (f" without {setting.admission.text}" if setting.admission else "")
         )
     if reason == "cheap prefill":
@@ -482,7 +484,7 @@ def _figures_of_stores(setting: Setting, plan: Plan) -> dict[str, Any]:
 
 
 def _row_figures(row: PlanRow, demand: Demand) -> dict[str, Any]:
-    """Return a row's figures, with what its shares are shares of."""
+    """Return a row's figures, with the totals that its shares refer to."""
     hours = None if demand.span_s is None else demand.span_s / 3600
     return dataclasses.asdict(row) | {
         "input_tokens": demand.input_tokens,
@@ -508,7 +510,7 @@ def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
 
 
 def _headline(setting: Setting, plan: Plan) -> str:
-    """Say in a few words what it shows."""
+    """Return the title of the picture."""
     row, demand = plan.recommendation.row, plan.demand
     if row is None:
         return f"Offloading does not pay: {plan.recommendation.reason}"
@@ -519,7 +521,7 @@ def _headline(setting: Setting, plan: Plan) -> str:
 
 
 def _prefill_text(setting: Setting) -> tuple[str, list[str]]:
-    """Say how fast prefill is, and what follows from it."""
+    """Return the prefill rate, and the tokens per second that follow."""
     import numpy as np
 
     speeds, model, sources = setting.speeds, setting.model, setting.sources
@@ -536,9 +538,9 @@ def _prefill_text(setting: Setting) -> tuple[str, list[str]]:
     )
 
 
-def _change(other: PlanRow, row: PlanRow) -> str:
-    """Say how much more or less another row saves."""
-    percent = 100 * (other.saved_s / row.saved_s - 1)
+def _change(candidate: PlanRow, row: PlanRow) -> str:
+    """Return how much more or less another row saves, in percent."""
+    percent = 100 * (candidate.saved_s / row.saved_s - 1)
     if abs(percent) < 0.5:
         return "no more"
     return f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'}"

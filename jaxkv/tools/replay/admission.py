@@ -1,4 +1,4 @@
-"""What of a trace's blocks may be stored, by the settings of `jaxkv.OffloadRules`.
+"""Which blocks of a trace may be stored, by the settings of `jaxkv.OffloadRules`.
 
 Which keys were looked up before depends neither on the policy nor on the capacity, so
 that it is found once for all of them.
@@ -48,7 +48,7 @@ class Admission(settings.Settings):
 
     @property
     def text(self) -> str:
-        """What is kept out, in short.
+        """The settings in short.
 
         >>> Admission(store_threshold=2, prompt_only=True).text
         'store_threshold=2, prompt_only=True'
@@ -57,7 +57,7 @@ class Admission(settings.Settings):
 
 
 class Admitted(NamedTuple):
-    """What may be stored. n blocks of R requests."""
+    """The blocks that may be stored: n blocks of R requests."""
 
     # bool[n]. Which of `Trace.ids` were asked for often enough.
     passes: NDArray[np.bool_]
@@ -88,8 +88,8 @@ def find_admitted(
                 f"max_offload_tokens={admission.max_offload_tokens} must be None: the "
                 f"trace {trace.name!r} does not say how many tokens a block has."
             )
-        most = admission.max_offload_tokens // trace.block_size
-        limits = np.minimum(limits, most)
+        max_blocks = admission.max_offload_tokens // trace.block_size
+        limits = np.minimum(limits, max_blocks)
     passes = np.ones(len(trace.ids), np.bool_)
     counts = admission.store_threshold > 1 or admission.max_unseen_blocks is not None
     make_gate = partial(AskedGate, trace, admission, device) if counts else None
@@ -101,8 +101,8 @@ def find_admitted(
             if request % _REQUESTS_PER_REPORT == 0:
                 on_progress(request, trace.num_requests)
     on_progress(trace.num_requests, trace.num_requests)
-    for each in (passes, limits):
-        each.flags.writeable = False  # All replays share them.
+    for array in (passes, limits):
+        array.flags.writeable = False  # All replays share them.
     return Admitted(passes, limits, make_gate)
 
 
@@ -122,7 +122,7 @@ class AskedGate:
     def note(self, request: int) -> list[bool]:
         """Count what a request asks for; say which of its blocks may be stored."""
         first, last = self._trace.offsets[request : request + 2]
-        own = self._trace.ids[first:last].tolist()
-        names = [number.to_bytes(4, "little") for number in own]
+        ids = self._trace.ids[first:last].tolist()
+        names = [number.to_bytes(4, "little") for number in ids]
         self._reuse.count(names[: self._num_asked[request]])
         return self._reuse.passes(names)

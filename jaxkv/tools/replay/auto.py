@@ -1,6 +1,6 @@
 """A replay's host whose policy the requests choose (`jaxkv.scheduling.whatif.auto`).
 
-The shadows by which it chooses are shown each request after it was served.
+It chooses by shadows, which see each request after it was served.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxkv.types import STOPS
 
 
 class News(NamedTuple):
-    """What a policy is told of a request; lengths in tokens, -1 for unknown ones."""
+    """Facts about a request for policies; lengths in tokens, -1 if unknown."""
 
     time_ms: int = 0
     input_tokens: int = 1
@@ -54,7 +54,7 @@ class AutoHost:
         self,
         keys: Words,
         num_asked: int,
-        news: News,
+        facts: News,
         ahead: tuple[int, int, int] | None,
         passes: NDArray[np.bool_] | None,
         limit: int | None,
@@ -63,19 +63,19 @@ class AutoHost:
 
         Shapes: keys: u32[n, 8]; passes: bool[n].
         """
-        shadows, own = self._shadows, PackedKeys(words_to_keys(keys), keys)
-        asked = own[:num_asked]
+        shadows, packed = self._shadows, PackedKeys(words_to_keys(keys), keys)
+        asked_keys = packed[:num_asked]
         num_local, num_findable, num_running = ahead or (0, num_asked, num_asked)
         num_keys = len(keys) if limit is None else min(len(keys), limit)
-        shadows.look_up("", asked, num_local, num_findable)
-        told = news.input_tokens, news.time_ms
-        shadows.begin("", asked, *told, is_found=True, is_loaded=False)
+        shadows.look_up("", asked_keys, num_local, num_findable)
+        arrival = facts.input_tokens, facts.time_ms
+        shadows.begin("", asked_keys, *arrival, is_found=True, is_loaded=False)
         ends = [*range(min(num_asked, num_keys), min(num_running, num_keys) + 1)]
         for end, is_end in [*((end, False) for end in ends), (num_keys, True)]:
             may = None if passes is None else passes[:end]
-            shadows.offer("", own, end, (), may, is_end=is_end)
-        output = None if news.output_tokens < 0 else news.output_tokens
-        shadows.finish("", own, news.time_ms, output, STOPS[news.stop])
+            shadows.offer("", packed, end, (), may, is_end=is_end)
+        output = None if facts.output_tokens < 0 else facts.output_tokens
+        shadows.finish("", packed, facts.time_ms, output, STOPS[facts.stop])
         shadows.forget("")
         before = self._policies[self.choice.policy]
         policy = self.choice.choose()

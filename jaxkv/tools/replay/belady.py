@@ -54,16 +54,16 @@ def find_optimum(
     farthest: list[tuple[int, int, int]] = []
     for request in range(trace.num_requests):
         start = offsets[request]
-        own = ids[start : start + int(used[request])]
+        blocks = ids[start : start + int(used[request])]
         first, last = int(local[request]), int(findable[request])
-        beyond = enumerate(own[first:last], first)
+        beyond = enumerate(blocks[first:last], first)
         num_hits[request] = next((i for i, b in beyond if b not in held), last)
-        for depth, block in enumerate(own):
+        for depth, block in enumerate(blocks):
             use = next_uses[start + depth]
             if held.get(block) != use:  # Else it has its entry.
                 held[block] = use
                 heapq.heappush(farthest, (-use, -depth, block))
-        _evict(held, farthest, capacity_blocks, set(own))
+        _evict(held, farthest, capacity_blocks, set(blocks))
         if request % _REQUESTS_PER_REPORT == 0:
             on_progress(request, trace.num_requests)
     on_progress(trace.num_requests, trace.num_requests)
@@ -74,7 +74,7 @@ def _evict(
     held: dict[int, int],
     farthest: list[tuple[int, int, int]],
     capacity_blocks: int,
-    own: set[int],
+    pinned: set[int],
 ) -> None:
     """Evict down to the capacity, sparing the request's own blocks."""
     spared = []
@@ -83,7 +83,7 @@ def _evict(
         block = entry[2]
         if held.get(block) != -entry[0]:
             continue  # used or evicted since
-        if block in own:
+        if block in pinned:
             spared.append(entry)
         else:
             del held[block]

@@ -169,14 +169,14 @@ def choose_fleet(args: Args, trace: Trace) -> Fleet:
     return Fleet(num, route) if num > 1 else ONE_ENGINE
 
 
-def choose_policies(given: list[str] | None) -> list[str]:
+def choose_policies(names: list[str] | None) -> list[str]:
     """Return the policies that --policy names; all of them if it is not given."""
-    known = policy_names()
-    names = check_names("--policy", given or [ALL], [*known, AUTO, ALL])
+    registered = policy_names()
+    names = check_names("--policy", names or [ALL], [*registered, AUTO, ALL])
     if ALL not in names:
         return names
     first = [name for name in names if name != ALL]
-    return first + [name for name in known if name not in first]
+    return first + [name for name in registered if name not in first]
 
 
 def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
@@ -217,11 +217,11 @@ def _check_device(num_blocks: int | None, trace: Trace) -> None:
         )
 
 
-def choose_device_blocks(given: int | None, trace: Trace) -> int | None:
+def choose_device_blocks(num_blocks: int | None, trace: Trace) -> int | None:
     """Return the blocks of the device in front: those given, else those recorded."""
-    if given is None and trace.recording is not None:
-        given = trace.recording.device_blocks
-    return min(given, _most_device_blocks(trace)) if given else None
+    if num_blocks is None and trace.recording is not None:
+        num_blocks = trace.recording.device_blocks
+    return min(num_blocks, _most_device_blocks(trace)) if num_blocks else None
 
 
 def _most_device_blocks(trace: Trace) -> int:
@@ -230,16 +230,16 @@ def _most_device_blocks(trace: Trace) -> int:
     return trace.num_unique_blocks + trace.num_requests
 
 
-def _choose_capacities(given: list[str] | None, trace: Trace) -> list[int]:
+def _choose_capacities(texts_given: list[str] | None, trace: Trace) -> list[int]:
     """Return the capacities in blocks, in ascending order."""
     num_unique, recording = trace.num_unique_blocks, trace.recording
-    if given is None and recording is not None and recording.host_blocks:
+    if texts_given is None and recording is not None and recording.host_blocks:
         whole = min(recording.host_blocks, num_unique)
         return sorted(
             {max(1, min(int(share * whole), num_unique)) for share in _SHARES}
         )
-    texts = _CAPACITIES.split(",") if given is None else given
-    return sorted({_parse_capacity("--capacity", each, num_unique) for each in texts})
+    texts = _CAPACITIES.split(",") if texts_given is None else texts_given
+    return sorted({_parse_capacity("--capacity", text, num_unique) for text in texts})
 
 
 def _parse_capacity(option: str, text: str, num_unique: int) -> int:
@@ -261,11 +261,11 @@ def _parse_capacity(option: str, text: str, num_unique: int) -> int:
     return max(blocks, 1)
 
 
-def open_trace(given: list[str], block_size: int | None) -> Trace:
+def open_trace(paths: list[str], block_size: int | None) -> Trace:
     """Read the trace that a command line names, or make one up."""
-    text = given[0]
+    text = paths[0]
     name, _, number = text.partition(":")
-    if name == _SYNTHETIC and len(given) == 1:
+    if name == _SYNTHETIC and len(paths) == 1:
         if text != _SYNTHETIC and not re.fullmatch(r"[1-9]\d{0,6}", number):
             raise UsageError(
                 f"TRACE: {shown(text)} must be {_SYNTHETIC}:REQUESTS, such as "
@@ -274,7 +274,7 @@ def open_trace(given: list[str], block_size: int | None) -> Trace:
         num_requests = int(number or _SYNTHETIC_REQUESTS)
         return make_synthetic_trace(num_requests, block_size=block_size or BLOCK_SIZE)
     try:
-        return read_trace(given, block_size)
+        return read_trace(paths, block_size)
     except TraceError as error:
         raise UsageError(error) from error
     except (OSError, ValueError) as error:

@@ -40,7 +40,7 @@ _REQUESTS_PER_REPORT = 256
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceHits:
-    """What a device finds of each request by itself. R requests."""
+    """The blocks of R requests that a device finds by itself."""
 
     num_blocks: int  # Blocks of the device
     # i64[R], read-only like the others. Blocks found there, from the first on.
@@ -91,7 +91,7 @@ def find_on_device(
 
 
 def fit_device(trace: Trace, num_blocks: int) -> DeviceHits:
-    """Say what of each request takes part on a device, whatever that holds.
+    """Compute how many blocks of each request take part on a device.
 
     Returns as `find_on_device` returns it, with no hits.
     """
@@ -100,9 +100,9 @@ def fit_device(trace: Trace, num_blocks: int) -> DeviceHits:
     size = _size_of(trace)
     num_tokens = np.minimum(_tokens_of(trace), num_blocks * size)
     usable = np.minimum(trace.num_blocks, num_tokens // size)
-    most = np.minimum(num_tokens, _prompt_tokens_of(trace)) - 1
+    max_tokens = np.minimum(num_tokens, _prompt_tokens_of(trace)) - 1
     findable = np.minimum(usable, trace.num_asked)
-    findable = np.minimum(findable, np.maximum(most, 0) // size)
+    findable = np.minimum(findable, np.maximum(max_tokens, 0) // size)
     # Where the output is known, with a step for each of its tokens but the first.
     running = np.minimum(usable, trace.num_asked)
     if trace.recording is not None:
@@ -128,13 +128,13 @@ class DeviceCache:
 
     def serve(self, request: int) -> int:
         """Serve a request; return how many blocks of it were there."""
-        keys, found = self._find(request)
+        keys, cached = self._find(request)
         pool, num_held = self._pool, int(self._device.held[request])
-        pool.touch(found)
-        table = found + pool.allocate(num_held - len(found))
-        pool.cache(table[len(found) : len(keys)], keys[len(found) :])
+        pool.touch(cached)
+        table = cached + pool.allocate(num_held - len(cached))
+        pool.cache(table[len(cached) : len(keys)], keys[len(cached) :])
         pool.free(table[::-1])
-        return len(found)
+        return len(cached)
 
     def _find(self, request: int) -> tuple[PackedKeys, list[int]]:
         first, device = self._trace.offsets[request], self._device
@@ -170,7 +170,7 @@ def serve_behind(
     mark = begin()
     if num_asked:
         executor.touch(keys[:num_asked], True)
-    # Nobody else is served meanwhile, so that what is loaded need not be pinned.
+    # No other request is served meanwhile, so loaded blocks need no pin.
     course.num_known = num_local + course.num_found
     for end in range(min(num_asked, num_keys), min(num_running, num_keys) + 1):
         if course.num_known < end:
@@ -192,7 +192,7 @@ def _size_of(trace: Trace) -> int:
 
 
 def _tokens_of(trace: Trace) -> NDArray[np.int64]:
-    """Return the tokens of which each request has KV in the end: i64[R]."""
+    """Return the tokens with KV at each request's end: i64[R]."""
     tokens = _prompt_tokens_of(trace)
     if trace.recording is None:
         return tokens

@@ -1,15 +1,14 @@
 """Several engines in a replay: who serves a request, and the store behind them all.
 
 Each engine has a device and a host of its own. The store is one LRU of blocks, which
-all write through: what has got to a host goes on to the store, if that lacks it. As
+all write through: a block stored on a host is also written to the store. As
 `jaxkv.scheduling.boundary` does, a request fetches to its host what continues its
 prefix only in the store, half of the host at most; and its use of a block counts as a
 use in the store, wherever the block was found. A block that a host has and the store
 has lost is not written again.
 
-What real stores do otherwise is left out: each engine has an index of its own of what
-the store holds, learns of the uses of others only by their writes, and moves few blocks
-at a time.
+In reality, which is left out here, each engine has its own index of the store, learns
+of others' use only by their writes, and moves few blocks at a time.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def choose_engines(trace: Trace, fleet: Fleet) -> NDArray[np.int64] | None:
 
 
 def find_conversations(trace: Trace) -> NDArray[np.int64]:
-    """Number the conversations, and find that of each request: i64[R].
+    """Return the number of each request's conversation: i64[R].
 
     A request continues the conversation of the deepest block that it shares with
     earlier requests, if nothing has followed that block so far, or if it asks for
@@ -84,30 +83,32 @@ def find_conversations(trace: Trace) -> NDArray[np.int64]:
     ids, offsets = trace.ids.tolist(), trace.offsets.tolist()
     of_block: dict[int, int] = {}
     is_followed: set[int] = set()
-    found, num = np.empty(trace.num_requests, np.int64), 0
+    conversations, num = np.empty(trace.num_requests, np.int64), 0
     for request in range(trace.num_requests):
-        own = ids[offsets[request] : offsets[request + 1]]
-        known = next((i for i, b in enumerate(own) if b not in of_block), len(own))
-        last = own[known - 1] if known else None
-        if last is not None and (known == len(own) or last not in is_followed):
+        blocks = ids[offsets[request] : offsets[request + 1]]
+        num_known = next(
+            (i for i, b in enumerate(blocks) if b not in of_block), len(blocks)
+        )
+        last = blocks[num_known - 1] if num_known else None
+        if last is not None and (num_known == len(blocks) or last not in is_followed):
             conversation = of_block[last]
         else:
             conversation, num = num, num + 1
-        found[request] = conversation
-        of_block.update(dict.fromkeys(own[known:], conversation))
-        is_followed.update(own[:-1])
-    return found
+        conversations[request] = conversation
+        of_block.update(dict.fromkeys(blocks[num_known:], conversation))
+        is_followed.update(blocks[:-1])
+    return conversations
 
 
 class SharedStore:
-    """What a store holds, written through."""
+    """The blocks of a write-through store."""
 
     def __init__(self, num_blocks: int, max_batch: int) -> None:
         # Its index
         self.executor = make_executor(get_policy_maker("lru")(num_blocks, max_batch))
         self._tier = BareTier(self.executor)
 
-    def fetch(self, host: Executor, keys: Words, most: int) -> int:
+    def fetch(self, host: Executor, keys: Words, max_blocks: int) -> int:
         """Copy to a host what continues a prefix only here.
 
         Returns how many were. Shapes: keys: u32[n, 8].
@@ -118,7 +119,7 @@ class SharedStore:
         is_there = rows != NO_BLOCK
         is_found = is_there | (self.executor.find(keys) != NO_BLOCK)
         num = int(is_found.argmin()) if not is_found.all() else len(keys)
-        lacking = keys[:num][~is_there[:num]][:most]
+        lacking = keys[:num][~is_there[:num]][:max_blocks]
         if not len(lacking):
             return 0
         lacking.flags.writeable = False  # As all keys are.
@@ -132,12 +133,12 @@ class SharedStore:
         return num_fetched if placed is not None else 0
 
     def touch(self, keys: Words) -> None:
-        """Note that a request uses blocks."""
+        """Mark blocks as used by a request."""
         if len(keys):
             self.executor.touch(keys, True)
 
     def write(self, keys: Words) -> None:
-        """Take what has got to a host."""
+        """Store blocks that were stored on a host."""
         if not len(keys):
             return
         keys.flags.writeable = False

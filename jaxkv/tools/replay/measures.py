@@ -1,4 +1,4 @@
-"""What results are measured by: blocks, tokens and prefill, at each policy and size."""
+"""The measures of results: blocks, tokens and prefill, by policy and size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Cell(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A share of what was asked for, of every policy at every capacity."""
+    """A share of the demand, for every policy at every capacity."""
 
     key: str  # For machines: letters, digits and "_"
     what: str  # Such as "Prefix tokens found on the host"
@@ -42,7 +42,7 @@ class Measure:
 
     @property
     def title(self) -> str:
-        """What it is a share of, too."""
+        """The measure and its total."""
         return f"{self.what}, of {self.total}"
 
     def best(self, capacity_blocks: int) -> list[str]:
@@ -50,15 +50,15 @@ class Measure:
 
         None where there are several and all have the same.
         """
-        own = {
+        ratios = {
             cell.policy: ratio
             for cell, ratio in self.ratios.items()
             if cell.capacity_blocks == capacity_blocks and cell.policy != OPTIMUM
         }
-        most = max(own.values(), default=0.0)
-        if len(own) > 1 and most == min(own.values()):
+        best = max(ratios.values(), default=0.0)
+        if len(ratios) > 1 and best == min(ratios.values()):
             return []
-        return [policy for policy, ratio in own.items() if ratio == most]
+        return [policy for policy, ratio in ratios.items() if ratio == best]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class Comparison:
 
     trace: Trace  # The replayed trace
     results: Sequence[ReplayResult]  # Every policy at the same capacities
-    model: ModelCosts | None = None  # For which prefill is counted; None to count none
+    model: ModelCosts | None = None  # Counts prefill; None to count none
     # What was kept out of the cache, but not by the optimum; None for nothing
     admission: Admission | None = None
 
@@ -83,9 +83,13 @@ class Comparison:
 
     @property
     def rivals(self) -> list[str]:
-        """Those that are compared with `BASELINE`; none if it is not among them."""
+        """The policies compared with `BASELINE`; none without it."""
         real = self.real_policies
-        return [each for each in real if each != BASELINE] if BASELINE in real else []
+        return (
+            [policy for policy in real if policy != BASELINE]
+            if BASELINE in real
+            else []
+        )
 
     @property
     def capacities(self) -> list[int]:
@@ -132,7 +136,7 @@ class Comparison:
 
     @functools.cached_property
     def measures(self) -> list[Measure]:
-        """All that is known, blocks first; with a device, each in both and on the host.
+        """All known measures, blocks first; with a device, of both tiers and the host.
 
         What cannot be known without lengths, or without a model, is left out.
         """
@@ -167,16 +171,18 @@ class Comparison:
                     lambda hits: _known(self.flops_of(hits)),
                 )
             )
-        return [each for kind in kinds for each in self._measure(*kind)]
+        return [measure for kind in kinds for measure in self._measure(*kind)]
 
     @functools.cached_property
     def main_measures(self) -> list[Measure]:
-        """Those worth a chart: tokens, or blocks without; and prefill, if it is known.
+        """The measures for charts: tokens, else blocks; and prefill, if known.
 
         Blocks and tokens have the same lines, and so have the host alone and the host
         behind a device.
         """
-        kinds = {each.key.removesuffix("_both"): each for each in self.measures}
+        kinds = {
+            measure.key.removesuffix("_both"): measure for measure in self.measures
+        }
         chosen = [kinds.get("tokens", kinds["blocks"])]
         return [*chosen, kinds["flops"]] if "flops" in kinds else chosen
 
@@ -194,14 +200,14 @@ class Comparison:
             cell: amount(result.hits_by_request)
             for cell, result in self.by_cell.items()
         }
-        found = {cell: each / whole for cell, each in amounts.items()}
+        ratios = {cell: num / whole for cell, num in amounts.items()}
         local = {
             cell: amount(result.device.hits)
             for cell, result in self.by_cell.items()
             if result.device is not None
         }
         if not local:
-            return [Measure(key, what, total, found)]
+            return [Measure(key, what, total, ratios)]
         verb = "by" if key == "flops" else "on"
         host = {cell: (amounts[cell] - local[cell]) / whole for cell in amounts}
         alone = set(local.values())
@@ -210,7 +216,7 @@ class Comparison:
             both, behind = f"{what} {verb} any tier", f"{what} beyond the device"
         share = alone.pop() / whole if len(alone) == 1 else None
         return [
-            Measure(f"{key}_both", both, total, found, share),
+            Measure(f"{key}_both", both, total, ratios, share),
             Measure(f"{key}_host", behind, total, host),
         ]
 
@@ -221,9 +227,7 @@ def format_flops(flops: float) -> str:
     >>> format_flops(2.5e15), format_flops(1.2345e19)
     ('2.5 PFLOP', '12.3 EFLOP')
     """
-    scale, unit = next(
-        (each for each in _FLOP_UNITS if flops >= each[0]), _FLOP_UNITS[-1]
-    )
+    scale, unit = next((row for row in _FLOP_UNITS if flops >= row[0]), _FLOP_UNITS[-1])
     digits = max(3 - len(f"{flops / scale:.0f}"), 0)
     return f"{round(flops / scale, digits):,} {unit}".replace(".0 ", " ")
 

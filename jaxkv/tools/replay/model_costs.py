@@ -1,4 +1,4 @@
-"""What a model's tokens cost: bytes of KV, parameters, FLOPs of prefill.
+"""The cost of a model's tokens: bytes of KV, parameters, FLOPs of prefill.
 
 All of it follows from the shapes in a Hugging Face ``config.json``:
 
@@ -31,8 +31,8 @@ from jaxkv.tools.model_config import (
     number_of,
 )
 
-_MOST_LAYERS = 10_000
-_MOST_KV_BYTES = 1 << 30
+_MAX_LAYERS = 10_000
+_MAX_KV_BYTES = 1 << 30
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
@@ -79,7 +79,7 @@ class AttentionLayers:
 
 @dataclasses.dataclass(frozen=True)
 class ModelCosts:
-    """What a model's tokens cost."""
+    """The cost of a model's tokens."""
 
     name: str  # For display
     kv_dtype: str
@@ -97,7 +97,7 @@ class ModelCosts:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the KV of a token in all layers."""
-        return sum(each.num_layers * each.kv_bytes_per_token for each in self.layers)
+        return sum(layer.num_layers * layer.kv_bytes_per_token for layer in self.layers)
 
     def kv_bytes_per_token_on(self, num_devices: int) -> int:
         """Return the bytes of a token's KV on each of the devices that share the heads.
@@ -105,8 +105,8 @@ class ModelCosts:
         A device has at least one head, and all of a latent.
         """
         return sum(
-            each.num_layers * _share(each.kv_bytes_per_token, each, num_devices)
-            for each in self.layers
+            layer.num_layers * _share(layer.kv_bytes_per_token, layer, num_devices)
+            for layer in self.layers
         )
 
     def load_bytes(
@@ -121,9 +121,11 @@ class ModelCosts:
         """
         length = np.asarray(stop, np.int64) - np.asarray(start, np.int64)
         total = np.zeros(length.shape, np.int64)
-        for each in self.layers:
-            size = each.num_layers * _share(each.kv_bytes_per_token, each, num_devices)
-            total = total + size * np.minimum(each.count_needed(stop), length)
+        for layer in self.layers:
+            size = layer.num_layers * _share(
+                layer.kv_bytes_per_token, layer, num_devices
+            )
+            total = total + size * np.minimum(layer.count_needed(stop), length)
         return total
 
     def prefill_flops(self, start: ArrayLike, stop: ArrayLike) -> NDArray[np.float64]:
@@ -133,19 +135,19 @@ class ModelCosts:
         """
         first, last = np.asarray(start, np.int64), np.asarray(stop, np.int64)
         flops = 2.0 * self.num_prefill_parameters * (last - first)
-        for each in self.layers:
-            pairs = each.count_pairs(last) - each.count_pairs(first)
-            flops = flops + float(each.num_layers * each.pair_flops) * pairs
+        for layer in self.layers:
+            pairs = layer.count_pairs(last) - layer.count_pairs(first)
+            flops = flops + float(layer.num_layers * layer.pair_flops) * pairs
         return np.asarray(flops, np.float64)
 
 
 def plain_costs(kv_bytes_per_token: int) -> ModelCosts:
-    """Make the costs of a model of which only the bytes of KV are known.
+    """Make the costs of a model if only its bytes of KV are known.
 
-    Its parameters are 0, and so are its FLOPs.
+    Its parameters and FLOPs are 0.
     """
-    if not 1 <= kv_bytes_per_token <= _MOST_KV_BYTES:
-        raise ValueError(f"{kv_bytes_per_token=} must be from 1 to {_MOST_KV_BYTES}")
+    if not 1 <= kv_bytes_per_token <= _MAX_KV_BYTES:
+        raise ValueError(f"{kv_bytes_per_token=} must be from 1 to {_MAX_KV_BYTES}")
     layers = (AttentionLayers(1, kv_bytes_per_token, 0),)
     return ModelCosts("a model", "", 0, 0, 0, layers)
 
@@ -189,8 +191,8 @@ def make_model_costs(
         named = f"model_type {shown(kind)}" if kind else "a model without model_type"
         notes.append(f"{named} is not known and taken to be built like Llama")
     num_layers = number_of(config, "num_hidden_layers")
-    if num_layers > _MOST_LAYERS:
-        raise ValueError(f"{num_layers=} must be at most {_MOST_LAYERS}")
+    if num_layers > _MAX_LAYERS:
+        raise ValueError(f"{num_layers=} must be at most {_MAX_LAYERS}")
     hidden = number_of(config, "hidden_size")
     dtype = check_dtype(kv_dtype) if kv_dtype else dtype_of(config)
     attention, per_layer = _attention(config, hidden, jnp.dtype(dtype).itemsize)
@@ -198,16 +200,16 @@ def make_model_costs(
     layers = tuple(
         dataclasses.replace(
             attention,
-            num_layers=windows.count(each),
-            window=each[0],
-            is_chunked=each[1],
+            num_layers=windows.count(window),
+            window=window[0],
+            is_chunked=window[1],
         )
-        for each in dict.fromkeys(windows)
+        for window in dict.fromkeys(windows)
     )
     kv_bytes = num_layers * attention.kv_bytes_per_token
-    if kv_bytes > _MOST_KV_BYTES:
+    if kv_bytes > _MAX_KV_BYTES:
         raise ValueError(
-            f"{kv_bytes} bytes of KV a token are more than the {_MOST_KV_BYTES} of any "
+            f"{kv_bytes} bytes of KV a token are more than the {_MAX_KV_BYTES} of any "
             "model"
         )
     all_mlp, active_mlp = _mlps(config, family, num_layers, hidden)
@@ -256,7 +258,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma": {"head_dim": 256},
 }
 
-# One layer of so many sees all, the others a window.
+# One in this many layers sees all tokens, the others a window.
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 
 _STATE = "layers that keep a state in place of the KV"
@@ -431,7 +433,7 @@ def _mlps(
 def _sparse_layers(
     config: Mapping[str, Any], family: str, num_layers: int
 ) -> list[bool]:
-    """Tell of each layer whether its MLP is one of experts."""
+    """Return for each layer whether its MLP has experts."""
     layers = range(num_layers)
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list) and len(kinds) == num_layers:

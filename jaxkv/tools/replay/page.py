@@ -26,13 +26,16 @@ from jaxkv.tools.replay.run import OPTIMUM
 def render_page(comparison: Comparison, command: str) -> str:
     """Write a page of HTML about a comparison, made by a command line."""
     lead = comparison.main_measures[0]
-    measures = [lead, *(each for each in comparison.measures if each is not lead)]
-    charts = [chart_of(comparison, each) for each in measures]
-    sections = [page.section(each, "best") for each in charts]
+    measures = [
+        lead,
+        *(measure for measure in comparison.measures if measure is not lead),
+    ]
+    charts = [chart_of(comparison, measure) for measure in measures]
+    sections = [page.section(charture, "best") for charture in charts]
     if comparison.rivals:
         gain = gain_of(comparison, lead)
         sections.insert(1, page.section(gain, "best", f"Gain over {BASELINE}"))
-    sections += [page.section(each, "") for each in refused_of(comparison)]
+    sections += [page.section(chart, "") for chart in refused_of(comparison)]
     return page.render_page(
         f"Cache policies on {comparison.trace.name}",
         page.paragraphs([_finding(comparison, lead)], "finding"),
@@ -43,7 +46,7 @@ def render_page(comparison: Comparison, command: str) -> str:
 
 
 def _finding(comparison: Comparison, measure: Measure) -> str:
-    """Say in a sentence or two which policy finds most."""
+    """Return one or two sentences on the policy that finds most."""
     names, capacities = comparison.real_policies, comparison.capacities
     if not names:
         return "Only the optimum was replayed, which no real cache can be."

@@ -84,9 +84,9 @@ def facts_of(trace: Trace) -> list[tuple[str, str]]:
 
 
 def _facts_of_run(trace: Trace, run: Recording) -> Iterator[tuple[str, str]]:
-    """Say what the run that was recorded found, and what the trace lacks of it."""
+    """Yield the hits of the recorded run, and what is missing from the trace."""
     whole = 0 if trace.input_tokens is None else int(trace.input_tokens.sum())
-    found = [
+    hits = [
         f"{num:,} tokens on the {tier} ({format_percent(num / (whole or 1))})"
         for tier, num, tokens in (
             ("device", run.num_device_hit_tokens, run.device_tokens),
@@ -98,9 +98,9 @@ def _facts_of_run(trace: Trace, run: Recording) -> Iterator[tuple[str, str]]:
     for tier, num in (("host", run.host_blocks), ("device", run.device_blocks)):
         if num is not None:
             ran.append(f"{num:,} {tier} blocks")
-    if found:
-        told = f"found {', '.join(found)}", ", ".join(ran)
-        yield "Recorded run", "; ".join(filter(None, told))
+    if hits:
+        texts = f"found {', '.join(hits)}", ", ".join(ran)
+        yield "Recorded run", "; ".join(filter(None, texts))
     if run.num_lost:
         yield "Missing", f"{run.num_lost:,} requests that could not be recorded"
     for note in run.notes:
@@ -109,17 +109,17 @@ def _facts_of_run(trace: Trace, run: Recording) -> Iterator[tuple[str, str]]:
 
 def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
     """List what a comparison has of a model, a device and an admission, with names."""
-    parts = []
+    facts = []
     if comparison.admission is not None:
-        parts.append(("Admission", comparison.admission.text))
+        facts.append(("Admission", comparison.admission.text))
     if comparison.model is not None:
         model = comparison.model
         notes = "".join(f"; {note}" for note in model.notes)
         text = f"{model.name}, {model.num_parameters / 1e9:,.1f} billion parameters"
         if comparison.prefill_flops is not None:
             text += f"; {format_flops(comparison.prefill_flops)} to prefill all prompts"
-        parts.append(("Model", text + notes))
-    parts += _parts_of_fleet(comparison)
+        facts.append(("Model", text + notes))
+    facts += _parts_of_fleet(comparison)
     device = comparison.results[0].device
     if device is not None:
         shares = [
@@ -136,27 +136,27 @@ def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
         num_cut = device.num_cut(comparison.trace)
         if num_cut:
             text += f"; {num_cut:,} requests do not fit, and are cut to its size"
-        parts.append(("Device", text))
+        facts.append(("Device", text))
     largest = int(comparison.trace.num_blocks.max(initial=0))
     small = [f"{c:,}" for c in comparison.capacities if c < largest]
     if small:
         text = f"smaller than the largest request ({largest:,} blocks)"
-        parts.append(("Warning", f"capacity {', '.join(small)}: {text}"))
-    return parts
+        facts.append(("Warning", f"capacity {', '.join(small)}: {text}"))
+    return facts
 
 
 def _parts_of_fleet(comparison: Comparison) -> Iterator[tuple[str, str]]:
-    """Say which engines there are, how the requests are shared, and the store."""
+    """Yield the engines, how they share the requests, and the store."""
     fleet, trace = comparison.fleet, comparison.trace
     if fleet is None:
         return
     if fleet.num_engines > 1:
-        most = [
+        shares = [
             int(np.bincount(result.engines).max()) / trace.num_requests
             for result in comparison.results
             if result.engines is not None and result.policy != STORE_ALONE
         ]
-        ends = dict.fromkeys(map(format_percent, (min(most), max(most))))
+        ends = dict.fromkeys(map(format_percent, (min(shares), max(shares))))
         yield (
             "Engines",
             f"{fleet.num_engines:,}, {fleet.route}, each with a host; the busiest "
@@ -180,13 +180,15 @@ _DEVICE_SHARES = {
 
 def print_results(comparison: Comparison) -> None:
     """Print how much each policy found at each capacity."""
-    parts = parts_of(comparison)
-    if parts:
-        print_facts(parts, _width_of(facts_of(comparison.trace)))
+    facts = parts_of(comparison)
+    if facts:
+        print_facts(facts, _width_of(facts_of(comparison.trace)))
     # With a device, the totals, which stand above, would not fit the column.
     is_alone = comparison.device_blocks is None
     charts = [_rows_of(comparison, measure) for measure in comparison.measures]
-    charts = [each if is_alone else each._replace(title=each.what) for each in charts]
+    charts = [
+        chart if is_alone else chart._replace(title=chart.what) for chart in charts
+    ]
     optimum = f"  {label_of(OPTIMUM, comparison.admission)}"
     print_charts(
         charts + refused_of(comparison),
@@ -200,7 +202,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     trace, model = comparison.trace, comparison.model
     figures: dict[str, Any] = {
         "trace": figures_of_trace(trace),
-        "results": [_figures_of(comparison, each) for each in comparison.results],
+        "results": [_figures_of(comparison, result) for result in comparison.results],
         "machine": system(),
         "versions": versions(),
     }
@@ -259,7 +261,7 @@ _NOT_WRITTEN = {
 
 
 def _figures_of(comparison: Comparison, result: ReplayResult) -> dict[str, Any]:
-    """Return the fields of a result, but for the arrays, and what follows from them."""
+    """Return the fields of a result except arrays, and the derived figures."""
     figures = {
         field.name: getattr(result, field.name)
         for field in dataclasses.fields(result)
@@ -325,7 +327,7 @@ _BELOW = "capacity: blocks, and share of the different blocks"
 
 
 def _headline(comparison: Comparison) -> str:
-    """Say in a few words what it shows."""
+    """Return the title of the picture."""
     measure = comparison.main_measures[0]
     what, num = measure.key.partition("_")[0], len(comparison.capacities)
     if len(comparison.real_policies) < 2:
@@ -436,17 +438,17 @@ def _best_of(comparison: Comparison, measure: Measure) -> dict[str, list[int]]:
 
 
 def _describe(comparison: Comparison, measure: Measure) -> str:
-    """Say in words what a chart shows at its ends."""
-    parts = []
+    """Describe the ends of a chart in words."""
+    facts = []
     capacities = comparison.capacities
     for capacity in dict.fromkeys((capacities[0], capacities[-1])):
         best = measure.best(capacity)
         if best:
             ratio = format_percent(measure.ratios[Cell(best[0], capacity)])
-            parts.append(f"{', '.join(best)} at {capacity:,} blocks, with {ratio}")
-    if not parts:
+            facts.append(f"{', '.join(best)} at {capacity:,} blocks, with {ratio}")
+    if not facts:
         return f"{measure.what}, against the capacity."
-    return f"Best: {'; '.join(parts)}."
+    return f"Best: {'; '.join(facts)}."
 
 
 def _look_of(comparison: Comparison, policy: str) -> dict[str, Any]:

@@ -4,8 +4,8 @@ A request looks its blocks up (the prefix before the first missing block is the 
 touches them, stores the missing ones, and touches them again while the store is in
 flight; then the store completes and the next request follows. A request whose store is
 refused stores nothing and does not touch again. A request with more blocks than the
-cache uses only the first that fit, but all count. A policy that listens is told that
-the request begins, and at last that it has finished, both at the time of its arrival.
+cache uses only the first that fit, but all count. A policy that listens is
+notified of the request's begin and, last, of its end, both at the time of its arrival.
 
 With a device in front, requests are served as `jaxkv.tools.replay.device` says. With an
 `Admission`, what it keeps out is not stored. With a `Fleet`, each engine has a cache of
@@ -62,7 +62,7 @@ _REQUESTS_PER_REPORT = 256
 
 @dataclasses.dataclass(frozen=True)
 class ReplayResult:
-    """What a policy found at a capacity."""
+    """The hits of a policy at a capacity."""
 
     policy: str
     capacity_blocks: int  # Blocks of the cache
@@ -78,8 +78,7 @@ class ReplayResult:
     wall_s: float = dataclasses.field(compare=False)
     # i64[R], read-only. Blocks found for each request. Neither compared nor shown.
     hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
-    # What a device in front found of that; None without one. Neither compared nor
-    # shown.
+    # The device's share of the hits; None without one. Neither compared nor shown.
     device: DeviceHits | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
@@ -155,8 +154,8 @@ def replay(
         blocks = fleet.storage_blocks if policy == STORE_ALONE else capacity_blocks
         largest = int(trace.num_blocks.max(initial=1))
         # Without a device, a request uses no more blocks than fit the cache.
-        most = blocks if device is None else device.num_blocks
-        max_batch = max(min(largest, most), 2)
+        max_keys = blocks if device is None else device.num_blocks
+        max_batch = max(min(largest, max_keys), 2)
         store = None
         if fleet.storage_blocks:
             store = SharedStore(fleet.storage_blocks, max_batch)
@@ -166,8 +165,8 @@ def replay(
             if device is not None:
                 own_hits = np.zeros(trace.num_requests, np.int64)
                 device = dataclasses.replace(device, hits=own_hits)
-            for each in engines:
-                each.divide(trace, device, admitted)
+            for engine in engines:
+                engine.divide(trace, device, admitted)
         if policy == STORE_ALONE:
             store = None  # They use it directly.
         ready_s = time.perf_counter()
@@ -199,7 +198,7 @@ def replay(
 
 
 class _Served(NamedTuple):
-    """What became of the requests."""
+    """The outcome of the requests."""
 
     hits: NDArray[np.int64]  # i64[R]. Blocks found for each.
     # i64[R], read-only like the others. Blocks stored for each.
@@ -230,12 +229,12 @@ def _serve_all(
     for request in range(trace.num_requests):
         start = trace.offsets[request]
         ids = trace.ids[start : start + used[request]]
-        asked = min(int(num_asked[request]), len(ids))
-        findable = asked if device is None else int(device.findable[request])
+        num_findable = min(int(num_asked[request]), len(ids))
+        findable = num_findable if device is None else int(device.findable[request])
         if routed is not None:
             number = int(routed[request])
         else:
-            lengths = [each.find(request, ids[:findable]) for each in engines]
+            lengths = [candidate.find(request, ids[:findable]) for candidate in engines]
             number = min(
                 range(len(engines)), key=lambda e: (-lengths[e], num_served[e], e)
             )
@@ -243,7 +242,7 @@ def _serve_all(
         served_by[request] = number
         engine = engines[number]
         executor, auto = engine.executor, engine.auto
-        news = _news_of(trace, request)
+        facts = _news_of(trace, request)
         keys = engine.keys_of(ids)
         if device is not None:
             if engine.device is not None:
@@ -258,16 +257,16 @@ def _serve_all(
             limit = int(admitted.limits[request])
         if store is not None:
             num_local = 0 if ahead is None else ahead[0]
-            own, most = keys[num_local:findable], max(capacity_blocks // 2, 1)
-            fetches[request] = store.fetch(executor, own, most)
-            store.touch(keys[:asked])
+            missing, max_keys = keys[num_local:findable], max(capacity_blocks // 2, 1)
+            fetches[request] = store.fetch(executor, missing, max_keys)
+            store.touch(keys[:num_findable])
         rest = ahead, passes, limit
-        told = news if engine.listens else None
+        listened = facts if engine.listens else None
         hits[request], stores[request], is_refused = _serve(
-            executor, keys, asked, told, *rest, on_arrival
+            executor, keys, num_findable, listened, *rest, on_arrival
         )
         if auto is not None:
-            auto.note(keys, asked, news, *rest)
+            auto.note(keys, num_findable, facts, *rest)
         num_refused += is_refused
         if request % _REQUESTS_PER_REPORT == 0:
             on_progress(request, trace.num_requests)
@@ -359,11 +358,13 @@ class _Engine:
     """An engine of a replay."""
 
     own_executor: Executor  # Its host's index, unless its policy changes
-    listens: bool = False  # Whether the policy is told of requests
+    listens: bool = False  # Whether the policy is notified of requests
     auto: AutoHost | None = None  # The host, if its policy changes
     # Its device, if there are several engines and they have any
     device: DeviceCache | None = None
-    gate: AskedGate | None = None  # What may be stored of its requests, likewise
+    gate: AskedGate | None = (
+        None  # Chooses the blocks of its requests that may be stored, in a fleet
+    )
 
     @property
     def executor(self) -> Executor:
@@ -377,7 +378,7 @@ class _Engine:
     def divide(
         self, trace: Trace, device: DeviceHits | None, admitted: Admitted | None
     ) -> None:
-        """Take a device and an admission of its own, as it is one of several."""
+        """Add this engine's own device and admission, if there are several engines."""
         if device is not None:
             self.device = DeviceCache(trace, device)
         if admitted is not None and admitted.make_gate is not None:
@@ -404,7 +405,7 @@ def _make_engines(
     num = range(fleet.num_engines)
     if policy == AUTO:
         autos = [AutoHost(trace, num_blocks, max_batch) for _ in num]
-        return [_Engine(each.executor, True, each) for each in autos]
+        return [_Engine(auto.executor, True, auto) for auto in autos]
     if policy == STORE_ALONE:
         assert store is not None
         return [_Engine(store.executor) for _ in num]
@@ -412,8 +413,8 @@ def _make_engines(
     cache = make(num_blocks, max_batch)
     executor, listens = make_executor(cache), cache.listens
     # Compiles; then start empty.
-    some, news = keys_of(np.zeros(1, np.int64)), News() if listens else None
-    _serve(executor, some, 1, news, ahead)
+    some, facts = keys_of(np.zeros(1, np.int64)), News() if listens else None
+    _serve(executor, some, 1, facts, ahead)
     return [_Engine(make_executor(cache), listens) for _ in num]
 
 
@@ -433,7 +434,7 @@ def _serve(
     executor: Executor,
     keys: Words,
     num_asked: int,
-    news: News | None,
+    facts: News | None,
     ahead: tuple[int, int, int] | None,
     passes: NDArray[np.bool_] | None = None,
     limit: int | None = None,
@@ -448,14 +449,14 @@ def _serve(
     positions = np.arange(len(keys), dtype=np.int32)
 
     def begin() -> int:
-        if news is None or not num_asked:
+        if facts is None or not num_asked:
             return 0
-        about = begun(news.time_ms, news.input_tokens)
+        about = begun(facts.time_ms, facts.input_tokens)
         return executor.note(keys[:num_asked], BEGIN, positions[:num_asked], about)
 
     def finish(mark: int) -> None:
-        if news is not None:
-            about = finished(news.time_ms, news.output_tokens, news.stop, mark)
+        if facts is not None:
+            about = finished(facts.time_ms, facts.output_tokens, facts.stop, mark)
             executor.note(keys, FINISH, positions, about)
 
     if ahead is not None:
@@ -494,7 +495,7 @@ def _serve(
 
 
 def _step(executor: Executor, keys: Words, admitted: Words) -> Step:
-    """Do as `Executor.request_step` does, but store only what may be stored."""
+    """`Executor.request_step` that stores only admitted blocks."""
     num_hits = executor.lookup(keys)
     executor.touch(keys, True)
     block_ids = np.empty(0, np.int64)
@@ -524,8 +525,8 @@ def _count_tokens(
     """Return the tokens found and requested, from the blocks found (i64[R])."""
     if trace.input_tokens is None:
         return None, None
-    asked = int(trace.input_tokens.sum())
+    input_tokensindable = int(trace.input_tokens.sum())
     if trace.block_size is None:
-        return None, asked
-    found = np.minimum(num_hits * trace.block_size, trace.input_tokens)
-    return int(found.sum()), asked
+        return None, input_tokensindable
+    hit_tokens = np.minimum(num_hits * trace.block_size, trace.input_tokens)
+    return int(hit_tokens.sum()), input_tokensindable

@@ -49,10 +49,10 @@ _OUT_IDS, _DEVICE, _HOST = "out_ids", "device", "host"
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-MOST_TOKENS = 1 << 30
+MAX_TOKENS = 1 << 30
 """Tokens of a request at most; beyond, sums of pairs of tokens would not fit int64."""
 
-_MOST_LETTERS = 1 << 26  # Of a line; one of ten million tokens has a fifth of that.
+_MAX_LETTERS = 1 << 26  # Of a line; ten million tokens need a fifth.
 _MOST = (1 << 53) - 1  # Of other numbers, so that a float is exact.
 
 
@@ -62,18 +62,18 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recording:
-    """What a recorded trace says of the run that it comes from."""
+    """The recorded run that a trace comes from."""
 
-    # i64[R]. Tokens that each request found on the device, -1 where nobody looked.
+    # i64[R]. Tokens that each request found on the device, -1 where unknown.
     device_tokens: NDArray[np.int64]
-    # i64[R]. Tokens that came from the host beside them, likewise.
+    # i64[R]. Tokens loaded from the host, -1 where unknown.
     host_tokens: NDArray[np.int64]
-    num_lost: int = 0  # Requests that the files say they lack
+    num_lost: int = 0  # Requests missing from the files
     notes: tuple[str, ...] = ()  # What else is not as it should be, each in a sentence
     # The cache policy of the run; None if it is not known, or not one
     policy: str | None = None
-    host_blocks: int | None = None  # Blocks of its host tier, likewise
-    device_blocks: int | None = None  # Blocks of its device, likewise
+    host_blocks: int | None = None  # Blocks of its host tier, if known
+    device_blocks: int | None = None  # Blocks of its device, if known
 
     @property
     def num_device_hit_tokens(self) -> int:
@@ -213,8 +213,12 @@ def _number(requests: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], int]:
     """
     arrays = [request for request in requests if isinstance(request, array)]
     if len(arrays) == len(requests):
-        parts = [np.frombuffer(own, np.int64) for own in arrays if own]
-        flat = np.concatenate([np.zeros(0, np.int64), *parts])
+        arrays_of = [
+            np.frombuffer(own_sizeuest, np.int64)
+            for own_sizeuest in arrays
+            if own_sizeuest
+        ]
+        flat = np.concatenate([np.zeros(0, np.int64), *arrays_of])
         _, firsts, ids = np.unique(flat, return_index=True, return_inverse=True)
         ranks = np.empty(len(firsts), np.int32)
         ranks[np.argsort(firsts)] = np.arange(len(firsts), dtype=np.int32)
@@ -237,19 +241,19 @@ def read_trace(
     Only full blocks count: the id of a partial last block, as in Mooncake's files, is
     left out.
 
-    Returns the requests in the order of the file; recorded ones in that of their times.
+    Returns the requests in the order of the file; recorded ones by their times.
     """
     if block_size is not None and block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1.")
     many = [path] if isinstance(path, str | os.PathLike) else list(path)
-    paths = [pathlib.Path(each) for each in many]
-    parts = [_read_part(each, block_size) for each in paths]
+    paths = [pathlib.Path(path) for path in many]
+    files = [_read_part(path, block_size) for path in paths]
     shown_paths = shown_name(", ".join(map(str, paths)))
     recording = None
-    requests = parts[0].requests
-    if len(parts) > 1 or parts[0].header is not None:
-        requests, recording = _join(paths, parts)
-    size = parts[0].block_size
+    requests = files[0].requests
+    if len(files) > 1 or files[0].header is not None:
+        requests, recording = _join(paths, files)
+    size = files[0].block_size
     if not requests:
         raise TraceError(f"{shown_paths}: the file has no request")
     blocks = ([*request.ids, *request.out_ids] for request in requests)
@@ -265,13 +269,13 @@ def read_trace(
         size,
         [request.output_tokens for request in requests],
         [request.stop for request in requests],
-        [len(each.out_ids) for each in requests] if has_output_blocks else None,
+        [len(request.out_ids) for request in requests] if has_output_blocks else None,
         recording,
     )
 
 
 class _Header(NamedTuple):
-    """What the first line of a recorded file says."""
+    """The first line of a recorded file."""
 
     block_size: int  # Tokens per block
     began_unix_ms: int  # The moment that times count from
@@ -287,16 +291,16 @@ class _Part:
     block_size: int  # Tokens per block
     header: _Header | None = None  # What it says of itself; None if it was not recorded
     requests: list[_Request] = dataclasses.field(default_factory=list)
-    num_lost: int = 0  # Requests that it says it lacks
+    num_lost: int = 0  # Requests missing from it
     is_torn: bool = False  # Whether its last line is not whole
 
 
 def _join(
-    paths: Sequence[pathlib.Path], parts: Sequence[_Part]
+    paths: Sequence[pathlib.Path], files: Sequence[_Part]
 ) -> tuple[list[_Request], Recording]:
-    """Put the requests of recorded files in the order of their times."""
-    first, headers = parts[0].header, []
-    for path, part in zip(paths, parts, strict=True):
+    """Merge the requests of recorded files in the order of their times."""
+    first, headers = files[0].header, []
+    for path, part in zip(paths, files, strict=True):
         name, header = shown_name(str(path)), part.header
         if header is None or first is None:
             plain = name if header is None else shown_name(str(paths[0]))
@@ -321,7 +325,7 @@ def _join(
     start_ms = min(header.began_unix_ms for header in headers)
     requests = [
         request._replace(time_ms=request.time_ms + (header.began_unix_ms - start_ms))
-        for header, part in zip(headers, parts, strict=True)
+        for header, part in zip(headers, files, strict=True)
         for request in part.requests
     ]
     requests.sort(key=lambda request: request.time_ms)
@@ -333,8 +337,8 @@ def _join(
     return requests, Recording(
         np.array([request.device_tokens for request in requests], np.int64),
         np.array([request.host_tokens for request in requests], np.int64),
-        sum(part.num_lost for part in parts),
-        tuple(_notes(paths, parts, headers)),
+        sum(part.num_lost for part in files),
+        tuple(_notes(paths, files, headers)),
         facts.get("policy"),
         facts.get("host_blocks"),
         facts.get("device_blocks"),
@@ -342,10 +346,10 @@ def _join(
 
 
 def _notes(
-    paths: Sequence[pathlib.Path], parts: Sequence[_Part], headers: Sequence[_Header]
+    paths: Sequence[pathlib.Path], files: Sequence[_Part], headers: Sequence[_Header]
 ) -> Iterator[str]:
-    """Say what recorded files lack."""
-    for path, part in zip(paths, parts, strict=True):
+    """Yield notes on incomplete recordings."""
+    for path, part in zip(paths, files, strict=True):
         if part.is_torn:
             yield (
                 f"{shown_name(str(path))} ends within a line, which was left out: it "
@@ -447,11 +451,11 @@ def _open_lines(path: pathlib.Path) -> Iterator[str]:
         with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
             # A few bytes of gzip data can be a line of any length.
             for number in itertools.count(1):
-                line = text.readline(_MOST_LETTERS)
-                if len(line) == _MOST_LETTERS and not line.endswith("\n"):
+                line = text.readline(_MAX_LETTERS)
+                if len(line) == _MAX_LETTERS and not line.endswith("\n"):
                     raise TraceError(
                         f"{shown_name(str(path))}:{number}: has more than "
-                        f"{_MOST_LETTERS} characters"
+                        f"{_MAX_LETTERS} characters"
                     )
                 if not line:
                     return
@@ -473,8 +477,8 @@ def _detect_format(fields: dict[str, Any]) -> _Format:
     """Return the format with the most of these fields."""
     form = max(_FORMATS, key=lambda form: len(fields.keys() & set(form)))
     if not fields.keys() & set(form):
-        known = " or ".join(", ".join(form) for form in _FORMATS)
-        raise _BadLineError(f"no known format: the fields must be {known}")
+        formats = " or ".join(", ".join(form) for form in _FORMATS)
+        raise _BadLineError(f"no known format: the fields must be {formats}")
     return form
 
 
@@ -537,10 +541,11 @@ def _parse_count(
     """Read a number of tokens, or of other things; the default if it is absent."""
     if default is not None and name not in fields:
         return default
-    count, most = fields.get(name), MOST_TOKENS if unit == "tokens" else _MOST
-    if type(count) is not int or not 0 <= count <= most:
+    count, max_count = fields.get(name), MAX_TOKENS if unit == "tokens" else _MOST
+    if type(count) is not int or not 0 <= count <= max_count:
         raise _BadLineError(
-            f"{name!r} must be a number of {unit} from 0 to {most}, not {_show(count)}"
+            f"{name!r} must be a number of {unit} from 0 to {max_count}, not "
+            f"{_show(count)}"
         )
     return count
 
@@ -552,10 +557,10 @@ def _parse_header(fields: dict[str, Any], block_size: int | None) -> _Header:
             f"'format' is {_show(fields['format'])}; this version of jaxkv reads "
             f"{_show(FORMAT)}"
         )
-    own = _parse_count(fields, "block_size", "tokens")
-    if not own or block_size not in (None, own):
+    own_size = _parse_count(fields, "block_size", "tokens")
+    if not own_size or block_size not in (None, own_size):
         raise _BadLineError(
-            f"was recorded in blocks of {own} tokens, not of {shown(block_size)}"
+            f"was recorded in blocks of {own_size} tokens, not of {shown(block_size)}"
         )
     for name in ("host_blocks", "device_blocks"):
         if fields.get(name) is not None:
@@ -563,7 +568,7 @@ def _parse_header(fields: dict[str, Any], block_size: int | None) -> _Header:
     if not isinstance(policy := fields.get("policy"), str | None):
         raise _BadLineError(f"'policy' must be a name, not {_show(policy)}")
     return _Header(
-        own,
+        own_size,
         _parse_count(fields, "began_unix_ms", "milliseconds", 0),
         str(fields.get("key_id")),
         _parse_count(fields, "part", "files", 0),

@@ -1,1 +1,1 @@
-"""How fast blocks move to a store and back."""
+"""The measurement of blocks on their way to a store and back."""

@@ -36,8 +36,8 @@ def print_results(record: StorageRecord, more_notes: Sequence[str] = ()) -> None
         ]
 
     sections = [
-        (f"{each.num_blocks} blocks of {size_text(each.block_bytes)}", rows(each))
-        for each in record.results
+        (f"{result.num_blocks} blocks of {size_text(result.block_bytes)}", rows(result))
+        for result in record.results
     ]
     config = record.config
     notes = [

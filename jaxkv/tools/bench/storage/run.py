@@ -111,7 +111,7 @@ class Side(Protocol):
     def read(self) -> None: ...
 
     def check(self) -> None:
-        """Compare the blocks with what was written."""
+        """Compare the bytes read with the bytes written."""
         return
 
     def delete(self) -> None: ...

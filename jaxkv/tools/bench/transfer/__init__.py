@@ -1,1 +1,1 @@
-"""How fast blocks move between device and host."""
+"""The measurement of transfers between device and host."""

@@ -103,7 +103,7 @@ class Cycle:
 
 
 def device_cycle(num_blocks: int, seed: int) -> Cycle:
-    """Make device ids like those of a pool that has served for a while: no runs."""
+    """Make device ids as a pool allocates them after a while: without runs."""
     return Cycle(num_blocks, 1, seed)
 
 

@@ -51,7 +51,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How fast bytes moved, in 10^9 bytes per second."""
+    """A transfer speed, in 10^9 bytes per second."""
 
     best_gb_per_s: float
     p50_gb_per_s: float

@@ -166,7 +166,9 @@ def _result_json(result: CaseResult) -> dict[str, Any]:
         "limit": by_direction(
             lambda d: dataclasses.asdict(speed(num_bytes, limit_s[d]))
         ),
-        "designs": {name: design(each) for name, each in result.designs_s.items()},
+        "designs": {
+            name: design(design_s) for name, design_s in result.designs_s.items()
+        },
         "engine_over": {},
         "overlap": None,
     }
@@ -203,8 +205,10 @@ def _headline(record: TransferRecord) -> str:
         return "How fast blocks move between device and host"
     saved, loaded = (
         max(
-            speed(each.case.num_bytes, each.designs_s[ENGINE][direction]).p50_gb_per_s
-            for each in record.results
+            speed(
+                result.case.num_bytes, result.designs_s[ENGINE][direction]
+            ).p50_gb_per_s
+            for result in record.results
         )
         for direction in DIRECTIONS
     )
