@@ -5,9 +5,8 @@ It chooses by shadows, which see each request after it was served.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys, key_from_int, keys_to_words, words_to_keys
@@ -16,17 +15,9 @@ from jaxkv.scheduling.whatif.auto import CANDIDATES, PolicyChoice, with_candidat
 from jaxkv.scheduling.whatif.shadows import Shadows
 from jaxkv.tiers.change_over import change_over
 from jaxkv.tiers.executors import Executor, Words, make_executor
+from jaxkv.tools.replay.serve import Facts, Request
 from jaxkv.tools.replay.traces import Trace
 from jaxkv.types import STOPS
-
-
-class News(NamedTuple):
-    """Facts about a request for policies; lengths in tokens, -1 if unknown."""
-
-    time_ms: int = 0
-    input_tokens: int = 1
-    output_tokens: int = -1
-    stop: int = 0
 
 
 class AutoHost:
@@ -50,23 +41,12 @@ class AutoHost:
         words.flags.writeable = False
         return words
 
-    def note(
-        self,
-        keys: Words,
-        num_asked: int,
-        facts: News,
-        ahead: tuple[int, int, int] | None,
-        passes: NDArray[np.bool_] | None,
-        limit: int | None,
-    ) -> None:
-        """Show a request that was served to the shadows, and change the policy if due.
-
-        Shapes: keys: u32[n, 8]; passes: bool[n].
-        """
+    def note(self, request: Request, facts: Facts) -> None:
+        """Show a served request to the shadows, and change the policy if due."""
+        keys, num_asked, _, device, passes, _ = request
+        num_local, num_findable, num_running = device or (0, num_asked, num_asked)
         shadows, packed = self._shadows, PackedKeys(words_to_keys(keys), keys)
-        asked_keys = packed[:num_asked]
-        num_local, num_findable, num_running = ahead or (0, num_asked, num_asked)
-        num_keys = len(keys) if limit is None else min(len(keys), limit)
+        asked_keys, num_keys = packed[:num_asked], request.num_keys
         shadows.look_up("", asked_keys, num_local, num_findable)
         arrival = facts.input_tokens, facts.time_ms
         shadows.begin("", asked_keys, *arrival, is_found=True, is_loaded=False)

@@ -23,17 +23,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys, words_to_keys
-from jaxkv.tiers.bare import BareTier, Course
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.executors import Executor, Words
 from jaxkv.tools.replay.traces import Trace, keys_of
-from jaxkv.types import NO_BLOCK
 
 _REQUESTS_PER_REPORT = 256
 
@@ -141,49 +137,6 @@ class DeviceCache:
         words = keys_of(self._trace.ids[first : first + device.usable[request]])
         keys = PackedKeys(words_to_keys(words), words)
         return keys, self._pool.find_prefix(keys[: device.findable[request]])
-
-
-def serve_behind(
-    executor: Executor,
-    keys: Words,
-    num_local: int,
-    num_findable: int,
-    num_running: int,
-    num_asked: int,
-    begin: Callable[[], Any] = lambda: None,
-    finish: Callable[[Any], None] = lambda mark: None,
-    passes: NDArray[np.bool_] | None = None,
-    limit: int | None = None,
-    on_arrival: Callable[[Words], None] | None = None,
-) -> tuple[int, int, bool]:
-    """Serve a request on the host, after the device has found its part.
-
-    Returns the blocks found on the host, those stored there, and whether it refused
-    any. Shapes: keys: u32[n, 8]; passes: bool[n].
-    """
-    if not len(keys):
-        return 0, 0, False
-    num_keys = len(keys) if limit is None else min(len(keys), limit)
-    tier, course = BareTier(executor), Course()
-    if num_local < num_findable:
-        course.num_found = executor.lookup(keys[num_local:num_findable])
-    mark = begin()
-    if num_asked:
-        executor.touch(keys[:num_asked], True)
-    # No other request is served meanwhile, so loaded blocks need no pin.
-    course.num_known = num_local + course.num_found
-    for end in range(min(num_asked, num_keys), min(num_running, num_keys) + 1):
-        if course.num_known < end:
-            tier.offer(course, keys, end, passes)
-            # What was refused is offered once more at the end.
-            course.num_known = end
-    tier.end(course, keys, num_keys, passes)
-    finish(mark)
-    for offered, store in course.in_flight:
-        executor.complete_step(store.block_ids, 0)
-        if on_arrival is not None:
-            on_arrival(offered[store.block_ids != NO_BLOCK])
-    return course.num_found, tier.num_stored, course.is_refused
 
 
 def _size_of(trace: Trace) -> int:

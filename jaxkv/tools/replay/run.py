@@ -1,11 +1,8 @@
 """Replay a trace against a cache policy: how much of each prefix would be found.
 
-A request looks its blocks up (the prefix before the first missing block is the hit),
-touches them, stores the missing ones, and touches them again while the store is in
-flight; then the store completes and the next request follows. A request whose store is
-refused stores nothing and does not touch again. A request with more blocks than the
-cache uses only the first that fit, but all count. A policy that listens is
-notified of the request's begin and, last, of its end, both at the time of its arrival.
+`jaxkv.tools.replay.serve` serves a request; the next one follows. A request whose store
+is refused stores nothing and does not touch again. A request with more blocks than the
+cache uses only the first that fit, but all count.
 
 With a device in front, requests are served as `jaxkv.tools.replay.device` says. With an
 `Admission`, what it keeps out is not stored. With a `Fleet`, each engine has a cache of
@@ -28,28 +25,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies import PolicyMaker, get_policy_maker
-from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.registry import AUTO
-from jaxkv.tiers.bare import select_keys
-from jaxkv.tiers.executors import Executor, Step, Words, make_executor
+from jaxkv.tiers.executors import Executor, Words, make_executor
 from jaxkv.tools.replay.admission import (
     Admission,
     Admitted,
     AskedGate,
     find_admitted,
 )
-from jaxkv.tools.replay.auto import AutoHost, News
+from jaxkv.tools.replay.auto import AutoHost
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import (
     DeviceCache,
     DeviceHits,
     find_on_device,
     fit_device,
-    serve_behind,
 )
 from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet, SharedStore, choose_engines
+from jaxkv.tools.replay.serve import Facts, OnDevice, Request, serve
 from jaxkv.tools.replay.traces import Trace, keys_of
-from jaxkv.types import NO_BLOCK
 
 OPTIMUM = "optimum"
 """The name of Belady's rule (`jaxkv.tools.replay.belady`) among the policies."""
@@ -131,7 +125,12 @@ def replay(
     admitted: Admitted | None = None,
     fleet: Fleet = ONE_ENGINE,
 ) -> ReplayResult:
-    """Replay a trace against one policy at one capacity.
+    """Replay a trace against one policy at one capacity, in blocks of each engine.
+
+    `policy` is a registered name, `OPTIMUM`, "auto", `STORE_ALONE` or a maker of
+    policies. `device` is what a device in front finds; of several engines, only its
+    size and what takes part count (`fit_device`). `OPTIMUM` stores all blocks, whatever
+    is `admitted`, and is for one engine without a store; `STORE_ALONE` needs a store.
 
     >>> from jaxkv.tools.replay.traces import make_trace
     >>> trace = make_trace("three", [[1, 2], [1, 3], [1, 2]])
@@ -159,8 +158,8 @@ def replay(
         store = None
         if fleet.storage_blocks:
             store = SharedStore(fleet.storage_blocks, max_batch)
-        ahead = None if device is None else (0, 1, 1)
-        engines = _make_engines(policy, trace, blocks, max_batch, fleet, store, ahead)
+        first = None if device is None else OnDevice(0, 1, 1)
+        engines = _make_engines(policy, trace, blocks, max_batch, fleet, store, first)
         if len(engines) > 1:
             if device is not None:
                 own_hits = np.zeros(trace.num_requests, np.int64)
@@ -224,52 +223,49 @@ def _serve_all(
     used, num_asked = np.minimum(trace.num_blocks, capacity_blocks), trace.num_asked
     if device is not None:
         used = device.usable
-    routed, ahead = choose_engines(trace, fleet), None
+    routed = choose_engines(trace, fleet)
     on_arrival = None if store is None else store.write
-    for request in range(trace.num_requests):
-        start = trace.offsets[request]
-        ids = trace.ids[start : start + used[request]]
-        num_findable = min(int(num_asked[request]), len(ids))
-        findable = num_findable if device is None else int(device.findable[request])
+    for number in range(trace.num_requests):
+        start = trace.offsets[number]
+        ids = trace.ids[start : start + used[number]]
+        asked_here = min(int(num_asked[number]), len(ids))
+        findable = asked_here if device is None else int(device.findable[number])
         if routed is not None:
-            number = int(routed[request])
+            chosen = int(routed[number])
         else:
-            lengths = [candidate.find(request, ids[:findable]) for candidate in engines]
-            number = min(
+            lengths = [engine.find(number, ids[:findable]) for engine in engines]
+            chosen = min(
                 range(len(engines)), key=lambda e: (-lengths[e], num_served[e], e)
             )
-            num_served[number] += 1
-        served_by[request] = number
-        engine = engines[number]
-        executor, auto = engine.executor, engine.auto
-        facts = _news_of(trace, request)
-        keys = engine.keys_of(ids)
+            num_served[chosen] += 1
+        served_by[number] = chosen
+        engine = engines[chosen]
+        executor, keys = engine.executor, engine.keys_of(ids)
+        facts, part = _facts_of(trace, number), None
         if device is not None:
             if engine.device is not None:
-                device.hits[request] = engine.device.serve(request)
-            running = int(device.running[request])
-            ahead = int(device.hits[request]), findable, running
-        passes, limit = None, None
+                device.hits[number] = engine.device.serve(number)
+            running = int(device.running[number])
+            part = OnDevice(int(device.hits[number]), findable, running)
+        request = Request(keys, asked_here, facts if engine.listens else None, part)
         if admitted is not None:
             passes = admitted.passes[start : start + len(ids)]
             if engine.gate is not None:
-                passes = np.array(engine.gate.note(request)[: len(ids)], np.bool_)
-            limit = int(admitted.limits[request])
+                passes = np.array(engine.gate.note(number)[: len(ids)], np.bool_)
+            limit = int(admitted.limits[number])
+            request = request._replace(passes=passes, limit=limit)
         if store is not None:
-            num_local = 0 if ahead is None else ahead[0]
-            missing, max_keys = keys[num_local:findable], max(capacity_blocks // 2, 1)
-            fetches[request] = store.fetch(executor, missing, max_keys)
-            store.touch(keys[:num_findable])
-        rest = ahead, passes, limit
-        listened = facts if engine.listens else None
-        hits[request], stores[request], is_refused = _serve(
-            executor, keys, num_findable, listened, *rest, on_arrival
-        )
-        if auto is not None:
-            auto.note(keys, num_findable, facts, *rest)
+            missing = keys[part.num_found if part else 0 : findable]
+            fetches[number] = store.fetch(
+                executor, missing, max(capacity_blocks // 2, 1)
+            )
+            store.touch(keys[:asked_here])
+        hits[number], stores[number], is_refused = serve(executor, request, on_arrival)
+        if engine.auto is not None:
+            engine.auto.note(request, facts)
         num_refused += is_refused
-        if request % _REQUESTS_PER_REPORT == 0:
-            on_progress(request, trace.num_requests)
+        if number % _REQUESTS_PER_REPORT == 0:
+            on_progress(number, trace.num_requests)
     on_progress(trace.num_requests, trace.num_requests)
     for counts in (stores, fetches, served_by):
         counts.flags.writeable = False
@@ -399,7 +395,7 @@ def _make_engines(
     max_batch: int,
     fleet: Fleet,
     store: SharedStore | None,
-    ahead: tuple[int, int, int] | None,
+    device: OnDevice | None,
 ) -> list[_Engine]:
     """Make empty engines, whose functions are compiled."""
     num = range(fleet.num_engines)
@@ -413,101 +409,21 @@ def _make_engines(
     cache = make(num_blocks, max_batch)
     executor, listens = make_executor(cache), cache.listens
     # Compiles; then start empty.
-    some, facts = keys_of(np.zeros(1, np.int64)), News() if listens else None
-    _serve(executor, some, 1, facts, ahead)
+    keys, facts = keys_of(np.zeros(1, np.int64)), Facts() if listens else None
+    serve(executor, Request(keys, 1, facts, device))
     return [_Engine(make_executor(cache), listens) for _ in num]
 
 
-def _news_of(trace: Trace, request: int) -> News:
+def _facts_of(trace: Trace, number: int) -> Facts:
     input_tokens = 1
     if trace.input_tokens is not None:
-        input_tokens = int(trace.input_tokens[request])
-    return News(
-        int(trace.time_ms[request]) & 0xFFFFFFFF,
+        input_tokens = int(trace.input_tokens[number])
+    return Facts(
+        int(trace.time_ms[number]) & 0xFFFFFFFF,
         input_tokens,
-        int(trace.output_tokens[request]),
-        int(trace.stops[request]),
+        int(trace.output_tokens[number]),
+        int(trace.stops[number]),
     )
-
-
-def _serve(
-    executor: Executor,
-    keys: Words,
-    num_asked: int,
-    facts: News | None,
-    ahead: tuple[int, int, int] | None,
-    passes: NDArray[np.bool_] | None = None,
-    limit: int | None = None,
-    on_arrival: Callable[[Words], None] | None = None,
-) -> tuple[int, int, bool]:
-    """Serve a request; return its hit blocks, those stored, and if any was refused.
-
-    Shapes: keys: u32[n, 8]; passes: bool[n].
-    """
-    if not len(keys):
-        return 0, 0, False
-    positions = np.arange(len(keys), dtype=np.int32)
-
-    def begin() -> int:
-        if facts is None or not num_asked:
-            return 0
-        about = begun(facts.time_ms, facts.input_tokens)
-        return executor.note(keys[:num_asked], BEGIN, positions[:num_asked], about)
-
-    def finish(mark: int) -> None:
-        if facts is not None:
-            about = finished(facts.time_ms, facts.output_tokens, facts.stop, mark)
-            executor.note(keys, FINISH, positions, about)
-
-    if ahead is not None:
-        num_found, num_stored, is_refused = serve_behind(
-            executor,
-            keys,
-            *ahead,
-            num_asked,
-            begin,
-            finish,
-            passes,
-            limit,
-            on_arrival,
-        )
-        return ahead[0] + num_found, num_stored, is_refused
-    mark = begin()
-    offered = keys
-    if passes is None:
-        step = executor.request_step(keys)
-    else:
-        offered = select_keys(keys[:limit], passes[:limit])
-        step = _step(executor, keys, offered)
-    if step.evicted_keys is not None:
-        # The second touch comes before the blocks are ready, which matters to ARC.
-        executor.touch(keys, True)
-    executor.complete_step(step.block_ids, step.num_hits)
-    if on_arrival is not None and step.num_stored:
-        placed = step.block_ids[-len(offered) :]
-        if passes is None:
-            placed = np.where(np.arange(len(keys)) < step.num_hits, NO_BLOCK, placed)
-        on_arrival(offered[placed != NO_BLOCK])
-    finish(mark)
-    is_refused = step.evicted_keys is None
-    num_stored = 0 if is_refused else step.num_stored
-    return min(step.num_hits, num_asked), num_stored, is_refused
-
-
-def _step(executor: Executor, keys: Words, admitted: Words) -> Step:
-    """`Executor.request_step` that stores only admitted blocks."""
-    num_hits = executor.lookup(keys)
-    executor.touch(keys, True)
-    block_ids = np.empty(0, np.int64)
-    if num_hits:
-        _, block_ids = executor.prepare_load(keys[:num_hits])
-    if not len(admitted):
-        return Step(num_hits, 0, block_ids, keys[:0])
-    stored = executor.prepare_store(admitted)
-    if stored is None:
-        return Step(num_hits, 0, block_ids, None)
-    block_ids = np.concatenate([block_ids, stored.block_ids])
-    return Step(num_hits, stored.num_stored, block_ids, stored.evicted_keys)
 
 
 def _check_name(policy: str | PolicyMaker) -> str:
