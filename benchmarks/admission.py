@@ -1,4 +1,4 @@
-"""What does it find to hold the tails of prompts back that nobody has asked for?
+"""How many hits does it give to hold back tails of prompts that were never requested?
 
 Replays traces with every policy and several `max_unseen_blocks`; without any, made-up
 ones: users with conversations that grow, and between them prompts that come once, as

@@ -5,10 +5,10 @@ found: tokens of prompts that are found as part of a prefix, in percent, for eac
     another; by the host's share of the trace's blocks. Beside it, how far `auto` falls
     behind the best of them, and behind LRU in the worst tenth of the requests.
 restart: tokens that `hazard` finds in the second half of each trace if its host is
-    emptied half way: while it remembers all else; with what a `policy_state` file
-    keeps; with nothing.
-change: processor time of this thread for a change-over of a full host, with what a
-    shadow has learned, by the blocks of the host and the policies.
+    emptied half way: while it remembers all else; with the content of a `policy_state`
+    file; with nothing.
+change: processor time of this thread for a change-over of a full host, with a
+    shadow's state, by the blocks of the host and the policies.
 
     python benchmarks/auto.py [--traces FILE ...] [--shares PERCENT ...]
         [--blocks N ...] [--device-blocks N] [--json FILE]

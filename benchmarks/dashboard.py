@@ -3,7 +3,7 @@
     python -m benchmarks.dashboard FILE [SECONDS]
 
 runs examples/serve_metrics.py and a Prometheus for a while, and draws what the panels
-of examples/grafana.json show of it: a look at what you have changed where there is no
+of examples/grafana.json show of it: a preview of changes without
 Grafana.
 """
 

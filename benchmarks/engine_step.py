@@ -11,7 +11,7 @@ in vLLM's connector, driven through a stand-in for vLLM. Eight requests run. In 
 
 The last two count until all is reported, mostly in the next step. "calls" are Python
 function calls of jaxkv, which the load of a machine does not change. Blocks are small,
-as XLA:CPU copies bytes in the calling thread. Several devices are those of
+as XLA:CPU copies bytes in the calling thread. Several devices come from
 ``--xla_force_host_platform_device_count``. `vllm_step.py` measures the connector, and
 others beside it, in the real vLLM.
 
@@ -270,7 +270,7 @@ class Engine:
         return [self.rng.bytes(32) for _ in range(num)]
 
     def _run(self, name: str, keys: list[bytes]) -> Any:
-        """Have a new prompt computed, but for its last token."""
+        """Compute a new prompt, except its last token."""
         request = self.side.request(name, keys)
         self.side.look_up(request)
         self.blocks[name] = blocks = self.side.allocate(len(keys) + 1)
@@ -305,7 +305,7 @@ class Engine:
         raise RuntimeError("transfers do not end")
 
     def fill(self) -> None:
-        """Note that each request has filled a block in the last step."""
+        """Fill a block of each request, as in the last step."""
         size = self.side.block_size
         keys_of = "block_keys" if isinstance(self.side, Own) else "block_hashes"
         for own in self.running:

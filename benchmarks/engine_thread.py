@@ -14,7 +14,7 @@ Processor time of the calling thread, not the time until the bytes are there:
 XLA:CPU copies some bytes in the calling thread, which accelerators do not. So all is
 measured with blocks of a 128th of the size, too ("small"), which move next to nothing
 in as many pieces: what full ones take above that is their bytes. Several
-devices are those of ``--xla_force_host_platform_device_count``.
+devices come from ``--xla_force_host_platform_device_count``.
 
 With `--beside CHECKOUT` another version is measured by turns with this one, each in a
 process of its own.

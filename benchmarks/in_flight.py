@@ -13,7 +13,7 @@ timed. Each state has 10, 1,000 and 10,000 requests:
 
 Timed with `OffloadScheduler` are
 
-- step: a step in which nothing is new, and the report of a step without any end;
+- step: a step without anything new, and the report of a step without any end;
 - look-up: a request of 8 blocks asks, and is offered what is on the host;
 - load: such a request takes the offer, leaves with the next step, is reported, and ends
   (not where loads are held up);
@@ -27,10 +27,10 @@ The host tier has the same size whatever N is.
 
 With `OffloadWorker` and a real `TransferEngine`, N transfers are in flight which never
 land: "step" starts nothing and polls; "agreement" is what several processes do in
-between, with nobody to talk to.
+between, with no peer.
 
 Times are medians. All sizes are timed by turns, so that a busy machine slows down all
-alike; a ratio is that of the median at 10,000 to the median at 10.
+alike; a ratio is the median at 10,000 over the median at 10.
 
     python benchmarks/in_flight.py [--requests N ...] [--rounds R] [--json FILE]
 """
@@ -78,14 +78,14 @@ def key(*path: Any) -> bytes:
 class Crowd:
     """A scheduler with N requests in one state."""
 
-    def __init__(self, state: str, num: int, most: int) -> None:
+    def __init__(self, state: str, num: int, max_requests: int) -> None:
         self.state = state
         self.pool = DeviceBlockPool(num * BLOCKS + 4 * PROBE_BLOCKS + 1)
         has_bound = state in ("held up", "queued")
         self.scheduler = OffloadScheduler(
             BLOCK_SIZE,
             # So that nothing is evicted, not even by what is stored anew.
-            4 * (most * BLOCKS + 4 * PROBE_BLOCKS + 1),
+            4 * (max_requests * BLOCKS + 4 * PROBE_BLOCKS + 1),
             rules=OffloadRules(
                 max_blocks_in_flight=PROBE_BLOCKS if has_bound else None
             ),
@@ -126,7 +126,7 @@ class Crowd:
         self.pool.evict(prompt.block_ids)
 
     def _run(self, prompt: Prompt) -> None:
-        """Give a request blocks, as if the model had computed them."""
+        """Allocate a request's blocks, as if the model had computed them."""
         prompt.block_ids = self.pool.allocate(len(prompt.block_keys))
         self.scheduler.update_state_after_alloc(prompt, prompt.block_ids, 0)
         prompt.num_computed_tokens = prompt.num_tokens - 1
@@ -141,11 +141,11 @@ class Crowd:
         return Prompt(f"probe {next(self._names)}", self._probe_keys)
 
     def ask(self, prompt: Prompt) -> int | None:
-        """Ask what there is for a request."""
+        """Look a request up."""
         return self.scheduler.get_num_new_matched_tokens(prompt, 0)[0]
 
     def take(self, prompt: Prompt) -> None:
-        """Ask, and take what is offered."""
+        """Look a request up, and accept the offer."""
         offer = self.ask(prompt)
         assert offer == len(prompt.block_keys) * BLOCK_SIZE, offer
         prompt.block_ids = self.pool.allocate(len(prompt.block_keys))
@@ -188,13 +188,13 @@ class Crowd:
         return prompt
 
     def idle(self) -> Callable[[], None]:
-        """Take a step in which nothing is new."""
+        """Run a step without anything new."""
         self.schedule(self.scheduled)
         self.scheduler.update_connector_output(ConnectorOutput())
         return _nothing
 
     def look_up(self) -> Callable[[], None]:
-        """Let a new request ask."""
+        """Look a new request up."""
         prompt = self.probe()
         assert self.ask(prompt) == PROBE_BLOCKS * BLOCK_SIZE
         return lambda: self.scheduler.request_finished(prompt) and None
@@ -211,7 +211,7 @@ class Crowd:
         return _nothing
 
     def refused(self) -> Callable[[], None]:
-        """Let a request ask that is loading already."""
+        """Look up a request that is loading already."""
         assert self.ask(self.crowd[0]) is None
         return _nothing
 
@@ -232,7 +232,7 @@ class Crowd:
         return clean_up
 
     def leave(self) -> Callable[[], None]:
-        """Report what is in flight, so that some of what waits leaves."""
+        """Report transfers in flight, so that some waiting ones start."""
         before = self.in_flight
         assert before is not None
         stores = () if before.store_event == NO_EVENT else (before.store_event,)
@@ -270,7 +270,7 @@ class Crowd:
         return _nothing
 
     def actions(self) -> dict[str, Action]:
-        """Tell what can be timed."""
+        """Return the actions to time."""
         actions = {
             "step": self.idle,
             "look-up": self.look_up,
@@ -301,8 +301,8 @@ class Silence:
 class Fleet:
     """A worker and its engine, with N transfers that never land."""
 
-    def __init__(self, state: str, num: int, most: int) -> None:
-        self.pool = [jnp.zeros((most + 64, 2))]
+    def __init__(self, state: str, num: int, max_requests: int) -> None:
+        self.pool = [jnp.zeros((max_requests + 64, 2))]
         self.engine = TransferEngine(
             self.pool, 64, mode="staged", staging_bytes=1 << 12, extent_bytes=256
         )
@@ -322,7 +322,7 @@ class Fleet:
             self.agreement.begin(transfer)
 
     def idle(self) -> Callable[[], None]:
-        """Take a step in which nothing lands."""
+        """Run a step without completions."""
         self.pool = self.worker.start(_meta(), self.pool)
         self.worker.poll()
         return _nothing
@@ -339,7 +339,7 @@ class Fleet:
         return _nothing
 
     def actions(self) -> dict[str, Action]:
-        """Tell what can be timed."""
+        """Return the actions to time."""
         return {"step": self.idle, "agreement": self.agree, "gauges": self.gauges}
 
 
@@ -358,7 +358,7 @@ def _meta(event: int = 0, *, store: Any = (), load: Any = ()) -> OffloadMetadata
 
 
 def never() -> Any:
-    """Let no transfer land meanwhile."""
+    """Keep all transfers in flight within this context."""
     return mock.patch.object(Piece, "is_ready", return_value=False)
 
 

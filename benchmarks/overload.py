@@ -7,7 +7,7 @@ are of documents whose KV is several times what the host holds, so that some of 
 beginning is there.
 
 The model writes a number from its key into each block that it computes, and compares
-those of all blocks that a request has, loaded or found, when it is over.
+all blocks of a request, loaded or found, at its end.
 
 For each of the windows of the run: the time of a step, by the clock and as processor
 time of the engine's thread, which other programs on the machine do not lengthen;
@@ -90,7 +90,7 @@ _write = jax.jit(_write, donate_argnums=0)
 
 
 def number_of(key: bytes) -> int:
-    """What a block of a key contains."""
+    """The content of a key's block."""
     return int.from_bytes(key[:4], "little", signed=True)
 
 
@@ -117,7 +117,7 @@ class Engine:
         self._names = itertools.count()
 
     def submit(self) -> None:
-        """Ask about a document, from its first token on."""
+        """Submit a question about a document, from its first token on."""
         document = int(self.rng.integers(DOCUMENTS))
         num = int(self.rng.integers(BLOCK, DOCUMENT_BLOCKS * BLOCK))
         tokens = [(document * 7919 + place) % 50_000 for place in range(num)]
@@ -148,7 +148,7 @@ class Engine:
         self.compute(scheduled)
 
     def admit(self, request: Request) -> bool:
-        """Give a request all its blocks, if there are enough."""
+        """Allocate all blocks of a request, if there are enough."""
         most = request.num_tokens - 1
         local, [table] = find_cached_prefix(
             self.blocks, self.scheduler.groups, [request.block_keys], most

@@ -91,7 +91,7 @@ class LongRequest:
         policy: str = "lru",
         rules: dict[str, Any] | None = None,
         recorder: TraceRecorder | None = None,
-        **more: Any,
+        **options: Any,
     ) -> None:
         num = num_tokens // BLOCK_SIZE
         hashes = random_keys(np.random.default_rng(0), num + num_more)
@@ -121,7 +121,7 @@ class LongRequest:
             policy,
             rules=OffloadRules(store_batch_blocks=0, **rules or {}),
             recorder=recorder,
-            **more,
+            **options,
         )
         self.scheduler.bind_device_block_pool(self.pool)
         self.scheduler.warm_up()
