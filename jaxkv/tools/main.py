@@ -21,9 +21,9 @@ from jaxkv.tools.process import (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Returns the exit code: 0 on success, 1 if offloading changed an answer or a byte, a
-    compiled program broke a bound, the doctor found something wrong or the output could
-    not be written, 2 for a wrong command line, 130 after an interrupt.
+    Returns the exit code: 0 on success, 1 if offloading changed an answer or a byte,
+    the doctor found a problem or the output could not be written, 2 for a wrong
+    command line, 130 after an interrupt.
     """
     if argv is None:
         _run_as_process(sys.argv[1:])

@@ -202,15 +202,10 @@ class Usage:
                 values[option.field] = value
             else:
                 arguments.append(word)
-        extra = (
-            arguments
-            if not self._argument
-            else []
-            if self._takes_many
-            else arguments[1:]
-        )
-        if extra:
-            raise UsageError(f"unexpected argument {shown(extra[0])}")
+        max_arguments = len(arguments) if self._takes_many else bool(self._argument)
+        if len(arguments) > max_arguments:
+            unexpected = arguments[max_arguments]
+            raise UsageError(f"unexpected argument {shown(unexpected)}")
         if self._argument:
             if not arguments:
                 raise UsageError(f"{self._argument.rstrip('.')}: it is required")

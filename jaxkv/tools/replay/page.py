@@ -31,7 +31,7 @@ def render_page(comparison: Comparison, command: str) -> str:
         *(measure for measure in comparison.measures if measure is not lead),
     ]
     charts = [chart_of(comparison, measure) for measure in measures]
-    sections = [page.section(charture, "best") for charture in charts]
+    sections = [page.section(chart, "best") for chart in charts]
     if comparison.rivals:
         gain = gain_of(comparison, lead)
         sections.insert(1, page.section(gain, "best", f"Gain over {BASELINE}"))

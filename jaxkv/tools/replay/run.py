@@ -56,39 +56,33 @@ _REQUESTS_PER_REPORT = 256
 
 @dataclasses.dataclass(frozen=True)
 class ReplayResult:
-    """The hits of a policy at a capacity."""
+    """The hits of a policy at a capacity. Arrays are i64[R] and read-only."""
 
     policy: str
-    capacity_blocks: int  # Blocks of the cache
-    num_requests: int  # Requests of the trace
-    num_block_refs: int  # Blocks that the requests asked for
-    # Blocks found, as part of a prefix; with a device in front, there or on the host
-    num_hit_blocks: int
-    input_tokens: int | None  # Tokens that the requests asked for, None if not known
-    hit_tokens: int | None  # Tokens found, None if not known
-    num_refused: int  # Requests whose store was refused, in part if that can be
+    capacity_blocks: int
+    num_requests: int
+    num_block_refs: int  # blocks that the requests asked for
+    num_hit_blocks: int  # prefix blocks found, on the device or the host
+    input_tokens: int | None  # None if unknown, like the next
+    hit_tokens: int | None
+    num_refused: int  # requests with a refused store
     compile_s: float = dataclasses.field(compare=False)
-    # Seconds to replay, without compilation
-    wall_s: float = dataclasses.field(compare=False)
-    # i64[R], read-only. Blocks found for each request. Neither compared nor shown.
+    wall_s: float = dataclasses.field(compare=False)  # without compilation
     hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
-    # The device's share of the hits; None without one. Neither compared nor shown.
+    # The device's share of the hits; None without one.
     device: DeviceHits | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
-    # i64[R], read-only. Blocks stored for each request; None for the optimum. Neither
-    # compared nor shown.
+    # None for the optimum.
     stores_by_request: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
-    fleet: Fleet = ONE_ENGINE  # The engines that shared the requests
-    # i64[R], read-only. Which of them served each; None if there is one. Neither
-    # compared nor shown.
+    fleet: Fleet = ONE_ENGINE
+    # The engine that served each request; None if there is one engine.
     engines: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
-    # i64[R], read-only. Blocks of those found that came from the store to a host; None
-    # without a store. Neither compared nor shown.
+    # Blocks that came from the store to a host; None without a store.
     fetches_by_request: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
@@ -197,14 +191,13 @@ def replay(
 
 
 class _Served(NamedTuple):
-    """The outcome of the requests."""
+    """The outcome of the requests: i64[R] each."""
 
-    hits: NDArray[np.int64]  # i64[R]. Blocks found for each.
-    # i64[R], read-only like the others. Blocks stored for each.
+    hits: NDArray[np.int64]
     stores: NDArray[np.int64]
-    fetches: NDArray[np.int64]  # i64[R]. Blocks fetched from the store for each.
-    engines: NDArray[np.int64]  # i64[R]. Who served each.
-    num_refused: int  # Requests whose store was refused
+    fetches: NDArray[np.int64]  # from the store
+    engines: NDArray[np.int64]
+    num_refused: int
 
 
 def _serve_all(
@@ -358,9 +351,7 @@ class _Engine:
     auto: AutoHost | None = None  # The host, if its policy changes
     # Its device, if there are several engines and they have any
     device: DeviceCache | None = None
-    gate: AskedGate | None = (
-        None  # Chooses the blocks of its requests that may be stored, in a fleet
-    )
+    gate: AskedGate | None = None  # In a fleet, admits blocks of its requests.
 
     @property
     def executor(self) -> Executor:
@@ -441,8 +432,8 @@ def _count_tokens(
     """Return the tokens found and requested, from the blocks found (i64[R])."""
     if trace.input_tokens is None:
         return None, None
-    input_tokensindable = int(trace.input_tokens.sum())
+    input_tokens = int(trace.input_tokens.sum())
     if trace.block_size is None:
-        return None, input_tokensindable
+        return None, input_tokens
     hit_tokens = np.minimum(num_hits * trace.block_size, trace.input_tokens)
-    return int(hit_tokens.sum()), input_tokensindable
+    return int(hit_tokens.sum()), input_tokens

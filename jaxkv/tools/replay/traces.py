@@ -213,12 +213,10 @@ def _number(requests: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], int]:
     """
     arrays = [request for request in requests if isinstance(request, array)]
     if len(arrays) == len(requests):
-        arrays_of = [
-            np.frombuffer(own_sizeuest, np.int64)
-            for own_sizeuest in arrays
-            if own_sizeuest
+        flat_requests = [
+            np.frombuffer(request, np.int64) for request in arrays if request
         ]
-        flat = np.concatenate([np.zeros(0, np.int64), *arrays_of])
+        flat = np.concatenate([np.zeros(0, np.int64), *flat_requests])
         _, firsts, ids = np.unique(flat, return_index=True, return_inverse=True)
         ranks = np.empty(len(firsts), np.int32)
         ranks[np.argsort(firsts)] = np.arange(len(firsts), dtype=np.int32)
