@@ -103,11 +103,11 @@ class ExistingPrefix:
 def answer(engine, params, prompt, cache, num_tokens=6):
     """Answer a prompt as the driver does; count the computed chunks."""
     size, prefix, num_chunks = engine.prefill_chunk_size, None, 0
-    found = cache.load(prompt, min_common_prefix_key_length=size)
-    start = 0 if found is None else min(len(found.tokens), len(prompt) - 1)
+    cached = cache.load(prompt, min_common_prefix_key_length=size)
+    start = 0 if cached is None else min(len(cached.tokens), len(prompt) - 1)
     start -= start % size
     if start:
-        prefix = {"cache": found.prefix}
+        prefix = {"cache": cached.prefix}
     for at in range(start, len(prompt), size):
         chunk = jnp.array(prompt[at : at + size])
         prefix, token = engine.prefill(

@@ -45,29 +45,29 @@ class MemoryMover:
         self.advance()
 
     def advance(self):
-        """Go on with what is under way."""
+        """Advance the writes in flight."""
         self.engine.advance_host(lambda copy: copy())
 
     def take_reports(self, most_found=0):
-        """Return what is over since the last call."""
-        over = {event: own for event, own in self.fetches.items() if own.is_over}
+        """Return the moves that ended since the last call."""
+        ended = {event: write for event, write in self.fetches.items() if write.is_over}
         fetched = [
-            (event, (own.error is None,) * len(own.host_ids))
-            for event, own in over.items()
+            (event, (write.error is None,) * len(write.host_ids))
+            for event, write in ended.items()
         ]
-        for event in over:
+        for event in ended:
             del self.fetches[event]
         written, self.written = self.written, []
         return (TierReport(tuple(fetched), tuple(written)),)
 
     def wait(self):
-        """Return when nothing is under way."""
-        while not all(own.is_over for own in self.fetches.values()):
+        """Wait until no write is in flight."""
+        while not all(write.is_over for write in self.fetches.values()):
             self.advance()
 
     @property
     def num_in_flight(self):
-        """How many moves are under way."""
+        """The number of moves in flight."""
         return len(self.fetches)
 
 

@@ -51,9 +51,9 @@ class Proxy(http.server.BaseHTTPRequestHandler):
         except ValueError as error:
             self.send_error(400, f"the body is no JSON: {error}")
             return
-        told = prefill(self.prefill_url, self.path, body)
-        if told is not None:
-            body["kv_transfer_params"] = told
+        params = prefill(self.prefill_url, self.path, body)
+        if params is not None:
+            body["kv_transfer_params"] = params
         try:
             answer = post(self.decode_url, self.path, body)
         except urllib.error.HTTPError as error:

@@ -1,9 +1,8 @@
 """Serve prompts and their metrics until interrupted, for a Prometheus to scrape.
 
 Needs the extras "demo" and "metrics". Several users at a time ask about a few
-documents, which do not all fit on the device and of which one is new now and then. All
-optional rules are on, so that every panel of the dashboard beside this, grafana.json,
-has something to show:
+documents, which do not all fit on the device, and now and then about a new one. All
+optional rules are on, so that every panel of the dashboard in grafana.json has data:
 
     python examples/serve_metrics.py [PORT]  # 9400 unless given; 0 for any
 """

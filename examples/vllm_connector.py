@@ -69,7 +69,7 @@ worker.register_runner(runner)
 
 
 def step(**num_scheduled_tokens):
-    """Do a step as vLLM does, without the model."""
+    """Run a step as vLLM does, without the model."""
     output = Object(
         scheduled_cached_reqs=Object(req_ids=[], new_block_ids=[]),
         num_scheduled_tokens=num_scheduled_tokens,
@@ -98,7 +98,7 @@ def make_request(name):
 
 
 def allocate(request, block_ids, num_external_tokens):
-    """Give a request its blocks."""
+    """Allocate a request's blocks."""
     pool.touch(pool.blocks[n] for n in block_ids)
     blocks = Object(get_block_ids=lambda: (block_ids,))
     scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
