@@ -1,5 +1,7 @@
 """What a half of the connector reports to vLLM's metrics, and when."""
 
+import prometheus_client
+
 from jaxkv import OffloadScheduler
 from jaxkv.integrations.vllm.stats import (
     REPORT_EVERY_S,
@@ -7,6 +9,9 @@ from jaxkv.integrations.vllm.stats import (
     StatsReader,
 )
 from jaxkv.scheduling.stats import MAX_SAMPLES
+from tests.integrations.test_vllm import prom_metrics
+from tests.rigs import fake_vllm
+from tests.rigs.fake_engine import Engine
 
 
 def test_two_reports_add_up_to_the_sums_the_last_gauges_and_all_samples():
@@ -15,6 +20,7 @@ def test_two_reports_add_up_to_the_sums_the_last_gauges_and_all_samples():
             {
                 "counters": {"loads": {"a": number, f"only {number}": 1}},
                 "gauges": {"held": {"": number}},
+                "host_gauges": {"up": {"": {"0": number, str(number): 1}}},
                 "samples": {"delay": [float(number)]},
             }
         )
@@ -23,8 +29,28 @@ def test_two_reports_add_up_to_the_sums_the_last_gauges_and_all_samples():
     assert earlier.aggregate(later).to_dict() == {
         "counters": {"loads": {"a": 8, "only 3": 1, "only 5": 1}},
         "gauges": {"held": {"": 5}},
+        "host_gauges": {"up": {"": {"0": 5, "3": 1, "5": 1}}},
         "samples": {"delay": [3.0, 5.0]},
     }
+
+
+def test_gauges_of_hosts_are_added_up_and_a_store_is_up_only_on_all_hosts(monkeypatch):
+    fake_vllm.install(monkeypatch, "0.32")
+    num_bytes, is_up = "jaxkv:kv_offload_host_bytes", "jaxkv:kv_offload_storage_up"
+    registry = prometheus_client.CollectorRegistry()
+    metrics = prom_metrics(Engine().scheduler.connector, registry)
+    for report, expected in (
+        ({num_bytes: {"": {"0": 3, "1": 4}}, is_up: {"": {"0": 1, "1": 1}}}, (7, 1)),
+        # A host reports a gauge only when it changes.
+        ({is_up: {"": {"1": 0}}}, (7, 0)),
+        ({num_bytes: {"": {"1": 6}}, is_up: {"": {"1": 1}}}, (9, 1)),
+    ):
+        metrics.observe({"host_gauges": report})
+        values = (
+            registry.get_sample_value(name, {"engine": "0"})
+            for name in (num_bytes, is_up)
+        )
+        assert tuple(values) == expected
 
 
 def test_samples_that_nobody_takes_are_not_kept_without_end():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,14 +51,18 @@ every ten seconds, and what scrapes it comes every second at most.
 """
 
 _COUNTERS, _GAUGES, _SAMPLES = "counters", "gauges", "samples"
+# The gauges of workers, by host as well: /metrics has the sum of all hosts.
+_HOST_GAUGES = "host_gauges"
+# Except where one host that fails matters: there it has the lowest value.
+_LOWEST = {"jaxkv:kv_offload_storage_up"}
 
 
 class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
     """What happened since the last report; vLLM's ``KVConnectorStats``.
 
     Its `data` has counters, gauges and the samples of histograms, each by name and by
-    the value of the metric's label, "" for none. It is of plain types, as it travels
-    between processes.
+    the value of the metric's label, "" for none; gauges of workers by host, too. It is
+    of plain types, as it travels between processes.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -67,7 +72,7 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {_COUNTERS: {}, _GAUGES: {}, _SAMPLES: {}}
+        self.data = {_COUNTERS: {}, _GAUGES: {}, _HOST_GAUGES: {}, _SAMPLES: {}}
 
     def to_dict(self) -> dict[str, Any]:
         """Return what travels."""
@@ -78,13 +83,17 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
         return not any(self.data.values())
 
     def aggregate(self, other: OffloadConnectorStats) -> OffloadConnectorStats:
-        """Add a later report, or one of the other half."""
+        """Add a later report, one of the other half, or one of another host."""
         for name, values in other.data[_COUNTERS].items():
             own = self.data[_COUNTERS].setdefault(name, {})
             for label, value in values.items():
                 own[label] = own.get(label, 0) + value
         for name, values in other.data[_GAUGES].items():
             self.data[_GAUGES].setdefault(name, {}).update(values)
+        of_hosts = self.data.setdefault(_HOST_GAUGES, {})
+        for name, by_label in other.data.get(_HOST_GAUGES, {}).items():
+            for label, values in by_label.items():
+                of_hosts.setdefault(name, {}).setdefault(label, {}).update(values)
         for name, samples in other.data[_SAMPLES].items():
             self.data[_SAMPLES].setdefault(name, []).extend(samples)
         return self
@@ -127,15 +136,18 @@ class StatsReader:
 
     Args:
         source: The scheduler or the worker of the half.
+        host: The number of the worker's host; None for a scheduler.
         clock: Seconds since some moment.
     """
 
     def __init__(
         self,
         source: OffloadScheduler | OffloadWorker,
+        host: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
+        self._host = host
         self._clock = clock
         self._due_s = -math.inf
         families = OF_WORKER if isinstance(source, OffloadWorker) else OF_SCHEDULER
@@ -171,16 +183,18 @@ class StatsReader:
                     stats.data[_SAMPLES][family.name] = samples
                 continue
             values = value if isinstance(value, dict) else {"": value}
-            kind = _COUNTERS if family.kind == "counter" else _GAUGES
             for label, number in values.items():
                 key = family.name, label
                 last = self._last.get(key)
                 if number == last:
                     continue
                 self._last[key] = number
-                is_sum = kind == _COUNTERS
-                new = number - (last or 0) if is_sum else number
-                stats.data[kind].setdefault(family.name, {})[label] = new
+                kind, reported = _GAUGES, number
+                if family.kind == "counter":
+                    kind, reported = _COUNTERS, number - (last or 0)
+                elif self._host is not None:
+                    kind, reported = _HOST_GAUGES, {str(self._host): number}
+                stats.data[kind].setdefault(family.name, {})[label] = reported
         return None if stats.is_empty() else stats
 
     def _read(self) -> Iterable[tuple[Family[Any], Any]]:
@@ -222,6 +236,9 @@ class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
                 REGISTRY.unregister(metric)
         self._registered.clear()
         self._metrics: dict[str, Any] = {}
+        # The last values of workers' gauges, by engine, name, label and host.
+        self._host_values: defaultdict[tuple[int, str, str], dict[str, float]]
+        self._host_values = defaultdict(dict)
         classes = {
             "counter": self._counter_cls,
             "gauge": self._gauge_cls,
@@ -255,6 +272,12 @@ class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
         for name, values in data.get(_GAUGES, {}).items():
             for label, value in values.items():
                 self._of(name, label, engine_idx).set(value)
+        for name, by_label in data.get(_HOST_GAUGES, {}).items():
+            for label, values in by_label.items():
+                by_host = self._host_values[engine_idx, name, label]
+                by_host.update(values)
+                join = min if name in _LOWEST else sum
+                self._of(name, label, engine_idx).set(join(by_host.values()))
         for name, samples in data.get(_SAMPLES, {}).items():
             metric = self._of(name, "", engine_idx)
             for sample in samples:

@@ -267,7 +267,7 @@ class WorkerHalf:
         self._runner = runner
         # Runners forbid compilation during a step.
         engine.warm_up()
-        self._stats = StatsReader(self._worker)
+        self._stats = StatsReader(self._worker, jax.process_index())
         store = config.storage
         log_start(
             engine,

@@ -144,7 +144,8 @@ class Lab:
                 VLLM_ENABLE_V1_MULTIPROCESSING=str(num_processes - 1),
                 XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices}",
                 JAXKV_VLLM_HOSTS=str(num_hosts) if num_hosts > 1 else "",
-                VLLM_WORKER_MULTIPROC_METHOD="spawn",
+                # Forked workers need not import vLLM again.
+                VLLM_WORKER_MULTIPROC_METHOD="fork" if num_hosts > 1 else "spawn",
                 **json.loads(options).get("variables", {}),
             ),
             stdout=subprocess.PIPE,

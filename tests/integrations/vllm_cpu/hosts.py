@@ -1,6 +1,7 @@
-"""Several hosts on one machine: an executor whose workers are processes of one mesh.
+"""Several hosts on one machine: workers that are processes of one mesh, over gloo.
 
-On TPUs these are Ray's workers, one on each host. Here they talk over gloo.
+On TPUs Ray starts the workers, one on each host. Here Ray starts them on nodes of this
+machine, or an executor without Ray does, which is faster.
 """
 
 import os
@@ -11,7 +12,9 @@ import jax
 import numpy as np
 from tpu_inference.executors.multiproc_executor import MultiprocExecutor
 
-HOSTS, COORDINATOR = "JAXKV_VLLM_HOSTS", "JAXKV_VLLM_COORDINATOR"
+from .ray_nodes import HOSTS, has_ray, host_of_node
+
+COORDINATOR = "JAXKV_VLLM_COORDINATOR"
 
 
 class HostsExecutor(MultiprocExecutor):
@@ -22,8 +25,6 @@ class HostsExecutor(MultiprocExecutor):
         self.parallel_config.placement_group = types.SimpleNamespace(
             bundle_specs=bundles
         )
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            os.environ[COORDINATOR] = f"127.0.0.1:{probe.getsockname()[1]}"
         super()._init_executor()
 
     def _get_parallel_sizes(self):
@@ -37,24 +38,30 @@ class HostsExecutor(MultiprocExecutor):
         return 0
 
 
-def replace_what_one_machine_lacks(executor=HostsExecutor):
+def replace_what_one_machine_lacks():
     """Choose the executor, and let each worker join the mesh."""
     from tpu_inference.platforms.tpu_platform import TpuPlatform
-    from tpu_inference.worker.tpu_worker import TPUWorker
+    from tpu_inference.worker import tpu_worker
 
     check = TpuPlatform.check_and_update_config.__func__
-    init_device = TPUWorker.init_device
+    init_device = tpu_worker.TPUWorker.init_device
 
     def check_and_update_config(cls, vllm_config):
         check(cls, vllm_config)
-        vllm_config.parallel_config.distributed_executor_backend = executor
+        if not has_ray():
+            vllm_config.parallel_config.distributed_executor_backend = HostsExecutor
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        os.environ.setdefault(COORDINATOR, address)
 
     def join_and_init_device(worker, *args, **named):
-        join_mesh(worker.rank)
+        join_mesh(host_of_node() if has_ray() else worker.rank)
         return init_device(worker, *args, **named)
 
     TpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-    TPUWorker.init_device = join_and_init_device
+    tpu_worker.TPUWorker.init_device = join_and_init_device
+    # CPU devices have no place in a torus.
+    tpu_worker.get_device_topology_order_id = lambda *devices: jax.process_index()
 
 
 def join_mesh(rank):
@@ -87,9 +94,7 @@ def join_mesh(rank):
                 return jax.random.wrap_key_data(
                     placed(jax.random.key_data(leaf), everywhere)
                 )
-        # JAX may share NumPy's memory: tpu-inference writes to its staging buffers
-        # again while a step still reads them.
-        array = np.array(leaf)
+        array = np.asarray(leaf)
         return jax.make_array_from_callback(
             array.shape, target, lambda index: array[index]
         )

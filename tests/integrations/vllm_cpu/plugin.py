@@ -69,11 +69,12 @@ def replace_what_is_read_from_devices():
 
 
 def copy_what_is_staged():
-    """On a CPU `jax.device_put` may share NumPy's memory instead of copying it.
+    """On a CPU JAX may share NumPy's memory instead of copying it.
 
-    tpu-inference writes to its staging buffers again while a step still reads them.
+    tpu-inference writes to its staging buffers again while a step still reads them. On
+    several hosts it makes arrays from callbacks.
     """
-    put = jax.device_put
+    put, make = jax.device_put, jax.make_array_from_callback
 
     def copying(leaf):
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
@@ -81,7 +82,11 @@ def copy_what_is_staged():
     def device_put(x, *args, **named):
         return put(jax.tree.map(copying, x), *args, **named)
 
+    def make_array_from_callback(shape, sharding, callback, **named):
+        return make(shape, sharding, lambda index: copying(callback(index)), **named)
+
     jax.device_put = device_put
+    jax.make_array_from_callback = make_array_from_callback
 
 
 def keep_storage_that_is_shared():
@@ -111,7 +116,7 @@ def spoil(fault):
     "no ids": the scheduler does not send what it is restored from.
     "blind": nothing is noticed of weights that change, but for dropped caches.
     "slow": each step begins late, and the ends of transfers are seen in every fifth.
-    "death": the process is killed when it has a load to start.
+    "death": the process is killed when it has a load to start, and says when.
     """
     if not fault:
         return
@@ -224,6 +229,7 @@ def delay_or_die(half_class, fault):
 
     def start_late(half, step):
         if fault == "death" and step.transfers.load_device_blocks:
+            print("DEATH", time.time(), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.002)
         return start(half, step)

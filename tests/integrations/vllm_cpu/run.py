@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from .ray_nodes import has_ray, ray_cluster
+
 BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 16, 48, 400
 _METRICS = ("prefix", "kv", "preempt", "spec_decode")
 NUM_USERS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 160, 10
@@ -234,29 +236,33 @@ def pressure(run):
 
 
 def spoilt_pressure(run):
-    """The same for each of "faults", which the last host alone has from then on."""
-    for fault in run.options["faults"]:
+    """The same for each of "rounds": the faults each host has from then on, and seeds.
+
+    It notes the tokens that each round has found on the hosts.
+    """
+    hits = run.noted["hits"] = []
+    for faults, seeds in run.options["rounds"]:
         if run.answers:
             run.settle()
             assert run.llm.reset_prefix_cache(reset_connector=run.has_connector)
-        run.llm.collective_rpc(_spoil_last_host, args=(fault,))
-        for seed in range(run.options["seeds"]):
+        run.llm.collective_rpc(_spoil_hosts, args=(faults,))
+        for seed in seeds:
             under_pressure(
                 seed,
                 lambda prompts, num_tokens: run.ask(prompts, num_tokens=num_tokens),
                 num_users=run.options["users"],
             )
             run.count()
-        run.noted[fault] = run.metrics().get("vllm:external_prefix_cache_hits", 0)
+        total = run.metrics().get("vllm:external_prefix_cache_hits", 0)
+        hits.append(total - sum(hits))
 
 
-def _spoil_last_host(worker, fault):
+def _spoil_hosts(worker, faults):
     import jax
 
     from vllm_cpu.plugin import spoil
 
-    if jax.process_index() == jax.process_count() - 1:
-        spoil(fault)
+    spoil(faults[jax.process_index()])
 
 
 def interruptions(run):
@@ -601,12 +607,15 @@ SCENARIOS = {
 def main():
     """Run scenarios."""
     names, folder, options = sys.argv[1:]
-    run = Run(Path(folder), json.loads(options))
-    for number, name in enumerate(names.split("+")):
-        if number:
-            run.forget()
-        SCENARIOS[name](run)
-        print("\nRESULT " + json.dumps(run.result()), flush=True)
+    with ray_cluster():
+        run = Run(Path(folder), json.loads(options))
+        for number, name in enumerate(names.split("+")):
+            if number:
+                run.forget()
+            SCENARIOS[name](run)
+            print("\nRESULT " + json.dumps(run.result()), flush=True)
+        if has_ray():  # Workers end before the cluster.
+            run.llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":
