@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
+    COPY,
     DRAFTED,
     LATENTS,
     LORA,
@@ -161,6 +162,30 @@ def test_drafts_differ_where_loaded_blocks_of_the_draft_model_are_zero(lab, name
     found = lab.run("drafts", extra={}, fault="zero drafts", **DRAFTS[name])
     assert tokens_of(found) == tokens_of(expected)
     assert share_of_same_drafts(found, expected) < 0.9
+
+
+@pytest.mark.long
+def test_as_many_drafts_are_accepted_as_without_a_connector(lab):
+    """240 requests: a draft model that copies its target has 88% accepted in both."""
+    engine = {"speculative_config": COPY, "max_num_seqs": 8}
+    options = {"model": "shallow-bfloat16", "num_blocks": 64, "engine": engine}
+    expected, found = lab.run_both("acceptance", seeds=4, **options)
+    spoilt = lab.run("acceptance", seeds=1, extra={}, fault="zero drafts", **options)
+    assert tokens_of(found) == tokens_of(expected)
+    assert len(tokens_of(found)) == 240
+    assert hit_tokens(found) > 20_000
+    wanted, share, without_loads = map(share_of_accepted, (expected, found, spoilt))
+    assert wanted > 0.8
+    assert abs(share - wanted) < 0.01
+    # The control: drafts need what is loaded.
+    assert without_loads < 0.1
+
+
+def share_of_accepted(run):
+    """The share of drafts that are accepted in the second and third turns."""
+    turns = run["noted"]["turns"]
+    made, accepted = np.array([turns[1::3], turns[2::3]]).sum(axis=(0, 1))
+    return accepted / made
 
 
 def test_the_core_may_have_a_process_of_its_own(lab):
