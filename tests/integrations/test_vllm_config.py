@@ -226,8 +226,8 @@ BAD_ENGINES = [
     ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
     (
         "speculative_config",
-        SimpleNamespace(method="mtp"),
-        "speculative_config: method='mtp' must be one of ngram, eagle3",
+        SimpleNamespace(method="medusa"),
+        "speculative_config: method='medusa' must be one of ngram, eagle3, dflash",
     ),
     ("model_config__runner_type", "pooling", "has no KV cache to load"),
     ("additional_config", {"enable_continue_decode": True}, "must be false"),

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
-    EAGLE,
+    COPY,
+    DRAFTED,
     LATENTS,
     LORA,
     check_same_answers,
@@ -42,8 +43,13 @@ SERVED = {
         "num_devices": 2,
     },
     "bfloat16": {"model": "llama-bfloat16"},
+    "experts": {"model": "experts-float32"},
 }
-DRAFTS = {"model": "deep-bfloat16", "engine": {"speculative_config": EAGLE}}
+LONG_SERVED = ("latents", "bfloat16", "experts")
+DRAFTS = {
+    drafts["method"]: {"model": model, "engine": {"speculative_config": drafts}}
+    for model, drafts in DRAFTED
+}
 ADAPTER_LOADS = (
     "first",
     "unchanged",
@@ -59,10 +65,7 @@ TOLERANCE = {"bfloat16": 0.1}
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=LONG if name in ("latents", "bfloat16") else ())
-        for name in SERVED
-    ],
+    [pytest.param(name, marks=LONG if name in LONG_SERVED else ()) for name in SERVED],
 )
 def test_answers_are_those_of_an_engine_without_a_connector(lab, name):
     options = SERVED[name]
@@ -138,20 +141,51 @@ def share_of_same_drafts(found, expected):
     return sum(made[key] == wanted[key] for key in both) / len(both)
 
 
-def test_eagle_drafts_are_those_of_an_engine_without_a_connector(lab):
-    expected, found = lab.run_both("drafts", **DRAFTS)
+METHODS = pytest.mark.parametrize(
+    "name", ["eagle3", pytest.param("dflash", marks=LONG)]
+)
+
+
+@METHODS
+def test_drafts_are_those_of_an_engine_without_a_connector(lab, name):
+    expected, found = lab.run_both("drafts", **DRAFTS[name])
     assert tokens_of(found) == tokens_of(expected)
     assert hit_tokens(found) > 1000
     assert share_of_same_drafts(found, expected) > 0.97
 
 
 @pytest.mark.long
-def test_drafts_differ_where_loaded_blocks_of_the_draft_model_are_zero(lab):
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_differ_where_loaded_blocks_of_the_draft_model_are_zero(lab, name):
     """The control: a draft model reads what is loaded, and answers stay the same."""
-    expected = lab.run("drafts", **DRAFTS)
-    found = lab.run("drafts", extra={}, fault="zero drafts", **DRAFTS)
+    expected = lab.run("drafts", **DRAFTS[name])
+    found = lab.run("drafts", extra={}, fault="zero drafts", **DRAFTS[name])
     assert tokens_of(found) == tokens_of(expected)
     assert share_of_same_drafts(found, expected) < 0.9
+
+
+@pytest.mark.long
+def test_as_many_drafts_are_accepted_as_without_a_connector(lab):
+    """240 requests: a draft model that copies its target has 88% accepted in both."""
+    engine = {"speculative_config": COPY, "max_num_seqs": 8}
+    options = {"model": "shallow-bfloat16", "num_blocks": 64, "engine": engine}
+    expected, found = lab.run_both("acceptance", seeds=4, **options)
+    spoilt = lab.run("acceptance", seeds=1, extra={}, fault="zero drafts", **options)
+    assert tokens_of(found) == tokens_of(expected)
+    assert len(tokens_of(found)) == 240
+    assert hit_tokens(found) > 20_000
+    wanted, share, without_loads = map(share_of_accepted, (expected, found, spoilt))
+    assert wanted > 0.8
+    assert abs(share - wanted) < 0.01
+    # The control: drafts need what is loaded.
+    assert without_loads < 0.1
+
+
+def share_of_accepted(run):
+    """The share of drafts that are accepted in the second and third turns."""
+    turns = run["noted"]["turns"]
+    made, accepted = np.array([turns[1::3], turns[2::3]]).sum(axis=(0, 1))
+    return accepted / made
 
 
 def test_the_core_may_have_a_process_of_its_own(lab):
@@ -267,7 +301,7 @@ def test_aborts_leave_nothing_behind(lab):
 
 def test_the_kernels_of_the_plugin_are_those_of_tpu_inference(lab):
     printed = lab.run_code("from vllm_cpu import check_kernels as c; c.main()")
-    assert "11 batches alike" in printed
+    assert "13 batches alike" in printed
 
 
 def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_path):
@@ -300,14 +334,18 @@ def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_p
     assert "host tier of 400 blocks" in log.read_text()
 
 
-def test_each_engine_of_data_parallel_size_has_its_own_host_tier_record_and_label(
-    lab, tmp_path
+@pytest.mark.parametrize(
+    "model", ["llama-float32", pytest.param("experts-float32", marks=LONG)]
+)
+def test_each_engine_of_data_parallel_size_has_its_own_host_tier_files_and_label(
+    lab, tmp_path, model
 ):
     prompts = np.random.default_rng(0).integers(0, 256, (6, 160)).tolist()
     extra = {"record": str(tmp_path / "asked-{rank}.jsonl")}
+    extra |= {"eviction_policy": "hazard", "policy_state": str(tmp_path / "{rank}")}
     words = ["--data-parallel-size", "2"]
     words += ["--kv-transfer-config", json.dumps(transfer_config(extra))]
-    with server(lab, tmp_path / "log", *words) as ask:
+    with server(lab, tmp_path / "log", *words, model=model) as ask:
         first = texts_of(ask, prompts, {"X-data-parallel-rank": "1"})
         assert len(set(first)) > 3
         assert texts_of(ask, prompts, {"X-data-parallel-rank": "1"}) == first

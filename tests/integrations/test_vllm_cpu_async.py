@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
-    EAGLE,
+    DRAFTED,
     LATENTS,
     check_same_answers,
     hit_tokens,
@@ -29,12 +29,15 @@ MODELS = {
     "bfloat16": {"model": "llama-bfloat16", "num_blocks": 48, "is_fixed": True},
     "latents": LATENTS | {"num_blocks": 24},
     "states": {"model": "deltas-float32", "num_blocks": 40},
-    "eagle": {
-        "model": "deep-bfloat16",
+}
+MODELS |= {
+    drafts["method"]: {
+        "model": model,
         "num_blocks": 64,
         "is_fixed": True,
-        "engine": {"speculative_config": EAGLE},
-    },
+        "engine": {"speculative_config": drafts},
+    }
+    for model, drafts in DRAFTED
 }
 
 NGRAM = {
@@ -103,8 +106,9 @@ def test_latents_are_the_same_under_pressure(lab):
 
 
 @pytest.mark.long
-def test_answers_with_a_draft_model_are_the_same_under_pressure(lab):
-    expected, found = run_both(lab, "eagle", 1)
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "mtp"])
+def test_answers_with_a_draft_model_are_the_same_under_pressure(lab, method):
+    expected, found = run_both(lab, method, 1)
     check_same_answers(found, expected)
     assert sum(found["preemptions"]) > 0
     assert hit_tokens(found) > 1000

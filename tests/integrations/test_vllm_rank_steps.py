@@ -6,6 +6,7 @@ Without vLLM; `test_vllm_ranks` has the real one.
 import dataclasses
 import random
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,11 @@ import pytest
 
 from jaxkv.integrations.vllm import scheduler
 from jaxkv.integrations.vllm.config import ConnectorConfig
-from jaxkv.integrations.vllm.rank_hooks import count_host_hits, sum_of_ranks
+from jaxkv.integrations.vllm.rank_hooks import (
+    Backlog,
+    count_host_hits,
+    sum_of_ranks,
+)
 from jaxkv.integrations.vllm.ranks import Ranks, RankStep
 from jaxkv.policies import registry
 from jaxkv.policies.lru import make_lru
@@ -334,6 +339,65 @@ def test_a_rank_counts_what_its_host_has_only_when_a_request_is_routed(newest):
         assert half.scheduler.num_host_blocks_held == pins
         half._must_reset = True
         assert _scheduler_worker_process() == (["blocks"], 0, "more")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_returning_users_who_wait_together_are_routed_by_what_they_have_to_compute(
+    num_ranks,
+):
+    """In turns, each of all users at once; nothing is evicted."""
+    rng, num_users, block = random.Random(7), 100, 16
+    backlog = Backlog(num_ranks, num_users)
+    lengths = [rng.randrange(100, 500) for _ in range(num_users)]
+    stored = [[0] * num_users for _ in range(num_ranks)]
+    num_found = num_one = 0
+    for turn in range(6):
+        ranks = Counter()
+        before = [list(of_rank) for of_rank in stored]
+        for user in rng.sample(range(num_users), num_users):
+            num_tokens = lengths[user]
+            usable = (num_tokens - 1) // block * block
+            hits = [min(of_rank[user], usable) for of_rank in before]
+            rank = backlog.route(f"{turn}.{user}", num_tokens, hits, ranks)
+            ranks[rank] += 1
+            num_found += hits[rank]
+            num_one += max(hits)
+            lengths[user] += 20
+            stored[rank][user] = lengths[user] // block * block
+        assert max(ranks.values()) < 2 * num_users / num_ranks
+        names = [f"{turn}.{user}" for user in range(num_users)]
+        backlog.record_step(dict.fromkeys(names, 1000), ())
+    assert num_found > 0.95 * num_one > 100_000
+
+
+def test_a_request_is_routed_by_backlogs_and_eight_times_its_hits():
+    backlog, ranks = Backlog(2, 3), Counter()
+
+    def route(name, num_tokens, *hits):
+        rank = backlog.route(name, num_tokens, hits, ranks)
+        ranks[rank] += 1
+        return rank
+
+    assert route("first", 100, 0, 0) == 0
+    assert route("second", 60, 0, 0) == 1
+    assert route("third", 60, 4, 0) == 1  # 100 less 32 against 60.
+    backlog.record_step({"first": 90}, ())
+    assert route("fourth", 120, 0, 0) == 0  # 10 against 120.
+    backlog.record_step({"fourth": 1}, ("first", "third"))
+    assert route("fifth", 60, 0, 0) == 1  # 119 against 60.
+    # Rank 1 has its three requests, and rank 0 two.
+    assert route("sixth", 600, 0, 590) == 0
+    assert route("seventh", 600, 0, 590) == 1  # Both are full.
+    assert route("eighth", 120, 80, 0) == 0  # 719 less 640 against 130.
+
+
+def test_requests_of_idle_ranks_are_spread():
+    backlog = Backlog(3, 8)
+    ranks = []
+    for number in range(6):
+        ranks.append(backlog.route(f"{number}", 10, (0, 0, 0), Counter()))
+        backlog.record_step({f"{number}": 10}, ())
+    assert ranks == [0, 1, 2] * 2
 
 
 def test_counts_of_ranks_are_added_up_and_gauges_stay_until_they_change():

@@ -137,7 +137,11 @@ def test_answers_of_ranks_are_the_same_under_failures_and_other_rules(
 
 @pytest.mark.long
 def test_returning_users_are_routed_by_what_the_hosts_of_ranks_have(lab):
-    """Against one engine with the same memory; routed by the devices, they find 76%."""
+    """Against one engine with the same memory.
+
+    Routed by the devices they find 76%, by host hits and whole prompts of waiting
+    requests 83%, and by a `Backlog` 99.7%.
+    """
     extra = {"num_cpu_blocks": 400, "keep_on_device_reset": True}
     options = {"num_blocks": 48, "extra": extra}
     ranks = run_ranks(lab, "data", "returns", **options)
@@ -147,7 +151,7 @@ def test_returning_users_are_routed_by_what_the_hosts_of_ranks_have(lab):
     (hits, after_reset, after_both), (single_hits, *_) = (
         run["noted"]["found"] for run in (ranks, single)
     )
-    assert hits > 0.8 * single_hits > 5000
+    assert hits >= 0.95 * single_hits > 5000
     assert after_reset > 2000  # From the hosts: each user goes where its blocks are.
     assert after_both == 0
 

@@ -47,7 +47,7 @@ _SIZES = (
 )
 
 # Ways to make drafts.
-_DRAFTS = ("ngram", "eagle3")
+_DRAFTS = ("ngram", "eagle3", "dflash", "mtp")
 
 # Files that only one engine may write. `_RANK` in their paths becomes its rank.
 _FILES_OF_ENGINE = ("record", "policy_state")

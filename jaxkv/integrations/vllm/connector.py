@@ -23,6 +23,7 @@ from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.rank_hooks import (
     count_host_hits,
     pass_on_stats,
+    route_by_backlog,
     step_while_idle,
 )
 from jaxkv.integrations.vllm.ranks import RankSteps
@@ -165,6 +166,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
                     functools.partial(pass_on_stats, _take_worker_stats),
                     "the log and /metrics have nothing of jaxkv",
                 )
+                _try_hook(route_by_backlog, "returning users often go to another rank")
         # The same, where only one of them can be meant.
         self._of_scheduler = self._scheduler or cast(
             SchedulerHalf, _OtherHalf("scheduler", "worker")

@@ -1,8 +1,9 @@
-"""Hooks for what tpu-inference's `DPScheduler` does not ask of connectors.
+"""Hooks into tpu-inference's `DPScheduler`.
 
-Its ranks are processes that each have a vLLM scheduler with a connector. It gives a new
-request to the rank that has the least to compute for it, by the device's prefix caches;
-stops stepping when no rank has a request; and drops the statistics of connectors.
+Its ranks are processes that each have a vLLM scheduler with a connector. It routes a
+new request by the tokens that each rank then has to compute: it counts the whole
+prompts of waiting requests, and no host hits. It stops stepping when no rank has a
+request, and drops the statistics of connectors.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -20,6 +22,10 @@ _LOG = logging.getLogger("jaxkv")
 
 # The function of tpu-inference that asks for a rank's prefix cache to route a request.
 _PROBE = "_scheduler_worker_process"
+
+# A hit spares all later requests its tokens, and a rank's backlog is soon computed:
+# how many tokens of backlog a token of a hit outweighs.
+_HIT_WEIGHT = 8
 
 
 def count_host_hits(
@@ -53,6 +59,101 @@ def count_host_hits(
     coordinator.find_longest_cache_hit = find_for  # type: ignore[union-attr]
 
 
+class Backlog:
+    """The prompt tokens that each rank still has to compute."""
+
+    def __init__(self, num_ranks: int, max_requests: int) -> None:
+        self._num_ranks = num_ranks
+        self._max_requests = max_requests  # That run in a rank at a time.
+        # The rank of each request with such tokens, and their number.
+        self._left: dict[str, tuple[int, int]] = {}
+        self._num_routed = [0] * num_ranks
+
+    def route(
+        self, request_id: str, num_tokens: int, hits: Sequence[int], ranks: Counter[int]
+    ) -> int:
+        """Choose the rank of a request by the backlog of each rank and its hits.
+
+        A rank that has its maximum of requests gets no more while another has fewer.
+        Among equals, idle ones too, requests are spread, so that all hosts fill.
+
+        `hits` are the request's tokens that each rank has; `ranks` counts requests.
+        """
+        loads: Counter[int] = Counter()
+        for rank, num_left in self._left.values():
+            loads[rank] += num_left
+
+        def cost(rank: int) -> tuple[bool, int, int, int]:
+            num, load = ranks[rank], loads[rank] - _HIT_WEIGHT * hits[rank]
+            return num >= self._max_requests, load, num, self._num_routed[rank]
+
+        best = min(range(self._num_ranks), key=cost)
+        self._num_routed[best] += 1
+        self._left[request_id] = best, num_tokens - hits[best]
+        return best
+
+    def record_step(
+        self, num_tokens: Mapping[str, int], finished: Iterable[str]
+    ) -> None:
+        """Subtract the tokens that a step computes; forget finished requests."""
+        for name in self._left.keys() & num_tokens.keys():
+            rank, num_left = self._left.pop(name)
+            if num_left > num_tokens[name]:
+                self._left[name] = rank, num_left - num_tokens[name]
+        for name in finished:
+            self._left.pop(name, None)
+
+
+def route_by_backlog() -> None:
+    """Route requests by a `Backlog`, which leaves out the hits of waiting requests.
+
+    tpu-inference counts their whole prompts: when several users return to a rank at
+    once, it sends half of them elsewhere. ImportError without tpu-inference,
+    AttributeError if its scheduler has other methods.
+    """
+    from tpu_inference.core.sched import (  # type: ignore[import-not-found]
+        dp_scheduler,
+    )
+
+    ranked = dp_scheduler.DPScheduler
+    probe = dp_scheduler.SchedulerCommand.PROBE_COMPUTED_BLOCKS
+    find, schedule = ranked._find_best_rank_for_request, ranked.schedule
+    if hasattr(find, "__wrapped__"):
+        return  # For an earlier engine in this process.
+
+    def backlog_of(scheduler: Any) -> Backlog:
+        backlog: Backlog | None = vars(scheduler).get("jaxkv_backlog")
+        if backlog is None:
+            max_requests = scheduler.vllm_config.scheduler_config.max_num_seqs
+            backlog = Backlog(scheduler.dp_size, max_requests)
+            scheduler.jaxkv_backlog = backlog
+        return backlog
+
+    @functools.wraps(find)
+    def find_rank(scheduler: Any, request: Any) -> int:
+        ranks = range(scheduler.dp_size)
+        for rank in ranks:
+            scheduler._send_command(rank, probe, request)
+        hits = [scheduler._get_result(rank, probe) for rank in ranks]
+        return backlog_of(scheduler).route(
+            request.request_id,
+            request.num_tokens,
+            hits,
+            Counter(scheduler.assigned_dp_rank.values()),
+        )
+
+    @functools.wraps(schedule)
+    def schedule_and_record(scheduler: Any, *args: Any, **named: Any) -> Any:
+        output = schedule(scheduler, *args, **named)
+        backlog_of(scheduler).record_step(
+            output.num_scheduled_tokens, output.finished_req_ids
+        )
+        return output
+
+    ranked._find_best_rank_for_request = find_rank
+    ranked.schedule = schedule_and_record
+
+
 def step_while_idle() -> None:
     """Keep a rank's scheduler stepping until its connector has nothing in flight.
 
@@ -79,9 +180,7 @@ def pass_on_stats(take_stats: Callable[[str], OffloadConnectorStats | None]) -> 
     `take_stats` returns the worker's for vLLM's id of the engine. ImportError without
     tpu-inference.
     """
-    from tpu_inference.core.sched import (  # type: ignore[import-not-found]
-        dp_scheduler,
-    )
+    from tpu_inference.core.sched import dp_scheduler
 
     combine = dp_scheduler.DPScheduler._combine_scheduler_stats
     if hasattr(combine, "__wrapped__"):

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .attention import mla_ragged_paged_attention, ragged_paged_attention
+from .experts import fused_moe
 from .gdn import conv1d_gdn
 
 SEQUENCES, PAGES_OF_EACH, PAGE, KV_HEADS, Q_HEADS, DIM = 4, 4, 16, 2, 4, 128
 LATENT, ROPE = 512, 64
 NUM_PAGES, NUM_TOKENS = 40, 64
+EXPERTS, CHOSEN = 4, 2
 # Of gated delta nets.
 DELTAS = {"n_kq": 2, "n_v": 4, "d_k": 32, "d_v": 16}
 KERNEL_SIZE, NUM_SLOTS = 4, 12
@@ -120,8 +122,16 @@ def reference_deltas(*arrays):
     return output, (conv, recurrent)
 
 
+def random_experts(rng):
+    """Tokens, weights of gates and of values, those of outputs, and choices."""
+    shapes = [(NUM_TOKENS, 32), *[(EXPERTS, 32, 48)] * 2, (EXPERTS, 48, 32)]
+    shapes.append((NUM_TOKENS, EXPERTS))
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
 def main():
     """Compare random batches; raise where they differ."""
+    from tpu_inference.kernels.fused_moe.v1.kernel import ref_moe
     from tpu_inference.kernels.mla.v1 import kernel as mla
     from tpu_inference.kernels.ragged_paged_attention.v3 import kernel
 
@@ -159,5 +169,23 @@ def main():
         for pool, before in zip(states, arrays[3:5], strict=True):
             others = np.setdiff1d(np.arange(NUM_SLOTS), slots)
             np.testing.assert_array_equal(pool[others], before[others])
+        num_alike += 1
+    for renormalize in (False, True):
+        tokens, gates, values, w2, choices = random_experts(rng)
+        options = {"renormalize_topk_logits": renormalize}
+        both = jnp.stack([gates, values], 1)
+        wanted = ref_moe(tokens, both, w2, choices, CHOSEN, **options)
+        both = jnp.concatenate([gates, values], 2)
+        names = [f"{w}_{kind}" for w in ("w1", "w2") for kind in ("scale", "bias")]
+        own = fused_moe(
+            *(tokens, both, w2),
+            gating_output=choices,
+            topk=CHOSEN,
+            renormalize=renormalize,
+            activation="silu",
+            scoring_fn="softmax",
+            **dict.fromkeys(names),
+        )
+        np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-3)
         num_alike += 1
     print(f"{num_alike} batches alike")

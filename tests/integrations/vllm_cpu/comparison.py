@@ -27,6 +27,13 @@ PLAIN = {"model": "llama-float32"}
 SHARED = ("conversations", "salts", "resets", "new_weights")
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 EAGLE = {"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}
+COPY = EAGLE | {"model": "copy"}
+# Models with each way to draft that has layers.
+DRAFTED = (
+    ("deep-bfloat16", EAGLE),
+    ("deep-bfloat16", EAGLE | {"method": "dflash", "model": "flash"}),
+    ("predictor-float32", {"method": "mtp", "num_speculative_tokens": 3}),
+)
 # Latents as tpu-inference asks for them; its pages have 32 tokens, or a multiple. With
 # latents that are not quantised its weights, and so all answers, are NaN.
 LATENTS = {
@@ -173,7 +180,7 @@ def check_same_answers(found, expected, tolerance=1e-3):
 
 def texts_of(ask, prompts, headers=None):
     """Have a server answer prompts, one after the other; return the texts."""
-    body = {"model": "llama-float32", "max_tokens": 8, "temperature": 0}
+    body = {"model": ask.model, "max_tokens": 8, "temperature": 0}
     body["ignore_eos"] = True
     answers = [
         ask("/v1/completions", body | {"prompt": own}, headers) for own in prompts
@@ -182,8 +189,8 @@ def texts_of(ask, prompts, headers=None):
 
 
 @contextlib.contextmanager
-def server(lab, log, *options):
-    """Run ``vllm serve``; give a function that asks it, and has its URL."""
+def server(lab, log, *options, model="llama-float32"):
+    """Run ``vllm serve``; give a function that asks it, with its URL and model."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = (
@@ -192,7 +199,7 @@ def server(lab, log, *options):
     )
     script = lab.folder / "vllm_main.py"
     script.write_text(command)
-    words = ["serve", "llama-float32", "--dtype", "float32", "--host", "127.0.0.1"]
+    words = ["serve", model, "--dtype", "float32", "--host", "127.0.0.1"]
     words += ["--port", str(port), "--block-size", "16"]
     words += ["--num-gpu-blocks-override", "48", "--max-model-len", "512"]
     words += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
@@ -228,7 +235,7 @@ def server(lab, log, *options):
                 ask("/health")
                 break
             time.sleep(0.5)
-        ask.url = f"http://127.0.0.1:{port}"
+        ask.url, ask.model = f"http://127.0.0.1:{port}", model
         yield ask
     finally:
         child.send_signal(signal.SIGINT)

@@ -16,9 +16,12 @@ MODELS = (
     ("llama", "float32"),
     ("llama", "bfloat16"),
     ("deep", "bfloat16"),  # The dtype of all drafts.
+    ("shallow", "bfloat16"),
     ("hybrid", "float32"),
     ("latents", "float32"),
     ("deltas", "float32"),
+    ("experts", "float32"),
+    ("predictor", "float32"),
 )
 ADAPTERS = (1, 2)
 HERE = Path(__file__).resolve().parent.parent
@@ -38,6 +41,8 @@ def make_lab(folder):
     for kind, dtype in MODELS:
         models.make_model(folder / f"{kind}-{dtype}", kind, dtype)
     models.make_draft(folder / "draft", folder / "deep-bfloat16")
+    models.make_flash_draft(folder / "flash", folder / "deep-bfloat16")
+    models.make_draft(folder / "copy", folder / "shallow-bfloat16", is_copy=True)
     for number in ADAPTERS:
         models.make_adapter(folder / f"adapter{number}", number)
 

@@ -3,15 +3,20 @@
 import json
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 512, 256, 4, 2, 128, 2
+# tpu-inference takes the hidden size of a head for the size in a draft's cache.
+DRAFT_HEADS = HIDDEN // HEAD_DIM
 
 
 def make_model(folder, kind, dtype, seed=0):
     """Write a model with a tokenizer of bytes.
 
-    "deep" is a Llama with the seven layers that EAGLE-3 needs to read three of them;
-    "latents" is a DeepSeek V2 without experts, whose latents are as wide as the real
-    ones; "deltas" a Qwen 3.5 of three gated delta nets and a layer of attention; and
-    "hybrid" a Gemma 3 whose layers attend in turn to all tokens and to a window of 32.
+    "deep" is a Llama with the seven layers that EAGLE-3 needs to read three of them,
+    and "shallow" one whose first layer does all, so that a draft model may copy it;
+    "experts" is a Qwen 3 with four experts in each layer; "predictor" a GLM 4 with a
+    layer for multi-token prediction; "latents" a DeepSeek V2 without experts, whose
+    latents are as wide as the real ones; "deltas" a Qwen 3.5 of three gated delta nets
+    and a layer of attention; and "hybrid" a Gemma 3 whose layers attend in turn to all
+    tokens and to a window of 32.
     """
     import torch
     import transformers
@@ -36,6 +41,33 @@ def make_model(folder, kind, dtype, seed=0):
             **common,
         )
         model = transformers.LlamaForCausalLM(config)
+    elif kind == "shallow":
+        config = transformers.LlamaConfig(
+            num_hidden_layers=7,
+            tie_word_embeddings=False,
+            **common | {"num_attention_heads": DRAFT_HEADS},
+        )
+        model = transformers.LlamaForCausalLM(config)
+    elif kind == "experts":
+        config = transformers.Qwen3MoeConfig(
+            num_hidden_layers=LAYERS,
+            tie_word_embeddings=False,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=256,
+            norm_topk_prob=True,
+            **common,
+        )
+        model = transformers.Qwen3MoeForCausalLM(config)
+    elif kind == "predictor":
+        config = transformers.Glm4MoeConfig(
+            num_hidden_layers=LAYERS,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=256,
+            **common,
+        )
+        model = transformers.Glm4MoeForCausalLM(config)
     elif kind == "latents":
         config = transformers.DeepseekV2Config(
             num_hidden_layers=LAYERS,
@@ -72,7 +104,10 @@ def make_model(folder, kind, dtype, seed=0):
         model = transformers.Gemma3ForCausalLM(config)
     with torch.no_grad():
         for name, weights in model.named_parameters():
-            if weights.ndim == 2:  # Large enough for answers that differ.
+            if kind == "shallow" and _is_silent(name):
+                weights.zero_()
+            elif weights.ndim == 2 or "experts" in name:
+                # Large enough for answers that differ.
                 weights.normal_(0, 0.0625 if "embed" in name else 0.15)
             elif name.endswith("A_log"):
                 # States fade within tens or hundreds of tokens, not at once.
@@ -82,12 +117,43 @@ def make_model(folder, kind, dtype, seed=0):
                 # repeat the last token, whatever it attends to.
                 weights.fill_(3)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+    if kind == "predictor":
+        _add_predictor(folder)
     _make_tokenizer(folder)
     (folder / "generation_config.json").write_text("{}")
 
 
-def make_draft(folder, target):
-    """Write an EAGLE-3 draft model of a Llama: one layer, with the target's head."""
+def _is_silent(name):
+    """Whether it has the output of a layer, unless the first."""
+    return ".layers.0." not in name and name.endswith(
+        ("o_proj.weight", "down_proj.weight")
+    )
+
+
+def _add_predictor(folder):
+    """Add a layer for multi-token prediction, like the last layer."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    last, added = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    for name in [name for name in weights if name.startswith(last)]:
+        weights[name.replace(last, added)] = weights[name].clone()
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{added}{name}.weight"] = torch.ones(HIDDEN)
+    head, embeddings = weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+    weights[f"{added}shared_head.head.weight"] = head.clone()
+    weights[f"{added}embed_tokens.weight"] = embeddings.clone()
+    weights[f"{added}eh_proj.weight"] = 0.1 * torch.randn(HIDDEN, 2 * HIDDEN)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def make_draft(folder, target, *, is_copy=False):
+    """Write an EAGLE-3 draft model of a Llama: one layer, with the target's head.
+
+    Its layer is random, or reads embeddings only and is a copy of the target's first.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -97,12 +163,13 @@ def make_draft(folder, target):
         "architectures": ["Eagle3LlamaForCausalLM"],
         "num_hidden_layers": 1,
         "draft_vocab_size": VOCABULARY,
-        # tpu-inference takes the hidden size of a head for its cache's.
-        "num_attention_heads": HIDDEN // HEAD_DIM,
+        "num_attention_heads": DRAFT_HEADS,
+        "norm_before_residual": is_copy,
     }
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(1)
-    head = load_file(target / "model.safetensors")["lm_head.weight"]
+    of_target = load_file(target / "model.safetensors")
+    head = of_target["lm_head.weight"]
     shapes = {"fc": (HIDDEN, 3 * HIDDEN)}
     shapes |= {f"midlayer.self_attn.{n}_proj": (HIDDEN, 2 * HIDDEN) for n in "qkv"}
     shapes["midlayer.self_attn.o_proj"] = HIDDEN, HIDDEN
@@ -114,9 +181,44 @@ def make_draft(folder, target):
     }
     weights |= {f"midlayer.{name}.weight": torch.ones(HIDDEN) for name in norms}
     weights["norm.weight"] = torch.ones(HIDDEN)
+    if is_copy:
+        for name in shapes.keys() - {"fc"}:
+            copied = of_target[name.replace("midlayer", "model.layers.0") + ".weight"]
+            width = shapes[name][1] - copied.shape[1]  # Of the hidden states.
+            weights[f"{name}.weight"] = torch.nn.functional.pad(copied, (0, width))
+        weights["midlayer.hidden_norm.weight"] = torch.zeros(HIDDEN)
     weights = {name: value.to(head.dtype) for name, value in weights.items()}
     no_shift = torch.zeros(VOCABULARY, dtype=torch.int64)
     weights |= {"lm_head.weight": head, "d2t": no_shift}
+    save_file(weights, folder / "model.safetensors")
+
+
+def make_flash_draft(folder, target):
+    """Write a random DFlash draft model of a Llama, with the target's head."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    config = json.loads((target / "config.json").read_text())
+    config |= {
+        "architectures": ["DFlashDraftModel"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": DRAFT_HEADS,
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [1, 3, 5]},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(1)
+    shapes = {"fc": (HIDDEN, 3 * HIDDEN)}
+    shapes |= {f"layers.0.self_attn.{n}_proj": (HIDDEN, HIDDEN) for n in "qkvo"}
+    shapes |= {f"layers.0.mlp.{n}_proj": (512, HIDDEN) for n in ("gate", "up")}
+    shapes["layers.0.mlp.down_proj"] = HIDDEN, 512
+    weights = {name: 0.1 * torch.randn(*shape) for name, shape in shapes.items()}
+    norms = [f"layers.0.{name}layernorm" for name in ("input_", "post_attention_")]
+    weights |= {name: torch.ones(HIDDEN) for name in (*norms, "norm", "hidden_norm")}
+    of_heads = (f"layers.0.self_attn.{name}_norm" for name in "qk")
+    weights |= {name: torch.ones(HEAD_DIM) for name in of_heads}
+    weights = {f"{k}.weight": v.to(torch.bfloat16) for k, v in weights.items()}
     save_file(weights, folder / "model.safetensors")
 
 

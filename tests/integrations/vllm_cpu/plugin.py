@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from .attention import mla_ragged_paged_attention, ragged_paged_attention
+from .experts import fused_moe
 from .gdn import conv1d_gdn
 
 HBM_BYTES = 2 << 30
@@ -33,11 +34,12 @@ def register():
 def replace_kernels():
     """Pallas kernels for TPUs do not compile for CPUs."""
     from tpu_inference.kernels.gdn.v3 import wrapper
-    from tpu_inference.layers.common import attention_interface
+    from tpu_inference.layers.common import attention_interface, moe
 
     attention_interface.ragged_paged_attention = ragged_paged_attention
     attention_interface.mla_ragged_paged_attention = mla_ragged_paged_attention
     wrapper.fused_conv1d_gdn = conv1d_gdn
+    moe.fused_moe_func = fused_moe
 
 
 def replace_options_of_the_compiler():
@@ -46,11 +48,12 @@ def replace_options_of_the_compiler():
 
     compiler_options.get_step_fn_compiler_options = dict
     compiler_options.get_sampling_compiler_options = dict
-    # The proposer of drafts writes its own out, where it is defined.
+    # The proposers of drafts write their own out, where they are defined.
     jit = jax.jit
     jax.jit = lambda *args, compiler_options=None, **named: jit(*args, **named)
     try:
-        importlib.import_module("tpu_inference.spec_decode.jax.eagle3")
+        for name in ("eagle3", "dflash"):
+            importlib.import_module(f"tpu_inference.spec_decode.jax.{name}")
     finally:
         jax.jit = jit
 

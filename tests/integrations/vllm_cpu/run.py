@@ -507,6 +507,23 @@ def drafts(run):
     conversations(run)
 
 
+def acceptance(run):
+    """Pressure; it notes the drafts of each turn: those made, and those accepted."""
+    turns = run.noted["turns"] = []
+
+    def ask(prompts, num_tokens):
+        before = run.metrics()
+        answers = run.ask(prompts, num_tokens=num_tokens)
+        after = run.metrics()
+        names = ("num_draft_tokens", "num_accepted_tokens")
+        names = [f"vllm:spec_decode_{name}" for name in names]
+        turns.append([after[name] - before.get(name, 0) for name in names])
+        return answers
+
+    for seed in range(run.options["seeds"]):
+        under_pressure(seed, ask, is_fixed=True)
+
+
 def wishes(run):
     """What a client or a router asks for with a request, and what events say."""
     from vllm import SamplingParams
@@ -598,6 +615,7 @@ SCENARIOS = {
         new_weights,
         new_adapters,
         drafts,
+        acceptance,
         wishes,
         frees,
     )
