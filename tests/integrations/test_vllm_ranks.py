@@ -105,7 +105,7 @@ def test_answers_are_the_same_in_300_requests(lab, name):
 def test_answers_of_latents_on_two_chips_are_the_same_in_300_requests(lab):
     expected, actual = run_both(lab, "latents", LONG_SEEDS, extra={})
     # As on one chip: the last of 8 bits depends on how a prompt is cut into chunks.
-    check_same_answers(actual, expected, 0.01)
+    check_same_answers(actual, expected, 0.02)
     check_pressure(actual, LONG_SEEDS)
 
 
@@ -121,8 +121,8 @@ def test_windows_are_the_same_in_two_ranks(lab):
     ("extra", "fault"),
     [
         ({}, "failures"),
-        ({"eviction_policy": "auto", "num_cpu_blocks": 120, "shadow": "lru*2"}, ""),
-        ({"eviction_policy": "hazard", "num_cpu_blocks": 120}, ""),
+        ({"eviction_policy": "auto", "num_cpu_blocks": 240, "shadow": "lru*2"}, ""),
+        ({"eviction_policy": "hazard", "num_cpu_blocks": 240}, ""),
         ({"blocks_per_chunk": 2, "skip_slow_loads": True}, ""),
     ],
 )
