@@ -40,7 +40,7 @@ class EngineRequest:
         device_hit_tokens: Prompt tokens found on the device on arrival.
         host_hit_tokens: Prompt tokens then loaded from the host.
         num_preemptions: Number of its preemptions.
-        load_failed: Whether a load failed, so that the host is not queried again.
+        load_failed: Whether a load failed, so that offers are declined.
         first_token_s: Time of its first token.
         phase: Its phase.
     """
