@@ -5,6 +5,7 @@ import functools
 import random
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -165,11 +166,26 @@ def test_a_loaded_request_runs_before_a_preempted_one_that_lacks_its_blocks():
     assert engine.hooks.scheduler.stats.num_loaded >= 7
 
 
-def make_hooks(groups=BLOCK, **rules):
+def make_hooks(groups=BLOCK, content_of=None, **rules):
     scheduler = OffloadScheduler(groups, 8, rules=OffloadRules(**rules))
-    pool = BorrowedPool(8, num_free=lambda: 7, hold=id, release=id)
+    calls = {"num_free": lambda: 7, "hold": id, "release": id}
+    pool = BorrowedPool(8, **calls, content_of=content_of)
     namespace = Namespace("m", "1", "int8", "flat", BLOCK)
-    return EngineHooks(scheduler, pool, namespace, tokens_of=list, table_of=list)
+    get = {"tokens_of": lambda r: range(r.num_tokens), "table_of": lambda r: [1, 2, 3]}
+    return EngineHooks(scheduler, pool, namespace, **get)
+
+
+def test_blocks_that_the_prefix_cache_gets_late_are_stored_at_the_end():
+    contents = {}
+    hooks = make_hooks(content_of=contents.get)
+    request = types.SimpleNamespace(request_id="r", num_tokens=9, num_computed_tokens=0)
+    assert hooks.query(request, 0) == 0
+    assert hooks.allocate(request, 9, lambda *_, **__: "slots") == "slots"
+    request.num_computed_tokens = 8
+    assert hooks.plan({"r": 1}).store_device_blocks == ()
+    contents.update({1: "first", 2: "second"})
+    hooks.free(request, has_ended=True)
+    assert hooks.plan({}).store_device_blocks == (1, 2)
 
 
 def test_engines_that_the_hooks_do_not_serve_are_refused():
