@@ -23,6 +23,7 @@ EXPECTED = {
     "jetstream_prefix_cache.py": "the same answers: True",
     "metrics.py": "vllm:external_prefix_cache_hits_total {'engine': '0'} 1600.0",
     "integrate_manager.py": "turn 3: 28 of 30 tokens from the host",
+    "integrate_own_pool.py": "blocks came from the host: True",
     "integrate_prefix_store.py": "another user: 20 of 23 tokens from the host",
     "integrate_scheduler.py": "21 blocks came from the host",
     "memory_tier.py": "3 blocks went down; answers: [(None, False), (4, True)]",
@@ -35,6 +36,7 @@ ELSEWHERE = {
     "maxtext_offload.py": "tests/integrations/test_maxtext_engine.py",
     "prefill_proxy.py": "tests/test_prefill_proxy.py",
     "serve_metrics.py": "tests/observe/test_prometheus.py",
+    "toy_engine.py": "tests/integrations/test_engine_hooks.py",
     "toy_model.py": "tests/rigs/wrong_engines.py",
 }
 

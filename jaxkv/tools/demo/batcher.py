@@ -226,13 +226,15 @@ class Batcher:
 
     def _ask_host(self, request: EngineRequest) -> bool:
         """Query the host for a request's prefix; return False to ask again later."""
-        if self._offload is None or request.load_failed:
+        if self._offload is None:
             return True
         num_external, is_async = self._offload.get_num_new_matched_tokens(
             request, request.num_computed_tokens
         )
         if num_external is None:
             return False
+        if request.load_failed:
+            num_external = 0
         request.num_loading_tokens = num_external
         if num_external and is_async:
             request.phase = Phase.LOADING

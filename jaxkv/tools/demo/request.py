@@ -42,7 +42,7 @@ class EngineRequest:
     device_hit_tokens: int = 0  # Prompt tokens found on the device on arrival
     host_hit_tokens: int = 0  # Prompt tokens then loaded from the host
     num_preemptions: int = 0
-    # Whether a load failed, so that the host is not queried again
+    # Whether a load failed, so that offers are declined
     load_failed: bool = False
     first_token_s: float = 0.0  # Time of its first token
     phase: Phase = Phase.WAITING

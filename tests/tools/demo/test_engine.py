@@ -9,10 +9,13 @@ import pytest
 from flax import nnx
 
 from jaxkv.scheduling.protocol import ConnectorOutput
+from jaxkv.strict import StrictOffloadWorker
+from jaxkv.tools.demo import engine as demo_engine
 from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.tools.demo.request import Phase
 from jaxkv.tools.demo.run import check_config
 from tests.reference.transformer import reference_forward
+from tests.rigs.own_pool import OwnPool
 from tests.tools.demo.small_engine import CONFIG, MODELS, make_engine, steps_of
 
 HOST_BLOCKS = 40
@@ -82,6 +85,26 @@ def flush_device(engine):
     engine.blocks.free(engine.blocks.allocate(engine.blocks.num_free))
 
 
+def serve_random(engine, seed):
+    """Serve requests with common prefixes, and abort some; return all."""
+    rng = random.Random(seed)
+    documents = [random_tokens(i, 70) for i in range(3)]
+    unborn, requests = 16, []
+    for _ in range(5000):
+        while unborn and rng.random() < 0.5:
+            unborn -= 1
+            prompt = rng.choice(documents)[: rng.randrange(1, 71)]
+            prompt += random_tokens(unborn, rng.randrange(8))
+            requests.append(engine.submit(prompt, rng.randrange(1, 19)))
+        if requests and rng.random() < 0.05:
+            engine.abort(rng.choice(requests[1:] or requests))
+        engine.step()
+        if not unborn and not engine.has_work:
+            break
+    engine.drain()
+    return requests
+
+
 @pytest.mark.parametrize(
     ("variant", "host_blocks", "offload_mode", "seed"),
     [
@@ -100,22 +123,8 @@ def flush_device(engine):
 def test_preempted_requests_generate_the_right_tokens(
     variant, host_blocks, offload_mode, seed
 ):
-    rng = random.Random(seed)
     engine = make_engine(variant, host_blocks=host_blocks, offload_mode=offload_mode)
-    documents = [random_tokens(i, 70) for i in range(3)]
-    unborn, requests = 16, []
-    for _ in range(5000):
-        while unborn and rng.random() < 0.5:
-            unborn -= 1
-            prompt = rng.choice(documents)[: rng.randrange(1, 71)]
-            prompt += random_tokens(unborn, rng.randrange(8))
-            requests.append(engine.submit(prompt, rng.randrange(1, 19)))
-        if requests and rng.random() < 0.05:
-            engine.abort(rng.choice(requests[1:] or requests))
-        engine.step()
-        if not unborn and not engine.has_work:
-            break
-    engine.drain()
+    requests = serve_random(engine, seed)
     check_at_rest(engine)
     phases = [request.phase for request in requests]
     assert set(phases) <= {Phase.FINISHED, Phase.ABORTED}
@@ -128,6 +137,29 @@ def test_preempted_requests_generate_the_right_tokens(
         if request.phase is Phase.FINISHED:
             assert len(request.generated) == request.max_new_tokens
         check_tokens(variant, request)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mode", ["plain", "strict", "failing loads"])
+def test_an_engine_with_a_pool_of_its_own_generates_the_right_tokens(
+    mode, seed, monkeypatch
+):
+    if mode != "plain":
+        monkeypatch.setenv("JAXKV_STRICT", "1")
+        monkeypatch.setenv("JAXKV_STRICT_SEED", str(seed))
+    if mode == "failing loads":
+        monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "2")
+    monkeypatch.setattr(demo_engine, "DeviceBlockPool", OwnPool)
+    engine = make_engine(host_blocks=HOST_BLOCKS)
+    assert isinstance(engine.worker, StrictOffloadWorker) == (mode != "plain")
+    requests = serve_random(engine, seed)
+    check_at_rest(engine)
+    assert engine.num_preemptions > 0
+    assert engine.worker.blocks_loaded > 0
+    failed = engine.offload.stats.num_loads_failed
+    assert bool(failed) == (mode == "failing loads")
+    for request in requests:
+        check_tokens("full", request)
 
 
 # Usable blocks of an engine, and the fewest that one request leaves free.

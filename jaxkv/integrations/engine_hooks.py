@@ -1,0 +1,276 @@
+"""The calls of `OffloadScheduler` for engines in the shape of vLLM v1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from jaxkv import (
+    BorrowedPool,
+    ConnectorOutput,
+    Extras,
+    FullAttention,
+    KeyChain,
+    Namespace,
+    OffloadMetadata,
+    OffloadScheduler,
+    SchedulerOutput,
+)
+from jaxkv._util import shown
+from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
+from jaxkv.types import BlockKey
+
+Slots = TypeVar("Slots")
+
+
+class EngineHooks:
+    """Turns the hooks of an engine in the shape of vLLM v1 into the scheduler's calls.
+
+    The engine keeps its block pool, prefix cache and queues. Its adapter makes these
+    calls, on the thread that dispatches the model:
+
+    * in ``schedule``: `collect`, first of all
+    * in ``get_computed_blocks``: `query`, with the number of tokens that it returns
+    * for ``allocate_slots``: `allocate`, which calls it
+    * in ``update_after_schedule``: `plan`, before the step's tokens count as computed
+    * in ``execute_model``: `OffloadWorker.start` with the plan, before the model runs
+    * in ``free``: `free`, before a request loses its blocks
+
+    The engine must step while `has_pending_transfers`. Its requests have the attributes
+    that `OffloadScheduler` reads, except keys. All layers must have full attention.
+
+    Args:
+        scheduler: The scheduler; `pool` gets bound to it.
+        pool: The engine's pool.
+        namespace: The namespace of the blocks.
+        tokens_of: Returns a request's tokens so far, prompt and generated.
+        table_of: Returns a request's device blocks in order.
+        extras_of: Returns what a request's blocks depend on in addition to the tokens;
+            None for requests that share all blocks.
+
+    Raises:
+        ValueError: The scheduler has several groups, other attention, another block
+            size than `namespace`, or `OffloadRules.load_in_step`.
+
+    Attributes:
+        scheduler: The scheduler.
+    """
+
+    def __init__(
+        self,
+        scheduler: OffloadScheduler,
+        pool: BorrowedPool,
+        namespace: Namespace,
+        *,
+        tokens_of: Callable[[Any], TokenIds],
+        table_of: Callable[[Any], Sequence[int]],
+        extras_of: Callable[[Any], Extras] | None = None,
+    ) -> None:
+        expected = FullAttention(namespace.block_size)
+        if scheduler.groups != (expected,):
+            raise ValueError(
+                f"groups={scheduler.groups} must be ({expected},), the one group that "
+                "EngineHooks serves: for others call OffloadScheduler yourself."
+            )
+        if scheduler.rules.load_in_step:
+            raise ValueError(
+                "load_in_step=True must be False with EngineHooks, which has requests "
+                "wait until their load has arrived."
+            )
+        scheduler.bind_device_block_pool(pool)
+        self.scheduler, self._pool, self._namespace = scheduler, pool, namespace
+        self._tokens_of, self._table_of = tokens_of, table_of
+        self._extras_of = extras_of or (lambda request: NO_EXTRAS)
+        self._tracked: dict[str, _Tracked] = {}
+        # By request: the offer, None to ask again, and the tokens found by the engine.
+        self._offers: dict[str, tuple[int | None, int]] = {}
+        # By request: the tokens computed once it is loaded.
+        self._loading: dict[str, int] = {}
+        self._loaded: dict[str, int] = {}  # Not planned since; in order of arrival.
+        self._preempted: list[str] = []  # Since the last plan.
+
+    @property
+    def has_pending_transfers(self) -> bool:
+        """Whether the engine must step, even if no request waits or runs."""
+        scheduler = self.scheduler
+        return scheduler.has_pending_stores() or scheduler.has_pending_loads()
+
+    def collect(self, output: ConnectorOutput) -> list[tuple[Any, int]]:
+        """Process the transfers that have ended.
+
+        A loaded request is returned in each step until it is planned: a preempted
+        request may be ahead of it in the queue, and wait for the blocks that it holds.
+
+        Args:
+            output: What `OffloadWorker.poll` returned.
+
+        Returns:
+            Requests to move to the head of the engine's queue one by one, each with its
+            number of computed tokens. It is 0 after a failed load: then first free the
+            request's blocks as if it was preempted.
+        """
+        ended = self.scheduler.update_connector_output(output)
+        for name in ended.finished_recving:
+            self._loaded[name] = self._loading.pop(name)
+        failed = [(name, 0) for name in ended.failed_recving]
+        for name, _ in failed:
+            del self._loading[name]
+        # The request that loaded first is put there last, and so comes first.
+        ready = [*failed, *reversed(self._loaded.items())]
+        return [(self._tracked[name].request, num) for name, num in ready]
+
+    def query(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Match a new or preempted request, before it gets blocks.
+
+        Args:
+            request: The request.
+            num_computed_tokens: Tokens that the engine's prefix cache has of it, in
+                whole blocks.
+
+        Returns:
+            The number of tokens offered beyond these; None to ask in a later step.
+        """
+        tracked = self._request(request)
+        tracked.chain.follow(self._tokens_of(request))
+        num_offered, _ = self.scheduler.get_num_new_matched_tokens(
+            tracked, num_computed_tokens
+        )
+        self._offers[request.request_id] = num_offered, num_computed_tokens
+        return num_offered
+
+    def allocate(
+        self,
+        request: Any,
+        num_tokens: int,
+        allocate_slots: Callable[..., Slots | None],
+    ) -> Slots | None:
+        """Allocate blocks for a request's next tokens, or for its load.
+
+        A request that loads gets all blocks of its tokens at once, so that none waits
+        for another's when it has loaded.
+
+        Args:
+            request: The request.
+            num_tokens: Tokens that the engine is about to compute.
+            allocate_slots: Calls the engine's function for `request` and the blocks
+                found, with a number of tokens beyond these, and `delay_cache_blocks`:
+                True if the prefix cache must not have their blocks yet, as they are
+                loaded. Returns None if too few blocks are free.
+
+        Returns:
+            What `allocate_slots` returned; None if the request does not run in this
+            step. If it `is_loading`, take it out of the queue.
+        """
+        name = request.request_id
+        if name not in self._tracked:
+            raise ValueError(
+                f"allocate() was called for request {shown(name)} before query(): call "
+                "it for each new request, with 0 if the prefix cache has nothing."
+            )
+        if name not in self._offers:
+            return allocate_slots(num_tokens, delay_cache_blocks=False)
+        num_offered, num_found = self._offers.pop(name)
+        if num_offered is None:
+            return None
+        if num_offered:
+            num_tokens = request.num_tokens - num_found
+        slots = allocate_slots(num_tokens, delay_cache_blocks=num_offered > 0)
+        tracked = self._tracked[name]
+        if slots is None:
+            self.scheduler.update_state_after_alloc(tracked, [], 0)
+            return None
+        table = list(self._table_of(request))
+        self.scheduler.update_state_after_alloc(tracked, table, num_offered)
+        tracked.num_listed = len(table)
+        if not num_offered:
+            return slots
+        self._loading[name] = num_found + num_offered
+        return None
+
+    def is_loading(self, request: Any) -> bool:
+        """Whether a request waits for its load, so that it must not be in the queue."""
+        return request.request_id in self._loading
+
+    def plan(self, num_scheduled_tokens: Mapping[str, int]) -> OffloadMetadata:
+        """Return the transfers to start before the step's model.
+
+        Call it in every step, even if no request is scheduled.
+
+        Args:
+            num_scheduled_tokens: Tokens to compute, by request id. The requests'
+                `num_computed_tokens` must not count them yet.
+        """
+        new_block_ids, size = {}, self._namespace.block_size
+        for name, num_tokens in num_scheduled_tokens.items():
+            self._loaded.pop(name, None)
+            tracked = self._tracked[name]
+            self._cache(tracked)
+            if tracked.num_computed_tokens + num_tokens > tracked.num_listed * size:
+                new = list(self._table_of(tracked.request)[tracked.num_listed :])
+                tracked.num_listed += len(new)
+                new_block_ids[name] = new
+        preempted, self._preempted = self._preempted, []
+        return self.scheduler.build_connector_meta(
+            SchedulerOutput(dict(num_scheduled_tokens), new_block_ids, preempted)
+        )
+
+    def free(self, request: Any, *, has_ended: bool) -> None:
+        """Record that a request is about to lose its blocks.
+
+        Args:
+            request: The request, with its old `num_computed_tokens`.
+            has_ended: Whether it has finished or was aborted; False if it is preempted.
+        """
+        name, tracked = request.request_id, self._request(request)
+        self._cache(tracked)
+        for state in (self._offers, self._loading, self._loaded):
+            state.pop(name, None)
+        if has_ended:
+            self.scheduler.request_finished(tracked, list(self._table_of(request)))
+            del self._tracked[name]
+            return
+        self.scheduler.request_preempted(tracked)
+        self._preempted.append(name)
+        tracked.num_listed = tracked.num_cached = 0
+
+    def _request(self, request: Any) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            chain = KeyChain(self._namespace, self._extras_of(request))
+            tracked = self._tracked[request.request_id] = _Tracked(request, chain)
+        return tracked
+
+    def _cache(self, tracked: _Tracked) -> None:
+        """Record the keys of full, computed blocks in the pool."""
+        request, size = tracked.request, self._namespace.block_size
+        if tracked.num_tokens // size != len(tracked.block_keys):
+            tracked.chain.follow(self._tokens_of(request))
+        num_ahead = getattr(request, "num_output_placeholders", 0)
+        num_full = (tracked.num_computed_tokens - num_ahead) // size
+        new = slice(tracked.num_cached, min(num_full, len(tracked.block_keys)))
+        if keys := tracked.block_keys[new]:
+            skipped = self._pool.cache(self._table_of(request)[new], keys)
+            # The engine's prefix cache may get the last blocks a step later.
+            tracked.num_cached += len(keys) - len(skipped)
+
+
+class _Tracked:
+    """A request as `OffloadScheduler` reads it."""
+
+    def __init__(self, request: Any, chain: KeyChain) -> None:
+        self.request, self.chain = request, chain
+        self.num_listed = 0  # Blocks of its table that the scheduler has.
+        self.num_cached = 0  # Blocks whose keys the pool has.
+
+    @property
+    def block_keys(self) -> Sequence[BlockKey]:
+        return self.chain.keys
+
+    request_id = property(attrgetter("request.request_id"))
+    num_tokens = property(attrgetter("request.num_tokens"))
+    num_computed_tokens = property(attrgetter("request.num_computed_tokens"))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the scheduler reads if the engine's request has it."""
+        return getattr(self.request, name)

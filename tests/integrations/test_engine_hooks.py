@@ -1,0 +1,209 @@
+"""`EngineHooks` under the engine of examples/toy_engine.py, and what it refuses."""
+
+import collections
+import functools
+import random
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from jaxkv import (
+    BorrowedPool,
+    FullAttention,
+    Namespace,
+    OffloadRules,
+    OffloadScheduler,
+    SlidingWindow,
+)
+from jaxkv.integrations.engine_hooks import EngineHooks
+from jaxkv.strict import StrictError
+
+# The examples are files to be run, not a package.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+import integrate_own_pool as example
+import toy_model
+
+BLOCK = toy_model.BLOCK
+EVENTS = "pause", "abort", "reset", "reset both tiers"
+
+
+@functools.cache
+def answer(prompt, num_new):
+    return toy_model.answer(list(prompt), num_new)
+
+
+class Traffic:
+    """Requests with common prefixes, and random events between their steps."""
+
+    def __init__(self, seed, num_requests=40):
+        self.rng = random.Random(seed)
+        self.engine = engine = example.OffloadingEngine(24, 40)
+        self.counts, self.requests = collections.Counter(), []
+        self.must_reset = False
+        documents = [self.rng.choices(range(97), k=41) for _ in range(3)]
+        for number in range(num_requests):
+            prompt = self.rng.choice(documents)[: self.rng.randint(9, 41)]
+            request = engine.submit(f"r{number}", prompt, self.rng.randint(1, 12))
+            request.future.add_done_callback(self.note_end)
+            self.requests.append(request)
+        self.schedule, engine.schedule = engine.schedule, self.act_and_schedule
+        self.preempt, engine.preempt = engine.preempt, self.count_and_preempt
+
+    def is_done(self):
+        return all(request.future.done() for request in self.requests)
+
+    def note_end(self, _):
+        if self.is_done():
+            self.engine.calls.put(None)
+
+    def act_and_schedule(self):
+        engine = self.engine
+        if self.rng.random() < 0.25:
+            event = self.rng.choice(EVENTS)
+            self.counts[event] += 1
+            if event == "pause":
+                engine.calls.put(None)  # As `Engine.pause`, which waits for the loop.
+            elif event == "abort" and engine.requests:
+                engine.abort(self.rng.choice([*engine.requests.values()]))
+            elif event == "reset":
+                engine.pool.reset()
+            self.must_reset |= event == "reset both tiers"
+        if self.must_reset and engine.hooks.scheduler.reset():
+            engine.pool.reset()
+            self.must_reset = False
+        return self.schedule()
+
+    def count_and_preempt(self, request):
+        self.counts["preempt"] += 1
+        self.preempt(request)
+
+    def serve(self):
+        """Serve all requests, with a new thread after each pause."""
+        engine = self.engine
+        while not self.is_done():
+            engine.resume()
+            engine.thread.join()
+        engine.worker.adopt()
+        while engine.hooks.has_pending_transfers:
+            engine.execute(self.schedule())
+
+    def check(self):
+        """Check the tokens of each request, also of an aborted one."""
+        for request in self.requests:
+            prompt = tuple(request.tokens[: request.num_prompt_tokens])
+            tokens = request.future.result(0)
+            right = answer(prompt, request.max_tokens - len(prompt))
+            assert tokens == right[: len(tokens)], request.request_id
+        pool = self.engine.pool
+        assert not any(pool.counts)
+        assert len(pool.free_blocks) == len(pool.counts) - 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("mode", ["plain", "strict", "failing loads"])
+def test_tokens_are_those_of_the_model_alone_whatever_happens(mode, seed, monkeypatch):
+    if mode != "plain":
+        monkeypatch.setenv("JAXKV_STRICT", "1")
+        monkeypatch.setenv("JAXKV_STRICT_SEED", str(seed))
+    if mode == "failing loads":
+        monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "3")
+    traffic = Traffic(seed)
+    traffic.serve()
+    traffic.check()
+    assert {*EVENTS, "preempt"} == set(traffic.counts)
+    assert not traffic.must_reset
+    stats = traffic.engine.hooks.scheduler.stats
+    assert stats.num_loaded > 0
+    assert bool(stats.num_loads_failed) == (mode == "failing loads")
+
+
+def test_strict_mode_names_an_adapter_that_frees_blocks_without_its_hook(monkeypatch):
+    monkeypatch.setenv("JAXKV_STRICT", "1")
+    engine = example.OffloadingEngine(24, 40)
+    engine.hooks.free = lambda request, has_ended: None
+    requests = [engine.submit(f"r{n}", [n] * 9, 3 + 9 * n) for n in range(2)]
+    engine.resume()
+    engine.thread.join()
+    assert requests[0].future.result() == answer((0,) * 9, 3)
+    with pytest.raises(
+        StrictError, match="before you free them, call request_finished"
+    ):
+        requests[1].future.result()
+
+
+def run_until(engine, condition):
+    """Step on this thread, each step being read before the next one is scheduled."""
+    for _ in range(200):
+        while not engine.calls.empty():
+            engine.calls.get()()
+        if condition():
+            return
+        output = engine.schedule()
+        engine.execute(output)
+        engine.update_from_output(output)
+    raise AssertionError("the engine does not get there")
+
+
+def test_a_loaded_request_runs_before_a_preempted_one_that_lacks_its_blocks():
+    """The preempted one is at the head of the queue, where it waits for free blocks."""
+    engine = example.OffloadingEngine(12, 40)
+    prompt = list(range(30))
+    first = engine.submit("first", prompt, 1)
+    run_until(engine, lambda: first.has_ended and not engine.has_work())
+    engine.pool.reset()
+    long = engine.submit("long", [50] * 10, 20)  # 3 blocks at first, then more.
+    again = engine.submit("again", prompt, 1)  # The other 8 blocks.
+    run_until(engine, lambda: engine.hooks.is_loading(again))
+    engine.max_running = 1  # It is still in the queue once `long` needs a block.
+    run_until(engine, lambda: again.has_ended)
+    assert long.num_preemptions == 1
+    run_until(engine, lambda: long.has_ended)
+    assert long.future.result() == answer((50,) * 10, 20)
+    assert engine.hooks.scheduler.stats.num_loaded >= 7
+
+
+def make_hooks(groups=BLOCK, content_of=None, **rules):
+    scheduler = OffloadScheduler(groups, 8, rules=OffloadRules(**rules))
+    calls = {"num_free": lambda: 7, "hold": id, "release": id}
+    pool = BorrowedPool(8, **calls, content_of=content_of)
+    namespace = Namespace("m", "1", "int8", "flat", BLOCK)
+    get = {"tokens_of": lambda r: range(r.num_tokens), "table_of": lambda r: [1, 2, 3]}
+    return EngineHooks(scheduler, pool, namespace, **get)
+
+
+def test_blocks_that_the_prefix_cache_gets_late_are_stored_at_the_end():
+    contents = {}
+    hooks = make_hooks(content_of=contents.get)
+    request = types.SimpleNamespace(request_id="r", num_tokens=9, num_computed_tokens=0)
+    assert hooks.query(request, 0) == 0
+    assert hooks.allocate(request, 9, lambda *_, **__: "slots") == "slots"
+    request.num_computed_tokens = 8
+    assert hooks.plan({"r": 1}).store_device_blocks == ()
+    contents.update({1: "first", 2: "second"})
+    hooks.free(request, has_ended=True)
+    assert hooks.plan({}).store_device_blocks == (1, 2)
+
+
+def test_engines_that_the_hooks_do_not_serve_are_refused():
+    for groups in (2 * BLOCK, SlidingWindow(BLOCK, 9), [FullAttention(BLOCK)] * 2):
+        with pytest.raises(ValueError, match=r"must be \(FullAttention\(block_size=4"):
+            make_hooks(groups)
+    with pytest.raises(ValueError, match="load_in_step=True must be False"):
+        make_hooks(load_in_step=True)
+    request = collections.namedtuple("Request", "request_id")("r1")
+    with pytest.raises(
+        ValueError, match=r"allocate.. was called for request 'r1' before"
+    ):
+        make_hooks().allocate(request, 1, lambda *_, **__: [])
+
+
+def test_the_adapter_of_the_example_has_at_most_60_lines():
+    text = Path(example.__file__).read_text(encoding="utf-8")
+    (adapter,) = re.findall(
+        r"^class .*?(?=^if __name__)", text, re.MULTILINE | re.DOTALL
+    )
+    assert sum(map(bool, adapter.splitlines())) <= 60
