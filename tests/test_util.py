@@ -1,12 +1,9 @@
 """Sizes as people write them."""
 
-import argparse
-
 import numpy as np
 import pytest
 
 from jaxkv import _util as units
-from jaxkv.tools import options
 
 
 def test_a_size_in_bytes_is_read():
@@ -18,8 +15,6 @@ def test_a_size_in_bytes_is_read():
     ):
         parsed = units.parse_bytes(size)
         assert (parsed, type(parsed)) == (num_bytes, int), size
-        if isinstance(size, str):
-            assert options.parse_bytes(size) == num_bytes
 
 
 def test_an_invalid_size_is_refused_by_name():
@@ -30,9 +25,6 @@ def test_an_invalid_size_is_refused_by_name():
         with pytest.raises(ValueError, match="must be a size such as 64MiB") as caught:
             units.parse_bytes(size)
         assert str(caught.value).startswith(units.shown(size))
-        if isinstance(size, str):
-            with pytest.raises(argparse.ArgumentTypeError, match="must be a size such"):
-                options.parse_bytes(size)
 
 
 def test_bytes_are_shown_in_the_unit_of_their_size():

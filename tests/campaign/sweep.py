@@ -175,8 +175,9 @@ class SmallEngine(StoredEngine):
                 self.scheduler.has_pending_stores()
                 or self.scheduler.has_pending_loads()
                 or self.storage.num_in_flight
-                or storage_io._deletes
-                or any(storage_io._num_out.values())
+                or storage_io._has_deletes
+                or storage_io._jobs
+                or any(storage_io._open_bytes.values())
             )
 
         self.until(is_settled, "settling", may_hang=True)

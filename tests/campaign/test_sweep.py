@@ -198,7 +198,7 @@ def test_it_finds_an_error_that_is_taken_for_no(calls, folders, monkeypatch):
     monkeypatch.setattr(local, "_exists", os.path.exists)
     live = live_with_a_folder(calls, folders, begins=True)
     _, _, complaints = sweep(live, {"stat": (errno.EIO,)})
-    assert any("Workers.submit" in each for each in complaints)
+    assert any("store.attempt" in each for each in complaints)
 
 
 def test_it_finds_a_rotation_that_is_booked_as_done(calls, folders, monkeypatch):

@@ -527,7 +527,7 @@ class StoredEngine:
         assert self.scheduler.wait_for_storage(self.worker, 60.0)
         self.step()
         storage_io = self.storage.storage_io
-        wait_for(lambda: not storage_io._deletes and not storage_io._num_out["delete"])
+        wait_for(lambda: not storage_io._has_deletes)
 
     def num_found(self, request, between=lambda: time.sleep(1e-4)):
         """Ask until there is an answer; return how many blocks are offered."""

@@ -610,8 +610,7 @@ def test_a_listing_is_no_faster_than_its_keys_are_sent(run):
         payload = engine.host_bytes_description, engine.host_payload_bytes
         objects = ObjectFormat(b"model", *payload, shard=0, num_shards=2)
         names = [name for key in keys for name in objects.all_names(key)]
-        for future in blobs.put([(name, [b""]) for name in names]):
-            future.result()
+        blobs.put([(name, [b""]) for name in names])
         storage = Counting(engine, StorageIO(blobs, objects), list_every_s=1e-9)
         options = {"report_after_steps": 2, "agreement_timeout_s": TIMEOUT_S}
         with contextlib.closing(storage):

@@ -202,17 +202,18 @@ def test_nobody_without_the_secret_can_record_a_bound():
 
 def full_beyond(monkeypatch, num):
     """Have each folder refuse blocks beyond some, as a disk does that is full."""
-    write, lock = LocalStore.write, threading.Lock()
+    put, lock = LocalStore.put, threading.Lock()
 
-    def write_if_it_fits(store, name, blob):
+    def put_if_it_fits(store, items):
+        [(name, _)] = items
         with lock:
             root = pathlib.Path(store.path)
             is_new = name.endswith(".0") and not (root / name).exists()
             if is_new and files(root) >= num:
-                raise StoreError("full", "No space left on device")
-            write(store, name, blob)
+                return [StoreError("full", "No space left on device")]
+            return put(store, items)
 
-    monkeypatch.setattr(LocalStore, "write", write_if_it_fits)
+    monkeypatch.setattr(LocalStore, "put", put_if_it_fits)
 
 
 def numbers_in(folder, numbers):

@@ -15,7 +15,7 @@ from jaxkv._util import one_line
 from jaxkv._util.extras import missing_packages
 from jaxkv.transfer.storage import BlobStore, StoreError, open_store
 from jaxkv.transfer.storage.objects import VERSION
-from jaxkv.transfer.storage.store import answer_of
+from jaxkv.transfer.storage.store import answers_of
 from jaxkv.transfer.storage.store_url import StoreUrl
 
 DEADLINE_S = 15.0
@@ -120,13 +120,13 @@ def _try(store: BlobStore) -> None:
     name = f"jaxkv-doctor-{os.urandom(8).hex()}"
     data = os.urandom(_NUM_BYTES)
     try:
-        answer_of(store.put([(name, [data])]))
-        payload = answer_of(store.get([name], _NUM_BYTES))
+        answers_of(store.put([(name, [data])]))
+        [payload] = answers_of(store.get([name], _NUM_BYTES))
         if payload is None or bytes(payload) != data:
             raise StoreError("other", "what was written there does not come back")
     finally:
         deleted = store.delete([name])
-    answer_of(deleted)
+    answers_of(deleted)
 
 
 def _failed(store: Store, error: StoreError) -> Store:

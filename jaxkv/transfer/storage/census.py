@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.transfer.storage.store import BlobStore, TimedStore, answer_of
+from jaxkv.transfer.storage.store import BlobStore, TimedStore, answers_of
 from jaxkv.types import KEY_BYTES, BlockKey
 
 _MOST_ORDER_BYTES = 1 << 28  # Of eight million blocks.
@@ -98,7 +98,7 @@ class Census:
         """Record the order of what is left, if the store has no times."""
         order = b"".join(keys)
         if not self._has_times and order != self._order:
-            answer_of(self._store.put([(self._order_name, [order])]))
+            answers_of(self._store.put([(self._order_name, [order])]))
 
     def _add(self, keys: Sequence[BlockKey], times: Sequence[int]) -> None:
         self._keys.append(b"".join(keys))
@@ -106,7 +106,7 @@ class Census:
 
     def _recorded(self) -> dict[BlockKey, int]:
         if self._ranks is None:
-            found = answer_of(self._store.get([self._order_name], _MOST_ORDER_BYTES))
+            [found] = answers_of(self._store.get([self._order_name], _MOST_ORDER_BYTES))
             raw = self._order = bytes(found or b"")
             keys = _keys_in(raw, range(len(raw) // KEY_BYTES))
             self._ranks = {key: rank for rank, key in enumerate(keys)}

@@ -21,7 +21,7 @@ from jaxkv.transfer.storage.store import (
     BlobStore,
     Piece,
     StoreError,
-    answer_of,
+    answers_of,
     attempt,
     can_list,
     error_of,
@@ -938,7 +938,10 @@ class StorageIO(Resource):
         with self._lock:
             self._counts["probed"] += len(names)
         answers = iter(self._store.exists(names))
-        return [_together(itertools.islice(answers, len(job.indices))) for job in jobs]
+        return [
+            attempt(answers_of, itertools.islice(answers, len(job.indices)))
+            for job in jobs
+        ]
 
     def _note_written(self, job: _Job, _: None) -> None:
         num_bytes = self.objects.object_bytes
@@ -1013,8 +1016,7 @@ class StorageIO(Resource):
         stale = [each for each in recorded if each.is_owners and each != own]
         if own.is_owners and stale:
             names = list(map(self.objects.bound_name, stale))
-            for answer in self._store.delete(names):
-                answer_of([answer])
+            answers_of(self._store.delete(names))
         # Others need not know of what is less than they know.
         if own not in known and (own == bound or own.is_owners):
             known.append(own)
@@ -1023,7 +1025,7 @@ class StorageIO(Resource):
         ]
         if names:
             records = [(name, [b"jaxkv\n"]) for name in names]
-            self._record(lambda: list(map(answer_of, zip(self._store.put(records)))))
+            self._record(lambda: answers_of(self._store.put(records)))
         self._bounds = known
         with self._lock:
             fresh, self._fresh = self._fresh, []
@@ -1053,7 +1055,7 @@ class StorageIO(Resource):
         are read. Without the record of a large engine, a small one would delete blocks.
         """
         try:
-            self._store.get(list(map(self.objects.bound_name, recorded)), 1)
+            answers_of(self._store.get(list(map(self.objects.bound_name, recorded)), 1))
         except StoreError as error:
             with self._lock:
                 self._note_error("list", error)
@@ -1069,13 +1071,3 @@ class StorageIO(Resource):
             for each in known
             if each == own or not (each.is_owners and own.is_owners)
         ]
-
-
-def _together(answers: Iterable[bool | StoreError]) -> list[bool] | StoreError:
-    """Return all answers, or the first error."""
-    found = []
-    for answer in answers:
-        if isinstance(answer, StoreError):
-            return answer
-        found.append(answer)
-    return found

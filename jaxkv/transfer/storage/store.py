@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import (
     Any,
     Literal,
@@ -162,12 +162,14 @@ def attempt(call: Callable[..., _T], *args: Any) -> _T | StoreError:
         return error_of(error)
 
 
-def answer_of(answers: Sequence[_T | StoreError]) -> _T:
-    """Return the answer of a call with one name, or raise its error."""
-    [answer] = answers
-    if isinstance(answer, StoreError):
-        raise answer
-    return answer
+def answers_of(answers: Iterable[_T | StoreError]) -> list[_T]:
+    """Return the answers of a call, or raise the first error among them."""
+    checked = []
+    for answer in answers:
+        if isinstance(answer, StoreError):
+            raise answer
+        checked.append(answer)
+    return checked
 
 
 def check_name(name: str) -> str:

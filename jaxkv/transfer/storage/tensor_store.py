@@ -17,7 +17,7 @@ from jaxkv.transfer.storage.store import (
     Lanes,
     Piece,
     StoreError,
-    answer_of,
+    answers_of,
     check_name,
 )
 from jaxkv.transfer.storage.store_url import StoreUrl
@@ -114,7 +114,7 @@ class TensorStoreStore:
             while ranges and len(open_lists) < _NUM_LISTS:
                 part = self._ts.KvStore.KeyRange(*ranges.popleft())
                 open_lists.append(self._store.list(part))
-            names = answer_of([_answer(open_lists.popleft().result)])
+            [names] = answers_of([_answer(open_lists.popleft().result)])
             if names:
                 yield [name.decode("ascii", "replace") for name in names]
 

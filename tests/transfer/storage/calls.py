@@ -1,7 +1,7 @@
 """Calls of a store that are to succeed, or to fail."""
 
 from jaxkv.transfer.storage import StoreError
-from jaxkv.transfer.storage.store import answer_of
+from jaxkv.transfer.storage.store import answers_of
 
 
 def put(store, blobs):
@@ -10,12 +10,12 @@ def put(store, blobs):
 
 
 def get(store, *names, max_bytes=1 << 30):
-    found = [answer_of([answer]) for answer in store.get(names, max_bytes)]
+    found = answers_of(store.get(names, max_bytes))
     return [None if data is None else bytes(data) for data in found]
 
 
 def exists(store, *names):
-    return [answer_of([answer]) for answer in store.exists(names)]
+    return answers_of(store.exists(names))
 
 
 def delete(store, *names):

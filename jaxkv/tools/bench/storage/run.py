@@ -29,7 +29,7 @@ from jaxkv.transfer.storage import (
     StoreError,
     open_store,
 )
-from jaxkv.transfer.storage.store import answer_of, can_list, lanes_of
+from jaxkv.transfer.storage.store import answers_of, can_list, lanes_of
 from jaxkv.transfer.storage.store_url import StoreUrl
 from jaxkv.types import KEY_BYTES
 
@@ -310,8 +310,7 @@ class StoreAlone(Side):
         calls = [items[at : at + size] for at in range(0, len(items), size)]
         with ThreadPoolExecutor(num_threads) as threads:
             for answers in threads.map(call, calls):
-                for answer in answers:
-                    answer_of([answer])
+                answers_of(answers)
 
     def names(self) -> list[str]:
         """Name the blocks of the round."""
