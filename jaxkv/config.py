@@ -40,7 +40,7 @@ from jaxkv.scheduling.rules import (
     OffloadRules,
     RuleSettings,
     check_groups,
-    check_victims,
+    check_lists_victims,
 )
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.whatif.auto import contradictions
@@ -829,7 +829,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         try:
             StoreUrl.parse(self.storage)
             plain = self.cache_policy == "lru" and self.executor == "native"
-            check_victims(self.storage_write, plain and not self.retention)
+            check_lists_victims(self.storage_write, plain and not self.retention)
         except ValueError as error:
             yield str(error)
         if self.world_size > 1:

@@ -296,7 +296,8 @@ JAXKV__MODE=lazy         | unknown variable JAXKV__MODE: did you mean JAXKV_MODE
 STANDS_FOR = {
     "SIZE": SIZE,
     "ON_EVICT": "storage_write='on_evict' needs cache_policy='lru', executor='native' "
-    "and retention=False: no other tier can list its next victims.",
+    "and retention=False: other host tiers cannot list the blocks that they evict "
+    "next.",
 }
 
 

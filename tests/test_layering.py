@@ -37,7 +37,7 @@ CEILINGS = {
     "transfer": 10_940,
     "tiers": 4_480,
     "search": 570,
-    "scheduling": 10_040,
+    "scheduling": 10_050,
     "observe": 2_240,
     "strict": 1_010,
     "config": 960,

@@ -1,10 +1,11 @@
 """Snapshots of an object and everything that it holds, as plain values.
 
-A snapshot walks over attributes, so that a new one needs no code here. Objects of jaxkv
+A snapshot walks over attributes: a new attribute needs no code here. Objects of jaxkv
 become `Entry` records, which refer to one another by name; arrays and containers are
 copied. Callables and the attributes that a class lists in `_NOT_STATE` (caches, scratch
 memory, files) are skipped. Objects of other packages, such as engines' requests, are
-kept by reference. Objects whose class defines `__reduce__` are rebuilt.
+kept by reference. Objects whose class defines `__reduce__` are rebuilt. The digest
+leaves out classes with `_NOT_DIGESTED`, and objects of other packages.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class State:
 
     @property
     def digest(self) -> str:
-        """A digest of the state, equal in every process."""
+        """A digest of the state; equal states have the same in every process."""
         chunks: list[bytes] = []
         for name, (kind, fields) in self.entries.items():
             if not getattr(kind, "_NOT_DIGESTED", False):
@@ -95,7 +96,8 @@ def snapshot(root: object, name: str) -> State:
 def restore(root: object, state: State) -> None:
     """Restore an object from a state of the same configuration.
 
-    Objects in attributes are changed in place; objects in lists and dicts are new.
+    Objects in attributes, or in tuples there, are changed in place if their class is
+    the same; objects in lists and dicts are new.
     """
     entries = state.entries
     objects = {next(iter(entries)): root}
@@ -104,8 +106,8 @@ def restore(root: object, state: State) -> None:
     def match(held: Any, saved: Any) -> None:
         """Match live objects to entries, to be changed in place."""
         if type(saved) is Ref:
-            is_free = saved.name not in objects and id(held) not in matched
-            if is_free and type(held) is entries[saved.name].kind:
+            is_unmatched = saved.name not in objects and id(held) not in matched
+            if is_unmatched and type(held) is entries[saved.name].kind:
                 objects[saved.name] = held
                 matched.add(id(held))
         elif type(saved) is type(held) is tuple:
@@ -136,7 +138,7 @@ def restore(root: object, state: State) -> None:
 
 
 def _overwrite(held: Any, saved: Any) -> bool:
-    """Overwrite arrays in place, as others have their address; False if one differs."""
+    """Overwrite arrays, whose addresses others keep; False if one has another shape."""
     if isinstance(saved, np.ndarray):
         fits = isinstance(held, np.ndarray) and held.shape == saved.shape
         if fits := fits and held.flags.writeable:
@@ -149,7 +151,7 @@ def _overwrite(held: Any, saved: Any) -> bool:
             old is new or (type(old) is str and old == new) or _overwrite(old, new)
             for old, new in pairs
         )
-    if type(held) is not type(saved) or _form(saved) != "arrays":
+    if type(held) is not type(saved) or _form(saved) != "pytree":
         return False
     kind: Any = type(saved)
     return all(
@@ -178,7 +180,7 @@ def _copied(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
         return copy.copy(value)
     names: Iterable[Any] = itertools.count()
     items: Iterable[Any] = value
-    if form == "arrays":
+    if form == "pytree":
         names = _field_names(kind)
         items = [getattr(value, name) for name in names]
     elif form == "rebuilt":
@@ -233,8 +235,8 @@ def _choose_form(kind: Any, value: Any) -> str:
     parameters = getattr(kind, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
         return "object"
-    # A frozen object that is not a pytree of arrays never changes.
-    return "plain" if jax.tree_util.all_leaves([value]) else "arrays"
+    # A frozen object never changes, but the arrays of a pytree are overwritten.
+    return "plain" if jax.tree_util.all_leaves([value]) else "pytree"
 
 
 @functools.cache
@@ -254,7 +256,7 @@ def _attributes(kind: Any) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _encode(value: Any, chunks: list[bytes]) -> None:
-    """Append a value of a state; unequal values have different encodings."""
+    """Append a value; unequal ones that the digest has differ in their encodings."""
     kind: Any = type(value)
     if isinstance(value, np.ndarray):
         chunks.append(f"{value.dtype.str}{value.shape}".encode() + value.tobytes())
@@ -275,7 +277,7 @@ def _encode(value: Any, chunks: list[bytes]) -> None:
         chunks.append(f"{kind.__name__}{len(value)}(".encode())
         for item in value:
             _encode(item, chunks)
-    elif _form(value) == "arrays":
+    elif _form(value) == "pytree":
         _encode([getattr(value, name) for name in _field_names(kind)], chunks)
     elif (
         kind in _PLAIN

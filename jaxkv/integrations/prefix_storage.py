@@ -31,7 +31,7 @@ from jaxkv.scheduling.plan import (
     may_probe,
     size_fetch,
 )
-from jaxkv.scheduling.rules import WriteRule, check_victims
+from jaxkv.scheduling.rules import WriteRule, check_lists_victims
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.search.groups import FullAttention
@@ -169,7 +169,7 @@ class PrefixStorage:
         lock: threading.Condition,
         note_fault: Callable[[BaseException], None],
     ) -> None:
-        check_victims(config.storage_write, manager.can_list_victims)
+        check_lists_victims(config.storage_write, manager.can_list_victims)
         self._copier = copier
         self._lock = lock
         self._note_fault = note_fault

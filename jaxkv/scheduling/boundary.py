@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from jaxkv.keys.packed import key_from_foreign
 from jaxkv.scheduling.moves import Ledger, Move
 from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierProbe, TierReport
-from jaxkv.scheduling.rules import OffloadRules, WriteRule, check_victims
+from jaxkv.scheduling.rules import OffloadRules, WriteRule, check_lists_victims
 from jaxkv.scheduling.stats import TierCounts
 from jaxkv.search.groups import FullAttention, GroupSpec
 from jaxkv.tiers.executors import ExecutorName
@@ -122,7 +122,7 @@ class Boundary:
         on_arrival: Callable[[Sequence[BlockKey]], None] | None = None,
         number: int = 0,
     ) -> None:
-        check_victims(below.write, upper.can_list_victims)
+        check_lists_victims(below.write, upper.can_list_victims)
         self.groups = groups
         self.upper = upper
         self.number = number

@@ -27,7 +27,7 @@ class Reporting:
     """The reporting methods of `OffloadScheduler`, which sets these attributes."""
 
     below: tuple[Boundary, ...]
-    _storage: tuple[Boundary, ...]  # The boundary above the store, if any.
+    _storage: tuple[Boundary, ...]  # The boundary to the store, or none.
     _manager: BlockIndex
     _pool: DevicePool
     _view: View
@@ -44,12 +44,12 @@ class Reporting:
 
     @property
     def num_storage_blocks_held(self) -> int:
-        """Blocks in the store's index, in host blocks, including writes in flight."""
+        """Blocks in the index of the store, writes in flight included."""
         return sum(boundary.tier.num_held_blocks for boundary in self._storage)
 
     @property
     def num_storage_blocks_left_out(self) -> int:
-        """Blocks in the store that its index has no room for, in host blocks."""
+        """Blocks in the store that its index has no room for."""
         return sum(boundary.tier.num_unindexed for boundary in self._storage)
 
     @property
@@ -108,19 +108,23 @@ class Reporting:
         return InTransit(*self._stores.in_transit, *self._loads.in_transit)
 
     def has_pending_stores(self) -> bool:
-        """Whether blocks wait for, or are in flight to, the host or a tier below it.
+        """Whether stores to the host, or calls to a tier below it, are not over yet.
 
         While this is True, an engine must keep stepping even without requests.
         """
-        return len(self._stores) > 0 or any(below.has_writes for below in self.below)
+        return len(self._stores) > 0 or any(
+            boundary.has_writes for boundary in self.below
+        )
 
     def has_pending_loads(self) -> bool:
         """Whether any request has an offer, or a load, fetch or probe in flight."""
-        return len(self._loads) > 0 or any(below.has_fetches for below in self.below)
+        return len(self._loads) > 0 or any(
+            boundary.has_fetches for boundary in self.below
+        )
 
     @property
     def is_storage_listed(self) -> bool:
-        """Whether the store is listed completely; True without a store."""
+        """Whether a listing of the store has ended; True without a store."""
         return all(boundary.tier.is_listed for boundary in self._storage)
 
     def num_fetched_tokens(self, request_id: str) -> int:
@@ -128,21 +132,21 @@ class Reporting:
 
         0 if the request has not waited for a fetch, or has finished.
         """
-        nums = [below.num_fetched_tokens.get(request_id, 0) for below in self.below]
-        return max(nums, default=0)
+        fetched = (boundary.num_fetched_tokens for boundary in self.below)
+        return max((tokens.get(request_id, 0) for tokens in fetched), default=0)
 
     def explain(
         self, request: Request, num_computed_tokens: int | None = None
     ) -> Explanation:
         """Return, for each block of a request, where it is or why it is missing.
 
-        Nothing changes. If keys were rewritten since the request's last lookup, its
-        next lookup drops its fetches and probes. The explanation ignores that.
+        Nothing changes. If the request's keys were rewritten since its last lookup, the
+        next lookup drops its fetches and probes; the explanation still counts them.
 
         Args:
             request: A request; the scheduler need not know it.
-            num_computed_tokens: Device hits in tokens, in whole blocks; None to search
-                the bound pool for them, which must be a `DeviceBlockPool`.
+            num_computed_tokens: Tokens found on the device, whole blocks of them; None
+                to find them in the bound pool, which must then be a `DeviceBlockPool`.
 
         Raises:
             ValueError: `num_computed_tokens` is not whole blocks, or is None and the
@@ -171,7 +175,7 @@ class Reporting:
         return snapshot(self, "scheduler")
 
     def digest(self) -> str:
-        """Return a digest of `snapshot`, equal in processes that decide the same."""
+        """Return a digest of `snapshot`, equal where the same decisions were made."""
         return self.snapshot().digest
 
     def restore(self, state: State) -> None:

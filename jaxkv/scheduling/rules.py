@@ -15,8 +15,8 @@ from jaxkv.search.groups import FullAttention, GroupSpec
 WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]
 """Which blocks of a tier are written to the next one down."""
 
-# For fewer bytes, the engine's thread takes about as long to start the transfer as the
-# bus takes to move them.
+# The default batch of stores. Below this size, to start a transfer takes the engine's
+# thread about as long as the bus takes to move it.
 _BATCH_BYTES = 32 << 20
 _MAX_BATCH_BLOCKS = 64
 
@@ -33,7 +33,7 @@ def _checked_shadow(text: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RuleSettings(Settings):
-    """The settings of `OffloadRules`, which `OffloadConfig` has too."""
+    """The settings that `OffloadRules` and `OffloadConfig` share."""
 
     mode: Literal["eager", "lazy"] = settings.name(
         "eager",
@@ -45,8 +45,8 @@ class RuleSettings(Settings):
     max_num_batched_tokens: int = settings.number(
         8192,
         "scheduler",
-        "Maximum tokens that a step computes. Lazy stores keep the blocks of twice as "
-        "many tokens stored ahead of their eviction.",
+        "Maximum tokens that a step computes. Lazy stores look ahead over twice as "
+        "many tokens of blocks to be evicted.",
         unit="tokens",
         minimum=1,
     )
@@ -61,8 +61,8 @@ class RuleSettings(Settings):
     blocks_per_host_block: int = settings.number(
         1,
         "engine, scheduler",
-        "Device blocks in a host block. More than one makes objects in a store "
-        "larger, transfers no faster; blocks are stored and evicted only together. "
+        "Device blocks in a host block. More than one makes objects in storage "
+        "larger, but transfers no faster; blocks are stored and evicted only together. "
         "Only with one full-attention group and eager stores.",
         unit="device blocks",
         minimum=1,
@@ -78,9 +78,9 @@ class RuleSettings(Settings):
     max_unseen_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "Store at most this many blocks of a prompt that no request has asked for "
-        "before, from the first on, and the others once they are asked for again; "
-        "`null` stores all. Generated tokens do not count.",
+        "Of a prompt's blocks that no request has asked for before, store only the "
+        "first this many; the rest once they are asked for again; `null` stores all. "
+        "Generated tokens do not count.",
         unit="host blocks",
         minimum=0,
     )
@@ -153,8 +153,8 @@ class RuleSettings(Settings):
     flush_on_preemption: bool = settings.flag(
         False,
         "scheduler",
-        "Before a step that preempts, wait for all transfers in flight. Their blocks "
-        "are held in any case.",
+        "Before a step that preempts, wait for all transfers in flight. Blocks in "
+        "flight stay held without it.",
     )
     storage_write: WriteRule = settings.name(
         "on_reuse",
@@ -190,8 +190,9 @@ class RuleSettings(Settings):
         None,
         Key(
             "scheduler",
-            "Count the hits of other host tiers, by policy and multiples of the "
-            "host's size, as in `lru*0.5,2;hazard*1;off` ([shadows.md](shadows.md)).",
+            "Count the hits that other host tiers would have, by policy and multiples "
+            "of the host's size, as in `lru*0.5,2;hazard*1;off` "
+            "([shadows.md](shadows.md)).",
             "",
             f"policies ({', '.join(policy_names())}) with multiples of the host's "
             "size, from 0.01 to 100, as in lru*0.5,2;hazard*1;off",
@@ -201,7 +202,7 @@ class RuleSettings(Settings):
     remember_drops: int = settings.number(
         0,
         "scheduler",
-        "For how many evicted or dropped blocks to remember why, for "
+        "How many evicted or dropped blocks to remember the reason of, for "
         "`OffloadScheduler.explain`.",
         unit="host blocks",
         minimum=0,
@@ -210,14 +211,14 @@ class RuleSettings(Settings):
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
         if self.shadow is not None:
-            yield from conflicts(f"shadow={shown(self.shadow)}", self)
+            yield from shadow_conflicts(f"shadow={shown(self.shadow)}", self)
         if self.mode != "lazy":
             return
         if self.blocks_per_host_block > 1:
             yield (
                 f"blocks_per_host_block={self.blocks_per_host_block} and mode='lazy' "
                 "exclude one another: the device evicts single blocks, and a host "
-                "block takes several in a row."
+                "block holds several consecutive ones."
             )
         for name in ("prompt_only", "max_offload_tokens", "pause_unused_stores"):
             if value := getattr(self, name):
@@ -254,7 +255,7 @@ class OffloadRules(RuleSettings):
         if not self.block_bytes:
             return 0
         num_blocks = _BATCH_BYTES // self.block_bytes
-        # A batch of one block would be full in every step that has blocks to store.
+        # A batch of one block would be full, and so be stored, in nearly every step.
         return min(num_blocks, _MAX_BATCH_BLOCKS) if num_blocks > 1 else 0
 
     def _contradictions(self) -> Iterator[str]:
@@ -263,22 +264,22 @@ class OffloadRules(RuleSettings):
             yield "skip_slow_loads=True needs block_bytes, a device block's bytes."
 
 
-def conflicts(setting: str, rules: RuleSettings) -> Iterator[str]:
-    """Yield why rules exclude a setting that needs shadows."""
+def shadow_conflicts(setting: str, rules: RuleSettings) -> Iterator[str]:
+    """Yield an error for each rule that the shadows of `setting` cannot simulate."""
     for name, required in (("retention", False), ("blocks_per_host_block", 1)):
         if (value := getattr(rules, name)) != required:
             yield (
                 f"{setting} and {name}={value} exclude one another: "
-                "shadows simulate neither priorities nor rows of blocks."
+                "shadows simulate neither retention nor host blocks of several blocks."
             )
 
 
 def check_shadows(setting: str, groups: tuple[GroupSpec, ...]) -> None:
-    """Raise ValueError if a setting needs shadows, which cannot simulate the groups."""
+    """Raise ValueError unless the shadows of `setting` can simulate the groups."""
     if groups != (FullAttention(groups[0].block_size),):
         raise ValueError(
-            f"{setting} needs a model with one group of layers, of full attention: "
-            f"{groups} read other parts of a prefix, which shadows do not simulate."
+            f"{setting} needs a model with a single group of full-attention layers: "
+            f"shadows cannot simulate {groups}."
         )
 
 
@@ -289,17 +290,19 @@ def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
     factor = rules.blocks_per_host_block
     if factor > 1 and groups != (FullAttention(groups[0].block_size),):
         fault = (
-            f"blocks_per_host_block={factor} needs a model with one group, of full "
-            f"attention: blocks of {groups} are not stored and evicted in such rows."
+            f"blocks_per_host_block={factor} needs a model with a single group of "
+            f"full-attention layers: blocks of {groups} cannot be stored and evicted "
+            "several at a time."
         )
         raise ConfigError([fault])
 
 
-def check_victims(write: WriteRule, can_list_victims: bool) -> None:
-    """Raise ConfigError for `on_evict` if a tier cannot list its next victims."""
+def check_lists_victims(write: WriteRule, can_list_victims: bool) -> None:
+    """Raise ConfigError for `on_evict` unless the tier can list its next victims."""
     if write == "on_evict" and not can_list_victims:
         fault = (
             "storage_write='on_evict' needs cache_policy='lru', executor='native' and "
-            "retention=False: no other tier can list its next victims."
+            "retention=False: other host tiers cannot list the blocks that they "
+            "evict next."
         )
         raise ConfigError([fault])

@@ -26,7 +26,11 @@ OUTSIDE = {
         *("requests.py Requests._check_lists", "requests.py Requests._check_number"),
         *("rules.py _checked_shadow", "rules.py RuleSettings._contradictions"),
         *("rules.py OffloadRules._contradictions", "rules.py check_groups"),
-        *("rules.py check_shadows", "rules.py conflicts", "rules.py check_victims"),
+        *(
+            "rules.py check_shadows",
+            "rules.py shadow_conflicts",
+            "rules.py check_lists_victims",
+        ),
     ),
     "it notifies listeners, which change nothing": (
         *("eager.py EagerStores._notify", "eager.py EagerStores._passes"),

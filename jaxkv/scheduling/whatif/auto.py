@@ -25,7 +25,12 @@ from collections.abc import Iterator, Sequence
 from jaxkv._util import percent_text
 from jaxkv._util.settings import ConfigError
 from jaxkv.policies.registry import AUTO
-from jaxkv.scheduling.rules import OffloadRules, RuleSettings, check_shadows, conflicts
+from jaxkv.scheduling.rules import (
+    OffloadRules,
+    RuleSettings,
+    check_shadows,
+    shadow_conflicts,
+)
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS
 from jaxkv.scheduling.whatif.shadows import Shadow, Shadows
 from jaxkv.search.groups import GroupSpec
@@ -53,7 +58,7 @@ _LOG = logging.getLogger("jaxkv")
 
 def contradictions(rules: RuleSettings) -> Iterator[str]:
     """Yield why rules exclude "auto", and the remedy."""
-    for text in conflicts(f"cache_policy={AUTO!r}", rules):
+    for text in shadow_conflicts(f"cache_policy={AUTO!r}", rules):
         yield f"{text} Name a policy."
 
 
