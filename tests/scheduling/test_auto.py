@@ -184,7 +184,7 @@ def test_what_auto_cannot_serve_is_refused():
         (Rig, {"num_storage_blocks": 8} | on_evict, "needs cache_policy='lru'"),
         (config, {"storage": "kv"} | on_evict, "needs cache_policy='lru'"),
         # Shadows do not see all of such a model; a tier has no requests.
-        (Rig, {"groups": HYBRID}, "'auto' needs a model with one gr"),
+        (Rig, {"groups": HYBRID}, "'auto' needs a model with a single gr"),
         (manager, {}, "'auto' needs an OffloadScheduler"),
     ):
         name = "policy" if make is Rig else "cache_policy"

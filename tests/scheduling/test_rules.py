@@ -387,7 +387,7 @@ def test_stats_count_what_was_too_much_at_once():
 def test_rules_that_do_not_go_together_are_refused():
     for groups, rules, why in (
         (HYBRID, {"blocks_per_host_block": 2}, "single group of full-attention"),
-        (SlidingWindow(4, 8), {"blocks_per_host_block": 2}, "of full attention"),
+        (SlidingWindow(4, 8), {"blocks_per_host_block": 2}, "full-attention layers"),
         (4, {"blocks_per_host_block": 2, "mode": "lazy"}, "exclude one another"),
         (4, {"prompt_only": True, "mode": "lazy"}, "prompt_only=True and mode"),
         (4, {"max_offload_tokens": 8, "mode": "lazy"}, "max_offload_tokens=8 and"),

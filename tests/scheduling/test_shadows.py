@@ -96,7 +96,7 @@ def test_what_names_no_shadows_is_refused_with_what_would_be_right():
     for options, match in (
         ({"retention": True}, "retention=True exclude"),
         ({"blocks_per_host_block": 2}, "blocks_per_host_block=2 exclude"),
-        ({"groups": HYBRID}, "one group of layers"),
+        ({"groups": HYBRID}, "single group of full-attention"),
     ):
         with pytest.raises(ValueError, match=match):
             Rig(shadow="lru*2", **options)

@@ -138,6 +138,7 @@ class StorageBench(Resource):
         self._lock = threading.Lock()
         self._folders: list[str] = []
         self._open: list[StorageIO] = []
+        self._alone: list[StoreAlone] = []
         self.is_closed = False
 
     def run(self, on_progress: OnProgress) -> StorageRecord:
@@ -165,12 +166,15 @@ class StorageBench(Resource):
                 return
             self.is_closed = True
             storages, folders = list(self._open), list(self._folders)
+            sides = list(self._alone)
         end_s = time.monotonic() + _CLEAN_UP_S
         for storage in storages:
             storage.close()
             # The store finishes its writes before it can delete their blocks.
             while storage.stats.queued_write_bytes and time.monotonic() < end_s:
                 time.sleep(0.01)
+        for side in sides:
+            side.close()
         with contextlib.suppress(StoreError):
             for folder in folders:
                 self._delete(folder)
@@ -199,6 +203,11 @@ class StorageBench(Resource):
                 self._open.append(storage)
             sides: dict[str, Side] = {JAXKV: _Jaxkv(storage, blocks)}
             sides |= self.rivals(objects, blocks, stack)
+            alone = [side for side in sides.values() if isinstance(side, StoreAlone)]
+            with self._lock:
+                if self.is_closed:
+                    raise StorageFailedError("it was closed meanwhile")
+                self._alone += alone
             seconds = _time(sides, blocks, self.config.rounds, label, on_progress)
         self._delete(objects.folder)
         return StorageResult(block_bytes, num_blocks, seconds)
@@ -283,12 +292,24 @@ class StoreAlone(Side):
     def __init__(self, store: BlobStore, folder: str, blocks: Blocks) -> None:
         self._store = store
         self._folder = folder
+        self._writing = threading.Lock()
+        self._is_closed = False
         self.blocks = blocks
 
     def write(self) -> None:
         blobs = [[payload.data] for payload in self.blocks.payloads]
         items = list(zip(self.names(), blobs, strict=True))
-        self._call(self._store.put, items, lanes_of(self._store).writers)
+        with self._writing:
+            self._call(self._put, items, lanes_of(self._store).writers)
+
+    def close(self) -> None:
+        """Write no more, and wait for calls under way; any thread may call it."""
+        self._is_closed = True
+        if self._writing.acquire(timeout=_CLEAN_UP_S):
+            self._writing.release()
+
+    def _put(self, items: Sequence[Any]) -> Sequence[Any]:
+        return [] if self._is_closed else self._store.put(items)
 
     def read(self) -> None:
         max_bytes = self.blocks.payloads[0].nbytes + 1
