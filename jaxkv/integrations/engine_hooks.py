@@ -232,7 +232,7 @@ class EngineHooks:
             return
         self.scheduler.request_preempted(tracked)
         self._preempted.append(name)
-        tracked.num_listed = tracked.num_cached = 0
+        tracked.num_cached = 0
 
     def _request(self, request: Any) -> _Tracked:
         tracked = self._tracked.get(request.request_id)

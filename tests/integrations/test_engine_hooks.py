@@ -12,6 +12,7 @@ import pytest
 
 from jaxkv import (
     BorrowedPool,
+    ConnectorOutput,
     FullAttention,
     Namespace,
     OffloadRules,
@@ -171,16 +172,117 @@ def make_hooks(groups=BLOCK, content_of=None, **rules):
     calls = {"num_free": lambda: 7, "hold": id, "release": id}
     pool = BorrowedPool(8, **calls, content_of=content_of)
     namespace = Namespace("m", "1", "int8", "flat", BLOCK)
-    get = {"tokens_of": lambda r: range(r.num_tokens), "table_of": lambda r: [1, 2, 3]}
+    get = {"tokens_of": lambda r: range(r.num_tokens), "table_of": lambda r: r.table}
     return EngineHooks(scheduler, pool, namespace, **get)
+
+
+def admit(hooks, name="r", num_tokens=9, table=(1, 2, 3)):
+    """Query and allocate a request; return it with the calls of `allocate_slots`."""
+    request = types.SimpleNamespace(
+        request_id=name, num_tokens=num_tokens, num_computed_tokens=0, table=table
+    )
+    return request, admit_again(hooks, request)
+
+
+def admit_again(hooks, request):
+    calls = []
+
+    def allocate_slots(num, *, delay_cache_blocks):
+        calls.append((num, delay_cache_blocks))
+        return "slots"
+
+    hooks.query(request, 0)
+    slots = hooks.allocate(request, BLOCK, allocate_slots)
+    assert (slots is None) == hooks.is_loading(request)
+    return calls
+
+
+def end_stores(hooks, plan):
+    ended = ConnectorOutput(completed_store_events=(plan.store_event,))
+    assert hooks.collect(ended) == []
+
+
+def hooks_with_blocks(**rules):
+    """Make hooks whose host has the first two blocks of every request."""
+    hooks = make_hooks(**rules)
+    first, _ = admit(hooks, "first")
+    first.num_computed_tokens = 8
+    hooks.free(first, has_ended=True)
+    end_stores(hooks, hooks.plan({}))
+    return hooks
+
+
+def test_a_request_that_loads_gets_all_its_blocks_at_once():
+    hooks = hooks_with_blocks()
+    request, calls = admit(hooks, num_tokens=11)
+    assert hooks.is_loading(request)
+    assert calls == [(11, True)]
+
+
+def test_the_request_that_loaded_first_is_returned_last_until_it_is_planned():
+    hooks = hooks_with_blocks()
+    one, _ = admit(hooks, "one")
+    two, _ = admit(hooks, "two", table=(4, 5, 6))
+    hooks.plan({})
+    ended = ConnectorOutput(finished_recving=("one", "two"))
+    assert hooks.collect(ended) == [(two, 8), (one, 8)]
+    one.num_computed_tokens = two.num_computed_tokens = 8
+    hooks.plan({"one": 1})
+    assert hooks.collect(ConnectorOutput()) == [(two, 8)]
+
+
+def test_an_aborted_load_is_forgotten():
+    hooks = hooks_with_blocks()
+    request, _ = admit(hooks)
+    hooks.free(request, has_ended=True)
+    assert not hooks.is_loading(request)
+    assert not hooks.collect(ConnectorOutput())
+
+
+def test_blocks_that_a_running_request_gets_are_stored_once_full():
+    hooks = make_hooks()
+    request, calls = admit(hooks)
+    assert calls == [(BLOCK, False)]
+    request.num_computed_tokens = 8
+    first = hooks.plan({"r": 4})
+    assert first.store_device_blocks == (1, 2)
+    end_stores(hooks, first)
+    request.num_computed_tokens, request.num_tokens = 12, 17
+    request.table = 1, 2, 3, 7, 6
+    second = hooks.plan({"r": 4})
+    assert second.store_device_blocks == (3,)
+    end_stores(hooks, second)
+    request.num_computed_tokens = 16
+    assert hooks.plan({"r": 1}).store_device_blocks == (7,)
+
+
+def test_tokens_that_running_steps_will_sample_fill_no_block():
+    hooks = make_hooks()
+    request, _ = admit(hooks)
+    request.num_computed_tokens, request.num_output_placeholders = 8, 1
+    assert hooks.plan({"r": 1}).store_device_blocks == (1,)
+
+
+def test_a_preempted_request_caches_its_new_blocks_and_the_step_knows():
+    hooks = make_hooks(flush_on_preemption=True, max_blocks_in_flight=2)
+    request, _ = admit(hooks)
+    request.num_computed_tokens = 8
+    stored = hooks.plan({"r": 1})
+    hooks.free(request, has_ended=False)
+    request.num_computed_tokens = 0
+    assert hooks.plan({}).need_flush
+    end_stores(hooks, stored)
+    hooks.scheduler.reset()
+    request.table = 4, 5, 6
+    admit_again(hooks, request)
+    request.num_computed_tokens = 8
+    assert hooks.plan({"r": 1}).store_device_blocks == (4, 5)
 
 
 def test_blocks_that_the_prefix_cache_gets_late_are_stored_at_the_end():
     contents = {}
     hooks = make_hooks(content_of=contents.get)
-    request = types.SimpleNamespace(request_id="r", num_tokens=9, num_computed_tokens=0)
-    assert hooks.query(request, 0) == 0
-    assert hooks.allocate(request, 9, lambda *_, **__: "slots") == "slots"
+    request, _ = admit(hooks)
     request.num_computed_tokens = 8
     assert hooks.plan({"r": 1}).store_device_blocks == ()
     contents.update({1: "first", 2: "second"})
