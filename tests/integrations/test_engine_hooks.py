@@ -14,6 +14,7 @@ from jaxkv import (
     BorrowedPool,
     ConnectorOutput,
     FullAttention,
+    KeyChain,
     Namespace,
     OffloadRules,
     OffloadScheduler,
@@ -29,6 +30,7 @@ import integrate_own_pool as example
 import toy_model
 
 BLOCK = toy_model.BLOCK
+NAMESPACE = Namespace("m", "1", "int8", "flat", BLOCK)
 EVENTS = "pause", "abort", "reset", "reset both tiers"
 
 
@@ -171,9 +173,8 @@ def make_hooks(groups=BLOCK, content_of=None, **rules):
     scheduler = OffloadScheduler(groups, 8, rules=OffloadRules(**rules))
     calls = {"num_free": lambda: 7, "hold": id, "release": id}
     pool = BorrowedPool(8, **calls, content_of=content_of)
-    namespace = Namespace("m", "1", "int8", "flat", BLOCK)
     get = {"tokens_of": lambda r: range(r.num_tokens), "table_of": lambda r: r.table}
-    return EngineHooks(scheduler, pool, namespace, **get)
+    return EngineHooks(scheduler, pool, NAMESPACE, **get)
 
 
 def admit(hooks, name="r", num_tokens=9, table=(1, 2, 3)):
@@ -261,6 +262,8 @@ def test_tokens_that_running_steps_will_sample_fill_no_block():
     request, _ = admit(hooks)
     request.num_computed_tokens, request.num_output_placeholders = 8, 1
     assert hooks.plan({"r": 1}).store_device_blocks == (1,)
+    keys = KeyChain(NAMESPACE).extend(range(8))
+    assert hooks._pool.holds([1, 2], keys).tolist() == [True, False]
 
 
 def test_a_preempted_request_caches_its_new_blocks_and_the_step_knows():
