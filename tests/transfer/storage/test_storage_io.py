@@ -19,6 +19,7 @@ from jaxkv.transfer.storage import (
 )
 from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.storage_io import Rate
+from jaxkv.transfer.storage.store import Lanes
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.refused_threads import refused_threads
 from tests.rigs.waiting import wait_for
@@ -215,6 +216,36 @@ def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(
     assert outcomes["read", "done"] > 20
     assert outcomes["write", "done"] > 100
     assert sum(store.num_faults.values()) > 50
+
+
+@pytest.mark.parametrize(("num_in_flight", "at_once"), [(16, 3), (2, 2)])
+def test_a_store_is_called_by_the_threads_and_for_the_bytes_of_its_lanes(
+    num_in_flight, at_once
+):
+    calls = []
+
+    class Recording(MemoryStore):
+        lanes = Lanes(readers=1, writers=1, call_bytes=3 * OBJECT + 7)
+
+        def get(self, names, max_bytes):
+            calls.append((threading.current_thread(), len(names)))
+            return super().get(names, max_bytes)
+
+    with StorageIO(Recording(), BLOCKS, num_in_flight=num_in_flight) as storage:
+        write_all(storage, *range(20))
+        check_reads(storage, *range(20))
+    threads, sizes = zip(*calls, strict=True)
+    assert len(set(threads)) == 1
+    assert sizes == (at_once,) * (20 // at_once) + (20 % at_once,) * bool(20 % at_once)
+
+
+def test_a_store_that_gives_another_number_of_answers_has_failed_for_all(clock):
+    store = MemoryStore()
+    store.get = lambda names, max_bytes: [None] * (len(names) + 1)
+    with StorageIO(store, BLOCKS, clock=clock) as storage:
+        read = read_all(storage, 1, 2)
+        assert {(each.outcome, each.reason) for each in read} == {("failed", "other")}
+        assert "answers for" in storage.stats.last_error
 
 
 def test_writes_that_do_not_fit_are_dropped_and_counted(faulty):
