@@ -103,6 +103,8 @@ def look_at_store(facts, args):
 @pytest.fixture(autouse=True)
 def fixed(monkeypatch):
     """Replace what is measured by fixed figures."""
+    # The keys are the same whichever extras are installed.
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1")
     monkeypatch.setattr(demo_run, "run_demo", lambda c, p, *_: fake_run(c, p))
     monkeypatch.setattr("jaxkv.transfer.storage.open_store", lambda url: FakeStorage(0))
     monkeypatch.setattr(bench_transfer, "run_transfer", measure_transfer)
