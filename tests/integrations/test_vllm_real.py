@@ -240,12 +240,13 @@ def test_what_cannot_be_served_is_refused_by_vllms_own_names(make_engine):
     engine = make_engine(num_drafts=3)
     caches = engine.scheduler.kv_cache_config
     ConnectorConfig.of(engine.config, caches)
-    for method in ("eagle", "mtp", "dflash", "draft_model"):
+    for method in ("eagle", "draft_model"):
         engine.config.speculative_config.method = method
         with pytest.raises(ValueError, match=f"method='{method}' must be one of ngram"):
             ConnectorConfig.of(engine.config, caches)
-    engine.config.speculative_config.method = "eagle3"
-    assert ConnectorConfig.of(engine.config, caches).drops_last_block
+    for method in ("eagle3", "dflash", "mtp"):
+        engine.config.speculative_config.method = method
+        assert ConnectorConfig.of(engine.config, caches).drops_last_block
     engine.config.speculative_config = None
     states = MambaSpec(BLOCK_SIZE, shapes=((2, 16),), dtypes=(torch.bfloat16,))
     caches.kv_cache_groups.append(KVCacheGroupSpec(["states"], states))
