@@ -37,8 +37,10 @@ class EngineHooks:
     * in ``execute_model``: `OffloadWorker.start` with the plan, before the model runs
     * in ``free``: `free`, before a request loses its blocks
 
-    The engine must step while `has_pending_transfers`. Its requests have the attributes
-    that `OffloadScheduler` reads, except keys. All layers must have full attention.
+    The engine must step while `has_pending_transfers`. Its requests have `request_id`,
+    `num_tokens`, `num_computed_tokens`, and with asynchronous scheduling
+    `num_output_placeholders`. All layers must have full attention. The hooks, not the
+    adapter, call `BorrowedPool.cache`, `request_preempted` and `request_finished`.
 
     Args:
         scheduler: The scheduler; `pool` gets bound to it.
@@ -107,8 +109,9 @@ class EngineHooks:
 
         Returns:
             Requests to move to the head of the engine's queue one by one, each with its
-            number of computed tokens. It is 0 after a failed load: then first free the
-            request's blocks as if it was preempted.
+            number of computed tokens: with some, it keeps its blocks and needs no
+            `query`. It is 0 after a failed load: then first free the request's blocks
+            as if it was preempted.
         """
         ended = self.scheduler.update_connector_output(output)
         for name in ended.finished_recving:
@@ -153,14 +156,14 @@ class EngineHooks:
         Args:
             request: The request.
             num_tokens: Tokens that the engine is about to compute.
-            allocate_slots: Calls the engine's function for `request` and the blocks
-                found, with a number of tokens beyond these, and `delay_cache_blocks`:
-                True if the prefix cache must not have their blocks yet, as they are
-                loaded. Returns None if too few blocks are free.
+            allocate_slots: Called as ``allocate_slots(n, delay_cache_blocks=flag)``: it
+                gives `request` the blocks that the engine found, and new ones for `n`
+                more tokens. If the flag is True, the prefix cache must not have these
+                yet, as they are loaded. Returns None if too few blocks are free.
 
         Returns:
             What `allocate_slots` returned; None if the request does not run in this
-            step. If it `is_loading`, take it out of the queue.
+            step. If it `is_loading`, take it out of the queue; others may go on.
         """
         name = request.request_id
         if name not in self._tracked:
@@ -220,7 +223,8 @@ class EngineHooks:
 
         Args:
             request: The request, with its old `num_computed_tokens`.
-            has_ended: Whether it has finished or was aborted; False if it is preempted.
+            has_ended: Whether it has finished or was aborted, also while it loads;
+                False if it is preempted.
         """
         name, tracked = request.request_id, self._request(request)
         self._cache(tracked)
