@@ -23,7 +23,7 @@ from jaxkv.transfer.storage import Completion, ObjectFormat, StorageIO, open_sto
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.store import StoreError, attempt
-from jaxkv.transfer.storage.workers import TaskThread
+from jaxkv.transfer.storage.workers import DaemonThread
 from jaxkv.types import BlockKey
 
 _PAUSE_S = 1e-3  # Between polls of the store in blocking calls.
@@ -197,7 +197,7 @@ class StorageWorker:
         self.bound: Bound | None = None
         self._engine, self._clock = engine, clock
         self._await_s, self._list_every_s = await_s, list_every_s
-        self._copies = TaskThread("jaxkv storage copy")
+        self._copies = DaemonThread("jaxkv storage copy")
         self._buffers = Buffers(_MAX_KEPT_BYTES)
         # Writes whose bytes are copied; the copying thread appends.
         self._copied: deque[_Write] = deque()
@@ -611,6 +611,6 @@ class StorageWorker:
             self._next_list_s = self._clock() + every_s
 
 
-def _close(copies: TaskThread, storage_io: StorageIO, timeout_s: float = 0.0) -> None:
+def _close(copies: DaemonThread, storage_io: StorageIO, timeout_s: float = 0.0) -> None:
     copies.close()
     storage_io.close(timeout_s)

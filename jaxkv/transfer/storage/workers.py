@@ -58,7 +58,7 @@ class Crew:
             self.has_thread = True
 
 
-class TaskThread:
+class DaemonThread:
     """A daemon thread that runs tasks in turn, started with the first of them.
 
     Args:
