@@ -5,6 +5,7 @@ import contextlib
 import functools
 import io
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -14,13 +15,14 @@ import pytest
 from jaxkv.policies import get_policy_maker, registry
 from jaxkv.scheduling.protocol import Request
 from jaxkv.transfer.storage.store_url import SCHEMES, StoreUrl
-from tests import architecture
+from tests import architecture, tiers_picture
 from tests.policies.test_contract import *  # noqa: F403 - on the policy of the docs
 
 # These choose their policies by themselves.
 test_jit_equals_eager = test_state_survives_an_orbax_checkpoint = None
 
 ROOT = Path(__file__).resolve().parent.parent
+publish = types.SimpleNamespace(**runpy.run_path(ROOT / "docs/.site/publish.py"))
 PAGES = [str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")]
 PAGES += [str(path.relative_to(ROOT)) for path in ROOT.glob("jaxkv/*/README.md")]
 PAGES += ["README.md", "CONTRIBUTING.md"]
@@ -134,9 +136,24 @@ def test_the_page_of_the_architecture_names_files_of_the_tree():
     assert [name for name in missing if not (ROOT / name).exists()] == []
 
 
-def test_the_picture_of_the_architecture_is_of_this_tree():
-    """`python -m tests.architecture` draws it anew."""
-    assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.draw()
+@pytest.mark.parametrize("picture", [architecture, tiers_picture])
+def test_a_drawn_picture_is_of_this_tree(picture):
+    """`python -m tests.architecture` and `tests.tiers_picture` draw them anew."""
+    assert picture.PICTURE.read_text(encoding="utf-8") == picture.draw()
+
+
+def test_pages_install_jaxkv_from_where_it_is_published():
+    """`python docs/.site/publish.py` rewrites them, there and back."""
+    published, num_changed = publish.is_published(), 0
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert publish.rewrite(text, published) == text, page
+        other = publish.rewrite(text, not published)
+        assert publish.rewrite(other, published) == text, page
+        if not published:
+            assert not re.search(r'pip install (?!-e)"?\.', other), page
+        num_changed += other != text
+    assert num_changed >= 5
 
 
 def test_the_policy_of_the_docs_evicts_the_tail_of_the_oldest_batch_first(make):

@@ -6,6 +6,7 @@ the repository that a page links to, such as an example, becomes a page that sho
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ LINK = re.compile(r"(?<=\]\()(?!https?://|#)([^)#\s]+)")
 # What users look for is rarely in internals; other pages mention what these are about.
 BOOSTS = {"internals/": 0.3, "CHANGELOG": 0.3, "storage": 2, "performance": 1.5}
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yml": "yaml"}
+
+
+def on_config(config: Any) -> Any:
+    """Link the repository that pyproject.toml names, and each page's source in it."""
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    if repository := project.get("urls", {}).get("Repository"):
+        config.repo_url, config.edit_uri = repository, "edit/main/docs/"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
