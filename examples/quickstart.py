@@ -14,11 +14,9 @@ keys = KeyChain(Namespace("my-model", "v1", "float32", "NHD", 16)).extend(range(
 engine.save(pool, [5, 2], manager.prepare_store(keys).store_spec.block_ids)
 pool, _ = engine.drain(pool)  # a serving loop calls advance() and poll(): no waiting
 manager.complete_store(keys)
-pool = {
-    name: leaf.at[:].set(0) for name, leaf in pool.items()
-}  # the device reuses them
 
-# The prompt returns.
+# The device reuses them, and the prompt returns.
+pool = {name: leaf.at[:].set(0) for name, leaf in pool.items()}
 hits = manager.lookup(keys)
 pool, _ = engine.load(pool, manager.prepare_load(keys[:hits]).block_ids, [0, 1])
 pool, _ = engine.drain(pool)

@@ -54,9 +54,9 @@ def test_more_memory_and_another_policy_are_named_with_what_they_give():
     # 200 tokens take 0.2 s to compute and 12.5 MiB to load.
     assert outlook.saved_s(outlook.serving) == pytest.approx(0.2 - 12.5 / 1024)
     assert outlook.sentence == (
-        f"{SERVED}1 GiB more would find 6.0 points more, saving 56.3 ms of prefill per "
-        "request; hazard instead of lru would find 4.0 points more, saving 37.6 ms of "
-        "prefill per request"
+        f"{SERVED}1 GiB more would find 6.0 percentage points more, saving 56.3 ms of "
+        "prefill per request; hazard instead of lru would find 4.0 percentage points "
+        "more, saving 37.6 ms of prefill per request"
     )
     rows = str(outlook).splitlines()
     assert " ".join(rows[0].split()) == "policy host found error saved per request"
@@ -71,13 +71,16 @@ def test_what_chance_may_have_done_is_not_named():
     assert make(doubted).sentence == nothing
     believed = count("lru", 2048, 26_000, error=2000)
     assert make(believed, speeds=None).sentence == (
-        f"{SERVED}1 GiB more would find 6.0 ± 2.0 points more"
+        f"{SERVED}1 GiB more would find 6.0 ± 2.0 percentage points more"
     )
 
 
 def test_memory_that_is_hardly_used_is_named_where_no_more_would_help():
     outlook = make(count("lru", 256, 19_500), count("lru", 4096, 20_000))
-    assert outlook.sentence == f"{SERVED}768 MiB less would find 0.5 points less"
+    assert (
+        outlook.sentence
+        == f"{SERVED}768 MiB less would find 0.5 percentage points less"
+    )
 
 
 def test_what_came_from_a_store_is_told_apart():
@@ -86,7 +89,7 @@ def test_what_came_from_a_store_is_told_apart():
     )
     assert outlook.sentence.startswith(
         f"{SERVED[:-2]} with the tiers below it. Without those, 1 GiB more would find "
-        "8.0 points more"
+        "8.0 percentage points more"
     )
 
 
@@ -134,7 +137,7 @@ def test_a_scheduler_says_it_and_logs_it_when_it_goes(caplog):
         rig.forget_device()
     outlook = rig.scheduler.outlook()
     assert (outlook.num_requests, outlook.num_host_tokens) == (4, 0)
-    assert "4 MiB more would find 22.2 points more" in outlook.sentence
+    assert "4 MiB more would find 22.2 percentage points more" in outlook.sentence
     assert outlook.saved_s(outlook.shadows[1]) is None
     rig.scheduler.note_rates(1 << 30, 100.0)
     outlook = rig.scheduler.outlook()

@@ -163,10 +163,8 @@ class Outlook:
     def _change(self, shadow: ShadowCount) -> str:
         gain, error = self._gain(shadow), self.error_points(shadow)
         direction = "more" if gain >= 0 else "less"
-        text = f"{abs(gain):.1f}"
-        text += (
-            f" ± {error:.1f} points {direction}" if error else f" points {direction}"
-        )
+        spread = f" ± {error:.1f}" if error else ""
+        text = f"{abs(gain):.1f}{spread} percentage points {direction}"
         saved_s, now_s = self.saved_s(shadow), self.saved_s(self.serving)
         if gain > 0 and saved_s is not None and now_s is not None and saved_s > now_s:
             text += f", saving {time_text(saved_s - now_s)} of prefill per request"
