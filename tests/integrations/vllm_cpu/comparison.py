@@ -141,20 +141,20 @@ class Lab:
         self, names, options, fault="", num_processes=1, num_devices=1, num_hosts=1
     ):
         """Run a process to its end, however it ends; return what it printed."""
+        variables = {
+            "JAXKV_VLLM_FAULT": fault,
+            # Only vLLM's own models take adapters.
+            "MODEL_IMPL_TYPE": "vllm" if "enable_lora" in options else "auto",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(num_processes - 1),
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+            "JAXKV_VLLM_HOSTS": str(num_hosts) if num_hosts > 1 else "",
+            # Forked workers need not import vLLM again.
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork" if num_hosts > 1 else "spawn",
+        }
         return subprocess.run(
             [sys.executable, "-m", "vllm_cpu.run", "+".join(names), ".", options],
             cwd=self.folder,
-            env=self.environ(
-                JAXKV_VLLM_FAULT=fault,
-                # Only vLLM's own models take adapters.
-                MODEL_IMPL_TYPE="vllm" if "enable_lora" in options else "auto",
-                VLLM_ENABLE_V1_MULTIPROCESSING=str(num_processes - 1),
-                XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices}",
-                JAXKV_VLLM_HOSTS=str(num_hosts) if num_hosts > 1 else "",
-                # Forked workers need not import vLLM again.
-                VLLM_WORKER_MULTIPROC_METHOD="fork" if num_hosts > 1 else "spawn",
-                **json.loads(options).get("variables", {}),
-            ),
+            env=self.environ(**variables | json.loads(options).get("variables", {})),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
