@@ -1,4 +1,4 @@
-"""How many hits does it give to hold back tails of prompts that were never requested?
+"""Hits gained by not storing the tails of prompts that were never requested again.
 
 Replays traces with every policy and several `max_unseen_blocks`; without any, made-up
 ones: users with conversations that grow, and between them prompts that come once, as

@@ -1,4 +1,4 @@
-"""How much does `cache_policy="auto"` find, and how long does a change-over take?
+"""Hits of `cache_policy="auto"`, and the time of a change-over.
 
 found: tokens of prompts that are found as part of a prefix, in percent, for each policy
     that `auto` chooses from and for `auto`: on each trace, and on the traces one after

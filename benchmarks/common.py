@@ -41,11 +41,11 @@ def make_parser(
     return parser
 
 
-def show_machine(**more: Any) -> dict[str, Any]:
+def show_machine(**settings: Any) -> dict[str, Any]:
     """Print the machine and the versions of the figures; return them."""
     from jaxkv.tools.machine import machine
 
-    where = {**machine(), **more}
+    where = {**machine(), **settings}
     print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
     return where
 
@@ -117,7 +117,7 @@ def start(
 
 
 def ask(process: subprocess.Popen[str], *question: Any) -> dict[str, Any]:
-    """Ask a process and return its answer."""
+    """Send a question to a process, and return its answer."""
     assert process.stdin
     assert process.stdout
     print(json.dumps(question), file=process.stdin, flush=True)

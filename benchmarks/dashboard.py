@@ -17,7 +17,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from jaxkv.tools.pictures import COLOURS, GREY, RULE
+from jaxkv.tools.pictures import COLOURS
 from tests.observe.dashboard import (
     EXAMPLES,
     WAIT_S,
@@ -27,6 +27,8 @@ from tests.observe.dashboard import (
 )
 
 MAX_LINES = 6
+GREY, RULE = COLOURS["soft"][0], COLOURS["rule"][0]
+LINES = [COLOURS[f"s{number}"][0] for number in range(7)]
 
 
 def _short(value, unit):
@@ -54,12 +56,10 @@ def _draw_panel(axes, panel, series):
     if panel["type"] == "stat":
         axes.set_axis_off()
         last = _short(series[0][1][-1][1], unit) if series else "no data"
-        axes.text(
-            0.5, 0.5, last, ha="center", va="center", fontsize=20, color=COLOURS[0]
-        )
+        axes.text(0.5, 0.5, last, ha="center", va="center", fontsize=20, color=LINES[0])
         return
     if len(series) > MAX_LINES:  # More could not be distinguished.
-        series = [each for each in series if any(value for _, value in each[1])]
+        series = [line for line in series if any(value for _, value in line[1])]
     is_stacked = defaults["custom"]["stacking"]["mode"] == "normal"
     below = {}
     for number, (name, points) in enumerate(series):
@@ -68,7 +68,7 @@ def _draw_panel(axes, panel, series):
                 (time_s, value + below.get(time_s, 0)) for time_s, value in points
             ]
             below = dict(points)
-        colour = COLOURS[number % len(COLOURS)]
+        colour = LINES[number % len(LINES)]
         axes.plot(*zip(*points, strict=True), label=name, color=colour, linewidth=1)
     highest = max((value for _, points in series for _, value in points), default=0)
     axes.set_ylim(bottom=0, top=1.03 * defaults.get("max", highest) or 1)
@@ -94,7 +94,7 @@ def draw(panels, series_of, path):
         x, y, w, h = (panel["gridPos"][name] for name in "xywh")
         if panel["type"] == "row":
             where = 0.01, 1 - (y + 0.7) / bottom
-            figure.text(*where, panel["title"], fontsize=11, color=COLOURS[0])
+            figure.text(*where, panel["title"], fontsize=11, color=LINES[0])
             continue
         box = (
             (x + 1.2) / width,
@@ -104,15 +104,15 @@ def draw(panels, series_of, path):
         )
         series = []
         for target in panel["targets"]:
-            for each in series_of(target["expr"]):
+            for result in series_of(target["expr"]):
                 name = target.get("legendFormat", "")
-                for label, value in each["metric"].items():
+                for label, value in result["metric"].items():
                     name = name.replace("{{" + label + "}}", value)
-                points = [(float(at), float(value)) for at, value in each["values"]]
+                points = [(float(at), float(value)) for at, value in result["values"]]
                 series.append(
                     (name, [pair for pair in points if math.isfinite(pair[1])])
                 )
-        _draw_panel(figure.add_axes(box), panel, [each for each in series if each[1]])
+        _draw_panel(figure.add_axes(box), panel, [line for line in series if line[1]])
     figure.savefig(path)
 
 
@@ -132,9 +132,9 @@ def main(file, seconds="120"):
 
             def series_of(query):
                 series = ask(query, start=start, end=end, step=1)
-                for each in series:
-                    each["values"] = [
-                        (at - zero, value) for at, value in each["values"]
+                for result in series:
+                    result["values"] = [
+                        (at - zero, value) for at, value in result["values"]
                     ]
                 return series
 

@@ -1,4 +1,4 @@
-"""What do all calls of offloading cost the engine's thread, step by step?
+"""Cost of all offloading calls of a step in the engine's thread.
 
 Processor time of the calling thread, medians over steps, in an engine of one's own
 (pool, scheduler, worker), in one that also writes all blocks through to a folder, and
@@ -127,8 +127,8 @@ class Own:
         self.clock(self.scheduler.update_connector_output, report)
 
     def is_moving(self) -> bool:
-        own = self.scheduler
-        return own.has_pending_stores() or own.has_pending_loads()
+        scheduler = self.scheduler
+        return scheduler.has_pending_stores() or scheduler.has_pending_loads()
 
     def finish(self, request: Any, blocks: list[int]) -> None:
         self.clock(self.scheduler.request_finished, request, blocks)
@@ -168,14 +168,14 @@ class Connector:
             num_blocks=NUM_BLOCKS, num_layers=len(caches), extra=extra
         )
         configs[0].kv_events_config.enable_kv_cache_events = False
-        self.own, self.worker = (
+        self.scheduler, self.worker = (
             fake_vllm.create_connector(configs[0], role, configs[1])
             for role in fake_vllm.KVConnectorRole
         )
         self.runner = SimpleNamespace(kv_caches=caches)
         self.worker.register_runner(self.runner)
         self.pool = fake_vllm.BlockPool(NUM_BLOCKS, newer=True)
-        self.own.bind_gpu_block_pool(self.pool)
+        self.scheduler.bind_gpu_block_pool(self.pool)
 
     def allocate(self, num: int) -> list[int]:
         return [block.block_id for block in self.pool.get_new_blocks(num)]
@@ -204,12 +204,12 @@ class Connector:
         )
 
     def look_up(self, request: Any) -> int:
-        num: int = self.clock(self.own.get_num_new_matched_tokens, request, 0)[0]
+        num: int = self.clock(self.scheduler.get_num_new_matched_tokens, request, 0)[0]
         return num
 
     def take(self, request: Any, blocks: list[int], num_external: int) -> None:
         table = SimpleNamespace(get_block_ids=lambda: (blocks,))
-        call = self.own.update_state_after_alloc
+        call = self.scheduler.update_state_after_alloc
         self.clock(call, request, table, num_external)
 
     def step(self, scheduled: dict[str, int], new: dict[str, list[int]]) -> None:
@@ -221,8 +221,8 @@ class Connector:
             num_scheduled_tokens=scheduled,
             preempted_req_ids=None,
         )
-        clock, own, worker = self.clock, self.own, self.worker
-        meta = clock(own.build_connector_meta, output)
+        clock, scheduler, worker = self.clock, self.scheduler, self.worker
+        meta = clock(scheduler.build_connector_meta, output)
         clock(worker.bind_connector_metadata, meta)
         clock(worker.start_load_kv, None)
         time.sleep(0.002)  # The model runs.
@@ -235,16 +235,16 @@ class Connector:
         result = self.vllm.KVConnectorOutput(
             finished_recving=done.finished_recving, kv_connector_worker_meta=report
         )
-        clock(own.update_connector_output, result)
-        clock(own.get_kv_connector_stats)
-        clock(own.take_events)
+        clock(scheduler.update_connector_output, result)
+        clock(scheduler.get_kv_connector_stats)
+        clock(scheduler.take_events)
 
     def is_moving(self) -> bool:
-        moving: bool = self.own.has_pending_push_work()
+        moving: bool = self.scheduler.has_pending_push_work()
         return moving
 
     def finish(self, request: Any, blocks: list[int]) -> None:
-        call = self.own.request_finished_all_groups
+        call = self.scheduler.request_finished_all_groups
         self.clock(call, request, (blocks,))
 
 
@@ -282,8 +282,8 @@ class Engine:
 
     def _step(self, requests: list[Any], num_tokens: int) -> None:
         scheduled, new = {}, {}
-        for own in requests:
-            name = own.request_id
+        for request in requests:
+            name = request.request_id
             scheduled[name] = max(num_tokens, 1)
             if num_tokens:
                 new[name] = self.side.allocate(1)
@@ -308,18 +308,18 @@ class Engine:
         """Fill a block of each request, as in the last step."""
         size = self.side.block_size
         keys_of = "block_keys" if isinstance(self.side, Own) else "block_hashes"
-        for own in self.running:
-            blocks, keys = self.blocks[own.request_id], getattr(own, keys_of)
+        for request in self.running:
+            blocks, keys = self.blocks[request.request_id], getattr(request, keys_of)
             keys += self._keys(1)
-            own.num_computed_tokens += size
-            own.num_tokens += size
+            request.num_computed_tokens += size
+            request.num_tokens += size
             self.side.cache(blocks[len(keys) - 1 : len(keys)], keys[-1:])
 
     def restart(self) -> None:
         """End the requests that run, and begin others, so that blocks never run out."""
-        for number, own in enumerate(self.running):
-            self._end(own)
-            self.running[number] = self._run(f"{own.request_id}'", self._keys(1))
+        for number, request in enumerate(self.running):
+            self._end(request)
+            self.running[number] = self._run(f"{request.request_id}'", self._keys(1))
         self.settle()
 
     def measure(self, case: str) -> None:

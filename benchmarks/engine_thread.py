@@ -1,4 +1,4 @@
-"""What does the transfer engine cost the thread that owns it?
+"""Cost of the transfer engine in the thread that owns it.
 
 Processor time of the calling thread, not the time until the bytes are there:
 
@@ -146,7 +146,7 @@ class Case:
                 ("poll", poll_us),
             ):
                 times[name].append(took_us)
-        return {name: statistics.median(each) for name, each in times.items()}
+        return {name: statistics.median(times_us) for name, times_us in times.items()}
 
     def time_jax(self) -> dict[str, float]:
         """Move a piece by calls to jax alone; give the medians in us."""
@@ -161,7 +161,7 @@ class Case:
             del rows, on_host, arrived
             times["jax_save"].append(gather_us + save_us)
             times["jax_load"].append(load_us)
-        return {name: statistics.median(each) for name, each in times.items()}
+        return {name: statistics.median(times_us) for name, times_us in times.items()}
 
     def _wait(self, report_us: list[float]) -> None:
         done: list[Any] = []
@@ -233,18 +233,19 @@ def main() -> None:
             for _ in range(args.rounds):
                 for name, process in versions.items():
                     rounds[name].append(ask(process, leaves, mode, size))
-            for name, each in rounds.items():
-                found = {
-                    what: quartiles([times[what] for times in each]) for what in each[0]
+            for name, answers in rounds.items():
+                figures = {
+                    what: quartiles([times[what] for times in answers])
+                    for what in answers[0]
                 }
                 row = {"version": name, "devices": devices, "leaves": leaves}
-                rows.append({**row, "mode": mode, "size": size, "quartiles": found})
+                rows.append({**row, "mode": mode, "size": size, "quartiles": figures})
                 print(
                     f"{devices} devices {leaves:2} leaves {mode:6} {size:5} {name:6} ",
-                    *(f"{what} {of[1]:.1f}" for what, of in found.items()),
+                    *(f"{what} {of[1]:.1f}" for what, of in figures.items()),
                     *(
                         f"[{of[0]:.0f}, {of[2]:.0f}]"
-                        for what, of in found.items()
+                        for what, of in figures.items()
                         if what in ("save", "load")
                     ),
                     flush=True,

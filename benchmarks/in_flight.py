@@ -1,4 +1,4 @@
-"""Does a step cost the same, however many requests wait, run, are preempted or load?
+"""Cost of a step against the number of requests that wait, run, load or are preempted.
 
 N requests of two blocks are brought into one state, and what then happens to others is
 timed. Each state has 10, 1,000 and 10,000 requests:
@@ -108,9 +108,11 @@ class Crowd:
             self.crowd.append(self.enter(number))
         self.scheduled = {}
         if state == "running":
-            self.scheduled = {each.request_id: 1 for each in self.crowd[:NUM_SCHEDULED]}
+            self.scheduled = {
+                prompt.request_id: 1 for prompt in self.crowd[:NUM_SCHEDULED]
+            }
         if state == "queued":
-            names = [each.request_id for each in self.crowd]
+            names = [prompt.request_id for prompt in self.crowd]
             self.in_flight = self.schedule(dict.fromkeys(names, 1))
         else:
             self.step()
@@ -141,11 +143,11 @@ class Crowd:
         return Prompt(f"probe {next(self._names)}", self._probe_keys)
 
     def ask(self, prompt: Prompt) -> int | None:
-        """Look a request up."""
+        """Query the scheduler for a request."""
         return self.scheduler.get_num_new_matched_tokens(prompt, 0)[0]
 
     def take(self, prompt: Prompt) -> None:
-        """Look a request up, and accept the offer."""
+        """Query the scheduler for a request, and accept the offer."""
         offer = self.ask(prompt)
         assert offer == len(prompt.block_keys) * BLOCK_SIZE, offer
         prompt.block_ids = self.pool.allocate(len(prompt.block_keys))
@@ -194,7 +196,7 @@ class Crowd:
         return _nothing
 
     def look_up(self) -> Callable[[], None]:
-        """Look a new request up."""
+        """Query the scheduler for a new request."""
         prompt = self.probe()
         assert self.ask(prompt) == PROBE_BLOCKS * BLOCK_SIZE
         return lambda: self.scheduler.request_finished(prompt) and None
@@ -211,7 +213,7 @@ class Crowd:
         return _nothing
 
     def refused(self) -> Callable[[], None]:
-        """Look up a request that is loading already."""
+        """Query the scheduler for a request that is already loading."""
         assert self.ask(self.crowd[0]) is None
         return _nothing
 
@@ -328,7 +330,7 @@ class Fleet:
         return _nothing
 
     def agree(self) -> Callable[[], None]:
-        """Do what several processes do in a step that nothing is due in."""
+        """Run what several processes do in a step without any completion."""
         self.agreement.send()
         self.pool, _ = self.agreement.settle(self.pool, -1, wait_for_all=False)
         return _nothing

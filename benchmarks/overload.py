@@ -1,4 +1,4 @@
-"""Do steps stay as fast, and memory as small, when far more is asked than fits?
+"""Step time and memory under sustained overload.
 
 Many requests wait at any time for a device pool that holds a few of them, over a host
 tier that is full: whatever is stored evicts something. Each time a request is over,
@@ -149,29 +149,32 @@ class Engine:
 
     def admit(self, request: Request) -> bool:
         """Allocate all blocks of a request, if there are enough."""
-        most = request.num_tokens - 1
+        max_tokens = request.num_tokens - 1
         local, [table] = find_cached_prefix(
-            self.blocks, self.scheduler.groups, [request.block_keys], most
+            self.blocks, self.scheduler.groups, [request.block_keys], max_tokens
         )
         self.blocks.touch(table)
         needed = -(-(request.num_tokens + NEW_TOKENS) // BLOCK) - len(table)
         if needed > self.blocks.num_free:
             self.blocks.free(table[::-1])
             return False
-        more, takes_time = self.scheduler.get_num_new_matched_tokens(request, local)
-        if more is None or needed > self.blocks.num_free:  # An offer holds blocks, too.
-            if more:
+        num_external, takes_time = self.scheduler.get_num_new_matched_tokens(
+            request, local
+        )
+        # An offer holds blocks, too.
+        if num_external is None or needed > self.blocks.num_free:
+            if num_external:
                 self.scheduler.update_state_after_alloc(request, [], 0)
             self.blocks.free(table[::-1])
             return False
         request.table = table + self.blocks.allocate(needed)
-        self.scheduler.update_state_after_alloc(request, request.table, more)
+        self.scheduler.update_state_after_alloc(request, request.table, num_external)
         request.num_computed_tokens = local
         if takes_time:
-            request.num_loading = more
+            request.num_loading = num_external
             self.loading[request.request_id] = request
         else:
-            request.num_computed_tokens += more
+            request.num_computed_tokens += num_external
             self.running[request.request_id] = request
         return True
 
@@ -179,7 +182,7 @@ class Engine:
         """Write the blocks that become full; end the requests that are over."""
         blocks: list[int] = []
         numbers: list[int] = []
-        over = []
+        ended = []
         for name, num in scheduled.items():
             request = self.running[name]
             first = request.num_computed_tokens // BLOCK
@@ -190,27 +193,27 @@ class Engine:
             if request.num_computed_tokens == request.num_tokens:
                 new = request.num_tokens - request.num_prompt_tokens
                 if new == NEW_TOKENS:
-                    over.append(request)
+                    ended.append(request)
                 else:
                     request.append(new)
-        for own, values in _parts(blocks, numbers, DEVICE_BLOCKS):
-            self.pool = _write(self.pool, own, values)
+        for rows, values in _parts(blocks, numbers, DEVICE_BLOCKS):
+            self.pool = _write(self.pool, rows, values)
         for name in scheduled:
             self.cache(self.running[name])
-        self.end(over)
+        self.end(ended)
 
-    def end(self, over: list[Request]) -> None:
+    def end(self, ended: list[Request]) -> None:
         """Compare the blocks of requests, then free them."""
         blocks: list[int] = []
         numbers: list[int] = []
-        for request in over:
+        for request in ended:
             full = request.num_computed_tokens // BLOCK
             blocks += request.table[:full]
             numbers += map(number_of, request.block_keys[:full])
         self.num_compared += len(blocks)
-        for own, values in _parts(blocks, numbers, 0):
-            self.wrong.append(_compare(self.pool, own, values))
-        for request in over:
+        for rows, values in _parts(blocks, numbers, 0):
+            self.wrong.append(_compare(self.pool, rows, values))
+        for request in ended:
             del self.running[request.request_id]
             self.scheduler.request_finished(request, request.table)
             self.blocks.free(request.table[::-1])

@@ -1,4 +1,4 @@
-"""How long do the host tier's decisions take, beside the Python that they replace?
+"""Time of the host tier's decisions, next to the Python that they replace.
 
 Three tables, each against `ordered_dict_twin.py`, served the same requests by turns in
 the same process; the answers are compared as they go. Tiers are full, and half of a

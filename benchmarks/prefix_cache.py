@@ -1,4 +1,4 @@
-"""What does a prefix cache in blocks hold, and what does it save, beside one of wholes?
+"""Bytes held and prefill saved by a prefix cache of blocks, next to whole prompts.
 
 Fifty prompts with shared beginnings go through a driver with JetStream's calls, over a
 small transformer with chunked prefill: without a cache, with jaxkv's `PrefixCache`, and

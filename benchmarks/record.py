@@ -1,4 +1,4 @@
-"""What does it cost an engine's steps to record the requests?
+"""Cost of recording the requests in the engine's steps.
 
 Three schedulers serve the same prompts by turns in one process: two that record
 nothing, so that their ratio is what chance does, and one that records. The time of the

@@ -1,4 +1,4 @@
-"""Does a step that fills a block cost more for a longer request?
+"""Cost of a step that fills a block, against the length of the request.
 
 Two requests decode, one ten times as long as the other, each in an engine of its own,
 and take turns block by block. It prints the processor time of `build_connector_meta` in
@@ -96,20 +96,20 @@ class LongRequest:
         num = num_tokens // BLOCK_SIZE
         hashes = random_keys(np.random.default_rng(0), num + num_more)
         if is_vllm:
-            self._own = SimpleNamespace(block_hashes=hashes[:num])
-            self.request: Any = VllmRequest(self._own, len(groups), adapter=suffix)
+            self._source = SimpleNamespace(block_hashes=hashes[:num])
+            self.request: Any = VllmRequest(self._source, len(groups), adapter=suffix)
         else:
-            self._own = self.request = SimpleNamespace()
-            self._own.block_keys_by_group = [
+            self._source = self.request = SimpleNamespace()
+            self._source.block_keys_by_group = [
                 [key[:-1] + bytes([group]) + suffix for key in hashes[:num]]
                 for group in range(len(groups))
             ]
-            self._own.block_keys = self._own.block_keys_by_group[0]
+            self._source.block_keys = self._source.block_keys_by_group[0]
         if rules and "retention" in rules:
-            self._own.retention = Retention(priority=80, ttl_s=600)
-        self._own.request_id = "r"
-        self._own.num_tokens = self._own.num_prompt_tokens = num * BLOCK_SIZE
-        self._own.num_computed_tokens = 0
+            self._source.retention = Retention(priority=80, ttl_s=600)
+        self._source.request_id = "r"
+        self._source.num_tokens = self._source.num_prompt_tokens = num * BLOCK_SIZE
+        self._source.num_computed_tokens = 0
         self._is_vllm, self._suffix = is_vllm, suffix
         self._blocks_per_step = (rules or {}).get("blocks_per_host_block", 1)
         self._hashes, self._num = hashes, num
@@ -131,7 +131,7 @@ class LongRequest:
         table = tables if len(groups) > 1 else tables[0]
         self.scheduler.update_state_after_alloc(self.request, table, 0)
         self.step(num * BLOCK_SIZE)
-        self._own.num_computed_tokens = num * BLOCK_SIZE
+        self._source.num_computed_tokens = num * BLOCK_SIZE
         self._cache(0, num)
         num_before = -1
         while num_before < self.scheduler.stats.num_stored:  # A small host takes parts.
@@ -156,12 +156,12 @@ class LongRequest:
         num = self._num
         key = self._hashes[num]
         if self._is_vllm:
-            self._own.block_hashes.append(key)
+            self._source.block_hashes.append(key)
         else:
-            for group, keys in enumerate(self._own.block_keys_by_group):
+            for group, keys in enumerate(self._source.block_keys_by_group):
                 keys.append(key[:-1] + bytes([group]) + self._suffix)
-        self._own.num_tokens += BLOCK_SIZE
-        self._own.num_computed_tokens += BLOCK_SIZE
+        self._source.num_tokens += BLOCK_SIZE
+        self._source.num_computed_tokens += BLOCK_SIZE
         self._num += 1
         self._cache(num, num + 1)
 

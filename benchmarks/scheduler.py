@@ -1,4 +1,4 @@
-"""How long does scheduling take a step, beside the Python that it replaces?
+"""Scheduling time per step, next to the Python that it replaces.
 
 Six tables, each against the twin of vLLM 0.19.1's `SimpleCPUOffloadScheduler` in
 `tests/reference`. Two engines make the same calls by turns in the same process, one to

@@ -1,4 +1,4 @@
-"""What do shadows cost a request, and how near do samples come to a whole replay?
+"""Cost of shadows per request, and the error of sampled shadows.
 
 cost: six shadows (lru at 0.5, 1, 2 and 4 times the host's size, slru and hazard at 1)
     see requests of 64 blocks, half of them repeated: processor time of all calls for

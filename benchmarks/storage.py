@@ -1,4 +1,4 @@
-"""How fast do blocks reach a store, next to plain files or the store's own client?
+"""Speed of a store, next to plain files or the store's own client.
 
 The options of ``jaxkv bench storage``. A folder is compared with plain files: opened,
 written or read whole, and closed. Redis and Mooncake are compared with their client

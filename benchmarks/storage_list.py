@@ -1,4 +1,4 @@
-"""How long a new process takes to find all blocks of a store in a local folder.
+"""Time until a new process has listed all blocks of a store in a local folder.
 
 Files of no content stand for the blocks, as a listing does not look into them. They are
 made in a new folder beside others, and removed.

@@ -1,4 +1,4 @@
-"""How fast do blocks move next to other designs, and how much does a step hide?
+"""Transfer speed next to other designs, and the share of a transfer that a step hides.
 
 The options of ``jaxkv bench transfer``, and --designs and --no-overlap. The designs:
 
@@ -11,7 +11,7 @@ without which a scatter into a bfloat16 pool costs as much as a copy of the pool
 `docs/internals/benchmarks.md` describes the method.
 
     python -m benchmarks.transfer [--sizes SIZE,...] [--designs NAME,...]
-        [--no-overlap] [--plot FILE.png] [--json FILE] ...
+        [--no-overlap] [--plot FILE.svg] [--json FILE] ...
 """
 
 from __future__ import annotations
@@ -477,7 +477,7 @@ designs:
         make_bench = partial(OverlapBench, overlaps)
         record = run_transfer(config, plan, on_progress, make_bench)
     print_results(record, overlaps)
-    draw = partial(report.plot_results, record)
+    draw = partial(report.draw_results, record)
     write_files(args, partial(to_json, record, overlaps), draw)
 
 

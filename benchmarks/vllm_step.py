@@ -1,4 +1,4 @@
-"""What does the connector cost a step of the real vLLM, when nothing is ever found?
+"""Cost of the connector in a step of the real vLLM, without any hit.
 
 A small random Llama on the CPU, under vLLM and tpu-inference. A round has 40 new random
 prompts of 200 tokens and answers of 48, eight requests at a time: 2.3 blocks are stored

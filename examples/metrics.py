@@ -9,6 +9,7 @@ import urllib.request
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxkv import OffloadConfig
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
@@ -17,10 +18,10 @@ from jaxkv.tools.demo.steps import make_steps
 config = EngineConfig(
     block_size=32,
     device_blocks=24,  # one prompt's worth
-    host_blocks=128,
     concurrency=2,
     max_seq_tokens=640,
     weights_epoch="random from seed 0",
+    offload=OffloadConfig(num_host_blocks=128),
 )
 engine = Engine(make_steps(ModelConfig(num_layers=2), seed=0), config)
 

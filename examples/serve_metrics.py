@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from jaxkv import OffloadRules
+from jaxkv import OffloadConfig
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
@@ -24,19 +24,18 @@ model = ModelConfig(num_layers=2)
 config = EngineConfig(
     block_size=BLOCK_SIZE,
     device_blocks=80,  # three documents' worth
-    host_blocks=64,
     concurrency=USERS,
     max_seq_tokens=704,
     weights_epoch="random from seed 0",
-    storage="memory://serve-metrics",
-    storage_bytes=64 << 20,
-    rules=OffloadRules(
+    offload=OffloadConfig(
+        num_host_blocks=64,
+        storage="memory://serve-metrics",
+        storage_bytes=64 << 20,
         store_threshold=2,
         delay_shared_loads=True,
         max_blocks_in_flight=16,
         skip_slow_loads=True,
         shadow="lru*0.5,1,2;hazard*1;off",
-        block_bytes=BLOCK_SIZE * model.kv_bytes_per_token,
     ),
 )
 engine = Engine(make_steps(model, seed=0), config)

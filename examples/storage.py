@@ -7,6 +7,7 @@ extra "demo".
 import dataclasses
 import tempfile
 
+from jaxkv import OffloadConfig
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps
@@ -14,18 +15,19 @@ from jaxkv.tools.demo.steps import make_steps
 config = EngineConfig(
     block_size=32,
     device_blocks=40,
-    host_blocks=256,
     concurrency=2,
     max_seq_tokens=640,
     weights_epoch="random from seed 0",
-    storage_write="through",  # all that gets to the host, not only what is asked again
+    # Write all that gets to the host, not only what is asked again.
+    offload=OffloadConfig(num_host_blocks=256, storage_write="through"),
 )
 steps = make_steps(ModelConfig(num_layers=2), seed=0)
 prompts = [[(7 * who + i * i) % 256 for i in range(600)] for who in range(3)]
 
 with tempfile.TemporaryDirectory() as folder:
     for number in (1, 2):
-        engine = Engine(steps, dataclasses.replace(config, storage=folder))
+        offload = dataclasses.replace(config.offload, storage=folder)
+        engine = Engine(steps, dataclasses.replace(config, offload=offload))
         engine.list_storage()  # or serve at once: it goes on in the background
         requests = [engine.submit(prompt, max_new_tokens=4) for prompt in prompts]
         while engine.has_work:

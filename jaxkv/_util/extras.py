@@ -12,11 +12,7 @@ from collections.abc import Mapping
 EXTRAS: Mapping[str, Mapping[str, str]] = {
     "events": {"zmq": "pyzmq>=26", "msgspec": "msgspec>=0.18"},
     "metrics": {"prometheus_client": "prometheus_client>=0.20"},
-    "demo": {
-        "flax": "flax>=0.12",
-        "rich": "rich>=13",
-        "matplotlib": "matplotlib>=3.9",
-    },
+    "demo": {"flax": "flax>=0.12", "rich": "rich>=13"},
     "storage": {"tensorstore": "tensorstore>=0.1.86"},
     "redis": {"redis": "redis>=5.1"},
     "mooncake": {"mooncake": "mooncake-transfer-engine-non-cuda>=0.3.13"},

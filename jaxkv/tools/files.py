@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from jaxkv._util import shown
 from jaxkv._util.extras import pip_install
@@ -19,7 +17,7 @@ from jaxkv.tools.usage import Args, UsageError
 JSON_OPTION = """\
   --json FILE  write all figures to a file"""
 PLOT_OPTION = """\
-  --plot FILE.png  draw {}"""
+  --plot FILE.svg  draw {}"""
 HTML_OPTION = """\
   --html FILE  write a self-contained report for a browser"""
 
@@ -38,8 +36,8 @@ def model_errors(model: str) -> Iterator[None]:
 def check_files(args: Args) -> None:
     """Refuse files that cannot be written, or would be lost, before a long run."""
     plot = getattr(args, "plot", None)
-    if plot and plot.suffix.lower() != ".png":
-        raise UsageError(f"--plot: {shown(str(plot))} must end in .png")
+    if plot and plot.suffix.lower() != ".svg":
+        raise UsageError(f"--plot: {shown(str(plot))} must end in .svg")
     names: dict[str, str] = {}
     for name, path in (
         *(("TRACE", path) for path in getattr(args, "trace", ())),
@@ -79,7 +77,7 @@ def _check_file(option: str, path: Path) -> None:
 def write_files(
     args: Args,
     figures: Callable[[], Mapping[str, object]],
-    draw: Callable[[BinaryIO], None] | None = None,
+    draw: Callable[[], str] | None = None,
     page: Callable[[str], str] | None = None,
 ) -> None:
     """Write the files of --json, --plot and --html, if the command line names them.
@@ -87,9 +85,7 @@ def write_files(
     `page` makes the report from the text of the command line.
     """
     if draw is not None and args.plot:
-        picture = io.BytesIO()
-        draw(picture)
-        write_file("--plot", args.plot, picture.getvalue())
+        write_file("--plot", args.plot, draw().encode("utf-8", "replace"))
     if args.json:
         text = json.dumps(figures(), indent=2)
         write_file("--json", args.json, f"{text}\n".encode())
@@ -122,13 +118,9 @@ def write_file(option: str, path: Path, data: bytes) -> None:
         ) from error
 
 
-def packages_for(args: Args) -> list[str]:
-    """List the packages that show the results of a command line."""
-    needs_pictures = getattr(args, "plot", None) or getattr(args, "html", None)
-    return ["rich", "matplotlib"] if needs_pictures else ["rich"]
-
-
-def check_extra(what: str, packages: Sequence[str], extra: str = "demo") -> None:
+def check_extra(
+    what: str, packages: Sequence[str] = ("rich",), extra: str = "demo"
+) -> None:
     """Refuse to continue without the packages of an extra that `what` needs."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:

@@ -7,28 +7,17 @@ table of its figures, and nothing is said by colour alone.
 
 from __future__ import annotations
 
-import io
 import pathlib
 import platform
-import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from string import Template
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jaxkv import __version__
-from jaxkv.tools.pictures import (
-    COLOURS,
-    GREY,
-    INK,
-    RULE,
-    Chart,
-    draw_lines,
-    make_figure,
-    with_minus,
-)
+from jaxkv.tools.pictures import PALETTE, Chart, draw_inline, with_minus
 
 
 class Section(NamedTuple):
@@ -39,33 +28,7 @@ class Section(NamedTuple):
     inside: str  # HTML
 
 
-class _Sheet(NamedTuple):
-    """The size of a drawing and its letters, in units that are about pixels.
-
-    There is room for `num_labels` places below the axis, and with `has_values` for the
-    last values beside the names.
-    """
-
-    kind: str
-    width: int
-    height: int
-    font: int
-    num_labels: int
-    has_values: bool
-
-
 _TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
-_SHEETS = (
-    _Sheet("wide", 760, 380, 13, 9, True),
-    _Sheet("narrow", 328, 330, 12, 3, False),
-)
-# Colours of pictures, by their names in the style sheet, which has dark ones too.
-_VARIABLES = {
-    **{colour: f"s{number}" for number, colour in enumerate(COLOURS)},
-    GREY: "optimum",
-    INK: "ink",
-    RULE: "rule",
-}
 
 
 def render_page(
@@ -83,6 +46,7 @@ def render_page(
     )
     versions = f"jaxkv {__version__}, jax {jax.__version__}, {platform.machine()}"
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        palette=PALETTE,
         title=escape(title),
         heading=escape(title).replace("_", "_<wbr>"),
         finding=finding,
@@ -151,64 +115,20 @@ def _table(chart: Chart, mark: str) -> str:
 
 
 def _drawn(chart: Chart) -> str:
-    """Draw a chart, if it is one, for wide and for narrow windows."""
+    """Draw a chart, if it is one, with a name and a description."""
     if not chart.about:
         return ""
     name = chart.key
-    drawings = "".join(_drawing(chart, sheet) for sheet in _SHEETS)
     return (
         f'<figure id="{name}-f" tabindex="0" aria-labelledby="{name}-fc" '
-        f'aria-describedby="{name}-c">{drawings}'
-        f'<figcaption id="{name}-fc">{escape(chart.about)} '
-        "All figures are in the table below.</figcaption></figure>"
-    )
-
-
-def _drawing(chart: Chart, sheet: _Sheet) -> str:
-    """Draw lines as SVG that takes its colours from the page."""
-    from matplotlib import rc_context
-
-    file, name = io.StringIO(), f"{chart.key}-{sheet.kind}"
-    style: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,  # Parts have the same names each time.
-        "font.size": sheet.font - 1,
-        "xtick.major.pad": 9,
-    }
-    with rc_context(style):
-        figure = make_figure(sheet.width / 72, sheet.height / 72)
-        draw_lines(
-            figure.add_subplot(),
+        f'aria-describedby="{name}-c">'
+        + draw_inline(
             chart,
-            font=sheet.font,
-            num_labels=sheet.num_labels,
-            has_values=sheet.has_values,
+            f'<title id="{name}-st">{escape(chart.title)}</title>'
+            f'<desc id="{name}-sd">{escape(chart.about)}</desc>',
+            role="img",
+            aria_labelledby=f"{name}-st {name}-sd",
         )
-        figure.savefig(file, format="svg", transparent=True, dpi=72)
-    svg = file.getvalue()
-    # Without what belongs to a file of its own.
-    svg = svg[svg.index("<g ") : svg.rindex("</g>")] + "</g>"
-    svg = re.sub(r' clip-path="[^"]*"| font-family: [^";]*;?', "", svg)
-    svg = re.sub(r' (?:xlink:)?(id="|href="#)', rf" \1{name}-", svg)
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, f"var(--{variable})")
-    unit = chart.places.title.partition(", ")[2]
-    titles = (
-        f"{line.name}, {f'{place} {unit}'.rstrip()}: "
-        f"{with_minus(chart.scale.in_full(value))}"
-        for line, _ in chart.drawn
-        for place, value in zip(chart.places.names, line.values, strict=True)
-    )
-    svg = re.sub(
-        "<use(.*?)/>",
-        lambda use: (
-            f'<use class="mark"{use[1]}><title>{escape(next(titles))}</title></use>'
-        ),
-        svg,
-    )
-    return (
-        f'<svg class="{sheet.kind}" viewBox="0 0 {sheet.width} {sheet.height}" '
-        f'role="img" aria-labelledby="{name}-st {name}-sd"><title id="{name}-st">'
-        f'{escape(chart.title)}</title><desc id="{name}-sd">{escape(chart.about)}'
-        f"</desc>{svg}</svg>"
+        + f'<figcaption id="{name}-fc">{escape(chart.about)} '
+        "All figures are in the table below.</figcaption></figure>"
     )

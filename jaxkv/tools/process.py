@@ -1,16 +1,16 @@
 """The process of a command: how it ends, and what it writes to.
 
-A signal ends it at once, from a thread of its own, rather than by an exception in
-whatever code happens to run:
+A thread waits for SIGINT and SIGTERM, which are blocked everywhere else, and ends the
+process with `os._exit`. A Python handler, or `atexit`, could not:
 
-* `KeyboardInterrupt` waits until the main thread is back from a compiler or a device.
-  Raised in an import, a destructor or a callback of C++, it is printed, swallowed, or
-  leaves locks held, and the process hangs.
-* Behind it the interpreter takes jax's client apart while transfers are in flight. The
-  threads that run them then read what is gone: a segmentation fault.
+* A handler runs only when the main thread returns from a compiler or a device. An
+  exception that it raises in an import, a destructor or a callback of C++ is printed,
+  swallowed, or leaves locks held, and the process hangs.
+* An exception, and `atexit`, let the interpreter take jax's client apart while
+  transfers are in flight. Their threads then read freed memory: a segmentation fault.
 
-The end of a command leaves the interpreter as it is, too, for the same reason: an error
-may leave transfers in flight. All output has been written by then.
+A command that ends by itself leaves the interpreter as it is for the same reason: an
+error may leave transfers in flight. All output has been written by then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, NoReturn
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-# What the output may fail with: its disk is full, its reader has gone.
+# Errors of the output: a full disk, a reader who has gone.
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF}
 _MAX_CLEAN_UP_S = 10.0
 _at_end: list[Callable[[], None]] = []
@@ -37,17 +37,14 @@ EXIT_BROKEN_PIPE = 128 + 13  # As if SIGPIPE had ended it.
 def end_on_signals(name: str) -> None:
     """Make SIGINT and SIGTERM end this process with one line and their exit code.
 
-    Only the main thread may call it.
+    Only the main thread may call it, before it starts others: they inherit its mask. A
+    signal that comes before the thread waits stays pending until it does.
     """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    # Written at once, even while the main thread, which runs handlers, is blocked.
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in _WORDS:
-        signal.signal(number, _do_nothing)
-    # Last, as it takes longest: what comes before it is read from the pipe.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WORDS)
     threading.Thread(
-        target=_wait, args=(reader, name), name="jaxkv signals", daemon=True
+        target=lambda: _end(signal.Signals(signal.sigwait(_WORDS)), name),
+        name="jaxkv signals",
+        daemon=True,
     ).start()
 
 
@@ -59,7 +56,7 @@ def at_end(call: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         if _is_ending.is_set():
-            # What this thread fails with now is the end itself.
+            # The clean-up makes this thread fail. Its error is not worth a message.
             threading.Event().wait()
         _at_end.remove(call)
 
@@ -74,7 +71,7 @@ def write_lines_at_once() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process, all output being written."""
+    """Flush the output, and end this process."""
     for stream in (sys.stdout, sys.stderr):
         if not _flush(stream) and not code:
             code = 1
@@ -90,42 +87,26 @@ def _flush(stream: IO[str] | None) -> bool:
     return True
 
 
-def _do_nothing(number: int, frame: object) -> None:
-    pass
-
-
-def _wait(reader: int, name: str) -> None:
-    while True:
-        for number in os.read(reader, 1):
-            if number in _WORDS:
-                _end(signal.Signals(number), name)
-
-
-def _end(number: signal.Signals, name: str) -> None:
+def _end(number: signal.Signals, name: str) -> NoReturn:
     line = f"{name}: {_WORDS[number]}\n".encode()
     with contextlib.suppress(OSError):
         if os.isatty(2):
-            # In place of a bar, which has hidden the cursor.
+            # Replace the progress bar, which has hidden the cursor.
             line = b"\r\x1b[K\x1b[?25h" + line
-        # Past Python's stream, whose lock the main thread may hold.
+        # Not by Python's stream, whose lock the main thread may hold.
         os.write(2, line)
-    _clean_up()
-    _end_children()
-    os._exit(128 + number)
-
-
-def _clean_up() -> None:
-    """Run the calls of `at_end`, each for at most `_MAX_CLEAN_UP_S`."""
     _is_ending.set()
     for call in reversed(_at_end):
         # In another thread, so that a call that hangs is abandoned.
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
         thread.join(_MAX_CLEAN_UP_S)
+    _end_children()
+    os._exit(128 + number)
 
 
 def _end_children() -> None:
-    """End what this process has started, such as a test of a GPU."""
+    """End the child processes, such as a test of a GPU."""
     folder = "/proc/self/task"
     for task in os.listdir(folder) if os.path.isdir(folder) else ():
         with contextlib.suppress(OSError):

@@ -98,7 +98,7 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "SIZE": parse_bytes,
     "PORT": parse_port,
     "FILE": Path,
-    "FILE.png": Path,
+    "FILE.svg": Path,
 }
 """By the name of a value; other values are text."""
 

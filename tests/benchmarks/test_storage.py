@@ -47,7 +47,7 @@ def test_redis_is_compared_with_its_client(tmp_path, capsys):
 def test_mooncake_is_compared_with_its_client_and_keeps_nothing(capsys):
     with mooncake_master() as (url, _), mooncake_lender(url) as lender:
         bench(url)
-        assert lender.remove_all(True) == 0  # So many were there.
+        assert lender.remove_all(True) == 0  # Nothing was left.
     out = capsys.readouterr().out
     assert f"{JAXKV} : {ALONE}" in out
     assert f"{JAXKV} : {CLIENT}" in out
@@ -55,14 +55,16 @@ def test_mooncake_is_compared_with_its_client_and_keeps_nothing(capsys):
 
 def test_redis_is_asked_for_one_value_in_each_call(monkeypatch):
     redis = pytest.importorskip("redis")
-    held, asked = {}, []
-    server = SimpleNamespace(set=held.__setitem__, get=asked.append, close=held.clear)
+    held, requested = {}, []
+    server = SimpleNamespace(
+        set=held.__setitem__, get=requested.append, close=held.clear
+    )
     monkeypatch.setattr(redis.Redis, "from_url", lambda url: server)
     client = storage._redis("redis://127.0.0.1:1")
     blocks = [np.full(4, number, np.uint8) for number in range(3)]
     client.write(["a", "b", "c"], blocks)
     client.read(["c", "a"])
     assert [bytes(value) for value in held.values()] == [bytes(b) for b in blocks]
-    assert (list(held), asked) == (["a", "b", "c"], ["c", "a"])
+    assert (list(held), requested) == (["a", "b", "c"], ["c", "a"])
     client.close()
     assert not held

@@ -30,7 +30,7 @@ def test_rivals_and_overlap_are_printed_and_written(capsys, tmp_path):
     assert max(len(line) for line in out.split("GB are")[0].splitlines()) <= 80
     assert written["step_s"] > 0
     assert written["config"]["designs"] == ["engine", "per-block", "numpy"]
-    # No more than two transfers of 16 blocks fit in 32 together.
+    # At most two transfers of 16 blocks fit in 32.
     for result, num_steps in zip(written["results"], (4, 2), strict=True):
         assert set(result["designs"]) == set(transfer.DESIGNS)
         assert set(result["engine_over"]) == {"per-block", "numpy"}

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from jaxkv import OffloadRules, OffloadScheduler, OffloadWorker, TransferEngine
+from jaxkv.config import OffloadConfig
 from jaxkv.observe.families import Readings
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.search.groups import FullAttention, SlidingWindow
@@ -22,8 +23,9 @@ from tests.scheduling.test_worker import Clock, make_pool, metadata
 def served():
     """An engine that serves prompts while it is scraped, and its counts."""
     config = EngineConfig(
-        **{"block_size": 32, "device_blocks": 24, "host_blocks": 40},
-        **{"concurrency": 2, "max_seq_tokens": 640, "weights_epoch": "0"},
+        **{"block_size": 32, "device_blocks": 24, "concurrency": 2},
+        **{"max_seq_tokens": 640, "weights_epoch": "0"},
+        offload=OffloadConfig(num_host_blocks=40),
     )
     engine = Engine(make_steps(ModelConfig(num_layers=1), seed=0), config)
     moved = {"save": [], "load": []}

@@ -63,7 +63,7 @@ def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(refused, fake):
     assert fake == []
     assert err == (
         f"jaxkv demo: error: --serve-metrics: cannot listen at 127.0.0.1:{port} "
-        "(Address already in use); give another port, or 0 for any that is free\n"
+        "(Address already in use); choose another port, or 0 for any free one\n"
     )
 
 
@@ -84,7 +84,7 @@ def test_help_of_every_command_names_its_options_and_its_parts(capsys):
 
 
 def test_options_reach_the_run(fake, run_line, tmp_path):
-    picture = tmp_path / "a.png"
+    picture = tmp_path / "a.svg"
     line = (
         "demo --conversations 3 --turns 2 --document-tokens 500 --answer-tokens 4 "
         f"--device-blocks 40 --host-bytes 1.5MiB --seed 5 --plot {picture}"
@@ -96,23 +96,23 @@ def test_options_reach_the_run(fake, run_line, tmp_path):
         **{"answer_tokens": 4, "device_blocks": 40, "host_bytes": 3 << 19},
         seed=5,
     )
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "offloading off, 1: " in picture.read_text()
     assert figures["tokens_identical"] is True
     # 3 * (500 + 2 * 100) tokens of 2 KiB in a pool of 40 blocks of 64 KiB.
-    assert "KV of them all 4.1 MiB at most" in out
+    assert "Total KV       at most 4.1 MiB" in out
     assert "2.5 MiB, 40 blocks of 32 tokens: 1.6 times too small" in out
     assert "All 3 generated tokens are identical" in out
     assert err == "offloading off ...\nmeasuring transfers ...\n"
     out, *_ = run_line("demo --conversations 1")
     assert fake == [dataclasses.replace(DemoConfig(), conversations=1)]
-    assert "enough for all of it" in out
+    assert "holds all of it" in out
 
 
 def test_different_tokens_are_exit_1_with_the_report(monkeypatch, run_line):
     monkeypatch.setattr(run, "run_demo", lambda c, p, *_: fake_run(c, p, (1, 9, 3)))
     out, *_ = run_line("demo", 1)
     assert "Time to first token" in out
-    assert "The answers differ: conversation 0, turn 1, from token 1" in out
+    assert "The answers differ: conversation 0, turn 1, first at token 1" in out
 
 
 def test_an_error_of_the_run_is_one_line_and_a_bug_keeps_its_traceback(
@@ -126,7 +126,7 @@ def test_an_error_of_the_run_is_one_line_and_a_bug_keeps_its_traceback(
     monkeypatch.setattr(run, "run_demo", run_demo)
     for code, message in (
         (130, "jaxkv demo: interrupted\n"),
-        (2, "ask for fewer --device-blocks or --host-bytes: 9.00 GiB\n"),
+        (2, "use fewer --device-blocks or --host-bytes: 9.00 GiB\n"),
     ):
         _, err, _ = run_line("demo", code, has_figures=False)
         assert err.endswith(message)

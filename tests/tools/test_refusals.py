@@ -28,13 +28,13 @@ demo --layers mamba             | --layers: unknown 'mamba': choose from full, w
 demo --seed 1234567890          | must be a whole number from 0 to 999999999
 demo --host-bytes 5XB           | '5XB' must be a size such as 64MiB, 1GiB or
 demo --host-bytes 9             | 9 bytes of host memory cannot hold one KV block
-demo --host-bytes 9999TiB       | ask for fewer --device-blocks or --host-bytes
+demo --host-bytes 9999TiB       | use fewer --device-blocks or --host-bytes
 demo --device-blocks 99999999   | --device-blocks or --host-bytes
 demo --device-blocks 9          | at least 111 are needed
 demo --document-tokens 5000     | but the model takes 4096
 demo --document-tokens 9        | document_tokens=9 must be more than the 105
-demo --plot a.pdf               | --plot: 'a.pdf' must end in .png
-demo --plot no/a.png            | --plot: cannot write 'no/a.png' (No such file
+demo --plot a.png               | --plot: 'a.png' must end in .svg
+demo --plot no/a.svg            | --plot: cannot write 'no/a.svg' (No such file
 demo --record no/a              | --record: cannot record to 'no/a' (No such file or
 demo --record .                 | --record: cannot record to '.' (Is a directory); name
 demo --json .                   | --json: cannot write '.' (Is a directory); name a file
@@ -101,8 +101,8 @@ bench storage nope://x          | URL: storage='nope://x': unknown 'nope'
 bench storage /dev/null         | URL: storage='/dev/null': Not a directory; name a fold
 bench storage s3://             | URL: storage='s3://' must be s3://BUCKET/PREFIX
 bench storage x --per-round 4KiB | --per-round: 4 KiB is less than a block of 8 MiB
-bench storage x --quick --rounds 3 | --quick: it chooses for itself, without --rounds
-bench storage x --plot x.png    | --plot: it belongs to jaxkv bench transfer
+bench storage x --quick --rounds 3 | --quick: it cannot be combined with --rounds
+bench storage x --plot x.svg    | --plot: it belongs to jaxkv bench transfer
 
 doctor --need event             | --need: unknown 'event': did you mean events?
 doctor --storage ftp://x        | --storage: 'ftp://x': unknown 'ftp': choose
@@ -214,7 +214,7 @@ def test_a_file_that_is_read_or_written_already(refused, tmp_path):
         ("--html l", "--html: 'l' is the file of TRACE too"),
         ("--html folder/../t.jsonl", "'folder/../t.jsonl' is the file of TRACE too"),
         ("--model config.json --json config.json", "is the file of --model too"),
-        ("--plot a.png --html a.png", "--html: 'a.png' is the file of --plot too"),
+        ("--plot a.svg --html a.svg", "--html: 'a.svg' is the file of --plot too"),
     ):
         err = refused(f"replay t.jsonl {options}")
         assert f"{what}, which would be lost; name another\n" in err

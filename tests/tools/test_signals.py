@@ -75,12 +75,12 @@ def shared_memory_of(pid):
     return set(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
 
 
-def wait_for_handler(child):
-    """Wait until SIGTERM has a handler: the interpreter before is not ours."""
+def wait_for_mask(child):
+    """Wait until SIGTERM is blocked: before, the interpreter itself ends."""
     status = pathlib.Path(f"/proc/{child.pid}/status")
     while child.poll() is None:
-        caught = status.read_text(encoding="ascii").partition("SigCgt:")[2].split()[0]
-        if int(caught, 16) & 1 << signal.SIGTERM - 1:
+        blocked = status.read_text(encoding="ascii").partition("SigBlk:")[2].split()[0]
+        if int(blocked, 16) & 1 << signal.SIGTERM - 1:
             break
         time.sleep(0.001)
 
@@ -103,7 +103,7 @@ def test_a_command_under_signals(tmp_path, command, end, moment_s, is_stopped):
             start_new_session=True,
         )
     try:
-        wait_for_handler(child)
+        wait_for_mask(child)
         time.sleep(moment_s)
         shared = shared_memory_of(child.pid)
         if is_stopped:
@@ -138,7 +138,7 @@ def test_a_command_under_signals(tmp_path, command, end, moment_s, is_stopped):
 
 
 def test_a_signal_ends_children_and_a_main_thread_that_never_returns():
-    """Such as in a wait for a device: no handler of Python runs there."""
+    """No Python handler runs while the main thread waits, such as for a device."""
     text = (
         "import os, signal, subprocess, sys, threading\n"
         "from jaxkv.tools.process import end_on_signals\n"
@@ -157,7 +157,7 @@ def test_a_signal_ends_children_and_a_main_thread_that_never_returns():
     stat = pathlib.Path(f"/proc/{int(done.stdout)}/stat")
 
     def has_ended():
-        # Whoever adopts it may be slow to take note of its end.
+        # The process that adopts it may be slow to reap it.
         return (
             not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
         )

@@ -39,52 +39,51 @@ from jaxkv.transfer.storage.store_url import shown_url
 if TYPE_CHECKING:
     from jaxkv.tools.demo.engine import Engine
 
-SUMMARY = "see the effect of offloading on this machine, in about a minute"
+SUMMARY = "show the effect of offloading on this machine, in about a minute"
 
 _LAYERS = {
-    "full": "all layers attend to everything",
-    "window": "all layers attend to the last {} tokens",
-    "hybrid": "layers attend alternately to everything and to the last {} tokens",
+    "full": "full attention in all layers",
+    "window": "sliding window of {} tokens in all layers",
+    "hybrid": "alternating layers of full attention and a sliding window of {} tokens",
 }
-_ASK_FOR_LESS = "ask for fewer --device-blocks or --host-bytes"
+_ASK_FOR_LESS = "use fewer --device-blocks or --host-bytes"
 
 
 USAGE = Usage(
     "jaxkv demo",
     "Ask a small model several turns of questions about long documents, with a device "
-    "pool that is several times too small for their KV. Do so with offloading off and "
-    "on; compare the times, and check that every token is the same.",
+    "pool that is several times too small for their KV, once with offloading off and "
+    "once with it on. Compare latencies, and check that every token is identical.",
     f"""
 conversations:
-  --conversations N  conversations, each about its own document
+  --conversations N  number of conversations, each about its own document
   --turns N  questions per conversation
-  --document-tokens N  length of a document (a token is one byte)
+  --document-tokens N  document length (one token is one byte)
   --answer-tokens N  tokens generated per question
-  --seed N  seed of the weights and of the documents (default: 0)
+  --seed N  seed for weights and documents (default: 0)
 
 engine:
-  --concurrency N  requests that run at the same time
-  --device-blocks N  KV blocks of 32 tokens on the device
-  --layers NAME  attention: full, window or hybrid
-  --window-tokens N  tokens that a layer with a window sees
+  --concurrency N  maximum number of running requests
+  --device-blocks N  KV blocks of 32 tokens in the device pool
+  --layers NAME  attention: full, window (sliding) or hybrid (alternating)
+  --window-tokens N  size of the sliding window
 
 offloading:
   --host-bytes SIZE  host memory for KV
-  --mode NAME  eager stores computed blocks, lazy those that are about to be
-      evicted
-  --policy NAME  {", ".join([*policy_names(), AUTO])}
-  --load-in-step  write loaded blocks in the prefill program, layer by layer
-      (default: wait for the whole load)
-  --storage URL  folder or URL of a store behind the host memory, kept for later runs
-  --storage-bytes SIZE  bytes that the store may hold
+  --mode NAME  eager: store blocks when computed; lazy: just before eviction
+  --policy NAME  eviction policy: {", ".join([*policy_names(), AUTO])}
+  --load-in-step  write loaded blocks inside the prefill step, layer by layer
+      (default: finish the load first)
+  --storage URL  folder or URL of a store behind host memory, kept for later runs
+  --storage-bytes SIZE  capacity of the store
 
 output:
-  --record FILE  record the requests, for `jaxkv replay`
-  --serve-metrics PORT  serve Prometheus metrics on 127.0.0.1, 0 for any port, while
-      the demo runs (default: do not serve)
-  --seconds N  go on until metrics were served for N seconds (default: end
-      with the comparison)
-{PLOT_OPTION.format("the time to first token, turn by turn")}
+  --record FILE  record the requests for `jaxkv replay`
+  --serve-metrics PORT  serve Prometheus metrics on 127.0.0.1 (0: any free port)
+      during the run (default: off)
+  --seconds N  keep serving metrics, with more requests, for N seconds in all
+      (default: until the comparison ends)
+{PLOT_OPTION.format("time to first token by turn")}
 {JSON_OPTION}
 """,
     {
@@ -103,7 +102,7 @@ def run(args: Args) -> int:
     values = {name: value for name, value in vars(args).items() if name in names}
     config = DemoConfig(**values | {"cache_policy": args.policy})
     check_files(args)
-    check_extra("the demo", ("flax", "rich", "matplotlib"))
+    check_extra("the demo", ("flax", "rich"))
     if args.serve_metrics is not None:
         check_extra("--serve-metrics", ("prometheus_client",), "metrics")
         _check_port(args.serve_metrics)
@@ -130,7 +129,7 @@ def run(args: Args) -> int:
                 recorder = stack.enter_context(TraceRecorder(args.record))
             except OSError as error:
                 raise UsageError(f"--record: {error.strerror}") from error
-        print_facts(_what_will_run(config), 15)
+        print_facts(_facts_of(config), 15)
         watched: list[tuple[Engine, float]] = []
 
         def watch(engine: Engine) -> None:
@@ -148,8 +147,8 @@ def run(args: Args) -> int:
         report.print_report(record, make_console())
         if recorder is not None:
             recorder.flush()
-            print_lines(_what_was_recorded(recorder, record), is_code=True)
-        draw = partial(report.plot_ttft, record)
+            print_lines(_next_commands(recorder, record), is_code=True)
+        draw = partial(report.draw_ttft, record)
         write_files(args, partial(report.to_json, record), draw)
         if args.seconds is not None:
             ((engine, began_s),) = watched
@@ -160,20 +159,20 @@ def run(args: Args) -> int:
     return EXIT_OK if record.tokens_identical else EXIT_FAILED
 
 
-def _what_was_recorded(recorder: TraceRecorder, record: DemoRecord) -> list[str]:
+def _next_commands(recorder: TraceRecorder, record: DemoRecord) -> list[str]:
     """Return the commands that use the trace: compare policies, then choose a size."""
     from jaxkv.tools.demo.run import model_config
 
     stats, path = recorder.stats, shlex.quote(str(recorder.path))
-    dropped = f" ({stats.num_dropped:,} were lost)" if stats.num_dropped else ""
+    dropped = f" ({stats.num_dropped:,} dropped)" if stats.num_dropped else ""
     turns, speed = record.off.turns, record.bandwidth
     rate = sum(t.prefilled_tokens for t in turns) / sum(t.ttft_s for t in turns)
     return [
         "",
-        f"Recorded {stats.num_written:,} requests{dropped}. What other policies and "
-        "sizes would have found:",
+        f"Recorded {stats.num_written:,} requests{dropped}. To compare policies and "
+        "sizes on them:",
         f"  jaxkv replay {path}",
-        "How much host memory this traffic is worth, at the speeds measured here:",
+        "To choose the host memory for this traffic, at the speeds measured here:",
         f"  jaxkv plan {path} --html plan.html --kv-bytes-per-token "
         f"{model_config(record.config).kv_bytes_per_token} --prefill-tokens-per-s "
         f"{rate:.0f} --load-gb-per-s {speed.load_gb_per_s:.2f} --store-gb-per-s "
@@ -190,7 +189,7 @@ def _check_port(port: int) -> None:
     except OSError as error:
         raise UsageError(
             f"--serve-metrics: cannot listen at 127.0.0.1:{port} ({error.strerror}); "
-            "give another port, or 0 for any that is free"
+            "choose another port, or 0 for any free one"
         ) from error
 
 
@@ -218,12 +217,12 @@ def _check_memory(config: DemoConfig) -> None:
     limit = available_host_bytes()
     if limit is not None and wanted > limit.num_bytes:
         raise UsageError(
-            f"the device pool and the host tier would take {gib(wanted)}, but "
+            f"the device pool and the host tier need {gib(wanted)}, but "
             f"{limit.source} has {gib(limit.num_bytes)}: {_ASK_FOR_LESS}"
         )
 
 
-def _what_will_run(config: DemoConfig) -> list[tuple[str, str]]:
+def _facts_of(config: DemoConfig) -> list[tuple[str, str]]:
     from jaxkv.tools.demo.run import max_seq_tokens, model_config
 
     model = model_config(config)
@@ -234,7 +233,7 @@ def _what_will_run(config: DemoConfig) -> list[tuple[str, str]]:
     fit = (
         f"{total / pool:.1f} times too small"
         if total > pool
-        else "enough for all of it; fewer --device-blocks show more"
+        else "holds all of it; use fewer --device-blocks to see an effect"
     )
     facts = [
         (
@@ -242,7 +241,7 @@ def _what_will_run(config: DemoConfig) -> list[tuple[str, str]]:
             f"{config.conversations} of {config.turns} turns, about documents of "
             f"{config.document_tokens:,} tokens",
         ),
-        ("KV of them all", f"{rounded_size(total)} at most"),
+        ("Total KV", f"at most {rounded_size(total)}"),
         (
             "Device pool",
             f"{rounded_size(pool)}, {config.device_blocks} blocks of "
@@ -252,11 +251,11 @@ def _what_will_run(config: DemoConfig) -> list[tuple[str, str]]:
             "Host memory",
             f"{rounded_size(config.host_bytes)}, {config.mode} stores, policy "
             f"{config.cache_policy}"
-            f"{', loads in the prefill itself' * config.load_in_step}",
+            f"{', loads inside the prefill step' * config.load_in_step}",
         ),
     ]
     if config.storage is not None:
         place, size = shown_url(config.storage), rounded_size(config.storage_bytes)
-        facts.append(("Storage", f"{place}, {size} at most"))
+        facts.append(("Storage", f"{place}, at most {size}"))
     what = _LAYERS[config.layers].format(config.window_tokens)
     return [*facts, ("Model", what)]

@@ -12,14 +12,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import cast
 
+from jaxkv.config import OffloadConfig
 from jaxkv.keys.hashing import KeyChain, Namespace
 from jaxkv.scheduling.protocol import SchedulerOutput
 from jaxkv.scheduling.record.record import TraceRecorder
-from jaxkv.scheduling.rules import OffloadRules, WriteRule
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.scheduling.worker.storage_worker import open_storage
 from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
@@ -30,7 +29,6 @@ from jaxkv.tools.demo.request import EngineRequest, Phase
 from jaxkv.tools.demo.runner import Runner
 from jaxkv.tools.demo.steps import Steps
 from jaxkv.transfer import StepLoads, TransferEngine
-from jaxkv.transfer.storage.census import Bound
 
 _IDLE_S = 50e-6
 # The timeout at the end for pending deletions in the store.
@@ -46,28 +44,14 @@ class EngineConfig:
 
     block_size: int  # Tokens per KV block
     device_blocks: int  # KV blocks in the device pool, the null block included
-    host_blocks: int  # KV blocks in the host tier; 0 for an engine without one
     concurrency: int  # Maximum requests that hold blocks
     max_seq_tokens: int  # Maximum tokens of a request, prompt and answer
     weights_epoch: str  # Version of the model's weights; part of every block's key
-    cache_policy: str = "lru"  # Policy that chooses the host blocks to evict
-    # When blocks are stored; see `OffloadRules.mode`
-    offload_mode: Literal["eager", "lazy"] = "eager"
-    # Whether the prefill writes what is loaded for it, layer by layer
-    load_in_step: bool = False
-    # URL or folder of a store behind the host tier; None for none
-    storage: str | None = None
-    storage_bytes: int = 1 << 30  # Bytes that it may hold
-    # When blocks are written there; see `OffloadRules`
-    storage_write: WriteRule = "on_reuse"
-    storage_deadline_s: float = 5.0  # How long a fetch or a write may take
-    # How long a request of `remote_prefill` waits for its next block
-    storage_await_s: float = 1.0
+    # The host tier; None for an engine without one
+    offload: OffloadConfig | None = None
     # Tokens of a prefill step, in ascending order: the smallest size that is enough, or
     # the largest.
     chunk_sizes: tuple[int, ...] = (128, 256)
-    # Further rules of the host tier; those that other fields set are not read
-    rules: OffloadRules = dataclasses.field(default_factory=OffloadRules)
 
 
 class Engine:
@@ -92,37 +76,27 @@ class Engine:
         self.worker: OffloadWorker | None = None
         self._groups = steps.config.groups(config.block_size)
         self._namespace = _namespace(steps.config, config)
-        if config.host_blocks:
-            self.transfer = TransferEngine(
-                self.pool,
-                config.host_blocks,
-                layer_groups=len(self.pool) if config.load_in_step else 1,
+        self._loads_in_step = False
+        if config.offload is not None:
+            self._loads_in_step = config.offload.load_in_step
+            offload = dataclasses.replace(
+                config.offload,
+                max_num_batched_tokens=config.chunk_sizes[-1] + config.concurrency,
+                layer_groups=len(self.pool) if self._loads_in_step else 1,
             )
-            storage = None
-            if config.storage is not None:
-                storage = open_storage(
-                    self.transfer,
-                    config.storage,
-                    namespace=repr(self._namespace).encode(),
-                    deadline_s=config.storage_deadline_s,
-                    await_s=config.storage_await_s,
-                )
-            self.worker = OffloadWorker(self.transfer, storage=storage)
+            self.transfer = offload.make_engine(self.pool)
+            self.worker = offload.make_worker(
+                self.transfer, storage_namespace=repr(self._namespace).encode()
+            )
             num_storage = 0
-            if storage is not None:
-                num_storage = storage.num_blocks(config.storage_bytes)
-                storage.bound = Bound(num_storage)
+            if self.worker.storage is not None:
+                num_bytes = cast(int, offload.storage_bytes)
+                num_storage = self.worker.storage.num_blocks(num_bytes)
             self.offload = OffloadScheduler(
                 self._groups,
-                config.host_blocks,
-                config.cache_policy,
-                rules=dataclasses.replace(
-                    config.rules,
-                    mode=config.offload_mode,
-                    max_num_batched_tokens=config.chunk_sizes[-1] + config.concurrency,
-                    load_in_step=config.load_in_step,
-                    storage_write=config.storage_write,
-                ),
+                self.transfer.num_host_blocks,
+                offload.cache_policy,
+                rules=offload.make_rules(self.transfer.block_bytes),
                 num_storage_blocks=num_storage,
                 recorder=recorder,
             )
@@ -263,7 +237,7 @@ class Engine:
         XLA compiles the model in a thread of its own, beside what Numba compiles.
         """
         loads: list[StepLoads | None] = [None]
-        if self.transfer is not None and self.config.load_in_step:
+        if self.transfer is not None and self._loads_in_step:
             loads = [self.transfer.idle_step_loads(num) for num in (0, _STEP_EXTENTS)]
         with ThreadPoolExecutor(max_workers=1) as beside:
             model = beside.submit(self._runner.warm_up, self.pool, loads)
@@ -293,7 +267,7 @@ class Engine:
 
     def _take_loads(self, num_extents: int) -> StepLoads | None:
         """Return the loads that the next program on the pool writes, if any."""
-        if self.worker is None or not self.config.load_in_step:
+        if self.worker is None or not self._loads_in_step:
             return None
         self.pool, loads = self.worker.take_step_loads(self.pool, num_extents)
         return loads

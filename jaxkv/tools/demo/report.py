@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -14,19 +14,11 @@ from jaxkv._util import rounded_size
 from jaxkv.tools.console import print_table
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
 from jaxkv.tools.machine import system, versions
-from jaxkv.tools.pictures import (
-    COLOURS,
-    make_figure,
-    name_axes,
-    plain_axes,
-    save_picture,
-)
+from jaxkv.tools.pictures import Chart, Line, Places, Scale, draw_picture, look_of
 from jaxkv.transfer.storage.store_url import shown_url
 
 NONE = "-"
 """The text of a cell without a value."""
-
-ON_COLOUR, OFF_COLOUR, *_ = COLOURS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,14 +175,14 @@ def _token_rows(record: DemoRecord) -> Rows:
     off, on = record.off, record.on
     fields = {
         "Prompt tokens": "prompt_tokens",
-        "  found on the device": "device_hit_tokens",
-        "  brought back from host": "host_hit_tokens",
+        "  hit on the device": "device_hit_tokens",
+        "  loaded from the host": "host_hit_tokens",
         "  prefilled": "prefilled_tokens",
     }
     return [
         *((label, total(off, name), total(on, name)) for label, name in fields.items()),
-        ("Device hits, of prompt", rate(off, "device"), rate(on, "device")),
-        ("Host hits, of device misses", NONE, rate(on, "host")),
+        ("Device hit rate", rate(off, "device"), rate(on, "device")),
+        ("Host hit rate, of device misses", NONE, rate(on, "host")),
     ]
 
 
@@ -198,20 +190,20 @@ def _transfer_rows(record: DemoRecord) -> Rows:
     on, speed = record.on, record.bandwidth
 
     def moved(blocks: int, num_bytes: int) -> str:
-        return f"{blocks:,} = {rounded_size(num_bytes)}"
+        return f"{blocks:,} ({rounded_size(num_bytes)})"
 
     def rate(gb_per_s: float) -> str:
-        return f"{gb_per_s:.2f} = {gb_per_s / speed.copyto_gb_per_s:.2f} x np.copyto"
+        return f"{gb_per_s:.2f} ({gb_per_s / speed.copyto_gb_per_s:.2f}x np.copyto)"
 
     capacity = record.host_capacity_bytes
     return [
         ("Blocks stored", NONE, moved(on.blocks_stored, on.bytes_stored)),
         ("Blocks loaded", NONE, moved(on.blocks_loaded, on.bytes_loaded)),
         *_storage_rows(on),
-        ("Store alone, GB/s", NONE, rate(speed.store_gb_per_s)),
-        ("Load alone, GB/s", NONE, rate(speed.load_gb_per_s)),
+        ("Store bandwidth when idle, GB/s", NONE, rate(speed.store_gb_per_s)),
+        ("Load bandwidth when idle, GB/s", NONE, rate(speed.load_gb_per_s)),
         (
-            "Host memory, peak",
+            "Peak host memory",
             NONE,
             f"{_percent(on.peak_host_bytes, capacity)} of {rounded_size(capacity)}",
         ),
@@ -226,9 +218,9 @@ def _storage_rows(on: RunRecord) -> Rows:
     if not block_bytes:
         return []
     return [
-        (label, NONE, f"{blocks:,} = {rounded_size(blocks * block_bytes)}")
+        (label, NONE, f"{blocks:,} ({rounded_size(blocks * block_bytes)})")
         for label, blocks in (
-            ("In the store at the start", on.blocks_found),
+            ("Blocks in the store at start", on.blocks_found),
             ("Blocks written to the store", on.blocks_written),
             ("Blocks fetched from the store", on.blocks_fetched),
         )
@@ -239,7 +231,7 @@ def _print_verdict(record: DemoRecord, console: Console) -> None:
     speedup = returning_turn_ttft_speedup(record)
     if speedup is not None:
         console.print(
-            f"From turn 2 on the first token comes {speedup:.2f} times as fast (p50).",
+            f"From turn 2 on, the first token comes {speedup:.2f} times as fast (p50).",
             highlight=False,
         )
     difference = first_difference(record)
@@ -254,68 +246,40 @@ def _print_verdict(record: DemoRecord, console: Console) -> None:
     else:
         console.print(
             f"The answers differ: conversation {difference.conversation}, turn "
-            f"{difference.turn}, from token {difference.position} of the answer on.",
+            f"{difference.turn}, first at token {difference.position} of the answer.",
             style="red",
             highlight=False,
         )
 
 
-def plot_ttft(record: DemoRecord, file: BinaryIO) -> None:
+def draw_ttft(record: DemoRecord) -> str:
     """Draw the time to first token, turn by turn, with and without offloading."""
-    from matplotlib.ticker import MaxNLocator
-
     config = record.config
-    figure = make_figure(7.2, 4.4)
-    axes = figure.add_subplot()
-    ends = []
-    for name, run, colour, shift in (
-        ("off", record.off, OFF_COLOUR, -0.06),
-        ("on", record.on, ON_COLOUR, 0.06),
+    turns = _turn_numbers(record.on)
+    lines = []
+    for name, run, look in (
+        ("offloading on", record.on, look_of(0)),
+        ("offloading off", record.off, look_of(1)),
     ):
-        turns = _turn_numbers(run)
-        p50_s = [
-            float(np.median([t.ttft_s for t in run.turns if t.turn == turn]))
-            for turn in turns
-        ]
-        ends.append((p50_s[-1], name, colour))
-        axes.scatter(
-            [t.turn + shift for t in run.turns],
-            [t.ttft_s for t in run.turns],
-            s=18,
-            color=colour,
-            alpha=0.25,
-            linewidths=0,
-        )
-        axes.plot(turns, p50_s, color=colour, linewidth=2.2, marker="o")
-    for y_s, name, colour in ends:
-        axes.annotate(
-            f"offloading {name}\n{y_s:.2f} s",
-            (1, y_s),
-            xycoords=("axes fraction", "data"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            # Separate even if both lines end at the same height.
-            va="bottom" if (y_s, name, colour) == max(ends) else "top",
-            color=colour,
-            fontweight="bold",
-        )
-    axes.set_xlim(0.7, config.turns + 0.3)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    below = "turn of the conversation"
-    name_axes(axes, "Time to first token: the median, and every request", below)
-    axes.yaxis.set_major_formatter("{x:g} s")
-    plain_axes(axes)
+        seconds = [[t.ttft_s for t in run.turns if t.turn == turn] for turn in turns]
+        medians = [float(np.median(of_turn)) for of_turn in seconds]
+        lines.append(Line(name, medians, look, dots=seconds))
+    places = Places("Turn", turns, [f"{turn}" for turn in turns], is_even=True)
+    what = "Time to first token: the median, and every request"
+    chart = Chart("ttft", what, what, what, places, lines, _SECONDS)
     speedup = returning_turn_ttft_speedup(record)
-    headline = "Time to first token, with and without offloading"
+    title = "Time to first token, with and without offloading"
     if speedup is not None:
-        headline = f"From turn 2 on, the first token comes {speedup:.1f} times as fast"
+        title = f"From turn 2 on, the first token comes {speedup:.1f} times as fast"
     facts = (
         f"{config.conversations} conversations about documents of "
         f"{config.document_tokens:,} tokens; {config.device_blocks} KV blocks of "
         f"{config.block_size} tokens on the device"
     )
-    save_picture(figure, headline, facts, file)
+    return draw_picture(title, facts, [[chart]], "turn of the conversation")
+
+
+_SECONDS = Scale("{:g} s".format, "{:.2f} s".format, "{:.3f} s".format)
 
 
 def _percent(part: int, whole: int) -> str:

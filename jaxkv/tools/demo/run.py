@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxkv.config import OffloadConfig
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tools.console import OnProgress
@@ -48,7 +49,7 @@ def check_config(config: DemoConfig) -> None:
     if longest > limit:
         raise ValueError(
             f"the last turn would have {longest} tokens, but the model takes {limit}: "
-            "ask for fewer turns, a shorter document or shorter answers"
+            "use fewer turns, a shorter document or shorter answers"
         )
     groups = model.groups(config.block_size)
     needed = most_blocks(groups, longest, EngineConfig.chunk_sizes[-1]) + 1
@@ -98,23 +99,26 @@ def run_demo(
 
     on_progress("compiling", 0, 0)
     sessions = []
-    for num_blocks in (0, host_blocks):
+    offload = OffloadConfig(
+        num_host_blocks=host_blocks,
+        cache_policy=config.cache_policy,
+        mode=config.mode,
+        load_in_step=config.load_in_step,
+        storage=config.storage,
+        storage_bytes=config.storage_bytes,
+    )
+    for offload_or_none in (None, offload):
         engine = Engine(
             steps,
             EngineConfig(
                 block_size=config.block_size,
                 device_blocks=config.device_blocks,
-                host_blocks=num_blocks,
                 concurrency=config.concurrency,
                 max_seq_tokens=max_seq_tokens(config),
                 weights_epoch=f"random from seed {config.seed}",
-                cache_policy=config.cache_policy,
-                offload_mode=config.mode,
-                load_in_step=config.load_in_step,
-                storage=config.storage if num_blocks else None,
-                storage_bytes=config.storage_bytes,
+                offload=offload_or_none,
             ),
-            recorder=recorder if num_blocks else None,
+            recorder=recorder if offload_or_none else None,
         )
         engine.warm_up()
         if engine.has_storage:

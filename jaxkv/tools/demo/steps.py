@@ -36,8 +36,8 @@ class Steps(NamedTuple):
     config: ModelConfig  # The shape of the model
     model: Transformer  # The model itself, for `reference_forward`
     # ``(pool, tokens, start, num_tokens, block_table, loads=None)``. Compute T tokens
-    # of one sequence. `tokens` is i32[T], of which the first `num_tokens` (i32[], at
-    # least 1) count; the first is at position `start` (i32[]); `block_table` is i32[C,
+    # of one sequence. `tokens` is i32[T]; its first `num_tokens` (i32[], at least 1)
+    # count; the first is at position `start` (i32[]); `block_table` is i32[C,
     # M], a row for each group of layers, with arbitrary entries past the sequence and
     # where no window reaches; `loads` is what comes from the host meanwhile.
     # `StepResult.logits` is f32[V], for the token after the last.

@@ -56,7 +56,7 @@ class Conversation:
 
 
 def arrival_order(num_conversations: int, turn: int) -> list[int]:
-    """Return the order in which conversations have a turn, from 0.
+    """Return the order of the conversations in a turn, from 0.
 
     Each half of them is shuffled. So a conversation returns after at least half of the
     others, which a small device does not hold, and not always after all of them: in

@@ -15,7 +15,6 @@ from jaxkv.tools.files import (
     PLOT_OPTION,
     check_extra,
     check_files,
-    packages_for,
     write_files,
 )
 from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
@@ -120,7 +119,7 @@ output:
 def run(args: Args) -> int:
     """Run the command; return its exit code."""
     check_files(args)
-    check_extra("plan", packages_for(args))
+    check_extra("plan")
     check_belongs(args, ("route", "storage_bytes"), "--engines", args.engines)
     policies = choose_policies(args.policy)
     model, num_devices = _read_model(args)
@@ -183,7 +182,7 @@ def run(args: Args) -> int:
     write_files(
         args,
         partial(report.to_json, setting, plan),
-        partial(report.plot_plan, setting, plan),
+        partial(report.draw_plan, setting, plan),
         partial(report.render_page, setting, plan),
     )
     return EXIT_OK

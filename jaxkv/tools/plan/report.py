@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 from jaxkv._util import (
     percent_text,
@@ -20,14 +20,12 @@ from jaxkv.tools.console import print_charts, print_facts, print_lines
 from jaxkv.tools.machine import num_cpus, versions
 from jaxkv.tools.page import Section
 from jaxkv.tools.pictures import (
-    INK,
     Chart,
     Line,
     Places,
     Scale,
-    draw_charts,
+    draw_picture,
     look_of,
-    save_picture,
 )
 from jaxkv.tools.plan import plan as planning
 from jaxkv.tools.plan.plan import Demand, Plan, PlanRow, StoreRow
@@ -499,14 +497,13 @@ def _row_figures(row: PlanRow, demand: Demand) -> dict[str, Any]:
     }
 
 
-def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
+def draw_plan(setting: Setting, plan: Plan) -> str:
     """Draw tokens found and time saved against the size, a line for each policy."""
     drawn = [chart for chart in _charts_of(setting, plan) if chart.about]
-    ring = {"marker": "o", "ms": 13, "mfc": "none", "mec": INK, "mew": 1.6}
-    picture = draw_charts([drawn], "host memory", (13, 5.2), ring)
     rules = f"; {setting.admission.text}" if setting.admission else ""
     facts = f"{setting.trace.name}, {setting.model.name}{rules}"
-    save_picture(picture, _headline(setting, plan), facts, file)
+    title = _headline(setting, plan)
+    return draw_picture(title, facts, [drawn], "host memory", has_rings=True)
 
 
 def _headline(setting: Setting, plan: Plan) -> str:

@@ -17,7 +17,6 @@ from jaxkv.tools.files import (
     check_extra,
     check_files,
     model_errors,
-    packages_for,
     write_files,
 )
 from jaxkv.tools.model_config import NAMED_MODELS
@@ -119,7 +118,7 @@ output:
 def run(args: Args) -> int:
     """Run the command; return its exit code."""
     check_files(args)
-    check_extra("replay", packages_for(args))
+    check_extra("replay")
     policies = choose_policies(args.policy)
     model = None if args.model is None else find_model(args.model)
     check_belongs(args, ("route", "storage_blocks"), "--engines", args.engines)
@@ -148,7 +147,7 @@ def run(args: Args) -> int:
     write_files(
         args,
         partial(report.to_json, comparison),
-        partial(report.plot_results, comparison),
+        partial(report.draw_results, comparison),
         partial(page.render_page, comparison),
     )
     return EXIT_OK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from jaxkv.tools.console import print_charts, print_facts
 from jaxkv.tools.machine import system, versions
 from jaxkv.tools.pictures import (
-    GREY,
+    LIMIT,
     Chart,
     Line,
+    Look,
     Places,
     Scale,
-    draw_charts,
+    draw_picture,
     look_of,
-    save_picture,
 )
 from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.measures import (
@@ -303,7 +303,7 @@ def _amounts(
     return amounts
 
 
-def plot_results(comparison: Comparison, file: BinaryIO) -> None:
+def draw_results(comparison: Comparison) -> str:
     """Draw what is found against the capacity, a line for each policy.
 
     Beside it stands by how much each differs from LRU, if that is among them; below,
@@ -313,17 +313,14 @@ def plot_results(comparison: Comparison, file: BinaryIO) -> None:
     for measure in comparison.main_measures:
         gain = [gain_of(comparison, measure)] if comparison.rivals else []
         grid.append([chart_of(comparison, measure), *gain])
-    size = 13 if comparison.rivals else 7.2, 4.4 * len(grid) + 0.8
     rules = f"; {comparison.admission.text}" if comparison.admission else ""
     facts = (
         f"{trace.name}: {trace.num_requests:,} requests for {trace.num_block_refs:,} "
         f"blocks{rules}"
         + "".join(f"; {n.lower()}: {text}" for n, text in _parts_of_fleet(comparison))
     )
-    save_picture(draw_charts(grid, _BELOW, size), _headline(comparison), facts, file)
-
-
-_BELOW = "capacity: blocks, and share of the different blocks"
+    below = "capacity: blocks, and share of the different blocks"
+    return draw_picture(_headline(comparison), facts, grid, below)
 
 
 def _headline(comparison: Comparison) -> str:
@@ -451,9 +448,9 @@ def _describe(comparison: Comparison, measure: Measure) -> str:
     return f"Best: {'; '.join(facts)}."
 
 
-def _look_of(comparison: Comparison, policy: str) -> dict[str, Any]:
+def _look_of(comparison: Comparison, policy: str) -> Look:
     if policy == OPTIMUM:
-        return {"color": GREY, "linestyle": (0, (1, 2)), "marker": "_"}
+        return LIMIT
     return look_of(comparison.real_policies.index(policy))
 
 

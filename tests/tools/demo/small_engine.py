@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from jaxkv.config import OffloadConfig
 from jaxkv.tools.demo.allocation import most_blocks
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
@@ -19,7 +20,7 @@ MODELS = {
     ),
 }
 CONFIG = EngineConfig(  # The number of device blocks depends on the model.
-    **{"block_size": 4, "device_blocks": 0, "host_blocks": 0, "concurrency": 4},
+    **{"block_size": 4, "device_blocks": 0, "concurrency": 4},
     **{"max_seq_tokens": 96, "weights_epoch": "test", "chunk_sizes": (16,)},
 )
 
@@ -30,9 +31,18 @@ def steps_of(model):
     return make_steps(MODELS[model], seed=0)
 
 
+def config_of(num_host_blocks=0, **changes):
+    """Make a configuration, some of whose changes are keys of `OffloadConfig`."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    keys = {key: changes.pop(key) for key in [*changes] if key not in names}
+    if num_host_blocks:
+        changes["offload"] = OffloadConfig(num_host_blocks=num_host_blocks, **keys)
+    return dataclasses.replace(CONFIG, **changes)
+
+
 def make_engine(model="full", num_spare=1, **changes):
     """Make an engine with as many blocks as one request needs, and some to spare."""
     groups = MODELS[model].groups(CONFIG.block_size)
     needed = most_blocks(groups, CONFIG.max_seq_tokens, chunk=16)
     config = {"device_blocks": needed + num_spare} | changes
-    return Engine(steps_of(model), dataclasses.replace(CONFIG, **config))
+    return Engine(steps_of(model), config_of(**config))

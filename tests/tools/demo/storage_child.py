@@ -17,8 +17,10 @@ from tests.tools.demo.small_engine import steps_of
 
 
 def write(steps, folder, seed):
-    alone = Engine(steps, test_storage.plain(host_blocks=0))
-    config = test_storage.plain(storage=folder, storage_write="through", host_blocks=20)
+    alone = Engine(steps, test_storage.plain(num_host_blocks=0))
+    config = test_storage.plain(
+        storage=folder, storage_write="through", num_host_blocks=20
+    )
     for number in itertools.count():
         engine = Engine(steps, config)
         engine.list_storage()
@@ -30,7 +32,7 @@ def write(steps, folder, seed):
 
 
 def prefill(steps, folder):
-    many = {"storage_write": "through", "host_blocks": 400}
+    many = {"storage_write": "through", "num_host_blocks": 400}
     engine = Engine(steps, test_storage.plain(storage=folder, **many))
     engine.warm_up()
     print("ready", flush=True)

@@ -55,8 +55,8 @@ def test_a_request_that_lacks_a_block_preempts_one_other(mode):
     requests = [make_request(number) for number in range(4)]
     for request in requests:
         engine.batcher.add(request)
-    # The last has computed nothing yet, and its blocks are free at once. Those of the
-    # third are being stored, and no store arrives meanwhile.
+    # The last has computed nothing yet, and its blocks are free at once. The blocks of
+    # the third are being stored, and no store arrives meanwhile.
     for _ in range(20):
         engine.step()
     assert [request.num_preemptions for request in requests] == [0, 0, 1, 1]

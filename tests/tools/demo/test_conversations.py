@@ -28,8 +28,8 @@ def converse(engine, seed):
     """Run a workload; return the tokens by user and turn, unless it was aborted."""
     rng = random.Random(seed)
 
-    def tokens(least, most):
-        return rng.choices(range(256), k=rng.randint(least, most))
+    def tokens(minimum, maximum):
+        return rng.choices(range(256), k=rng.randint(minimum, maximum))
 
     documents = [tokens(12, 40) for _ in range(2)]
     transcripts = {user: list(rng.choice(documents)) for user in range(5)}
@@ -89,8 +89,8 @@ def test_conversations_get_the_same_tokens_with_offloading(
     offloading = make_engine(
         name,
         5,
-        host_blocks=60,
-        offload_mode=mode,
+        num_host_blocks=60,
+        mode=mode,
         cache_policy=policy,
         load_in_step=load_in_step,
         storage=str(tmp_path) if with_storage else None,

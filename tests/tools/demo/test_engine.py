@@ -63,7 +63,7 @@ jitted_forward = nnx.jit(reference_forward)
 def test_wrong_blocks_from_the_host_change_the_tokens(monkeypatch):
     """Otherwise equal tokens would prove nothing."""
     prompt = random_tokens(3, 80)
-    engine = make_engine(host_blocks=HOST_BLOCKS)
+    engine = make_engine(num_host_blocks=HOST_BLOCKS)
     first = engine.submit(prompt, 8)
     finish(engine, first)
     flush_device(engine)
@@ -123,7 +123,7 @@ def serve_random(engine, seed):
 def test_preempted_requests_generate_the_right_tokens(
     variant, host_blocks, offload_mode, seed
 ):
-    engine = make_engine(variant, host_blocks=host_blocks, offload_mode=offload_mode)
+    engine = make_engine(variant, num_host_blocks=host_blocks, mode=offload_mode)
     requests = serve_random(engine, seed)
     check_at_rest(engine)
     phases = [request.phase for request in requests]
@@ -150,7 +150,7 @@ def test_an_engine_with_a_pool_of_its_own_generates_the_right_tokens(
     if mode == "failing loads":
         monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "2")
     monkeypatch.setattr(demo_engine, "DeviceBlockPool", OwnPool)
-    engine = make_engine(host_blocks=HOST_BLOCKS)
+    engine = make_engine(num_host_blocks=HOST_BLOCKS)
     assert isinstance(engine.worker, StrictOffloadWorker) == (mode != "plain")
     requests = serve_random(engine, seed)
     check_at_rest(engine)
@@ -163,11 +163,11 @@ def test_an_engine_with_a_pool_of_its_own_generates_the_right_tokens(
 
 
 # Usable blocks of an engine, and the fewest that one request leaves free.
-MOST_BLOCKS = {"full": (24, 0), "window": (14, 1), "hybrid": (24 + 11, 7)}
+BOUNDS = {"full": (24, 0), "window": (14, 1), "hybrid": (24 + 11, 7)}
 
 
 def test_a_request_never_holds_more_than_most_blocks(monkeypatch):
-    for variant, (usable, least_free) in MOST_BLOCKS.items():
+    for variant, (usable, min_free) in BOUNDS.items():
         engine = make_engine(variant)
         assert engine.blocks.num_free == usable
         allocate, num_free = engine.blocks.allocate, []
@@ -186,14 +186,14 @@ def test_a_request_never_holds_more_than_most_blocks(monkeypatch):
         check_tokens(variant, request)
         check_at_rest(engine)
         # The bound is close; when the window's table is longest, the other is short.
-        assert min(num_free) == least_free, variant
+        assert min(num_free) == min_free, variant
         small = make_engine(variant, device_blocks=usable)
         with pytest.raises(ValueError, match=f"needs {usable} blocks .* {usable - 1}"):
             small.submit([1] * 90, 6)
 
 
 def test_what_is_waited_for_delays_no_other_request(monkeypatch):
-    engine = make_engine(host_blocks=HOST_BLOCKS)
+    engine = make_engine(num_host_blocks=HOST_BLOCKS)
     ask = engine.offload.get_num_new_matched_tokens
     slow = engine.submit(random_tokens(0, 50), 4)
     answers = iter(range(6))
@@ -227,7 +227,7 @@ def test_what_is_waited_for_delays_no_other_request(monkeypatch):
 
 def test_a_synchronous_load_is_used_in_the_same_step(monkeypatch):
     """For example one that only copies blocks on the device."""
-    engine = make_engine(host_blocks=HOST_BLOCKS)
+    engine = make_engine(num_host_blocks=HOST_BLOCKS)
     prompt = random_tokens(0, 60)
     first = engine.submit(prompt, 4)
     finish(engine, first)
@@ -259,7 +259,7 @@ def test_a_synchronous_load_is_used_in_the_same_step(monkeypatch):
 
 
 def test_a_request_that_is_aborted_while_it_loads_leaves_nothing():
-    engine = make_engine(host_blocks=HOST_BLOCKS)
+    engine = make_engine(num_host_blocks=HOST_BLOCKS)
     prompt = random_tokens(0, 60)
     finish(engine, engine.submit(prompt, 2))
     flush_device(engine)
@@ -292,7 +292,7 @@ def test_invalid_requests_are_refused():
 
 
 def test_each_step_is_compiled_once_and_a_prefix_stored_once_for_its_weights():
-    engine = make_engine(host_blocks=HOST_BLOCKS)
+    engine = make_engine(num_host_blocks=HOST_BLOCKS)
     engine.warm_up()
     programs = steps_of("full").prefill_chunk, steps_of("full").decode
     sizes = [program.func._cache_size() for program in programs]

@@ -81,12 +81,14 @@ def in_window(config, pool, tables, start):
         The pool, and the tables with the null block instead.
     """
     num_blocks, block_size = pool[0]["k"].shape[:2]
-    gone = np.zeros(tables.shape, bool)
-    for row, window in zip(gone, config.windows, strict=True):
+    is_unneeded = np.zeros(tables.shape, bool)
+    for row, window in zip(is_unneeded, config.windows, strict=True):
         if window is not None:
             row[: max(start - window + 1, 0) // block_size] = True
-    lost = np.where(gone, tables, num_blocks)
-    return fill_with_nan(pool, lost), np.where(gone, 0, tables).astype(np.int32)
+    unneeded = np.where(is_unneeded, tables, num_blocks)
+    return fill_with_nan(pool, unneeded), np.where(is_unneeded, 0, tables).astype(
+        np.int32
+    )
 
 
 @jax.jit
@@ -165,9 +167,9 @@ def test_a_window_layer_attends_to_its_window_only(tokens):
     def answers_to(config, changed_tokens):
         steps = make_steps(config, seed=0)
         for changed in changed_tokens:
-            other = tokens.copy()
-            other[changed] = (other[changed] + 1) % 256
-            yield dense(steps, other)[20]
+            altered = tokens.copy()
+            altered[changed] = (altered[changed] + 1) % 256
+            yield dense(steps, altered)[20]
 
     config = dataclasses.replace(SMALL, num_layers=1, layers="window", window_tokens=6)
     # A token after it and one before the window do not matter; one in the window does.

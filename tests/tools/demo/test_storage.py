@@ -1,6 +1,6 @@
 """The engine with a store behind the host: what one run wrote, the next one finds.
 
-Whatever the store does, the tokens are those of an engine without one, and nothing
+Whatever the store does, an engine without one generates the same tokens, and nothing
 waits, is held or is in flight at the end.
 """
 
@@ -24,9 +24,9 @@ from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.scraping import read
 from tests.rigs.servers import free_port, mooncake_master, redis_server
 from tests.rigs.waiting import Patience, wait_for
-from tests.tools.demo.small_engine import CONFIG, steps_of
+from tests.tools.demo.small_engine import CONFIG, config_of, steps_of
 
-MOST_STEPS = 20_000
+MAX_STEPS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +35,14 @@ def expected():
 
     @functools.cache
     def of(seed, model="full"):
-        return converse(Engine(steps_of(model), plain(host_blocks=0)), seed)
+        return converse(Engine(steps_of(model), plain(num_host_blocks=0)), seed)
 
     return of
 
 
 def plain(**changes):
-    sizes = {"device_blocks": 64, "host_blocks": 64, "concurrency": 3}
-    return dataclasses.replace(CONFIG, **sizes | changes)
+    sizes = {"device_blocks": 64, "num_host_blocks": 64, "concurrency": 3}
+    return config_of(**sizes | changes)
 
 
 def make_engine(model="full", **changes):
@@ -53,7 +53,7 @@ def make_engine(model="full", **changes):
 
 def settle(engine):
     """Step until nothing is on its way, and check that nothing is held."""
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         offload = engine.offload
         if not (
             engine.has_work
@@ -85,7 +85,7 @@ def converse(engine, seed, num_turns=3):
         for transcript in transcripts:
             transcript += rng.choices(range(256), k=6)
             requests.append(engine.submit(transcript, 5))
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             if not engine.has_work:
                 break
             engine.step()
@@ -121,11 +121,11 @@ def test_a_new_engine_finds_what_the_last_one_wrote(
     config = {
         "storage": str(tmp_path),
         "storage_write": storage_write,
-        "offload_mode": mode,
+        "mode": mode,
     }
-    lives = [{}, {}] if not few else [{"host_blocks": 400}]
+    lives = [{}, {}] if not few else [{"num_host_blocks": 400}]
     # A host of few blocks is no obstacle.
-    lives += [{"host_blocks": number, "load_in_step": True} for number in few]
+    lives += [{"num_host_blocks": number, "load_in_step": True} for number in few]
     for number, changes in enumerate(lives):
         answers, stats = run(1, model, **config | changes)
         assert answers == expected(1, model)
@@ -156,7 +156,11 @@ def test_a_store_that_goes_wrong_changes_no_token(expected, tmp_path, monkeypatc
         return stores[-1]
 
     monkeypatch.setattr(storage_worker, "open_store", open_faulty)
-    config = {"storage": str(tmp_path), "storage_write": "through", "host_blocks": 20}
+    config = {
+        "storage": str(tmp_path),
+        "storage_write": "through",
+        "num_host_blocks": 20,
+    }
     for kind in FAULTS:
         if kind in ("late", "hanging"):
             config["storage_deadline_s"] = 0.03
@@ -209,7 +213,7 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
         url, process = stack.enter_context(server(kind, tmp_path, port))
         if kind == "mooncake":
             url += "?segment=64MiB"
-        config = {"storage_write": "through", "host_blocks": 20}
+        config = {"storage_write": "through", "num_host_blocks": 20}
         engine = make_engine(storage=url, **config)
         assert converse(engine, 0) == expected(0)
         settle(engine)
@@ -285,7 +289,7 @@ def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
     child = Child(*command, stdin=PIPE, stdout=PIPE)
 
     def serve(engine, prompts, remote_prefill=True, during_step=lambda: None):
-        """Give what is generated, and how many tokens of each prompt are computed."""
+        """Return what is generated, and how many tokens of each prompt are computed."""
         requests = [
             engine.submit(prompt, 5, remote_prefill=remote_prefill)
             for prompt in prompts
@@ -307,10 +311,10 @@ def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
             child.kill()
 
     try:
-        alone = Engine(steps_of("full"), plain(host_blocks=0))
+        alone = Engine(steps_of("full"), plain(num_host_blocks=0))
         expected, _ = serve(alone, prompts, remote_prefill=False)
         wait_s = {"storage_deadline_s": 240.0, "storage_await_s": 240.0}
-        engine = make_engine(storage=folder, host_blocks=400, **wait_s)
+        engine = make_engine(storage=folder, num_host_blocks=400, **wait_s)
         assert child.stdout.readline() == "ready\n"
         send(prompts[:7])
         generated, nums_computed = serve(engine, prompts[:7])
@@ -318,7 +322,7 @@ def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
         assert max(nums_computed) <= CONFIG.block_size
         settle(engine)
         engine.close()
-        engine = make_engine(storage=folder, host_blocks=400)
+        engine = make_engine(storage=folder, num_host_blocks=400)
         send(prompts[7:13])
         generated, nums_computed = serve(engine, prompts[7:], during_step=kill)
         assert child.wait() == -signal.SIGKILL

@@ -52,9 +52,9 @@ def test_text_and_names_are_from_the_library():
 
 def test_the_seed_determines_the_conversations():
     config = DemoConfig(conversations=5)
-    other = dataclasses.replace(config, seed=1)
+    reseeded = dataclasses.replace(config, seed=1)
     assert make_conversations(config) == make_conversations(config)
-    assert make_conversations(config) != make_conversations(other)
+    assert make_conversations(config) != make_conversations(reseeded)
 
 
 def test_many_sources_are_read_without_importing_them():
@@ -66,7 +66,7 @@ def test_many_sources_are_read_without_importing_them():
 
 
 def test_without_licence_file_or_sources_the_copyright_is_used(monkeypatch, tmp_path):
-    """As in a frozen application, only the copyright is available."""
+    """A frozen application has only the copyright."""
     monkeypatch.setattr(workload.sysconfig, "get_path", lambda name: str(tmp_path))
     loaders = iter([None, types.SimpleNamespace(get_source=lambda name: None)] * 99)
     monkeypatch.setattr(

@@ -144,14 +144,13 @@ def test_the_tables_have_the_figures_of_the_json_and_name_the_best(
 
 
 READ_MARKS = """
-[...document.querySelectorAll('svg')].filter(svg => svg.clientWidth > 0).map(svg => ({
+[...document.querySelectorAll('.chart')].map(svg => ({
   chart: svg.closest('section').id,
-  marks: [...svg.querySelectorAll('.mark')].filter(m => m.querySelector('title')).map(
-    mark => {
-      const box = mark.getBoundingClientRect();
-      return [mark.querySelector('title').textContent, box.x + box.width / 2,
-              box.y + box.height / 2];
-    }),
+  marks: [...svg.querySelectorAll('.mark')].map(mark => {
+    const box = mark.getBoundingClientRect();
+    return [mark.querySelector('title').textContent, box.x + box.width / 2,
+            box.y + box.height / 2];
+  }),
 }))
 """
 
@@ -184,11 +183,10 @@ def test_the_marks_of_the_charts_lie_where_their_values_are(browser, page, figur
 
 
 READ_LINES = """
-[...document.querySelectorAll('#tokens_both svg.wide [id*="-line-"]')].map(line => {
-  const mark = line.querySelector('.mark');
-  return [mark.textContent.split(',')[0],
-          document.querySelector(mark.getAttribute('href')).getAttribute('d'),
-          getComputedStyle(line.querySelector(':scope > path')).stroke];
+[...document.querySelectorAll('#tokens_both .line')].map(line => {
+  const mark = line.closest('g').querySelector('.mark');
+  return [mark.textContent.split(',')[0], mark.getAttribute('d'),
+          getComputedStyle(line).stroke];
 })
 """
 
@@ -228,8 +226,8 @@ READ_TEXTS = """
 })()
 """
 READ_STROKES = """
-[...document.querySelectorAll('[id*="-line-"] > path, .mark, [id$="-zero"] path')
-].filter(e => e.getClientRects().length).map(e => getComputedStyle(e).stroke)
+[...document.querySelectorAll('.line, .mark, .zero')].map(
+  e => getComputedStyle(e)[e.matches('.mark') ? 'fill' : 'stroke'])
 """
 
 
@@ -259,11 +257,11 @@ def background(colours):
 
 
 READ_BOXES = """
-[...document.querySelectorAll('svg')].filter(svg => svg.clientWidth > 0).map(svg => {
+[...document.querySelectorAll('figure')].map(figure => {
   const box = e => { const b = e.getBoundingClientRect();
                      return [b.left, b.top, b.right, b.bottom]; };
-  return {drawing: box(svg), texts: [...svg.querySelectorAll('text')].map(
-    t => [t.textContent, ...box(t)])};
+  return {drawing: box(figure), texts: [...figure.querySelectorAll('text')].filter(
+    t => t.getClientRects().length).map(t => [t.textContent, ...box(t)])};
 })
 """
 

@@ -19,7 +19,6 @@ from jaxkv.tools.files import (
     JSON_OPTION,
     check_extra,
     check_files,
-    packages_for,
     write_files,
 )
 from jaxkv.tools.progress import show_progress
@@ -43,17 +42,17 @@ OPTIONS = f"""
 store:
   URL  a folder, s3://BUCKET/PREFIX, gs://, redis://HOST:PORT,
       unix:///SOCKET or mooncake://HOST:PORT
-  --sealed  seal blocks with a secret, as storage_secret does (default: a
-      checksum)
+  --sealed  authenticate blocks with a secret, as storage_secret does
+      (default: a checksum)
 
 blocks:
   --block-sizes SIZE,...  bytes per block (default:
       {sizes_text(_DEFAULT.block_sizes)})
-  --per-round SIZE  bytes written, and read, per round (default:
+  --per-round SIZE  bytes written, then read, per round (default:
       {sizes_text([_DEFAULT.num_bytes])})
-  --rounds N  rounds, at least 3 (default: {_DEFAULT.rounds})
-  --in-flight N  blocks written, or read, at once
-  --quick  3 rounds of 16 MiB in blocks of 512 KiB (default: as above)
+  --rounds N  timed rounds, at least 3 (default: {_DEFAULT.rounds})
+  --in-flight N  concurrent writes, or reads
+  --quick  run 3 rounds of 16 MiB in blocks of 512 KiB
 
 output:
 {JSON_OPTION}
@@ -62,9 +61,9 @@ PARSERS = {"--rounds": whole_number_from(3)}
 DEFAULTS = {"in_flight": _DEFAULT.num_in_flight}
 USAGE = Usage(
     "jaxkv bench storage",
-    "Time blocks on their way to a store and back, through the storage tier's queue, "
-    "format with checksum, and store; and through the store alone. Both take turns in "
-    "every round, all bytes are checked, and all that was written is deleted.",
+    "Time block writes to a store and reads from it: through jaxkv's storage tier "
+    "(queue, checksum, store), and through the store alone. Both alternate in every "
+    "round, all bytes are checked, and everything written is deleted.",
     OPTIONS,
     PARSERS,
     DEFAULTS,
@@ -84,7 +83,7 @@ def measure(
 ) -> StorageRecord:
     """Measure what a command line asks for."""
     check_files(args)
-    check_extra("bench", packages_for(args))
+    check_extra("bench")
     config = _config_of(args)
     try:
         bench = make_bench(config)
@@ -108,7 +107,7 @@ def _config_of(args: Args) -> StorageConfig:
     default = _DEFAULT
     if args.quick:
         chosen = "block_sizes", "per_round", "rounds"
-        check_absent(args, chosen, "--quick: it chooses for itself, without {}")
+        check_absent(args, chosen, "--quick: it cannot be combined with {}")
         default = _QUICK
     config = StorageConfig(
         url=args.url,

@@ -137,8 +137,7 @@ class StorageBench(Resource):
         self._secret = os.urandom(32) if config.is_sealed else None
         self._lock = threading.Lock()
         self._folders: list[str] = []
-        self._open: list[StorageIO] = []
-        self._alone: list[StoreAlone] = []
+        self._open: list[StorageIO | StoreAlone] = []
         self.is_closed = False
 
     def run(self, on_progress: OnProgress) -> StorageRecord:
@@ -165,16 +164,16 @@ class StorageBench(Resource):
             if self.is_closed:
                 return
             self.is_closed = True
-            storages, folders = list(self._open), list(self._folders)
-            sides = list(self._alone)
+            opened, folders = list(self._open), list(self._folders)
+        for part in opened:
+            part.close()
+        # The store finishes its writes before it can delete their blocks.
         end_s = time.monotonic() + _CLEAN_UP_S
-        for storage in storages:
-            storage.close()
-            # The store finishes its writes before it can delete their blocks.
-            while storage.stats.queued_write_bytes and time.monotonic() < end_s:
-                time.sleep(0.01)
-        for side in sides:
-            side.close()
+        queues = [part for part in opened if isinstance(part, StorageIO)]
+        while time.monotonic() < end_s and any(
+            queue.stats.queued_write_bytes for queue in queues
+        ):
+            time.sleep(0.01)
         with contextlib.suppress(StoreError):
             for folder in folders:
                 self._delete(folder)
@@ -196,21 +195,22 @@ class StorageBench(Resource):
                 num_in_flight=self.config.num_in_flight,
             )
             stack.callback(storage.close)
-            with self._lock:
-                if self.is_closed:
-                    raise StorageFailedError("it was closed meanwhile")
-                self._folders.append(objects.folder)
-                self._open.append(storage)
+            self._folders.append(objects.folder)
+            self._close_at_end(storage)
             sides: dict[str, Side] = {JAXKV: _Jaxkv(storage, blocks)}
             sides |= self.rivals(objects, blocks, stack)
-            alone = [side for side in sides.values() if isinstance(side, StoreAlone)]
-            with self._lock:
-                if self.is_closed:
-                    raise StorageFailedError("it was closed meanwhile")
-                self._alone += alone
+            for side in sides.values():
+                if isinstance(side, StoreAlone):
+                    self._close_at_end(side)
             seconds = _time(sides, blocks, self.config.rounds, label, on_progress)
         self._delete(objects.folder)
         return StorageResult(block_bytes, num_blocks, seconds)
+
+    def _close_at_end(self, part: StorageIO | StoreAlone) -> None:
+        with self._lock:
+            if self.is_closed:
+                raise StorageFailedError("it was closed meanwhile")
+            self._open.append(part)
 
     def _delete(self, folder: str) -> None:
         """Delete all of a folder, again while late writes add to it."""

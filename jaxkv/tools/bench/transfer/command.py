@@ -15,7 +15,6 @@ from jaxkv.tools.files import (
     PLOT_OPTION,
     check_extra,
     check_files,
-    packages_for,
     write_files,
 )
 from jaxkv.tools.machine import available_memory_bytes, last_level_cache_bytes
@@ -36,19 +35,19 @@ SUMMARY = "measure how fast blocks move between device and host"
 OPTIONS = f"""
 transfers:
   --sizes SIZE,...  bytes per transfer
-  --block-sizes SIZE,...  bytes per block
+  --block-sizes SIZE,...  bytes per block, over all layers
   --layers N  layers of the pool, one array each
-  --rounds N  rounds, at least 3
-  --mode NAME  {" or ".join(MODES)} (default: the engine's on this device)
+  --rounds N  timed rounds, at least 3
+  --mode NAME  {" or ".join(MODES)} (default: the engine's default on this device)
 
 memory:
-  --working-set SIZE  bytes of the pool, and of the host memory (default: the CPU's
-      largest cache, or the largest size)
-  --run N  mean run of host blocks that are evicted, or found, together
-      (default: 128, or 1/16 of all)
+  --working-set SIZE  size of the pool, and of the host memory (default: the CPU's
+      largest cache, or the largest of --sizes)
+  --run N  mean number of adjacent host blocks in a transfer (default: 128, or 1/16
+      of all blocks)
 
 output:
-{PLOT_OPTION.format("GB/s against the size of a transfer")}
+{PLOT_OPTION.format("GB/s by transfer size")}
 {JSON_OPTION}
 """
 PARSERS: dict[str, Callable[[str], Any]] = {
@@ -63,9 +62,9 @@ DEFAULTS = {
 }
 USAGE = Usage(
     "jaxkv bench transfer",
-    "Time saves (device to host) and loads (host to device) of blocks until they "
-    "complete, next to the machine's limit: np.copyto on CPU, one large device_put "
-    "elsewhere. Both take turns in every round, and all bytes are checked.",
+    "Time block saves (device to host) and loads (host to device) until completion, "
+    "next to the machine's limit: np.copyto on CPU, one large device_put elsewhere. "
+    "Both alternate in every round, and all bytes are checked.",
     OPTIONS,
     PARSERS,
     DEFAULTS,
@@ -82,12 +81,12 @@ def run(args: Args) -> int:
             record = run_transfer(config, plan, on_progress)
     except MemoryError as error:
         raise UsageError(
-            f"ask for smaller --sizes or a smaller --working-set: {error}"
+            f"use smaller --sizes or a smaller --working-set: {error}"
         ) from error
     except BytesDifferError as error:
         raise CommandError(f"bytes differ: {error}") from error
     report.print_results(record)
-    draw = partial(report.plot_results, record)
+    draw = partial(report.draw_results, record)
     write_files(args, partial(report.to_json, record), draw)
     return EXIT_OK
 
@@ -108,7 +107,7 @@ def config_of(args: Args) -> TransferConfig:
 def check_plan(args: Args, config: TransferConfig) -> Plan:
     """Plan a measurement; refuse one without any case that fits this machine."""
     check_files(args)
-    check_extra("bench", packages_for(args))
+    check_extra("bench")
     try:
         plan = make_plan(config, last_level_cache_bytes(), available_memory_bytes())
     except ValueError as error:

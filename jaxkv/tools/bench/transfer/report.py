@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, BinaryIO, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from jaxkv._util import size_text
 from jaxkv.tools.bench.transfer.plan import Plan
@@ -23,19 +23,18 @@ from jaxkv.tools.bench.transfer.records import (
 from jaxkv.tools.console import print_facts, print_table
 from jaxkv.tools.machine import machine
 from jaxkv.tools.pictures import (
-    COLOURS,
-    make_figure,
-    name_axes,
-    plain_axes,
-    save_picture,
+    LIMIT,
+    Chart,
+    Line,
+    Places,
+    Scale,
+    draw_picture,
+    look_of,
 )
 from jaxkv.transfer.tickets import Direction
 
 _T = TypeVar("_T")
 Row: TypeAlias = list[str]
-
-_COLOURS = ("#b4b4b4", COLOURS[0], COLOURS[1], COLOURS[4])
-"""Of the limit, then of the designs."""
 
 
 def print_plan(config: TransferConfig, plan: Plan) -> None:
@@ -174,30 +173,40 @@ def _result_json(result: CaseResult) -> dict[str, Any]:
     }
 
 
-def plot_results(record: TransferRecord, file: BinaryIO) -> None:
-    """Draw GB/s against the size of a transfer: a panel per direction and block size.
-
-    Bars are medians; a thin line goes from each up to the best round.
-    """
+def draw_results(record: TransferRecord) -> str:
+    """Draw GB/s against the size of a transfer, for each direction and block size."""
     blocks = sorted({result.case.block_bytes for result in record.results})
-    sizes = sorted({result.case.num_bytes for result in record.results})
-    figure = make_figure(max(7.2, 1.2 + 3 * len(blocks)), 6.4, dpi=110)
-    panels = figure.subplots(
-        len(DIRECTIONS), len(blocks), sharex=True, sharey=True, squeeze=False
+    grid = [[_chart_of(record, d, size) for size in blocks] for d in DIRECTIONS]
+    return draw_picture(
+        _headline(record),
+        f"lines: median round; dots: best round; {record.limit}: the limit",
+        grid,
+        "bytes in one transfer",
+        panel=(440, 330),
+        has_one_scale=True,
     )
-    for row, direction in zip(panels, DIRECTIONS, strict=True):
-        for axes, block_bytes in zip(row, blocks, strict=True):
-            chosen = [r for r in record.results if r.case.block_bytes == block_bytes]
-            _draw_panel(axes, sizes, chosen, direction, record.limit)
-            below = "bytes in one transfer" if direction == DIRECTIONS[-1] else ""
-            name_axes(axes, f"{direction}, blocks of {size_text(block_bytes)}", below)
-        row[0].set_ylabel("GB/s")
-    for axes in panels[-1]:
-        axes.set_xticks(range(len(sizes)), [size_text(size) for size in sizes])
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
-    facts = f"bars: median round; thin lines: best round; {record.limit}: the limit"
-    save_picture(figure, _headline(record), facts, file)
+
+
+def _chart_of(record: TransferRecord, direction: Direction, block_bytes: int) -> Chart:
+    """Show the speed of the limit, and of the designs, with blocks of a size."""
+    results = [r for r in record.results if r.case.block_bytes == block_bytes]
+    sizes = [result.case.num_bytes for result in results]
+    looks = {record.limit: LIMIT}
+    looks |= {name: look_of(n) for n, name in enumerate(results[0].designs_s)}
+    lines = []
+    for name, look in looks.items():
+        seconds = [{**r.designs_s, record.limit: r.limit_s}[name] for r in results]
+        speeds = [
+            speed(num_bytes, by_way[direction])
+            for num_bytes, by_way in zip(sizes, seconds, strict=True)
+        ]
+        medians = [reached.p50_gb_per_s for reached in speeds]
+        bests = [[reached.best_gb_per_s] for reached in speeds]
+        lines.append(Line(name, medians, look, dots=bests))
+    places = Places("Transfer", sizes, list(map(size_text, sizes)), is_even=True)
+    what = f"{direction}, GB/s, blocks of {size_text(block_bytes)}"
+    scale = Scale("{:g}".format, _number, _number)
+    return Chart(direction, what, what, what, places, lines, scale)
 
 
 def _headline(record: TransferRecord) -> str:
@@ -216,28 +225,3 @@ def _headline(record: TransferRecord) -> str:
         f"The engine saves up to {_number(saved)} GB/s and loads up to "
         f"{_number(loaded)} GB/s"
     )
-
-
-def _draw_panel(
-    axes: Any,
-    sizes: list[int],
-    results: list[CaseResult],
-    direction: Direction,
-    limit: str,
-) -> None:
-    """Draw all designs for one block size in one direction."""
-    names = [limit, *results[0].designs_s]
-    width = 0.8 / len(names)
-    for number, name in enumerate(names):
-        places, p50, best = [], [], []
-        for result in results:
-            seconds = {**result.designs_s, limit: result.limit_s}[name][direction]
-            reached = speed(result.case.num_bytes, seconds)
-            shift = (number - (len(names) - 1) / 2) * width
-            places.append(sizes.index(result.case.num_bytes) + shift)
-            p50.append(reached.p50_gb_per_s)
-            best.append(reached.best_gb_per_s)
-        colour = _COLOURS[number]
-        axes.bar(places, p50, 0.9 * width, color=colour, label=name)
-        axes.vlines(places, p50, best, color=colour, linewidth=1.5)
-    plain_axes(axes)

@@ -27,14 +27,18 @@ def test_it_prints_draws_and_writes(run_line, tmp_path, monkeypatch):
         return seen[-1]
 
     monkeypatch.setattr("jaxkv.tools.bench.transfer.command.run_transfer", keep)
-    picture = tmp_path / "a.png"
+    picture = tmp_path / "a.svg"
     out, err, written = run_line(f"{SMALL} --plot {picture}")
     assert err.splitlines() == [
         "4 KiB blocks: filling host memory ...",
         "4 KiB blocks, 16 KiB ...",
         "4 KiB blocks, 64 KiB ...",
     ]
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    drawn = picture.read_text()
+    for direction in records.DIRECTIONS:
+        assert f"{direction}, GB/s, blocks of 4 KiB" in drawn
+    # A mark for each side, size and direction.
+    assert drawn.count("<title>engine, ") == drawn.count(f"<title>{LIMIT}, ") == 4
     assert "2 layers of bfloat16, 128 KiB; as much host memory for each" in out
     assert "Left out     2 KiB in blocks of 4 KiB: less than one block" in out
     assert max(len(line) for line in out.split("GB are")[0].splitlines()) <= 80
@@ -77,7 +81,7 @@ def test_it_prints_draws_and_writes(run_line, tmp_path, monkeypatch):
 
 
 def test_a_failure_is_a_one_line_error(run_line, monkeypatch):
-    smaller = "ask for smaller --sizes or a smaller --working-set"
+    smaller = "use smaller --sizes or a smaller --working-set"
     for error, code, message in (
         (BytesDifferError("3 blocks"), 1, "bytes differ: 3 blocks"),
         (MemoryError("4 blocks"), 2, f"{smaller}: 4 blocks"),

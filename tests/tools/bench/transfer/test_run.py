@@ -96,11 +96,11 @@ def test_sizes_that_memory_cannot_hold_are_left_out_with_the_reason():
 
 def test_ids_repeat_only_after_all_others_and_are_the_same_in_every_process():
     for mean_run in (1, 16):
-        ones, others = (Cycle(60, mean_run, seed=3) for _ in range(2))
+        cycle, again = (Cycle(60, mean_run, seed=3) for _ in range(2))
         for _ in range(3):
-            rounds = [ones.next(20).tolist() for _ in range(3)]
+            rounds = [cycle.next(20).tolist() for _ in range(3)]
             assert sorted(itertools.chain(*rounds)) == list(range(60))
-            assert rounds == [others.next(20).tolist() for _ in range(3)]
+            assert rounds == [again.next(20).tolist() for _ in range(3)]
     # 10 are left after three rounds, and not mixed with the next order's.
     cycle = Cycle(100, 4, seed=1)
     rounds = {tuple(cycle.next(30).tolist()) for _ in range(9)}
