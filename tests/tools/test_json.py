@@ -37,7 +37,8 @@ LINES = {
     "replay-fleet": "replay synthetic:300 --policy lru --capacity 10% --engines 2 "
     "--route sticky --storage-blocks 20%",
     "plan": "plan synthetic:300 --policy lru,arc --model llama-3.1-8b --host-bytes "
-    "16GiB,64GiB --device-blocks 200 --engines 2 --storage-bytes 256GiB",
+    "16GiB,64GiB --device-blocks 200 --engines 2 --storage-bytes 256GiB "
+    "--flops-per-s 989e12 --load-gb-per-s 25",
     "demo": "demo --conversations 1 --turns 2 --storage redis://:pw@host:1",
     "bench-transfer": "bench transfer --sizes 1MiB --block-sizes 64KiB --layers 2",
     "bench-storage": "bench storage somewhere --rounds 3",

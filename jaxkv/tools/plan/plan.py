@@ -31,6 +31,9 @@ WORTH = 0.01
 ALIKE = 0.98
 """Policies that save this share of what the best saves are taken for equal."""
 
+HALF = 0.5
+"""A plan warns if its policy saves at most this share of the best at a smaller size."""
+
 _BUSY_S = 60.0
 
 Reason = Literal[
@@ -105,6 +108,10 @@ class Recommendation:
     smaller: PlanRow | None = None
     # The best row of the next larger size, if there is one
     larger: PlanRow | None = None
+    # The best row of the smaller size at which the policy saves the least share of the
+    # best, and that share; None if it is more than `HALF`
+    ahead: PlanRow | None = None
+    share: float = 1.0
 
     @property
     def pays(self) -> bool:
@@ -276,33 +283,51 @@ def recommend(demand: Demand, rows: Sequence[PlanRow]) -> Recommendation:
        bandwidth would be enough; "slow stores", a row that was left out would save
        enough; else "slow loads".
     3. Else the smallest size is taken at which a policy saves at least `ENOUGH` of what
-       the best row saves; and of the policies there, the first whose saving is at least
-       `ALIKE` of the best there.
-
+       the best row saves.
+    4. There, of the policies that save at least `ALIKE` of the best, the one is taken
+       that falls least behind the best at any smaller size, where memory may turn out
+       to be scarcer. To save `ALIKE` of the best counts as not behind. The first of
+       equals is taken.
     """
     kept = [row for row in rows if not row.is_too_slow]
     best = max((row.saved_s for row in kept), default=0.0)
     if not best or best < WORTH * demand.prefill_s:
         return Recommendation(_why_not(demand, rows))
-    sizes = sorted({row.host_bytes for row in kept})
-    best_of = {
-        size: max(
-            (row for row in kept if row.host_bytes == size), key=lambda r: r.saved_s
-        )
-        for size in sizes
-    }
+    best_of: dict[int, PlanRow] = {}
+    for row in sorted(kept, key=lambda row: (row.host_bytes, -row.saved_s)):
+        best_of.setdefault(row.host_bytes, row)
+    sizes = list(best_of)
     at = next(i for i, s in enumerate(sizes) if best_of[s].saved_s >= ENOUGH * best)
-    chosen = next(
-        row
-        for row in kept
-        if row.host_bytes == sizes[at]
-        and row.saved_s >= ALIKE * best_of[sizes[at]].saved_s
+
+    def behind(policy: str) -> tuple[float, PlanRow | None]:
+        """Return the least share at a smaller size, and the best row there."""
+        shares = [
+            (row.saved_s / best_of[row.host_bytes].saved_s, row.host_bytes)
+            for row in kept
+            if row.policy == policy
+            and row.host_bytes < sizes[at]
+            and best_of[row.host_bytes].saved_s
+        ]
+        share, size = min(shares, default=(1.0, 0))
+        return share, best_of.get(size)
+
+    chosen = max(
+        (
+            row
+            for row in kept
+            if row.host_bytes == sizes[at]
+            and row.saved_s >= ALIKE * best_of[sizes[at]].saved_s
+        ),
+        key=lambda row: min(behind(row.policy)[0], ALIKE),
     )
+    share, ahead = behind(chosen.policy)
     return Recommendation(
         "pays",
         chosen,
         best_of[sizes[at - 1]] if at else None,
         best_of[sizes[at + 1]] if at + 1 < len(sizes) else None,
+        ahead if share <= HALF else None,
+        share,
     )
 
 

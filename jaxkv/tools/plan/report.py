@@ -30,6 +30,7 @@ from jaxkv.tools.pictures import (
     save_picture,
 )
 from jaxkv.tools.plan import plan as planning
+from jaxkv.tools.plan.accelerators import Accelerator
 from jaxkv.tools.plan.plan import Demand, Plan, PlanRow, StoreRow
 from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet
@@ -54,6 +55,7 @@ class Setting:
     # What is kept out of the host tier; None for nothing
     admission: Admission | None = None
     fleet: Fleet = ONE_ENGINE  # The engines that share the requests, without a store
+    machine: Accelerator | None = None  # Each device; None if its speeds are given
 
 
 def print_setting(setting: Setting) -> None:
@@ -87,6 +89,7 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
         ("Model", f"{model.name}: {kv}{dtype}, {block} a block"),
         *[("", f"{setting.num_devices} devices share it")][: setting.num_devices > 1],
         *[("Engines", engines)][: fleet.num_engines > 1],
+        *([] if setting.machine is None else [("Machine", setting.machine.text)]),
         ("Device", device),
         *([] if setting.admission is None else [("Rules", setting.admission.text)]),
         (
@@ -331,6 +334,11 @@ def sentence(setting: Setting, plan: Plan) -> str:
     elif choice.smaller is not None:
         smaller = rounded_size(choice.smaller.host_bytes)
         text += f"; {smaller} would save {_change(choice.smaller, row)}"
+    if choice.ahead is not None:
+        text += (
+            f"; at {rounded_size(choice.ahead.host_bytes)} it would save "
+            f"{100 * (1 - choice.share):.0f}% less than {choice.ahead.policy}"
+        )
     if (
         choice.larger is None
         and row.host_tokens < planning.ENOUGH * demand.returning_tokens
@@ -554,8 +562,9 @@ _RULE = (
     "prefill time.",
     "The recommended size is the smallest that saves at least "
     f"{100 * planning.ENOUGH:g}% of what the best size saves.",
-    "The recommended policy is the first, in the order of the tables, that saves at "
-    f"least {100 * planning.ALIKE:g}% of what the best policy saves at that size.",
+    f"Of the policies that save at least {100 * planning.ALIKE:g}% of the best at that "
+    "size, the one that falls least behind the best at smaller sizes is recommended, "
+    "the first in the order of the tables among equals.",
     "A request saves the time to compute the tokens found on the host, less the time "
     "to load them; it saves nothing where loading takes longer.",
 )

@@ -74,6 +74,7 @@ class Recording:
     policy: str | None = None
     host_blocks: int | None = None  # Blocks of its host tier, if known
     device_blocks: int | None = None  # Blocks of its device, if known
+    device_kind: str | None = None  # What JAX calls its device, if known
 
     @property
     def num_device_hit_tokens(self) -> int:
@@ -340,6 +341,7 @@ def _join(
         facts.get("policy"),
         facts.get("host_blocks"),
         facts.get("device_blocks"),
+        facts.get("device_kind"),
     )
 
 
@@ -563,8 +565,9 @@ def _parse_header(fields: dict[str, Any], block_size: int | None) -> _Header:
     for name in ("host_blocks", "device_blocks"):
         if fields.get(name) is not None:
             _parse_count(fields, name, "blocks")
-    if not isinstance(policy := fields.get("policy"), str | None):
-        raise _BadLineError(f"'policy' must be a name, not {_show(policy)}")
+    for name in ("policy", "device_kind"):
+        if not isinstance(value := fields.get(name), str | None):
+            raise _BadLineError(f"{name!r} must be a name, not {_show(value)}")
     return _Header(
         own_size,
         _parse_count(fields, "began_unix_ms", "milliseconds", 0),
