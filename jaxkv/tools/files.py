@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib.util
 import io
 import json
@@ -10,18 +11,24 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from jaxkv._util import shown
 from jaxkv._util.extras import pip_install
-from jaxkv.tools.usage import Args, UsageError
+from jaxkv.tools.usage import FORMATS, Args, UsageError
 
 JSON_OPTION = """\
-  --json FILE  write all figures to a file"""
+  -o, --output FILE  write the output to a file (default: print it)
+  --format FORMAT  table, json or csv (default: as the output's name ends, else
+      table)
+  --json FILE  write all figures to a file as well"""
 PLOT_OPTION = """\
   --plot FILE.png  draw {}"""
 HTML_OPTION = """\
   --html FILE  write a self-contained report for a browser"""
+QUIET_OPTION = """\
+  -q, --quiet  show no progress"""
+_RESULTS = "results", "rows", "findings"  # The rows of CSV; else all is one row.
 
 
 @contextlib.contextmanager
@@ -47,7 +54,7 @@ def check_files(args: Args) -> None:
     ):
         if path and os.path.isfile(path):
             names[os.path.realpath(path)] = name
-    for option in ("--plot", "--json", "--html"):
+    for option in ("--output", "--plot", "--json", "--html"):
         path = getattr(args, option[2:], None)
         if path is None:
             continue
@@ -76,6 +83,50 @@ def _check_file(option: str, path: Path) -> None:
         path.unlink()
 
 
+@contextlib.contextmanager
+def formatted_output(args: Args) -> Iterator[None]:
+    """Write what is printed in this context as --output and --format say."""
+    path, format_name = args.output, args.format
+    if format_name is None:
+        suffix = "" if path is None else path.suffix[1:].lower()
+        format_name = suffix if suffix in FORMATS else "table"
+    if format_name == "table" and path is None:
+        yield
+        return
+    args.figures, printed = None, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        yield
+    text = printed.getvalue()
+    if format_name != "table":
+        text = _format(args.figures() if args.figures else {}, format_name)
+    if path is None:
+        print(text, end="")
+    else:
+        write_file("--output", path, text.encode("utf-8", "replace"))
+
+
+def _format(figures: Mapping[str, Any], name: str) -> str:
+    """Write figures as JSON, or their results as CSV, nested names joined by dots."""
+    if name == "json":
+        return f"{json.dumps(figures, indent=2)}\n"
+    results = next((figures[key] for key in _RESULTS if key in figures), [figures])
+    rows = [dict(_flatten(result)) for result in results]
+    file, columns = io.StringIO(), dict.fromkeys(key for row in rows for key in row)
+    writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the figures except lists."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif not isinstance(value, list | tuple):
+            yield prefix + name, value
+
+
 def write_files(
     args: Args,
     figures: Callable[[], Mapping[str, object]],
@@ -90,9 +141,9 @@ def write_files(
         picture = io.BytesIO()
         draw(picture)
         write_file("--plot", args.plot, picture.getvalue())
+    args.figures = figures
     if args.json:
-        text = json.dumps(figures(), indent=2)
-        write_file("--json", args.json, f"{text}\n".encode())
+        write_file("--json", args.json, _format(figures(), "json").encode())
     if page is not None and args.html:
         text = page(args.command_line)
         write_file("--html", args.html, text.encode("utf-8", "replace"))

@@ -9,6 +9,7 @@ from jaxkv.tools.files import (
     HTML_OPTION,
     JSON_OPTION,
     PLOT_OPTION,
+    QUIET_OPTION,
     check_extra,
     check_files,
     packages_for,
@@ -114,6 +115,7 @@ output:
 {PLOT_OPTION.format("tokens found and time saved against the size")}
 {JSON_OPTION}
 {HTML_OPTION}
+{QUIET_OPTION}
 """,
     {
         **PARSERS,
@@ -161,7 +163,7 @@ def run(args: Args) -> int:
     report.print_setting(setting)
     # A larger one would hold no more.
     device_blocks = choose_device_blocks(device_blocks or 0, trace)
-    with show_progress() as on_progress:
+    with show_progress(is_quiet=args.quiet) as on_progress:
         results = sweep(
             trace,
             policies,

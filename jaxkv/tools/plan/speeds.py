@@ -88,7 +88,7 @@ def choose_speeds(
     else:
         if not args.measure:
             _check_is_here(machine, "link to the host", "--load-gb-per-s")
-        measured = _measure_link()
+        measured = _measure_link(args.quiet)
         load, store = (
             1e9 * speed.p50_gb_per_s for speed in (measured.load, measured.save)
         )
@@ -132,10 +132,10 @@ def _device_kind() -> str:
         ) from error
 
 
-def _measure_link() -> Bandwidth:
+def _measure_link(is_quiet: bool) -> Bandwidth:
     mode = choose_mode(None, jax.devices()[0].platform)
     try:
-        with show_progress() as on_progress:
+        with show_progress(is_quiet=is_quiet) as on_progress:
             return measure_bandwidth(mode, on_progress)
     except (BytesDifferError, MemoryError, RuntimeError) as error:
         raise UsageError(f"--measure: {error}") from error

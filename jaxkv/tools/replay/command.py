@@ -14,6 +14,7 @@ from jaxkv.tools.files import (
     HTML_OPTION,
     JSON_OPTION,
     PLOT_OPTION,
+    QUIET_OPTION,
     check_extra,
     check_files,
     model_errors,
@@ -111,6 +112,7 @@ output:
 {PLOT_OPTION.format("what is found against the capacity")}
 {JSON_OPTION}
 {HTML_OPTION}
+{QUIET_OPTION}
 """,
     {**PARSERS, "--capacity": str, "--storage-blocks": str},
 )
@@ -139,7 +141,7 @@ def run(args: Args) -> int:
         policies.append(OPTIMUM)
     if fleets[-1].storage_blocks:
         policies.append(STORE_ALONE)
-    with show_progress() as on_progress:
+    with show_progress(is_quiet=args.quiet) as on_progress:
         results = sweep(
             trace, policies, capacities, on_progress, device_blocks, admission, fleets
         )

@@ -281,7 +281,9 @@ def sweep(
     Returns the results: the first policy at every capacity, then the same with the next
     fleet, then the next policy.
     """
-    named = [(_check_name(policy), policy) for policy in policies]
+    policies = list(policies)
+    for policy in policies:
+        _check_name(policy)
     if min(capacities, default=1) < 1:
         raise ValueError(f"{capacities=} must be at least 1 each.")
     device = None
@@ -296,22 +298,28 @@ def sweep(
     if admission is not None:
         report_admission = partial(on_progress, "admission")
         admitted = find_admitted(trace, admission, report_admission, device)
-    lock, stopped = threading.Lock(), threading.Event()
+    runs = [
+        (policy, fleet, capacity)
+        for policy in policies
+        for fleet in fleets
+        if fleet.storage_blocks or policy != STORE_ALONE
+        # Without hosts their capacity is nothing.
+        for capacity in capacities[: 1 if policy == STORE_ALONE else None]
+    ]
+    label, total = f"replaying, {len(runs)} runs", len(runs) * trace.num_requests
+    num_done, lock, stopped = [0] * len(runs), threading.Lock(), threading.Event()
 
-    def run(
-        name: str, policy: str | PolicyMaker, capacity: int, fleet: Fleet
-    ) -> ReplayResult:
-        label = f"{name}, {capacity:,} blocks"
-        if fleet.storage_blocks:
-            label += f", store of {fleet.storage_blocks:,}"
+    def run(number: int) -> ReplayResult:
+        policy, fleet, capacity = runs[number]
 
-        def report(done: int, total: int) -> None:
+        def report(done: int, _: int) -> None:
             if stopped.is_set():
                 raise CancelledError
             with lock:
-                on_progress(label, done, total)
+                num_done[number] = done
+                on_progress(label, sum(num_done), total)
 
-        report(0, trace.num_requests)
+        report(0, 0)
         return replay(policy, trace, capacity, report, device, admitted, fleet)
 
     # A thread per core: LRU at four capacities took 11.6 s on two cores and 16.8 s on
@@ -319,14 +327,7 @@ def sweep(
     # program; with equal ones, four caches took 0.98 of the time of four loops under
     # `lax.map`, and 1.5 times as long under `vmap` (CPU).
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [
-            pool.submit(run, name, policy, capacity, fleet)
-            for name, policy in named
-            for fleet in fleets
-            if fleet.storage_blocks or policy != STORE_ALONE
-            # Without hosts their capacity is nothing.
-            for capacity in capacities[: 1 if policy == STORE_ALONE else None]
-        ]
+        futures = [pool.submit(run, number) for number in range(len(runs))]
         try:
             results = [future.result() for future in futures]
         except BaseException:
