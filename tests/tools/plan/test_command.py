@@ -2,6 +2,7 @@
 
 import html
 import json
+import pathlib
 import re
 import types
 
@@ -11,7 +12,7 @@ import pytest
 from jaxkv.config import OffloadConfig
 from jaxkv.policies import policy_names
 from jaxkv.tools.plan import report as plan_report
-from jaxkv.tools.plan.accelerators import measure_flops_per_s
+from jaxkv.tools.plan.accelerators import ACCELERATORS, measure_flops_per_s
 from jaxkv.tools.replay.device import fit_device
 from jaxkv.tools.replay.fleet import Fleet
 from jaxkv.tools.replay.run import replay
@@ -19,6 +20,7 @@ from jaxkv.tools.replay.synthetic import make_synthetic_trace
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 COMMAND = "jaxkv.tools.plan.command"
 SPEEDS = "jaxkv.tools.plan.speeds"
 MODEL = "llama-3.1-8b --accelerator h100"
@@ -246,6 +248,22 @@ def test_the_speeds_are_those_of_the_recordings_device_or_else_of_this_machine(
     ):
         err = refused(f"plan {recorded_trace(tmp_path, **facts)} {rest} {options}")
         assert message in err
+
+
+def test_the_page_has_the_speeds_of_every_accelerator():
+    text = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
+    rows = {}
+    for line in re.findall(r"^\| `(\w+)`(?: \(SXM\))? \| (.*) \|$", text, re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line[1]).replace(",", "")
+        rows[line[0]] = [float(number) for number in re.findall(r"\d+", words)]
+    for name, accelerator in ACCELERATORS.items():
+        units = 1e12, 1e9, 1e9, 1e9
+        peaks = [
+            round(peak / unit)
+            for peak, unit in zip(accelerator[2:], units, strict=True)
+            if peak is not None
+        ]
+        assert rows[name] == peaks, name
 
 
 def test_flops_are_measured():
