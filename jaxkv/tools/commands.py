@@ -51,7 +51,8 @@ def _run(argv: Sequence[str]) -> int:
     modules = import_commands()
     word = argv[0] if argv else "--help"
     if word in _HELP:
-        return _show(_list_commands("jaxkv", "KV-cache offloading for JAX.", modules))
+        text = _list_commands("jaxkv", "KV-cache offloading for JAX.", modules)
+        return _show(f"{text}\n`jaxkv --version` prints the version.")
     if word == "--version":
         return _show(f"jaxkv {__version__}")
     if word not in modules:

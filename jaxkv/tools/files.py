@@ -18,14 +18,13 @@ from jaxkv._util.extras import pip_install
 from jaxkv.tools.usage import FORMATS, Args, UsageError
 
 JSON_OPTION = """\
-  -o, --output FILE  write the output to a file (default: print it)
-  --format FORMAT  table, json or csv (default: as the output's name ends, else
-      table)
-  --json FILE  write all figures to a file as well"""
+  -o, --output FILE  write the output to a file (default: stdout)
+  --format FORMAT  table, json or csv (default: by the suffix of FILE, else table)
+  --json FILE  also write all figures as JSON"""
 PLOT_OPTION = """\
-  --plot FILE.png  draw {}"""
+  --plot FILE.png  also draw {}"""
 HTML_OPTION = """\
-  --html FILE  write a self-contained report for a browser"""
+  --html FILE  also write a self-contained HTML report"""
 QUIET_OPTION = """\
   -q, --quiet  show no progress"""
 _RESULTS = "results", "rows", "findings"  # The rows of CSV; else all is one row.

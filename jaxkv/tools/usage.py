@@ -24,7 +24,7 @@ FORMATS = ("table", "json", "csv")
 _MAX_NUMBER = 1e24
 _ENTRY = re.compile(r"^  (\S.*?)  +(.*(?:\n   .*)*)$", re.MULTILINE)
 _ENTRY_PARTS = re.compile(r"(?:(-\w), )?(\S+)(?: (.*))?")  # Short name, name and value.
-_WIDTH, _COLUMN = 80, 24
+_WIDTH, _COLUMN = 80, 26
 
 
 class CommandError(Exception):

@@ -156,7 +156,7 @@ def test_help_has_at_most_two_lines_for_an_option_and_fits_a_terminal():
                 if re.match(rf"  (-\w, )?{option.name}\b(?!-)", line)
             )
             text = itertools.takewhile(lambda li: li[:3] == "   ", lines[first + 1 :])
-            is_alone = len(lines[first]) < 24 + len(option.name)
+            is_alone = len(lines[first]) < 26 + len(option.name)
             assert len(list(text)) <= 1 + is_alone, lines[first]
             default = usage.defaults.get(option.field)
             if default and not option.value.startswith("SIZE"):

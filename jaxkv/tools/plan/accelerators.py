@@ -1,8 +1,8 @@
 """Published speeds of accelerators, which `jaxkv plan` assumes unless they are given.
 
-FLOP/s and HBM are those of the makers' pages, links those of the JAX team's book:
+FLOP/s and HBM come from pages of the makers, TPUs' links from the JAX team's book:
 
-* https://docs.cloud.google.com/tpu/docs/v5e, and likewise v5p, v6e and tpu7x;
+* https://docs.cloud.google.com/tpu/docs/v5e, and its siblings v5p, v6e and tpu7x;
 * https://jax-ml.github.io/scaling-book/tpus: PCIe has "typically around 1.5e10 bytes /
   second per chip", and 32 GB/s on v6e. No source gives the link of TPU7x.
 * https://jax-ml.github.io/scaling-book/gpus, after

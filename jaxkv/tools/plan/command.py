@@ -19,12 +19,12 @@ from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
 from jaxkv.tools.plan import report
 from jaxkv.tools.plan.accelerators import ACCELERATORS
 from jaxkv.tools.plan.plan import (
+    Setting,
     add_stores,
     block_bytes_of,
     capacities_of,
     make_plan,
 )
-from jaxkv.tools.plan.report import Setting
 from jaxkv.tools.plan.speeds import (
     LATENCY_MS,
     MFU,
@@ -73,14 +73,14 @@ model:
   --model MODEL  config.json from Hugging Face, its folder or a name such as
       {next(iter(NAMED_MODELS))}
   --kv-dtype NAME  dtype of the KV, such as float8_e4m3fn (default: the model's)
-  --kv-bytes-per-token SIZE  bytes of KV of a token in all layers (default: the model's)
-  --tensor-parallel N  devices that share the model's heads (default: 1)"""
+  --kv-bytes-per-token SIZE  KV bytes per token, all layers (default: the model's)
+  --tensor-parallel N  devices that share the KV heads (default: 1)"""
 
 USAGE = Usage(
     "jaxkv plan",
-    "Replay a trace for host tiers of several sizes and policies. From the costs of a "
-    "model and the speeds of a server, compute the prompt tokens found, the time saved "
-    "per request and the load on the link. Recommend a size and policy, or explain why "
+    "Replay a request trace against host tiers of several sizes and policies. From "
+    "the model's costs and the server's speeds, compute the hits, the time saved per "
+    "request and the load on the link. Recommend a size and a policy, or explain why "
     "offloading does not pay.",
     f"""
 {TRACE_OPTIONS}
@@ -88,26 +88,26 @@ USAGE = Usage(
 {MODEL_OPTIONS}
 
 tiers and policies:
-  --host-bytes SIZE,...  sizes of the host tier (default: {_NUM_SIZES}, doubling, up to
-      all blocks or this machine's memory)
+  --host-bytes SIZE,...  host tier sizes (default: {_NUM_SIZES}, doubling up to all
+      blocks or this machine's memory)
 {DEVICE_OPTION}
-  --device-bytes SIZE  the same in bytes, on all devices (default: as --device-blocks)
+  --device-bytes SIZE  the same in bytes, over all devices (default: as
+      --device-blocks)
 {POLICY_OPTION}
 {FLEET_OPTIONS}
-  --storage-bytes SIZE,...  sizes of a store that the engines share (default: with
-      --engines {_NUM_STORES}, each twice the one before)
+  --storage-bytes SIZE,...  sizes of a store that the engines share (default:
+      {_NUM_STORES}, doubling up to all blocks)
 
 speeds:
   --accelerator NAME  {", ".join(ACCELERATORS)}
-      (default: the recording's, else this machine's)
+      (default: the recorded one, else this machine's)
   --load-gb-per-s X  GB/s from the host to each device (default: the accelerator's)
   --store-gb-per-s X  GB/s from each device to the host (default: as fast as loads)
   --measure  measure both on this machine (default: use those above)
-  --load-latency-ms X  latency of a load of any size (default: {LATENCY_MS:g})
-  --prefill-tokens-per-s X  prompt tokens computed per second (default: from FLOPs)
-  --flops-per-s X  peak FLOPs per second of a device (default: the accelerator's, in
-      bfloat16)
-  --mfu X  share of those FLOPs that prefill reaches (default: {MFU:g})
+  --load-latency-ms X  latency of each load (default: {LATENCY_MS:g})
+  --prefill-tokens-per-s X  prefill throughput (default: from FLOPs)
+  --flops-per-s X  peak FLOP/s of a device (default: the accelerator's, in bfloat16)
+  --mfu X  share of the peak that prefill reaches (default: {MFU:g})
 
 {ADMISSION_OPTIONS}
 
@@ -164,32 +164,17 @@ def run(args: Args) -> int:
     # A larger one would hold no more.
     device_blocks = choose_device_blocks(device_blocks or 0, trace)
     with show_progress(is_quiet=args.quiet) as on_progress:
-        results = sweep(
-            trace,
-            policies,
-            sorted(set(capacities)),
-            on_progress,
-            device_blocks,
-            admission,
-            [fleet],
-        )
-        plan = make_plan(trace, model, speeds, sizes, results, num_devices)
+        rest = on_progress, device_blocks, admission
+        results = sweep(trace, policies, sorted(set(capacities)), *rest, [fleet])
+        plan = make_plan(setting, sizes, results)
         if stores:
             base = plan.base
-            stored = sweep(
-                trace,
-                [base.policy],
-                [base.capacity_blocks],
-                on_progress,
-                device_blocks,
-                admission,
-                [
-                    dataclasses.replace(fleet, storage_blocks=num)
-                    for num in sorted(set(store_blocks))
-                ],
-            )
-            costs = trace, model, speeds
-            plan = add_stores(plan, *costs, results[0], stores, stored, num_devices)
+            fleets = [
+                dataclasses.replace(fleet, storage_blocks=num)
+                for num in sorted(set(store_blocks))
+            ]
+            stored = sweep(trace, [base.policy], [base.capacity_blocks], *rest, fleets)
+            plan = add_stores(setting, plan, results[0], stores, stored)
     report.print_plan(setting, plan)
     write_files(
         args,

@@ -74,17 +74,16 @@ def choose_speeds(
     args: Args, machine: Accelerator | None, num_devices: int
 ) -> tuple[Speeds, dict[str, str]]:
     """Return the speeds of a server, and the source of each by its field."""
-    given, here = "given", "measured here, on "
     latency_ms, sources = LATENCY_MS, {"load_latency_s": "assumed"}
     if args.load_latency_ms is not None:
-        latency_ms, sources["load_latency_s"] = args.load_latency_ms, given
+        latency_ms, sources["load_latency_s"] = args.load_latency_ms, "given"
     if args.load_gb_per_s:
         load = store = 1e9 * args.load_gb_per_s
-        sources |= {"load_bytes_per_s": given, "store_bytes_per_s": "as loads"}
+        sources |= {"load_bytes_per_s": "given", "store_bytes_per_s": "as loads"}
     elif machine is not None and machine.link_bytes_per_s and not args.measure:
         load = store = machine.link_bytes_per_s
-        source = f"the peak of {machine.name}"
-        sources |= {"load_bytes_per_s": source, "store_bytes_per_s": "as loads"}
+        peak_source = f"the peak of {machine.name}"
+        sources |= {"load_bytes_per_s": peak_source, "store_bytes_per_s": "as loads"}
     else:
         if not args.measure:
             _check_is_here(machine, "link to the host", "--load-gb-per-s")
@@ -93,25 +92,30 @@ def choose_speeds(
             1e9 * speed.p50_gb_per_s for speed in (measured.load, measured.save)
         )
         names = "load_bytes_per_s", "store_bytes_per_s"
-        sources |= dict.fromkeys(names, here + _device_kind())
+        sources |= dict.fromkeys(names, _measured_here())
     if args.store_gb_per_s:
-        store, sources["store_bytes_per_s"] = 1e9 * args.store_gb_per_s, given
-    if args.prefill_tokens_per_s is not None:
-        sources["prefill_tokens_per_s"] = given
-        return Speeds(load, store, latency_ms / 1e3, args.prefill_tokens_per_s), sources
+        store, sources["store_bytes_per_s"] = 1e9 * args.store_gb_per_s, "given"
+    latency_s, tokens_per_s = latency_ms / 1e3, args.prefill_tokens_per_s
+    if tokens_per_s is not None:
+        sources["prefill_tokens_per_s"] = "given"
+        return Speeds(load, store, latency_s, tokens_per_s), sources
     if args.flops_per_s is not None:
-        peak, whose = args.flops_per_s, "{}, given"
+        peak, source = args.flops_per_s, "{}, given"
     elif machine is not None and machine.flops_per_s:
-        peak, whose = machine.flops_per_s, f"{machine.name}'s {{}}"
+        peak, source = machine.flops_per_s, f"{machine.name}'s {{}}"
     else:
         _check_is_here(machine, "FLOPs per second", "--flops-per-s")
-        peak, whose = measure_flops_per_s(), f"{{}}, {here}{_device_kind()}"
-    mfu, share = (args.mfu, given) if args.mfu else (MFU, "assumed")
+        peak, source = (
+            measure_flops_per_s(),
+            f"{{}}, measured here, on {_device_kind()}",
+        )
+    mfu, mfu_source = (args.mfu, "given") if args.mfu else (MFU, "assumed")
     devices = f"{num_devices} x " if num_devices > 1 else ""
-    peak_text = whose.format(f"{peak / 1e12:,.4g}")
-    sources["prefill_flops_per_s"] = f"{devices}{peak_text}, at {100 * mfu:g}%, {share}"
-    flops_per_s = num_devices * peak * mfu
-    return Speeds(load, store, latency_ms / 1e3, None, flops_per_s), sources
+    peak_text = source.format(f"{peak / 1e12:,.4g}")
+    sources["prefill_flops_per_s"] = (
+        f"{devices}{peak_text}, at {100 * mfu:g}%, {mfu_source}"
+    )
+    return Speeds(load, store, latency_s, None, num_devices * peak * mfu), sources
 
 
 def _check_is_here(machine: Accelerator | None, what: str, option: str) -> None:
@@ -130,6 +134,10 @@ def _device_kind() -> str:
         raise UsageError(
             f"--accelerator: this machine's device cannot be asked ({error}): name one"
         ) from error
+
+
+def _measured_here() -> str:
+    return f"measured here, on {_device_kind()}"
 
 
 def _measure_link(is_quiet: bool) -> Bandwidth:

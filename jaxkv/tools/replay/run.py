@@ -43,15 +43,13 @@ from jaxkv.tools.replay.device import (
 )
 from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet, SharedStore, choose_engines
 from jaxkv.tools.replay.serve import Facts, OnDevice, Request, serve
-from jaxkv.tools.replay.traces import Trace, keys_of
+from jaxkv.tools.replay.traces import OnCount, Trace, keys_of
 
 OPTIMUM = "optimum"
 """The name of Belady's rule (`jaxkv.tools.replay.belady`) among the policies."""
 
 STORE_ALONE = "store alone"
 """The name of no host at all, but the shared store, among the policies."""
-
-_REQUESTS_PER_REPORT = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +112,7 @@ def replay(
     policy: str | PolicyMaker,
     trace: Trace,
     capacity_blocks: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnCount = lambda done, total: None,
     device: DeviceHits | None = None,
     admitted: Admitted | None = None,
     fleet: Fleet = ONE_ENGINE,
@@ -167,7 +165,7 @@ def replay(
             trace, engines, blocks, device, admitted, fleet, store, on_progress
         )
         num_hits = served.hits
-    hit_tokens, input_tokens = _count_tokens(trace, num_hits)
+    tokens = trace.tokens_of(num_hits)
     num_hits.flags.writeable = False
     has_both = fleet.storage_blocks and policy != STORE_ALONE
     return ReplayResult(
@@ -176,8 +174,10 @@ def replay(
         num_requests=trace.num_requests,
         num_block_refs=trace.num_block_refs,
         num_hit_blocks=int(num_hits.sum()),
-        input_tokens=input_tokens,
-        hit_tokens=hit_tokens,
+        input_tokens=None
+        if trace.input_tokens is None
+        else int(trace.input_tokens.sum()),
+        hit_tokens=None if tokens is None else int(tokens.sum()),
         num_refused=0 if served is None else served.num_refused,
         compile_s=ready_s - begun_s,
         wall_s=time.perf_counter() - ready_s,
@@ -208,7 +208,7 @@ def _serve_all(
     admitted: Admitted | None,
     fleet: Fleet,
     store: SharedStore | None,
-    on_progress: Callable[[int, int], None],
+    on_progress: OnCount,
 ) -> _Served:
     """Serve all requests, one after the other."""
     hits, stores, fetches, served_by = np.zeros((4, trace.num_requests), np.int64)
@@ -218,9 +218,8 @@ def _serve_all(
         used = device.usable
     routed = choose_engines(trace, fleet)
     on_arrival = None if store is None else store.write
-    for number in range(trace.num_requests):
-        start = trace.offsets[number]
-        ids = trace.ids[start : start + used[number]]
+    for number in trace.requests(on_progress):
+        ids = trace.blocks_of(number)[: used[number]]
         asked_here = min(int(num_asked[number]), len(ids))
         findable = asked_here if device is None else int(device.findable[number])
         if routed is not None:
@@ -242,6 +241,7 @@ def _serve_all(
             part = OnDevice(int(device.hits[number]), findable, running)
         request = Request(keys, asked_here, facts if engine.listens else None, part)
         if admitted is not None:
+            start = trace.offsets[number]
             passes = admitted.passes[start : start + len(ids)]
             if engine.gate is not None:
                 passes = np.array(engine.gate.note(number)[: len(ids)], np.bool_)
@@ -257,9 +257,6 @@ def _serve_all(
         if engine.auto is not None:
             engine.auto.note(request, facts)
         num_refused += is_refused
-        if number % _REQUESTS_PER_REPORT == 0:
-            on_progress(number, trace.num_requests)
-    on_progress(trace.num_requests, trace.num_requests)
     for counts in (stores, fetches, served_by):
         counts.flags.writeable = False
     if device is not None:
@@ -425,16 +422,3 @@ def _check_name(policy: str | PolicyMaker) -> str:
     if policy not in (OPTIMUM, STORE_ALONE, AUTO):
         get_policy_maker(policy)
     return policy
-
-
-def _count_tokens(
-    trace: Trace, num_hits: NDArray[np.int64]
-) -> tuple[int | None, int | None]:
-    """Return the tokens found and requested, from the blocks found (i64[R])."""
-    if trace.input_tokens is None:
-        return None, None
-    input_tokens = int(trace.input_tokens.sum())
-    if trace.block_size is None:
-        return None, input_tokens
-    hit_tokens = np.minimum(num_hits * trace.block_size, trace.input_tokens)
-    return int(hit_tokens.sum()), input_tokens

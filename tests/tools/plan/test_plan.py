@@ -11,6 +11,7 @@ from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.plan.plan import (
     Demand,
     PlanRow,
+    Setting,
     capacities_of,
     find_returning,
     make_plan,
@@ -43,7 +44,8 @@ def plan_of(
     sizes = [each * block_bytes(model) for each in blocks]
     capacities = sorted(set(capacities_of(sizes, trace, model)))
     results = sweep(trace, policies, capacities, device_blocks=device_blocks)
-    return make_plan(trace, model, speeds, sizes, results, num_devices), results
+    setting = Setting(trace, model, speeds, {}, num_devices=num_devices)
+    return make_plan(setting, sizes, results), results
 
 
 def nearest_rank(values, percent):
@@ -304,8 +306,9 @@ def test_what_cannot_be_planned_is_refused():
     ):
         capacities_of([10**6, 15_999], conversations(30), PLAIN)
     bare = make_trace("bare", [[1], [1]])
+    setting, results = Setting(bare, PLAIN, FAST, {}), [replay("lru", bare, 1)]
     with pytest.raises(ValueError, match="'bare' must have token counts"):
-        make_plan(bare, PLAIN, FAST, [16_000], [replay("lru", bare, 1)])
+        make_plan(setting, [16_000], results)
     for changes, message in (
         ({"load_bytes_per_s": 0.0}, "load_bytes_per_s=0.0 must be a number above 0"),
         ({"load_latency_s": -1.0}, "load_latency_s=-1.0 must be"),
