@@ -118,8 +118,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(allow_parallel=True)
 def docs(session: nox.Session) -> None:
-    """The documentation as a site, opened in a browser."""
+    """The documentation: its outputs and pictures, and the site in a browser."""
     session.install("-e", ".[test,docs]")
+    session.run("python", "-m", "tests.pages", "--check")
     session.run("pytest", "-q", "tests/test_site.py", *session.posargs)
 
 

@@ -29,7 +29,7 @@ from jaxkv.tools.bench.storage.run import (
     StoreAlone,
     wait_for,
 )
-from jaxkv.tools.files import write_files
+from jaxkv.tools.files import formatted_output, write_files
 from jaxkv.tools.usage import Usage
 from jaxkv.transfer.storage import BlobStore, LocalStore, ObjectFormat, StoreError
 from jaxkv.transfer.storage.mooncake_store import MooncakeStore
@@ -270,10 +270,11 @@ def main(argv: list[str] | None = None) -> None:
         command.PARSERS,
         command.DEFAULTS,
     ).parse(sys.argv[1:] if argv is None else argv)
-    record = command.measure(args, RivalBench)
-    notes = [text for name, text in NOTES.items() if name in record.results[0].seconds]
-    report.print_results(record, notes)
-    write_files(args, partial(report.to_json, record))
+    with formatted_output(args):
+        record = command.measure(args, RivalBench)
+        used = record.results[0].seconds
+        report.print_results(record, [NOTES[name] for name in NOTES if name in used])
+        write_files(args, partial(report.to_json, record))
 
 
 if __name__ == "__main__":

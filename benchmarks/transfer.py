@@ -44,7 +44,7 @@ from jaxkv.tools.bench.transfer.records import (
 )
 from jaxkv.tools.bench.transfer.run import Bench, run_transfer
 from jaxkv.tools.console import OnProgress
-from jaxkv.tools.files import write_files
+from jaxkv.tools.files import formatted_output, write_files
 from jaxkv.tools.machine import quartiles
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.usage import Usage, check_names
@@ -470,15 +470,16 @@ designs:
         ),
         overlap=not args.no_overlap,
     )
-    plan = command.check_plan(args, config)
-    report.print_plan(config, plan)
-    overlaps = Overlaps()
-    with show_progress() as on_progress:
-        make_bench = partial(OverlapBench, overlaps)
-        record = run_transfer(config, plan, on_progress, make_bench)
-    print_results(record, overlaps)
-    draw = partial(report.draw_results, record)
-    write_files(args, partial(to_json, record, overlaps), draw)
+    with formatted_output(args):
+        plan = command.check_plan(args, config)
+        report.print_plan(config, plan)
+        overlaps = Overlaps()
+        with show_progress() as on_progress:
+            make_bench = partial(OverlapBench, overlaps)
+            record = run_transfer(config, plan, on_progress, make_bench)
+        print_results(record, overlaps)
+        draw = partial(report.draw_results, record)
+        write_files(args, partial(to_json, record, overlaps), draw)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 from jaxkv.policies import get_policy_maker, registry
 from jaxkv.scheduling.protocol import Request
 from jaxkv.transfer.storage.store_url import SCHEMES, StoreUrl
-from tests import architecture, tiers_picture
+from tests import architecture, pages, tiers_picture
 from tests.policies.test_contract import *  # noqa: F403 - on the policy of the docs
 
 # These choose their policies by themselves.
@@ -86,6 +86,15 @@ def test_python_runs_and_prints_what_it_says(run, page):
     said = SAYS_IT_PRINTS.findall("".join(BLOCK.findall(text)))
     printed = run(page)
     assert [line for line in printed if line in said] == said
+
+
+def test_every_output_and_picture_on_a_page_is_of_a_command():
+    pictures = {path.name for path in (ROOT / "docs").rglob("*.[ps][nv]g")}
+    assert pictures == {shown.picture for shown in pages.SHOWN} - {""} | set(
+        pages.ELSEWHERE
+    )
+    for shown in pages.SHOWN:
+        assert not shown.page or pages.block_after(shown)
 
 
 def test_what_the_pages_name_is_there():

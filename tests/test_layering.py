@@ -37,12 +37,12 @@ CEILINGS = {
     "transfer": 10_940,
     "tiers": 4_480,
     "search": 570,
-    "scheduling": 10_050,
+    "scheduling": 10_065,
     "observe": 2_240,
     "strict": 1_010,
     "config": 960,
     "jaxkv": 95,
-    "tools": 11_505,
+    "tools": 11_805,
     "integrations": 9_070,
 }
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}

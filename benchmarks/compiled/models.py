@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from benchmarks.compiled.pools import LANES, PoolShape, align
-from jaxkv.tools.model_config import dtype_of, head_dim_of, number_of
+from jaxkv.tools.model_config import dtype_of, kv_shape_of, number_of
 
 
 def pools_of_model(
@@ -34,17 +34,15 @@ def pools_of_model(
     layers = number_of(config, "num_hidden_layers")
     dtype = dtype or dtype_of(config)
     packing = max(1, 4 // jnp.dtype(dtype).itemsize)
-    if "kv_lora_rank" in config and config["kv_lora_rank"] is not None:
-        size = number_of(config, "kv_lora_rank") + number_of(config, "qk_rope_head_dim")
+    heads, head_dim = kv_shape_of(config)
+    if not heads:
         rows = align(block_size, packing) // packing
-        padded = (num_blocks, rows, packing, align(size, LANES))
-        latent = (num_blocks, block_size, size)
+        padded = (num_blocks, rows, packing, align(head_dim, LANES))
+        latent = (num_blocks, block_size, head_dim)
         return (
             PoolShape("tpu-inference, MLA", padded, layers, dtype=dtype),
             PoolShape("latent", latent, layers, dtype=dtype),
         )
-    heads = number_of(config, "num_key_value_heads", "num_attention_heads")
-    head_dim = head_dim_of(config)
     apart = (num_blocks, block_size, heads, head_dim)
     if head_dim == LANES // 2:
         # tpu-inference puts K and V of a head side by side, which fills the lanes.

@@ -11,6 +11,7 @@ from types import ModuleType
 from jaxkv import __version__
 from jaxkv._util import did_you_mean, one_line, shown
 from jaxkv.tools import BENCHMARKS, COMMANDS
+from jaxkv.tools.files import formatted_output
 from jaxkv.tools.process import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OUTPUT_ERRORS
 from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, CommandError, UsageError
 
@@ -50,7 +51,8 @@ def _run(argv: Sequence[str]) -> int:
     modules = import_commands()
     word = argv[0] if argv else "--help"
     if word in _HELP:
-        return _show(_list_commands("jaxkv", "KV-cache offloading for JAX.", modules))
+        text = _list_commands("jaxkv", "KV-cache offloading for JAX.", modules)
+        return _show(f"{text}\n`jaxkv --version` prints the version.")
     if word == "--version":
         return _show(f"jaxkv {__version__}")
     if word not in modules:
@@ -65,7 +67,8 @@ def _run(argv: Sequence[str]) -> int:
         return _show(command.USAGE.help)
     args = command.USAGE.parse(words)
     args.command_line = shlex.join(["jaxkv", *argv])
-    code: int = command.run(args)
+    with formatted_output(args):
+        code: int = command.run(args)
     return code
 
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib.util
+import io
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxkv._util import shown
 from jaxkv._util.extras import pip_install
-from jaxkv.tools.usage import Args, UsageError
+from jaxkv.tools.usage import FORMATS, Args, UsageError
 
 JSON_OPTION = """\
-  --json FILE  write all figures to a file"""
+  -o, --output FILE  write the output to a file (default: stdout)
+  --format FORMAT  table, json or csv (default: by the suffix of FILE, else table)
+  --json FILE  also write all figures as JSON"""
 PLOT_OPTION = """\
-  --plot FILE.svg  draw {}"""
+  --plot FILE.svg  also draw {}"""
 HTML_OPTION = """\
-  --html FILE  write a self-contained report for a browser"""
+  --html FILE  also write a self-contained HTML report"""
+QUIET_OPTION = """\
+  -q, --quiet  show no progress"""
+_RESULTS = "results", "rows", "findings"  # The rows of CSV; else all is one row.
 
 
 @contextlib.contextmanager
@@ -45,7 +53,7 @@ def check_files(args: Args) -> None:
     ):
         if path and os.path.isfile(path):
             names[os.path.realpath(path)] = name
-    for option in ("--plot", "--json", "--html"):
+    for option in ("--output", "--plot", "--json", "--html"):
         path = getattr(args, option[2:], None)
         if path is None:
             continue
@@ -74,6 +82,50 @@ def _check_file(option: str, path: Path) -> None:
         path.unlink()
 
 
+@contextlib.contextmanager
+def formatted_output(args: Args) -> Iterator[None]:
+    """Write what is printed in this context as --output and --format say."""
+    path, format_name = args.output, args.format
+    if format_name is None:
+        suffix = "" if path is None else path.suffix[1:].lower()
+        format_name = suffix if suffix in FORMATS else "table"
+    if format_name == "table" and path is None:
+        yield
+        return
+    args.figures, printed = None, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        yield
+    text = printed.getvalue()
+    if format_name != "table":
+        text = _format(args.figures() if args.figures else {}, format_name)
+    if path is None:
+        print(text, end="")
+    else:
+        write_file("--output", path, text.encode("utf-8", "replace"))
+
+
+def _format(figures: Mapping[str, Any], name: str) -> str:
+    """Write figures as JSON, or their results as CSV, nested names joined by dots."""
+    if name == "json":
+        return f"{json.dumps(figures, indent=2)}\n"
+    results = next((figures[key] for key in _RESULTS if key in figures), [figures])
+    rows = [dict(_flatten(result)) for result in results]
+    file, columns = io.StringIO(), dict.fromkeys(key for row in rows for key in row)
+    writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the figures except lists."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif not isinstance(value, list | tuple):
+            yield prefix + name, value
+
+
 def write_files(
     args: Args,
     figures: Callable[[], Mapping[str, object]],
@@ -86,9 +138,9 @@ def write_files(
     """
     if draw is not None and args.plot:
         write_file("--plot", args.plot, draw().encode("utf-8", "replace"))
+    args.figures = figures
     if args.json:
-        text = json.dumps(figures(), indent=2)
-        write_file("--json", args.json, f"{text}\n".encode())
+        write_file("--json", args.json, _format(figures(), "json").encode())
     if page is not None and args.html:
         text = page(args.command_line)
         write_file("--html", args.html, text.encode("utf-8", "replace"))

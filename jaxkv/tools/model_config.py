@@ -6,7 +6,7 @@ import json
 import pathlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -101,10 +101,26 @@ def number_of(config: Mapping[str, Any], *keys: str) -> int:
     raise ValueError(f"the model's configuration has no {' or '.join(map(repr, keys))}")
 
 
-def head_dim_of(config: Mapping[str, Any]) -> int:
-    """Return the width of a head."""
+class KvShape(NamedTuple):
+    """The KV of a token in one layer: a key and a value a head, or a latent of MLA."""
+
+    num_heads: int  # 0 for a latent
+    head_dim: int  # Numbers of a head, or of the latent with the rotary part of its key
+
+    @property
+    def num_values(self) -> int:
+        """Numbers of a token."""
+        return max(2 * self.num_heads, 1) * self.head_dim
+
+
+def kv_shape_of(config: Mapping[str, Any]) -> KvShape:
+    """Return the shape of a layer's KV."""
+    if config.get("kv_lora_rank") is not None:
+        rank = number_of(config, "kv_lora_rank")
+        return KvShape(0, rank + number_of(config, "qk_rope_head_dim"))
+    num_heads = number_of(config, "num_key_value_heads", "num_attention_heads")
     if config.get("head_dim") is not None:
-        return number_of(config, "head_dim")
+        return KvShape(num_heads, number_of(config, "head_dim"))
     try:
         hidden = number_of(config, "hidden_size")
         heads = number_of(config, "num_attention_heads")
@@ -115,7 +131,7 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
             f"hidden_size={hidden} must be a multiple of num_attention_heads={heads}, "
             "or head_dim be given"
         )
-    return hidden // heads
+    return KvShape(num_heads, hidden // heads)
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF
 _MAX_CLEAN_UP_S = 10.0
 _at_end: list[Callable[[], None]] = []
 _is_ending = threading.Event()
+is_within_line = threading.Event()  # Whether a line of stderr is not ended yet.
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  # As if SIGPIPE had ended it.
 
@@ -93,6 +94,9 @@ def _end(number: signal.Signals, name: str) -> NoReturn:
         if os.isatty(2):
             # Replace the progress bar, which has hidden the cursor.
             line = b"\r\x1b[K\x1b[?25h" + line
+        elif is_within_line.is_set():
+            is_within_line.clear()
+            line = b"\n" + line
         # Not by Python's stream, whose lock the main thread may hold.
         os.write(2, line)
     _is_ending.set()

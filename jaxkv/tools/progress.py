@@ -8,26 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jaxkv.tools.console import OnProgress, make_console
+from jaxkv.tools.process import is_within_line
 
 _MIN_COLUMNS_FOR_BARS = 60
 
 
 @contextmanager
-def show_progress() -> Iterator[OnProgress]:
+def show_progress(*, is_quiet: bool = False) -> Iterator[OnProgress]:
     """Show the progress of a run: a bar on a terminal with rich, else a line per label.
 
-    Returns A function to call with a label, the amount done and the total.
+    Yields a function to call with a label, the amount done and the total.
     """
+    if is_quiet:
+        yield lambda label, done, total: None
+        return
     console = make_console(stderr=True) if importlib.util.find_spec("rich") else None
     if console is None or not console.is_terminal:
-        seen = set()
-
-        def tell(label: str, done: int, total: int) -> None:
-            if label not in seen:
-                seen.add(label)
-                print(f"{label} ...", file=sys.stderr)
-
-        yield tell
+        with _show_lines() as on_progress:
+            yield on_progress
         return
 
     from rich.progress import (
@@ -35,6 +33,7 @@ def show_progress() -> Iterator[OnProgress]:
         Progress,
         ProgressColumn,
         TaskID,
+        TaskProgressColumn,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
@@ -43,11 +42,12 @@ def show_progress() -> Iterator[OnProgress]:
 
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}", table_column=Column()),
+        TaskProgressColumn(table_column=Column(no_wrap=True)),
         TimeElapsedColumn(table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(table_column=Column(no_wrap=True)),
     ]
     if console.width >= _MIN_COLUMNS_FOR_BARS:
         columns.insert(1, BarColumn(bar_width=None if console.width < 80 else 40))
+        columns.append(TimeRemainingColumn(table_column=Column(no_wrap=True)))
     progress = Progress(*columns, console=console, transient=True)
     tasks: dict[str, TaskID] = {}
     totals: dict[str, int] = {}
@@ -66,3 +66,27 @@ def show_progress() -> Iterator[OnProgress]:
 
     with progress:
         yield show
+
+
+@contextmanager
+def _show_lines() -> Iterator[OnProgress]:
+    """Write a line for each label; it grows with each quarter that is done."""
+    quarters: dict[str, int] = {}
+
+    def show(label: str, done: int, total: int) -> None:
+        if label not in quarters:
+            start = "\n" if quarters else ""
+            print(f"{start}{label} ...", end="", file=sys.stderr, flush=True)
+            is_within_line.set()
+            quarters[label] = 0
+        quarter = 4 * done // total if total else 0
+        if quarter > quarters[label] and label == list(quarters)[-1]:
+            quarters[label] = quarter
+            print(f" {25 * quarter}%", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if is_within_line.is_set():
+            is_within_line.clear()
+            print(file=sys.stderr)

@@ -3,8 +3,9 @@
 A line such as ``  --port PORT  where to listen (default: 9400)`` declares an option
 that takes a value. The name of the value chooses its parser (`_PARSERS`, or one that
 the command names), and ``NAME,...`` takes several values, which may be repeated. An
-option without a value is a flag. ``  TRACE...  text`` declares arguments. The text goes
-on in lines that are indented further.
+option without a value is a flag. ``  -q, --quiet  text`` gives one a short name, too.
+``  TRACE...  text`` declares arguments. The text goes on in lines that are indented
+further.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import Any, NamedTuple
 from jaxkv._util import did_you_mean, parse_bytes, shown, size_text
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+FORMATS = ("table", "json", "csv")
 _MAX_NUMBER = 1e24
 _ENTRY = re.compile(r"^  (\S.*?)  +(.*(?:\n   .*)*)$", re.MULTILINE)
-_WIDTH, _COLUMN = 80, 24
+_ENTRY_PARTS = re.compile(r"(?:(-\w), )?(\S+)(?: (.*))?")  # Short name, name and value.
+_WIDTH, _COLUMN = 80, 26
 
 
 class CommandError(Exception):
@@ -99,6 +102,7 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "PORT": parse_port,
     "FILE": Path,
     "FILE.svg": Path,
+    "FORMAT": one_of(FORMATS),
 }
 """By the name of a value; other values are text."""
 
@@ -138,8 +142,9 @@ class Usage:
         self.defaults = dict(defaults or {})
         self._argument = ""
         self.options: dict[str, Option] = {}
+        self._short: dict[str, str] = {}
         for entry, about in _ENTRY.findall(text):
-            name, _, value = entry.partition(" ")
+            short, name, value = _match(entry).groups("")
             if not name.startswith("-"):
                 self._argument = name
                 continue
@@ -150,6 +155,8 @@ class Usage:
                 text = _default_text(option, self.defaults[option.field])
                 option = option._replace(about=f"{option.about} (default: {text})")
             self.options[name] = option
+            if short:
+                self._short[short] = name
         self._takes_many = self._argument.endswith("...")
 
     @property
@@ -163,7 +170,7 @@ class Usage:
 
     def _render(self, entry: re.Match[str]) -> str:
         """Write an entry in two columns."""
-        option = self.options.get(entry[1].partition(" ")[0])
+        option = self.options.get(_match(entry[1])[2])
         about = option.about if option else " ".join(entry[2].split())
         left, indent = f"  {entry[1]:{_COLUMN - 3}} ", " " * _COLUMN
         if len(left) > _COLUMN:
@@ -214,12 +221,19 @@ class Usage:
         return Args(**values)
 
     def _find(self, name: str) -> Option:
+        name = self._short.get(name, name)
         if name not in self.options:
             names = ["-h", "--help", *self.options]
             raise UsageError(
                 f"unknown option {shown(name)}: {did_you_mean(name, names)}"
             )
         return self.options[name]
+
+
+def _match(entry: str) -> re.Match[str]:
+    match = _ENTRY_PARTS.fullmatch(entry)
+    assert match is not None, entry
+    return match
 
 
 def _default_text(option: Option, default: Any) -> str:

@@ -13,6 +13,7 @@ import threading
 import jax
 import numpy as np
 import pytest
+from jax._src import xla_bridge
 
 from jaxkv import OffloadConfig, TraceRecorder
 from jaxkv.keys.keyed import ID_BITS, hash_keys
@@ -94,6 +95,7 @@ def test_a_request_is_a_line_with_what_it_found_and_what_its_output_filled(
 
 
 def test_a_file_says_what_it_is_and_of_what_engine(path):
+    device_kind = jax.devices()[0].device_kind
     with TraceRecorder(path) as recorder:
         rig = Rig(recorder=recorder, policy="arc", host_blocks=32)
         rig.run(make_request("a", 1))
@@ -107,10 +109,20 @@ def test_a_file_says_what_it_is_and_of_what_engine(path):
         "host_blocks": 32,
         "device_blocks": 15,
         "groups": 1,
+        "device_kind": device_kind,
         "times": "ms",
         "lengths": "tokens",
         "part": 0,
     }
+
+
+def test_a_process_that_started_no_device_starts_none_to_record(path, monkeypatch):
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(jax, "devices", None)
+    with described(path) as recorder:
+        recorder.begin("one", make_keys(1), 4)
+        recorder.finish("one")
+    assert "device_kind" not in lines_of(path)[0]
 
 
 def test_only_its_owner_reads_a_file(path, tmp_path):

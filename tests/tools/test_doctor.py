@@ -356,9 +356,9 @@ def test_the_doctor_names_missing_extras_and_runs_without_rich(
         assert re.search(rf"^{name} +\d+\.\d+ / \d+\.\d+ GB/s; \S+ \d", out, re.M)
     bandwidth = json.loads(figures.read_text())["facts"]["bandwidth"]
     assert bandwidth["save"]["best_gb_per_s"] >= bandwidth["save"]["p50_gb_per_s"] > 0
-    assert err.splitlines() == [
-        "1 MiB blocks: filling host memory ...",
-        "1 MiB blocks, 32 MiB ...",
+    assert [line.partition(" ...")[0] for line in err.splitlines()] == [
+        "1 MiB blocks: filling host memory",
+        "1 MiB blocks, 32 MiB",
     ]
 
 

@@ -5,6 +5,7 @@ the clock is left out of it.
 """
 
 import contextlib
+import csv
 import dataclasses
 import json
 import pathlib
@@ -37,7 +38,8 @@ LINES = {
     "replay-fleet": "replay synthetic:300 --policy lru --capacity 10% --engines 2 "
     "--route sticky --storage-blocks 20%",
     "plan": "plan synthetic:300 --policy lru,arc --model llama-3.1-8b --host-bytes "
-    "16GiB,64GiB --device-blocks 200 --engines 2 --storage-bytes 256GiB",
+    "16GiB,64GiB --device-blocks 200 --engines 2 --storage-bytes 256GiB "
+    "--flops-per-s 989e12 --load-gb-per-s 25",
     "demo": "demo --conversations 1 --turns 2 --storage redis://:pw@host:1",
     "bench-transfer": "bench transfer --sizes 1MiB --block-sizes 64KiB --layers 2",
     "bench-storage": "bench storage somewhere --rounds 3",
@@ -127,11 +129,56 @@ def without_machine(value):
 
 
 @pytest.mark.parametrize("name", list(LINES))
-def test_the_json_of_a_command_is_as_it_was(name, tmp_path):
+def test_the_json_of_a_command_is_as_it_was(name, tmp_path, capsys):
     path, golden = tmp_path / "a.json", GOLDEN / f"{name}.json"
-    assert cli.main([*LINES[name].split(), "--json", str(path)]) in (0, 1)
+    options = "--format", "json", "--json", str(path)
+    assert cli.main([*LINES[name].split(), *options]) in (0, 1)
     text = path.read_text()
+    assert capsys.readouterr().out == text
     figures = json.loads(text)
     assert text == f"{json.dumps(figures, indent=2)}\n"
     found = f"{json.dumps(without_machine(figures), indent=1)}\n"
     assert found == golden.read_text()
+
+
+def test_the_output_goes_to_a_file_whose_name_says_the_format(tmp_path, capsys):
+    line = LINES["bench-storage"].split()
+    assert cli.main(line) == 0
+    table = capsys.readouterr().out
+    texts = {}
+    for name in ("a.txt", "a.json", "a.CSV"):
+        assert cli.main([*line, "-o", str(tmp_path / name)]) == 0
+        assert capsys.readouterr().out == ""
+        texts[name] = (tmp_path / name).read_text()
+    assert texts["a.txt"] == table
+    (result,) = json.loads(texts["a.json"])["results"]
+    head, row = texts["a.CSV"].splitlines()
+    cells = dict(zip(head.split(","), row.split(","), strict=True))
+    assert cells["block_bytes"] == str(result["block_bytes"])
+    speed = result["ways"]["store alone"]["read"]["p50_gb_per_s"]
+    assert cells["ways.store alone.read.p50_gb_per_s"] == str(speed)
+    assert not any("quartiles" in name for name in cells)
+    # A name that says nothing is a table, unless the format is given.
+    assert cli.main([*line, "-o", str(tmp_path / "b"), "--format=csv"]) == 0
+    assert (tmp_path / "b").read_text() == texts["a.CSV"]
+
+
+def test_csv_has_a_row_for_each_result_and_one_row_where_there_are_none(capsys):
+    for name, num_rows in (
+        ("replay-fleet", 3),
+        ("plan", 4),
+        ("doctor", 5),
+        ("demo", 1),
+    ):
+        assert cli.main([*LINES[name].split(), "--format", "csv"]) in (0, 1)
+        head, *rows = csv.reader(capsys.readouterr().out.splitlines())
+        assert len(rows) == num_rows
+        assert {len(row) for row in rows} == {len(head)}
+
+
+def test_quiet_commands_show_no_progress(capsys):
+    line = "replay synthetic:30 --policy lru --capacity 10%"
+    shown = "replaying, 2 runs ... 50% 100%\n"
+    for option, progress in (("", shown), ("-q", "")):
+        assert cli.main([*line.split(), *option.split()]) == 0
+        assert capsys.readouterr().err == progress

@@ -102,7 +102,7 @@ def test_options_reach_the_run(fake, run_line, tmp_path):
     assert "Total KV       at most 4.1 MiB" in out
     assert "2.5 MiB, 40 blocks of 32 tokens: 1.6 times too small" in out
     assert "All 3 generated tokens are identical" in out
-    assert err == "offloading off ...\nmeasuring transfers ...\n"
+    assert err == "offloading off ... 50% 100%\nmeasuring transfers ...\n"
     out, *_ = run_line("demo --conversations 1")
     assert fake == [dataclasses.replace(DemoConfig(), conversations=1)]
     assert "holds all of it" in out

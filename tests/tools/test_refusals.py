@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import pytest
 
@@ -38,6 +39,9 @@ demo --plot no/a.svg            | --plot: cannot write 'no/a.svg' (No such file
 demo --record no/a              | --record: cannot record to 'no/a' (No such file or
 demo --record .                 | --record: cannot record to '.' (Is a directory); name
 demo --json .                   | --json: cannot write '.' (Is a directory); name a file
+demo -o .                       | --output: cannot write '.' (Is a directory); name a 
+doctor -o a --json a            | --json: 'a' is the file of --output too, which would
+bench transfer --format xml     | --format: unknown 'xml': choose from table, json, csv
 demo --serve-metrics 65536      | '65536' must be a port, from 0 (any that is
 demo --seconds 9                | --seconds: it belongs to --serve-metrics
 
@@ -149,10 +153,10 @@ def test_help_has_at_most_two_lines_for_an_option_and_fits_a_terminal():
             (first,) = (
                 n
                 for n, line in enumerate(lines)
-                if line.startswith(f"  {option.name} ")
+                if re.match(rf"  (-\w, )?{option.name}\b(?!-)", line)
             )
             text = itertools.takewhile(lambda li: li[:3] == "   ", lines[first + 1 :])
-            is_alone = len(lines[first]) < 24 + len(option.name)
+            is_alone = len(lines[first]) < 26 + len(option.name)
             assert len(list(text)) <= 1 + is_alone, lines[first]
             default = usage.defaults.get(option.field)
             if default and not option.value.startswith("SIZE"):

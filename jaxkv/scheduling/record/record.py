@@ -27,6 +27,8 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
+import jax
+
 from jaxkv._util import Resource, check_whole, parse_bytes, read_file, shown
 from jaxkv._util.outage import OutageLog
 from jaxkv.keys.keyed import SECRET_BYTES, hash_keys
@@ -163,6 +165,7 @@ class TraceRecorder(Resource):
                 "another recorder with another file."
             )
         self._writer.keys_per_id = keys_per_id
+        facts = {**facts, "device_kind": _device_kind()}
         self._writer.facts = {"block_size": block_size, **_without_none(facts)}
         # Now, so that the first request's step need not wait for the start.
         self._writer.start_thread()
@@ -434,6 +437,16 @@ def _as_list(ids: Any) -> Iterator[str]:
         time.sleep(0)
         yield str(ids[start : start + _IDS_PER_CALL].tolist())[1:-1]
     yield "]"
+
+
+def _device_kind() -> str | None:
+    """Return what JAX calls this process's device; None if it has not started any."""
+    # jax has no public name for this. To start a device here could take it from the
+    # process that serves.
+    from jax._src import xla_bridge
+
+    started = xla_bridge.backends_are_initialized()
+    return jax.devices()[0].device_kind if started else None
 
 
 def _without_none(fields: Mapping[str, _Field | None]) -> dict[str, _Field]:

@@ -5,27 +5,33 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from jaxkv.scheduling.whatif.speeds import Speeds
-from jaxkv.tools.bench.transfer.records import BytesDifferError
-from jaxkv.tools.console import OnProgress
-from jaxkv.tools.doctor.bandwidth import measure_bandwidth
 from jaxkv.tools.files import (
     HTML_OPTION,
     JSON_OPTION,
     PLOT_OPTION,
+    QUIET_OPTION,
     check_extra,
     check_files,
     write_files,
 )
 from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
 from jaxkv.tools.plan import report
+from jaxkv.tools.plan.accelerators import ACCELERATORS
 from jaxkv.tools.plan.plan import (
+    Setting,
     add_stores,
     block_bytes_of,
     capacities_of,
     make_plan,
 )
-from jaxkv.tools.plan.report import Setting
+from jaxkv.tools.plan.speeds import (
+    LATENCY_MS,
+    MFU,
+    check_hbm,
+    check_speeds,
+    choose_speeds,
+    find_machine,
+)
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay.command import (
     ADMISSION_OPTIONS,
@@ -49,19 +55,14 @@ from jaxkv.tools.usage import (
     Args,
     Usage,
     UsageError,
-    check_absent,
     check_belongs,
     number_from,
+    one_of,
 )
 from jaxkv.transfer import available_host_bytes
-from jaxkv.transfer.kernels import choose_mode
 
 SUMMARY = "recommend a size and policy for the host tier, from a trace"
 
-_GB_PER_S = 25.0
-_LATENCY_MS = 1.0
-_FLOPS_PER_S = 989e12
-_MFU = 0.4
 _NUM_SIZES = 5
 _NUM_STORES = 3
 
@@ -71,14 +72,14 @@ model:
   --model MODEL  config.json from Hugging Face, its folder or a name such as
       {next(iter(NAMED_MODELS))}
   --kv-dtype NAME  dtype of the KV, such as float8_e4m3fn (default: the model's)
-  --kv-bytes-per-token SIZE  bytes of KV of a token in all layers (default: the model's)
-  --tensor-parallel N  devices that share the model's heads (default: 1)"""
+  --kv-bytes-per-token SIZE  KV bytes per token, all layers (default: the model's)
+  --tensor-parallel N  devices that share the KV heads (default: 1)"""
 
 USAGE = Usage(
     "jaxkv plan",
-    "Replay a trace for host tiers of several sizes and policies. From the costs of a "
-    "model and the speeds of a server, compute the prompt tokens found, the time saved "
-    "per request and the load on the link. Recommend a size and policy, or explain why "
+    "Replay a request trace against host tiers of several sizes and policies. From "
+    "the model's costs and the server's speeds, compute the hits, the time saved per "
+    "request and the load on the link. Recommend a size and a policy, or explain why "
     "offloading does not pay.",
     f"""
 {TRACE_OPTIONS}
@@ -86,24 +87,26 @@ USAGE = Usage(
 {MODEL_OPTIONS}
 
 tiers and policies:
-  --host-bytes SIZE,...  sizes of the host tier (default: {_NUM_SIZES}, doubling, up to
-      all blocks or this machine's memory)
+  --host-bytes SIZE,...  host tier sizes (default: {_NUM_SIZES}, doubling up to all
+      blocks or this machine's memory)
 {DEVICE_OPTION}
-  --device-bytes SIZE  the same in bytes, on all devices (default: as --device-blocks)
+  --device-bytes SIZE  the same in bytes, over all devices (default: as
+      --device-blocks)
 {POLICY_OPTION}
 {FLEET_OPTIONS}
-  --storage-bytes SIZE,...  sizes of a store that the engines share (default: with
-      --engines {_NUM_STORES}, each twice the one before)
+  --storage-bytes SIZE,...  sizes of a store that the engines share (default:
+      {_NUM_STORES}, doubling up to all blocks)
 
 speeds:
-  --load-gb-per-s X  GB/s from the host to each device (default: {_GB_PER_S:g})
+  --accelerator NAME  {", ".join(ACCELERATORS)}
+      (default: the recorded one, else this machine's)
+  --load-gb-per-s X  GB/s from the host to each device (default: the accelerator's)
   --store-gb-per-s X  GB/s from each device to the host (default: as fast as loads)
   --measure  measure both on this machine (default: use those above)
-  --load-latency-ms X  latency of a load of any size (default: {_LATENCY_MS:g})
-  --prefill-tokens-per-s X  prompt tokens computed per second (default: from FLOPs)
-  --flops-per-s X  peak FLOPs of a device (default: {_FLOPS_PER_S:g}, an
-      H100's in bfloat16)
-  --mfu X  share of those FLOPs that prefill reaches (default: {_MFU:g})
+  --load-latency-ms X  latency of each load (default: {LATENCY_MS:g})
+  --prefill-tokens-per-s X  prefill throughput (default: from FLOPs)
+  --flops-per-s X  peak FLOP/s of a device (default: the accelerator's, in bfloat16)
+  --mfu X  share of the peak that prefill reaches (default: {MFU:g})
 
 {ADMISSION_OPTIONS}
 
@@ -111,8 +114,13 @@ output:
 {PLOT_OPTION.format("tokens found and time saved against the size")}
 {JSON_OPTION}
 {HTML_OPTION}
+{QUIET_OPTION}
 """,
-    {**PARSERS, "--load-latency-ms": number_from(0, "from 0")},
+    {
+        **PARSERS,
+        "--accelerator": one_of(list(ACCELERATORS)),
+        "--load-latency-ms": number_from(0, "from 0"),
+    },
 )
 
 
@@ -123,9 +131,13 @@ def run(args: Args) -> int:
     check_belongs(args, ("route", "storage_bytes"), "--engines", args.engines)
     policies = choose_policies(args.policy)
     model, num_devices = _read_model(args)
-    speeds, sources = _choose_speeds(args, num_devices)
+    check_speeds(args)
     trace = open_trace(args.trace, args.block_size)
     device_blocks = _choose_device_blocks(args, trace, model)
+    machine = find_machine(args, trace.recording)
+    if args.device_bytes is not None or args.device_blocks is not None:
+        device_bytes = (device_blocks or 0) * block_bytes_of(trace, model)
+        check_hbm(args, machine, num_devices, device_bytes)
     admission = choose_admission(args, trace)
     fleet = choose_fleet(args, trace)
     sizes, notes = _choose_sizes(args.host_bytes, trace, model)
@@ -134,9 +146,7 @@ def run(args: Args) -> int:
     if args.engines is not None:
         stores = sorted(set(args.storage_bytes or _store_sizes(trace, model)))
     store_blocks = _capacities_of("--storage-bytes", stores, trace, model)
-    if args.measure:
-        with show_progress() as on_progress:
-            speeds, sources = _measure(speeds, sources, on_progress)
+    speeds, sources = choose_speeds(args, machine, num_devices)
     setting = Setting(
         trace,
         model,
@@ -147,37 +157,23 @@ def run(args: Args) -> int:
         notes,
         admission,
         fleet,
+        machine,
     )
     report.print_setting(setting)
     # A larger one would hold no more.
     device_blocks = choose_device_blocks(device_blocks or 0, trace)
-    with show_progress() as on_progress:
-        results = sweep(
-            trace,
-            policies,
-            sorted(set(capacities)),
-            on_progress,
-            device_blocks,
-            admission,
-            [fleet],
-        )
-        plan = make_plan(trace, model, speeds, sizes, results, num_devices)
+    with show_progress(is_quiet=args.quiet) as on_progress:
+        rest = on_progress, device_blocks, admission
+        results = sweep(trace, policies, sorted(set(capacities)), *rest, [fleet])
+        plan = make_plan(setting, sizes, results)
         if stores:
             base = plan.base
-            stored = sweep(
-                trace,
-                [base.policy],
-                [base.capacity_blocks],
-                on_progress,
-                device_blocks,
-                admission,
-                [
-                    dataclasses.replace(fleet, storage_blocks=num)
-                    for num in sorted(set(store_blocks))
-                ],
-            )
-            costs = trace, model, speeds
-            plan = add_stores(plan, *costs, results[0], stores, stored, num_devices)
+            fleets = [
+                dataclasses.replace(fleet, storage_blocks=num)
+                for num in sorted(set(store_blocks))
+            ]
+            stored = sweep(trace, [base.policy], [base.capacity_blocks], *rest, fleets)
+            plan = add_stores(setting, plan, results[0], stores, stored)
     report.print_plan(setting, plan)
     write_files(
         args,
@@ -216,70 +212,6 @@ def _read_model(args: Args) -> tuple[ModelCosts, int]:
         raise UsageError("--kv-bytes-per-token: --model says it already")
     model = find_model(args.model, args.kv_dtype)
     return model, args.tensor_parallel or 1
-
-
-def _choose_speeds(args: Args, num_devices: int) -> tuple[Speeds, dict[str, str]]:
-    """Return the speeds, and where each is from."""
-    if args.measure and (args.load_gb_per_s or args.store_gb_per_s):
-        raise UsageError("--measure: the speeds are given already")
-    if args.mfu is not None and args.mfu > 1:
-        raise UsageError(f"--mfu: {args.mfu:g} must be at most 1")
-    if args.prefill_tokens_per_s is not None:
-        what_it_says = "{}: --prefill-tokens-per-s says it all"
-        check_absent(args, ("flops_per_s", "mfu"), what_it_says)
-    specified, assumed = "given", "assumed"
-    sources = {
-        "load_bytes_per_s": assumed if args.load_gb_per_s is None else specified,
-        "store_bytes_per_s": "as loads" if args.store_gb_per_s is None else specified,
-        "load_latency_s": assumed if args.load_latency_ms is None else specified,
-    }
-    load = args.load_gb_per_s or _GB_PER_S
-    latency_ms = args.load_latency_ms
-    flops_per_s = None
-    if args.prefill_tokens_per_s is not None:
-        sources["prefill_tokens_per_s"] = specified
-    else:
-        peak, mfu = args.flops_per_s or _FLOPS_PER_S, args.mfu or _MFU
-        flops_per_s = num_devices * peak * mfu
-        whose = "an H100's {}, assumed" if args.flops_per_s is None else "{}, given"
-        share = assumed if args.mfu is None else specified
-        devices = f"{num_devices} x " if num_devices > 1 else ""
-        peak_text = whose.format(f"{peak / 1e12:,.4g}")
-        sources["prefill_flops_per_s"] = (
-            f"{devices}{peak_text}, at {100 * mfu:g}%, {share}"
-        )
-    speeds = Speeds(
-        load_bytes_per_s=1e9 * load,
-        store_bytes_per_s=1e9 * (args.store_gb_per_s or load),
-        load_latency_s=(_LATENCY_MS if latency_ms is None else latency_ms) / 1e3,
-        prefill_tokens_per_s=args.prefill_tokens_per_s,
-        prefill_flops_per_s=flops_per_s,
-    )
-    return speeds, sources
-
-
-def _measure(
-    speeds: Speeds,
-    sources: dict[str, str],
-    on_progress: OnProgress,
-) -> tuple[Speeds, dict[str, str]]:
-    """Replace the link's speeds by measured ones."""
-    import jax
-
-    platform = jax.devices()[0].platform
-    try:
-        measured_speeds = measure_bandwidth(choose_mode(None, platform), on_progress)
-    except (BytesDifferError, MemoryError, RuntimeError) as error:
-        raise UsageError(f"--measure: {error}") from error
-    measured = f"measured here, on {platform}"
-    return (
-        dataclasses.replace(
-            speeds,
-            load_bytes_per_s=1e9 * measured_speeds.load.p50_gb_per_s,
-            store_bytes_per_s=1e9 * measured_speeds.save.p50_gb_per_s,
-        ),
-        {**sources, "load_bytes_per_s": measured, "store_bytes_per_s": measured},
-    )
 
 
 def _choose_device_blocks(args: Args, trace: Trace, model: ModelCosts) -> int | None:

@@ -13,7 +13,7 @@ the trace lasts, it is taken for the traffic of as many servers as that needs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 
 from jaxkv.scheduling.whatif.outlook import ENOUGH as ENOUGH
 from jaxkv.scheduling.whatif.speeds import Speeds
+from jaxkv.tools.plan.accelerators import Accelerator
+from jaxkv.tools.replay.admission import Admission
+from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import ReplayResult
 from jaxkv.tools.replay.traces import MAX_TOKENS, Trace
@@ -30,6 +33,9 @@ WORTH = 0.01
 
 ALIKE = 0.98
 """Policies that save this share of what the best saves are taken for equal."""
+
+HALF = 0.5
+"""A plan warns if its policy saves at most this share of the best at a smaller size."""
 
 _BUSY_S = 60.0
 
@@ -43,6 +49,30 @@ Reason = Literal[
     "slow stores",
 ]
 """Why offloading pays, or does not; see `recommend`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The inputs of a plan."""
+
+    trace: Trace  # The requests
+    model: ModelCosts  # What a token costs
+    speeds: Speeds  # Of the server
+    # Where each speed is from, by the name of its field, for display
+    sources: Mapping[str, str]
+    # Blocks of the device's prefix cache; None if it keeps none
+    device_blocks: int | None = None
+    num_devices: int = 1  # Devices that the model is divided among
+    notes: tuple[str, ...] = ()  # Further assumptions
+    # What is kept out of the host tier; None for nothing
+    admission: Admission | None = None
+    fleet: Fleet = ONE_ENGINE  # The engines that share the requests, without a store
+    machine: Accelerator | None = None  # Each device; None if its speeds are given
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the trace, on all devices together."""
+        return block_bytes_of(self.trace, self.model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +135,10 @@ class Recommendation:
     smaller: PlanRow | None = None
     # The best row of the next larger size, if there is one
     larger: PlanRow | None = None
+    # The best row of the smaller size where the policy saves the least share of the
+    # best, and that share; None if it is more than `HALF`
+    ahead: PlanRow | None = None
+    share: float = 1.0
 
     @property
     def pays(self) -> bool:
@@ -149,14 +183,10 @@ class Plan:
 
 
 def make_plan(
-    trace: Trace,
-    model: ModelCosts,
-    speeds: Speeds,
-    host_sizes: Sequence[int],
-    results: Sequence[ReplayResult],
-    num_devices: int = 1,
+    setting: Setting, host_sizes: Sequence[int], results: Sequence[ReplayResult]
 ) -> Plan:
     """Compute what the results of replays would save, and choose."""
+    trace, model, speeds = setting.trace, setting.model, setting.speeds
     if trace.input_tokens is None or trace.block_size is None:
         raise ValueError(f"The trace {trace.name!r} must have token counts.")
     if trace.input_tokens.max() > MAX_TOKENS:
@@ -178,35 +208,30 @@ def make_plan(
     )
     by_capacity = {(r.policy, r.capacity_blocks): r for r in results}
     capacities = capacities_of(host_sizes, trace, model)
-    rows = []
-    for policy in dict.fromkeys(result.policy for result in results):
-        for host_bytes, capacity in zip(host_sizes, capacities, strict=True):
-            result = by_capacity[policy, capacity]
-            rest = start, trace, model, speeds, num_devices, demand
-            rows.append(_plan_row(result, host_bytes, *rest))
+    rows = [
+        _plan_row(setting, demand, start, by_capacity[policy, capacity], host_bytes)
+        for policy in dict.fromkeys(result.policy for result in results)
+        for host_bytes, capacity in zip(host_sizes, capacities, strict=True)
+    ]
     return Plan(demand, tuple(rows), recommend(demand, rows))
 
 
 def add_stores(
+    setting: Setting,
     plan: Plan,
-    trace: Trace,
-    model: ModelCosts,
-    speeds: Speeds,
     without: ReplayResult,
     storage_sizes: Sequence[int],
     results: Sequence[ReplayResult],
-    num_devices: int = 1,
 ) -> Plan:
     """Add to a plan what a store behind its engines would add."""
-    start, base = _device_tokens(trace, without), plan.base
+    trace, base = setting.trace, plan.base
+    start = _device_tokens(trace, without)
     by_size = {result.fleet.storage_blocks: result for result in results}
+    sizes_in_blocks = capacities_of(storage_sizes, trace, setting.model)
     rows = []
-    for num_bytes, num_blocks in zip(
-        storage_sizes, capacities_of(storage_sizes, trace, model), strict=True
-    ):
+    for num_bytes, num_blocks in zip(storage_sizes, sizes_in_blocks, strict=True):
         result = by_size[num_blocks]
-        rest = start, trace, model, speeds, num_devices, plan.demand
-        row = _plan_row(result, base.host_bytes, *rest)
+        row = _plan_row(setting, plan.demand, start, result, base.host_bytes)
         assert result.fetches_by_request is not None
         num_fetched = int(result.fetches_by_request.sum())
         rows.append(
@@ -216,7 +241,7 @@ def add_stores(
                 base,
                 row.host_tokens - base.host_tokens,
                 row.saved_s - base.saved_s,
-                num_fetched * block_bytes_of(trace, model),
+                num_fetched * setting.block_bytes,
             )
         )
     return dataclasses.replace(plan, stores=tuple(rows))
@@ -224,11 +249,8 @@ def add_stores(
 
 def _device_tokens(trace: Trace, result: ReplayResult) -> NDArray[np.int64]:
     """Return the tokens that the device finds of each request: i64[R]."""
-    assert trace.input_tokens is not None
-    if result.device is None:
-        return np.zeros(trace.num_requests, np.int64)
-    size = trace.block_size or 1
-    return np.minimum(result.device.hits * size, trace.input_tokens)
+    tokens = None if result.device is None else trace.tokens_of(result.device.hits)
+    return np.zeros(trace.num_requests, np.int64) if tokens is None else tokens
 
 
 def capacities_of(
@@ -275,34 +297,51 @@ def recommend(demand: Demand, rows: Sequence[PlanRow]) -> Recommendation:
        what is found takes less than `WORTH` of the prefill time, so that no load
        bandwidth would be enough; "slow stores", a row that was left out would save
        enough; else "slow loads".
-    3. Else the smallest size is taken at which a policy saves at least `ENOUGH` of what
-       the best row saves; and of the policies there, the first whose saving is at least
-       `ALIKE` of the best there.
-
+    3. Else take the smallest size where a policy saves at least `ENOUGH` of the best
+       row's saving.
+    4. Of the policies there that save at least `ALIKE` of the best, take the one that
+       falls least behind the best at any smaller size, as memory may turn out scarcer.
+       A policy that saves `ALIKE` of the best is not behind. Take the first of equals.
     """
     kept = [row for row in rows if not row.is_too_slow]
     best = max((row.saved_s for row in kept), default=0.0)
     if not best or best < WORTH * demand.prefill_s:
         return Recommendation(_why_not(demand, rows))
-    sizes = sorted({row.host_bytes for row in kept})
-    best_of = {
-        size: max(
-            (row for row in kept if row.host_bytes == size), key=lambda r: r.saved_s
-        )
-        for size in sizes
-    }
+    best_of: dict[int, PlanRow] = {}
+    for row in sorted(kept, key=lambda row: (row.host_bytes, -row.saved_s)):
+        best_of.setdefault(row.host_bytes, row)
+    sizes = list(best_of)
     at = next(i for i, s in enumerate(sizes) if best_of[s].saved_s >= ENOUGH * best)
-    chosen = next(
-        row
-        for row in kept
-        if row.host_bytes == sizes[at]
-        and row.saved_s >= ALIKE * best_of[sizes[at]].saved_s
+
+    def behind(policy: str) -> tuple[float, PlanRow | None]:
+        """Return the least share at a smaller size, and the best row there."""
+        shares = [
+            (row.saved_s / best_of[row.host_bytes].saved_s, row.host_bytes)
+            for row in kept
+            if row.policy == policy
+            and row.host_bytes < sizes[at]
+            and best_of[row.host_bytes].saved_s
+        ]
+        share, size = min(shares, default=(1.0, 0))
+        return share, best_of.get(size)
+
+    chosen = max(
+        (
+            row
+            for row in kept
+            if row.host_bytes == sizes[at]
+            and row.saved_s >= ALIKE * best_of[sizes[at]].saved_s
+        ),
+        key=lambda row: min(behind(row.policy)[0], ALIKE),
     )
+    share, ahead = behind(chosen.policy)
     return Recommendation(
         "pays",
         chosen,
         best_of[sizes[at - 1]] if at else None,
         best_of[sizes[at + 1]] if at + 1 < len(sizes) else None,
+        ahead if share <= HALF else None,
+        share,
     )
 
 
@@ -322,27 +361,22 @@ def _why_not(demand: Demand, rows: Sequence[PlanRow]) -> Reason:
 
 
 def _plan_row(
+    setting: Setting,
+    demand: Demand,
+    usual: NDArray[np.int64],
     result: ReplayResult,
     host_bytes: int,
-    usual: NDArray[np.int64],
-    trace: Trace,
-    model: ModelCosts,
-    speeds: Speeds,
-    num_devices: int,
-    demand: Demand,
 ) -> PlanRow:
-    """Compute a row.
-
-    Shapes: usual: i64[R].
-    """
+    """Compute a row; i64[R] tokens are `usual` found on the device without a host."""
+    trace, model, speeds = setting.trace, setting.model, setting.speeds
+    host_tokens = trace.tokens_of(result.hits_by_request)
     assert trace.input_tokens is not None
-    size = trace.block_size or 1
+    assert host_tokens is not None
     start = _device_tokens(trace, result)
-    host_tokens = np.minimum(result.hits_by_request * size, trace.input_tokens)
     stop = np.maximum(host_tokens, start)
     # The last token of a prompt is computed in any case.
     end = np.maximum(np.minimum(stop, trace.input_tokens - 1), start)
-    load_bytes = model.load_bytes(start, end, num_devices)
+    load_bytes = model.load_bytes(start, end, setting.num_devices)
     prefill_s = speeds.prefill_s(model, start, end)
     saved_s = speeds.saved_s(prefill_s, load_bytes)
     if (start != usual).any():  # The route depends on the hosts' blocks.
@@ -350,8 +384,10 @@ def _plan_row(
     is_found = end > start
     is_loaded = is_found & (speeds.load_s(load_bytes) <= prefill_s)
     assert result.stores_by_request is not None
-    token_bytes = model.kv_bytes_per_token_on(num_devices)
-    stored_bytes = result.stores_by_request * (size * token_bytes)
+    block_bytes = (trace.block_size or 1) * model.kv_bytes_per_token_on(
+        setting.num_devices
+    )
+    stored_bytes = result.stores_by_request * block_bytes
     p50_s, p95_s = np.percentile(saved_s, [50, 95], method="inverted_cdf")
     load_use = store_use = peak_use = None
     if demand.span_s is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._util import (
@@ -14,7 +13,6 @@ from jaxkv._util import (
     time_text,
 )
 from jaxkv.config import variable_of
-from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools import page
 from jaxkv.tools.console import print_charts, print_facts, print_lines
 from jaxkv.tools.machine import num_cpus, versions
@@ -28,30 +26,8 @@ from jaxkv.tools.pictures import (
     look_of,
 )
 from jaxkv.tools.plan import plan as planning
-from jaxkv.tools.plan.plan import Demand, Plan, PlanRow, StoreRow
-from jaxkv.tools.replay.admission import Admission
-from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet
-from jaxkv.tools.replay.model_costs import ModelCosts
+from jaxkv.tools.plan.plan import Demand, Plan, PlanRow, Setting, StoreRow
 from jaxkv.tools.replay.report import figures_of_trace
-from jaxkv.tools.replay.traces import Trace
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """The inputs of a plan."""
-
-    trace: Trace  # The requests
-    model: ModelCosts  # What a token costs
-    speeds: Speeds  # Of the server
-    # Where each speed is from, by the name of its field, for display
-    sources: Mapping[str, str]
-    # Blocks of the device's prefix cache; None if it keeps none
-    device_blocks: int | None = None
-    num_devices: int = 1  # Devices that the model is divided among
-    notes: tuple[str, ...] = ()  # Further assumptions
-    # What is kept out of the host tier; None for nothing
-    admission: Admission | None = None
-    fleet: Fleet = ONE_ENGINE  # The engines that share the requests, without a store
 
 
 def print_setting(setting: Setting) -> None:
@@ -67,12 +43,12 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
     when = f" in {span_s:,.0f} s" if span_s else ""
     kv = f"{rounded_size(model.kv_bytes_per_token)} of KV a token"
     dtype = f" ({model.kv_dtype})" if model.kv_dtype else ""
-    block = rounded_size(planning.block_bytes_of(trace, model))
+    block = rounded_size(setting.block_bytes)
     sources = setting.sources
     prefill, how = _prefill_text(setting)
     device = "keeps no prefixes (--device-blocks, --device-bytes)"
     if setting.device_blocks is not None:
-        size = setting.device_blocks * planning.block_bytes_of(trace, model)
+        size = setting.device_blocks * setting.block_bytes
         device = f"keeps {setting.device_blocks:,} blocks ({rounded_size(size)})"
     fleet = setting.fleet
     engines = f"{fleet.num_engines:,}, {fleet.route}; each has the host and the device"
@@ -85,6 +61,7 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
         ("Model", f"{model.name}: {kv}{dtype}, {block} a block"),
         *[("", f"{setting.num_devices} devices share it")][: setting.num_devices > 1],
         *[("Engines", engines)][: fleet.num_engines > 1],
+        *([] if setting.machine is None else [("Machine", setting.machine.text)]),
         ("Device", device),
         *([] if setting.admission is None else [("Rules", setting.admission.text)]),
         (
@@ -121,7 +98,7 @@ def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
     """Show the figures of every size and policy, in the order of the table."""
     demand, chosen = plan.demand, plan.recommendation.row
     sizes = sorted({row.host_bytes for row in plan.rows})
-    block_bytes = planning.block_bytes_of(setting.trace, setting.model)
+    block_bytes = setting.block_bytes
     places = Places(
         "Host memory",
         sizes,
@@ -329,6 +306,11 @@ def sentence(setting: Setting, plan: Plan) -> str:
     elif choice.smaller is not None:
         smaller = rounded_size(choice.smaller.host_bytes)
         text += f"; {smaller} would save {_change(choice.smaller, row)}"
+    if choice.ahead is not None:
+        text += (
+            f"; at {rounded_size(choice.ahead.host_bytes)} it would save "
+            f"{100 * (1 - choice.share):.0f}% less than {choice.ahead.policy}"
+        )
     if (
         choice.larger is None
         and row.host_tokens < planning.ENOUGH * demand.returning_tokens
@@ -429,7 +411,7 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
         "model": dataclasses.asdict(model)
         | {
             "kv_bytes_per_token": model.kv_bytes_per_token,
-            "block_bytes": planning.block_bytes_of(trace, model),
+            "block_bytes": setting.block_bytes,
             "num_devices": setting.num_devices,
         },
         "speeds": {
@@ -551,8 +533,9 @@ _RULE = (
     "prefill time.",
     "The recommended size is the smallest that saves at least "
     f"{100 * planning.ENOUGH:g}% of what the best size saves.",
-    "The recommended policy is the first, in the order of the tables, that saves at "
-    f"least {100 * planning.ALIKE:g}% of what the best policy saves at that size.",
+    f"Of the policies that save at least {100 * planning.ALIKE:g}% of the best at that "
+    "size, the one that falls least behind the best at smaller sizes is recommended, "
+    "the first in the order of the tables among equals.",
     "A request saves the time to compute the tokens found on the host, less the time "
     "to load them; it saves nothing where loading takes longer.",
 )

@@ -18,9 +18,7 @@ from jaxkv._util import settings
 from jaxkv.scheduling.rules import RuleSettings
 from jaxkv.tiers.key_memory import MAX_TRACKED, ReuseFilter
 from jaxkv.tools.replay.device import DeviceHits
-from jaxkv.tools.replay.traces import Trace
-
-_REQUESTS_PER_REPORT = 256
+from jaxkv.tools.replay.traces import OnCount, Trace
 
 
 @settings.documented
@@ -70,7 +68,7 @@ class Admitted(NamedTuple):
 def find_admitted(
     trace: Trace,
     admission: Admission,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnCount = lambda done, total: None,
     device: DeviceHits | None = None,
 ) -> Admitted:
     """Find what may be stored of each request, whatever policy serves it.
@@ -95,12 +93,9 @@ def find_admitted(
     make_gate = partial(AskedGate, trace, admission, device) if counts else None
     if make_gate is not None:
         gate = make_gate()
-        for request in range(trace.num_requests):
+        for request in trace.requests(on_progress):
             first, last = trace.offsets[request : request + 2]
             passes[first:last] = gate.note(request)
-            if request % _REQUESTS_PER_REPORT == 0:
-                on_progress(request, trace.num_requests)
-    on_progress(trace.num_requests, trace.num_requests)
     for array in (passes, limits):
         array.flags.writeable = False  # All replays share them.
     return Admitted(passes, limits, make_gate)
@@ -121,8 +116,7 @@ class AskedGate:
 
     def note(self, request: int) -> list[bool]:
         """Count what a request asks for; say which of its blocks may be stored."""
-        first, last = self._trace.offsets[request : request + 2]
-        ids = self._trace.ids[first:last].tolist()
+        ids = self._trace.blocks_of(request).tolist()
         names = [number.to_bytes(4, "little") for number in ids]
         self._reuse.count(names[: self._num_asked[request]])
         return self._reuse.passes(names)

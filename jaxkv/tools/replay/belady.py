@@ -9,21 +9,18 @@ still be found.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.tools.replay.device import DeviceHits
-from jaxkv.tools.replay.traces import Trace
-
-_REQUESTS_PER_REPORT = 1000
+from jaxkv.tools.replay.traces import OnCount, Trace
 
 
 def find_optimum(
     trace: Trace,
     capacity_blocks: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnCount = lambda done, total: None,
     device: DeviceHits | None = None,
 ) -> NDArray[np.int64]:
     """Count the prefix blocks that the optimum finds for each request.
@@ -52,7 +49,7 @@ def find_optimum(
     held: dict[int, int] = {}  # a block -> the request that uses it next
     # (-next use, -depth, block); entries that disagree with `held` are outdated.
     farthest: list[tuple[int, int, int]] = []
-    for request in range(trace.num_requests):
+    for request in trace.requests(on_progress):
         start = offsets[request]
         blocks = ids[start : start + int(used[request])]
         first, last = int(local[request]), int(findable[request])
@@ -64,9 +61,6 @@ def find_optimum(
                 held[block] = use
                 heapq.heappush(farthest, (-use, -depth, block))
         _evict(held, farthest, capacity_blocks, set(blocks))
-        if request % _REQUESTS_PER_REPORT == 0:
-            on_progress(request, trace.num_requests)
-    on_progress(trace.num_requests, trace.num_requests)
     return num_hits
 
 

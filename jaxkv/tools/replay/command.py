@@ -14,6 +14,7 @@ from jaxkv.tools.files import (
     HTML_OPTION,
     JSON_OPTION,
     PLOT_OPTION,
+    QUIET_OPTION,
     check_extra,
     check_files,
     model_errors,
@@ -51,16 +52,16 @@ ALL = "all"
 
 TRACE_OPTIONS = f"""\
 trace:
-  TRACE...  a file in Mooncake's or the normalised format, plain or .gz;
-      the files of one recording; or {_SYNTHETIC}[:REQUESTS]
+  TRACE...  trace file (Mooncake's or normalised format, plain or .gz), files of
+      one recording, or {_SYNTHETIC}[:REQUESTS]
   --block-size N  tokens per block (default: the recording's, else {BLOCK_SIZE})"""
 
 POLICY_OPTION = f"""\
   --policy NAME,...  {", ".join([*policy_names(), AUTO])} (default: {ALL})"""
 
 DEVICE_OPTION = """\
-  --device-blocks N  prefix cache of N blocks on the device, 0 for none (default:
-      the recording's, else none)"""
+  --device-blocks N  device prefix cache of N blocks, 0 for none (default: the
+      recording's, else none)"""
 
 FLEET_OPTIONS = f"""\
   --engines N  engines that share the requests (default: 1)
@@ -69,13 +70,13 @@ FLEET_OPTIONS = f"""\
 
 ADMISSION_OPTIONS = """\
 admission, with every policy:
-  --store-threshold N  store only blocks that N requests have asked for (default: 0,
-      all blocks)
-  --max-unseen-blocks N  store at most N blocks per request that no request has asked
-      for before (default: all)
-  --max-offload-tokens N  store only the first N tokens per request (default: all)
-  --prompt-only  do not store blocks that outputs filled, which only recorded
-      traces have (default: store them)"""
+  --store-threshold N  store a block once N requests have asked for it (default: 0,
+      store all)
+  --max-unseen-blocks N  per request, store at most N blocks that no request has
+      asked for before (default: all)
+  --max-offload-tokens N  per request, store only the first N tokens (default: all)
+  --prompt-only  do not store blocks that outputs filled; only recordings list them
+      (default: store them)"""
 
 PARSERS = dict.fromkeys(
     ("--device-blocks", "--store-threshold", "--max-unseen-blocks"),
@@ -84,32 +85,33 @@ PARSERS = dict.fromkeys(
 
 USAGE = Usage(
     "jaxkv replay",
-    "Replay a trace of requests with several cache policies and capacities, and with "
-    "the optimum, which knows the future. Prints the share of the prompts that is "
-    "found as a prefix. No bytes move.",
+    "Replay a request trace against cache policies at several capacities, and against "
+    "the offline optimum. Print the share of the prompts that each finds as a prefix. "
+    "No KV moves.",
     f"""
 {TRACE_OPTIONS}
 
 policies and capacities:
 {POLICY_OPTION}
-  --capacity N,...  blocks, or percent of all (default: {_CAPACITIES}; for
-      a recording, 1/4 to 2 times its host blocks)
-  --no-optimum  leave out the optimum (default: it is the last row)
+  --capacity N,...  host blocks, or percent of the unique blocks (default:
+      {_CAPACITIES}, or 1/4 to 2 times the recorded host)
+  --no-optimum  do not replay the optimum (default: it is the last row)
 
 device and engines:
 {DEVICE_OPTION}
 {FLEET_OPTIONS}
-  --storage-blocks N  store of N blocks, or percent of all, that the
-      engines share and write through (default: none)
+  --storage-blocks N  write-through store of N blocks, or percent, that the engines
+      share (default: none)
 
 {ADMISSION_OPTIONS}
 
 output:
-  --model MODEL  count the prefill FLOPs saved: a config.json, its folder or a name
+  --model MODEL  count prefill FLOPs saved, of a config.json, its folder or a name
       such as {next(iter(NAMED_MODELS))}
 {PLOT_OPTION.format("what is found against the capacity")}
 {JSON_OPTION}
 {HTML_OPTION}
+{QUIET_OPTION}
 """,
     {**PARSERS, "--capacity": str, "--storage-blocks": str},
 )
@@ -138,7 +140,7 @@ def run(args: Args) -> int:
         policies.append(OPTIMUM)
     if fleets[-1].storage_blocks:
         policies.append(STORE_ALONE)
-    with show_progress() as on_progress:
+    with show_progress(is_quiet=args.quiet) as on_progress:
         results = sweep(
             trace, policies, capacities, on_progress, device_blocks, admission, fleets
         )

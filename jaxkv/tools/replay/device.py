@@ -22,16 +22,13 @@ counted once for all policies and capacities.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys, words_to_keys
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tools.replay.traces import Trace, keys_of
-
-_REQUESTS_PER_REPORT = 256
+from jaxkv.tools.replay.traces import OnCount, Trace, keys_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +57,7 @@ class DeviceHits:
 def find_on_device(
     trace: Trace,
     num_blocks: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnCount = lambda done, total: None,
 ) -> DeviceHits:
     """Count what a device finds of each request, by the rules of `DeviceBlockPool`.
 
@@ -77,11 +74,8 @@ def find_on_device(
     device = fit_device(trace, num_blocks)
     cache = DeviceCache(trace, device)
     hits = np.zeros(trace.num_requests, np.int64)
-    for request in range(trace.num_requests):
+    for request in trace.requests(on_progress):
         hits[request] = cache.serve(request)
-        if request % _REQUESTS_PER_REPORT == 0:
-            on_progress(request, trace.num_requests)
-    on_progress(trace.num_requests, trace.num_requests)
     hits.flags.writeable = False
     return dataclasses.replace(device, hits=hits)
 
@@ -133,8 +127,8 @@ class DeviceCache:
         return len(cached)
 
     def _find(self, request: int) -> tuple[PackedKeys, list[int]]:
-        first, device = self._trace.offsets[request], self._device
-        words = keys_of(self._trace.ids[first : first + device.usable[request]])
+        device = self._device
+        words = keys_of(self._trace.blocks_of(request)[: device.usable[request]])
         keys = PackedKeys(words_to_keys(words), words)
         return keys, self._pool.find_prefix(keys[: device.findable[request]])
 

@@ -120,58 +120,34 @@ class Comparison:
             return None
         return float(self.model.prefill_flops(0, self.trace.input_tokens).sum())
 
-    def tokens_of(self, hits: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Turn blocks found of each request (i64[R]) into tokens, if that is known."""
-        trace = self.trace
-        if trace.input_tokens is None or trace.block_size is None:
-            return None
-        return np.minimum(hits * trace.block_size, trace.input_tokens)
-
     def flops_of(self, hits: NDArray[np.int64]) -> float | None:
         """Count the prefill that blocks found (i64[R]) save, if that is known."""
-        tokens = self.tokens_of(hits)
+        tokens = self.trace.tokens_of(hits)
         if tokens is None or self.model is None:
             return None
         return float(self.model.prefill_flops(0, tokens).sum())
 
     @functools.cached_property
     def measures(self) -> list[Measure]:
-        """All known measures, blocks first; with a device, of both tiers and the host.
-
-        What cannot be known without lengths, or without a model, is left out.
-        """
-        trace = self.trace
-        kinds: list[tuple[str, str, str, float, Callable[..., float]]] = [
-            (
-                "blocks",
-                "Prefix blocks found",
-                f"{trace.num_block_refs:,}",
-                trace.num_block_refs,
-                lambda hits: float(hits.sum()),
-            )
-        ]
+        """The measures that are known, blocks first; with a device, each twice."""
+        trace, flops = self.trace, self.prefill_flops
+        num_blocks = trace.num_block_refs
+        measures = self._measure(
+            *("blocks", "Prefix blocks found", f"{num_blocks:,}", num_blocks),
+            lambda hits: float(hits.sum()),
+        )
         if trace.input_tokens is not None and trace.block_size is not None:
             num_tokens = int(trace.input_tokens.sum())
-            kinds.append(
-                (
-                    "tokens",
-                    "Prefix tokens found",
-                    f"{num_tokens:,}",
-                    num_tokens,
-                    lambda hits: float(_known(self.tokens_of(hits)).sum()),
-                )
+            measures += self._measure(
+                *("tokens", "Prefix tokens found", f"{num_tokens:,}", num_tokens),
+                lambda hits: float(_known(trace.tokens_of(hits)).sum()),
             )
-        if self.prefill_flops is not None and trace.block_size is not None:
-            kinds.append(
-                (
-                    "flops",
-                    "Prefill FLOPs saved",
-                    format_flops(self.prefill_flops),
-                    self.prefill_flops,
-                    lambda hits: _known(self.flops_of(hits)),
-                )
+        if flops is not None and trace.block_size is not None:
+            measures += self._measure(
+                *("flops", "Prefill FLOPs saved", format_flops(flops), flops),
+                lambda hits: _known(self.flops_of(hits)),
             )
-        return [measure for kind in kinds for measure in self._measure(*kind)]
+        return measures
 
     @functools.cached_property
     def main_measures(self) -> list[Measure]:

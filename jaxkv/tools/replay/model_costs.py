@@ -27,13 +27,15 @@ from jaxkv.tools.model_config import (
     check_dtype,
     dtype_of,
     find_config,
-    head_dim_of,
+    kv_shape_of,
     number_of,
 )
 
 _MAX_LAYERS = 10_000
 _MAX_KV_BYTES = 1 << 30
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+# What limits the tokens that a token sees in layers of a kind.
+_WINDOWS = {_FULL: None, _SLIDING: "sliding_window", _CHUNKED: "attention_chunk_size"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,16 +197,12 @@ def make_model_costs(
         raise ValueError(f"{num_layers=} must be at most {_MAX_LAYERS}")
     hidden = number_of(config, "hidden_size")
     dtype = check_dtype(kv_dtype) if kv_dtype else dtype_of(config)
-    attention, per_layer = _attention(config, hidden, jnp.dtype(dtype).itemsize)
-    windows = _windows(config, family, num_layers)
+    attention, per_layer = _attention(config, hidden, dtype)
+    kinds = _layer_kinds(config, family, num_layers)
     layers = tuple(
-        dataclasses.replace(
-            attention,
-            num_layers=windows.count(window),
-            window=window[0],
-            is_chunked=window[1],
-        )
-        for window in dict.fromkeys(windows)
+        _attention_of(kind, kinds.count(kind), attention, config)
+        for number, kind in enumerate(kinds)
+        if kind not in kinds[:number]
     )
     kv_bytes = num_layers * attention.kv_bytes_per_token
     if kv_bytes > _MAX_KV_BYTES:
@@ -309,74 +307,60 @@ def _refuse(config: Mapping[str, Any], family: str) -> None:
 
 
 def _attention(
-    config: Mapping[str, Any], hidden: int, itemsize: int
+    config: Mapping[str, Any], hidden: int, dtype: str
 ) -> tuple[AttentionLayers, int]:
     """Return one layer's attention, and the parameters of its matrices."""
-    heads = number_of(config, "num_attention_heads")
-    if "kv_lora_rank" in config:  # MLA
-        rank = number_of(config, "kv_lora_rank")
-        rope = number_of(config, "qk_rope_head_dim")
-        key_dim = number_of(config, "qk_nope_head_dim") + rope
-        value_dim = number_of(config, "v_head_dim")
-        if "q_lora_rank" in config:
-            query_rank = number_of(config, "q_lora_rank")
-            queries = query_rank * (hidden + heads * key_dim)
-        else:
-            queries = hidden * heads * key_dim
-        down = hidden * (rank + rope)
-        up = rank * heads * (key_dim - rope + value_dim)
-        parameters = queries + down + up + heads * value_dim * hidden
-        pair_flops = 2 * heads * (key_dim + value_dim)
-        return AttentionLayers(1, (rank + rope) * itemsize, pair_flops), parameters
-    kv_heads = number_of(config, "num_key_value_heads", "num_attention_heads")
-    dim = head_dim_of(config)
-    parameters = 2 * hidden * dim * (heads + kv_heads)
-    kv_bytes = 2 * kv_heads * dim * itemsize
-    layer = AttentionLayers(1, kv_bytes, 4 * heads * dim, num_kv_heads=kv_heads)
-    return layer, parameters
+    heads, kv = number_of(config, "num_attention_heads"), kv_shape_of(config)
+    kv_bytes = kv.num_values * jnp.dtype(dtype).itemsize
+    if kv.num_heads:
+        parameters = 2 * hidden * kv.head_dim * (heads + kv.num_heads)
+        pair_flops = 4 * heads * kv.head_dim
+        layer = AttentionLayers(1, kv_bytes, pair_flops, num_kv_heads=kv.num_heads)
+        return layer, parameters
+    rank, rope = (
+        number_of(config, key) for key in ("kv_lora_rank", "qk_rope_head_dim")
+    )
+    key_dim = number_of(config, "qk_nope_head_dim") + rope
+    value_dim = number_of(config, "v_head_dim")
+    if "q_lora_rank" in config:
+        query_rank = number_of(config, "q_lora_rank")
+        queries = query_rank * (hidden + heads * key_dim)
+    else:
+        queries = hidden * heads * key_dim
+    down = hidden * (rank + rope)
+    up = rank * heads * (key_dim - rope + value_dim)
+    parameters = queries + down + up + heads * value_dim * hidden
+    pair_flops = 2 * heads * (key_dim + value_dim)
+    return AttentionLayers(1, kv_bytes, pair_flops), parameters
 
 
-def _windows(
-    config: Mapping[str, Any], family: str, num_layers: int
-) -> list[tuple[int | None, bool]]:
-    """Return each layer's window, and whether it is chunked."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = _layer_kinds(config, family, num_layers)
-    elif not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ValueError(
-            f"layer_types={shown(kinds)} must have an entry for each of the "
-            f"{num_layers} layers"
-        )
-    windows: list[tuple[int | None, bool]] = []
-    for kind in kinds:
-        if kind == _FULL:
-            windows.append((None, False))
-        elif kind == _SLIDING:
-            windows.append((number_of(config, "sliding_window"), False))
-        elif kind == _CHUNKED:
-            windows.append((number_of(config, "attention_chunk_size"), True))
-        else:
-            raise ValueError(
-                f"a layer of type {shown(kind)} is not known here; {_HINT}"
-            )
-    return windows
+def _attention_of(
+    kind: Any, num_layers: int, attention: AttentionLayers, config: Mapping[str, Any]
+) -> AttentionLayers:
+    """Return the layers of a kind of attention."""
+    if not isinstance(kind, str) or kind not in _WINDOWS:
+        raise ValueError(f"a layer of type {shown(kind)} is not known here; {_HINT}")
+    key = _WINDOWS[kind]
+    window = None if key is None else number_of(config, key)
+    return dataclasses.replace(
+        attention,
+        num_layers=num_layers,
+        window=window,
+        is_chunked=kind == _CHUNKED,
+    )
 
 
-def _layer_kinds(config: Mapping[str, Any], family: str, num_layers: int) -> list[str]:
-    """Return each layer's attention, where the configuration has no list of them."""
+def _layer_kinds(config: Mapping[str, Any], family: str, num_layers: int) -> list[Any]:
+    """Return each layer's attention."""
     layers = range(num_layers)
+    if "layer_types" in config:
+        return _per_layer(config, "layer_types", num_layers)
     if family.startswith("llama4"):
         # Every fourth layer, which has no rotary embedding, sees all.
-        sees_all = config.get("no_rope_layers") or [
-            int((layer + 1) % 4 != 0) for layer in layers
-        ]
-        if not isinstance(sees_all, list) or len(sees_all) != num_layers:
-            raise ValueError(
-                f"no_rope_layers={shown(sees_all)} must have an entry for each of the "
-                f"{num_layers} layers"
-            )
-        return [_CHUNKED if has_rope else _FULL for has_rope in sees_all]
+        has_ropes: list[Any] = [(layer + 1) % 4 != 0 for layer in layers]
+        if config.get("no_rope_layers"):
+            has_ropes = _per_layer(config, "no_rope_layers", num_layers)
+        return [_CHUNKED if has_rope else _FULL for has_rope in has_ropes]
     if family == "gpt_oss":
         return [_FULL if layer % 2 else _SLIDING for layer in layers]
     if "sliding_window" not in config or config.get("use_sliding_window") is False:
@@ -449,6 +433,17 @@ def _sparse_layers(
     first = _count(config, "first_k_dense_replace")
     every = _count(config, "moe_layer_freq", 1) or 1
     return [layer >= first and layer % every == 0 for layer in layers]
+
+
+def _per_layer(config: Mapping[str, Any], key: str, num_layers: int) -> list[Any]:
+    """Return a list that has an entry for each layer."""
+    values = config[key]
+    if not isinstance(values, list) or len(values) != num_layers:
+        raise ValueError(
+            f"{key}={shown(values)} must have an entry for each of the {num_layers} "
+            "layers"
+        )
+    return values
 
 
 def _list(config: Mapping[str, Any], key: str) -> list[Any]:

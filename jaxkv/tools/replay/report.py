@@ -295,7 +295,7 @@ def _amounts(
 ) -> dict[str, Any]:
     """Return what blocks found (i64[R]) come to."""
     amounts: dict[str, Any] = {f"num_{where}hit_blocks": int(hits.sum())}
-    tokens, flops = comparison.tokens_of(hits), comparison.flops_of(hits)
+    tokens, flops = comparison.trace.tokens_of(hits), comparison.flops_of(hits)
     if tokens is not None:
         amounts[f"{where}hit_tokens"] = int(tokens.sum())
     if flops is not None:

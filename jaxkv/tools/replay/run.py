@@ -43,15 +43,13 @@ from jaxkv.tools.replay.device import (
 )
 from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet, SharedStore, choose_engines
 from jaxkv.tools.replay.serve import Facts, OnDevice, Request, serve
-from jaxkv.tools.replay.traces import Trace, keys_of
+from jaxkv.tools.replay.traces import OnCount, Trace, keys_of
 
 OPTIMUM = "optimum"
 """The name of Belady's rule (`jaxkv.tools.replay.belady`) among the policies."""
 
 STORE_ALONE = "store alone"
 """The name of no host at all, but the shared store, among the policies."""
-
-_REQUESTS_PER_REPORT = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +112,7 @@ def replay(
     policy: str | PolicyMaker,
     trace: Trace,
     capacity_blocks: int,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnCount = lambda done, total: None,
     device: DeviceHits | None = None,
     admitted: Admitted | None = None,
     fleet: Fleet = ONE_ENGINE,
@@ -167,7 +165,7 @@ def replay(
             trace, engines, blocks, device, admitted, fleet, store, on_progress
         )
         num_hits = served.hits
-    hit_tokens, input_tokens = _count_tokens(trace, num_hits)
+    tokens = trace.tokens_of(num_hits)
     num_hits.flags.writeable = False
     has_both = fleet.storage_blocks and policy != STORE_ALONE
     return ReplayResult(
@@ -176,8 +174,10 @@ def replay(
         num_requests=trace.num_requests,
         num_block_refs=trace.num_block_refs,
         num_hit_blocks=int(num_hits.sum()),
-        input_tokens=input_tokens,
-        hit_tokens=hit_tokens,
+        input_tokens=None
+        if trace.input_tokens is None
+        else int(trace.input_tokens.sum()),
+        hit_tokens=None if tokens is None else int(tokens.sum()),
         num_refused=0 if served is None else served.num_refused,
         compile_s=ready_s - begun_s,
         wall_s=time.perf_counter() - ready_s,
@@ -208,7 +208,7 @@ def _serve_all(
     admitted: Admitted | None,
     fleet: Fleet,
     store: SharedStore | None,
-    on_progress: Callable[[int, int], None],
+    on_progress: OnCount,
 ) -> _Served:
     """Serve all requests, one after the other."""
     hits, stores, fetches, served_by = np.zeros((4, trace.num_requests), np.int64)
@@ -218,9 +218,8 @@ def _serve_all(
         used = device.usable
     routed = choose_engines(trace, fleet)
     on_arrival = None if store is None else store.write
-    for number in range(trace.num_requests):
-        start = trace.offsets[number]
-        ids = trace.ids[start : start + used[number]]
+    for number in trace.requests(on_progress):
+        ids = trace.blocks_of(number)[: used[number]]
         asked_here = min(int(num_asked[number]), len(ids))
         findable = asked_here if device is None else int(device.findable[number])
         if routed is not None:
@@ -242,6 +241,7 @@ def _serve_all(
             part = OnDevice(int(device.hits[number]), findable, running)
         request = Request(keys, asked_here, facts if engine.listens else None, part)
         if admitted is not None:
+            start = trace.offsets[number]
             passes = admitted.passes[start : start + len(ids)]
             if engine.gate is not None:
                 passes = np.array(engine.gate.note(number)[: len(ids)], np.bool_)
@@ -257,9 +257,6 @@ def _serve_all(
         if engine.auto is not None:
             engine.auto.note(request, facts)
         num_refused += is_refused
-        if number % _REQUESTS_PER_REPORT == 0:
-            on_progress(number, trace.num_requests)
-    on_progress(trace.num_requests, trace.num_requests)
     for counts in (stores, fetches, served_by):
         counts.flags.writeable = False
     if device is not None:
@@ -281,7 +278,9 @@ def sweep(
     Returns the results: the first policy at every capacity, then the same with the next
     fleet, then the next policy.
     """
-    named = [(_check_name(policy), policy) for policy in policies]
+    policies = list(policies)
+    for policy in policies:
+        _check_name(policy)
     if min(capacities, default=1) < 1:
         raise ValueError(f"{capacities=} must be at least 1 each.")
     device = None
@@ -296,22 +295,28 @@ def sweep(
     if admission is not None:
         report_admission = partial(on_progress, "admission")
         admitted = find_admitted(trace, admission, report_admission, device)
-    lock, stopped = threading.Lock(), threading.Event()
+    runs = [
+        (policy, fleet, capacity)
+        for policy in policies
+        for fleet in fleets
+        if fleet.storage_blocks or policy != STORE_ALONE
+        # Without hosts their capacity is nothing.
+        for capacity in capacities[: 1 if policy == STORE_ALONE else None]
+    ]
+    label, total = f"replaying, {len(runs)} runs", len(runs) * trace.num_requests
+    num_done, lock, stopped = [0] * len(runs), threading.Lock(), threading.Event()
 
-    def run(
-        name: str, policy: str | PolicyMaker, capacity: int, fleet: Fleet
-    ) -> ReplayResult:
-        label = f"{name}, {capacity:,} blocks"
-        if fleet.storage_blocks:
-            label += f", store of {fleet.storage_blocks:,}"
+    def run(number: int) -> ReplayResult:
+        policy, fleet, capacity = runs[number]
 
-        def report(done: int, total: int) -> None:
+        def report(done: int, _: int) -> None:
             if stopped.is_set():
                 raise CancelledError
             with lock:
-                on_progress(label, done, total)
+                num_done[number] = done
+                on_progress(label, sum(num_done), total)
 
-        report(0, trace.num_requests)
+        report(0, 0)
         return replay(policy, trace, capacity, report, device, admitted, fleet)
 
     # A thread per core: LRU at four capacities took 11.6 s on two cores and 16.8 s on
@@ -319,14 +324,7 @@ def sweep(
     # program; with equal ones, four caches took 0.98 of the time of four loops under
     # `lax.map`, and 1.5 times as long under `vmap` (CPU).
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [
-            pool.submit(run, name, policy, capacity, fleet)
-            for name, policy in named
-            for fleet in fleets
-            if fleet.storage_blocks or policy != STORE_ALONE
-            # Without hosts their capacity is nothing.
-            for capacity in capacities[: 1 if policy == STORE_ALONE else None]
-        ]
+        futures = [pool.submit(run, number) for number in range(len(runs))]
         try:
             results = [future.result() for future in futures]
         except BaseException:
@@ -424,16 +422,3 @@ def _check_name(policy: str | PolicyMaker) -> str:
     if policy not in (OPTIMUM, STORE_ALONE, AUTO):
         get_policy_maker(policy)
     return policy
-
-
-def _count_tokens(
-    trace: Trace, num_hits: NDArray[np.int64]
-) -> tuple[int | None, int | None]:
-    """Return the tokens found and requested, from the blocks found (i64[R])."""
-    if trace.input_tokens is None:
-        return None, None
-    input_tokens = int(trace.input_tokens.sum())
-    if trace.block_size is None:
-        return None, input_tokens
-    hit_tokens = np.minimum(num_hits * trace.block_size, trace.input_tokens)
-    return int(hit_tokens.sum()), input_tokens

@@ -27,8 +27,8 @@ import os
 import pathlib
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -52,6 +52,10 @@ _GZIP_MAGIC = b"\x1f\x8b"
 MAX_TOKENS = 1 << 30
 """Tokens of a request at most; beyond, sums of pairs of tokens would not fit int64."""
 
+OnCount: TypeAlias = Callable[[int, int], None]
+"""Called with the number of requests that are done, and of all."""
+
+_REQUESTS_PER_REPORT = 256
 _MAX_LETTERS = 1 << 26  # Of a line; ten million tokens need a fifth.
 _MOST = (1 << 53) - 1  # Of other numbers, so that a float is exact.
 
@@ -74,6 +78,7 @@ class Recording:
     policy: str | None = None
     host_blocks: int | None = None  # Blocks of its host tier, if known
     device_blocks: int | None = None  # Blocks of its device, if known
+    device_kind: str | None = None  # What JAX calls its device, if known
 
     @property
     def num_device_hit_tokens(self) -> int:
@@ -133,6 +138,26 @@ class Trace:
             return self.num_blocks
         return self.num_blocks - self.num_output_blocks
 
+    def blocks_of(self, request: int) -> NDArray[np.int32]:
+        """Return the blocks of a request: i32[n]."""
+        return self.ids[self.offsets[request] : self.offsets[request + 1]]
+
+    def tokens_of(self, hits: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Turn blocks found per request (i64[R]) into tokens; None if unknown."""
+        if self.input_tokens is None or self.block_size is None:
+            return None
+        return np.minimum(hits * self.block_size, self.input_tokens)
+
+    def requests(
+        self, on_progress: OnCount = lambda done, total: None
+    ) -> Iterator[int]:
+        """Yield the number of each request; report progress on the way."""
+        for number in range(self.num_requests):
+            yield number
+            if number % _REQUESTS_PER_REPORT == 0:
+                on_progress(number, self.num_requests)
+        on_progress(self.num_requests, self.num_requests)
+
 
 def keys_of(ids: NDArray[Any]) -> NDArray[np.uint32]:
     """Make keys of a trace's blocks.
@@ -168,34 +193,33 @@ def make_trace(
     (2, 4, 5)
     """
     packed = [_packed(request) for request in requests]
-    num_requests = len(packed)
     offsets = np.cumsum([0, *map(len, packed)])
     ids, num_unique = _number(packed)
     if not num_unique:
         raise ValueError(f"The trace {name!r} must have a request with a full block.")
     if output_tokens is None:
-        output_tokens = np.full(num_requests, -1)
+        output_tokens = np.full(len(packed), -1)
     if stops is None:
-        stops = itertools.repeat(None, num_requests)
+        stops = [None] * len(packed)
     return Trace(
         name=name,
         ids=ids,
         offsets=offsets,
-        time_ms=np.zeros(num_requests)
+        time_ms=np.zeros(len(packed))
         if time_ms is None
         else np.asarray(time_ms, np.float64),
-        input_tokens=None
-        if input_tokens is None
-        else np.asarray(input_tokens, np.int64),
+        input_tokens=_counts(input_tokens),
         block_size=block_size,
         num_unique_blocks=num_unique,
         output_tokens=np.asarray(output_tokens, np.int64),
         stops=np.array([STOPS.index(stop) for stop in stops], np.int8),
-        num_output_blocks=None
-        if num_output_blocks is None
-        else np.asarray(num_output_blocks, np.int64),
+        num_output_blocks=_counts(num_output_blocks),
         recording=recording,
     )
+
+
+def _counts(values: ArrayLike | None) -> NDArray[np.int64] | None:
+    return None if values is None else np.asarray(values, np.int64)
 
 
 def _packed(ids: Sequence[int]) -> Sequence[int]:
@@ -340,6 +364,7 @@ def _join(
         facts.get("policy"),
         facts.get("host_blocks"),
         facts.get("device_blocks"),
+        facts.get("device_kind"),
     )
 
 
@@ -563,8 +588,9 @@ def _parse_header(fields: dict[str, Any], block_size: int | None) -> _Header:
     for name in ("host_blocks", "device_blocks"):
         if fields.get(name) is not None:
             _parse_count(fields, name, "blocks")
-    if not isinstance(policy := fields.get("policy"), str | None):
-        raise _BadLineError(f"'policy' must be a name, not {_show(policy)}")
+    for name in ("policy", "device_kind"):
+        if not isinstance(value := fields.get(name), str | None):
+            raise _BadLineError(f"{name!r} must be a name, not {_show(value)}")
     return _Header(
         own_size,
         _parse_count(fields, "began_unix_ms", "milliseconds", 0),

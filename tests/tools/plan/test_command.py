@@ -2,14 +2,17 @@
 
 import html
 import json
+import pathlib
 import re
 import types
 
+import jax
 import pytest
 
 from jaxkv.config import OffloadConfig
 from jaxkv.policies import policy_names
 from jaxkv.tools.plan import report as plan_report
+from jaxkv.tools.plan.accelerators import ACCELERATORS, measure_flops_per_s
 from jaxkv.tools.replay.device import fit_device
 from jaxkv.tools.replay.fleet import Fleet
 from jaxkv.tools.replay.run import replay
@@ -17,8 +20,10 @@ from jaxkv.tools.replay.synthetic import make_synthetic_trace
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 COMMAND = "jaxkv.tools.plan.command"
-MODEL = "llama-3.1-8b"
+SPEEDS = "jaxkv.tools.plan.speeds"
+MODEL = "llama-3.1-8b --accelerator h100"
 BLOCK = 512 * 128 << 10
 REST = f"--model {MODEL} --host-bytes 1GiB --policy lru"
 SMALL = f"synthetic:60 {REST}"
@@ -79,12 +84,14 @@ def test_it_prints_draws_and_writes(plan, tmp_path):
     assert max(len(line) for line in out.splitlines() if "  " in line) <= 80
     for words in (
         "llama-3.1-8b: 128 KiB of KV a token (bfloat16), 64 MiB a block",
-        "25 GB/s (assumed) after 1 ms (assumed)",
-        "396 TFLOP/s (an H100's 989, assumed, at 40%, assumed)",
+        "h100, each device with 80 GB of HBM at 3,350 GB/s",
+        "64 GB/s (the peak of h100) after 1 ms (assumed)",
+        "396 TFLOP/s (h100's 990, at 40%, assumed)",
     ):
         assert words in out
-    assert figures["speeds"]["load_bytes_per_s"] == {"value": 25e9, "source": "assumed"}
-    assert figures["speeds"]["prefill_flops_per_s"]["value"] == 989e12 * 0.4
+    load = {"value": 64e9, "source": "the peak of h100"}
+    assert figures["speeds"]["load_bytes_per_s"] == load
+    assert figures["speeds"]["prefill_flops_per_s"]["value"] == 990e12 * 0.4
     rows = {(r["policy"], r["host_bytes"]): r for r in figures["rows"]}
     sizes = 512 << 20, 2 << 30
     assert list(rows) == [(policy, s) for policy in ("lru", "slru") for s in sizes]
@@ -175,7 +182,7 @@ def test_speeds_are_measured_if_asked(plan, refused, monkeypatch):
             **{n: types.SimpleNamespace(p50_gb_per_s=v) for n, v in speeds.items()}
         )
 
-    monkeypatch.setattr(f"{COMMAND}.measure_bandwidth", measure)
+    monkeypatch.setattr(f"{SPEEDS}.measure_bandwidth", measure)
     figures, out = plan(f"{SMALL} --measure")
     assert figures["speeds"]["load_bytes_per_s"]["value"] == 6e9
     assert figures["speeds"]["store_bytes_per_s"]["value"] == 3e9
@@ -184,9 +191,83 @@ def test_speeds_are_measured_if_asked(plan, refused, monkeypatch):
     def fail(mode, on_progress):
         raise MemoryError("too little")
 
-    monkeypatch.setattr(f"{COMMAND}.measure_bandwidth", fail)
+    monkeypatch.setattr(f"{SPEEDS}.measure_bandwidth", fail)
     err = refused(f"plan {SMALL} --measure")
     assert err == "jaxkv plan: error: --measure: too little\n"
+
+
+def recorded_trace(tmp_path, **facts):
+    """Write a recording whose header has these facts."""
+    header = {"format": "jaxkv trace 1", "block_size": 512, **facts}
+    lines = [{"t": i, "in": 1100, "out": 5, "ids": [1, 2]} for i in range(9)]
+    path = tmp_path / "recorded.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in (header, *lines)))
+    return path
+
+
+def test_the_speeds_are_those_of_the_recordings_device_or_else_of_this_machine(
+    plan, refused, tmp_path, monkeypatch
+):
+    rest = "--model llama-3.1-8b --host-bytes 1GiB --policy lru"
+
+    def speeds_of(options="", **facts):
+        figures, _ = plan(f"{recorded_trace(tmp_path, **facts)} {rest} {options}")
+        speeds = figures["speeds"]
+        names = "load_bytes_per_s", "prefill_flops_per_s"
+        return [(speeds[name]["value"], speeds[name]["source"]) for name in names]
+
+    def run_on(kind):
+        monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(**kind)])
+
+    run_on({"device_kind": "TPU v5 lite", "platform": "tpu"})
+    recorded = speeds_of(device_kind="TPU v6 lite")
+    peak = "v6e's 918, at 40%, assumed"
+    assert recorded == [(32e9, "the peak of v6e"), (0.4 * 918e12, peak)]
+    ((link, _), (flops, _)) = speeds_of()
+    assert (link, flops) == (15e9, 0.4 * 197e12)
+    ((link, _), (flops, _)) = speeds_of("--accelerator h200", device_kind="TPU v2")
+    assert (link, flops) == (64e9, 0.4 * 990e12)
+    # No source describes this CPU, so it is measured.
+    run_on({"device_kind": "cpu", "platform": "cpu"})
+    monkeypatch.setattr(f"{SPEEDS}.measure_flops_per_s", lambda: 1e11)
+    speed = types.SimpleNamespace(p50_gb_per_s=3.0)
+    measured = types.SimpleNamespace(load=speed, save=speed)
+    monkeypatch.setattr(f"{SPEEDS}.measure_bandwidth", lambda *_: measured)
+    here = "measured here, on cpu"
+    peak = f"0.1, {here}, at 40%, assumed"
+    assert speeds_of() == [(3e9, here), (0.4 * 1e11, peak)]
+    for options, facts, message in (
+        ("", {"device_kind": "TPU v2"}, "the recording's device is 'TPU v2', whose sp"),
+        ("--accelerator tpu7x", {}, "no source gives the link to the host of tpu7x"),
+        ("--accelerator v4", {}, "unknown 'v4': choose from v5e, v5p, v6e, tpu7x, h1"),
+        (
+            "--accelerator v5e --device-bytes 15GiB",
+            {},
+            "15 GiB are more than the HBM ",
+        ),
+    ):
+        err = refused(f"plan {recorded_trace(tmp_path, **facts)} {rest} {options}")
+        assert message in err
+
+
+def test_the_page_has_the_speeds_of_every_accelerator():
+    text = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
+    rows = {}
+    for line in re.findall(r"^\| `(\w+)`(?: \(SXM\))? \| (.*) \|$", text, re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line[1]).replace(",", "")
+        rows[line[0]] = [float(number) for number in re.findall(r"\d+", words)]
+    for name, accelerator in ACCELERATORS.items():
+        units = 1e12, 1e9, 1e9, 1e9
+        peaks = [
+            round(peak / unit)
+            for peak, unit in zip(accelerator[2:], units, strict=True)
+            if peak is not None
+        ]
+        assert rows[name] == peaks, name
+
+
+def test_flops_are_measured():
+    assert 1e6 < measure_flops_per_s() < 1e16
 
 
 def test_sizes_go_up_to_what_the_trace_needs_or_the_machine_has(
@@ -275,7 +356,7 @@ def test_the_device_in_front_is_counted_in_bytes_too(plan, tmp_path):
     assert "Tokens found beyond the device" in out
     # It may be larger than the trace.
     trace = made_up_trace(tmp_path, [range(9), range(9)], name="[red]a:smile:")
-    figures, out = plan(f"{trace} {REST} --device-bytes 900TiB")
+    figures, out = plan(f"{trace} {REST} --device-bytes 50GiB")
     assert figures["recommendation"]["reason"] == "device suffices"
     assert "Trace    [red]a:smile:: 2 requests in 1 s" in out
 

@@ -11,6 +11,7 @@ from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.plan.plan import (
     Demand,
     PlanRow,
+    Setting,
     capacities_of,
     find_returning,
     make_plan,
@@ -43,7 +44,8 @@ def plan_of(
     sizes = [each * block_bytes(model) for each in blocks]
     capacities = sorted(set(capacities_of(sizes, trace, model)))
     results = sweep(trace, policies, capacities, device_blocks=device_blocks)
-    return make_plan(trace, model, speeds, sizes, results, num_devices), results
+    setting = Setting(trace, model, speeds, {}, num_devices=num_devices)
+    return make_plan(setting, sizes, results), results
 
 
 def nearest_rank(values, percent):
@@ -168,6 +170,17 @@ def test_what_returns_is_what_a_set_of_all_blocks_has():
             assert find_returning(trace).tolist() == expected
 
 
+def worst_share(kept, policy, size):
+    """The least share of the best that a policy saves at the sizes below one."""
+    worst = 1.0
+    for smaller in {r.host_bytes for r in kept if r.host_bytes < size}:
+        top = max(r.saved_s for r in kept if r.host_bytes == smaller)
+        for row in kept:
+            if (row.policy, row.host_bytes) == (policy, smaller) and top:
+                worst = min(worst, row.saved_s / top)
+    return worst
+
+
 def choose_plainly(demand, rows):
     """The rule of docs/sizing.md in other words: the reason, the size, the policy."""
     kept = [r for r in rows if r.store_use is None or r.store_use <= 1]
@@ -179,24 +192,26 @@ def choose_plainly(demand, rows):
                 top = max(r.saved_s for r in here)
                 if top < 0.9 * best:
                     continue
-                for row in here:
-                    if row.saved_s >= 0.98 * top:
-                        return "pays", size, row.policy
+                alike = [r for r in here if r.saved_s >= 0.98 * top]
+                worst = [worst_share(kept, r.policy, size) for r in alike]
+                at = worst.index(max(worst, key=lambda share: min(share, 0.98)))
+                ahead = worst[at] if worst[at] <= 0.5 else None
+                return "pays", size, alike[at].policy, ahead
     found = max(r.host_tokens for r in rows) / demand.input_tokens
     device = demand.device_tokens / demand.input_tokens
     returning = demand.returning_tokens / demand.input_tokens
     saved = max(r.saved_s for r in rows)
     if device + returning < 0.01:
-        return "nothing returns", None, None
+        return "nothing returns", None, None, None
     if returning < 0.01:
-        return "device suffices", None, None
+        return "device suffices", None, None, None
     if found < 0.01:
-        return "too small", None, None
+        return "too small", None, None, None
     if max(r.found_s for r in rows) / demand.prefill_s < 0.01:
-        return "cheap prefill", None, None
+        return "cheap prefill", None, None, None
     if saved / demand.prefill_s >= 0.01:
-        return "slow stores", None, None
-    return "slow loads", None, None
+        return "slow stores", None, None, None
+    return "slow loads", None, None, None
 
 
 EMPTY = PlanRow(*[0] * len(dataclasses.fields(PlanRow)))
@@ -239,7 +254,7 @@ def test_the_choice_is_the_rules_on_random_rows():
         expected = choose_plainly(demand, rows)
         assert (
             *(choice.reason, row and row.host_bytes),
-            row and row.policy,
+            *(row and row.policy, choice.ahead and choice.share),
         ) == expected
         assert choice.pays == (expected[0] == "pays")
         seen.add(choice.reason)
@@ -291,8 +306,9 @@ def test_what_cannot_be_planned_is_refused():
     ):
         capacities_of([10**6, 15_999], conversations(30), PLAIN)
     bare = make_trace("bare", [[1], [1]])
+    setting, results = Setting(bare, PLAIN, FAST, {}), [replay("lru", bare, 1)]
     with pytest.raises(ValueError, match="'bare' must have token counts"):
-        make_plan(bare, PLAIN, FAST, [16_000], [replay("lru", bare, 1)])
+        make_plan(setting, [16_000], results)
     for changes, message in (
         ({"load_bytes_per_s": 0.0}, "load_bytes_per_s=0.0 must be a number above 0"),
         ({"load_latency_s": -1.0}, "load_latency_s=-1.0 must be"),

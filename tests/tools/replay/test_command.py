@@ -59,14 +59,14 @@ def test_it_prints_draws_and_writes(run_line, tmp_path):
         assert line.split()[-2:] == [f"{100 * ratio:.2f}%" for ratio in ratios]
     assert results["lru", unique]["num_hit_blocks"] == asked - unique
     assert "hits_by_request" not in results["lru", unique]
-    assert err.splitlines() == [f"{p}, {c:,} blocks ..." for p, c in results]
+    assert err == "replaying, 4 runs ... 25% 50% 75% 100%\n"
     assert "Prefix tokens found" in picture.read_text()
 
 
 def test_a_device_and_a_model_add_their_sections(run_line):
     line = f"{SMALL} --device-blocks 80 --model llama-3.1-8b"
     out, err, written = run_line(line)
-    assert err.startswith("device, 80 blocks ...\n")
+    assert err.startswith("device, 80 blocks ... 100%\nreplaying, 4 runs ... 25%")
     device, model = written["device"], written["model"]
     share = device["num_hit_blocks"] / written["trace"]["num_block_refs"]
     assert f"\nDevice        80 blocks, LRU; alone {100 * share:.2f}% of the" in out

@@ -57,7 +57,7 @@ def test_recorded_requests_are_read_in_the_order_of_their_times(tmp_path):
         assert run.host_tokens.tolist() == [4, 0, -1]
         assert (run.num_device_hit_tokens, run.num_host_hit_tokens) == (4, 4)
         assert (run.policy, run.host_blocks, run.device_blocks) == ("lru", 8, 5)
-        assert (run.num_lost, run.notes) == (5, ())
+        assert (run.num_lost, run.notes, run.device_kind) == (5, (), None)
 
 
 def test_files_of_one_secret_are_put_together(tmp_path):
@@ -106,6 +106,7 @@ REFUSED = (
     ({"device_blocks": {"a": 1}}, {}, "'device_blocks' must be a number of blocks"),
     ({"host_blocks": "8"}, {}, "'host_blocks' must be a number of blocks"),
     ({"policy": ["lru"]}, {}, "'policy' must be a name"),
+    ({"device_kind": 7}, {}, "'device_kind' must be a name"),
     ({"part": -1}, {}, "'part' must be a number of files"),
     ({}, {"device": -1}, "'device' must be a number of tokens"),
     ({}, {"host": 1.5}, "'host' must be a number of tokens"),

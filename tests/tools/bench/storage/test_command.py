@@ -35,7 +35,8 @@ def test_it_prints_and_writes_and_leaves_nothing(capsys, tmp_path):
     out, err = capsys.readouterr()
     assert bench(shared, *SMALL, "--sealed") == 0
     assert [path.name for path in shared.iterdir()] == ["of others"]
-    assert err.splitlines() == ["4 KiB blocks ...", "16 KiB blocks ..."]
+    labels = [line.partition(" ...")[0] for line in err.splitlines()]
+    assert labels == ["4 KiB blocks", "16 KiB blocks"]
     assert out.startswith(f"Store        file://{folder}\n")
     assert max(len(line) for line in out.split("GB are")[0].splitlines()[1:]) <= 80
 
@@ -105,6 +106,5 @@ def test_a_signal_leaves_nothing_in_the_folder(tmp_path):
         process.kill()
         process.wait()
     assert process.returncode == 128 + signal.SIGINT
-    [line] = [line for line in log.read_text().splitlines() if line[-3:] != "..."]
-    assert line == "jaxkv bench: interrupted"
+    assert log.read_text().splitlines()[-1] == "jaxkv bench: interrupted"
     assert not any(files for *_, files in os.walk(folder))
