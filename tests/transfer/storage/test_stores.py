@@ -258,7 +258,7 @@ def test_s3_takes_the_credentials_of_the_environment_if_it_has_some(monkeypatch)
     )
     for key in ("test", ""):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
-        tensor_store.open_s3("s3://blocks/p")
+        open_store("s3://blocks/p")
     has_some, has_none = specs
     assert has_some["aws_credentials"] == {"type": "environment"}
     assert "aws_credentials" not in has_none
