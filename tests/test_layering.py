@@ -34,7 +34,7 @@ CEILINGS = {
     "compiling": 990,
     "keys": 785,
     "policies": 4_710,
-    "transfer": 10_620,
+    "transfer": 10_650,
     "tiers": 4_480,
     "search": 570,
     "scheduling": 10_050,
@@ -42,7 +42,7 @@ CEILINGS = {
     "strict": 1_010,
     "config": 955,
     "jaxkv": 95,
-    "tools": 11_540,
+    "tools": 12_010,
     "integrations": 9_070,
 }
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}

@@ -120,6 +120,16 @@ class LocalStore:
                 times.append(max(status.st_mtime_ns, status.st_atime_ns) // 1000)
         return times
 
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Return the bytes of files."""
+        sizes: list[int | None] = []
+        for name in names:
+            try:
+                sizes.append(os.lstat(self._path(name)).st_size)
+            except FileNotFoundError:
+                sizes.append(None)
+        return sizes
+
     def close(self) -> None:
         """Keep everything."""
 

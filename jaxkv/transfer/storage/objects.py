@@ -71,9 +71,10 @@ REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 _XXH3, _HMAC = 1, 2
 _SEALED = struct.Struct("<8sHHI32s32s32sIIQ32x")
 _SEAL_BYTES = 32
-_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})")
-
-_BOUND = re.compile(r"(bound|owner)\.([1-9][0-9]{0,17})\.([0-9a-f]{16})")
+ORDER_NAME = "order"
+ROOT = f"jaxkv{VERSION}"  # The folder of all namespaces
+BLOCK_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})")
+BOUND_NAME = re.compile(r"(bound|owner)\.([1-9][0-9]{0,17})\.([0-9a-f]{16})")
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 """The types of a payload's pieces."""
@@ -84,6 +85,18 @@ class Refusal(NamedTuple):
 
     reason: RefusalReason
     is_ours: bool  # Whether jaxkv wrote it, so that it may be deleted
+
+
+def object_bytes_of(header: Piece) -> int | None:
+    """Return the bytes of an object by its header; None for other objects.
+
+    >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
+    >>> object_bytes_of(blocks.encode(b"k" * 32, [b"payload."])[0])
+    200
+    """
+    if len(header) < HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
+        return None
+    return HEADER_BYTES + int(_SEALED.unpack_from(header)[-1])
 
 
 class ObjectFormat:
@@ -131,7 +144,7 @@ class ObjectFormat:
             identity.update(
                 hmac.digest(self._secret, b"jaxkv storage folder", "sha256")
             )
-        self._folder = f"jaxkv{VERSION}/{identity.hexdigest()[:32]}"
+        self._folder = f"{ROOT}/{identity.hexdigest()[:32]}"
 
     @property
     def folder(self) -> str:
@@ -158,7 +171,7 @@ class ObjectFormat:
         >>> blocks.keys_of(["README", blocks.name(b"k" * 32)])
         ([b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk'], [0])
         """
-        pairs = [match.group(2, 3) for match in self._matches(_NAME, names)]
+        pairs = [match.group(2, 3) for match in self._matches(BLOCK_NAME, names)]
         raw = bytes.fromhex("".join([text for text, _ in pairs]))
         keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
         return keys, [int(shard) for _, shard in pairs]
@@ -181,7 +194,7 @@ class ObjectFormat:
         [Bound(num_blocks=40, is_owners=False)]
         """
         bounds = []
-        for match in self._matches(_BOUND, names):
+        for match in self._matches(BOUND_NAME, names):
             bound = Bound(int(match[2]), match[1] == "owner")
             if hmac.compare_digest(self.bound_name(bound), match.string):
                 bounds.append(bound)
@@ -201,7 +214,7 @@ class ObjectFormat:
     @property
     def order_name(self) -> str:
         """Name the object that records an order of the blocks."""
-        return f"{self._folder}/order"
+        return f"{self._folder}/{ORDER_NAME}"
 
     def check(self, key: BlockKey, payload: Sequence[Bytes]) -> None:
         """Refuse what `encode` would refuse, without reading the bytes."""

@@ -124,6 +124,15 @@ class TimedStore(Protocol):
         ...
 
 
+@runtime_checkable
+class SizedStore(Protocol):
+    """A store that knows the sizes of objects, without using them."""
+
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
+        """Return the bytes that objects take; None for a missing one."""
+        ...
+
+
 def can_list(store: BlobStore) -> bool:
     """Whether a store lists its objects; otherwise an engine probes for each."""
     return bool(getattr(store, "can_list", True))
@@ -249,6 +258,12 @@ class MemoryStore:
         """Return when objects were last written or read."""
         with self._lock:
             return [self._times.get(name, 0) for name in names]
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        """Return the bytes of objects."""
+        with self._lock:
+            blobs = [self._blobs.get(name) for name in names]
+        return [None if blob is None else len(blob) for blob in blobs]
 
     def close(self) -> None:
         """Keep everything for other holders of the same name."""
