@@ -33,16 +33,18 @@ def run(args: Args) -> int:
             file_system = os.statvfs(store.path)
             free_bytes = file_system.f_bavail * file_system.f_frsize
     sizes = [namespace.num_bytes for namespace in namespaces]
+    num_blocks = sum(namespace.num_blocks for namespace in namespaces)
+    num_bytes = sum(size for size in sizes if size is not None)
     figures = {
         "url": store.url,
         "namespaces": len(namespaces),
-        "blocks": sum(namespace.num_blocks for namespace in namespaces),
-        "bytes": sum(size for size in sizes if size is not None),
+        "blocks": num_blocks,
+        "bytes": num_bytes,
         "namespaces_of_unknown_size": sizes.count(None),
         "free_bytes": free_bytes,
     }
     text = (
-        f"{rounded_size(figures['bytes'])} in {figures['blocks']:,} blocks of "
+        f"{rounded_size(num_bytes)} in {num_blocks:,} blocks of "
         f"{len(namespaces)} namespace{'s' * (len(namespaces) != 1)}"
     )
     if sizes.count(None):

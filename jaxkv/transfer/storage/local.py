@@ -50,8 +50,7 @@ class LocalStore:
     def __init__(self, path: str, mode: int = 0o600) -> None:
         self._root = os.path.abspath(path)
         self._mode = mode
-        # Users who may read a folder may enter it.
-        self._folder_mode = 0o100 | mode | (mode & 0o444) >> 2
+        self._folder_mode = folder_mode(mode)
         self._numbers = itertools.count()
         # Unlike a process id, it is unique among machines and later processes.
         self._token = os.urandom(8).hex()
@@ -120,7 +119,7 @@ class LocalStore:
                 times.append(max(status.st_mtime_ns, status.st_atime_ns) // 1000)
         return times
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
         """Return the bytes of files."""
         sizes: list[int | None] = []
         for name in names:
@@ -189,6 +188,15 @@ class LocalStore:
                 # Keep the bit that makes files inherit the folder's group.
                 inherited = os.stat(path).st_mode & stat.S_ISGID
                 os.chmod(path, self._folder_mode | inherited)
+
+
+def folder_mode(mode: int) -> int:
+    """Return the permissions of folders for those of files: readers may enter.
+
+    >>> oct(folder_mode(0o600)), oct(folder_mode(0o660))
+    ('0o700', '0o770')
+    """
+    return 0o100 | mode | (mode & 0o444) >> 2
 
 
 def _read(buffers: Buffers, max_bytes: int, path: str) -> Piece | None:

@@ -153,7 +153,7 @@ class RedisStore:
         now_s = int(time.time())
         return [0 if age_s is None else (now_s - age_s) * 1_000_000 for age_s in idle]
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
         """Return the memory that values take in the server."""
         commands = [("MEMORY USAGE", check_name(name)) for name in names]
         return answers_of(self._run(commands, lambda num_bytes: num_bytes))

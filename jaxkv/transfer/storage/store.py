@@ -259,7 +259,7 @@ class MemoryStore:
         with self._lock:
             return [self._times.get(name, 0) for name in names]
 
-    def sizes(self, names: Sequence[str]) -> list[int | None]:
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
         """Return the bytes of objects."""
         with self._lock:
             blobs = [self._blobs.get(name) for name in names]
