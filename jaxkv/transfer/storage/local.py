@@ -107,27 +107,23 @@ class LocalStore:
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
         """Return when files were last written, or read if that is recorded."""
-        times = []
-        for name in names:
-            try:
-                status = os.stat(self._path(name), follow_symlinks=False)
-            except FileNotFoundError:
-                times.append(0)
-            except OSError as error:
-                raise error_of(error) from error
-            else:
-                times.append(max(status.st_mtime_ns, status.st_atime_ns) // 1000)
-        return times
+        return [
+            0 if status is None else max(status.st_mtime_ns, status.st_atime_ns) // 1000
+            for status in map(self._status, names)
+        ]
 
     def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
         """Return the bytes of files."""
-        sizes: list[int | None] = []
-        for name in names:
-            try:
-                sizes.append(os.lstat(self._path(name)).st_size)
-            except FileNotFoundError:
-                sizes.append(None)
-        return sizes
+        statuses = map(self._status, names)
+        return [None if status is None else status.st_size for status in statuses]
+
+    def _status(self, name: str) -> os.stat_result | None:
+        try:
+            return os.lstat(self._path(name))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise error_of(error) from error
 
     def close(self) -> None:
         """Keep everything."""
