@@ -95,7 +95,7 @@ def make_client(
     store: BlobStore, url: str, shape: tuple[int, int], num_in_flight: int
 ) -> Client | None:
     """Make a client of a store's library; None for stores without a plain one."""
-    if isinstance(store, RedisStore) and not store.is_cluster:
+    if isinstance(store, RedisStore) and not StoreUrl.parse(url).is_cluster:
         return _redis(url)
     if isinstance(store, MooncakeStore):
         return _mooncake(store.client(), shape, num_in_flight)

@@ -59,8 +59,7 @@ from jaxkv.transfer.codecs import Compression, Quantised
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
 from jaxkv.transfer.kernels import KERNELS, MODES, Kernel, Mode
 from jaxkv.transfer.storage.census import Bound
-from jaxkv.transfer.storage.objects import LEAST_SECRET_BYTES
-from jaxkv.transfer.storage.opening import default_probe_s
+from jaxkv.transfer.storage.objects import MIN_SECRET_BYTES
 from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
 from jaxkv.types import PyTree
 
@@ -111,7 +110,7 @@ def _closed_on_error(
 def _check_secret(value: Any) -> str:
     # Drop the final newline of a file, as for environment variables.
     secret = value.strip() if isinstance(value, str) else ""
-    if len(secret.encode()) < LEAST_SECRET_BYTES:
+    if len(secret.encode()) < MIN_SECRET_BYTES:
         raise ValueError
     return secret
 
@@ -535,7 +534,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         """
         chosen = {name: getattr(self, name) for name in keys_of(RuleSettings)}
         if self.storage is not None and self.storage_probe_s is None:
-            chosen["storage_probe_s"] = default_probe_s(self.storage)
+            chosen["storage_probe_s"] = StoreUrl.parse(self.storage).probe_s
         return OffloadRules(**chosen, block_bytes=block_bytes)
 
     def make_scheduler(
@@ -908,7 +907,7 @@ def blank_secret_faults(environ: Mapping[str, str]) -> list[str]:
         return []
     return [
         f"{variable} is set but empty, so blocks would not be signed: set it to at "
-        f"least {LEAST_SECRET_BYTES} bytes, or unset it"
+        f"least {MIN_SECRET_BYTES} bytes, or unset it"
     ]
 
 

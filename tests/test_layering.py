@@ -34,15 +34,15 @@ CEILINGS = {
     "compiling": 990,
     "keys": 785,
     "policies": 4_710,
-    "transfer": 10_940,
+    "transfer": 10_650,
     "tiers": 4_480,
     "search": 570,
     "scheduling": 10_065,
     "observe": 2_240,
     "strict": 1_010,
-    "config": 960,
+    "config": 955,
     "jaxkv": 95,
-    "tools": 11_805,
+    "tools": 12_030,
     "integrations": 9_070,
 }
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}

@@ -3,5 +3,6 @@
 Each has its `command.py`, the options and what becomes of them.
 """
 
-COMMANDS = ("demo", "replay", "plan", "bench", "doctor")
+COMMANDS = ("demo", "replay", "plan", "bench", "doctor", "store")
 BENCHMARKS = ("transfer", "storage")
+SUBCOMMANDS = {"bench": BENCHMARKS, "store": ("ls", "size", "rm")}

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from jaxkv import __version__
 from jaxkv._util import did_you_mean, one_line, shown
-from jaxkv.tools import BENCHMARKS, COMMANDS
+from jaxkv.tools import COMMANDS, SUBCOMMANDS
 from jaxkv.tools.files import formatted_output
 from jaxkv.tools.process import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OUTPUT_ERRORS
 from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, CommandError, UsageError
@@ -21,7 +21,7 @@ _HELP = "-h", "--help"
 def run(argv: Sequence[str]) -> int:
     """Run a command; see `jaxkv.tools.main.main`."""
     name = " ".join(["jaxkv", *[word for word in argv[:1] if word in COMMANDS]])
-    if argv[:1] == ["bench"] and argv[1:] and argv[1] in BENCHMARKS:
+    if argv[1:] and argv[1] in SUBCOMMANDS.get(argv[0], ()):
         name += f" {argv[1]}"
     try:
         code = _run(argv)
@@ -94,12 +94,12 @@ def _list_commands(
 
 
 def _choose(siblings: Mapping[str, ModuleType], words: Sequence[str]) -> ModuleType:
-    """Return the benchmark that the first word names."""
+    """Return the subcommand that the first word names."""
     word = words[0] if words else ""
     if not word or (word.startswith("-") and word not in siblings):
-        raise UsageError(f"name what to measure: choose from {', '.join(siblings)}")
+        raise UsageError(f"name one of these: {', '.join(siblings)}")
     if word not in siblings:
-        raise _unknown("benchmark", word, [*siblings], [])
+        raise _unknown("command", word, [*siblings], [])
     command = siblings[word]
     for sibling in siblings.values():
         for option in (word.partition("=")[0] for word in words[1:]):

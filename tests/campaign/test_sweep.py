@@ -174,7 +174,7 @@ def test_it_finds_a_partial_write_that_is_taken_for_a_whole_one(
     monkeypatch.setattr(local, "_write_all", lambda file, blob: os.writev(file, blob))
     live = live_with_a_folder(calls, folders, begins=True)
     _, _, complaints = sweep(live, {"writev": (SHORT,)})
-    assert any("objects that are not right (torn)" in each for each in complaints)
+    assert any("invalid objects (torn)" in each for each in complaints)
 
 
 def test_it_finds_a_thread_that_is_booked_as_started(calls, folders, monkeypatch):

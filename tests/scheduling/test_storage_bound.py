@@ -136,10 +136,10 @@ def test_what_is_too_much_goes_the_oldest_first(make_store):
             if number < 5:
                 time.sleep(1e-3)
                 # Which records the order of what is there.
-                assert listed(storage, Bound(5)).gone == ()
+                assert listed(storage, Bound(5)).deleted == ()
         ended = listed(storage, Bound(5))
         assert (ended.bound, ended.num_blocks) == (5, 5)
-        assert set(ended.gone) == set(keys[:4])
+        assert set(ended.deleted) == set(keys[:4])
         wait_for(lambda: storage.stats.num_deleted == 4)
 
 

@@ -75,15 +75,15 @@ def wrong(facts, **question):
 SIZES = """
 cpu 64   |           | 56     |
 cpu 64   | host 56   | 56     |
-cpu 64   | host 65   | 56     | wrong: 65 GiB...do not fit: the machine...-> free...56GiB
-cpu 64   | host 60   | 56     | note: 60 GiB...fit, but 56 GiB would be safer...8.00 GiB stay...
-gpu 64   | host 20 device_pool 20 | 56 | wrong: 20 GiB...no more than...ask for more than 20.00 GiB
+cpu 64   | host 65   | 56     | wrong: 65 GiB...does not fit: the machine...-> free...56GiB
+cpu 64   | host 60   | 56     | note: 60 GiB...fits, but 56 GiB would be safer...8.00 GiB is kept...
+gpu 64   | host 20 device_pool 20 | 56 | wrong: 20 GiB...is no more than...ask for more than 20.00 GiB
 gpu 64   | host 21 device_pool 20 | 56 |
 gpu 64   | device_pool 50 | 56 |
-gpu 64   | device_pool 60 | 56 | wrong: the recommended 56 GiB of host memory are no more...
+gpu 64   | device_pool 60 | 56 | wrong: the recommended 56 GiB of host memory is no more...
 cpu 64   | device_pool 16 | 42 |
-cpu 64   | host 48 device_pool 16 | 42 | note: 48 GiB...fit, but 42 GiB would be safer...
-cpu 64   | host 49 device_pool 16 | 42 | wrong: ...less the device pool, which is in the same...
+cpu 64   | host 48 device_pool 16 | 42 | note: 48 GiB...fits, but 42 GiB would be safer...
+cpu 64   | host 49 device_pool 16 | 42 | wrong: ...minus the device pool, which is in the same...
 gpu 512  |           | 56     | note: ...has room for 448 GiB -> ...set LIMIT to 448 or more...
 gpu 512  | host 100  | 56     | wrong: ...-> set LIMIT to 100 or more...ask for 56 GiB... & note: ...
 gpu 512 LIMIT=512 | host 100 | 448 |
@@ -97,7 +97,7 @@ cpu 6    |           | 4      |
 cpu 3    |           | 1.5    |
 cpu 0.125 |          | 0.0625 |
 cpu 0.0625 |         | 0.03125 | wrong: there is no room for a host tier: ... -> free some memory
-cpu 0.0625 | host 1  | 0.03125 | wrong: ...-> free some memory
+cpu 0.0625 | host 1  | 0.03125 | wrong: ...has only 64 MiB left -> free some memory
 """  # noqa: E501
 VARIABLES = {"LIMIT": LIMIT, "PREMAPPED": PREMAPPED, "PREALLOCATE": PREALLOCATE}
 
@@ -124,14 +124,15 @@ def test_a_tighter_cgroup_is_a_note_and_sets_the_size(tmp_path):
         limit("docker/abc", 16 * GIB, 2 * GIB)
         facts = facts_of(machine)
         left = (
-            "note: the cgroup ...docker/abc (memory... is 16.00 GiB) has 14.00 GiB left"
+            "note: the cgroup ...docker/abc (memory... is 16.00 GiB) is the limit, "
+            "with 14.00 GiB left"
         )
-        check(facts, f"{left}, which counts: the machine has 64.00 GiB -> ")
+        check(facts, f"{left}: the machine has 64.00 GiB -> ")
         assert recommend(facts, Question()).num_bytes == 12 * GIB
         advice = (
             "raise the memory limit of the container or service, or ask for 12 GiB..."
         )
-        text = "wrong: ...do not fit: the cgroup...has only 14.00 GiB left"
+        text = "wrong: ...does not fit: the cgroup...has only 14.00 GiB left"
         check(facts, f"{text} -> {advice}", "note: ...", host_bytes=20 * GIB)
     # A limit above the machine's memory is not mentioned.
     machine = Machine(tmp_path / "large", 16 * GIB)
@@ -165,7 +166,7 @@ def test_a_size_fits_exactly_if_the_engine_accepts_it(tmp_path):
                 fits = True
             except MemoryError:
                 fits = False
-            assert fits != any("do not fit" in fault.what for fault in faults), case
+            assert fits != any("does not fit" in fault.what for fault in faults), case
 
 
 def test_jax_on_the_wrong_device_is_pointed_out(tmp_path):
@@ -241,7 +242,7 @@ def test_a_missing_extra_is_wrong_only_if_it_is_needed(tmp_path):
     missing = {"events": ("pyzmq",), "metrics": (), "demo": ("flax", "rich")}
     facts = facts_of(machine, missing=missing)
     check(facts, needed=["metrics"])
-    text = "wrong: the extra events is needed, and pyzmq not installed"
+    text = "wrong: the extra events is needed, but pyzmq is not installed"
     check(facts, f"{text} -> {pip_install('events')}", needed=["events", "metrics"])
     # Settings need extras, too.
     missing |= {"metrics": ("prometheus_client",)}
@@ -299,10 +300,10 @@ def test_the_command_prints_in_columns_and_writes_json(
     [line] = [line for line in lines if line.startswith("Host layout")]
     assert "(64: 2.00, 80: 1.60, 96: 1.33, 192: 1.33, 576: 1.11)" in line
     assert out.split("\n\n", 1)[1] == (
-        "WRONG  70 GiB of host memory (--host-bytes) do not fit: the machine has only "
-        "64.00 GiB left\n\n"
+        "WRONG  70 GiB of host memory (--host-bytes) does not fit: the machine has "
+        "only 64.00 GiB left\n\n"
         "What to do\n"
-        "  1. free some memory, or ask for 56 GiB: JAXKV_HOST_BYTES=56GiB\n\n"
+        "  1. free some memory, or ask for 56 GiB: --host-bytes 56GiB\n\n"
         "1 problem found.\n"
     )
     written = json.loads(figures.read_text())
@@ -316,7 +317,8 @@ def test_the_command_prints_in_columns_and_writes_json(
     code, out, _ = diagnose("--no-probe")
     assert code == 1
     assert "Settings     JAXKV_HOST_BYTES=70GiB\n" in out
-    assert "WRONG  70 GiB of host memory (JAXKV_HOST_BYTES) do not fit" in out
+    assert "WRONG  70 GiB of host memory (JAXKV_HOST_BYTES) does not fit" in out
+    assert "or ask for 56 GiB: JAXKV_HOST_BYTES=56GiB\n" in out
     code, out, _ = diagnose("--no-probe --host-bytes 8GiB")
     assert (code, out[-21:]) == (0, "\n\nNo problems found.\n")
 
@@ -349,7 +351,7 @@ def test_the_doctor_names_missing_extras_and_runs_without_rich(
         "Extras       metrics, storage, redis, events (pyzmq missing), demo (rich "
         "missing), mooncake (mooncake-transfer-engine-non-cuda missing)\n"
     ) in out
-    assert "WRONG  the extra events is needed, and pyzmq not installed" in out
+    assert "WRONG  the extra events is needed, but pyzmq is not installed" in out
     assert f"  1. {pip_install('events')}" in out
     # The probe moves blocks, and shows progress without rich, too.
     for name in ("Store", "Load"):
@@ -435,7 +437,7 @@ def test_a_real_cgroup_limits_the_recommendation(tmp_path):
         done = run_python(
             make, str(folder / "cgroup.procs"), str(figures), *words, text=True
         )
-        said = "WRONG  2 GiB of host memory (--host-bytes) do not fit: the cgroup "
+        said = "WRONG  2 GiB of host memory (--host-bytes) does not fit: the cgroup "
         assert f"{said}{folder} (" in done.stdout
         assert "raise the memory limit of the container or service" in done.stdout
         assert done.stdout.endswith("made\n"), done.stderr
@@ -515,15 +517,15 @@ def test_a_store_that_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
         released.set()
 
 
-def test_a_folder_where_others_could_plant_blocks_is_told(tmp_path):
+def test_a_folder_where_others_can_plant_blocks_is_reported(tmp_path):
     folder = tmp_path / "kv"
     folder.mkdir()
     secret = "or set JAXKV_STORAGE_SECRET..."
-    chmod, another = f"chmod 755 {folder}, {secret}", f"name a folder in {folder}, "
+    chmod, another = f"chmod 700 {folder}, {secret}", f"name a folder in {folder}, "
     for mode, query, level, advice in (
         *((0o700, "", None, ""), (0o755, "", None, ""), (0o775, "", "note", chmod)),
         *((0o770, "?mode=660", None, ""), (0o777, "", "wrong", chmod)),
-        (0o777, "?mode=660", "wrong", chmod.replace("755", "775")),
+        (0o777, "?mode=660", "wrong", chmod.replace("700", "770")),
         *((0o777, "?mode=666", None, ""), (0o1777, "", "wrong", another + secret)),
     ):
         folder.chmod(mode)
@@ -539,11 +541,11 @@ def test_blocks_that_do_not_fit_on_the_disk_are_wrong(tmp_path, monkeypatch):
     free = types.SimpleNamespace(f_bavail=3 << 18, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: free)
     text = (
-        "wrong: 4 GiB of blocks (JAXKV_STORAGE_BYTES) do not fit into the store kv "
-        "(--storage), which has 3.00 GiB left and {} GiB of blocks -> "
+        "wrong: 4 GiB of blocks (JAXKV_STORAGE_BYTES) does not fit into the store kv "
+        "(--storage), which has 3.00 GiB free and {} of blocks -> "
         "make room there, or ask for less: JAXKV_STORAGE_BYTES={}"
     )
-    look(tmp_path, folder, text.format("0.00", "2688MiB"), store=store)
+    look(tmp_path, folder, text.format("0 B", "2688MiB"), store=store)
     # What a run before has written there counts, and nothing else does.
     for name, num_bytes in (("else", GIB), ("jaxkv1/a/b/1.0", GIB - 1)):
         path = folder / name
@@ -562,7 +564,7 @@ def test_a_store_whose_extra_is_missing_or_cannot_be_loaded_is_wrong(
         ("redis://127.0.0.1:1", "redis", "redis"),
         ("gs://b", "storage", "tensorstore"),
     ):
-        text = f"wrong: the extra {extra} is needed, and {module} not installed"
+        text = f"wrong: the extra {extra} is needed, but {module} is not installed"
         with monkeypatch.context() as context:
             context.setitem(sys.modules, module, None)
             missing = {extra: (module,)}
@@ -585,12 +587,12 @@ def test_the_command_tries_the_store_of_the_settings(diagnose, tmp_path, monkeyp
     code, out, _ = diagnose("--no-probe")
     assert code == 1
     assert f"WRONG  the store {folder} (JAXKV_STORAGE) has the mode 0777" in out
-    assert f"\nStorage tier {folder}, 16 GiB of blocks at most; " in out
+    assert f"\nStorage tier {folder}, at most 16 GiB of blocks; " in out
     # The command line takes precedence.
     words = "--no-probe --storage memory://doctor --storage-bytes 1MiB"
     code, out, _ = diagnose(words)
     assert code == 0
-    assert "\nStorage tier memory://doctor, 1 MiB of blocks" in out
+    assert "\nStorage tier memory://doctor, at most 1 MiB of blocks" in out
     monkeypatch.setenv("JAXKV_STORAGE", "ftp://kv")
     code, out, _ = diagnose("--no-probe")
     assert code == 1

@@ -78,6 +78,7 @@ def test_help_of_every_command_names_its_options_and_its_parts(capsys):
             for name in ("demo", "replay", "plan", "doctor")
         ),
         *((f"bench {name} --help", "--json") for name in ("transfer", "storage")),
+        *((f"store {name} --help", "--json") for name in ("ls", "size", "rm")),
     ):
         assert cli.main(words.split()) == 0
         assert expected in capsys.readouterr().out, words

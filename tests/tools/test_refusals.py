@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxkv.tools import COMMANDS, commands
+from jaxkv.tools import COMMANDS, SUBCOMMANDS, commands
 from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.usage import UsageError
 
@@ -89,8 +89,8 @@ plan MODEL --prefill-tokens-per-s 5 --mfu 0.5 | --mfu: --prefill-tokens-per-s sa
 plan MODEL --policy lur         | unknown 'lur': did you mean lru?
 plan long.jsonl --model llama-3.1-8b | 'in' must be a number of tokens from 0 to
 
-bench                           | name what to measure: choose from transfer
-bench trasnfer                  | unknown benchmark 'trasnfer': did you mean transfer?
+bench                           | name one of these: transfer, storage
+bench trasnfer                  | unknown command 'trasnfer': did you mean transfer?
 bench transfer 7                | unexpected argument '7'
 bench transfer --size 1MiB      | '--size': did you mean --sizes?
 bench transfer --sizes 1MiB,    | --sizes: '' must be a size such as 64MiB
@@ -111,8 +111,15 @@ bench storage x --plot x.svg    | --plot: it belongs to jaxkv bench transfer
 doctor --need event             | --need: unknown 'event': did you mean events?
 doctor --storage ftp://x        | --storage: 'ftp://x': unknown 'ftp': choose
 doctor --storage-bytes 1GiB     | --storage-bytes: it belongs to --storage
+
+store list .                    | unknown command 'list': did you mean ls?
+store ls                        | URL: it is required
+store ls memory://x             | URL: memory://x is the memory of another process
+store ls nowhere                | URL: there is no folder nowhere
+store size s3://                | URL: 's3://' must be s3://BUCKET/PREFIX
+store rm . --yes                | --namespace: it is required
+store rm . --namespace a --yes  | 'a' must be a name as `jaxkv store ls` prints it
 """
-KINDS = ("transfer", "storage")
 STANDS_FOR = {
     "SMALL": "synthetic:60",
     "TOKENS": "synthetic:20 --kv-bytes-per-token 1000",
@@ -131,8 +138,8 @@ def test_a_refusal_is_one_line_and_nothing_is_done(refused, tmp_path):
             line = line.replace(name, text)
         err = refused(line)
         words = ["jaxkv", *[word for word in line.split()[:1] if word in COMMANDS]]
-        if words[-1] == "bench":
-            words += [word for word in line.split()[1:2] if word in KINDS]
+        kinds = SUBCOMMANDS.get(words[-1], ())
+        words += [word for word in line.split()[1:2] if word in kinds]
         assert err.startswith(f"{' '.join(words)}: error: "), row
         assert message in err, row
 

@@ -602,7 +602,7 @@ class StorageWorker:
             self._shards.clear()
             self._is_listing, self._has_listed = False, True
             self._listed = ended.is_whole
-            self._deleted_keys += ended.gone
+            self._deleted_keys += ended.deleted
             if ended.bound is not None:
                 self._bound = ended.bound, ended.num_blocks
             every_s = self._list_every_s

@@ -7,12 +7,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
-from jaxkv._util import gib, size_text
+from jaxkv._util import gib, rounded_size, size_text
 from jaxkv._util.extras import pip_install
 from jaxkv.config import variable_of
 from jaxkv.tools.doctor.facts import Facts
 from jaxkv.tools.doctor.store import Folder, Store
 from jaxkv.transfer.limits import HostLimit
+from jaxkv.transfer.storage.local import folder_mode
 
 # Left for the rest of a server, which grows while it runs: compiled programs, requests,
 # file pages, transfer buffers.
@@ -55,9 +56,9 @@ class Recommendation:
 def recommend(facts: Facts, question: Question) -> Recommendation | None:
     """Recommend a size for the host tier; None if no limit is known.
 
-    It is the memory left by the tightest limit of the machine and its cgroups, less an
-    eighth and at least 2 GiB (or half, if that is less) for the rest of the server; at
-    most the runtime's pool of pinned memory, less an eighth for its other uses. On the
+    It is the memory left by the tightest limit of the machine and its cgroups, minus
+    an eighth, at least 2 GiB (or half, if that is less), for the rest of the server; at
+    most the runtime's pool of pinned memory, minus an eighth for its other uses. On the
     CPU backend the device pool is in the same memory and is subtracted first. If the
     runtime has preallocated its pool, only the pool counts.
     """
@@ -79,19 +80,19 @@ def recommend(facts: Facts, question: Question) -> Recommendation | None:
 
 
 def _why(limit: HostLimit, size: int, rest: str) -> str:
-    left = gib(limit.num_bytes - size)
-    return f"{limit.source} has {gib(limit.num_bytes)}, of which {left} stay for {rest}"
+    kept = room_text(limit.num_bytes - size)
+    return f"{limit.source} has {room_text(limit.num_bytes)}; {kept} is kept for {rest}"
 
 
 def judge(facts: Facts, question: Question) -> list[Finding]:
     """Return what is wrong, then the notes."""
     findings = [
-        *_of_the_backend(facts),
+        *_backend_findings(facts),
         *(Finding("wrong", fault) for fault in facts.config_faults),
-        *_of_the_extras(facts, question),
-        *_of_the_size(facts, question),
-        *_of_the_limits(facts, question),
-        *_of_the_store(facts),
+        *_extra_findings(facts, question),
+        *_size_findings(facts, question),
+        *_limit_findings(facts, question),
+        *_store_findings(facts),
     ]
     if facts.probe_fault:
         findings.append(Finding("wrong", f"blocks do not move: {facts.probe_fault}"))
@@ -101,7 +102,7 @@ def judge(facts: Facts, question: Question) -> list[Finding]:
     return sorted(findings, key=lambda finding: finding.level == "note")
 
 
-def _of_the_backend(facts: Facts) -> Iterator[Finding]:
+def _backend_findings(facts: Facts) -> Iterator[Finding]:
     for refusal in facts.refusals:
         advice = ""
         if facts.backend is None:
@@ -115,8 +116,8 @@ def _of_the_backend(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"JAX_PLATFORMS={facts.chosen_platforms} leaves out the CPU backend, so "
-            f"that the scheduler's decisions run on the {backend.platform} and wait "
-            "for the model",
+            f"the scheduler's decisions run on the {backend.platform} and wait for "
+            "the model",
             f"set JAX_PLATFORMS={facts.chosen_platforms},cpu",
         )
     if _is_on_cpu(facts) and facts.has_nvidia_driver:
@@ -132,7 +133,7 @@ def _of_the_backend(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _of_the_extras(facts: Facts, question: Question) -> Iterator[Finding]:
+def _extra_findings(facts: Facts, question: Question) -> Iterator[Finding]:
     needed = list(question.needed)
     if facts.config is not None:
         needed += ["events"] * (facts.config.events_endpoint is not None)
@@ -144,12 +145,12 @@ def _of_the_extras(facts: Facts, question: Question) -> Iterator[Finding]:
             packages = ", ".join(facts.missing[extra])
             yield Finding(
                 "wrong",
-                f"the extra {extra} is needed, and {packages} not installed",
+                f"the extra {extra} is needed, but {packages} is not installed",
                 pip_install(extra),
             )
 
 
-def _of_the_size(facts: Facts, question: Question) -> Iterator[Finding]:
+def _size_findings(facts: Facts, question: Question) -> Iterator[Finding]:
     best = recommend(facts, question)
     pool_bytes = question.device_pool_bytes or 0
     size = question.host_bytes
@@ -177,38 +178,39 @@ def _of_the_size(facts: Facts, question: Question) -> Iterator[Finding]:
     for limit in sorted(exceeded, key=lambda limit: limit.num_bytes):
         yield Finding(
             "wrong",
-            f"{asked_size} do not fit: {limit.source} has only "
-            f"{gib(limit.num_bytes)} left",
-            limit.remedy + _or_ask_for(best),
+            f"{asked_size} does not fit: {limit.source} has only "
+            f"{room_text(limit.num_bytes)} left",
+            limit.remedy + _or_ask_for(best, question.source),
         )
     if not exceeded and best is not None and size > best.num_bytes:
         yield Finding(
             "note",
-            f"{asked_size} fit, but {_text(best.num_bytes)} would be safer: {best.why}",
+            f"{asked_size} fits, but {_text(best.num_bytes)} would be safer: "
+            f"{best.why}",
         )
     if size <= pool_bytes:
         yield Finding(
             "wrong",
             f"{asked_size} {_too_small(pool_bytes)}",
-            f"ask for more than {gib(pool_bytes)}",
+            f"ask for more than {room_text(pool_bytes)}",
         )
 
 
 def _too_small(pool_bytes: int) -> str:
     return (
-        f"are no more than the {gib(pool_bytes)} of the device pool: the host tier "
-        "would hold little that the device does not"
+        f"is no more than the {room_text(pool_bytes)} of the device pool: the host "
+        "tier would hold little that the device does not"
     )
 
 
-def _of_the_limits(facts: Facts, question: Question) -> Iterator[Finding]:
+def _limit_findings(facts: Facts, question: Question) -> Iterator[Finding]:
     machine = facts.machine_limit
     tightest = min(facts.limits, key=lambda limit: limit.num_bytes, default=None)
     if machine is not None and tightest is not None and tightest is not machine:
         yield Finding(
             "note",
-            f"{tightest.source} has {gib(tightest.num_bytes)} left, which counts: the "
-            f"machine has {gib(machine.num_bytes)}",
+            f"{tightest.source} is the limit, with {room_text(tightest.num_bytes)} "
+            f"left: the machine has {room_text(machine.num_bytes)}",
         )
     best = recommend(facts, question)
     pool = facts.pool
@@ -228,7 +230,7 @@ def _of_the_limits(facts: Facts, question: Question) -> Iterator[Finding]:
         )
 
 
-def _of_the_store(facts: Facts) -> Iterator[Finding]:
+def _store_findings(facts: Facts) -> Iterator[Finding]:
     store = facts.store
     if store is None or store.lacks_extra is not None:
         return
@@ -238,35 +240,35 @@ def _of_the_store(facts: Facts) -> Iterator[Finding]:
         return
     if store.folder is None:
         return
-    yield from _of_its_mode(name, store, store.folder)
+    yield from _mode_findings(name, store, store.folder)
     room = store.folder.free_bytes + store.folder.held_bytes
     if store.num_bytes > room:
         best = _round_down(room - room // _RESERVE_SHARE)
         yield Finding(
             "wrong",
-            f"{_text(store.num_bytes)} of blocks ({store.num_bytes_source}) do not "
-            f"fit into {name}, which has {gib(store.folder.free_bytes)} left and "
-            f"{gib(store.folder.held_bytes)} of blocks",
+            f"{_text(store.num_bytes)} of blocks ({store.num_bytes_source}) does not "
+            f"fit into {name}, which has {room_text(store.folder.free_bytes)} free and "
+            f"{room_text(store.folder.held_bytes)} of blocks",
             "make room there, or ask for less: "
-            f"{variable_of('storage_bytes')}={_text(best, '')}",
+            + _setting(store.num_bytes_source, best),
         )
 
 
-def _of_its_mode(name: str, store: Store, folder: Folder) -> Iterator[Finding]:
-    """Report other users who could write blocks into the store."""
+def _mode_findings(name: str, store: Store, folder: Folder) -> Iterator[Finding]:
+    """Report other users who can write blocks into the store."""
     if folder.mode is None or store.is_sealed:
         return
     writers = folder.mode & ~folder.file_mode & 0o022
     what = f"{name} has the mode {folder.mode:04o}: "
-    advice = f"chmod {folder.mode & ~writers:o} {folder.path}"
-    if folder.mode & stat.S_ISVTX:  # As of /tmp, which is for everybody.
+    advice = f"chmod {folder_mode(folder.file_mode):o} {folder.path}"
+    if folder.mode & stat.S_ISVTX:  # A folder for all users, such as /tmp
         advice = f"name a folder in {folder.path}"
     advice += f", or set {variable_of('storage_secret')}"
     if writers & 0o002:
-        yield Finding("wrong", f"{what}every user here could plant blocks", advice)
+        yield Finding("wrong", f"{what}any user here can plant blocks", advice)
     elif writers:
-        meant = f", or say with ?mode={folder.file_mode | 0o060:o} that it shares them"
-        yield Finding("note", f"{what}its group could plant blocks", advice + meant)
+        meant = f", or share the store by ?mode={folder.file_mode | 0o060:o}"
+        yield Finding("note", f"{what}its group can plant blocks", advice + meant)
 
 
 def _rooms(facts: Facts, question: Question) -> list[HostLimit]:
@@ -279,7 +281,7 @@ def _rooms(facts: Facts, question: Question) -> list[HostLimit]:
     return [
         HostLimit(
             max(0, limit.num_bytes - pool_bytes),
-            f"{limit.source}, less the device pool, which is in the same memory,",
+            f"{limit.source} (minus the device pool, which is in the same memory)",
             limit.remedy,
         )
         for limit in facts.limits
@@ -300,11 +302,16 @@ def _how_to_raise(facts: Facts, question: Question, num_bytes: int) -> str:
     return min(limits, key=lambda limit: limit.num_bytes).remedy
 
 
-def _or_ask_for(best: Recommendation | None) -> str:
+def _or_ask_for(best: Recommendation | None, source: str) -> str:
     if best is None or best.num_bytes < _MIN_TIER_BYTES:
         return ""
-    setting = f"{variable_of('host_bytes')}={_text(best.num_bytes, '')}"
-    return f", or ask for {_text(best.num_bytes)}: {setting}"
+    return f", or ask for {_text(best.num_bytes)}: {_setting(source, best.num_bytes)}"
+
+
+def _setting(source: str, num_bytes: int) -> str:
+    """Write a size as the option or the variable that the user has set."""
+    separator = " " if source.startswith("--") else "="
+    return f"{source}{separator}{_text(num_bytes, '')}"
 
 
 def _is_on_cpu(facts: Facts) -> bool:
@@ -321,4 +328,13 @@ def _round_down(num_bytes: int) -> int:
 
 def _text(num_bytes: int, space: str = " ") -> str:
     text = size_text(num_bytes, space)
-    return gib(num_bytes) if text.endswith("bytes") else text
+    return room_text(num_bytes) if text.endswith("bytes") else text
+
+
+def room_text(num_bytes: int) -> str:
+    """Format free memory: in GiB, or smaller units below 1 GiB.
+
+    >>> room_text(3 << 29), room_text(300 << 20)
+    ('1.50 GiB', '300 MiB')
+    """
+    return gib(num_bytes) if num_bytes >= 1 << 30 else rounded_size(num_bytes)

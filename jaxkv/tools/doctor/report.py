@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxkv._util import gib, rounded_size, size_text
+from jaxkv._util import rounded_size, size_text
 from jaxkv.config import KEYS
 from jaxkv.tools.bench.transfer.records import Speed
 from jaxkv.tools.bench.transfer.report import speed_text
 from jaxkv.tools.doctor.facts import HIDDEN, Facts
-from jaxkv.tools.doctor.findings import Finding, Recommendation
+from jaxkv.tools.doctor.findings import Finding, Recommendation, room_text
 from jaxkv.transfer.storage.store_url import shown_url
 from jaxkv.transfer.tiling import LANES, lane_padding
 
@@ -81,15 +81,15 @@ def _facts_json(facts: Facts) -> dict[str, Any]:
 
 def _machine_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "Machine", facts.system
-    memory = "unknown" if facts.total_bytes is None else gib(facts.total_bytes)
+    memory = "unknown" if facts.total_bytes is None else room_text(facts.total_bytes)
     machine = facts.machine_limit
     yield (
         "Memory",
-        memory + (f", {gib(machine.num_bytes)} available" if machine else ""),
+        memory + (f", {room_text(machine.num_bytes)} available" if machine else ""),
     )
     for limit in facts.cgroup_limits:
         source = limit.source.removeprefix("the cgroup ")
-        yield "Cgroup", f"{source}: {gib(limit.num_bytes)} left"
+        yield "Cgroup", f"{source}: {room_text(limit.num_bytes)} left"
     if not facts.cgroup_limits:
         yield "Cgroup", "no limit"
     versions = dict(facts.versions)
@@ -103,7 +103,9 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if backend is None:
         yield "Device", "none: jax does not start"
         return
-    memory = "" if backend.memory_bytes is None else f", {gib(backend.memory_bytes)}"
+    memory = (
+        "" if backend.memory_bytes is None else f", {room_text(backend.memory_bytes)}"
+    )
     # On CPU, the kind is the platform again.
     what = " ".join(dict.fromkeys((backend.platform, backend.kind)))
     yield "Device", f"{backend.num_devices} x {what}{memory}"
@@ -111,7 +113,7 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     pool = "none of its own on this platform"
     if facts.pool is not None:
         suffix = ", preallocated" if facts.pool.is_preallocated else ""
-        pool = f"{facts.pool.source}: {gib(facts.pool.num_bytes)}{suffix}"
+        pool = f"{facts.pool.source}: {room_text(facts.pool.num_bytes)}{suffix}"
     yield "Pinned pool", pool
     if facts.mode is not None:
         chosen = facts.config is not None and facts.config.transfer_mode is not None
@@ -146,9 +148,9 @@ def _store_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     store = facts.store
     if store is None:
         return
-    text = f"{store.url}, {rounded_size(store.num_bytes)} of blocks at most"
+    text = f"{store.url}, at most {rounded_size(store.num_bytes)} of blocks"
     if store.folder is not None:
-        text += f"; {gib(store.folder.free_bytes)} left there"
+        text += f"; {room_text(store.folder.free_bytes)} free"
     yield "Storage tier", text
 
 

@@ -1,4 +1,4 @@
-"""Memory that is read into, used again once it is released."""
+"""Memory for reads, reused once it is released."""
 
 from __future__ import annotations
 
@@ -11,38 +11,34 @@ from numpy.typing import NDArray
 
 
 class Buffers:
-    """Hands out memory, and takes it back when the last view of it is gone.
+    """Lends memory, and takes it back when the last view of it is deleted.
 
-    To let the system have it and ask for other costs a page fault for each 4 KiB, which
-    takes longer than to read them from a file that the system has in memory.
+    At most `max_bytes` are kept while unused. New memory costs a page fault per 4 KiB,
+    which takes longer than reading them from the page cache.
 
-    Args:
-        kept_bytes: How much is kept at most while it is not used.
-
-    Example:
-        >>> buffers = Buffers(1 << 20)
-        >>> view = buffers.take(4096)
-        >>> address = view.obj.ctypes.data
-        >>> del view
-        >>> buffers.take(4096).obj.ctypes.data == address
-        True
+    >>> buffers = Buffers(1 << 20)
+    >>> view = buffers.take(4096)
+    >>> address = view.obj.ctypes.data
+    >>> del view
+    >>> buffers.take(4096).obj.ctypes.data == address
+    True
     """
 
-    def __init__(self, kept_bytes: int) -> None:
-        self._most_bytes = kept_bytes
-        # Each call on them is one step of the interpreter: a view may end in any
-        # thread, and in the midst of any call here.
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        # Each operation on them is atomic: a view may be deleted in any thread, and
+        # during any call here.
         self._kept: collections.deque[NDArray[np.uint8]] = collections.deque()
         self._lent: dict[int, tuple[weakref.ref[Any], NDArray[np.uint8]]] = {}
 
     def take(self, num_bytes: int) -> memoryview:
-        """Hand out memory, with whatever is in it: u8[num_bytes]."""
+        """Return uninitialized memory: u8[num_bytes]."""
         try:
-            whole = self._kept.pop()  # The latest: caches may still have it.
+            whole = self._kept.pop()  # The latest may still be in the caches.
         except IndexError:
             whole = self._make(num_bytes)
         if len(whole) != num_bytes:
-            # Objects of one store have one size: what is kept is of no use any more.
+            # The objects of a store have one size, so other buffers are useless.
             self._drop(whole)
             whole = self._make(num_bytes)
         lease = whole[:]
@@ -61,5 +57,5 @@ class Buffers:
 
     def _take_back(self, number: int) -> None:
         _, whole = self._lent.pop(number)
-        if (len(self._kept) + 1) * len(whole) <= self._most_bytes:
+        if (len(self._kept) + 1) * len(whole) <= self._max_bytes:
             self._kept.append(whole)

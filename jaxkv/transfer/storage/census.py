@@ -1,4 +1,4 @@
-"""What a listing has found, by when it was last used, and what a store's bound is."""
+"""The blocks of a listing by age, and the bound of a store."""
 
 from __future__ import annotations
 
@@ -11,48 +11,37 @@ from numpy.typing import NDArray
 from jaxkv.transfer.storage.store import BlobStore, TimedStore, answers_of
 from jaxkv.types import KEY_BYTES, BlockKey
 
-_MOST_ORDER_BYTES = 1 << 28  # Of eight million blocks.
+_MAX_ORDER_BYTES = 1 << 28  # Eight million blocks
 _NEWEST = (1 << 63) - 1
 
 
 class Bound(NamedTuple):
-    """How many blocks a store may hold, as an engine says or a store has recorded.
-
-    Attributes:
-        num_blocks: So many.
-        is_owners: Whether the owner says it, whose bound holds whatever others say.
-    """
+    """The number of blocks that a store may hold, from an engine or a record."""
 
     num_blocks: int
-    is_owners: bool = False
+    is_owners: bool = False  # The owner's bound overrides all others.
 
 
-def agreed_bound(own: Bound, recorded: Sequence[Bound]) -> Bound:
-    """Give the bound that holds: the owner's, or else the largest.
+def agreed_bound(bound: Bound, recorded: Sequence[Bound]) -> Bound:
+    """Return the bound that applies: the owner's, otherwise the largest.
 
-    Example:
-        >>> agreed_bound(Bound(16), [Bound(1000)]).num_blocks
-        1000
-        >>> agreed_bound(Bound(16), [Bound(1000), Bound(50, True)]).num_blocks
-        50
-        >>> agreed_bound(Bound(16, True), [Bound(1000), Bound(50, True)]).num_blocks
-        16
+    >>> agreed_bound(Bound(16), [Bound(1000)]).num_blocks
+    1000
+    >>> agreed_bound(Bound(16), [Bound(1000), Bound(50, True)]).num_blocks
+    50
+    >>> agreed_bound(Bound(16, True), [Bound(1000), Bound(50, True)]).num_blocks
+    16
     """
-    if own.is_owners:
-        return own
-    owners = [each for each in recorded if each.is_owners]
-    return max(owners or [own, *recorded])
+    if bound.is_owners:
+        return bound
+    owners = [record for record in recorded if record.is_owners]
+    return max(owners or [bound, *recorded])
 
 
 class Census:
-    """What a listing has found, by when the store says that it was last used.
+    """The blocks of a listing, by the store's times of use.
 
-    Where a store does not say that, the order in which its blocks go is kept in an
-    object of its own.
-
-    Args:
-        store: Whose blocks they are.
-        order_name: The name of that object.
+    For a store without times, the object `order_name` records the order of eviction.
     """
 
     def __init__(self, store: BlobStore, order_name: str) -> None:
@@ -76,18 +65,14 @@ class Census:
         self._add(keys, times)
 
     def oldest_first(self, fresh: Sequence[BlockKey] = ()) -> list[BlockKey]:
-        """Give all keys by their times, and by themselves where those are equal.
-
-        Args:
-            fresh: Keys that were written meanwhile, which come last.
-        """
+        """Return all keys by time, then by key; `fresh` ones, just written, last."""
         self._add(fresh, [_NEWEST] * len(fresh))
         raw = b"".join(self._keys)
         words = np.frombuffer(raw, ">u8").reshape(-1, KEY_BYTES // 8)
         times = np.concatenate(self._times)
         rows = np.lexsort((times, *words.T[::-1]))
         words = words[rows]
-        # A block that comes more than once has its latest time.
+        # A repeated block has its latest time.
         is_last = np.ones(len(rows), np.bool_)
         is_last[:-1] = (words[1:] != words[:-1]).any(axis=1)
         rows = rows[is_last]
@@ -95,7 +80,7 @@ class Census:
         return _keys_in(raw, rows.tolist())
 
     def record(self, keys: Sequence[BlockKey]) -> None:
-        """Record the order of what is left, if the store has no times."""
+        """Record the order of the remaining blocks, if the store has no times."""
         order = b"".join(keys)
         if not self._has_times and order != self._order:
             answers_of(self._store.put([(self._order_name, [order])]))
@@ -106,8 +91,8 @@ class Census:
 
     def _recorded(self) -> dict[BlockKey, int]:
         if self._ranks is None:
-            [found] = answers_of(self._store.get([self._order_name], _MOST_ORDER_BYTES))
-            raw = self._order = bytes(found or b"")
+            [blob] = answers_of(self._store.get([self._order_name], _MAX_ORDER_BYTES))
+            raw = self._order = bytes(blob or b"")
             keys = _keys_in(raw, range(len(raw) // KEY_BYTES))
             self._ranks = {key: rank for rank, key in enumerate(keys)}
         return self._ranks

@@ -1,4 +1,4 @@
-"""Whether a store answers, and the few lines that a log gets about it."""
+"""Whether a store answers, and the log lines about its outages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 from collections import Counter
 from typing import NamedTuple
 
-_EVERY_S = 60.0  # Between two lines of a kind, however often a store flaps.
-# A disk that stays full is tried again after each listing.
+_EVERY_S = 60.0  # Between two lines of a kind, even if a store flaps
+# A full disk is tried again after each listing.
 _FULL_EVERY_S = 3600.0
-# Calls that were under way when a store came back may still fail.
+# Calls that began during the outage may still fail.
 _SETTLED_S = 1.0
-# Any answer disproves it; what else fails may be the fault of one kind of call.
+# Any answer disproves it; other failures may concern one kind of call.
 _UNREACHABLE = "unreachable"
 
 _log = logging.getLogger(__name__)
@@ -23,43 +23,37 @@ class _Failure(NamedTuple):
 
 
 class StoreHealth:
-    """Keeps whether the calls of a store fail, and makes the lines of a log of it.
+    """Tracks outages of a store, and makes the log lines about them.
 
-    A kind of call fails from its first failure until one of its kind is answered, or
-    any, if the store could not be reached. An outage lasts from the first failure until
-    no kind fails. It has one warning, at its first failure, and one line when it is
-    over, either at most once a minute, and at most once an hour for a full store.
+    A kind of call fails from its first failure until a call of its kind is answered, or
+    any call, if the store could not be reached. An outage lasts while any kind fails.
+    It gets a warning at its first failure and a line at its end, each at most once a
+    minute, and at most once an hour for a full store. `has_news` says whether
+    `next_line` may return one.
 
-    Args:
-        url: The store, without secrets.
-
-    Attributes:
-        has_news: Whether `next_line` may have one.
-
-    Example:
-        >>> health = StoreHealth("redis://kv")
-        >>> health.note_failure("write", "unreachable", "Connection refused", 5.0)
-        >>> health.is_up, health.next_line(5.0)[1].partition(".")[0]
-        (False, 'the store redis://kv fails: write unreachable (Connection refused)')
-        >>> health.note_answer("read")
-        >>> health.is_up, health.next_line(5.5)
-        (True, None)
-        >>> health.next_line(8.0)[1]
-        'the store redis://kv recovered after 3 s (1 failed write)'
+    >>> health = StoreHealth("redis://kv")
+    >>> health.note_failure("write", "unreachable", "Connection refused", 5.0)
+    >>> health.is_up, health.next_line(5.0)[1].partition(".")[0]
+    (False, 'the store redis://kv fails: write unreachable (Connection refused)')
+    >>> health.note_answer("read")
+    >>> health.is_up, health.next_line(5.5)
+    (True, None)
+    >>> health.next_line(8.0)[1]
+    'the store redis://kv recovered after 3 s (1 failed write)'
     """
 
     def __init__(self, url: str) -> None:
         self.has_news = False
         self._url = url
         self._failing: dict[str, _Failure] = {}
-        self._num_failed: Counter[str] = Counter()  # In this outage.
-        self._refused: dict[str, bool] = {}  # Whether it was said.
-        self._first_s = 0.0  # When this outage began,
-        self._failed_s = 0.0  # and when a call last failed.
-        # When the next line of a kind may be made.
+        self._num_failed: Counter[str] = Counter()  # In this outage
+        self._refused: dict[str, bool] = {}  # Whether each reason was logged
+        self._first_s = 0.0  # Start of this outage
+        self._failed_s = 0.0  # Latest failure
+        # When the next line of each kind may be made
         self._warn_s = self._warn_full_s = self._inform_s = float("-inf")
-        self._warning: str | None = None  # The next line.
-        self._has_warned = False  # Of this outage.
+        self._warning: str | None = None  # The next line
+        self._has_warned = False  # In this outage
 
     @property
     def is_up(self) -> bool:
@@ -67,7 +61,7 @@ class StoreHealth:
         return not self._failing
 
     def note_failure(self, what: str, reason: str, message: str, now_s: float) -> None:
-        """Note that a call of a kind has failed, or was not answered in time."""
+        """Record a call that failed or was not answered in time."""
         if not (self._failing or self._has_warned):
             self._first_s = now_s
             self._num_failed.clear()
@@ -75,30 +69,30 @@ class StoreHealth:
         self._num_failed[what] += 1
         self._failed_s = now_s
         self.has_news = True
-        self._warn(now_s)  # Now, as the call may have an answer before anybody looks.
+        self._warn(now_s)  # Before an answer can end the outage.
 
     def note_answer(self, what: str) -> None:
-        """Note that a call of a kind was answered."""
+        """Record an answer to a call of a kind."""
         if self._failing:
             self._failing.pop(what, None)
-            for other, failure in list(self._failing.items()):
+            for kind, failure in list(self._failing.items()):
                 if failure.reason == _UNREACHABLE:
-                    del self._failing[other]
+                    del self._failing[kind]
 
     def note_refusal(self, reason: str) -> None:
-        """Note that an object was not right; the store has answered all the same."""
+        """Record an object that was not valid, from a store that has answered."""
         if reason not in self._refused:
             self._refused[reason] = False
             self.has_news = True
 
     def next_line(self, now_s: float) -> tuple[int, str] | None:
-        """Return the next line for a log, with its level; None if there is none yet."""
-        for reason, is_said in self._refused.items():
-            if not is_said:
+        """Return the level and text of the next log line; None if none is due."""
+        for reason, is_logged in self._refused.items():
+            if not is_logged:
                 self._refused[reason] = True
                 return logging.WARNING, (
-                    f"the store {self._url} has objects that are not right ({reason}): "
-                    "they are computed instead. For this reason it is not said again"
+                    f"the store {self._url} has invalid objects ({reason}); their "
+                    "blocks are computed instead. This reason is logged once"
                 )
         self._warn(now_s)
         if self._warning is not None:
@@ -118,7 +112,7 @@ class StoreHealth:
         return None
 
     def _warn(self, now_s: float) -> None:
-        """Make the warning of this outage, unless it was made or is not due."""
+        """Make the warning of this outage, once it is due."""
         if self._has_warned or now_s < self._warn_s:
             return
         for what, (reason, message) in self._failing.items():
@@ -144,7 +138,7 @@ class StoreHealth:
 
 
 def log_line(line: tuple[int, str] | None) -> None:
-    """Log what `StoreHealth.next_line` returns."""
+    """Log a line of `StoreHealth.next_line`."""
     if line is not None:
         level, text = line
         _log.log(level, "%s.", text)

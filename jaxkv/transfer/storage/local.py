@@ -26,39 +26,33 @@ from jaxkv.transfer.storage.store import (
 # No name of an object begins with a dot.
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[0-9]+")
 _STALE_S = 3600.0
-_MOST_PIECES = 512  # POSIX lets `writev` refuse more than 1,024.
+_MAX_PIECES = 512  # POSIX lets `writev` refuse more than 1,024.
 _PAGE = 4096
 _KEPT_BYTES = 128 << 20
-# What is no file is not waited for, and cannot be opened or read.
+# Errors of opening a link or a pipe
 _NO_FILE_ERRORS = (errno.ELOOP, errno.ENXIO)
-# Read in place of what is no file: no object, so it is refused as foreign.
+# The content of links, pipes and devices, which `decode` refuses as foreign
 _NO_FILE = b"no file"
 
 
 class LocalStore:
-    """A store in a folder: a file an object.
+    """A store in a folder: a file per object.
 
-    A file is written under another name and renamed, so that it appears whole; what a
-    writer that was killed has left is removed by a later `list`. It is not synced:
-    after a power failure it may be missing or damaged, which `decode` sees.
-    Only the owner may read or write it, unless `mode` says otherwise.
+    A file is written under a temporary name and renamed, so that it appears whole. A
+    later `list` removes what a killed writer has left. Files are not synced: after a
+    power failure one may be missing or damaged, which `decode` notices.
 
-    Args:
-        path: The folder; made, for the owner alone, if it is not there.
-        mode: Permissions of files, such as ``0o660`` for a folder that a group shares.
-            Folders have them too, with those to enter.
-
-    Raises:
-        StoreError: The folder cannot be made or read.
+    A missing folder is made. Files have `mode`, which must be ``0o600`` or add others,
+    such as ``0o660`` for a group; folders have it, too, with permission to enter.
+    StoreError: the folder cannot be made or read.
     """
 
     def __init__(self, path: str, mode: int = 0o600) -> None:
         self._root = os.path.abspath(path)
         self._mode = mode
-        # Whoever may read a folder may enter it.
-        self._folder_mode = 0o100 | mode | (mode & 0o444) >> 2
+        self._folder_mode = folder_mode(mode)
         self._numbers = itertools.count()
-        # Unlike a process id, no other machine and no later process has it.
+        # Unlike a process id, it is unique among machines and later processes.
         self._token = os.urandom(8).hex()
         try:
             self._make_folders(self._root)
@@ -95,7 +89,7 @@ class LocalStore:
         return [attempt(self._write, *file) for file in files]
 
     def exists(self, names: Sequence[str]) -> list[bool | StoreError]:
-        """Tell which files there are."""
+        """Return whether each file exists."""
         return [attempt(_exists, path) for path in list(map(self._path, names))]
 
     def delete(self, names: Sequence[str]) -> list[StoreError | None]:
@@ -103,7 +97,7 @@ class LocalStore:
         return [attempt(_delete, path) for path in list(map(self._path, names))]
 
     def list(self, folder: str) -> Iterator[list[str]]:
-        """List the files of a folder; what may not be read is passed over."""
+        """List the files of a folder, without unreadable subfolders."""
         path = self._path(folder)
         listing = _Listing(functools.partial(self._server_time_s, path))
         try:
@@ -112,24 +106,30 @@ class LocalStore:
             raise error_of(error) from error
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
-        """Tell when files were last written, or read if the file system notes that."""
-        times = []
-        for name in names:
-            try:
-                status = os.stat(self._path(name), follow_symlinks=False)
-            except FileNotFoundError:
-                times.append(0)
-            except OSError as error:
-                raise error_of(error) from error
-            else:
-                times.append(max(status.st_mtime_ns, status.st_atime_ns) // 1000)
-        return times
+        """Return when files were last written, or read if that is recorded."""
+        return [
+            0 if status is None else max(status.st_mtime_ns, status.st_atime_ns) // 1000
+            for status in map(self._status, names)
+        ]
+
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
+        """Return the bytes of files."""
+        statuses = map(self._status, names)
+        return [None if status is None else status.st_size for status in statuses]
+
+    def _status(self, name: str) -> os.stat_result | None:
+        try:
+            return os.lstat(self._path(name))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise error_of(error) from error
 
     def close(self) -> None:
         """Keep everything."""
 
     def _server_time_s(self, folder: str) -> float:
-        """Return the time by the clock that dates files: a file server has its own."""
+        """Return the time by the clock of the file system, perhaps a file server's."""
         path = f"{folder}/.{self._token}-{next(self._numbers)}"
         file = self._create(path)
         try:
@@ -142,7 +142,7 @@ class LocalStore:
         return f"{self._root}/{check_name(name)}"
 
     def _write(self, path: str, blob: Blob) -> None:
-        # In the same folder: a rename from one to another has to wait for all others.
+        # In the same folder: renames between folders wait for one another.
         folder = os.path.dirname(path)
         temporary = f"{folder}/.{self._token}-{next(self._numbers)}"
         try:
@@ -153,14 +153,14 @@ class LocalStore:
         try:
             try:
                 if self._mode & 0o077:
-                    os.fchmod(file, self._mode)  # Whatever the umask takes away.
+                    os.fchmod(file, self._mode)  # Regardless of the umask.
                 _write_all(file, blob)
             finally:
                 os.close(file)
             try:
                 os.rename(temporary, path)
             except IsADirectoryError:
-                # A folder is in the way, perhaps with what is somebody's.
+                # A folder has this name; keep it, as its content may matter.
                 os.rename(path, f"{temporary}.aside")
                 os.rename(temporary, path)
         except BaseException:
@@ -175,20 +175,29 @@ class LocalStore:
     def _make_folders(self, path: str) -> None:
         if os.path.isdir(path):
             return
-        # Not by `makedirs`, which lets others enter those above, or what umask allows:
-        # who can write to one can put another folder in the place of this one.
+        # `makedirs` would make the parents by the umask: anyone who can write to a
+        # parent can replace this folder.
         self._make_folders(os.path.dirname(path))
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, self._folder_mode)
             if self._mode & 0o077:
-                # It keeps the group that it inherits, and that files in it inherit.
+                # Keep the bit that makes files inherit the folder's group.
                 inherited = os.stat(path).st_mode & stat.S_ISGID
                 os.chmod(path, self._folder_mode | inherited)
 
 
+def folder_mode(mode: int) -> int:
+    """Return the permissions of folders for those of files: readers may enter.
+
+    >>> oct(folder_mode(0o600)), oct(folder_mode(0o660))
+    ('0o700', '0o770')
+    """
+    return 0o100 | mode | (mode & 0o444) >> 2
+
+
 def _read(buffers: Buffers, max_bytes: int, path: str) -> Piece | None:
-    # What another user may have put there: a link is not followed, a pipe not waited
-    # for, and a file of terabytes not read.
+    # Another user may have put anything there: do not follow a link, wait for a pipe or
+    # read a file of terabytes.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = os.open(path, flags)
@@ -212,7 +221,7 @@ def _fill(file: int, data: memoryview) -> memoryview:
     while done < len(data):
         num_bytes = os.readv(file, [data[done:]])
         if not num_bytes:
-            break  # It was cut meanwhile.
+            break  # The file was truncated meanwhile.
         done += num_bytes
     return data[:done]
 
@@ -220,7 +229,7 @@ def _fill(file: int, data: memoryview) -> memoryview:
 def _write_all(file: int, blob: Blob) -> None:
     left = [memoryview(piece) for piece in blob if len(piece)]
     while left:
-        done = os.writev(file, left[:_MOST_PIECES])
+        done = os.writev(file, left[:_MAX_PIECES])
         while left and done >= len(left[0]):
             done -= len(left[0])
             del left[0]
@@ -236,17 +245,13 @@ def _exists(path: str) -> bool:
 
 
 def _delete(path: str) -> None:
-    # A folder is no object.
+    # A folder is not an object.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
         os.unlink(path)
 
 
 class _Listing:
-    """One listing of a folder.
-
-    Args:
-        server_time_s: Returns the time by which files are dated.
-    """
+    """One listing of a folder; `server_time_s` returns the file system's time."""
 
     def __init__(self, server_time_s: Callable[[], float]) -> None:
         self._server_time_s = functools.cache(server_time_s)
@@ -259,8 +264,8 @@ class _Listing:
             for entry in entries:
                 if entry.name.startswith("."):
                     self._remove_if_stale(entry)
-                # What a folder says of its entries: to ask for the status of each would
-                # take longer than all else.
+                # The directory entry has the type; a `stat` of each file would take
+                # longer than all the rest.
                 elif entry.is_file(follow_symlinks=False):
                     names.append(f"{name}/{entry.name}")
                 elif entry.is_dir(follow_symlinks=False):
@@ -269,7 +274,7 @@ class _Listing:
             yield names[first : first + _PAGE]
         failure: OSError | None = None
         for folder in sorted(folders):
-            # In others no object can be; they may be nested too deeply to be listed.
+            # Other folders have no objects, and may be nested too deeply to list.
             if not is_name(f"{name}/{folder}"):
                 continue
             try:
@@ -277,12 +282,12 @@ class _Listing:
             except PermissionError:
                 pass  # Its objects cannot be read either.
             except OSError as error:
-                failure = failure or error  # The others are listed all the same.
+                failure = failure or error  # List the other folders first.
         if failure is not None:
             raise failure
 
     def _remove_if_stale(self, entry: os.DirEntry[str]) -> None:
-        """Remove what a process that was killed has left half written."""
+        """Remove a file that a killed process was writing."""
         if not _TEMPORARY.fullmatch(entry.name):
             return
         with contextlib.suppress(OSError):

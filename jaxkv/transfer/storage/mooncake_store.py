@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import one_line, parse_bytes, shown
+from jaxkv._util import one_line, parse_bytes
 from jaxkv._util.extras import pip_install
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.store import (
@@ -30,8 +30,6 @@ from jaxkv.transfer.storage.store_url import StoreUrl
 from jaxkv.transfer.storage.workers import start_thread
 
 _PORT = 50051
-_PROTOCOLS = ("tcp", "rdma")
-_OPTIONS = ("segment", "protocol", "device", "metadata", "host")
 _NO_METADATA_SERVER = "P2PHANDSHAKE"  # Clients ask one another.
 _INSTALL_LIBRARIES = "apt-get install libibverbs1 libnuma1 libcurl4"
 _CONNECT_S = 5.0
@@ -42,8 +40,8 @@ _LIMITS: Mapping[str, str] = {
     "MC_RPC_TIMEOUT_MS": "5000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
 }
-# Read later than when a client starts, so that they stay set: it would write a dozen
-# lines about each client, and wait for 30 s for another that does not move on.
+# These are read after a client has started, so they stay set. Without them it writes a
+# dozen lines about each client, and waits 30 s for one that makes no progress.
 _LASTING: Mapping[str, str] = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
@@ -59,37 +57,15 @@ _LEASE_EXPIRED = -707
 _ABSENT = (_NOT_READY, _NOT_FOUND)
 
 
-class _Place(NamedTuple):
-    """What a URL says.
-
-    Attributes:
-        host: The master's host.
-        port: Its port.
-        segment_bytes: Memory of this process that it lends to the pool.
-        protocol: How clients move bytes.
-        device: The network card for RDMA; "" for any.
-        metadata: The metadata server.
-        own_host: Where other clients reach this process; "" to find out.
-    """
-
-    host: str
-    port: int
-    segment_bytes: int
-    protocol: str
-    device: str
-    metadata: str
-    own_host: str
-
-
 class _Client(NamedTuple):
     theirs: Any
     buffers: Buffers
 
 
 class _RegisteredBuffers(Buffers):
-    """Memory that a client knows, so that it moves bytes there without a copy.
+    """Memory registered with a client, which moves bytes there without a copy.
 
-    As much is kept as was ever in use at once.
+    It keeps as much as was ever in use at once.
     """
 
     def __init__(self, theirs: Any) -> None:
@@ -110,60 +86,47 @@ class _RegisteredBuffers(Buffers):
 class MooncakeStore:
     """A store in the pool of a Mooncake master.
 
-    Bytes are read into registered memory, which the caller gets, and written from it,
-    into which they are copied. An object that is there stays: its name says what it
-    has, and to write over it would take its memory twice for minutes. One that is
-    deleted while it is read may be read with bytes of the next in its place, which its
-    seal shows. The master evicts what was not used for long. There is no list.
+    Objects are read into registered memory, which the caller gets, and copied into such
+    memory to be written. An existing object is not written again: its name identifies
+    its content, and overwriting would take its memory twice for minutes. A reader may
+    find the next object's bytes in the place of a deleted one; the seal shows that. The
+    master evicts what was not used for long, and cannot list.
 
-    The client is made when the master first answers, and finds a master that came back
-    by itself. No call takes longer than some seconds.
-
-    Args:
-        url: ``mooncake://HOST:PORT`` of the master, with any of ``?segment=SIZE`` of
-            this process's memory for the pool (0), ``protocol=tcp`` or ``rdma``,
-            ``device=NAME`` of a card for RDMA, ``metadata=URL`` of a metadata server
-            (clients ask one another), and ``host=ADDRESS`` at which other clients reach
-            this one (that which reaches the master).
-
-    Raises:
-        ImportError: Mooncake is missing, or libraries that it needs.
-        ValueError: The URL is malformed.
+    The client is made when the master first answers, and finds a restarted master by
+    itself. No call takes longer than some seconds. ImportError: Mooncake or a library
+    that it needs is missing.
     """
 
     can_list = False
-    # To wait for a call keeps a core busy, so that few large ones are the fastest.
+    # Waiting for a call keeps a core busy, so few large calls are the fastest.
     lanes = Lanes(readers=1, writers=1, call_bytes=16 << 20)
 
-    def __init__(self, url: str) -> None:
-        place = StoreUrl.parse(url)
-        self._url = place.shown
-        self._place = _parse(place)
+    def __init__(self, url: StoreUrl) -> None:
+        self._store_url = url
+        [(self._host, port)] = url.nodes
+        self._port = port or _PORT
         self._mooncake = _import()
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._client: _Client | None = None
-        self._error = StoreError("unreachable", "")  # Of the last attempt to connect,
-        self._retry_s = 0.0  # and until when it holds.
+        # The error of the last attempt to connect, which holds until `_retry_s`.
+        self._error = StoreError("unreachable", "")
+        self._retry_s = 0.0
         self._is_suspect = False  # The last call failed.
-        self._num_open = 0  # Calls under way.
+        self._num_open = 0  # Calls in progress
         self._is_closed = False
-        # While it starts a client stops all threads, for seconds if a master hangs:
-        # better now than while an engine serves.
+        # A client that starts stops all threads, for seconds if a master hangs: better
+        # now than while an engine serves.
         with contextlib.suppress(StoreError):
             self._connected()
 
     @property
     def url(self) -> str:
         """The place, without user and password."""
-        return self._url
+        return self._store_url.shown
 
     def client(self) -> Any:
-        """Return the Mooncake client, for benchmarks that call it directly.
-
-        Raises:
-            StoreError: No master answers.
-        """
+        """Return the Mooncake client, for benchmarks that call it directly."""
         return self._connected().theirs
 
     def get(
@@ -173,11 +136,11 @@ class MooncakeStore:
         return self._ask(_get, [(check_name(name), max_bytes) for name in names])
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> Sequence[StoreError | None]:
-        """Write objects that are not there; an empty one counts as none."""
+        """Write objects that do not exist yet; an empty one counts as absent."""
         return self._ask(_put, [(check_name(name), blob) for name, blob in items])
 
     def exists(self, names: Sequence[str]) -> Sequence[bool | StoreError]:
-        """Tell which objects there are."""
+        """Return whether each object exists."""
         return self._ask(_exists, list(map(check_name, names)))
 
     def delete(self, names: Sequence[str]) -> Sequence[StoreError | None]:
@@ -187,7 +150,7 @@ class MooncakeStore:
     def _ask(
         self, call: Callable[[_Client, Sequence[Any]], Sequence[Any]], items: list[Any]
     ) -> Sequence[Any]:
-        """Make a call of the client, which must not end meanwhile."""
+        """Call the client, and keep it open meanwhile."""
         with self._lock:
             self._num_open += 1
         try:
@@ -198,8 +161,10 @@ class MooncakeStore:
             with self._lock:
                 self._num_open -= 1
             self._end_if_idle()
-        errors = [each for each in answers if isinstance(each, StoreError)]
-        self._is_suspect = any(error.kind != "full" for error in errors)
+        self._is_suspect = any(
+            isinstance(answer, StoreError) and answer.kind != "full"
+            for answer in answers
+        )
         return answers
 
     def list(self, folder: str) -> Iterator[list[str]]:
@@ -208,13 +173,13 @@ class MooncakeStore:
         raise StoreError("other", "Mooncake cannot list objects; set storage_list_s=0")
 
     def close(self) -> None:
-        """Let calls end, then the client, which takes back what it lent."""
+        """End the client, which takes back its segment, after the calls in progress."""
         with self._lock:
             self._is_closed = True
         self._end_if_idle()
 
     def _connected(self) -> _Client:
-        """Give the client, made at first; an attempt that failed holds for a while."""
+        """Return the client, made by the first call; retry a failure after a while."""
         with self._connecting:
             if self._client is None:
                 if time.monotonic() < self._retry_s:
@@ -230,50 +195,50 @@ class MooncakeStore:
             return self._client
 
     def _reach(self) -> str:
-        """Connect to the master; return the own address by which it is reached.
+        """Connect to the master; return this machine's address on that connection.
 
         A client that starts without a master blocks every thread of the process until
-        it times out; one that has lost its master takes seconds for each call.
+        it times out; a client that has lost its master takes seconds for each call.
         """
-        place = self._place
+        address = self._host, self._port
         try:
-            address = place.host, place.port
             with socket.create_connection(address, _CONNECT_S) as connection:
                 return str(connection.getsockname()[0])
         except (OSError, UnicodeError) as error:
             raise StoreError(
                 "unreachable",
-                f"no Mooncake master answers at {place.host}:{place.port} "
+                f"no Mooncake master answers at {self._host}:{self._port} "
                 f"({one_line(str(error))}): start mooncake_master there, or name "
                 "another by storage=mooncake://HOST:PORT",
             ) from error
 
     def _connect(self) -> _Client:
-        place, own_host = self._place, self._reach()
+        host, options = self._reach(), self._store_url.options
+        segment = options.get("segment", "0")
         theirs = self._mooncake.MooncakeDistributedStore()
         with _environment(_LIMITS):
             code = theirs.setup(
-                place.own_host or own_host,
-                place.metadata,
-                place.segment_bytes,
+                options.get("host", host),
+                options.get("metadata", _NO_METADATA_SERVER),
+                0 if segment == "0" else parse_bytes(segment),
                 0,
-                place.protocol,
-                place.device,
-                f"{place.host}:{place.port}",
+                options.get("protocol", "tcp"),
+                options.get("device", ""),
+                f"{self._host}:{self._port}",
             )
         if code != 0:
             self._retry_s = time.monotonic() + _HUNG_RETRY_S
             raise StoreError(
                 "unreachable",
-                f"no Mooncake client could start for {self._url} (code {code}): is "
-                f"{place.port} the port of mooncake_master, and are protocol, device, "
-                "metadata and segment what this machine has? MC_LOG_LEVEL=INFO says "
+                f"no Mooncake client could start for {self.url} (code {code}): is "
+                f"{self._port} the port of mooncake_master, and are protocol, device, "
+                "metadata and segment right for this machine? MC_LOG_LEVEL=INFO logs "
                 "more",
             )
         return _Client(theirs, _RegisteredBuffers(theirs))
 
     def _end_if_idle(self) -> None:
-        """End the client, once no call is under way, in a thread: it takes a second."""
+        """End the client in a thread, as it takes a second, once no call is open."""
         with self._lock:
             if not self._is_closed or self._num_open or self._client is None:
                 return
@@ -298,7 +263,7 @@ def _get(
 
 
 def _put(client: _Client, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
-    # An empty object cannot be written, and would be found like none.
+    # Mooncake refuses empty objects. Reading one looks like a missing object.
     full = [(name, blob) for name, blob in items if _num_bytes(blob)]
     views = [client.buffers.take(_num_bytes(blob)) for _, blob in full]
     for view, (_, blob) in zip(views, full, strict=True):
@@ -324,37 +289,6 @@ def _num_bytes(blob: Blob) -> int:
     return sum(map(len, blob))
 
 
-def _parse(url: StoreUrl) -> _Place:
-    [(host, port)], options, shown_as = url.places, url.options, url.shown
-    protocol, device = options.get("protocol", "tcp"), options.get("device", "")
-    if protocol not in _PROTOCOLS:
-        raise ValueError(
-            f"storage={shown(shown_as)}: protocol={shown(protocol)} must be "
-            f"{' or '.join(_PROTOCOLS)}."
-        )
-    if device and protocol != "rdma":
-        raise ValueError(
-            f"storage={shown(shown_as)}: device={shown(device)} needs protocol=rdma."
-        )
-    segment = options.get("segment", "0")
-    try:
-        segment_bytes = 0 if segment == "0" else parse_bytes(segment)
-    except ValueError as error:
-        raise ValueError(
-            f"storage={shown(shown_as)}: segment={one_line(str(error))}, or 0."
-        ) from None
-    metadata = options.get("metadata") or _NO_METADATA_SERVER
-    return _Place(
-        host,
-        port or _PORT,
-        segment_bytes,
-        protocol,
-        device,
-        metadata,
-        options.get("host", ""),
-    )
-
-
 def _import() -> Any:
     for name, text in _LASTING.items():
         os.environ.setdefault(name, text)
@@ -374,7 +308,7 @@ def _import() -> Any:
 
 @contextlib.contextmanager
 def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that are not set, for as long as a client reads them."""
+    """Set missing variables while a client reads them."""
     chosen = {name: text for name, text in defaults.items() if name not in os.environ}
     os.environ.update(chosen)
     try:
@@ -392,7 +326,7 @@ def _fill(view: memoryview, blob: Blob) -> None:
     whole, end = np.frombuffer(view, np.uint8), 0
     for piece in blob:
         start, end = end, end + len(piece)
-        # NumPy lets other threads run meanwhile.
+        # NumPy releases the GIL.
         np.copyto(whole[start:end], np.frombuffer(piece, np.uint8))
 
 
@@ -404,10 +338,10 @@ def _read(view: memoryview, code: int) -> Piece | StoreError | None:
 
 def _head(client: _Client, name: str, view: memoryview) -> Piece | StoreError | None:
     """Read the first bytes of an object that is larger than it should be."""
-    found = client.theirs.get_into_ranges(
+    codes = client.theirs.get_into_ranges(
         [_address(view)], [[name]], [[[0]]], [[[0]]], [[[len(view)]]]
     )
-    return _read(view, found[0][0][0])
+    return _read(view, codes[0][0][0])
 
 
 def _written(code: int) -> StoreError | None:

@@ -1,9 +1,10 @@
-"""The format of an object: a block of one shard, and a header that says which.
+"""The format of an object: a header, and the payload of one shard of a block.
 
 A header is `HEADER_BYTES` long, its numbers little-endian:
 
     offset  bytes
-         0      8  magic: 6a 61 78 6b 76 0d 0a 1a ("jaxkv", then what text modes break)
+         0      8  magic: 6a 61 78 6b 76 0d 0a 1a ("jaxkv" and bytes that text
+                   modes change)
          8      2  version of the format, 1
         10      2  seal: 1 XXH3-64, 2 HMAC-SHA256
         12      4  bytes of the header, 192
@@ -14,13 +15,13 @@ A header is `HEADER_BYTES` long, its numbers little-endian:
        116      4  shards
        120      8  bytes of the payload, which follows the header
        128     32  zeros
-       160     32  the seal: the XXH3-64 of the payload, which is filled with zeros to
-                   256 bytes if it has up to 240, and 24 zeros; or the HMAC-SHA256 of
-                   everything before it and the payload, its key being the SHA-256 of
-                   "jaxkv storage secret 1:" and the secret
+       160     32  the seal: the XXH3-64 of the payload (padded with zeros to 256
+                   bytes if it has up to 240), and 24 zeros; or the HMAC-SHA256 of the
+                   header before it and the payload, with the SHA-256 of
+                   "jaxkv storage secret 1:" and the secret as its key
 
-An object is right if its header is, byte for byte, the one that its reader would have
-written before this payload under this key. So whatever else is there is refused.
+An object is valid if its header equals, byte for byte, the one that its reader would
+have written for this payload under this key. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from jaxkv.types import KEY_BYTES, BlockKey
 MAGIC = b"jaxkv\r\n\x1a"
 VERSION = 1
 HEADER_BYTES = 192
-LEAST_SECRET_BYTES = 16
+MIN_SECRET_BYTES = 16
 
 RefusalReason: TypeAlias = Literal[
     "torn",
@@ -58,62 +59,61 @@ RefusalReason: TypeAlias = Literal[
     "checksum",
     "forged",
 ]
-"""Why an object is not what was asked for.
+"""Why an object is refused.
 
-``torn``: it is cut. ``foreign``: it is nothing of jaxkv's. ``version``: of another
-format. ``namespace``, ``layout``, ``shard``, ``key``: a block of others, under this
-name. ``unsealed``: not sealed as this reader seals. ``checksum``: its bytes changed.
-``forged``: its bytes changed, or it was written without the secret.
+``torn``: it is cut. ``foreign``: jaxkv did not write it. ``version``: it has another
+format. ``namespace``, ``layout``, ``shard``, ``key``: another block has this name.
+``unsealed``: it has another kind of seal. ``checksum``: its bytes changed. ``forged``:
+its bytes changed, or it was written without the secret.
 """
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
 _XXH3, _HMAC = 1, 2
 _SEALED = struct.Struct("<8sHHI32s32s32sIIQ32x")
 _SEAL_BYTES = 32
-_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})")
-
-_BOUND = re.compile(r"(bound|owner)\.([1-9][0-9]{0,17})\.([0-9a-f]{16})")
+ORDER_NAME = "order"
+ROOT = f"jaxkv{VERSION}"  # The folder of all namespaces
+BLOCK_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})")
+BOUND_NAME = re.compile(r"(bound|owner)\.([1-9][0-9]{0,17})\.([0-9a-f]{16})")
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
-"""What a payload can be made of."""
+"""The types of a payload's pieces."""
 
 
 class Refusal(NamedTuple):
-    """What `ObjectFormat.decode` answers to an object that is not right.
-
-    Attributes:
-        reason: Why not.
-        is_ours: Whether jaxkv has written it, so that it may be deleted.
-    """
+    """The result of decoding an object that is not valid."""
 
     reason: RefusalReason
-    is_ours: bool
+    is_ours: bool  # Whether jaxkv wrote it, so that it may be deleted
+
+
+def object_bytes_of(header: Piece) -> int | None:
+    """Return the bytes of an object by its header; None for other objects.
+
+    >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
+    >>> object_bytes_of(blocks.encode(b"k" * 32, [b"payload."])[0])
+    200
+    """
+    if len(header) < HEADER_BYTES or header[: len(MAGIC)] != MAGIC:
+        return None
+    return HEADER_BYTES + int(_SEALED.unpack_from(header)[-1])
 
 
 class ObjectFormat:
-    """Writes and reads the objects of one shard of one pool.
+    """Encodes and decodes the objects of one shard of one pool.
 
-    Args:
-        namespace: What the bytes of every block depend on, besides the tokens: any
-            encoding of it that is the same in every process.
-        layout: Dtypes and shapes of a payload, in words of the caller's own.
-        payload_bytes: Bytes of every payload.
-        shard: Which shard of each block this process has.
-        num_shards: How many there are.
-        secret: Seals objects against others who may write to the store, if at least
-            `LEAST_SECRET_BYTES` long without white space around it; None seals them
-            against accidents only.
+    `namespace` is what all blocks depend on besides their tokens, in an encoding that
+    is equal in every process. `layout` describes the dtypes and shapes of a payload in
+    the caller's words. A `secret` of at least `MIN_SECRET_BYTES`, not counting white
+    space around it, seals objects against other writers; None seals them against
+    accidents only.
 
-    Raises:
-        ValueError: A number is out of range, or the secret too short.
-
-    Example:
-        >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
-        >>> pieces = blocks.encode(b"k" * 32, [b"payload."])
-        >>> bytes(blocks.decode(b"k" * 32, b"".join(pieces)))
-        b'payload.'
-        >>> blocks.decode(b"another key".ljust(32), b"".join(pieces))
-        Refusal(reason='key', is_ours=True)
+    >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
+    >>> pieces = blocks.encode(b"k" * 32, [b"payload."])
+    >>> bytes(blocks.decode(b"k" * 32, b"".join(pieces)))
+    b'payload.'
+    >>> blocks.decode(b"another key".ljust(32), b"".join(pieces))
+    Refusal(reason='key', is_ours=True)
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class ObjectFormat:
         self._layout = hashlib.sha256(layout.encode()).digest()
         self._secret = _secret_key(secret)
         self._seal = _XXH3 if self._secret is None else _HMAC
-        # Whatever makes others' objects of no use here makes them lie elsewhere, so
-        # that what is wrong in this folder is damaged and may go.
+        # Objects that this format cannot use are in other folders. So an invalid object
+        # in this folder is damaged, and may be deleted.
         identity = hashlib.sha256(self._sealed(bytes(KEY_BYTES), shard=0))
         if self._secret is not None:
             identity.update(
                 hmac.digest(self._secret, b"jaxkv storage folder", "sha256")
             )
-        self._folder = f"jaxkv{VERSION}/{identity.hexdigest()[:32]}"
+        self._folder = f"{ROOT}/{identity.hexdigest()[:32]}"
 
     @property
     def folder(self) -> str:
@@ -165,38 +165,36 @@ class ObjectFormat:
         return [self.name_of(key, shard) for shard in range(self.num_shards)]
 
     def keys_of(self, names: Iterable[str]) -> tuple[list[BlockKey], list[int]]:
-        """Get keys and shards from names; what is no block of this folder is left out.
+        """Return the keys and shards of this folder's blocks among names.
 
-        Example:
-            >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
-            >>> blocks.keys_of(["README", blocks.name(b"k" * 32)])
-            ([b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk'], [0])
+        >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
+        >>> blocks.keys_of(["README", blocks.name(b"k" * 32)])
+        ([b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk'], [0])
         """
-        found = [match.group(2, 3) for match in self._matches(_NAME, names)]
-        raw = bytes.fromhex("".join([text for text, _ in found]))
+        pairs = [match.group(2, 3) for match in self._matches(BLOCK_NAME, names)]
+        raw = bytes.fromhex("".join([text for text, _ in pairs]))
         keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
-        return keys, [int(shard) for _, shard in found]
+        return keys, [int(shard) for _, shard in pairs]
 
     def bound_name(self, bound: Bound) -> str:
-        """Name the object that records a bound; its name says all.
+        """Name the object that records a bound in its name.
 
-        So two engines that record theirs at once leave both. With a secret, only
-        those who have it can record one.
+        Two engines that record theirs at once therefore leave both. With a secret, only
+        its holders can record a bound.
         """
         text = f"{'owner' if bound.is_owners else 'bound'}.{bound.num_blocks}"
         seal = hmac.digest(self._secret or b"jaxkv", text.encode(), "sha256")
         return f"{self._folder}/{text}.{seal.hex()[:16]}"
 
     def bounds_of(self, names: Iterable[str]) -> list[Bound]:
-        """Get the bounds that a store has recorded from the names of its objects.
+        """Return the recorded bounds among names.
 
-        Example:
-            >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
-            >>> blocks.bounds_of(["README", blocks.bound_name(Bound(40))])
-            [Bound(num_blocks=40, is_owners=False)]
+        >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
+        >>> blocks.bounds_of(["README", blocks.bound_name(Bound(40))])
+        [Bound(num_blocks=40, is_owners=False)]
         """
         bounds = []
-        for match in self._matches(_BOUND, names):
+        for match in self._matches(BOUND_NAME, names):
             bound = Bound(int(match[2]), match[1] == "owner")
             if hmac.compare_digest(self.bound_name(bound), match.string):
                 bounds.append(bound)
@@ -205,7 +203,7 @@ class ObjectFormat:
     def _matches(
         self, pattern: re.Pattern[str], names: Iterable[str]
     ) -> Iterator[re.Match[str]]:
-        """Match names of objects, each from what follows the folder on."""
+        """Match the part of each name after the folder."""
         start = len(self._folder) + 1
         for name in names:
             if name.startswith(self._folder):
@@ -216,37 +214,25 @@ class ObjectFormat:
     @property
     def order_name(self) -> str:
         """Name the object that records an order of the blocks."""
-        return f"{self._folder}/order"
+        return f"{self._folder}/{ORDER_NAME}"
 
     def check(self, key: BlockKey, payload: Sequence[Bytes]) -> None:
-        """Refuse what `encode` would refuse, without looking at the bytes."""
+        """Refuse what `encode` would refuse, without reading the bytes."""
         _checked(key)
         self._check_size(sum(map(_num_bytes, payload)))
 
     def encode(self, key: BlockKey, payload: Sequence[Bytes]) -> list[Piece]:
-        """Make the pieces of an object: a header, then views of the payload.
+        """Return the pieces of an object: a header, then views of the payload.
 
-        Args:
-            key: The key of the block.
-            payload: Its bytes. A piece that is not contiguous is copied, others not.
-
-        Raises:
-            ValueError: The payload is not of `payload_bytes`, or the key not of 32.
+        Only pieces that are not contiguous are copied. ValueError: the payload does not
+        have `payload_bytes`, or the key not 32.
         """
         pieces = [as_bytes(piece) for piece in payload]
         self._check_size(sum(map(len, pieces)))
         return [self._header(_checked(key), pieces), *pieces]
 
     def decode(self, key: BlockKey, data: Piece) -> memoryview | Refusal:
-        """Check an object, and find its payload.
-
-        Args:
-            key: The key that was asked for.
-            data: All bytes of the object; any bytes whatever.
-
-        Returns:
-            A view of the payload in `data`; or why there is none.
-        """
+        """Check the bytes of an object; return a view of its payload, or a refusal."""
         view = memoryview(data)
         payload = view[HEADER_BYTES:]
         if len(payload) == self.payload_bytes:
@@ -262,7 +248,7 @@ class ObjectFormat:
             return Refusal("torn" if is_cut else "foreign", is_cut)
         if len(view) < HEADER_BYTES:
             return Refusal("torn", True)
-        found = _SEALED.unpack_from(view)
+        actual = _SEALED.unpack_from(view)
         expected = _SEALED.unpack(self._sealed(key))
         names: tuple[RefusalReason, ...] = (
             "foreign",
@@ -276,9 +262,9 @@ class ObjectFormat:
             "shard",
             "layout",
         )
-        # What says how to read the rest comes first, and the key last.
+        # Fields that determine the meaning of others come first, the key last.
         for field in (1, 3, 2, 5, 6, 9, 7, 8, 4):
-            if found[field] != expected[field]:
+            if actual[field] != expected[field]:
                 return Refusal(names[field], True)
         if len(view) < HEADER_BYTES + self.payload_bytes:
             return Refusal("torn", True)
@@ -296,7 +282,7 @@ class ObjectFormat:
             )
 
     def _sealed(self, key: BlockKey, shard: int | None = None) -> bytes:
-        """What stands before the seal."""
+        """Return the header before the seal."""
         return _SEALED.pack(
             MAGIC,
             VERSION,
@@ -323,13 +309,13 @@ class ObjectFormat:
 
 
 def as_bytes(data: Bytes) -> memoryview:
-    """View something as bytes; it is copied only if it is not contiguous.
+    """View data as bytes; copy it only if it is not contiguous.
 
     >>> len(as_bytes(np.zeros((2, 3), np.float32)))
     24
     """
     if isinstance(data, np.ndarray):
-        # Not through the buffer protocol, which does not know bfloat16.
+        # The buffer protocol does not support bfloat16.
         return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     return memoryview(data).cast("B")
 
@@ -341,13 +327,13 @@ def _num_bytes(data: Bytes) -> int:
 def _secret_key(secret: str | bytes | None) -> bytes | None:
     if secret is None:
         return None
-    # Without the newline of the file that it was read from.
+    # Files with secrets often end in a newline.
     raw = secret.strip().encode() if isinstance(secret, str) else secret.strip()
-    if len(raw) < LEAST_SECRET_BYTES:
-        # Not the value: messages end in logs.
+    if len(raw) < MIN_SECRET_BYTES:
+        # The message must not contain the value: it may be logged.
         raise ValueError(
             f"storage_secret has {len(raw)} bytes and must have at least "
-            f"{LEAST_SECRET_BYTES}."
+            f"{MIN_SECRET_BYTES}."
         )
     return hashlib.sha256(b"jaxkv storage secret 1:" + raw).digest()
 

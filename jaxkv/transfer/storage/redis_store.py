@@ -18,11 +18,11 @@ from jaxkv.transfer.storage.store import (
     Lanes,
     Piece,
     StoreError,
+    answers_of,
     check_name,
 )
 from jaxkv.transfer.storage.store_url import StoreUrl
 
-_CLUSTER = "+cluster"
 _PORT = 6379
 _PAGE = 4096
 _CONNECT_S = 5.0
@@ -31,82 +31,62 @@ _RECONNECT_S = 1.0  # Between two connections of a thread that a server refuses.
 
 
 class RedisStore:
-    """A store in Redis or Valkey, one server or a cluster: a value an object.
+    """A store in Redis or Valkey, one server or a cluster: a value per object.
 
-    A call goes in one pipeline, over a connection of its thread. In a cluster redis-py
-    finds the node of each value, and follows values to other nodes.
-
-    Args:
-        url: As redis-py has it: ``redis://HOST:PORT/DB``, ``rediss://`` with TLS,
-            ``unix:///PATH``; or ``redis+cluster://HOST:PORT``, ``rediss+cluster://``
-            with some nodes of a cluster, one of which has to answer at first:
-            ``HOST:PORT,HOST:PORT``.
-
-    Raises:
-        ImportError: redis-py is missing.
-        ValueError: The URL is malformed.
+    A call is one pipeline on a connection of its thread. In a cluster, redis-py finds
+    the node of each value, and follows values that move. ImportError: redis-py is
+    missing. ValueError: redis-py refuses an option of the URL.
     """
 
     lanes = Lanes(readers=4, writers=2, call_bytes=4 << 20)
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: StoreUrl) -> None:
         self._redis = _import()
-        place = self._place = StoreUrl.parse(url)
-        self._is_cluster = place.scheme.endswith(_CLUSTER)
-        # A connection may have been closed while it was not used, and a node of a
-        # cluster may have handed on its values.
-        tries = 3 if self._is_cluster else 1
-        options: dict[str, Any] = {
+        self._store_url = url
+        # A connection may have been closed while idle, and a node of a cluster may
+        # have handed on its values.
+        tries = 3 if url.is_cluster else 1
+        self._options: dict[str, Any] = {
             "socket_connect_timeout": _CONNECT_S,
             "socket_timeout": _ANSWER_S,
             "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), tries),
         }
-        self._known_nodes: dict[tuple[str, int], None] = {}
-        url = place.text
-        if self._is_cluster:
-            url = _first_node(url)
-            self._known_nodes |= {
-                (host, port or _PORT): None for host, port in place.places[1:]
-            }
+        self._nodes = {(host, port or _PORT): None for host, port in url.nodes[1:]}
+        self._text = _first_node(url.text) if url.is_cluster else url.text
         fault = ""
         try:
-            # It does not connect, but it looks at what the URL asks for.
-            self._redis.ConnectionPool.from_url(url, **options).make_connection()
+            # This checks the options without connecting.
+            pool = self._redis.ConnectionPool.from_url(self._text, **self._options)
+            pool.make_connection()
         except (ValueError, TypeError, self._redis.RedisError) as error:
-            fault = place.hide(one_line(str(error))).rstrip(".")
-        if fault:  # Without the error, which may have a part of the password.
-            raise ValueError(f"storage={shown(place.shown)}: {fault}.")
-        self._make_client = functools.partial(self._connect, url, options)
-        self._of_thread = threading.local()
-        # Those of threads that have ended are closed, as of one for each listing.
+            fault = url.hide(one_line(str(error))).rstrip(".")
+        if fault:  # Without the error, which may contain a part of the password.
+            raise ValueError(f"storage={shown(url.shown)}: {fault}.")
+        self._thread = threading.local()
+        # Weak, so that clients of ended threads, such as listers, are closed.
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def url(self) -> str:
         """The place, without user and password."""
-        return self._place.shown
-
-    @property
-    def is_cluster(self) -> bool:
-        """Whether it is a cluster of servers."""
-        return self._is_cluster
+        return self._store_url.shown
 
     def get(
         self, names: Sequence[str], max_bytes: int
     ) -> list[Piece | StoreError | None]:
-        """Read values; an empty one is taken for none, as the server answers alike."""
+        """Read values; an empty one counts as absent: the server's answer is equal."""
         commands = [("GETRANGE", check_name(name), 0, max_bytes - 1) for name in names]
         return self._run(commands, lambda value: value or None)
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
         """Write values."""
-        # The packer is no option of a cluster's client.
-        value_of = _joined if self._is_cluster else list
+        # A cluster's client does not take a packer.
+        value_of = _joined if self._store_url.is_cluster else list
         commands = [("SET", check_name(name), value_of(blob)) for name, blob in items]
         return self._run(commands, lambda _: None)
 
     def exists(self, names: Sequence[str]) -> list[bool | StoreError]:
-        """Tell which values there are."""
+        """Return whether each value exists."""
         return self._run([("EXISTS", check_name(name)) for name in names], bool)
 
     def delete(self, names: Sequence[str]) -> list[StoreError | None]:
@@ -117,17 +97,17 @@ class RedisStore:
     def _run(
         self, commands: Sequence[tuple[Any, ...]], convert: Callable[[Any], Any]
     ) -> list[Any]:
-        """Run commands as one pipeline; an error of one is its answer."""
+        """Run commands as one pipeline; the error of a command is its answer."""
         failure = None
         try:
             pipeline = self._client().pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
             results = pipeline.execute(raise_on_error=False)
-        except Exception as error:  # Of redis-py, of sockets, of names of hosts.
+        except Exception as error:  # From redis-py, sockets or name resolution.
             failure = self._error_of(error)
         if failure is not None:
-            raise failure  # Without the error, which may have the password.
+            raise failure  # Without the error, which may contain the password.
         return [
             self._error_of(result) if isinstance(result, Exception) else convert(result)
             for result in results
@@ -135,7 +115,7 @@ class RedisStore:
 
     def _scan_all(self, match: str) -> Iterator[list[str]]:
         client = self._client()
-        if not self._is_cluster:
+        if not self._store_url.is_cluster:
             yield from _scan(functools.partial(client.scan, match=match))
             return
         for node in client.get_primaries():
@@ -149,18 +129,18 @@ class RedisStore:
             yield from _scan(scan)
 
     def list(self, folder: str) -> Iterator[list[str]]:
-        """List values; of a cluster, of one node after the other."""
+        """List values, in a cluster one node after the other."""
         match = f"{check_name(folder)}/*"  # A name has no characters that match others.
         try:
             yield from self._scan_all(match)
-        except Exception as error:  # Of redis-py, of sockets, of names of hosts.
+        except Exception as error:
             failure = self._error_of(error)
         else:
             return
-        raise failure  # Without the error, which may have the password.
+        raise failure  # Without the error, which may contain the password.
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
-        """Tell when values were last used, to the second; a server by LFU does not."""
+        """Return when values were last used, to the second; None from an LFU server."""
         try:
             pipeline = self._client().pipeline(transaction=False)
             for name in names:
@@ -168,10 +148,15 @@ class RedisStore:
             idle = pipeline.execute(raise_on_error=False)
         except Exception as error:
             raise self._error_of(error) from error
-        if any(isinstance(each, Exception) for each in idle):
+        if any(isinstance(answer, Exception) for answer in idle):
             return None
         now_s = int(time.time())
-        return [0 if each is None else (now_s - each) * 1_000_000 for each in idle]
+        return [0 if age_s is None else (now_s - age_s) * 1_000_000 for age_s in idle]
+
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
+        """Return the memory that values take in the server."""
+        commands = [("MEMORY USAGE", check_name(name)) for name in names]
+        return answers_of(self._run(commands, lambda num_bytes: num_bytes))
 
     def close(self) -> None:
         """Close all connections."""
@@ -179,78 +164,84 @@ class RedisStore:
             client.close()
 
     def _client(self) -> Any:
-        """Give this thread's client; that of a cluster asks for its nodes at first.
+        """Return this thread's client.
 
-        As it finds out about new nodes, it closes what other threads would be using.
+        A cluster's client that finds new nodes closes connections that other threads
+        would be using.
         """
-        if not hasattr(self._of_thread, "client"):
-            client = self._of_thread.client = self._make_client()
+        if not hasattr(self._thread, "client"):
+            client = self._thread.client = self._connect()
             self._clients.add(client)
-            if self._is_cluster:
-                nodes = ((each.host, each.port) for each in client.get_nodes())
-                self._known_nodes |= dict.fromkeys(nodes)
-        return self._of_thread.client
+            if self._store_url.is_cluster:
+                self._nodes |= {
+                    (node.host, node.port): None for node in client.get_nodes()
+                }
+        return self._thread.client
 
-    def _connect(self, url: str, options: dict[str, Any]) -> Any:
-        """Make a client, of a cluster by any node that is known."""
-        if not self._is_cluster:
-            options = options | {"command_packer": _Packer()}
-            return self._redis.Redis.from_url(url, **options)
-        nodes = [self._redis.cluster.ClusterNode(*each) for each in self._known_nodes]
-        return self._redis.RedisCluster.from_url(url, startup_nodes=nodes, **options)
+    def _connect(self) -> Any:
+        """Make a client, of a cluster by any known node."""
+        if not self._store_url.is_cluster:
+            options = self._options | {"command_packer": _Packer()}
+            return self._redis.Redis.from_url(self._text, **options)
+        nodes = [self._redis.cluster.ClusterNode(*node) for node in self._nodes]
+        return self._redis.RedisCluster.from_url(
+            self._text, startup_nodes=nodes, **self._options
+        )
 
     def _error_of(self, error: Exception) -> StoreError:
-        known = self._redis.exceptions
+        errors = self._redis.exceptions
         kind: ErrorKind = "other"
-        if isinstance(error, known.OutOfMemoryError):
+        if isinstance(error, errors.OutOfMemoryError):
             kind = "full"
         elif isinstance(
             error,
-            known.AuthenticationError | known.NoPermissionError | known.ReadOnlyError,
+            errors.AuthenticationError
+            | errors.NoPermissionError
+            | errors.ReadOnlyError,
         ):
             kind = "denied"
         elif isinstance(
             error,
-            known.ConnectionError
-            | known.TimeoutError
+            errors.ConnectionError
+            | errors.TimeoutError
             | OSError
             | UnicodeError
-            # Of a cluster that is about to replace a node.
-            | known.RedisClusterException
-            | known.ClusterError
-            | known.AskError
-            | known.TryAgainError
-            | known.MasterDownError,
+            # From a cluster that is about to replace a node.
+            | errors.RedisClusterException
+            | errors.ClusterError
+            | errors.AskError
+            | errors.TryAgainError
+            | errors.MasterDownError,
         ):
             kind = "unreachable"
-        message = self._place.hide(f"{type(error).__name__}: {error}")
-        if isinstance(error, known.AskError) and not self._is_cluster:
+        message = self._store_url.hide(f"{type(error).__name__}: {error}")
+        if isinstance(error, errors.AskError) and not self._store_url.is_cluster:
             message += "; name a cluster by storage=redis+cluster://HOST:PORT"
         if kind != "full":
-            # By now its name may stand for another server, as after a failover.
+            # The name may lead to another server by now, as after a failover.
             self._forget_client()
         return StoreError(kind, message)
 
     def _forget_client(self) -> None:
-        """Let go of this thread's client, at most once a second; the next connects."""
-        if time.monotonic() < getattr(self._of_thread, "keep_until_s", 0.0):
+        """Drop this thread's client, at most once a second, to connect again."""
+        if time.monotonic() < getattr(self._thread, "keep_until_s", 0.0):
             return
-        self._of_thread.keep_until_s = time.monotonic() + _RECONNECT_S
-        client = self._of_thread.__dict__.pop("client", None)
+        self._thread.keep_until_s = time.monotonic() + _RECONNECT_S
+        client = self._thread.__dict__.pop("client", None)
         if client is not None:
             self._clients.discard(client)
             client.close()
 
 
 class _Packer:
-    """Writes commands as the server reads them, large values in their own pieces.
+    """Packs commands and leaves large values in pieces.
 
-    redis-py's takes a value as a whole: to join the pieces of a block takes longer than
-    to send them.
+    redis-py's packer takes a value as a whole; joining the pieces of a block takes
+    longer than sending them.
     """
 
     def pack(self, command: str, *args: Any) -> list[Piece]:
-        """Give the pieces of a command; its last argument may be a list of pieces."""
+        """Return the pieces of a command; its last argument may be a list of pieces."""
         words = [*command.split(), *args]
         last = words.pop()
         value = last if isinstance(last, list) else [_encoded(last)]
@@ -263,10 +254,10 @@ class _Packer:
 
 
 def _first_node(url: str) -> str:
-    """Return the URL of a cluster with its first node alone, as redis-py has it."""
-    parts = urllib.parse.urlsplit(url.replace(_CLUSTER, "", 1))
-    user, at, hosts = parts.netloc.rpartition("@")
-    return parts._replace(netloc=f"{user}{at}{hosts.partition(',')[0]}").geturl()
+    """Return the URL of a cluster with its first node alone, as redis-py reads it."""
+    split = urllib.parse.urlsplit(url.replace("+cluster", "", 1))
+    user, at, nodes = split.netloc.rpartition("@")
+    return split._replace(netloc=f"{user}{at}{nodes.partition(',')[0]}").geturl()
 
 
 def _scan(scan: Callable[..., tuple[int, list[bytes]]]) -> Iterator[list[str]]:

@@ -34,117 +34,77 @@ Kind: TypeAlias = Literal["read", "write", "probe"]
 _What: TypeAlias = Literal["read", "write", "probe", "delete"]
 Outcome: TypeAlias = Literal["done", "missing", "refused", "failed", "late"]
 
-_MOST_AT_ONCE = 16  # Probes or deletes of one call to the store.
-_MOST_DELETES = 1 << 16
-_MOST_PROBES = 1 << 16
-_MOST_LISTED = 1 << 18  # Blocks that were listed and not taken.
-_MOST_LATENCIES = 1 << 14
+_MAX_CALL_ITEMS = 16  # Probes or deletes of one call to the store
+_MAX_DELETES = 1 << 16
+_MAX_PROBES = 1 << 16
+_MAX_LISTED = 1 << 18  # Listed blocks that wait for `take_pages`
+_MAX_LATENCIES = 1 << 14
 _HALF_LIFE_S = 10.0
-_MOST_WAIT_S = threading.TIMEOUT_MAX / 2  # What a lock can be asked to wait.
-# After a write that found no room, when to try the next if nothing is deleted.
+_MAX_WAIT_S = threading.TIMEOUT_MAX / 2  # Locks refuse longer waits.
+# Between writes to a full store, unless a delete makes room
 _FULL_RETRY_S = 1.0
 
 
 class Completion(NamedTuple):
-    """What came of a read, a write or a probe.
+    """The end of a read, a write or a probe.
 
-    Attributes:
-        ticket: What the call that asked for it returned.
-        kind: What it was.
-        key: The key of the block; of a probe, of the first of its run.
-        outcome: ``"done"``; ``"missing"`` if the store has no such object (of a probe,
-            none of the run); ``"refused"`` if what it has is not right; ``"failed"`` if
-            the store failed; ``"late"`` if the deadline came first.
-        reason: The reason of a refusal, or the kind of the error; else None.
-        payload: The payload of a read that is done, which is the caller's; else None.
-        num_bytes: Bytes of the object, if it was moved; else 0.
-        num_found: Of a probe, how many blocks of the run are there, as far as known.
+    Outcomes: ``"done"``; ``"missing"`` if the store does not have the object (for a
+    probe, none of the run); ``"refused"`` if the object is not valid; ``"failed"`` if
+    the store failed; ``"late"`` if the deadline came first.
     """
 
-    ticket: int
+    ticket: int  # As returned by the call that submitted it
     kind: Kind
-    key: BlockKey
+    key: BlockKey  # Of a probe, the first key of its run
     outcome: Outcome
-    reason: str | None = None
-    payload: memoryview | None = None
-    num_bytes: int = 0
-    num_found: int = 0
+    reason: str | None = None  # The reason of a refusal, or the kind of the error
+    payload: memoryview | None = None  # Of a read that is done; the caller owns it
+    num_bytes: int = 0  # Bytes of the object, if it was moved
+    num_found: int = 0  # Of a probe, known blocks of the run in the store
 
 
 class ListedPage(NamedTuple):
-    """Some of the objects that a store has.
-
-    Attributes:
-        keys: Their keys, of every shard's objects.
-        shards: The shard of each.
-    """
+    """Some objects of a listing, of every shard."""
 
     keys: list[BlockKey]
-    shards: list[int]
+    shards: list[int]  # The shard of each key
 
 
 class Listed(NamedTuple):
-    """How a listing ended.
+    """The end of a listing."""
 
-    Attributes:
-        is_whole: Whether the store has listed all of them; not if it failed.
-        bound: How many blocks the store may hold; None if it is not known.
-        num_blocks: How many blocks are left there.
-        gone: Keys of blocks that are deleted, because there were too many.
-    """
-
-    is_whole: bool
-    bound: int | None = None
-    num_blocks: int = 0
-    gone: tuple[BlockKey, ...] = ()
+    is_whole: bool  # False if the store failed
+    bound: int | None = None  # Blocks that the store may hold; None if unknown
+    num_blocks: int = 0  # Blocks that remain
+    deleted: tuple[BlockKey, ...] = ()  # Keys of blocks beyond the bound
 
 
 @dataclasses.dataclass(frozen=True)
 class StorageIOStats:
-    """Counts since the start, and what is open now.
+    """Counts since the start, and what is open now."""
 
-    Attributes:
-        num_written: Objects that were written.
-        num_read: Objects that were read, and were right.
-        num_missing: Reads of what was not there.
-        num_probed: Objects of which the store was asked whether they are there.
-        num_late: Reads that the deadline overtook.
-        num_dropped: Writes that did not fit into the queue, or came while the store
-            was full.
-        num_deleted: Objects that were deleted, here or because they were not right.
-        bytes_written: Bytes of the objects written.
-        bytes_read: Bytes of the objects read.
-        refused: Objects that were not right, by reason.
-        failed: Calls that the store failed, by ``"read full"`` and the like: what was
-            asked for, and the kind of error.
-        queued_write_bytes: Bytes of writes that are not done.
-        open_read_bytes: Bytes of reads that are not done, or not polled.
-        last_error: The store's message at its latest failure.
-        is_up: Whether no kind of call failed when it was last made.
-    """
-
-    num_written: int
-    num_read: int
-    num_missing: int
-    num_probed: int
-    num_late: int
-    num_dropped: int
-    num_deleted: int
+    num_written: int  # Objects
+    num_read: int  # Valid objects
+    num_missing: int  # Reads of absent objects
+    num_probed: int  # Objects asked for by probes
+    num_late: int  # Reads that ended by their deadline
+    num_dropped: int  # Writes beyond the queue's room, or while the store was full
+    num_deleted: int  # Objects deleted by request, or because they were not valid
     bytes_written: int
     bytes_read: int
-    refused: dict[str, int]
-    failed: dict[str, int]
-    queued_write_bytes: int
-    open_read_bytes: int
-    last_error: str | None
-    is_up: bool = True
+    refused: dict[str, int]  # Objects that were not valid, by reason
+    failed: dict[str, int]  # Failed calls, by kind of call and error: "read full"
+    queued_write_bytes: int  # Of unfinished writes
+    open_read_bytes: int  # Of reads that are unfinished or not polled
+    last_error: str | None  # The store's latest message
+    is_up: bool = True  # Whether the latest call of every kind succeeded
 
     @property
     def errors(self) -> dict[str, int]:
-        """What went wrong, by what was asked for and why, as ``"read late"``.
+        """All errors, by kind of call and reason, such as ``"read late"``.
 
-        The calls in `failed`, with those that the deadline overtook, the writes that
-        did not fit into the queue (``"write busy"``), and the objects in `refused`.
+        They are `failed` calls, late reads, writes beyond the queue's room (``"write
+        busy"``) and `refused` objects.
         """
         refused = {f"read {reason}": num for reason, num in self.refused.items()}
         rest = {"read late": self.num_late, "write busy": self.num_dropped}
@@ -152,14 +112,13 @@ class StorageIOStats:
 
 
 class Rate:
-    """Bytes per second while something is in flight, the past counting less and less.
+    """Bytes per second while something is in flight; the past counts less and less.
 
-    Example:
-        >>> rate = Rate()
-        >>> rate.start(0.0)
-        >>> rate.stop(2.0, 100)
-        >>> rate.bytes_per_s
-        50.0
+    >>> rate = Rate()
+    >>> rate.start(0.0)
+    >>> rate.stop(2.0, 100)
+    >>> rate.bytes_per_s
+    50.0
     """
 
     def __init__(self) -> None:
@@ -174,12 +133,12 @@ class Rate:
         return self._bytes / self._busy_s if self._busy_s > 0 else 0.0
 
     def start(self, now_s: float) -> None:
-        """Note that something is in flight from now on."""
+        """Begin a transfer."""
         self._advance(now_s)
         self._num_open += 1
 
     def stop(self, now_s: float, num_bytes: int) -> None:
-        """Note that it has arrived, with so many bytes; 0 if it never will."""
+        """End a transfer of `num_bytes`; 0 if it failed."""
         self._advance(now_s)
         self._num_open -= 1
         self._bytes += num_bytes
@@ -197,7 +156,7 @@ _NO_SEARCH = RunSearch(0)
 
 
 class _Job:
-    """Something asked for: in a queue, then with the store."""
+    """A submitted operation: in a queue, then with the store."""
 
     __slots__ = (
         *("indices", "is_out", "is_over", "key", "kind", "out_s", "payload", "run"),
@@ -215,63 +174,50 @@ class _Job:
         self.kind: Kind = kind
         self.key = run[0]
         self.payload = payload
-        self.run = run  # Of a probe; else there is the key alone.
+        self.run = run  # Of a probe; otherwise the key alone
         self.search = RunSearch(len(run)) if kind == "probe" else _NO_SEARCH
-        self.indices: list[int] = []  # Of the run, those that the store is asked about.
-        self.is_out = False  # The store has it.
-        self.out_s = 0.0  # Since when.
+        self.indices: list[int] = []  # Blocks of the run in the current call
+        self.is_out = False  # A call to the store has it.
+        self.out_s = 0.0  # When its first call began
         self.is_over = False  # No caller waits for it any more.
 
-    def ended(self, outcome: Outcome, **more: Any) -> Completion:
-        """Say what came of it."""
-        found = self.search.num_found
+    def ended(self, outcome: Outcome, **fields: Any) -> Completion:
+        """Make its completion."""
+        num_found = self.search.num_found
         return Completion(
-            self.ticket, self.kind, self.key, outcome, num_found=found, **more
+            self.ticket, self.kind, self.key, outcome, num_found=num_found, **fields
         )
 
 
-class _Way(NamedTuple):
-    """How the store is asked for things of a kind, jobs or names of objects.
+class _Operation(NamedTuple):
+    """Callbacks of one kind of store call, for jobs or names of objects."""
 
-    Attributes:
-        call: Asks for some at once; returns an answer for each, perhaps an error.
-        note: Takes the answer of one; called without the lock.
-        fail: Takes the error of one; called with the lock held.
-        at_once: How many one call has at most.
-    """
-
-    call: Callable[[Any], Sequence[Any]]
-    note: Callable[[Any, Any], None]
-    fail: Callable[[Any, BaseException], None]
-    at_once: int
+    call: Callable[[Any], Sequence[Any]]  # Calls the store; one answer per item
+    note: Callable[[Any, Any], None]  # Records an answer; called without the lock
+    fail: Callable[[Any, BaseException], None]  # Records an error; with the lock
+    max_items: int  # Of one call
 
 
 class StorageIO(Resource):
     """Reads and writes the blocks of one shard in a store, in the background.
 
-    No call waits for the store, whatever it does: a store that hangs fills the queues,
-    after which writes are dropped and reads fail at once. All methods may be called
-    from any thread.
+    No method waits for the store. If the store hangs, the queues fill up; then writes
+    are dropped and reads fail at once. Any thread may call any method. `close` closes
+    the store, too.
 
-    Args:
-        store: Where objects are; closed with this.
-        objects: How they are written.
-        write_bytes: Bytes of writes that may be open: queued, or with the store.
-        read_bytes: Bytes of reads that may be open: queued, with the store, or not
-            polled yet. One that is not waited for any more counts until the store
-            answers.
-        num_in_flight: Objects that the store reads, or writes, at once.
-        clock: Gives the time in seconds, for deadlines.
+    At most `write_bytes` of writes are open (queued or with the store), and at most
+    `read_bytes` of reads (queued, with the store, or not polled; an abandoned read
+    counts until the store answers). `num_in_flight` objects are read, or written, at
+    once.
 
-    Example:
-        >>> from jaxkv.transfer.storage import MemoryStore
-        >>> blocks = ObjectFormat(b"model", "u8[4]", 4)
-        >>> with StorageIO(MemoryStore(), blocks) as storage:
-        ...     _ = storage.submit_writes([(b"k" * 32, [b"body"])])
-        ...     _ = storage.wait()
-        ...     _ = storage.submit_reads([b"k" * 32], deadline_s=float("inf"))
-        ...     bytes(storage.wait()[0].payload)
-        b'body'
+    >>> from jaxkv.transfer.storage import MemoryStore
+    >>> blocks = ObjectFormat(b"model", "u8[4]", 4)
+    >>> with StorageIO(MemoryStore(), blocks) as storage:
+    ...     _ = storage.submit_writes([(b"k" * 32, [b"body"])])
+    ...     _ = storage.wait()
+    ...     _ = storage.submit_reads([b"k" * 32], deadline_s=float("inf"))
+    ...     bytes(storage.wait()[0].payload)
+    b'body'
     """
 
     def __init__(
@@ -293,7 +239,7 @@ class StorageIO(Resource):
                 raise ValueError(f"{name}={value} must be at least 1.")
         self.objects = objects
         self._store = store
-        self._most_bytes = {"write": write_bytes, "read": read_bytes}
+        self._max_bytes = {"write": write_bytes, "read": read_bytes}
         self._clock = clock
 
         self._lock = threading.Lock()
@@ -305,23 +251,23 @@ class StorageIO(Resource):
             "probe": collections.deque(),
             "write": collections.deque(),
         }
-        self._num_idle = {"read": 0, "probe": 0, "write": 0}  # Given up, in a queue.
-        self._deletes: dict[str, None] = {}  # An ordered set of names.
-        self._undeleted: dict[str, None] = {}  # Deletes that failed.
-        # Until when the store counts as full, if no delete makes room before.
+        self._num_idle = {"read": 0, "probe": 0, "write": 0}  # Abandoned, in a queue
+        self._deletes: dict[str, None] = {}  # An ordered set of names
+        self._undeleted: dict[str, None] = {}  # Names whose deletion failed
+        # The store counts as full until then, or until a delete makes room.
         self._full_until_s = float("-inf")
-        self._num_deleting = 0  # Of these, with the store.
-        self._jobs: dict[int, _Job] = {}  # By ticket, those that a caller waits for.
+        self._num_deleting = 0  # Names with the store
+        self._jobs: dict[int, _Job] = {}  # Those that a caller waits for, by ticket
         self._deadlines: list[tuple[float, int]] = []
         self._completions: collections.deque[Completion] = collections.deque()
-        self._awaited = 1  # Completions that `wait` waits for.
+        self._awaited = 1  # Completions that `wait` waits for
         self._open_bytes = {"write": 0, "read": 0}
         self._rates = {"read": Rate(), "write": Rate()}
         self._pages: collections.deque[ListedPage] = collections.deque()
-        self._num_listed = 0  # Blocks of these.
+        self._num_listed = 0  # Blocks of `_pages`
         self._listed: Listed | None = None
-        self._bounds: list[Bound] = []  # Of all engines, as of the last listing.
-        self._fresh: list[BlockKey] = []  # Written while the store is listed.
+        self._bounds: list[Bound] = []  # Of all engines, at the last listing
+        self._fresh: list[BlockKey] = []  # Written during the listing
         self._lister: threading.Thread | None = None
 
         self._counts: collections.Counter[str] = collections.Counter()
@@ -329,9 +275,9 @@ class StorageIO(Resource):
         self._failed: collections.Counter[str] = collections.Counter()
         self._last_error: str | None = None
         self._health = StoreHealth(store.url)
-        # Seconds that the last reads and writes took, until they are taken.
+        # Seconds that recent operations took, until `take_latencies`
         self._latencies: dict[str, collections.deque[float]] = {
-            kind: collections.deque(maxlen=_MOST_LATENCIES)
+            kind: collections.deque(maxlen=_MAX_LATENCIES)
             for kind in ("read", "write", "probe")
         }
         lanes = lanes_of(store)
@@ -346,14 +292,18 @@ class StorageIO(Resource):
             min(fitting, num_in_flight // num_threads[kind])
             for kind in ("read", "write")
         )
-        fail, few = self._fail, _MOST_AT_ONCE
-        self._ways: dict[_What, _Way] = {
-            "read": _Way(self._get, self._note_read, fail, reads),
-            "write": _Way(self._put, self._note_written, fail, writes),
-            "probe": _Way(self._exists, self._note_probed, fail, few),
-            "delete": _Way(store.delete, self._note_deleted, self._fail_delete, few),
+        fail, max_items = self._fail, _MAX_CALL_ITEMS
+        self._operations: dict[_What, _Operation] = {
+            "read": _Operation(self._get, self._note_read, fail, reads),
+            "write": _Operation(self._put, self._note_written, fail, writes),
+            "probe": _Operation(self._exists, self._note_probed, fail, max_items),
+            "delete": _Operation(
+                store.delete, self._note_deleted, self._fail_delete, max_items
+            ),
         }
-        self._wakes = {what: threading.Condition(self._lock) for what in self._ways}
+        self._wakes = {
+            what: threading.Condition(self._lock) for what in self._operations
+        }
         self._crews = {
             what: Crew(
                 f"jaxkv storage {what}", num, functools.partial(self._serve_all, what)
@@ -367,19 +317,11 @@ class StorageIO(Resource):
     def submit_writes(
         self, items: Iterable[tuple[BlockKey, Sequence[Bytes]]]
     ) -> list[int | None]:
-        """Ask for blocks to be written.
+        """Submit writes of blocks: keys, and the pieces of each payload.
 
-        Args:
-            items: Keys, and the payload of each in pieces. They belong to the store
-                from now on, and must never change: hand over copies.
-
-        Returns:
-            A ticket for each; None for what does not fit into the queue, which is
-            dropped and counted.
-
-        Raises:
-            ValueError: A payload is not of `objects.payload_bytes`, or a key not of 32
-                bytes. Then nothing is written.
+        The payloads belong to the store from now on, and must never change. Returns a
+        ticket for each; None for a write beyond the queue's room, which is dropped and
+        counted. A ValueError refuses all if a key or a payload has the wrong size.
         """
         items = [(key, list(payload)) for key, payload in items]
         for key, payload in items:
@@ -392,7 +334,7 @@ class StorageIO(Resource):
                     self._counts["dropped"] += 1
                     tickets.append(None)
                     continue
-                # The object that was to go is the one that comes.
+                # A pending delete would delete the new object.
                 name = self.objects.name(key)
                 self._deletes.pop(name, None)
                 self._undeleted.pop(name, None)
@@ -401,36 +343,21 @@ class StorageIO(Resource):
         return tickets
 
     def submit_reads(self, keys: Iterable[BlockKey], deadline_s: float) -> list[int]:
-        """Ask for blocks to be read.
+        """Submit reads; return a ticket for each.
 
-        Args:
-            keys: Their keys.
-            deadline_s: When to give up on them, by `clock`. They are then late, and an
-                answer that comes after that is dropped.
-
-        Returns:
-            A ticket for each. What does not fit into the queue has failed at once, with
-            the reason ``"busy"``.
+        A read that is not done at `deadline_s` by `clock` is late, and a later answer
+        is dropped. Reads beyond the queue's room fail at once, as ``"busy"``.
         """
         return self._ask("read", [(key,) for key in keys], deadline_s)
 
     def submit_probes(
         self, runs: Iterable[Sequence[BlockKey]], deadline_s: float
     ) -> list[int]:
-        """Ask how many blocks of runs the store has, from the first on.
+        """Ask how many blocks of each run this shard has, from the first on.
 
-        The rounds of a `RunSearch` follow one another in the threads of the store. What
-        is asked for are the objects of this shard.
-
-        Args:
-            runs: For each the keys of blocks that continue one another.
-            deadline_s: As of `submit_reads`.
-
-        Returns:
-            A ticket for each. Too many at once have failed, as ``"busy"``.
-
-        Raises:
-            ValueError: A run has no keys. Then nothing is asked.
+        A run is the keys of consecutive blocks; an empty one is a ValueError. Its
+        `RunSearch` takes several rounds in the store's threads. Deadlines, tickets and
+        ``"busy"`` are as for `submit_reads`.
         """
         runs = list(runs)
         if not all(runs):
@@ -438,33 +365,28 @@ class StorageIO(Resource):
         return self._ask("probe", runs, deadline_s)
 
     def num_found_so_far(self, ticket: int) -> int:
-        """Tell how many blocks of a run are known to be there; 0 of what is over."""
+        """Return how many blocks of a run are known to exist; 0 after its end."""
         with self._lock:
             job = self._jobs.get(ticket)
             return 0 if job is None else job.search.num_found
 
     def delete(self, keys: Iterable[BlockKey]) -> None:
-        """Ask for the objects of this shard of some blocks to be deleted.
+        """Delete this shard's objects of some blocks, without a report.
 
-        Nothing reports it. What a store fails to delete is tried again when it is
-        listed; what is too much at once stays, and a later `list_all` finds it.
+        Failed deletes are tried again at the next listing. Deletes beyond the queue's
+        room are forgotten, and `list_all` finds their objects.
         """
         names = [self.objects.name(key) for key in keys]
         with self._lock:
             self._delete(names)
 
     def list_all(self, bound: Bound | None = None) -> None:
-        """Begin to list all blocks of the store; `take_pages` has them.
+        """Begin to list all blocks of the store, for `take_pages`.
 
-        A listing that cannot begin has failed, as one whose store fails.
-
-        Args:
-            bound: How many blocks the store may hold, according to this engine; None
-                if it keeps no bound. It is recorded, and the oldest blocks beyond the
-                bound that holds by all that were recorded (`agreed_bound`) are deleted.
-
-        Raises:
-            RuntimeError: A listing is under way.
+        `bound` is how many blocks the store may hold according to this engine; None if
+        it keeps no bound. The bound is recorded, and the oldest blocks beyond the
+        `agreed_bound` of all records are deleted. If no listing can begin, it counts as
+        failed. RuntimeError: a listing is in progress.
         """
         with self._lock:
             if self._lister is not None:
@@ -478,21 +400,16 @@ class StorageIO(Resource):
                 self._note_error("list", error)
                 self._listed = Listed(False)
 
-    def take_pages(self, most_keys: int) -> tuple[list[ListedPage], Listed | None]:
-        """Hand out what `list_all` has found since the last time.
+    def take_pages(self, max_keys: int) -> tuple[list[ListedPage], Listed | None]:
+        """Return what `list_all` has found since the last call, and its end, if any.
 
-        Args:
-            most_keys: No page is begun once those before it have as many. A page has
-                one block, or some thousands.
-
-        Returns:
-            The pages, and how the listing has ended if they were the last ones. A store
-            that fails ends them; `stats` counts it.
+        No page is begun once those before it have `max_keys`; a page has one block to
+        some thousands. A failing store ends the listing, and `stats` counts it.
         """
         pages: list[ListedPage] = []
         num_keys = 0
         with self._lock:
-            while self._pages and num_keys < most_keys:
+            while self._pages and num_keys < max_keys:
                 pages.append(self._pages.popleft())
                 num_keys += len(pages[-1].keys)
             self._num_listed -= num_keys
@@ -503,77 +420,69 @@ class StorageIO(Resource):
             return pages, ended
 
     def poll(self) -> list[Completion]:
-        """Hand out what has ended since the last time; waits for nothing."""
+        """Return what has ended since the last call, without waiting."""
         if not (self._completions or self._deadlines):
-            return []  # What ends in this moment is for the next time.
+            return []  # An operation that ends at this moment waits for the next call.
         with self._lock:
             return self._poll()
 
-    def wait(self, timeout_s: float | None = None, least: int = 1) -> list[Completion]:
-        """Wait until something has ended, if anything is open; then `poll`.
+    def wait(
+        self, timeout_s: float | None = None, min_ended: int = 1
+    ) -> list[Completion]:
+        """Wait until `min_ended` operations have ended, or all, then `poll`.
 
-        Args:
-            timeout_s: Seconds to wait at most; None for no limit. Deadlines are looked
-                at when it is over.
-            least: How many reads, writes and probes to wait for.
+        Deadlines are checked when the wait is over.
         """
         if timeout_s is not None:
-            timeout_s = min(timeout_s, _MOST_WAIT_S)
+            timeout_s = min(timeout_s, _MAX_WAIT_S)
         with self._lock:
-            self._awaited = least
+            self._awaited = min_ended
             self._wakes_waiters.wait_for(
-                lambda: len(self._completions) >= least or not self._jobs, timeout_s
+                lambda: len(self._completions) >= min_ended or not self._jobs, timeout_s
             )
             self._awaited = 1
             return self._poll()
 
     def cancel(self, tickets: Iterable[int], *, is_late: bool = False) -> None:
-        """Give up reads, writes and probes, which are not reported any more.
-
-        Args:
-            tickets: Their tickets.
-            is_late: Whether they take too long, which counts as a failure.
-        """
-        gone = set(tickets)
+        """Abandon operations without a report; `is_late` counts them as failures."""
+        cancelled = set(tickets)
         with self._lock:
-            for ticket in gone:
+            for ticket in cancelled:
                 job = self._jobs.pop(ticket, None)
                 if job is not None:
                     if is_late:
                         self._failed[f"{job.kind} late"] += 1
                         self._note_late(job)
                     self._give_up(job)
-            kept = [each for each in self._completions if each.ticket not in gone]
-            if len(kept) < len(self._completions):
-                for each in self._completions:
-                    if each.ticket in gone and each.payload is not None:
-                        self._release("read")
-                self._completions = collections.deque(kept)
+            kept: collections.deque[Completion] = collections.deque()
+            for completion in self._completions:
+                if completion.ticket not in cancelled:
+                    kept.append(completion)
+                elif completion.payload is not None:
+                    self._release("read")
+            self._completions = kept
             self._wakes_waiters.notify_all()
 
     def note_failure(self, kind: Kind, error: BaseException) -> None:
-        """Count a read or a write that failed before the store was asked."""
+        """Count a read or a write that failed before its call."""
         with self._lock:
             self._note_error(kind, error_of(error))
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Bytes per second of reads while some are open; 0 before the first.
-
-        The last seconds count most. Reads that come late count as no bytes.
-        """
+        """Recent bytes per second while reads are open, late ones as 0; 0 at first."""
         with self._lock:
             return self._rates["read"].bytes_per_s
 
     @property
     def write_bytes_per_s(self) -> float:
-        """Bytes per second of writes while some are open; 0 before the first."""
+        """Recent bytes per second while writes are open; 0 before the first."""
         with self._lock:
             return self._rates["write"].bytes_per_s
 
     @property
     def url(self) -> str:
-        """Where objects are, without secrets."""
+        """The store's URL, without secrets."""
         return self._store.url
 
     @property
@@ -583,21 +492,21 @@ class StorageIO(Resource):
 
     @property
     def is_up(self) -> bool:
-        """Whether no kind of call failed when it was last made."""
+        """Whether the latest call of every kind succeeded."""
         return self._health.is_up
 
     def take_latencies(self) -> dict[str, list[float]]:
-        """Hand out how many seconds reads and writes took since the last time."""
-        taken: dict[str, list[float]] = {}
+        """Return the seconds that operations took since the last call, by kind."""
+        latencies_s: dict[str, list[float]] = {}
         for kind, latencies in self._latencies.items():
             if latencies:
                 with self._lock:
-                    taken[kind] = list(latencies)
+                    latencies_s[kind] = list(latencies)
                     latencies.clear()
-        return taken
+        return latencies_s
 
     def log_health(self) -> None:
-        """Log that the store begins to fail, or has recovered, if it is time to."""
+        """Log an outage of the store, or its end, when due."""
         if self._health.has_news:
             with self._lock:
                 line = self._health.next_line(self._clock())
@@ -605,7 +514,7 @@ class StorageIO(Resource):
 
     @property
     def stats(self) -> StorageIOStats:
-        """What has happened so far."""
+        """Counts so far."""
         with self._lock:
             counts = self._counts
             return StorageIOStats(
@@ -627,12 +536,10 @@ class StorageIO(Resource):
             )
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """Take nothing more, and let the threads end.
+        """Refuse new operations and end the threads.
 
-        Args:
-            timeout_s: Seconds to wait at most for writes and deletes that are open.
-                Whatever is still queued then has failed, as ``"closed"``; writes are
-                counted as dropped.
+        Waits up to `timeout_s` seconds for open writes and deletes. Operations still
+        queued then fail as ``"closed"``; writes count as dropped.
         """
         with self._lock:
             if self._is_closed:
@@ -640,7 +547,7 @@ class StorageIO(Resource):
             self._is_closed = True
             self._wakes_waiters.wait_for(
                 lambda: not (self._open_bytes["write"] or self._has_deletes),
-                min(timeout_s, _MOST_WAIT_S),
+                min(timeout_s, _MAX_WAIT_S),
             )
             for kind in self._queues:
                 num_ended = self._end_queue(kind, "closed")
@@ -650,13 +557,13 @@ class StorageIO(Resource):
                 wakes.notify_all()
         self._store.close()
 
-    # What follows down to `_serve_all` is called with the lock held.
+    # The methods down to `_serve_all` are called with the lock held.
 
     def _ask(
         self, kind: Kind, runs: Sequence[Sequence[BlockKey]], deadline_s: float
     ) -> list[int]:
         for key in itertools.chain.from_iterable(runs):
-            self.objects.name(key)  # Refuses what is no key, before any is asked for.
+            self.objects.name(key)  # Refuse a bad key before submitting any.
         tickets = []
         with self._lock:
             for run in runs:
@@ -676,7 +583,7 @@ class StorageIO(Resource):
         return tickets
 
     def _wake_for(self, kind: Kind, num_jobs: int) -> None:
-        """Wake the threads that take new jobs; without a thread they have failed."""
+        """Wake threads for new jobs; if there is no thread, the jobs fail."""
         error = self._start_threads(kind)
         if error is not None:
             for _ in range(self._end_queue(kind, error.kind)):
@@ -685,7 +592,7 @@ class StorageIO(Resource):
             self._wakes[kind].notify(num_jobs)
 
     def _start_threads(self, what: _What) -> StoreError | None:
-        """Start threads that are missing; return the error if there is none at all."""
+        """Start missing threads; return the error if there is no thread at all."""
         crew = self._crews[what]
         if crew.num_missing:
             try:
@@ -696,10 +603,10 @@ class StorageIO(Resource):
 
     def _reserve(self, kind: Kind) -> bool:
         if kind == "probe":
-            return len(self._queues["probe"]) < _MOST_PROBES
+            return len(self._queues["probe"]) < _MAX_PROBES
         open_bytes = self._open_bytes[kind] + self.objects.object_bytes
-        # One fits always, whatever the size of a block.
-        if self._open_bytes[kind] and open_bytes > self._most_bytes[kind]:
+        # One always fits, whatever the size of a block.
+        if self._open_bytes[kind] and open_bytes > self._max_bytes[kind]:
             return False
         self._open_bytes[kind] = open_bytes
         return True
@@ -718,18 +625,18 @@ class StorageIO(Resource):
         return ticket
 
     def _give_up(self, job: _Job) -> None:
-        """Release those who wait for a job that has left `_jobs`."""
+        """Abandon a job that has left `_jobs`."""
         job.is_over = True
         if job.is_out:
             return
         job.payload = ()
         self._release(job.kind)
-        # Taking it out of its queue now would look at all that wait before it.
+        # Removing it from its queue now would scan the jobs before it.
         self._num_idle[job.kind] += 1
         queue = self._queues[job.kind]
-        if 2 * self._num_idle[job.kind] > len(queue) + _MOST_AT_ONCE:
+        if 2 * self._num_idle[job.kind] > len(queue) + _MAX_CALL_ITEMS:
             self._queues[job.kind] = collections.deque(
-                each for each in queue if not each.is_over
+                queued for queued in queue if not queued.is_over
             )
             self._num_idle[job.kind] = 0
 
@@ -747,14 +654,14 @@ class StorageIO(Resource):
                 self._note_late(job)
                 self._completions.append(job.ended("late"))
         completions, self._completions = self._completions, collections.deque()
-        for each in completions:
-            if each.payload is not None:
+        for completion in completions:
+            if completion.payload is not None:
                 self._release("read")
         return list(completions)
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:
-            if not self._is_closed and len(self._deletes) < _MOST_DELETES:
+            if not self._is_closed and len(self._deletes) < _MAX_DELETES:
                 self._deletes[name] = None
         if self._deletes:
             self._start_threads("delete")
@@ -769,10 +676,10 @@ class StorageIO(Resource):
         return self._clock() < self._full_until_s
 
     def _take(self, what: _What) -> Sequence[Any]:
-        """Take what one call asks for: jobs from a queue, or names to delete."""
-        at_once = self._ways[what].at_once
+        """Take the items of one call: jobs from a queue, or names to delete."""
+        max_items = self._operations[what].max_items
         if what == "delete":
-            names = list(itertools.islice(self._deletes, at_once))
+            names = list(itertools.islice(self._deletes, max_items))
             for name in names:
                 del self._deletes[name]
             self._num_deleting += len(names)
@@ -783,21 +690,21 @@ class StorageIO(Resource):
         if what == "write" and is_held:
             return jobs
         queue = self._queues[what]
-        while queue and len(jobs) < at_once:
+        while queue and len(jobs) < max_items:
             job = queue.popleft()
             if job.is_over:
                 self._num_idle[what] -= 1
                 continue
-            # A probe has been out before, for an earlier round.
+            # A probe may have had an earlier round.
             job.is_out, job.out_s = True, job.out_s or self._clock()
             jobs.append(job)
             if what != "probe":
                 self._rates[what].start(job.out_s)
         return jobs
 
-    def _end(self, job: _Job, outcome: Outcome, **more: Any) -> None:
+    def _end(self, job: _Job, outcome: Outcome, **fields: Any) -> None:
         """Report a job that the store has answered, if a caller waits for it."""
-        num_bytes = more.get("num_bytes", 0)
+        num_bytes = fields.get("num_bytes", 0)
         if outcome != "failed":
             self._health.note_answer(job.kind)
         now_s = self._clock()
@@ -806,22 +713,22 @@ class StorageIO(Resource):
         if outcome != "failed":
             self._latencies[job.kind].append(now_s - job.out_s)
         if job.is_over:
-            more["payload"] = None
+            fields["payload"] = None
         else:
             job.is_over = True
             del self._jobs[job.ticket]
-            self._completions.append(job.ended(outcome, **more))
-        if more.get("payload") is None:
+            self._completions.append(job.ended(outcome, **fields))
+        if fields.get("payload") is None:
             self._release(job.kind)
         self._wake_waiters()
 
     def _wake_waiters(self) -> None:
-        """Wake those that wait for enough to have ended; a thread for each is slow."""
+        """Wake the waiters, but only once enough has ended: each wake-up takes time."""
         if len(self._completions) >= self._awaited or not self._jobs or self._is_closed:
             self._wakes_waiters.notify_all()
 
     def _end_queue(self, kind: Kind, reason: str) -> int:
-        """Fail what no thread has taken from a queue; return how many jobs that is."""
+        """Fail the jobs that are still in a queue; return their number."""
         jobs = [job for job in self._queues[kind] if not job.is_over]
         self._queues[kind].clear()
         self._num_idle[kind] = 0
@@ -839,7 +746,7 @@ class StorageIO(Resource):
         payload: memoryview | Refusal | None,
         data: Piece | None,
     ) -> None:
-        """Report a read: of what was not there, what was not checked, or what came."""
+        """Report a read: missing, late (not decoded), refused or done."""
         if data is None:
             self._counts["missing"] += 1
             self._end(job, "missing")
@@ -863,7 +770,7 @@ class StorageIO(Resource):
 
     def _fail_delete(self, name: str, error: BaseException) -> None:
         self._note_error("delete", error_of(error))
-        if len(self._undeleted) < _MOST_DELETES:
+        if len(self._undeleted) < _MAX_DELETES:
             self._undeleted[name] = None
         self._end_delete()
 
@@ -886,26 +793,26 @@ class StorageIO(Resource):
         why = "no answer in time"
         self._health.note_failure(job.kind, "late", why, self._clock())
 
-    # What follows runs in threads of this, without the lock.
+    # The methods below run in this object's threads, without the lock.
 
     def _serve_all(self, what: _What) -> None:
-        """Ask the store for one call's worth after another; the work of a thread."""
+        """Call the store until it is closed; runs in a thread."""
         while items := self._next(what):
             self._serve(what, items)
-            # Let go of their bytes while there is nothing else to do.
+            # Release their bytes before waiting for the next.
             del items
 
     def _next(self, what: _What) -> Sequence[Any]:
-        """Wait for what the next call asks for; nothing once there will be no more."""
+        """Wait for the items of the next call; none after `close`."""
         with self._lock:
             while not (items := self._take(what)) and not self._is_closed:
                 self._wakes[what].wait()
             return items
 
     def _serve(self, what: _What, items: Sequence[Any]) -> None:
-        """Ask the store for some things at once, and note what comes of each."""
-        way = self._ways[what]
-        answers = attempt(way.call, items)
+        """Make one call of the store, and record each answer."""
+        operation = self._operations[what]
+        answers = attempt(operation.call, items)
         if not isinstance(answers, StoreError) and len(answers) != len(items):
             answers = StoreError("other", f"{len(answers)} answers for {len(items)}")
         if isinstance(answers, StoreError):
@@ -913,10 +820,10 @@ class StorageIO(Resource):
         for item, answer in zip(items, answers, strict=True):
             failure = answer
             if not isinstance(answer, StoreError):
-                failure = attempt(way.note, item, answer)
+                failure = attempt(operation.note, item, answer)
             if failure is not None:
                 with self._lock:
-                    way.fail(item, failure)
+                    operation.fail(item, failure)
 
     def _get(self, jobs: list[_Job]) -> Sequence[Piece | StoreError | None]:
         names = [self.objects.name(job.key) for job in jobs]
@@ -967,7 +874,7 @@ class StorageIO(Resource):
                 self._end(job, "done" if job.search.num_found else "missing")
                 return
             job.is_out = False
-            self._queues["probe"].appendleft(job)  # The next round, before others.
+            self._queues["probe"].appendleft(job)  # Its next round goes first.
 
     def _note_deleted(self, _name: str, _: None) -> None:
         with self._lock:
@@ -985,11 +892,11 @@ class StorageIO(Resource):
                 if bound is not None:
                     recorded += self.objects.bounds_of(names)
                     pairs = zip(page.keys, page.shards, strict=True)
-                    own = [self.objects.name_of(*pair) for pair in pairs]
-                    census.add_page(page.keys, own)
+                    block_names = [self.objects.name_of(*pair) for pair in pairs]
+                    census.add_page(page.keys, block_names)
                 with self._lock:
                     self._wakes_waiters.wait_for(
-                        lambda: self._num_listed < _MOST_LISTED or self._is_closed
+                        lambda: self._num_listed < _MAX_LISTED or self._is_closed
                     )
                     if self._is_closed:
                         return
@@ -1009,37 +916,41 @@ class StorageIO(Resource):
                 self._listed = listed
                 self._wakes_waiters.notify_all()
 
-    def _keep_bound(self, own: Bound, recorded: list[Bound], census: Census) -> Listed:
-        """Record a bound, and delete what is beyond the one that holds."""
-        known = self._known_bounds(own, recorded)
-        bound = agreed_bound(own, known)
-        stale = [each for each in recorded if each.is_owners and each != own]
-        if own.is_owners and stale:
+    def _keep_bound(
+        self, bound: Bound, recorded: list[Bound], census: Census
+    ) -> Listed:
+        """Record this engine's bound, and delete blocks beyond the agreed one."""
+        known_bounds = self._known_bounds(bound, recorded)
+        agreed = agreed_bound(bound, known_bounds)
+        stale = [record for record in recorded if record.is_owners and record != bound]
+        if bound.is_owners and stale:
             names = list(map(self.objects.bound_name, stale))
             answers_of(self._store.delete(names))
-        # Others need not know of what is less than they know.
-        if own not in known and (own == bound or own.is_owners):
-            known.append(own)
+        # Others need no record of a smaller bound than they know.
+        if bound not in known_bounds and (bound == agreed or bound.is_owners):
+            known_bounds.append(bound)
         names = [
-            self.objects.bound_name(each) for each in known if each not in recorded
+            self.objects.bound_name(record)
+            for record in known_bounds
+            if record not in recorded
         ]
         if names:
             records = [(name, [b"jaxkv\n"]) for name in names]
             self._record(lambda: answers_of(self._store.put(records)))
-        self._bounds = known
+        self._bounds = known_bounds
         with self._lock:
             fresh, self._fresh = self._fresh, []
         keys = census.oldest_first(fresh)
-        num_gone = max(0, len(keys) - bound.num_blocks)
-        gone, kept = keys[:num_gone], keys[num_gone:]
+        num_deleted = max(0, len(keys) - agreed.num_blocks)
+        deleted, kept = keys[:num_deleted], keys[num_deleted:]
         self._record(lambda: census.record(kept))
         with self._lock:
-            for key in gone:
+            for key in deleted:
                 self._delete(self.objects.all_names(key))
-        return Listed(True, bound.num_blocks, len(kept), tuple(gone))
+        return Listed(True, agreed.num_blocks, len(kept), tuple(deleted))
 
     def _record(self, put: Callable[[], object]) -> None:
-        """Write what the store records of itself; a full one must still make room."""
+        """Write records of the listing; a full store must still make room."""
         try:
             put()
         except StoreError as error:
@@ -1048,26 +959,25 @@ class StorageIO(Resource):
             with self._lock:
                 self._note_error("write", error)
 
-    def _known_bounds(self, own: Bound, recorded: Sequence[Bound]) -> list[Bound]:
-        """Return the bounds that were recorded, with those that the store has lost.
+    def _known_bounds(self, bound: Bound, recorded: Sequence[Bound]) -> list[Bound]:
+        """Return the recorded bounds and those that the store has evicted since.
 
-        A store that evicts what was not used for long evicts records first, unless they
-        are read. Without the record of a large engine, a small one would delete blocks.
+        An evicting store evicts records first unless they are read. Without the record
+        of a large engine, a small one would delete blocks.
         """
         try:
             answers_of(self._store.get(list(map(self.objects.bound_name, recorded)), 1))
         except StoreError as error:
             with self._lock:
                 self._note_error("list", error)
-        has_owner = own.is_owners or any(each.is_owners for each in recorded)
-        lost = (
-            each
-            for each in self._bounds
-            if each not in recorded and not (each.is_owners and has_owner)
+        has_owner = bound.is_owners or any(record.is_owners for record in recorded)
+        evicted = (
+            record
+            for record in self._bounds
+            if record not in recorded and not (record.is_owners and has_owner)
         )
-        known = dict.fromkeys((*recorded, *lost))
         return [
-            each
-            for each in known
-            if each == own or not (each.is_owners and own.is_owners)
+            record
+            for record in dict.fromkeys((*recorded, *evicted))
+            if record == bound or not (record.is_owners and bound.is_owners)
         ]

@@ -1,4 +1,4 @@
-"""Where objects go: what every store can do, and what may go wrong there."""
+"""The protocol of stores, their errors, and a store in memory."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ ErrorKind: TypeAlias = Literal["full", "denied", "unreachable", "other"]
 ERROR_KINDS: tuple[ErrorKind, ...] = get_args(ErrorKind)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)*")
-_MOST_LETTERS = 240
+_MAX_LETTERS = 240
 _PAGE = 4096
 
 
 class StoreError(Exception):
     """A call that a store could not answer.
 
-    Attributes:
-        kind: ``"full"`` if there is no room, ``"denied"`` if it may not be done,
-            ``"unreachable"`` if the store does not answer, else ``"other"``.
+    The kind is ``"full"`` if there is no room, ``"denied"`` if permissions are missing,
+    ``"unreachable"`` if the store does not answer, otherwise ``"other"``.
     """
 
     def __init__(self, kind: ErrorKind, message: str) -> None:
@@ -49,32 +48,27 @@ class StoreError(Exception):
 
 
 class Lanes(NamedTuple):
-    """How many threads call a store at once, and how much each call has.
+    """Threads that call a store, and the size of their calls."""
 
-    Attributes:
-        readers: Threads that read, and as many that ask what is there.
-        writers: Threads that write.
-        call_bytes: Bytes of the objects of a call, at most, unless it has one object.
-    """
-
-    readers: int = 4
+    readers: int = 4  # Threads that read, and as many that probe
     writers: int = 4
+    # Bytes of the objects of a call, unless it has one object
     call_bytes: int = 1
 
 
 class BlobStore(Protocol):
-    """A place for objects, each of which appears whole or not at all.
+    """A place for objects, which appear whole or not at all.
 
-    Names are in ASCII: letters, digits and ``._-``, in folders by ``/``, none of them
-    beginning with a dot. Every call but `close` waits for the store, and any thread may
-    make it. It returns an answer for each name in the order given, a `StoreError` where
-    the store has failed. It may raise one if all have failed, and raises a ValueError
-    for what is no name.
+    A name is ASCII letters, digits and ``._-``, in folders by ``/``; none of these
+    parts begins with a dot. Every call except `close` waits for the store, and any
+    thread may make it. It returns an answer for each name, in order, or a `StoreError`
+    for one that failed. It may raise a StoreError if all failed, and raises a
+    ValueError for an invalid name.
 
-    Any number of threads, processes and machines may use one place at once. The last
-    of two that put the same name wins; a mixture is never read.
+    Any number of threads, processes and machines may use one place at once. If two put
+    the same name, the last one wins; no reader sees a mixture.
 
-    A store may have `lanes`; without them it is called as `Lanes()` says. One that
+    A store may have `lanes`; without them it is called as `Lanes()` says. A store that
     cannot list has ``can_list = False``.
     """
 
@@ -86,15 +80,9 @@ class BlobStore(Protocol):
     def get(
         self, names: Sequence[str], max_bytes: int
     ) -> Sequence[Piece | StoreError | None]:
-        """Read objects.
+        """Read objects; None for a missing one. The caller owns the bytes.
 
-        Args:
-            names: Their names.
-            max_bytes: Bytes to read at most, from the first on: an object there may be
-                planted, and of any size.
-
-        Returns:
-            The bytes, which the caller owns; None where there is no such object.
+        Only the first `max_bytes` are read: a planted object may have any size.
         """
         ...
 
@@ -103,59 +91,61 @@ class BlobStore(Protocol):
         ...
 
     def exists(self, names: Sequence[str]) -> Sequence[bool | StoreError]:
-        """Tell which objects there are."""
+        """Return whether each object exists."""
         ...
 
     def delete(self, names: Sequence[str]) -> Sequence[StoreError | None]:
-        """Delete objects; it is no error if there are none."""
+        """Delete objects, if they exist."""
         ...
 
     def list(self, folder: str) -> Iterator[list[str]]:
-        """List the names of a folder and the folders in it, page by page.
+        """List the names of a folder and its subfolders, page by page.
 
-        It is not in one moment: what is put or deleted meanwhile may be there or not,
-        and what is there may come twice.
-
-        Raises:
-            StoreError: The store fails, or has no list (`can_list`).
+        The listing is no snapshot: it may have or miss what is put or deleted
+        meanwhile, and repeat names. StoreError: the store fails, or cannot list.
         """
         ...
 
     def close(self) -> None:
-        """Release what is held; waits for nothing."""
+        """Release resources, without waiting."""
         ...
 
 
 @runtime_checkable
 class TimedStore(Protocol):
-    """What a store can do in addition, if it knows when objects were last used."""
+    """A store that knows when objects were last used."""
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
-        """Tell when objects were last written, or read if the store notes that.
+        """Return when objects were last written, or read if the store records that.
 
-        Returns:
-            Microseconds since some moment, the same for all engines; 0 for an object
-            that is not there. None if this store does not tell.
-
-        Raises:
-            StoreError: The store fails.
+        The unit is microseconds, from an origin that all engines share; 0 stands for a
+        missing object. None: this store does not record times.
         """
         ...
 
 
+@runtime_checkable
+class SizedStore(Protocol):
+    """A store that knows the sizes of objects, without using them."""
+
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
+        """Return the bytes that objects take; None for a missing one."""
+        ...
+
+
 def can_list(store: BlobStore) -> bool:
-    """Whether a store lists its objects; else an engine has to ask for each."""
+    """Whether a store lists its objects; otherwise an engine probes for each."""
     return bool(getattr(store, "can_list", True))
 
 
 def lanes_of(store: BlobStore) -> Lanes:
-    """Return how many threads are to call a store."""
+    """Return the lanes of a store."""
     lanes: Lanes = getattr(store, "lanes", Lanes())
     return lanes
 
 
 def attempt(call: Callable[..., _T], *args: Any) -> _T | StoreError:
-    """Return what a call returns, or its error as that of a store."""
+    """Return the result of a call, or its error as a StoreError."""
     try:
         return call(*args)
     except Exception as error:
@@ -173,26 +163,23 @@ def answers_of(answers: Iterable[_T | StoreError]) -> list[_T]:
 
 
 def check_name(name: str) -> str:
-    """Return a name if objects and folders may have it.
-
-    Raises:
-        ValueError: It may not be one.
+    """Return a name if it is valid, else raise a ValueError.
 
     >>> check_name("ab/abcdef.0")
     'ab/abcdef.0'
     """
     if not is_name(name):
-        raise ValueError(f"name={name[:_MOST_LETTERS]!r} is no name of an object.")
+        raise ValueError(f"name={name[:_MAX_LETTERS]!r} is no name of an object.")
     return name
 
 
 def is_name(name: str) -> bool:
-    """Whether objects and folders may have a name."""
-    return len(name) <= _MOST_LETTERS and _NAME.fullmatch(name) is not None
+    """Whether a name is valid for objects and folders."""
+    return len(name) <= _MAX_LETTERS and _NAME.fullmatch(name) is not None
 
 
 def error_of(error: BaseException) -> StoreError:
-    """Convert an error of the operating system, or any other, to a store's."""
+    """Convert any error to a StoreError."""
     if isinstance(error, StoreError):
         return error
     kind: ErrorKind = "other"
@@ -209,15 +196,11 @@ def error_of(error: BaseException) -> StoreError:
 class MemoryStore:
     """A store in the memory of this process, for tests and for trying things out.
 
-    Args:
-        url: What it is called in messages.
-
-    Example:
-        >>> with_memory = MemoryStore()
-        >>> with_memory.put([("ab/1.0", [b"head", b"body"])])
-        [None]
-        >>> [bytes(found) for found in with_memory.get(["ab/1.0"], 100)]
-        [b'headbody']
+    >>> store = MemoryStore()
+    >>> store.put([("ab/1.0", [b"head", b"body"])])
+    [None]
+    >>> [bytes(blob) for blob in store.get(["ab/1.0"], 100)]
+    [b'headbody']
     """
 
     lanes = Lanes(2, 2, 1 << 20)
@@ -236,10 +219,10 @@ class MemoryStore:
     def get(self, names: Sequence[str], max_bytes: int) -> list[Piece | None]:
         """Read objects."""
         with self._lock:
-            found = [self._blobs.get(check_name(name)) for name in names]
+            blobs = [self._blobs.get(check_name(name)) for name in names]
             self._times.update(dict.fromkeys(names, time.time_ns() // 1000))
         return [
-            None if blob is None else memoryview(blob)[:max_bytes] for blob in found
+            None if blob is None else memoryview(blob)[:max_bytes] for blob in blobs
         ]
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[None]:
@@ -251,7 +234,7 @@ class MemoryStore:
         return [None for _ in items]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Tell which objects there are."""
+        """Return whether each object exists."""
         with self._lock:
             return [check_name(name) in self._blobs for name in names]
 
@@ -267,17 +250,23 @@ class MemoryStore:
         """List the objects of a folder."""
         start = f"{check_name(folder)}/"
         with self._lock:
-            found = sorted(name for name in self._blobs if name.startswith(start))
-        for first in range(0, len(found), _PAGE):
-            yield found[first : first + _PAGE]
+            names = sorted(name for name in self._blobs if name.startswith(start))
+        for first in range(0, len(names), _PAGE):
+            yield names[first : first + _PAGE]
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
-        """Tell when objects were last written or read."""
+        """Return when objects were last written or read."""
         with self._lock:
             return [self._times.get(name, 0) for name in names]
 
+    def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
+        """Return the bytes of objects."""
+        with self._lock:
+            blobs = [self._blobs.get(name) for name in names]
+        return [None if blob is None else len(blob) for blob in blobs]
+
     def close(self) -> None:
-        """Keep everything: the next to open the same place finds it."""
+        """Keep everything for other holders of the same name."""
 
 
 _memories: weakref.WeakValueDictionary[str, MemoryStore] = weakref.WeakValueDictionary()
@@ -285,7 +274,7 @@ _memories_lock = threading.Lock()
 
 
 def memory_store(name: str) -> MemoryStore:
-    """Return the store in memory of a name, the same one for all who hold it."""
+    """Return the store in memory of a name, which all its holders share."""
     url = f"memory://{name}"
     with _memories_lock:
         store = _memories.get(url)

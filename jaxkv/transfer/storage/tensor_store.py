@@ -1,4 +1,4 @@
-"""S3, Google Cloud Storage and what else tensorstore reaches."""
+"""S3 and Google Cloud Storage, by tensorstore."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from jaxkv.transfer.storage.store_url import StoreUrl
 
 _T = TypeVar("_T")
 
-# What is slow beyond that is computed sooner: tensorstore would try 32 times.
+# Computing is faster than more retries; the default of tensorstore is 32.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
-_MOST_SHOWN = 200
+_MAX_SHOWN = 200
 _SIZE = re.compile("size ([0-9]+)")
 # HTTP's "insufficient storage", and the quota of a bucket.
 _FULL = re.compile("http_response_code='507'|QuotaExceeded: ")
-_NUM_LISTS = 16  # At once.
+_MAX_LISTS = 16  # At once
 _KINDS: Mapping[str, ErrorKind] = {
     "RESOURCE_EXHAUSTED": "full",
     "PERMISSION_DENIED": "denied",
@@ -42,15 +42,10 @@ _KINDS: Mapping[str, ErrorKind] = {
 
 
 class TensorStoreStore:
-    """A store behind a key-value store of tensorstore.
+    """A store in a key-value store of tensorstore.
 
-    Args:
-        spec: What tensorstore opens: its JSON, whose path ends in ``/``.
-        url: What it is called in messages.
-
-    Raises:
-        ImportError: tensorstore is missing.
-        ValueError: tensorstore refuses the specification.
+    `spec` is its JSON, whose path ends in ``/``; `url` is for messages. ImportError:
+    tensorstore is missing. ValueError: tensorstore refuses the specification.
     """
 
     lanes = Lanes(readers=8, writers=8, call_bytes=4 << 20)
@@ -63,7 +58,7 @@ class TensorStoreStore:
             self._store = self._ts.KvStore.open(dict(spec)).result()
         except (ValueError, NotImplementedError) as error:
             fault = error_text(error)
-        if fault:  # Without the error, which may have a password.
+        if fault:  # Without the error, which may contain a password.
             raise ValueError(f"storage={shown(url)}: {fault}")
 
     @property
@@ -74,9 +69,9 @@ class TensorStoreStore:
     def get(
         self, names: Sequence[str], max_bytes: int
     ) -> list[Piece | StoreError | None]:
-        """Read objects; one that is shorter than `max_bytes` takes a second request."""
-        # tensorstore fails a range that the object does not fill, and reads an object
-        # of any size if there is no range.
+        """Read objects; an object shorter than `max_bytes` takes a second request."""
+        # tensorstore refuses a range beyond the object's end. Without a range, it would
+        # read a planted object of any size.
         whole = slice(0, max_bytes)
         reads = [self._store.read(check_name(n), byte_range=whole) for n in names]
         return [
@@ -86,15 +81,15 @@ class TensorStoreStore:
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
         """Write objects."""
-        # It takes bytes alone.
+        # tensorstore accepts only bytes.
         writes = [self._store.write(check_name(n), b"".join(blob)) for n, blob in items]
         return [_answer(_wait_for, write) for write in writes]
 
     def exists(self, names: Sequence[str]) -> list[bool | StoreError]:
-        """Tell which objects there are, by reading a byte of each."""
+        """Return whether each object exists, by reading a byte of it."""
         return [
-            found if isinstance(found, StoreError) else found is not None
-            for found in self.get(names, 1)
+            data if isinstance(data, StoreError) else data is not None
+            for data in self.get(names, 1)
         ]
 
     def delete(self, names: Sequence[str]) -> list[StoreError | None]:
@@ -104,14 +99,14 @@ class TensorStoreStore:
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """List the objects of a folder."""
-        # One request of S3 lists 1,000 objects, and has to wait for the one before it.
-        # So the names are divided by the hexadecimal digits that they begin with.
+        # A request to S3 lists 1,000 objects and needs the last name of the one before,
+        # so several ranges of names are listed at once.
         start = f"{check_name(folder)}/"
         bounds = [start, *(f"{start}{n:02x}" for n in range(1, 256)), f"{folder}0"]
         ranges = collections.deque(itertools.pairwise(bounds))
         open_lists: collections.deque[Any] = collections.deque()
         while ranges or open_lists:
-            while ranges and len(open_lists) < _NUM_LISTS:
+            while ranges and len(open_lists) < _MAX_LISTS:
                 part = self._ts.KvStore.KeyRange(*ranges.popleft())
                 open_lists.append(self._store.list(part))
             [names] = answers_of([_answer(open_lists.popleft().result)])
@@ -119,42 +114,42 @@ class TensorStoreStore:
                 yield [name.decode("ascii", "replace") for name in names]
 
     def _value(self, name: str, read: Any, max_bytes: int) -> Piece | None:
-        """Wait for a read, and read again what is shorter than was asked for."""
+        """Wait for a read; read an object shorter than `max_bytes` again."""
         try:
-            found = read.result()
+            result = read.result()
         except Exception as error:
             if not str(error).startswith("OUT_OF_RANGE"):
                 raise
             if max_bytes == 1:
                 return b""
             size = _SIZE.search(str(error))
-            # It does not say how long an empty one is.
+            # The message has no size if the object is empty.
             num_bytes = int(size[1]) if size else 1
             if num_bytes >= max_bytes:
                 raise
             again = self._store.read(name, byte_range=slice(0, num_bytes))
             return self._value(name, again, num_bytes)
-        return None if found.state == "missing" else bytes(found.value)
+        return None if result.state == "missing" else bytes(result.value)
 
     def close(self) -> None:
-        """Do nothing: tensorstore lets go of what is not used."""
+        """Leave it to tensorstore to release unused resources."""
 
 
-def open_s3(url: str) -> TensorStoreStore:
-    """Open ``s3://BUCKET/PREFIX``, with ``?endpoint=`` and ``?region=`` where needed.
+def open_s3(url: StoreUrl) -> TensorStoreStore:
+    """Open ``s3://BUCKET/PREFIX``.
 
-    Without them AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION and
-    AWS_DEFAULT_REGION apply, as to the programs of AWS.
+    Without options in the URL, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION and
+    AWS_DEFAULT_REGION apply, as for the AWS tools.
     """
-    bucket, path, options = _split(url)
+    bucket, path = _bucket_and_path(url)
     environ = os.environ
     endpoint = (
-        options.get("endpoint")
+        url.options.get("endpoint")
         or environ.get("AWS_ENDPOINT_URL_S3")
         or environ.get("AWS_ENDPOINT_URL")
     )
     region = (
-        options.get("region")
+        url.options.get("region")
         or environ.get("AWS_REGION")
         or environ.get("AWS_DEFAULT_REGION")
     )
@@ -170,14 +165,14 @@ def open_s3(url: str) -> TensorStoreStore:
     if region:
         spec["aws_region"] = region
     if environ.get("AWS_ACCESS_KEY_ID"):
-        # Else tensorstore writes to the standard error that there are no files of AWS.
+        # Otherwise tensorstore writes to stderr that there are no AWS files.
         spec["aws_credentials"] = {"type": "environment"}
     return TensorStoreStore(spec, f"s3://{bucket}/{path}")
 
 
-def open_gs(url: str) -> TensorStoreStore:
+def open_gs(url: StoreUrl) -> TensorStoreStore:
     """Open ``gs://BUCKET/PREFIX``."""
-    bucket, path, _ = _split(url)
+    bucket, path = _bucket_and_path(url)
     spec = {
         "driver": "gcs",
         "bucket": bucket,
@@ -188,10 +183,10 @@ def open_gs(url: str) -> TensorStoreStore:
 
 
 def error_text(error: BaseException) -> str:
-    """Shorten what tensorstore says: the answer of a server, and where it noticed."""
+    """Shorten a message of tensorstore to the server's answer."""
     text = re.sub(r"\s*\[[a-z_-]+='.*", "", str(error), flags=re.DOTALL)
     text = re.sub(r"//[^\s/@]*@", "//", text)  # An endpoint may have a password.
-    return one_line(text)[:_MOST_SHOWN]
+    return one_line(text)[:_MAX_SHOWN]
 
 
 def _import() -> Any:
@@ -204,10 +199,9 @@ def _import() -> Any:
     return tensorstore
 
 
-def _split(url: str) -> tuple[str, str, Mapping[str, str]]:
-    place = StoreUrl.parse(url)
-    [(bucket, _)], path = place.places, place.path.strip("/")
-    return bucket, f"{path}/" if path else "", place.options
+def _bucket_and_path(url: StoreUrl) -> tuple[str, str]:
+    [(bucket, _)], path = url.nodes, url.path.strip("/")
+    return bucket, f"{path}/" if path else ""
 
 
 def _answer(call: Callable[..., _T], *args: Any) -> _T | StoreError:

@@ -1,4 +1,4 @@
-"""Threads that do what blocks, so that callers never wait."""
+"""Threads for blocking calls, so that callers never wait."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from jaxkv.transfer.storage.store import StoreError
 
 
 def start_thread(name: str, run: Callable[..., object], *args: Any) -> threading.Thread:
-    """Start a daemon thread.
+    """Start a daemon thread; StoreError if none can start, as at a container's limit.
 
-    Threads of `concurrent.futures` are joined when the interpreter ends: one that hangs
-    in a call to a file server would keep the process alive indefinitely.
-
-    Raises:
-        StoreError: No thread can be started now, such as at the limit of a container.
+    Threads of `concurrent.futures` are joined at the interpreter's end: a thread that
+    hangs in a call to a file server would keep the process alive indefinitely.
     """
     try:
         thread = threading.Thread(target=run, args=args, name=name, daemon=True)
@@ -28,30 +25,16 @@ def start_thread(name: str, run: Callable[..., object], *args: Any) -> threading
 
 
 class Crew:
-    """Daemon threads that share one function, which ends when its owner is closed.
-
-    Args:
-        name: The start of the threads' names.
-        num_threads: How many there are.
-        run: The function.
-
-    Attributes:
-        num_missing: Threads that have not been started.
-        has_thread: Whether any has been started.
-    """
+    """Daemon threads that run one function, which returns when its owner is closed."""
 
     def __init__(self, name: str, num_threads: int, run: Callable[[], object]) -> None:
-        self.num_missing = num_threads
-        self.has_thread = False
+        self.num_missing = num_threads  # Threads that have not been started
+        self.has_thread = False  # Whether any has been started
         self._name = name
         self._run = run
 
     def start(self) -> None:
-        """Start the threads that are missing.
-
-        Raises:
-            StoreError: One cannot be started; the next call tries again.
-        """
+        """Start missing threads; after a StoreError, the next call tries again."""
         while self.num_missing:
             start_thread(f"{self._name} {self.num_missing - 1}", self._run)
             self.num_missing -= 1
@@ -59,11 +42,7 @@ class Crew:
 
 
 class DaemonThread:
-    """A daemon thread that runs tasks in turn, started with the first of them.
-
-    Args:
-        name: Its name.
-    """
+    """A daemon thread that runs tasks in turn; the first task starts it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -74,10 +53,9 @@ class DaemonThread:
         self._has_thread = self._is_closed = False
 
     def submit(self, task: Callable[[], object]) -> None:
-        """Have the thread run a task, which handles its own errors.
+        """Run a task, which handles its own errors, in the thread.
 
-        Raises:
-            StoreError: No thread can be started, or it has been closed.
+        StoreError: the thread cannot start, or has been closed.
         """
         with self._lock:
             if self._is_closed:
@@ -88,7 +66,7 @@ class DaemonThread:
             self._tasks.put(task)
 
     def close(self) -> None:
-        """Let the thread end once it has done what was asked of it."""
+        """End the thread after the submitted tasks."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -97,5 +75,5 @@ class DaemonThread:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            # Let go of its bytes while there is nothing else to do.
+            # Release its bytes before waiting for the next.
             del task

@@ -153,8 +153,6 @@ def test_a_file_that_cannot_be_looked_at_is_neither_missing_nor_the_oldest(
         patch.setattr(os, "lstat", fail)
         with pytest.raises(StoreError, match=os.strerror(number)):
             exists(store, "a/1")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", fail)
         with pytest.raises(StoreError, match=os.strerror(number)):
             store.times(["a/1"])
     assert exists(store, "a/1") == [True]

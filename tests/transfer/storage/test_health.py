@@ -123,13 +123,13 @@ def test_a_disk_that_stays_full_is_logged_once_an_hour_and_what_else_fails_at_on
     assert "read unreachable (Stale file handle)" in text
 
 
-def test_objects_that_are_not_right_are_told_once_for_each_reason():
+def test_invalid_objects_are_logged_once_for_each_reason():
     health = StoreHealth("/kv")
     for reason in ("torn", "checksum", "torn"):
         health.note_refusal(reason)
         health.note_refusal(reason)
     texts = [text for _, text in lines_of(health, 0.0)]
-    assert ["not right (torn)" in text for text in texts] == [True, False]
+    assert ["invalid objects (torn)" in text for text in texts] == [True, False]
     health.note_refusal("torn")
     assert lines_of(health, 1000.0) == []
     assert health.is_up
@@ -165,7 +165,7 @@ def test_the_time_of_each_answer_is_handed_out_once():
         storage.submit_writes([(KEY, [b"body"])])
         storage.wait()
         storage.submit_reads([KEY, b"n" * 32], deadline_s=float("inf"))
-        storage.wait(least=2)
+        storage.wait(min_ended=2)
         taken = storage.take_latencies().items()
         assert {kind: len(each) for kind, each in taken} == {"read": 2, "write": 1}
         assert storage.take_latencies() == {}

@@ -76,7 +76,7 @@ NEARLY = [
     ("redis://:pa/word@host", "write / ? # @ in a password or path as %2F"),
     ("redis://host/0?no_such_option=1", "no_such_option"),
     ("rediss://host?ssl_cert_reqs=x", "storage='rediss://host': Invalid SSL"),
-    ("redis+cluster://host/1", "must be redis+cluster://HOST:PORT, of as many nodes"),
+    ("redis+cluster://host/1", "must be redis+cluster://HOST:PORT, or several nodes"),
     ("redis+cluster://a,,b:1", "must be redis+cluster://HOST:PORT"),
     ("redis+cluster://a,b:port", "storage='redis+cluster://...' must be redis"),
     ("unix://", "must be unix:///PATH"),

@@ -28,7 +28,7 @@ from jaxkv.transfer.storage import (
     redis_store,
     tensor_store,
 )
-from jaxkv.transfer.storage.store import can_list
+from jaxkv.transfer.storage.store import SizedStore, can_list
 from jaxkv.transfer.storage.tensor_store import TensorStoreStore
 from tests.rigs.children import PIPE, Child
 from tests.rigs.servers import (
@@ -148,6 +148,10 @@ def test_what_was_put_is_found_until_it_is_deleted(store):
     ]
     assert get(store, "a/0", max_bytes=15)[0] in (b"", None)
     assert exists(store, "a/1", "a/4") == [True, False]
+    if isinstance(store, SizedStore):
+        missing, num_bytes = store.sizes(["nowhere", "a/1"])
+        assert missing is None
+        assert num_bytes >= len(whole)
     delete(store, "a/1", "a/4")
     assert get(store, "a/1", "a/2") == [None, b"two" * 5]
 
@@ -258,7 +262,7 @@ def test_s3_takes_the_credentials_of_the_environment_if_it_has_some(monkeypatch)
     )
     for key in ("test", ""):
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
-        tensor_store.open_s3("s3://blocks/p")
+        open_store("s3://blocks/p")
     has_some, has_none = specs
     assert has_some["aws_credentials"] == {"type": "environment"}
     assert "aws_credentials" not in has_none

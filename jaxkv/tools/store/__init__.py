@@ -1,0 +1,1 @@
+"""The namespaces of a store: what they hold, and removing one."""

@@ -1,0 +1,182 @@
+"""The namespaces of a store, counted from one listing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxkv._util import one_line
+from jaxkv.tools.console import OnProgress
+from jaxkv.tools.usage import UsageError
+from jaxkv.transfer.storage import BlobStore, StoreError, open_store
+from jaxkv.transfer.storage.objects import (
+    BLOCK_NAME,
+    BOUND_NAME,
+    HEADER_BYTES,
+    ORDER_NAME,
+    ROOT,
+    object_bytes_of,
+)
+from jaxkv.transfer.storage.store import SizedStore, TimedStore, can_list
+from jaxkv.transfer.storage.store_url import StoreUrl
+
+_NAME = re.compile(rf"{ROOT}/[0-9a-f]{{32}}/(.+)")
+_MAX_SAMPLES = 8  # Blocks that are tried for the size of a block
+_MAX_SHOWN = 300
+
+
+@dataclass
+class Namespace:
+    """The objects of a namespace."""
+
+    name: str
+    num_objects: Counter[int] = field(default_factory=Counter)  # Blocks, by shard
+    num_records: int = 0  # Limits and the order of blocks
+    samples: list[str] = field(default_factory=list)  # Names of some blocks
+    block_bytes: int | None = None  # Of a block's object; None if unknown
+    used_us: int | None = None  # When an object was last used; None if unknown
+    limit: int | None = None  # The largest recorded number of blocks
+    owner_limit: int | None = None  # The owner's, which overrides others
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the shard that has the fewest."""
+        return min(self.num_objects.values(), default=0)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes of all shards of all blocks."""
+        num_objects = self.num_objects.total()
+        if not num_objects:
+            return 0
+        return None if self.block_bytes is None else num_objects * self.block_bytes
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since an object was written or, if recorded, read."""
+        if self.used_us is None:
+            return None
+        return max(0.0, time.time() - self.used_us / 1e6)
+
+    def add(self, name: str, rest: str) -> None:
+        """Count an object by its name."""
+        if match := BLOCK_NAME.fullmatch(rest):
+            self.num_objects[int(match[3])] += 1
+            if len(self.samples) < _MAX_SAMPLES:
+                self.samples.append(name)
+            return
+        self.num_records += 1
+        if match := BOUND_NAME.fullmatch(rest):
+            num_blocks = int(match[2])
+            if match[1] == "owner":
+                self.owner_limit = max(num_blocks, self.owner_limit or 0)
+            else:
+                self.limit = max(num_blocks, self.limit or 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert it for ``json.dump``."""
+        return {
+            "namespace": self.name,
+            "blocks": self.num_blocks,
+            "objects": self.num_objects.total(),
+            "shards": len(self.num_objects),
+            "bytes": self.num_bytes,
+            "last_used_s_ago": self.age_s,
+            "limit_blocks": self.owner_limit or self.limit,
+            "limit_is_owners": self.owner_limit is not None,
+        }
+
+
+@contextlib.contextmanager
+def opened(text: str) -> Iterator[BlobStore]:
+    """Open an existing store that can list; a failure is an error in one line."""
+    try:
+        url = StoreUrl.parse(text)
+        if url.is_folder and not os.path.isdir(url.path):
+            raise UsageError(f"URL: there is no folder {url.shown}")
+        if url.scheme == "memory":
+            raise UsageError(f"URL: {url.shown} is the memory of another process")
+        store = open_store(text)
+    except (ValueError, ImportError, StoreError) as error:
+        why = one_line(str(error)).removeprefix("storage=")
+        raise UsageError(f"URL: {why[:_MAX_SHOWN]}") from error
+    with contextlib.closing(store):
+        if not can_list(store):
+            raise UsageError(f"URL: {store.url} cannot list its objects")
+        try:
+            yield store
+        except StoreError as error:
+            why = one_line(str(error))[:_MAX_SHOWN]
+            raise UsageError(f"URL: {store.url} fails ({error.kind}): {why}") from error
+
+
+def read_namespaces(
+    store: BlobStore, on_progress: OnProgress, folder: str = ROOT
+) -> list[Namespace]:
+    """List a store, and return its namespaces, the last used first."""
+    namespaces: dict[str, Namespace] = {}
+    seen: set[int] = set()  # Hashes of names: a listing may repeat some.
+    on_progress(f"listing {store.url}", 0, 0)
+    for names in store.list(folder):
+        fresh: list[tuple[str, Namespace]] = []
+        for name in names:
+            if not _is_ours(name) or hash(name) in seen:
+                continue
+            seen.add(hash(name))
+            _, folder_name, rest = name.split("/", 2)
+            namespace = namespaces.setdefault(folder_name, Namespace(folder_name))
+            namespace.add(name, rest)
+            fresh.append((name, namespace))
+        _note_times(store, fresh)
+    for namespace in namespaces.values():
+        namespace.block_bytes = _block_bytes(store, namespace.samples)
+    by_name = sorted(namespaces.values(), key=lambda namespace: namespace.name)
+    return sorted(by_name, key=lambda namespace: -(namespace.used_us or 0))
+
+
+def removable_names(store: BlobStore, namespace: str) -> Iterator[list[str]]:
+    """Yield the names of a namespace's objects; files of others stay."""
+    for names in store.list(f"{ROOT}/{namespace}"):
+        yield [name for name in names if _is_ours(name)]
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name is that of a block or a record."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return False
+    patterns = BLOCK_NAME, BOUND_NAME
+    return match[1] == ORDER_NAME or any(
+        pattern.fullmatch(match[1]) for pattern in patterns
+    )
+
+
+def _note_times(store: BlobStore, fresh: list[tuple[str, Namespace]]) -> None:
+    if not (isinstance(store, TimedStore) and fresh):
+        return
+    times = store.times([name for name, _ in fresh])
+    for (_, namespace), used_us in zip(fresh, times or (), strict=False):
+        namespace.used_us = max(used_us, namespace.used_us or 0) or None
+
+
+def _block_bytes(store: BlobStore, samples: list[str]) -> int | None:
+    """Return the bytes of a block's object: all of a namespace have one size."""
+    if not samples:
+        return None
+    if isinstance(store, SizedStore):
+        sizes = store.sizes(samples)
+    else:
+        headers = store.get(samples, HEADER_BYTES)
+        sizes = [
+            None
+            if header is None or isinstance(header, StoreError)
+            else object_bytes_of(header)
+            for header in headers
+        ]
+    return max((size for size in sizes if size is not None), default=None)
