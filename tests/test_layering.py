@@ -38,7 +38,7 @@ CEILINGS = {
     "tiers": 4_480,
     "search": 570,
     "scheduling": 10_050,
-    "observe": 2_240,
+    "observe": 1_895,
     "strict": 1_010,
     "config": 960,
     "jaxkv": 95,
