@@ -37,12 +37,12 @@ CEILINGS = {
     "transfer": 10_940,
     "tiers": 4_480,
     "search": 570,
-    "scheduling": 10_050,
-    "observe": 1_895,
+    "scheduling": 10_135,
+    "observe": 1_910,
     "strict": 1_010,
     "config": 960,
     "jaxkv": 95,
-    "tools": 11_540,
+    "tools": 12_170,
     "integrations": 9_070,
 }
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}

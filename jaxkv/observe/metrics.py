@@ -9,6 +9,7 @@ scrape reads plain numbers. docs/metrics.md explains each metric.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -45,7 +46,13 @@ except ImportError as error:
 
 Source = TypeVar("Source")
 
+_MULTIPROC = "PROMETHEUS_MULTIPROC_DIR"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+def registry_to_serve() -> CollectorRegistry | None:
+    """Return a registry that `OffloadMetrics.serve` can serve; None for the default."""
+    return CollectorRegistry() if os.environ.get(_MULTIPROC) else None
 
 
 class OffloadMetrics:
@@ -64,8 +71,9 @@ class OffloadMetrics:
 
     Raises:
         ValueError: If there is neither a scheduler nor a worker, a label is not
-            allowed, another engine has the same labels, or the registry already has a
-            metric with one of the names.
+            allowed, another engine has the same labels, the registry already has a
+            metric with one of the names, or it is the default one and
+            PROMETHEUS_MULTIPROC_DIR is set.
 
     Example:
         >>> from prometheus_client import CollectorRegistry
@@ -106,6 +114,12 @@ class OffloadMetrics:
                     f"label {name}={shown(value)} must be a text of valid Unicode, "
                     f'such as "{name}": "0".'
                 )
+        if registry is None and os.environ.get(_MULTIPROC):
+            raise ValueError(
+                f"{_MULTIPROC} is set: metrics servers then read its files instead of "
+                "the default registry, so these metrics would be missing. Pass "
+                "registry=CollectorRegistry() and call serve(), or unset it."
+            )
         self._scheduler = scheduler
         self._worker = worker
         self._pool = pool
