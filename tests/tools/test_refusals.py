@@ -107,6 +107,11 @@ bench storage x --plot x.png    | --plot: it belongs to jaxkv bench transfer
 doctor --need event             | --need: unknown 'event': did you mean events?
 doctor --storage ftp://x        | --storage: 'ftp://x': unknown 'ftp': choose
 doctor --storage-bytes 1GiB     | --storage-bytes: it belongs to --storage
+
+status                          | URL: it is required
+status ftp://x                  | URL: 'ftp://x' must be the address of an engine's
+status x:y                      | URL: 'x:y' must be the address of an engine's metrics
+status 1 --every 0              | --every: '0' must be a number of at least 0.1
 """
 KINDS = ("transfer", "storage")
 STANDS_FOR = {

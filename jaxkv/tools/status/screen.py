@@ -1,0 +1,183 @@
+"""The figures of an engine as lines, and a screen that shows the newest ones."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from jaxkv._util import rounded_size, three_digits, time_text
+from jaxkv.tools.status.figures import Status, Times, Transfers
+
+Style: TypeAlias = Literal["", "bold", "dim", "red"]
+
+_CODES: dict[Style, str] = {"bold": "\x1b[1m", "dim": "\x1b[2m", "red": "\x1b[31m"}
+_BAR_CELLS = 24
+_LABEL_CELLS = 22
+_UNKNOWN = "-"
+
+
+class Line(NamedTuple):
+    """A line of the screen."""
+
+    text: str
+    style: Style = ""
+
+
+def status_lines(status: Status) -> list[Line]:
+    """Write an engine's figures, at most 80 characters a line."""
+    recent = f"last {time_text(status.interval_s)}"
+    if status.has_restarted:
+        recent = "since restart"
+    new, total = status.tokens, status.tokens_since_start
+    lines = [Line(_row("tokens of new requests", recent, "since start"), "bold")]
+    for name, share, share_of_all in (
+        ("on the device", new.device_share, total.device_share),
+        ("from the host", new.host_share, total.host_share),
+        ("computed", new.computed_share, total.computed_share),
+    ):
+        text = f"{_bar(share)} {_percent(share):>6}"
+        lines.append(Line(_row(f"  {name}", text, _percent(share_of_all))))
+    rate = f"{_number(new.num / status.interval_s)}/s"
+    lines += [Line(_row("  tokens", rate, _number(total.num))), Line("")]
+
+    lines.append(Line(_row("transfers", "stores", "loads"), "bold"))
+    for name, *texts in zip(
+        ("  speed", "  blocks", "  in flight", "  blocks waiting"),
+        _transfer_texts(status.stores),
+        _transfer_texts(status.loads),
+        strict=True,
+    ):
+        if texts != [_UNKNOWN, _UNKNOWN] or "wait" not in name:
+            lines.append(Line(_row(name, *texts)))
+    lines.append(Line(""))
+
+    lines.append(_host_line(status))
+    lines += [
+        Line(_fact("a load waits", _times(status.load_waits, status.interval_s))),
+        Line(_fact("a deferred lookup", _times(status.deferrals, status.interval_s))),
+    ]
+    cost = _times(status.lookups, status.interval_s)
+    if status.lookups.num:
+        share = status.lookups.total_s / status.interval_s
+        cost += f", {_percent(share)} of the time"
+    lines += [Line(_fact("step cost: a lookup", cost)), *_store_lines(status)]
+    return [*lines, _failure_line(status)]
+
+
+def _row(name: str, middle: str, last: str) -> str:
+    return f"{name:<{_LABEL_CELLS}}{middle:>{_BAR_CELLS + 7}}{last:>20}"
+
+
+def _fact(name: str, text: str) -> str:
+    return f"{name:<{_LABEL_CELLS}}{text}"
+
+
+def _bar(share: float | None) -> str:
+    """Draw a share from 0 to 1."""
+    full, empty = "█░" if "utf" in (sys.stdout.encoding or "").lower() else "#."
+    num = 0 if share is None else round(_BAR_CELLS * min(share, 1.0))
+    return full * num + empty * (_BAR_CELLS - num)
+
+
+def _percent(share: float | None) -> str:
+    return _UNKNOWN if share is None else f"{100 * share:.1f}%"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return _UNKNOWN
+    return f"{value:,.0f}" if value == int(value) else three_digits(value)
+
+
+def _per_second(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{_number(value)}/s"
+
+
+def _transfer_texts(transfers: Transfers) -> list[str]:
+    speed = transfers.bytes_per_s
+    return [
+        _UNKNOWN if speed is None else f"{rounded_size(speed)}/s",
+        _per_second(transfers.blocks_per_s),
+        _number(transfers.num_in_flight),
+        _number(transfers.num_blocks_waiting),
+    ]
+
+
+def _times(times: Times, interval_s: float) -> str:
+    if times.mean_s is None:
+        return "none"
+    p95 = "5% off the scale"
+    if times.p95_s is not None:
+        p95 = f"95% within {time_text(times.p95_s)}"
+    rate = _per_second(times.num / interval_s)
+    return f"mean {time_text(times.mean_s)}, {p95}, {rate}"
+
+
+def _host_line(status: Status) -> Line:
+    held, num_blocks = status.host_blocks_held, status.host_blocks
+    if held is None or not num_blocks:
+        return Line(_fact("host tier", "in another process"))
+    text = f"{_bar(held / num_blocks)} {_percent(held / num_blocks):>6}"
+    text += f"  {_number(held)} of {_number(num_blocks)} blocks"
+    if status.host_bytes is not None:
+        text += f", {rounded_size(status.host_bytes)}"
+    return Line(_fact("host tier", text))
+
+
+def _store_lines(status: Status) -> list[Line]:
+    store = status.store
+    if store is None:
+        return []
+    phrases = [{True: "up", False: "DOWN", None: "unknown"}[store.is_up]]
+    if store.num_blocks:
+        held, num_blocks = _number(store.num_blocks_held), _number(store.num_blocks)
+        phrases.append(f"{held} of {num_blocks} blocks")
+    phrases += [
+        f"{_per_second(store.blocks_written_per_s)} written",
+        f"{_per_second(store.blocks_fetched_per_s)} fetched",
+    ]
+    style: Style = "red" if store.is_up is False else ""
+    return [Line(_fact("store", ", ".join(phrases)), style)]
+
+
+def _failure_line(status: Status) -> Line:
+    phrases = []
+    for what, failures in status.failures.items():
+        if failures.since_start or what == "loads":
+            new = f" (+{_number(failures.new)})" if failures.new else ""
+            phrases.append(f"{what} {_number(failures.since_start)}{new}")
+    has_new = any(failures.new for failures in status.failures.values())
+    return Line(_fact("failures", ", ".join(phrases)), "red" if has_new else "")
+
+
+class Screen:
+    """A whole terminal, redrawn in place by one write for each frame."""
+
+    def __init__(self) -> None:
+        self._lines: Sequence[Line] = ()
+        self._write("\x1b[?1049h\x1b[?25l\x1b[2J")  # Another screen, without cursor.
+        self._is_open = True
+
+    def draw(self, lines: Sequence[Line]) -> None:
+        """Draw a frame, cut to the terminal's size."""
+        self._lines = lines
+        columns, rows = shutil.get_terminal_size()
+        texts = [_coloured(Line(text[:columns], style)) for text, style in lines[:rows]]
+        self._write("\x1b[H" + "\x1b[K\r\n".join(texts) + "\x1b[K\x1b[J")
+
+    def close(self) -> None:
+        """Return to the terminal's previous screen, and leave the last frame there."""
+        if self._is_open:
+            self._is_open = False
+            texts = map(_coloured, self._lines)
+            self._write("\x1b[?25h\x1b[?1049l" + "".join(f"{t}\r\n" for t in texts))
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _coloured(line: Line) -> str:
+    return f"{_CODES[line.style]}{line.text}\x1b[0m" if line.style else line.text
