@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
+import textwrap
 import time
+from typing import NoReturn
 
-from jaxkv._util import time_text
+from jaxkv._util import one_line, time_text
 from jaxkv.tools.process import at_end
 from jaxkv.tools.status.figures import Status, measure
 from jaxkv.tools.status.scrape import NoAnswerError, Page, full_url, read_page
-from jaxkv.tools.status.screen import Line, Screen, status_lines
+from jaxkv.tools.status.screen import Line, Screen, is_terminal, status_lines
 from jaxkv.tools.usage import EXIT_OK, Args, Usage, number_from
+
+_WIDTH = 80
 
 SUMMARY = "show what a running engine is doing, from its metrics"
 
@@ -40,7 +43,7 @@ def run(args: Args) -> int:
     """Run the command; return its exit code."""
     url = full_url(args.url)
     before = read_page(url)
-    if sys.stdout.isatty() and not (args.once or args.json):
+    if is_terminal() and not (args.once or args.json):
         screen = Screen()
         with at_end(screen.close):
             try:
@@ -53,14 +56,14 @@ def run(args: Args) -> int:
         print(json.dumps({"url": url, **dataclasses.asdict(status)}))
     else:
         lines = [*_head(url, status, _clock()), *status_lines(status)]
-        print("\n".join(line.text for line in lines))
+        print("\n".join(one_line(line.text) for line in lines))
     return EXIT_OK
 
 
-def _watch(screen: Screen, url: str, page: Page, every_s: float) -> None:
+def _watch(screen: Screen, url: str, page: Page, every_s: float) -> NoReturn:
     """Draw a frame for each interval, until the process ends."""
     frame = [Line(f"jaxkv status  {url}", "bold"), Line("reading the first interval")]
-    answered_s = page.time_s
+    answered_s, figures = page.time_s, list[Line]()
     while True:
         screen.draw(frame)
         time.sleep(every_s)
@@ -69,13 +72,14 @@ def _watch(screen: Screen, url: str, page: Page, every_s: float) -> None:
         except NoAnswerError as error:
             age = time_text(round(time.monotonic() - answered_s))
             # What was known last stays, but does not look current.
-            old = [Line(line.text, "dim") for line in frame[3:]]
-            head = Line(f"no answer for {age}: {error}", "red")
-            frame = [frame[0], head, Line(""), *old]
+            old = [Line(line.text, "dim") for line in figures]
+            reason = [f"no answer for {age}", *textwrap.wrap(str(error), _WIDTH)]
+            head = [Line(text, "red") for text in reason]
+            frame = [frame[0], *head, Line(""), *old]
             continue
         status = measure(page, after)
-        page, answered_s = after, after.time_s
-        frame = [*_head(url, status, _clock()), *status_lines(status)]
+        page, answered_s, figures = after, after.time_s, status_lines(status)
+        frame = [*_head(url, status, _clock()), *figures]
 
 
 def _clock() -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from jaxkv._util import rounded_size, three_digits, time_text
+from jaxkv._util import one_line, rounded_size, three_digits, time_text
 from jaxkv.tools.status.figures import Status, Times, Transfers
 
 Style: TypeAlias = Literal["", "bold", "dim", "red"]
@@ -25,9 +26,15 @@ class Line(NamedTuple):
     style: Style = ""
 
 
+def is_terminal() -> bool:
+    """Whether the output is a terminal that can be redrawn; it may be closed."""
+    is_tty = sys.stdout is not None and sys.stdout.isatty()
+    return is_tty and os.environ.get("TERM") != "dumb"
+
+
 def status_lines(status: Status) -> list[Line]:
     """Write an engine's figures, at most 80 characters a line."""
-    recent = f"last {time_text(status.interval_s)}"
+    recent = f"last {status.interval_s:.1f} s"
     if status.has_restarted:
         recent = "since restart"
     new, total = status.tokens, status.tokens_since_start
@@ -53,12 +60,14 @@ def status_lines(status: Status) -> list[Line]:
             lines.append(Line(_row(name, *texts)))
     lines.append(Line(""))
 
-    lines.append(_host_line(status))
-    lines += [
-        Line(_fact("a load waits", _times(status.load_waits, status.interval_s))),
-        Line(_fact("a deferred lookup", _times(status.deferrals, status.interval_s))),
-    ]
-    cost = _times(status.lookups, status.interval_s)
+    lines += _host_lines(status)
+    for name, times in (
+        ("a load waits", status.load_waits),
+        ("a deferred lookup", status.deferrals),
+    ):
+        rate = _per_second(times.num / status.interval_s)
+        lines.append(Line(_fact(name, f"{_times(times)}, {rate}")))
+    cost = _times(status.lookups)
     if status.lookups.num:
         share = status.lookups.total_s / status.interval_s
         cost += f", {_percent(share)} of the time"
@@ -76,7 +85,8 @@ def _fact(name: str, text: str) -> str:
 
 def _bar(share: float | None) -> str:
     """Draw a share from 0 to 1."""
-    full, empty = "█░" if "utf" in (sys.stdout.encoding or "").lower() else "#."
+    encoding = getattr(sys.stdout, "encoding", None) or ""
+    full, empty = "█░" if "utf" in encoding.lower() else "#."
     num = 0 if share is None else round(_BAR_CELLS * min(share, 1.0))
     return full * num + empty * (_BAR_CELLS - num)
 
@@ -105,25 +115,25 @@ def _transfer_texts(transfers: Transfers) -> list[str]:
     ]
 
 
-def _times(times: Times, interval_s: float) -> str:
+def _times(times: Times) -> str:
     if times.mean_s is None:
         return "none"
     p95 = "5% off the scale"
     if times.p95_s is not None:
         p95 = f"95% within {time_text(times.p95_s)}"
-    rate = _per_second(times.num / interval_s)
-    return f"mean {time_text(times.mean_s)}, {p95}, {rate}"
+    return f"mean {time_text(times.mean_s)}, {p95}"
 
 
-def _host_line(status: Status) -> Line:
+def _host_lines(status: Status) -> list[Line]:
     held, num_blocks = status.host_blocks_held, status.host_blocks
     if held is None or not num_blocks:
-        return Line(_fact("host tier", "in another process"))
+        return [Line(_fact("host tier", "in another process"))]
     text = f"{_bar(held / num_blocks)} {_percent(held / num_blocks):>6}"
     text += f"  {_number(held)} of {_number(num_blocks)} blocks"
     if status.host_bytes is not None:
         text += f", {rounded_size(status.host_bytes)}"
-    return Line(_fact("host tier", text))
+    evicted = _per_second(status.host_blocks_evicted_per_s)
+    return [Line(_fact("host tier", text)), Line(_fact("  blocks evicted", evicted))]
 
 
 def _store_lines(status: Status) -> list[Line]:
@@ -165,14 +175,14 @@ class Screen:
         self._lines = lines
         columns, rows = shutil.get_terminal_size()
         texts = [_coloured(Line(text[:columns], style)) for text, style in lines[:rows]]
-        self._write("\x1b[H" + "\x1b[K\r\n".join(texts) + "\x1b[K\x1b[J")
+        self._write("\x1b[H" + "\x1b[K\n".join(texts) + "\x1b[K\x1b[J")
 
     def close(self) -> None:
         """Return to the terminal's previous screen, and leave the last frame there."""
         if self._is_open:
             self._is_open = False
             texts = map(_coloured, self._lines)
-            self._write("\x1b[?25h\x1b[?1049l" + "".join(f"{t}\r\n" for t in texts))
+            self._write("\x1b[?25h\x1b[?1049l" + "".join(f"{t}\n" for t in texts))
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)
@@ -180,4 +190,5 @@ class Screen:
 
 
 def _coloured(line: Line) -> str:
-    return f"{_CODES[line.style]}{line.text}\x1b[0m" if line.style else line.text
+    text = one_line(line.text)  # Without escape sequences of the engine's labels.
+    return f"{_CODES[line.style]}{text}\x1b[0m" if line.style else text

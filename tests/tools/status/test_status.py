@@ -173,7 +173,7 @@ class Terminal:
     def __init__(self, *words):
         master, slave = pty.openpty()
         environ = {**os.environ, "LINES": "24", "COLUMNS": "80"}
-        environ |= {"PYTHONIOENCODING": "utf-8"}
+        environ |= {"PYTHONIOENCODING": "utf-8", "TERM": "xterm"}
         self.child = subprocess.Popen(
             [*LAUNCHER, *words],
             cwd=ROOT,
@@ -217,7 +217,8 @@ def test_a_terminal_is_redrawn_in_place_while_the_engine_runs_and_after_its_end(
     with served(lambda: (200, page["text"])) as port:
         terminal = Terminal("status", str(port), "--every", "0.1")
         terminal.wait_for("tokens of new requests")
-    terminal.wait_for(f"nothing listens at 127.0.0.1:{port}")
+    terminal.wait_for("no answer for")
+    assert f"nothing listens at 127.0.0.1:{port}" in terminal.frames[-1]
     assert "tokens of new requests" in terminal.frames[-2], "the last figures stay"
     page["text"] = fresh
     with served(lambda: (200, page["text"]), port):
