@@ -37,7 +37,7 @@ CEILINGS = {
     "transfer": 10_940,
     "tiers": 4_480,
     "search": 570,
-    "scheduling": 10_135,
+    "scheduling": 10_145,
     "observe": 1_910,
     "strict": 1_010,
     "config": 960,

@@ -19,8 +19,12 @@ class RequestLog(Listener):
 
     def __init__(self, below: Sequence[Boundary], clock: Callable[[], float]) -> None:
         self._below, self._clock = below, clock
-        self._asked_s: dict[str, float] = {}  # Of the first lookup of each request.
-        self._lines: dict[str, dict[str, Any]] = {}  # Of requests that have begun.
+        # Of each request: the time of its first lookup; whether it waits for the load
+        # of its last one; its line, once it has begun.
+        self._asked_s: dict[str, float] = {}
+        self._is_awaited: dict[str, bool] = {}
+        self._lines: dict[str, dict[str, Any]] = {}
+        self._loading: set[str] = set()  # Requests in their first load.
 
     def looked_up(
         self,
@@ -32,6 +36,7 @@ class RequestLog(Listener):
     ) -> None:
         """Keep the time of a request's first lookup."""
         self._asked_s.setdefault(request.request_id, start_s)
+        self._is_awaited[request.request_id] = is_awaited
 
     def begun(self, start: Start) -> None:
         """Count the tokens that each tier had, and the wait so far."""
@@ -54,15 +59,17 @@ class RequestLog(Listener):
             "computed": num_tokens - num_local - num_external,
             "waited_s": self._waited_s(name),
         }
+        if start.has_load:
+            self._loading.add(name)
 
     def loaded(self, finished: Sequence[str], failed: Sequence[str]) -> None:
-        """Count the wait for a load, and recompute the tokens of a failed one."""
-        for name in (*finished, *failed):
-            if name in self._lines:
-                self._lines[name]["waited_s"] = self._waited_s(name)
-        for name in failed:
-            if name in self._lines:
-                line = self._lines[name]
+        """Count the wait for a request's first load, and its tokens if that failed."""
+        for name in self._loading.intersection((*finished, *failed)):
+            self._loading.remove(name)
+            line = self._lines[name]
+            if self._is_awaited.get(name):
+                line["waited_s"] = self._waited_s(name)
+            if name in failed:
                 line["computed"] = line["tokens"] - line["device"]
                 line["load_failed"] = True
 
@@ -70,6 +77,8 @@ class RequestLog(Listener):
         """Log a request that has got blocks."""
         name = end.request.request_id
         self._asked_s.pop(name, None)
+        self._is_awaited.pop(name, None)
+        self._loading.discard(name)
         if (line := self._lines.pop(name, None)) is not None:
             _LOG.info(json.dumps(line))
 

@@ -3,6 +3,8 @@
 import json
 import logging
 
+import pytest
+
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, StoreRig, make_keys, make_request
 from tests.scheduling.test_worker import Clock
 
@@ -59,3 +61,23 @@ def test_a_failed_load_is_logged_as_computed_and_a_request_without_blocks_not(ca
     silent = Rig()
     silent.run(silent.request("two", 1))
     assert len(lines(caplog)) == 2
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_only_the_first_load_counts_as_a_wait_and_none_within_a_step(caplog, in_step):
+    caplog.set_level(logging.INFO, "jaxkv.requests")
+    clock = Clock()
+    rig = Rig(log_requests=True, clock=clock, load_in_step=in_step)
+    rig.store(1, 2)
+    request = rig.request("one", 1, 2, 3)
+    for wait_s in (0.5, 8.0):
+        assert rig.admit(request) == 2 * BLOCK_SIZE
+        rig.step()
+        clock.now_s += wait_s
+        rig.load_arrives()
+        if wait_s < 1:
+            rig.preempt("one")
+            rig.forget_device()
+    rig.finish("one")
+    (_, line) = lines(caplog)
+    assert (line["host"], line["waited_s"]) == (8, 0.0 if in_step else 0.5)
