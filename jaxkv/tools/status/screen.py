@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ from jaxkv.tools.status.figures import Status, Times, Transfers
 Style: TypeAlias = Literal["", "bold", "dim", "red"]
 
 _CODES: dict[Style, str] = {"bold": "\x1b[1m", "dim": "\x1b[2m", "red": "\x1b[31m"}
+WIDTH = 80
 _BAR_CELLS = 24
 _LABEL_CELLS = 22
 _UNKNOWN = "-"
@@ -33,7 +35,7 @@ def is_terminal() -> bool:
 
 
 def status_lines(status: Status) -> list[Line]:
-    """Write an engine's figures, at most 80 characters a line."""
+    """Write an engine's figures, at most `WIDTH` characters a line."""
     recent = f"last {status.interval_s:.1f} s"
     if status.has_restarted:
         recent = "since restart"
@@ -65,14 +67,16 @@ def status_lines(status: Status) -> list[Line]:
         ("a load waits", status.load_waits),
         ("a deferred lookup", status.deferrals),
     ):
-        rate = _per_second(times.num / status.interval_s)
-        lines.append(Line(_fact(name, f"{_times(times)}, {rate}")))
+        text = _times(times)
+        if times.num:
+            text += f", {_per_second(times.num / status.interval_s)}"
+        lines.append(Line(_fact(name, text)))
     cost = _times(status.lookups)
     if status.lookups.num:
         share = status.lookups.total_s / status.interval_s
         cost += f", {_percent(share)} of the time"
     lines += [Line(_fact("step cost: a lookup", cost)), *_store_lines(status)]
-    return [*lines, _failure_line(status)]
+    return [*lines, *_failure_lines(status)]
 
 
 def _row(name: str, middle: str, last: str) -> str:
@@ -129,11 +133,11 @@ def _host_lines(status: Status) -> list[Line]:
     if held is None or not num_blocks:
         return [Line(_fact("host tier", "in another process"))]
     text = f"{_bar(held / num_blocks)} {_percent(held / num_blocks):>6}"
-    text += f"  {_number(held)} of {_number(num_blocks)} blocks"
     if status.host_bytes is not None:
-        text += f", {rounded_size(status.host_bytes)}"
-    evicted = _per_second(status.host_blocks_evicted_per_s)
-    return [Line(_fact("host tier", text)), Line(_fact("  blocks evicted", evicted))]
+        text += f" of {rounded_size(status.host_bytes)}"
+    blocks = f"{_number(held)} of {_number(num_blocks)}"
+    blocks += f", {_per_second(status.host_blocks_evicted_per_s)} evicted"
+    return [Line(_fact("host tier", text)), Line(_fact("  blocks", blocks))]
 
 
 def _store_lines(status: Status) -> list[Line]:
@@ -141,9 +145,8 @@ def _store_lines(status: Status) -> list[Line]:
     if store is None:
         return []
     phrases = [{True: "up", False: "DOWN", None: "unknown"}[store.is_up]]
-    if store.num_blocks:
-        held, num_blocks = _number(store.num_blocks_held), _number(store.num_blocks)
-        phrases.append(f"{held} of {num_blocks} blocks")
+    if store.num_blocks and store.num_blocks_held is not None:
+        phrases.append(f"{_percent(store.num_blocks_held / store.num_blocks)} full")
     phrases += [
         f"{_per_second(store.blocks_written_per_s)} written",
         f"{_per_second(store.blocks_fetched_per_s)} fetched",
@@ -152,14 +155,19 @@ def _store_lines(status: Status) -> list[Line]:
     return [Line(_fact("store", ", ".join(phrases)), style)]
 
 
-def _failure_line(status: Status) -> Line:
+def _failure_lines(status: Status) -> list[Line]:
     phrases = []
     for what, failures in status.failures.items():
         if failures.since_start or what == "loads":
             new = f" (+{_number(failures.new)})" if failures.new else ""
             phrases.append(f"{what} {_number(failures.since_start)}{new}")
     has_new = any(failures.new for failures in status.failures.values())
-    return Line(_fact("failures", ", ".join(phrases)), "red" if has_new else "")
+    style: Style = "red" if has_new else ""
+    texts = textwrap.wrap(", ".join(phrases), WIDTH - _LABEL_CELLS)
+    names = ["failures", *[""] * (len(texts) - 1)]
+    return [
+        Line(_fact(name, text), style) for name, text in zip(names, texts, strict=True)
+    ]
 
 
 class Screen:

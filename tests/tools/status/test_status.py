@@ -124,9 +124,21 @@ def test_engines_of_one_page_are_added_up_and_failures_stand_out():
     lines = status_lines(status)
     assert lines[-1].text.endswith("loads 1 (+1)")
     assert lines[-1].style == "red"
-    assert any("store" in line.text and "up, 0 of 4" in line.text for line in lines)
+    assert any(re.match("store +up, 0.0% full", line.text) for line in lines)
+
+
+@pytest.mark.parametrize("value", [0.0, 5_678.9])
+def test_figures_of_any_size_fit_a_terminal(value):
+    page = parse(text_of(*make_all()), 1.0)
+    large = {
+        name: [(labels, value) for labels, _ in samples]
+        for name, samples in page.samples.items()
+    }
+    lines = status_lines(
+        measure(page._replace(time_s=0.0), page._replace(samples=large))
+    )
     assert max(len(line.text) for line in lines) <= 80
-    assert len(lines) <= 20
+    assert len(lines) <= 21  # Below a head of three lines, on a terminal of 24.
 
 
 def test_one_interval_is_printed_where_there_is_no_terminal(run_line):
