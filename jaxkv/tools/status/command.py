@@ -12,7 +12,7 @@ from jaxkv._util import one_line, time_text
 from jaxkv.tools.process import at_end
 from jaxkv.tools.status.figures import Status, measure
 from jaxkv.tools.status.scrape import NoAnswerError, Page, full_url, read_page
-from jaxkv.tools.status.screen import WIDTH, Line, Screen, is_terminal, status_lines
+from jaxkv.tools.status.screen import Line, Screen, is_terminal, status_lines
 from jaxkv.tools.usage import EXIT_OK, Args, Usage, number_from
 
 SUMMARY = "show what a running engine is doing, from its metrics"
@@ -71,7 +71,7 @@ def _watch(screen: Screen, url: str, page: Page, every_s: float) -> NoReturn:
             age = time_text(round(time.monotonic() - answered_s))
             # What was known last stays, but does not look current.
             old = [Line(line.text, "dim") for line in figures]
-            reason = [f"no answer for {age}", *textwrap.wrap(str(error), WIDTH)]
+            reason = [f"no answer for {age}", *textwrap.wrap(str(error), screen.width)]
             head = [Line(text, "red") for text in reason]
             frame = [frame[0], *head, Line(""), *old]
             continue

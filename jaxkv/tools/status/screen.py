@@ -178,6 +178,11 @@ class Screen:
         self._write("\x1b[?1049h\x1b[?25l\x1b[2J")  # Another screen, without cursor.
         self._is_open = True
 
+    @property
+    def width(self) -> int:
+        """The characters of a line to write."""
+        return min(WIDTH, shutil.get_terminal_size().columns)
+
     def draw(self, lines: Sequence[Line]) -> None:
         """Draw a frame, cut to the terminal's size."""
         self._lines = lines
