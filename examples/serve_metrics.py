@@ -1,14 +1,15 @@
-"""Serve prompts and their metrics until interrupted, for a Prometheus to scrape.
+"""Serve prompts and their metrics until interrupted, for Prometheus to scrape.
 
 Needs the extras "demo" and "metrics". Several users at a time ask about a few
 documents, which do not all fit on the device, and now and then about a new one. All
 optional rules are on, so that every panel of the dashboard in grafana.json has data:
 
-    python examples/serve_metrics.py [PORT]  # 9400 unless given; 0 for any
+    python examples/serve_metrics.py [PORT]
+    jaxkv status [PORT]  # in another terminal
 """
 
+import argparse
 import itertools
-import sys
 
 import numpy as np
 
@@ -19,6 +20,19 @@ from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps
 
 BLOCK_SIZE, DOCUMENTS, USERS = 32, 6, 4
+
+parser = argparse.ArgumentParser(
+    description="Serve prompts and their metrics until interrupted."
+)
+parser.add_argument(
+    "port",
+    nargs="?",
+    type=int,
+    default=9400,
+    metavar="PORT",
+    help="port of the metrics, on this machine only; 0 for any (default: 9400)",
+)
+port = parser.parse_args().port
 
 model = ModelConfig(num_layers=2)
 config = EngineConfig(
@@ -39,11 +53,15 @@ config = EngineConfig(
     ),
 )
 engine = Engine(make_steps(model, seed=0), config)
-engine.warm_up()
-
 metrics = OffloadMetrics(engine.offload, engine.worker, engine.blocks)
-port = metrics.serve(int(sys.argv[1]) if len(sys.argv) > 1 else 9400)
+try:
+    port = metrics.serve(port)
+except (OSError, ValueError) as error:
+    parser.error(str(error))
 print(f"metrics at http://127.0.0.1:{port}/metrics until interrupted", flush=True)
+print("compiling ...", flush=True)
+engine.warm_up()
+print("serving prompts", flush=True)
 
 rng = np.random.default_rng(0)
 documents = rng.integers(256, size=(DOCUMENTS, 600)).tolist()

@@ -741,9 +741,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
         """
         if self.metrics_port is None:
             return None
-        from jaxkv.observe.metrics import OffloadMetrics
+        from jaxkv.observe.metrics import OffloadMetrics, registry_to_serve
 
-        metrics = OffloadMetrics(scheduler, worker, pool, labels=labels)
+        metrics = OffloadMetrics(scheduler, worker, pool, registry_to_serve(), labels)
         with _closed_on_error(metrics):
             metrics.serve(self.metrics_port, self.metrics_address)
         return metrics

@@ -709,6 +709,10 @@ def test_one_line_says_at_the_start_what_there_is_without_secrets(caplog, tmp_pa
     ):
         assert words in line
     assert "0123456789abcdef" not in line
+    with caplog.at_level(logging.INFO, "jaxkv"):
+        OffloadConfig(num_host_blocks=4).connect({"kv": jnp.zeros((4, 16))}, 16)
+    line = caplog.records[-1].getMessage()
+    assert line.endswith("; no storage; no metrics or events port is open")
 
 
 def test_a_store_that_is_down_at_the_start_is_told_in_an_engine_of_ones_own(caplog):

@@ -37,12 +37,12 @@ CEILINGS = {
     "transfer": 10_650,
     "tiers": 4_480,
     "search": 570,
-    "scheduling": 10_065,
-    "observe": 2_240,
+    "scheduling": 10_145,
+    "observe": 1_910,
     "strict": 1_010,
     "config": 955,
     "jaxkv": 95,
-    "tools": 12_030,
+    "tools": 12_196,
     "integrations": 9_070,
 }
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}

@@ -1,1 +1,1 @@
-"""What others see of the tiers: events for routers, metrics for dashboards."""
+"""Events for routers, metrics for dashboards, and lines for the log."""

@@ -19,19 +19,12 @@ from jaxkv.types import BlockKey
 
 
 class BlockCatalog:
-    """Keeps the inputs of keys, and which tier has which block.
+    """The inputs of keys, and which tier has which block.
 
     Only the scheduling thread uses it, like the tiers. Pass `record` to every
-    `KeyChain`; the publisher of events calls `note`.
+    `KeyChain`; the publisher of events calls `note`. Blocks on a tier are always kept,
+    and at most `max_spare` others: the oldest are dropped first.
 
-    Args:
-        max_spare: Limit on the blocks kept that are on no tier; the oldest are dropped
-            first. Blocks on a tier are always kept.
-
-    Raises:
-        ValueError: If `max_spare` is too small.
-
-    Example:
         >>> from jaxkv import KeyChain, Namespace, OffloadingEvent
         >>> catalog = BlockCatalog()
         >>> namespace = Namespace("m", "0", "int8", "flat", block_size=2)
@@ -47,26 +40,27 @@ class BlockCatalog:
         if max_spare < 0:
             raise ValueError(f"{max_spare=} must be at least 0.")
         self.max_spare = max_spare
-        self._known: dict[BlockKey, KeyedBlock] = {}
-        # Known, on no tier; oldest first. Popping the first item of a dict is slow.
+        self._blocks: dict[BlockKey, KeyedBlock] = {}
+        # Blocks on no tier; oldest first. Popping the first item of a dict is slow.
         self._spare: OrderedDict[BlockKey, None] = OrderedDict()
-        self._tiers: dict[str, dict[BlockKey, int]] = {}  # copies of each block
+        self._tiers: dict[str, dict[BlockKey, int]] = {}  # Copies of each block.
         self._block_sizes: dict[str, int] = {}
-        # Parts of host blocks that hold several device blocks, on each tier of host
-        # blocks. A removal has the parts of the store, whatever was recorded since.
-        self._parts: dict[str, dict[BlockKey, tuple[BlockKey, ...]]] = {
+        # The device blocks of host blocks that hold several, on each tier of host
+        # blocks. A removal names the blocks that were stored, whatever was recorded
+        # since.
+        self._device_keys: dict[str, dict[BlockKey, tuple[BlockKey, ...]]] = {
             HOST_MEDIUM: {},
             STORAGE_MEDIUM: {},
         }
 
     def __len__(self) -> int:
         """Return the number of known blocks."""
-        return len(self._known)
+        return len(self._blocks)
 
     def record(self, block: KeyedBlock) -> None:
         """Keep a block; a block that is already known becomes the newest."""
         key = block.key
-        self._known[key] = block
+        self._blocks[key] = block
         if not self._is_held(key):
             self._spare[key] = None
             self._spare.move_to_end(key)
@@ -74,7 +68,7 @@ class BlockCatalog:
 
     def find(self, key: BlockKey) -> KeyedBlock | None:
         """Return the block of a key; None if it is not known."""
-        return self._known.get(key)
+        return self._blocks.get(key)
 
     def num_held(self, medium: str) -> int:
         """Count the distinct blocks on a tier."""
@@ -96,73 +90,67 @@ class BlockCatalog:
         """Return the tokens per block of a tier, from its last event."""
         return self._block_sizes.get(medium, 0)
 
-    def parts(self, event: OffloadingEvent) -> list[BlockKey]:
-        """Return the blocks of an event, with host blocks split into device blocks.
+    def device_keys(self, event: OffloadingEvent) -> list[BlockKey]:
+        """Return the device blocks of an event that `note` has not seen yet, in order.
 
         A host block of several device blocks (`OffloadRules.blocks_per_host_block`) has
         the key of its last one, and its event has the tokens of all as its block size.
-
-        Args:
-            event: An event that `note` has not seen yet.
-
-        Returns:
-            Keys of device blocks, those of a host block in order; the key of the host
-            block itself if its parts are not known.
+        If its device blocks are unknown, its key is returned.
         """
-        return list(itertools.chain.from_iterable(self._parts_of_each(event)))
+        return list(itertools.chain.from_iterable(self._split_all(event)))
 
     def note(self, event: OffloadingEvent) -> None:
         """Record the blocks that a tier stored or removed."""
         copies = self._tiers.setdefault(event.medium, {})
         self._block_sizes[event.medium] = event.block_size
         if not event.block_hashes:
-            for part in list(copies):
-                copies[part] = 1
-                self._take(copies, part)
-            if event.medium in self._parts:
-                self._parts[event.medium].clear()
-        each = self._parts_of_each(event)
-        for key, parts in zip(event.block_hashes, each, strict=True):
-            for part in parts:
-                (self._take if event.removed else self._add)(copies, part)
-            if event.removed and event.medium in self._parts:
-                self._parts[event.medium].pop(key, None)
-            elif len(parts) > 1:
-                self._parts[event.medium][key] = parts
+            for key in list(copies):
+                copies[key] = 1
+                self._remove(copies, key)
+            if event.medium in self._device_keys:
+                self._device_keys[event.medium].clear()
+        split = self._split_all(event)
+        for host_key, keys in zip(event.block_hashes, split, strict=True):
+            for key in keys:
+                (self._remove if event.removed else self._add)(copies, key)
+            if event.removed and event.medium in self._device_keys:
+                self._device_keys[event.medium].pop(host_key, None)
+            elif len(keys) > 1:
+                self._device_keys[event.medium][host_key] = keys
 
-    def _parts_of_each(self, event: OffloadingEvent) -> list[tuple[BlockKey, ...]]:
+    def _split_all(self, event: OffloadingEvent) -> list[tuple[BlockKey, ...]]:
         keys = event.block_hashes
-        if event.medium not in self._parts:
+        if event.medium not in self._device_keys:
             return [(key,) for key in keys]
         if event.removed:
-            known = self._parts[event.medium]
-            return [known.get(key, (key,)) for key in keys]
+            stored = self._device_keys[event.medium]
+            return [stored.get(key, (key,)) for key in keys]
         return [self._split(key, event.block_size) for key in keys]
 
     def _split(self, key: BlockKey, block_size: int) -> tuple[BlockKey, ...]:
         """Return the keys of a host block's device blocks, found from its own key."""
-        block = self._known.get(key)
+        block = self._blocks.get(key)
         if block is None or block.group:  # Models of several groups have none.
             return (key,)
         num, rest = divmod(block_size * TOKEN_BYTES, len(block.tokens))
-        parts = [key]
-        while block and block.parent is not None and len(parts) < num:
-            parts.append(block.parent)
-            block = self._known.get(block.parent)
-        if block is None or len(parts) < num or rest:
+        keys = [key]
+        while block and block.parent is not None and len(keys) < num:
+            keys.append(block.parent)
+            block = self._blocks.get(block.parent)
+        if block is None or len(keys) < num or rest:
             return (key,)
-        return tuple(reversed(parts))
+        return tuple(reversed(keys))
 
     def _add(self, copies: dict[BlockKey, int], key: BlockKey) -> None:
         self._spare.pop(key, None)
         copies[key] = copies.get(key, 0) + 1
 
-    def _take(self, copies: dict[BlockKey, int], key: BlockKey) -> None:
+    def _remove(self, copies: dict[BlockKey, int], key: BlockKey) -> None:
         """Remove one copy, if the tier has the block."""
         left = copies.pop(key, 0) - 1
         if left > 0:
             copies[key] = left
-        elif left == 0 and key in self._known and not self._is_held(key):
+        elif left == 0 and key in self._blocks and not self._is_held(key):
             self._spare[key] = None
             self._drop_oldest()
 
@@ -172,4 +160,4 @@ class BlockCatalog:
     def _drop_oldest(self) -> None:
         while len(self._spare) > self.max_spare:
             oldest, _ = self._spare.popitem(last=False)
-            del self._known[oldest]
+            del self._blocks[oldest]

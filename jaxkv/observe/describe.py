@@ -39,44 +39,27 @@ def describe(
     *,
     int_block_hashes: bool = False,
 ) -> list[KVEvent]:
-    """Make the KV events of a tier's event.
+    """Return the KV events of a tier's event that `catalog` has not noted yet.
 
-    Blocks that the catalogue does not know have no tokens and no parent. If a tier was
-    cleared, each of its blocks is reported as removed, unless the other tiers are empty
-    too: vLLM's `AllBlocksCleared` is about all tiers.
-
-    Args:
-        event: An event that `catalog` has not noted yet.
-        catalog: The known blocks.
-        groups: The groups of the model's layers, to name their kinds; empty to leave
-            the kinds out.
-        int_block_hashes: Use 64-bit numbers for keys, as vLLM does by default.
-
-    Returns:
-        One `BlockStored` for each run of consecutive blocks, or one `BlockRemoved` for
-        each run of blocks of one group.
-
-    Example:
-        >>> from jaxkv import KeyChain, Namespace
-        >>> catalog = BlockCatalog()
-        >>> namespace = Namespace("m", "0", "int8", "flat", block_size=2)
-        >>> keys = KeyChain(namespace, record=catalog.record).extend([7, 8, 9, 10])
-        >>> (stored,) = describe(OffloadingEvent(keys[1:], 2, "CPU", False), catalog)
-        >>> stored.token_ids, stored.parent_block_hash == keys[0]
-        ([9, 10], True)
+    They are one `BlockStored` for each run of consecutive blocks, or one `BlockRemoved`
+    for each run of blocks of one group. Blocks that the catalogue does not know have no
+    tokens and no parent. If a tier was cleared, each of its blocks is reported as
+    removed, unless the other tiers are empty too: vLLM's `AllBlocksCleared` is about
+    all tiers. Without `groups`, the kinds of groups are left out. With
+    `int_block_hashes`, keys are 64-bit numbers, vLLM's default.
     """
     make_hash = _hash_as_int if int_block_hashes else _hash_as_bytes
     if event.block_hashes and not event.removed:
-        parts = catalog.parts(event)
-        return _describe_stored(event, parts, catalog, groups, make_hash)
+        keys = catalog.device_keys(event)
+        return _describe_stored(event, keys, catalog, groups, make_hash)
     if event.block_hashes:
-        parts = catalog.parts(event)
-    elif any(other != event.medium for other in catalog.media()):
-        parts = catalog.copies(event.medium)
+        keys = catalog.device_keys(event)
+    elif any(medium != event.medium for medium in catalog.media()):
+        keys = catalog.copies(event.medium)
     else:
         return [AllBlocksCleared()]
-    known = ((key, catalog.find(key)) for key in parts)
-    runs = itertools.groupby(known, lambda pair: pair[1] and pair[1].group)
+    blocks = ((key, catalog.find(key)) for key in keys)
+    runs = itertools.groupby(blocks, lambda pair: pair[1] and pair[1].group)
     return [
         BlockRemoved([make_hash(key) for key, _ in run], event.medium, group)
         for group, run in runs
@@ -89,10 +72,7 @@ def describe_all(
     *,
     int_block_hashes: bool = False,
 ) -> list[KVEvent]:
-    """Make KV events of all blocks on the tiers, for readers that missed events.
-
-    Arguments are as for `describe`. The first event is `AllBlocksCleared`.
-    """
+    """Return `AllBlocksCleared` and KV events of all blocks on the tiers."""
     make_hash = _hash_as_int if int_block_hashes else _hash_as_bytes
     events: list[KVEvent] = [AllBlocksCleared()]
     for medium in catalog.media():
@@ -113,13 +93,13 @@ def count_unknown(events: Iterable[KVEvent]) -> int:
 
 def _describe_stored(
     event: OffloadingEvent,
-    parts: Iterable[BlockKey],
+    device_keys: Iterable[BlockKey],
     catalog: BlockCatalog,
     groups: Sequence[GroupSpec],
     make_hash: Callable[[BlockKey], BlockHash],
 ) -> list[KVEvent]:
     stored: list[KVEvent] = []
-    for keys, blocks in _runs(parts, catalog):
+    for keys, blocks in _runs(device_keys, catalog):
         hashes = [make_hash(key) for key in keys]
         if not blocks:
             size = event.block_size

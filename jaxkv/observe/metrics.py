@@ -9,6 +9,7 @@ scrape reads plain numbers. docs/metrics.md explains each metric.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -45,7 +46,13 @@ except ImportError as error:
 
 Source = TypeVar("Source")
 
+_MULTIPROC = "PROMETHEUS_MULTIPROC_DIR"
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+def registry_to_serve() -> CollectorRegistry | None:
+    """Return a registry that `OffloadMetrics.serve` can serve; None for the default."""
+    return CollectorRegistry() if os.environ.get(_MULTIPROC) else None
 
 
 class OffloadMetrics:
@@ -64,8 +71,9 @@ class OffloadMetrics:
 
     Raises:
         ValueError: If there is neither a scheduler nor a worker, a label is not
-            allowed, another engine has the same labels, or the registry already has a
-            metric with one of the names.
+            allowed, another engine has the same labels, the registry already has a
+            metric with one of the names, or it is the default one and
+            PROMETHEUS_MULTIPROC_DIR is set.
 
     Example:
         >>> from prometheus_client import CollectorRegistry
@@ -91,14 +99,14 @@ class OffloadMetrics:
                 "there is nothing to measure: pass the scheduler, the worker, or both."
             )
         self.labels = {"engine": "0"} if labels is None else dict(labels)
-        own = {name for family in ALL for name in family.label.split()} | {"le"}
+        reserved = {name for family in ALL for name in family.label.split()} | {"le"}
         for name, value in self.labels.items():
             is_name = isinstance(name, str) and _LABEL.fullmatch(name)
-            if name in own or not is_name:
+            if name in reserved or not is_name:
                 raise ValueError(
                     f"label {name!r} must be of letters, digits and underscores, not "
                     f"begin with a digit or two underscores, and be none of the "
-                    f"metrics' own, {sorted(own)}."
+                    f"metrics' own, {sorted(reserved)}."
                 )
             if not _is_text(value):
                 # It would fail each scrape, of whatever else the registry has, too.
@@ -106,6 +114,12 @@ class OffloadMetrics:
                     f"label {name}={shown(value)} must be a text of valid Unicode, "
                     f'such as "{name}": "0".'
                 )
+        if registry is None and os.environ.get(_MULTIPROC):
+            raise ValueError(
+                f"{_MULTIPROC} is set: metrics servers then read its files instead of "
+                "the default registry, so these metrics would be missing. Pass "
+                "registry=CollectorRegistry() and call serve(), or unset it."
+            )
         self._scheduler = scheduler
         self._worker = worker
         self._pool = pool
@@ -118,7 +132,7 @@ class OffloadMetrics:
     def collect(self) -> Iterator[Metric]:
         """Read all metrics that have a source."""
         if self._scheduler is not None:
-            yield from self._read(OF_SCHEDULER, Readings.of(self._scheduler))
+            yield from self._read(OF_SCHEDULER, Readings(self._scheduler))
         if self._worker is not None:
             yield from self._read(OF_WORKER, self._worker)
         if self._pool is not None:
@@ -174,29 +188,28 @@ class OffloadMetrics:
 
     def format_line(self) -> str:
         """Summarise the numbers so far in one line, for a log."""
-        parts = []
+        phrases = []
         if self._worker is not None:
-            for what, num_bytes in (
-                ("stored", self._worker.bytes_stored),
-                ("loaded", self._worker.bytes_loaded),
-            ):
-                parts.append(f"{what} {num_bytes / 2**20:.1f} MiB")
+            phrases += [
+                f"stored {self._worker.bytes_stored / 2**20:.1f} MiB",
+                f"loaded {self._worker.bytes_loaded / 2**20:.1f} MiB",
+            ]
         if self._scheduler is not None:
-            readings = Readings.of(self._scheduler)
+            readings = Readings(self._scheduler)
             stats = readings.stats
             for tier, hits, queries in (
                 ("device", stats.num_device_hit_tokens, stats.num_device_query_tokens),
                 ("host", stats.num_host_hit_tokens, stats.num_host_query_tokens),
             ):
                 share = f" ({hits / queries:.1%})" if queries else ""
-                parts.append(f"{tier} hits {hits} of {queries} tokens{share}")
+                phrases.append(f"{tier} hits {hits} of {queries} tokens{share}")
             held = self._scheduler.num_host_blocks_held
-            parts += [
+            phrases += [
                 f"host blocks {held} of {self._scheduler.num_host_blocks}",
                 f"evicted {stats.num_evicted}",
-                f"dropped {sum(readings.dropped().values()):.0f}",
+                f"dropped {sum(readings.dropped.values()):.0f}",
             ]
-        return "KV offload: " + ", ".join(parts)
+        return "KV offload: " + ", ".join(phrases)
 
     def _read(
         self, families: tuple[Family[Source], ...], source: Source
@@ -220,40 +233,40 @@ class _Engines(Collector):
     _lock = threading.Lock()
 
     def __init__(self) -> None:
-        self.engines: tuple[OffloadMetrics, ...] = ()
+        self.metrics: tuple[OffloadMetrics, ...] = ()
 
     @classmethod
     def add(cls, registry: CollectorRegistry, metrics: OffloadMetrics) -> None:
         """Add an engine's metrics to a registry."""
         with cls._lock:
-            known = cls._of_registry.get(registry)
-            if known is None:
-                known = cls()
+            engines = cls._of_registry.get(registry)
+            if engines is None:
+                engines = cls()
                 try:
-                    registry.register(known)
+                    registry.register(engines)
                 except ValueError as error:
                     raise ValueError(
                         f"the registry already has metrics with these names ({error}); "
                         "give another registry, such as CollectorRegistry()."
                     ) from error
-                cls._of_registry[registry] = known
-            if any(engine.labels == metrics.labels for engine in known.engines):
+                cls._of_registry[registry] = engines
+            if any(engine.labels == metrics.labels for engine in engines.metrics):
                 raise ValueError(
                     f"labels={metrics.labels} must differ from those of the other "
                     'engines in the registry: say, {"engine": "1"}.'
                 )
-            known.engines += (metrics,)
+            engines.metrics += (metrics,)
 
     @classmethod
     def remove(cls, registry: CollectorRegistry, metrics: OffloadMetrics) -> None:
         """Remove an engine's metrics, if they are there."""
         with cls._lock:
-            known = cls._of_registry.get(registry)
-            if known is None or metrics not in known.engines:
+            engines = cls._of_registry.get(registry)
+            if engines is None or metrics not in engines.metrics:
                 return
-            known.engines = tuple(each for each in known.engines if each is not metrics)
-            if not known.engines:
-                registry.unregister(known)
+            engines.metrics = tuple(m for m in engines.metrics if m is not metrics)
+            if not engines.metrics:
+                registry.unregister(engines)
                 del cls._of_registry[registry]
 
     def describe(self) -> Iterator[Metric]:
@@ -263,13 +276,13 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Read the metrics of all engines."""
-        metrics: dict[str, Metric] = {}
-        for engine in self.engines:
+        by_name: dict[str, Metric] = {}
+        for engine in self.metrics:
             for metric in engine.collect():
-                known = metrics.setdefault(metric.name, metric)
-                if known is not metric:
-                    known.samples += metric.samples
-        yield from metrics.values()
+                first = by_name.setdefault(metric.name, metric)
+                if first is not metric:
+                    first.samples += metric.samples
+        yield from by_name.values()
 
 
 def _is_text(value: object) -> bool:

@@ -33,26 +33,15 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class PublisherStats:
-    """Counts of batches and requests so far.
+    """Counts of batches and requests so far."""
 
-    Attributes:
-        num_published: Batches passed to the subscribers' connections.
-        num_queued: Batches that wait in the queue.
-        num_dropped_full: Batches dropped because the queue was full.
-        num_retold: Batches that listed all blocks on the tiers again, after a drop.
-        num_unknown_blocks: Stored blocks published without tokens, because the
-            catalogue did not know them.
-        num_replays: Answered replay requests.
-        num_bad_requests: Malformed replay requests.
-    """
-
-    num_published: int
-    num_queued: int
-    num_dropped_full: int
-    num_retold: int
-    num_unknown_blocks: int
-    num_replays: int
-    num_bad_requests: int
+    num_published: int  # Batches passed to the subscribers' connections.
+    num_queued: int  # Batches that wait in the queue.
+    num_dropped_full: int  # Batches dropped because the queue was full.
+    num_retold: int  # Batches that listed all blocks on the tiers again, after a drop.
+    num_unknown_blocks: int  # Stored blocks without tokens, unknown to the catalogue.
+    num_replays: int  # Answered replay requests.
+    num_bad_requests: int  # Malformed replay requests.
 
 
 class EventPublisher(Resource):
@@ -60,9 +49,8 @@ class EventPublisher(Resource):
 
     A message is (topic, sequence number, payload): the number is 8 bytes, big-endian;
     the payload is a batch of `jaxkv.observe.kv_events`. On the replay address, a
-    request is a sequence number, and the answer is (sequence number, payload) of each
-    batch from that number on that is still kept, then `END_OF_REPLAY` with an empty
-    payload.
+    request is a sequence number, and the answer is (sequence number, payload) for each
+    kept batch with at least this number, then `END_OF_REPLAY` with an empty payload.
 
     `publish` never waits. If the queue is full, its batch is dropped and counted; it
     uses up a sequence number, so that subscribers see the gap. The next batch that fits
@@ -76,7 +64,7 @@ class EventPublisher(Resource):
         endpoint: Address to publish on, ``tcp://HOST:PORT`` or ``ipc://PATH``. Messages
             contain text of users: "tcp://*:5557" shows it to the whole network.
         replay_endpoint: Address that answers replay requests; None for none.
-        topic: Topic that subscribers filter by. llm-d wants ``kv@POD@MODEL``.
+        topic: Topic that subscribers filter by. llm-d expects ``kv@POD@MODEL``.
         buffer_steps: Batches kept for replays.
         hwm: Messages that may wait for a slow subscriber; more are lost to it.
         max_queue_size: Batches that may wait for the thread.
@@ -127,13 +115,13 @@ class EventPublisher(Resource):
         array_like: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        for name, value, least in (
+        for name, value, minimum in (
             ("buffer_steps", buffer_steps, 0),
             ("hwm", hwm, 1),
             ("max_queue_size", max_queue_size, 1),
         ):
-            if value < least:
-                raise ValueError(f"{name}={shown(value)} must be at least {least}.")
+            if value < minimum:
+                raise ValueError(f"{name}={shown(value)} must be at least {minimum}.")
         self.endpoint = offset_endpoint("endpoint", endpoint, data_parallel_rank)
         self.replay_endpoint = replay_endpoint and offset_endpoint(
             "replay_endpoint", replay_endpoint, data_parallel_rank

@@ -27,18 +27,11 @@ _IPC = re.compile(r"ipc://\S+")
 
 
 def offset_endpoint(name: str, endpoint: str, data_parallel_rank: int) -> str:
-    """Return the address of one of several engines, as vLLM does.
+    """Return an engine's address, given the first engine's, as vLLM does.
 
-    Args:
-        name: The argument's name, for messages.
-        endpoint: Address of the first engine, ``tcp://HOST:PORT`` or ``ipc://PATH``.
-            Port 0 or * is any free one.
-        data_parallel_rank: Index of the engine.
+    Port 0 or * is any free one. `name` is the argument's name, for messages. Raises
+    ValueError if `endpoint` is malformed.
 
-    Raises:
-        ValueError: If `endpoint` is malformed.
-
-    Example:
         >>> offset_endpoint("endpoint", "tcp://127.0.0.1:5557", 2)
         'tcp://127.0.0.1:5559'
         >>> offset_endpoint("endpoint", "ipc:///run/events", 2)
@@ -56,19 +49,15 @@ def offset_endpoint(name: str, endpoint: str, data_parallel_rank: int) -> str:
                 return f"{host}:*"
             if int(port) + data_parallel_rank < 1 << 16:
                 return f"{host}:{int(port) + data_parallel_rank}"
-    more = f" (with {data_parallel_rank=} added)" if data_parallel_rank else ""
+    added = f" (with {data_parallel_rank=} added)" if data_parallel_rank else ""
     raise ValueError(
-        f"{name}={shown(endpoint)}{more} must be tcp://HOST:PORT, such as "
+        f"{name}={shown(endpoint)}{added} must be tcp://HOST:PORT, such as "
         "'tcp://127.0.0.1:5557', with a port below 65536, or ipc://PATH."
     )
 
 
 def topic_bytes(topic: str) -> bytes:
-    """Encode a topic.
-
-    Raises:
-        ValueError: If it is no text of valid Unicode.
-    """
+    """Encode a topic; raise ValueError if it is not a text of valid Unicode."""
     try:
         return topic.encode()
     except (AttributeError, UnicodeEncodeError):
@@ -80,11 +69,8 @@ def topic_bytes(topic: str) -> bytes:
 def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
     """Bind a socket to an address from `offset_endpoint`.
 
-    Returns:
-        The bound address, with the port that was free.
-
-    Raises:
-        OSError: If it cannot be bound, with the reason.
+    Returns the bound address, with the port that was free. Raises OSError with the
+    reason if it cannot be bound.
     """
     # Only if needed: a machine without IPv6 could bind nothing with it.
     socket.ipv6 = "[" in endpoint
@@ -106,10 +92,7 @@ def _unused(endpoint: str) -> Iterator[None]:
     """Refuse an ipc address that a process listens on, until it is bound here.
 
     ZeroMQ removes whatever is at the path: the socket of a dead process, as it should,
-    but also that of a live one, or a file.
-
-    Raises:
-        OSError: The path is taken.
+    but also a live process's socket, or a file. Raises OSError if the path is taken.
     """
     path = endpoint.removeprefix("ipc://")
     # ZeroMQ binds these as asked: any free path, or a name without a file.
@@ -144,8 +127,7 @@ def _check_dead(path: str) -> None:
 def connect(socket: zmq.Socket[bytes], name: str, endpoint: str) -> None:
     """Connect a socket; ZeroMQ connects in the background.
 
-    Raises:
-        ValueError: If it cannot be connected to, such as one for any port.
+    Raises ValueError if it cannot be connected to, such as one for any port.
     """
     socket.ipv6 = "[" in endpoint
     try:

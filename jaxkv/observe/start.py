@@ -25,23 +25,16 @@ def log_start(
 ) -> None:
     """Log, at INFO, what offloading has been set up with.
 
-    Args:
-        engine: Has the host blocks.
-        policy: The name of the cache policy.
-        executor: What runs it.
-        storage: The store behind the host; None for none.
-        num_storage_blocks: Host blocks that it may hold.
-        storage_write: Which blocks are written to it.
-        about: What must be the same for other engines to find them there.
-        ports: What is served, and where.
+    `about` names what must be equal for engines to share a store's blocks; `ports` says
+    what is served where.
     """
     store = "no storage"
     if storage is not None:
-        own = storage.storage_io
+        storage_io = storage.storage_io
         store = (
-            f"storage {own.url} for {num_storage_blocks:,} blocks of "
+            f"storage {storage_io.url} for {num_storage_blocks:,} blocks of "
             f"{rounded_size(storage.object_bytes)}, written {storage_write}, in "
-            f"{own.objects.folder}"
+            f"{storage_io.objects.folder}"
         )
         if about:
             store += (
@@ -57,5 +50,5 @@ def log_start(
         policy,
         executor,
         store,
-        ", ".join(ports) or "nothing is served",
+        ", ".join(ports) or "no metrics or events port is open",
     )

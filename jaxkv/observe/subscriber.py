@@ -15,21 +15,13 @@ from jaxkv.observe.kv_events import KVEventBatch, decode_batch
 from jaxkv.observe.publisher import END_OF_REPLAY, SEQ_BYTES
 from jaxkv.observe.sockets import bind, connect, offset_endpoint, topic_bytes, zmq
 
-# Numbers are signed ones of 8 bytes, of which -1 ends a replay.
-_END = 1 << 63
-# ZeroMQ's times are milliseconds of 32 bits.
-_MOST_S = 2_000_000
-# Malformed answers of one replay.
-_MOST_MALFORMED = 100
+_END = 1 << 63  # Sequence numbers are signed and have 8 bytes; -1 ends a replay.
+_MAX_WAIT_S = 2_000_000  # ZeroMQ's times are milliseconds of 32 bits.
+_MAX_MALFORMED = 100  # Malformed answers of one replay.
 
 
 class ReceivedBatch(NamedTuple):
-    """A batch and its sequence number.
-
-    Attributes:
-        seq: Its sequence number.
-        batch: Its events.
-    """
+    """A batch and its sequence number."""
 
     seq: int
     batch: KVEventBatch
@@ -37,22 +29,15 @@ class ReceivedBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SubscriberStats:
-    """Counts of received batches so far.
+    """Counts of received batches so far."""
 
-    Attributes:
-        num_batches: Batches, those of replays included.
-        num_replayed: Batches from replays.
-        num_lost: Batches missing in the sequence numbers that no replay returned.
-        num_restarts: Times that the sequence numbers started again: the publisher is a
-            new process, with other tiers.
-        num_malformed: Messages that were not a batch, those of replays included.
-    """
-
-    num_batches: int = 0
+    num_batches: int = 0  # Including replayed batches.
     num_replayed: int = 0
-    num_lost: int = 0
+    num_lost: int = 0  # Batches missing in the sequence that no replay returned.
+    # How often the sequence started again: the publisher is a new process, with other
+    # tiers.
     num_restarts: int = 0
-    num_malformed: int = 0
+    num_malformed: int = 0  # Messages that were not a batch, answers to replays too.
 
 
 class EventSubscriber(Resource):
@@ -218,17 +203,17 @@ class EventSubscriber(Resource):
             return None
 
     def _replay_from(self, start: int, end: int = _END) -> None:
-        """Have batches replayed, from one number up to another."""
-        least = start
+        """Request a replay of the batches [start, end) and receive them."""
+        min_seq = start
         for seq, payload in self._ask(start):
             if seq >= end:
                 return  # It was published meanwhile, and arrives by itself.
-            if seq < least:  # They rise, too, from the requested one on.
+            if seq < min_seq:  # They rise, too, from the requested one on.
                 self._count(num_malformed=1)
                 continue
             batch = self._decode(payload)
             if batch is not None:
-                least = seq + 1
+                min_seq = seq + 1
                 self._skip_to(seq)
                 self._take(seq, batch, is_replayed=True)
 
@@ -237,7 +222,7 @@ class EventSubscriber(Resource):
 
         It ends after too many malformed answers.
         """
-        most = self.stats.num_malformed + _MOST_MALFORMED
+        max_malformed = self.stats.num_malformed + _MAX_MALFORMED
         if not self._replay_endpoint:
             return
         # One socket per request, so that no answer to an earlier one arrives.
@@ -254,22 +239,23 @@ class EventSubscriber(Resource):
                     return
                 else:
                     yield int.from_bytes(frames[1], "big"), frames[2]
-                if self.stats.num_malformed >= most:
+                if self.stats.num_malformed >= max_malformed:
                     return
 
-    def _count(self, **more: int) -> None:
-        now = {name: getattr(self.stats, name) + num for name, num in more.items()}
-        self.stats = dataclasses.replace(self.stats, **now)
+    def _count(self, **nums: int) -> None:
+        counts = {name: getattr(self.stats, name) + num for name, num in nums.items()}
+        self.stats = dataclasses.replace(self.stats, **counts)
 
 
 def _milliseconds(name: str, seconds: float) -> int:
-    """Convert a time to wait for; ZeroMQ would take a negative one for no limit.
+    """Return a time to wait for in milliseconds.
 
-    Raises:
-        ValueError: If it is negative, no number, or too large.
+    Raises ValueError unless it is a number from 0, because ZeroMQ takes a negative time
+    for no limit.
     """
-    if not isinstance(seconds, int | float) or not 0 <= seconds <= _MOST_S:
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= _MAX_WAIT_S:
         raise ValueError(
-            f"{name}={shown(seconds)} must be a number of seconds from 0 to {_MOST_S}."
+            f"{name}={shown(seconds)} must be a number of seconds from 0 to "
+            f"{_MAX_WAIT_S}."
         )
     return round(1000 * seconds)

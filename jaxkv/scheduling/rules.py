@@ -207,6 +207,11 @@ class RuleSettings(Settings):
         unit="host blocks",
         minimum=0,
     )
+    log_requests: bool = settings.flag(
+        False,
+        "scheduler",
+        "Log [a line of JSON](metrics.md#log-requests) for each finished request.",
+    )
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()

@@ -57,6 +57,7 @@ from jaxkv.scheduling.protocol import (
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.record.recording import Recording
 from jaxkv.scheduling.reporting import Reporting
+from jaxkv.scheduling.request_log import RequestLog
 from jaxkv.scheduling.requests import Requests, retention_of, stop_of
 from jaxkv.scheduling.rules import OffloadRules, check_groups
 from jaxkv.scheduling.stats import Delays, OffloadStats
@@ -197,6 +198,8 @@ class OffloadScheduler(Reporting):
             )
         idle_warning = IdleWarning(groups, rules, self._stats, host)
         listeners += self._whatif, idle_warning
+        if rules.log_requests:
+            listeners.append(RequestLog(self.below, clock))
         if policy_state is not None:
             self._policy_state = open_policy_state(policy_state, host, self._whatif)
             weakref.finalize(self, self._policy_state.save)

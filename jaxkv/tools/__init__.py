@@ -3,6 +3,6 @@
 Each has its `command.py`, the options and what becomes of them.
 """
 
-COMMANDS = ("demo", "replay", "plan", "bench", "doctor", "store")
+COMMANDS = ("demo", "replay", "plan", "bench", "doctor", "status", "store")
 BENCHMARKS = ("transfer", "storage")
 SUBCOMMANDS = {"bench": BENCHMARKS, "store": ("ls", "size", "rm")}

@@ -86,16 +86,16 @@ def test_a_block_is_removed_with_the_parts_it_was_stored_with():
     ]
     parts = [keys[0], keys[1], keys[2]]
     for event in both:
-        assert catalog.parts(event) == parts
+        assert catalog.device_keys(event) == parts
         catalog.note(event)
     catalog.record(later[2])  # Whose second part is known now.
     gone = [dataclasses.replace(event, removed=True) for event in both]
-    assert catalog.parts(gone[0]) == parts
+    assert catalog.device_keys(gone[0]) == parts
     catalog.note(gone[0])
-    assert catalog.parts(gone[1]) == parts
+    assert catalog.device_keys(gone[1]) == parts
     assert (catalog.num_held(HOST_MEDIUM), catalog.num_held(STORAGE_MEDIUM)) == (0, 3)
     catalog.note(OffloadingEvent([], 4, STORAGE_MEDIUM, removed=True))
-    assert catalog.parts(gone[1]) == [keys[1], keys[2]]
+    assert catalog.device_keys(gone[1]) == [keys[1], keys[2]]
     # Only what lies on the host has parts, all of one size.
-    assert catalog.parts(dataclasses.replace(both[0], block_size=5)) == keys[1:]
-    assert catalog.parts(stored(keys[1], medium=DEVICE_MEDIUM)) == [keys[1]]
+    assert catalog.device_keys(dataclasses.replace(both[0], block_size=5)) == keys[1:]
+    assert catalog.device_keys(stored(keys[1], medium=DEVICE_MEDIUM)) == [keys[1]]

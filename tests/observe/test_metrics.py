@@ -307,7 +307,7 @@ def test_the_size_of_the_host_tier_stands_in_vllms_labels():
         (hybrid, OffloadRules(), "40 1 None None"),
     ):
         scheduler = OffloadScheduler(groups, 40, rules=rules)
-        assert Readings.of(scheduler).config_info() == {facts: 1.0}
+        assert Readings(scheduler).host_size == {facts: 1.0}
 
 
 def test_a_metric_without_a_source_is_left_out():

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from jaxkv import OffloadScheduler
+from jaxkv import OffloadConfig, OffloadScheduler
 from jaxkv.observe.metrics import OffloadMetrics
 from tests.rigs.scraping import get, make_all, read
 
@@ -70,6 +70,17 @@ def test_labels_that_would_fail_every_scrape_are_refused():
     assert b"others 7.0" in generate_latest(registry)
     with pytest.raises(ValueError, match="nothing to measure"):
         OffloadMetrics(registry=CollectorRegistry())
+
+
+def test_metrics_in_files_of_several_processes_are_refused_by_name(monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/somewhere")
+    scheduler = OffloadScheduler(4, 8)
+    with pytest.raises(ValueError, match="PROMETHEUS_MULTIPROC_DIR is set"):
+        OffloadMetrics(scheduler)
+    with closing(OffloadConfig(metrics_port=0).serve_metrics(scheduler)) as metrics:
+        assert metrics is not None
+        port = metrics._server.server_port
+        assert 'jaxkv:kv_offload_host_blocks{engine="0"} 8.0' in get(port)
 
 
 def test_nothing_listens_before_serve(monkeypatch):

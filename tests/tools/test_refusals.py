@@ -119,6 +119,10 @@ store ls nowhere                | URL: there is no folder nowhere
 store size s3://                | URL: 's3://' must be s3://BUCKET/PREFIX
 store rm . --yes                | --namespace: it is required
 store rm . --namespace a --yes  | 'a' must be a name as `jaxkv store ls` prints it
+status                          | URL: it is required
+status ftp://x                  | URL: 'ftp://x' must be the address of an engine's
+status x:y                      | URL: 'x:y' must be the address of an engine's metrics
+status 1 --every 0              | --every: '0' must be a number of at least 0.1
 """
 STANDS_FOR = {
     "SMALL": "synthetic:60",

@@ -110,7 +110,7 @@ class HostEvents:
             has.
         """
         for event in events:
-            keys = self._catalog.parts(event)
+            keys = self._catalog.device_keys(event)
             if not event.block_hashes:
                 keys = self._catalog.copies(event.medium)
             parts = [key for key in keys if self._is_told(key)]

@@ -200,7 +200,7 @@ class StatsReader:
     def _read(self) -> Iterable[tuple[Family[Any], Any]]:
         source: Any = self._source
         if isinstance(source, OffloadScheduler):
-            source = Readings.of(source)
+            source = Readings(source)
         for family in self._families:
             value = family.read(source)
             if value is not None:

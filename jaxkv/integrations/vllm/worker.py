@@ -276,6 +276,7 @@ class WorkerHalf:
             num_storage_blocks=store.num_blocks if store is not None else 0,
             storage_write=config.offload.storage_write,
             about=store.about if store is not None else "",
+            ports=("metrics among vLLM's",),
         )
         used = engine.host_block_bytes * config.num_host_blocks * hosts
         if used > config.planned_bytes:

@@ -1,0 +1,1 @@
+"""``jaxkv status``: what a running engine is doing, from its metrics."""
