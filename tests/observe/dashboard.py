@@ -40,11 +40,11 @@ def source(words, tmp_path):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with running([sys.executable, *words], log, cwd=tmp_path, env=environ) as child:
         deadline = time.monotonic() + WAIT_S
-        while not (found := re.search(r"http://127.0.0.1:(\d+)/", log.read_text())):
+        while not (match := re.search(r"http://127.0.0.1:(\d+)/", log.read_text())):
             assert child.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-        yield child, log, int(found[1])
+        yield child, log, int(match[1])
 
 
 @contextlib.contextmanager

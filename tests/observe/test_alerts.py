@@ -18,18 +18,18 @@ LABELS = '{engine="0"}'
 def test_each_rule_names_metrics_that_exist_and_a_page_that_exists():
     text = RULES.read_text(encoding="utf-8")
     suffix = re.compile("_(total|bucket|sum|count)$")
-    known = {family.name for family in ALL}
+    names_of_metrics = {family.name for family in ALL}
     names = re.findall(r"\b(?:vllm|jaxkv):\w+", text)
-    assert {suffix.sub("", name) for name in names} <= known
+    assert {suffix.sub("", name) for name in names} <= names_of_metrics
     assert "jaxkv:kv_offload_storage_up" in names
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     anchors = {
         re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
         for title in re.findall(r"^## (.*)", page, re.M)
     }
-    asked = re.findall(r"runbook: docs/troubleshooting.md#(\S+)", text)
-    assert len(asked) == text.count("- alert: ")
-    assert set(asked) <= anchors
+    runbooks = re.findall(r"runbook: docs/troubleshooting.md#(\S+)", text)
+    assert len(runbooks) == text.count("- alert: ")
+    assert set(runbooks) <= anchors
 
 
 @pytest.mark.skipif(

@@ -19,7 +19,7 @@ def test_the_catalogue_knows_held_blocks_and_the_newest_spare_ones():
     rng = np.random.default_rng(0)
     catalog = BlockCatalog(max_spare=5)
     held = {HOST_MEDIUM: Counter(), DEVICE_MEDIUM: Counter()}
-    known, spare, seen = {}, {}, set()
+    blocks, spare, seen = {}, {}, set()
 
     def release(key):
         """Make a block that no tier holds the newest spare one."""
@@ -28,7 +28,7 @@ def test_the_catalogue_knows_held_blocks_and_the_newest_spare_ones():
             spare[key] = None
             if len(spare) > 5:
                 oldest = next(iter(spare))
-                del spare[oldest], known[oldest]
+                del spare[oldest], blocks[oldest]
 
     for step in range(1500):
         medium = (HOST_MEDIUM, DEVICE_MEDIUM)[rng.integers(2)]
@@ -40,7 +40,7 @@ def test_the_catalogue_knows_held_blocks_and_the_newest_spare_ones():
                 keys = KeyChain(SPACE, record=recorded.append).extend(tokens)
                 for block in recorded:
                     catalog.record(block)
-                    known[block.key] = block
+                    blocks[block.key] = block
                     release(block.key)
                 if step % 3:
                     catalog.note(stored(*keys, medium=medium))
@@ -66,10 +66,10 @@ def test_the_catalogue_knows_held_blocks_and_the_newest_spare_ones():
         for medium, copies in held.items():
             assert catalog.held(medium) == copies
             assert catalog.num_held(medium) == len(copies)
-        assert {key: catalog.find(key) for key in seen if catalog.find(key)} == known
-        assert len(catalog) == len(known)
+        assert {key: catalog.find(key) for key in seen if catalog.find(key)} == blocks
+        assert len(catalog) == len(blocks)
     assert any(held.values())
-    assert len(seen) > len(known)
+    assert len(seen) > len(blocks)
     with pytest.raises(ValueError, match="max_spare=-1 must be at least 0"):
         BlockCatalog(max_spare=-1)
 
@@ -84,18 +84,18 @@ def test_a_block_is_removed_with_the_parts_it_was_stored_with():
         OffloadingEvent([keys[1], keys[2]], 4, medium, removed=False)
         for medium in (HOST_MEDIUM, STORAGE_MEDIUM)
     ]
-    parts = [keys[0], keys[1], keys[2]]
+    device_keys = [keys[0], keys[1], keys[2]]
     for event in both:
-        assert catalog.device_keys(event) == parts
+        assert catalog.device_keys(event) == device_keys
         catalog.note(event)
     catalog.record(later[2])  # Whose second part is known now.
-    gone = [dataclasses.replace(event, removed=True) for event in both]
-    assert catalog.device_keys(gone[0]) == parts
-    catalog.note(gone[0])
-    assert catalog.device_keys(gone[1]) == parts
+    removals = [dataclasses.replace(event, removed=True) for event in both]
+    assert catalog.device_keys(removals[0]) == device_keys
+    catalog.note(removals[0])
+    assert catalog.device_keys(removals[1]) == device_keys
     assert (catalog.num_held(HOST_MEDIUM), catalog.num_held(STORAGE_MEDIUM)) == (0, 3)
     catalog.note(OffloadingEvent([], 4, STORAGE_MEDIUM, removed=True))
-    assert catalog.device_keys(gone[1]) == [keys[1], keys[2]]
+    assert catalog.device_keys(removals[1]) == [keys[1], keys[2]]
     # Only what lies on the host has parts, all of one size.
     assert catalog.device_keys(dataclasses.replace(both[0], block_size=5)) == keys[1:]
     assert catalog.device_keys(stored(keys[1], medium=DEVICE_MEDIUM)) == [keys[1]]

@@ -42,30 +42,32 @@ def tell(catalog, *events, **options):
 
 def test_an_event_is_split_between_blocks_that_are_not_consecutive(catalog):
     """A device pool has a key once for each block that holds it."""
-    one, other = chain(catalog, range(6)), chain(catalog, [0, 1, 8, 9])
-    blocks = one[0], one[1], other[1], one[2], one[2], *other
-    [told, *gone] = tell(catalog, stored(*blocks), removed(one[2]), removed(one[2]))
-    assert gone == [[BlockRemoved([one[2]], "CPU", 0)]] * 2
-    assert [(e.parent_block_hash, e.token_ids) for e in told] == [
+    first, second = chain(catalog, range(6)), chain(catalog, [0, 1, 8, 9])
+    blocks = first[0], first[1], second[1], first[2], first[2], *second
+    [published, *removals] = tell(
+        catalog, stored(*blocks), removed(first[2]), removed(first[2])
+    )
+    assert removals == [[BlockRemoved([first[2]], "CPU", 0)]] * 2
+    assert [(e.parent_block_hash, e.token_ids) for e in published] == [
         (None, [0, 1, 2, 3]),
-        (one[0], [8, 9]),
-        (one[1], [4, 5]),
-        (one[1], [4, 5]),
+        (first[0], [8, 9]),
+        (first[1], [4, 5]),
+        (first[1], [4, 5]),
         (None, [0, 1, 8, 9]),
     ]
 
 
 def test_consecutive_blocks_of_a_group_are_one_event_with_its_kind(catalog):
     keys = [chain(catalog, range(10, 18), group=group) for group in range(4)]
-    blocks = [key for each in keys for key in each[1:3]]
-    [told, gone] = tell(
+    blocks = [key for chain_keys in keys for key in chain_keys[1:3]]
+    [published, removals] = tell(
         catalog,
         stored(*blocks, medium=DEVICE_MEDIUM),
         removed(keys[0][1], keys[3][2], keys[3][1], medium=DEVICE_MEDIUM),
         groups=GROUPS,
     )
     kinds = "full_attention", "sliding_window", "chunked_local_attention", "mamba"
-    assert told == [
+    assert published == [
         BlockStored(
             block_hashes=keys[group][1:3],
             parent_block_hash=keys[group][0],
@@ -81,7 +83,7 @@ def test_consecutive_blocks_of_a_group_are_one_event_with_its_kind(catalog):
         )
         for group, kind in enumerate(kinds)
     ]
-    assert gone == [
+    assert removals == [
         BlockRemoved([keys[0][1]], "GPU", 0),
         BlockRemoved([keys[3][2], keys[3][1]], "GPU", 3),
     ]
@@ -106,18 +108,18 @@ def test_extra_keys_are_in_vllms_order(catalog):
 
 def test_unknown_blocks_have_no_tokens_and_are_counted(catalog):
     keys = chain(catalog, range(4))
-    [told, gone] = tell(
+    [published, removals] = tell(
         catalog,
         stored(b"foreign", b"other", *keys, b"third", block_size=16),
         removed(b"other", keys[1], medium=HOST_MEDIUM),
     )
-    assert told[0] == BlockStored(
+    assert published[0] == BlockStored(
         [b"foreign", b"other"], None, [], 16, None, "CPU", None
     )
-    assert told[1].token_ids == [0, 1, 2, 3]
-    assert told[2].block_hashes == [b"third"]
-    assert count_unknown(told) == 3
-    assert gone == [
+    assert published[1].token_ids == [0, 1, 2, 3]
+    assert published[2].block_hashes == [b"third"]
+    assert count_unknown(published) == 3
+    assert removals == [
         BlockRemoved([b"other"], "CPU", None),
         BlockRemoved([keys[1]], "CPU", 0),
     ]
@@ -133,12 +135,12 @@ def test_an_event_has_the_block_size_of_its_group(catalog):
 def test_int_block_hashes_are_vllms_numbers(catalog):
     keys = chain(catalog, range(4))
     events = stored(keys[1], b"\x01\x00"), removed(keys[1])
-    [told, gone] = tell(catalog, *events, int_block_hashes=True)
+    [published, removals] = tell(catalog, *events, int_block_hashes=True)
     mask = 2**64 - 1
-    assert told[0].parent_block_hash == int.from_bytes(keys[0], "big") & mask
-    assert told[0].block_hashes == gone[0].block_hashes
-    assert told[0].block_hashes == [int.from_bytes(keys[1], "big") & mask]
-    assert told[1].block_hashes == [256]
+    assert published[0].parent_block_hash == int.from_bytes(keys[0], "big") & mask
+    assert published[0].block_hashes == removals[0].block_hashes
+    assert published[0].block_hashes == [int.from_bytes(keys[1], "big") & mask]
+    assert published[1].block_hashes == [256]
 
 
 # The wire format. Expected values are written out, independent of the code.
@@ -162,11 +164,11 @@ def test_the_wire_format_is_vllms():
     second = {"block_hashes": [5], "parent_block_hash": None, "token_ids": [7]}
     second |= {"medium": "GPU", "lora_name": "lora"}
     second |= {"extra_keys": [["lora", ["ab", 0]]], "group_idx": 0}
-    gone = {"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}
+    removal = {"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}
     assert msgspec.msgpack.decode(encode_batch(BATCH)) == [
         1.5,
         [
-            *(stored | first, stored | second, gone | {"group_idx": 1}),
+            *(stored | first, stored | second, removal | {"group_idx": 1}),
             {"type": "AllBlocksCleared"},
         ],
         3,

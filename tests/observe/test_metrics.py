@@ -35,8 +35,8 @@ def served():
 
         def watched(pool, first, second, *sizes, **how):
             hosts = second if name == "save" else first
-            each = moved["save" if name == "save" else "load"]
-            each.append(len(hosts) * engine.transfer.block_bytes)
+            recorded = moved["save" if name == "save" else "load"]
+            recorded.append(len(hosts) * engine.transfer.block_bytes)
             return call(pool, first, second, *sizes, **how)
 
         setattr(engine.transfer, name, watched)
@@ -82,15 +82,15 @@ def test_a_scrape_has_the_engines_counts(served):
     assert page["vllm:prefix_cache_hits_total"] == on_device
     assert page["vllm:external_prefix_cache_queries_total"] == num_tokens - on_device
     assert page["vllm:external_prefix_cache_hits_total"] == on_host
-    for direction, each in (("store", moved["save"]), ("load", moved["load"])):
+    for direction, sizes in (("store", moved["save"]), ("load", moved["load"])):
         name = f"vllm:kv_offload_{direction}_"
-        assert page[f"{name}bytes_total"] == sum(each) == page[f"{name}size_sum"] > 0
-        assert page[f"{name}size_count"] == len(each)
-        assert page[f"{name}size_bucket", "1e+06"] == sum(n <= 1e6 for n in each)
+        assert page[f"{name}bytes_total"] == sum(sizes) == page[f"{name}size_sum"] > 0
+        assert page[f"{name}size_count"] == len(sizes)
+        assert page[f"{name}size_bucket", "1e+06"] == sum(n <= 1e6 for n in sizes)
         assert page[f"{name}time_total"] > 0
         past = {"store": "stored", "load": "loaded"}[direction]
         blocks = page[f"jaxkv:kv_offload_blocks_{past}_total"]
-        assert blocks * engine.transfer.block_bytes == sum(each)
+        assert blocks * engine.transfer.block_bytes == sum(sizes)
     held = page["jaxkv:kv_offload_host_blocks_held"]
     stored = page["jaxkv:kv_offload_blocks_stored_total"]
     assert 0 < held <= 40
@@ -144,8 +144,8 @@ def test_offered_blocks_are_stored_dropped_waiting_or_in_flight():
         rig.admit(rig.request(name, *path))
         rig.step(**{name: len(path)})
         rig.finish(name)
-    # Three of "one" have host blocks, two of them in flight; those of "two" wait.
-    # That of "late" exceeded the bound.
+    # Three of "one" have host blocks, two of them in flight; the blocks of
+    # "two" wait. The block of "late" exceeded the bound.
     page = check_identity(rig.scheduler)
     assert page["jaxkv:kv_offload_blocks_in_flight", "store"] == 2
     assert page["jaxkv:kv_offload_blocks_waiting", "store"] == 3
@@ -173,12 +173,12 @@ def test_offered_blocks_are_stored_dropped_waiting_or_in_flight():
 
 def check_identity(scheduler):
     page = read(scheduler)
-    parts = [page["jaxkv:kv_offload_blocks_stored_total"]]
+    counts = [page["jaxkv:kv_offload_blocks_stored_total"]]
     for reason in ("failed", "full", "reset", "slow"):
-        parts.append(page["jaxkv:kv_offload_blocks_dropped_total", reason])
+        counts.append(page["jaxkv:kv_offload_blocks_dropped_total", reason])
     for where in ("in_flight", "waiting"):
-        parts.append(page[f"jaxkv:kv_offload_blocks_{where}", "store"])
-    assert page["jaxkv:kv_offload_blocks_offered_total"] == sum(parts)
+        counts.append(page[f"jaxkv:kv_offload_blocks_{where}", "store"])
+    assert page["jaxkv:kv_offload_blocks_offered_total"] == sum(counts)
     return page
 
 

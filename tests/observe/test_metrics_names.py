@@ -76,12 +76,12 @@ def selected(query):
     """The metrics of a PromQL query, with the labels that it uses of each."""
     grouped = re.findall(r"\bby \(([\w, ]+)\)", query)
     query = re.sub(r"\bby \([\w, ]+\)|\[[^]]*\]", " ", query)
-    found = []
+    metrics = []
     for name, matchers in re.findall(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?", query):
         if name not in PROMQL_WORDS:
             labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
-            found.append((name, labels))
-    return found, {label.strip() for each in grouped for label in each.split(",")}
+            metrics.append((name, labels))
+    return metrics, {label.strip() for names in grouped for label in names.split(",")}
 
 
 def test_every_dashboard_query_names_existing_metrics_and_labels(all_families):
@@ -95,9 +95,9 @@ def test_every_dashboard_query_names_existing_metrics_and_labels(all_families):
     queries = [t["expr"] for p in BOARD["panels"] for t in p.get("targets", ())]
     assert len(queries) > 20
     for query in queries:
-        found, grouped = selected(query)
-        assert found
-        for name, labels in found:
+        metrics, grouped = selected(query)
+        assert metrics
+        for name, labels in metrics:
             assert labels == {"engine"}, query
             assert labels | grouped <= samples[name], query
     legends = [t["legendFormat"] for p in BOARD["panels"] for t in p.get("targets", ())]

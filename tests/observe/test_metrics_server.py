@@ -57,7 +57,7 @@ def test_a_registry_with_taken_names_is_refused():
 
 def test_labels_that_would_fail_every_scrape_are_refused():
     registry = CollectorRegistry()
-    others = Gauge("others", "Somebody's.", registry=registry)
+    foreign = Gauge("foreign", "Somebody's.", registry=registry)
     names = ("le", "reason", "direction", "a-b", "__a", "1", "", 5)
     refused = [({name: "0"}, re.escape(f"label {name!r} must be")) for name in names]
     for value in (0, None, b"0", "\ud800"):
@@ -66,8 +66,8 @@ def test_labels_that_would_fail_every_scrape_are_refused():
     for labels, message in refused:
         with pytest.raises(ValueError, match=message):
             OffloadMetrics(OffloadScheduler(4, 8), registry=registry, labels=labels)
-    others.set(7)
-    assert b"others 7.0" in generate_latest(registry)
+    foreign.set(7)
+    assert b"foreign 7.0" in generate_latest(registry)
     with pytest.raises(ValueError, match="nothing to measure"):
         OffloadMetrics(registry=CollectorRegistry())
 
@@ -91,8 +91,8 @@ def test_nothing_listens_before_serve(monkeypatch):
         return listen(self, *args)
 
     monkeypatch.setattr(socket.socket, "listen", watched)
-    parts, threads = make_all(), set(threading.enumerate())
-    metrics = OffloadMetrics(*parts, CollectorRegistry())
+    sources, threads = make_all(), set(threading.enumerate())
+    metrics = OffloadMetrics(*sources, CollectorRegistry())
     assert list(metrics.collect())
     assert metrics.format_line()
     assert listening == []
@@ -111,8 +111,8 @@ def test_nothing_listens_before_serve(monkeypatch):
 
 def test_an_unusable_port_is_named_in_the_error():
     metrics = OffloadMetrics(OffloadScheduler(4, 8), registry=CollectorRegistry())
-    with closing(socket.create_server(("127.0.0.1", 0))) as other:
-        port = other.getsockname()[1]
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot serve metrics at 127.0.0.1:{port}"):
             metrics.serve(port)
     with pytest.raises(OSError, match=r"cannot serve metrics at 192.0.2.1:0 \("):

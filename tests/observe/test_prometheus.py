@@ -3,6 +3,8 @@
 import math
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -28,7 +30,7 @@ pytestmark = [
 
 
 def wait_for_values(ask, queries):
-    """Ask until each query has had a finite value."""
+    """Query until every query has had a finite value."""
     deadline = time.monotonic() + WAIT_S
     missing, values = list(queries), {}
     while missing:
@@ -42,12 +44,21 @@ def wait_for_values(ask, queries):
     return values
 
 
+def test_the_example_explains_its_port_before_it_runs():
+    command = [sys.executable, EXAMPLES / "serve_metrics.py"]
+    done = subprocess.run([*command, "--help"], capture_output=True, check=True)
+    assert b"port of the metrics" in done.stdout
+    done = subprocess.run([*command, "many"], capture_output=True, check=False)
+    assert done.returncode == 2
+    assert b"invalid int value: 'many'" in done.stderr
+
+
 def test_the_example_that_keeps_running_gives_every_query_a_value(tmp_path):
     words = [str(EXAMPLES / "serve_metrics.py"), "0"]
     with source(words, tmp_path) as (child, log, port):
         panels = dashboard_panels()
         queries = [
-            each["expr"] for panel in panels for each in panel.get("targets", ())
+            target["expr"] for panel in panels for target in panel.get("targets", ())
         ]
         assert len(queries) > 20
         with prometheus(port, tmp_path) as ask:

@@ -168,10 +168,10 @@ def test_after_a_drop_the_next_batch_lists_all_blocks(monkeypatch):
         publisher.publish([removed(keys[2])])
         publisher.publish([])
         with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
-            told = listener.ask(0)
-    assert [seq for seq, _ in told] == [0, 1, 2, 5, 6]
+            replayed = listener.ask(0)
+    assert [seq for seq, _ in replayed] == [0, 1, 2, 5, 6]
     picture = Picture()
-    for _, batch in told[2:]:  # Earlier batches do not matter.
+    for _, batch in replayed[2:]:  # Earlier batches do not matter.
         picture.learn(batch)
     assert picture.held(HOST_MEDIUM) == Counter([keys[1], keys[3]])
     assert picture.held(DEVICE_MEDIUM) == {keys[4]: 2}
@@ -225,8 +225,8 @@ def test_a_publisher_without_a_thread_is_refused_and_leaves_nothing_open(monkeyp
 
 
 def test_ranks_have_different_ports_and_send_their_rank():
-    with EventPublisher(ANY) as other:
-        port = int(other.endpoint.rpartition(":")[2])
+    with EventPublisher(ANY) as second:
+        port = int(second.endpoint.rpartition(":")[2])
     with EventPublisher(f"tcp://127.0.0.1:{port - 3}", data_parallel_rank=3) as made:
         assert made.endpoint == f"tcp://127.0.0.1:{port}"
         with EventSubscriber(made.endpoint) as subscriber:
@@ -291,10 +291,13 @@ def test_an_ipc_address_is_taken_over_from_the_dead_alone(tmp_path):
     with publisher, pytest.raises(OSError, match=in_use):
         EventPublisher(endpoint)
     path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX) as owner, socket.socket(socket.AF_UNIX) as other:
+    with (
+        socket.socket(socket.AF_UNIX) as owner,
+        socket.socket(socket.AF_UNIX) as second,
+    ):
         owner.bind(str(path))
         owner.listen(0)
-        other.connect(str(path))  # The queue of the owner is full then.
+        second.connect(str(path))  # The queue of the owner is full then.
         with pytest.raises(OSError, match=in_use):
             EventPublisher(endpoint)
     assert path.is_socket(), "its process has ended, and left it"

@@ -39,7 +39,7 @@ def number(seq):
 
 
 class Publisher:
-    """Sends what a test says, and answers requests for replays with what it says."""
+    """Sends messages of a test, and answers requests for replays with others."""
 
     def __init__(self, answers=()):
         self.answers = list(answers)
@@ -145,7 +145,7 @@ def test_numbers_of_replays_are_checked():
         [b"", number(2), GOOD],
         [b"", number(2), GOOD],  # Once more,
         [b"", number(1), GOOD],  # or back.
-        [b"", number(1 << 62), b"nonsense"],  # Nobody believes that one.
+        [b"", number(1 << 62), b"nonsense"],  # It cannot be trusted.
         [b"", number(3), GOOD],
         END,
     ]
@@ -213,7 +213,7 @@ def test_nothing_that_arrives_is_raised(seed):
                 num_received += subscriber.catch_up()
         stats = subscriber.stats
         assert stats.num_malformed > 20
-        # Only a good batch may be believed, and whoever sends one may say any number.
+        # Only a valid batch is trusted, and its sequence number may be any.
         assert 0 <= stats.num_lost < 1 << 73
         assert stats.num_batches >= num_received // 2
 
