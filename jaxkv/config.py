@@ -137,7 +137,7 @@ class _HostSettings(Settings):
     num_host_blocks: int | None = settings.number(
         None,
         "engine, scheduler",
-        "Host blocks, instead of `host_bytes`; spare memory is added.",
+        "Number of host blocks, instead of `host_bytes`; spare memory is added.",
         unit="host blocks",
     )
     cache_policy: str = settings.name(
@@ -182,7 +182,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     policy_state: str | None = settings.text(
         None,
         "scheduler",
-        "File that keeps what `hazard` has learned, for a restart "
+        "File that keeps what `hazard` has learned across restarts "
         "([shadows.md](shadows.md)). Each engine needs its own.",
         _FILE,
     )
@@ -194,7 +194,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     transfer_mode: Mode | None = settings.name(
         None,
         "engine",
-        "Copy blocks with one program between device and host (`fused`, on CPU), or "
+        "Copy blocks between device and host in one program (`fused`, only on CPU), or "
         "through a staging buffer on the device (`staged`). `null`: `fused` on CPU, "
         "else `staged`.",
         names=lambda: MODES,
@@ -212,26 +212,27 @@ class OffloadConfig(RuleSettings, _HostSettings):
     extent_bytes: int | str | None = settings.size(
         None,
         "engine",
-        "Bytes per copy between device and host. `null`: 8 MiB per device, or less for "
-        "small blocks or host tiers.",
+        "Bytes per copy between device and host. `null`: 8 MiB per device, or less if "
+        "blocks or the host tier are small.",
     )
     layer_groups: int = settings.number(
         1,
         "engine",
-        "Split each load into this many parts of layers, the first layers first.",
+        "Split each load by layers into this many parts; the first layers are loaded "
+        "first.",
         unit="parts",
     )
     compression: Quantised | None = settings.name(
         None,
         "engine",
-        "Keep host blocks as `int8` or `fp8`, which loses bits; `null` keeps every "
+        "Compress host blocks to `int8` or `fp8`, which loses bits; `null` keeps every "
         "bit.",
         names=lambda: get_args(Quantised),
     )
     deadline_s: float | None = settings.seconds(
         30.0,
         "worker",
-        "Abandon a transfer that takes longer. `null` waits without limit, as one "
+        "Abandon transfers that take longer. `null`: wait without limit, as a single "
         "process with `report_after_steps` always does.",
         or_none=True,
     )
@@ -245,8 +246,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     check_plans: bool = settings.flag(
         False,
         "worker",
-        "Compare the plans and agreements of all processes in each step, for "
-        "debugging.",
+        "For debugging, compare the plans and agreements of all processes in each "
+        "step.",
     )
     agreement_timeout_s: float = settings.seconds(
         60.0,
@@ -266,8 +267,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     storage_bytes: int | str = settings.size(
         16 << 30,
         "storage",
-        "Maximum bytes of this model's blocks in the store. The largest value of all "
-        "engines that share it applies.",
+        "Maximum bytes of this model's blocks in the store. If engines share it, the "
+        "largest of their values applies.",
     )
     storage_owner: bool = settings.flag(
         False,
@@ -284,14 +285,14 @@ class OffloadConfig(RuleSettings, _HostSettings):
     storage_await_s: float = settings.seconds(
         1.0,
         "storage",
-        "A request whose prompt [another engine computes](storage.md#prefill-here-"
-        "decode-there) waits this long for each next block in the store.",
+        "If [another engine is computing](storage.md#prefill-here-decode-there) a "
+        "request's prompt, wait this long for each next block to reach the store.",
     )
     storage_list_s: float | None = settings.seconds(
         60.0,
         "storage",
-        "List the store again after this time, to find blocks that other engines "
-        "wrote. `null`: list once; 0: never.",
+        "List the store again at this interval, to find blocks that other engines "
+        "wrote. `null`: list it once; 0: never.",
         or_none=True,
         or_zero=True,
     )
@@ -311,7 +312,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         None,
         "events",
         "Address where `make_publisher` publishes events, `tcp://HOST:PORT` or "
-        "`ipc://PATH`. Turns `enable_events` on.",
+        "`ipc://PATH`. Turns on `enable_events`.",
         _ENDPOINT,
     )
     events_replay_endpoint: str | None = settings.text(
@@ -344,29 +345,31 @@ class OffloadConfig(RuleSettings, _HostSettings):
     record_max_bytes: int | str = settings.size(
         DEFAULT_MAX_BYTES,
         "record",
-        "Maximum bytes of a file; then it becomes `FILE.1`, and a new one begins.",
+        "Maximum bytes of a record file. A full file becomes `FILE.1`, and a new one "
+        "begins.",
         minimum=MIN_MAX_BYTES,
     )
     record_max_files: int = settings.number(
         DEFAULT_MAX_FILES,
         "record",
-        "Record files to keep, including the current one.",
+        "Number of record files to keep, including the current one.",
         unit="files",
     )
     record_key_file: str | None = settings.text(
         None,
         "record",
         "File with the secret behind recorded ids, created if missing. Engines whose "
-        "records are replayed together share it. `null`: a random secret that is not "
-        "kept.",
+        "records are replayed together must share it. `null`: a random secret that is "
+        "not kept.",
         _FILE,
     )
 
     strict: bool = settings.flag(
         False,
         "strict",
-        "For an engine's tests: transfers are late as on an accelerator, blocks hold "
-        "garbage until their load is reported, and errors name the engine's mistakes.",
+        "For testing an engine: transfers finish late, as on an accelerator, blocks "
+        "hold garbage until their load is reported, and errors name the engine's "
+        "mistakes.",
     )
     strict_seed: int = settings.number(
         0, "strict", "Seed of the delays in strict mode.", minimum=0
@@ -374,7 +377,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     strict_fail_loads: int = settings.number(
         0,
         "strict",
-        "Fail one load in this many, so that the engine recomputes; 0 for none.",
+        "Fail one load in this many, so that the engine must recompute; 0 for none.",
         unit="loads",
         minimum=0,
     )

@@ -38,40 +38,40 @@ class RuleSettings(Settings):
     mode: Literal["eager", "lazy"] = settings.name(
         "eager",
         "scheduler",
-        "Store blocks when they are computed (`eager`), or before the device evicts "
-        "them (`lazy`).",
+        "Store blocks once they are full (`eager`), or shortly before the device "
+        "evicts them (`lazy`).",
         names=lambda: ("eager", "lazy"),
     )
     max_num_batched_tokens: int = settings.number(
         8192,
         "scheduler",
-        "Maximum tokens that a step computes. Lazy stores look ahead over twice as "
-        "many tokens of blocks to be evicted.",
+        "Maximum tokens that a step computes. Lazy mode looks ahead over the next "
+        "blocks to be evicted, up to twice as many tokens.",
         unit="tokens",
         minimum=1,
     )
     world_size: int = settings.number(
         1,
         "scheduler",
-        "Workers that report each transfer to one scheduler; it is complete when all "
-        "have.",
+        "Number of workers that report to one scheduler. A transfer is complete once "
+        "all have reported it.",
         unit="workers",
         minimum=1,
     )
     blocks_per_host_block: int = settings.number(
         1,
         "engine, scheduler",
-        "Device blocks in a host block. More than one makes objects in storage "
-        "larger, but transfers no faster; blocks are stored and evicted only together. "
-        "Only with one full-attention group and eager stores.",
+        "Device blocks in a host block. More than one makes objects in storage larger, "
+        "but transfers no faster; blocks are stored and evicted only together. Only "
+        "with one full-attention group and eager stores.",
         unit="device blocks",
         minimum=1,
     )
     store_threshold: int = settings.number(
         0,
         "scheduler",
-        "Store only blocks that this many requests have asked for; a preempted request "
-        "counts once. 0 or 1 stores all.",
+        "Store only blocks that at least this many requests have asked for; a "
+        "preempted request counts once. 0 or 1 stores all.",
         unit="requests",
         minimum=0,
     )
@@ -79,8 +79,8 @@ class RuleSettings(Settings):
         None,
         "scheduler",
         "Of a prompt's blocks that no request has asked for before, store only the "
-        "first this many; the rest once they are asked for again; `null` stores all. "
-        "Generated tokens do not count.",
+        "first ones, up to this many; the rest are stored once they are asked for "
+        "again. `null` stores all. Generated tokens do not count.",
         unit="host blocks",
         minimum=0,
     )
@@ -90,7 +90,7 @@ class RuleSettings(Settings):
     max_offload_tokens: int | None = settings.number(
         None,
         "scheduler",
-        "How many tokens of a request to store, from the first on; `null` stores all. "
+        "Maximum tokens of a request to store, from the first on; `null` stores all. "
         "Not with lazy stores.",
         unit="tokens",
         minimum=1,
@@ -98,22 +98,23 @@ class RuleSettings(Settings):
     delay_shared_loads: bool = settings.flag(
         False,
         "scheduler",
-        "Let a request wait while another loads one of its blocks, rather than load it "
-        "twice.",
+        "If another request is already loading a block, wait for it rather than load "
+        "the block twice.",
     )
     max_blocks_in_flight: int | None = settings.number(
         None,
         "scheduler",
-        "Maximum blocks in flight, loads + stores; loads go first. `null`: no limit.",
+        "Maximum blocks in flight, loads plus stores; loads go first. `null`: no "
+        "limit.",
         unit="device blocks",
         minimum=1,
     )
     store_batch_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "Blocks to store at a time. They wait on the device, but not when blocks run "
-        "short, no model runs or their request ends. 0 stores in each step; `null`: 32 "
-        "MiB, at most 64.",
+        "Number of blocks to store at a time. Blocks wait on the device for a full "
+        "batch, unless device blocks run short, no model runs or their request ends. 0 "
+        "stores in each step; `null`: 32 MiB, at most 64 blocks.",
         unit="device blocks",
         minimum=0,
     )
@@ -133,41 +134,42 @@ class RuleSettings(Settings):
     skip_slow_loads: bool = settings.flag(
         False,
         "scheduler",
-        "Decline loads that would take longer than recomputing, by the rates from "
-        "`OffloadScheduler.note_rates`.",
+        "Decline loads that would take longer than recomputing, judged by the rates "
+        "passed to `OffloadScheduler.note_rates`.",
     )
     copy_on_device: bool = settings.flag(
         True,
         "scheduler",
-        "Copy a block that the device holds after a gap in a prefix, rather than load "
-        "it. It is held from the lookup on: switch this off if the engine leaves "
+        "If the device holds a block after a gap in a prefix, copy it rather than load "
+        "it. The block is held from the lookup on: turn this off if the engine leaves "
         "offers unanswered.",
     )
     load_in_step: bool = settings.flag(
         False,
         "scheduler",
-        "Let the step that first runs a request write its loads "
-        "(`OffloadWorker.take_step_loads`), so that no request waits for one. "
-        "`max_blocks_in_flight` does not delay them.",
+        "Write a request's loads in the step that first runs it "
+        "(`OffloadWorker.take_step_loads`), so that no request waits for a load. "
+        "`max_blocks_in_flight` does not delay these loads.",
     )
     flush_on_preemption: bool = settings.flag(
         False,
         "scheduler",
-        "Before a step that preempts, wait for all transfers in flight. Blocks in "
-        "flight stay held without it.",
+        "Before a step that preempts, wait for all transfers in flight. Otherwise, "
+        "blocks in flight stay held.",
     )
     storage_write: WriteRule = settings.name(
         "on_reuse",
         "scheduler",
         "Which blocks go to the store: those requested twice (`on_reuse`), those that "
         "the host is about to evict (`on_evict`; only with `lru` and without "
-        "`retention`), or all on the host (`through`).",
+        "`retention`), or every block on the host (`through`).",
         names=lambda: get_args(WriteRule),
     )
     max_storage_blocks: int = settings.number(
         128,
         "scheduler",
-        "Maximum blocks in flight to the store, and from it; less on a small host.",
+        "Maximum blocks in flight between the host and the store, per direction; fewer "
+        "on a small host.",
         unit="host blocks",
         minimum=1,
     )
@@ -175,7 +177,7 @@ class RuleSettings(Settings):
         None,
         "scheduler",
         "How long a request waits while the store is probed for blocks that [others "
-        "have written](storage.md#other-engines); 0: no probes. `null`: 0.005, but 0 "
+        "have written](storage.md#other-engines); 0: no probes. `null`: 0.005, or 0 "
         "for a bucket.",
         or_none=True,
         or_zero=True,
@@ -183,15 +185,15 @@ class RuleSettings(Settings):
     retention: bool = settings.flag(
         False,
         "scheduler",
-        "Let a request say how long its blocks are kept (`Retention`); else "
+        "Let a request set how long its blocks are kept (`Retention`); otherwise "
         "`request.retention` is ignored.",
     )
     shadow: str | None = settings.declare(
         None,
         Key(
             "scheduler",
-            "Count the hits that other host tiers would have, by policy and multiples "
-            "of the host's size, as in `lru*0.5,2;hazard*1;off` "
+            "Count the hits that other host tiers would have, given as policies with "
+            "multiples of the host's size: `lru*0.5,2;hazard*1;off` "
             "([shadows.md](shadows.md)).",
             "",
             f"policies ({', '.join(policy_names())}) with multiples of the host's "
@@ -202,7 +204,7 @@ class RuleSettings(Settings):
     remember_drops: int = settings.number(
         0,
         "scheduler",
-        "How many evicted or dropped blocks to remember the reason of, for "
+        "Remember why the last this many host blocks were evicted or dropped, for "
         "`OffloadScheduler.explain`.",
         unit="host blocks",
         minimum=0,
