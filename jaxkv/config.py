@@ -218,8 +218,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     layer_groups: int = settings.number(
         1,
         "engine",
-        "Split each load by layers into this many parts; the first layers are loaded "
-        "first.",
+        "Split each load into this many parts by layers, the first layers first.",
         unit="parts",
     )
     compression: Quantised | None = settings.name(
@@ -345,8 +344,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     record_max_bytes: int | str = settings.size(
         DEFAULT_MAX_BYTES,
         "record",
-        "Maximum bytes of a record file. A full file becomes `FILE.1`, and a new one "
-        "begins.",
+        "Maximum bytes of a file. A full file becomes `FILE.1`, and a new one begins.",
         minimum=MIN_MAX_BYTES,
     )
     record_max_files: int = settings.number(
@@ -367,9 +365,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     strict: bool = settings.flag(
         False,
         "strict",
-        "For testing an engine: transfers finish late, as on an accelerator, blocks "
-        "hold garbage until their load is reported, and errors name the engine's "
-        "mistakes.",
+        "For an engine's tests: transfers end late, as on an accelerator, blocks hold "
+        "garbage until their load is reported, and errors name the engine's mistakes.",
     )
     strict_seed: int = settings.number(
         0, "strict", "Seed of the delays in strict mode.", minimum=0

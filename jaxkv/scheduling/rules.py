@@ -104,8 +104,7 @@ class RuleSettings(Settings):
     max_blocks_in_flight: int | None = settings.number(
         None,
         "scheduler",
-        "Maximum blocks in flight, loads plus stores; loads go first. `null`: no "
-        "limit.",
+        "Maximum blocks in flight, both ways; loads go first. `null`: no limit.",
         unit="device blocks",
         minimum=1,
     )
@@ -168,8 +167,7 @@ class RuleSettings(Settings):
     max_storage_blocks: int = settings.number(
         128,
         "scheduler",
-        "Maximum blocks in flight between the host and the store, per direction; fewer "
-        "on a small host.",
+        "Maximum blocks in flight to the store, or from it; fewer on a small host.",
         unit="host blocks",
         minimum=1,
     )
