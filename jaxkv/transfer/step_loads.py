@@ -30,8 +30,7 @@ class StepLoads:
     layers begin, so that the bytes of one arrive while the layers before it run.
 
     Attributes:
-        extents: The extents that blocks come from, in host memory; any may be there
-            more than once.
+        extents: The extents that blocks come from, in host memory; they may repeat.
         targets: For each of them i32[shards, rows], the device block of each row,
             counted within its shard; NOTHING for rows that are not wanted.
         copier: What knows the layouts. It is part of the tree's structure, so that
@@ -71,10 +70,10 @@ class StepLoads:
             raise ValueError(f"{layer_group=} must be in [0, {num_groups}).")
         groups = range(num_groups) if layer_group is None else [layer_group]
         for group in groups:
-            own = self.copier.extents.leaves_of(group)
+            indices = self.copier.extents.leaves_of(group)
             arrays = self.copier.extents.arrays_of(group)
             for extent, targets in zip(self.extents, self.targets, strict=True):
-                leaves[own] = self.copier.write_group(
-                    leaves[own], targets, extent[arrays], group, after
+                leaves[indices] = self.copier.write_group(
+                    leaves[indices], targets, extent[arrays], group, after
                 )
         return jax.tree.unflatten(structure, leaves)
