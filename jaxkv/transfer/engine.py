@@ -500,11 +500,7 @@ class TransferEngine:
 
     @owned
     def idle_step_loads(self, num_extents: int) -> StepLoads:
-        """Make loads that write nothing, to compile or warm up a program with.
-
-        Args:
-            num_extents: As for `take_step_loads`.
-        """
+        """Make loads that write nothing, to compile a program with."""
         check_whole(0, num_extents=num_extents)
         return self._queue.idle_step_loads(num_extents)
 
@@ -612,19 +608,11 @@ class TransferEngine:
 
     @owned
     def forget(self, host_block_ids: BlockIdsLike) -> NDArray[np.int32]:
-        """Empty host blocks, which cannot be loaded any more.
+        """Empty host blocks int[n], which cannot be loaded any more.
 
-        Args:
-            host_block_ids: int[n]. Blocks, with bytes or without; no save of them is in
-                flight.
-
-        Returns:
-            i32[m]. Those whose memory loads in flight still read: empty them again
-            later, or it is held until the next save of them.
-
-        Raises:
-            ValueError: The ids are wrong.
-            RuntimeError: Another thread owns the engine.
+        No save of them may be in flight. Returns the blocks i32[m] whose memory loads
+        in flight still read: forget them again later, or the memory is held until the
+        next save of them.
         """
         host_ids = self._host_ids(host_block_ids)
         return self._table.forget(host_ids, self._queue.next_number())
@@ -646,20 +634,10 @@ class TransferEngine:
 
     @owned
     def read_host(self, host_block_ids: BlockIdsLike) -> HostRead:
-        """Hold host blocks so that their bytes can be copied out by another thread.
+        """Hold host blocks int[n], so that another thread can copy their bytes.
 
         Saves, and so `drain`, may have to wait for their memory until
-        `HostRead.close`: close it soon.
-
-        Args:
-            host_block_ids: int[n]. Blocks that can be loaded.
-
-        Returns:
-            What copies them, on any thread; close it afterwards.
-
-        Raises:
-            ValueError: The ids are wrong, or a block holds no bytes.
-            RuntimeError: Another thread owns the engine.
+        `HostRead.close`: close it soon. ValueError if a block holds no bytes.
         """
         return self._queue.host_bytes.read(self._host_ids(host_block_ids))
 
@@ -667,20 +645,12 @@ class TransferEngine:
     def write_host(
         self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
     ) -> HostWrite:
-        """Write bytes of `read_host`, of this or another engine of this layout.
+        """Write u8[host_payload_bytes] into each of the distinct host blocks int[n].
 
-        `advance_host` continues it; when `HostWrite.is_over`, the blocks can be loaded,
-        unless there was an error.
-
-        Args:
-            host_block_ids: int[n]. Where each goes, distinct. The previous contents are
-                gone.
-            payloads: u8[host_payload_bytes] for each.
-
-        Raises:
-            ValueError: The ids or the payloads are wrong, or the pool's block axis is
-                sharded.
-            RuntimeError: Another thread owns the engine.
+        They are bytes of `read_host`, of this or another engine of this layout.
+        `advance_host` continues the write; when `HostWrite.is_over`, the blocks can be
+        loaded, unless there was an error. ValueError if the ids or the payloads are
+        wrong, or the pool's block axis is sharded.
         """
         host_ids = self._host_ids(host_block_ids)
         check_distinct("host_block_ids", host_ids)
@@ -700,8 +670,7 @@ class TransferEngine:
     def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:
         """Continue the writes of `write_host`; returns at once.
 
-        Args:
-            run: Runs a function that copies bytes, on any thread, in any order.
+        `run` gets functions that copy bytes, to run on any thread, in any order.
         """
         self._queue.advance_writes(run)
 

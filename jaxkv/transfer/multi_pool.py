@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeAlias
 
 import jax
@@ -238,12 +238,9 @@ class MultiPoolEngine:
         joint = self._begin("save", host_ids)
         of_block = self._pools_of(device_ids)
         self._forget_others(host_ids, of_block)
-        for number, engine in enumerate(self.engines):
-            is_here = of_block == number
-            if is_here.any() or not number:
-                ids = device_ids[is_here] - self.first_blocks[number]
-                ticket = engine.save(pools[number], ids, host_ids[is_here])
-                self._join(joint, number, ticket)
+        for number, engine, rows in self._by_pool(of_block):
+            ids = device_ids[rows] - self.first_blocks[number]
+            self._join(joint, number, engine.save(pools[number], ids, host_ids[rows]))
         self._pool_of[host_ids] = of_block
         self._saved_by[host_ids] = joint.ticket.number
         return joint.ticket
@@ -305,14 +302,12 @@ class MultiPoolEngine:
         self._check_pools(pools)
         loads = []
         of_load = np.repeat(np.arange(len(sizes)), sizes)
-        for number, engine in enumerate(self.engines):
-            is_here = of_block == number
-            if is_here.any() or not number:
-                ids = device_ids[is_here] - self.first_blocks[number]
-                counts = np.bincount(of_load[is_here], minlength=len(sizes)).tolist()
-                load = host_ids[is_here], ids, counts
-                engine.check_load(pools[number], *load)
-                loads.append((number, load))
+        for number, engine, rows in self._by_pool(of_block):
+            ids = device_ids[rows] - self.first_blocks[number]
+            counts = np.bincount(of_load[rows], minlength=len(sizes)).tolist()
+            load = host_ids[rows], ids, counts
+            engine.check_load(pools[number], *load)
+            loads.append((number, load))
         return host_ids, loads
 
     @owned
@@ -329,11 +324,9 @@ class MultiPoolEngine:
         if (of_block != self._pools_of(targets)).any():
             raise ValueError("a block must be copied to one of its own pool.")
         new = list(pools)
-        for number, engine in enumerate(self.engines):
-            is_here, first = of_block == number, self.first_blocks[number]
-            if is_here.any():
-                ids = [(each[is_here] - first).tolist() for each in (sources, targets)]
-                new[number] = engine.copy(new[number], *ids)
+        for number, engine, rows in self._by_pool(of_block):
+            pairs = np.array([sources[rows], targets[rows]]) - self.first_blocks[number]
+            new[number] = engine.copy(new[number], *pairs.tolist())
         return _like(pools, new)
 
     def take_step_loads(self, pools: Sequence[PyTree], num_extents: int) -> NoReturn:
@@ -392,10 +385,8 @@ class MultiPoolEngine:
             raise ValueError(f"host blocks {empty} have no bytes to load.")
         reads: dict[int, tuple[HostRead, list[int]]] = {}
         try:
-            for number in sorted(set(of_block.tolist())):
-                (indices,) = np.nonzero(of_block == number)
-                held = self.engines[number].read_host(host_ids[indices])
-                reads[number] = held, indices.tolist()
+            for number, engine, rows in self._by_pool(of_block):
+                reads[number] = engine.read_host(host_ids[rows]), rows.tolist()
         except ValueError:
             for held, _ in reads.values():
                 held.close()
@@ -421,12 +412,10 @@ class MultiPoolEngine:
         of_block = np.array([p[-_LABEL_BYTES] for p in payloads], np.int64)
         self._forget_others(host_ids, of_block)
         writes = []
-        for number in sorted(set(of_block.tolist())):
-            engine = self.engines[number]
-            (indices,) = np.nonzero(of_block == number)
+        for _, engine, rows in self._by_pool(of_block):
             size = engine.host_payload_bytes
-            payloads_here = [payloads[index][:size] for index in indices.tolist()]
-            writes.append(engine.write_host(host_ids[indices], payloads_here))
+            cut = [payloads[index][:size] for index in rows.tolist()]
+            writes.append(engine.write_host(host_ids[rows], cut))
         self._pool_of[host_ids] = of_block
         self._saved_by[host_ids] = next(self._numbers)
         return JointWrite(writes)
@@ -454,6 +443,15 @@ class MultiPoolEngine:
         """Return the pool of each device block: i64[n]."""
         after = np.searchsorted(self.first_blocks, device_ids, side="right")
         return after.astype(np.int64) - 1
+
+    def _by_pool(
+        self, of_block: NDArray[np.int64]
+    ) -> Iterator[tuple[int, TransferEngine, NDArray[np.intp]]]:
+        """Yield each pool that has blocks, and their indices; always the first pool."""
+        for number, engine in enumerate(self.engines):
+            (rows,) = np.nonzero(of_block == number)
+            if rows.size or not number:
+                yield number, engine, rows
 
     def _begin(self, direction: Direction, host_ids: NDArray[np.int32]) -> _Joint:
         joint = _Joint(Ticket(direction, next(self._numbers)), host_ids)
