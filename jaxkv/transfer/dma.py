@@ -154,7 +154,7 @@ def _copy_rows(
 
     is_tpu = platform == "tpu"
     in_place = [target for target in targets if isinstance(target, jax.Array)]
-    # Of many leaves two rows at least, so that the next one moves while one is awaited.
+    # At least two rows, so that one moves during the wait for another.
     rows_in_flight = min(
         num_rows, _MAX_ROWS_IN_FLIGHT, max(2, _COPIES_IN_FLIGHT // len(pairs))
     )
@@ -249,7 +249,7 @@ def _pair(
 def _new_array(
     extents: ExtentLayout, bundle: Bundle, leaf: jax.Array
 ) -> jax.ShapeDtypeStruct:
-    """Describe a bundle's array for rows of `leaf`, both as they lie in memory."""
+    """Describe a bundle's array for rows of `leaf`, with its axes in memory order."""
     axis = _axis(extents.pool.leaves[bundle.leaves[0]])
     shape = (*leaf.shape[:axis], extents.rows, *leaf.shape[axis + 1 :])
     stack = (len(bundle.leaves),) * extents.stacked

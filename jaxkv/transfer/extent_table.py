@@ -17,7 +17,7 @@ class Placement(NamedTuple):
 
     extent: int  # The extent to write; it is empty.
     carry: int  # The extent whose blocks are carried over into it, or NO_EXTENT.
-    picked: NDArray[np.intp]  # int[n]. The placed blocks, as indices of the given ones.
+    picked: NDArray[np.intp]  # int[n]. Indices of the placed blocks in the argument.
     ids: NDArray[np.int32]  # i32[n]. The placed blocks.
     places: NDArray[np.intp]  # int[n]. In the extent: shard * extent_blocks + offset.
     carried_ids: NDArray[np.int32]  # i32[m]. The host blocks that are carried over.

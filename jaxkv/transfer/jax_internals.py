@@ -37,7 +37,7 @@ sharding_of = operator.attrgetter(_SHARDING)
 
 
 class Carrier:
-    """Copies arrays to `shardings`, which differ from theirs in the memory alone."""
+    """Copies arrays to `shardings` that differ from theirs only in the memory kind."""
 
     def __init__(self, shardings: Sequence[jax.sharding.Sharding]) -> None:
         self.shardings = tuple(shardings)

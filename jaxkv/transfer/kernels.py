@@ -33,7 +33,7 @@ _EXTENTS_PER_PROGRAM = (MAX_EXTENTS_PER_PROGRAM, 2, 1)
 _MAX_LEAVES_PER_PROGRAM = 160
 
 SaveKind: TypeAlias = Literal["gather", "write", "merge"]
-"""Programs of a save: all rows of an extent, some, or some beside carried rows."""
+"""Programs of a save: for all rows of an extent, some, or some with carried rows."""
 
 Mode: TypeAlias = Literal["fused", "staged"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -126,8 +126,8 @@ class Copier:
     ids that count within the shard; no program contains a collective.
 
     Programs are compiled ahead of time, on first use, so that arrays committed to a
-    device and uncommitted ones share a program. They are all that a copier has, so that
-    engines can share one (`copier_of`).
+    device and uncommitted ones share a program. A copier holds no other state, so
+    engines can share it (`copier_of`).
     """
 
     def __init__(
@@ -669,7 +669,7 @@ class CopierSpec(NamedTuple):
     max_extents: int
 
     def make(self) -> Copier:
-        """Make a copier of its own."""
+        """Make a copier."""
         extents = ExtentLayout.of(
             self.pool,
             self.rows,

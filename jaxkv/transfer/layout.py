@@ -41,12 +41,12 @@ class Leaf:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """The axes as they lie in memory, the major one first."""
+        """The axes in their order in memory, the major one first."""
         layout = self.layout or default_layout(self.shape, self.dtype, self.sharding)
         return tuple(layout.major_to_minor)
 
     def placed(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding | Format:
-        """Return `sharding`, with the layout of the leaf where it has its own."""
+        """Return `sharding`, with the leaf's layout if it has one."""
         return sharding if self.layout is None else Format(self.layout, sharding)
 
     @property

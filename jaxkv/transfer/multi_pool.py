@@ -1,8 +1,8 @@
 """Several device pools over one set of host blocks.
 
-Where layers of one kind keep a state instead of keys and values, an engine may give
-them a pool of their own, with its own block ids and shapes. Here the blocks of all
-pools share one range of ids, pool after pool, so that the scheduler sees a single pool.
+If layers of one kind keep a state instead of keys and values, an engine may give them
+another pool, with other block ids and shapes. Here the blocks of all pools share one
+range of ids, pool after pool, so that the scheduler sees a single pool.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class TransferQueue:
     or writes one that it reads.
 
     A call may load for several transfers. They share the pieces of the extents that
-    several of them touch, so that no extent moves twice; those with the fewest pieces
-    go first, and each is over when its own pieces are.
+    several of them touch, so that no extent moves twice. Transfers with the fewest
+    pieces go first, and each ends when its own pieces have ended.
 
     In the mode ``"staged"`` a load has two steps: its bytes are copied to the device,
     and once they have landed, `advance` scatters them into the pool. So no program
@@ -59,8 +59,8 @@ class TransferQueue:
     A load may be left to the caller's own program instead (`take_step_loads`): it is
     written there whole, whatever the budget, and is over when that program is.
 
-    A host write is a save whose bytes come from the host: another thread copies them,
-    beside the budget. It waits for room alone, and is over without a report.
+    A host write is a save whose bytes come from the host. Another thread copies them,
+    and they do not count in the budget. It waits only for room, and is not reported.
 
     Methods that take the pool's leaves as a list may replace leaves in it.
     """
@@ -275,8 +275,8 @@ class TransferQueue:
     def take_step_loads(self, leaves: list[jax.Array], num_extents: int) -> StepLoads:
         """Return the loads that the caller's next program must write.
 
-        The engine's own programs write the loads that do not fit now. If an older save
-        still has to read what a load writes, this waits for it.
+        The engine's own programs first write the loads that do not fit. If an older
+        save still has to read what a load writes, this waits for it.
         """
         while not all(self._may_write(pieces[0]) for pieces in self._for_step):
             if not self._wait():
@@ -284,7 +284,7 @@ class TransferQueue:
                 for piece in self._for_step.pop(0):
                     self._load_now(leaves, piece)
             self.advance(leaves)
-        # The first are written before the step, so that the order is kept.
+        # The first ones are written before the step, to keep the order.
         num_now = max(len(self._for_step) - num_extents, 0)
         now, in_step = self._for_step[:num_now], self._for_step[num_now:]
         self._for_step = []
@@ -297,7 +297,7 @@ class TransferQueue:
         firsts = [of_cut[0] for of_cut in in_step]
         extents = [self._memory.get(piece.extent) for piece in firsts]
         targets = [piece.targets for piece in firsts]
-        if firsts:  # As many each time, so that the program is traced once.
+        if firsts:  # Always `num_extents`, so that the program is traced once.
             num_spare = num_extents - len(firsts)
             extents += extents[:1] * num_spare
             targets += [np.full_like(targets[0], NOTHING)] * num_spare
@@ -464,7 +464,7 @@ class TransferQueue:
 
     def _may_read(self, transfer: Transfer) -> bool:
         """Whether no older load still has to write what a save reads."""
-        # Those that are left to the caller are in no order with the others.
+        # Loads for the caller's program have no order with the others.
         oldest = [*itertools.islice(self._landing or self._waiting_loads, 1)]
         oldest += [pieces[0] for pieces in self._for_step[:1]]
         return all(piece.call.number > transfer.call.after for piece in oldest)
@@ -683,10 +683,12 @@ class TransferQueue:
 
     def collect(self) -> None:
         """Record the pieces that have finished."""
-        self.host_bytes.release_closed()
-        for piece in [piece for piece in self._writing if piece.is_ready()]:
-            self._writing.remove(piece)
-            self._end(piece)
+        if self.host_bytes.num_reads:
+            self.host_bytes.release_closed()
+        for piece in self._writing[:]:
+            if piece.is_ready():
+                self._writing.remove(piece)
+                self._end(piece)
         for pieces in (self._saving, self._loading):
             while pieces and pieces[0].is_ready():
                 self._end(pieces.popleft())

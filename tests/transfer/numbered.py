@@ -42,7 +42,7 @@ def check_at_rest(engine):
 
 
 def programs_of(engine):
-    """All programs of an engine; those of loads come last."""
+    """The programs of an engine, first for saves, then for loads."""
     copier = engine._copier
     saves = [copier.save_program(kind) for kind in SAVE_KINDS[copier.mode]]
     return saves + [copier.load_program(g) for g in range(copier.num_layer_groups)]
@@ -73,11 +73,15 @@ class Moves:
     def save_now(self, device_ids, host_ids):
         """Save blocks and wait until they can be loaded."""
         ticket = self.save(device_ids, host_ids)
-        assert [(each.ticket, each.error) for each in self.drain()] == [(ticket, None)]
+        assert [
+            (completion.ticket, completion.error) for completion in self.drain()
+        ] == [(ticket, None)]
 
     def load_now(self, host_ids, device_ids):
         ticket = self.load(host_ids, device_ids)
-        assert [(each.ticket, each.error) for each in self.drain()] == [(ticket, None)]
+        assert [
+            (completion.ticket, completion.error) for completion in self.drain()
+        ] == [(ticket, None)]
 
     def read(self, host_ids):
         """Load host blocks into the first blocks of the pool; return their numbers."""

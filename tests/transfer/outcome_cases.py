@@ -91,7 +91,7 @@ def fail(*_):
 
 
 def serve(engine, worker, pool, process, num_processes):
-    """Serve some steps in which transfers fail, each in one process."""
+    """Serve some steps with failing transfers, each in one process."""
     table = HostTable()
     copier = engine._copier
     for number in range(NUM_STEPS):
@@ -123,7 +123,7 @@ def serve(engine, worker, pool, process, num_processes):
 
 
 def differ(worker, pool, process):
-    """Have the first process plan another store than the others."""
+    """Make the first process plan another store than the others."""
     table = HostTable()
     table.free = table.free[process == 0 :]
     try:

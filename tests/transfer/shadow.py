@@ -24,7 +24,7 @@ def to_device(arrays):
 
 
 class Shadow:
-    """What a pool and its host blocks must hold, bit for bit."""
+    """The expected contents of a pool and its host blocks, bit for bit."""
 
     def __init__(self, pool, block_axis=0):
         """Start as a copy of `pool`, a tree of NumPy arrays."""
@@ -60,7 +60,7 @@ class Shadow:
             leaf[target_ids] = leaf[source_ids]
 
     def check(self, pool):
-        """Compare all blocks with those of `pool`."""
+        """Compare all blocks with the blocks of `pool`."""
         found = jax.tree.leaves(pool)
         for mine, leaf, axis in zip(self.leaves, found, self.axes, strict=True):
             its = np.moveaxis(np.array(leaf), axis, 0)

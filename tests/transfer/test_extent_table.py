@@ -120,7 +120,7 @@ class Twin:
                     self.readable[host_id] = save.number
 
     def abandon(self):
-        """Give up the first waiting save."""
+        """Abandon the first waiting save."""
         self.waiting.ok, self.waiting.todo = False, self.waiting.todo[:0]
 
     def read(self, host_id):

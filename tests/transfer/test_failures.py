@@ -21,7 +21,7 @@ def refuse(*_):
 
 
 def only_call(number, real, failing=refuse):
-    """A function of which one call fails, and the calls so far."""
+    """A function with one failing call, and the calls so far."""
     calls = []
 
     def call(*args):
@@ -160,8 +160,8 @@ def test_a_failed_load_does_not_stop_the_others(make, monkeypatch, gate):
         saved = moves.save([20], [20])  # Waits for the load before it.
         gate.shut = False
         done = moves.drain()
-    assert [each.ticket for each in done] == [failed, loaded, saved]
-    assert [each.error is None for each in done] == [False, True, True]
+    assert [completion.ticket for completion in done] == [failed, loaded, saved]
+    assert [completion.error is None for completion in done] == [False, True, True]
     assert moves.read([5, 20]) == [5, 5]
 
 
@@ -180,7 +180,9 @@ def test_an_interrupted_call_is_not_reported_as_done(make, error, monkeypatch):
             moves.save([5], [1])
         with pytest.raises(error):
             moves.load([0], [9])
-    assert [error.__name__ in str(each.error) for each in moves.drain()] == [True] * 2
+    assert [
+        error.__name__ in str(completion.error) for completion in moves.drain()
+    ] == [True] * 2
     moves.check_empty([1])
     assert moves.read([0]) == [3]
 
@@ -191,8 +193,8 @@ def test_nans_are_moved_under_jax_debug_nans(mode):
     with jax.debug_nans(True):
         engine.save(pool, [1], [2])
         pool, done = engine.drain(pool)
-        assert [each.error for each in done] == [None]
+        assert [completion.error for completion in done] == [None]
         pool, _ = engine.load(pool, [2], [3])
         pool, done = engine.drain(pool)
-    assert [each.error for each in done] == [None]
+    assert [completion.error for completion in done] == [None]
     assert np.isnan(np.array(pool["k"])).all()

@@ -1,7 +1,7 @@
 """Host blocks as bytes: read beside saves, written beside loads, from engine to engine.
 
-What each host block holds is kept as the bytes of the device block that it was saved
-from; every block that is loaded or read is compared with that.
+The tests keep the bytes of the device block that each host block was saved from, and
+compare every block that is loaded or read with them.
 """
 
 import threading
@@ -168,7 +168,7 @@ def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed
                 now = blocks_of(moves.pool)
                 for host, row in zip(known, rows.tolist(), strict=True):
                     assert [now[block] for block in row] == contents[host]
-        assert not moves.engine.poll()  # Takes back the pins of what was read.
+        assert not moves.engine.poll()  # Unpins the extents that were read.
         check_table(moves.engine._table)
         assert moves.engine._table.num_pins == 0
     assert payloads, "the case that reads never ran"
@@ -215,7 +215,7 @@ def test_a_save_that_had_to_wait_leaves_alone_what_was_written_since(make, gate)
     sizes = {"extent_bytes": extent_bytes, "staging_bytes": extent_bytes}
     moves = make(7, **sizes)
     expected = blocks_of(moves.pool)
-    # Whoever gave these host blocks away has forgotten the save meanwhile.
+    # Meanwhile the caller forgot the save and gave its host blocks to a write.
     before = moves.save([0, 1, 2, 3], [30, 31, 32, 33])
     waiting = moves.save([4, 5], [10, 11])
     assert moves.engine.is_waiting(waiting)
@@ -223,7 +223,7 @@ def test_a_save_that_had_to_wait_leaves_alone_what_was_written_since(make, gate)
     write(moves.engine, [10], [payload])
     gate.shut = False
     done = moves.drain()
-    assert [(each.ticket, each.error) for each in done] == [
+    assert [(completion.ticket, completion.error) for completion in done] == [
         (before, None),
         (waiting, None),
     ]
@@ -241,7 +241,7 @@ def test_a_write_that_had_to_wait_leaves_alone_what_was_saved_since(make):
     moves.engine.advance_host(copies.append)
     assert not copies
     held.close()
-    # Whoever gave this host block away has forgotten the write meanwhile.
+    # Meanwhile the caller forgot the write and gave its host block to a save.
     expected = blocks_of(moves.pool)[3]
     moves.save_now([3], [0])
     for _ in range(2):

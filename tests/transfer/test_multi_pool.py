@@ -71,8 +71,11 @@ class Pools:
     def drain(self):
         pools, done = self.engine.drain(self.pools)
         self.pools = list(pools)
-        assert [each.error for each in done] == [None] * len(done)
-        return {each.ticket: (each.host_block_ids, each.num_bytes) for each in done}
+        assert [completion.error for completion in done] == [None] * len(done)
+        return {
+            completion.ticket: (completion.host_block_ids, completion.num_bytes)
+            for completion in done
+        }
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the engine refuses, with the reason; and that it changes nothing."""
+"""The engine refuses bad calls, with the reason, and changes nothing."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -181,10 +181,10 @@ def test_refused_calls_change_nothing(make):
             call()
         assert engine.num_in_flight == 1, message
     held.close()
-    assert [each.ticket for each in moves.drain()] == [last]
+    assert [completion.ticket for completion in moves.drain()] == [last]
     assert moves.numbers == before
     assert moves.load([1, 2, 3], [0, 1, 2]).number == last.number + 1
-    assert [each.error for each in moves.drain()] == [None]
+    assert [completion.error for completion in moves.drain()] == [None]
     assert moves.numbers == [7, 8, 6, *before[3:]]
 
 
@@ -255,7 +255,7 @@ def test_another_thread_is_refused_by_every_call(make):
     with ThreadPoolExecutor(1) as executor:
         message = "one thread must dispatch"
         executor.submit(check_refused, calls, message).result()
-    assert [each.ticket for each in moves.drain()] == [ticket]
+    assert [completion.ticket for completion in moves.drain()] == [ticket]
     assert moves.read([1, 2]) == [1, 2]
 
 
@@ -274,7 +274,7 @@ def test_calls_between_the_taking_of_step_loads_and_their_start_are_refused(make
     assert engine.is_waiting(ticket)
     moves.pool = jax.jit(loads.write, donate_argnums=0)(pool)
     engine.step_started(moves.pool["k"])
-    assert [each.ticket for each in moves.drain()] == [ticket]
+    assert [completion.ticket for completion in moves.drain()] == [ticket]
     assert moves.numbers[8] == 4
 
 

@@ -34,7 +34,7 @@ SOURCE = Path(jaxkv.transfer.__file__).parent
 
 def kinds(shardings):
     """The memories of a program's arrays; the device's own is "device"."""
-    return [each.memory_kind or "device" for each in jax.tree.leaves(shardings)]
+    return [sharding.memory_kind or "device" for sharding in jax.tree.leaves(shardings)]
 
 
 @only_on_cpu
