@@ -204,10 +204,7 @@ def _copy_rows(
     written: Sequence[jax.Array] = pl.pallas_call(
         kernel,
         out_shape=[array_spec(t.shape, np.dtype(t.dtype)) for t in targets],
-        in_specs=[
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            *[hbm] * len(operands),
-        ],
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *[hbm] * len(operands)],
         out_specs=[hbm] * len(targets),
         input_output_aliases={1 + len(inputs) + n: n for n in range(len(in_place))},
         scratch_shapes=[pltpu.SemaphoreType.DMA((rows_in_flight,))],

@@ -320,10 +320,7 @@ class TransferEngine:
 
     @owned
     def save(
-        self,
-        pool: PyTree,
-        device_block_ids: BlockIdsLike,
-        host_block_ids: BlockIdsLike,
+        self, pool: PyTree, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
     ) -> Ticket:
         """Copy device blocks to host blocks.
 

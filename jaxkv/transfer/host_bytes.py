@@ -122,11 +122,7 @@ class HostBytes:
     """Reads the bytes of host blocks, and fills extents with bytes."""
 
     def __init__(
-        self,
-        copier: Copier,
-        plans: Plans,
-        table: ExtentTable,
-        host_memory: HostMemory,
+        self, copier: Copier, plans: Plans, table: ExtentTable, host_memory: HostMemory
     ):
         self._extents = copier.extents
         self._num_rows = plans.blocks_per_host_block

@@ -31,10 +31,7 @@ def host_ids_of(ids: BlockIdsLike, num_blocks: int) -> NDArray[np.int32]:
 
 
 def device_block_ids(
-    ids: BlockIdsLike,
-    num_blocks: int,
-    blocks_per_host_block: int,
-    may_share: bool,
+    ids: BlockIdsLike, num_blocks: int, blocks_per_host_block: int, may_share: bool
 ) -> NDArray[np.int32]:
     """Check the ids of device blocks, which must be distinct; return i32[n, m].
 

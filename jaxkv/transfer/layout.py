@@ -15,12 +15,7 @@ from jax.experimental.layout import Format, Layout
 
 from jaxkv._util import shown
 from jaxkv.transfer.jax_internals import sharding_of
-from jaxkv.transfer.memory import (
-    array_spec,
-    default_layout,
-    layout_of,
-    partition_spec,
-)
+from jaxkv.transfer.memory import array_spec, default_layout, layout_of, partition_spec
 from jaxkv.types import PyTree
 
 # Called by `map`, which takes less time for each array than a loop does.
@@ -97,11 +92,7 @@ class PoolLayout:
 
     @classmethod
     def of(
-        cls,
-        pool: PyTree,
-        block_axis: PyTree = 0,
-        *,
-        compiled_for: str | None = None,
+        cls, pool: PyTree, block_axis: PyTree = 0, *, compiled_for: str | None = None
     ) -> PoolLayout:
         """Read the layout of `pool`; ValueError if it cannot be offloaded.
 

@@ -697,6 +697,8 @@ class TransferQueue:
         error = piece.wait()
         self.bytes_in_flight -= piece.num_bytes
         if isinstance(piece, SavePiece):
+            if error is None and piece.extent is None:
+                error = RuntimeError("interrupted before it was issued")
             extent = None if error else piece.extent
             self._memory.put(piece.placement.extent, extent)
             self.table.settle(piece.placement, ok=error is None)

@@ -187,6 +187,23 @@ def test_an_interrupted_call_is_not_reported_as_done(make, error, monkeypatch):
     assert moves.read([0]) == [3]
 
 
+def test_a_save_that_is_interrupted_while_it_is_placed_has_failed(make, monkeypatch):
+    moves = make()
+    place = moves.engine._queue._place_save
+
+    def place_and_stop(save):
+        place(save)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(moves.engine._queue, "_place_save", place_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            moves.save([5], [1])
+    [saved] = moves.drain()
+    assert "interrupted before it was issued" in str(saved.error)
+    moves.check_empty([1])
+
+
 def test_nans_are_moved_under_jax_debug_nans(mode):
     pool = {"k": jax.numpy.full((8, 4), np.nan)}
     engine = TransferEngine(pool, 4, mode=mode)

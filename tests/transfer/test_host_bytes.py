@@ -187,6 +187,8 @@ def test_a_write_whose_copy_cannot_begin_fails_and_the_next_one_succeeds(make):
         engine.advance_host(refuse)
         assert failed.is_over
         assert "can't start new thread" in str(failed.error)
+        with pytest.raises(ValueError, match=r"\[0\] have no bytes to load"):
+            engine.read_host([0])
     write(engine, [0], [payload])
     [held] = read(engine, [0])
     assert held.tobytes() == payload.tobytes()
