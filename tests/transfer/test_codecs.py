@@ -169,8 +169,8 @@ def test_compression_shrinks_host_memory(leaf, dtype, mode):
     # The same bytes hold more blocks accordingly.
     raw, small = filled
     assert small.host_bytes <= 4_000_000
-    more = small.num_host_blocks / raw.num_host_blocks
-    assert more == pytest.approx(1 / expected, rel=0.15)
+    gain = small.num_host_blocks / raw.num_host_blocks
+    assert gain == pytest.approx(1 / expected, rel=0.15)
 
 
 @dtypes

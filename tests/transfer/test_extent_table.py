@@ -88,9 +88,9 @@ class Twin:
         # No read uses the extent to write, and no piece in flight writes it,
         # reads it or is read.
         assert placement.extent not in [extent for extent, _, _ in self.reads]
-        for _, other, _ in self.in_flight:
+        for _, placed, _ in self.in_flight:
             assert {placement.extent, placement.carry}.isdisjoint(
-                {other.extent, other.carry} - {NO_EXTENT}
+                {placed.extent, placed.carry} - {NO_EXTENT}
             )
         if placement.carry != NO_EXTENT:
             held = self.contents[placement.carry]
@@ -137,12 +137,14 @@ class Twin:
         check_table(self.table)
         assert self.table.num_pins == len(self.reads)
         ids = np.array(sorted(self.readable), np.int32)
-        found = zip(ids.tolist(), *self.table.find(ids), strict=True)
-        for host_id, extent, place in found:
+        places = zip(ids.tolist(), *self.table.find(ids), strict=True)
+        for host_id, extent, place in places:
             expected = (host_id, self.readable[host_id])
             assert self.contents[extent][place] == expected
-        others = np.setdiff1d(np.arange(self.table.num_blocks), ids).astype(np.int32)
-        for host_id in others:
+        unreadable = np.setdiff1d(np.arange(self.table.num_blocks), ids).astype(
+            np.int32
+        )
+        for host_id in unreadable:
             with pytest.raises(ValueError, match=rf"host blocks \[{host_id}\] have no"):
                 self.table.find(np.array([host_id]))
 
@@ -323,8 +325,8 @@ def test_tables_that_share_memory_take_little_more_than_one(is_shared):
         for pool, num in enumerate(rng.multinomial(12, [share, 1 - share]).tolist()):
             ids, order = np.array(order[:num], np.int32), order[num:] + order[:num]
             number += 1
-            other = tables[1 - pool].forget(ids[pool_of[ids] == 1 - pool], number)
-            assert not other.size
+            pinned = tables[1 - pool].forget(ids[pool_of[ids] == 1 - pool], number)
+            assert not pinned.size
             place_all(tables[pool], ids, number)
             pool_of[ids] = pool
         used.append(shared.num_used_bytes / shared.num_bytes)

@@ -65,11 +65,11 @@ def test_a_failed_save_is_reported_and_loses_only_its_blocks(
     moves.save_now(range(24), range(24))
     moves.save_now(range(8), range(24, 32))
     expected = [*range(24), *range(8)]
-    lost = (1, 6, 30)
+    host_ids = (1, 6, 30)
     # The host is full, so each save carries over the rest of an extent.
     with monkeypatch.context() as patch:
         bad = fail(moves, request, patch)
-        ticket = engine.save(bad, [20, 21, 22], lost)
+        ticket = engine.save(bad, [20, 21, 22], host_ids)
         carried = [piece.placement.carry for piece in engine._queue._saving]
         assert min(carried) >= 0
         bad, [done] = engine.drain(bad)
@@ -84,12 +84,12 @@ def test_a_failed_save_is_reported_and_loses_only_its_blocks(
             bad["k"].block_until_ready()
         assert bad["k"].is_ready()
     moves.pool = pool
-    moves.check_empty(lost)
-    others = [host_id for host_id in range(NUM_HOST_BLOCKS) if host_id not in lost]
-    for ids in (others[:16], others[16:]):
+    moves.check_empty(host_ids)
+    kept = [host_id for host_id in range(NUM_HOST_BLOCKS) if host_id not in host_ids]
+    for ids in (kept[:16], kept[16:]):
         assert moves.read(ids) == [expected[host_id] for host_id in ids]
     moves.pool = numbered_pool()
-    moves.save_now([20, 21, 22], lost)
+    moves.save_now([20, 21, 22], host_ids)
     assert moves.read([0, 1, 5, 6, 31, 30]) == [0, 20, 5, 21, 7, 22]
 
 

@@ -142,7 +142,7 @@ def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed
     for _ in range(100):
         num = int(rng.integers(1, 6))
         ids = rng.permutation(NUM_HOST)[:num].tolist()
-        known = [host for host in ids if host in contents]
+        readable = [host for host in ids if host in contents]
         match rng.integers(4):
             case 0:
                 rows = rng.permutation(NUM_BLOCKS)[: num * m].reshape(num, m)
@@ -157,16 +157,16 @@ def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed
                 write(moves.engine, ids, [payload for _, payload in held])
                 for host, (content, payload) in zip(ids, held, strict=True):
                     contents[host], payloads[host] = content, payload
-            case 2 if known:
-                found = read(moves.engine, known)
-                for host, payload in zip(known, found, strict=True):
+            case 2 if readable:
+                read_now = read(moves.engine, readable)
+                for host, payload in zip(readable, read_now, strict=True):
                     old = payloads.setdefault(host, payload)
                     assert payload.tobytes() == old.tobytes()
-            case _ if known:
-                rows = rng.permutation(NUM_BLOCKS)[: len(known) * m].reshape(-1, m)
-                moves.load_now(known, rows if m > 1 else rows[:, 0])
+            case _ if readable:
+                rows = rng.permutation(NUM_BLOCKS)[: len(readable) * m].reshape(-1, m)
+                moves.load_now(readable, rows if m > 1 else rows[:, 0])
                 now = blocks_of(moves.pool)
-                for host, row in zip(known, rows.tolist(), strict=True):
+                for host, row in zip(readable, rows.tolist(), strict=True):
                     assert [now[block] for block in row] == contents[host]
         assert not moves.engine.poll()  # Unpins the extents that were read.
         check_table(moves.engine._table)

@@ -154,7 +154,7 @@ def test_refused_calls_change_nothing(make):
     moves.save_now([7, 8, 9], [1, 2, 3])
     last = moves.save([6], [3])  # Not to be loaded before it is reported.
     before = moves.numbers
-    other = {"k": pool["k"], "v": pool["k"]}
+    shared = {"k": pool["k"], "v": pool["k"]}
     as_ints = {"k": pool["k"].astype(jnp.int32), "v": pool["v"]}
     stranger = last._replace(number=99)
     held = engine.read_host([2])
@@ -167,9 +167,9 @@ def test_refused_calls_change_nothing(make):
         (r"has \[5\] more than once", lambda: engine.save(pool, [0, 1], [5, 5])),
         (r"\[4, 5\] have no bytes", lambda: engine.load(pool, [1, 4, 5], [0, 1, 2])),
         (r"\[3\] .* reported as completed", lambda: engine.load(pool, [3], [0])),
-        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.save(other, [2], [1])),
-        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.load(other, [1], [2])),
-        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.drain(other)),
+        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.save(shared, [2], [1])),
+        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.load(shared, [1], [2])),
+        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.drain(shared)),
         ("must have the structure", lambda: engine.drain([*pool.values()])),
         ("num_extents=-1 must be at least", lambda: engine.take_step_loads(pool, -1)),
         (r"Ticket\(.*\) is not in flight", lambda: engine.abandon(Ticket("load", 1))),

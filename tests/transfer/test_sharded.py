@@ -176,9 +176,9 @@ def round_trips(
         device_ids, shards = deal(rng, num_shards, NUM_BLOCKS // m, m)
         pairs = []
         for row, shard in zip(device_ids, shards, strict=True):
-            here = [h for h in shard_of if shard_of[h] == shard]
-            if here and rng.random() < 0.7:
-                pairs.append((int(rng.choice(here)), row))
+            in_shard = [h for h in shard_of if shard_of[h] == shard]
+            if in_shard and rng.random() < 0.7:
+                pairs.append((int(rng.choice(in_shard)), row))
         host_ids = [host_id for host_id, _ in pairs]
         device_ids = np.array([row for _, row in pairs], int).reshape(-1, m)
         pool = load(engine, pool, host_ids, device_ids, step)

@@ -222,9 +222,9 @@ def test_leaves_of_different_layouts_are_not_stacked():
 def test_a_pool_in_another_layout_is_refused_and_nothing_happens():
     pool, _ = pool_of((1, 0, 2, 3), (12, 2, 4, 8))
     engine = TransferEngine(pool, 15)
-    other = jax.device_put(pool, Format(Layout((0, 1, 2, 3)), HERE))
+    row_major = jax.device_put(pool, Format(Layout((0, 1, 2, 3)), HERE))
     with pytest.raises(ValueError, match="pool must lie in memory as Layout"):
-        engine.save(other, [1], [2])
+        engine.save(row_major, [1], [2])
     assert engine.num_in_flight == 0
 
 
