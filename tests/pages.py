@@ -71,8 +71,12 @@ SHOWN = (
         is_timed=True,
     ),
 )
-# Pictures that other modules draw.
-ELSEWHERE = {"architecture.svg": "tests.architecture", "dashboard.png": "benchmarks"}
+# Pictures and outputs that others make, and who compares them.
+ELSEWHERE = {
+    "architecture.svg": "tests/test_docs.py",
+    "dashboard.png": "drawn by benchmarks/dashboard.py, compared by nobody",
+    "docs/lifecycle.md": "tests/scheduling/test_explain.py",
+}
 
 
 def find_trace(name: str, folder: Path) -> Path | None:
@@ -122,6 +126,12 @@ def run_example() -> str:
         child.send_signal(signal.SIGINT)
         child.stdout.read()
     return "".join(lines)
+
+
+def has_output(page: str) -> bool:
+    """Return whether a page has a block in no language, which is an output."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return any(not block[1] for block in _BLOCK.finditer(text))
 
 
 def block_after(shown: Shown) -> list[str]:

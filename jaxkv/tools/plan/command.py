@@ -148,6 +148,8 @@ def run(args: Args) -> int:
         stores = sorted(set(args.storage_bytes or _store_sizes(trace, model)))
     store_blocks = _capacities_of("--storage-bytes", stores, trace, model)
     speeds, sources = choose_speeds(args, machine, num_devices)
+    if machine == ACCELERATORS["cpu"] and args.accelerator is None:
+        notes = *notes, "the server is taken to be a CPU: --accelerator names another"
     setting = Setting(
         trace,
         model,

@@ -213,6 +213,8 @@ def test_the_speeds_are_those_of_the_recordings_device_or_else_of_this_machine(
     def speeds_of(options="", **facts):
         figures, _ = plan(f"{recorded_trace(tmp_path, **facts)} {rest} {options}")
         speeds = figures["speeds"]
+        has_note = any("taken to be a CPU" in note for note in figures["notes"])
+        assert has_note == (jax.devices()[0].platform == "cpu")
         names = "load_bytes_per_s", "prefill_flops_per_s"
         return [(speeds[name]["value"], speeds[name]["source"]) for name in names]
 
