@@ -4,7 +4,7 @@
     python -m tests.pages --check    # compare; `nox -s docs` does
 
 Replays are the same everywhere: their words and all pixels are compared.
-Of what depends on times, the words without numbers are compared, and a picture's size.
+If times are shown, the words without numbers and a picture's size are compared.
 Recorded traces lie beside the checkout, or are downloaded.
 """
 
@@ -42,7 +42,7 @@ SHA256 = "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df"
 
 
 class Shown(NamedTuple):
-    """What pages show of a command."""
+    """A command whose output or picture is on pages."""
 
     command: str
     picture: str = ""  # In docs/; drawn by --plot
@@ -80,7 +80,7 @@ ELSEWHERE = {
 
 
 def find_trace(name: str, folder: Path) -> Path | None:
-    """Put a trace into a folder under its name; None if there is none."""
+    """Copy a trace into a folder under its name; None if there is none."""
     shared, cached = SHARED / TRACES[name], CACHE / name
     if shared.exists():
         return Path(shutil.copy(shared, folder / f"{name}.gz"))
@@ -152,7 +152,7 @@ def words_of(line: str, *, is_timed: bool) -> str:
 
 
 def differences(shown: Shown, folder: Path, printed: str) -> Iterator[str]:
-    """Yield how a page differs from what its command prints and draws."""
+    """Yield the differences between a page and its command's output and picture."""
     if shown.picture:
         yield from _differences_of_pictures(shown, folder)
     if shown.page:
@@ -167,11 +167,11 @@ def differences(shown: Shown, folder: Path, printed: str) -> Iterator[str]:
 def _differences_of_pictures(shown: Shown, folder: Path) -> Iterator[str]:
     name = shown.picture
     with Image.open(ROOT / "docs" / name) as old, Image.open(folder / name) as new:
-        drawn_by, here = old.info["Software"], new.info["Software"]
+        drawn_by, drawn_now_by = old.info["Software"], new.info["Software"]
         if old.size != new.size:
             yield f"docs/{name} has the size {old.size}, not {new.size}"
-        elif not shown.is_timed and drawn_by != here:
-            yield f"docs/{name} was drawn by {drawn_by}, not by {here}"
+        elif not shown.is_timed and drawn_by != drawn_now_by:
+            yield f"docs/{name} was drawn by {drawn_by}, not by {drawn_now_by}"
         elif not shown.is_timed and not np.array_equal(old, new):
             yield f"docs/{name} is not what `{shown.command}` draws"
 
