@@ -1,5 +1,7 @@
 """`OffloadScheduler.explain`: what it says, what comes of it, and that it is all."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxkv.search.groups import FullAttention, SlidingWindow
@@ -230,6 +232,19 @@ def test_what_the_host_has_no_room_for_is_not_said_to_be_fetched(num_pinned):
     told = rig.scheduler.explain(request)
     assert told.deferral == ("storage" if num_pinned == 15 else None)
     assert rig.offer(request) == (told.num_offered_tokens, told.is_awaited)
+
+
+def test_the_page_shows_what_is_printed():
+    rig, path = stored(1, 2, 3, 4, 5, 6, host_blocks=6), (1, 2, 3, 4, 5, 6)
+    rig.run(rig.request("second", *path[:2]))
+    keys = rig.request("?", *path).block_keys
+    rig.host_tier.touch(keys[:4])
+    rig.host_tier.touch(keys[5:])
+    rig.run(rig.request("third", 9))  # It evicts the fifth block.
+    text = str(rig.scheduler.explain(rig.request("r7", *path)))
+    page = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+    shown = f"```\n>>> print(scheduler.explain(request))\n{text}\n```\n"
+    assert shown in page.read_text(encoding="utf-8")
 
 
 def test_as_text_it_is_a_table_with_runs_folded():
