@@ -1,4 +1,4 @@
-"""What is offered to the host tier only after it was asked for again."""
+"""Blocks that are offered to the host tier only after a second request for them."""
 
 import random
 from collections import Counter
