@@ -50,8 +50,8 @@ def test_what_is_drawn_is_of_what_runs(tmp_path):
 def test_a_seed_draws_the_same_again(tmp_path):
     pytest.importorskip("cosmic_ray")
     tree = tree_of(tmp_path)
-    first, again, other = (drawing.draw(tree, seed, 30, ROOMS) for seed in "aab")
-    assert first == again != other
+    first, again, differing = (drawing.draw(tree, seed, 30, ROOMS) for seed in "aab")
+    assert first == again != differing
 
 
 def test_each_beginning_of_what_is_drawn_is_of_all_rooms(tmp_path):
@@ -90,7 +90,7 @@ def test_a_fault_tells_the_lines_that_it_changes(tmp_path):
 
 
 def reach_of(folder, lines, calls=None, with_children=(), **seconds):
-    """A map of one room, of tests that take so many seconds."""
+    """A map of one room; `seconds` are the durations of its tests."""
     part = {"tests": list(seconds.items()), "lines": lines, "calls": calls or {}}
     part["with_children"] = with_children
     with gzip.open(folder / "map.json.gz", "wt") as file:

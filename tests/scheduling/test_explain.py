@@ -1,4 +1,4 @@
-"""`OffloadScheduler.explain`: what it says, what comes of it, and that it is all."""
+"""`OffloadScheduler.explain`: the verdict on every block; later steps agree."""
 
 import pytest
 
@@ -9,9 +9,9 @@ from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig, StoreRig
 WINDOW = SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)
 
 
-def verdicts(rig, *path, group=0, **more):
-    """What is said of the blocks of a new request, with the reason if there is one."""
-    return of(rig, rig.request("?", *path, **more), group)
+def verdicts(rig, *path, group=0, **options):
+    """Return the reason, or else the verdict, for each block of a new request."""
+    return of(rig, rig.request("?", *path, **options), group)
 
 
 def of(rig, request, group=0):
@@ -26,7 +26,6 @@ def of(rig, request, group=0):
 
 
 def known(*path, **rules):
-    """An engine that has run a request of a prefix."""
     rig = Rig(remember_drops=100, **rules)
     rig.run(rig.request("first", *path))
     return rig
@@ -58,10 +57,10 @@ def test_hits_on_either_tier_and_what_follows_them():
     assert verdicts(rig, 1, 2, 3) == ["load failed", "gap", "gap"]
     rig = stored(1, 2, 3)
     assert verdicts(rig, 1, 2, 3) == ["host"] * 3
-    found = rig.scheduler.explain(rig.request("?", 1, 2, 3))
-    assert (found.num_tokens, found.num_computed_tokens) == (13, 0)
-    assert (found.num_offered_tokens, found.is_awaited) == (12, True)
-    assert found.deferral is None
+    explained = rig.scheduler.explain(rig.request("?", 1, 2, 3))
+    assert (explained.num_tokens, explained.num_computed_tokens) == (13, 0)
+    assert (explained.num_offered_tokens, explained.is_awaited) == (12, True)
+    assert explained.deferral is None
     rig.fill_host(NUM_BLOCKS)
     assert verdicts(rig, 1, 2, 8) == ["evicted", "evicted", "never"]
     rig.store(1, 2)
@@ -73,11 +72,11 @@ def test_hits_on_either_tier_and_what_follows_them():
 
 def test_a_store_under_way():
     rig = Rig()
-    one = start(rig, "one", 1, 2)
+    request = start(rig, "one", 1, 2)
     rig.step(one=0)
     assert verdicts(rig, 1, 2) == ["device"] * 2
     rig.step(tokens={"one": 1})
-    rig.pool.evict(one.block_ids)
+    rig.pool.evict(request.block_ids)
     assert verdicts(rig, 1, 2) == ["storing"] * 2
     rig.store_arrives()
     assert verdicts(rig, 1, 2) == ["host"] * 2
@@ -89,9 +88,9 @@ def test_a_load_of_its_own_under_way():
     rig.admit(request)
     rig.step()
     rig.preempt("two")
-    found = rig.scheduler.explain(request)
-    assert (found.num_offered_tokens, found.is_awaited) == (None, False)
-    assert found.deferral == "loading"
+    explained = rig.scheduler.explain(request)
+    assert (explained.num_offered_tokens, explained.is_awaited) == (None, False)
+    assert explained.deferral == "loading"
     assert of(rig, request) == ["loading"] * 2 + ["never"]
     assert rig.offer(request) == (None, False)
     # It is nothing to others, who may load the same blocks.
@@ -113,8 +112,8 @@ def test_a_load_of_another_that_it_waits_for():
     rig.admit(rig.request("two", 1, 2))
     request = rig.request("three", 1, 2, 3)
     assert of(rig, request) == ["loading", "loading", "host"]
-    found = rig.scheduler.explain(request)
-    assert (found.num_offered_tokens, found.deferral) == (None, "shared")
+    explained = rig.scheduler.explain(request)
+    assert (explained.num_offered_tokens, explained.deferral) == (None, "shared")
     assert rig.offer(request) == (None, False)
 
 
@@ -214,7 +213,7 @@ def test_a_copy_that_there_is_no_room_for_or_that_is_not_made():
         rig.pool.evict(rig.pool.find(request.block_keys[:1]))
         if copies:
             assert of(rig, request) == ["host", "device", "device"]
-            # Two of those that are left are to be copied.
+            # Two of the free blocks left are the sources of the copies.
             rig.pool.allocate(rig.pool.num_free - 5)
         assert of(rig, request) == ["host", reason, reason]
         assert rig.offer(request) == (BLOCK_SIZE, True)
@@ -227,9 +226,9 @@ def test_what_the_host_has_no_room_for_is_not_said_to_be_fetched(num_pinned):
     rig.host_tier.pin(range(num_pinned))
     request = rig.request("r", 1, 2)
     rig.has(*request.block_keys)
-    told = rig.scheduler.explain(request)
-    assert told.deferral == ("storage" if num_pinned == 15 else None)
-    assert rig.offer(request) == (told.num_offered_tokens, told.is_awaited)
+    explained = rig.scheduler.explain(request)
+    assert explained.deferral == ("storage" if num_pinned == 15 else None)
+    assert rig.offer(request) == (explained.num_offered_tokens, explained.is_awaited)
 
 
 def test_as_text_it_is_a_table_with_runs_folded():

@@ -87,7 +87,7 @@ def test_of_each_row_of_blocks_as_many_are_in_the_sample(bits):
         sizes.append(len(rows))
         if bits <= 5:
             assert [row >> bits for row in rows] == list(range(512 >> bits))
-        # A prefix has those of its rows that lie in it.
+        # A prefix samples the same rows, as far as it goes.
         part = sample.choose_of_prefix(words[:100], 0)
         assert part == [row for row in rows if row < 100]
     assert sum(sizes) / len(sizes) == pytest.approx(512 >> bits, rel=0.15)
@@ -109,11 +109,11 @@ def test_keys_chosen_while_a_prefix_grows_are_those_chosen_of_all(bits, num_hot)
 def test_behind_the_hottest_keys_each_goes_by_its_own_bits():
     sample = KeySample(3, 1000)
     words = keys_to_words(some_keys(1, 256))
-    own = sample.choose(words)
-    assert own == np.flatnonzero(words[:, 7] % 8 == 0).tolist()
+    alone = sample.choose(words)
+    assert alone == np.flatnonzero(words[:, 7] % 8 == 0).tolist()
     rows = sample.choose_of_prefix(words, 12)
     assert rows[0] >= 12
-    assert [row for row in rows if row < 16] == [row for row in own if 12 <= row < 16]
+    assert [row for row in rows if row < 16] == [row for row in alone if 12 <= row < 16]
     plain = sample.choose_of_prefix(words, 0)
     assert rows[-30:] == plain[-30:]
 
@@ -121,9 +121,9 @@ def test_behind_the_hottest_keys_each_goes_by_its_own_bits():
 def test_the_hottest_keys_are_those_that_most_prompts_begin_with():
     sample = KeySample(3, 200)
     ends = (some_keys(seed, 20) for seed in itertools.count())
-    found = [sample.note_request(HEAD[:5] + next(ends)) for _ in range(100)]
-    assert found[:16] == [0] * 16
-    assert found[-1] == 5
+    nums_hot = [sample.note_request(HEAD[:5] + next(ends)) for _ in range(100)]
+    assert nums_hot[:16] == [0] * 16
+    assert nums_hot[-1] == 5
     # What is seldom asked for is not.
     assert sample.note_request(some_keys(0, 20)) == 0
     # Nor is what no one asks for any more.

@@ -1,4 +1,4 @@
-"""What a cache policy is told about requests, and when nobody tells it."""
+"""Notifying a cache policy of requests, and when no notification is sent."""
 
 import jax
 import pytest
@@ -12,7 +12,7 @@ from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.retention import Retention
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
 
-SHARE_ALL_NEW = 3  # of a first turn of which all blocks are new
+SHARE_ALL_NEW = 3  # The share class of a first turn with new blocks only.
 
 
 def classes_of(rig):

@@ -1,4 +1,4 @@
-"""What shadows are taken to say, in a table, in a sentence and in the log."""
+"""The outlook from shadow counts: a table, a sentence and log lines."""
 
 import dataclasses
 import gc
@@ -16,13 +16,14 @@ GIB = 1 << 30
 SPEEDS = Speeds(GIB, GIB, prefill_tokens_per_s=1000.0)
 
 
-def count(policy, num_blocks, found, *, asked=80_000, loads=100, error=0.0):
-    return ShadowCount(policy, num_blocks, asked, found, loads, error_tokens=error)
+def count(policy, num_blocks, num_found, *, num_asked=80_000, loads=100, error=0.0):
+    counts = num_asked, num_found, loads
+    return ShadowCount(policy, num_blocks, *counts, error_tokens=error)
 
 
 def make(*shadows, **changes):
     """100 requests of 1000 tokens; a block has 16 of them and a MiB."""
-    known = {
+    fields = {
         "policy": "lru",
         "num_blocks": 1024,
         "block_bytes": 1 << 20,
@@ -34,7 +35,7 @@ def make(*shadows, **changes):
         "speeds": SPEEDS,
         "block_size": 16,
     }
-    return Outlook(shadows=shadows, **known | changes)
+    return Outlook(shadows=shadows, **fields | changes)
 
 
 SERVED = "of 100,000 tokens of 100 requests the device had 15.0% and the host, 1 GiB "
@@ -91,7 +92,7 @@ def test_what_came_from_a_store_is_told_apart():
 
 
 def test_a_sample_is_taken_for_what_all_requests_asked_for():
-    outlook = make(count("lru", 2048, 26_000, asked=40_000, error=400))
+    outlook = make(count("lru", 2048, 26_000, num_asked=40_000, error=400))
     (shadow,) = outlook.shadows
     assert outlook.points(shadow) == pytest.approx(52.0)
     assert outlook.error_points(shadow) == pytest.approx(0.8)
@@ -105,7 +106,7 @@ def test_an_outlook_leaves_out_an_earlier_one():
         num_tokens=150_000,
         num_host_tokens=20_000,
         num_asked_tokens=130_000,
-        shadows=(count("lru", 2048, 66_000, asked=130_000, loads=150, error=500),),
+        shadows=(count("lru", 2048, 66_000, num_asked=130_000, loads=150, error=500),),
     )
     since = now.since(earlier)
     assert (since.num_requests, since.num_host_tokens) == (50, 0)

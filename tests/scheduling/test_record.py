@@ -1,4 +1,4 @@
-"""What is recorded of requests, and where it ends up."""
+"""The recording of requests: its fields, ids and files."""
 
 import contextlib
 import gzip
@@ -85,12 +85,12 @@ def test_a_request_is_a_line_with_what_it_found_and_what_its_output_filled(
     assert recorder.stats == RecordStats(3, 0)
     first, _, third = requests_of(path)
     keys = make_keys(1, 2, 3, 4, 5, 6)
-    found = {"in": 13, "out": 0, "device": 0, "host": 0}
-    assert first == {"t": 0.001, "ids": secret(keys[:3])} | found
+    fields = {"in": 13, "out": 0, "device": 0, "host": 0}
+    assert first == {"t": 0.001, "ids": secret(keys[:3])} | fields
     # The second has brought the first block to the device.
-    found = {"in": 14, "out": 11, "device": 4, "host": 8, "stop": "tool_use"}
+    fields = {"in": 14, "out": 11, "device": 4, "host": 8, "stop": "tool_use"}
     ids = {"ids": secret(keys[:3]), "out_ids": secret(keys[3:])}
-    assert third == {"t": 1500.0} | found | ids
+    assert third == {"t": 1500.0} | fields | ids
 
 
 def test_a_file_says_what_it_is_and_of_what_engine(path):
@@ -117,8 +117,8 @@ def test_only_its_owner_reads_a_file(path, tmp_path):
     os.umask(os.umask(0o022))
     key_file = tmp_path / "key"
     described(path, key_file=key_file).close()
-    for own in (path, key_file):
-        assert stat.S_IMODE(own.stat().st_mode) == 0o600
+    for file in (path, key_file):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_neither_keys_nor_names_are_written(path):
@@ -141,12 +141,12 @@ def test_another_recorder_has_other_ids_unless_both_have_one_key_file(tmp_path):
         return request["ids"], header["key_id"]
 
     key_file = tmp_path / "key"
-    one, other = ids("a.jsonl"), ids("b.jsonl")
-    assert not set(one[0]) & set(other[0])
-    assert one[1] != other[1]
+    a_ids, b_ids = ids("a.jsonl"), ids("b.jsonl")
+    assert not set(a_ids[0]) & set(b_ids[0])
+    assert a_ids[1] != b_ids[1]
     joined = ids("c.jsonl", key_file=key_file)
     assert joined == ids("d.jsonl", key_file=key_file)
-    assert joined[1] not in (one[1], other[1])
+    assert joined[1] not in (a_ids[1], b_ids[1])
     assert len(key_file.read_text()) == 65
     assert sorted(os.listdir(tmp_path)) == [*(f"{n}.jsonl" for n in "abcd"), "key"]
 
@@ -221,15 +221,15 @@ def test_ids_stand_for_host_blocks_of_the_group_with_full_attention(path, secret
     keys, rows = make_keys(1, 2, 3, 4), {"blocks_per_host_block": 2}
     groups = SlidingWindow(BLOCK_SIZE, 8), FullAttention(BLOCK_SIZE)
     of_any_length = [b"short", b"longer than thirty-two bytes" * 2]
-    for options, given, recorded, header in (
+    for options, request_keys, recorded, header in (
         ({}, [of_any_length], of_any_length, (BLOCK_SIZE, 15, 1)),
         (rows, [keys], [keys[1], keys[3]], (2 * BLOCK_SIZE, 7, 1)),
         ({"groups": groups}, [keys, keys[::-1]], keys[::-1], (BLOCK_SIZE, 15, 2)),
     ):
         with TraceRecorder(path) as recorder:
             rig = Rig(recorder=recorder, **options)
-            request = rig.request("a", *range(len(given[0])))
-            request.block_keys_by_group = given
+            request = rig.request("a", *range(len(request_keys[0])))
+            request.block_keys_by_group = request_keys
             rig.run(request)
         first, line = lines_of(path)
         assert line["ids"] == secret(recorded), options
@@ -283,7 +283,7 @@ def test_requests_that_run_at_the_end_are_written_with_what_is_known(path):
     assert line["in"] == 9
     assert len(line["ids"]) == 2
     assert "out" not in line
-    # Whoever goes on serving is not disturbed.
+    # Serving goes on undisturbed.
     rig.finish("a")
     rig.run(make_request("b", 1))
     recorder.close()
@@ -306,15 +306,15 @@ def test_files_are_rotated_and_bounded(path):
     assert recorder.stats == RecordStats(150, 0)
     names = ["requests.jsonl", "requests.jsonl.1", "requests.jsonl.2"]
     assert sorted(os.listdir(path.parent)) == names
-    lines, parts = [], []
+    lines, part_numbers = [], []
     for name in reversed(names):
         file = path.with_name(name)
         assert file.stat().st_size <= MIN_BYTES
         header, *rest = lines_of(file)
-        parts.append(header["part"])
+        part_numbers.append(header["part"])
         lines += rest
-    assert parts == list(range(parts[0], parts[0] + 3))
-    assert parts[0] > 0
+    assert part_numbers == list(range(part_numbers[0], part_numbers[0] + 3))
+    assert part_numbers[0] > 0
     times = [line["t"] for line in lines]
     assert times == sorted(times)
     # Of each file but the newest, less than a piece is left free.
@@ -341,8 +341,8 @@ def test_a_file_of_an_earlier_run_is_kept_and_a_link_stays_a_link(path, tmp_path
             recorder.begin("a", [], 1)
     assert path.is_symlink()
     assert sorted(os.listdir(target)) == ["real.jsonl", "real.jsonl.1"]
-    one, other = (lines_of(file)[0] for file in target.iterdir())
-    assert one["key_id"] != other["key_id"]
+    first, second = (lines_of(file)[0] for file in target.iterdir())
+    assert first["key_id"] != second["key_id"]
     assert len(requests_of(target / "real.jsonl")) == 1
 
 

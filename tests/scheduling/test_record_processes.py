@@ -55,12 +55,11 @@ def test_who_is_killed_leaves_what_was_written(tmp_path, name):
     trace = read_trace(path)
     check_whole(trace)
     assert numbers_of(trace)[-1] >= last
-    # Somebody else can go on.
+    # Another recorder can continue the file.
     TraceRecorder(path).close()
 
 
 def check_interpreter(path, mode, lengths, words=()):
-    """Check what an engine leaves that ends with its interpreter."""
     command = [*words, sys.executable, *RIG, path, mode]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
@@ -131,7 +130,6 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def others_folder(tmp_path):
-    """A folder that this user may not write to."""
     if os.getuid():
         tmp_path.chmod(0o500)
         yield tmp_path

@@ -1,4 +1,4 @@
-"""What each rule of the offload scheduler changes, and which rules are refused."""
+"""The effect of each rule of the offload scheduler, and the rules that are refused."""
 
 import itertools
 
@@ -170,9 +170,9 @@ def test_blocks_that_are_loaded_count_towards_a_batch():
 
 def test_blocks_wait_no_longer_where_few_are_free_or_a_request_ends_or_a_step_idles():
     rig = make_waiting(2, device_blocks=40)
-    taken = rig.pool.allocate(rig.pool.num_free - 3)
+    blocks = rig.pool.allocate(rig.pool.num_free - 3)
     assert stored(rig.step(tokens={"one": 1})) >= 2
-    rig.pool.free(taken)
+    rig.pool.free(blocks)
     rig.end()
     rig = make_waiting(2, device_blocks=40)
     rig.admit(rig.request("two", 11))

@@ -1,4 +1,4 @@
-"""What shadows count: their own tier's would be what it found; others by the rules."""
+"""Shadow counts: the serving tier's shadow equals its hits; others follow the rules."""
 
 import jax
 import numpy as np
@@ -17,13 +17,13 @@ def check_same(scheduler):
     """The first shadow, of the policy and size that serve, is in the same state."""
     same, larger = scheduler.shadow_counts
     stats = scheduler.stats
-    found = same.num_found_tokens, same.num_evicted, same.error_tokens
-    assert found == (stats.num_host_hit_tokens, stats.num_evicted, 0)
+    counts = same.num_found_tokens, same.num_evicted, same.error_tokens
+    assert counts == (stats.num_host_hit_tokens, stats.num_evicted, 0)
     assert same.num_stored >= same.num_evicted > 100
-    assert same.num_asked_tokens > found[0]
-    assert larger.num_found_tokens > found[0] > 0
+    assert same.num_asked_tokens > counts[0]
+    assert larger.num_found_tokens > counts[0] > 0
     states = scheduler._manager.executor, scheduler._whatif.shadows._tiers[0].executor
-    jax.tree.map(np.testing.assert_array_equal, *[own.state for own in states])
+    jax.tree.map(np.testing.assert_array_equal, *[e.state for e in states])
 
 
 @modes

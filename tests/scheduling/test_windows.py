@@ -1,6 +1,6 @@
 """Blocks that an offer leaves out, as the next token does not read them.
 
-Nobody writes them: the scheduler takes them out of the tables that it returns, and
+They are never written: the scheduler takes them out of the tables that it returns, and
 marks them in the pool, which then does not cache them.
 """
 
@@ -27,10 +27,7 @@ def stored(groups):
 
 
 def take_offer(rig, name):
-    """Admit a request as an engine does that allocates blocks for all of its tokens.
-
-    Gives the request, and the tables that the scheduler returns.
-    """
+    """Admit a request with blocks for all tokens; return it and its new tables."""
     request = rig.request(name, *PROMPT, 5)
     assert rig.offer(request) == (OFFER, True)
     request.tables = [rig.pool.allocate(6) for _ in HYBRID]
@@ -97,13 +94,13 @@ def test_an_abandoned_load_that_fails_leaves_the_marks_of_others(rig):
     rig.scheduler.request_finished(request)
     skipped = request.tables[1][:2]
     rig.free(request)
-    other = rig.request("other", *PROMPT, 5)
-    assert rig.offer(other) == (OFFER, True)
-    other.tables = [rig.pool.allocate(6), []]
+    second = rig.request("other", *PROMPT, 5)
+    assert rig.offer(second) == (OFFER, True)
+    second.tables = [rig.pool.allocate(6), []]
     rest = rig.pool.allocate(rig.pool.num_free)
     assert {*skipped} <= {*rest}
-    other.tables[1] = skipped + [b for b in rest if b not in skipped][:4]
-    rig.take(other, other.tables, OFFER)
+    second.tables[1] = skipped + [b for b in rest if b not in skipped][:4]
+    rig.take(second, second.tables, OFFER)
     assert rig.pool.unwritten == {*skipped}
     rig.report(failed_recving=("aborted",))
     assert rig.pool.unwritten == {*skipped}
@@ -140,7 +137,7 @@ def test_blocks_in_place_of_null_blocks_are_not_cached():
     assert rig.offer(request) == (0, False)
     for table in request.tables:
         table += rig.pool.allocate(2)
-    request.tables[1][:2] = own = rig.pool.allocate(2)
+    request.tables[1][:2] = blocks = rig.pool.allocate(2)
     assert rig.take(request, request.tables, 0) == request.tables
-    assert rig.pool.unwritten == {*own}
-    assert cache_all(rig, request) == [[], own]
+    assert rig.pool.unwritten == {*blocks}
+    assert cache_all(rig, request) == [[], blocks]

@@ -86,8 +86,6 @@ def test_what_others_move_with_the_engine_does_not_stop_the_reports():
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
-
     now_s = 100.0
 
     def __call__(self):
@@ -96,7 +94,7 @@ class Clock:
 
 @pytest.fixture
 def late(monkeypatch):
-    """Transfers arrive only where somebody waits for them, until it is undone."""
+    """Transfers arrive only when waited for, until this is undone."""
     is_ready, wait, waited = Piece.is_ready, Piece.wait, []
 
     def wait_and_note(piece):
@@ -104,7 +102,7 @@ def late(monkeypatch):
         waited.append(piece)
 
     def is_ready_if_waited_for(piece):
-        return any(piece is each for each in waited) and is_ready(piece)
+        return any(piece is waited_piece for waited_piece in waited) and is_ready(piece)
 
     with monkeypatch.context() as patch:
         patch.setattr(Piece, "is_ready", is_ready_if_waited_for)
@@ -131,7 +129,7 @@ def test_a_transfer_that_takes_too_long_is_given_up(mode, late):
     assert worker.num_in_flight == 0
     assert (worker.blocks_stored, worker.blocks_loaded) == (1, 0)
     late.undo()
-    # What arrives now is reported to nobody, and its blocks are free for others.
+    # Transfers that arrive now are not reported, and their blocks are free.
     pool, output = worker.drain(pool)
     assert output == ConnectorOutput()
     pool = worker.start(metadata(store=[(3, 0)], store_event=8), pool)
