@@ -426,7 +426,7 @@ class World:
         return actions
 
     def calm(self):
-        """Choose what brings all requests to their end; None if all is over.
+        """Choose the action that brings requests to their end; None if none is left.
 
         Transfers land, what runs goes on, who waits is admitted as it came, and the
         last one makes room if it must.
@@ -645,7 +645,7 @@ class World:
         hold.targets = [r.tables[g][i] for g, i in [*loaded, *hold.copies]]
 
     def _drop_hold(self, name, *, is_put_back=False):
-        """Record that a request abandons what it was offered and what has not left."""
+        """Record that a request abandons its offer and the loads not begun."""
         hold = self.holds.get(name)
         if hold is not None and not hold.has_left:
             del self.holds[name]
@@ -1674,7 +1674,7 @@ def _queued(world, queued, fields):
 
 
 def _lazy_look(world, seen, fields):
-    """Return what has become free since the last look, if that is all that is new."""
+    """Return the blocks freed since the last look, if nothing else has changed."""
     stores = world._fields("_stores")
     changes = world.pool.num_changes
     if seen is None or seen[0] != changes:

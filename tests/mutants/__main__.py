@@ -40,7 +40,7 @@ def changes(seed: str, number: int, rooms: Sequence[str], folder: Path) -> list[
 
 
 def run(args: argparse.Namespace) -> None:
-    """Try what has no result yet, and keep each result at once."""
+    """Try changes without a result, and save each result at once."""
     folder = args.folder.absolute()
     trying.prepare(folder)
     reach = choosing.Reach(args.map, ROOT)

@@ -156,7 +156,7 @@ def _draw_from(
     operators: dict[str, Any],
     rng: random.Random,
 ) -> Iterator[Change]:
-    """Draw sites of a room until enough of them give a mutant that counts."""
+    """Draw sites of a room until enough of them make a valid mutant."""
     from cosmic_ray.mutating import mutate_code
 
     left, num_drawn = list(sites), 0

@@ -1,4 +1,4 @@
-"""The tool: what it draws, where it puts faults, which tests it takes."""
+"""The tool: the mutants it draws, the faults it places, the tests it selects."""
 
 import ast
 import gzip
@@ -36,7 +36,7 @@ def tree_of(root, source=SOURCE):
     return root
 
 
-def test_what_is_drawn_is_of_what_runs(tmp_path):
+def test_mutants_change_code_that_runs(tmp_path):
     pytest.importorskip("cosmic_ray")
     mutants = drawing.draw(tree_of(tmp_path), "seed", 45, ROOMS)
     assert len({(mutant.path, mutant.source) for mutant in mutants}) > 20
@@ -82,7 +82,7 @@ def test_a_fault_whose_place_is_not_there_once_is_refused(tmp_path, text):
         fault.put_into(tmp_path)
 
 
-def test_a_fault_tells_the_lines_that_it_changes(tmp_path):
+def test_a_fault_returns_its_changed_lines(tmp_path):
     (tmp_path / "file.py").write_text("one\ntwo\nthree\nfour\n")
     edits = ("two\nthree\n", ""), ("four", "five")
     fault = faults.Fault("fault", "...", "file.py", edits)

@@ -156,7 +156,7 @@ def test_evicting_none_changes_nothing(policy):
 
 
 def session(policy, state, keys):
-    """Touch some keys, evict a block and give it to another key."""
+    """Touch some keys, evict a block and insert another key into it."""
     state = policy.touch(state, keys, jnp.int32(2), all_ready())
     evicted = policy.evict(state, jnp.int32(1), free_refs(), WIDTH)
     return policy.insert(evicted.state, keys + jnp.uint32(1000), evicted.block_ids)

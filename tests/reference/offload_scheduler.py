@@ -185,7 +185,7 @@ class ReferenceScheduler:
         )
 
     def update_connector_output(self, output):
-        """A store is over when every worker has reported it, in whichever steps."""
+        """A store ends when every worker has reported it, in whichever steps."""
         for request_id in output.finished_recving:
             self._end_load(request_id)
         for event, count in Counter(output.completed_store_events).items():

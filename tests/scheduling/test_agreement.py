@@ -127,7 +127,7 @@ def store():
 
 @pytest.fixture
 def run(monkeypatch, store):
-    """Run `body(process)` for each process; give what each returns or raises."""
+    """Run `body(process)` for each process; return their results or errors."""
     # Each process has programs of its own: some of them fail.
     monkeypatch.setattr("jaxkv.transfer.engine.copier_of", kernels.CopierSpec.make)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -345,7 +345,7 @@ def test_processes_that_have_stalled_are_named(run, call):
         check_ends(error, 1, (1, 3), "agreement_timeout_s=1: they have stalled")
 
 
-def test_plans_are_waited_for_until_the_timeout(run):
+def test_a_missing_plan_ends_the_run_at_the_timeout(run):
     are_ready = threading.Barrier(2)
 
     def body(process):
@@ -361,7 +361,7 @@ def test_plans_are_waited_for_until_the_timeout(run):
     check_ends(error, 2, (1,), "did not send the plan of step 2")
 
 
-def test_other_transfers_are_not_taken_for_the_same(run):
+def test_processes_that_start_other_transfers_are_named(run):
     def body(process):
         process.step(store=(1, 0), event=4 + process.number)
         for _ in range(2):
@@ -508,7 +508,7 @@ def test_a_store_that_is_full_for_one_process_is_full_for_all(store):
             assert agreement.receive(2) == ()
 
 
-def test_one_process_asks_nobody(monkeypatch):
+def test_one_process_exchanges_nothing(monkeypatch):
     def refuse(*_):
         raise AssertionError
 

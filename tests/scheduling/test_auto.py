@@ -76,7 +76,7 @@ def test_a_policy_that_is_ahead_for_long_enough_takes_over(caplog):
     assert (policy, choice.num_changes) == ("hazard", 3)
 
 
-def test_a_lead_that_comes_and_goes_changes_nothing():
+def test_a_short_lead_changes_no_policy():
     fake = FakeShadows()
     choice = PolicyChoice(fake)
     for _ in range(20):
@@ -86,7 +86,7 @@ def test_a_lead_that_comes_and_goes_changes_nothing():
     assert not fake.serve(choice, 200, hazard=[8] * 16, lru=[9] + [8] * 15)
 
 
-def test_the_larger_the_host_the_more_a_lead_must_have_brought():
+def test_a_larger_host_needs_a_lead_over_more_blocks():
     fake = FakeShadows(num_host_blocks=1 << 17)
     choice = PolicyChoice(fake)
     needed = auto.SHARE_OF_HOST * fake.num_host_blocks
@@ -109,9 +109,7 @@ def test_a_lead_within_its_error_changes_nothing():
 
 @modes
 @pytest.mark.parametrize("full_blocks", [10, 2048])
-def test_an_engine_finds_what_is_right_through_all_changes(
-    mode, full_blocks, monkeypatch
-):
+def test_hits_are_right_through_all_policy_changes(mode, full_blocks, monkeypatch):
     monkeypatch.setattr(shadows, "FULL_BLOCKS", full_blocks)
     monkeypatch.setattr(PolicyChoice, "choose", change_in_turn)
     traffic = Traffic(
@@ -135,7 +133,7 @@ def test_an_engine_finds_what_is_right_through_all_changes(
     traffic.rig.end()
 
 
-def test_engines_that_are_told_the_same_times_change_at_the_same_request(hasty):
+def test_equal_request_times_give_equal_policy_changes(hasty):
     def history(executor_clock):
         traffic = Traffic(3, policy="auto", device_blocks=28, host_blocks=20)
         traffic.rig.scheduler.delays.clock = executor_clock
@@ -151,7 +149,7 @@ def test_engines_that_are_told_the_same_times_change_at_the_same_request(hasty):
     assert len({policy for policy, _ in first}) > 1
 
 
-def test_a_policy_that_was_shadowed_anyway_is_shadowed_once():
+def test_a_candidate_named_as_a_shadow_is_shadowed_once():
     rig = Rig(policy="auto", shadow="lru*1,2;arc*1")
     named = [(s.policy, s.num_blocks) for s in rig.scheduler.shadow_counts]
     added = ("hazard", 16), ("slru", 16)

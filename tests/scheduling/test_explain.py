@@ -70,7 +70,7 @@ def test_hits_on_either_tier_and_what_follows_them():
     assert verdicts(rig, 1, 2) == ["never"] * 2
 
 
-def test_a_store_under_way():
+def test_blocks_being_stored_are_explained():
     rig = Rig()
     request = start(rig, "one", 1, 2)
     rig.step(one=0)
@@ -82,7 +82,7 @@ def test_a_store_under_way():
     assert verdicts(rig, 1, 2) == ["host"] * 2
 
 
-def test_a_load_of_its_own_under_way():
+def test_a_requests_load_in_flight_is_explained():
     rig = stored(1, 2)
     request = rig.request("two", 1, 2, 3)
     rig.admit(request)
@@ -106,7 +106,7 @@ def test_a_load_of_its_own_under_way():
     assert of(rig, request, 1) == ["loading"] * 4
 
 
-def test_a_load_of_another_that_it_waits_for():
+def test_a_shared_load_in_flight_is_explained():
     rig = known(1, 2, delay_shared_loads=True)
     rig.store(1, 2, 3)
     rig.admit(rig.request("two", 1, 2))
@@ -117,7 +117,7 @@ def test_a_load_of_another_that_it_waits_for():
     assert rig.offer(request) == (None, False)
 
 
-def test_only_the_last_losses_are_remembered():
+def test_only_the_latest_drop_reasons_are_kept():
     # The tail was evicted first, and is forgotten first.
     for remembered, expected in enumerate(
         (["never", "never"], ["evicted", "never"], ["evicted", "evicted"])
@@ -134,7 +134,7 @@ def test_only_the_last_losses_are_remembered():
     assert [losses.reason_of(name) for name in names] == [None, "slow", "full"]
 
 
-def test_why_a_block_did_not_get_to_the_host():
+def test_reasons_for_blocks_missing_on_the_host():
     rig = stored(1, 2, 3, 4, host_blocks=4)
     rig.admit(rig.request("holder", 1, 2, 3, 4))  # Holds all of the host.
     rig.run(rig.request("two", 8, 9))
@@ -171,7 +171,7 @@ def test_why_a_block_did_not_get_to_the_host():
     assert verdicts(rig, 1, 2) == ["host"] * 2
 
 
-def test_a_block_that_the_rules_leave_out():
+def test_blocks_excluded_by_rules_are_explained():
     rig = stored(1, 2, 3, max_offload_tokens=2 * BLOCK_SIZE)
     assert verdicts(rig, 1, 2, 3) == ["host", "host", "left out"]
     rig = Rig(prompt_only=True)
@@ -189,7 +189,7 @@ def test_a_block_that_the_rules_leave_out():
     assert verdicts(rig, 1, 2, 3) == ["evicted", "evicted", "part"]
 
 
-def test_windows_and_groups_that_have_no_prefix_in_common():
+def test_windows_and_groups_without_a_common_prefix_are_explained():
     rig = known(1, 2, 3, 4, groups=[WINDOW])
     assert verdicts(rig, 1, 2, 3, 4) == ["window"] * 2 + ["device"] * 2
     rig = Rig(groups=[FullAttention(BLOCK_SIZE), WINDOW])
@@ -205,7 +205,7 @@ def test_windows_and_groups_that_have_no_prefix_in_common():
     assert of(rig, request, group=1) == ["never", "gap", "never"]
 
 
-def test_a_copy_that_there_is_no_room_for_or_that_is_not_made():
+def test_device_copies_without_room_or_switched_off_are_explained():
     """The host has the first block of a request, the device the two that follow."""
     for copies, reason in ((True, "no room"), (False, "no copy")):
         rig = known(1, 2, 3, max_offload_tokens=BLOCK_SIZE, copy_on_device=copies)
@@ -220,7 +220,7 @@ def test_a_copy_that_there_is_no_room_for_or_that_is_not_made():
 
 
 @pytest.mark.parametrize("num_pinned", [15, 16])
-def test_what_the_host_has_no_room_for_is_not_said_to_be_fetched(num_pinned):
+def test_a_fetch_without_room_on_the_host_is_not_announced(num_pinned):
     rig = StoreRig(num_storage_blocks=8, device_blocks=32, storage_write="on_reuse")
     rig.fill_host(16)
     rig.host_tier.pin(range(num_pinned))
@@ -231,7 +231,7 @@ def test_what_the_host_has_no_room_for_is_not_said_to_be_fetched(num_pinned):
     assert rig.offer(request) == (explained.num_offered_tokens, explained.is_awaited)
 
 
-def test_as_text_it_is_a_table_with_runs_folded():
+def test_text_is_a_table_with_runs_folded():
     rig = stored(1, 2, 3, max_offload_tokens=2 * BLOCK_SIZE)
     text = str(rig.scheduler.explain(rig.request("r7", 1, 2, 3, 4)))
     assert text == (

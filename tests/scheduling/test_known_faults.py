@@ -325,7 +325,7 @@ def test_an_offer_that_waits_for_room_holds_up_nobody_who_shares_its_blocks():
 
 
 def test_a_sliding_window_has_a_block_at_several_positions():
-    """vLLM stored it as often as its table has it, and let go of it as often."""
+    """vLLM stored and released it once per place in the table."""
     rig = Rig(groups=HYBRID)
     request = rig.request("one", 1, 2, 3, 4)
     rig.admit(request)

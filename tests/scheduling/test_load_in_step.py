@@ -18,7 +18,7 @@ def stored(*path, **options):
 
 
 @pytest.mark.parametrize("groups", [BLOCK_SIZE, HYBRID], ids=["full", "hybrid"])
-def test_what_is_offered_counts_as_there_in_the_step(groups):
+def test_offered_blocks_count_as_resident_in_the_step(groups):
     rig = stored(1, 2, 3, groups=groups)
     request = rig.request("one", 1, 2, 3, 4)
     assert rig.offer(request) == (3 * BLOCK_SIZE, False)
@@ -36,7 +36,7 @@ def test_what_is_offered_counts_as_there_in_the_step(groups):
     assert (meta.load_event, meta.load_in_step) == (NO_EVENT, False)
 
 
-def test_the_engine_hears_of_a_running_requests_load_only_if_it_failed():
+def test_only_failed_loads_of_running_requests_are_reported():
     for ok in (True, False):
         rig = stored(1, 2)
         rig.admit(rig.request("one", 1, 2, 3))
@@ -52,7 +52,7 @@ def test_the_engine_hears_of_a_running_requests_load_only_if_it_failed():
         rig.end()
 
 
-def test_loads_in_the_step_are_not_held_up_by_the_bound():
+def test_loads_in_the_step_ignore_the_in_flight_limit():
     rig = stored(1, 2, 3, max_blocks_in_flight=1)
     rig.admit(rig.request("one", 1, 2, 3, 4))
     rig.admit(rig.request("two", 1, 2, 3, 5))
@@ -116,7 +116,7 @@ def test_the_worker_hands_over_the_loads_of_its_plan(mode, num_extents):
 
 
 @modes
-def test_a_step_whose_loads_nobody_took_is_refused(mode):
+def test_a_step_whose_loads_were_not_taken_is_refused(mode):
     rig = WorkerRig(mode)
     with pytest.raises(RuntimeError, match="the loads of the last step were not taken"):
         rig.worker.start(rig.meta, rig.pool)

@@ -45,7 +45,7 @@ def served(path, policy="hazard"):
 
 
 @pytest.mark.parametrize("executor", ["native", "xla"])
-def test_an_engine_goes_on_with_what_another_has_learned(path, executor):
+def test_an_engine_restores_learned_counts(path, executor):
     before = learned(served(path))
     after = make(path, executor=executor)
     assert before.touches.sum() > 1000
@@ -110,7 +110,7 @@ def tables_of(scheduler):
     return jax.tree.map(np.array, learned)
 
 
-def test_it_is_written_now_and_then_and_when_the_engine_ends(path, monkeypatch):
+def test_the_file_is_saved_periodically_and_at_the_end(path, monkeypatch):
     monkeypatch.setattr(policy_state, "SAVE_EVERY_MS", 60_000)
     saved = []
     monkeypatch.setattr(PolicyStateFile, "save", lambda _: saved.append(1))
@@ -129,7 +129,7 @@ def test_only_its_owner_may_read_it_and_no_draft_is_left(path, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["learned.json"]
 
 
-def test_a_disk_that_takes_nothing_and_then_takes_it_is_two_lines(tmp_path, caplog):
+def test_a_disk_outage_is_two_log_lines(tmp_path, caplog):
     folder = tmp_path / "folder"
     scheduler = make(str(folder / "file"))
     with caplog.at_level(logging.INFO, "jaxkv"):
@@ -180,7 +180,7 @@ def test_a_file_of_another_policy_size_or_version_is_refused(path):
             make(path)
 
 
-def test_what_is_no_plain_file_is_not_waited_for(path):
+def test_a_special_file_is_refused_without_waiting(path):
     for number, place in enumerate(
         (os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero"))
     ):

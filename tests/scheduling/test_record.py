@@ -93,7 +93,7 @@ def test_a_request_is_a_line_with_what_it_found_and_what_its_output_filled(
     assert third == {"t": 1500.0} | fields | ids
 
 
-def test_a_file_says_what_it_is_and_of_what_engine(path):
+def test_the_header_describes_the_engine(path):
     with TraceRecorder(path) as recorder:
         rig = Rig(recorder=recorder, policy="arc", host_blocks=32)
         rig.run(make_request("a", 1))
@@ -151,7 +151,7 @@ def test_another_recorder_has_other_ids_unless_both_have_one_key_file(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [*(f"{n}.jsonl" for n in "abcd"), "key"]
 
 
-def test_what_a_recorder_cannot_begin_with_is_refused(path, tmp_path):
+def test_settings_that_a_recorder_cannot_use_are_refused(path, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "short").write_text("0123456789abcde\n")
     for name, value, error, match in (
@@ -182,7 +182,7 @@ def test_a_link_that_others_planted_beside_a_key_file_is_not_followed(
     assert victim.read_text() == "mine"
 
 
-def test_ids_and_blocks_of_long_prompts_are_all_there(path, secret):
+def test_long_prompts_are_recorded_in_full(path, secret):
     rng = random.Random(3)
     keys = [rng.randbytes(32) for _ in range(8200)]
     with described(path, 16) as recorder:
@@ -197,7 +197,7 @@ def test_ids_and_blocks_of_long_prompts_are_all_there(path, secret):
     assert np.array(ids, np.float64).astype(np.int64).tolist() == ids
 
 
-def test_what_is_not_computed_or_stored_is_not_said_to_be_filled(path):
+def test_blocks_without_stored_kv_have_no_output_ids(path):
     with TraceRecorder(path) as recorder:
         rig = Rig(recorder=recorder, prompt_only=True)
         request = make_request("prompt only", 1, 2, 3)
@@ -273,7 +273,7 @@ def test_a_request_that_never_got_blocks_is_not_recorded(path):
     assert path.read_bytes() == b""
 
 
-def test_requests_that_run_at_the_end_are_written_with_what_is_known(path):
+def test_running_requests_are_written_at_the_end(path):
     recorder = TraceRecorder(path)
     rig = Rig(recorder=recorder)
     rig.admit(make_request("a", 1, 2))
@@ -321,7 +321,7 @@ def test_files_are_rotated_and_bounded(path):
     assert len(lines) > 60
 
 
-def test_one_file_is_enough(path):
+def test_max_files_1_keeps_one_file(path):
     rng = random.Random(6)
     with described(path, max_bytes=MIN_BYTES, max_files=1) as recorder:
         serve(recorder, *range(5), num_blocks=20_000, rng=rng)
@@ -461,7 +461,7 @@ def test_without_any_thread_a_recorder_writes_when_it_is_closed(path, monkeypatc
     assert len(requests_of(path)) == 1
 
 
-def test_what_no_reader_takes_is_dropped_and_the_rest_can_be_read(path, caplog):
+def test_invalid_requests_are_dropped_and_the_rest_is_readable(path, caplog):
     wrong = {
         "input_tokens=-7 must be at least 0": (b"k" * 32, -7, None),
         "input_tokens=7.5 must be a whole number from 0 on": (b"k" * 32, 7.5, None),
@@ -495,7 +495,7 @@ def test_numbers_may_be_of_numpy(path):
     assert trace.recording.host_tokens.tolist() == [4]
 
 
-def test_gzip_is_written_where_the_name_says_so(tmp_path):
+def test_a_name_with_gz_is_compressed(tmp_path):
     path = tmp_path / "requests.jsonl.gz"
     with described(path) as recorder:
         serve(recorder, 1, 2)

@@ -67,7 +67,7 @@ def check_interpreter(path, mode, lengths, words=()):
     assert [json.loads(line)["in"] for line in lines] == lengths
 
 
-def test_the_interpreters_end_writes_what_there_is(tmp_path):
+def test_the_end_of_the_interpreter_writes_pending_requests(tmp_path):
     check_interpreter(tmp_path / "requests.jsonl", "exit at once", [9])
 
 
@@ -77,7 +77,7 @@ def test_a_process_without_standard_input_records_all(tmp_path):
     check_interpreter(tmp_path / "requests.jsonl", "exit", [51, 9], words)
 
 
-def test_the_collector_of_garbage_closes_files(tmp_path, capsys):
+def test_garbage_collection_closes_files(tmp_path, capsys):
     recording_engine.main(tmp_path / "requests.jsonl", "garbage")
     assert capsys.readouterr().out == "3\n"
 

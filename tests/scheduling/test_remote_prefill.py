@@ -27,7 +27,7 @@ def expecting(request):
 # What the scheduler asks; the test answers for the worker.
 
 
-def test_a_request_reads_what_nobody_has_told_of():
+def test_a_request_loads_blocks_that_no_listing_has_reported():
     rig = probed()
     request = expecting(make_request("a", 1, 2, 3, 4))
     assert rig.offer(request) == (None, False)
@@ -42,7 +42,7 @@ def test_a_request_reads_what_nobody_has_told_of():
     assert rig.scheduler.num_fetched_tokens("a") == 4 * BLOCK_SIZE
 
 
-def test_what_does_not_come_is_computed_and_expected_no_more():
+def test_a_missing_remote_block_is_computed_and_not_awaited_again():
     rig = probed()
     request = expecting(make_request("a", 1, 2, 3))
     rig.offer(request)
@@ -178,7 +178,7 @@ def test_a_writer_that_is_gone_is_waited_for_once():
             assert oks(store) == (True,) * num_written + (False,) * (3 - num_written)
 
 
-def test_the_longer_nothing_comes_the_less_often_it_is_looked_for(store):
+def test_polling_for_awaited_blocks_backs_off(store):
     store.fetch(make_keys(1), is_awaited=True)
     nums = []
     for _ in range(40):
@@ -190,7 +190,7 @@ def test_the_longer_nothing_comes_the_less_often_it_is_looked_for(store):
     assert nums[-1] <= 10
 
 
-def test_what_nobody_writes_is_missing_at_once(store):
+def test_blocks_without_a_writer_are_missing_at_once(store):
     store.fetch(make_keys(1), is_awaited=False)
     assert oks(store) == (False,)
 

@@ -1,4 +1,4 @@
-"""An engine shortens and rewrites the history of a request that goes on."""
+"""An engine shortens and rewrites the history of a running request."""
 
 import itertools
 import random
@@ -224,7 +224,7 @@ def test_a_load_fails_if_its_history_is_rewritten_meanwhile(groups, num_kept):
 
 
 def test_a_rewritten_request_asks_the_tiers_below_anew():
-    """It was looked up there, and what it waits for is of the history before."""
+    """Its lookup and its fetches there were of the old history."""
     rig = StoreRig()
     rig.has(*make_keys(1, 2, 3), *make_keys(1, 8))
     request = make_request("r", 1, 2, 3)

@@ -233,7 +233,7 @@ def test_a_block_table_may_be_any_array_of_ints():
 # What is reported.
 
 
-def test_stats_do_not_call_dropped_what_the_host_has():
+def test_blocks_on_the_host_are_not_counted_as_dropped():
     rig = make_rig()
     rig.fill_host(NUM_BLOCKS - 3)
     rig.run(rig.request("one", 1, 2, 3))

@@ -35,7 +35,7 @@ def leave(rig):
     assert (moves.is_last, moves.writes, moves.deletes) == (True, (), ())
 
 
-def test_a_store_that_was_left_is_asked_nothing_any_more():
+def test_a_disabled_store_gets_no_more_tasks():
     rig = StoreRig()
     rig.serve("a", 1, 2)
     assert rig.written == make_keys(1, 2)
@@ -55,7 +55,7 @@ def test_a_store_that_was_left_is_asked_nothing_any_more():
     assert rig.hit(1, 2) == 2
 
 
-def test_what_is_under_way_or_waits_when_its_store_is_left_is_dropped():
+def test_tasks_of_a_store_are_dropped_when_it_is_disabled():
     written = StoreRig()
     written.run(make_request("a", 1, 2))
     assert written.unanswered[0].writes
@@ -93,7 +93,7 @@ def test_a_query_that_is_refused_for_its_keys_leaves_no_trace():
     assert rig.scheduler.in_transit.host_blocks_read > 0
 
 
-def test_without_a_store_there_is_none_to_leave():
+def test_disabling_a_missing_store_is_refused():
     rig = Rig()
     rig.scheduler.disable_storage()
     assert not rig.step().below

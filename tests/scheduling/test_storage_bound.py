@@ -126,7 +126,7 @@ def listed(storage, bound):
 
 
 @pytest.mark.parametrize("make_store", [MemoryStore, Timeless])
-def test_what_is_too_much_goes_the_oldest_first(make_store):
+def test_blocks_beyond_the_bound_are_deleted_oldest_first(make_store):
     keys = [bytes([200 - number]) * 32 for number in range(9)]
     with StorageIO(make_store(), BLOCKS) as storage:
         for number, key in enumerate(keys):

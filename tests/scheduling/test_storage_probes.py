@@ -48,7 +48,7 @@ def probed(*there, **options):
 
 
 def runs_asked(rig, *requests):
-    """Offer requests, make a step, and give the runs of keys of each probe."""
+    """Offer requests, run a step, and return the runs of keys of each probe."""
     for request in requests:
         assert rig.offer(request) == (None, False)
     rig.step()
@@ -76,7 +76,7 @@ def test_a_request_finds_what_another_engine_has_just_written():
     assert "not in the store when last probed" in str(explained)
 
 
-def test_only_what_no_tier_is_known_to_have_is_asked_for():
+def test_only_unknown_blocks_are_probed():
     rig = probed()
     assert rig.found(make_request("a", 1, 2)) == (0, 1)
     rig.serve("a", 1, 2)
@@ -165,7 +165,7 @@ def test_what_is_never_written_is_not_asked_for_nor_a_part_that_cannot_be_fetche
     assert runs_asked(probed(), long) == [(tuple(make_keys(*range(256))),)]
 
 
-def test_no_more_is_asked_than_has_an_answer_to_come():
+def test_outstanding_probes_are_limited():
     rig = probed(device_blocks=200)
     offers = [rig.offer(make_request(f"r{n}", 100 + n)) for n in range(65)]
     assert offers == [(None, False)] * 64 + [(0, False)]
@@ -285,7 +285,7 @@ def store():
         yield made
 
 
-def test_much_is_found_by_few_requests():
+def test_a_probe_finds_many_blocks_with_few_store_calls():
     for num in (0, 1, 77, 200):
         with Store() as store:
             run = make_keys(*range(200))
@@ -349,7 +349,7 @@ def test_a_late_answer_keeps_nobody_waiting_and_is_found_by_the_next(store):
     assert report.found == tuple(run)
 
 
-def test_a_store_that_answers_nothing_is_not_asked_more_and_more(store):
+def test_a_silent_store_gets_no_more_probes(store):
     store.faulty.faults.hang = 1.0
     for number in range(16):
         store.probe(make_keys(number))

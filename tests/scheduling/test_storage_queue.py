@@ -277,7 +277,7 @@ def test_requests_that_queue_compute_when_the_store_brings_nothing():
     assert rig.step().below[0].fetches
 
 
-def test_what_is_held_leaves_half_of_the_host_to_stores():
+def test_fetched_blocks_leave_half_of_the_host_to_stores():
     rig = QueueRig(*ASKS_ALL, device_blocks=33)
     fill(rig)
     rig.pool.free(range(1, 33))

@@ -35,7 +35,7 @@ def take_offer(rig, name):
 
 
 def cache_all(rig, request):
-    """Cache whatever a request has a key for; give what the pool has skipped."""
+    """Cache every block of a request with a key; return the skipped ones."""
     pairs = zip(request.tables, request.block_keys_by_group, strict=True)
     return [rig.pool.cache(table[: len(keys)], keys) for table, keys in pairs]
 
@@ -106,7 +106,7 @@ def test_an_abandoned_load_that_fails_leaves_the_marks_of_others(rig):
     assert rig.pool.unwritten == {*skipped}
 
 
-def test_who_asks_again_has_other_blocks_unwritten(rig):
+def test_a_repeated_query_marks_other_blocks_as_unwritten(rig):
     request, _ = take_offer(rig, "one")
     assert rig.pool.unwritten
     assert rig.offer(request) == (OFFER, True)

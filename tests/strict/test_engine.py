@@ -47,7 +47,7 @@ def save(engine, pool):
 
 
 def until_reported(engine, pool):
-    """Go on until something is reported; give the pools of the steps before."""
+    """Poll until something is reported; return the pools of the steps before."""
     pools = [pool]
     while not (done := engine.poll()):
         pools.append(engine.advance(pools[-1]))

@@ -144,7 +144,7 @@ def test_a_block_in_flight_is_not_evicted_after_a_change_either():
     assert [*host.place([KEYS[11]]).evicted_keys] == [KEYS[4]]
 
 
-def test_what_its_shadow_has_learned_is_taken_over():
+def test_the_shadows_learned_state_is_taken_over():
     host, shadow = filled("lru"), filled("slru")
     # Where both know a key, it is protected here as there; others go by their nearest.
     shadow.discard([KEYS[2]])

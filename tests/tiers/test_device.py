@@ -1,4 +1,4 @@
-"""`DeviceBlockPool` against vLLM's block pool in plain Python, and what it refuses."""
+"""`DeviceBlockPool` against vLLM's block pool in plain Python, and its refusals."""
 
 import functools
 
@@ -171,7 +171,7 @@ def repeated(counts):
 
 
 def releases(counts):
-    """Choose blocks to let go of, no more often than each counts."""
+    """Choose blocks to release, at most as often as each is held."""
     blocks = repeated(counts)
     permuted = st.permutations(blocks)
     return st.integers(0, len(blocks)).flatmap(
@@ -283,7 +283,7 @@ def test_unwritten_blocks_are_not_cached(pool):
     assert pool.unwritten == {10, 11, 12}
 
 
-def test_blocks_are_no_longer_unwritten_once_they_are_something_else(pool):
+def test_reallocated_blocks_are_no_longer_unwritten(pool):
     pool.free([3, 2, 1])
     pool.unwritten.update(range(1, 24))
     new = pool.allocate(2)
@@ -326,7 +326,7 @@ def test_ids_of_any_kind_and_packed_keys_are_taken():
     pool.check()
 
 
-def test_what_finds_no_room_in_the_directory_is_not_cached(monkeypatch):
+def test_a_key_without_room_in_the_directory_is_not_cached(monkeypatch):
     # A directory of one bucket: with the ninth key it is full.
     monkeypatch.setattr(directory, "_MAX_LOAD", 4.0)
     pool = DeviceBlockPool(16, enable_events=True)

@@ -91,7 +91,7 @@ def test_a_prefix_goes_on_as_long_as_either_tier_has_its_blocks(executor):
     assert [ids.size for ids in host.find_beside(pool, [])] == [0, 0]
 
 
-def test_a_mark_that_nobody_gave_counts_for_some_class_alike():
+def test_a_wrong_mark_counts_for_the_same_class_in_both_executors():
     """Native functions wrote past the end of their arrays."""
     keys = [key_from_int(number) for number in range(3)]
     managers = [

@@ -159,7 +159,7 @@ def test_snapshot_shows_keys_as_they_were_given():
     assert manager.snapshot().free_ids == []
 
 
-def test_only_what_was_looked_up_often_enough_is_stored():
+def test_only_keys_looked_up_often_enough_are_stored():
     manager = OffloadingManager(16, num_blocks=4, store_threshold=2)
     foreign = b"foreign"
     check(manager.prepare_store([*keys(1, 2), foreign]), (), [])

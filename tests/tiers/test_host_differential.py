@@ -116,7 +116,7 @@ class Trio:
         return keys
 
     def all(self, name, *args):
-        """Call `name` on all; give the results, or None if all refused."""
+        """Call `name` on all; return the results, or None if all refused."""
         try:
             expected = getattr(self.twin, name)(*args)
         except Refused:
@@ -126,8 +126,8 @@ class Trio:
             return None
         return [getattr(real, name)(*args) for real in self.real], expected
 
-    def tell(self):
-        """Begin a request, or finish one, at a time that goes on, now and then back."""
+    def notify(self):
+        """Begin or finish a request, at a time that sometimes goes back."""
         self.now_ms += int(10 ** (7 * self.rng.random() ** 2)) - 2
         if self.running and self.rng.random() < 0.5:
             index = self.rng.randrange(len(self.running))
@@ -163,8 +163,8 @@ class Trio:
     def step(self):
         if self.real[0].retains and self.rng.random() < 0.25:
             self.retain()
-        if self.real[0].listens and self.is_told and self.rng.random() < 0.3:
-            self.tell()
+        if self.real[0].listens and self.is_notified and self.rng.random() < 0.3:
+            self.notify()
         weights = (3, 3, 4, 4, 2, 2, *(1, 1, 2) * (len(self.real) == 1))
         operation = self.rng.choices(OPERATIONS[: len(weights)], weights)[0]
         keys = self.some_keys()
@@ -300,11 +300,11 @@ class Trio:
         assert (self.real[0].find(self.universe) != NO_BLOCK).tolist() == ready
 
 
-def run(policy, num_blocks, batch_sizes, num_operations, executors, is_told=True):
+def run(policy, num_blocks, batch_sizes, num_operations, executors, is_notified=True):
     print(f"seed {SEED}; JAXKV_TEST_SEED sets another")
     rng = random.Random(SEED + num_blocks)
     trio = Trio(policy, num_blocks, batch_sizes, rng, executors)
-    trio.is_told = is_told
+    trio.is_notified = is_notified
     every = 16 + num_blocks // 4
     for number in range(num_operations):
         trio.step()
@@ -356,8 +356,8 @@ def test_native_executor_equals_its_twin_on_random_operations(
     run(policy, num_blocks, batch_sizes, 600, NATIVE)
 
 
-def test_a_policy_that_nobody_tells_of_requests_equals_its_twin():
-    run("hazard", 7, (1, 16), 500, BOTH, is_told=False)
+def test_a_policy_without_notifications_equals_its_twin():
+    run("hazard", 7, (1, 16), 500, BOTH, is_notified=False)
 
 
 @pytest.mark.long

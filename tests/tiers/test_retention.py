@@ -93,7 +93,7 @@ def test_even_the_longest_half_life_ends_and_does_not_begin_again(half_life_s):
     ("days", "executor"),
     [*[(days, "native") for days in (20, 26, 48, 51, 76, 1000)], (51, "xla")],
 )
-def test_a_tier_that_nobody_used_for_weeks_knows_the_time_again(days, executor):
+def test_an_unused_tier_keeps_time_over_weeks(days, executor):
     """From 24.9 days on the time stood still, until as much again had passed."""
     manager = full(b"a", b"b", b"c", cache_policy="hazard", executor=executor)
     retention = Retention(priority=9, half_life_s=1_000_000)
