@@ -1,4 +1,4 @@
-"""How soon after `kill -9` does an engine on the same host find its blocks again?
+"""Time until an engine finds its blocks again on the same host after `kill -9`.
 
 The engine of `jaxkv demo` writes all blocks through to a folder in /dev/shm. It is
 killed after its last answer. A new process then answers the same prompts. Both share a

@@ -78,7 +78,8 @@ class Case:
         from jax.sharding import NamedSharding
 
         from jaxkv.transfer import TransferEngine
-        from jaxkv.transfer.memory import Carrier, partition_spec
+        from jaxkv.transfer.jax_internals import Carrier
+        from jaxkv.transfer.memory import partition_spec
 
         place: Any = jax.devices()[0]
         if num_devices > 1:

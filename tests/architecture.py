@@ -57,13 +57,11 @@ text.bytes { fill: #b3401f; stroke: none; text-anchor: middle; }
 
 
 def folders_of(room):
-    """List the folders of a room, such as "record/"."""
     inits = (ROOT / "jaxkv" / room).glob("*/__init__.py")
     return sorted(f"{path.parent.name}/" for path in inits)
 
 
 def draw_room(room, x, y, width):
-    """Draw a room: its name, its folders, and what it is about."""
     name, size = FILES.get(room, f"{room}/"), f'width="{width}" height="{HEIGHT}"'
     lines = [
         f'<rect class="room" x="{x}" y="{y}" {size} rx="5"/>',
@@ -93,7 +91,6 @@ def draw_path(kind, text, x, start, stops, side):
 
 
 def draw():
-    """Return the picture, as SVG."""
     top, lines, middle = 10, [], {}
     for floor in reversed(FLOORS):
         width = (WIDTH - GAP * (len(floor) - 1)) // len(floor)

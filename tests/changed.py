@@ -1,4 +1,4 @@
-"""Run the tests of what changed: `python -m tests.changed [REVISION]`.
+"""Run the tests of changed files: `python -m tests.changed [REVISION]`.
 
 The table at the top of CONTRIBUTING.md says which command checks which part of jaxkv/.
 Without a revision, all that is not committed counts as changed.
@@ -25,13 +25,11 @@ def read_commands() -> dict[str, str]:
 
 
 def find_command(path: str, commands: dict[str, str]) -> str | None:
-    """Return the command of the path itself, or of the deepest folder around it."""
     names = (path, *map(str, PurePosixPath(path).parents))
     return next((commands[name] for name in names if name in commands), None)
 
 
 def list_changed(revision: str) -> list[str]:
-    """List files that differ from a revision, and files that git does not know yet."""
     differ = ("diff", "--name-only", "--diff-filter=d", revision)
     unknown = ("ls-files", "--others", "--exclude-standard")
     return [

@@ -26,6 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not item.path.is_relative_to(_ROOT):
             continue
         name = str(item.path.relative_to(_ROOT))
-        without = (f"transfer/test_{each}.py" for each in _NOT_ON_GPU)
+        without = (f"transfer/test_{name}.py" for name in _NOT_ON_GPU)
         if name.startswith(_ON_GPU) and name not in without:
             item.add_marker("gpu")

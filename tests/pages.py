@@ -39,7 +39,7 @@ SHA256 = "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df"
 
 
 class Shown(NamedTuple):
-    """What pages show of a command."""
+    """A command whose output or picture is on pages."""
 
     command: str
     picture: str = ""  # In docs/; drawn by --plot
@@ -69,16 +69,17 @@ SHOWN = (
         is_timed=True,
     ),
 )
-# Pictures that other modules draw.
+# Pictures and outputs that others make, and who compares them.
 ELSEWHERE = {
-    "architecture.svg": "tests.architecture",
-    "dashboard.png": "benchmarks/dashboard.py",
-    "tiers.svg": "tests.tiers_picture",
+    "architecture.svg": "tests/test_docs.py",
+    "dashboard.png": "drawn by benchmarks/dashboard.py, compared by nobody",
+    "docs/lifecycle.md": "tests/scheduling/test_explain.py",
+    "tiers.svg": "tests/test_docs.py",
 }
 
 
 def find_trace(name: str, folder: Path) -> Path | None:
-    """Put a trace into a folder under its name; None if there is none."""
+    """Copy a trace into a folder under its name; None if there is none."""
     shared, cached = SHARED / TRACES[name], CACHE / name
     if shared.exists():
         return Path(shutil.copy(shared, folder / f"{name}.gz"))
@@ -126,6 +127,12 @@ def run_example() -> str:
     return "".join(lines)
 
 
+def has_output(page: str) -> bool:
+    """Return whether a page has a block in no language, which is an output."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return any(not block[1] for block in _BLOCK.finditer(text))
+
+
 def block_after(shown: Shown) -> list[str]:
     """Return the lines that a page shows of the output of a command."""
     text = (ROOT / shown.page).read_text(encoding="utf-8").replace(" \\\n    ", " ")
@@ -144,7 +151,7 @@ def words_of(line: str, *, is_timed: bool) -> str:
 
 
 def differences(shown: Shown, folder: Path, printed: str) -> Iterator[str]:
-    """Yield how a page differs from what its command prints and draws."""
+    """Yield the differences between a page and its command's output and picture."""
     if shown.picture:
         yield from _differences_of_pictures(shown, folder)
     if shown.page:

@@ -107,7 +107,6 @@ os.replace = replace_together
 
 
 def start(program, cwd, **environ):
-    """Start a program in a process of its own, which keeps code beside the package."""
     # A file of one size and second as the one before is the same for Python.
     environ = (
         os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "NUMBA_CACHE_DIR": ""} | environ
@@ -116,7 +115,6 @@ def start(program, cwd, **environ):
 
 
 def result(process):
-    """Return the words that a process writes, and its complaints."""
     with process:
         process.wait(timeout=300)
         out, complaints = process.stdout.read(), process.stderr.read()
@@ -135,7 +133,6 @@ def write(folder, text, name="program.py"):
 
 
 def write_version(package, version):
-    """Write a version of a function, and of one that it calls, into the package."""
     write(package / "jaxkv", QUESTION, "questions.py")
     write(package / "jaxkv", ANSWER.format(version=version), "answers.py")
     return write(package, ASK)
@@ -151,14 +148,12 @@ def small_disk(folder, size):
 
 
 def fill(disk, leaving):
-    """Write to a disk until some bytes are left."""
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     (disk / "filler").write_bytes(bytes(free - leaving))
 
 
 @pytest.fixture
 def package(tmp_path):
-    """A copy of the package, which a test may change."""
     shutil.copytree(
         ROOT / "jaxkv",
         tmp_path / "jaxkv",
@@ -168,7 +163,7 @@ def package(tmp_path):
 
 
 def kept_code(package, name):
-    """Files of machine code of functions of a name, as they are beside the package."""
+    """Return the files of machine code beside the package for a function's name."""
     folder = package / "jaxkv" / "__pycache__" / "code"
     return sorted(folder.glob(f"{name}-*.code"))
 
@@ -355,19 +350,18 @@ def test_code_from_before_a_file_was_replaced_is_not_used_after(tmp_path):
 )
 def test_machine_code_of_a_changed_policy_is_not_used(tmp_path, changed):
     """The same holds if a file has changed that the policy calls into."""
-    for found in (0, -1):
-        of = {"policy": 0, "helper": 0} | {changed: found}
+    for answer in (0, -1):
+        of = {"policy": 0, "helper": 0} | {changed: answer}
         program = write(tmp_path, OWN_POLICY.format(found=of["policy"]))
         write(tmp_path, HELPER.format(found=of["helper"]), "helper.py")
         environ = {
             "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
             "PYTHONPATH": str(ROOT),
         }
-        assert run(program, tmp_path, **environ) == [str(found + 1)]
+        assert run(program, tmp_path, **environ) == [str(answer + 1)]
 
 
 def make(text, **names):
-    """Make a function of a text, which may use names."""
     space = {"compiled": compiled, "inlined": inlined} | names
     exec(textwrap.dedent(text), space)
     return space["function"]

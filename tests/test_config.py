@@ -162,8 +162,8 @@ def test_a_key_comes_the_same_from_everywhere(tmp_path):
     path = tmp_path / "a.json"
     for name in KEYS:
         value, text = other_than_default(name)
-        more = NEEDED.get(name, {})
-        values = more | {name: value}
+        needed = NEEDED.get(name, {})
+        values = needed | {name: value}
         config = OffloadConfig(**values)
         assert getattr(config, name) == value, name
         assert type(getattr(config, name)) is type(value), name
@@ -174,7 +174,7 @@ def test_a_key_comes_the_same_from_everywhere(tmp_path):
             OffloadConfig.from_dict(values),
             OffloadConfig.from_json(json.dumps(values)),
             OffloadConfig.from_file(path),
-            OffloadConfig.from_env(more, environ),
+            OffloadConfig.from_env(needed, environ),
             OffloadConfig.from_dict(config.to_dict()),
             OffloadConfig.from_json(json.dumps(config.to_dict())),
         ):
@@ -220,7 +220,7 @@ def fault_of(call, *args):
 
 
 def refuse(call, *args):
-    """Have a call refuse its arguments; return its fault."""
+    """Check that a call refuses its arguments; return its fault."""
     fault = fault_of(call, *args)
     assert fault is not None, args
     assert fault.isprintable()
@@ -307,10 +307,10 @@ def test_a_refusal_names_the_key_and_what_would_be_right(monkeypatch):
     builtin = {name: registry._makers[name] for name in names}
     monkeypatch.setattr(registry, "_makers", builtin)
     for row in filter(None, REFUSED.splitlines()):
-        given, message = row.split("| ", 1)
+        source, message = row.split("| ", 1)
         for word, text in STANDS_FOR.items():
             message = re.sub(rf"\b{word}$", text, message)
-        variables, _, values = given.partition("{")
+        variables, _, values = source.partition("{")
         environ = dict(word.split("=") for word in variables.split())
         explicit = json.loads("{" + (values or "}"))
         assert message in refuse(OffloadConfig.from_env, explicit, environ), row
@@ -481,8 +481,8 @@ def test_a_secret_is_shown_to_nobody():
 def test_an_empty_secret_is_refused_where_it_would_leave_a_store_unsealed():
     for text in ("", "  ", "None", "\n"):
         environ = {"JAXKV_STORAGE_SECRET": text}
-        for explicit, more in (({"storage": "kv"}, {}), ({}, {"JAXKV_STORAGE": "kv"})):
-            fault = refuse(OffloadConfig.from_env, explicit, environ | more)
+        for explicit, added in (({"storage": "kv"}, {}), ({}, {"JAXKV_STORAGE": "kv"})):
+            fault = refuse(OffloadConfig.from_env, explicit, environ | added)
             assert fault.startswith("JAXKV_STORAGE_SECRET is set but empty")
         # In code it is chosen.
         for secret in (None, "0123456789abcdef"):
@@ -511,7 +511,6 @@ def open_url(url):
 
 
 def shown_by(make, *args):
-    """Return the repr of what a call makes, or its error."""
     try:
         return repr(make(*args))
     except (ValueError, StoreError, ImportError) as error:
@@ -535,8 +534,8 @@ def test_a_password_in_a_url_is_shown_to_nobody():
     for line in PASSWORDS.strip("\n").splitlines():
         url = line.format("hunter2")
         texts = [repr(StorageConfig(url)), repr(DemoConfig(storage=url))]
-        for more in ({}, {"world_size": 2}, {"storage_bytes": 0}):
-            values = {"storage": url, **more}
+        for added in ({}, {"world_size": 2}, {"storage_bytes": 0}):
+            values = {"storage": url, **added}
             environ = {variable_of(name): str(value) for name, value in values.items()}
             texts.append(shown_by(OffloadConfig.from_dict, values))
             texts.append(shown_by(OffloadConfig.from_env, {}, environ))
@@ -585,8 +584,8 @@ def test_the_parts_are_made_as_it_says(arguments):
     assert scheduler.rules == OffloadRules(
         max_blocks_in_flight=8, skip_slow_loads=True, block_bytes=engine.block_bytes
     )
-    given = arguments["OffloadScheduler"]
-    assert (given["cache_policy"], given["enable_events"]) == ("arc", True)
+    options = arguments["OffloadScheduler"]
+    assert (options["cache_policy"], options["enable_events"]) == ("arc", True)
     assert arguments["OffloadWorker"]["deadline_s"] == 1.0
 
 
@@ -697,8 +696,8 @@ def test_one_line_says_at_the_start_what_there_is_without_secrets(caplog, tmp_pa
         events_endpoint="tcp://127.0.0.1:5557",
     )
     with caplog.at_level(logging.INFO, "jaxkv"):
-        parts = config.connect({"kv": jnp.zeros((4, 16))}, 16)
-    parts.worker.storage.close()
+        connected = config.connect({"kv": jnp.zeros((4, 16))}, 16)
+    connected.worker.storage.close()
     [line] = [record.getMessage() for record in caplog.records]
     for words in (
         "offloading to 4 host blocks of 64 B, ",
@@ -719,9 +718,9 @@ def test_a_store_that_is_down_at_the_start_is_told_in_an_engine_of_ones_own(capl
     pytest.importorskip("redis")
     url = f"redis://me:secret@127.0.0.1:{free_port()}"
     config = OffloadConfig(num_host_blocks=4, storage=url, storage_bytes="1MiB")
-    parts = config.connect({"kv": jnp.zeros((4, 16))}, 16)
-    wait_for(lambda: parts.worker.poll() and caplog.records)
-    parts.worker.storage.close()
+    connected = config.connect({"kv": jnp.zeros((4, 16))}, 16)
+    wait_for(lambda: connected.worker.poll() and caplog.records)
+    connected.worker.storage.close()
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert "fails: list unreachable (ConnectionError: " in record.getMessage()

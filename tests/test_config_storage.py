@@ -8,10 +8,10 @@ from jaxkv.config import OffloadConfig
 
 
 def test_the_store_gets_its_own_settings_and_no_others(monkeypatch):
-    asked = {}
+    passed = {}
 
     def open_storage(engine, url, **named):
-        asked.update(named, url=url)
+        passed.update(named, url=url)
         return SimpleNamespace()
 
     monkeypatch.setattr(config, "open_storage", open_storage)
@@ -26,8 +26,8 @@ def test_the_store_gets_its_own_settings_and_no_others(monkeypatch):
     )
     storage = settings.open_storage(None, namespace=b"model", num_blocks=6)
     assert storage.bound == (6, True)
-    asked.pop("clock")
-    assert asked == {
+    passed.pop("clock")
+    assert passed == {
         "url": "kv",
         "namespace": b"model",
         "secret": None,

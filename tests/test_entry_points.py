@@ -1,4 +1,4 @@
-"""What compiled functions are given is checked before they see it."""
+"""Arguments of compiled functions are checked before the call."""
 
 import copy
 import importlib
@@ -81,7 +81,7 @@ def end_step(case, num_hits=0, block_id=None):
 
 def end_mutated_step(case):
     for wrong in WRONG_IDS[1:-1]:
-        if wrong != -1:  # It stands for a block that was not to be stored.
+        if wrong != -1:  # -1 stands for a block without a store.
             with pytest.raises(ValueError, match=rf"block_id={wrong} must be in \[-1"):
                 end_step(case, block_id=wrong)
 
@@ -125,8 +125,8 @@ def places_nothing(case):
         case.manager.place_from(case.pool, keys, [1], True)
 
 
-def of_pool(name, *more):
-    return refuse_ids(lambda case, ids: getattr(case.pool, name)(ids, *more))
+def of_pool(name, *args):
+    return refuse_ids(lambda case, ids: getattr(case.pool, name)(ids, *args))
 
 
 INNER = "called by compiled functions and by checks alone"

@@ -19,10 +19,7 @@ of_some = pytest.mark.parametrize("groups", [GROUPS["full"], GROUPS["full and wi
 
 
 def serve_turns(engine, num_turns):
-    """Serve requests with prefixes in common; each has the tokens it has alone.
-
-    Gives how many tokens of each were found.
-    """
+    """Serve requests with common prefixes, check their tokens, return their hits."""
     rng = random.Random(7)
     prompts = [rng.choices(range(97), k=41) for _ in range(3)]
     hits = []

@@ -43,7 +43,7 @@ ELSEWHERE = {
 
 @functools.cache  # Some tests read what another one has read.
 def run(example, strict="0"):
-    """Run an example in this process, which has imported what it wants."""
+    """Run an example in this process, which has imported its modules."""
     printed = io.StringIO()
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -121,7 +121,7 @@ def test_the_manifest_of_two_hosts_gives_vllm_settings_that_it_takes():
     command = server["args"][0]
     config = json.loads(re.search("--kv-transfer-config '(.*?)'", command, re.S)[1])
     offload, _ = read_extra_config(config["kv_connector_extra_config"])
-    variables = {each["name"]: each["value"] for each in server["env"]}
+    variables = {variable["name"]: variable["value"] for variable in server["env"]}
     assert variables["TPU_MULTIHOST_BACKEND"] == "ray"
     # An eighth more is spare room.
     share = offload.host_bytes // group["size"]

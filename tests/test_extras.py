@@ -1,4 +1,4 @@
-"""What messages say to install is what pyproject.toml declares."""
+"""Messages name the packages that pyproject.toml declares."""
 
 import importlib
 import sys
@@ -21,8 +21,8 @@ def test_the_extras_are_those_of_the_package():
         for extra, lines in project["optional-dependencies"].items()
         if extra not in OF_DEVELOPERS
     }
-    known = EXTRAS | PLATFORMS
-    assert {extra: list(known[extra].values()) for extra in known} == declared
+    extras = EXTRAS | PLATFORMS
+    assert {extra: list(extras[extra].values()) for extra in extras} == declared
 
 
 def test_no_message_names_an_extra_to_pip():

@@ -34,7 +34,7 @@ CEILINGS = {
     "compiling": 990,
     "keys": 785,
     "policies": 4_710,
-    "transfer": 10_650,
+    "transfer": 10_065,
     "tiers": 4_480,
     "search": 570,
     "scheduling": 10_145,
@@ -61,13 +61,11 @@ Sources = dict[str, str]  # a module's full name -> its text
 
 
 def room_of(module: str) -> str:
-    """Name the room of a module."""
     path = module.split(".")
     return path[1] if len(path) > 1 else "jaxkv"
 
 
 def floor_of(room: str) -> int | None:
-    """Find the floor of a room; None if it has none."""
     for floor, rooms in enumerate(FLOORS):
         if room in rooms:
             return floor

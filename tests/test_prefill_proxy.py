@@ -19,7 +19,6 @@ BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 8, "stream": True}
 
 @contextlib.contextmanager
 def engine(status, answer):
-    """An engine that answers with the same bytes; give its URL and what it got."""
     got = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -44,7 +43,7 @@ def engine(status, answer):
 
 @contextlib.contextmanager
 def proxy(prefill, decode):
-    """The example; give a function that posts to it, for the kind and the answer."""
+    """Run the example; yield a function that posts to it."""
     words = ["--prefill", prefill, "--decode", f"{decode}/", "--port", "0"]
     child = subprocess.Popen(
         [sys.executable, "-W", "error", EXAMPLE, *words],
@@ -74,10 +73,10 @@ def test_a_prompt_goes_to_the_one_and_then_with_its_answer_to_the_other():
         data = json.dumps(BODY | {"stream_options": {"include_usage": True}}).encode()
         assert post(data) == ("text/event-stream", b"data: 1\n\ndata: 2\n\n")
         post(json.dumps({"max_completion_tokens": 9}).encode(), "/v1/chat/completions")
-    asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    told = {"max_tokens": 1, "stream": False, "kv_transfer_params": asked}
-    assert computed[0] == ("/v1/completions", BODY | told)
-    assert computed[1] == ("/v1/chat/completions", told | {"max_completion_tokens": 1})
+    transfer = {"do_remote_decode": True, "do_remote_prefill": False}
+    added = {"max_tokens": 1, "stream": False, "kv_transfer_params": transfer}
+    assert computed[0] == ("/v1/completions", BODY | added)
+    assert computed[1] == ("/v1/chat/completions", added | {"max_completion_tokens": 1})
     expected = BODY | {"stream_options": {"include_usage": True}}
     assert decoded[0] == ("/v1/completions", expected | {"kv_transfer_params": ANSWER})
 

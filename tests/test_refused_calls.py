@@ -93,22 +93,14 @@ def check(name, owner, cases):
 
 
 def one_wrong(call, right, wrong):
-    """Give calls with one wrong argument each.
-
-    Args:
-        call: The call.
-        right: Arguments that are right.
-        wrong: For each of them values that are not.
-    """
     for place, values in enumerate(wrong):
         for value in values:
-            given = [*right[:place], value, *right[place + 1 :]]
-            yield f"argument {place} = {value!r}", call, given
+            args = [*right[:place], value, *right[place + 1 :]]
+            yield f"argument {place} = {value!r}", call, args
 
 
 @pytest.fixture
 def engine():
-    """A scheduler that one request runs on, and another has an offer of."""
     return make_engine()
 
 
@@ -127,14 +119,14 @@ def make_engine(**rules):
     scheduler.request_finished(before)
     pool.free(blocks)
     pool.evict(blocks)
-    one = make_request("one", 4, 5)
-    one.blocks = admit(scheduler, pool, one)
-    one.num_computed_tokens = one.num_tokens
-    pool.cache(one.blocks[:2], one.block_keys)
+    first = make_request("one", 4, 5)
+    first.blocks = admit(scheduler, pool, first)
+    first.num_computed_tokens = first.num_tokens
+    pool.cache(first.blocks[:2], first.block_keys)
     two = make_request("two", 1, 2, 3, 4)
     assert scheduler.get_num_new_matched_tokens(two, 0) == (3 * BLOCK_SIZE, True)
     two.blocks = pool.allocate(5)
-    return types.SimpleNamespace(scheduler=scheduler, pool=pool, one=one, two=two)
+    return types.SimpleNamespace(scheduler=scheduler, pool=pool, one=first, two=two)
 
 
 def make_request(name, *path):
@@ -218,49 +210,49 @@ def test_a_request_with_an_attribute_of_a_wrong_type_is_refused(name):
 def test_a_request_that_changes_an_attribute_while_it_runs_is_refused_in_the_step():
     engine = make_engine()
     engine.scheduler.build_connector_meta(SchedulerOutput({"one": 1}))
-    one, owner = engine.one, (engine.scheduler, engine.pool)
-    one.num_tokens = one.num_computed_tokens = 3 * BLOCK_SIZE + 1
-    one.block_keys = make_keys(4, 5, 6)
+    request, owner = engine.one, (engine.scheduler, engine.pool)
+    request.num_tokens = request.num_computed_tokens = 3 * BLOCK_SIZE + 1
+    request.block_keys = make_keys(4, 5, 6)
     step = SchedulerOutput({"one": 1, "two": 1}, {"one": [9]}, ["two"])
     for attribute, values in (_ATTRIBUTES | _STORED).items():
         if attribute == "request_id":
             continue
-        right = getattr(one, attribute)
+        right = getattr(request, attribute)
         for value in values:
             is_small = attribute == "num_computed_tokens" and isinstance(
                 value, int | float
             )
             if is_small or isinstance(value, dict | set):
                 continue  # There is nothing to offer yet.
-            setattr(one, attribute, value)
+            setattr(request, attribute, value)
             # Not the attribute itself, which is the engine's.
             before = digest(*owner)
             with pytest.raises((TypeError, ValueError)) as refused:
                 engine.scheduler.build_connector_meta(step)
             assert not _UNCLEAR.search(str(refused.value)), (attribute, value)
             assert digest(*owner) == before, (attribute, value)
-        setattr(one, attribute, right)
+        setattr(request, attribute, right)
     engine.scheduler.build_connector_meta(step)
 
 
 def test_arguments_of_a_wrong_type_are_refused_by_the_scheduler(engine):
-    scheduler, one, two = engine.scheduler, engine.one, engine.two
-    blocks, no_step = two.blocks, [None, 7, "one", {}, [], object()]
+    scheduler, first, second = engine.scheduler, engine.one, engine.two
+    blocks, no_step = second.blocks, [None, 7, "one", {}, [], object()]
     no_moves = ConnectorOutput()
     owner = scheduler, engine.pool
 
     def cases():
         query = scheduler.get_num_new_matched_tokens
-        yield from one_wrong(query, (two, 0), ([], [*_NO_COUNTS, 3]))
+        yield from one_wrong(query, (second, 0), ([], [*_NO_COUNTS, 3]))
         explain = scheduler.explain
         counts = [value for value in _NO_COUNTS if value is not None]
-        yield from one_wrong(explain, (two, 0), ([], [*counts, 3]))
+        yield from one_wrong(explain, (second, 0), ([], [*counts, 3]))
         take = scheduler.update_state_after_alloc
         wrong = [], _NO_TABLE, [*_NO_COUNTS, 3, 1 << 20]
-        yield from one_wrong(take, (two, blocks, 3 * BLOCK_SIZE), wrong)
+        yield from one_wrong(take, (second, blocks, 3 * BLOCK_SIZE), wrong)
         finish = scheduler.request_finished
         no_table = [ids for ids in _NO_TABLE if ids is not None]
-        yield from one_wrong(finish, (one, one.blocks), ([], no_table))
+        yield from one_wrong(finish, (first, first.blocks), ([], no_table))
         yield from one_wrong(scheduler.build_connector_meta, ({},), (no_step,))
         yield from one_wrong(
             lambda *fields: scheduler.build_connector_meta(SchedulerOutput(*fields)),
@@ -309,8 +301,8 @@ def test_a_report_of_which_a_part_is_wrong_is_not_applied_in_part():
         for report in [ConnectorOutput(**right | {field: value})]
     )
     check("update_connector_output", (scheduler, engine.pool), cases)
-    over = scheduler.update_connector_output(ConnectorOutput(**right))
-    assert (over.finished_recving, over.completed_store_events) == (("two",), (1,))
+    output = scheduler.update_connector_output(ConnectorOutput(**right))
+    assert (output.finished_recving, output.completed_store_events) == (("two",), (1,))
 
 
 def test_arguments_of_a_wrong_type_are_refused_by_the_device_pool():

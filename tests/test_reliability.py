@@ -18,9 +18,9 @@ def promises():
 
 
 def test_every_promise_has_a_test_that_is_there():
-    found = promises()
-    assert len(found) >= 10
-    for promise, tests in found.items():
+    rows = promises()
+    assert len(rows) >= 10
+    for promise, tests in rows.items():
         assert tests, f"no test is named for: {promise}"
         for path, name in tests:
             tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))

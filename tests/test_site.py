@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the site; a warning of the build is an error."""
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [
@@ -51,7 +50,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(site):
-    """Where the site is served, as its search does not work from files."""
+    """The URL of a server for the site, as its search does not work from files."""
     handler = functools.partial(Quiet, directory=site)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)

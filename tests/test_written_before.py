@@ -1,7 +1,7 @@
-"""What an earlier version has written is read: small files of it are kept.
+"""Files of an earlier version are read: small ones are kept.
 
-`tests/data/e817121` has a store of two blocks, a recording and a configuration as the
-tree of that commit wrote them.
+`tests/data/e817121` has a store of two blocks, a recording and a configuration, all
+written by the tree at e817121.
 """
 
 import pathlib
@@ -21,11 +21,11 @@ def test_a_store_written_before_is_listed_and_read(tmp_path):
     keys = [bytes([number]) * 32 for number in (1, 2)]
     with StorageIO(LocalStore(str(tmp_path / "store")), BLOCKS) as storage:
         storage.list_all(Bound(10))
-        found, ended = [], None
+        keys_read, ended = [], None
         while ended is None:
             pages, ended = storage.take_pages(100)
-            found += [key for page in pages for key in page.keys]
-        assert (sorted(found), ended.num_blocks) == (keys, 2)
+            keys_read += [key for page in pages for key in page.keys]
+        assert (sorted(keys_read), ended.num_blocks) == (keys, 2)
         storage.submit_reads(keys, float("inf"))
         reads = storage.wait(60, 2)
         assert {read.key: bytes(read.payload) for read in reads} == {

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from jaxkv.strict.blocks import PoolBlocks, StrictError
 from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
-from jaxkv.transfer.host_bytes import HostWrite
 from jaxkv.transfer.ids import BlockIdsLike
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.ownership import owned
+from jaxkv.transfer.tickets import HostWrite
 from jaxkv.types import PyTree
 
 MAX_STEPS = 4

@@ -27,7 +27,12 @@ HTML_OPTION = """\
   --html FILE  also write a self-contained HTML report"""
 QUIET_OPTION = """\
   -q, --quiet  show no progress"""
-_RESULTS = "results", "rows", "findings"  # The rows of CSV; else all is one row.
+_RESULTS = (
+    "results",
+    "rows",
+    "findings",
+    "namespaces",
+)  # The rows of CSV; else all is one row.
 
 
 @contextlib.contextmanager
@@ -108,7 +113,10 @@ def _format(figures: Mapping[str, Any], name: str) -> str:
     """Write figures as JSON, or their results as CSV, nested names joined by dots."""
     if name == "json":
         return f"{json.dumps(figures, indent=2)}\n"
-    results = next((figures[key] for key in _RESULTS if key in figures), [figures])
+    results = next(
+        (figures[key] for key in _RESULTS if isinstance(figures.get(key), list)),
+        [figures],
+    )
     rows = [dict(_flatten(result)) for result in results]
     file, columns = io.StringIO(), dict.fromkeys(key for row in rows for key in row)
     writer = csv.DictWriter(file, list(columns), lineterminator="\n")

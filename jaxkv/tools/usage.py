@@ -261,19 +261,19 @@ def sizes_text(sizes: Iterable[int]) -> str:
     return ",".join(size_text(size, "") for size in sizes)
 
 
-def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
+def check_names(option: str, names: Sequence[str], choices: Sequence[str]) -> list[str]:
     """Refuse unknown names; return the names without repetitions."""
-    for name in given:
-        if name not in known:
+    for name in names:
+        if name not in choices:
             raise UsageError(
-                f"{option}: unknown {shown(name)}: {did_you_mean(name, known)}"
+                f"{option}: unknown {shown(name)}: {did_you_mean(name, choices)}"
             )
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(names))
 
 
-def check_belongs(args: Args, names: Sequence[str], to: str, given: object) -> None:
+def check_belongs(args: Args, names: Sequence[str], to: str, value: object) -> None:
     """Refuse options that refine another one, if that is not given."""
-    if not given:
+    if not value:
         check_absent(args, names, f"{{}}: it belongs to {to}")
 
 

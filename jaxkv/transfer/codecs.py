@@ -54,28 +54,17 @@ class Compression:
 
 
 class Part(NamedTuple):
-    """One array that a codec makes from a leaf, with the axes of the leaf.
+    """One array that a codec makes from a leaf, with the axes of the leaf."""
 
-    Attributes:
-        shape: Shape for all blocks of the leaf.
-        dtype: Type of its elements.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # For all blocks of the leaf.
     dtype: np.dtype
 
 
 class Codec(NamedTuple):
-    """How the blocks of one leaf are encoded on the host.
+    """The encoding of one leaf's blocks on the host, dtype[..., rows, ...]."""
 
-    Attributes:
-        parts: The arrays of the encoded leaf.
-        encode: The leaf's blocks ``dtype[..., rows, ...]`` -> the parts of these rows.
-        decode: The reverse.
-    """
-
-    parts: tuple[Part, ...]
-    encode: Callable[[jax.Array], tuple[jax.Array, ...]]
+    parts: tuple[Part, ...]  # The arrays of the encoded leaf.
+    encode: Callable[[jax.Array], tuple[jax.Array, ...]]  # Blocks -> their parts.
     decode: Callable[[tuple[jax.Array, ...]], jax.Array]
 
     def keeps(self, leaf: Leaf) -> bool:
@@ -84,11 +73,7 @@ class Codec(NamedTuple):
 
 
 def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec]:
-    """Choose a codec for every leaf.
-
-    Raises:
-        ValueError: A leaf has no such head axis.
-    """
+    """Choose a codec for every leaf; ValueError if a leaf has no such head axis."""
     if compression is None:
         return [_raw(leaf) for leaf in layout.leaves]
     skeleton = jax.tree.unflatten(layout.treedef, layout.leaves)
@@ -113,9 +98,9 @@ def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec
             codecs.append(_raw(leaf))
             continue
         ndim = len(leaf.shape)
-        named = axis if isinstance(axis, frozenset) else {axis}
-        are_axes = all(isinstance(each, int) and -ndim <= each < ndim for each in named)
-        kept = {each % ndim for each in named} if are_axes else set()
+        heads = axis if isinstance(axis, frozenset) else {axis}
+        are_axes = all(isinstance(head, int) and -ndim <= head < ndim for head in heads)
+        kept = {head % ndim for head in heads} if are_axes else set()
         if not kept or leaf.block_axis in kept:
             raise ValueError(
                 f"compression: head_axis {shown(axis)} of {leaf.name} must be an axis "
@@ -132,7 +117,7 @@ def _raw(leaf: Leaf) -> Codec:
     return Codec(
         parts=(Part(leaf.shape, leaf.dtype),),
         encode=lambda rows: (rows,),
-        decode=lambda parts: parts[0],
+        decode=lambda encoded: encoded[0],
     )
 
 
@@ -162,8 +147,8 @@ def _quantised(
             scaled = jnp.round(scaled)
         return jnp.clip(scaled, -largest, largest).astype(stored), scale
 
-    def decode(parts: tuple[jax.Array, ...]) -> jax.Array:
-        values, scale = parts
+    def decode(encoded: tuple[jax.Array, ...]) -> jax.Array:
+        values, scale = encoded
         return (values.astype(jnp.float32) * scale).astype(leaf.dtype)
 
     return Codec(

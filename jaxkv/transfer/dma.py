@@ -1,12 +1,12 @@
-"""Pallas kernels for TPU that copy the rows of an extent by asynchronous copies.
+"""The rows of an extent, gathered and scattered by asynchronous copies of a TPU.
 
-They do what `rows` does, for the leaves that `accepts` names, and read and write no
-more than the rows that are wanted: XLA's gathers and scatters read a row several times,
-and copy whole leaves where rows are wide. A row goes from HBM to HBM without passing
-through a core, several at a time.
+The functions are the `RowCopier` of `kernels` for the leaves that `accepts` allows.
+These Pallas kernels read and write only the wanted rows: XLA's gathers and scatters
+read a row several times, and copy whole leaves where rows are wide. A row goes from HBM
+to HBM without passing through a core, several at a time.
 
-Mosaic, the compiler of these kernels, addresses an array in the order in which it lies
-in memory. So each array is first transposed into that order, which moves no bytes.
+Mosaic, the compiler of these kernels, addresses an array by its order in memory. So
+each array is first transposed into that order, which moves no bytes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,21 @@ from jaxkv.transfer.memory import array_spec, default_layout
 from jaxkv.transfer.plans import NOTHING
 from jaxkv.transfer.tiling import is_copied, padded_bytes
 
-# Enough to hide the latency of copies of some KiB each, as those of a few heads of a
-# sharded pool are: 4 MiB take two to five microseconds of the bandwidth.
+# Enough to hide the latency of copies of some KiB each, such as a few heads of a
+# sharded pool: 4 MiB take two to five microseconds of the bandwidth.
 _COPIES_IN_FLIGHT = 512
-_MOST_ROWS_IN_FLIGHT = 64
+_MAX_ROWS_IN_FLIGHT = 64
 # How the kernels run where there is no TPU.
 _INTERPRETER: Any = True
 _Array: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
 class _Rows(NamedTuple):
-    """The rows of a leaf in one of several arrays, which are as they lie in memory.
+    """The rows of a leaf in one of several arrays, in their order in memory."""
 
-    Attributes:
-        array: Index of the array.
-        layer: The index along the first axis of a stack of leaves; else nothing.
-        axis: The axis that counts the rows, apart from that of the stack.
-    """
-
-    array: int
-    layer: tuple[int, ...]
-    axis: int
+    array: int  # Index of the array.
+    layer: tuple[int, ...]  # The index in a stack of leaves, its first axis; or empty.
+    axis: int  # The axis of the rows, without the axis of the stack.
 
     def at(self, refs: Sequence[Any], position: Any) -> Any:
         """Return a reference to one row."""
@@ -65,20 +59,7 @@ def gather_rows(
     sources: jax.Array,
     carry: Extent | None,
 ) -> Extent:
-    """Gather the rows of a new extent from the pool.
-
-    Args:
-        extents: Layout of an extent.
-        bundles: Those to gather.
-        leaves: The pool's, by index.
-        sources: i32[2 * rows], see `SavePlan.row_sources`. A row without a source is
-            not written.
-        carry: Arrays of `bundles` to write to in place, which keeps the rows carried
-            over; None for new arrays.
-
-    Returns:
-        The arrays of `bundles`.
-    """
+    """Gather the rows of a new extent from the pool, in place into `carry` if given."""
     indices, in_pool, in_extent = _pair(extents, bundles)
     pool = [_as_it_lies(leaves[n], extents.pool.leaves[n]) for n in indices]
     orders = [_order(extents, bundle) for bundle in bundles]
@@ -112,19 +93,7 @@ def scatter_rows(
     targets: jax.Array,
     arrays: Extent,
 ) -> dict[int, jax.Array]:
-    """Write the rows of an extent into leaves, in place.
-
-    Args:
-        extents: Layout of an extent.
-        bundles: Those to write.
-        leaves: The pool's, by index.
-        targets: i32[rows]. The block for each row, distinct. A row of NOTHING is not
-            read.
-        arrays: The extent's arrays of `bundles`.
-
-    Returns:
-        The leaves of `bundles` afterwards.
-    """
+    """Write the rows of an extent into leaves, in place; read only the wanted rows."""
     indices, in_pool, in_extent = _pair(extents, bundles)
     written = _copy_rows(
         targets,
@@ -148,18 +117,7 @@ def copy_blocks(
     plan: jax.Array,
     platform: str,
 ) -> dict[int, jax.Array]:
-    """Copy blocks within leaves, in place.
-
-    Args:
-        layouts: Which leaves, by index.
-        leaves: The pool's, likewise.
-        plan: i32[2 * n]. The blocks to read, NOTHING for none, then where each goes:
-            distinct, and none is read.
-        platform: The platform of the pool's devices.
-
-    Returns:
-        The leaves of `layouts` afterwards.
-    """
+    """Copy blocks within leaves, in place."""
     num = plan.size // 2
     rows = [_Rows(n, (), _axis(leaf)) for n, leaf in enumerate(layouts.values())]
     written = _copy_rows(
@@ -179,40 +137,26 @@ def copy_blocks(
 
 
 def _copy_rows(
-    plan: jax.Array,
-    inputs: Sequence[jax.Array],
-    targets: Sequence[_Array],
-    pairs: Sequence[tuple[_Rows, _Rows]],
+    plan: jax.Array,  # i32[...]. NOTHING in its first `num_rows` for unwanted rows.
+    inputs: Sequence[jax.Array],  # Arrays to read; if empty, the targets are read.
+    targets: Sequence[_Array],  # Arrays to write in place, or specs of new ones.
+    pairs: Sequence[tuple[_Rows, _Rows]],  # The copies of a row: input, target.
+    # The plan and a row -> its positions in the inputs and in the targets.
     positions: Callable[[Any, Any], tuple[Any, Any]],
     num_rows: int,
-    row_bytes: int,
+    row_bytes: int,  # Bytes moved for each row.
     platform: str,
 ) -> Sequence[jax.Array]:
-    """Copy rows from arrays to arrays, several at a time.
-
-    Args:
-        plan: i32[...]. Its first `num_rows` say which rows are wanted: not NOTHING.
-        inputs: Arrays to read; none to read the targets.
-        targets: Arrays to write to in place, or descriptions of new ones.
-        pairs: What is copied for each row, from the inputs to the targets.
-        positions: A reference to the plan, and a row -> where it is in the inputs, and
-            where in the targets.
-        num_rows: Number of rows.
-        row_bytes: What is moved for each.
-        platform: The platform of the pool's devices.
-
-    Returns:
-        The targets afterwards.
-    """
+    """Copy rows from arrays to arrays, several at a time; return the targets."""
     # Imported here, since it takes a while and only a TPU needs it.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     is_tpu = platform == "tpu"
     in_place = [target for target in targets if isinstance(target, jax.Array)]
-    # Of many leaves two rows at least, so that the next one moves while one is awaited.
+    # At least two rows, so that one moves during the wait for another.
     rows_in_flight = min(
-        num_rows, _MOST_ROWS_IN_FLIGHT, max(2, _COPIES_IN_FLIGHT // len(pairs))
+        num_rows, _MAX_ROWS_IN_FLIGHT, max(2, _COPIES_IN_FLIGHT // len(pairs))
     )
 
     def kernel(plan: Any, *refs: Any) -> None:
@@ -220,15 +164,16 @@ def _copy_rows(
         written = refs[-1 - len(targets) : -1]
         read = refs[: len(inputs)] or written
 
-        # A row has a semaphore of its own: to wait on one is to wait for a number of
-        # bytes, no matter of which copies.
+        # Each row has a semaphore: a wait ends after some number of bytes, which other
+        # copies could deliver.
         def each_copy(row: Any, act: Callable[[Any], None]) -> None:
             @pl.when(plan[row] != NOTHING)
             def _() -> None:
                 semaphore = semaphores.at[row % rows_in_flight]
-                here, there = positions(plan, row)
+                position, new_position = positions(plan, row)
                 for source, target in pairs:
-                    origin, place = source.at(read, here), target.at(written, there)
+                    origin = source.at(read, position)
+                    place = target.at(written, new_position)
                     act(pltpu.make_async_copy(origin, place, semaphore))
 
         def start(row: Any, _: None) -> None:
@@ -259,10 +204,7 @@ def _copy_rows(
     written: Sequence[jax.Array] = pl.pallas_call(
         kernel,
         out_shape=[array_spec(t.shape, np.dtype(t.dtype)) for t in targets],
-        in_specs=[
-            pl.BlockSpec(memory_space=pltpu.SMEM),
-            *[hbm] * len(operands),
-        ],
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *[hbm] * len(operands)],
         out_specs=[hbm] * len(targets),
         input_output_aliases={1 + len(inputs) + n: n for n in range(len(in_place))},
         scratch_shapes=[pltpu.SemaphoreType.DMA((rows_in_flight,))],
@@ -304,7 +246,7 @@ def _pair(
 def _new_array(
     extents: ExtentLayout, bundle: Bundle, leaf: jax.Array
 ) -> jax.ShapeDtypeStruct:
-    """Describe a bundle's array for rows of `leaf`, both as they lie in memory."""
+    """Describe a bundle's array for rows of `leaf`, with its axes in memory order."""
     axis = _axis(extents.pool.leaves[bundle.leaves[0]])
     shape = (*leaf.shape[:axis], extents.rows, *leaf.shape[axis + 1 :])
     stack = (len(bundle.leaves),) * extents.stacked

@@ -15,7 +15,7 @@ from jaxkv.transfer import limits, memory
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extent_table import ExtentTable, SharedMemory
 from jaxkv.transfer.extents import ExtentLayout
-from jaxkv.transfer.host_bytes import HostRead, HostWrite
+from jaxkv.transfer.host_bytes import HostRead
 from jaxkv.transfer.host_memory import (
     MAX_EXTENT_BLOCKS,
     HostMemory,
@@ -31,7 +31,7 @@ from jaxkv.transfer.ids import (
     transfer_pairs,
 )
 from jaxkv.transfer.kernels import (
-    MOST_TOGETHER,
+    MAX_EXTENTS_PER_PROGRAM,
     CopierSpec,
     Kernel,
     Mode,
@@ -43,7 +43,7 @@ from jaxkv.transfer.ownership import Owner, owned
 from jaxkv.transfer.plans import NOTHING, Plans
 from jaxkv.transfer.queue import TransferQueue
 from jaxkv.transfer.step_loads import StepLoads
-from jaxkv.transfer.tickets import Completion, Ticket
+from jaxkv.transfer.tickets import Completion, HostWrite, Ticket
 from jaxkv.transfer.tiling import pads_rows, warn_of_costly_layouts
 from jaxkv.types import PyTree
 
@@ -51,7 +51,7 @@ DEFAULT_STAGING_BYTES = 256 << 20
 
 
 class _CheckedLoad(NamedTuple):
-    """What the queue takes of a load, as `TransferQueue.load` describes it."""
+    """The arguments of `TransferQueue.load`."""
 
     leaves: list[jax.Array]
     device_ids: NDArray[np.int32]
@@ -78,11 +78,11 @@ class TransferEngine:
         for completion in engine.poll(): ...    # finished transfers
 
     Only `drain` blocks. A transfer is over when `poll` or `drain` has reported it: the
-    blocks of a load are in the last returned pool, those of a save can be loaded. Until
-    then do not use the device blocks of a load, and do not overwrite those of a save
-    while `is_waiting` is True for it: transfers beyond `staging_bytes` wait, loads
-    going before saves. Once a save has been issued, data dependencies order it before
-    the caller's later steps, which may overwrite its blocks.
+    blocks of a load are in the last returned pool; the blocks of a save can be loaded.
+    Until then do not use the device blocks of a load, and do not overwrite the device
+    blocks of a save while `is_waiting` is True for it: transfers beyond `staging_bytes`
+    wait, loads before saves. Once a save has been issued, data dependencies order it
+    before the caller's later steps, which may overwrite its blocks.
 
     A save never overwrites memory that holds blocks, so a failed save loses only its
     own. The thread that first passes a pool owns the engine, and dispatches all work on
@@ -137,8 +137,8 @@ class TransferEngine:
             block_axis: The axis that counts the blocks: an int, or a pytree of ints
                 that is a prefix of `pool`.
             blocks_per_host_block: Number of device blocks that a host block holds.
-            layer_groups: Number of parts in which a load arrives, the first leaves
-                first, so that a model that runs layer by layer can begin early: once
+            layer_groups: Number of parts of a load, which arrive in the order of the
+                leaves, so that a model that runs layer by layer can begin early: once
                 `is_waiting` is False for a load, each leaf is ready by itself.
             staging_bytes: Bytes that may be in flight at a time; at least one extent.
                 Blocks that a save carries over from another extent do not count.
@@ -197,10 +197,10 @@ class TransferEngine:
         warn_of_costly_layouts(layout, extents.rows, padding)
         limits.check_host_bytes(self._host_bytes, platform)
         self._layout = layout
-        most_together = self._staging_bytes // extents.num_bytes
+        max_extents = self._staging_bytes // extents.num_bytes
         spec = CopierSpec(
             *(layout, extents.rows, layer_groups, compression, mode, kernel),
-            min(most_together, MOST_TOGETHER),
+            min(max_extents, MAX_EXTENTS_PER_PROGRAM),
         )
         self._copier = copier_of(spec)
         self._plans = Plans(
@@ -320,10 +320,7 @@ class TransferEngine:
 
     @owned
     def save(
-        self,
-        pool: PyTree,
-        device_block_ids: BlockIdsLike,
-        host_block_ids: BlockIdsLike,
+        self, pool: PyTree, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
     ) -> Ticket:
         """Copy device blocks to host blocks.
 
@@ -345,22 +342,13 @@ class TransferEngine:
                 the engine.
         """
         leaves = self._leaves(pool)
-        ids = self._checked_save(device_block_ids, host_block_ids)
+        ids = self.check_save(device_block_ids, host_block_ids)
         return self._queue.save(leaves, *ids)
 
     def check_save(
         self, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
-    ) -> None:
-        """Refuse ids that `save` would refuse.
-
-        Raises:
-            ValueError: As there.
-        """
-        self._checked_save(device_block_ids, host_block_ids)
-
-    def _checked_save(
-        self, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Refuse ids that `save` would refuse; return them, i32[n, m] and i32[n]."""
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, True)
         check_distinct("host_block_ids", host_ids)
         self._plans.shards(device_ids)
@@ -378,9 +366,8 @@ class TransferEngine:
         """Copy host blocks to device blocks.
 
         Returns at once; the blocks are in the pool once the load has been reported.
-        If the copy fails in the mode ``"fused"``, the returned pool fails with it: its
-        contents are lost, and the caller has to start with a new pool. In the mode
-        ``"staged"`` a copy that fails leaves the pool as it was.
+        A copy that fails in the mode ``"fused"`` takes the returned pool with it, and
+        the caller needs a new one; in ``"staged"`` it leaves the pool as it was.
 
         Args:
             pool: The current pool. Donated, if something is written into it.
@@ -427,11 +414,8 @@ class TransferEngine:
             in_step: As for `load`.
 
         Returns:
-            The pool to continue with, and a ticket for each load.
-
-        Raises:
-            ValueError: As `load`, or the sizes do not add up.
-            RuntimeError: As `load`.
+            The pool to continue with, and a ticket for each load. It refuses what
+            `load` refuses, and sizes that do not add up.
         """
         sizes = () if sizes is None else sizes
         return self._load(pool, host_block_ids, device_block_ids, sizes, in_step)
@@ -456,12 +440,7 @@ class TransferEngine:
         device_block_ids: BlockIdsLike,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        """Refuse what `load`, or with sizes `load_each`, would refuse.
-
-        Raises:
-            ValueError: As these.
-            RuntimeError: As these.
-        """
+        """Refuse what `load`, or with sizes `load_each`, would refuse."""
         self._checked_load(pool, host_block_ids, device_block_ids, sizes)
 
     def _checked_load(
@@ -471,7 +450,7 @@ class TransferEngine:
         device_block_ids: BlockIdsLike,
         sizes: Sequence[int] | None,
     ) -> _CheckedLoad:
-        """Give the arguments of a load as the queue takes them; see `load_each`."""
+        """Check the arguments of `load_each` and return the queue's."""
         leaves = self._leaves(pool)
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
         if sizes is None:
@@ -486,12 +465,12 @@ class TransferEngine:
     def take_step_loads(
         self, pool: PyTree, num_extents: int
     ) -> tuple[PyTree, StepLoads]:
-        """Hand over what was to be loaded `in_step`, for the next program to write.
+        """Return the loads of `in_step`, which the next program must write.
 
         The program calls `StepLoads.write` on the pool, layer group by layer group, so
-        that the first layers run while the bytes of the next ones arrive. It is to be
-        the next one on the pool, and `step_started` is to follow; until then all calls
-        are refused but `poll`::
+        that the first layers run while the bytes of the next ones arrive. It must be
+        the next one on the pool, and `step_started` must follow; until then all calls
+        except `poll` are refused::
 
             pool, loads = engine.take_step_loads(pool, 4)
             pool, output = prefill(pool, loads, ...)
@@ -499,13 +478,13 @@ class TransferEngine:
 
         Args:
             pool: The current pool. Donated, if something is written into it.
-            num_extents: How many extents the program takes in. What is left over is
-                written by the engine's own programs before it; with 0 that is all.
+            num_extents: How many extents the program takes. The engine's own programs
+                write the other loads before it; with 0, all of them.
 
         Returns:
-            The pool to continue with, and what the program is to write: of either
+            The pool to continue with, and the loads for the program: of either
             `num_extents` extents or none, so that jit sees two structures. Do not
-            donate it.
+            donate them.
 
         Raises:
             ValueError: The pool has another layout, or `num_extents` is negative.
@@ -518,17 +497,13 @@ class TransferEngine:
 
     @owned
     def idle_step_loads(self, num_extents: int) -> StepLoads:
-        """Make loads that write nothing, to compile or warm up a program with.
-
-        Args:
-            num_extents: As for `take_step_loads`.
-        """
+        """Make loads that write nothing, to compile a program with."""
         check_whole(0, num_extents=num_extents)
         return self._queue.idle_step_loads(num_extents)
 
     @owned
     def step_started(self, result: jax.Array) -> None:
-        """Say that the program which writes what `take_step_loads` gave is under way.
+        """Record that the program with the loads of `take_step_loads` has started.
 
         Args:
             result: An array that it returns and that is not donated afterwards: when it
@@ -593,8 +568,8 @@ class TransferEngine:
         """Report the transfers that have finished since the last report; never wait.
 
         Returns:
-            Completions in the order of the calls. A transfer is reported after those of
-            all earlier calls in its direction; failures are reported, not raised.
+            Completions in the order of the calls. A transfer is reported after the
+            transfers of all earlier calls in its direction. Failures are not raised.
         """
         return self._queue.report()
 
@@ -630,31 +605,23 @@ class TransferEngine:
 
     @owned
     def forget(self, host_block_ids: BlockIdsLike) -> NDArray[np.int32]:
-        """Empty host blocks, which cannot be loaded any more.
+        """Empty host blocks int[n], which cannot be loaded any more.
 
-        Args:
-            host_block_ids: int[n]. Blocks, with bytes or without; no save of them is in
-                flight.
-
-        Returns:
-            i32[m]. Those whose memory loads in flight still read: empty them again
-            later, or it is held until the next save of them.
-
-        Raises:
-            ValueError: The ids are wrong.
-            RuntimeError: Another thread owns the engine.
+        No save of them may be in flight. Returns the blocks i32[m] whose memory loads
+        in flight still read: forget them again later, or the memory is held until the
+        next save of them.
         """
         host_ids = self._host_ids(host_block_ids)
         return self._table.forget(host_ids, self._queue.next_number())
 
     @property
     def host_bytes_description(self) -> str:
-        """What the bytes of `read_host` are; equal where they can be exchanged."""
+        """The layout of the bytes of `read_host`; equal ones can be exchanged."""
         return self._queue.host_bytes.description
 
     @property
     def host_payload_bytes(self) -> int:
-        """Bytes of a host block in this process, as `read_host` gives them."""
+        """Bytes of a host block in this process, as `read_host` copies them."""
         return self._queue.host_bytes.num_bytes
 
     @property
@@ -664,20 +631,10 @@ class TransferEngine:
 
     @owned
     def read_host(self, host_block_ids: BlockIdsLike) -> HostRead:
-        """Hold host blocks so that their bytes can be copied out by another thread.
+        """Hold host blocks int[n], so that another thread can copy their bytes.
 
         Saves, and so `drain`, may have to wait for their memory until
-        `HostRead.close`: close it soon.
-
-        Args:
-            host_block_ids: int[n]. Blocks that can be loaded.
-
-        Returns:
-            What copies them, on any thread; close it afterwards.
-
-        Raises:
-            ValueError: The ids are wrong, or a block holds no bytes.
-            RuntimeError: Another thread owns the engine.
+        `HostRead.close`: close it soon. ValueError if a block holds no bytes.
         """
         return self._queue.host_bytes.read(self._host_ids(host_block_ids))
 
@@ -685,20 +642,12 @@ class TransferEngine:
     def write_host(
         self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
     ) -> HostWrite:
-        """Write bytes that `read_host` gave, here or in another engine of this layout.
+        """Write u8[host_payload_bytes] into each of the distinct host blocks int[n].
 
-        `advance_host` goes on with it; when `HostWrite.is_over`, the blocks can be
-        loaded, unless there was an error.
-
-        Args:
-            host_block_ids: int[n]. Where each goes, distinct. The previous contents are
-                gone.
-            payloads: u8[host_payload_bytes] for each.
-
-        Raises:
-            ValueError: The ids or the payloads are wrong, or the pool's block axis is
-                sharded.
-            RuntimeError: Another thread owns the engine.
+        They are bytes of `read_host`, of this or another engine of this layout.
+        `advance_host` continues the write; when `HostWrite.is_over`, the blocks can be
+        loaded, unless there was an error. ValueError if the ids or the payloads are
+        wrong, or the pool's block axis is sharded.
         """
         host_ids = self._host_ids(host_block_ids)
         check_distinct("host_block_ids", host_ids)
@@ -706,23 +655,21 @@ class TransferEngine:
             raise ValueError("write_host needs a pool whose block axis is not sharded.")
         num_bytes = self.host_payload_bytes
         is_listed = isinstance(payloads, Sequence)
-        sizes = [getattr(own, "nbytes", None) for own in payloads] if is_listed else []
+        sizes = [getattr(p, "nbytes", None) for p in payloads] if is_listed else []
         if sizes != [num_bytes] * len(host_ids):
             raise ValueError(
                 f"payloads must be {len(host_ids)} of {num_bytes} bytes, and are "
                 f"{shown(payloads)}."
             )
-        number = self._queue.next_number()
-        return self._queue.host_bytes.write(number, host_ids, list(payloads))
+        return self._queue.write(host_ids, list(payloads))
 
     @owned
     def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:
-        """Go on with what `write_host` began; returns at once.
+        """Continue the writes of `write_host`; returns at once.
 
-        Args:
-            run: Runs a function that copies bytes, on any thread, in any order.
+        `run` gets functions that copy bytes, to run on any thread, in any order.
         """
-        self._queue.host_bytes.advance(run)
+        self._queue.advance_writes(run)
 
     def _host_ids(self, host_block_ids: BlockIdsLike) -> NDArray[np.int32]:
         return host_ids_of(host_block_ids, self.num_host_blocks)

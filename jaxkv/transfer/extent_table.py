@@ -13,44 +13,31 @@ NO_BLOCK = -1
 
 
 class Placement(NamedTuple):
-    """Where the piece of a save goes that writes one extent.
+    """The place of a piece of a save, which writes one extent."""
 
-    Attributes:
-        extent: The extent to write; it is empty.
-        carry: The extent whose blocks are carried over into it, or NO_EXTENT.
-        picked: int[n]. Indices of the placed blocks among those asked for.
-        ids: i32[n]. These blocks.
-        places: int[n]. Where in the extent: ``shard * extent_blocks + offset``.
-        carried_ids: int[m]. The host blocks that are carried over.
-        carried_places: int[m]. Their places, the same in both extents.
-    """
-
-    extent: int
-    carry: int
-    picked: NDArray[np.intp]
-    ids: NDArray[np.int32]
-    places: NDArray[np.intp]
-    carried_ids: NDArray[np.int32]
-    carried_places: NDArray[np.intp]
+    extent: int  # The extent to write; it is empty.
+    carry: int  # The extent whose blocks are carried over into it, or NO_EXTENT.
+    picked: NDArray[np.intp]  # int[n]. Indices of the placed blocks in the argument.
+    ids: NDArray[np.int32]  # i32[n]. The placed blocks.
+    places: NDArray[np.intp]  # int[n]. In the extent: shard * extent_blocks + offset.
+    carried_ids: NDArray[np.int32]  # i32[m]. The host blocks that are carried over.
+    carried_places: NDArray[np.intp]  # int[m]. The same in both extents.
 
 
 class SharedMemory:
     """Host memory that the extents of several tables share.
 
-    A table that has taken its part carries blocks over, to need no more. One that has
-    no extent with room takes memory all the same: what others hold half empty would
-    keep it from ever storing anything.
-
-    Attributes:
-        num_bytes: Bytes that the extents are to take, of all tables together.
+    A table that has used up the memory carries blocks over, to need no more. If it has
+    no extent with room, it takes memory all the same: the half-empty extents of other
+    tables would keep it from ever storing anything.
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self.num_bytes = 0  # For the extents of all tables together.
         self._tables: list[tuple[ExtentTable, int]] = []
 
     def join(self, table: ExtentTable, num_extents: int, extent_bytes: int) -> None:
-        """Let a table share it; it is large enough for each of them alone."""
+        """Add a table; the memory is large enough for each of them alone."""
         self._tables.append((table, extent_bytes))
         self.num_bytes = max(self.num_bytes, num_extents * extent_bytes)
 
@@ -60,8 +47,8 @@ class SharedMemory:
         return sum(size * table.num_used_extents for table, size in self._tables)
 
     def num_left(self, table: ExtentTable) -> int:
-        """Tell how many more extents a table may take."""
-        (size,) = [size for own, size in self._tables if own is table]
+        """Return how many more extents a table may take."""
+        (size,) = [size for joined, size in self._tables if joined is table]
         return max(self.num_bytes - self.num_used_bytes, 0) // size
 
 
@@ -79,31 +66,17 @@ class ExtentTable:
 
     An extent is pinned while a transfer reads it, and held while a save reads or writes
     it. A block is readable from the completion of its save until the next save of it is
-    called; the ticket number of that save is its generation.
-
-    Attributes:
-        num_freed: Counts what may have made room: where `place` found none, it finds
-            none until this changes.
-        shared: The memory that other tables have extents in, too; None for its own.
+    called; the ticket number of the save is the block's generation.
     """
 
     def __init__(
         self,
         num_blocks: int,
-        num_extents: int,
-        extent_blocks: int,
+        num_extents: int,  # More than the blocks fill.
+        extent_blocks: int,  # Host blocks per extent and shard.
         num_shards: int = 1,
         blocks_per_host_block: int = 1,
     ):
-        """Start empty.
-
-        Args:
-            num_blocks: Number of host blocks.
-            num_extents: Extents; more than the blocks fill.
-            extent_blocks: Host blocks per extent and shard.
-            num_shards: Shards of the block axis.
-            blocks_per_host_block: Device blocks that a host block holds.
-        """
         self.num_blocks = num_blocks
         self._extent_blocks = extent_blocks
         self._num_shards = num_shards
@@ -115,7 +88,7 @@ class ExtentTable:
         self._writer = np.full(num_blocks, -1, np.int64)
         self._readable = np.zeros(num_blocks, np.bool_)
         # Which of a readable block's device blocks were saved.
-        self._parts = np.ones((num_blocks, blocks_per_host_block), np.bool_)
+        self._is_saved = np.ones((num_blocks, blocks_per_host_block), np.bool_)
         # The block at each place of each extent, and how many places are taken.
         self._owner = np.full(
             (num_extents, num_shards * extent_blocks), NO_BLOCK, np.int32
@@ -123,22 +96,19 @@ class ExtentTable:
         self._used = np.zeros((num_extents, num_shards), np.int32)
         self._pins = np.zeros(num_extents, np.int32)
         self._held = np.zeros(num_extents, np.bool_)
-        # What keeps each extent from being free: its blocks, its pins, and a hold.
+        # The reasons why each extent is not free: its blocks, its pins, and a hold.
         self._claims = np.zeros(num_extents, np.int64)
         self.num_freed = 0
+        """Counts what may have made room: `place` fails again until this changes."""
         self.shared: SharedMemory | None = None
-        # Of each call, what it would have to make anew.
+        """The memory that other tables have extents in, too; None for its own."""
+        # Made once, for all calls.
         self._places = np.arange(num_shards * extent_blocks)
         self._no_ids = np.zeros(0, np.int32)
 
     @property
-    def num_free_extents(self) -> int:
-        """Extents that are empty, and neither pinned nor held."""
-        return len(self._free())
-
-    @property
     def num_used_extents(self) -> int:
-        """The others, which have memory."""
+        """Extents that hold blocks, or are pinned or held."""
         return int(np.count_nonzero(self._claims))
 
     @property
@@ -150,40 +120,30 @@ class ExtentTable:
         self,
         ids: NDArray[np.int32],
         writer: int,
-        parts: NDArray[np.bool_] | bool = True,
+        is_saved: NDArray[np.bool_] | bool = True,
     ) -> None:
-        """Make blocks unreadable for a save.
+        """Make blocks i32[n] unreadable for the save of number `writer`.
 
         They keep their places until `place` finds new ones: an earlier load may still
-        have to read them.
-
-        Args:
-            ids: i32[n]. The blocks.
-            writer: The number of the save.
-            parts: bool[n, m]. Which of their device blocks it writes.
+        have to read them. `is_saved`, bool[n, m]: the device blocks that it writes.
         """
-        if self._parts.shape[1] > 1:  # Else a block is saved as a whole.
-            self._parts[ids] = parts
+        if self._is_saved.shape[1] > 1:  # Else a block is saved as a whole.
+            self._is_saved[ids] = is_saved
         self._writer[ids] = writer
         self._readable[ids] = False
 
     def is_claimed(self, ids: NDArray[np.int32], writer: int) -> NDArray[np.bool_]:
-        """Tell which blocks (i32[n]) were not claimed after a save: bool[n]."""
-        is_own: NDArray[np.bool_] = self._writer[ids] == writer
-        return is_own
+        """Return which blocks (i32[n]) no later save has claimed: bool[n]."""
+        is_claimed: NDArray[np.bool_] = self._writer[ids] == writer
+        return is_claimed
 
     def place(
         self, ids: NDArray[np.int32], shards: NDArray[np.intp]
     ) -> Placement | None:
-        """Choose an extent for some of the blocks; `settle` must follow.
+        """Choose an extent for some of the claimed blocks i32[n]; `settle` must follow.
 
-        Args:
-            ids: i32[n]. Claimed blocks; their old places are freed.
-            shards: int[n]. The shard of each.
-
-        Returns:
-            The placement of the blocks that fit; None if every extent with room is in
-            use.
+        Their old places are freed. Returns the placement of the blocks that fit; None
+        if every extent with room is in use.
         """
         self._vacate(ids)
         free = self._free()
@@ -196,7 +156,7 @@ class ExtentTable:
             room = np.minimum(self._extent_blocks - self._used, wanted).sum(axis=1)
             used = self._used.sum(axis=1)
             room[self._held | (used == 0)] = 0
-            # The most room; of equals, the fewest blocks to carry over.
+            # Maximum room; among equals, fewest blocks to carry over.
             size = self._owner.shape[1]
             carry = int(np.argmax(room * (size + 1) + size - used))
             if not room[carry]:
@@ -218,19 +178,16 @@ class ExtentTable:
         )
 
     def settle(self, placement: Placement, ok: bool) -> None:
-        """Complete a placement.
+        """Complete a placement, whose bytes have arrived if `ok`.
 
-        Args:
-            placement: What `place` returned.
-            ok: Whether the bytes arrived. If not, the placed blocks lose their places,
-                and those to carry over keep theirs.
+        If not, the placed blocks lose their places, and the others keep theirs.
         """
         new, old = placement.extent, placement.carry
         self._hold(new, False)
         if not ok:
             # A later save may have claimed and moved some of them.
-            here = self._owner[new, placement.places] == placement.ids
-            self._vacate(placement.ids[here])
+            is_there = self._owner[new, placement.places] == placement.ids
+            self._vacate(placement.ids[is_there])
         if old == NO_EXTENT:
             return
         self._hold(old, False)
@@ -243,12 +200,12 @@ class ExtentTable:
 
     def finish(self, ids: NDArray[np.int32], writer: int, ok: bool) -> None:
         """Finish a save: its blocks become readable, or lose their places."""
-        own = ids[self._writer[ids] == writer]
-        self._readable[own] = ok
+        ids = ids[self.is_claimed(ids, writer)]
+        self._readable[ids] = ok
         if not ok:
             # In a pinned extent, blocks keep their places until they are replaced, so
-            # that `place` does not take it for emptier than it is.
-            self._vacate(own[self._pins[self._extent[own]] == 0])
+            # that `place` does not count their room.
+            self._vacate(ids[self._pins[self._extent[ids]] == 0])
 
     def forget(self, ids: NDArray[np.int32], writer: int) -> NDArray[np.int32]:
         """Empty blocks; return those that keep their places, in pinned extents."""
@@ -258,16 +215,12 @@ class ExtentTable:
         return held
 
     def find(
-        self, ids: NDArray[np.int32], parts: NDArray[np.bool_] | bool = True
+        self, ids: NDArray[np.int32], is_read: NDArray[np.bool_] | bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the extent of each block and its place there, i32[n] each.
+        """Return the extent of each block i32[n] and its place there, i32[n] each.
 
-        Args:
-            ids: i32[n]. The blocks.
-            parts: bool[n, m]. Which of their device blocks are wanted.
-
-        Raises:
-            ValueError: A block holds no bytes, or lacks a wanted device block.
+        ValueError if a block holds no bytes, or its save left out a device block of
+        `is_read`, bool[n, m].
         """
         missing = ids[~self._readable[ids]]
         if missing.size:
@@ -275,12 +228,12 @@ class ExtentTable:
                 f"host blocks {missing.tolist()} have no bytes to load: a save into "
                 "them must have been reported as completed without an error."
             )
-        if self._parts.shape[1] == 1:
+        if self._is_saved.shape[1] == 1:
             return self._extent[ids], self._place[ids]
-        lacking = ids[(parts & ~self._parts[ids]).any(axis=1)]
-        if lacking.size:
+        partial = ids[(is_read & ~self._is_saved[ids]).any(axis=1)]
+        if partial.size:
             raise ValueError(
-                f"host blocks {lacking.tolist()} lack device blocks that are wanted: "
+                f"host blocks {partial.tolist()} lack device blocks that are wanted: "
                 "the save had -1 there."
             )
         return self._extent[ids], self._place[ids]
@@ -295,23 +248,6 @@ class ExtentTable:
         self._pins[extent] -= 1
         self._claims[extent] -= 1
         self.num_freed += 1
-
-    def check(self) -> None:
-        """Check that the arrays of the table agree; for tests and debugging.
-
-        Raises:
-            AssertionError: They do not.
-        """
-        (placed,) = np.nonzero(self._extent != NO_EXTENT)
-        owner = self._owner[self._extent[placed], self._place[placed]]
-        assert (owner == placed).all(), "a block is not where it should be"
-        assert (self._owner != NO_BLOCK).sum() == len(placed), "a place is leaked"
-        by_shard = self._owner.reshape(len(self._pins), self._num_shards, -1)
-        assert ((by_shard != NO_BLOCK).sum(axis=2) == self._used).all(), "miscounted"
-        assert self._readable[placed].sum() == self._readable.sum(), "nothing to read"
-        assert (self._pins >= 0).all(), "unpinned too often"
-        claims = self._used.sum(axis=1) + self._pins + self._held
-        assert (self._claims == claims).all(), "miscounted what keeps an extent"
 
     def _free(self) -> NDArray[np.intp]:
         free: NDArray[np.intp] = (self._claims == 0).nonzero()[0]

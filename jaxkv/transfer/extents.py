@@ -22,34 +22,21 @@ Extent: TypeAlias = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """Leaves that share an array of an extent, stacked along a new first axis.
+    """Leaves that share an array of an extent, stacked along a new first axis."""
 
-    Attributes:
-        leaves: Their indices in the layout of the pool.
-        part: Index of the part of their codecs that the array holds.
-    """
-
-    leaves: tuple[int, ...]
-    part: int
+    leaves: tuple[int, ...]  # Their indices in the layout of the pool.
+    part: int  # Index of the part of their codecs that the array holds.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExtentLayout:
-    """The layout of an extent: a small pool, which may be compressed.
+    """The layout of an extent: a small pool, which may be compressed."""
 
-    Attributes:
-        pool: Layout of the pool that the blocks come from.
-        rows: Device blocks per extent and shard.
-        stacked: Whether bundles stack leaves; if not, each is a single leaf.
-        codecs: How each leaf is encoded.
-        layer_groups: The bundles of each group of layers; groups are loaded in turn.
-    """
-
-    pool: PoolLayout
-    rows: int
-    stacked: bool
-    codecs: tuple[Codec, ...]
-    layer_groups: tuple[tuple[Bundle, ...], ...]
+    pool: PoolLayout  # Of the pool that the blocks come from.
+    rows: int  # Device blocks per extent and shard.
+    stacked: bool  # Whether bundles stack leaves; if not, each is a single leaf.
+    codecs: tuple[Codec, ...]  # For each leaf.
+    layer_groups: tuple[tuple[Bundle, ...], ...]  # Groups are loaded in turn.
 
     @classmethod
     def of(
@@ -61,18 +48,11 @@ class ExtentLayout:
         num_layer_groups: int = 1,
         compression: Compression | None = None,
     ) -> ExtentLayout:
-        """Lay out extents of `rows` blocks.
+        """Lay out extents of `rows` blocks, whose leaves are split into groups.
 
-        Args:
-            pool: Layout of the pool that the blocks come from.
-            rows: Device blocks per extent and shard.
-            stacked: Whether equal leaves share an array. Fewer arrays are copied
-                faster; on CPU, a program that unstacks an array copies it.
-            num_layer_groups: Number of runs that the leaves are split into.
-            compression: How blocks are compressed; None keeps every bit.
-
-        Raises:
-            ValueError: There are fewer leaves than layer groups.
+        If `stacked`, equal leaves share an array: fewer arrays are copied faster, but
+        on CPU, a program that unstacks an array copies it. ValueError if there are
+        fewer leaves than groups.
         """
         num_leaves = len(pool.leaves)
         if not 1 <= num_layer_groups <= num_leaves:
@@ -102,7 +82,7 @@ class ExtentLayout:
 
     @functools.cached_property
     def bundles(self) -> tuple[Bundle, ...]:
-        """All bundles, in the order of an extent's arrays."""
+        """Bundles of all groups, in the order of an extent's arrays."""
         return tuple(itertools.chain.from_iterable(self.layer_groups))
 
     def arrays_of(self, layer_group: int) -> slice:
@@ -155,7 +135,7 @@ class ExtentLayout:
         )
 
     def stack(self, arrays: list[jax.Array]) -> jax.Array:
-        """Make a bundle's array from those of its leaves."""
+        """Make a bundle's array from the arrays of its leaves."""
         return jnp.stack(arrays) if self.stacked else arrays[0]
 
     def unstack(self, array: jax.Array) -> list[jax.Array]:

@@ -15,32 +15,26 @@ from jaxkv.transfer.limits import host_memory_error
 
 _ALLOCATION_ERRORS = (jax.errors.JaxRuntimeError, MemoryError)
 # Passing an array to a program and starting the program cost the same for any size;
-# moving the bytes of an extent should take several times as long as both. Each device
-# has a bus of its own, so that this is for each.
+# moving the bytes of an extent should take several times as long as both. This is for
+# each device, which has a bus of its own.
 TARGET_EXTENT_BYTES = 8 << 20
 # With several devices, as many extents as this can be in flight, so that one is copied
 # while the next is gathered.
-_LEAST_IN_FLIGHT = 4
-# A small tier needs more and smaller ones: where a save replaces half of an extent, the
-# other half has to be carried over, row by row.
-_LEAST_EXTENT_BYTES = 1 << 20
-_LEAST_EXTENTS = 16
+_MIN_IN_FLIGHT = 4
+# A small tier needs more and smaller extents: where a save replaces half of an extent,
+# the other half has to be carried over, row by row.
+_MIN_EXTENT_BYTES = 1 << 20
+_MIN_EXTENTS = 16
 # With tiny blocks an extent is smaller: loading one block moves the whole extent.
 MAX_EXTENT_BLOCKS = 64
 
 
 class HostSize(NamedTuple):
-    """How large the host tier is.
+    """The size of the host tier."""
 
-    Attributes:
-        num_blocks: Host blocks.
-        extent_blocks: Host blocks per extent and shard.
-        num_extents: Extents, spare ones included.
-    """
-
-    num_blocks: int
-    extent_blocks: int
-    num_extents: int
+    num_blocks: int  # Host blocks.
+    extent_blocks: int  # Host blocks per extent and shard.
+    num_extents: int  # Spare ones included.
 
     @classmethod
     def of(
@@ -48,33 +42,19 @@ class HostSize(NamedTuple):
         num_host_blocks: SupportsIndex | None,
         host_bytes: str | SupportsIndex | None,
         extent_bytes: str | SupportsIndex | None,
-        row_bytes: int,
+        row_bytes: int,  # Bytes on the host of one host block in every shard.
         num_shards: int,
-        num_devices: int = 1,
-        staging_bytes: int = 0,
-        max_blocks: int = MAX_EXTENT_BLOCKS,
+        num_devices: int = 1,  # Of this process, which an extent is spread over.
+        staging_bytes: int = 0,  # Bytes that may be in flight.
+        max_blocks: int = MAX_EXTENT_BLOCKS,  # Per extent and shard.
     ) -> HostSize:
-        """Compute the size from the engine's arguments.
-
-        Args:
-            num_host_blocks: Host blocks, or None if `host_bytes` is given.
-            host_bytes: Host memory such as ``"8GiB"``, or None.
-            extent_bytes: Size of an extent, or None for the default.
-            row_bytes: Bytes on the host of one host block in every shard.
-            num_shards: Shards of the block axis.
-            num_devices: Devices of this process that an extent is spread over.
-            staging_bytes: Bytes that may be in flight.
-            max_blocks: The most blocks for an extent and shard.
-
-        Raises:
-            ValueError: None or both of the first two are given, or a size is too small.
-        """
+        """Compute the size from the engine's arguments; ValueError if it is wrong."""
         num_blocks, num_bytes, target = parse_size(
             num_host_blocks, host_bytes, extent_bytes
         )
         best = max(
             TARGET_EXTENT_BYTES,
-            min(TARGET_EXTENT_BYTES * num_devices, staging_bytes // _LEAST_IN_FLIGHT),
+            min(TARGET_EXTENT_BYTES * num_devices, staging_bytes // _MIN_IN_FLIGHT),
         )
         if num_blocks is not None:
             rows = -(-num_blocks // num_shards)
@@ -99,10 +79,9 @@ def parse_size(
     host_bytes: str | SupportsIndex | None,
     extent_bytes: str | SupportsIndex | None,
 ) -> tuple[int | None, int | None, int | None]:
-    """Parse what an engine is told of its size; see `TransferEngine`.
+    """Parse an engine's arguments for its size; see `TransferEngine`.
 
-    Raises:
-        ValueError: None or both of the first two are given, or one is no size.
+    ValueError if none or both of the first two are given, or one is not a size.
     """
     if (num_host_blocks is None) == (host_bytes is None):
         raise ValueError(
@@ -119,11 +98,7 @@ def parse_size(
 
 
 def parse_argument(name: str, size: str | SupportsIndex) -> int:
-    """Parse a size in bytes, given as the argument `name`.
-
-    Raises:
-        ValueError: It is not a size, or less than one byte.
-    """
+    """Parse a size of at least one byte, given as the argument `name`."""
     try:
         return parse_bytes(size)
     except ValueError as error:
@@ -144,19 +119,13 @@ def _extent_blocks(
     best_bytes: int,
     max_blocks: int,
 ) -> int:
-    """Choose how many host blocks an extent holds.
+    """Choose how many host blocks an extent holds, by default `best_bytes` of them.
 
-    Args:
-        host_block_bytes: Bytes of a host block.
-        num_host_blocks: Host blocks; a small tier has small extents, so that some can
-            be spare.
-        target_bytes: Bytes per extent to aim for; None for the best.
-        best_bytes: What is best in a large tier.
-        max_blocks: The most blocks.
+    A small tier has small extents, so that some can be spare.
     """
     if target_bytes is None:
-        share = host_block_bytes * num_host_blocks // _LEAST_EXTENTS
-        target_bytes = min(best_bytes, max(_LEAST_EXTENT_BYTES, share))
+        share = host_block_bytes * num_host_blocks // _MIN_EXTENTS
+        target_bytes = min(best_bytes, max(_MIN_EXTENT_BYTES, share))
     enough = -(-target_bytes // host_block_bytes)
     return max(1, min(enough, max_blocks, num_host_blocks // 8))
 
@@ -171,11 +140,7 @@ class HostMemory:
     """
 
     def __init__(self, copier: Copier, num_extents: int):
-        """Allocate `num_extents` extents.
-
-        Raises:
-            MemoryError: There is not that much pinned memory.
-        """
+        """Allocate extents; MemoryError if there is not that much pinned memory."""
         self._new_extent = copier.new_extent()
         self._extent_bytes = copier.extents.host_bytes
         self._platform = copier.extents.pool.platform
@@ -199,13 +164,10 @@ class HostMemory:
         return extent
 
     def take(self, index: int) -> Extent | None:
-        """Hand out the memory of an extent; `put` must set its replacement.
+        """Remove and return the memory of an extent; `put` must set its replacement.
 
-        Returns:
-            The memory to write to; None in the mode ``"staged"``.
-
-        Raises:
-            MemoryError: A failed save lost the memory, and it cannot be replaced.
+        None in the mode ``"staged"``. MemoryError if a failed save lost the memory and
+        it cannot be replaced.
         """
         extent, self._extents[index] = self._extents[index], None
         if not self._recycles:
@@ -219,7 +181,7 @@ class HostMemory:
         return extent
 
     def put(self, index: int, extent: Extent | None) -> None:
-        """Replace an extent, whose copy may be in flight; None if the save failed."""
+        """Replace an extent; None if the save failed."""
         self._extents[index] = extent
 
     def _explain(self, error: Exception, num_extents: int) -> None:

@@ -1,8 +1,8 @@
 """The rows of a host block, copied between the arrays of its extent and one payload.
 
 A block has rows in every array, often many small ones. One call copies them all,
-without the lock of the interpreter: to take it and let it go for every array would hold
-up the thread that steps for longer than the copies take.
+without the interpreter's lock: to release and take it for every array would delay the
+thread that steps for longer than the copies take.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numba import types
 from jaxkv.compiling import compiled
 
 ADDRESS, NUM_PIECES, STRIDE_BYTES, PIECE_BYTES = range(4)
-"""What is known of an array, in the columns of a table: where its memory begins, in how
-many pieces the rows of a block lie, how far apart these are, and how long each is."""
+"""The columns of a table of arrays: where an array's memory begins, in how many pieces
+the rows of a block lie, how far apart the pieces are, and how long each is."""
 
-_MOST_PLACE = (1 << 31) - 1
+_MAX_PLACE = (1 << 31) - 1
 
 _memcpy = types.ExternalFunction(
     "memcpy", types.uintp(types.uintp, types.uintp, types.uintp)
@@ -29,28 +29,14 @@ _memcpy = types.ExternalFunction(
 def copy_out(table: Any, place: int, payload: Any) -> None:
     """Copy the rows of a place into a payload; other threads may run meanwhile.
 
-    Args:
-        table: i64[p, 4]. Of each array, what `ADDRESS` and the others say.
-        place: The number of the block within the extent.
-        payload: u8[n]. Contiguous, as long as the pieces together. Written.
-
-    Raises:
-        ValueError: It is not as long, or the extent has no such place.
+    `table`, i64[p, 4], describes each array; `payload`, u8[n], is contiguous, and as
+    long as the pieces together. ValueError if not, or if the extent has no such place.
     """
     _copy_checked(table, place, payload, True)
 
 
 def copy_in(table: Any, place: int, payload: Any) -> None:
-    """Copy a payload into the rows of a place; other threads may run meanwhile.
-
-    Args:
-        table: As for `copy_out`.
-        place: The number of the block within the extent.
-        payload: u8[n]. Contiguous, as long as the pieces together.
-
-    Raises:
-        ValueError: It is not as long, or the extent has no such place.
-    """
+    """Copy a payload into the rows of a place; see `copy_out`."""
     _copy_checked(table, place, payload, False)
 
 
@@ -64,7 +50,7 @@ def _copy_checked(table: Any, place: int, payload: Any, is_out: bool) -> None:
     if not (
         flags.c_contiguous
         and (flags.writeable or not is_out)
-        and 0 <= place <= _MOST_PLACE
+        and 0 <= place <= _MAX_PLACE
         and _copy(table, place, payload.ctypes.data, num_bytes, is_out)
     ):
         wanted = int((table[:, NUM_PIECES] * table[:, PIECE_BYTES]).sum())
@@ -77,7 +63,7 @@ def _copy_checked(table: Any, place: int, payload: Any, is_out: bool) -> None:
 
 @functools.partial(compiled, nogil=True)
 def _copy(table: Any, place: int, address: int, num_bytes: int, is_out: bool) -> Any:
-    """Copy all rows, or none if it must not be done; tell which."""
+    """Copy all rows and return True, or none if a size does not fit."""
     for part in range(table.shape[0]):
         piece_bytes = table[part, PIECE_BYTES]
         num_bytes -= table[part, NUM_PIECES] * piece_bytes

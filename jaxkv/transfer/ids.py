@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from jaxkv._util import shown, whole
 from jaxkv.transfer.plans import NOTHING
 
-# So few ids are looked at faster as Python's own ints.
+# So few ids are checked faster as Python's ints.
 _FEW = 64
 
 BlockIdsLike: TypeAlias = (
@@ -20,11 +20,7 @@ BlockIdsLike: TypeAlias = (
 
 
 def host_ids_of(ids: BlockIdsLike, num_blocks: int) -> NDArray[np.int32]:
-    """Check the ids of host blocks.
-
-    Raises:
-        ValueError: They are not a flat sequence of ints in [0, num_blocks).
-    """
+    """Check the ids of host blocks: a flat sequence of ints in [0, num_blocks)."""
     array = _copy("host_block_ids", ids)
     if array.ndim != 1:
         raise ValueError(
@@ -35,25 +31,12 @@ def host_ids_of(ids: BlockIdsLike, num_blocks: int) -> NDArray[np.int32]:
 
 
 def device_block_ids(
-    ids: BlockIdsLike,
-    num_blocks: int,
-    blocks_per_host_block: int,
-    may_share: bool,
+    ids: BlockIdsLike, num_blocks: int, blocks_per_host_block: int, may_share: bool
 ) -> NDArray[np.int32]:
-    """Check the ids of device blocks, which must be distinct.
+    """Check the ids of device blocks, which must be distinct; return i32[n, m].
 
-    Args:
-        ids: int[n], or int[n, m] where a host block holds m device blocks; there
-            NOTHING stands for a device block that does not move.
-        num_blocks: Device blocks of the pool.
-        blocks_per_host_block: m.
-        may_share: Whether rows may share blocks, if m is more than 1.
-
-    Returns:
-        i32[n, m].
-
-    Raises:
-        ValueError: The ids have another shape or type, are out of range, or repeat.
+    int[n], or int[n, m] where a host block holds m device blocks: there NOTHING stands
+    for a device block that does not move, and rows may share blocks if `may_share`.
     """
     array, m = _copy("device_block_ids", ids), blocks_per_host_block
     if array.size == 0:
@@ -91,13 +74,9 @@ def transfer_pairs(
     blocks_per_host_block: int,
     may_share: bool,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Check the ids of both sides of a transfer.
+    """Check the ids of both sides of a transfer; return i32[n, m] and i32[n].
 
-    Returns:
-        i32[n, m] and i32[n], see `device_block_ids` and `host_ids_of`.
-
-    Raises:
-        ValueError: One side is wrong, or they differ in length.
+    See `device_block_ids` and `host_ids_of`.
     """
     device = device_block_ids(
         device_ids, num_device_blocks, blocks_per_host_block, may_share
@@ -116,34 +95,29 @@ def copy_pairs(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Check the ids of device blocks to copy on the device.
 
-    Raises:
-        ValueError: They differ in length, are not in [0, num_blocks), a target
-            repeats, or a target is a source.
+    They go in pairs; a target must not repeat, nor be a source.
     """
-    each = []
-    for name, ids in (("source_block_ids", sources), ("target_block_ids", targets)):
-        each.append(_in_range(name, _copy(name, ids), num_blocks, 0))
-    if each[0].shape != each[1].shape or each[0].ndim != 1:
+    read, written = (
+        _in_range(name, _copy(name, ids), num_blocks, 0)
+        for name, ids in (("source_block_ids", sources), ("target_block_ids", targets))
+    )
+    if read.shape != written.shape or read.ndim != 1:
         raise ValueError(
-            f"source_block_ids of shape {list(each[0].shape)} and target_block_ids of "
-            f"shape {list(each[1].shape)} must be flat and go in pairs."
+            f"source_block_ids of shape {list(read.shape)} and target_block_ids of "
+            f"shape {list(written.shape)} must be flat and go in pairs."
         )
-    check_distinct("target_block_ids", each[1])
-    both = np.intersect1d(each[0], each[1])
+    check_distinct("target_block_ids", written)
+    both = np.intersect1d(read, written)
     if both.size:
         raise ValueError(
             f"target_block_ids has {both.tolist()}, which are sources too: a block "
             "must not be both read and written."
         )
-    return each[0], each[1]
+    return read, written
 
 
 def check_sizes(sizes: Sequence[int], num_host_blocks: int) -> None:
-    """Check how many host blocks each of several loads has.
-
-    Raises:
-        ValueError: They are not numbers of blocks, or not those blocks in all.
-    """
+    """Check the numbers of host blocks of several loads, and their sum."""
     is_listed = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)
     numbers = list(map(whole, sizes)) if is_listed else [None]
     counts = [number for number in numbers if number is not None and number >= 0]
@@ -155,11 +129,7 @@ def check_sizes(sizes: Sequence[int], num_host_blocks: int) -> None:
 
 
 def check_distinct(name: str, ids: NDArray[np.int32]) -> None:
-    """Refuse repeated ids.
-
-    Raises:
-        ValueError: An id repeats.
-    """
+    """Refuse repeated ids."""
     if len(set(ids.tolist())) == len(ids):
         return
     ordered = np.sort(ids)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from jaxkv.transfer import dma, memory, rows
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
-from jaxkv.transfer.layout import PoolLayout
+from jaxkv.transfer.jax_internals import Carrier, Putter
+from jaxkv.transfer.layout import Leaf, PoolLayout
 from jaxkv.transfer.plans import NOTHING, SavePlan
 from jaxkv.types import PyTree
 
@@ -25,15 +26,14 @@ _log = logging.getLogger(__name__)
 
 _DEVICE = jax.memory.Space.Device
 _SMALLEST_COPY = 16
-# How many extents one program copies: to start a program costs the thread that owns the
-# engine the same for one extent or several. Each number is a program more to compile,
-# so that pools of many leaves have few.
-MOST_TOGETHER = 4
-_TOGETHER = (MOST_TOGETHER, 2, 1)
-_MOST_LEAVES_TOGETHER = 160
+# To start a program costs the thread that owns the engine the same for one extent or
+# several. Each number is one more program to compile, so pools of many leaves have few.
+MAX_EXTENTS_PER_PROGRAM = 4
+_EXTENTS_PER_PROGRAM = (MAX_EXTENTS_PER_PROGRAM, 2, 1)
+_MAX_LEAVES_PER_PROGRAM = 160
 
 SaveKind: TypeAlias = Literal["gather", "write", "merge"]
-"""Programs of a save: all rows of an extent, some, or some beside carried rows."""
+"""Programs of a save: for all rows of an extent, some, or some with carried rows."""
 
 Mode: TypeAlias = Literal["fused", "staged"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -48,6 +48,60 @@ SAVE_KINDS: dict[Mode, tuple[SaveKind, ...]] = {
     "fused": ("gather", "write", "merge"),
     "staged": ("gather", "merge"),
 }
+
+
+class RowCopier(Protocol):
+    """Copies rows inside a program, on the parts of pool and extent on one device.
+
+    `rows` does it by XLA's gathers and scatters, `dma` by asynchronous copies. Leaves
+    are given by their indices in the pool.
+    """
+
+    def gather_rows(
+        self,
+        extents: ExtentLayout,
+        bundles: Sequence[Bundle],
+        leaves: Mapping[int, jax.Array],
+        sources: jax.Array,
+        carry: Extent | None,
+    ) -> Extent:
+        """Return the arrays of `bundles` for a new extent.
+
+        `sources` are the `SavePlan.row_sources` of a shard, i32[2 * rows]. Carried rows
+        come from `carry`, arrays of `bundles` that may be written in place; other rows
+        without a source have any value.
+        """
+
+    def scatter_rows(
+        self,
+        extents: ExtentLayout,
+        bundles: Sequence[Bundle],
+        leaves: Mapping[int, jax.Array],
+        targets: jax.Array,
+        arrays: Extent,
+    ) -> dict[int, jax.Array]:
+        """Return the leaves of `bundles` after writing an extent's `arrays` to them.
+
+        `targets`, i32[rows], has the block for each row, distinct; NOTHING for none.
+        `bundles` have all arrays of their leaves.
+        """
+
+    def copy_blocks(
+        self,
+        layouts: Mapping[int, Leaf],
+        leaves: Mapping[int, jax.Array],
+        plan: jax.Array,
+        platform: str,
+    ) -> dict[int, jax.Array]:
+        """Return the leaves of `layouts` after copying blocks within them.
+
+        `plan`, i32[2 * n], has the blocks to read, then the block that each goes to:
+        distinct, and none is read; NOTHING for none.
+        """
+
+
+_ROW_COPIERS: dict[bool, RowCopier] = {True: dma, False: rows}
+"""By whether asynchronous copies are used."""
 
 
 class Copier:
@@ -72,8 +126,8 @@ class Copier:
     ids that count within the shard; no program contains a collective.
 
     Programs are compiled ahead of time, on first use, so that arrays committed to a
-    device and uncommitted ones share a program. They are all that a copier has, so that
-    engines can share one (`copier_of`).
+    device and uncommitted ones share a program. A copier holds no other state, so
+    engines can share it (`copier_of`).
     """
 
     def __init__(
@@ -81,49 +135,42 @@ class Copier:
         extents: ExtentLayout,
         mode: Mode,
         kernel: Kernel | None = None,
-        most_together: int = 1,
+        max_extents: int = 1,
     ):
-        """Prepare to compile programs.
+        """Prepare programs for up to `max_extents` extents in flight.
 
-        Args:
-            extents: Layout of the extents.
-            mode: ``"fused"`` or ``"staged"``.
-            kernel: What copies rows; None for the best that compiles. Where there is no
-                TPU, ``"dma"`` is interpreted, for tests.
-            most_together: Extents that may be in flight together.
-
-        Raises:
-            ValueError: `kernel` does not exist, or cannot copy any leaf in this mode.
+        Without `kernel`, the best that compiles. Where there is no TPU, ``"dma"`` is
+        interpreted, for tests. ValueError if it cannot copy any leaf in this mode.
         """
         self.mode = mode
         self.extents = extents
         self._pool = extents.pool
         self._platform = self._pool.platform
         self._plan = self._pool.plan_sharding()
-        self._plan_putter = memory.Putter(self._plan)
+        self._plan_putter = Putter(self._plan)
         self._host = extents.shardings(memory.HOST_KIND)
         self._device = extents.shardings(None)
-        self._to_host = memory.Carrier(self._host)
-        self._to_device = memory.Carrier(self._device)
+        self._to_host = Carrier(self._host)
+        self._to_device = Carrier(self._device)
         self._groups_to_device = [
-            memory.Carrier(self._device[extents.arrays_of(group)])
+            Carrier(self._device[extents.arrays_of(group)])
             for group in range(len(extents.layer_groups))
         ]
         self._token = _token if self._platform == "cpu" else _first
         self._may_fall_back = kernel is None
         self._by_dma = self._choose_by_dma(kernel)
         num_leaves = len(self._pool.leaves)
-        self.numbers_together = tuple(
+        self.extents_per_program = tuple(
             number
-            for number in _TOGETHER
+            for number in _EXTENTS_PER_PROGRAM
             if number == 1
             or (
                 mode == "staged"
-                and number <= most_together
-                and number * num_leaves <= _MOST_LEAVES_TOGETHER
+                and number <= max_extents
+                and number * num_leaves <= _MAX_LEAVES_PER_PROGRAM
             )
         )
-        """How many extents a program copies, the most first."""
+        """How many extents a program can copy, in descending order."""
         self.save_program = functools.cache(self._compile_save)
         self.load_program = functools.cache(self._compile_load)
         self.copy_program = functools.cache(self._compile_copy)
@@ -145,7 +192,7 @@ class Copier:
             self.save_program(kind)
         for group in range(self.num_layer_groups):
             self.load_program(group)
-        for number in self.numbers_together[:-1]:
+        for number in self.extents_per_program[:-1]:
             self.save_program("gather", number)
             for group in range(self.num_layer_groups):
                 self.load_program(group, number)
@@ -168,18 +215,11 @@ class Copier:
         carry: Extent | None,
         spare: Extent | None,
     ) -> tuple[list[Extent], list[list[jax.Array]]]:
-        """Copy device blocks into new extents on the host.
+        """Copy device blocks into new extents on the host, as many as there are plans.
 
-        Args:
-            leaves: The pool's; only read.
-            plans: For each extent, which block goes where. As many as
-                `numbers_together` has, and one where `carry` or `spare` is given.
-            carry: The extent that rows are carried over from; only read. None if the
-                plan carries none.
-            spare: The memory to write to in the mode ``"fused"``. Donated.
-
-        Returns:
-            The new extents, and for each, arrays that are ready when it is copied.
+        There is one plan if rows are carried over, or in the mode ``"fused"``, which
+        donates `spare`. `carry` is only read. Returns the extents, and for each, arrays
+        that are ready when it is copied.
         """
         if self.mode == "fused":
             extent, token = self._save_fused(leaves, plans[0], carry, spare)
@@ -224,9 +264,9 @@ class Copier:
 
     def stage(self, extents: Sequence[Extent], layer_group: int) -> list[Extent]:
         """Copy the arrays of a layer group of extents to the device, in one call."""
-        own = self.extents.arrays_of(layer_group)
-        size = own.stop - own.start
-        arrays = tuple(array for extent in extents for array in extent[own])
+        group = self.extents.arrays_of(layer_group)
+        size = group.stop - group.start
+        arrays = tuple(array for extent in extents for array in extent[group])
         copied = self._groups_to_device[layer_group].copy(arrays)
         return [copied[n : n + size] for n in range(0, len(copied), size)]
 
@@ -239,26 +279,20 @@ class Copier:
     ) -> jax.Array:
         """Copy blocks of extents into the leaves of a layer group.
 
-        Args:
-            leaves: All of the pool's. Those of the layer group are donated, and
-                replaced in the list.
-            targets: For each extent i32[shards, rows]. The device block for each row,
-                counted within its shard; NOTHING for rows that are not wanted.
-            extents: The arrays of this group of each: on the device, from `stage`, in
-                the mode ``"staged"``; on the host in the mode ``"fused"``. As many as
-                `numbers_together` has; the later ones are written last.
-            layer_group: The index of the group.
-
-        Returns:
-            An array that is ready when the copies are done.
+        The group's `leaves` of the pool are donated, and replaced in the list.
+        `targets` has i32[shards, rows] for each extent: the device block for each row,
+        counted within its shard, NOTHING for none. `extents` has the arrays of the
+        group: from `stage`, or on the host in the mode ``"fused"``. As many as
+        `extents_per_program` has; the later ones are written last. Returns an array
+        that is ready when the copies are done.
         """
-        own = self.extents.leaves_of(layer_group)
+        group = self.extents.leaves_of(layer_group)
         number = len(extents)
         several = (number,) if number > 1 else ()
         program = self.load_program(layer_group, *several)
         plan = np.concatenate(targets, axis=1) if several else targets[0]
         token: jax.Array
-        leaves[own], token = self._run(program, leaves[own], plan, *extents)
+        leaves[group], token = self._run(program, leaves[group], plan, *extents)
         return token
 
     def write_group(
@@ -269,17 +303,10 @@ class Copier:
         layer_group: int,
         after: PyTree,
     ) -> list[jax.Array]:
-        """Write blocks of an extent into the leaves of a layer group. Inside jit.
+        """Return the leaves of a layer group with an extent's blocks. Inside jit.
 
-        Args:
-            leaves: Those of the layer group.
-            targets: i32[shards, rows]. As for `load`.
-            arrays: The extent's arrays of this group, on the host.
-            layer_group: The index of the group.
-            after: What is computed before the copy is waited for.
-
-        Returns:
-            The leaves afterwards.
+        `targets` as for `load`; `arrays` of this group, on the host. The copy is waited
+        for once `after` is computed.
         """
 
         def scatter(
@@ -287,14 +314,16 @@ class Copier:
         ) -> list[jax.Array]:
             return self._scatter(layer_group, leaves, targets[0], arrays)
 
-        own = self._leaf_specs()[self.extents.leaves_of(layer_group)]
+        leaf_specs = self._leaf_specs()[self.extents.leaves_of(layer_group)]
         extent = self.extents.partition_specs()[self.extents.arrays_of(layer_group)]
         # Nothing else would keep XLA from waiting for all groups before the first.
         arrived, _ = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]
             (jax.device_put(arrays, _DEVICE), after)
         )
         written: list[jax.Array] = self._per_shard(
-            scatter, in_specs=(own, self._shard_spec(), extent), out_specs=own
+            scatter,
+            in_specs=(leaf_specs, self._shard_spec(), extent),
+            out_specs=leaf_specs,
         )(leaves, targets, arrived)
         return written
 
@@ -304,12 +333,10 @@ class Copier:
         sources: NDArray[np.int32],
         targets: NDArray[np.int32],
     ) -> None:
-        """Copy blocks within a pool whose block axis is not sharded.
+        """Copy blocks i32[n] to distinct blocks i32[n], none of which is a source.
 
-        Args:
-            leaves: The pool's. Donated, and replaced in the list.
-            sources: i32[n]. The blocks to read.
-            targets: i32[n]. Where each goes; distinct, and none is a source.
+        The block axis is not sharded. The pool's leaves are donated, and replaced in
+        the list.
         """
         size = _SMALLEST_COPY
         while size < len(sources):
@@ -415,7 +442,7 @@ class Copier:
 
     def _compile_load(self, layer_group: int, number: int = 1) -> jax.stages.Compiled:
         fused = self.mode == "fused"
-        own = self.extents.leaves_of(layer_group)
+        group = self.extents.leaves_of(layer_group)
         arrays = self.extents.arrays_of(layer_group)
 
         def scatter(
@@ -431,7 +458,7 @@ class Copier:
             leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[list[jax.Array], jax.Array]:
             extents = jax.device_put(extents, _DEVICE) if fused else extents
-            specs = (self._leaf_specs()[own], self._shard_spec())
+            specs = (self._leaf_specs()[group], self._shard_spec())
             extent = self.extents.partition_specs()[arrays]
             result: tuple[list[jax.Array], jax.Array] = self._per_shard(
                 scatter, in_specs=(*specs, *[extent] * number), out_specs=specs
@@ -443,9 +470,9 @@ class Copier:
             return _new_jit(
                 program,
                 donate_argnums=0,
-                out_shardings=(self._placements()[own], self._plan),
+                out_shardings=(self._placements()[group], self._plan),
             ).lower(
-                self._pool.pool_specs()[own],
+                self._pool.pool_specs()[group],
                 self._plan_spec(self.extents.rows * number),
                 *[extent] * number,
             )
@@ -493,13 +520,11 @@ class Copier:
         pool = dict(enumerate(leaves))
         bundles = self.extents.bundles
         gathered: dict[int, jax.Array] = {}
-        for numbers, by_dma in self._by_kernel(bundles):
-            own = [bundles[n] for n in numbers]
+        for copier, numbers in self._by_copier([bundle.leaves for bundle in bundles]):
             old = None if carry is None else tuple(carry[n] for n in numbers)
-            if by_dma:
-                arrays = dma.gather_rows(self.extents, own, pool, sources, old)
-            else:
-                arrays = rows.gather_rows(self.extents, own, pool, sources, old)
+            arrays = copier.gather_rows(
+                self.extents, [bundles[n] for n in numbers], pool, sources, old
+            )
             gathered.update(zip(numbers, arrays, strict=True))
         return tuple(gathered[n] for n in range(len(bundles)))
 
@@ -514,33 +539,30 @@ class Copier:
         indices = self.extents.leaves_of(layer_group)
         pool = dict(zip(range(indices.start, indices.stop), leaves, strict=True))
         bundles = self.extents.layer_groups[layer_group]
-        for numbers, by_dma in self._by_kernel(bundles):
-            scatter = dma.scatter_rows if by_dma else rows.scatter_rows
-            own = [bundles[n] for n in numbers]
+        for copier, numbers in self._by_copier([bundle.leaves for bundle in bundles]):
             arrays = tuple(extent[n] for n in numbers)
-            pool |= scatter(self.extents, own, pool, targets, arrays)
+            pool |= copier.scatter_rows(
+                self.extents, [bundles[n] for n in numbers], pool, targets, arrays
+            )
         return list(pool.values())
 
     def _copy_blocks(self, leaves: list[jax.Array], plan: jax.Array) -> list[jax.Array]:
         """Copy blocks within the leaves."""
         pool = dict(enumerate(leaves))
-        layouts = dict(enumerate(self._pool.leaves))
-        for copy, own in (
-            (dma.copy_blocks, self._by_dma),
-            (rows.copy_blocks, layouts.keys() - self._by_dma),
-        ):
-            if own:
-                some = {n: layouts[n] for n in sorted(own)}
-                pool |= copy(some, pool, plan, self._platform)
+        for copier, numbers in self._by_copier([(n,) for n in pool]):
+            layouts = {n: self._pool.leaves[n] for n in numbers}
+            pool |= copier.copy_blocks(layouts, pool, plan, self._platform)
         return list(pool.values())
 
-    def _by_kernel(self, bundles: Sequence[Bundle]) -> list[tuple[list[int], bool]]:
-        """Split bundles, as their numbers, by whether ``"dma"`` copies them."""
+    def _by_copier(
+        self, leaves: Sequence[tuple[int, ...]]
+    ) -> list[tuple[RowCopier, list[int]]]:
+        """Split groups of leaves, as their numbers, by the copier of their rows."""
         split: dict[bool, list[int]] = {}
-        for number, bundle in enumerate(bundles):
-            by_dma = self._by_dma.issuperset(bundle.leaves)
+        for number, indices in enumerate(leaves):
+            by_dma = self._by_dma.issuperset(indices)
             split.setdefault(by_dma, []).append(number)
-        return [(numbers, by_dma) for by_dma, numbers in split.items()]
+        return [(_ROW_COPIERS[by_dma], numbers) for by_dma, numbers in split.items()]
 
     def _choose_by_dma(self, kernel: Kernel | None) -> frozenset[int]:
         """Choose the leaves that the kernel ``"dma"`` copies."""
@@ -606,32 +628,23 @@ def _new_jit(function: Callable[..., Any], **options: Any) -> jax.stages.Wrapped
 
 
 def _token(plan: jax.Array) -> jax.Array:
-    """Make f32[1, 1] that is ready when the program is done and is never donated.
+    """Return f32[1, 1] that is ready when the program is done and is never donated.
 
-    It tells whether the program is done after the pool has been donated again. Its
-    arithmetic is on purpose: XLA:CPU runs a program with less than a thousand
-    floating-point operations in the calling thread, however many bytes it moves, and
-    any other in the background.
+    The pool may have been donated again by then. The arithmetic is on purpose: XLA:CPU
+    runs a program with less than a thousand floating-point operations in the calling
+    thread, however many bytes it moves, and any other in the background.
     """
     ramp = jnp.arange(1024, dtype=jnp.float32)[None]
     return jnp.sum(ramp * _first(plan), axis=1, keepdims=True)
 
 
 def _first(plan: jax.Array) -> jax.Array:
-    """Make the token where all programs run in the background: in one operation."""
+    """Return the token where all programs run in the background: one operation."""
     return plan[:, :1].astype(jnp.float32)
 
 
 def choose_mode(mode: Mode | None, platform: str) -> Mode:
-    """Check a mode, or choose one.
-
-    Args:
-        mode: The requested mode; None for the best on the platform.
-        platform: The platform of the pool's devices.
-
-    Raises:
-        ValueError: There is no such mode, or it does not work here.
-    """
+    """Check a mode, or choose the best on `platform`; ValueError if it cannot work."""
     if mode is None:
         return "fused" if platform == "cpu" else "staged"
     if mode not in MODES:
@@ -645,7 +658,7 @@ def choose_mode(mode: Mode | None, platform: str) -> Mode:
 
 
 class CopierSpec(NamedTuple):
-    """What a copier is made of; the arguments of `ExtentLayout.of` and `Copier`."""
+    """The arguments of `ExtentLayout.of` and `Copier`."""
 
     pool: PoolLayout
     rows: int
@@ -653,10 +666,10 @@ class CopierSpec(NamedTuple):
     compression: Compression | None
     mode: Mode
     kernel: Kernel | None
-    most_together: int
+    max_extents: int
 
     def make(self) -> Copier:
-        """Make a copier of its own."""
+        """Make a copier."""
         extents = ExtentLayout.of(
             self.pool,
             self.rows,
@@ -664,7 +677,7 @@ class CopierSpec(NamedTuple):
             num_layer_groups=self.num_layer_groups,
             compression=self.compression,
         )
-        return Copier(extents, self.mode, self.kernel, self.most_together)
+        return Copier(extents, self.mode, self.kernel, self.max_extents)
 
 
 def copier_of(spec: CopierSpec) -> Copier:

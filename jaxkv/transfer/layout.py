@@ -14,56 +14,34 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 
 from jaxkv._util import shown
-from jaxkv.transfer.memory import (
-    array_spec,
-    default_layout,
-    layout_of,
-    partition_spec,
-)
+from jaxkv.transfer.jax_internals import sharding_of
+from jaxkv.transfer.memory import array_spec, default_layout, layout_of, partition_spec
 from jaxkv.types import PyTree
-
-try:
-    # `sharding` is a property in Python, which takes twice as long for each array.
-    from jax._src.array import ArrayImpl
-
-    _SHARDING = "_sharding" if hasattr(ArrayImpl, "_sharding") else "sharding"
-except ImportError:  # It is not promised to stay.
-    _SHARDING = "sharding"
 
 # Called by `map`, which takes less time for each array than a loop does.
 _aval_of = operator.attrgetter("aval")
-_sharding_of = operator.attrgetter(_SHARDING)
 _is_deleted = operator.methodcaller("is_deleted")
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Describes one array of a pool.
+    """A description of one array of a pool."""
 
-    Attributes:
-        name: Its path in the pool, for messages.
-        shape: Its shape.
-        dtype: Type of its elements.
-        sharding: Its devices.
-        block_axis: The axis that counts the blocks; not negative.
-        layout: How it lies in memory; None for the compiler's default.
-    """
-
-    name: str
+    name: str  # Its path in the pool, for messages.
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: jax.sharding.Sharding
-    block_axis: int
-    layout: Layout | None = None
+    block_axis: int  # The axis that counts the blocks; not negative.
+    layout: Layout | None = None  # In memory; None for the compiler's default.
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """The axes as they lie in memory, the major one first."""
+        """The axes in their order in memory, the major one first."""
         layout = self.layout or default_layout(self.shape, self.dtype, self.sharding)
         return tuple(layout.major_to_minor)
 
     def placed(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding | Format:
-        """Return `sharding`, with the layout of the leaf where it has its own."""
+        """Return `sharding`, with the leaf's layout if it has one."""
         return sharding if self.layout is None else Format(self.layout, sharding)
 
     @property
@@ -78,7 +56,7 @@ class Leaf:
 
     @property
     def spec(self) -> tuple[object, ...]:
-        """What shards each dimension: a mesh axis, a tuple of them, or None."""
+        """The sharding of each dimension: a mesh axis, a tuple of them, or None."""
         if not isinstance(self.sharding, jax.sharding.NamedSharding):
             return (None,) * len(self.shape)
         spec = tuple(self.sharding.spec)
@@ -104,42 +82,24 @@ class PoolLayout:
     A pool is any pytree of arrays with the same number of blocks along their block
     axes. Leaves may differ otherwise in shape, dtype and sharding. A block never leaves
     its shard of the block axis, so no program has to move bytes between devices.
-
-    Attributes:
-        treedef: The structure of the pytree.
-        leaves: A description of each leaf.
-        mesh: The mesh of a pool on several devices; None for one device.
-        compiled_for: The platform that programs are compiled for, if it is not that of
-            the devices.
     """
 
     treedef: jax.tree_util.PyTreeDef
     leaves: tuple[Leaf, ...]
-    mesh: jax.sharding.Mesh | None
+    mesh: jax.sharding.Mesh | None  # None for a pool on one device.
+    # The platform that programs are compiled for, if other devices stand in for it.
     compiled_for: str | None = None
 
     @classmethod
     def of(
-        cls,
-        pool: PyTree,
-        block_axis: PyTree = 0,
-        *,
-        compiled_for: str | None = None,
+        cls, pool: PyTree, block_axis: PyTree = 0, *, compiled_for: str | None = None
     ) -> PoolLayout:
-        """Read the layout of `pool`.
+        """Read the layout of `pool`; ValueError if it cannot be offloaded.
 
-        Args:
-            pool: The arrays; or `jax.ShapeDtypeStruct` with shardings, which describe
-                them for compiling, on devices that need not be there.
-            block_axis: The axis that counts the blocks: an int, or a pytree of ints
-                that is a prefix of `pool`. Negative ones count from the end.
-            compiled_for: The platform that programs are compiled for, where other
-                devices stand in for its own; None for that of the devices.
-
-        Raises:
-            ValueError: `pool` has no leaves, or a leaf is not an array of whole bytes
-                with such an axis in the default memory of its devices.
-            RuntimeError: The pool has been deleted or donated.
+        Its leaves are arrays, or `jax.ShapeDtypeStruct` with shardings, which describe
+        them for compiling, on devices that need not be present. `block_axis`, which may
+        be negative, is an int, or a pytree of ints that is a prefix of `pool`.
+        RuntimeError if the pool has been deleted or donated.
         """
         paths, treedef = jax.tree.flatten_with_path(pool)
         if not paths:
@@ -223,25 +183,23 @@ class PoolLayout:
     def pool_specs(self) -> list[jax.ShapeDtypeStruct]:
         """Describe the leaves, for compiling."""
         # On one device not the leaf's sharding, so that a trace needs no mesh axes.
-        one = None if self.mesh else jax.sharding.SingleDeviceSharding(self.device)
+        single = None if self.mesh else jax.sharding.SingleDeviceSharding(self.device)
         return [
-            array_spec(leaf.shape, leaf.dtype, leaf.placed(one or leaf.sharding))
+            array_spec(leaf.shape, leaf.dtype, leaf.placed(single or leaf.sharding))
             for leaf in self.leaves
         ]
 
     def flatten(self, pool: PyTree) -> list[jax.Array]:
-        """Return the leaves of `pool`, which must have this layout.
+        """Return the leaves of `pool`; ValueError if it has another layout.
 
-        Raises:
-            ValueError: It has another layout.
-            RuntimeError: Its arrays have been deleted or donated.
+        RuntimeError if its arrays have been deleted or donated.
         """
         arrays: list[jax.Array]
         try:
             arrays = self.treedef.flatten_up_to(pool)
             if self._look_as_before(arrays):
                 return arrays
-        except (TypeError, ValueError):  # The structure is another, as is told below.
+        except (TypeError, ValueError):  # Another structure; refused below.
             pass
         arrays, treedef = jax.tree.flatten(pool)
         if treedef != self.treedef:
@@ -278,19 +236,19 @@ class PoolLayout:
                     "the layout of the pool that the engine was made for."
                 )
         _check_distinct(arrays, self.leaves)
-        # No memory of theirs is kept.
+        # Their memory is not kept.
         self._accepted[:] = [
             (
                 list(map(type, arrays)),
                 list(map(_aval_of, arrays)),
-                list(map(_sharding_of, arrays)),
+                list(map(sharding_of, arrays)),
             )
         ]
         return arrays
 
     @functools.cached_property
     def _accepted(self) -> list[tuple[list[Any], ...]]:
-        """What the arrays looked like that `flatten` checked one by one, if any."""
+        """Types, avals and shardings of the arrays that `flatten` checked last."""
         return []
 
     @functools.cached_property
@@ -308,7 +266,7 @@ class PoolLayout:
         return (
             list(map(type, arrays)) == types
             and list(map(_aval_of, arrays)) == avals
-            and list(map(_sharding_of, arrays)) == shardings
+            and list(map(sharding_of, arrays)) == shardings
             and not any(map(_is_deleted, arrays))
             and len(set(map(id, arrays))) == len(arrays)
             and (
@@ -333,7 +291,7 @@ def _same_place(array: jax.Array, leaf: Leaf) -> bool:
 
 
 def _check_distinct(arrays: list[jax.Array], leaves: tuple[Leaf, ...]) -> None:
-    """Refuse a pool in which an array is two leaves: it could not be donated."""
+    """Refuse a pool if two leaves are the same array: it could not be donated."""
     if len({id(array) for array in arrays}) == len(arrays):
         return
     names: dict[int, str] = {}

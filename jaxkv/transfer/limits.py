@@ -1,7 +1,7 @@
-"""Limits on host memory, checked before it is allocated; what devices have left.
+"""Limits on host memory, checked before it is allocated; free memory of devices.
 
 The kernel may kill a process that pins too much without a message, and XLA's errors
-name neither the limit nor how to raise it. So every limit that can be read is read
+name neither the limit nor how to raise it. So each limit that can be read is read
 first.
 """
 
@@ -22,23 +22,14 @@ _GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class _Pool:
-    """A runtime's pool of pinned memory, and the variable that sets its size.
+    """A runtime's pool of pinned memory, and the variable that sets its size."""
 
-    Attributes:
-        source: Description of the pool, for messages.
-        variable: Name of the environment variable.
-        default: Its value if it is not set.
-        unit_bytes: Bytes that a value of 1 stands for.
-        multiple: Values must be multiples of this.
-        values: Description of valid values, for messages.
-    """
-
-    source: str
-    variable: str
-    default: int
-    unit_bytes: int
-    multiple: int
-    values: str
+    source: str  # Description of the pool, for messages.
+    variable: str  # Name of the environment variable.
+    default: int  # Its value if it is not set.
+    unit_bytes: int  # Bytes that a value of 1 stands for.
+    multiple: int  # Values must be multiples of this.
+    values: str  # Description of valid values, for messages.
 
 
 # Documented for GPU with GetGpuHostAllocator in xla/pjrt/gpu/gpu_helpers.h, for TPU in
@@ -78,38 +69,24 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclasses.dataclass(frozen=True)
 class HostLimit:
-    """A limit on host memory.
+    """A limit on host memory."""
 
-    Attributes:
-        num_bytes: Bytes that may still be allocated.
-        source: What sets the limit, for messages.
-        remedy: How to raise it, for messages.
-    """
-
-    num_bytes: int
-    source: str
-    remedy: str
+    num_bytes: int  # Bytes that may still be allocated.
+    source: str  # What sets the limit, for messages.
+    remedy: str  # How to raise it, for messages.
 
 
 @dataclasses.dataclass(frozen=True)
 class PinnedPool:
-    """A runtime's pool of pinned memory, with its configured size.
-
-    Attributes:
-        num_bytes: Its size.
-        source: What it is and what sets its size, for messages.
-        variable: The environment variable that sets its size.
-        unit_bytes: Its size must be a multiple of this.
-        value_bytes: Bytes that a value of 1 of the variable stands for.
-        is_preallocated: Whether the runtime allocated all of it at start, so that the
-            system's available memory no longer includes it.
-    """
+    """A runtime's pool of pinned memory, with its configured size."""
 
     num_bytes: int
-    source: str
-    variable: str
-    unit_bytes: int
-    value_bytes: int
+    source: str  # What it is and what sets its size, for messages.
+    variable: str  # The environment variable that sets its size.
+    unit_bytes: int  # Its size must be a multiple of this.
+    value_bytes: int  # Bytes that a value of 1 of the variable stands for.
+    # Whether the runtime allocated all of it at start, so that the system's available
+    # memory no longer includes it.
     is_preallocated: bool
 
     def remedy(self, num_bytes: int) -> str:
@@ -139,15 +116,7 @@ _V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file"))
 def system_limits(
     proc_root: Path = PROC, cgroup_root: Path = CGROUP
 ) -> list[HostLimit]:
-    """List the limits of the machine and of each cgroup of this process.
-
-    Args:
-        proc_root: Where procfs is mounted.
-        cgroup_root: Where the cgroup file systems are mounted.
-
-    Returns:
-        The limit of `MACHINE`, if it is known, then those of cgroups that have one.
-    """
+    """List the limits that are known: of `MACHINE`, then of the process's cgroups."""
     machine = _machine_limit(proc_root)
     limits = [machine] if machine else []
     limits += _cgroup_limits(proc_root, cgroup_root)
@@ -155,11 +124,7 @@ def system_limits(
 
 
 def total_host_bytes(proc_root: Path = PROC) -> int | None:
-    """Return the memory of the machine in bytes; None if the system does not tell.
-
-    Args:
-        proc_root: Where procfs is mounted.
-    """
+    """Return the memory of the machine in bytes; None if it is unknown."""
     total = _meminfo(proc_root, "MemTotal")
     if total is not None:
         return total
@@ -175,24 +140,15 @@ def total_host_bytes(proc_root: Path = PROC) -> int | None:
 def available_host_bytes(
     proc_root: Path = PROC, cgroup_root: Path = CGROUP
 ) -> HostLimit | None:
-    """Return how much host memory this process may still allocate.
-
-    Args:
-        proc_root: Where procfs is mounted.
-        cgroup_root: Where the cgroup file systems are mounted.
-
-    Returns:
-        The tightest of the machine's available memory and the limits of the process's
-        cgroups; None if the system tells neither.
-    """
+    """Return the tightest of `system_limits`; None if none is known."""
     limits = system_limits(proc_root, cgroup_root)
     return min(limits, key=lambda limit: limit.num_bytes, default=None)
 
 
 def device_bytes_left(devices: Iterable[jax.Device]) -> int | None:
-    """Return the memory that the fullest of some devices has left, in bytes.
+    """Return the free memory of the fullest of some devices, in bytes.
 
-    None if no device tells, as on the CPU backend.
+    None if it is unknown, such as on the CPU backend.
     """
     left = [
         stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -205,17 +161,9 @@ def device_bytes_left(devices: Iterable[jax.Device]) -> int | None:
 def pinned_pool(
     platform: str, environ: Mapping[str, str] = os.environ
 ) -> PinnedPool | None:
-    """Return the size of the runtime's pool of pinned memory.
+    """Return the runtime's pool of pinned memory; None on a platform without one.
 
-    Args:
-        platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
-        environ: The environment that the backend was started in.
-
-    Returns:
-        The pool; None on a platform without one.
-
-    Raises:
-        ValueError: A variable has an invalid value.
+    `environ` started the backend. ValueError if a variable has an invalid value.
     """
     pool = _POOLS.get(platform)
     if pool is None:
@@ -252,17 +200,8 @@ def check_host_bytes(
     Nothing is reserved: the allocation may still fail if other processes take memory or
     the runtime's pool is fragmented. `host_memory_error` then explains it.
 
-    Args:
-        num_bytes: Bytes to allocate.
-        platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
-        environ: The environment that the backend was started in.
-        proc_root: Where procfs is mounted.
-        cgroup_root: Where the cgroup file systems are mounted.
-
-    Raises:
-        MemoryError: `num_bytes` exceeds limits, which the message names, the tightest
-            first.
-        ValueError: A variable has an invalid value.
+    MemoryError names the exceeded limits, the tightest first. ValueError if a variable
+    has an invalid value.
     """
     pool = pinned_pool(platform, environ)
     limits = []
@@ -287,12 +226,7 @@ def check_host_bytes(
 
 
 def host_memory_error(num_bytes: int, platform: str) -> MemoryError:
-    """Make an error that explains a failed allocation of host memory.
-
-    Args:
-        num_bytes: Bytes that were to be allocated.
-        platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
-    """
+    """Make an error that explains a failed allocation of `num_bytes` on the host."""
     pool = _POOLS.get(platform)
     return MemoryError(
         f"Could not allocate {num_bytes} bytes ({gib(num_bytes)}) of pinned_host "
@@ -303,8 +237,8 @@ def host_memory_error(num_bytes: int, platform: str) -> MemoryError:
 
 def _machine_limit(proc_root: Path) -> HostLimit | None:
     remedy = "free some memory"
-    # If it is missing, all memory: the free part would leave out caches that the system
-    # can reclaim, and refuse sizes that fit.
+    # If it is missing, all memory: the free memory does not include caches that the
+    # system can reclaim, and would refuse sizes that fit.
     num_bytes = _meminfo(proc_root, "MemAvailable")
     if num_bytes is None:
         num_bytes = total_host_bytes(proc_root)
@@ -332,14 +266,14 @@ def _cgroup_limits(proc_root: Path, cgroup_root: Path) -> Iterator[HostLimit]:
             continue
         # In a container the path can be the host's. Then its folders do not exist, and
         # the mount itself is the container's cgroup.
-        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-        for depth in range(len(parts), -1, -1):
-            limit = _one_cgroup(mount.joinpath(*parts[:depth]), files)
+        folders = [name for name in path.split("/") if name not in ("", ".", "..")]
+        for depth in range(len(folders), -1, -1):
+            limit = _cgroup_limit(mount.joinpath(*folders[:depth]), files)
             if limit:
                 yield limit
 
 
-def _one_cgroup(folder: Path, files: _Files) -> HostLimit | None:
+def _cgroup_limit(folder: Path, files: _Files) -> HostLimit | None:
     limit = _read_int(folder / files.limit)
     if limit is None or limit >= _UNLIMITED_BYTES:
         return None

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from numpy.typing import NDArray
-
-_copy_arrays: Any
-_put_shards: Any
-try:
-    # What `jax.device_put` ends in, after some 25 us of Python for a single array.
-    from jax._src.config import explicit_device_put_scope
-    from jax._src.lib import xla_client  # type: ignore[attr-defined]
-
-    _copy_arrays = xla_client.batched_copy_array_to_devices_with_sharding
-    _put_shards = xla_client.batched_device_put
-    _SEMANTICS = xla_client.ArrayCopySemantics.REUSE_INPUT
-except (ImportError, AttributeError):  # It is not promised to stay.
-    _copy_arrays = _put_shards = None
-
-_NO_SCOPE = contextlib.nullcontext()
 
 HOST_KIND = "pinned_host"
 """The one memory kind that host blocks live in."""
 
-# XLA:CPU rewrites every op on a float type that it lacks into float32, one pass per
+# XLA:CPU rewrites every op on an unsupported float type into float32, one pass per
 # type. For a scatter that means the whole pool, there and back: the time grows with
 # the pool instead of the update, and signalling NaNs come back quietened. Moving bytes
 # needs no arithmetic, so the transfer programs switch these passes off.
@@ -77,8 +60,8 @@ def check_jit() -> None:
 def memory_kinds(device: jax.Device) -> tuple[str, ...]:
     """Return the memory kinds that `device` can address, its default first."""
     default = device.default_memory().kind
-    others = sorted({memory.kind for memory in device.addressable_memories()})
-    return (default, *(kind for kind in others if kind != default))
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return (default, *sorted(kinds - {default}))
 
 
 def host_sharding(
@@ -86,8 +69,7 @@ def host_sharding(
 ) -> jax.sharding.SingleDeviceSharding:
     """Return the sharding of arrays in the host memory of `device`.
 
-    Raises:
-        ValueError: `kind` does not preserve all bits, or `device` lacks it.
+    ValueError if `kind` does not preserve all bits, or `device` does not have it.
     """
     if kind != HOST_KIND:
         raise ValueError(
@@ -103,9 +85,9 @@ def host_sharding(
     return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
-# Before each program XLA:TPU copies an operand to VMEM that the program will read. Of a
-# save that is a whole leaf, of which it wants a few rows. A compiler refuses options
-# that it does not know, and this one is not promised to stay.
+# Before each program XLA:TPU copies an operand to VMEM that the program will read: for
+# a save a whole leaf, though the save reads a few rows. A compiler refuses unknown
+# options, and this one is not promised to stay.
 _OPTIONAL = {"tpu": {"xla_max_cross_program_prefetches": "0"}}
 
 
@@ -125,95 +107,14 @@ def compiler_options(platform: str) -> dict[str, str] | None:
 def compile_program(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:
     """Compile a transfer program for devices of a platform."""
     options: dict[str, str | bool] = {**(compiler_options(platform) or {})}
-    more = _OPTIONAL.get(platform, {})
+    optional = _OPTIONAL.get(platform, {})
     try:
-        return lowered.compile({**options, **more})
+        return lowered.compile({**options, **optional})
     except jax.errors.JaxRuntimeError as error:
-        if not any(f"No such compile option: '{name}'" in str(error) for name in more):
+        text = str(error)
+        if not any(f"No such compile option: '{name}'" in text for name in optional):
             raise
         return lowered.compile(options)
-
-
-class Carrier:
-    """Copies arrays to another memory of their devices.
-
-    Args:
-        shardings: Where each goes: as it is sharded, but in another memory.
-    """
-
-    def __init__(self, shardings: Sequence[jax.sharding.Sharding]) -> None:
-        self.shardings = tuple(shardings)
-        self._devices: list[Any] = []
-        if _copy_arrays is not None:
-            # Those of several processes, `device_put` has to see to.
-            lists: list[Any] = [
-                getattr(sharding, "_internal_device_list", None)
-                for sharding in self.shardings
-                if sharding.is_fully_addressable
-            ]
-            if all(lists) and len(lists) == len(self.shardings):
-                self._devices = [each.addressable_device_list for each in lists]
-
-    def copy(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Start to copy arrays as `jax.device_put` does, one for each sharding.
-
-        There may be more, which then take the shardings from the first one on again.
-        """
-        number = len(arrays) // len(self.shardings)
-        shardings = self.shardings * number
-        if self._devices:
-            scope = (
-                explicit_device_put_scope if is_guarded() else contextlib.nullcontext
-            )
-            try:
-                with scope():
-                    return tuple(
-                        _copy_arrays(
-                            list(arrays),
-                            self._devices * number,
-                            list(shardings),
-                            [_SEMANTICS] * len(arrays),
-                        )
-                    )
-            except TypeError:  # A version of jax that takes other arguments.
-                self._devices = []
-        copied: tuple[jax.Array, ...] = jax.device_put(arrays, shardings)
-        return copied
-
-
-class Putter:
-    """Puts rows of NumPy arrays onto the devices of a mesh.
-
-    Args:
-        sharding: How a row for each shard is spread.
-    """
-
-    def __init__(self, sharding: jax.sharding.Sharding) -> None:
-        self._sharding = sharding
-        # For each shape: what jax knows of such an array, and the devices with the
-        # rows that each gets.
-        self._known: dict[tuple[int, ...], tuple[Any, list[jax.Device], list[Any]]] = {}
-
-    def put(self, array: NDArray[Any]) -> jax.Array:
-        """Start to put an array, which nothing may change afterwards."""
-        known = self._known.get(array.shape)
-        if known is not None:
-            aval, devices, indices = known
-            rows = [array[index] for index in indices]
-            put: jax.Array = _put_shards(aval, self._sharding, rows, devices)
-            return put
-        # With several processes `device_put` would compare the replicas first.
-        placed = jax.make_array_from_callback(
-            array.shape, self._sharding, lambda index: array[index]
-        )
-        if _put_shards is not None:
-            indices_of = self._sharding.addressable_devices_indices_map(array.shape)
-            self._known[array.shape] = (
-                placed.aval,
-                [*indices_of],
-                [*indices_of.values()],
-            )
-        return placed
 
 
 def is_guarded() -> bool:
@@ -251,7 +152,7 @@ def array_spec(
 def default_layout(
     shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
 ) -> Layout:
-    """Return how the compiler lays out an array unless told otherwise."""
+    """Return the layout that the compiler gives an array by default."""
     device: jax.Device = next(iter(sharding.device_set))
     if device.platform != "tpu":
         return Layout(tuple(range(len(shape))))
@@ -264,6 +165,6 @@ def default_layout(
 
 
 def layout_of(array: jax.Array | jax.ShapeDtypeStruct) -> Layout | None:
-    """Return how an array lies in memory; None if the backend does not tell."""
+    """Return the layout of an array in memory; None if the backend has none."""
     layout: Layout | None = array.format.layout  # type: ignore[union-attr]
     return layout

@@ -1,15 +1,15 @@
 """Several device pools over one set of host blocks.
 
-Where layers of one kind keep a state instead of keys and values, an engine may give
-them a pool of their own, with its own block ids and shapes. Here the blocks of all
-pools share one range of ids, pool after pool, so that the scheduler sees a single pool.
+If layers of one kind keep a state instead of keys and values, an engine may give them
+another pool, with other block ids and shapes. Here the blocks of all pools share one
+range of ids, pool after pool, so that the scheduler sees a single pool.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex, TypeAlias
 
 import jax
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES, TransferEngine
 from jaxkv.transfer.extent_table import SharedMemory
-from jaxkv.transfer.host_bytes import HostRead, HostWrite
+from jaxkv.transfer.host_bytes import HostRead
 from jaxkv.transfer.host_memory import parse_argument
 from jaxkv.transfer.ids import (
     BlockIdsLike,
@@ -30,7 +30,7 @@ from jaxkv.transfer.ids import (
 )
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.ownership import Owner, owned
-from jaxkv.transfer.tickets import Completion, Direction, Ticket
+from jaxkv.transfer.tickets import Completion, Direction, HostWrite, Ticket
 from jaxkv.types import PyTree
 
 _NO_POOL = -1
@@ -45,7 +45,7 @@ class _Joint:
     ticket: Ticket
     host_ids: NDArray[np.int32]  # i32[n]
     # The transfers in flight: the number of the pool, and the ticket there.
-    parts: set[tuple[int, Ticket]] = dataclasses.field(default_factory=set)
+    tickets: set[tuple[int, Ticket]] = dataclasses.field(default_factory=set)
     num_bytes: int = 0  # Of the transfers that have ended.
     error: Exception | None = None  # The first one.
 
@@ -54,13 +54,13 @@ class JointRead:
     """Host blocks of several pools that are held while their bytes are copied out."""
 
     def __init__(
-        self, num_bytes: int, parts: dict[int, tuple[HostRead, list[int]]]
+        self, num_bytes: int, reads: dict[int, tuple[HostRead, list[int]]]
     ) -> None:
         self._num_bytes = num_bytes  # Of a payload.
-        self._parts = parts  # By pool: its blocks, and their indices among all.
+        self._reads = reads  # By pool: its blocks, and their indices among all.
         self._places = {
             index: (pool, place)
-            for pool, (_, indices) in parts.items()
+            for pool, (_, indices) in reads.items()
             for place, index in enumerate(indices)
         }
         self.num_blocks = len(self._places)
@@ -72,41 +72,41 @@ class JointRead:
                 f"a payload of {out.nbytes} bytes must have {self._num_bytes}."
             )
         pool, place = self._places[index]
-        held, _ = self._parts[pool]
+        held, _ = self._reads[pool]
         held.copy(place, out[: held.num_bytes])
         out[held.num_bytes :] = 0
         out[-_LABEL_BYTES] = pool
 
     def close(self) -> None:
         """Release the blocks; on any thread, as soon as the bytes are copied."""
-        for held, _ in self._parts.values():
+        for held, _ in self._reads.values():
             held.close()
 
 
 class JointWrite:
     """Bytes in flight to host blocks of several pools."""
 
-    def __init__(self, parts: list[HostWrite]) -> None:
-        self._parts = parts
+    def __init__(self, writes: list[HostWrite]) -> None:
+        self._writes = writes
 
     @property
     def is_over(self) -> bool:
         """Whether the writes of all pools have ended."""
-        return all(part.is_over for part in self._parts)
+        return all(write.is_over for write in self._writes)
 
     @property
     def error(self) -> Exception | None:
         """The first error; None if all blocks can be loaded."""
-        return next((part.error for part in self._parts if part.error), None)
+        return next((write.error for write in self._writes if write.error), None)
 
 
 class MultiPoolEngine:
     """Moves blocks between several device pools and host memory.
 
-    Each pool has a `TransferEngine` of its own. A host block holds a block of any of
-    them, and can be loaded into the pool that it came from. The methods are those of
-    `TransferEngine`, with a sequence of pools for the pool: all that `OffloadWorker`
-    and `StorageWorker` need, except loads within a step. All pools share
+    Each pool has a `TransferEngine`. A host block holds a block of any pool, and can be
+    loaded into the pool that it came from. The methods take a sequence of pools, and
+    otherwise do the same as in `TransferEngine`: all that `OffloadWorker` and
+    `StorageWorker` need, except loads within a step. All pools share
     `num_host_blocks` and `staging_bytes`. In the mode ``"fused"`` each pool takes
     memory for all host blocks; in ``"staged"`` they share it.
 
@@ -159,16 +159,15 @@ class MultiPoolEngine:
         sizes = [engine.layout.num_blocks for engine in self.engines]
         self.first_blocks = np.cumsum([0, *sizes])
         self.num_host_blocks = num_host_blocks
-        # The pool that each host block was last saved from, and by which transfer.
+        # The pool that each host block was last saved from, and the transfer's number.
         self._pool_of = np.full(num_host_blocks, _NO_POOL, np.int64)
         self._saved_by = np.full(num_host_blocks, -1, np.int64)
-        # Those that still hold what was saved before, as a load was reading it.
+        # Host blocks that still hold older bytes, as a load was reading them.
         self._stale: list[tuple[int, NDArray[np.int32]]] = []
         self._numbers = itertools.count()
         self._joints: dict[Ticket, _Joint] = {}
         self._joint_of: dict[tuple[int, Ticket], _Joint] = {}
-        # Over, and not reported.
-        self._over: list[_Joint] = []
+        self._ended: list[_Joint] = []  # Not reported yet.
 
     @property
     def mode(self) -> Mode:
@@ -197,7 +196,7 @@ class MultiPoolEngine:
 
     @property
     def host_bytes_description(self) -> str:
-        """What the bytes of `read_host` are; equal where they can be exchanged."""
+        """The layout of the bytes of `read_host`; equal ones can be exchanged."""
         return " | ".join(engine.host_bytes_description for engine in self.engines)
 
     @property
@@ -234,30 +233,22 @@ class MultiPoolEngine:
         host_block_ids: BlockIdsLike,
     ) -> Ticket:
         """Copy device blocks to host blocks; see `TransferEngine.save`."""
-        device_ids, host_ids = self._checked_save(device_block_ids, host_block_ids)
+        device_ids, host_ids = self.check_save(device_block_ids, host_block_ids)
         self._check_pools(pools)
         joint = self._begin("save", host_ids)
         of_block = self._pools_of(device_ids)
         self._forget_others(host_ids, of_block)
-        for number, engine in enumerate(self.engines):
-            own = of_block == number
-            if own.any() or not number:
-                ids = device_ids[own] - self.first_blocks[number]
-                ticket = engine.save(pools[number], ids, host_ids[own])
-                self._join(joint, number, ticket)
+        for number, engine, rows in self._by_pool(of_block):
+            ids = device_ids[rows] - self.first_blocks[number]
+            self._join(joint, number, engine.save(pools[number], ids, host_ids[rows]))
         self._pool_of[host_ids] = of_block
         self._saved_by[host_ids] = joint.ticket.number
         return joint.ticket
 
     def check_save(
         self, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
-    ) -> None:
-        """Refuse ids that `save` would refuse; see `TransferEngine.check_save`."""
-        self._checked_save(device_block_ids, host_block_ids)
-
-    def _checked_save(
-        self, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Refuse ids that `save` would refuse; return them, i32[n] each."""
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, True)
         check_distinct("host_block_ids", host_ids)
         return device_ids, host_ids
@@ -275,17 +266,16 @@ class MultiPoolEngine:
         """Copy host blocks to device blocks; see `TransferEngine.load_each`."""
         if in_step:
             raise ValueError("in_step=True needs an engine of one pool.")
-        host_ids, parts = self._checked_load(
-            pools, host_block_ids, device_block_ids, sizes
-        )
+        ids = host_block_ids, device_block_ids
+        host_ids, loads = self.check_load(pools, *ids, sizes)
         ends = np.cumsum(sizes)
         joints = [
             self._begin("load", host_ids[end - size : end])
             for size, end in zip(sizes, ends.tolist(), strict=True)
         ]
         new = list(pools)
-        for number, part in parts:
-            new[number], tickets = self.engines[number].load_each(new[number], *part)
+        for number, load in loads:
+            new[number], tickets = self.engines[number].load_each(new[number], *load)
             for joint, ticket in zip(joints, tickets, strict=True):
                 self._join(joint, number, ticket)
         return _like(pools, new), [joint.ticket for joint in joints]
@@ -296,18 +286,11 @@ class MultiPoolEngine:
         host_block_ids: BlockIdsLike,
         device_block_ids: BlockIdsLike,
         sizes: Sequence[int],
-    ) -> None:
-        """Refuse what `load_each` would refuse; see `TransferEngine.check_load`."""
-        self._checked_load(pools, host_block_ids, device_block_ids, sizes)
-
-    def _checked_load(
-        self,
-        pools: Sequence[PyTree],
-        host_block_ids: BlockIdsLike,
-        device_block_ids: BlockIdsLike,
-        sizes: Sequence[int],
     ) -> tuple[NDArray[np.int32], list[tuple[int, Any]]]:
-        """Return a load's host blocks, and the arguments for each pool's engine."""
+        """Refuse what `load_each` would refuse; return what each pool's engine loads.
+
+        The host blocks, and the number and arguments of each engine's `load_each`.
+        """
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
         check_sizes(sizes, len(host_ids))
         of_block = self._pools_of(device_ids)
@@ -317,16 +300,15 @@ class MultiPoolEngine:
                 f"host blocks {wrong} must go back to the pool that they came from."
             )
         self._check_pools(pools)
-        parts = []
+        loads = []
         of_load = np.repeat(np.arange(len(sizes)), sizes)
-        for number, engine in enumerate(self.engines):
-            own = of_block == number
-            if own.any() or not number:
-                ids = device_ids[own] - self.first_blocks[number]
-                counts = np.bincount(of_load[own], minlength=len(sizes)).tolist()
-                parts.append((number, (host_ids[own], ids, counts)))
-                engine.check_load(pools[number], *parts[-1][1])
-        return host_ids, parts
+        for number, engine, rows in self._by_pool(of_block):
+            ids = device_ids[rows] - self.first_blocks[number]
+            counts = np.bincount(of_load[rows], minlength=len(sizes)).tolist()
+            load = host_ids[rows], ids, counts
+            engine.check_load(pools[number], *load)
+            loads.append((number, load))
+        return host_ids, loads
 
     @owned
     def copy(
@@ -342,11 +324,9 @@ class MultiPoolEngine:
         if (of_block != self._pools_of(targets)).any():
             raise ValueError("a block must be copied to one of its own pool.")
         new = list(pools)
-        for number, engine in enumerate(self.engines):
-            own, first = of_block == number, self.first_blocks[number]
-            if own.any():
-                ids = (sources[own] - first).tolist(), (targets[own] - first).tolist()
-                new[number] = engine.copy(new[number], *ids)
+        for number, engine, rows in self._by_pool(of_block):
+            pairs = np.array([sources[rows], targets[rows]]) - self.first_blocks[number]
+            new[number] = engine.copy(new[number], *pairs.tolist())
         return _like(pools, new)
 
     def take_step_loads(self, pools: Sequence[PyTree], num_extents: int) -> NoReturn:
@@ -363,8 +343,8 @@ class MultiPoolEngine:
         stale, self._stale = self._stale, []
         for number, host_ids in stale:
             self._forget(host_ids[self._pool_of[host_ids] != number], number)
-        each = zip(self.engines, pools, strict=True)
-        return _like(pools, [engine.advance(pool) for engine, pool in each])
+        pairs = zip(self.engines, pools, strict=True)
+        return _like(pools, [engine.advance(pool) for engine, pool in pairs])
 
     @owned
     def poll(self) -> list[Completion]:
@@ -388,11 +368,11 @@ class MultiPoolEngine:
         joint = self._joints.pop(ticket, None)
         if joint is None:
             raise ValueError(f"{ticket} is not in flight.")
-        for number, part in joint.parts:
-            del self._joint_of[number, part]
-            self.engines[number].abandon(part)
-        if not joint.parts:
-            self._over.remove(joint)
+        for number, pool_ticket in joint.tickets:
+            del self._joint_of[number, pool_ticket]
+            self.engines[number].abandon(pool_ticket)
+        if not joint.tickets:
+            self._ended.remove(joint)
         self._drop(joint)
 
     @owned
@@ -403,23 +383,21 @@ class MultiPoolEngine:
         empty = host_ids[of_block == _NO_POOL].tolist()
         if empty:
             raise ValueError(f"host blocks {empty} have no bytes to load.")
-        parts: dict[int, tuple[HostRead, list[int]]] = {}
+        reads: dict[int, tuple[HostRead, list[int]]] = {}
         try:
-            for number in sorted(set(of_block.tolist())):
-                (indices,) = np.nonzero(of_block == number)
-                held = self.engines[number].read_host(host_ids[indices])
-                parts[number] = held, indices.tolist()
+            for number, engine, rows in self._by_pool(of_block):
+                reads[number] = engine.read_host(host_ids[rows]), rows.tolist()
         except ValueError:
-            for held, _ in parts.values():
+            for held, _ in reads.values():
                 held.close()
             raise
-        return JointRead(self.host_payload_bytes, parts)
+        return JointRead(self.host_payload_bytes, reads)
 
     @owned
     def write_host(
         self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
     ) -> JointWrite:
-        """Write bytes that `read_host` gave to their pools; see `TransferEngine`."""
+        """Write bytes of `read_host` to their pools; see `TransferEngine`."""
         host_ids = host_ids_of(host_block_ids, self.num_host_blocks)
         check_distinct("host_block_ids", host_ids)
         num_bytes, num_pools = self.host_payload_bytes, len(self.engines)
@@ -431,22 +409,20 @@ class MultiPoolEngine:
                 f"payloads must be {len(host_ids)} of {num_bytes} bytes, as "
                 f"read_host() gives them, of {num_pools} pools."
             )
-        of_block = np.array([own[-_LABEL_BYTES] for own in payloads], np.int64)
+        of_block = np.array([p[-_LABEL_BYTES] for p in payloads], np.int64)
         self._forget_others(host_ids, of_block)
-        parts = []
-        for number in sorted(set(of_block.tolist())):
-            engine = self.engines[number]
-            (indices,) = np.nonzero(of_block == number)
+        writes = []
+        for _, engine, rows in self._by_pool(of_block):
             size = engine.host_payload_bytes
-            own = [payloads[index][:size] for index in indices.tolist()]
-            parts.append(engine.write_host(host_ids[indices], own))
+            cut = [payloads[index][:size] for index in rows.tolist()]
+            writes.append(engine.write_host(host_ids[rows], cut))
         self._pool_of[host_ids] = of_block
         self._saved_by[host_ids] = next(self._numbers)
-        return JointWrite(parts)
+        return JointWrite(writes)
 
     @owned
     def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:
-        """Go on with what `write_host` began; see `TransferEngine`."""
+        """Continue the writes of `write_host`; see `TransferEngine`."""
         for engine in self.engines:
             engine.advance_host(run)
 
@@ -468,6 +444,15 @@ class MultiPoolEngine:
         after = np.searchsorted(self.first_blocks, device_ids, side="right")
         return after.astype(np.int64) - 1
 
+    def _by_pool(
+        self, of_block: NDArray[np.int64]
+    ) -> Iterator[tuple[int, TransferEngine, NDArray[np.intp]]]:
+        """Yield each pool that has blocks, and their indices; always the first pool."""
+        for number, engine in enumerate(self.engines):
+            (rows,) = np.nonzero(of_block == number)
+            if rows.size or not number:
+                yield number, engine, rows
+
     def _begin(self, direction: Direction, host_ids: NDArray[np.int32]) -> _Joint:
         joint = _Joint(Ticket(direction, next(self._numbers)), host_ids)
         self._joints[joint.ticket] = joint
@@ -475,7 +460,7 @@ class MultiPoolEngine:
 
     def _join(self, joint: _Joint, number: int, ticket: Ticket) -> None:
         """Add the transfer of one pool to a joint one."""
-        joint.parts.add((number, ticket))
+        joint.tickets.add((number, ticket))
         self._joint_of[number, ticket] = joint
 
     def _note(self, number: int, completions: Sequence[Completion]) -> None:
@@ -484,17 +469,17 @@ class MultiPoolEngine:
             joint = self._joint_of.pop((number, done.ticket), None)
             if joint is None:
                 continue
-            joint.parts.remove((number, done.ticket))
+            joint.tickets.remove((number, done.ticket))
             joint.error = joint.error or done.error
             if done.error is None:
                 joint.num_bytes += done.num_bytes
-            if not joint.parts:
-                self._over.append(joint)
+            if not joint.tickets:
+                self._ended.append(joint)
 
     def _report(self) -> list[Completion]:
-        over, self._over = self._over, []
+        ended, self._ended = self._ended, []
         done = []
-        for joint in sorted(over, key=lambda joint: joint.ticket.number):
+        for joint in sorted(ended, key=lambda joint: joint.ticket.number):
             del self._joints[joint.ticket]
             if joint.error is not None:
                 self._drop(joint)
@@ -516,7 +501,7 @@ class MultiPoolEngine:
     def _forget_others(
         self, host_ids: NDArray[np.int32], of_block: NDArray[np.int64]
     ) -> None:
-        """Empty those of some host blocks that are about to hold another pool's."""
+        """Empty the host blocks that are about to hold blocks of another pool."""
         before = self._pool_of[host_ids]
         for number in range(len(self.engines)):
             self._forget(host_ids[(before == number) & (of_block != number)], number)

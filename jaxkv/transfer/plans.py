@@ -17,14 +17,11 @@ NOTHING = -1
 
 
 class SavePlan(NamedTuple):
-    """Which block goes into which row of an extent.
+    """Which block goes into which row of an extent."""
 
-    Attributes:
-        row_sources: i32[shards, 2 * rows]. The device block of each row, counted within
-            its shard, NOTHING for a row that is free or carried over; then for each row
-            whether it is carried over from an extent: 0 or 1.
-    """
-
+    # i32[shards, 2 * rows]. The device block of each row, counted within its shard,
+    # NOTHING for a row that is free or carried over; then for each row whether it is
+    # carried over from an extent: 0 or 1.
     row_sources: NDArray[np.int32]
 
     @property
@@ -60,17 +57,11 @@ class SavePlan(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a load takes out of one extent at a time.
-
-    Attributes:
-        extent: The extent.
-        rows: int[k]. Which of the call's blocks; no two have the same place.
-        transfers: Which of the call's transfers these belong to, ascending.
-    """
+    """The blocks that a load takes out of one extent at a time."""
 
     extent: int
-    rows: NDArray[np.intp]
-    transfers: list[int]
+    rows: NDArray[np.intp]  # int[k]. Indices of the call's blocks, in distinct places.
+    transfers: list[int]  # The call's transfers that they belong to, ascending.
 
 
 def cut_load(
@@ -78,10 +69,8 @@ def cut_load(
 ) -> list[Cut]:
     """Cut a load by extents, in the order of their first blocks.
 
-    Args:
-        extents: i32[n]. Where each block is; n blocks, which may repeat.
-        places: i32[n]. Its place there.
-        owners: int[n]. The transfer it is for.
+    Blocks, which may repeat, are at `places` i32[n] of `extents` i32[n], and belong to
+    the transfers `owners` int[n].
     """
     if len(set(extents.tolist())) == 1 and _are_distinct(places):
         rows = np.arange(len(extents))
@@ -108,13 +97,8 @@ def _are_distinct(values: NDArray[np.integer[Any]]) -> bool:
 def shortest_first(cuts: list[Cut], num_transfers: int) -> Iterator[list[Cut]]:
     """Order a load's cuts so that a transfer does not wait for a longer one.
 
-    Args:
-        cuts: What to move.
-        num_transfers: How many transfers they are for.
-
-    Yields:
-        For one transfer after the other, from that with the fewest cuts on, those that
-        no transfer before it has.
+    Yields for each transfer, in the order of their numbers of cuts, the cuts that no
+    transfer before it has.
     """
     of_each: list[list[int]] = [[] for _ in range(num_transfers)]
     for number, cut in enumerate(cuts):
@@ -133,17 +117,11 @@ class Plans(NamedTuple):
 
     A host block is `blocks_per_host_block` consecutive rows of an extent, in one shard;
     a row holds one device block.
-
-    Attributes:
-        num_shards: Shards of the block axis.
-        shard_blocks: Device blocks per shard.
-        extent_blocks: Host blocks per extent and shard.
-        blocks_per_host_block: Device blocks that a host block holds.
     """
 
-    num_shards: int
-    shard_blocks: int
-    extent_blocks: int
+    num_shards: int  # Shards of the block axis.
+    shard_blocks: int  # Device blocks per shard.
+    extent_blocks: int  # Host blocks per extent and shard.
     blocks_per_host_block: int
 
     @property
@@ -152,13 +130,9 @@ class Plans(NamedTuple):
         return self.extent_blocks * self.blocks_per_host_block
 
     def shards(self, device_ids: NDArray[np.int32]) -> NDArray[np.intp]:
-        """Return the shard of each host block's device blocks, int[n].
+        """Return the shard of each host block's device blocks i32[n, m], int[n].
 
-        Args:
-            device_ids: i32[n, m]. NOTHING for none.
-
-        Raises:
-            ValueError: The device blocks of a host block are in several shards.
+        ValueError if the device blocks of a host block are in several shards.
         """
         if self.num_shards == 1:
             return np.zeros(len(device_ids), np.intp)
@@ -180,12 +154,7 @@ class Plans(NamedTuple):
     ) -> None:
         """Refuse to load blocks into another shard than they were saved from.
 
-        Args:
-            device_ids: i32[n, m]. Where the blocks go.
-            places: i32[n]. Where they are in their extents.
-
-        Raises:
-            ValueError: A block was saved from another shard.
+        They go from the places i32[n] of their extents to the device blocks i32[n, m].
         """
         shards, saved = self.shards(device_ids), places // self.extent_blocks
         wrong = np.flatnonzero(shards != saved)
@@ -197,12 +166,7 @@ class Plans(NamedTuple):
             )
 
     def save(self, device_ids: NDArray[np.int32], placement: Placement) -> SavePlan:
-        """Plan a piece of a save.
-
-        Args:
-            device_ids: i32[n, m]. The placed blocks.
-            placement: Where they go.
-        """
+        """Plan a piece of a save, whose placed blocks are `device_ids` i32[n, m]."""
         plan = np.full((self.num_shards, 2 * self.num_rows), NOTHING, np.int32)
         self._enter(plan, placement.places, device_ids)
         is_carried = plan[:, self.num_rows :]
@@ -214,14 +178,9 @@ class Plans(NamedTuple):
     def load(
         self, device_ids: NDArray[np.int32], places: NDArray[np.int32]
     ) -> NDArray[np.int32]:
-        """Plan the load of a piece.
+        """Plan the load of blocks i32[n, m] from distinct places int[n] of an extent.
 
-        Args:
-            device_ids: i32[n, m]. Where its blocks go.
-            places: int[n]. Their places in the extent, distinct.
-
-        Returns:
-            i32[shards, rows]. The device block for each row, NOTHING for none.
+        Returns the device block for each row, i32[shards, rows], NOTHING for none.
         """
         targets = np.full((self.num_shards, self.num_rows), NOTHING, np.int32)
         self._enter(targets, places, device_ids)
@@ -230,12 +189,7 @@ class Plans(NamedTuple):
     def leave_out(
         self, targets: NDArray[np.int32], device_ids: NDArray[np.int32]
     ) -> None:
-        """Take device blocks out of a plan of a load, in place.
-
-        Args:
-            targets: i32[shards, rows]. The plan.
-            device_ids: i32[n, m]. What it is not to write, NOTHING for none.
-        """
+        """Remove device blocks i32[n, m] from the plan of a load, in place."""
         starts = np.arange(self.num_shards, dtype=np.int32) * self.shard_blocks
         is_target = targets != NOTHING
         is_out = np.isin(targets + starts[:, None], device_ids[device_ids != NOTHING])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -16,18 +17,21 @@ from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, Placement
 from jaxkv.transfer.host_bytes import HostBytes
 from jaxkv.transfer.host_memory import HostMemory
 from jaxkv.transfer.kernels import Copier
-from jaxkv.transfer.plans import NOTHING, Plans, cut_load, shortest_first
+from jaxkv.transfer.plans import NOTHING, Plans, SavePlan, cut_load, shortest_first
 from jaxkv.transfer.step_loads import StepLoads
 from jaxkv.transfer.tickets import (
     TRANSFER_ERRORS,
+    Bytes,
     Call,
     Completion,
     Direction,
+    HostWrite,
     LoadPiece,
     Piece,
     SavePiece,
     Ticket,
     Transfer,
+    WritePiece,
 )
 
 _P = TypeVar("_P", bound=Piece)
@@ -45,8 +49,8 @@ class TransferQueue:
     or writes one that it reads.
 
     A call may load for several transfers. They share the pieces of the extents that
-    several of them touch, so that no extent moves twice; those with the fewest pieces
-    go first, and each is over when its own pieces are.
+    several of them touch, so that no extent moves twice. Transfers with the fewest
+    pieces go first, and each ends when its own pieces have ended.
 
     In the mode ``"staged"`` a load has two steps: its bytes are copied to the device,
     and once they have landed, `advance` scatters them into the pool. So no program
@@ -54,6 +58,9 @@ class TransferQueue:
 
     A load may be left to the caller's own program instead (`take_step_loads`): it is
     written there whole, whatever the budget, and is over when that program is.
+
+    A host write is a save whose bytes come from the host. Another thread copies them,
+    and they do not count in the budget. It waits only for room, and is not reported.
 
     Methods that take the pool's leaves as a list may replace leaves in it.
     """
@@ -67,14 +74,15 @@ class TransferQueue:
         budget_bytes: int,
     ):
         self.table = table
-        self.host_bytes = HostBytes(copier, plans, table, memory, self._follow)
+        self.host_bytes = HostBytes(copier, plans, table, memory)
         self._copier = copier
         pool = copier.extents.pool
         self._block_bytes = pool.block_bytes * plans.blocks_per_host_block
         self._plans = plans
         self._memory = memory
         self._budget_bytes = budget_bytes
-        self._bytes_in_flight = 0
+        self.bytes_in_flight = 0
+        """Bytes of the pieces that were issued and are not known to be done."""
         self._num_issued = 0
         self._transfers: dict[Ticket, Transfer] = {}
         self._calls: dict[Direction, collections.deque[Call]] = {
@@ -85,26 +93,23 @@ class TransferQueue:
         # (if staged) and are then scattered.
         self._waiting_saves: collections.deque[Transfer] = collections.deque()
         self._saving: collections.deque[SavePiece] = collections.deque()
+        self._writes: list[HostWrite] = []
+        self._writing: list[WritePiece] = []
         self._waiting_loads: collections.deque[LoadPiece] = collections.deque()
         self._landing: collections.deque[LoadPiece] = collections.deque()
         self._loading: collections.deque[LoadPiece] = collections.deque()
-        # What the caller's next program is to write, the pieces of an extent together;
-        # and what it was given and has not started with.
+        # Pieces for the caller's next program, the pieces of an extent together; and
+        # pieces that were taken for a program that has not started.
         self._for_step: list[list[LoadPiece]] = []
         self._in_step: list[LoadPiece] = []
         # `ExtentTable.num_freed` when a save found no room.
         self._no_room_at = -1
-        # Loads of which a piece waits, and these pieces by extent, as keys of dicts.
+        # Loads with a piece that waits, and these pieces by extent, as keys of dicts.
         self._num_waiting_loads = 0
         self._waiting_of_extent: dict[int, dict[LoadPiece, None]] = {}
         # The last save that reads each device block, the last load that writes it.
         self._last_reader = np.full(pool.num_blocks, -1, np.int64)
         self._last_writer = np.full(pool.num_blocks, -1, np.int64)
-
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes of the pieces that were issued and are not known to be done."""
-        return self._bytes_in_flight
 
     @property
     def num_in_flight(self) -> int:
@@ -149,7 +154,7 @@ class TransferQueue:
         self.table.claim(host_ids, transfer.number, device_ids != NOTHING)
         self._waiting_saves.append(transfer)
         self._note_if_over(transfer)
-        self._collect()
+        self.collect()
         if not self._waiting_loads:
             self._issue(leaves)
         return transfer.ticket
@@ -164,10 +169,10 @@ class TransferQueue:
         sizes: Sequence[int],
         in_step: bool,
     ) -> list[Ticket]:
-        """Begin loads of the blocks at `places` of `extents`, checked before.
+        """Begin loads of the checked blocks at `places` of `extents`.
 
         Each load has as many of them, in their order, as `sizes` says. If `in_step`,
-        `take_step_loads` is to hand them out.
+        they wait for `take_step_loads`.
         """
         touched = self._touched(device_ids)
         after = -1  # Older saves have read what they need.
@@ -190,14 +195,14 @@ class TransferQueue:
             pieces: list[list[LoadPiece]] = [[] for _ in part]
             for group, num_bytes in enumerate(self._copier.extents.group_bytes):
                 for cut, targets, of_cut in zip(part, plans, pieces, strict=True):
-                    own = [transfers[number] for number in cut.transfers]
-                    # Each has its own, as rows of it may have to be left out.
+                    loads = [transfers[number] for number in cut.transfers]
+                    # A copy for each, as some of its rows may be dropped later.
                     piece = LoadPiece(
-                        own, num_bytes, call, cut.extent, targets.copy(), group
+                        loads, num_bytes, call, cut.extent, targets.copy(), group
                     )
                     self._hold_extent(piece)
                     of_cut.append(piece)
-                    for transfer in own:
+                    for transfer in loads:
                         transfer.num_pieces += 1
                         transfer.num_unissued += 1
                         transfer.unwritten[piece] = None
@@ -220,16 +225,58 @@ class TransferQueue:
         )
         return touched
 
+    def write(self, host_ids: NDArray[np.int32], payloads: list[Bytes]) -> HostWrite:
+        """Begin to write u8[num_bytes] for each block; `advance_writes` continues."""
+        number = self.next_number()
+        shape = len(host_ids), self._plans.blocks_per_host_block
+        write = HostWrite(
+            Ticket("save", number),
+            Call(number, -1),
+            host_ids,
+            np.full(shape, NOTHING, np.int32),
+            np.arange(len(host_ids)),
+            payloads=dict(zip(host_ids.tolist(), payloads, strict=True)),
+        )
+        self.table.claim(host_ids, number)
+        self._writes.append(write)
+        self._note_if_over(write)
+        return write
+
+    def advance_writes(self, run: Callable[[Callable[[], None]], object]) -> None:
+        """Record what has finished, and have `run` copy the writes that find room."""
+        self.collect()
+        for write in list(self._writes):
+            while write.todo.size and (placed := self._place(write)):
+                self._start_write(write, *placed, run)
+
+    def _start_write(
+        self,
+        write: HostWrite,
+        placement: Placement,
+        plan: SavePlan,
+        run: Callable[[Callable[[], None]], object],
+    ) -> None:
+        payloads = [write.payloads[block] for block in placement.ids.tolist()]
+        piece = WritePiece([write], 0, placement, plan, payloads=payloads)
+        self._writing.append(piece)
+        try:
+            if placement.carry != NO_EXTENT:
+                piece.carry = self._memory.get(placement.carry)
+            piece.spare = self._memory.take(placement.extent)
+            run(functools.partial(self.host_bytes.fill, piece))
+        except Exception as error:  # Such as of a thread that cannot start.
+            piece.error, piece.has_ended = error, True
+
     def next_number(self) -> int:
-        """Take the number of a transfer."""
+        """Return the number of a new transfer."""
         self._num_issued += 1
         return self._num_issued - 1
 
     def take_step_loads(self, leaves: list[jax.Array], num_extents: int) -> StepLoads:
-        """Hand out loads that the caller's next program is to write.
+        """Return the loads that the caller's next program must write.
 
-        What does not fit, the engine's own programs write now. Where an older save has
-        still to read what a load writes, this waits for it.
+        The engine's own programs first write the loads that do not fit. If an older
+        save still has to read what a load writes, this waits for it.
         """
         while not all(self._may_write(pieces[0]) for pieces in self._for_step):
             if not self._wait():
@@ -237,20 +284,20 @@ class TransferQueue:
                 for piece in self._for_step.pop(0):
                     self._load_now(leaves, piece)
             self.advance(leaves)
-        # The first are written before the step, so that the order is kept.
+        # The first ones are written before the step, to keep the order.
         num_now = max(len(self._for_step) - num_extents, 0)
-        now, given = self._for_step[:num_now], self._for_step[num_now:]
+        now, in_step = self._for_step[:num_now], self._for_step[num_now:]
         self._for_step = []
         for group in range(self._copier.num_layer_groups):
             for of_cut in now:
                 self._load_now(leaves, of_cut[group])
-        for piece in itertools.chain(*given):
+        for piece in itertools.chain(*in_step):
             self._note_issued(piece)
             self._in_step.append(piece)
-        firsts = [of_cut[0] for of_cut in given]
+        firsts = [of_cut[0] for of_cut in in_step]
         extents = [self._memory.get(piece.extent) for piece in firsts]
         targets = [piece.targets for piece in firsts]
-        if firsts:  # As many each time, so that the program is traced once.
+        if firsts:  # Always `num_extents`, so that the program is traced once.
             num_spare = num_extents - len(firsts)
             extents += extents[:1] * num_spare
             targets += [np.full_like(targets[0], NOTHING)] * num_spare
@@ -276,7 +323,7 @@ class TransferQueue:
         )
 
     def start_step(self, token: jax.Array) -> None:
-        """Note that the program which was given loads runs; `token` is a result."""
+        """Record that the program with the step's loads runs; `token` is a result."""
         for piece in self._in_step:
             for transfer in piece.transfers:
                 del transfer.unwritten[piece]
@@ -284,21 +331,16 @@ class TransferQueue:
             self._loading.append(piece)
         self._in_step = []
 
-    def collect(self) -> None:
-        """Record what has finished."""
-        self._collect()
-
     def advance(self, leaves: list[jax.Array]) -> None:
         """Scatter what has landed, and issue what may go next."""
-        self._collect()
+        self.collect()
         self._scatter_landed(leaves)
         self._issue(leaves)
 
     def abandon(self, ticket: Ticket) -> bool:
         """Abandon a transfer: its other pieces are not issued, and it is not reported.
 
-        Returns:
-            Whether such a transfer was in flight.
+        False if there is no such transfer in flight.
         """
         transfer = self._transfers.get(ticket)
         if transfer is None or transfer.abandoned:
@@ -308,22 +350,26 @@ class TransferQueue:
         return True
 
     def report(self) -> list[Completion]:
-        """Return what has finished since the last time, call after call.
+        """Return what has finished since the last report.
 
-        A call is not looked at before all earlier ones of its direction are over.
+        A call is reported after all earlier calls of its direction have ended.
         """
-        self._collect()
+        self.collect()
         done = []
         for calls in self._calls.values():
             while calls:
-                over, calls[0].over = calls[0].over, []
-                for transfer in over:
+                ended, calls[0].ended = calls[0].ended, []
+                for transfer in ended:
                     del self._transfers[transfer.ticket]
                     if transfer.ticket.direction == "save":
                         ok = transfer.error is None and not transfer.abandoned
                         self.table.finish(transfer.host_ids, transfer.number, ok)
                     if not transfer.abandoned:
-                        done.append(self._completion(transfer))
+                        ids = tuple(transfer.host_ids.tolist())
+                        num_bytes = len(ids) * self._block_bytes
+                        done.append(
+                            Completion(transfer.ticket, ids, num_bytes, transfer.error)
+                        )
                 if calls[0].num_left:
                     break
                 calls.popleft()
@@ -338,12 +384,12 @@ class TransferQueue:
             self.advance(leaves)
 
     def _wait(self) -> bool:
-        """Wait until something that holds up waiting transfers is over, if anything."""
+        """Wait for a piece that delays waiting transfers; False if there is none."""
         if pieces := self._landing or self._saving or self._loading:
             pieces[0].wait()
-        elif self._waiting_saves and self.host_bytes.is_busy:
+        elif self._waiting_saves and self._other_threads_hold_extents:
             time.sleep(_PAUSE_S)  # Its copies take less than a transfer.
-            self.host_bytes.advance(lambda copy: copy())
+            self.advance_writes(lambda copy: copy())
         else:
             return False
         return True
@@ -365,11 +411,18 @@ class TransferQueue:
         return transfer
 
     def _note_if_over(self, transfer: Transfer) -> None:
-        """Have a transfer reported if nothing is left of it."""
-        if transfer.is_over and not transfer.is_noted:
-            transfer.is_noted = True
-            transfer.call.over.append(transfer)
-            transfer.call.num_left -= 1
+        """Finish a write, or have another transfer reported, if nothing is left."""
+        if not transfer.is_over or transfer.is_noted:
+            return
+        transfer.is_noted = True
+        if isinstance(transfer, HostWrite):
+            ok = transfer.error is None
+            self.table.finish(transfer.host_ids, transfer.number, ok)
+            transfer.payloads.clear()
+            self._writes.remove(transfer)
+            return
+        transfer.call.ended.append(transfer)
+        transfer.call.num_left -= 1
 
     def _issue(self, leaves: list[jax.Array]) -> None:
         """Issue waiting pieces as far as the budget and the order allow."""
@@ -389,11 +442,11 @@ class TransferQueue:
                 self._waiting_saves.remove(transfer)
 
     def _next_loads(self) -> list[LoadPiece]:
-        """Take the loads that may go next, of one layer group; none without room."""
+        """Return the loads that may go next, of one layer group; none without room."""
         waiting, pieces = self._waiting_loads, list[LoadPiece]()
         while (
             waiting
-            and len(pieces) < self._copier.numbers_together[0]
+            and len(pieces) < self._copier.extents_per_program[0]
             and self._may_write(waiting[0])
             and (not pieces or waiting[0].layer_group == pieces[0].layer_group)
             and self._has_room(waiting[0].num_bytes)
@@ -411,23 +464,23 @@ class TransferQueue:
 
     def _may_read(self, transfer: Transfer) -> bool:
         """Whether no older load still has to write what a save reads."""
-        # Those that are left to the caller are in no order with the others.
+        # Loads for the caller's program have no order with the others.
         oldest = [*itertools.islice(self._landing or self._waiting_loads, 1)]
         oldest += [pieces[0] for pieces in self._for_step[:1]]
         return all(piece.call.number > transfer.call.after for piece in oldest)
 
     def _has_room(self, num_bytes: int) -> bool:
-        in_flight = self._bytes_in_flight
+        in_flight = self.bytes_in_flight
         return not in_flight or in_flight + num_bytes <= self._budget_bytes
 
     def _issue_save(self, leaves: list[jax.Array], transfer: Transfer) -> bool:
         """Issue the next pieces of a save; return whether that was possible."""
         pieces: list[SavePiece] = []
-        most = self._copier.numbers_together[0]
+        max_pieces = self._copier.extents_per_program[0]
         with _ended_by_errors(pieces):
-            while transfer.todo.size and len(pieces) < most:
+            while transfer.todo.size and len(pieces) < max_pieces:
                 if pieces and pieces[-1].placement.carry != NO_EXTENT:
-                    break  # What was placed before it goes first.
+                    break  # Pieces that were placed before it go first.
                 piece = self._place_save(transfer)
                 if piece is None:
                     break
@@ -443,45 +496,63 @@ class TransferQueue:
             return None
         if not self._may_read(transfer) or not self._has_room(num_bytes):
             return None
+        placed = self._place(transfer)
+        if placed is not None:
+            piece = SavePiece([transfer], num_bytes, *placed)
+            self.bytes_in_flight += num_bytes
+            self._saving.append(piece)
+            return piece
+        if transfer.todo.size:
+            self._no_room_at = self.table.num_freed
+            if not is_busy and not self._other_threads_hold_extents:
+                self._fail_without_room(transfer)
+        return None
+
+    def _place(self, transfer: Transfer) -> tuple[Placement, SavePlan] | None:
+        """Find a place for the next piece of a save or write.
+
+        None without room, or if all its blocks were given to other transfers.
+        """
         ids, device_ids = transfer.host_ids, transfer.device_ids
         if len(transfer.todo) < len(ids):
             ids, device_ids = ids[transfer.todo], device_ids[transfer.todo]
         if self._num_issued > transfer.number + 1:
-            is_own = self.table.is_claimed(ids, transfer.number)
-            # While it waited, its blocks were given to another transfer.
-            transfer.todo = transfer.todo[is_own]
-            ids, device_ids = ids[is_own], device_ids[is_own]
+            # While it waited, some blocks may have been given to other transfers.
+            is_claimed = self.table.is_claimed(ids, transfer.number)
+            transfer.todo = transfer.todo[is_claimed]
+            ids, device_ids = ids[is_claimed], device_ids[is_claimed]
             if not transfer.todo.size:
                 self._note_if_over(transfer)
                 return None
-        shards = self._plans.shards(device_ids)
-        placement = self.table.place(ids, shards)
+        placement = self.table.place(ids, self._plans.shards(device_ids))
         if placement is None:
-            self._no_room_at = self.table.num_freed
-            if is_busy or self.host_bytes.is_busy:
-                return None
-            transfer.fail(
-                MemoryError(
-                    f"no room for host blocks {ids.tolist()}: the extents of the "
-                    f"shards {sorted(set(shards.tolist()))} are full; make the host "
-                    "tier larger, or spread blocks over the shards evenly."
-                )
-            )
-            self._drop_unissued(transfer)
             return None
         plan = self._plans.save(device_ids[placement.picked], placement)
-        piece = SavePiece([transfer], num_bytes, placement, plan)
         if self._plans.num_shards == 1:  # It takes the first ones.
             transfer.todo = transfer.todo[len(placement.picked) :]
         else:
             transfer.todo = np.delete(transfer.todo, placement.picked)
         transfer.num_pieces += 1
-        self._bytes_in_flight += num_bytes
-        self._saving.append(piece)
-        return piece
+        return placement, plan
+
+    def _fail_without_room(self, save: Transfer) -> None:
+        shards = self._plans.shards(save.device_ids[save.todo])
+        save.fail(
+            MemoryError(
+                f"no room for host blocks {save.host_ids[save.todo].tolist()}: the "
+                f"extents of the shards {sorted(set(shards.tolist()))} are full; make "
+                "the host tier larger, or spread blocks over the shards evenly."
+            )
+        )
+        self._drop_unissued(save)
+
+    @property
+    def _other_threads_hold_extents(self) -> bool:
+        """Whether writes or reads of host bytes hold extents that a save may need."""
+        return bool(self._writes or self.host_bytes.num_reads)
 
     def _start_saves(self, leaves: list[jax.Array], pieces: list[SavePiece]) -> None:
-        """Start the programs of pieces, of which the last alone may carry rows over."""
+        """Start the programs of pieces; only the last may carry rows over."""
         for some in self._split(pieces):
             last = some[-1].placement
             with _ended_by_errors(some):
@@ -493,8 +564,7 @@ class TransferQueue:
                 plans = [piece.plan for piece in some]
                 saved = self._copier.save(leaves, plans, carry, spare)
                 for piece, extent, watched in zip(some, *saved, strict=True):
-                    piece.watched = watched
-                    self._memory.put(piece.placement.extent, extent)
+                    piece.extent, piece.watched = extent, watched
 
     def _issue_loads(self, leaves: list[jax.Array], pieces: list[LoadPiece]) -> None:
         """Issue pieces of loads, all of one layer group."""
@@ -506,7 +576,7 @@ class TransferQueue:
         self._stage(pieces)
 
     def _load_now(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
-        """Have whatever runs next on the pool find a piece there, in either mode."""
+        """Write a piece into the pool before the next program on it, in either mode."""
         self._note_issued(piece)
         if self._copier.mode == "fused":
             self._scatter_from_host(leaves, piece)
@@ -523,13 +593,13 @@ class TransferQueue:
         self._scatter(leaves, [piece])
 
     def _note_issued(self, piece: LoadPiece) -> None:
-        """Note that a piece of a load waits no more."""
-        self._note_no_wait(piece)
+        """Record that a piece of a load no longer waits."""
+        self._stop_waiting(piece)
         piece.is_issued = True
         for transfer in piece.transfers:
             transfer.num_unissued -= 1
             self._num_waiting_loads -= not transfer.num_unissued
-        self._bytes_in_flight += piece.num_bytes
+        self.bytes_in_flight += piece.num_bytes
 
     def _stage(self, pieces: list[LoadPiece]) -> None:
         """Start to copy pieces of one layer group to the device."""
@@ -540,7 +610,7 @@ class TransferQueue:
             except TRANSFER_ERRORS:
                 if len(pieces) == 1:
                     raise
-                for piece in pieces:  # What fails one is not to fail the others.
+                for piece in pieces:  # One may fail without the others.
                     self._stage([piece])
                 return
             for piece, arrays in zip(pieces, staged, strict=True):
@@ -548,12 +618,12 @@ class TransferQueue:
                 piece.watched = list(arrays)
 
     def _scatter_landed(self, leaves: list[jax.Array]) -> None:
-        landing, most = self._landing, self._copier.numbers_together[0]
+        landing, max_pieces = self._landing, self._copier.extents_per_program[0]
         while landing and landing[0].is_ready():
             landed: list[LoadPiece] = []
             while (
                 landing
-                and len(landed) < most
+                and len(landed) < max_pieces
                 and (not landed or landing[0].layer_group == landed[0].layer_group)
                 and landing[0].is_ready()
             ):
@@ -588,7 +658,7 @@ class TransferQueue:
             except TRANSFER_ERRORS:
                 if len(pieces) == 1:
                     raise
-                for piece in pieces:  # What fails one is not to fail the others.
+                for piece in pieces:  # One may fail without the others.
                     self._write(leaves, [piece])
                 return
             finally:
@@ -598,9 +668,9 @@ class TransferQueue:
                 piece.watched = [token]
 
     def _split(self, pieces: list[_P]) -> Iterator[list[_P]]:
-        """Split pieces into those that one program copies.
+        """Split pieces into groups, each for one program.
 
-        Rows are carried over by a program for one extent, which the last may be for.
+        A program that carries rows over, as for the last piece, is for one extent.
         """
         left = collections.deque(pieces)
         while left:
@@ -608,23 +678,29 @@ class TransferQueue:
                 pieces[-1].placement.carry != NO_EXTENT
             )
             free = max(1, len(left) - is_last)
-            number = next(n for n in self._copier.numbers_together if n <= free)
+            number = next(n for n in self._copier.extents_per_program if n <= free)
             yield [left.popleft() for _ in range(number)]
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Record the pieces that have finished."""
-        if self.host_bytes.is_busy:
-            self.host_bytes.collect()
+        if self.host_bytes.num_reads:
+            self.host_bytes.release_closed()
+        for piece in self._writing[:]:
+            if piece.is_ready():
+                self._writing.remove(piece)
+                self._end(piece)
         for pieces in (self._saving, self._loading):
             while pieces and pieces[0].is_ready():
                 self._end(pieces.popleft())
 
     def _end(self, piece: Piece) -> None:
         error = piece.wait()
-        self._bytes_in_flight -= piece.num_bytes
+        self.bytes_in_flight -= piece.num_bytes
         if isinstance(piece, SavePiece):
-            if error:
-                self._memory.put(piece.placement.extent, None)
+            if error is None and piece.extent is None:
+                error = RuntimeError("interrupted before it was issued")
+            extent = None if error else piece.extent
+            self._memory.put(piece.placement.extent, extent)
             self.table.settle(piece.placement, ok=error is None)
             if not error and piece.placement.carry != NO_EXTENT:
                 self._follow(piece.placement, piece.plan.carried)
@@ -658,10 +734,10 @@ class TransferQueue:
 
     def _forget_extent(self, piece: LoadPiece) -> None:
         """Undo `_hold_extent`."""
-        self._note_no_wait(piece)
+        self._stop_waiting(piece)
         self.table.unpin(piece.extent)
 
-    def _note_no_wait(self, piece: LoadPiece) -> None:
+    def _stop_waiting(self, piece: LoadPiece) -> None:
         waiting = self._waiting_of_extent[piece.extent]
         del waiting[piece]
         if not waiting:
@@ -688,23 +764,18 @@ class TransferQueue:
         self._note_if_over(transfer)
 
     def _skip_dropped(self) -> None:
-        """Have the first load that waits be one that is wanted."""
+        """Remove the first waiting loads that were dropped."""
         while self._waiting_loads and not self._waiting_loads[0].transfers:
             self._waiting_loads.popleft()
 
     def _forget_reader(self, save: Transfer) -> None:
-        """Keep later loads from waiting for a save that reads no more."""
+        """Keep later loads from waiting for a save that was dropped."""
         blocks = save.device_ids[save.device_ids != NOTHING]
         blocks = blocks[self._last_reader[blocks] == save.number]
         self._last_reader[blocks] = -1
-        for other in self._waiting_saves:
-            shared = np.intersect1d(blocks, other.device_ids)
-            self._last_reader[shared] = other.number
-
-    def _completion(self, transfer: Transfer) -> Completion:
-        ids = tuple(transfer.host_ids.tolist())
-        num_bytes = len(ids) * self._block_bytes
-        return Completion(transfer.ticket, ids, num_bytes, transfer.error)
+        for waiting in self._waiting_saves:
+            shared = np.intersect1d(blocks, waiting.device_ids)
+            self._last_reader[shared] = waiting.number
 
 
 class _ended_by_errors:  # noqa: N801, as a function of contextlib would be named

@@ -1,6 +1,6 @@
-"""Pure functions that write, gather and scatter the rows of an extent.
+"""The rows of an extent, written, gathered and scattered by XLA.
 
-Each sees the part of the pool and of the extent that is on one device.
+The functions are the `RowCopier` of `kernels`, and `write_rows` for the mode "fused".
 """
 
 from __future__ import annotations
@@ -25,17 +25,10 @@ def write_rows(
     carry: Sequence[Extent],
     spare: Extent,
 ) -> Extent:
-    """Write listed blocks, and listed rows of `carry`, into `spare`.
+    """Write listed blocks, and listed rows of `carry`, into the memory of `spare`.
 
-    Args:
-        extents: Layout of an extent.
-        leaves: The pool's.
-        lists: i32[3 * rows + 2], see `SavePlan.row_lists`.
-        carry: The extent to carry rows over from, or none.
-        spare: The memory to write to.
-
-    Returns:
-        The new extent, in the memory of `spare`.
+    `lists` are the `SavePlan.row_lists` of a shard, i32[3 * rows + 2]; `carry` is the
+    extent to carry rows over from, or empty.
     """
     ids, rows, carried = jnp.split(lists[:-2], 3)
 
@@ -83,18 +76,7 @@ def gather_rows(
     sources: jax.Array,
     carry: Extent | None,
 ) -> Extent:
-    """Gather the rows of a new extent from the pool, carried rows from `carry`.
-
-    Args:
-        extents: Layout of an extent.
-        bundles: Those to gather.
-        leaves: The pool's, by index.
-        sources: i32[2 * rows], see `SavePlan.row_sources`.
-        carry: Arrays of `bundles` to carry rows over from, on the device, or None.
-
-    Returns:
-        The arrays of `bundles`, on the device.
-    """
+    """Gather the rows of a new extent from the pool, carried rows from `carry`."""
     ids, carried = jnp.split(sources, 2)
 
     def gather(leaf: jax.Array, axis: int) -> jax.Array:
@@ -138,28 +120,16 @@ def scatter_rows(
     targets: jax.Array,
     arrays: Extent,
 ) -> dict[int, jax.Array]:
-    """Write the rows of an extent into leaves.
-
-    Args:
-        extents: Layout of an extent.
-        bundles: Those to write, with all parts of their leaves.
-        leaves: The pool's, by index.
-        targets: i32[rows]. The block for each row, distinct; NOTHING for rows that are
-            not wanted.
-        arrays: The extent's arrays of `bundles`.
-
-    Returns:
-        The leaves of `bundles` afterwards.
-    """
-    parts: dict[int, list[jax.Array]] = {}
+    """Write the rows of an extent into leaves."""
+    encoded: dict[int, list[jax.Array]] = {}
     for bundle, array in zip(bundles, arrays, strict=True):
         for index, part in zip(bundle.leaves, extents.unstack(array), strict=True):
-            parts.setdefault(index, []).append(part)
+            encoded.setdefault(index, []).append(part)
     platform = extents.pool.platform
     written = {}
-    for index in sorted(parts):
+    for index in sorted(encoded):
         axis = extents.pool.leaves[index].block_axis
-        blocks = extents.codecs[index].decode(tuple(parts[index]))
+        blocks = extents.codecs[index].decode(tuple(encoded[index]))
         written[index] = _write(leaves[index], axis, targets, blocks, platform)
     return written
 
@@ -170,18 +140,7 @@ def copy_blocks(
     plan: jax.Array,
     platform: str,
 ) -> dict[int, jax.Array]:
-    """Copy blocks within leaves.
-
-    Args:
-        layouts: Which leaves, by index.
-        leaves: The pool's, likewise.
-        plan: i32[2 * n]. The blocks to read, then where each goes: distinct, and none
-            is read; NOTHING for none.
-        platform: The platform of the pool's devices.
-
-    Returns:
-        The leaves of `layouts` afterwards.
-    """
+    """Copy blocks within leaves."""
     sources, targets = jnp.split(plan, 2)
     copied = {}
     for index, layout in layouts.items():

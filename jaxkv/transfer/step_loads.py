@@ -16,26 +16,25 @@ from jaxkv.types import PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepLoads:
-    """Blocks on the host that a step of the model brings into the pool itself.
+    """Blocks on the host that a step of the model writes into the pool itself.
 
-    `TransferEngine.take_step_loads` makes it. It is a pytree, to be passed to the
-    jitted step beside the pool; call `write` inside, for each group of
-    layers right before they run::
+    `TransferEngine.take_step_loads` makes it. It is a pytree: pass it to the jitted
+    step with the pool, and call `write` inside for each group of layers, right before
+    they run::
 
         for group, layers in enumerate(groups_of_layers):
             pool = loads.write(pool, group, after=x)
             x, pool = layers(x, pool)
 
-    The copies of all groups can begin at once, and each group is waited for where its
-    layers begin, so that the bytes of one arrive while the layers before it run.
+    The copies of all groups can begin at once. The step waits for a group where its
+    layers begin, so that its bytes arrive while the layers before it run.
 
     Attributes:
-        extents: The extents that blocks come from, in host memory; any may be there
-            more than once.
+        extents: The extents that blocks come from, in host memory; they may repeat.
         targets: For each of them i32[shards, rows], the device block of each row,
             counted within its shard; NOTHING for rows that are not wanted.
-        copier: What knows the layouts. It is part of the tree's structure, so that
-            the programs of one engine are traced once for each number of extents.
+        copier: It has the layouts, and is part of the tree's structure, so that the
+            programs of one engine are traced once for each number of extents.
     """
 
     extents: tuple[Extent, ...]
@@ -51,8 +50,9 @@ class StepLoads:
             pool: The pool, with the layout of the engine's.
             layer_group: Which run of the pool's leaves, see the `layer_groups` of
                 `TransferEngine`; the leaves of others stay as they are. None for all.
-            after: What to compute before the bytes are waited for, such as the
-                output of the layers before. Without it XLA waits for all of them first.
+            after: Arrays that are computed before the step waits for the bytes, such
+                as the output of the layers before. Without it XLA first waits for the
+                bytes of all groups.
 
         Returns:
             The pool to run those layers on.
@@ -71,10 +71,10 @@ class StepLoads:
             raise ValueError(f"{layer_group=} must be in [0, {num_groups}).")
         groups = range(num_groups) if layer_group is None else [layer_group]
         for group in groups:
-            own = self.copier.extents.leaves_of(group)
+            indices = self.copier.extents.leaves_of(group)
             arrays = self.copier.extents.arrays_of(group)
             for extent, targets in zip(self.extents, self.targets, strict=True):
-                leaves[own] = self.copier.write_group(
-                    leaves[own], targets, extent[arrays], group, after
+                leaves[indices] = self.copier.write_group(
+                    leaves[indices], targets, extent[arrays], group, after
                 )
         return jax.tree.unflatten(structure, leaves)

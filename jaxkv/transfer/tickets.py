@@ -15,28 +15,25 @@ from jaxkv.transfer.plans import SavePlan
 
 Direction: TypeAlias = Literal["save", "load"]
 
+Bytes: TypeAlias = NDArray[np.uint8]
+
 # Errors that end a transfer; any other is a bug, and raised.
 TRANSFER_ERRORS = (jax.errors.JaxRuntimeError, MemoryError)
 
 
 class Ticket(NamedTuple):
-    """Names one transfer of one engine.
+    """The name of one transfer of one engine."""
 
-    Attributes:
-        direction: ``"save"`` (device to host) or ``"load"`` (host to device).
-        number: Counts the engine's transfers in the order of the calls, from 0.
-    """
-
-    direction: Direction
-    number: int
+    direction: Direction  # "save" (device to host) or "load" (host to device)
+    number: int  # Counts the engine's transfers in the order of the calls, from 0.
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """How a transfer ended.
+    """The outcome of a transfer.
 
     Attributes:
-        ticket: What `save` or `load` returned.
+        ticket: The ticket that `save` or `load` returned.
         host_block_ids: The host blocks to write or to read.
         num_bytes: The bytes of these blocks on the device.
         error: Why it failed; None if it succeeded.
@@ -60,56 +57,38 @@ class Completion:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of the engine, whose transfers wait for others together.
+    """One call of the engine, whose transfers wait for other calls together."""
 
-    Attributes:
-        number: Number of its first transfer.
-        after: Number of the last call in the other direction that shares a device block
-            with this one, and must go first; -1 for none.
-        num_left: Transfers that are not over.
-        over: Those that are over and not reported, in the order in which they ended.
-    """
-
-    number: int
+    number: int  # The number of its first transfer.
+    # The last call of the other direction that shares a device block with this one, and
+    # goes first; -1 for none.
     after: int
-    num_left: int = 0
-    over: list[Transfer] = dataclasses.field(default_factory=list)
+    num_left: int = 0  # Transfers that have not ended.
+    # Transfers that have ended and are not reported; the first to end comes first.
+    ended: list[Transfer] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
 class Transfer:
-    """What one ticket names, until it is reported.
-
-    Attributes:
-        ticket: Its name.
-        call: The call that began it.
-        host_ids: i32[n]. The host blocks that it reads or writes.
-        device_ids: i32[n, m]. The device blocks.
-        todo: int[...]. Indices of a save's blocks that have no place yet.
-        unwritten: Pieces of a load that have not been written into the pool, as the
-            keys of a dict, which keeps their order.
-        num_unissued: Pieces of a load that have not been issued.
-        num_pieces: Pieces that have not finished.
-        error: The error of the first piece that failed.
-        abandoned: Whether `report` leaves it out.
-        is_noted: Whether its call knows that it is over.
-    """
+    """A transfer, from its call until it is reported."""
 
     ticket: Ticket
     call: Call
-    host_ids: NDArray[np.int32]
-    device_ids: NDArray[np.int32]
-    todo: NDArray[np.intp]
+    host_ids: NDArray[np.int32]  # i32[n]. The host blocks that it reads or writes.
+    device_ids: NDArray[np.int32]  # i32[n, m]. The device blocks.
+    todo: NDArray[np.intp]  # int[...]. Indices of a save's blocks without a place.
+    # Pieces of a load that have not been written into the pool, as the keys of a dict,
+    # which keeps their order.
     unwritten: dict[LoadPiece, None] = dataclasses.field(default_factory=dict)
-    num_unissued: int = 0
-    num_pieces: int = 0
-    error: Exception | None = None
-    abandoned: bool = False
-    is_noted: bool = False
+    num_unissued: int = 0  # Pieces of a load that have not been issued.
+    num_pieces: int = 0  # Pieces that have not finished.
+    error: Exception | None = None  # The error of the first piece that failed.
+    abandoned: bool = False  # Whether it is left out of reports.
+    is_noted: bool = False  # Whether its end has been recorded.
 
     @property
     def number(self) -> int:
-        """The ticket's."""
+        """The number of its ticket."""
         return self.ticket.number
 
     @property
@@ -124,20 +103,26 @@ class Transfer:
 
 
 @dataclasses.dataclass(eq=False)
-class Piece:
-    """What one program moves: the blocks of a call that share an extent.
+class HostWrite(Transfer):
+    """A save whose bytes come from the host; it has no device blocks, and no report.
 
-    Attributes:
-        transfers: The transfers that it is a part of. A save's piece has one; a load's
-            may have several, and none once all of them have failed or been abandoned.
-        num_bytes: Bytes that it counts as in flight.
-        watched: Arrays that are ready when it is done; none of them is donated.
-        error: What kept it from being issued, if anything did.
+    If `is_over`, the blocks can be loaded, unless there is an `error`.
     """
 
+    payloads: dict[int, Bytes] = dataclasses.field(default_factory=dict)  # By block.
+
+
+@dataclasses.dataclass(eq=False)
+class Piece:
+    """The blocks of a call that share an extent; they move together."""
+
+    # The transfers that it is a part of: one of a save; of a load several, or none once
+    # all have failed or been abandoned.
     transfers: list[Transfer]
-    num_bytes: int
+    num_bytes: int  # Bytes that it counts as in flight.
+    # Arrays that are ready when it is done; none of them is donated.
     watched: list[jax.Array] = dataclasses.field(default_factory=list, kw_only=True)
+    # What kept it from being issued, if anything did.
     error: Exception | None = dataclasses.field(default=None, kw_only=True)
 
     def is_ready(self) -> bool:
@@ -160,34 +145,36 @@ class Piece:
 
 @dataclasses.dataclass(eq=False)
 class SavePiece(Piece):
-    """A piece of a save that has been issued.
+    """A piece of a save that has been issued."""
 
-    Attributes:
-        placement: Where its blocks go.
-        plan: The placement, row by row.
-    """
+    placement: Placement  # Where its blocks go.
+    plan: SavePlan  # The placement, row by row.
+    extent: Extent | None = None  # The new extent, which may be in flight.
 
-    placement: Placement
-    plan: SavePlan
+
+@dataclasses.dataclass(eq=False)
+class WritePiece(SavePiece):
+    """A piece of a `HostWrite`, which another thread copies."""
+
+    payloads: list[Bytes] = dataclasses.field(default_factory=list)  # u8[...] a block.
+    spare: Extent | None = None  # The memory to write to; None to allocate some.
+    carry: Extent | None = None  # The extent to carry rows over from; None for none.
+    has_ended: bool = False  # Set last, by the thread that copies.
+
+    def is_ready(self) -> bool:
+        """Whether the copy has ended or failed; never waits."""
+        return self.has_ended
 
 
 @dataclasses.dataclass(eq=False)
 class LoadPiece(Piece):
-    """A piece of a load.
-
-    Attributes:
-        call: The call that it is a part of.
-        extent: The extent that holds its blocks.
-        targets: i32[shards, rows]. Where each row of the extent goes.
-        layer_group: Which of the pool's leaves it writes.
-        is_issued: Whether it has been issued.
-        arrays: The extent's arrays of this group, until they are scattered: on the
-            device, once a staged copy has been issued, or on the host.
-    """
+    """A piece of a load."""
 
     call: Call
-    extent: int
-    targets: NDArray[np.int32]
-    layer_group: int
+    extent: int  # The extent that holds its blocks.
+    targets: NDArray[np.int32]  # i32[shards, rows]. The device block of each row.
+    layer_group: int  # Which of the pool's leaves it writes.
     is_issued: bool = False
+    # The extent's arrays of this group until they are scattered: on the device, once a
+    # staged copy has been issued, or on the host.
     arrays: Extent | None = None

@@ -1,11 +1,11 @@
-"""What the layout of an array in memory costs: padding, and blocks that lie apart.
+"""Costs of an array's layout in memory: padding, and blocks that lie apart.
 
 XLA:TPU stores arrays in tiles of 128 elements along the minor axis and some along the
-next, and orders the axes so that little is padded. An array whose last dimension is no
-multiple of 128 may so get its blocks along the minor axis, each spread over all tiles:
-then a save or load of some blocks moves every block of the leaf, and back. Along the
-next axis each tile has several blocks, which no asynchronous copy can cut out: then XLA
-copies them, and moves many times their bytes.
+next, and orders the axes so that little is padded. If the last dimension of an array is
+not a multiple of 128, its blocks may lie along the minor axis, each spread over all
+tiles: then a save or load of some blocks moves every block of the leaf, and back. Along
+the next axis each tile has several blocks, which no asynchronous copy can cut out: then
+XLA copies them, and moves many times their bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxkv.transfer.layout import Leaf, PoolLayout
 LANES = 128
 """Elements along the minor axis of a tile on TPU."""
 
-# A leaf of scales may lie as it likes, but not one for each layer: XLA copies each in
-# three or four programs of its own, which together take longer than the blocks.
+# One leaf of scales may have any layout, but not one leaf for each layer: XLA copies
+# each in three or four programs, which together take longer than the blocks.
 _NEGLIGIBLE_BYTES = 1 << 20
 _FEW_LEAVES = 4
-# The floats of Mosaic. To show it others, or a bool, as integers, XLA would convert
-# whole leaves.
+# The floats of Mosaic. To pass others, or a bool, as integers, XLA would convert whole
+# leaves.
 _FLOATS = ("float32", "bfloat16", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -36,13 +36,7 @@ class CostlyLayoutWarning(UserWarning):
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: np.dtype, layout: Layout) -> int:
-    """Return the bytes that an array takes in memory.
-
-    Args:
-        shape: Its shape on one device.
-        dtype: Type of its elements.
-        layout: How it lies in memory.
-    """
+    """Return the bytes that an array takes in memory; `shape` is of one device."""
     sizes = [shape[axis] for axis in layout.major_to_minor]
     tile = layout.tiling[0] if layout.tiling else ()
     # A tile of more axes than the array has is one of 1s in front.
@@ -53,7 +47,7 @@ def padded_bytes(shape: tuple[int, ...], dtype: np.dtype, layout: Layout) -> int
 
 
 def lane_padding(length: int) -> float:
-    """Return by what factor tiles on TPU pad a last dimension of some length.
+    """Return the factor by which tiles on TPU pad a last dimension of some length.
 
     >>> lane_padding(64), lane_padding(128)
     (2.0, 1.0)
@@ -80,7 +74,7 @@ def is_copied(dtype: np.dtype) -> bool:
 def pads_rows(pool: PoolLayout) -> bool:
     """Whether a pool on TPU was given a layout that pads rows to whole tiles.
 
-    XLA lays an extent of 128 rows and more of it out in another way, along its rows.
+    XLA lays out an extent of 128 rows or more of it in another way, along its rows.
     """
     return pool.platform == "tpu" and any(
         leaf.layout is not None and leaf.shape[leaf.order[-1]] % LANES
@@ -89,10 +83,10 @@ def pads_rows(pool: PoolLayout) -> bool:
 
 
 def costly_leaves(pool: PoolLayout) -> list[Leaf]:
-    """Return the leaves of which each save and load moves more than its blocks.
+    """Return the leaves whose saves and loads move more than the wanted blocks.
 
-    Only leaves that were given a layout, by XLA:TPU or the caller: elsewhere the blocks
-    of a leaf lie where its axes say.
+    Only leaves that XLA:TPU or the caller gave a layout: blocks of other leaves lie in
+    the order of the axes.
     """
     return [leaf for leaf in _refused_leaves(pool) if not _is_small(leaf)]
 
@@ -112,12 +106,10 @@ def _is_small(leaf: Leaf) -> bool:
 
 
 def warn_of_costly_layouts(pool: PoolLayout, rows: int, padding: float) -> None:
-    """Warn of leaves of which each save and load moves more than its blocks.
+    """Warn of leaves whose saves and loads move more than the wanted blocks.
 
-    Args:
-        pool: The layout of the pool.
-        rows: Blocks per extent and shard.
-        padding: Bytes that an extent takes on the host, over what it holds.
+    `rows` are the blocks per extent and shard; `padding` is the bytes that an extent
+    takes on the host over the bytes of its blocks.
     """
     if pool.platform == "tpu":
         _warn_of_scales([leaf for leaf in _refused_leaves(pool) if _is_small(leaf)])
@@ -125,10 +117,10 @@ def warn_of_costly_layouts(pool: PoolLayout, rows: int, padding: float) -> None:
     costly = costly_leaves(pool)
     if not costly:
         return
-    leaf, more = costly[0], _more(costly)
+    leaf, names = costly[0], f"{costly[0].name}{_more(costly)}"
     if not blocks_lie_apart(leaf):
         warnings.warn(
-            f"{leaf.name}{more} has its blocks along the second-minor axis in memory "
+            f"{names} has its blocks along the second-minor axis in memory "
             f"(order {leaf.order} of {list(leaf.shape)}), where tiles have several "
             "blocks: saves and loads move 7 to 190 times the bytes, by what compilers "
             "for TPU show. Give each block two axes of more than one element, the last "
@@ -150,7 +142,7 @@ def warn_of_costly_layouts(pool: PoolLayout, rows: int, padding: float) -> None:
             "row-major layout by jax.experimental.layout."
         )
     warnings.warn(
-        f"{leaf.name}{more} has its blocks along the minor axis in memory (order "
+        f"{names} has its blocks along the minor axis in memory (order "
         f"{leaf.order} of {list(leaf.shape)}), so that a copy of {rows} blocks moves "
         f"all {pool.shard_blocks}: about {factor} times the bytes. Extents take "
         f"{padding:.2f} times their bytes on the host. {advice} See "
@@ -179,7 +171,7 @@ def _warn_of_scales(leaves: list[Leaf]) -> None:
 
 
 def _warn_of_dtypes(leaves: list[Leaf]) -> None:
-    """Warn of large leaves whose dtype the kernels lack."""
+    """Warn of large leaves whose dtype the kernels do not support."""
     large = [leaf for leaf in leaves if not _is_small(leaf)]
     if not large:
         return

@@ -20,7 +20,7 @@ SPEC = FullAttention(4)
 class Flight:
     keys: list
     blocks: list
-    parts: list
+    contents: list
 
 
 class ByHand:
@@ -76,7 +76,7 @@ class ByHand:
         return User("r", (SPEC,), tokens, extras, 48, 0, "v0")
 
     def store(self):
-        """Compute the blocks of a prompt, and store those that are not there."""
+        """Compute the blocks of a prompt, and store the missing ones."""
         user = self.user()
         num = len(user.block_keys)
         if not num or num > len(self.free):
@@ -89,19 +89,18 @@ class ByHand:
         room = self.manager.prepare_store(user.block_keys)
         if room is not None and room.block_hashes_to_store:
             keys = room.block_hashes_to_store
-            own = [blocks[place[key]] for key in keys]
-            ticket = self.mover.save(self.pool, own, room.store_spec.block_ids)
-            self.note(f"{ticket}: {own} -> {room.store_spec.block_ids}")
+            chosen = [blocks[place[key]] for key in keys]
+            ticket = self.mover.save(self.pool, chosen, room.store_spec.block_ids)
+            self.note(f"{ticket}: {chosen} -> {room.store_spec.block_ids}")
             if self.mover.is_waiting(ticket):
                 # They may not be overwritten until it is reported.
-                self.flights[ticket] = Flight(keys, own, [])
-                blocks = [block for block in blocks if block not in own]
+                self.flights[ticket] = Flight(keys, chosen, [])
+                blocks = [block for block in blocks if block not in chosen]
             else:
                 self.flights[ticket] = Flight(keys, [], [])
         self.free = blocks + self.free
 
     def load(self):
-        """Bring the beginning of a prompt back."""
         user = self.user()
         keys = user.block_keys[: self.manager.lookup(user.block_keys)]
         if not keys or len(keys) > len(self.free):
@@ -111,8 +110,8 @@ class ByHand:
         blocks = [self.free.pop() for _ in keys]
         self.pool, ticket = self.mover.load(self.pool, hosts, blocks)
         self.note(f"{ticket}: {hosts} -> {blocks}")
-        parts = [self.part(user, n) for n in range(len(keys))]
-        self.flights[ticket] = Flight(list(keys), blocks, parts)
+        contents = [self.part(user, n) for n in range(len(keys))]
+        self.flights[ticket] = Flight(list(keys), blocks, contents)
 
     def take(self, completions):
         reads = []
@@ -126,7 +125,7 @@ class ByHand:
                     self.manager.discard(flight.keys)
                 else:
                     names = [f"{done.ticket}, device block {b}" for b in flight.blocks]
-                    rows = zip(flight.blocks, flight.parts, names, strict=True)
+                    rows = zip(flight.blocks, flight.contents, names, strict=True)
                     reads += [(block, *part, name) for block, part, name in rows]
             self.free = flight.blocks + self.free
         if reads:

@@ -29,7 +29,7 @@ COUNTERS = (
     *("engines", "processes", "steps", "block reads compared", "requests served"),
     *("saves", "loads", "saves failed", "loads failed", "saves stuck", "loads stuck"),
     *("pools lost", "aborts", "preemptions", "resets", "weights changed"),
-    *("policies changed", "refused calls", "explanations compared", "plans compared"),
+    *("policies changed", "explanations compared", "plans compared"),
 )
 
 
@@ -40,8 +40,8 @@ class Failure(NamedTuple):
 
 
 def summary(counts):
-    others = sorted(set(counts) - set(COUNTERS))
-    return "\n".join(f"{counts[name]:>12,} {name}" for name in (*COUNTERS, *others))
+    unlisted = sorted(set(counts) - set(COUNTERS))
+    return "\n".join(f"{counts[name]:>12,} {name}" for name in (*COUNTERS, *unlisted))
 
 
 def run_paged(rng, counts, note, steps=STEPS):
@@ -113,7 +113,6 @@ def run(
     fault=None,
     say=print,
 ):
-    """Run engines until the time is over or there were enough, or one fails."""
     counts, start_s, number, failure = collections.Counter(), time.monotonic(), 0, None
     while failure is None:
         passed_s = time.monotonic() - start_s
@@ -128,7 +127,7 @@ def run(
         number += 1
         is_new = counts["engines"] > num_before
         if is_new and counts["engines"] % ENGINES_PER_CLEARING == 0:
-            jax.clear_caches()  # Programs map memory, of which there is an end.
+            jax.clear_caches()  # Compiled programs map memory, which is bounded.
             gc.collect()
             say(
                 f"{passed_s:.0f} s: {counts['engines']} engines, "

@@ -1,7 +1,7 @@
 """A random vLLM around the connector: its scheduler and runner, as they call it.
 
-The stand-ins of `tests/rigs` compare all that a model reads with what it computed; here
-is chosen what is asked of them.
+The stand-ins of `tests/rigs` compare everything that a model reads with its computed
+values; this module chooses their requests.
 """
 
 import pathlib
@@ -33,8 +33,8 @@ EXTRA = (
     {"max_unseen_blocks": 2},
     {"offload_prompt_only": True},
 )
-MOST_ALIVE = 12
-# How weights change. Only the last two tell the scheduler's half, and in its process.
+MAX_REQUESTS = 12
+# Weight changes. Only the last two notify the scheduler's half, and in its process.
 ROUTES = (
     fake_engine.replace_arrays,
     fake_engine.write_arrays,
@@ -80,7 +80,6 @@ class Adapter:
         self.write()
 
     def write(self):
-        """Write other weights, which take as many bytes."""
         self.weights += 1
         (self.path / "adapter_model.safetensors").write_bytes(b"%9d" % self.weights)
 
@@ -130,19 +129,18 @@ def holders(scheduler):
 
 
 def forget_device(pool):
-    """Evict all that the device has, what is being stored as well."""
     for block in pool.blocks:
         pool.forget(block)
 
 
 def serve(engine, adapter, rng, counts, note, num_steps):
-    """Submit, abort and preempt at random; then let all be served."""
+    """Submit, abort and preempt at random; then serve the rest."""
     scheduler = engine.scheduler
     stories = [[rng.randrange(50) for _ in range(30)] for _ in range(4)]
     served = []
     for _ in range(num_steps):
         counts["steps"] += 1
-        if rng.random() < 0.2 and len(scheduler.requests) < MOST_ALIVE:
+        if rng.random() < 0.2 and len(scheduler.requests) < MAX_REQUESTS:
             prompt = rng.choice(stories)[: rng.randint(1, 30)]
             prompt += [rng.randrange(50) for _ in range(rng.randint(0, 4))]
             num_output, updates = rng.randint(1, 12), []

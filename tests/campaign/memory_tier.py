@@ -44,11 +44,9 @@ class Memory:
 
 
 class MemoryMover:
-    """Moves blocks between an engine's host and a memory."""
-
     def __init__(self, engine, memory, fails=lambda: False):
         self._engine, self._memory, self._fails = engine, memory, fails
-        self._fetches = []  # Each with which of its blocks come, and their copy.
+        self._fetches = []  # (batch, which of its blocks arrive, their copy)
         self._fetched, self._written = [], []
 
     @property
@@ -74,7 +72,6 @@ class MemoryMover:
         self.advance()
 
     def advance(self):
-        """Go on with the copies into the engine's host."""
         self._engine.advance_host(lambda copy: copy())
         self._engine.advance_host(lambda copy: copy())  # Sees that they are done.
         under_way = []
@@ -109,7 +106,6 @@ class MemoryConfig(OffloadConfig):
     fails = staticmethod(lambda: False)
 
     def make_worker(self, engine, **named):
-        """Make the worker, with the store below the memory."""
         memory = Memory(self.memory_blocks, engine)
         mover = MemoryMover(engine, memory, self.fails)
         storage = self.open_storage(memory)

@@ -1,4 +1,4 @@
-"""A paged pool, and a model that compares what it reads and writes what it computes.
+"""A paged pool, and a model that compares its reads and writes its results.
 
 The comparison runs on the device, in the order of the steps: looking at the pool from
 outside would wait for every transfer, and hide whatever goes wrong in flight.
@@ -75,14 +75,14 @@ def scribble(pool, block_ids, number):
     ids[: len(block_ids)] = block_ids
     leaves, treedef = jax.tree.flatten(pool)
     by_device = zip(*(leaf.addressable_shards for leaf in leaves), strict=True)
-    parts = []
+    device_leaves = []
     for shards in by_device:
         local = jax.tree.unflatten(treedef, [shard.data for shard in shards])
         local = _scribble(local, ids, np.uint32(number))
-        parts.append(jax.tree.leaves(local))
+        device_leaves.append(jax.tree.leaves(local))
     whole = [
-        jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(own))
-        for leaf, own in zip(leaves, zip(*parts, strict=True), strict=True)
+        jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(row))
+        for leaf, row in zip(leaves, zip(*device_leaves, strict=True), strict=True)
     ]
     return jax.tree.unflatten(treedef, whole)
 
@@ -133,8 +133,8 @@ class Model:
     def check(self):
         unchecked, self._unchecked = self._unchecked, []
         for wrong, names in unchecked:
-            found = np.asarray(wrong.addressable_data(0))[: len(names)]
-            bad = [name for name, is_bad in zip(names, found, strict=True) if is_bad]
+            flags = np.asarray(wrong.addressable_data(0))[: len(names)]
+            bad = [name for name, is_bad in zip(names, flags, strict=True) if is_bad]
             if bad:
                 raise WrongBytesError("wrong bytes: " + "; ".join(bad))
 

@@ -1,4 +1,4 @@
-"""What may not overlap: the table of docs/lifecycle.md, checked in every step."""
+"""The overlaps that docs/lifecycle.md rules out, checked in every step."""
 
 NO_EVENT = -1
 
@@ -8,7 +8,7 @@ class OverlapError(AssertionError):
 
 
 class Overlaps:
-    """The transfers in flight, by what the scheduler has planned and been told."""
+    """The transfers in flight, from the scheduler's plans and the workers' reports."""
 
     def __init__(self, blocks_per_host_block):
         self._factor = blocks_per_host_block
@@ -32,18 +32,18 @@ class Overlaps:
             if blocks:
                 raise OverlapError(f"{what}: {sorted(blocks)}")
         if meta.store_event != NO_EVENT:
-            own = set(meta.store_device_blocks) - {-1}
-            self._stores[meta.store_event] = own, set(meta.store_host_blocks)
-        for row, host in enumerate(meta.load_host_blocks):
-            own = meta.load_device_blocks[row * self._factor : (row + 1) * self._factor]
-            own = {block for block in own if block >= 0}
-            name = owner_of[min(own)]
+            sources = set(meta.store_device_blocks) - {-1}
+            self._stores[meta.store_event] = sources, set(meta.store_host_blocks)
+        for n, host in enumerate(meta.load_host_blocks):
+            ids = meta.load_device_blocks[n * self._factor : (n + 1) * self._factor]
+            ids = {block for block in ids if block >= 0}
+            name = owner_of[min(ids)]
             blocks, hosts = self._loads.setdefault(name, (set(), set()))
-            blocks |= own
+            blocks |= ids
             hosts.add(host)
 
     def end(self, reports, num_workers, counts):
-        """Note what the workers have reported; over is what all of them have."""
+        """Apply reports; a transfer has ended once every worker has reported it."""
         for events in (reports.completed_store_events, reports.failed_store_events):
             for event in events:
                 if self._is_last(("store", event), num_workers, counts):
@@ -61,8 +61,8 @@ class Overlaps:
         return True
 
     def check_allocated(self, blocks):
-        stored = {b for own, _ in self._stores.values() for b in own}
-        loaded = {b for own, _ in self._loads.values() for b in own}
+        stored = {b for blocks, _ in self._stores.values() for b in blocks}
+        loaded = {b for blocks, _ in self._loads.values() for b in blocks}
         for what, busy in (("stored", stored), ("loaded", loaded)):
             if busy & set(blocks):
                 raise OverlapError(

@@ -21,7 +21,6 @@ from jaxkv import (
 )
 from jaxkv.types import NULL_BLOCK
 from tests.campaign import truth
-from tests.campaign.contract import Contract
 from tests.campaign.model import BLOCK_AXIS, BLOCK_BYTES, Model, new_pool
 from tests.campaign.overlaps import Overlaps
 from tests.campaign.setups import GROUPS
@@ -29,14 +28,14 @@ from tests.campaign.unreliable import UnreliableEngine
 from tests.campaign.users import ALPHABET, User, random_prompt
 from tests.transfer import faults
 
-MOST_ACTIVE, MOST_WAITING = 6, 4
+MAX_ACTIVE, MAX_WAITING = 6, 4
 
 
 class StuckError(AssertionError):
     """Requests were never served, or something was left behind."""
 
 
-class PagedEngine(Contract):
+class PagedEngine:
     """An engine, its requests and its pools, one for each worker."""
 
     def __init__(self, setup, rng, counts, note, mesh=None, local_rng=None):
@@ -57,7 +56,7 @@ class PagedEngine(Contract):
                 self._new_pool(77),
                 setup.failures,
                 setup.stuck,
-                setup.most_steps if local_rng is None else None,
+                setup.max_steps if local_rng is None else None,
                 counts,
             )
             clock = {} if mesh is not None else {"clock": lambda: self.now_s}
@@ -87,15 +86,14 @@ class PagedEngine(Contract):
         self._num_users = 0
         self.digest = b""
         # Keys that events say are there, by the tier's medium.
-        self.told = collections.defaultdict(set)
+        self.event_keys = collections.defaultdict(set)
 
     def follow(self, last):
-        """Take the weights of an engine before, whose users come back."""
         self.weights, self.epoch = last.weights, last.epoch
         self.stories = list(last.stories)
 
     def run(self, num_steps):
-        """Run some steps, then serve whoever is left, and look for leaks."""
+        """Run some steps, then serve the remaining users, and look for leaks."""
         for number in range(num_steps):
             self.step()
             if number % 16 == 15:
@@ -111,7 +109,7 @@ class PagedEngine(Contract):
         self.now_s += 1.0
         self.hear()
         if not self.is_calm:
-            self.meddle()
+            self.act_at_random()
         if self.wants_new_weights:
             self.change_weights()
         else:
@@ -119,7 +117,7 @@ class PagedEngine(Contract):
         scheduled = self.schedule()
         self.start(scheduled)
         self.compute(scheduled)
-        self.hear_events()
+        self.apply_events()
         return bool(scheduled)
 
     # What happens between steps.
@@ -145,19 +143,19 @@ class PagedEngine(Contract):
         for name in done.failed_recving:
             self.compute_instead(self.users[name])
 
-    def hear_events(self):
-        """Keep a list of what the tiers have, as a router does."""
+    def apply_events(self):
+        """Apply events to a list of the blocks in each tier, as a router does."""
         for event in self.scheduler.take_events():
-            told = self.told[event.medium]
+            keys = self.event_keys[event.medium]
             if not event.removed:
-                told.update(event.block_hashes)
+                keys.update(event.block_hashes)
             elif event.block_hashes:
-                told.difference_update(event.block_hashes)
+                keys.difference_update(event.block_hashes)
             else:
-                told.clear()
+                keys.clear()
 
     def take_offer(self, user):
-        """Go on after what was offered."""
+        """Continue a request after its offer."""
         if self.habits.takes_answers:
             for old, new in zip(user.tables, user.after, strict=True):
                 left = [block for block in old if block not in new]
@@ -168,7 +166,7 @@ class PagedEngine(Contract):
         self.cache(user)
 
     def compute_instead(self, user):
-        """Compute what could not be loaded, into the request's own tables."""
+        """Compute the blocks that failed to load, into the request's own tables."""
         self.note(f"{user.request_id}: the load failed")
         user.phase, user.num_loading, user.after = "running", 0, None
         holes = [
@@ -186,10 +184,10 @@ class PagedEngine(Contract):
                 user.tables[group][place] = block
             self.scheduler.update_state_after_alloc(user, user.table, 0)
 
-    def meddle(self):
-        """Do what may happen at any time."""
+    def act_at_random(self):
+        """Perform actions that may come at any time."""
         rng = self.rng
-        if rng.random() < 0.35 and len(self.waiting) < MOST_WAITING:
+        if rng.random() < 0.35 and len(self.waiting) < MAX_WAITING:
             self.submit(*random_prompt(rng, self.stories, self.setup.max_tokens))
         if self.users and rng.random() < 0.05:
             self.end(self.users[rng.choice(list(self.users))])
@@ -210,8 +208,6 @@ class PagedEngine(Contract):
         if rng.random() < 0.04:
             self.blocks.evict(range(1, self.blocks.num_blocks))
             self.note("the device forgets all")
-        if rng.random() < 0.05:
-            self.try_refused_calls()
         if self.setup.config.skip_slow_loads and rng.random() < 0.1:
             rates = rng.choice((0, 1e3, 1e9)), rng.choice((0, 9, 1e6))
             self.scheduler.note_rates(*rates)
@@ -219,30 +215,30 @@ class PagedEngine(Contract):
     def submit(self, tokens, extras):
         name = f"r{self._num_users}"
         self._num_users += 1
-        most = self.rng.randint(len(tokens) + 1, self.setup.max_tokens)
+        max_tokens = self.rng.randint(len(tokens) + 1, self.setup.max_tokens)
         epoch = f"v{self.epoch}"
-        user = User(name, self.groups, tokens, extras, most, self.weights, epoch)
+        user = User(name, self.groups, tokens, extras, max_tokens, self.weights, epoch)
         self.users[name] = user
         self.waiting.append(user)
         self.note(f"{name}: submitted, {len(tokens)} tokens, {extras}")
 
     def rewrite(self, user):
-        """Change a request's history, as a session does that goes on elsewhere."""
+        """Rewrite a request's history, as a session does that branches."""
         rng = self.rng
-        least = 0
+        min_kept = 0
         if user.phase == "loading":
-            least = user.num_computed_tokens
+            min_kept = user.num_computed_tokens
         elif user.phase == "running":
             if rng.random() < 0.3:
                 self.preempt(user)
             elif not all(isinstance(spec, FullAttention) for spec in self.groups):
-                least = user.num_computed_tokens
-        most = min(user.num_tokens, user.max_tokens - 2)
-        if least > most:
+                min_kept = user.num_computed_tokens
+        max_kept = min(user.num_tokens, user.max_tokens - 2)
+        if min_kept > max_kept:
             return
-        num_kept = rng.randint(least, most)
-        most_new = min(user.max_tokens - 1 - num_kept, 12)
-        tokens = [rng.randrange(ALPHABET) for _ in range(rng.randint(1, most_new))]
+        num_kept = rng.randint(min_kept, max_kept)
+        max_new = min(user.max_tokens - 1 - num_kept, 12)
+        tokens = [rng.randrange(ALPHABET) for _ in range(rng.randint(1, max_new))]
         if user.phase == "running" and num_kept < user.num_computed_tokens:
             self.rewind(user, num_kept)
         user.rewrite(num_kept, tokens)
@@ -250,7 +246,6 @@ class PagedEngine(Contract):
         self.note(f"{user.request_id}: {num_kept} tokens kept, then {tokens}")
 
     def rewind(self, user, num_kept):
-        """Free a running request's blocks from the first rewritten one on."""
         size = max(spec.block_size for spec in self.groups)
         user.num_computed_tokens = num_kept // size * size
         for group, spec in enumerate(self.groups):
@@ -269,7 +264,7 @@ class PagedEngine(Contract):
         self.note(f"reset: {is_free}")
 
     def change_weights(self):
-        """Give the model other weights as soon as both tiers can be reset.
+        """Replace the model's weights as soon as both tiers can be reset.
 
         Requests begin anew, under other names, as their keys change.
         """
@@ -295,15 +290,14 @@ class PagedEngine(Contract):
             self.submit(user.tokens[: user.num_prompt_tokens], user.extras)
 
     def lose_a_pool(self):
-        """Have a device fail: its pool is gone, and both tiers begin anew."""
         self.check()
         number = self.rng.randrange(len(self.pools))
         self.pools[number] = faults.broken(self.pools[number])
         self.note(f"pool {number} is lost")
         self.counts["pools lost"] += 1
-        self.start({})  # Nobody knows yet.
-        lost = list(self.users.values())
-        for user in lost:
+        self.start({})  # The loss is not noticed yet.
+        users = list(self.users.values())
+        for user in users:
             self.end(user)
         reports = []
         for worker_number, worker in enumerate(self.workers):
@@ -315,7 +309,7 @@ class PagedEngine(Contract):
         faults.recover(self._new_pool(0))
         assert self.scheduler.reset(), "nothing is under way, and reset() refuses"
         assert self.blocks.reset(), "nothing is held, and the pool's reset() refuses"
-        for user in lost:
+        for user in users:
             self.submit(user.tokens[: user.num_prompt_tokens], user.extras)
 
     def allocate(self, num):
@@ -328,24 +322,23 @@ class PagedEngine(Contract):
     def admit_some(self):
         barred = set(self.preempted)
         for user in list(self.waiting):
-            if len(self.active) >= MOST_ACTIVE or user.request_id in barred:
+            if len(self.active) >= MAX_ACTIVE or user.request_id in barred:
                 break
             if not self.admit(user):
                 break
 
     def admit(self, user):
-        """Look for a request in both tiers, and give it blocks."""
-        rng, most = self.rng, user.num_tokens - 1
+        rng, max_hit = self.rng, user.num_tokens - 1
         keys = user.block_keys_by_group
-        local, tables = find_cached_prefix(self.blocks, self.groups, keys, most)
+        local, tables = find_cached_prefix(self.blocks, self.groups, keys, max_hit)
         for table in tables:
             self.blocks.touch(table)
         held = [block for table in tables for block in reversed(table)]
-        foretold = self.foretell(user, local)
+        foretold = self.explain_offer(user, local)
         offer, takes_time = self.scheduler.get_num_new_matched_tokens(user, local)
         user.is_rewritten = False
         if self.storage is not None and foretold == (None, False):
-            foretold = None  # The host may have no room for what is to be fetched.
+            foretold = None  # The host may have no room for the fetch.
         if foretold is not None and foretold != (offer, takes_time):
             raise AssertionError(
                 f"explain() foretold {foretold}, and the offer is {offer, takes_time}"
@@ -353,9 +346,9 @@ class PagedEngine(Contract):
         if offer is None:
             self.blocks.free(held)
             return True
-        taken = self.choose_part(offer)
-        total = local + taken
-        takes_time = takes_time and taken > 0
+        num_new = self.choose_part(offer)
+        total = local + num_new
+        takes_time = takes_time and num_new > 0
         ahead = total if takes_time else rng.randint(total + 1, user.num_tokens)
         holes = []
         for group, spec in enumerate(self.groups):
@@ -374,14 +367,12 @@ class PagedEngine(Contract):
         for (group, place), block in zip(holes, self.allocate(len(holes)), strict=True):
             tables[group][place] = block
         user.tables = tables
-        if rng.random() < 0.05:
-            self.try_refused_offers(user, offer)
-        user.after = self.scheduler.update_state_after_alloc(user, user.table, taken)
+        user.after = self.scheduler.update_state_after_alloc(user, user.table, num_new)
         self.note(
-            f"{user.request_id}: {local} tokens at hand, took {taken} of {offer}, "
+            f"{user.request_id}: {local} tokens at hand, took {num_new} of {offer}, "
             f"tables {tables}, then {user.after}"
         )
-        user.num_computed_tokens, user.num_loading = local, taken
+        user.num_computed_tokens, user.num_loading = local, num_new
         self.waiting.remove(user)
         self.active.append(user)
         user.phase = "loading" if takes_time else "running"
@@ -389,13 +380,23 @@ class PagedEngine(Contract):
             self.take_offer(user)
         return True
 
+    def explain_offer(self, user, local):
+        """Sometimes ask `explain` for the offer."""
+        if self.rng.random() > 0.3:
+            return None
+        if self.storage is not None and user.is_rewritten:
+            return None  # What it waits for will be dropped first.
+        explained = self.scheduler.explain(user, local)
+        self.counts["explanations compared"] += 1
+        return explained.num_offered_tokens, explained.is_awaited
+
     def decline(self, user):
-        """Answer an offer, so that it holds nothing any more."""
+        """Decline an offer, so that it holds no blocks."""
         self.scheduler.update_state_after_alloc(user, [], 0)
         user.has_offer = False
 
     def choose_part(self, offer):
-        """How much of an offer to take; less only where the page says it may be."""
+        """Return how much of an offer to take; less only where the docs allow it."""
         is_plain = len(self.groups) == 1 and self.setup.groups.startswith("full")
         if not offer or self.rng.random() < 0.75:
             return offer
@@ -459,10 +460,10 @@ class PagedEngine(Contract):
             if sum(wanted) > self.blocks.num_free:
                 continue
             new = self.allocate(sum(wanted))
-            for group, more in enumerate(wanted):
-                own, new = new[:more], new[more:]
-                user.tables[group] += own
-                user.new_blocks[group] += own
+            for group, num_added in enumerate(wanted):
+                added, new = new[:num_added], new[num_added:]
+                user.tables[group] += added
+                user.new_blocks[group] += added
             scheduled[user.request_id] = num
         return scheduled
 
@@ -471,9 +472,9 @@ class PagedEngine(Contract):
         new_blocks = {}
         if self.habits.names_new_blocks:
             for user in self.active:
-                own = user.new_blocks
-                if any(own):
-                    new_blocks[user.request_id] = own if len(own) > 1 else own[0]
+                added = user.new_blocks
+                if any(added):
+                    new_blocks[user.request_id] = added if len(added) > 1 else added[0]
         for user in self.active:
             user.new_blocks = [[] for _ in self.groups]
         output = SchedulerOutput(scheduled, new_blocks, tuple(self.preempted))
@@ -499,7 +500,7 @@ class PagedEngine(Contract):
             self.pools[number] = worker.start(meta, self.pools[number])
 
     def compute(self, scheduled):
-        """Run the model, then make what is full findable."""
+        """Run the model, then cache the full blocks."""
         reads, writes = [], []
         for name, num in scheduled.items():
             user = self.users[name]
@@ -542,7 +543,6 @@ class PagedEngine(Contract):
         return reads
 
     def writes_of(self, user, end):
-        """The blocks of the tokens to compute, and what goes into them."""
         start, writes = user.num_computed_tokens, []
         for group, spec in enumerate(self.groups):
             size = spec.block_size
@@ -561,12 +561,11 @@ class PagedEngine(Contract):
             user.num_cached[group] = max(first, full)
 
     def trim(self, user):
-        """Free the blocks that no later token reads."""
         for spec, table in zip(self.groups, user.tables, strict=True):
             first = truth.first_block_read(spec, user.num_computed_tokens)
-            gone = [block for block in table[:first] if block != NULL_BLOCK]
+            freed = [block for block in table[:first] if block != NULL_BLOCK]
             table[:first] = [NULL_BLOCK] * min(first, len(table))
-            self.blocks.free(gone[::-1])
+            self.blocks.free(freed[::-1])
 
     def settle(self):
         """Serve everybody, wait for the last transfer, and look for leaks."""
@@ -574,14 +573,14 @@ class PagedEngine(Contract):
         for mover in self.movers:
             mover.is_calm = True
         total = sum(user.max_tokens for user in self.users.values())
-        most = 200 + 4 * total
-        for _ in range(most):
+        max_steps = 200 + 4 * total
+        for _ in range(max_steps):
             if not self.users:
                 break
             if not self.step() and self.storage is not None:
                 time.sleep(0.002)  # Its threads keep their own time.
         if self.users:
-            raise StuckError(f"never served in {most} steps: {sorted(self.users)}")
+            raise StuckError(f"never served in {max_steps} steps: {sorted(self.users)}")
         for _ in range(200 + self.setup.config.num_host_blocks):
             scheduler = self.scheduler
             if not (scheduler.has_pending_stores() or scheduler.has_pending_loads()):
@@ -593,7 +592,6 @@ class PagedEngine(Contract):
         self.check_nothing_left()
 
     def check_nothing_left(self):
-        """Check that all blocks are free, and nothing is on its way."""
         reports = []
         for number, worker in enumerate(self.workers):
             self.pools[number], report = worker.drain(self.pools[number])
@@ -616,13 +614,14 @@ class PagedEngine(Contract):
         for number, worker in enumerate(self.workers):
             left[f"transfers of worker {number}"] = worker.num_in_flight
             left[f"bytes of worker {number}"] = worker.bytes_in_flight
-        self.hear_events()
+        self.apply_events()
         if self.setup.config.enable_events:
-            own = scheduler.num_host_blocks_held
-            left["blocks that events tell of, less held"] = len(self.told["CPU"]) - own
-            for own in scheduler.below:
-                num_told = len(self.told[own.tier.medium])
-                left[f"the same of {own.name}"] = num_told - own.tier.num_held_blocks
+            num_more = len(self.event_keys["CPU"]) - scheduler.num_host_blocks_held
+            left["blocks in events, less held"] = num_more
+            for boundary in scheduler.below:
+                num_more = len(self.event_keys[boundary.tier.medium])
+                num_more -= boundary.tier.num_held_blocks
+                left[f"the same of {boundary.name}"] = num_more
         if self.storage is not None:
             left["moves of the store"] = self.storage.num_in_flight
         left = {name: num for name, num in left.items() if num}
@@ -631,7 +630,7 @@ class PagedEngine(Contract):
         self.counts["policies changed"] += scheduler.num_policy_changes or 0
 
     def count_storage(self):
-        """Count what has become of blocks on their way to the store and back."""
+        """Count the outcomes of stores to and fetches from the tiers below."""
         stats = self.scheduler.stats
         for name in ("stored", "found", "loaded", "failed", "dropped", "evicted"):
             self.counts[f"store: {name}"] += getattr(stats, f"num_storage_{name}")

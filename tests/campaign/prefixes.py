@@ -28,7 +28,6 @@ SEQUENCE_AXES = {"key": 0, "layers": 1}
 
 
 def kv_of(tokens, extras, weights, filler):
-    """KV of a prompt, as NumPy arrays with room for LENGTH tokens."""
     digest, raw = truth.start(weights, extras), []
     for place, token in enumerate(tokens):
         items = [item for item in extras.multimodal if item.offset == place]
@@ -48,8 +47,6 @@ def kv_of(tokens, extras, weights, filler):
 
 
 class FailingLoads:
-    """A transfer engine whose loads fail while `fails` is set."""
-
     def __init__(self, engine):
         self._engine = engine
         self.fails = False
@@ -90,7 +87,7 @@ class Store:
 
 
 class JetStream:
-    """`PrefixCache`, likewise; a view of it for each adapter and salt."""
+    """`PrefixCache` with a view for each adapter and salt."""
 
     def __init__(self, block_size, weights, **options):
         self.cache = PrefixCache(
@@ -114,12 +111,12 @@ class JetStream:
         self._view(extras).save(tuple(tokens), value)
 
     def load(self, tokens, extras):
-        found = self._view(extras).load(tuple(tokens))
-        if found is None:
+        prefix = self._view(extras).load(tuple(tokens))
+        if prefix is None:
             return None
-        assert found.tokens == tuple(tokens[: found.true_length])
-        kv = {name: found.prefix[name] for name in SEQUENCE_AXES}
-        return found.true_length, kv
+        assert prefix.tokens == tuple(tokens[: prefix.true_length])
+        kv = {name: prefix.prefix[name] for name in SEQUENCE_AXES}
+        return prefix.true_length, kv
 
     def contains(self, tokens, extras):
         return self._view(extras).contains(tuple(tokens))
@@ -170,7 +167,7 @@ class PrefixUser:
         self.begin()
 
     def begin(self):
-        """Start a server, whose store goes wrong in its own way."""
+        """Start a server whose store has random faults."""
         self.cache = self.make(self.weights)
         copier = self.cache.store._copier
         copier.engine = self.loads = FailingLoads(copier.engine)
@@ -186,7 +183,6 @@ class PrefixUser:
             self.cache.store._storage.worker.storage_io._store = blobs
 
     def restart(self):
-        """End the server and start another, which may find what was stored."""
         if self.rng.random() < 0.7:
             self.cache.flush()
             self.cache.store.wait_for_storage(0.2)
@@ -276,18 +272,18 @@ class PrefixUser:
 
     def load(self, tokens, extras):
         self.loads.fails = self.rng.random() < 0.05
-        found = self.cache.load(tokens, extras)
+        hit = self.cache.load(tokens, extras)
         # A fetch that was late may still be about to fail.
         self.unsure = self.unsure or self.blobs is not None
         self.counts["loads"] += 1
-        self.note(f"load {tokens} {extras}: {found and found[0]}")
+        self.note(f"load {tokens} {extras}: {hit and hit[0]}")
         if self.loads.fails:
-            assert found is None, "a load that failed has found something"
+            assert hit is None, "a load that failed has found something"
             self.counts["loads failed"] += 1
             self.saved = []  # What was asked for is forgotten.
         self.loads.fails = False
-        if found is not None:
-            self.compare(tokens, extras, *found)
+        if hit is not None:
+            self.compare(tokens, extras, *hit)
 
     def compare(self, tokens, extras, num_tokens, kv):
         assert 0 < num_tokens <= len(tokens), num_tokens
@@ -300,10 +296,10 @@ class PrefixUser:
 
     def load_from_many_threads(self):
         prompts = [self.prompt() for _ in range(4)]
-        found = [None] * 4
+        hits = [None] * 4
 
         def load(place):
-            found[place] = self.cache.load(*prompts[place])
+            hits[place] = self.cache.load(*prompts[place])
 
         threads = [
             threading.Thread(target=load, args=(n,)) for n in range(len(prompts))
@@ -313,12 +309,12 @@ class PrefixUser:
         for thread in threads:
             thread.join()
         self.counts["loads"] += len(prompts)
-        for prompt, answer in zip(prompts, found, strict=True):
+        for prompt, answer in zip(prompts, hits, strict=True):
             if answer is not None:
                 self.compare(*prompt, *answer)
 
     def change_weights(self):
-        """Have everything forgotten, what is on its way as well."""
+        """Invalidate all prefixes, also the ones in flight."""
         self.weights += 1
         self.cache.clear(str(self.weights))
         self.saved, self.unsure = [], False
@@ -326,7 +322,6 @@ class PrefixUser:
         self.note("clear")
 
     def flush(self):
-        """Wait for the saves; where nothing was evicted, all of them are there."""
         self.cache.flush()
         if self.is_roomy and not self.unsure:
             for tokens, extras in self.saved:

@@ -3,7 +3,7 @@
 python -m tests.campaign.process ADDRESS NUM_PROCESSES PROCESS SEED STEPS [LIAR [STORE]]
 
 All choose the same by one generator; faults and pauses come of another one in each.
-LIAR is a process that tells its scheduler that nothing has failed, if there is one;
+LIAR is a process that hides failures from its scheduler, if there is one;
 STORE a folder that all of them share, if there is one.
 """
 
@@ -57,10 +57,10 @@ def main(address, num_processes, process, seed, num_steps, liar="-1", store=None
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("heads",))
     counts, history = collections.Counter(), collections.deque(maxlen=60)
-    own = random.Random(f"{seed}/{process}")
+    process_rng = random.Random(f"{seed}/{process}")
     print(setup, flush=True)
-    engine = SlowEngine(setup, rng, counts, history.append, mesh, own)
-    engine.pauses = own
+    engine = SlowEngine(setup, rng, counts, history.append, mesh, process_rng)
+    engine.pauses = process_rng
     if process == int(liar):
         corruptions.a_failed_load_is_reported_as_done(engine)
         corruptions.a_failed_save_is_reported_as_done(engine)

@@ -10,11 +10,8 @@ MAX_CPU_S = 1800.0
 LOCAL = ("saves failed", "loads failed")  # Each process has its own.
 
 
-def run_processes(rng, counts, note, steps, *more):
-    """Run the processes; they have to decide alike, and to read the right bytes.
-
-    `more` are words for their command line.
-    """
+def run_processes(rng, counts, note, steps, *words):
+    """Run processes that must decide alike and read the right bytes."""
     num_processes = rng.choice((2, 2, 4))
     seed = str(rng.random())
     note(f"{num_processes} processes, {seed=}")
@@ -23,7 +20,7 @@ def run_processes(rng, counts, note, steps, *more):
             pathlib.Path(folder),
             num_processes,
             "tests.campaign.process",
-            *(seed, str(min(steps, 200)), *more),
+            *(seed, str(min(steps, 200)), *words),
             max_cpu_s=MAX_CPU_S,
         )
     results = [json.loads(text.splitlines()[-1]) for text in said]

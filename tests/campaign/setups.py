@@ -1,4 +1,4 @@
-"""What a random engine is made of: groups, configuration, sizes, faults and habits."""
+"""A random engine's setup: groups, configuration, sizes, faults and habits."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ SHADOWED = ("full", "full of 8")
 
 @dataclasses.dataclass(frozen=True)
 class Habits:
-    """What an engine may do in one way or another."""
+    """The choices that the contract leaves to an engine."""
 
     names_new_blocks: bool
     gives_tables_at_end: bool
@@ -48,23 +48,21 @@ class Habits:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A random engine."""
-
     groups: str
     config: OffloadConfig
     num_device_blocks: int
     max_tokens: int
     failures: float
     stuck: float
-    most_steps: int
+    max_steps: int
     habits: Habits
 
     def __str__(self):
         defaults = OffloadConfig().to_dict()
         config = self.config.to_dict()
         chosen = {key: config[key] for key in config if config[key] != defaults[key]}
-        parts = dataclasses.asdict(self) | {"config": chosen}
-        return " ".join(f"{name}={value}" for name, value in parts.items())
+        fields = dataclasses.asdict(self) | {"config": chosen}
+        return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def random_setup(rng, *, groups=None, **fixed):
@@ -147,7 +145,7 @@ def random_setup(rng, *, groups=None, **fixed):
         max_tokens=rng.choice((24, 40, 48)),
         failures=0.0 if is_calm else rng.choice((0.03, 0.1, 0.3)),
         stuck=0.0 if is_calm else stuck,
-        most_steps=rng.choice((1, 2, 5)),
+        max_steps=rng.choice((1, 2, 5)),
         habits=Habits(
             *(rng.random() < share for share in (0.6, 0.6, 0.7, 0.5, 0.4, 0.8)),
             keeps_offers=not values["copy_on_device"] and rng.random() < 0.5,

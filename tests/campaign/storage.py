@@ -19,7 +19,7 @@ from tests.campaign.store_faults import StoreFault
 from tests.rigs.faulty_store import Faults, FaultyStore
 
 NUM_LIVES = 3
-MOST_LOOKS = 200  # Until an engine begins, whether the store is listed or not.
+MAX_POLLS = 200  # Until an engine begins, whether the store is listed or not.
 
 MIXED = (
     Faults(),
@@ -57,9 +57,9 @@ def run_storage(rng, counts, note, steps, fault=None):
                 lives.live(steps // NUM_LIVES)
 
 
-def hear_the_store(engine):
-    """Let an engine hear what is in its store, if that can be listed."""
-    for _ in range(MOST_LOOKS):
+def await_listing(engine):
+    """Wait until an engine's store is listed, if it can be."""
+    for _ in range(MAX_POLLS):
         if engine.storage.is_listed:
             break
         engine.hear()
@@ -112,7 +112,7 @@ class _Lives:
                     engine.step()
                     if number % 16 == 15:
                         engine.check()
-                self.mishap(stores)
+                self.apply_fault(stores)
             if rng.random() < 0.3:
                 counts["engines that died"] += len(engines)
             else:
@@ -121,8 +121,8 @@ class _Lives:
             for engine in engines:
                 engine.check()
                 engine.count_storage()
-                own = engine.storage.storage_io.stats
-                for reason, num in (own.refused | own.failed).items():
+                stats = engine.storage.storage_io.stats
+                for reason, num in (stats.refused | stats.failed).items():
                     counts[f"store: {reason}"] += num
         finally:
             for engine in engines:
@@ -135,7 +135,6 @@ class _Lives:
         self.last = engines[-1]
 
     def new_engine(self):
-        """Start an engine, and let it hear what is in the store."""
         shared = self.memory or open_store(self.url)
         store = FaultyStore(shared, f"{self.seed}/{self.num_stores}", self.fault.faults)
         self.num_stores += 1
@@ -144,14 +143,14 @@ class _Lives:
             engine = PagedEngine(self.setup, self.rng, self.counts, self.note)
         if self.last is not None:
             engine.follow(self.last)
-        hear_the_store(engine)
+        await_listing(engine)
         return store, engine
 
-    def mishap(self, stores):
-        """Have what may happen to the store happen, sometimes."""
+    def apply_fault(self, stores):
+        """Sometimes apply the chosen fault to the store."""
         if self.rng.random() < 0.02:
             num = sum(store.let_go() for store in stores)
-            if num:  # What nobody waits for any more.
+            if num:  # Calls that were already abandoned.
                 self.counts["store: answers after a hang"] += num
         if self.rng.random() >= self.fault.share:
             return

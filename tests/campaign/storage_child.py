@@ -2,7 +2,7 @@
 
 All lives of a seed are of one model and keep asking some shared prompts. Each writes a
 line for every few steps: how many there were so far, block reads compared, blocks
-stored and loaded. And it tells of each write to the store when it begins and ends.
+stored and loaded. It also records the begin and the end of each write to the store.
 """
 
 import collections
@@ -18,7 +18,7 @@ import jax
 
 from jaxkv.transfer.storage import local, mooncake_store
 from tests.campaign.paged import PagedEngine, no_notes
-from tests.campaign.storage import busy_setup, hear_the_store
+from tests.campaign.storage import await_listing, busy_setup
 from tests.campaign.users import PLAIN
 
 NUM_STORIES, STORY_TOKENS = 6, 40
@@ -34,7 +34,7 @@ def live(url, cache, log, seed, life, num_steps=None):
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        tell_of_writes(f"{log}.writes")
+        record_writes(f"{log}.writes")
         setup = busy_setup(random.Random(seed), url, 4000, write="through")
         counts, rng = collections.Counter(), random.Random(f"{seed}/{life}")
         engine = Sharing(setup, rng, counts, no_notes)
@@ -43,7 +43,7 @@ def live(url, cache, log, seed, life, num_steps=None):
             (shared.choices(range(3), k=min(STORY_TOKENS, setup.max_tokens)), PLAIN)
             for _ in range(NUM_STORIES)
         ]
-        hear_the_store(engine)
+        await_listing(engine)
         steps = itertools.count(1) if num_steps is None else range(1, num_steps + 1)
         for number in steps:
             if number % STEPS_PER_LINE == 1:
@@ -65,8 +65,8 @@ class Sharing(PagedEngine):
         self.wants_new_weights = False
 
 
-def tell_of_writes(path):
-    """Write down when writes to a store begin and end, and have them take a while."""
+def record_writes(path):
+    """Record when writes to a store begin and end, and slow them down."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def told(write):
@@ -83,14 +83,14 @@ def tell_of_writes(path):
     send = socket.socket.sendall
 
     @told
-    def send_slowly(own, data):
+    def send_slowly(sock, data):
         half = len(data) // 2
         for piece in (data[:half], data[half:]):
-            send(own, piece)
+            send(sock, piece)
             time.sleep(PAUSE_S)
 
-    def send_all(own, data):
-        (send_slowly if b"SET" in bytes(data[:32]) else send)(own, data)
+    def send_all(sock, data):
+        (send_slowly if b"SET" in bytes(data[:32]) else send)(sock, data)
 
     local._write_all = told(write_slowly)
     mooncake_store._put = told(mooncake_store._put)

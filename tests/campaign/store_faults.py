@@ -1,4 +1,4 @@
-"""What may go wrong with a store, by name, each to be tried by itself.
+"""The faults of a store by name; each is tried by itself.
 
 What a store does wrong while it is called is left to `FaultyStore`. What others do to a
 folder meanwhile is done to its files: they are cut, changed, exchanged, deleted. A disk
@@ -27,17 +27,17 @@ from tests.rigs.servers import (
     redis_server,
 )
 
-MOST_MISHAPS = 4
+MAX_FILES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class StoreFault:
-    """Something that goes wrong with the store of `num_engines` engines."""
+    """A fault of a store that `num_engines` engines share."""
 
     faults: Faults = dataclasses.field(default_factory=Faults)
     num_engines: int = 1
-    # Between so many of the steps, from 0 to 1, `happens(rng, folder)` is called; it
-    # returns how often it has done something.
+    # The share of steps, from 0 to 1, after which `happens(rng, folder)` is called; it
+    # returns how many faults it has caused.
     share: float = 0.0
     happens: Callable | None = None
     disk: Callable | None = None  # Options of a file system to mount for the folder.
@@ -47,7 +47,7 @@ class StoreFault:
 
 
 def empty(rng, folder):
-    """Delete all objects, and sometimes their folders, as somebody may at any time."""
+    """Delete all objects, and sometimes their folders, as an operator may."""
     files = objects_of(folder)
     for path in files:
         _try(os.unlink, path)
@@ -58,9 +58,9 @@ def empty(rng, folder):
 
 
 def to_some(change, rng, folder):
-    """Change a few files where they lie, under those who read them."""
+    """Change a few files in place, while engines read them."""
     files = objects_of(folder)
-    chosen = rng.sample(files, min(len(files), rng.randint(1, MOST_MISHAPS)))
+    chosen = rng.sample(files, min(len(files), rng.randint(1, MAX_FILES)))
     return sum(_try(change, rng, path) for path in chosen)
 
 
@@ -69,7 +69,6 @@ def cut(rng, path):
 
 
 def flip(rng, path):
-    """Change a bit."""
     with open(path, "r+b") as file:
         place = rng.randrange(max(8 * os.path.getsize(path), 1))
         file.seek(place // 8)
@@ -83,21 +82,19 @@ def delete(rng, path):
 
 
 def exchange(rng, folder):
-    """Copy objects over others."""
     files = objects_of(folder)
     if len(files) < 2:
         return 0
-    num = rng.randint(1, MOST_MISHAPS)
+    num = rng.randint(1, MAX_FILES)
     for _ in range(num):
-        one, other = rng.sample(files, 2)
-        aside = os.path.join(os.path.dirname(other), ".exchanged")
-        if _try(shutil.copyfile, one, aside):
-            _try(os.replace, aside, other)
+        source, target = rng.sample(files, 2)
+        aside = os.path.join(os.path.dirname(target), ".exchanged")
+        if _try(shutil.copyfile, source, aside):
+            _try(os.replace, aside, target)
     return num
 
 
 def turn_read_only(rng, folder):
-    """Make the disk read-only, or writable again."""
     is_read_only = not os.access(folder, os.W_OK)
     how = "rw" if is_read_only else "ro"
     # Refused while a file is being written.
@@ -113,8 +110,8 @@ def cluster(folder):
         number_of = {port: number for number, port in enumerate(nodes)}
 
         def start(port):
-            own = folder / str(number_of[port])
-            server = redis_server(own, *OF_CLUSTER, port=port)
+            node = folder / str(number_of[port])
+            server = redis_server(node, *OF_CLUSTER, port=port)
             return stack.enter_context(server)[1]
 
         yield url, _Deaths(nodes, start)
@@ -214,7 +211,6 @@ def disk_of(fault, rng, folder):
 
 
 def objects_of(folder):
-    """The files of a store, in their order."""
     return sorted(
         os.path.join(path, name)
         for path, _, names in os.walk(folder)
@@ -233,7 +229,7 @@ def _try(change, *args):
 
 
 def _run(*words):
-    """Run a command; return what it complains about, None if about nothing."""
+    """Run a command; return its error, None if it succeeds."""
     if shutil.which(words[0]) is None:
         return f"there is no {words[0]} here"
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The life of a small engine, in which one call to the system fails.
+"""The life of a small engine with one failing system call.
 
 The engine serves prompts of two blocks, whose bytes are known, with a store behind
 the host. It lists the store, is reset, finds its blocks again, evicts others, and is
@@ -57,7 +57,7 @@ NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, NUM_STORED_BLOCKS = 8, 16, 4
 OBJECT_BYTES = 192 + BLOCK_SIZE * 8
 # Longer than the store's deadline, and than a minute between two lines of the log.
 LIST_S = 100.0
-MAX_HANG_S = 200.0  # By that clock.
+MAX_HANG_S = 200.0  # On the same clock.
 MAX_WAIT_S = 20.0  # Until a life counts as stuck; a passing one never waits so long.
 
 
@@ -75,7 +75,6 @@ def _write(pool, ids, values):
 
 
 def content(key):
-    """The bytes of a block, f32[BLOCK_SIZE, 1, 2]."""
     raw = hashlib.shake_128(key).digest(BLOCK_SIZE * 8)
     return np.frombuffer(raw, np.uint8).reshape(BLOCK_SIZE, 1, 8).view(np.uint32)
 
@@ -104,7 +103,7 @@ class SmallEngine(StoredEngine):
         )
 
     def until(self, condition, what, *, may_hang=False):
-        """Step until something is so; while a call hangs, time passes quickly."""
+        """Step until a condition holds; while a call hangs, time passes quickly."""
         end_s = time.monotonic() + MAX_WAIT_S
         end_hanging_s = self.clock() + MAX_HANG_S
         while not condition():
@@ -138,7 +137,7 @@ class SmallEngine(StoredEngine):
         return num_loaded
 
     def _admit(self, request):
-        """Give a request its blocks, and load what is offered of it."""
+        """Allocate a request's blocks, and load its offered prefix."""
         offer = None
 
         def is_offered():
@@ -225,11 +224,11 @@ class Log(logging.Handler):
 
     @property
     def warnings(self):
-        return [each.getMessage() for each in self.records if each.levelno > 20]
+        return [record.getMessage() for record in self.records if record.levelno > 20]
 
     @property
     def infos(self):
-        return [each.getMessage() for each in self.records if each.levelno == 20]
+        return [record.getMessage() for record in self.records if record.levelno == 20]
 
     @contextlib.contextmanager
     def listening(self):
@@ -247,7 +246,7 @@ class Log(logging.Handler):
 
 
 class Life:
-    """A life in which one call fails."""
+    """A life with one failing call."""
 
     def __init__(self, calls, fault):
         self.calls, self.fault = calls, fault
@@ -296,7 +295,6 @@ class StoreLife(Life):
             engine.list()
 
     def go_on(self):
-        """Live with a store that another engine has filled."""
         with self._engine() as engine, self.calls.armed():
             engine.list()
             num = sum(engine.serve(prompt) for prompt in (3, 1, 2))
@@ -304,7 +302,7 @@ class StoreLife(Life):
 
     @contextlib.contextmanager
     def _engine(self):
-        """Start an engine, see that all is well in the end, and close it."""
+        """Start an engine, check it at the end, and close it."""
         with self.log.listening():
             engine = self.start(
                 lambda: SmallEngine(self.calls, self.clock, **self.keys)
@@ -316,7 +314,7 @@ class StoreLife(Life):
             engine.close()
 
     def _recover(self, engine):
-        """List twice, and serve in between; then all is well."""
+        """List twice, serve in between, and check the engine."""
         engine.list()
         engine.serve(4)
         engine.reset()
@@ -393,8 +391,8 @@ class RecordLife(Life):
                     raw = gzip.decompress(raw)
                 # What could not be taken back is in part there.
                 lines = map(json.loads, raw[: raw.rindex(b"\n")].splitlines())
-                own = [numbers[id_] for line in lines for id_ in line.get("ids", ())]
-                read = own + read
+                ids = [numbers[id_] for line in lines for id_ in line.get("ids", ())]
+                read = ids + read
         assert read == sorted(set(read))
         num_kept = self.NUM_AFTER if self.must_recover and self.max_files > 1 else 1
         assert read[-num_kept:] == [*range(self.num_requests)][-num_kept:]
@@ -457,19 +455,19 @@ class EventsLife(Life):
                 with self.calls.armed():
                     for number in range(4):
                         self._serve(rig, number)
-                        self._hear(listener, rig, is_last=False)
+                        self._follow(listener, rig, is_last=False)
                     if self.has_replay:
-                        self._ask(listener, 0)
+                        self._request_replay(listener, 0)
                 if self.must_recover:
                     self._serve(rig, 4)
-                self._hear(listener, rig)
+                self._follow(listener, rig)
 
     def _serve(self, rig, number):
         tokens = [number] * (2 * BLOCK_SIZE + 1)
         rig.run(rig.ask(f"r{number}", tokens))
         rig.publish()
 
-    def _hear(self, listener, rig, *, is_last=True):
+    def _follow(self, listener, rig, *, is_last=True):
         """Follow the events until the router knows what the tiers have.
 
         What a failure has lost may take until the next batch.
@@ -488,14 +486,14 @@ class EventsLife(Life):
             _, number, payload = listener.sub.recv_multipart()
             seq = int.from_bytes(number, "big")
             if seq > self.next_seq and self.has_replay:
-                for old, batch in self._ask(listener, self.next_seq):
+                for old, batch in self._request_replay(listener, self.next_seq):
                     if self.next_seq <= old < seq:
                         self.picture.learn(batch)
             self.picture.learn(DECODER.decode(payload))
             self.next_seq = seq + 1
 
-    def _ask(self, listener, start):
-        """Have batches replayed; ask again if nothing comes."""
+    def _request_replay(self, listener, start):
+        """Request a replay of batches; repeat the request if nothing comes."""
         end_s = time.monotonic() + MAX_WAIT_S
         answer = {}
         while time.monotonic() < end_s:
@@ -597,7 +595,7 @@ RETRIED = ("connect", "send", "recv")  # By redis-py, once.
 
 
 def complaint(life):
-    """Say what a life logged too much or too little; None if all is well."""
+    """Return the log lines that a life has too many or too few; None if it is right."""
     fault, lines = life.fault, (life.log.warnings, life.log.infos)
     wanted = {(1, 1)}
     if not life.has_failed or life.refusal is not None or fault.error == SHORT:
@@ -615,7 +613,7 @@ def complaint(life):
 
 
 def sweep(live, errors=ERRORS, *, all_errors=False):
-    """Have each call of a life fail once, one in each life."""
+    """Run a life for each call of a life, and make that call fail."""
     crashes, complaints = [], []
     num_lives = num_failed = 0
     with mock.patch.object(threading, "excepthook", crashes.append):

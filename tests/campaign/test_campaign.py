@@ -122,12 +122,12 @@ def a_load_of_a_prefix_flips_a_byte(user):
     load = user.cache.load
 
     def flip(*args):
-        found = load(*args)
-        if found is None:
+        hit = load(*args)
+        if hit is None:
             return None
-        key = found[1]["key"]
+        key = hit[1]["key"]
         flipped = key.at[0, 0, 0].set(key[0, 0, 0] ^ 1)
-        return found[0], found[1] | {"key": flipped}
+        return hit[0], hit[1] | {"key": flipped}
 
     user.cache.load = flip
 
@@ -155,7 +155,7 @@ def test_whatever_is_broken_in_a_prefix_is_noticed(corrupt):
 
 @pytest.mark.long
 def test_keys_of_a_history_that_was_rewritten_are_noticed(monkeypatch):
-    """Whoever copies keys only appends what is new."""
+    """Copies of keys only append new ones."""
     monkeypatch.setattr(KeyMark, "is_in", lambda mark, keys: mark.num <= len(keys))
     _, failure = campaign.run("control", engines=30, kinds=("paged",), steps=250)
     assert re.match(r"wrong bytes: |explain\(\) foretold", str(failure.error)), failure

@@ -9,13 +9,13 @@ import pytest
 from jaxkv._util.settings import keys_of
 from tests.campaign.memory_tier import MemoryConfig
 from tests.campaign.paged import PagedEngine, new_history
-from tests.campaign.storage import busy_setup, hear_the_store
+from tests.campaign.storage import await_listing, busy_setup
 
 STEPS = 200
 
 
 def four_tiers(rng, folder):
-    """Choose an engine of four tiers, in which moves to and from memory fail."""
+    """Choose an engine of four tiers whose moves to and from memory fail."""
 
     class Faulty(MemoryConfig):
         fails = staticmethod(lambda: rng.random() < 0.2)
@@ -51,7 +51,7 @@ def test_a_fourth_tier_changes_no_byte(tmp_path):
         engine = PagedEngine(setup, rng, counts, history.append)
         if last is not None:
             engine.follow(last)
-        hear_the_store(engine)
+        await_listing(engine)
         try:
             engine.run(STEPS)
         except BaseException:
@@ -59,11 +59,11 @@ def test_a_fourth_tier_changes_no_byte(tmp_path):
             raise
         finally:
             engine.storage.close()
-        for own in engine.scheduler.below:
-            for name, num in vars(own.counts).items():
-                counts[f"{own.name}: {name}"] += num
+        for boundary in engine.scheduler.below:
+            for name, num in vars(boundary.counts).items():
+                counts[f"{boundary.name}: {name}"] += num
         last = engine
-    assert [own.name for own in last.scheduler.below] == ["memory", "storage"]
+    assert [boundary.name for boundary in last.scheduler.below] == ["memory", "storage"]
     assert counts["block reads compared"] > 100
     assert has_tried_everything(counts), counts
 

@@ -24,7 +24,7 @@ from tests.rigs.waiting import wait_for
 STEPS = int(os.environ.get("JAXKV_TEST_FAULT_STEPS", "10000"))
 EVERY = pytest.mark.parametrize("fault", store_faults.FAULTS)
 STEPS_OF_A_LIFE = 200
-MOST_S = 300  # Without a line of a process, on a machine that is busy.
+MAX_SILENT_S = 300  # Without a line of a process, on a machine that is busy.
 
 
 def run(fault, total_steps, steps, seed=7):
@@ -72,7 +72,7 @@ def test_10_000_steps_with_a_fault_change_no_byte(fault):
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["flipped", "exchanged"])
-def test_a_store_that_is_believed_is_noticed(fault, monkeypatch):
+def test_a_store_whose_objects_are_not_checked_is_noticed(fault, monkeypatch):
     """The negative control: objects are not checked."""
 
     def believe(objects, key, data):
@@ -96,14 +96,14 @@ def numbers_of(log):
 
 
 def is_writing(log):
-    """Whether a life has begun a write that has not ended, as far as it could tell."""
-    told = pathlib.Path(f"{log}.writes").read_bytes()
-    return told.count(storage_child.BEGUN) > told.count(storage_child.ENDED)
+    """Return whether a life has recorded the begin of a write and not its end."""
+    writes = pathlib.Path(f"{log}.writes").read_bytes()
+    return writes.count(storage_child.BEGUN) > writes.count(storage_child.ENDED)
 
 
 @pytest.fixture(params=["folder", "cluster", "mooncake"])
 def urls(request, tmp_path):
-    """Of each kind of store: the URL for the engine that stays, and for the others."""
+    """The store's URLs: for the engine that stays, and for the others."""
     if request.param == "folder":
         yield (str(tmp_path / "store"),) * 2
     elif request.param == "cluster":
@@ -135,21 +135,21 @@ def test_engines_that_are_killed_while_they_write_harm_no_other(tmp_path, urls):
     try:
         while stays.is_alive():
             num_lives += 1
-            own = tmp_path / f"{num_lives}.log"
-            own.touch()
-            child = start(url_of_others, num_lives, own)
+            log_path = tmp_path / f"{num_lives}.log"
+            log_path.touch()
+            child = start(url_of_others, num_lives, log_path)
             try:
-                while not has_written(child, own):
-                    silent_s = time.time() - own.stat().st_mtime
-                    assert silent_s < MOST_S, f"no end: {own.read_text()}"
+                while not has_written(child, log_path):
+                    silent_s = time.time() - log_path.stat().st_mtime
+                    assert silent_s < MAX_SILENT_S, f"no end: {log_path.read_text()}"
                     time.sleep(0.01)
                 time.sleep(rng.uniform(0, 0.2))
-                wait_for(is_writing, own)
+                wait_for(is_writing, log_path)
             finally:
                 child.kill()
                 child.join()
-            assert child.exitcode == -signal.SIGKILL, own.read_text()
-            num_torn += is_writing(own)
+            assert child.exitcode == -signal.SIGKILL, log_path.read_text()
+            num_torn += is_writing(log_path)
     finally:
         stays.kill()
         stays.join()

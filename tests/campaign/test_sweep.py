@@ -100,7 +100,7 @@ def in_folders(folders, kind, *options):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "all_errors", "least"),
+    ("kind", "options", "all_errors", "min_lives"),
     [
         pytest.param(RecordLife, ("requests.jsonl", 3), True, 80, id="recording"),
         pytest.param(
@@ -128,12 +128,12 @@ def in_folders(folders, kind, *options):
     ],
 )
 def test_a_call_that_fails_once_costs_a_request_a_save_or_a_computation_at_most(
-    calls, folders, kind, options, all_errors, least
+    calls, folders, kind, options, all_errors, min_lives
 ):
     live = functools.partial(in_folders(folders, kind, *options), calls)
     if kind is PrefixLife:
         live(None)  # It compiles.
-    assert check(*sweep(live, all_errors=all_errors)) > least
+    assert check(*sweep(live, all_errors=all_errors)) > min_lives
 
 
 @pytest.mark.parametrize("num_times", [1, 2])
@@ -174,7 +174,7 @@ def test_it_finds_a_partial_write_that_is_taken_for_a_whole_one(
     monkeypatch.setattr(local, "_write_all", lambda file, blob: os.writev(file, blob))
     live = live_with_a_folder(calls, folders, begins=True)
     _, _, complaints = sweep(live, {"writev": (SHORT,)})
-    assert any("invalid objects (torn)" in each for each in complaints)
+    assert any("invalid objects (torn)" in line for line in complaints)
 
 
 def test_it_finds_a_thread_that_is_booked_as_started(calls, folders, monkeypatch):
@@ -191,14 +191,14 @@ def test_it_finds_a_thread_that_is_booked_as_started(calls, folders, monkeypatch
     monkeypatch.setattr("tests.campaign.sweep.MAX_WAIT_S", 0.3)
     live = live_with_a_folder(calls, folders, begins=True)
     _, _, complaints = sweep(live, {"thread": (NO_THREAD,)})
-    assert any("StuckError: a listing" in each for each in complaints)
+    assert any("StuckError: a listing" in complaint for complaint in complaints)
 
 
-def test_it_finds_an_error_that_is_taken_for_no(calls, folders, monkeypatch):
+def test_it_finds_an_error_that_is_taken_for_missing(calls, folders, monkeypatch):
     monkeypatch.setattr(local, "_exists", os.path.exists)
     live = live_with_a_folder(calls, folders, begins=True)
     _, _, complaints = sweep(live, {"stat": (errno.EIO,)})
-    assert any("store.attempt" in each for each in complaints)
+    assert any("store.attempt" in complaint for complaint in complaints)
 
 
 def test_it_finds_a_rotation_that_is_booked_as_done(calls, folders, monkeypatch):
@@ -209,4 +209,4 @@ def test_it_finds_a_rotation_that_is_booked_as_done(calls, folders, monkeypatch)
     )
     live = functools.partial(in_folders(folders, RecordLife), calls)
     _, _, complaints = sweep(live, {"replace": (errno.EIO,)})
-    assert any("_rotate" in each for each in complaints)
+    assert any("_rotate" in complaint for complaint in complaints)

@@ -1,4 +1,4 @@
-"""What the bytes of KV have to be, from what they depend on, and not from a key.
+"""The right bytes of KV, derived from their inputs and not from a key.
 
 The bytes of a token depend on the weights, the request's salt and adapter, and all
 tokens and items up to it. Nothing here comes from the library: two requests whose keys
@@ -17,7 +17,6 @@ ROW_BYTES = 48
 
 
 def start(weights, extras):
-    """The digest before the first token."""
     text = repr((weights, extras.cache_salt, extras.lora_name))
     return hashlib.sha256(text.encode()).digest()
 

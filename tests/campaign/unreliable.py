@@ -1,4 +1,4 @@
-"""A transfer engine of which some transfers fail, and others take many steps.
+"""A transfer engine whose transfers may fail or take many steps.
 
 It stands around a real `TransferEngine` and uses its public methods alone. Which
 transfers fail, and when each is reported, is chosen by a random generator and by no
@@ -27,14 +27,14 @@ class UnreliableEngine:
     """A real engine with faults.
 
     A save that fails has mostly stored garbage; a load that fails leaves garbage in its
-    device blocks. A stuck one is never reported, so that somebody has to abandon it.
+    device blocks. A stuck one is never reported, so the worker must abandon it.
     """
 
-    def __init__(self, engine, rng, garbage, failures, stuck, most_steps, counts):
+    def __init__(self, engine, rng, garbage, failures, stuck, max_steps, counts):
         self._engine = engine
         self._rng = rng
         self._garbage = garbage
-        self._failures, self._stuck, self._most_steps = failures, stuck, most_steps
+        self._failures, self._stuck, self._max_steps = failures, stuck, max_steps
         self._counts = counts
         self._now = 0
         self._last_due = {"save": 0, "load": 0}
@@ -69,8 +69,8 @@ class UnreliableEngine:
         )
         rows = iter(_listed(device_block_ids))
         for ticket, size, (fails, is_stuck) in zip(tickets, sizes, chosen, strict=True):
-            own = jax.tree.leaves([next(rows) for _ in range(size)])
-            blocks = [int(block) for block in own if block >= 0]
+            targets = jax.tree.leaves([next(rows) for _ in range(size)])
+            blocks = [int(block) for block in targets if block >= 0]
             self._note(ticket, fails, is_stuck, blocks)
         return pool, tickets
 
@@ -79,7 +79,7 @@ class UnreliableEngine:
         return self._collect(pool, self._engine.poll())
 
     def settle(self, pool):
-        """Begin a step: wait until all that is to be reported now has arrived."""
+        """Begin a step: wait until every transfer due in it has arrived."""
         self._now += 1
         while any(
             flight.done is None and flight.due <= self._now
@@ -90,16 +90,16 @@ class UnreliableEngine:
         return pool
 
     def poll(self):
-        taken = []
+        completions = []
         blocked = set()
-        for ticket in sorted(self._flights, key=lambda each: each.number):
+        for ticket in sorted(self._flights, key=lambda ticket: ticket.number):
             flight = self._flights[ticket]
-            is_due = self._most_steps is None or flight.due <= self._now
+            is_due = self._max_steps is None or flight.due <= self._now
             if flight.done is None or not is_due:
                 blocked.add(ticket.direction)  # Nor are later ones reported.
             elif ticket.direction not in blocked:
-                taken.append(self._end(ticket))
-        return taken
+                completions.append(self._end(ticket))
+        return completions
 
     def drain(self, pool):
         pool, completions = self._engine.drain(pool)
@@ -124,7 +124,7 @@ class UnreliableEngine:
         self._counts[f"{direction}s"] += 1
         self._counts[f"{direction}s failed"] += fails and not is_stuck
         self._counts[f"{direction}s stuck"] += is_stuck
-        steps = 1 if self.is_calm else self._rng.randint(1, self._most_steps or 1)
+        steps = 1 if self.is_calm else self._rng.randint(1, self._max_steps or 1)
         due = max(self._now + steps, self._last_due[direction])
         if is_stuck:
             due = NEVER

@@ -63,7 +63,6 @@ class User:
 
     @property
     def table(self):
-        """The tables, as the scheduler takes them."""
         return self.tables if self._num_groups > 1 else self.tables[0]
 
     def append(self, token):
@@ -74,7 +73,7 @@ class User:
             chain.extend([token])
 
     def rewrite(self, num_kept, tokens):
-        """Replace the tokens after the first `num_kept`, as a session that goes on."""
+        """Replace the tokens after the first `num_kept`, as a session does."""
         self.is_rewritten = True
         kept = self.tokens[:num_kept]
         self.tokens, self.digests = [], self.digests[:1]
@@ -90,7 +89,6 @@ class User:
         ]
 
     def lose_blocks(self):
-        """Forget the device blocks, which the engine has freed."""
         self.tables = [[] for _ in range(self._num_groups)]
         self.after = None
         self.num_loading = 0
@@ -104,8 +102,8 @@ def random_prompt(rng, stories, max_tokens):
     tokens, extras = [], PLAIN
     if stories and rng.random() < 0.8:
         old, extras = rng.choice(stories)
-        most = len(old) if rng.random() < 0.5 else rng.randint(1, len(old))
-        tokens = list(old[: min(most, max_tokens * 3 // 4)])
+        max_shared = len(old) if rng.random() < 0.5 else rng.randint(1, len(old))
+        tokens = list(old[: min(max_shared, max_tokens * 3 // 4)])
     if rng.random() < 0.15:  # The same tokens of another tenant or adapter.
         extras = rng.choice((PLAIN, *EXTRAS))
     tokens += [rng.randrange(ALPHABET) for _ in range(rng.randint(1, 8))]

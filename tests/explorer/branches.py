@@ -81,11 +81,7 @@ class Taken(NamedTuple):
 
 
 def walk(setup, rng, num_actions):
-    """Walk at random, from the start again and again.
-
-    Returns:
-        How often each thing has happened; the error, or None; the actions before it.
-    """
+    """Walk at random; return counts of events, the error or None, and its actions."""
     world = World(setup)
     start, num_left, actions = world.save(), num_actions, []
     try:
@@ -108,11 +104,7 @@ def walk(setup, rng, num_actions):
 
 
 def measure(worlds, num_actions, seed, say=print):
-    """Walk through the worlds of some names, and count the branches that are taken.
-
-    Returns:
-        The `Taken` of each file; a world, its error and the actions, or None.
-    """
+    """Return the branches of each file that random walks take, and a fault or None."""
     import coverage
 
     folder = Path(jaxkv.scheduling.__file__).parent
@@ -146,7 +138,7 @@ def measure(worlds, num_actions, seed, say=print):
             sum(function["summary"][count] for function in inside)
             for count in ("covered_branches", "num_branches")
         )
-        missed = [tuple(each) for own in inside for each in own["missing_branches"]]
+        missed = [tuple(b) for file in inside for b in file["missing_branches"]]
         if num:
             files.append(Taken(file, num_taken, num, sorted(missed)))
     if outside:
@@ -158,8 +150,8 @@ def show(files):
     """Yield the lines of a report; the sum is the last one."""
     for file in files:
         yield f"{file.name}: {file.num_taken} of {file.num}"
-        for start, each in itertools.groupby(file.missed, lambda branch: branch[0]):
-            ends = ["the end" if end < 0 else str(end) for _, end in each]
+        for start, branches in itertools.groupby(file.missed, lambda branch: branch[0]):
+            ends = ["the end" if end < 0 else str(end) for _, end in branches]
             yield f"    line {start}: not to {', '.join(ends)}"
     yield "Outside, because no order of events reaches them:"
     for reason, names in OUTSIDE.items():

@@ -1,4 +1,4 @@
-"""Every order of what may happen: states, each once, and how to get to a wrong one."""
+"""Search of every order of actions: each state once, and the path to a wrong one."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from tests.explorer.world import World, WrongError, dump, pack, unpack
 
 _NONE = 2**32 - 1
 # Far more actions than a calm engine takes to serve all requests.
-_MOST_CALM = 400
+_MAX_CALM_ACTIONS = 400
 # States whose actions were not tried are compressed from this number on.
 _MAX_UNPACKED = 1000
 
@@ -19,7 +19,7 @@ _MAX_UNPACKED = 1000
 class Result:
     num_states: int = 0
     num_steps: int = 0  # Actions that were tried.
-    num_live: int = 0  # States from which all requests were seen to end.
+    num_live: int = 0  # States whose requests were all seen to end.
     depth: int = 0  # Actions to the farthest state.
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -126,12 +126,12 @@ def explore(
                 world.do(action)
                 result.num_steps += 1
                 digest = world.digest()
-                found = graph.numbers.get(digest)
-                if found is None:
-                    found = graph.add(digest, number, action)
-                    frontier.append((found, _keep(world.save(), frontier)))
+                after = graph.numbers.get(digest)
+                if after is None:
+                    after = graph.add(digest, number, action)
+                    frontier.append((after, _keep(world.save(), frontier)))
                 if action == calm:
-                    graph.calm[number] = found
+                    graph.calm[number] = after
                 trial = None
             now_s = time.monotonic()
             if say is not None and now_s - said_s > say_every_s:
@@ -166,8 +166,8 @@ def _check_over(world):
     left = [r.request_id for r in world.requests if r.phase != "done"]
     if left:
         raise WrongError(f"{', '.join(left)} can never end")
-    own = world.scheduler
-    if own.has_pending_loads() or own.has_pending_stores():
+    scheduler = world.scheduler
+    if scheduler.has_pending_loads() or scheduler.has_pending_stores():
         raise WrongError("something stays on its way for ever")
 
 
@@ -180,21 +180,20 @@ def _check_live(world, graph, frontier, end_s):
         while not is_live[at] and graph.calm[at] not in (at, _NONE):
             chain.append(at)
             at = graph.calm[at]
-            if len(chain) > _MOST_CALM:
+            if len(chain) > _MAX_CALM_ACTIONS:
                 _stuck(number)
         if not is_live[at] and graph.calm[at] == _NONE:
-            # Not tried yet: this costs less without the digests of what follows.
+            # Not tried yet: following it without digests costs less.
             if end_s is not None and time.monotonic() > end_s:
                 continue
             _follow(world, saved[at], at)
-        for own in chain:
-            is_live[own] = True
+        for state in chain:
+            is_live[state] = True
         is_live[at] = True
     return sum(is_live)
 
 
 def _follow(world, kept, number):
-    """Let a calm engine go on from a state that was not tried."""
     world.restore(_open(kept))
     try:
         go_on_calmly(world)
@@ -204,12 +203,8 @@ def _follow(world, kept, number):
 
 
 def go_on_calmly(world):
-    """Let a calm engine bring all to its end.
-
-    Raises:
-        WrongError: It cannot, or something goes wrong on the way.
-    """
-    for _ in range(_MOST_CALM):
+    """Run a calm engine until every request has ended; WrongError if it cannot."""
+    for _ in range(_MAX_CALM_ACTIONS):
         calm = world.calm()
         if calm is None:
             _check_over(world)
@@ -219,17 +214,13 @@ def go_on_calmly(world):
 
 
 def _stuck(number):
-    error = WrongError(f"a calm engine goes on for ever ({_MOST_CALM} actions)")
+    error = WrongError(f"a calm engine goes on for ever ({_MAX_CALM_ACTIONS} actions)")
     error.number = number
     raise error
 
 
 def what_goes_wrong(setup, actions):
-    """Replay actions; return the error, or None, and how many actions lead to it.
-
-    Raises:
-        LookupError: One of the actions is impossible at its turn.
-    """
+    """Replay actions; return the error, or None, and how many actions lead to it."""
     world, num = World(setup), 0
     try:
         for action in actions:
@@ -264,9 +255,9 @@ def shrink(setup, actions):
         for size in (3, 2, 1):
             for start in range(len(actions) - size, -1, -1):
                 some = actions[:start] + actions[start + size :]
-                other, num = is_wrong(some)
-                if other is not None:
-                    actions, error, is_shorter = some[:num], other, True
+                new_error, num = is_wrong(some)
+                if new_error is not None:
+                    actions, error, is_shorter = some[:num], new_error, True
     return actions, error
 
 
@@ -285,18 +276,11 @@ def read_counterexample(path):
 
 
 def compare_futures(setup, num_states):
-    """Check that states of equal digests have equal futures; return how many did.
-
-    Each state that is met again, on another way, is compared with the first of its
-    digest: what may happen, and the digests that it leads to.
-
-    Raises:
-        WrongError: Two of them differ, so that a digest leaves something out.
-    """
+    """Check that states of equal digests have equal actions and next digests."""
     world = World(setup)
     start = world.save()
-    known, futures, num = {world.digest(): start}, {}, 0
-    frontier, again = deque(known.items()), []
+    seen, futures, num = {world.digest(): start}, {}, 0
+    frontier, again = deque(seen.items()), []
 
     def steps(saved):
         """Try every action; yield it, the digest that it leads to, and the state."""
@@ -309,19 +293,19 @@ def compare_futures(setup, num_states):
     def future(saved):
         return [(action, digest) for action, digest, _ in steps(saved)]
 
-    while frontier and len(known) < num_states:
+    while frontier and len(seen) < num_states:
         before, saved = frontier.popleft()
         futures[before] = []
         for action, digest, after in steps(saved):
             futures[before].append((action, digest))
-            if digest not in known:
-                known[digest] = after
+            if digest not in seen:
+                seen[digest] = after
                 frontier.append((digest, after))
-            elif len(again) < num_states and dump(known[digest]) != dump(after):
+            elif len(again) < num_states and dump(seen[digest]) != dump(after):
                 again.append((digest, after))
     for digest, after in again:
         if digest not in futures:
-            futures[digest] = future(known[digest])
+            futures[digest] = future(seen[digest])
         if future(after) != futures[digest]:
             raise WrongError("a digest leaves out something that matters")
         num += 1

@@ -115,12 +115,12 @@ def test_equal_inputs_give_equal_plans_in_processes_that_hash_otherwise(capsys):
 
 
 def test_a_change_over_that_loses_a_block_is_found(monkeypatch):
-    def forgetful(executor, old, new, *others):
+    def forgetful(executor, old, new, *flags):
         def hand_over(state):
             held = old.hand_over(state)
             return held._replace(blocks=held.blocks[1:])
 
-        return change_over(executor, old._replace(hand_over=hand_over), new, *others)
+        return change_over(executor, old._replace(hand_over=hand_over), new, *flags)
 
     monkeypatch.setattr(index, "change_over", forgetful)
     actions, error = found(WORLDS["pair, changes"])
@@ -187,7 +187,7 @@ def test_a_world_is_come_back_to_as_it_was():
 
 
 def found(setup, **limits):
-    """What is found, with as few actions as it takes; they are written and read."""
+    """Return the fault found and its shortest path, after a round trip through text."""
     result = search.explore(setup, refuse_every=100, **limits)
     assert result.error is not None, str(result)
     actions, error = search.shrink(setup, result.actions)

@@ -44,7 +44,7 @@ from tests.reference.longest import first_read, longest_prefix
 GARBAGE = ""
 WAITING, LOADING, RUNNING, DONE = "waiting", "loading", "running", "done"
 # Long enough for the batches here; the longer a log, the more there is to copy.
-_LEAST_MAX_BATCH = 8
+_MIN_MAX_BATCH = 8
 _NUM_GHOSTS = 16
 # Actions that do another one in a certain way.
 _VARIANTS = {
@@ -56,7 +56,7 @@ _VARIANTS = {
 }
 # Actions after which an ended world is as ended as before.
 _OUTSIDE = {"forget", "gap", "list", "unlist", "rates", "change"}
-# Asks in vain after which a request may take the room of others that have stopped.
+# After this many refused queries, a request may take the room of stopped ones.
 _MAX_VAIN_ASKS = 8
 
 
@@ -66,8 +66,6 @@ class WrongError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a world consists of."""
-
     # For each its tokens, a letter each, and how many of them are its prompt.
     requests: tuple = (("aabb", 4), ("aabb", 4), ("aacc", 4))
     groups: tuple = (FullAttention(1),)
@@ -76,7 +74,7 @@ class Setup:
     num_host_blocks: int = 4
     num_storage_blocks: int = 0  # 0 for no store.
     chunk: int = 4  # Max tokens that a request computes in a step.
-    # What may happen in addition to what must: see `World.actions`.
+    # Optional actions: see `World.actions`.
     acts: tuple = ("fail", "preempt", "abort", "reset")
     listed: tuple = ()  # Requests whose blocks the store has, and lists at some time.
     # Arguments of `note_rates`, the first at the start, when a probe is nearly due.
@@ -89,7 +87,7 @@ class Setup:
     bound: int | None = None  # Blocks that the store may hold, as a listing says.
     # As with asynchronous scheduling: the last generated token is uncertain.
     is_ahead: bool = False
-    has_events: bool = False  # Events must add up to what the tiers hold.
+    has_events: bool = False  # Events must add up to the tiers' contents.
     # Requests that wait for more room than their loads take keep what was loaded, and
     # are not preempted (the fault of vLLM's #57841).
     holds_waiting: bool = False
@@ -100,20 +98,17 @@ class Setup:
 
 @functools.cache
 def content(group, text, end):
-    """The content of a block that holds a prefix up to a token."""
     return f"{group}{text[:end]}"
 
 
 @functools.cache
 def make_keys(group, text, size, num_tokens):
-    """Keys of the full blocks of some tokens."""
     ends = range(size, num_tokens + 1, size)
     return [hashlib.sha256(content(group, text, n).encode()).digest() for n in ends]
 
 
 @functools.cache
 def packed_keys(keys):
-    """Keys as `Requests` gives them."""
     names, words, _ = lay_out(list(keys))
     return PackedKeys(names, words)
 
@@ -134,7 +129,7 @@ class Request:
         self.tables = [[] for _ in groups]
         self.offer = 0  # What is being loaded, ...
         self.after = None  # ... and its tables once it is there.
-        self.needs = 0  # Blocks that it lacks, with `holds_waiting`.
+        self.needs = 0  # Missing blocks, with `holds_waiting`.
 
     @property
     def block_keys_by_group(self):
@@ -170,10 +165,10 @@ class Transfer:
 
 @dataclasses.dataclass
 class Hold:
-    """What must be held for a request: what it was offered, takes, and loads."""
+    """The blocks held for a request: its offer, the part taken, and its loads."""
 
     rows: dict  # Host blocks, by the place of their first part in the request.
-    parts: dict  # For each of them the places that are loaded.
+    places: dict  # The loaded places of each of these host blocks.
     copies: dict  # Device blocks that are copied, by the place of their copy.
     num_tokens: int  # Of the offer.
     targets: list | None = None  # Device blocks to write, once the offer is accepted.
@@ -208,19 +203,16 @@ class _Pickler(pickle.Pickler):
 
 
 def dump(saved):
-    """Pickle a state, or what `World.save` returned."""
     out = io.BytesIO()
     _Pickler(out, 5).dump(saved)
     return out.getvalue()
 
 
 def pack(saved):
-    """Compress what `World.save` returned."""
     return zlib.compress(dump(saved), 1)
 
 
 def unpack(packed):
-    """Undo `pack`, in the same process."""
     return pickle.loads(zlib.decompress(packed))
 
 
@@ -230,8 +222,8 @@ _OF_REQUEST = (
     *("tables", "offer", "after", "needs"),
 )
 _OF_ENGINE = (
-    *("device", "host", "objects", "transfers", "preempted", "lost", "is_listed"),
-    *("is_left", "is_to_reset", "rates", "serving", "told", "holds", "asked"),
+    *("device", "host", "objects", "transfers", "preempted", "silent", "is_listed"),
+    *("is_left", "is_to_reset", "rates", "serving", "event_keys", "holds", "querying"),
     *("begun", "num_asked_tokens", "fetched", "num_vain", "marks", "starts"),
 )
 
@@ -247,14 +239,14 @@ class World:
         self.groups = setup.groups
         self.pool = DeviceBlockPool(setup.num_device_blocks + 1)
 
-        def make_index(*args, **others):
+        def make_index(*args, **options):
             if setup.policies:
-                others["alternatives"] = setup.policies
-            self.host_tier = index_lib.BlockIndex(*args, **others)
+                options["alternatives"] = setup.policies
+            self.host_tier = index_lib.BlockIndex(*args, **options)
             return self.host_tier
 
         with (
-            mock.patch.object(index_lib, "_MIN_MAX_BATCH", _LEAST_MAX_BATCH),
+            mock.patch.object(index_lib, "_MIN_MAX_BATCH", _MIN_MAX_BATCH),
             mock.patch.object(index_lib, "get_policy_maker", _small_policy_maker),
             mock.patch.object(scheduler_lib, "BlockIndex", make_index),
         ):
@@ -268,12 +260,13 @@ class World:
                 is_private=self._is_private if setup.private else None,
                 clock=lambda: 0.0,
             )
-        own = self.scheduler
-        own.bind_device_block_pool(self.pool)
+        scheduler = self.scheduler
+        scheduler.bind_device_block_pool(self.pool)
         self.rates = 0
         if setup.rates:
-            own.note_rates(*setup.rates[0])
-            own._gate._num_slow = own._gate._num_slow_fetches = _PROBE_INTERVAL - 2
+            scheduler.note_rates(*setup.rates[0])
+            scheduler._gate._num_slow = _PROBE_INTERVAL - 2
+            scheduler._gate._num_slow_fetches = _PROBE_INTERVAL - 2
         self.requests = [
             Request(f"r{n}", text, num_prompt, setup.groups)
             for n, (text, num_prompt) in enumerate(setup.requests)
@@ -286,18 +279,18 @@ class World:
         self.host = [GARBAGE] * setup.num_host_blocks
         self.transfers = []
         self.preempted = []
-        self.lost = []  # Of these, the ones that only the next step tells of.
+        self.silent = []  # Of these, the ones that only the next step reports.
         self.is_listed = not setup.listed
         self.is_left = False
         self.serving = setup.policy
         self.is_to_reset = False  # Before anything is asked for again.
         self.holds = {}  # What is held for each request, by its name.
-        self.asked = []  # Who has asked since it had blocks.
+        self.querying = []  # Who has asked since it had blocks.
         self.begun = []  # Who has had blocks.
         self.num_asked_tokens = 0  # Tokens of these.
         self.failed = []  # Keys and host blocks of loads that have just failed.
         self.fetched = {}  # Host blocks that were fetched for requests in the queue.
-        self.num_vain = {}  # How often each has asked in vain in a row.
+        self.num_vain = {}  # Refused queries of each request in a row.
         self.marks = {}  # `_num_not_stored` when each got its blocks, ...
         self.starts = {}  # ... and the tokens that it had then.
         self._contents = {
@@ -313,9 +306,9 @@ class World:
             for g, spec in enumerate(setup.groups)
             for key in make_keys(g, text, spec.block_size, len(text))
         }
-        self._tiers = [self.host_tier, *[boundary.tier for boundary in own.below]]
+        self._tiers = [self.host_tier, *[boundary.tier for boundary in scheduler.below]]
         # What events say that the tiers hold.
-        self.told = {tier.medium: {} for tier in self._tiers}
+        self.event_keys = {tier.medium: {} for tier in self._tiers}
         for name in (f"r{n}" for n in setup.served):
             self.do(("admit", name))
             while not self._is_served(self._named(name)):
@@ -331,19 +324,17 @@ class World:
     # Leaving a world, and coming back to it.
 
     def save(self):
-        """Write down all that may change."""
         requests = [[getattr(r, name) for name in _OF_REQUEST] for r in self.requests]
         engine = [getattr(self, name) for name in _OF_ENGINE]
         return self._snapshot(), pickle.dumps((requests, engine), 5)
 
     def _snapshot(self):
-        """Take the scheduler's state, once between two actions."""
+        """Return the scheduler's state, computed once between two actions."""
         if self._state is None:
             self._state = self.scheduler.snapshot()
         return self._state
 
     def restore(self, saved):
-        """Come back to what was written down."""
         state, rest = saved
         if self._state is state:
             return  # Nothing has happened since.
@@ -371,9 +362,9 @@ class World:
         asks as if the device had nothing ("blind"), gets its blocks without asking
         ("unasked") or names them again ("again"); the host is reset ("reset"), the
         device's cache forgotten ("forget") or only its first block ("gap"), the store
-        left ("leave"), listed once more ("relist") or in vain ("unlist"); the host's
-        policy changes ("change"). A store is listed ("list"); rates are measured
-        ("rates").
+        left ("leave"), listed once more ("relist") or not listable ("unlist"); the
+        host's policy changes ("change"). A store is listed ("list"); rates are
+        measured ("rates").
         """
         acts, actions = self.setup.acts, []
         for n in range(len(self.transfers)):
@@ -397,11 +388,11 @@ class World:
             name = r.request_id
             if r.phase == DONE:
                 continue
-            if r.phase == WAITING and name not in self.lost:
+            if r.phase == WAITING and name not in self.silent:
                 if not self.is_to_reset:
                     hows = [how for how in ("less", "blind") if how in acts]
                     actions += [(how, name) for how in ("admit", *hows)]
-                if "unasked" in acts and name not in self.asked:
+                if "unasked" in acts and name not in self.querying:
                     actions.append(("unasked", name))
                 hold = self.holds.get(name)
                 if hold is not None and hold.targets is None:
@@ -435,7 +426,7 @@ class World:
         return actions
 
     def calm(self):
-        """Choose what brings all requests to their end; None if all is over.
+        """Choose the action that brings requests to their end; None if none is left.
 
         Transfers land, what runs goes on, who waits is admitted as it came, and the
         last one makes room if it must.
@@ -446,36 +437,36 @@ class World:
             if r.phase == RUNNING and self._is_served(r):
                 return ("finish", r.request_id)
         running = tuple(r.request_id for r in self.requests if self._can_run(r))
-        own = self.scheduler
+        scheduler = self.scheduler
         if running or self.preempted or self._is_to_leave():
             return ("step", *running)
         waiting = [r for r in self.requests if r.phase == WAITING]
-        asked = [r for r in waiting if r.request_id in self.holds]
+        offered = [r for r in waiting if r.request_id in self.holds]
         if self.is_to_reset:
-            return ("decline", asked[-1].request_id) if asked else ("reset",)
+            return ("decline", offered[-1].request_id) if offered else ("reset",)
         for r in waiting:
-            others = [o for o in asked if o is not r]
-            if self._fits(r) or not others:
+            rivals = [o for o in offered if o is not r]
+            if self._fits(r) or not rivals:
                 if self._fits(r):
                     return ("admit", r.request_id)
             else:
-                return ("decline", others[-1].request_id)
+                return ("decline", rivals[-1].request_id)
         held = [r for r in self.requests if r.phase == RUNNING and not r.needs]
         if held and len(held) + len(waiting) > 1:
             return ("preempt", held[-1].request_id)
-        if own.has_pending_stores() or own.has_pending_loads():
+        if scheduler.has_pending_stores() or scheduler.has_pending_loads():
             return ("step",)
         return None
 
     def _is_to_leave(self):
         """Whether a step would send something out, where nothing is in flight."""
-        own = self.scheduler
+        scheduler = self.scheduler
         holds = self.holds.values()
         if any(hold.targets is not None and not hold.has_left for hold in holds):
             return True
-        return own.in_transit.stores_waiting or any(
+        return scheduler.in_transit.stores_waiting or any(
             boundary.fetches.moves or boundary.probes.moves or boundary.has_writes
-            for boundary in own.below
+            for boundary in scheduler.below
         )
 
     def _fits(self, r):
@@ -491,7 +482,7 @@ class World:
         return r.num_computed_tokens == len(r.text)
 
     def _num_lacking(self, r):
-        """Blocks that a request lacks for its next tokens, in each group."""
+        """Count the blocks a request still needs for its next tokens, per group."""
         end = min(r.num_computed_tokens + self.setup.chunk, r.num_tokens)
         return [
             max(-(-end // spec.block_size) - len(table), 0)
@@ -504,11 +495,7 @@ class World:
         return sum(self._num_lacking(r)) <= self.pool.num_free
 
     def do(self, action):
-        """Do an action, and check that all is right.
-
-        Raises:
-            WrongError: It is not.
-        """
+        """Perform an action, and check the world: WrongError if it is wrong."""
         kind, *rest = action
         self.seen[kind] += 1
         self._state = None
@@ -530,20 +517,20 @@ class World:
         return self.requests[int(name[1:])]
 
     def _do_admit(self, name, *, is_less=False, is_blind=False):
-        r, pool, own = self._named(name), self.pool, self.scheduler
-        most = 0 if is_blind else r.num_tokens - 1
+        r, pool, scheduler = self._named(name), self.pool, self.scheduler
+        max_hit = 0 if is_blind else r.num_tokens - 1
         keys = r.block_keys_by_group
-        local, tables = find_cached_prefix(pool, self.groups, keys, most)
+        local, tables = find_cached_prefix(pool, self.groups, keys, max_hit)
         for table in tables:
             pool.touch(table)
         r.tables = tables
-        told = own.explain(r, local)
+        explained = scheduler.explain(r, local)
         offers = self._offers(r, local, is_blind)
-        self._check_verdicts(r, told)
-        offer = own.get_num_new_matched_tokens(r, local)
-        self.asked = sorted({*self.asked, name})
-        if offer != (told.num_offered_tokens, told.is_awaited):
-            raise WrongError(f"explain says {told}, and the query {offer}")
+        self._check_verdicts(r, explained)
+        offer = scheduler.get_num_new_matched_tokens(r, local)
+        self.querying = sorted({*self.querying, name})
+        if offer != (explained.num_offered_tokens, explained.is_awaited):
+            raise WrongError(f"explain says {explained}, and the query {offer}")
         num, is_awaited = offer
         if num is not None and num not in offers:
             raise WrongError(f"{num} tokens are offered, not one of {offers}")
@@ -568,23 +555,23 @@ class World:
             self.seen["asks again" if num is None else "no room"] += 1
             self._leave(r, WAITING)
             return
-        taken = max(num - alignment(self.groups) * is_less, 0)
+        num_taken = max(num - alignment(self.groups) * is_less, 0)
         for table, lacking in zip(tables, needed, strict=True):
             table += pool.allocate(lacking)
         r.num_computed_tokens = local
-        after = own.update_state_after_alloc(r, r.table, taken)
-        self.asked.remove(name)
+        after = scheduler.update_state_after_alloc(r, r.table, num_taken)
+        self.querying.remove(name)
         self._begin_request(r, has_asked=True)
-        if taken:
-            self._take_hold(r, local + taken)
+        if num_taken:
+            self._take_hold(r, local + num_taken)
         elif num:
             del self.holds[name]
-        if taken and is_awaited:
-            r.phase, r.offer, r.after = LOADING, taken, after
+        if num_taken and is_awaited:
+            r.phase, r.offer, r.after = LOADING, num_taken, after
             self.seen["loads"] += 1
             return
         r.phase = RUNNING
-        self._take(r, taken, after)
+        self._take(r, num_taken, after)
 
     def _where(self, r):
         """Find the device block and the host block of each block of a request."""
@@ -618,14 +605,13 @@ class World:
                         hold.copies[g, i] = block
                     else:
                         hold.rows[g, i // factor] = row
-                        hold.parts.setdefault((g, i // factor), []).append(i)
+                        hold.places.setdefault((g, i // factor), []).append(i)
             # Without room for all copies nothing is copied.
             if len(hold.copies) == num_offers:
                 break
         return hold
 
     def _row_key(self, name, at):
-        """The key of a host block of a request, by its group and place there."""
         group, row = at
         factor, spec = self.setup.rules.blocks_per_host_block, self.groups[group]
         text = self._named(name).text
@@ -649,28 +635,28 @@ class World:
         hold = self.holds[r.request_id]
         ends = [end // spec.block_size for spec in self.groups]
         hold.copies = {at: b for at, b in hold.copies.items() if at[1] < ends[at[0]]}
-        parts = {
+        loaded_places = {
             at: [i for i in places if i < ends[at[0]]]
-            for at, places in hold.parts.items()
+            for at, places in hold.places.items()
         }
-        hold.parts = {at: places for at, places in parts.items() if places}
-        hold.rows = {at: hold.rows[at] for at in hold.parts}
-        loaded = [(g, i) for (g, _), places in hold.parts.items() for i in places]
+        hold.places = {at: places for at, places in loaded_places.items() if places}
+        hold.rows = {at: hold.rows[at] for at in hold.places}
+        loaded = [(g, i) for (g, _), places in hold.places.items() for i in places]
         hold.targets = [r.tables[g][i] for g, i in [*loaded, *hold.copies]]
 
     def _drop_hold(self, name, *, is_put_back=False):
-        """Record that a request abandons what it was offered and what has not left."""
+        """Record that a request abandons its offer and the loads not begun."""
         hold = self.holds.get(name)
         if hold is not None and not hold.has_left:
             del self.holds[name]
-        if name in self.asked:
-            self.asked.remove(name)
+        if name in self.querying:
+            self.querying.remove(name)
         if not is_put_back:
             self.fetched.pop(name, None)
             self.num_vain.pop(name, None)
 
     def _offers(self, r, local, is_blind):
-        """How many tokens may be offered beyond those that the device has.
+        """Return how many tokens may be offered beyond the device's.
 
         All that both tiers have, or, where blocks of the device are not copied, without
         those behind a gap.
@@ -686,9 +672,9 @@ class World:
                 alignment(self.groups),
             )
 
-        own = longest(lambda g, i: where[g, i][0] != NO_BLOCK)
-        if not is_blind and local != own:
-            raise WrongError(f"the device has {own}, not {local}")
+        num_local = longest(lambda g, i: where[g, i][0] != NO_BLOCK)
+        if not is_blind and local != num_local:
+            raise WrongError(f"the device has {num_local}, not {local}")
         offers = {
             max(longest(lambda g, i: where[g, i] != (NO_BLOCK, NO_BLOCK)) - local, 0),
             max(
@@ -707,12 +693,12 @@ class World:
         }
         return offers | {0} if self.setup.rules.skip_slow_loads else offers
 
-    def _check_verdicts(self, r, told):
+    def _check_verdicts(self, r, explained):
         """Check that blocks are where they are said to be, and nowhere else."""
-        said = {(block.group, block.index): block for block in told.blocks}
+        said = {(block.group, block.index): block for block in explained.blocks}
         where = self._where(r)
         if list(said) != list(where):
-            raise WrongError(f"{told} is not all")
+            raise WrongError(f"{explained} is not all")
         for at, places in where.items():
             on_device, on_host = (place != NO_BLOCK for place in places)
             block = said[at]
@@ -749,7 +735,7 @@ class World:
             raise WrongError(f"{tables} instead of {r.tables}")
 
     def _take(self, r, num, after):
-        """Go on after what was offered."""
+        """Continue a request after its offer."""
         if not self.setup.keeps_tables:
             for table, new in zip(r.tables, after, strict=True):
                 self.pool.free([block for block in table if block not in new])
@@ -779,9 +765,9 @@ class World:
             left = r.num_tokens - r.num_computed_tokens
             scheduled[r.request_id] = min(left, self.setup.chunk)
         preempted, self.preempted = self.preempted, []
-        for name in self.lost:
+        for name in self.silent:
             self._drop_hold(name)
-        self.lost = []
+        self.silent = []
         output = SchedulerOutput(scheduled, new_blocks, preempted)
         meta = self.scheduler.build_connector_meta(output)
         self._start(meta)
@@ -800,11 +786,11 @@ class World:
         for g, (spec, table) in enumerate(zip(self.groups, r.tables, strict=True)):
             size = spec.block_size
             for i in range(first_read(spec, start), -(-start // size)):
-                found = self._read(table[i])
+                contents = self._read(table[i])
                 right = content(g, r.text, min((i + 1) * size, start))
-                if found != right:
+                if contents != right:
                     raise WrongError(
-                        f"{r.request_id} reads {found!r} in block {i}, not {right!r}"
+                        f"{r.request_id} reads {contents!r} in block {i}, not {right!r}"
                     )
             for i in range(start // size, -(-end // size)):
                 self._write(table[i], content(g, r.text, min((i + 1) * size, end)))
@@ -845,7 +831,6 @@ class World:
         return [t for t in self.transfers if t.kind == "load" and not t.is_written]
 
     def _start(self, meta):
-        """Start the transfers of a step, as a worker does."""
         if meta.need_flush:
             for transfer in self.transfers:
                 transfer.is_flushed = True
@@ -895,18 +880,17 @@ class World:
                     del self.holds[name]
 
     def _start_below(self, moves):
-        """Start what a step asks of the store."""
         asks = moves.fetches or moves.writes or moves.deletes or moves.probes
         if self.is_left and asks:
             raise WrongError("a store that was left is used")
         for key in moves.deletes:
             self.objects.pop(key, None)
         for probe in moves.probes:
-            asked = {
+            fetching = {
                 key for t in self.transfers if t.kind == "probe" for key, _ in t.pairs
             }
             new = {key for run in probe.runs for key in run}
-            if not (new.isdisjoint(asked) or self.seen["reset done"]):
+            if not (new.isdisjoint(fetching) or self.seen["reset done"]):
                 raise WrongError("the store is asked for what it is asked for already")
             pairs = [(key, NO_BLOCK) for run in probe.runs for key in run]
             self._begin("probe", probe.event, pairs, [GARBAGE] * len(pairs))
@@ -921,7 +905,6 @@ class World:
                 self._begin(kind, batch.event, pairs, contents)
 
     def _held(self, host, part):
-        """What a part of a host block has."""
         return self.host[host].split("|")[part] if self.host[host] else GARBAGE
 
     def _begin(self, kind, name, pairs, contents):
@@ -952,16 +935,16 @@ class World:
         self._report(outputs)
 
     def _do_list(self):
-        """List what is there; too much of it is deleted, the oldest first."""
-        self.is_listed, bound, gone = True, None, ()
-        found = tuple(self.objects)
+        """List the store; blocks beyond the bound are deleted, the oldest first."""
+        self.is_listed, bound, deleted = True, None, ()
+        keys = tuple(self.objects)
         if self.setup.bound is not None:
-            gone = found[: max(len(found) - self.setup.bound, 0)]
-            for key in gone:
+            deleted = keys[: max(len(keys) - self.setup.bound, 0)]
+            for key in deleted:
                 del self.objects[key]
             bound = self.setup.bound, len(self.objects)
         # A page may have been read before its blocks were deleted.
-        listed = TierReport(found=found, listed=True, bound=bound, gone=gone)
+        listed = TierReport(found=keys, listed=True, bound=bound, gone=deleted)
         self._report([ConnectorOutput(below=(listed,))])
 
     def _do_unlist(self):
@@ -975,10 +958,7 @@ class World:
         return self.setup.private in self._contents[key]
 
     def _end(self, n, ok=True, is_part=False):
-        """End a transfer on one of the workers; give the report.
-
-        Where it is the last one, that is what the tiers see.
-        """
+        """End a transfer on one worker; return the report, final for the last one."""
         t = self.transfers[n]
         self.seen[f"{t.kind} {'lands' if ok else 'fails'}"] += 1
         oks = [ok] * len(t.pairs)
@@ -1011,7 +991,6 @@ class World:
         return ConnectorOutput(below=(report,))
 
     def _check_sources(self, t):
-        """Check that the sources of a transfer are unchanged."""
         for (source, target), what in zip(t.pairs, t.contents, strict=True):
             if t.kind == "store":
                 if self.device[source] != what:
@@ -1025,14 +1004,14 @@ class World:
                 raise WrongError(f"host block {target} changed while written")
 
     def _arrive(self, t):
-        """Put what all workers have moved in its place."""
+        """Apply a transfer that every worker has completed."""
         if t.kind == "store":
             rows = {}
             for (_, host), what in zip(t.pairs, t.contents, strict=True):
                 rows.setdefault(host, []).append(what)
-            for host, parts in rows.items():
+            for host, contents in rows.items():
                 if t.is_owner:
-                    self.host[host] = "|".join(parts) if all(t.oks) else GARBAGE
+                    self.host[host] = "|".join(contents) if all(t.oks) else GARBAGE
             return
         for (source, target), what, ok in zip(t.pairs, t.contents, t.oks, strict=True):
             if t.kind == "load" and not t.is_written:
@@ -1047,7 +1026,7 @@ class World:
     def _note_fetched(self, event, key, row):
         """Record that a block has come for those that wait for this fetch."""
         for r in self.requests:
-            keys = [key for own in r.block_keys_by_group for key in own]
+            keys = [key for group in r.block_keys_by_group for key in group]
             wait = self.scheduler.below[0].waits.get(r.request_id)
             if wait is not None and event in wait.events and key in keys:
                 self.fetched.setdefault(r.request_id, []).append(row)
@@ -1064,7 +1043,7 @@ class World:
             if refs[row] <= 0 and is_found:
                 raise WrongError(f"host block {row} is found after its load failed")
         for name in (*answer.finished_recving, *answer.failed_recving):
-            if name in self.lost:  # The scheduler does not know that yet.
+            if name in self.silent:  # The scheduler does not know that yet.
                 continue
             r = self._named(name)
             if r.phase != LOADING:
@@ -1089,7 +1068,7 @@ class World:
             self.scheduler.request_preempted(r)
             self._drop_hold(name)
         else:
-            self.lost = sorted({*self.lost, name})
+            self.silent = sorted({*self.silent, name})
         self._leave(r, WAITING)
         r.num_computed_tokens = 0
         self.preempted = sorted({*self.preempted, name})
@@ -1104,12 +1083,7 @@ class World:
         self._leave(r, DONE)
 
     def _rows_to_store(self, r, start=0):
-        """List the keys of the host blocks that a request must leave behind.
-
-        Args:
-            r: The request.
-            start: From which of its tokens on.
-        """
+        """List the keys of the host blocks that a request must leave behind."""
         rules = self.setup.rules
         if rules != OffloadRules(
             world_size=rules.world_size,
@@ -1133,7 +1107,6 @@ class World:
         return rows
 
     def _num_rows(self):
-        """Count the host blocks that all requests could fill."""
         factor = self.setup.rules.blocks_per_host_block
         return len(
             {
@@ -1168,8 +1141,8 @@ class World:
         self._leave(r, DONE)
         if name in self.preempted:
             self.preempted.remove(name)
-        if name in self.lost:
-            self.lost.remove(name)
+        if name in self.silent:
+            self.silent.remove(name)
 
     def _do_reset(self):
         is_held = self.scheduler.has_pending_loads()
@@ -1203,7 +1176,6 @@ class World:
         self.pool.evict(blocks[blocks != NO_BLOCK])
 
     def _do_change(self):
-        """Let the next policy take over, as `auto` does; every block stays."""
         names, host = self.setup.policies, self.host_tier
         before = self._kept(host)
         self.serving = names[(names.index(self.serving) + 1) % len(names)]
@@ -1212,22 +1184,17 @@ class World:
             raise WrongError(f"{before} became {self._kept(host)} with another policy")
 
     def _kept(self, tier):
-        """What no policy may change: which block has a key, its uses, the free ones."""
+        """Return the state no policy may change: keys of blocks, uses, free blocks."""
         shot = tier.snapshot()
         return shot.block_ids, shot.ref_cnt, shot.free_ids
 
     # What has to hold.
 
     def check(self):
-        """Check that all is right.
-
-        Raises:
-            WrongError: It is not.
-        """
         keys, contents = self._all_keys, self._contents
         for tier, cells in ((self.pool, self.device), (self._tiers[0], self.host)):
-            found = tier.find(keys).tolist()
-            for key, block in zip(keys, found, strict=True):
+            resident = tier.find(keys).tolist()
+            for key, block in zip(keys, resident, strict=True):
                 if block == NO_BLOCK:
                     continue
                 what = cells[block]
@@ -1239,49 +1206,47 @@ class World:
                         f"{what!r} is"
                     )
         self._check_holds()
-        own = self.scheduler
-        for event in own.take_events():
-            told = self.told[event.medium]
+        scheduler = self.scheduler
+        for event in scheduler.take_events():
+            reported = self.event_keys[event.medium]
             if event.removed:
-                gone = event.block_hashes or list(told)
-                for key in gone:
-                    del told[key]
+                removed = event.block_hashes or list(reported)
+                for key in removed:
+                    del reported[key]
             else:
-                told.update(dict.fromkeys(event.block_hashes))
+                reported.update(dict.fromkeys(event.block_hashes))
         for tier in self._tiers * self.setup.has_events:
-            found = set(compress(keys, (tier.find(keys) != NO_BLOCK).tolist()))
-            told = self.told[tier.medium]
-            if told.keys() != found:
+            resident = set(compress(keys, (tier.find(keys) != NO_BLOCK).tolist()))
+            reported = self.event_keys[tier.medium]
+            if reported.keys() != resident:
                 raise WrongError(
-                    f"events say that the {tier.medium} tier has {len(told)} blocks, "
-                    f"and it has {len(found)}"
+                    f"events say: the {tier.medium} tier has {len(reported)} blocks, "
+                    f"and it has {len(resident)}"
                 )
         if self.setup.private and any(map(self._is_private, self.objects)):
             raise WrongError("a private block is in the store")
-        stats = own.stats
+        stats = scheduler.stats
         if stats.num_device_query_tokens != self.num_asked_tokens:
             raise WrongError(
                 f"{stats} counts a request again, of {self.num_asked_tokens} tokens"
             )
-        if own.below:
-            (storage,) = own.below
-            found = compress(keys, storage.tier.contains(keys).tolist())
+        if scheduler.below:
+            (storage,) = scheduler.below
+            resident = compress(keys, storage.tier.contains(keys).tolist())
             moving = {key for t in self.transfers for key, _ in t.pairs}
-            absent = {*found} - self.objects.keys() - moving - storage.fetch_of.keys()
+            absent = {*resident} - self.objects.keys() - moving
+            absent -= storage.fetch_of.keys()
             if absent:
                 raise WrongError("the store is said to have what nobody wrote")
         dropped = self._num_dropped()
         dropped += stats.num_dropped_failed + stats.num_dropped_reset
-        transit = own.in_transit
+        transit = scheduler.in_transit
         moving = transit.stores_waiting + transit.stores_in_flight
         if stats.num_offered != stats.num_stored + dropped + moving:
             raise WrongError(f"{stats} and {transit} do not add up")
 
     def _check_holds(self):
-        """Look whether each block is held as often as it is used, and no more.
-
-        What uses it is what the engine, its requests and its transfers have done.
-        """
+        """Check that each block is held exactly as often as it is used."""
         device, host = self.pool.state, self.host_tier.executor.state
         used, pinned = [0] * self.pool.num_blocks, [0] * self.pool.num_blocks
         offered, read = [0] * self.pool.num_blocks, [0] * self.host_tier.num_blocks
@@ -1314,12 +1279,12 @@ class World:
                 for row in rows:
                     read[row] += 1
         transit = self.scheduler.in_transit
-        # Blocks that wait for their store, of which nobody outside knows.
-        found = device.pins.tolist()
-        waiting = [num - right for num, right in zip(found, pinned, strict=True)]
+        # Blocks that wait for their store; only the scheduler knows them.
+        counts = device.pins.tolist()
+        waiting = [num - right for num, right in zip(counts, pinned, strict=True)]
         if min(waiting) < 0 or sum(waiting) != transit.stores_waiting:
             raise WrongError(
-                f"blocks are pinned {found} times, and used {pinned} times beside the "
+                f"blocks are pinned {counts} times, and used {pinned} times beside the "
                 f"{transit.stores_waiting} that wait to be stored"
             )
         refs, num_waiting = host.ref_cnt.tolist(), 0
@@ -1359,16 +1324,17 @@ class World:
                     transit.stores_waiting // factor + num_unsent,
                 ),
             ]
-        for what, found, right in checks:
-            if found != right:
+        for what, counts, right in checks:
+            if counts != right:
                 raise WrongError(
-                    f"blocks are {what} {found} times, and used {right} times"
+                    f"blocks are {what} {counts} times, and used {right} times"
                 )
 
     def _check_end(self):
         """Check that nothing is left; return False while something is pending."""
-        own = self.scheduler
-        if own.has_pending_loads() or own.has_pending_stores() or self.is_to_reset:
+        scheduler = self.scheduler
+        is_busy = scheduler.has_pending_loads() or scheduler.has_pending_stores()
+        if is_busy or self.is_to_reset:
             return False
         self.seen["ends"] += 1
         num_free, num = self.pool.num_free, self.pool.num_blocks - 1
@@ -1389,19 +1355,15 @@ class World:
         }
         if left:
             raise WrongError(f"left at the end: {left}")
-        if any(own.in_transit):
-            raise WrongError(f"in transit: {own.in_transit}")
+        if any(scheduler.in_transit):
+            raise WrongError(f"in transit: {scheduler.in_transit}")
         if self.holds:
             raise WrongError(f"held at the end: {self.holds}")
         return True
 
     def try_refused(self):
-        """Call what is refused; nothing may change.
-
-        Raises:
-            WrongError: Something was not refused, or changed something.
-        """
-        own, pool = self.scheduler, self.pool
+        """Make calls that must be refused and change nothing."""
+        scheduler, pool = self.scheduler, self.pool
         before = self._snapshot().digest
         r = self.requests[0]
         size = r.groups[0].block_size
@@ -1409,7 +1371,7 @@ class World:
         nobody = Request("nobody", r.text, r.num_prompt_tokens, r.groups)
         far = [[pool.num_blocks]] * len(self.groups)
         far = far if len(far) > 1 else far[0]
-        report, output = own.update_connector_output, ConnectorOutput
+        report, output = scheduler.update_connector_output, ConnectorOutput
         stopped = Request("nobody", r.text, r.num_prompt_tokens, r.groups)
         stopped.stop = "tired"
         bare = SimpleNamespace(request_id="nobody")
@@ -1417,15 +1379,15 @@ class World:
             **vars(bare), block_keys=(), num_tokens=1, num_computed_tokens=0
         )
         refused = [
-            lambda: own.get_num_new_matched_tokens(bare, 0),
-            lambda: own.request_finished(stopped),
-            lambda: own.request_finished(nobody, [[1]] * (1 + len(self.groups))),
-            lambda: own.note_rates(-1.0, 1.0),
-            lambda: own.get_num_new_matched_tokens(nobody, -1),
-            lambda: own.update_state_after_alloc(nobody, [], size),
-            lambda: own.update_state_after_alloc(nobody, far, 0),
-            lambda: own.build_connector_meta(SchedulerOutput({}, {"r0": far})),
-            lambda: own.request_finished(nobody, far),
+            lambda: scheduler.get_num_new_matched_tokens(bare, 0),
+            lambda: scheduler.request_finished(stopped),
+            lambda: scheduler.request_finished(nobody, [[1]] * (1 + len(self.groups))),
+            lambda: scheduler.note_rates(-1.0, 1.0),
+            lambda: scheduler.get_num_new_matched_tokens(nobody, -1),
+            lambda: scheduler.update_state_after_alloc(nobody, [], size),
+            lambda: scheduler.update_state_after_alloc(nobody, far, 0),
+            lambda: scheduler.build_connector_meta(SchedulerOutput({}, {"r0": far})),
+            lambda: scheduler.request_finished(nobody, far),
             lambda: report(output(finished_recving=("nobody",))),
             lambda: report(output(completed_store_events=(event,))),
             lambda: report(output(below=(TierReport(fetched=((10**6, (True,)),)),))),
@@ -1435,33 +1397,33 @@ class World:
             lambda: pool.unpin([pool.num_blocks]),
         ]
         if len(self.groups) > 1:
-            refused.append(lambda: own.get_num_new_matched_tokens(keyless, 0))
-        if not own.below:
+            refused.append(lambda: scheduler.get_num_new_matched_tokens(keyless, 0))
+        if not scheduler.below:
             refused.append(lambda: report(output(below=(TierReport(),))))
         if self.host_tier.retains:
             stopped.stop, stopped.retention = None, "long"
-            refused.append(lambda: own.update_state_after_alloc(stopped, [], 0))
-        allocated = own.update_state_after_alloc
-        for other in self.requests:
-            hold = self.holds.get(other.request_id)
+            refused.append(lambda: scheduler.update_state_after_alloc(stopped, [], 0))
+        allocated = scheduler.update_state_after_alloc
+        for request in self.requests:
+            hold = self.holds.get(request.request_id)
             if hold is None:
                 continue
             if hold.targets is not None:
-                if other.phase != WAITING:
-                    refused.append(lambda o=other: allocated(o, o.table, size))
+                if request.phase != WAITING:
+                    refused.append(lambda o=request: allocated(o, o.table, size))
                 continue
-            num = other.num_tokens // size
+            num = request.num_tokens // size
             tables = [[], [NULL_BLOCK] * num]
             if len(hold.rows) + len(hold.copies) > 1:
                 tables.append([1] * num)
             if len(self.groups) > 1:
-                tables = [[own] * len(self.groups) for own in tables]
+                tables = [[column] * len(self.groups) for column in tables]
             refused += [
-                lambda o=other, n=hold.num_tokens, table=table: allocated(o, table, n)
+                lambda o=request, n=hold.num_tokens, table=table: allocated(o, table, n)
                 for table in tables
             ]
             refused.append(
-                lambda o=other, n=hold.num_tokens: allocated(o, [], n + size)
+                lambda o=request, n=hold.num_tokens: allocated(o, [], n + size)
             )
         for t in self.transfers:
             events = (t.name,) * (1 + self.setup.rules.world_size - t.num_reports)
@@ -1474,10 +1436,10 @@ class World:
             except (ValueError, TypeError):
                 continue
             raise WrongError(f"call {number} of `try_refused` was not refused")
-        for other in self.requests:
-            if other.phase == WAITING:
-                own.explain(other)
-        if own.digest() != before:
+        for request in self.requests:
+            if request.phase == WAITING:
+                scheduler.explain(request)
+        if scheduler.digest() != before:
             raise WrongError("a refused call, or explain, has changed something")
 
     # Canonical names.
@@ -1515,8 +1477,8 @@ class World:
                 )
                 for r in self.requests
             ],
-            *(self.preempted, self.lost, self.is_listed, self.is_left, self.serving),
-            *(self.is_to_reset, self.rates, self.asked),
+            *(self.preempted, self.silent, self.is_listed, self.is_left, self.serving),
+            *(self.is_to_reset, self.rates, self.querying),
             [self.host[block] for block in hosts],
             sorted(self.objects.items()),
         ]
@@ -1541,7 +1503,7 @@ class World:
         return {} if entry is None else entry.fields
 
     def _device_names(self):
-        """Name device blocks by the order in which they go, and that of the tables."""
+        """Name device blocks by eviction order and by the order of the tables."""
         newer = self.pool.state.newer.tolist()
         order, block = {NULL_BLOCK: 0}, newer[NULL_BLOCK]
         while block != NULL_BLOCK:
@@ -1556,7 +1518,7 @@ class World:
         return order
 
     def _canonical_device(self):
-        """Return what each device block has, and who has it."""
+        """Return each device block's contents and holders."""
         state, names = self.pool.state, self._names["device"]
         hosts, keys = self._names["host"], state.directory.keys.tobytes()
         refs, pins, copies = (
@@ -1579,18 +1541,18 @@ class World:
         return sum(ref == 0 for ref in refs), blocks
 
     def _canonical_tier(self, tier):
-        """Name a tier's blocks; say what they hold, and in which order they go."""
+        """Name a tier's blocks; return their contents and their eviction order."""
         shot = tier.snapshot()
         order = [block for _, block in sorted(shot.block_ids.items())] + shot.free_ids
         names = {block: n for n, block in enumerate(order)}
         names[NO_BLOCK] = -1
         num_fresh = tier.num_blocks - int(tier.executor.state.pool.num_allocated)
-        lost = [words.tobytes() for words in tier.removed_keys or ()]
-        # What has no room in the store counts once a listing has told its bound.
+        removed = [words.tobytes() for words in tier.removed_keys or ()]
+        # Unindexed blocks count once a listing has reported the bound.
         bound = getattr(tier, "bound", None)
         bounds = tier.is_listed, bound, bound is not None and tier.num_unindexed
         held = repr((shot.policy, shot.ref_cnt)), num_fresh, tier.num_held_blocks
-        return names, (held, lost, bounds)
+        return names, (held, removed, bounds)
 
     def _canonical_entry(self, name):
         """Return an object of the scheduler without counters and constants."""
@@ -1615,7 +1577,7 @@ class World:
         return shown
 
     def _show(self, value, of_tier=None, is_ordered=False):
-        """Return a value, in which numbers are ids of a tier, or of a ledger."""
+        """Return a value whose numbers are ids of a tier, or of a ledger."""
         kind = type(value)
         if kind is int and of_tier is not None and value != NO_BLOCK:
             return self._names[of_tier][value]
@@ -1636,7 +1598,7 @@ class World:
         return None  # Rules, groups, requests.
 
 
-# The parts of the scheduler that decide by what they keep.
+# The parts of the scheduler whose state affects decisions.
 _SHOWN = frozenset(
     (
         *("OffloadScheduler", "Gate", "Loads", "Stores", "StoreSteps", "EagerStores"),
@@ -1652,7 +1614,7 @@ _REPORTED = {
     "write": "written",
     "probe": "probed",
 }
-# Where transfers go: of which tier their sources and targets are ids.
+# The tiers of the source ids and of the target ids of each transfer.
 _ENDS = {
     "store": ("device", "host"),
     "load": ("host", "device"),
@@ -1699,20 +1661,20 @@ def _queued(world, queued, fields):
     The last two count from when a hold has ended.
     """
     asks, entries = fields["_last_ask"], world._entries
-    others = {*fields["holds"], *fields["waits"]}
+    rivals = {*fields["holds"], *fields["waits"]}
     rows = []
     for name, ref in sorted(queued.items()):
-        own = entries[ref.name].fields
-        row = name, own["num_vain"]
-        if own["num_released"] == fields["_num_released"]:
-            before = sorted(o for o in others if asks[o] < own["first_ask"])
-            row += own["num_asks"], before
+        entry = entries[ref.name].fields
+        row = name, entry["num_vain"]
+        if entry["num_released"] == fields["_num_released"]:
+            before = sorted(o for o in rivals if asks[o] < entry["first_ask"])
+            row += entry["num_asks"], before
         rows.append(row)
     return rows
 
 
 def _lazy_look(world, seen, fields):
-    """Return what has become free since the last look, if that is all that is new."""
+    """Return the blocks freed since the last look, if nothing else has changed."""
     stores = world._fields("_stores")
     changes = world.pool.num_changes
     if seen is None or seen[0] != changes:
@@ -1726,7 +1688,7 @@ def _lazy_look(world, seen, fields):
 
 
 def _pause(world, num_offered, fields):
-    """Return how much was stored in vain, and whether anything was found since."""
+    """Return how much was stored without a hit, and whether a hit came since."""
     if not world.setup.rules.pause_unused_stores:
         return None
     stats = world.scheduler.stats
@@ -1750,8 +1712,8 @@ def _moves(world, moves, fields):
 
 
 def _counts(world, counts, fields):
-    most = max(fields["threshold"], 1)
-    return sorted((key, min(num, most)) for key, num in counts.items())
+    max_count = max(fields["threshold"], 1)
+    return sorted((key, min(num, max_count)) for key, num in counts.items())
 
 
 def _ranks(ledger):
@@ -1764,8 +1726,8 @@ def _events(ledger):
     def show(world, moves, _):
         entries = world._entries
         events = [
-            entries[own.name].fields["event"] if type(own) is Ref else own.event
-            for own in moves
+            entries[move.name].fields["event"] if type(move) is Ref else move.event
+            for move in moves
         ]
         return [world._names[ledger][event] for event in events]
 

@@ -11,7 +11,7 @@ EAGER, LAZY = OffloadRules(), OffloadRules(mode="lazy", max_num_batched_tokens=1
 THROUGH = OffloadRules(storage_write="through")
 HYBRID = FullAttention(1), SlidingWindow(1, 2)
 ACTS = ("fail", "preempt", "abort", "reset")
-# Three requests that share a block or two, of which two are alike and one goes on.
+# Three requests that share a block or two: two are equal, the third continues.
 SHORT = (("aab", 3), ("aab", 2), ("aac", 3))
 LONG = (("aabb", 4), ("aabb", 3), ("aacc", 4))
 
@@ -33,10 +33,9 @@ _HYBRID = Setup(
 )
 
 
-def _with(setup, *more, **rules):
-    """The same world, with other rules, where more can happen."""
-    others = replace(setup.rules, **rules)
-    return replace(setup, rules=others, acts=(*setup.acts, *more))
+def _with(setup, *acts, **rules):
+    new_rules = replace(setup.rules, **rules)
+    return replace(setup, rules=new_rules, acts=(*setup.acts, *acts))
 
 
 WORLDS = {
@@ -52,7 +51,7 @@ WORLDS = {
         acts=("preempt", "forget"),
         served=(0,),
     ),
-    # Larger ones, of which the nearest states are seen.
+    # Larger ones: only their nearest states are explored.
     "eager": _SMALL,
     "eager, large": _with(
         replace(_SMALL, requests=LONG, num_device_blocks=6), "again", "leave"
@@ -74,7 +73,7 @@ WORLDS = {
         storage_probe_s=0.005,
     ),
     "store, awaited": _with(
-        # Nobody computes the prompt of the last one.
+        # No engine computes the prompt of the last one.
         replace(
             _STORE,
             requests=(*SHORT[:2], ("dec", 3)),

@@ -55,7 +55,6 @@ def extras(max_offset: int) -> st.SearchStrategy[Extras]:
 
 @st.composite
 def blocks(draw):
-    """Arguments of `encode_block`."""
     size = draw(st.integers(1, 4))
     return (
         Namespace(*(draw(texts) for _ in range(4)), size),
@@ -198,7 +197,7 @@ def test_a_chain_grown_in_any_steps_is_the_same(tokens, cuts, extra):
     extras(max_offset=30),
 )
 def test_a_rewound_chain_continues_as_a_new_chain_of_its_tokens(
-    tokens, more, num_blocks, extra
+    tokens, new_tokens, num_blocks, extra
 ):
     chain = KeyChain(NAMESPACE, extra)
     chain.extend(tokens)
@@ -208,7 +207,7 @@ def test_a_rewound_chain_continues_as_a_new_chain_of_its_tokens(
     twin = KeyChain(NAMESPACE, extra)
     twin.extend(tokens[: 4 * num_blocks])
     assert (chain.keys, chain.num_tokens) == (twin.keys, twin.num_tokens)
-    assert chain.extend(more) == twin.extend(more)
+    assert chain.extend(new_tokens) == twin.extend(new_tokens)
     assert chain.num_tokens == twin.num_tokens
     assert keys is chain.keys, "the list of a request"
 
@@ -258,8 +257,8 @@ def test_a_chain_is_block_keys_in_a_row(tokens, extra):
             for item in extra.multimodal
             if start <= item.offset < start + 4
         )
-        own = dataclasses.replace(extra, multimodal=inside)
-        parent = block_key(NAMESPACE, 0, parent, tokens[start : start + 4], own)
+        block_extra = dataclasses.replace(extra, multimodal=inside)
+        parent = block_key(NAMESPACE, 0, parent, tokens[start : start + 4], block_extra)
         expected.append(parent)
     assert KeyChain(NAMESPACE, extra).extend(tokens) == expected
 
@@ -369,9 +368,9 @@ def test_a_chain_records_what_its_keys_were_made_of():
     assert [block.parent for block in blocks] == [None, *chain.keys[:-1]]
     tokens = [np.frombuffer(block.tokens, "<u4").tolist() for block in blocks]
     assert tokens == [list(range(n, n + 4)) for n in (0, 4, 8)]
-    for block, own in zip(blocks, tokens, strict=True):
+    for block, block_tokens in zip(blocks, tokens, strict=True):
         group, parent, inside = block.group, block.parent, block.extras
-        assert block.key == block_key(NAMESPACE, group, parent, own, inside)
+        assert block.key == block_key(NAMESPACE, group, parent, block_tokens, inside)
     assert [block.extras.multimodal for block in blocks] == [
         (),
         (MultimodalItem(b"one", 1), MultimodalItem(b"two", 1)),

@@ -75,9 +75,9 @@ def test_every_other_row_can_be_hashed_too():
 
 def test_another_secret_gives_other_ids():
     keys = keys_to_words([bytes([n]) * 32 for n in range(200)])
-    one, other = (set(hash_keys(keys, bytes([n]) * 16).tolist()) for n in range(2))
-    assert len(one) == len(other) == 200
-    assert not one & other
+    first, second = (set(hash_keys(keys, bytes([n]) * 16).tolist()) for n in range(2))
+    assert len(first) == len(second) == 200
+    assert not first & second
 
 
 def test_no_keys_have_no_ids():

@@ -8,12 +8,12 @@ from jaxkv.keys.packed import PackedKeys, keys_to_words, lay_out
 
 def test_the_words_of_packed_keys_cannot_be_changed():
     keys = [bytes([number]) * 32 for number in range(3)]
-    given = np.array(keys_to_words(keys))
-    packed = PackedKeys(keys, given)
+    array = np.array(keys_to_words(keys))
+    packed = PackedKeys(keys, array)
     for words in (packed.words, packed[1:].words):
         with pytest.raises(ValueError, match="read-only"):
             words[0] = 0
-    assert given.flags.writeable
+    assert array.flags.writeable
 
 
 def test_packed_keys_are_laid_out_already_and_none_is_foreign():

@@ -23,17 +23,14 @@ SEED, NUMBER = "jaxkv", 300
 
 
 def changes(seed: str, number: int, rooms: Sequence[str], folder: Path) -> list[Change]:
-    """Return every change: one of the faults after each few mutants.
-
-    So every beginning of the list has its share of both.
-    """
+    """Return every change, faults spread evenly among the mutants."""
     by_hand = []
     for fault in faults.read():
         if fault.room in rooms:
             source, lines = fault.put_into(ROOT)
             about = {"what": fault.what, "line": lines[0]}
-            own = fault.name, fault.room, fault.path, lines, source, about
-            by_hand.append(Change("faults", *own))
+            fields = fault.name, fault.room, fault.path, lines, source, about
+            by_hand.append(Change("faults", *fields))
     places = [
         ((place + 0.5) / len(some), change)
         for some in (drawing.draw_once(ROOT, seed, number, rooms, folder), by_hand)
@@ -43,25 +40,25 @@ def changes(seed: str, number: int, rooms: Sequence[str], folder: Path) -> list[
 
 
 def run(args: argparse.Namespace) -> None:
-    """Try what has no result yet, and keep each result at once."""
+    """Try changes without a result, and save each result at once."""
     folder = args.folder.absolute()
     trying.prepare(folder)
     reach = choosing.Reach(args.map, ROOT)
     results = read_results(args.results)
     draw = {"seed": args.seed, "number": args.number, "rooms": list(args.rooms)}
-    draws = [known for known in results["draws"] if not draw.items() <= known.items()]
+    draws = [old for old in results["draws"] if not draw.items() <= old.items()]
     results["draws"] = [*draws, draw | {"tree": _tree()}]
     workshop = trying.Workshop(ROOT, folder)
     ends_s = time.monotonic() + args.minutes * 60
     for change in changes(args.seed, args.number, args.rooms, folder):
-        known = results[change.kind].get(change.name)
+        result = results[change.kind].get(change.name)
         if args.only:
             if change.name not in args.only:
                 continue
         elif args.survivors:
-            if known is None or known["killed"]:
+            if result is None or result["killed"]:
                 continue
-        elif known is not None:
+        elif result is not None:
             continue
         if time.monotonic() > ends_s:
             break
@@ -84,11 +81,11 @@ def try_change(
     of_lines = reach.tests(change.path, change.lines)
     tests, num_left_out = choosing.order(reach, of_lines, change.room, args.seconds)
     in_children = reach.with_children(change.room) - set(tests)
-    more = choosing.order(reach, in_children, change.room, args.seconds)
-    tests, num_left_out = tests + more[0], num_left_out + more[1]
+    added = choosing.order(reach, in_children, change.room, args.seconds)
+    tests, num_left_out = tests + added[0], num_left_out + added[1]
     # A test that was written for this change comes first.
     if test := read_looked_at().get(change.name, {}).get("test"):
-        tests = [test, *(other for other in tests if other != test)]
+        tests = [test, *(t for t in tests if t != test)]
     expected_s = sum(reach.seconds.get(test, 1.0) for test in tests)
     workshop.make_tree(change.path, change.source)
     timeout_s = 60.0 + args.patience * expected_s
@@ -141,8 +138,8 @@ def try_the_tree(args: argparse.Namespace) -> int:
 
 def read_results(path: Path) -> dict[str, Any]:
     if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return results
     return {"draws": [], "mutants": {}, "faults": {}}
 
 

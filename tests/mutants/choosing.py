@@ -42,18 +42,12 @@ class Reach:
         }
 
     def tests(self, path: str, lines: Iterable[int]) -> set[str]:
-        """Name the tests that reach one of some lines of a file.
-
-        Of a line that none reaches, such as a constant, they are those that reach the
-        file: a constant is read when it is imported, or once for all tests.
-        """
         of_path = self._lines.get(path, {})
-        found = set().union(*(of_path.get(line, set()) for line in lines))
-        found |= self._calling(path, lines)
-        return found or self._of_file(path, of_path)
+        selected = set().union(*(of_path.get(line, set()) for line in lines))
+        selected |= self._calling(path, lines)
+        return selected or self._of_file(path, of_path)
 
     def with_children(self, room: str) -> set[str]:
-        """Return the tests of a room that start child processes."""
         files = _files_of(room)
         return {test for test in self._with_children if test.startswith(files)}
 
@@ -61,10 +55,10 @@ class Reach:
         return path.startswith("jaxkv/compiling/") or self._native.has_functions(path)
 
     def _of_file(self, path: str, of_path: dict[int, set[str]]) -> set[str]:
-        found = set().union(*of_path.values())
-        found |= self._calling(path, None)
-        if found:
-            return found
+        selected = set().union(*of_path.values())
+        selected |= self._calling(path, None)
+        if selected:
+            return selected
         importing = [p for p, names in self._imports.items() if _module(path) in names]
         return set().union(
             *(tests for p in importing for tests in self._lines[p].values())
@@ -74,17 +68,17 @@ class Reach:
         """Name the tests that have a compiled function of a file called."""
         module = _module(path)
         entries = self._native.reaching(path, lines)
-        found: set[str] = set()
+        calling: set[str] = set()
         for call, tests in self._calls.items():
             if not call.startswith("state ") and call in entries:
-                found |= tests
+                calling |= tests
         # A policy's functions are called only for its state.
         of_policy = self._calls.get(f"state {module}")
-        return found if of_policy is None else found & of_policy
+        return calling if of_policy is None else calling & of_policy
 
 
 class _Native:
-    """Which compiled functions call which, as far as names tell."""
+    """The calls between compiled functions, by name."""
 
     def __init__(self, root: Path) -> None:
         self._spans: dict[str, list[tuple[int, int, str]]] = {}
@@ -112,12 +106,12 @@ class _Native:
         }
         if not wanted and lines is not None:
             return set()
-        while more := {
+        while callers := {
             name
             for name, used in self._used.items()
             if name not in wanted and used & wanted
         }:
-            wanted |= more
+            wanted |= callers
         return {entry for entry in self._entries if entry.split(".")[-1] in wanted}
 
 
@@ -158,7 +152,6 @@ def _module(path: str) -> str:
 
 
 def _imported(file: Path) -> set[str]:
-    """Name the modules that a file imports, and what might be one."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -170,7 +163,7 @@ def _imported(file: Path) -> set[str]:
 
 
 def _is_compiled(node: ast.FunctionDef) -> bool:
-    return any(_COMPILING & set(_names(each)) for each in node.decorator_list)
+    return any(_COMPILING & set(_names(decorator)) for decorator in node.decorator_list)
 
 
 def _names(node: ast.AST) -> Iterator[str]:

@@ -1,9 +1,9 @@
 """Mutants drawn from a seed: the operators of cosmic-ray, on the rooms' own code.
 
 A site is a place that some operator can change. A room gets mutants in proportion to
-its sites, but never fewer than a few. Then a site is drawn, and then an operator of
-those for it: otherwise an addition, for which there are eleven, would be drawn eleven
-times as often as a condition.
+its sites, but never fewer than a few. Then a site is drawn, and then one of its
+operators: otherwise an addition, which has eleven, would be drawn eleven times as
+often as a condition.
 """
 
 import ast
@@ -22,7 +22,7 @@ ROOMS = (
     *("scheduling", "search", "tiers", "policies", "transfer", "keys"),
     *("integrations", "tools", "observe", "strict", "config", "compiling", "_util"),
 )
-LEAST_OF_A_ROOM = 8
+MIN_PER_ROOM = 8
 
 # Not drawn: those that need the names of two variables, and the removal of a decorator,
 # which here makes what is cached, compiled or a property.
@@ -55,7 +55,6 @@ class Change(NamedTuple):
 
 
 def room_of(path: str) -> str:
-    """Return the room of a file, from its path in the tree."""
     return path.split("/")[1].removesuffix(".py")
 
 
@@ -84,13 +83,13 @@ def draw(
         ]
         for place, mutant in enumerate(mutants)
     ]
-    return [mutant for _, _, mutant in sorted(drawn, key=lambda each: each[:2])]
+    return [mutant for _, _, mutant in sorted(drawn, key=lambda site: site[:2])]
 
 
 def draw_once(
     root: Path, seed: str, number: int, rooms: Sequence[str], folder: Path
 ) -> list[Change]:
-    """Draw mutants, or read those of the same tree, which were kept in a folder."""
+    """Draw mutants, or read the ones that a folder keeps of the same tree."""
     hasher = hashlib.sha256(f"{seed} {number} {rooms} ".encode())
     for file in (Path(__file__), *sorted((root / "jaxkv").rglob("*.py"))):
         hasher.update(file.read_bytes())
@@ -103,13 +102,13 @@ def draw_once(
 
 def _shares(sizes: dict[str, int], number: int) -> dict[str, int]:
     """Share out mutants by the sizes of rooms, some to each."""
-    spare = number - LEAST_OF_A_ROOM * len(sizes)
+    spare = number - MIN_PER_ROOM * len(sizes)
     exact = {room: spare * size / sum(sizes.values()) for room, size in sizes.items()}
     shares = {room: int(part) for room, part in exact.items()}
-    most_cut = sorted(shares, key=lambda room: shares[room] - exact[room])
-    for room in most_cut[: spare - sum(shares.values())]:
+    by_cut = sorted(shares, key=lambda room: shares[room] - exact[room])
+    for room in by_cut[: spare - sum(shares.values())]:
         shares[room] += 1
-    return {room: share + LEAST_OF_A_ROOM for room, share in shares.items()}
+    return {room: share + MIN_PER_ROOM for room, share in shares.items()}
 
 
 @dataclasses.dataclass
@@ -126,14 +125,14 @@ def _sites(path: str, source: str, operators: dict[str, Any]) -> list[_Site]:
 
     sites: dict[Any, _Site] = {}
     counts: collections.Counter[str] = collections.Counter()
-    asked = {
+    wanted = {
         kind: [name for name in operators if name.startswith(prefix)]
         for kind, prefix in _OF_ONE_KIND.items()
     }
-    others = operators.keys() - {name for names in asked.values() for name in names}
-    asked |= dict.fromkeys(_OTHER_KINDS, sorted(others))
+    unused = operators.keys() - {name for names in wanted.values() for name in names}
+    wanted |= dict.fromkeys(_OTHER_KINDS, sorted(unused))
     for node in _nodes(parso.parse(source)):
-        for name in asked.get(node.type, ()):
+        for name in wanted.get(node.type, ()):
             operator = operators[name]
             for start, end in operator.mutation_positions(node):
                 site = sites.setdefault((start, end), _Site(path, start[0], end[0], []))
@@ -157,12 +156,12 @@ def _draw_from(
     operators: dict[str, Any],
     rng: random.Random,
 ) -> Iterator[Change]:
-    """Draw sites of a room until enough of them give a mutant that counts."""
+    """Draw sites of a room until enough of them make a valid mutant."""
     from cosmic_ray.mutating import mutate_code
 
-    left, found = list(sites), 0
+    left, num_drawn = list(sites), 0
     plain: dict[str, str] = {}
-    while found < share and left:
+    while num_drawn < share and left:
         site = left.pop(rng.randrange(len(left)))
         name, occurrence = rng.choice(site.changes)
         before = sources[site.path]
@@ -177,14 +176,14 @@ def _draw_from(
         digest = hashlib.sha256(after.encode()).hexdigest()
         yield Change(
             "mutants",
-            f"{room}-{found:02d}-{digest[:6]}",
+            f"{room}-{num_drawn:02d}-{digest[:6]}",
             room,
             site.path,
             list(range(site.line, site.last_line + 1)),
             after,
             {"operator": name, "line": site.line, "diff": "\n".join(list(diff)[3:])},
         )
-        found += 1
+        num_drawn += 1
 
 
 def _counts(operator: str, before: str, after: str) -> bool:

@@ -23,11 +23,7 @@ class Fault(NamedTuple):
         return drawing.room_of(self.path)
 
     def put_into(self, root: Path) -> tuple[str, list[int]]:
-        """Return the changed file, and which lines of the old one have changed.
-
-        Raises:
-            ValueError: If a place is not there, or there more than once.
-        """
+        """Return the changed file and the changed lines of the old one."""
         file = root / self.path
         before = after = file.read_text(encoding="utf-8") if file.is_file() else ""
         lines: list[int] = []

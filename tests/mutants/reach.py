@@ -1,7 +1,7 @@
 """A plugin of pytest that writes a map: which tests reach which line.
 
-Coverage sees the lines of Python. Compiled functions it does not see: for those the map
-has which of them each test called from Python, and for which policy's state. Child
+Coverage sees the lines of Python, but no compiled functions: for those the map lists
+the calls of each test from Python, with the policy of the state. Child
 processes it does not see either: the map names the tests that start some.
 
 Each run adds a file to the folder, so that a map can be made in parts, and what takes

@@ -15,9 +15,8 @@ Made by `python -m tests.mutants table` of `benchmarks/results/mutants.json` and
 
 
 def page(results: dict[str, Any], looked_at: dict[str, dict[str, str]]) -> str:
-    """Write the tables by room and by operator, and each survivor with its reason."""
     mutants, by_hand = results["mutants"], results["faults"]
-    parts = [
+    blocks = [
         HEAD,
         f"{len(mutants)} mutants and {len(by_hand)} faults were tried.\n",
         *(
@@ -44,11 +43,10 @@ def page(results: dict[str, Any], looked_at: dict[str, dict[str, str]]) -> str:
         "\n## Survivors\n",
         *_survivors({**mutants, **by_hand}, looked_at),
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(blocks) + "\n"
 
 
 def share(entries: dict[str, Any], looked_at: dict[str, dict[str, str]]) -> str:
-    """Return the share killed by the suite, of those that it could kill."""
     killed, _, _, survived = _counts(entries, looked_at)
     return f"{killed / max(killed + survived, 1):.1%}"
 
@@ -59,8 +57,8 @@ def _counts(
     """Return how many were killed, are equivalent, are elsewhere, and survived."""
     counts: collections.Counter[str] = collections.Counter()
     for name, entry in entries.items():
-        known = looked_at.get(name, {})
-        reasons = (word for word in ("equivalent", "elsewhere") if word in known)
+        verdict = looked_at.get(name, {})
+        reasons = (word for word in ("equivalent", "elsewhere") if word in verdict)
         counts["killed" if entry["killed"] else next(reasons, "survived")] += 1
     killed, equivalent, elsewhere, survived = (
         counts[word] for word in ("killed", "equivalent", "elsewhere", "survived")
@@ -110,20 +108,20 @@ def _survivors(
 ) -> list[str]:
     lines = []
     for name, entry in sorted(entries.items()):
-        known = looked_at.get(name, {})
-        if entry["killed"] and "test" not in known:
+        verdict = looked_at.get(name, {})
+        if entry["killed"] and "test" not in verdict:
             continue
         lines.append(f"### {name}\n\n`{entry['path']}:{entry['line']}`\n")
         if "diff" in entry:
             lines.append(f"```diff\n{entry['diff']}\n```\n")
         else:
             lines.append(entry["what"] + "\n")
-        if "test" in known:
-            lines.append(f"Survived at first; `{known['test']}` notices it.\n")
-        elif "equivalent" in known:
-            lines.append(f"Equivalent: {known['equivalent']}\n")
-        elif "elsewhere" in known:
-            lines.append(f"Elsewhere: {known['elsewhere']}\n")
+        if "test" in verdict:
+            lines.append(f"Survived at first; `{verdict['test']}` notices it.\n")
+        elif "equivalent" in verdict:
+            lines.append(f"Equivalent: {verdict['equivalent']}\n")
+        elif "elsewhere" in verdict:
+            lines.append(f"Elsewhere: {verdict['elsewhere']}\n")
         else:
-            lines.append(known.get("reason", "Not looked at yet.") + "\n")
+            lines.append(verdict.get("reason", "Not looked at yet.") + "\n")
     return lines or ["None."]

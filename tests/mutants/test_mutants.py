@@ -1,4 +1,4 @@
-"""The tool: what it draws, where it puts faults, which tests it takes."""
+"""The tool: the mutants it draws, the faults it places, the tests it selects."""
 
 import ast
 import gzip
@@ -36,7 +36,7 @@ def tree_of(root, source=SOURCE):
     return root
 
 
-def test_what_is_drawn_is_of_what_runs(tmp_path):
+def test_mutants_change_code_that_runs(tmp_path):
     pytest.importorskip("cosmic_ray")
     mutants = drawing.draw(tree_of(tmp_path), "seed", 45, ROOMS)
     assert len({(mutant.path, mutant.source) for mutant in mutants}) > 20
@@ -50,8 +50,8 @@ def test_what_is_drawn_is_of_what_runs(tmp_path):
 def test_a_seed_draws_the_same_again(tmp_path):
     pytest.importorskip("cosmic_ray")
     tree = tree_of(tmp_path)
-    first, again, other = (drawing.draw(tree, seed, 30, ROOMS) for seed in "aab")
-    assert first == again != other
+    first, again, differing = (drawing.draw(tree, seed, 30, ROOMS) for seed in "aab")
+    assert first == again != differing
 
 
 def test_each_beginning_of_what_is_drawn_is_of_all_rooms(tmp_path):
@@ -82,7 +82,7 @@ def test_a_fault_whose_place_is_not_there_once_is_refused(tmp_path, text):
         fault.put_into(tmp_path)
 
 
-def test_a_fault_tells_the_lines_that_it_changes(tmp_path):
+def test_a_fault_returns_its_changed_lines(tmp_path):
     (tmp_path / "file.py").write_text("one\ntwo\nthree\nfour\n")
     edits = ("two\nthree\n", ""), ("four", "five")
     fault = faults.Fault("fault", "...", "file.py", edits)
@@ -90,7 +90,7 @@ def test_a_fault_tells_the_lines_that_it_changes(tmp_path):
 
 
 def reach_of(folder, lines, calls=None, with_children=(), **seconds):
-    """A map of one room, of tests that take so many seconds."""
+    """A map of one room; `seconds` are the durations of its tests."""
     part = {"tests": list(seconds.items()), "lines": lines, "calls": calls or {}}
     part["with_children"] = with_children
     with gzip.open(folder / "map.json.gz", "wt") as file:

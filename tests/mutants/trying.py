@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-# What uses less than this in so long, by the clock, waits for what never comes.
-_LEAST_S = 0.5
+# A run that uses less processor time than this in this long is stuck.
+_MIN_CPU_S = 0.5
 _IDLE_S = 150.0
 
 
@@ -36,7 +36,7 @@ class Killer(NamedTuple):
 
 
 # Tried in this order after the tests that reach a line, each if the tree has its
-# module. Another needs no more than a line here.
+# module. To add one, add a line here.
 KILLERS = (
     Killer(
         "the long tests of both executors",
@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 
 
 class Workshop:
-    """A folder in which copies of a tree are made and tried, and machine code is kept.
+    """A folder for copies of a tree, their trials and their machine code.
 
     A copy lies in the same place each time: Numba finds its code by the source's place.
     """
@@ -114,16 +114,16 @@ class Workshop:
     def run_tests(
         self, tests: Sequence[str], timeout_s: float, *, native: bool, log: Path
     ) -> Outcome:
-        noted = self._folder / "failed"
-        noted.unlink(missing_ok=True)
+        report = self._folder / "failed"
+        report.unlink(missing_ok=True)
         files = list(dict.fromkeys(test.split("::")[0] for test in tests))
 
         def run() -> int:
             arguments = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *files]
-            return pytest.main(arguments, plugins=[_Chosen(tests, noted)])
+            return pytest.main(arguments, plugins=[_Chosen(tests, report)])
 
         code, seconds = self._run(run, timeout_s, native, log)
-        by = noted.read_text() if noted.exists() else ""
+        by = report.read_text() if report.exists() else ""
         by, _, how = by.partition("\n")
         if code is None:
             # The last that began, if it did.
@@ -187,7 +187,7 @@ class Workshop:
             status = None
             # By processor time, as others may use the machine, too.
             now_s = _processor_s(child)
-            if now_s > used_s + _LEAST_S:
+            if now_s > used_s + _MIN_CPU_S:
                 used_s, since_s = now_s, time.monotonic()
             if used_s > timeout_s or time.monotonic() - since_s > _IDLE_S:
                 break
@@ -253,9 +253,9 @@ def prepare(folder: Path) -> None:
 class _Chosen:
     """Has pytest run some tests alone, in their order, and notes what fails first."""
 
-    def __init__(self, tests: Sequence[str], noted: Path) -> None:
+    def __init__(self, tests: Sequence[str], report: Path) -> None:
         self._places = {test: place for place, test in enumerate(tests)}
-        self._noted = noted
+        self._report = report
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -274,8 +274,8 @@ class _Chosen:
         self._note(report)
 
     def _note(self, report: Any) -> None:
-        if report.failed and not self._noted.exists():
+        if report.failed and not self._report.exists():
             text = str(report.longrepr).strip().splitlines()
             errors = [line[2:].strip() for line in text if line.startswith("E ")]
             how = (errors or text[-1:] or [""])[0].replace(f"{os.getcwd()}/", "")
-            self._noted.write_text(f"{report.nodeid or 'the imports'}\n{how[:200]}")
+            self._report.write_text(f"{report.nodeid or 'the imports'}\n{how[:200]}")

@@ -1,7 +1,7 @@
-"""What every policy promises.
+"""The promises of every policy.
 
 These tests run for every policy of the registry, and with priorities around one that
-may refuse and one that is told of requests. For another one, write a test
+may refuse and one that listens to requests. For another one, write a test
 file that takes them over and names the maker:
 
     from tests.policies.test_contract import *  # noqa: F403
@@ -156,7 +156,7 @@ def test_evicting_none_changes_nothing(policy):
 
 
 def session(policy, state, keys):
-    """Touch some keys, evict a block and give it to another key."""
+    """Touch some keys, evict a block and insert another key into it."""
     state = policy.touch(state, keys, jnp.int32(2), all_ready())
     evicted = policy.evict(state, jnp.int32(1), free_refs(), WIDTH)
     return policy.insert(evicted.state, keys + jnp.uint32(1000), evicted.block_ids)
@@ -206,8 +206,8 @@ def test_scans_and_vmaps_over_caches_with_donation(policy):
             result = session(policy, state, batch)
             state = result.state
             inserted.append(result.inserted)
-        one = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
-        chex.assert_trees_all_equal(one, (state, np.stack(inserted)))
+        single = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
+        chex.assert_trees_all_equal(single, (state, np.stack(inserted)))
 
 
 def test_state_survives_pickling(policy):
@@ -243,8 +243,8 @@ def held_in_snapshot(policy, state):
     shown = policy.snapshot(state).values()
     keys = [key for part in shown if isinstance(part, list) for key in part]
     assert len(set(keys)) == len(keys)
-    found = policy.find(state, jnp.asarray(keys_to_words(keys)), jnp.int32(len(keys)))
-    return {k: b for k, b in zip(keys, found.tolist(), strict=True) if b != -1}
+    blocks = policy.find(state, jnp.asarray(keys_to_words(keys)), jnp.int32(len(keys)))
+    return {k: b for k, b in zip(keys, blocks.tolist(), strict=True) if b != -1}
 
 
 def test_snapshot_shows_every_block_once_and_changes_nothing(policy):
@@ -255,9 +255,9 @@ def test_snapshot_shows_every_block_once_and_changes_nothing(policy):
     chex.assert_trees_all_equal(jax.tree.map(np.array, state), before)
 
     evicted = policy.evict(state, jnp.int32(2), free_refs(), WIDTH)
-    gone = evicted.block_ids[:2].tolist()
+    evicted_ids = evicted.block_ids[:2].tolist()
     assert held_in_snapshot(policy, evicted.state) == {
-        key: i for i, key in enumerate(names) if i not in gone
+        key: i for i, key in enumerate(names) if i not in evicted_ids
     }
     assert held_in_snapshot(policy, policy.init()) == {}
 

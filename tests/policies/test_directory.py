@@ -50,9 +50,9 @@ def test_follows_a_dict_through_inserts_and_removals(num_entries):
             entries[: len(rows)] = [expected.pop(row) for row in rows.tolist()]
             directory = remove(directory, entries)
             unused += entries[: len(rows)].tolist()
-        found = find(directory, universe, all_valid(universe))
+        lookup = find(directory, universe, all_valid(universe))
         want = [expected.get(row, num_entries) for row in range(len(universe))]
-        assert found.tolist() == want
+        assert lookup.tolist() == want
 
 
 def test_deletions_leave_no_trace():
@@ -123,8 +123,8 @@ def test_a_key_without_room_is_reported_and_leaves_no_trace():
     )
     directory, added = insert(wide, keys, np.arange(20, dtype=np.int32))
     assert added.sum() == 8
-    found = find(directory, keys, all_valid(keys))
-    assert (found == np.where(added, np.arange(20), 20)).all()
+    entries = find(directory, keys, all_valid(keys))
+    assert (entries == np.where(added, np.arange(20), 20)).all()
 
 
 def test_padding_is_never_found_nor_inserted():

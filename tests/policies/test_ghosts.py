@@ -19,9 +19,9 @@ def test_native_functions_choose_the_slots_of_the_pure_ones(seed):
     table[rng.random(table.shape) < 0.2] = 0
     now_ms = int(rng.integers(0, 1 << 32))
     places = rng.integers(0, NUM_PLACES, 200)
-    known = table[places, rng.integers(0, WAYS, 200)] & TAG_BITS
+    stored = table[places, rng.integers(0, WAYS, 200)] & TAG_BITS
     foreign = rng.integers(0, 1 << 32, 200, np.uint32) & TAG_BITS
-    tags = np.where(rng.random(200) < 0.5, known, foreign)
+    tags = np.where(rng.random(200) < 0.5, stored, foreign)
     tags[:20] = 0  # As what is empty has.
     tags |= places.astype(np.uint32)
 

@@ -37,9 +37,9 @@ def test_highest_rank_of_a_repeated_entry_counts():
     # Ranks run backwards, as a reversed touch has them: 0 is used first and last.
     ranks = np.arange(WIDTH, dtype=np.int32)[::-1] - (WIDTH - 4)
     log = append(log, padded([0, 1, 2, 0], 3), ranks, np.int32(4))
-    _, taken, ok = pop_oldest(log, np.int32(3), np.zeros(3, np.int32), WIDTH)
+    _, popped, ok = pop_oldest(log, np.int32(3), np.zeros(3, np.int32), WIDTH)
     assert ok
-    assert taken[:3].tolist() == [2, 1, 0]
+    assert popped[:3].tolist() == [2, 1, 0]
 
 
 def test_scan_skips_many_pinned_entries():
@@ -49,12 +49,12 @@ def test_scan_skips_many_pinned_entries():
     log = append(log, ids, ids, np.int32(num_entries))
     ref_cnt = np.ones(num_entries, np.int32)
     ref_cnt[[3, 997, 998]] = 0
-    log, taken, ok = pop_oldest(log, np.int32(2), ref_cnt, WIDTH)
+    log, popped, ok = pop_oldest(log, np.int32(2), ref_cnt, WIDTH)
     assert ok
-    assert taken[:2].tolist() == [3, 997]
+    assert popped[:2].tolist() == [3, 997]
     assert int(log.heads[0]) == 0  # entry 0, pinned, is still there
-    _, taken, ok = pop_oldest(log, np.int32(2), ref_cnt * 0, WIDTH)
-    assert taken[:2].tolist() == [0, 1]
+    _, popped, ok = pop_oldest(log, np.int32(2), ref_cnt * 0, WIDTH)
+    assert popped[:2].tolist() == [0, 1]
 
 
 def test_the_native_log_is_the_pure_one_through_compactions():

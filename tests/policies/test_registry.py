@@ -68,7 +68,7 @@ def test_refuses_bad_registrations():
 
 
 def test_an_unknown_name_is_refused_with_those_there_are():
-    for name, more in (
+    for name, hint in (
         ("x", ""),
         ("LRU", ": did you mean lru?"),
         ("arc-fixed", ": did you mean arc_fixed?"),
@@ -76,5 +76,5 @@ def test_an_unknown_name_is_refused_with_those_there_are():
     ):
         with pytest.raises(ValueError, match="Unknown cache policy") as error:
             get_policy_maker(name)
-        known = f"Unknown cache policy: {name!r}. Supported: {policy_names()}"
-        assert str(error.value) == known + more
+        message = f"Unknown cache policy: {name!r}. Supported: {policy_names()}"
+        assert str(error.value) == message + hint

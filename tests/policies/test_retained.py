@@ -1,6 +1,6 @@
 """Retention by priority, around LRU and around vLLM's ARC, which may refuse to evict.
 
-`tests/tiers/test_manager_machine.py` compares each retained policy with a twin.
+`tests/tiers/test_host_differential.py` compares each retained policy with a twin.
 """
 
 import jax
@@ -40,17 +40,16 @@ class Cache:
         return self.executor.state.policy
 
     def retain(self, numbers, priority, half_life_ms=NONE, ttl_ms=NONE, at_ms=0):
-        given = retained(at_ms, priority, half_life_ms, ttl_ms)
-        self.executor.note(keys_of(numbers), RETAIN, np.empty(0, np.int32), given)
+        note = retained(at_ms, priority, half_life_ms, ttl_ms)
+        self.executor.note(keys_of(numbers), RETAIN, np.empty(0, np.int32), note)
 
     def evict(self, num, executor=None):
-        """Evict some, or None if that is refused."""
         executor = executor or self.executor
         stored = executor.prepare_store(keys_of(range(100, 100 + num)))
         return stored and {int(key[0]) - 1 for key in stored.evicted_keys}
 
     def victims(self, num, at_ms=0, read=()):
-        """What would be evicted at a time, while some are read; None if refused."""
+        """Return the blocks evicted at a time while some are read; None if refused."""
         copy = NativeExecutor(self.policy, self.executor.state)
         copy.note(keys_of([999]), BEGIN, np.zeros(1, np.int32), begun(at_ms, 1))
         if read:
@@ -92,8 +91,8 @@ def test_a_refusal_changes_nothing_though_the_lowest_would_suffice_for_some(cach
     before = copy_to_numpy(cache.executor.state)
     assert cache.evict(5) is None
     after = cache.executor.state
-    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
     assert cache.victims(4) == {0, 1, 3, 5}
 
 

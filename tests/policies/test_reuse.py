@@ -14,31 +14,30 @@ NUM_CLASSES = 6
 REBUILD, VALUE_OF = jax.jit(reuse.rebuild), jax.jit(reuse.value_of)
 
 
-def make_tables(seed, most):
-    """A table of random counts, some classes of which nothing is known."""
+def make_tables(seed, max_count):
     rng = np.random.default_rng(seed)
-    touches = rng.integers(0, most, NUM_CLASSES, np.int32)
-    reuses = rng.integers(0, most, (NUM_CLASSES, NUM_BINS), np.int32)
+    touches = rng.integers(0, max_count, NUM_CLASSES, np.int32)
+    reuses = rng.integers(0, max_count, (NUM_CLASSES, NUM_BINS), np.int32)
     touches[::2], reuses[::2] = 0, 0
-    reuses[2, 3] = most // 2
+    reuses[2, 3] = max_count // 2
     index = rng.integers(0, 1 << 30, (NUM_CLASSES, NUM_BINS + 1), np.int32)
     arrays = touches, reuses, index
     return ReuseTable(*map(jnp.asarray, arrays)), ReuseTable(*arrays)
 
 
-@pytest.mark.parametrize("most", [3, 5000, reuse.MAX_COUNT // 50, reuse.MAX_COUNT // 8])
-def test_a_rebuild_leaves_the_same_table(most):
-    pure, native = make_tables(most, most)
+@pytest.mark.parametrize("high", [3, 5000, reuse.MAX_COUNT // 50, reuse.MAX_COUNT // 8])
+def test_a_rebuild_leaves_the_same_table(high):
+    pure, native = make_tables(high, high)
     reuse.native_rebuild(Bound(native))
     pure = REBUILD(pure)
-    for name, own in vars(native).items():
-        np.testing.assert_array_equal(own, getattr(pure, name), err_msg=name)
+    for name, array in vars(native).items():
+        np.testing.assert_array_equal(array, getattr(pure, name), err_msg=name)
 
 
 def test_blocks_of_every_age_are_worth_the_same():
     pure, native = make_tables(1, 5000)
     edges = [1 << bit for bit in range(32)]
-    ages = {age + more for age in edges for more in (-1, 0, 1, age // 3)}
+    ages = {age + step for age in edges for step in (-1, 0, 1, age // 3)}
     ages = np.array(sorted(ages), np.uint32)
     for of_class in range(NUM_CLASSES):
         classes = jnp.full(len(ages), of_class)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 class ReferenceARC:
     def __init__(self, num_blocks):
         self.num_blocks = num_blocks
-        # The oldest first. Keys of T1 and T2 have blocks, those of B1 and B2 nothing.
+        # The oldest first. Keys of T1 and T2 have blocks, keys of B1 and B2 have none.
         self.t1, self.t2 = OrderedDict(), OrderedDict()
         self.b1, self.b2 = OrderedDict(), OrderedDict()
         self.target = 0.0
@@ -98,12 +98,12 @@ class ReferenceARCFixed(ReferenceARC):
             self.t2[key] = self.t1.pop(key)
 
     def touch(self, keys):
-        longer, most = max(len(self.b1), len(self.b2)), self.num_blocks / 16
+        longer, limit = max(len(self.b1), len(self.b2)), self.num_blocks / 16
         step = 0.0
         for sign, ghosts in ((1, self.b1), (-1, self.b2)):
             if ghosts:
                 step += sign * sum(key in ghosts for key in keys) * longer / len(ghosts)
-        step = max(min(step, most), -most)
+        step = max(min(step, limit), -limit)
         self.target = max(min(self.target + step, self.num_blocks), 0)
         for key in reversed(keys):
             self.use(key)

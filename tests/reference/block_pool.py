@@ -3,7 +3,7 @@
 Written from a description of its behaviour. One object a block, the free ones threaded
 on a doubly linked list through themselves, so that a block costs here what it costs
 there: any of them leaves or joins the list in constant time. Keys are `bytes` that
-tell the group too. Where vLLM asserts, so does this.
+include the group. Where vLLM asserts, so does this.
 """
 
 from dataclasses import dataclass
@@ -90,30 +90,29 @@ class KeyMap:
         return len(self._of)
 
     def get(self, key):
-        """The block that was inserted first, or None."""
-        found = self._of.get(key)
-        if type(found) is dict:
-            return next(iter(found.values()))
-        return found
+        entry = self._of.get(key)
+        if type(entry) is dict:
+            return next(iter(entry.values()))
+        return entry
 
     def insert(self, key, block):
-        found = self._of.get(key)
-        if found is None:
+        entry = self._of.get(key)
+        if entry is None:
             self._of[key] = block
-        elif type(found) is dict:
-            found[block.block_id] = block
+        elif type(entry) is dict:
+            entry[block.block_id] = block
         else:
-            self._of[key] = {found.block_id: found, block.block_id: block}
+            self._of[key] = {entry.block_id: entry, block.block_id: block}
 
     def pop(self, key, block_id):
-        """Take out this block of the key; None, and no change, if it is not there."""
-        found = self._of.get(key)
-        if type(found) is dict:
-            block = found.pop(block_id, None)
-            if not found:
+        """Remove and return this block of the key; None if it is not there."""
+        entry = self._of.get(key)
+        if type(entry) is dict:
+            block = entry.pop(block_id, None)
+            if not entry:
                 del self._of[key]
             return block
-        if found is None or found.block_id != block_id:
+        if entry is None or entry.block_id != block_id:
             return None
         return self._of.pop(key)
 
@@ -137,7 +136,7 @@ class BlockPool:
         return self.cached.get(key)
 
     def get_new_blocks(self, num):
-        """Take the blocks that were free longest; ValueError if there are too few."""
+        """Allocate the blocks that were free longest; ValueError if too few."""
         if num > self.num_free:
             raise ValueError(f"{num=} blocks wanted, {self.num_free} are free.")
         blocks = self.free_queue.popleft_n(num)
@@ -154,9 +153,9 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, blocks):
-        """Let go of each; of those free now, the first given is the first to be taken.
+        """Release each; of the blocks free now, the first given is allocated first.
 
-        None may be given twice, nor more often than it is held; nobody checks.
+        None may be given twice, nor more often than it is held; this is not checked.
         """
         blocks = list(blocks)
         for block in blocks:
@@ -166,7 +165,6 @@ class BlockPool:
         )
 
     def cache_block(self, block, key):
-        """Make a block findable that has no key yet."""
         assert block.key is None, f"{block} has a key"
         block.key = key
         self.cached.insert(key, block)
@@ -174,7 +172,7 @@ class BlockPool:
             self.events.append(PoolEvent((key,), MEDIUM, removed=False))
 
     def evict_blocks(self, block_ids):
-        """Forget what these contain; they stay with whoever holds them."""
+        """Forget the contents of these blocks; their holders keep them."""
         for block_id in block_ids:
             self._evict(self.blocks[block_id])
 

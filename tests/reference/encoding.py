@@ -16,7 +16,7 @@ NAMESPACE_AND_GROUP = range(2, 8)
 
 
 class Decoded(NamedTuple):
-    """What a block's encoding was made from."""
+    """The inputs of a block's encoding."""
 
     namespace: Namespace
     group: int

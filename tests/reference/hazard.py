@@ -1,8 +1,8 @@
 """A plain-Python twin of the policy `hazard`, for the twin of the manager.
 
 Written from the description of the policy, with dicts, one key at a time. Only floats
-are NumPy's, as Python has none of 32 bits. The tests compare what it decides with what
-arrays decide, so it keeps to their rules for what meets in one batch.
+are NumPy's, as Python has none of 32 bits. The tests compare its decisions with the
+arrays' decisions, so it follows their rules for collisions within one batch.
 """
 
 import numpy as np
@@ -46,12 +46,12 @@ def tag_of(key):
         bits = (bits ^ bits >> 16) * 0x85EBCA6B % 2**32
         bits = (bits ^ bits >> 13) * 0xC2B2AE35 % 2**32
         hashes.append(bits ^ bits >> 16)
-    one, two = hashes
-    return max(one ^ (two >> 7) * 0x2545F491 % 2**32, 1)
+    first, second = hashes
+    return max(first ^ (second >> 7) * 0x2545F491 % 2**32, 1)
 
 
 class Known:
-    """What is known of a key: the class and turn of the request that used it last."""
+    """A key's note: the class and turn of the request that used it last."""
 
     def __init__(self, of_class, turn, has_child, last_ms):
         self.of_class = of_class
@@ -73,7 +73,7 @@ class ReferenceHazard:
         self.block_tokens = 1 << 20
         self.num_sets = num_ghosts // 4
         self.blocks = {}  # key -> Block
-        self.known = {}  # key -> Known, of keys with a block
+        self.notes = {}  # key -> Known, of keys with a block
         self.ghosts = {}  # (set, way) -> [tag, Known]
         self.times = {}  # (set, way) -> the last time that was written there
         self.touches = [0] * NUM_CLASSES
@@ -96,15 +96,15 @@ class ReferenceHazard:
             "touches": tuple(self.touches),
         }
 
-    # --- what it is told ---
+    # --- notifications ---
 
     def tell_time(self, now_ms):
         if self.now_ms is None or (now_ms - self.clock_ms) % 2**32 < 2**31:
             self.clock_ms = now_ms % 2**32
         self.now_ms = self.clock_ms
 
-    def age(self, known):
-        return (self.clock_ms - known.last_ms) % 2**32
+    def age(self, note):
+        return (self.clock_ms - note.last_ms) % 2**32
 
     def begin(self, keys, num_tokens, now_ms, positions):
         self.tell_time(now_ms)
@@ -114,27 +114,27 @@ class ReferenceHazard:
             self.rebuild()
         size = max(num_tokens // (max(positions) + 1), 1)
         self.block_tokens = min(self.block_tokens, size)
-        slots = [None if key in self.known else self.find_slot(key) for key in keys]
-        found = [
-            self.known.get(key) or (self.ghosts[slot][1] if slot else None)
+        slots = [None if key in self.notes else self.find_slot(key) for key in keys]
+        notes = [
+            self.notes.get(key) or (self.ghosts[slot][1] if slot else None)
             for key, slot in zip(keys, slots, strict=True)
         ]
         deepest = None
-        for row, known in enumerate(found):
-            if known is None or (row and positions[row] == 0):
+        for row, note in enumerate(notes):
+            if note is None or (row and positions[row] == 0):
                 break
-            deepest = known
+            deepest = note
         turn = 1
         if deepest is not None and not deepest.has_child:
             turn = min(deepest.turn + 1, 5)
-        for known in found:
-            if known is not None:
-                self.reuses[known.of_class][bin_of(self.age(known))[0]] += UNIT
-        share = min(4 * found.count(None) // len(keys), 3)
+        for note in notes:
+            if note is not None:
+                self.reuses[note.of_class][bin_of(self.age(note))[0]] += UNIT
+        share = min(4 * notes.count(None) // len(keys), 3)
         of_class = TURN_BUCKET[turn] * 4 + share
         self.current = of_class, turn
-        chosen = [None if key in self.known else self.choose_slot(key) for key in keys]
-        self.note(keys, positions, found, chosen, of_class, turn)
+        chosen = [None if key in self.notes else self.choose_slot(key) for key in keys]
+        self.note(keys, positions, notes, chosen, of_class, turn)
         return of_class | turn << 8
 
     def finish(self, keys, mark, now_ms, num_output_tokens, stop, positions):
@@ -144,39 +144,37 @@ class ReferenceHazard:
             output = 1 + sum(num_output_tokens >= step for step in (64, 256, 1024))
         of_class = (STOPS.index(stop) * 5 + output) * 16 + mark % 256
         self.touches[of_class] += UNIT * len(keys)
-        slots = [None if key in self.known else self.find_slot(key) for key in keys]
-        found = [
-            self.known.get(key) or (self.ghosts[slot][1] if slot else None)
+        slots = [None if key in self.notes else self.find_slot(key) for key in keys]
+        notes = [
+            self.notes.get(key) or (self.ghosts[slot][1] if slot else None)
             for key, slot in zip(keys, slots, strict=True)
         ]
-        for key in set(keys) & set(self.known):
-            rows = [row for row, other in enumerate(keys) if other == key]
-            self.known[key].depth = max(positions[row] for row in rows)
+        for key in set(keys) & set(self.notes):
+            rows = [row for row, k in enumerate(keys) if k == key]
+            self.notes[key].depth = max(positions[row] for row in rows)
             before = [keys[row - 1] for row in rows if row and positions[row]]
             parents = [self.blocks[k].block_id for k in before if k in self.blocks]
-            self.known[key].parent = max(parents, default=None)
-        chosen = [None if key in self.known else self.choose_slot(key) for key in keys]
-        self.note(keys, positions, found, chosen, of_class, mark >> 8 & 7)
+            self.notes[key].parent = max(parents, default=None)
+        chosen = [None if key in self.notes else self.choose_slot(key) for key in keys]
+        self.note(keys, positions, notes, chosen, of_class, mark >> 8 & 7)
 
-    def note(self, keys, positions, found, slots, of_class, turn):
-        """Give keys the class of a request."""
+    def note(self, keys, positions, notes, slots, of_class, turn):
+        """Set the class of a request on its keys."""
         followed = [
             row + 1 < len(keys) and positions[row + 1] > 0 for row in range(len(keys))
         ]
         children = [
-            is_followed or (known is not None and known.has_child)
-            for is_followed, known in zip(followed, found, strict=True)
+            is_followed or (note is not None and note.has_child)
+            for is_followed, note in zip(followed, notes, strict=True)
         ]
         ghosts = []
         for row, key in enumerate(keys):
-            known = self.known.get(key)
-            if known is not None:
-                known.of_class, known.turn = of_class, turn
-                known.last_ms = self.clock_ms
-                known.has_child = any(
-                    child
-                    for other, child in zip(keys, children, strict=True)
-                    if other == key
+            block_note = self.notes.get(key)
+            if block_note is not None:
+                block_note.of_class, block_note.turn = of_class, turn
+                block_note.last_ms = self.clock_ms
+                block_note.has_child = any(
+                    child for k, child in zip(keys, children, strict=True) if k == key
                 )
             elif slots[row] is not None:
                 ghost = Known(of_class, turn, children[row], self.clock_ms)
@@ -208,13 +206,13 @@ class ReferenceHazard:
         return slots[ages.index(max(ages))]
 
     def write_ghosts(self, ghosts):
-        """Write them all; of those that want one slot, the highest word stays."""
+        """Write all ghosts; of several for one slot, the highest word stays."""
         for slot in {slot for slot, _, _ in ghosts}:
-            own = [ghost for ghost in ghosts if ghost[0] == slot]
-            _, tag, known = max(own, key=lambda g: g[1] >> 12 << 12 | g[2].word)
-            known.last_ms = max(ghost.last_ms for _, _, ghost in own)
-            self.ghosts[slot] = [tag, known]
-            self.times[slot] = known.last_ms
+            of_slot = [ghost for ghost in ghosts if ghost[0] == slot]
+            _, tag, note = max(of_slot, key=lambda g: g[1] >> 12 << 12 | g[2].word)
+            note.last_ms = max(ghost.last_ms for _, _, ghost in of_slot)
+            self.ghosts[slot] = [tag, note]
+            self.times[slot] = note.last_ms
 
     # --- what is learned ---
 
@@ -254,19 +252,19 @@ class ReferenceHazard:
         return [*row, row[-1]]
 
     def values(self):
-        """What each block is worth; no less than those that follow it."""
+        """Return each block's value, which is at least the value of its successors."""
         values = {}
-        for key, known in self.known.items():
-            number, part = bin_of(self.age(known))
-            here, there = self.index[known.of_class][number : number + 2]
-            values[key] = here + (there - here >> 8) * part
+        for key, note in self.notes.items():
+            number, part = bin_of(self.age(note))
+            low, high = self.index[note.of_class][number : number + 2]
+            values[key] = low + (high - low >> 8) * part
             if self.by_flops:  # times 1 + tokens before it / 30,000, as logarithms
-                tokens = known.depth * self.block_tokens
+                tokens = note.depth * self.block_tokens
                 values[key] += bits_of(30_000 + tokens) - bits_of(30_000)
         by_id = {block.block_id: key for key, block in self.blocks.items()}
-        for key in sorted(values, key=lambda key: -self.known[key].depth):
-            parent = by_id.get(self.known[key].parent)
-            if parent and self.known[parent].depth == self.known[key].depth - 1:
+        for key in sorted(values, key=lambda key: -self.notes[key].depth):
+            parent = by_id.get(self.notes[key].parent)
+            if parent and self.notes[parent].depth == self.notes[key].depth - 1:
                 values[parent] = max(values[parent], values[key])
         return values
 
@@ -274,7 +272,7 @@ class ReferenceHazard:
         values = self.values()
         return sorted(
             keys,
-            key=lambda k: (values[k], -self.known[k].depth, self.blocks[k].block_id),
+            key=lambda k: (values[k], -self.notes[k].depth, self.blocks[k].block_id),
         )
 
     # --- what every policy does ---
@@ -283,8 +281,8 @@ class ReferenceHazard:
         if self.now_ms is None and keys:
             self.clock_ms += 1024
         for key in keys:
-            if key in self.known:
-                self.known[key].last_ms = self.clock_ms
+            if key in self.notes:
+                self.notes[key].last_ms = self.clock_ms
         self.queue = [key for key in self.queue if key not in keys]
 
     def insert_all(self, keys, new):
@@ -294,19 +292,19 @@ class ReferenceHazard:
             ghost = self.ghosts[slot][1] if slot else Known(of_class, turn, False, 0)
             is_told = slot is not None and self.now_ms is not None
             last_ms = ghost.last_ms if is_told else self.clock_ms
-            known = Known(ghost.of_class, ghost.turn, ghost.has_child, last_ms)
-            row = known.depth = keys.index(key)
+            note = Known(ghost.of_class, ghost.turn, ghost.has_child, last_ms)
+            row = note.depth = keys.index(key)
             # Only if it comes in the same batch, and not twice.
             if row and keys[row - 1] in new and keys.index(keys[row - 1]) == row - 1:
-                known.parent = new[keys[row - 1]].block_id
-            self.blocks[key], self.known[key] = block, known
+                note.parent = new[keys[row - 1]].block_id
+            self.blocks[key], self.notes[key] = block, note
         for slot in slots.values():
             if slot is not None:
                 self.ghosts.pop(slot, None)
 
     def remove(self, key):
-        del self.blocks[key], self.known[key]
-        self.queue = [other for other in self.queue if other != key]
+        del self.blocks[key], self.notes[key]
+        self.queue = [k for k in self.queue if k != key]
 
     def evict(self, num, protected):
         def is_idle(key):
@@ -324,10 +322,10 @@ class ReferenceHazard:
             lowest = self.in_order(idle)[: max(num, room)]
             usable, self.queue = lowest[:num], lowest[num:]
         ghosts = [
-            (self.choose_slot(key), tag_of(key), self.known[key]) for key in usable
+            (self.choose_slot(key), tag_of(key), self.notes[key]) for key in usable
         ]
         victims = [(key, self.blocks[key]) for key in usable]
         for key in usable:
-            del self.blocks[key], self.known[key]
+            del self.blocks[key], self.notes[key]
         self.write_ghosts(ghosts)
         return victims

@@ -1,10 +1,9 @@
-"""What a token reads, and the longest prefix that there is of a request, as defined."""
+"""The blocks a token reads, and the longest cached prefix, by definition."""
 
 from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
 
 
 def first_read(spec, num_tokens):
-    """The first block that the next token reads."""
     match spec:
         case FullAttention():
             return 0
@@ -17,7 +16,7 @@ def first_read(spec, num_tokens):
 
 
 def longest_prefix(specs, counts, has, max_tokens, step):
-    """The longest prefix for which every group has what the next token reads."""
+    """Return the longest prefix whose next token can read its blocks in every group."""
     for num_tokens in range(max(max_tokens, 0) // step * step, 0, -step):
         if all(
             num_tokens // spec.block_size <= counts[g]

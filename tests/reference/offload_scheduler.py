@@ -125,12 +125,12 @@ class ReferenceScheduler:
         start = num_cached * self.block_size
         end = start + num_external_tokens
         keys = self._keys(request, start, end)
-        length, found = self._find(keys, len(keys[self.full]) * self.block_size)
+        length, hits_by_group = self._find(keys, len(keys[self.full]) * self.block_size)
         assert length == num_external_tokens, (
             f"{num_external_tokens} tokens were promised, {length} are there"
         )
         device_blocks, host_blocks = [], []
-        for spec, table, hits in zip(self.specs, tables, found, strict=True):
+        for spec, table, hits in zip(self.specs, tables, hits_by_group, strict=True):
             # The hits are the last blocks of what is computed then.
             place = cdiv(end, spec.block_size) - len(hits)
             for device_block, hit in zip(table[place:], hits, strict=False):
@@ -185,7 +185,7 @@ class ReferenceScheduler:
         )
 
     def update_connector_output(self, output):
-        """A store is over when every worker has reported it, in whichever steps."""
+        """A store ends when every worker has reported it, in whichever steps."""
         for request_id in output.finished_recving:
             self._end_load(request_id)
         for event, count in Counter(output.completed_store_events).items():
@@ -204,8 +204,8 @@ class ReferenceScheduler:
             store.is_finished = True
             self._forget_if_done(request.request_id)
 
-    def _by_group(self, given):
-        return [given] if len(self.specs) == 1 else given
+    def _by_group(self, block_ids):
+        return [block_ids] if len(self.specs) == 1 else block_ids
 
     def _keys(self, request, start, end=None):
         """Each group's keys of the tokens from `start` to `end`."""
@@ -243,8 +243,8 @@ class ReferenceScheduler:
             new = output.new_block_ids.get(request_id)
             if new:
                 groups = zip(store.device_blocks, self._by_group(new), strict=True)
-                for table, more in groups:
-                    table.extend(more)
+                for table, new_blocks in groups:
+                    table.extend(new_blocks)
             if num_tokens == 0:
                 continue
             picked = []
@@ -334,10 +334,10 @@ class ReferenceScheduler:
         load = self.loads.pop(request_id, None)
         if load is None:
             return
-        others = self.load_event_to_reqs.get(load.event)
-        if others is not None:
-            others.remove(request_id)
-            if not others:
+        names = self.load_event_to_reqs.get(load.event)
+        if names is not None:
+            names.remove(request_id)
+            if not names:
                 del self.load_event_to_reqs[load.event]
         host, device = self.host_pool.blocks, self.device_pool.blocks
         self.host_pool.free_blocks(host[i] for i in load.copy.host_blocks)

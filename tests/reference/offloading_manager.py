@@ -60,16 +60,16 @@ class ReferenceLRU:
 
 
 class ReferenceManager:
-    """The manager's twin. Of a request, its policy is told `most_told` keys at most."""
+    """The manager's twin; its policy sees at most `max_keys` keys per request."""
 
-    def __init__(self, num_blocks, policy=ReferenceLRU, most_told=None):
+    def __init__(self, num_blocks, policy=ReferenceLRU, max_keys=None):
         self.num_blocks = num_blocks
-        self.most_told = most_told
+        self.max_keys = max_keys
         self.num_allocated = 0
         self.freed = []
         self.policy = policy(num_blocks)
         self.events = []
-        self.notes = {}  # key -> how long it is to be kept, and since when
+        self.notes = {}  # key -> (its retention, when it was set)
         self.now_ms = 0
 
     @property
@@ -95,14 +95,14 @@ class ReferenceManager:
         if not keys:
             return 0
         self.now_ms = now_ms
-        keys, positions = keys[: self.most_told], positions[: self.most_told]
+        keys, positions = keys[: self.max_keys], positions[: self.max_keys]
         return self.policy.begin(keys, num_tokens, now_ms, positions)
 
     def finish_request(self, keys, mark, now_ms, num_output_tokens, stop, positions):
         if keys:
             self.now_ms = now_ms
-            told = num_output_tokens, stop, positions[: self.most_told]
-            self.policy.finish(keys[: self.most_told], mark, now_ms, *told)
+            facts = num_output_tokens, stop, positions[: self.max_keys]
+            self.policy.finish(keys[: self.max_keys], mark, now_ms, *facts)
 
     def retain(self, keys, retention, now_ms):
         if not keys:
@@ -117,12 +117,11 @@ class ReferenceManager:
         self.give(keys)
 
     def give(self, keys):
-        """Give blocks what was noted for their keys."""
         for key in keys:
             if key in self.notes:
                 retention, given_ms = self.notes[key]
                 if self.now_ms - given_ms >= retention.lifetime_ms:
-                    continue  # Policies tell times apart for 49 days only.
+                    continue  # Policies distinguish times for 49 days only.
                 half_life_ms = 1000 * (retention.half_life_s or 0)
                 times = half_life_ms, 1000 * (retention.ttl_s or 0)
                 self.policy.retain([key], retention.priority, *times, given_ms)
@@ -164,7 +163,7 @@ class ReferenceManager:
                 block_id = self.freed.pop()
             new[key] = Block(block_id)
         insert_all = getattr(self.policy, "insert_all", None)
-        if insert_all is not None:  # for a policy to which it matters where in a batch
+        if insert_all is not None:  # for a policy that uses the place in the batch
             insert_all(keys, new)
         else:
             for key, block in new.items():

@@ -12,7 +12,7 @@ class ReferenceRetained:
     def __init__(self, num_blocks, inner, may_refuse=False):
         self.inner = inner(num_blocks)
         self.may_refuse = may_refuse
-        self.given = {}  # key -> (priority, half-life, time to live, when)
+        self.retentions = {}  # key -> (priority, half-life, time to live, when)
         self.now_ms = None
 
     @property
@@ -38,9 +38,9 @@ class ReferenceRetained:
 
     def remove(self, key):
         self.inner.remove(key)
-        self.given.pop(key, None)
+        self.retentions.pop(key, None)
 
-    # --- what it is told ---
+    # --- notifications ---
 
     def tell_time(self, now_ms):
         if self.now_ms is None or (now_ms - self.now_ms) % 2**32 < HALF_TIME:
@@ -63,17 +63,17 @@ class ReferenceRetained:
         new = priority, half_life_ms, ttl_ms, given_ms
         for key in set(keys) & set(self.blocks):
             if self.left_of(new) >= max(self.priority(key), 1):
-                self.given[key] = new
+                self.retentions[key] = new
 
     def release(self, keys, now_ms):
         self.tell_time(now_ms)
         for key in keys:
-            self.given.pop(key, None)
+            self.retentions.pop(key, None)
 
     # --- what it decides ---
 
-    def left_of(self, given):
-        priority, half_life_ms, ttl_ms, given_ms = given
+    def left_of(self, retention):
+        priority, half_life_ms, ttl_ms, given_ms = retention
         age = (self.now_ms - given_ms) % 2**32
         if ttl_ms and age >= ttl_ms:
             return 0
@@ -82,10 +82,10 @@ class ReferenceRetained:
         return priority
 
     def priority(self, key):
-        return self.left_of(self.given[key]) if key in self.given else 0
+        return self.left_of(self.retentions[key]) if key in self.retentions else 0
 
     def evict(self, num, protected):
-        own = {key: self.priority(key) for key in self.blocks}
+        priorities = {key: self.priority(key) for key in self.blocks}
         idle = [
             key
             for key, block in self.blocks.items()
@@ -93,9 +93,9 @@ class ReferenceRetained:
         ]
         if len(idle) < num:
             return None
-        highest = sorted(own[key] for key in idle)[num - 1]
-        lower = [key for key in idle if own[key] < highest]
-        above = {key for key in own if own[key] > highest}
+        highest = sorted(priorities[key] for key in idle)[num - 1]
+        lower = [key for key in idle if priorities[key] < highest]
+        above = {key for key in priorities if priorities[key] > highest}
         if self.may_refuse:
             victims = self.inner.evict(num, protected | above)
             if victims is None:
@@ -103,12 +103,12 @@ class ReferenceRetained:
         else:
             victims = []
             if lower:
-                rest = protected | (set(own) - set(lower))
+                rest = protected | (set(priorities) - set(lower))
                 victims = self.inner.evict(len(lower), rest)
             victims += self.inner.evict(num - len(lower), protected | above)
         if victims is not None:
             for key, _ in victims:
-                self.given.pop(key, None)
-            for key in [key for key in self.given if not self.priority(key)]:
-                del self.given[key]
+                self.retentions.pop(key, None)
+            for key in [key for key in self.retentions if not self.priority(key)]:
+                del self.retentions[key]
         return victims

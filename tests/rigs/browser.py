@@ -97,7 +97,6 @@ class Browser:
         self._home.cleanup()
 
     def call(self, method, **params):
-        """Call a method of the protocol; events on the way are kept."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -143,7 +142,6 @@ class Browser:
         )
 
     def evaluate(self, expression):
-        """Evaluate JavaScript; its value, as JSON has it."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True
         )
@@ -161,7 +159,7 @@ class Browser:
             )
 
     def screenshot(self, whole=True):
-        """Look at the page: u8[height, width, 3], and as a PNG."""
+        """Return the page as u8[height, width, 3] and as a PNG."""
         data = self.call(
             "Page.captureScreenshot", format="png", captureBeyondViewport=whole
         )["data"]

@@ -27,15 +27,7 @@ FORKS.set_forkserver_preload(
 
 
 class Child:
-    """A process with the methods of `subprocess.Popen` that tests use.
-
-    Args:
-        command: The words after `python`: a program, `-c` and a text, or `-m` and a
-            module, and arguments. Warnings are errors.
-        cwd: The folder of the process, the first on its path.
-        env: Its environment; None for that of this process.
-        stdin, stdout, stderr: A file, `PIPE`, `DEVNULL`, or None to inherit it.
-    """
+    """A forked process, like a `subprocess.Popen` of `python -W error *command`."""
 
     def __init__(
         self, *command, cwd=ROOT, env=None, stdin=DEVNULL, stdout=None, stderr=None
@@ -83,7 +75,7 @@ class Child:
         return self.returncode
 
     def send_signal(self, number):
-        # The fork server may not have told yet how the child has ended.
+        # The fork server may not have reported the exit yet.
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)

@@ -12,14 +12,13 @@ LAUNCHER = [
 ]
 
 
-def run_command(line, /, **more):
+def run_command(line, /, **options):
     """Run a command to its end; its output is bytes."""
-    return run_python(*LAUNCHER[2:], *line.split(), **more)
+    return run_python(*LAUNCHER[2:], *line.split(), **options)
 
 
-def run_python(text, /, *words, **more):
-    """Run Python to its end; its output is bytes."""
+def run_python(text, /, *words, **overrides):
     options = {"capture_output": True, "timeout": 120, "cwd": ROOT, "check": False}
-    if "stdout" in more:
+    if "stdout" in overrides:
         options |= {"capture_output": False, "stderr": subprocess.PIPE}
-    return subprocess.run([sys.executable, "-c", text, *words], **options | more)
+    return subprocess.run([sys.executable, "-c", text, *words], **options | overrides)

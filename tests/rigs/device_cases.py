@@ -14,10 +14,10 @@ only_on_cpu = pytest.mark.skipif(not ON_CPU, reason="it is about the CPU backend
 
 def devices(num=1):
     """List the first devices of the platform; skip the test if there are fewer."""
-    found = jax.devices()
-    if len(found) < num:
-        pytest.skip(f"needs {num} devices and finds {len(found)}")
-    return found[:num]
+    available = jax.devices()
+    if len(available) < num:
+        pytest.skip(f"needs {num} devices and finds {len(available)}")
+    return available[:num]
 
 
 def mesh_of(num_devices, axis="x", axis_type=jax.sharding.AxisType.Auto):

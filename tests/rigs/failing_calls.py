@@ -1,4 +1,4 @@
-"""Have one call to the system fail: a file's, a socket's, or the start of a thread.
+"""Make one system call fail: of a file, of a socket, or the start of a thread.
 
 Calls count if they are about a file below one folder, a connection to one port, or a
 thread that jaxkv starts. Each is named by its function and by the function of jaxkv
@@ -101,7 +101,7 @@ _FILES = (
 class Fault(NamedTuple):
     call: str  # A name in `ERRORS`.
     place: str  # The function of jaxkv that needs it.
-    number: int  # So many such calls in this place succeed before.
+    number: int  # How many such calls in this place succeed before.
     error: int | str  # Of `errno`, or `SHORT`, `HANG`, `NO_THREAD` or `TIMED_OUT`.
 
     def __str__(self):
@@ -112,7 +112,7 @@ class Fault(NamedTuple):
 
 
 class FailingCalls:
-    """Counts the calls of jaxkv to the system, and has `num_times` in a place fail.
+    """Counts jaxkv's system calls, and makes `num_times` of them fail in one place.
 
     Calls count while it is armed, about files below `folder` and connections to `port`.
     """
@@ -140,7 +140,7 @@ class FailingCalls:
 
     @contextlib.contextmanager
     def armed(self):
-        """Count calls, and have the one of the fault fail."""
+        """Count calls, and make the fault's call fail."""
         self._is_armed = True
         try:
             yield
@@ -156,7 +156,7 @@ class FailingCalls:
             self._goes_on.clear()
 
     def let_go(self):
-        """Let a call return that hangs, and wait until it does."""
+        """Release the call that hangs, and wait until it returns."""
         self._goes_on.set()
         wait_for(lambda: not self.is_hanging)
 
@@ -301,45 +301,45 @@ class FailingCalls:
         return wrapper
 
     def _connect(self, call):
-        def wrapper(own, address):
+        def wrapper(sock, address):
             if isinstance(address, tuple) and address[1] == self._port:
-                self._sockets.add(own)
+                self._sockets.add(sock)
                 self._raise("connect", address)
-            return call(own, address)
+            return call(sock, address)
 
         return wrapper
 
     def _send(self, call):
-        def wrapper(own, data, *args):
-            if own in self._sockets:
+        def wrapper(sock, data, *args):
+            if sock in self._sockets:
                 error = self._fails("send")
                 if error is not None:
-                    call(own, data[: len(data) // 2], *args)
-                    self._break(own, error)
-            return call(own, data, *args)
+                    call(sock, data[: len(data) // 2], *args)
+                    self._break(sock, error)
+            return call(sock, data, *args)
 
         return wrapper
 
     def _recv(self, call):
-        def wrapper(own, *args):
-            if own in self._sockets:
+        def wrapper(sock, *args):
+            if sock in self._sockets:
                 error = self._fails("recv")
                 if error is not None:
-                    self._break(own, error)
-            return call(own, *args)
+                    self._break(sock, error)
+            return call(sock, *args)
 
         return wrapper
 
-    def _break(self, own, error):
-        """Fail a socket: what timed out may still answer, what is reset cannot."""
+    def _break(self, sock, error):
+        """Break a socket: it may still answer after a timeout, not after a reset."""
         if error != TIMED_OUT:
             with contextlib.suppress(OSError):
-                own.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
         raise _error(error)
 
 
 class _Wrapped:
-    """An object of the system, of which some calls fail."""
+    """A file or socket whose calls may fail."""
 
     def __init__(self, calls, real):
         self._calls, self._real = calls, real
@@ -390,7 +390,7 @@ class _Entries(_Wrapped):
 
 
 class _Entry(_Wrapped):
-    """An entry, whose type a file system may have to look up."""
+    """A directory entry whose type may take a system call."""
 
     def __fspath__(self):
         return self.path
@@ -432,7 +432,7 @@ def _error(error, path=None):
 
 
 def _place():
-    """Name the function of jaxkv in or for which a call is made; None for others."""
+    """Return the jaxkv function that makes the call; None for other callers."""
     frame = sys._getframe(3)
     for _ in range(_MAX_FRAMES):
         if frame is None:

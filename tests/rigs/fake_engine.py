@@ -37,11 +37,11 @@ def next_token(tokens):
 
 
 def reference(prompt, num_output, updates=()):
-    """The tokens that a request gets without a host tier, its last turn's."""
+    """Return the tokens of a request's last turn without a host tier."""
     tokens = list(prompt)
-    for more, num in ([], num_output), *updates:
-        if more:  # The last token of a turn has no KV: it is dropped.
-            tokens = [*tokens[:-1], *more]
+    for update, num in ([], num_output), *updates:
+        if update:  # The last token of a turn has no KV: it is dropped.
+            tokens = [*tokens[:-1], *update]
         for _ in range(num):
             tokens.append(next_token(tokens))
     return tokens
@@ -71,7 +71,7 @@ class Scheduler:
         self.running = []
         self.finished_recving, self.failed_recving = set(), set()
         self.preempted, self.finished = set(), set()
-        # Outputs on their way, and those of them from before a preemption.
+        # Outputs in flight; `stale` counts the ones from before a preemption.
         self.expected, self.stale = Counter(), Counter()
         self.num_external_tokens = 0
         self.was_preempted = set()
@@ -94,16 +94,17 @@ class Scheduler:
         for request in list(self.running):
             if request not in self.running:
                 continue
-            known = request.num_tokens + request.num_output_placeholders
-            num = min(known - request.num_computed_tokens, self.budget)
+            num_known = request.num_tokens + request.num_output_placeholders
+            num = min(num_known - request.num_computed_tokens, self.budget)
             if num <= 0:
                 continue
             is_decode = request.num_computed_tokens >= request.num_prompt_tokens
-            if num == known - request.num_computed_tokens and is_decode:
-                most = min(self.budget - num, request.max_tokens - known)
-                self.drafts[request.request_id] = max(min(self.num_drafts, most), 0)
-                num += self.drafts[request.request_id]
-            before = [len(own) for own in self.tables[request.request_id]]
+            if num == num_known - request.num_computed_tokens and is_decode:
+                max_drafts = min(self.budget - num, request.max_tokens - num_known)
+                num_drafts = max(min(self.num_drafts, max_drafts), 0)
+                self.drafts[request.request_id] = num_drafts
+                num += num_drafts
+            before = [len(table) for table in self.tables[request.request_id]]
             num_tokens = request.num_computed_tokens + num
             while not (has_room := self.allocate(request, num_tokens)):
                 if self.newer and self.connector.has_pending_block_frees():
@@ -116,7 +117,7 @@ class Scheduler:
             if not has_room:
                 break
             added = zip(self.tables[request.request_id], before, strict=True)
-            ids = tuple([b.block_id for b in own[start:]] for own, start in added)
+            ids = tuple([b.block_id for b in table[start:]] for table, start in added)
             cached.req_ids.append(request.request_id)
             cached.new_block_ids.append(ids if any(ids) else None)
             self.note(request, num)
@@ -167,8 +168,8 @@ class Scheduler:
         for name, num in self.num_scheduled.items():
             request = self.requests[name]
             request.num_computed_tokens += num
-            known = request.num_tokens + request.num_output_placeholders
-            if request.num_computed_tokens >= known:
+            num_known = request.num_tokens + request.num_output_placeholders
+            if request.num_computed_tokens >= num_known:
                 request.num_output_placeholders += 1 + self.drafts.get(name, 0)
                 self.expected[name] += 1
         return output
@@ -233,7 +234,6 @@ class Scheduler:
         return hits
 
     def first_needed(self, group, num_tokens):
-        """The first block that the next token reads."""
         window = self.windows[group]
         return max(num_tokens - window + 1, 0) // BLOCK_SIZE if window else 0
 
@@ -251,20 +251,19 @@ class Scheduler:
         self.pool.touch(hits)
         result = []
         for table, (start, num) in zip(tables, plans, strict=True):
-            known = [*table, *hits]
-            null = [self.pool.null_block] * (start - len(known))
-            result.append(known + null + self.pool.get_new_blocks(num))
+            held = [*table, *hits]
+            null = [self.pool.null_block] * (start - len(held))
+            result.append(held + null + self.pool.get_new_blocks(num))
         self.tables[request.request_id] = tuple(result)
         return True
 
     def has_room_for_all(self, request):
-        """Whether all loading requests can be finished."""
         loading = [r for r in self.requests.values() if r.request_id in self.tables]
         loading = [r for r in loading if r not in self.running]
         need = 0
-        for each in (request, *loading):
-            tables = self.tables.get(each.request_id, ([],) * len(self.windows))
-            num_blocks = -(-each.num_tokens // BLOCK_SIZE)
+        for waiting in (request, *loading):
+            tables = self.tables.get(waiting.request_id, ([],) * len(self.windows))
+            num_blocks = -(-waiting.num_tokens // BLOCK_SIZE)
             need += sum(max(num_blocks - len(table), 0) for table in tables)
         return need <= len(self.pool.free_queue)
 
@@ -284,7 +283,6 @@ class Scheduler:
             self.pool.free_blocks(reversed(table))
 
     def preempt(self, request):
-        """Preempt a request; its tokens in flight are lost."""
         self.free(request)
         request.num_computed_tokens = 0
         self.stale[request.request_id] += self.expected.pop(request.request_id, 0)
@@ -295,7 +293,6 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def reset_running(self):
-        """Preempt all between two steps, as reset_prefix_cache() can."""
         while self.running:
             self.preempt(self.running.pop())
 
@@ -333,7 +330,7 @@ class Scheduler:
                 del self.requests[name]
 
     def await_input(self, request):
-        """Have a request wait for more input, which comes after a step without it."""
+        """Make a request wait for more input, which comes after a step without it."""
         name = request.request_id
         request.num_computed_tokens -= request.num_output_placeholders
         request.num_output_placeholders = 0
@@ -343,10 +340,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def preempt_a_session(self):
-        """Preempt the last session that waits with its blocks, if nobody runs.
-
-        In a pool as small as these, sessions may hold all of it.
-        """
+        """Preempt the last waiting session, as sessions may hold all blocks."""
         held = [r for r in self.waiting if r.has_streamed and r.status == "WAITING"]
         held = [r for r in held if r.request_id in self.tables]
         if held and not self.running:
@@ -402,9 +396,8 @@ class Scheduler:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write(caches, blocks, offsets, values):
-    """Write the KV of a step's tokens, as the model does."""
     at = [cache.at[blocks, offsets] for cache in caches]
-    return [own.set(new, mode="drop") for own, new in zip(at, values, strict=True)]
+    return [ref.set(new, mode="drop") for ref, new in zip(at, values, strict=True)]
 
 
 class KVCacheManager:
@@ -424,9 +417,9 @@ class KVCacheManager:
     def reinitialize_kv_cache(self):
         assert not self.runner.kv_caches
         self.runner.kv_caches += jax.tree.map(
-            lambda each: jnp.zeros(*each),
+            lambda spec: jnp.zeros(*spec),
             self.shapes,
-            is_leaf=lambda each: len(each) == 2 and isinstance(each[1], np.dtype),
+            is_leaf=lambda spec: len(spec) == 2 and isinstance(spec[1], np.dtype),
         )
 
 
@@ -445,7 +438,7 @@ class Worker:
             self.model_runner.kv_cache_manager.delete_kv_cache()
 
     def update_weights(self, update_info):
-        """Do nothing: they are written by others."""
+        """Do nothing: the test writes the weights."""
 
     def finish_weight_update(self):
         if self.has_freed:
@@ -488,7 +481,7 @@ class Runner:
         self.lora_manager = LoRAManager()
         # The weights of requests' adapters.
         self.adapters = {}
-        # How far what was loaded may be from what was computed, of its largest value.
+        # Max error of loaded values, as a share of the largest computed value.
         self.tolerance = 0.0
         self.kv_cache_manager = KVCacheManager(self)
         self.worker = Worker(self)
@@ -556,15 +549,15 @@ class Runner:
         for name, (tokens, start, num, _) in work.items():
             if start + num < len(tokens):
                 continue
-            own, sampled[name] = self.tokens[name], []
+            past, sampled[name] = self.tokens[name], []
             # A token more for each draft that is right.
-            while not sampled[name] or tokens[len(own) - 1 : len(own)] == (own[-1],):
-                sampled[name].append(next_token(own))
-                own.append(sampled[name][-1])
+            while not sampled[name] or tokens[len(past) - 1 : len(past)] == (past[-1],):
+                sampled[name].append(next_token(past))
+                past.append(sampled[name][-1])
         return sampled
 
     def with_drafts(self, name, start, num_drafts):
-        """The tokens of a request with drafts after them, and where it goes on.
+        """Return a request's tokens with drafts after them, and where it continues.
 
         A scheduler that is ahead takes all drafts for right.
         """
@@ -576,7 +569,7 @@ class Runner:
         return tuple(tokens), start
 
     def content(self, name, tokens, place, group, layer):
-        """What a layer has for a request's token; other weights have other layers."""
+        """Return the KV of one token in a layer; it depends on the weights."""
         weights = self.weights, self.adapters.get(name)
         return slot(tokens[: place + 1], group, (weights, layer))
 
@@ -594,15 +587,15 @@ class Runner:
                 for place in range(first, start + num):
                     block = table[place // BLOCK_SIZE]
                     for layer, cache in enumerate(content):
-                        found = cache[block, place % BLOCK_SIZE]
+                        loaded = cache[block, place % BLOCK_SIZE]
                         computed = self.content(name, tokens, place, group, layer)
                         about = f"{name}, token {place}, {block=}, {group=}, {layer=}"
                         if self.tolerance:
-                            error = np.abs(np.float32(found) - np.float32(computed))
+                            error = np.abs(np.float32(loaded) - np.float32(computed))
                             assert error.max() <= self.tolerance * 4, about
                             continue
                         np.testing.assert_array_equal(
-                            found.view(np.uint16), computed.view(np.uint16), about
+                            loaded.view(np.uint16), computed.view(np.uint16), about
                         )
 
 
@@ -641,8 +634,8 @@ class Unreliable:
         output = self._with_late()
         if self._rng.random() > self._failure_rate:
             return output
-        lost = [self._half._targets[name] for name in output.finished_recving]
-        self._runner.spoil([b for own in lost for b in own if b >= 0])
+        targets = [self._half._targets[name] for name in output.finished_recving]
+        self._runner.spoil([b for blocks in targets for b in blocks if b >= 0])
         return ConnectorOutput(
             failed_recving=output.finished_recving + output.failed_recving,
             failed_store_events=output.completed_store_events
@@ -672,14 +665,14 @@ class Engine:
                 method=drafts, use_eagle_block_drop=lambda: drafts != "ngram"
             )
         newer = generation == "0.32"
-        own, other = (
+        configs, runner_configs = (
             create_connector(config, role, cache_config)
             for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         )
         self.scheduler = Scheduler(
-            own, num_blocks, windows, newer=newer, num_drafts=num_drafts
+            configs, num_blocks, windows, newer=newer, num_drafts=num_drafts
         )
-        self.runner = Runner(other, num_blocks, windows, newer=newer)
+        self.runner = Runner(runner_configs, num_blocks, windows, newer=newer)
         self.is_async = is_async
         self.in_flight = deque()
         self.events = []
@@ -743,7 +736,7 @@ def register_again(engine):
 
 
 def replace_arrays(engine):
-    engine.runner.state = {name: own + 1 for name, own in engine.runner.state.items()}
+    engine.runner.state = {name: a + 1 for name, a in engine.runner.state.items()}
 
 
 def write_arrays(engine):
@@ -751,7 +744,6 @@ def write_arrays(engine):
 
 
 def update_in_place(engine):
-    """As where the weights are written into the arrays that are there."""
     engine.runner.worker.start_weight_update(free_kv_cache=False)
     engine.runner.worker.update_weights({})
     engine.runner.worker.finish_weight_update()
@@ -765,9 +757,9 @@ def reset_device(engine):
     assert engine.scheduler.pool.reset_prefix_cache() is True
 
 
-# The ways in which weights change while the KV caches stay.
+# Weight changes that keep the KV caches.
 CHANGES = [replace_arrays, write_arrays, update_in_place]
-# The ways in which an engine loses what its caches and the host hold.
+# Events that invalidate the caches and the host.
 LOSSES = [
     update_in_place,
     drop_by_runner,

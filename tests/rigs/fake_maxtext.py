@@ -13,7 +13,6 @@ LAYOUTS = {
 
 
 def make_cache(layout, slots):
-    """Zeros, as MaxText shapes them; NumPy."""
     cache = {}
     for (top, layer), stack in LAYOUTS[layout].items():
         shapes = {
@@ -41,7 +40,6 @@ def leaf_groups(cache):
 
 
 def kv_of(token, number, which, stack):
-    """The KV of a token in a stack of layers: unique numbers."""
     shape = (*stack, HEADS, DIM)
     base = ((token * 4 + number) * 2 + which) * 64
     return (base + np.arange(np.prod(shape))).reshape(shape).astype(np.float32)

@@ -1,6 +1,6 @@
 """The interface of vLLM that its connectors see, written from its documentation.
 
-The names and the order of the calls are those of vLLM 0.19 and of 0.32, which differ in
+The names and the order of the calls follow vLLM 0.19 and 0.32, which differ in
 three points: 0.32 starts asynchronous loads after the model, also accepts failed loads
 by request, and reuses freed blocks without a hash first. The assertions are what vLLM
 relies on.
@@ -200,9 +200,9 @@ def install(monkeypatch, generation):
             )
         )
     for path, names in contents.items():
-        parts = path.split(".")
-        for length in range(1, len(parts) + 1):
-            name = ".".join(parts[:length])
+        segments = path.split(".")
+        for length in range(1, len(segments) + 1):
+            name = ".".join(segments[:length])
             if not isinstance(sys.modules.get(name), FakeModule):
                 monkeypatch.setitem(sys.modules, name, FakeModule(name))
         vars(sys.modules[path]).update(names)
@@ -251,15 +251,15 @@ def make_configs(
     num_blocks=24,
     num_layers=2,
     model="model",
-    **other,
+    **overrides,
 ):
     """A VllmConfig and a KVCacheConfig. `other` overrides "config.name=value" pairs."""
     groups = []
     for window in windows:
-        own = dict(block_size=BLOCK_SIZE, head_size=8, dtype=np.dtype(np.float16))
-        spec = FullAttentionSpec(**own)
+        sizes = dict(block_size=BLOCK_SIZE, head_size=8, dtype=np.dtype(np.float16))
+        spec = FullAttentionSpec(**sizes)
         if window:
-            spec = SlidingWindowSpec(**own, sliding_window=window)
+            spec = SlidingWindowSpec(**sizes, sliding_window=window)
         groups.append(types.SimpleNamespace(kv_cache_spec=spec, layer_names=[]))
     # bf16[block, 2, 2, 8] for each layer.
     tensor = types.SimpleNamespace(size=num_blocks * BLOCK_SIZE * 64)
@@ -303,7 +303,7 @@ def make_configs(
             kv_connector_extra_config={"num_cpu_blocks": 32} | (extra or {}),
         ),
     )
-    for name, value in other.items():
+    for name, value in overrides.items():
         section, _, key = name.partition("__")
         setattr(getattr(config, section) if key else config, key or section, value)
     return config, kv_cache_config
@@ -332,23 +332,23 @@ class BlockPool:
         return len(self.free_queue)
 
     def get_cached_block(self, block_hash, group):
-        found = self.cached.get(block_hash + group.to_bytes(4, "big"))
-        return next(iter(found.values())) if found else None
+        blocks = self.cached.get(block_hash + group.to_bytes(4, "big"))
+        return next(iter(blocks.values())) if blocks else None
 
     def get_new_blocks(self, num):
         assert num <= len(self.free_queue)
-        taken = [self.free_queue.popleft() for _ in range(num)]
-        for block in taken:
+        blocks = [self.free_queue.popleft() for _ in range(num)]
+        for block in blocks:
             assert block.ref_cnt == 0
             self.forget(block)
             block.ref_cnt = 1
-        return taken
+        return blocks
 
     def forget(self, block):
         if block.block_hash is not None:
-            own = self.cached[block.block_hash]
-            del own[block.block_id]
-            if not own:
+            same_key = self.cached[block.block_hash]
+            del same_key[block.block_id]
+            if not same_key:
                 del self.cached[block.block_hash]
             block.block_hash = None
 
@@ -382,7 +382,6 @@ class BlockPool:
         return True
 
     def overwrite_all(self):
-        """Overwrite all blocks that no request holds."""
         for block in list(self.free_queue):
             self.forget(block)
 
@@ -392,7 +391,7 @@ class KVCacheBlocks:
     blocks: tuple
 
     def get_block_ids(self):
-        return tuple([block.block_id for block in own] for own in self.blocks)
+        return tuple([block.block_id for block in table] for table in self.blocks)
 
 
 class Request:
@@ -435,7 +434,7 @@ class Request:
             self.block_hashes.append(hashlib.sha256(text).digest())
 
     def stream(self, tokens, num_output):
-        """Go on with more input; what was sampled and not computed is dropped."""
+        """Append input; sampled tokens without KV are dropped."""
         self.has_streamed = True
         num_computed = self.num_computed_tokens
         del self.tokens[num_computed:]

@@ -14,7 +14,7 @@ from jaxkv.transfer.storage.store import Lanes, can_list
 
 @dataclasses.dataclass
 class Faults:
-    """How often each thing happens, from 0 to 1; may be changed at any time."""
+    """The probability of each fault, from 0 to 1; may be changed at any time."""
 
     error: float = 0.0  # A call fails.
     raising: float = 0.0  # A whole call raises.
@@ -31,7 +31,7 @@ class Faults:
 
 
 class FaultyStore:
-    """Hands calls on to another store, with faults by a seed and the order of calls."""
+    """Forwards calls to another store, with faults by seed and call order."""
 
     lanes = Lanes(16, 16)
 
@@ -59,8 +59,8 @@ class FaultyStore:
                 self.inner.delete([name])
         with self._lock:
             self._names.update(dict.fromkeys(names))
-        found = self.inner.get(list(map(self._swapped, names)), max_bytes)
-        return [self._answer(self._damaged(data)) for data in found]
+        answers = self.inner.get(list(map(self._swapped, names)), max_bytes)
+        return [self._answer(self._damaged(data)) for data in answers]
 
     def put(self, items):
         self._begin(items)
@@ -91,12 +91,11 @@ class FaultyStore:
 
     @property
     def num_hanging(self) -> int:
-        """Calls that `let_go` would answer."""
         with self._lock:
             return len(self._held)
 
     def let_go(self) -> int:
-        """Answer what hangs; return how many calls that were."""
+        """Answer the hanging calls; return their number."""
         with self._lock:
             held, self._held = self._held, []
         for hanging in held:
@@ -130,9 +129,9 @@ class FaultyStore:
 
     def _swapped(self, name: str) -> str:
         with self._lock:
-            others = [other for other in self._names if other != name]
-        if others and self._happens("swap"):
-            return others[self._below(len(others))]
+            candidates = [n for n in self._names if n != name]
+        if candidates and self._happens("swap"):
+            return candidates[self._below(len(candidates))]
         return name
 
     def _damaged(self, data):

@@ -83,8 +83,8 @@ class Driver:
         self._backlog = queue.Queue()
         stores = prefill_adapterstore or [None] * len(prefill_engines)
         self._threads = [
-            threading.Thread(target=self._serve, args=each)
-            for each in zip(prefill_engines, prefill_params, stores, strict=True)
+            threading.Thread(target=self._serve, args=args)
+            for args in zip(prefill_engines, prefill_params, stores, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -95,7 +95,6 @@ class Driver:
         return request
 
     def answer(self, prompts, **options):
-        """Answer prompts, all at once, in order."""
         requests = [self.submit(prompt, **options) for prompt in prompts]
         for request in requests:
             assert request.done.wait(120)
@@ -154,7 +153,7 @@ class Driver:
 
     def _prefill(self, engine, params, tokens, existing):
         size = engine.prefill_chunk_size
-        known = existing.common_prefix_tokens if existing else tokens[:0]
+        cached = existing.common_prefix_tokens if existing else tokens[:0]
         for at in range(0, len(tokens), size):
             chunk = tokens[at : at + size]
             prefix, token = engine.prefill(
@@ -163,7 +162,7 @@ class Driver:
                 padded_tokens=jnp.pad(jnp.array(chunk), (0, size - len(chunk))),
                 true_length=len(chunk),
             )
-            done = np.concatenate([known, tokens[: at + size]])
+            done = np.concatenate([cached, tokens[: at + size]])
             existing = ExistingPrefix(prefix["cache"], done)
         return prefix, token
 
@@ -189,7 +188,7 @@ class Driver:
         return prefix, token
 
     def _find(self, key, size):
-        """Look up a prefix; use whole chunks of it, and leave a token to compute."""
+        """Find a cached prefix of whole chunks that leaves a token to compute."""
         value = self._cache.load(key, min_common_prefix_key_length=size)
         if value is None:
             return None, 0
@@ -218,10 +217,10 @@ def num_bytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def common_length(key, other):
+def common_length(key, other_key):
     return next(
-        (n for n, (a, b) in enumerate(zip(key, other, strict=False)) if a != b),
-        min(len(key), len(other)),
+        (n for n, (a, b) in enumerate(zip(key, other_key, strict=False)) if a != b),
+        min(len(key), len(other_key)),
     )
 
 
@@ -232,9 +231,9 @@ def shared_prompts(num_prompts, seed=0, vocab_size=97):
     documents = [rng.integers(0, vocab_size, 56) for _ in range(6)]
     prompts = []
     for _ in range(num_prompts):
-        parts = [systems[rng.integers(2)]]
+        pieces = [systems[rng.integers(2)]]
         if rng.random() < 0.7:
-            parts.append(documents[rng.integers(6)])
-        parts.append(rng.integers(0, vocab_size, rng.integers(8, 25)))
-        prompts.append(tuple(int(token) for token in np.concatenate(parts)))
+            pieces.append(documents[rng.integers(6)])
+        pieces.append(rng.integers(0, vocab_size, rng.integers(8, 25)))
+        prompts.append(tuple(int(token) for token in np.concatenate(pieces)))
     return prompts

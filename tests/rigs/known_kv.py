@@ -33,7 +33,6 @@ def to_device(kv):
 
 
 def check_hit(hit, tokens, extras=NO_EXTRAS, length=None):
-    """Check that a hit is the KV of the prompt's first tokens, bit for bit."""
     length = hit.kv["key"].shape[0] if length is None else length
     wanted = known_kv(tokens[: hit.num_tokens], length, extras, rubbish=False)
     check_equal(hit.kv, wanted)

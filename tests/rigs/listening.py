@@ -84,14 +84,13 @@ class Picture:
         size, parent = event.block_size, event.parent_block_hash
         assert len(event.token_ids) == size * len(event.block_hashes)
         for n, key in enumerate(event.block_hashes):
-            own = event.token_ids[n * size : (n + 1) * size]
-            self.tokens[key] = (parent, own, event.lora_name, event.group_idx)
+            tokens = event.token_ids[n * size : (n + 1) * size]
+            self.tokens[key] = (parent, tokens, event.lora_name, event.group_idx)
             parent = key
 
     def prompt(self, key):
-        """All tokens up to the end of a block."""
-        parent, own, *_ = self.tokens[key]
-        return own if parent is None else self.prompt(parent) + own
+        parent, tokens, *_ = self.tokens[key]
+        return tokens if parent is None else self.prompt(parent) + tokens
 
     def held(self, medium):
         return +self.tiers[medium]

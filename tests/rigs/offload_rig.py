@@ -62,7 +62,6 @@ class FakeRequest:
 
     @property
     def table(self):
-        """The block table as the scheduler takes it."""
         return self.tables if len(self.tables) > 1 else self.tables[0]
 
 
@@ -128,8 +127,8 @@ class Rig:
         """The index of the host, to prepare a state; the only private name used."""
         return self.scheduler._manager
 
-    def request(self, name, *path, **more):
-        return make_request(name, *path, groups=self.groups, **more)
+    def request(self, name, *path, **options):
+        return make_request(name, *path, groups=self.groups, **options)
 
     def find(self, request):
         max_tokens = request.num_tokens - 1
@@ -156,16 +155,12 @@ class Rig:
         """The number of prefix blocks on both tiers together."""
         request = self.request("?", *path)
         num_tokens, _ = self.find(request)
-        more, _ = self.query(request, num_tokens)
+        num_external, _ = self.query(request, num_tokens)
         self.scheduler.request_finished(request)
-        return (num_tokens + more) // self.groups[0].block_size
+        return (num_tokens + num_external) // self.groups[0].block_size
 
     def admit(self, request, take=None):
-        """Allocate the blocks of a request.
-
-        Returns the tokens that it accepts of the offer, at most `take`; None if it must
-        ask again.
-        """
+        """Allocate blocks; return the accepted tokens, None if it must ask again."""
         num_local, tables = self.find(request)
         for table in tables:
             self.pool.touch(table)
@@ -265,7 +260,7 @@ class Rig:
             self.pool.cache(list(held), list(held.values()))
 
     def report(self, **fields):
-        """Pass a report of the worker on; `below` may be a single tier's."""
+        """Report as the worker does; `below` may be a single tier's report."""
         if isinstance(fields.get("below"), TierReport):
             fields["below"] = (fields["below"],)
         return self.scheduler.update_connector_output(ConnectorOutput(**fields))
@@ -339,12 +334,11 @@ class Rig:
         self.settle()
 
     def store(self, *path, name="stored"):
-        """Have the host hold a prefix, and the device nothing."""
+        """Store a prefix on the host; clear the device."""
         self.run(self.request(f"{name} {path}", *path))
         self.forget_device()
 
     def fill_host(self, num_blocks):
-        """Store new blocks, four at a time."""
         while num_blocks:
             num = min(num_blocks, 4)
             first = len(self.host) + 1000 * num_blocks
@@ -370,20 +364,20 @@ class Rig:
         assert not any(self.host_tier.snapshot().ref_cnt.values())
 
 
-def make_rig(mode="eager", **more):
+def make_rig(mode="eager", **options):
     """In lazy mode every step looks at all that the device could evict."""
-    return Rig(mode=mode, max_num_batched_tokens=NUM_BLOCKS * BLOCK_SIZE, **more)
+    return Rig(mode=mode, max_num_batched_tokens=NUM_BLOCKS * BLOCK_SIZE, **options)
 
 
 def state_of(rig):
-    """All that the two tiers know, and what is counted and on its way."""
+    """Return the state of both tiers, the counts and the work in flight."""
     states = rig.pool.state, rig.host_tier.executor.state
     leaves = [leaf.tolist() for leaf in jax.tree.leaves(states)]
     return leaves, rig.scheduler.stats, rig.scheduler.in_transit
 
 
 def on_host(rig):
-    """The keys in host memory; of rows of blocks, the rows."""
+    """The keys in host memory, or rows of keys if a host block holds several."""
     rows = [row[0] if len(row) == 1 else tuple(row) for row in rig.host.values()]
     assert len(set(rows)) == len(rows)
     return set(rows)
@@ -398,7 +392,7 @@ def check_refused(rig, match, function, *arguments, error=ValueError):
 
 
 class StoreRig(Rig):
-    """An engine over a store, for which a test answers.
+    """An engine over a store that the test plays.
 
     The store has the keys `there`, which the engine does not know.
     """
@@ -407,28 +401,27 @@ class StoreRig(Rig):
         named = {"num_storage_blocks": 16, "storage_write": "through"}
         super().__init__(**named | options)
         self.there = set(there)
-        self.asked, self.written = [], []
+        self.unanswered, self.written = [], []
 
     def step(self, *args, **blocks):
         meta = super().step(*args, **blocks)
-        self.asked += meta.below
+        self.unanswered += meta.below
         return meta
 
     def fetches(self):
-        """Make a step; give what it asks of the store."""
+        """Run a step; return its fetches."""
         return [batch for moves in self.step().below for batch in moves.fetches]
 
     def probes(self):
-        """The probes that were sent out and not answered."""
-        assert not any(moves.fetches and moves.probes for moves in self.asked)
-        return [probe for moves in self.asked for probe in moves.probes]
+        assert not any(moves.fetches and moves.probes for moves in self.unanswered)
+        return [probe for moves in self.unanswered for probe in moves.probes]
 
     def answer(self, ok=True):
-        """Report all that was asked as over."""
+        """Report every outstanding storage task as done."""
         for probe in self.probes():
             oks = tuple(ok and key in self.there for run in probe.runs for key in run)
             self.report_below(probed=((probe.event, oks),))
-        for moves in self.asked:
+        for moves in self.unanswered:
             fetched, written = [
                 tuple((batch.event, (ok,) * len(batch.keys)) for batch in batches)
                 for batches in (moves.fetches, moves.writes)
@@ -439,17 +432,17 @@ class StoreRig(Rig):
             self.written += [key for batch in moves.writes for key in batch.keys]
             if fetched or written:
                 self.report_below(fetched=fetched, written=written)
-        self.asked.clear()
+        self.unanswered.clear()
 
     def report_below(self, **fields):
         self.report(below=TierReport(**fields))
 
     def has(self, *keys):
-        """Have a listing find blocks in the store."""
+        """Report that a listing found these blocks in the store."""
         self.report_below(found=keys)
 
     def found(self, request):
-        """Ask until there is an answer: how many blocks, and how many new probes."""
+        """Query until there is an offer; return its blocks and the number of probes."""
         num = 0
         while (offer := self.offer(request))[0] is None:
             num += sum(len(moves.probes) for moves in self.step().below)
@@ -458,7 +451,7 @@ class StoreRig(Rig):
         return offer[0] // BLOCK_SIZE, num
 
     def serve(self, name, *path):
-        """Serve a request, and write what is to be written."""
+        """Serve a request, and complete its writes."""
         self.run(make_request(name, *path))
         for _ in range(20):
             self.answer()
@@ -521,7 +514,7 @@ class StoredEngine:
             time.sleep(1e-4)
 
     def list(self):
-        """List the store, and have deleted what is too much."""
+        """List the store, and delete the blocks beyond its bound."""
         self.scheduler.below[0].tier._is_listed = False
         self.storage._next_list_s = 0.0
         assert self.scheduler.wait_for_storage(self.worker, 60.0)
@@ -530,7 +523,7 @@ class StoredEngine:
         wait_for(lambda: not storage_io._has_deletes)
 
     def num_found(self, request, between=lambda: time.sleep(1e-4)):
-        """Ask until there is an answer; return how many blocks are offered."""
+        """Query until there is an offer; return its blocks."""
         end_s = time.monotonic() + 60
         while True:
             num_tokens, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
@@ -541,7 +534,6 @@ class StoredEngine:
             between()
 
     def bytes_of(self, keys):
-        """The bytes that the host has of each key."""
         read = self.engine.read_host(self.scheduler._manager.find(keys).tolist())
         payload = np.empty(self.engine.host_payload_bytes, np.uint8)
         payloads = []

@@ -104,8 +104,8 @@ class Caller:
             value = rng.choice((-1, 1)) * (1 << rng.randrange(64)) + rng.randint(-1, 1)
         else:
             value = rng.randrange(-(1 << 63), (1 << 63) + 1)
-        least, most = -(1 << 63), 1 << 63
-        return max(least, min(value, most if wide else most - 1))
+        low, high = -(1 << 63), 1 << 63
+        return max(low, min(value, high if wide else high - 1))
 
     def ids(self):
         wanted = self.rng.randrange(5)
@@ -126,7 +126,7 @@ class Caller:
         return self.rng.choice(STOPS)
 
     def run(self, num_calls):
-        """Make calls; tell how many were refused."""
+        """Make calls; return how many were refused."""
         num_refused = 0
         for _ in range(num_calls):
             try:

@@ -28,7 +28,6 @@ def sent(value):
 
 
 def sharding_of(num_ranks):
-    """Shard the block axis over as many devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:num_ranks]), ("data",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
 
@@ -187,7 +186,7 @@ class RankedEngine:
         self.scheduler.update(outputs, connector_output, sampled)
 
     def settle(self):
-        """Step until nothing is in flight, as further requests would have it do."""
+        """Step until nothing is in flight, as further requests would."""
         while any(half.has_pending_push_work() for half in self.connectors):
             self.step()
             time.sleep(0.002)

@@ -40,7 +40,7 @@ MODEL = dict(
 
 
 def engine_maker(folder, monkeypatch):
-    """Prepare this process and a folder, and give what makes a `RealEngine` there."""
+    """Prepare this process and a folder; return a maker of `RealEngine`s there."""
     for name, value in environ(folder).items():
         if name != "PYTHONPATH":  # This process has no use for the plugin.
             monkeypatch.setenv(name, value)
@@ -51,7 +51,7 @@ def engine_maker(folder, monkeypatch):
 
 
 def tensors_of(layers, size, num_blocks):
-    """Tell vLLM of the caches of a group, as 0.32 wants it, or as 0.25 does."""
+    """Describe the caches of a group to vLLM, in the format of 0.32 or of 0.25."""
     from vllm.v1.kv_cache_interface import KVCacheTensor
 
     if "shared_by" in KVCacheTensor.__dataclass_fields__:
@@ -247,7 +247,6 @@ class RealEngine:
         return request
 
     def step(self):
-        """Make a step; return whether it schedules anything."""
         from vllm.distributed.kv_transfer import kv_transfer_state
 
         # The runners' mixin looks for it here.
@@ -263,12 +262,12 @@ class RealEngine:
         return output.total_num_scheduled_tokens > 0
 
     def draft(self, done):
-        """Tell the scheduler of drafts; the runner makes its own of as many."""
+        """Send drafts to the scheduler; the runner makes as many."""
         from vllm.v1.outputs import DraftTokenIds
 
         if self.num_drafts and not self.is_async:
             drafts = [
-                [0] * self.num_drafts * bool(own) for own in done.sampled_token_ids
+                [0] * self.num_drafts * bool(ids) for ids in done.sampled_token_ids
             ]
             self.scheduler.update_draft_token_ids(DraftTokenIds(done.req_ids, drafts))
 
@@ -314,11 +313,11 @@ class RealRunner(Runner):
             ids = cached.new_block_ids[index]
             starts[name] = cached.num_computed_tokens[index]
             if name in cached.resumed_req_ids:
-                self.tables[name] = [list(own) for own in ids]
+                self.tables[name] = [list(group_ids) for group_ids in ids]
                 self.tokens[name] = list(cached.all_token_ids[name])
             elif ids is not None:
-                for table, own in zip(self.tables[name], ids, strict=True):
-                    table += own
+                for table, new_ids in zip(self.tables[name], ids, strict=True):
+                    table += new_ids
         step = SimpleNamespace(
             all_tokens={},
             work={
@@ -326,8 +325,8 @@ class RealRunner(Runner):
                 for name, num in output.num_scheduled_tokens.items()
             },
             drafts={
-                name: len(own)
-                for name, own in output.scheduled_spec_decode_tokens.items()
+                name: len(drafts)
+                for name, drafts in output.scheduled_spec_decode_tokens.items()
             },
         )
         mixin = KVConnectorModelRunnerMixin
@@ -384,10 +383,10 @@ class StatesRunner(RealRunner):
                 for layer in range(2):
                     caches[layer] = caches[layer].at[block].set(jnp.nan)
                 continue
-            group, own = divmod(block - num_blocks, NUM_STATES)
+            group, state = divmod(block - num_blocks, NUM_STATES)
             for layer in self.layers_of(group):
                 caches[layer] = tuple(
-                    part.at[own].set(jnp.nan) for part in caches[layer]
+                    part.at[state].set(jnp.nan) for part in caches[layer]
                 )
         self.kv_caches = caches
 
@@ -399,8 +398,8 @@ class StatesRunner(RealRunner):
         values = slot(so_far, "state", (self.weights, layer)).astype(np.float32).ravel()
         sizes = [int(np.prod(shape)) for shape in STATE_SHAPES]
         flat = np.resize(values, sum(sizes))
-        parts = np.split(flat, sizes[:1])
-        return [p.reshape(s) for p, s in zip(parts, STATE_SHAPES, strict=True)]
+        arrays = np.split(flat, sizes[:1])
+        return [p.reshape(s) for p, s in zip(arrays, STATE_SHAPES, strict=True)]
 
     def forward(self, step):
         writes = []
@@ -421,8 +420,8 @@ class StatesRunner(RealRunner):
         for layer, block, state in writes:
             assert block, "a state would be written to the null block"
             caches[layer] = tuple(
-                part.at[block].set(own)
-                for part, own in zip(caches[layer], state, strict=True)
+                part.at[block].set(value)
+                for part, value in zip(caches[layer], state, strict=True)
             )
         # The layers of attention are the same as ever.
         self.kv_caches = caches[:num_layers]
@@ -436,8 +435,7 @@ class StatesRunner(RealRunner):
             self.kv_caches = [*self.kv_caches, *caches[num_layers:]]
 
     def check_state(self, name, so_far, layer, block):
-        """Compare the state that a request goes on from with the computed one."""
         expected = self.state_of(so_far, layer)
         about = f"{name}, state after {len(so_far)} tokens, {block=}, {layer=}"
-        for found, own in zip(self.kv_caches[layer], expected, strict=True):
-            np.testing.assert_array_equal(np.asarray(found[block]), own, about)
+        for actual, wanted in zip(self.kv_caches[layer], expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(actual[block]), wanted, about)

@@ -18,7 +18,6 @@ BLOCK_SIZE = 1
 
 
 def serve(recorder, number, num_blocks=50):
-    """Record a request whose length is its number."""
     keys = [random.randbytes(32) for _ in range(num_blocks)]
     recorder.begin(str(number), keys, num_blocks + number)
     recorder.finish(str(number))
@@ -39,7 +38,7 @@ def main(path, mode, argument="0"):
     elif mode == "exit at once":
         recorder.begin("runs", [], 9)
     elif mode == "garbage":
-        recorder.me = recorder  # Of nobody's, and yet held.
+        recorder.me = recorder  # Unreachable, but kept by a cycle.
         serve(recorder, 1)
         recorder.begin("runs", [], 9)
         del recorder

@@ -10,11 +10,7 @@ WRONG = (
 
 
 def wrong_calls(arguments):
-    """Yield the argument that is wrong, and all arguments of a call.
-
-    Args:
-        arguments: Name -> a right value, and which of `WRONG` are right, too.
-    """
+    """Yield calls with one wrong argument; name -> (right value, other right ones)."""
     right = {name: values[0] for name, values in arguments.items()}
     for name, (_, *allowed) in arguments.items():
         for wrong in WRONG:

@@ -13,11 +13,7 @@ def refused_threads(
     num: float = float("inf"),
     error: type[Exception] = RuntimeError,
 ) -> Iterator[list[str]]:
-    """Refuse the starts of threads from the `first` on, `num` of them.
-
-    Yields:
-        The names of the threads that were refused so far.
-    """
+    """Refuse `num` thread starts from the `first` on; yield the refused names."""
     start = threading.Thread.start
     refused: list[str] = []
     num_starts = 0

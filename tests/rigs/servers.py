@@ -22,7 +22,7 @@ from jaxkv.transfer.storage import open_store
 from tests.rigs.waiting import wait_for
 
 _STARTED_S = 60.0
-# A replica takes over soon, however long it has not heard of its primary.
+# A replica takes over soon, however old its last contact with the primary is.
 OF_CLUSTER = (
     *("--cluster-enabled", "yes"),
     *("--cluster-node-timeout", "1000"),
@@ -43,7 +43,6 @@ def free_port() -> int:
 
 
 def redis_program() -> str:
-    """Find a server, or skip the test."""
     for name in ("valkey-server", "redis-server"):
         if program := shutil.which(name):
             return program
@@ -51,7 +50,6 @@ def redis_program() -> str:
 
 
 def redis_client() -> str:
-    """Find the server's command for a terminal, or skip the test."""
     program = redis_program().replace("-server", "-cli")
     if not Path(program).exists():
         pytest.skip(f"{program} is not installed")
@@ -103,8 +101,8 @@ def redis_cluster(
             # The nodes talk to one another at a port that is 10,000 higher.
             port = next(port for port in iter(free_port, None) if port < 50_000)
             (folder / str(number)).mkdir()
-            own = ("--port", "0", "--tls-port", str(port)) if has_tls else ()
-            server = redis_server(folder / str(number), *options, *own, port=port)
+            ports = ("--port", "0", "--tls-port", str(port)) if has_tls else ()
+            server = redis_server(folder / str(number), *options, *ports, port=port)
             _, nodes[port] = stack.enter_context(server)
         words = [*client, "--cluster", "create", "--cluster-yes"]
         words += [f"127.0.0.1:{port}" for port in nodes]
@@ -117,7 +115,6 @@ def redis_cluster(
 
 
 def _make_certificate(folder: Path) -> None:
-    """Write `certificate` and `key` of 127.0.0.1 to a folder."""
     program = shutil.which("openssl")
     if program is None:
         pytest.skip("openssl is not installed")
@@ -128,7 +125,7 @@ def _make_certificate(folder: Path) -> None:
 
 
 def _is_whole(client: list[str], port: int) -> bool:
-    """Whether a node of a cluster knows who has each slot."""
+    """Return whether a cluster node knows the owner of each slot."""
     words = [*client, "-p", str(port), "cluster", "info"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     return "cluster_state:ok" in done.stdout
@@ -151,7 +148,6 @@ def s3_server(bucket: str) -> Iterator[tuple[str, subprocess.Popen]]:
 
 
 def mooncake_program() -> str:
-    """Find the master, or skip the test."""
     names = [name for _, name in socket.if_nameindex()]
     if names != ["lo"]:
         pytest.skip(
@@ -221,11 +217,11 @@ def mooncake_lending_process(url: str) -> Iterator[subprocess.Popen]:
 
 @contextlib.contextmanager
 def _running(
-    words: list[str], port: int, more: Mapping[str, str] = MappingProxyType({})
+    words: list[str], port: int, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[subprocess.Popen]:
     environ = {
         name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ
-    } | more
+    } | environment
     with subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ
     ) as process:

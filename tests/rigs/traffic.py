@@ -1,4 +1,4 @@
-"""An engine with random requests that overlap, for what watches a scheduler."""
+"""An engine with random, overlapping requests, for tests of scheduler listeners."""
 
 import hashlib
 import random
@@ -21,8 +21,6 @@ def change_in_turn(choice):
 
 
 class Traffic:
-    """An engine with requests that overlap, at random."""
-
     def __init__(self, seed, **options):
         self.rng = random.Random(seed)
         self.now_s = 0.0
@@ -39,7 +37,7 @@ class Traffic:
         rng, rig = self.rng, self.rig
         self.now_s += rng.expovariate(1.0)
         action = rng.random()
-        running = [own for own in rig.requests.values() if not own.loading_tokens]
+        running = [r for r in rig.requests.values() if not r.loading_tokens]
         if action < 0.3 and rig.pool.num_free > 7:
             self.num_made += 1
             extra = rng.randrange(1, BLOCK_SIZE)
@@ -48,7 +46,7 @@ class Traffic:
             keys[:] = [hashlib.sha256(key).digest() for key in keys]
             rig.admit(request)
         elif action < 0.6:
-            tokens = {own.request_id: rng.randrange(1, 13) for own in running}
+            tokens = {r.request_id: rng.randrange(1, 13) for r in running}
             rig.step(tokens=tokens)
         elif action < 0.7 and rig.stores:
             rig.store_arrives(ok=rng.random() < 0.9)

@@ -5,7 +5,7 @@ from tests.rigs.fake_vllm import KVConnectorRole, create_connector, make_configs
 
 
 def serve(pipe, options):
-    """Run steps as they come, until None; answer with what the runner reports."""
+    """Run steps until None arrives; answer with the runner's reports."""
     import pytest
 
     from tests.rigs import fake_engine, fake_vllm
@@ -29,13 +29,13 @@ def serve(pipe, options):
 
 
 class RemoteRunner:
-    """Has the rig's runner in another process, which gets only what is sent here."""
+    """Runs the rig's runner in another process, which receives only these messages."""
 
     def __init__(self, **options):
-        self._pipe, other = FORKS.Pipe()
-        self._process = FORKS.Process(target=serve, args=(other, options))
+        self._pipe, child_end = FORKS.Pipe()
+        self._process = FORKS.Process(target=serve, args=(child_end, options))
         self._process.start()
-        other.close()
+        child_end.close()
         assert self._pipe.recv() == "ready"
 
     def execute(self, output):
@@ -43,7 +43,7 @@ class RemoteRunner:
         return self._pipe.recv()
 
     def drop_pool(self):
-        """Drop the KV caches, and have other weights."""
+        """Drop the KV caches, and change the weights."""
         self._pipe.send("drop")
         assert self._pipe.recv() == "dropped"
 

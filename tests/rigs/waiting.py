@@ -1,4 +1,4 @@
-"""Waiting for what goes on in other threads and processes."""
+"""Waiting for other threads and processes."""
 
 import contextlib
 import os
@@ -10,12 +10,12 @@ WAIT_S = 60  # A passing test never waits this long.
 
 
 def wait_for(condition, *arguments):
-    """Call a condition until it holds; return what it gave."""
+    """Call a condition until it holds; return its value."""
     until_s = time.monotonic() + WAIT_S
-    while not (found := condition(*arguments)):
+    while not (result := condition(*arguments)):
         assert time.monotonic() < until_s, "it did not come about"
         time.sleep(0.002)
-    return found
+    return result
 
 
 class Patience:

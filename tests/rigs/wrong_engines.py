@@ -18,16 +18,16 @@ answer = toy_model.answer
 
 class Right(example.Engine):
     def serve(self, request_id, prompt, num_new):
-        """Serve one request; give its new tokens, and how many were found."""
+        """Serve one request; return its new tokens and the number of hit tokens."""
         request = example.Request(request_id, prompt, len(self.groups))
         while not self.admit(request):
             self.step([])
         awaited = sum(num_tokens for _, num_tokens, _ in self.loading.values())
-        found = request.num_computed_tokens + awaited
+        num_hits = request.num_computed_tokens + awaited
         while request.num_tokens < len(prompt) + num_new:
             self.step([request])
         self.finish(request)
-        return request.tokens[len(prompt) :], found
+        return request.tokens[len(prompt) :], num_hits
 
     def blocks_being_stored(self):
         stores = self.scheduler._stores
@@ -125,9 +125,9 @@ def takes_loads_that_failed(engine):
     report = engine.scheduler.update_connector_output
 
     def report_all_as_there(output):
-        told = report(output)
-        ended = told.finished_recving + told.failed_recving
-        return dataclasses.replace(told, finished_recving=ended, failed_recving=())
+        reported = report(output)
+        ended = reported.finished_recving + reported.failed_recving
+        return dataclasses.replace(reported, finished_recving=ended, failed_recving=())
 
     engine.scheduler.update_connector_output = report_all_as_there
 
@@ -218,7 +218,6 @@ class ReusesIds(Right):
 
 
 def serve_twice(engine, prompts, num_new):
-    """Serve prompts, twice under the same ids; give tokens and hits of each round."""
     rounds = [], []
     for answers in rounds:
         for number, prompt in enumerate(prompts):

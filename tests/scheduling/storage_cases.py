@@ -35,7 +35,7 @@ def main(address, num_processes, process, seed, num_steps, folder, num_lives):
         deadline_s=50.0,
         agreement_timeout_s=80.0,
         skip_slow_loads=False,
-        # Much of what the first engine computes is there for the second.
+        # So that the second engine finds most blocks of the first in the store.
         store_threshold=0,
         max_unseen_blocks=None,
         storage_write="through",
@@ -46,7 +46,7 @@ def main(address, num_processes, process, seed, num_steps, folder, num_lives):
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("heads",))
     counts, history = collections.Counter(), collections.deque(maxlen=40)
-    own = random.Random(f"{seed}/{process}")
+    process_rng = random.Random(f"{seed}/{process}")
     print(setup, flush=True)
     lives, last = [], None
     for life in range(int(num_lives)):  # The others find what the first has written.
@@ -54,12 +54,12 @@ def main(address, num_processes, process, seed, num_steps, folder, num_lives):
             asks = {"storage_list_s": 0.0, "storage_probe_s": 5.0}
             config = dataclasses.replace(setup.config, **asks)
             setup = dataclasses.replace(setup, config=config)
-        engine = PagedEngine(setup, rng, counts, history.append, mesh, own)
+        engine = PagedEngine(setup, rng, counts, history.append, mesh, process_rng)
         try:
             if last is not None:
                 is_listed = engine.scheduler.wait_for_storage(engine.workers[0], 60.0)
                 assert is_listed == (life == 1)
-                # The same weights, and users who come back with what they asked.
+                # The same weights, and users who send their requests again.
                 engine.weights, engine.epoch = last.weights, last.epoch
                 engine.stories = last.stories
                 for tokens, extras in last.stories:

@@ -31,7 +31,7 @@ from tests.rigs.refused_threads import refused_threads
 from tests.rigs.waiting import wait_for
 
 NUM_BLOCKS = 8
-# Longer than any wait for what does come, however slow the machine is.
+# Longer than any wait that ends, however slow the machine is.
 TIMEOUT_S = 60.0
 
 
@@ -98,7 +98,7 @@ class Process:
         return self.worker.poll()
 
     def start(self, *, fails=None, meta=None, **moves):
-        """Start a step, in which what moves in a direction may fail."""
+        """Start a step; `fails` names a direction ("save", "load") that fails in it."""
         copier = self.engine._copier
         name = f"{fails}_program"
 
@@ -117,7 +117,6 @@ class Process:
         return output
 
     def get_stuck(self):
-        """Let nothing end any more, as far as the engine knows."""
         self.engine._queue.report = lambda: []
 
 
@@ -128,7 +127,7 @@ def store():
 
 @pytest.fixture
 def run(monkeypatch, store):
-    """Run `body(process)` for each process; give what each returns or raises."""
+    """Run `body(process)` for each process; return their results or errors."""
     # Each process has programs of its own: some of them fail.
     monkeypatch.setattr("jaxkv.transfer.engine.copier_of", kernels.CopierSpec.make)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -208,7 +207,7 @@ def test_a_load_that_fails_in_one_process_fails_in_all(run, num_processes):
 
 
 def test_a_load_that_fails_in_one_process_fails_in_all_and_alone(run):
-    """Of several that left in one step: they are agreed on request by request."""
+    """The processes agree on the loads of one step request by request."""
     last = NUM_BLOCKS // 2 - 1
     meta = dataclasses.replace(
         plan(load=(NUM_BLOCKS - 1, 0), event=1),
@@ -298,7 +297,6 @@ def test_a_deadline_does_not_pass_while_no_process_waits(run):
 
 
 def check_ends(result, step, processes, *texts):
-    """Check that a process has ended, and which ones its error names."""
     assert isinstance(result, AgreementError)
     assert (result.step, result.processes) == (step, processes)
     for text in texts:
@@ -347,7 +345,7 @@ def test_processes_that_have_stalled_are_named(run, call):
         check_ends(error, 1, (1, 3), "agreement_timeout_s=1: they have stalled")
 
 
-def test_plans_are_waited_for_until_the_timeout(run):
+def test_a_missing_plan_ends_the_run_at_the_timeout(run):
     are_ready = threading.Barrier(2)
 
     def body(process):
@@ -363,7 +361,7 @@ def test_plans_are_waited_for_until_the_timeout(run):
     check_ends(error, 2, (1,), "did not send the plan of step 2")
 
 
-def test_other_transfers_are_not_taken_for_the_same(run):
+def test_processes_that_start_other_transfers_are_named(run):
     def body(process):
         process.step(store=(1, 0), event=4 + process.number)
         for _ in range(2):
@@ -399,12 +397,12 @@ def test_old_keys_are_deleted_and_steps_without_transfers_send_nothing(run, stor
     assert store.max_keys == 0
     num_steps, moves = 40, True
     assert run(body, 3, report_after_steps=1, check_plans=True) == [None] * 3
-    # Two exchanges, in each of which a process has its last key and the one before.
+    # Per exchange (two) and process (three), the last key and the one before.
     assert 0 < store.max_keys <= 2 * 3 * 2
 
 
 def test_outcomes_are_sent_before_they_are_due(run, store):
-    """So that nobody waits for it in the step in which it is."""
+    """So no process waits for outcomes in the step that needs them."""
     said, heard = threading.Event(), threading.Event()
 
     def is_sent(process):
@@ -472,7 +470,6 @@ def test_a_collected_worker_leaves_no_thread(run):
 
 @contextlib.contextmanager
 def exchanging(store):
-    """The ends of two processes."""
     ends = [Exchange(store, n, 2, "topic", TIMEOUT_S) for n in range(2)]
     yield ends
     for end in ends:
@@ -511,7 +508,7 @@ def test_a_store_that_is_full_for_one_process_is_full_for_all(store):
             assert agreement.receive(2) == ()
 
 
-def test_one_process_asks_nobody(monkeypatch):
+def test_one_process_exchanges_nothing(monkeypatch):
     def refuse(*_):
         raise AssertionError
 
@@ -568,7 +565,7 @@ def test_a_call_that_does_not_return_ends_the_process(monkeypatch):
         for _ in range(5):
             pass_time(20)
             watchdog.beat()
-    pass_time(100)  # Between calls nobody is stuck.
+    pass_time(100)  # Time between calls does not count.
     assert messages == []
     with watchdog.watch(lambda: "a long call"):
         pass_time(20)
@@ -598,10 +595,10 @@ def test_a_listing_is_no_faster_than_its_keys_are_sent(run):
             return reports
 
     def step(process):
-        keys_told = [key for own in process.step().below for key in own.found]
-        assert len(keys_told) <= KEYS_PER_STEP
-        counts.update(keys_told)
-        # What was said in the last two steps is not heard yet.
+        keys_sent = [key for tier in process.step().below for key in tier.found]
+        assert len(keys_sent) <= KEYS_PER_STEP
+        counts.update(keys_sent)
+        # Keys sent in the last two steps have not arrived yet.
         assert len(handed_out) - counts.total() <= 2 * KEYS_PER_STEP
         return min(map(counts.__getitem__, keys)) >= 4
 

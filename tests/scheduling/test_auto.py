@@ -20,32 +20,32 @@ def hasty(monkeypatch):
         monkeypatch.setattr(auto, name, value)
 
 
-class Found:
-    """What shadows have found, made up."""
+class FakeShadows:
+    """Made-up hit counts of shadows."""
 
     def __init__(self, bits=None, num_host_blocks=1000):
         self.num_host_blocks = num_host_blocks
         self.sample = None if bits is None else KeySample(bits, 1000)
         self.num_requests = 0
-        self.asked = [0] * NUM_GROUPS
-        self.found = {name: [0] * NUM_GROUPS for name in CANDIDATES}
+        self.lookups = [0] * NUM_GROUPS
+        self.hits = {name: [0] * NUM_GROUPS for name in CANDIDATES}
 
     @property
     def num_asked_of_sample(self):
-        return list(self.asked)
+        return list(self.lookups)
 
     def num_found_of_sample(self, policy):
-        return list(self.found[policy])
+        return list(self.hits[policy])
 
-    def serve(self, choice, num_looks, **found):
-        """Serve requests of 16 blocks, which find this on average; list the changes."""
+    def serve(self, choice, num_looks, **num_hits):
+        """Serve requests of 16 blocks with these mean hits; return policy changes."""
         changes = []
         for number in range(num_looks * auto.CHECK_EVERY):
             self.num_requests += 1
-            self.asked[number % NUM_GROUPS] += 16
-            for name, own in found.items():
-                own = own[number % NUM_GROUPS] if isinstance(own, list) else own
-                self.found[name][number % NUM_GROUPS] += own
+            self.lookups[number % NUM_GROUPS] += 16
+            for name, num in num_hits.items():
+                num = num[number % NUM_GROUPS] if isinstance(num, list) else num
+                self.hits[name][number % NUM_GROUPS] += num
             if (policy := choice.choose()) is not None:
                 changes.append((self.num_requests, policy))
         return changes
@@ -53,13 +53,13 @@ class Found:
 
 def test_a_policy_that_is_ahead_for_long_enough_takes_over(caplog):
     caplog.set_level(logging.INFO, "jaxkv")
-    found = Found()
-    choice = PolicyChoice(found)
+    fake = FakeShadows()
+    choice = PolicyChoice(fake)
     assert choice.policy == CANDIDATES[0] == "hazard"
-    assert not found.serve(choice, 30, hazard=8, lru=8, slru=7)
-    assert not found.serve(choice, auto.PATIENCE - 1, hazard=6, lru=8, slru=7)
-    start = found.num_requests
-    assert found.serve(choice, 1, hazard=6, lru=8, slru=7) == [
+    assert not fake.serve(choice, 30, hazard=8, lru=8, slru=7)
+    assert not fake.serve(choice, auto.PATIENCE - 1, hazard=6, lru=8, slru=7)
+    start = fake.num_requests
+    assert fake.serve(choice, 1, hazard=6, lru=8, slru=7) == [
         (start + auto.CHECK_EVERY, "lru")
     ]
     assert (choice.policy, choice.num_changes) == ("lru", 1)
@@ -68,29 +68,29 @@ def test_a_policy_that_is_ahead_for_long_enough_takes_over(caplog):
         "the host, it would have found 12.5% more"
     ]
     # It is as long before another one does.
-    start = found.num_requests
-    ((changed, policy),) = found.serve(choice, 60, hazard=6, lru=8, slru=11)
+    start = fake.num_requests
+    ((changed, policy),) = fake.serve(choice, 60, hazard=6, lru=8, slru=11)
     assert policy == "slru"
     assert changed == start + auto.PATIENCE * auto.CHECK_EVERY
-    ((_, policy),) = found.serve(choice, 100, hazard=9, lru=8, slru=7)
+    ((_, policy),) = fake.serve(choice, 100, hazard=9, lru=8, slru=7)
     assert (policy, choice.num_changes) == ("hazard", 3)
 
 
-def test_a_lead_that_comes_and_goes_changes_nothing():
-    found = Found()
-    choice = PolicyChoice(found)
+def test_a_short_lead_changes_no_policy():
+    fake = FakeShadows()
+    choice = PolicyChoice(fake)
     for _ in range(20):
-        assert not found.serve(choice, auto.PATIENCE - 1, hazard=7, lru=8, slru=0)
-        assert not found.serve(choice, auto.PATIENCE, hazard=14, lru=7, slru=0)
+        assert not fake.serve(choice, auto.PATIENCE - 1, hazard=7, lru=8, slru=0)
+        assert not fake.serve(choice, auto.PATIENCE, hazard=14, lru=7, slru=0)
     # A lead of less than one in 200, however long.
-    assert not found.serve(choice, 200, hazard=[8] * 16, lru=[9] + [8] * 15)
+    assert not fake.serve(choice, 200, hazard=[8] * 16, lru=[9] + [8] * 15)
 
 
-def test_the_larger_the_host_the_more_a_lead_must_have_brought():
-    found = Found(num_host_blocks=1 << 17)
-    choice = PolicyChoice(found)
-    needed = auto.SHARE_OF_HOST * found.num_host_blocks
-    ((changed, _),) = found.serve(choice, 150, hazard=7, lru=8, slru=7)
+def test_a_larger_host_needs_a_lead_over_more_blocks():
+    fake = FakeShadows(num_host_blocks=1 << 17)
+    choice = PolicyChoice(fake)
+    needed = auto.SHARE_OF_HOST * fake.num_host_blocks
+    ((changed, _),) = fake.serve(choice, 150, hazard=7, lru=8, slru=7)
     assert needed < changed <= needed + auto.CHECK_EVERY
 
 
@@ -98,20 +98,18 @@ def test_a_lead_within_its_error_changes_nothing():
     # 4 groups are far ahead and the others behind: it may be chance.
     uneven = [16] * 4 + [6] * 12
     for bits, expected in ((None, ["lru"]), (5, [])):
-        found = Found(bits)
-        choice = PolicyChoice(found)
-        changes = found.serve(choice, 40, hazard=8, lru=uneven)
+        fake = FakeShadows(bits)
+        choice = PolicyChoice(fake)
+        changes = fake.serve(choice, 40, hazard=8, lru=uneven)
         assert [policy for _, policy in changes] == expected
     # As much everywhere is not.
-    found = Found(5)
-    assert found.serve(PolicyChoice(found), 40, hazard=16, lru=17)
+    fake = FakeShadows(5)
+    assert fake.serve(PolicyChoice(fake), 40, hazard=16, lru=17)
 
 
 @modes
 @pytest.mark.parametrize("full_blocks", [10, 2048])
-def test_an_engine_finds_what_is_right_through_all_changes(
-    mode, full_blocks, monkeypatch
-):
+def test_hits_are_right_through_all_policy_changes(mode, full_blocks, monkeypatch):
     monkeypatch.setattr(shadows, "FULL_BLOCKS", full_blocks)
     monkeypatch.setattr(PolicyChoice, "choose", change_in_turn)
     traffic = Traffic(
@@ -127,15 +125,15 @@ def test_an_engine_finds_what_is_right_through_all_changes(
     assert scheduler.num_policy_changes > 70
     outlook = scheduler.outlook()
     assert outlook.policy == scheduler.serving_policy
-    told = f"with {outlook.policy} (auto, {outlook.num_changes} change"
-    assert told in outlook.sentence
-    assert {own.policy for own in outlook.shadows} == set(CANDIDATES)
+    text = f"with {outlook.policy} (auto, {outlook.num_changes} change"
+    assert text in outlook.sentence
+    assert {shadow.policy for shadow in outlook.shadows} == set(CANDIDATES)
     assert scheduler.stats.num_host_hit_tokens > 70
     traffic.rig.settle()
     traffic.rig.end()
 
 
-def test_engines_that_are_told_the_same_times_change_at_the_same_request(hasty):
+def test_equal_request_times_give_equal_policy_changes(hasty):
     def history(executor_clock):
         traffic = Traffic(3, policy="auto", device_blocks=28, host_blocks=20)
         traffic.rig.scheduler.delays.clock = executor_clock
@@ -151,9 +149,9 @@ def test_engines_that_are_told_the_same_times_change_at_the_same_request(hasty):
     assert len({policy for policy, _ in first}) > 1
 
 
-def test_a_policy_that_was_shadowed_anyway_is_shadowed_once():
+def test_a_candidate_named_as_a_shadow_is_shadowed_once():
     rig = Rig(policy="auto", shadow="lru*1,2;arc*1")
-    named = [(own.policy, own.num_blocks) for own in rig.scheduler.shadow_counts]
+    named = [(s.policy, s.num_blocks) for s in rig.scheduler.shadow_counts]
     added = ("hazard", 16), ("slru", 16)
     assert named == [("lru", 16), ("lru", 32), ("arc", 16), *added]
 

@@ -1,4 +1,6 @@
-"""`OffloadScheduler.explain`: what it says, what comes of it, and that it is all."""
+"""`OffloadScheduler.explain`: the verdict on every block; later steps agree."""
+
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +11,9 @@ from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig, StoreRig
 WINDOW = SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)
 
 
-def verdicts(rig, *path, group=0, **more):
-    """What is said of the blocks of a new request, with the reason if there is one."""
-    return of(rig, rig.request("?", *path, **more), group)
+def verdicts(rig, *path, group=0, **options):
+    """Return the reason, or else the verdict, for each block of a new request."""
+    return of(rig, rig.request("?", *path, **options), group)
 
 
 def of(rig, request, group=0):
@@ -26,7 +28,6 @@ def of(rig, request, group=0):
 
 
 def known(*path, **rules):
-    """An engine that has run a request of a prefix."""
     rig = Rig(remember_drops=100, **rules)
     rig.run(rig.request("first", *path))
     return rig
@@ -58,10 +59,10 @@ def test_hits_on_either_tier_and_what_follows_them():
     assert verdicts(rig, 1, 2, 3) == ["load failed", "gap", "gap"]
     rig = stored(1, 2, 3)
     assert verdicts(rig, 1, 2, 3) == ["host"] * 3
-    found = rig.scheduler.explain(rig.request("?", 1, 2, 3))
-    assert (found.num_tokens, found.num_computed_tokens) == (13, 0)
-    assert (found.num_offered_tokens, found.is_awaited) == (12, True)
-    assert found.deferral is None
+    explained = rig.scheduler.explain(rig.request("?", 1, 2, 3))
+    assert (explained.num_tokens, explained.num_computed_tokens) == (13, 0)
+    assert (explained.num_offered_tokens, explained.is_awaited) == (12, True)
+    assert explained.deferral is None
     rig.fill_host(NUM_BLOCKS)
     assert verdicts(rig, 1, 2, 8) == ["evicted", "evicted", "never"]
     rig.store(1, 2)
@@ -71,27 +72,27 @@ def test_hits_on_either_tier_and_what_follows_them():
     assert verdicts(rig, 1, 2) == ["never"] * 2
 
 
-def test_a_store_under_way():
+def test_blocks_being_stored_are_explained():
     rig = Rig()
-    one = start(rig, "one", 1, 2)
+    request = start(rig, "one", 1, 2)
     rig.step(one=0)
     assert verdicts(rig, 1, 2) == ["device"] * 2
     rig.step(tokens={"one": 1})
-    rig.pool.evict(one.block_ids)
+    rig.pool.evict(request.block_ids)
     assert verdicts(rig, 1, 2) == ["storing"] * 2
     rig.store_arrives()
     assert verdicts(rig, 1, 2) == ["host"] * 2
 
 
-def test_a_load_of_its_own_under_way():
+def test_a_requests_load_in_flight_is_explained():
     rig = stored(1, 2)
     request = rig.request("two", 1, 2, 3)
     rig.admit(request)
     rig.step()
     rig.preempt("two")
-    found = rig.scheduler.explain(request)
-    assert (found.num_offered_tokens, found.is_awaited) == (None, False)
-    assert found.deferral == "loading"
+    explained = rig.scheduler.explain(request)
+    assert (explained.num_offered_tokens, explained.is_awaited) == (None, False)
+    assert explained.deferral == "loading"
     assert of(rig, request) == ["loading"] * 2 + ["never"]
     assert rig.offer(request) == (None, False)
     # It is nothing to others, who may load the same blocks.
@@ -107,18 +108,18 @@ def test_a_load_of_its_own_under_way():
     assert of(rig, request, 1) == ["loading"] * 4
 
 
-def test_a_load_of_another_that_it_waits_for():
+def test_a_shared_load_in_flight_is_explained():
     rig = known(1, 2, delay_shared_loads=True)
     rig.store(1, 2, 3)
     rig.admit(rig.request("two", 1, 2))
     request = rig.request("three", 1, 2, 3)
     assert of(rig, request) == ["loading", "loading", "host"]
-    found = rig.scheduler.explain(request)
-    assert (found.num_offered_tokens, found.deferral) == (None, "shared")
+    explained = rig.scheduler.explain(request)
+    assert (explained.num_offered_tokens, explained.deferral) == (None, "shared")
     assert rig.offer(request) == (None, False)
 
 
-def test_only_the_last_losses_are_remembered():
+def test_only_the_latest_drop_reasons_are_kept():
     # The tail was evicted first, and is forgotten first.
     for remembered, expected in enumerate(
         (["never", "never"], ["evicted", "never"], ["evicted", "evicted"])
@@ -135,7 +136,7 @@ def test_only_the_last_losses_are_remembered():
     assert [losses.reason_of(name) for name in names] == [None, "slow", "full"]
 
 
-def test_why_a_block_did_not_get_to_the_host():
+def test_reasons_for_blocks_missing_on_the_host():
     rig = stored(1, 2, 3, 4, host_blocks=4)
     rig.admit(rig.request("holder", 1, 2, 3, 4))  # Holds all of the host.
     rig.run(rig.request("two", 8, 9))
@@ -172,7 +173,7 @@ def test_why_a_block_did_not_get_to_the_host():
     assert verdicts(rig, 1, 2) == ["host"] * 2
 
 
-def test_a_block_that_the_rules_leave_out():
+def test_blocks_excluded_by_rules_are_explained():
     rig = stored(1, 2, 3, max_offload_tokens=2 * BLOCK_SIZE)
     assert verdicts(rig, 1, 2, 3) == ["host", "host", "left out"]
     rig = Rig(prompt_only=True)
@@ -190,7 +191,7 @@ def test_a_block_that_the_rules_leave_out():
     assert verdicts(rig, 1, 2, 3) == ["evicted", "evicted", "part"]
 
 
-def test_windows_and_groups_that_have_no_prefix_in_common():
+def test_windows_and_groups_without_a_common_prefix_are_explained():
     rig = known(1, 2, 3, 4, groups=[WINDOW])
     assert verdicts(rig, 1, 2, 3, 4) == ["window"] * 2 + ["device"] * 2
     rig = Rig(groups=[FullAttention(BLOCK_SIZE), WINDOW])
@@ -206,7 +207,7 @@ def test_windows_and_groups_that_have_no_prefix_in_common():
     assert of(rig, request, group=1) == ["never", "gap", "never"]
 
 
-def test_a_copy_that_there_is_no_room_for_or_that_is_not_made():
+def test_device_copies_without_room_or_switched_off_are_explained():
     """The host has the first block of a request, the device the two that follow."""
     for copies, reason in ((True, "no room"), (False, "no copy")):
         rig = known(1, 2, 3, max_offload_tokens=BLOCK_SIZE, copy_on_device=copies)
@@ -214,25 +215,38 @@ def test_a_copy_that_there_is_no_room_for_or_that_is_not_made():
         rig.pool.evict(rig.pool.find(request.block_keys[:1]))
         if copies:
             assert of(rig, request) == ["host", "device", "device"]
-            # Two of those that are left are to be copied.
+            # Two of the free blocks left are the sources of the copies.
             rig.pool.allocate(rig.pool.num_free - 5)
         assert of(rig, request) == ["host", reason, reason]
         assert rig.offer(request) == (BLOCK_SIZE, True)
 
 
 @pytest.mark.parametrize("num_pinned", [15, 16])
-def test_what_the_host_has_no_room_for_is_not_said_to_be_fetched(num_pinned):
+def test_a_fetch_without_room_on_the_host_is_not_announced(num_pinned):
     rig = StoreRig(num_storage_blocks=8, device_blocks=32, storage_write="on_reuse")
     rig.fill_host(16)
     rig.host_tier.pin(range(num_pinned))
     request = rig.request("r", 1, 2)
     rig.has(*request.block_keys)
-    told = rig.scheduler.explain(request)
-    assert told.deferral == ("storage" if num_pinned == 15 else None)
-    assert rig.offer(request) == (told.num_offered_tokens, told.is_awaited)
+    explained = rig.scheduler.explain(request)
+    assert explained.deferral == ("storage" if num_pinned == 15 else None)
+    assert rig.offer(request) == (explained.num_offered_tokens, explained.is_awaited)
 
 
-def test_as_text_it_is_a_table_with_runs_folded():
+def test_the_page_shows_what_is_printed():
+    rig, path = stored(1, 2, 3, 4, 5, 6, host_blocks=6), (1, 2, 3, 4, 5, 6)
+    rig.run(rig.request("second", *path[:2]))
+    keys = rig.request("?", *path).block_keys
+    rig.host_tier.touch(keys[:4])
+    rig.host_tier.touch(keys[5:])
+    rig.run(rig.request("third", 9))  # It evicts the fifth block.
+    text = str(rig.scheduler.explain(rig.request("r7", *path)))
+    page = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+    shown = f"```\n>>> print(scheduler.explain(request))\n{text}\n```\n"
+    assert shown in page.read_text(encoding="utf-8")
+
+
+def test_text_is_a_table_with_runs_folded():
     rig = stored(1, 2, 3, max_offload_tokens=2 * BLOCK_SIZE)
     text = str(rig.scheduler.explain(rig.request("r7", 1, 2, 3, 4)))
     assert text == (

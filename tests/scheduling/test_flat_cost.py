@@ -1,4 +1,4 @@
-"""The cost of a step or a look-up does not grow with what waits or is on its way.
+"""The cost of a step or a look-up does not grow with queued or in-flight work.
 
 It is counted in lines of Python, or in bytes that are allocated. For the times see
 benchmarks/in_flight.py and benchmarks/request_length.py.
@@ -35,7 +35,6 @@ def request_length():
 
 
 def num_lines(run):
-    """Count the lines of Python that a call executes."""
     count = 0
 
     def trace(frame, event, arg):
@@ -91,7 +90,7 @@ def cost_of_block(long_request):
         long_request.step()
         costs.append([tracemalloc.get_traced_memory()[1]])
         tracemalloc.stop()
-    return [min(own) for own in zip(*costs[:3], strict=True)]
+    return [min(values) for values in zip(*costs[:3], strict=True)]
 
 
 CASES = (
@@ -103,7 +102,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES)
 def test_cost_of_a_block_does_not_grow_with_its_request(request_length, case):
-    """All keys were copied: 8 ms at 160,000 tokens, for two groups of vLLM's keys."""
+    """Every step once copied all keys: 8 ms at 160,000 tokens in two vLLM groups."""
     costs = []
     for num_blocks in (200, 3000):
         num_tokens = request_length.BLOCK_SIZE * num_blocks

@@ -49,7 +49,7 @@ def count_found(policy, num_blocks, bits, requests):
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru", "hazard", "arc_fixed"])
-def test_a_sample_finds_what_all_keys_would(policy):
+def test_a_sample_estimates_the_hits_of_all_keys(policy):
     counts = []
     for bits in (0, 4):
         counts.append(count_found(policy, 1500, bits, chats(3000)))
@@ -77,7 +77,7 @@ def test_keys_behind_the_hottest_that_are_new_to_the_sample_lose_no_prefix():
 
 
 @pytest.mark.parametrize("bits", [1, 4, 5, 7])
-def test_of_each_row_of_blocks_as_many_are_in_the_sample(bits):
+def test_a_sample_takes_as_many_blocks_of_every_row(bits):
     sample = KeySample(bits, 1000)
     sizes = []
     for seed in range(60):
@@ -87,7 +87,7 @@ def test_of_each_row_of_blocks_as_many_are_in_the_sample(bits):
         sizes.append(len(rows))
         if bits <= 5:
             assert [row >> bits for row in rows] == list(range(512 >> bits))
-        # A prefix has those of its rows that lie in it.
+        # A prefix samples the same rows, as far as it goes.
         part = sample.choose_of_prefix(words[:100], 0)
         assert part == [row for row in rows if row < 100]
     assert sum(sizes) / len(sizes) == pytest.approx(512 >> bits, rel=0.15)
@@ -95,7 +95,7 @@ def test_of_each_row_of_blocks_as_many_are_in_the_sample(bits):
 
 @pytest.mark.parametrize("bits", [1, 4, 7])
 @pytest.mark.parametrize("num_hot", [0, 5, 32, 50])
-def test_keys_chosen_while_a_prefix_grows_are_those_chosen_of_all(bits, num_hot):
+def test_a_growing_prefix_samples_the_same_keys(bits, num_hot):
     sample, rng = KeySample(bits, 1000), random.Random(7)
     words = keys_to_words(some_keys(1, 400))
     grown, first = [], 0
@@ -106,24 +106,24 @@ def test_keys_chosen_while_a_prefix_grows_are_those_chosen_of_all(bits, num_hot)
         assert grown == sample.choose_of_prefix(words[:num], num_hot)
 
 
-def test_behind_the_hottest_keys_each_goes_by_its_own_bits():
+def test_keys_behind_the_hottest_are_sampled_by_their_bits():
     sample = KeySample(3, 1000)
     words = keys_to_words(some_keys(1, 256))
-    own = sample.choose(words)
-    assert own == np.flatnonzero(words[:, 7] % 8 == 0).tolist()
+    alone = sample.choose(words)
+    assert alone == np.flatnonzero(words[:, 7] % 8 == 0).tolist()
     rows = sample.choose_of_prefix(words, 12)
     assert rows[0] >= 12
-    assert [row for row in rows if row < 16] == [row for row in own if 12 <= row < 16]
+    assert [row for row in rows if row < 16] == [row for row in alone if 12 <= row < 16]
     plain = sample.choose_of_prefix(words, 0)
     assert rows[-30:] == plain[-30:]
 
 
-def test_the_hottest_keys_are_those_that_most_prompts_begin_with():
+def test_the_hottest_keys_begin_the_most_prompts():
     sample = KeySample(3, 200)
     ends = (some_keys(seed, 20) for seed in itertools.count())
-    found = [sample.note_request(HEAD[:5] + next(ends)) for _ in range(100)]
-    assert found[:16] == [0] * 16
-    assert found[-1] == 5
+    nums_hot = [sample.note_request(HEAD[:5] + next(ends)) for _ in range(100)]
+    assert nums_hot[:16] == [0] * 16
+    assert nums_hot[-1] == 5
     # What is seldom asked for is not.
     assert sample.note_request(some_keys(0, 20)) == 0
     # Nor is what no one asks for any more.

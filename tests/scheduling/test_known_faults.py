@@ -85,13 +85,13 @@ def test_a_request_that_resumes_is_stored_from_its_first_block_on():
 
 def test_a_block_that_gets_its_key_after_it_was_offered_is_stored_at_the_end():
     rig = Rig()
-    one = rig.request("one", 1, 2)
-    rig.admit(one)
+    request = rig.request("one", 1, 2)
+    rig.admit(request)
     rig.step(one=2)
-    rig.pool.evict(one.block_ids)
+    rig.pool.evict(request.block_ids)
     assert rig.step(tokens={"one": 1}).store_event == NO_EVENT
     # Now both have their keys; one of them loses it again.
-    first, second, _ = one.block_ids
+    first, second, _ = request.block_ids
     rig.pool.evict([second])
     rig.finish("one")
     # What the pool does not know under its key is not certain, and not stored.
@@ -152,7 +152,7 @@ def test_a_request_that_asks_often_counts_as_one_use():
             rig.step(preempted=("two",))
             rig.admit(request)
         states.append(rig.host_tier.snapshot())
-        # Nor has anything that it alone wants been wanted often enough.
+        # Nor has its last block, which no other request has, met the threshold.
         rig.step()
         rig.load_arrives()
         rig.step(two=1)
@@ -174,9 +174,9 @@ def test_lazy_stores_offer_again_what_the_host_has_lost():
         rig.step()
         assert (rig.pool.next_victims(9).copies != NO_BLOCK).all()
         if way == "evicted":
-            others = make_keys(*range(3, NUM_BLOCKS + 3))
-            host.place(others)
-            host.complete_store(others)
+            new_keys = make_keys(*range(3, NUM_BLOCKS + 3))
+            host.place(new_keys)
+            host.complete_store(new_keys)
         elif way == "forgotten":
             host.discard(keys)
         else:
@@ -221,13 +221,13 @@ def test_lazy_stores_do_not_pass_over_what_a_load_copied_or_an_offer_held():
 
 
 def test_a_part_of_an_offer_that_is_all_copies_is_reported_too():
-    """The request waits for a report, as it was told to when it was offered a load."""
+    """The request waits for a report, as its offer said."""
     rig = Rig()
     rig.run(rig.request("before", 1, 2, 3))
     blocks = rig.pool.find(make_keys(1, 2, 3)).tolist()
     rig.pool.evict(blocks[2:])
     request = rig.request("one", 1, 2, 3)
-    # The engine does not make use of what the device has: two copies, then a load.
+    # The engine ignores its device hits: two copies, then a load.
     assert rig.query(request) == (12, True)
     rig.take(request, rig.pool.allocate(4), 8)
     meta = rig.step()
@@ -248,8 +248,8 @@ def test_a_failed_load_is_computed_again_on_both_tiers(groups, has_copies):
     rig = Rig(groups=groups)
     rig.run(rig.request("one", 1, 2, 3))
     if has_copies:
-        lost = [keys[1] for keys in rig.request("?", 1, 2).block_keys_by_group]
-        rig.pool.evict(rig.pool.find(lost))
+        evicted = [keys[1] for keys in rig.request("?", 1, 2).block_keys_by_group]
+        rig.pool.evict(rig.pool.find(evicted))
     else:
         rig.forget_device()
     num_held = rig.scheduler.num_host_blocks_held
@@ -311,10 +311,10 @@ def test_a_flush_leaves_no_copy_to_wait_for_its_turn(mode):
 def test_an_offer_that_waits_for_room_holds_up_nobody_who_shares_its_blocks():
     rig = Rig(delay_shared_loads=True)
     rig.store(1, 2)
-    waiting, other = rig.request("two", 1, 2, 3), rig.request("three", 1, 2, 4)
+    waiting, sharing = rig.request("two", 1, 2, 3), rig.request("three", 1, 2, 4)
     assert rig.offer(waiting) == (2 * BLOCK_SIZE, True)
-    assert rig.scheduler.explain(other).deferral is None
-    assert rig.admit(other) == 2 * BLOCK_SIZE
+    assert rig.scheduler.explain(sharing).deferral is None
+    assert rig.admit(sharing) == 2 * BLOCK_SIZE
     assert rig.scheduler.explain(waiting).deferral == "shared"
     assert rig.offer(waiting) == (None, False)
     rig.step()
@@ -325,7 +325,7 @@ def test_an_offer_that_waits_for_room_holds_up_nobody_who_shares_its_blocks():
 
 
 def test_a_sliding_window_has_a_block_at_several_positions():
-    """vLLM stored it as often as its table has it, and let go of it as often."""
+    """vLLM stored and released it once per place in the table."""
     rig = Rig(groups=HYBRID)
     request = rig.request("one", 1, 2, 3, 4)
     rig.admit(request)

@@ -18,7 +18,7 @@ def stored(*path, **options):
 
 
 @pytest.mark.parametrize("groups", [BLOCK_SIZE, HYBRID], ids=["full", "hybrid"])
-def test_what_is_offered_counts_as_there_in_the_step(groups):
+def test_offered_blocks_count_as_resident_in_the_step(groups):
     rig = stored(1, 2, 3, groups=groups)
     request = rig.request("one", 1, 2, 3, 4)
     assert rig.offer(request) == (3 * BLOCK_SIZE, False)
@@ -36,7 +36,7 @@ def test_what_is_offered_counts_as_there_in_the_step(groups):
     assert (meta.load_event, meta.load_in_step) == (NO_EVENT, False)
 
 
-def test_the_engine_hears_of_a_running_requests_load_only_if_it_failed():
+def test_only_failed_loads_of_running_requests_are_reported():
     for ok in (True, False):
         rig = stored(1, 2)
         rig.admit(rig.request("one", 1, 2, 3))
@@ -47,12 +47,12 @@ def test_the_engine_hears_of_a_running_requests_load_only_if_it_failed():
         assert answer.finished_recving == ()
         assert answer.failed_recving == (() if ok else ("one",))
         assert not rig.scheduler.has_pending_loads()
-        # What could not be read is forgotten; the request is to be preempted then.
+        # Unreadable blocks are forgotten; the engine must preempt the request.
         assert rig.scheduler.num_host_blocks_held == 2 * ok
         rig.end()
 
 
-def test_loads_in_the_step_are_not_held_up_by_the_bound():
+def test_loads_in_the_step_ignore_the_in_flight_limit():
     rig = stored(1, 2, 3, max_blocks_in_flight=1)
     rig.admit(rig.request("one", 1, 2, 3, 4))
     rig.admit(rig.request("two", 1, 2, 3, 5))
@@ -64,14 +64,14 @@ def test_loads_in_the_step_are_not_held_up_by_the_bound():
 class WorkerRig:
     """A worker over a pool whose blocks hold their numbers, and a rig that plans."""
 
-    def __init__(self, mode, **more):
+    def __init__(self, mode, **options):
         self.now_s = 0.0
         self.pool = jnp.arange(NUM_BLOCKS, dtype=jnp.int32)
         engine = TransferEngine(self.pool, NUM_BLOCKS, mode=mode)
         engine.save(self.pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
         self.pool, _ = engine.drain(self.pool)
         clock = lambda: self.now_s  # noqa: E731
-        self.worker = OffloadWorker(engine, clock=clock, **more)
+        self.worker = OffloadWorker(engine, clock=clock, **options)
         self.rig = stored(1, 2)
         self.request = self.rig.request("one", 1, 2, 3)
         self.rig.admit(self.request)
@@ -107,8 +107,8 @@ def test_the_worker_hands_over_the_loads_of_its_plan(mode, num_extents):
     rig = WorkerRig(mode)
     loads = rig.run_step(num_extents)
     assert len(loads.extents) == num_extents
-    found = np.array(rig.pool)[list(rig.meta.load_device_blocks)]
-    assert found.tolist() == list(rig.meta.load_host_blocks)
+    contents = np.array(rig.pool)[list(rig.meta.load_device_blocks)]
+    assert contents.tolist() == list(rig.meta.load_host_blocks)
     assert rig.poll() == ConnectorOutput(("one",))
     assert rig.worker.blocks_loaded == 2
     assert rig.worker.load_bytes_per_s == 0  # The time was the step's.
@@ -116,7 +116,7 @@ def test_the_worker_hands_over_the_loads_of_its_plan(mode, num_extents):
 
 
 @modes
-def test_a_step_whose_loads_nobody_took_is_refused(mode):
+def test_a_step_whose_loads_were_not_taken_is_refused(mode):
     rig = WorkerRig(mode)
     with pytest.raises(RuntimeError, match="the loads of the last step were not taken"):
         rig.worker.start(rig.meta, rig.pool)

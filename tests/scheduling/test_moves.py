@@ -14,7 +14,7 @@ def make_ledger(*sizes):
     return ledger, moves
 
 
-def test_a_move_is_over_when_every_worker_has_reported_it():
+def test_a_move_ends_when_every_worker_has_reported_it():
     ledger, (first, second) = make_ledger(1, 2)
     assert ledger.report([(1, (True, False)), (0, True)]) == []
     assert ledger.num_blocks == 3

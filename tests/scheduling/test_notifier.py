@@ -1,4 +1,4 @@
-"""What a cache policy is told about requests, and when nobody tells it."""
+"""Notifying a cache policy of requests, and when no notification is sent."""
 
 import jax
 import pytest
@@ -12,7 +12,7 @@ from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.retention import Retention
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
 
-SHARE_ALL_NEW = 3  # of a first turn of which all blocks are new
+SHARE_ALL_NEW = 3  # The share class of a first turn with new blocks only.
 
 
 def classes_of(rig):
@@ -21,7 +21,7 @@ def classes_of(rig):
     return {number: count // UNIT for number, count in enumerate(touches) if count}
 
 
-def test_a_request_is_told_with_its_time_its_output_and_why_it_stopped():
+def test_a_policy_is_notified_of_time_output_and_stop_reason():
     rig = Rig(policy="hazard", clock=lambda: 12.5)
     request = make_request("one", 1, 2, 3)
     request.num_prompt_tokens = request.num_tokens - 2
@@ -42,7 +42,7 @@ def test_a_request_that_comes_back_is_a_second_turn():
     assert second % NUM_BEGIN == 1 * 4 + 2  # the second turn; half of it is new
 
 
-def test_groups_are_told_as_prefixes_of_their_own():
+def test_groups_are_notified_as_separate_prefixes():
     groups = (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 8))
     rig = Rig(groups=groups, policy="hazard", clock=lambda: 0.0)
     rig.run(rig.request("one", 1, 2, 3))
@@ -51,7 +51,7 @@ def test_groups_are_told_as_prefixes_of_their_own():
     assert max(state.depths.tolist()) == 2
 
 
-def test_a_reason_that_is_none_is_refused_and_changes_nothing():
+def test_an_unknown_stop_reason_is_refused_and_changes_nothing():
     rig = Rig(policy="hazard", clock=lambda: 0.0)
     request = make_request("one", 1, 2, 3)
     rig.admit(request)
@@ -64,7 +64,7 @@ def test_a_reason_that_is_none_is_refused_and_changes_nothing():
     assert sum(classes_of(rig).values()) == 3
 
 
-def test_a_policy_that_does_not_listen_costs_no_look_at_the_clock():
+def test_a_policy_that_does_not_listen_reads_no_clock():
     def clock():
         raise AssertionError("nobody wants to know")
 
@@ -104,7 +104,7 @@ def test_a_request_says_how_long_its_blocks_are_kept_and_how_many():
         assert rig.hit(1, 2, 3) == 0
 
 
-def test_a_retention_that_is_none_is_refused_and_changes_nothing():
+def test_a_wrong_retention_is_refused_and_changes_nothing():
     rig = Rig(retention=True)
     request = make_request("one", 1, 2, 3)
     rig.admit(request)
@@ -134,7 +134,7 @@ def test_several_processes_need_a_clock_that_they_agree_on(monkeypatch):
     OffloadScheduler(BLOCK_SIZE, 8, "lru")
 
 
-def test_the_policys_clock_is_not_that_of_the_delays():
+def test_the_policy_and_the_delays_have_separate_clocks():
     rig = Rig(policy="hazard", clock=lambda: 99.0)
     rig.scheduler = OffloadScheduler(
         BLOCK_SIZE, 8, "hazard", clock=lambda: 99.0, policy_clock=lambda: 2.0

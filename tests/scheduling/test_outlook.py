@@ -1,4 +1,4 @@
-"""What shadows are taken to say, in a table, in a sentence and in the log."""
+"""The outlook from shadow counts: a table, a sentence and log lines."""
 
 import dataclasses
 import gc
@@ -16,13 +16,14 @@ GIB = 1 << 30
 SPEEDS = Speeds(GIB, GIB, prefill_tokens_per_s=1000.0)
 
 
-def count(policy, num_blocks, found, *, asked=80_000, loads=100, error=0.0):
-    return ShadowCount(policy, num_blocks, asked, found, loads, error_tokens=error)
+def count(policy, num_blocks, num_found, *, num_asked=80_000, loads=100, error=0.0):
+    counts = num_asked, num_found, loads
+    return ShadowCount(policy, num_blocks, *counts, error_tokens=error)
 
 
 def make(*shadows, **changes):
     """100 requests of 1000 tokens; a block has 16 of them and a MiB."""
-    known = {
+    fields = {
         "policy": "lru",
         "num_blocks": 1024,
         "block_bytes": 1 << 20,
@@ -34,14 +35,14 @@ def make(*shadows, **changes):
         "speeds": SPEEDS,
         "block_size": 16,
     }
-    return Outlook(shadows=shadows, **known | changes)
+    return Outlook(shadows=shadows, **fields | changes)
 
 
 SERVED = "of 100,000 tokens of 100 requests the device had 15.0% and the host, 1 GiB "
 SERVED += "with lru, 20.0%; "
 
 
-def test_more_memory_and_another_policy_are_named_with_what_they_give():
+def test_more_memory_and_another_policy_are_suggested_with_their_gain():
     outlook = make(
         count("lru", 512, 12_000),
         count("lru", 1024, 20_000),
@@ -65,7 +66,7 @@ def test_more_memory_and_another_policy_are_named_with_what_they_give():
     assert rows[-1] == f"O{outlook.sentence[1:]}."
 
 
-def test_what_chance_may_have_done_is_not_named():
+def test_a_gain_within_the_error_is_not_suggested():
     doubted = count("lru", 2048, 26_000, error=4000)
     nothing = f"{SERVED}no other shadow would find more"
     assert make(doubted).sentence == nothing
@@ -75,7 +76,7 @@ def test_what_chance_may_have_done_is_not_named():
     )
 
 
-def test_memory_that_is_hardly_used_is_named_where_no_more_would_help():
+def test_unused_memory_is_named_if_more_would_not_help():
     outlook = make(count("lru", 256, 19_500), count("lru", 4096, 20_000))
     assert (
         outlook.sentence
@@ -83,7 +84,7 @@ def test_memory_that_is_hardly_used_is_named_where_no_more_would_help():
     )
 
 
-def test_what_came_from_a_store_is_told_apart():
+def test_hits_from_a_store_are_separate():
     outlook = make(
         count("lru", 1024, 18_000), count("lru", 2048, 26_000), is_alone=False
     )
@@ -93,14 +94,14 @@ def test_what_came_from_a_store_is_told_apart():
     )
 
 
-def test_a_sample_is_taken_for_what_all_requests_asked_for():
-    outlook = make(count("lru", 2048, 26_000, asked=40_000, error=400))
+def test_a_sample_is_scaled_to_all_requests():
+    outlook = make(count("lru", 2048, 26_000, num_asked=40_000, error=400))
     (shadow,) = outlook.shadows
     assert outlook.points(shadow) == pytest.approx(52.0)
     assert outlook.error_points(shadow) == pytest.approx(0.8)
 
 
-def test_an_outlook_leaves_out_an_earlier_one():
+def test_an_outlook_since_an_earlier_one_subtracts_it():
     earlier = make(count("lru", 2048, 26_000, error=300))
     now = dataclasses.replace(
         earlier,
@@ -108,7 +109,7 @@ def test_an_outlook_leaves_out_an_earlier_one():
         num_tokens=150_000,
         num_host_tokens=20_000,
         num_asked_tokens=130_000,
-        shadows=(count("lru", 2048, 66_000, asked=130_000, loads=150, error=500),),
+        shadows=(count("lru", 2048, 66_000, num_asked=130_000, loads=150, error=500),),
     )
     since = now.since(earlier)
     assert (since.num_requests, since.num_host_tokens) == (50, 0)
@@ -129,7 +130,7 @@ def test_the_log_has_an_outlook_of_each_hour_and_of_all(caplog):
     assert hours == ["in the last hour", "in the last hour", "since the start"]
 
 
-def test_a_scheduler_says_it_and_logs_it_when_it_goes(caplog):
+def test_a_scheduler_logs_its_outlook_when_it_is_collected(caplog):
     caplog.set_level(logging.INFO, "jaxkv")
     rig = Rig(shadow="lru*1,2", host_blocks=4, block_bytes=1 << 20)
     for path in ((1, 2), (3, 4), (5, 6), (1, 2)):

@@ -1,4 +1,4 @@
-"""What `hazard` has learned outlives the engine; a file not its own is refused."""
+"""`hazard` restores its learned counts from a file; a foreign file is refused."""
 
 import gc
 import json
@@ -24,8 +24,8 @@ def path(tmp_path):
     return str(tmp_path / "learned.json")
 
 
-def make(path, policy="hazard", num_host_blocks=20, **more):
-    return OffloadScheduler(4, num_host_blocks, policy, policy_state=path, **more)
+def make(path, policy="hazard", num_host_blocks=20, **options):
+    return OffloadScheduler(4, num_host_blocks, policy, policy_state=path, **options)
 
 
 def learned(scheduler):
@@ -33,7 +33,7 @@ def learned(scheduler):
 
 
 def served(path, policy="hazard"):
-    """What an engine has learned when it ends; its file is written then."""
+    """Run an engine and save what it has learned; return its scheduler."""
     traffic = Traffic(
         1, policy=policy, device_blocks=28, host_blocks=20, policy_state=path
     )
@@ -45,15 +45,15 @@ def served(path, policy="hazard"):
 
 
 @pytest.mark.parametrize("executor", ["native", "xla"])
-def test_an_engine_goes_on_with_what_another_has_learned(path, executor):
+def test_an_engine_restores_learned_counts(path, executor):
     before = learned(served(path))
     after = make(path, executor=executor)
     assert before.touches.sum() > 1000
-    own = learned(after)
+    restored = learned(after)
     for name in ("touches", "reuses"):
-        np.testing.assert_array_equal(getattr(own, name), getattr(before, name))
-    # The index is that of the counts, which the policy makes once in 64 requests.
-    assert (own.index != learned(make(None)).index).any()
+        np.testing.assert_array_equal(getattr(restored, name), getattr(before, name))
+    # The policy rebuilds the index from the counts once in 64 requests.
+    assert (restored.index != learned(make(None)).index).any()
     with open(path) as file:
         assert set(json.load(file)) - {"touches", "reuses"} == {
             "format",
@@ -68,9 +68,10 @@ def test_with_auto_its_shadow_learns_while_another_serves_and_goes_on_too(path):
     shadows = served(path, "auto")._whatif.shadows
     executor, _ = shadows.learned_by("hazard")
     after = make(path, "auto")
-    for own in (after._manager.executor, after._whatif.shadows.learned_by("hazard")[0]):
+    tiers = after._manager.executor, after._whatif.shadows.learned_by("hazard")[0]
+    for tier in tiers:
         np.testing.assert_array_equal(
-            own.state.policy.reuse.touches, executor.state.policy.reuse.touches
+            tier.state.policy.reuse.touches, executor.state.policy.reuse.touches
         )
 
 
@@ -87,7 +88,6 @@ def test_with_auto_its_shadow_learns_while_another_serves_and_goes_on_too(path):
     ids=str,
 )
 def test_a_reset_forgets_blocks_and_not_what_was_learned(path, rules, has_file):
-    """With a file and without, in the tier that serves and in its shadows."""
     traffic = Traffic(1, policy_state=path if has_file else None, **rules)
     scheduler = traffic.run(300)
     traffic.rig.settle()
@@ -101,16 +101,16 @@ def test_a_reset_forgets_blocks_and_not_what_was_learned(path, rules, has_file):
 
 
 def tables_of(scheduler):
-    """What each policy has learned that learns."""
+    """Return the learned counts of each policy that learns."""
     shadows = getattr(scheduler._whatif, "shadows", None)
     tiers = [] if shadows is None else shadows._tiers
-    states = [own.executor.state.policy for own in (scheduler._manager, *tiers)]
-    states = [getattr(own, "inner", own) for own in states]
-    learned = [own.reuse for own in states if hasattr(own, "reuse")]
+    states = [tier.executor.state.policy for tier in (scheduler._manager, *tiers)]
+    states = [getattr(state, "inner", state) for state in states]
+    learned = [state.reuse for state in states if hasattr(state, "reuse")]
     return jax.tree.map(np.array, learned)
 
 
-def test_it_is_written_now_and_then_and_when_the_engine_ends(path, monkeypatch):
+def test_the_file_is_saved_periodically_and_at_the_end(path, monkeypatch):
     monkeypatch.setattr(policy_state, "SAVE_EVERY_MS", 60_000)
     saved = []
     monkeypatch.setattr(PolicyStateFile, "save", lambda _: saved.append(1))
@@ -126,10 +126,10 @@ def test_it_is_written_now_and_then_and_when_the_engine_ends(path, monkeypatch):
 def test_only_its_owner_may_read_it_and_no_draft_is_left(path, tmp_path):
     make(path)._policy_state.save()
     assert stat.S_IMODE((tmp_path / "learned.json").stat().st_mode) == 0o600
-    assert [own.name for own in tmp_path.iterdir()] == ["learned.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["learned.json"]
 
 
-def test_a_disk_that_takes_nothing_and_then_takes_it_is_two_lines(tmp_path, caplog):
+def test_a_disk_outage_is_two_log_lines(tmp_path, caplog):
     folder = tmp_path / "folder"
     scheduler = make(str(folder / "file"))
     with caplog.at_level(logging.INFO, "jaxkv"):
@@ -137,7 +137,7 @@ def test_a_disk_that_takes_nothing_and_then_takes_it_is_two_lines(tmp_path, capl
             if is_there:
                 folder.mkdir(exist_ok=True)
             scheduler._policy_state.save()
-    assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "cannot be written" in caplog.messages[0]
     assert "file' is written again after 0 s." in caplog.messages[1]
 
@@ -180,7 +180,7 @@ def test_a_file_of_another_policy_size_or_version_is_refused(path):
             make(path)
 
 
-def test_what_is_no_plain_file_is_not_waited_for(path):
+def test_a_special_file_is_refused_without_waiting(path):
     for number, place in enumerate(
         (os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero"))
     ):

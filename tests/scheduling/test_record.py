@@ -1,4 +1,4 @@
-"""What is recorded of requests, and where it ends up."""
+"""The recording of requests: its fields, ids and files."""
 
 import contextlib
 import gzip
@@ -86,15 +86,15 @@ def test_a_request_is_a_line_with_what_it_found_and_what_its_output_filled(
     assert recorder.stats == RecordStats(3, 0)
     first, _, third = requests_of(path)
     keys = make_keys(1, 2, 3, 4, 5, 6)
-    found = {"in": 13, "out": 0, "device": 0, "host": 0}
-    assert first == {"t": 0.001, "ids": secret(keys[:3])} | found
+    fields = {"in": 13, "out": 0, "device": 0, "host": 0}
+    assert first == {"t": 0.001, "ids": secret(keys[:3])} | fields
     # The second has brought the first block to the device.
-    found = {"in": 14, "out": 11, "device": 4, "host": 8, "stop": "tool_use"}
+    fields = {"in": 14, "out": 11, "device": 4, "host": 8, "stop": "tool_use"}
     ids = {"ids": secret(keys[:3]), "out_ids": secret(keys[3:])}
-    assert third == {"t": 1500.0} | found | ids
+    assert third == {"t": 1500.0} | fields | ids
 
 
-def test_a_file_says_what_it_is_and_of_what_engine(path):
+def test_the_header_describes_the_engine(path):
     device_kind = jax.devices()[0].device_kind
     with TraceRecorder(path) as recorder:
         rig = Rig(recorder=recorder, policy="arc", host_blocks=32)
@@ -129,8 +129,8 @@ def test_only_its_owner_reads_a_file(path, tmp_path):
     os.umask(os.umask(0o022))
     key_file = tmp_path / "key"
     described(path, key_file=key_file).close()
-    for own in (path, key_file):
-        assert stat.S_IMODE(own.stat().st_mode) == 0o600
+    for file in (path, key_file):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_neither_keys_nor_names_are_written(path):
@@ -153,17 +153,17 @@ def test_another_recorder_has_other_ids_unless_both_have_one_key_file(tmp_path):
         return request["ids"], header["key_id"]
 
     key_file = tmp_path / "key"
-    one, other = ids("a.jsonl"), ids("b.jsonl")
-    assert not set(one[0]) & set(other[0])
-    assert one[1] != other[1]
+    a_ids, b_ids = ids("a.jsonl"), ids("b.jsonl")
+    assert not set(a_ids[0]) & set(b_ids[0])
+    assert a_ids[1] != b_ids[1]
     joined = ids("c.jsonl", key_file=key_file)
     assert joined == ids("d.jsonl", key_file=key_file)
-    assert joined[1] not in (one[1], other[1])
+    assert joined[1] not in (a_ids[1], b_ids[1])
     assert len(key_file.read_text()) == 65
     assert sorted(os.listdir(tmp_path)) == [*(f"{n}.jsonl" for n in "abcd"), "key"]
 
 
-def test_what_a_recorder_cannot_begin_with_is_refused(path, tmp_path):
+def test_settings_that_a_recorder_cannot_use_are_refused(path, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "short").write_text("0123456789abcde\n")
     for name, value, error, match in (
@@ -194,7 +194,7 @@ def test_a_link_that_others_planted_beside_a_key_file_is_not_followed(
     assert victim.read_text() == "mine"
 
 
-def test_ids_and_blocks_of_long_prompts_are_all_there(path, secret):
+def test_long_prompts_are_recorded_in_full(path, secret):
     rng = random.Random(3)
     keys = [rng.randbytes(32) for _ in range(8200)]
     with described(path, 16) as recorder:
@@ -209,7 +209,7 @@ def test_ids_and_blocks_of_long_prompts_are_all_there(path, secret):
     assert np.array(ids, np.float64).astype(np.int64).tolist() == ids
 
 
-def test_what_is_not_computed_or_stored_is_not_said_to_be_filled(path):
+def test_blocks_without_stored_kv_have_no_output_ids(path):
     with TraceRecorder(path) as recorder:
         rig = Rig(recorder=recorder, prompt_only=True)
         request = make_request("prompt only", 1, 2, 3)
@@ -233,15 +233,15 @@ def test_ids_stand_for_host_blocks_of_the_group_with_full_attention(path, secret
     keys, rows = make_keys(1, 2, 3, 4), {"blocks_per_host_block": 2}
     groups = SlidingWindow(BLOCK_SIZE, 8), FullAttention(BLOCK_SIZE)
     of_any_length = [b"short", b"longer than thirty-two bytes" * 2]
-    for options, given, recorded, header in (
+    for options, request_keys, recorded, header in (
         ({}, [of_any_length], of_any_length, (BLOCK_SIZE, 15, 1)),
         (rows, [keys], [keys[1], keys[3]], (2 * BLOCK_SIZE, 7, 1)),
         ({"groups": groups}, [keys, keys[::-1]], keys[::-1], (BLOCK_SIZE, 15, 2)),
     ):
         with TraceRecorder(path) as recorder:
             rig = Rig(recorder=recorder, **options)
-            request = rig.request("a", *range(len(given[0])))
-            request.block_keys_by_group = given
+            request = rig.request("a", *range(len(request_keys[0])))
+            request.block_keys_by_group = request_keys
             rig.run(request)
         first, line = lines_of(path)
         assert line["ids"] == secret(recorded), options
@@ -285,7 +285,7 @@ def test_a_request_that_never_got_blocks_is_not_recorded(path):
     assert path.read_bytes() == b""
 
 
-def test_requests_that_run_at_the_end_are_written_with_what_is_known(path):
+def test_running_requests_are_written_at_the_end(path):
     recorder = TraceRecorder(path)
     rig = Rig(recorder=recorder)
     rig.admit(make_request("a", 1, 2))
@@ -295,7 +295,7 @@ def test_requests_that_run_at_the_end_are_written_with_what_is_known(path):
     assert line["in"] == 9
     assert len(line["ids"]) == 2
     assert "out" not in line
-    # Whoever goes on serving is not disturbed.
+    # Serving goes on undisturbed.
     rig.finish("a")
     rig.run(make_request("b", 1))
     recorder.close()
@@ -318,22 +318,22 @@ def test_files_are_rotated_and_bounded(path):
     assert recorder.stats == RecordStats(150, 0)
     names = ["requests.jsonl", "requests.jsonl.1", "requests.jsonl.2"]
     assert sorted(os.listdir(path.parent)) == names
-    lines, parts = [], []
+    lines, part_numbers = [], []
     for name in reversed(names):
         file = path.with_name(name)
         assert file.stat().st_size <= MIN_BYTES
         header, *rest = lines_of(file)
-        parts.append(header["part"])
+        part_numbers.append(header["part"])
         lines += rest
-    assert parts == list(range(parts[0], parts[0] + 3))
-    assert parts[0] > 0
+    assert part_numbers == list(range(part_numbers[0], part_numbers[0] + 3))
+    assert part_numbers[0] > 0
     times = [line["t"] for line in lines]
     assert times == sorted(times)
     # Of each file but the newest, less than a piece is left free.
     assert len(lines) > 60
 
 
-def test_one_file_is_enough(path):
+def test_max_files_1_keeps_one_file(path):
     rng = random.Random(6)
     with described(path, max_bytes=MIN_BYTES, max_files=1) as recorder:
         serve(recorder, *range(5), num_blocks=20_000, rng=rng)
@@ -353,8 +353,8 @@ def test_a_file_of_an_earlier_run_is_kept_and_a_link_stays_a_link(path, tmp_path
             recorder.begin("a", [], 1)
     assert path.is_symlink()
     assert sorted(os.listdir(target)) == ["real.jsonl", "real.jsonl.1"]
-    one, other = (lines_of(file)[0] for file in target.iterdir())
-    assert one["key_id"] != other["key_id"]
+    first, second = (lines_of(file)[0] for file in target.iterdir())
+    assert first["key_id"] != second["key_id"]
     assert len(requests_of(target / "real.jsonl")) == 1
 
 
@@ -473,7 +473,7 @@ def test_without_any_thread_a_recorder_writes_when_it_is_closed(path, monkeypatc
     assert len(requests_of(path)) == 1
 
 
-def test_what_no_reader_takes_is_dropped_and_the_rest_can_be_read(path, caplog):
+def test_invalid_requests_are_dropped_and_the_rest_is_readable(path, caplog):
     wrong = {
         "input_tokens=-7 must be at least 0": (b"k" * 32, -7, None),
         "input_tokens=7.5 must be a whole number from 0 on": (b"k" * 32, 7.5, None),
@@ -507,7 +507,7 @@ def test_numbers_may_be_of_numpy(path):
     assert trace.recording.host_tokens.tolist() == [4]
 
 
-def test_gzip_is_written_where_the_name_says_so(tmp_path):
+def test_a_name_with_gz_is_compressed(tmp_path):
     path = tmp_path / "requests.jsonl.gz"
     with described(path) as recorder:
         serve(recorder, 1, 2)

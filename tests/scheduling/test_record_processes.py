@@ -55,12 +55,11 @@ def test_who_is_killed_leaves_what_was_written(tmp_path, name):
     trace = read_trace(path)
     check_whole(trace)
     assert numbers_of(trace)[-1] >= last
-    # Somebody else can go on.
+    # Another recorder can continue the file.
     TraceRecorder(path).close()
 
 
 def check_interpreter(path, mode, lengths, words=()):
-    """Check what an engine leaves that ends with its interpreter."""
     command = [*words, sys.executable, *RIG, path, mode]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
@@ -68,7 +67,7 @@ def check_interpreter(path, mode, lengths, words=()):
     assert [json.loads(line)["in"] for line in lines] == lengths
 
 
-def test_the_interpreters_end_writes_what_there_is(tmp_path):
+def test_the_end_of_the_interpreter_writes_pending_requests(tmp_path):
     check_interpreter(tmp_path / "requests.jsonl", "exit at once", [9])
 
 
@@ -78,7 +77,7 @@ def test_a_process_without_standard_input_records_all(tmp_path):
     check_interpreter(tmp_path / "requests.jsonl", "exit", [51, 9], words)
 
 
-def test_the_collector_of_garbage_closes_files(tmp_path, capsys):
+def test_garbage_collection_closes_files(tmp_path, capsys):
     recording_engine.main(tmp_path / "requests.jsonl", "garbage")
     assert capsys.readouterr().out == "3\n"
 
@@ -131,7 +130,6 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def others_folder(tmp_path):
-    """A folder that this user may not write to."""
     if os.getuid():
         tmp_path.chmod(0o500)
         yield tmp_path

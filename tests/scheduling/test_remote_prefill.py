@@ -1,4 +1,4 @@
-"""A request waits for what another engine computes for it and writes to the store."""
+"""A request waits for blocks that another engine prefills and writes to the store."""
 
 import time
 
@@ -27,7 +27,7 @@ def expecting(request):
 # What the scheduler asks; the test answers for the worker.
 
 
-def test_a_request_reads_what_nobody_has_told_of():
+def test_a_request_loads_blocks_that_no_listing_has_reported():
     rig = probed()
     request = expecting(make_request("a", 1, 2, 3, 4))
     assert rig.offer(request) == (None, False)
@@ -42,19 +42,19 @@ def test_a_request_reads_what_nobody_has_told_of():
     assert rig.scheduler.num_fetched_tokens("a") == 4 * BLOCK_SIZE
 
 
-def test_what_does_not_come_is_computed_and_expected_no_more():
+def test_a_missing_remote_block_is_computed_and_not_awaited_again():
     rig = probed()
     request = expecting(make_request("a", 1, 2, 3))
     rig.offer(request)
     (batch,) = rig.fetches()
     rig.report_below(fetched=((batch.event, (True, False, False)),))
-    rig.asked.clear()
+    rig.unanswered.clear()
     rig.host[batch.upper_blocks[0]] = [batch.keys[0]]
     for _ in range(2):  # As where there is no room for it yet.
         assert rig.found(request) == (1, 0)
-        assert rig.asked == []
-    told = rig.scheduler.explain(request)
-    assert [block.reason for block in told.blocks[1:]] == ["absent"] * 2
+        assert rig.unanswered == []
+    explained = rig.scheduler.explain(request)
+    assert [block.reason for block in explained.blocks[1:]] == ["absent"] * 2
     # Nor does the index say to others that they are there.
     assert rig.scheduler.num_storage_blocks_held == 1
     assert rig.found(make_request("b", 1, 2, 3)) == (1, 1)
@@ -72,12 +72,12 @@ def test_only_what_is_neither_on_the_device_nor_on_the_host_is_awaited():
 
 def test_requests_with_one_prompt_await_it_together():
     rig = probed()
-    one, two = (expecting(make_request(name, 1, 2)) for name in "ab")
-    assert rig.offer(one) == rig.offer(two) == (None, False)
+    first, second = (expecting(make_request(name, 1, 2)) for name in "ab")
+    assert rig.offer(first) == rig.offer(second) == (None, False)
     rig.step()
-    assert [len(moves.fetches) for moves in rig.asked] == [1]
+    assert [len(moves.fetches) for moves in rig.unanswered] == [1]
     rig.answer(ok=False)
-    assert rig.found(one) == rig.found(two) == (0, 0)
+    assert rig.found(first) == rig.found(second) == (0, 0)
 
 
 def test_where_not_all_is_read_a_part_of_what_is_awaited_is_no_prefix():
@@ -87,7 +87,7 @@ def test_where_not_all_is_read_a_part_of_what_is_awaited_is_no_prefix():
     rig.offer(request)
     (batch,) = rig.fetches()
     assert set(batch.keys) == {*full, *windows[3:]}
-    rig.asked.clear()
+    rig.unanswered.clear()
     oks = tuple(key != windows[4] for key in batch.keys)
     rig.report_below(fetched=((batch.event, oks),))
     rig.host |= dict(
@@ -142,9 +142,8 @@ def store():
 
 
 def oks(store):
-    """What has come of the fetch; None if it is not over."""
     wait_for(lambda: not store.worker._task_of or store.worker.advance())
-    ended = [each for own in store.worker.take_reports() for each in own.fetched]
+    ended = [f for report in store.worker.take_reports() for f in report.fetched]
     return ended[0][1] if ended else None
 
 
@@ -179,7 +178,7 @@ def test_a_writer_that_is_gone_is_waited_for_once():
             assert oks(store) == (True,) * num_written + (False,) * (3 - num_written)
 
 
-def test_the_longer_nothing_comes_the_less_often_it_is_looked_for(store):
+def test_polling_for_awaited_blocks_backs_off(store):
     store.fetch(make_keys(1), is_awaited=True)
     nums = []
     for _ in range(40):
@@ -191,7 +190,7 @@ def test_the_longer_nothing_comes_the_less_often_it_is_looked_for(store):
     assert nums[-1] <= 10
 
 
-def test_what_nobody_writes_is_missing_at_once(store):
+def test_blocks_without_a_writer_are_missing_at_once(store):
     store.fetch(make_keys(1), is_awaited=False)
     assert oks(store) == (False,)
 
@@ -207,20 +206,20 @@ def test_a_consumer_gets_all_blocks_that_are_written_while_it_waits(tmp_path):
     }
     path = range(1, 25)
     keys = make_keys(*path)
-    parts = [keys[:5], keys[5:20], keys[20:]]
+    batches = [keys[:5], keys[5:20], keys[20:]]
     with (
         StoredEngine(tmp_path, **options) as producer,
         StoredEngine(tmp_path, **options) as consumer,
     ):
 
         def write():
-            if parts:
-                producer.write(parts.pop(0))
+            if batches:
+                producer.write(batches.pop(0))
             time.sleep(1e-3)
 
         request = expecting(make_request("prompt", *path))
         assert consumer.num_found(request, write) == 24
-        assert not parts
+        assert not batches
         pools = np.asarray(producer.pool[0])
         rows = [*range(1, 6), *range(1, 16), *range(1, 5)]  # Each part from block 1 on.
         assert consumer.bytes_of(keys) == [pools[row].tobytes() for row in rows]

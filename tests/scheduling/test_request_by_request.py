@@ -46,7 +46,7 @@ class Loading:
     Host block n has device block n; 32 of them, in 8 extents of 4.
     """
 
-    def __init__(self, mode, *, extents=1, **more):
+    def __init__(self, mode, *, extents=1, **options):
         numbers = np.arange(NUM_BLOCKS, dtype=np.float32)[:, None, None]
         self.pool = [jnp.array(np.broadcast_to(numbers, (NUM_BLOCKS, *BLOCK_SHAPE)))]
         self.engine = TransferEngine(
@@ -56,7 +56,7 @@ class Loading:
             extent_bytes=EXTENT_BYTES,
             staging_bytes=extents * EXTENT_BYTES,
         )
-        self.worker = OffloadWorker(self.engine, **more)
+        self.worker = OffloadWorker(self.engine, **options)
         self.start(plan(stores=range(32)))
         assert self.drain().completed_store_events == (0,)
         self.done = set()  # Pieces, where a test says when they are.
@@ -76,13 +76,13 @@ class Loading:
         return np.asarray(self.pool[0])[first : first + num, 0, 0].tolist()
 
     def next_piece(self):
-        """Let the oldest piece be done, where a test says when they are."""
+        """Complete the oldest piece, if the test completes pieces itself."""
         queue = self.engine._queue
         pending = [*queue._saving, *queue._loading, *queue._landing]
         self.done.add(next(piece for piece in pending if piece not in self.done))
 
     def run_dry(self):
-        """Let one piece after the other be done; give the reports, piece by piece."""
+        """Complete one piece after the other; return the reports of each."""
         seen = []
         while self.worker.num_in_flight:
             self.next_piece()
@@ -103,9 +103,9 @@ class Loading:
 def piecewise(monkeypatch):
     """Make loading where pieces are done when a test says so, in their order."""
 
-    def make(mode, **more):
+    def make(mode, **options):
         monkeypatch.undo()  # What is made stores blocks, in whatever order.
-        loading = Loading(mode, **more)
+        loading = Loading(mode, **options)
         monkeypatch.setattr(Piece, "is_ready", lambda piece: piece in loading.done)
         return loading
 
@@ -225,7 +225,6 @@ def test_the_speed_of_loads_is_that_of_a_step_and_not_of_each_request():
 def test_random_loads_failures_and_aborts_leave_every_block_right(
     mode, seed, monkeypatch
 ):
-    """Beside a plain copy of what each block must be."""
     rng = np.random.default_rng(seed)
     loading = Loading(mode, extents=int(rng.integers(1, 4)))
     engine, truth = loading.engine, np.arange(NUM_BLOCKS, dtype=np.float32)
@@ -238,7 +237,7 @@ def test_random_loads_failures_and_aborts_leave_every_block_right(
         return stage(extents, group)
 
     def overwrite(devices, value):
-        """Write blocks, as whoever gets them next does in a later program."""
+        """Write blocks, as the next owner does in a later program."""
         for block in devices:
             loading.pool = [loading.pool[0].at[block].set(value + block)]
             truth[block] = value + block
@@ -264,16 +263,16 @@ def test_random_loads_failures_and_aborts_leave_every_block_right(
         else:
             loading.pool = engine.advance(loading.pool)
         if pending and rng.random() < 0.2:
-            gone = sorted(pending)[int(rng.integers(len(pending)))]
-            engine.abandon(gone)
-            _, devices = pending.pop(gone)
+            aborted = sorted(pending)[int(rng.integers(len(pending)))]
+            engine.abandon(aborted)
+            _, devices = pending.pop(aborted)
             overwrite(devices, 1000.0)
             free |= set(devices)
             counts["abandoned"] += 1
         completions = list(engine.poll())
         if step % 10 == 8:  # However busy the machine is, some arrive.
-            loading.pool, others = engine.drain(loading.pool)
-            completions += others
+            loading.pool, drained = engine.drain(loading.pool)
+            completions += drained
         for done in completions:
             hosts, devices = pending.pop(done.ticket)
             if done.error is None:
@@ -285,8 +284,8 @@ def test_random_loads_failures_and_aborts_leave_every_block_right(
         if step % 10 == 9:
             busy = {block for _, devices in pending.values() for block in devices}
             rest = sorted(set(range(NUM_BLOCKS)) - busy)
-            found = np.asarray(loading.pool[0])[rest, 0, 0]
-            np.testing.assert_array_equal(found, truth[rest])
+            contents = np.asarray(loading.pool[0])[rest, 0, 0]
+            np.testing.assert_array_equal(contents, truth[rest])
     loading.pool, _ = engine.drain(loading.pool)
     loading.check_idle()
     assert counts["finished"] > 5

@@ -1,4 +1,4 @@
-"""An engine shortens and rewrites the history of a request that goes on."""
+"""An engine shortens and rewrites the history of a running request."""
 
 import itertools
 import random
@@ -27,19 +27,18 @@ def rewrite(request, num_kept, *path, extra_tokens=1):
     """Keep the first blocks of a request, as vLLM does where input streams."""
     groups = HYBRID if len(request.block_keys_by_group) > 1 else FULL
     new = make_request("?", *path, groups=groups, extra_tokens=extra_tokens)
-    for own, other in zip(
+    for keys, new_keys in zip(
         request.block_keys_by_group, new.block_keys_by_group, strict=True
     ):
-        assert own[:num_kept] == other[:num_kept]
-        del own[num_kept:]
-        own += other[num_kept:]
+        assert keys[:num_kept] == new_keys[:num_kept]
+        del keys[num_kept:]
+        keys += new_keys[num_kept:]
     request.num_tokens = request.num_prompt_tokens = new.num_tokens
     kept = min(request.num_computed_tokens, num_kept * BLOCK_SIZE)
     request.num_computed_tokens = kept
 
 
 def replace_blocks(rig, request, num_kept):
-    """Take new device blocks for what was rewritten."""
     num = -(-request.num_tokens // BLOCK_SIZE)
     for table in request.tables:
         rig.pool.free(table[num_kept:][::-1])
@@ -76,27 +75,27 @@ def test_packed_keys_are_those_of_a_request_after_any_rewriting():
                 del path[rng.randrange(len(path) + 1) :]
             path += rng.choices(range(3), k=rng.randrange(3))
             now = [
-                [key + suffix for key in own]
-                for own in make_request("r", *path, groups=groups).block_keys_by_group
+                [key + suffix for key in keys]
+                for keys in make_request("r", *path, groups=groups).block_keys_by_group
             ]
             if rng.random() < 0.5:
                 request.block_keys_by_group = now
             else:
-                for own, other in zip(request.block_keys_by_group, now, strict=True):
-                    own[:] = other
+                for keys, new in zip(request.block_keys_by_group, now, strict=True):
+                    keys[:] = new
             before, packed = seen[-1:], requests.of(request)
             assert packed == now
-            for own in packed:
-                words = keys_to_words([key_from_foreign(key) for key in own])
-                assert own.words.tolist() == words.tolist()
-                assert not own.words.flags.writeable
-                assert type(own[1:]) is PackedKeys
+            for keys in packed:
+                words = keys_to_words([key_from_foreign(key) for key in keys])
+                assert keys.words.tolist() == words.tolist()
+                assert not keys.words.flags.writeable
+                assert type(keys[1:]) is PackedKeys
             # Who holds a list from before sees it grow, and nothing else.
             for lists, copies in before:
-                for own, copy, new in zip(lists, copies, packed, strict=True):
-                    assert own[: len(copy)] == copy
-                    assert (own is new) == (new[: len(copy)] == copy)
-            seen.append((packed, [list(own) for own in packed]))
+                for keys, copy, new in zip(lists, copies, packed, strict=True):
+                    assert keys[: len(copy)] == copy
+                    assert (keys is new) == (new[: len(copy)] == copy)
+            seen.append((packed, [list(keys) for keys in packed]))
         assert len({id(lists[0]) for lists, _ in seen}) > 15
 
 
@@ -119,7 +118,7 @@ def serve_and_rewrite(rig, num_kept, *path):
 
 @pytest.mark.parametrize("options", [{}, {"groups": HYBRID}, {"shadow": "lru*1"}])
 def test_a_rewritten_history_is_stored_under_its_keys(options):
-    """Counts of what was stored were of the history before: the rest was left out."""
+    """The stored count once was of the old history: the new blocks were skipped."""
     for num_more in range(3):
         rig = Rig(device_blocks=32, host_blocks=32, **options)
         path = 1, 2, 8, 9, *range(10, 10 + num_more)
@@ -215,17 +214,17 @@ def test_a_load_fails_if_its_history_is_rewritten_meanwhile(groups, num_kept):
     rig.step()
     rewrite(request, num_kept, *[1, 2, 3][:num_kept], 8, 9)
     names, _ = rig.loads.popleft()
-    over = rig.report(finished_recving=tuple(names))
+    report = rig.report(finished_recving=tuple(names))
     is_kept = num_kept == 3
-    assert over.finished_recving == ("r",) * is_kept
-    assert over.failed_recving == ("r",) * (not is_kept)
+    assert report.finished_recving == ("r",) * is_kept
+    assert report.failed_recving == ("r",) * (not is_kept)
     assert rig.scheduler.stats.num_loads == 1
     rig.forget_device()
     assert rig.hit(1, 2, 3) == 3, "the host's blocks are right"
 
 
 def test_a_rewritten_request_asks_the_tiers_below_anew():
-    """It was looked up there, and what it waits for is of the history before."""
+    """Its lookup and its fetches there were of the old history."""
     rig = StoreRig()
     rig.has(*make_keys(1, 2, 3), *make_keys(1, 8))
     request = make_request("r", 1, 2, 3)

@@ -1,4 +1,4 @@
-"""What each rule of the offload scheduler changes, and which rules are refused."""
+"""The effect of each rule of the offload scheduler, and the rules that are refused."""
 
 import itertools
 
@@ -53,7 +53,7 @@ def test_host_blocks_of_several_device_blocks():
     rig.end()
 
 
-def test_what_of_a_request_is_stored():
+def test_limits_on_the_stored_tokens_of_a_request():
     limit = "max_offload_tokens"
     for rules, of_request, num_stored in (
         ({}, None, 4),
@@ -95,7 +95,7 @@ def test_a_request_is_offered_no_more_than_it_may_load():
     assert rig.query(request, 2 * BLOCK_SIZE)[0] == BLOCK_SIZE
 
 
-def test_so_many_blocks_may_be_in_flight_and_loads_come_first():
+def test_the_in_flight_limit_holds_and_loads_come_first():
     rig = make_rig(max_blocks_in_flight=3)
     rig.run(rig.request("old", 1, 2, 3, 4))
     rig.run(rig.request("older", 21, 22))
@@ -170,9 +170,9 @@ def test_blocks_that_are_loaded_count_towards_a_batch():
 
 def test_blocks_wait_no_longer_where_few_are_free_or_a_request_ends_or_a_step_idles():
     rig = make_waiting(2, device_blocks=40)
-    taken = rig.pool.allocate(rig.pool.num_free - 3)
+    blocks = rig.pool.allocate(rig.pool.num_free - 3)
     assert stored(rig.step(tokens={"one": 1})) >= 2
-    rig.pool.free(taken)
+    rig.pool.free(blocks)
     rig.end()
     rig = make_waiting(2, device_blocks=40)
     rig.admit(rig.request("two", 11))
@@ -288,7 +288,7 @@ def test_device_blocks_are_counted_before_stores_pause():
     assert rig.scheduler.is_storing_paused
 
 
-def test_what_is_left_out_stays_so_after_a_reset():
+def test_a_paused_store_is_not_caught_up_after_a_reset():
     rig = make_paused()
     rig.admit(rig.request("left out", 1000, 1100))
     rig.step(**{"left out": 2})
@@ -317,7 +317,7 @@ def test_a_request_that_ends_after_a_pause_is_stored():
 
 
 @modes
-def test_no_more_is_in_flight_than_may_be(mode):
+def test_the_in_flight_limit_holds_for_random_requests(mode):
     rig = make_rig(mode, max_blocks_in_flight=3)
     rng = np.random.default_rng(0)
     for number in range(60):
@@ -340,7 +340,7 @@ def test_no_more_is_in_flight_than_may_be(mode):
     rig.end()
 
 
-def test_the_gate_declines_what_is_sooner_computed_and_tries_every_32nd():
+def test_the_gate_declines_slow_loads_and_tries_every_32nd():
     rig = make_rig(skip_slow_loads=True, block_bytes=1000)
     rig.store(1, 2)
     request = rig.request("two", 1, 2, 3)
@@ -373,7 +373,7 @@ def test_copies_on_the_device_pass_the_gate():
     assert rig.query(rig.request("two", 1, 2, 3)) == (2 * BLOCK_SIZE, False)
 
 
-def test_stats_count_what_was_too_much_at_once():
+def test_blocks_dropped_at_the_in_flight_limit_are_counted():
     rig = make_rig(max_blocks_in_flight=1)
     for name, *path in (("one", 1, 2, 3), ("two", 7, 8)):
         rig.admit(rig.request(name, *path))

@@ -42,7 +42,7 @@ def test_a_block_is_findable_only_after_its_bytes_arrived():
     rig.step(one=2)
     rig.finish("one")
     rig.step()
-    rig.forget_device()  # but for what is being stored
+    rig.forget_device()  # except the blocks being stored
     early = make_request("early", 1, 2, 3)
     assert rig.query(early, 2 * BLOCK_SIZE) == (0, False)
     rig.store_arrives()
@@ -157,9 +157,9 @@ def test_blocks_being_stored_are_not_reused_on_the_device(mode):
     assert set(meta.store_device_blocks) == set(read)
     if mode == "eager":
         rig.finish("one")
-    taken = rig.pool.allocate(rig.pool.num_free)
-    assert not set(taken) & set(read)
-    rig.pool.free(taken)
+    allocated = rig.pool.allocate(rig.pool.num_free)
+    assert not set(allocated) & set(read)
+    rig.pool.free(allocated)
     rig.store_arrives()
     rig.end()
     rig.forget_device()
@@ -233,7 +233,7 @@ def test_a_block_table_may_be_any_array_of_ints():
 # What is reported.
 
 
-def test_stats_do_not_call_dropped_what_the_host_has():
+def test_blocks_on_the_host_are_not_counted_as_dropped():
     rig = make_rig()
     rig.fill_host(NUM_BLOCKS - 3)
     rig.run(rig.request("one", 1, 2, 3))
@@ -261,7 +261,7 @@ def test_reset_forgets_the_host_but_not_under_a_load(mode):
     rig.load_arrives()
     rig.step(two=1)
     rig.finish("two")
-    rig.step()  # of which the store is in flight now
+    rig.step()  # Its store is in flight now.
     assert rig.stores
     list(rig.scheduler.take_events())
     assert rig.scheduler.reset()
@@ -295,7 +295,7 @@ def test_a_request_that_outlives_a_reset_is_stored_anew():
 
 def test_one_warning_says_that_a_hundred_requests_have_offered_nothing(caplog):
     def end_requests(rig, num):
-        """End requests of which the scheduler was told nothing, each with a block."""
+        """Finish requests of one block each that the scheduler never saw."""
         for number in range(num):
             request = make_request(f"r{number}", number)
             request.num_computed_tokens = request.num_tokens
@@ -322,11 +322,11 @@ def test_a_block_table_with_a_wrong_id_is_refused_and_changes_nothing():
     rig.store(1, 2, 3)
     request = make_request("two", 1, 2, 3, 4)
     assert rig.query(request) == (12, True)
-    own = rig.pool.allocate(4)
+    blocks = rig.pool.allocate(4)
     for table, num_tokens, what in (
-        (own, 3, "num_external_tokens=3 of req"),
-        (own, 16, "num_external_tokens=16 of req.*up to 12, the offer"),
-        (own, -4, "num_external_tokens=-4 of req"),
+        (blocks, 3, "num_external_tokens=3 of req"),
+        (blocks, 16, "num_external_tokens=16 of req.*up to 12, the offer"),
+        (blocks, -4, "num_external_tokens=-4 of req"),
         ([1, 2, NUM_BLOCKS], 12, "16 in the block table of request 'two' must"),
         ([1, -1, 3], 12, r"-1 in the block table .* an int in \[0, 16\)"),
         ([1, 2.5, 3], 12, "2.5 in the block table"),
@@ -334,18 +334,18 @@ def test_a_block_table_with_a_wrong_id_is_refused_and_changes_nothing():
         ([1, 2, 2**70], 12, "in the block table"),
         ([[1, 2], [3]], 12, "the model has one group"),
         ([1, 1, 3], 12, "block 1 is more than once in the block table of requ"),
-        (own[:2], 12, "block 2 of group 0.*of 2 blocks"),
-        ([own[0], NULL_BLOCK, *own[2:]], 12, "block 1 of group 0"),
+        (blocks[:2], 12, "block 2 of group 0.*of 2 blocks"),
+        ([blocks[0], NULL_BLOCK, *blocks[2:]], 12, "block 1 of group 0"),
     ):
         check_refused(rig, what, rig.take, request, table, num_tokens)
     for table in ("12", "", b"\x01\x02", b"", {1: 2}, 7, jnp.ones(3)):
         what = r"the block table .* must be a list"
         check_refused(rig, what, rig.take, request, table, 0, error=TypeError)
     # The offer is there as before, and a right table is taken, once.
-    rig.take(request, own, 12)
-    check_refused(rig, "it has taken an offer", rig.take, request, own, 4)
-    rig.take(request, own, 0)  # which only replaces the table
-    assert rig.step().load_device_blocks == tuple(own[:3])
+    rig.take(request, blocks, 12)
+    check_refused(rig, "it has taken an offer", rig.take, request, blocks, 4)
+    rig.take(request, blocks, 0)  # which only replaces the table
+    assert rig.step().load_device_blocks == tuple(blocks[:3])
 
 
 def test_a_hybrid_takes_all_of_an_offer_or_nothing():

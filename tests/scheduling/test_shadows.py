@@ -1,4 +1,4 @@
-"""What shadows count: their own tier's would be what it found; others by the rules."""
+"""Shadow counts: the serving tier's shadow equals its hits; others follow the rules."""
 
 import jax
 import numpy as np
@@ -17,13 +17,13 @@ def check_same(scheduler):
     """The first shadow, of the policy and size that serve, is in the same state."""
     same, larger = scheduler.shadow_counts
     stats = scheduler.stats
-    found = same.num_found_tokens, same.num_evicted, same.error_tokens
-    assert found == (stats.num_host_hit_tokens, stats.num_evicted, 0)
+    counts = same.num_found_tokens, same.num_evicted, same.error_tokens
+    assert counts == (stats.num_host_hit_tokens, stats.num_evicted, 0)
     assert same.num_stored >= same.num_evicted > 100
-    assert same.num_asked_tokens > found[0]
-    assert larger.num_found_tokens > found[0] > 0
+    assert same.num_asked_tokens > counts[0]
+    assert larger.num_found_tokens > counts[0] > 0
     states = scheduler._manager.executor, scheduler._whatif.shadows._tiers[0].executor
-    jax.tree.map(np.testing.assert_array_equal, *[own.state for own in states])
+    jax.tree.map(np.testing.assert_array_equal, *[e.state for e in states])
 
 
 @modes
@@ -47,7 +47,7 @@ def test_the_shadow_of_what_serves_is_in_step_with_it(mode, policy, options):
 
 
 @modes
-def test_so_it_is_over_a_recorded_trace(shared_traces, mode):
+def test_the_serving_shadow_keeps_step_over_a_recorded_trace(shared_traces, mode):
     trace = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
     rig = Rig(
         mode=mode,
@@ -65,7 +65,7 @@ def test_so_it_is_over_a_recorded_trace(shared_traces, mode):
 
 
 @modes
-def test_shadows_of_a_sample_let_go_of_all_they_hold_and_store(mode, monkeypatch):
+def test_sampled_shadows_release_every_hold(mode, monkeypatch):
     monkeypatch.setattr(shadows_lib, "FULL_BLOCKS", 10)
     traffic = Traffic(
         1,
@@ -86,7 +86,7 @@ def test_shadows_of_a_sample_let_go_of_all_they_hold_and_store(mode, monkeypatch
         assert not np.asarray(tier.executor.state.ref_cnt).any()
 
 
-def test_what_names_no_shadows_is_refused_with_what_would_be_right():
+def test_wrong_shadow_texts_are_refused_with_the_right_form():
     for text, shown in (
         *[(text, "lru") for text in ("lru", "lru*", "lru*0", "lru*1;lru*1")],
         *(("lru*1;nosuch*1", "nosuch"), ("off*1", "off"), ("", "''"), (7, "7")),

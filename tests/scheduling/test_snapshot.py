@@ -33,8 +33,6 @@ SETUPS = {
 
 
 class Recorded(World):
-    """A world that records what its scheduler answers."""
-
     def __init__(self, setup):
         super().__init__(setup)
         self.answers = []
@@ -53,7 +51,7 @@ class Recorded(World):
         return recorded
 
     def play(self, actions):
-        """Do what may happen; return the answers and the digest after each action."""
+        """Perform actions; return the answers and the digest after each of them."""
         trail = []
         for action in actions:
             self.answers.clear()
@@ -63,7 +61,6 @@ class Recorded(World):
 
 
 def choices(world, rng, num):
-    """Choose what happens next, `num` times."""
     for _ in range(num):
         yield rng.choice(world.actions())
 
@@ -71,14 +68,14 @@ def choices(world, rng, num):
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_restored_scheduler_answers_as_it_did_before(name):
     rng, world = random.Random(name), Recorded(SETUPS[name])
-    other = Recorded(SETUPS[name])
+    twin = Recorded(SETUPS[name])
     for num in (5, 15):
         world.play(choices(world, rng, num))
         saved, digest = world.save(), world.scheduler.digest()
         trail = world.play(choices(world, rng, 20))
         actions = [action for action, *_ in trail]
-        other.requests = world.requests  # The state refers to them.
-        for restored in (world, world, other):
+        twin.requests = world.requests  # The state refers to them.
+        for restored in (world, world, twin):
             restored.restore(saved)
             assert restored.scheduler.digest() == digest == saved[0].digest
             assert restored.play(actions) == trail
@@ -108,14 +105,14 @@ def test_a_state_of_another_configuration_is_refused_and_changes_nothing():
     scheduler.note_rates(1.0, 1.0)
     before = scheduler.digest()
     unbound = OffloadScheduler(16, 4)
-    for other, match in (
+    for foreign, match in (
         (make(num_host_blocks=5), "num_host_blocks must be 5, as in the state"),
         (make(num_device_blocks=9), "num_blocks of the bound DeviceBlockPool must be"),
         (make(prompt_only=True), "rules must be .*, as in the state"),
         (unbound, "num_blocks of the bound DeviceBlockPool must be None, as"),
     ):
         with pytest.raises(ValueError, match=match):
-            scheduler.restore(other.snapshot())
+            scheduler.restore(foreign.snapshot())
         assert scheduler.digest() == before
     with pytest.raises(ValueError, match="class of the bound pool must be"):
         unbound.restore(scheduler.snapshot())

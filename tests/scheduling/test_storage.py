@@ -1,4 +1,4 @@
-"""What the scheduler asks of a store, without one; the test answers for the worker."""
+"""The scheduler's storage requests, without a store: the test answers as the worker."""
 
 import dataclasses
 
@@ -28,14 +28,14 @@ def test_blocks_that_are_not_written_are_counted_by_reason_and_in_all():
 
 
 def leave(rig):
-    """Leave the store; give what the worker is told."""
+    """Disable the store; return the message to the worker."""
     rig.scheduler.disable_storage()
     assert rig.scheduler.has_pending_stores(), "the worker is to be told"
     (moves,) = rig.step().below
     assert (moves.is_last, moves.writes, moves.deletes) == (True, (), ())
 
 
-def test_a_store_that_was_left_is_asked_nothing_any_more():
+def test_a_disabled_store_gets_no_more_tasks():
     rig = StoreRig()
     rig.serve("a", 1, 2)
     assert rig.written == make_keys(1, 2)
@@ -55,18 +55,18 @@ def test_a_store_that_was_left_is_asked_nothing_any_more():
     assert rig.hit(1, 2) == 2
 
 
-def test_what_is_under_way_or_waits_when_its_store_is_left_is_dropped():
+def test_tasks_of_a_store_are_dropped_when_it_is_disabled():
     written = StoreRig()
     written.run(make_request("a", 1, 2))
-    assert written.asked[0].writes
+    assert written.unanswered[0].writes
     assert written.scheduler.reset()
     waits = StoreRig(max_storage_blocks=1)
     waits.run(make_request("a", 1, 2, 3, 4))
     waits.answer(ok=False)
-    one, *others = make_keys(1, 2, 3)
+    key, *deleted_keys = make_keys(1, 2, 3)
     deleted = StoreRig()
-    deleted.report_below(found=(one, *others), listed=True, bound=(2, 3))
-    deleted.report_below(gone=tuple(others))
+    deleted.report_below(found=(key, *deleted_keys), listed=True, bound=(2, 3))
+    deleted.report_below(gone=tuple(deleted_keys))
     for rig in (written, waits, deleted):
         assert rig.scheduler.has_pending_stores()
         leave(rig)
@@ -79,7 +79,7 @@ def test_a_query_that_is_refused_for_its_keys_leaves_no_trace():
     """The explorer found it: the next query took nothing from the store."""
     rig = StoreRig(groups=HYBRID)
     request = rig.request("a", 1, 2)
-    rig.has(*(key for own in request.block_keys_by_group for key in own))
+    rig.has(*(key for group in request.block_keys_by_group for key in group))
     keyless = dataclasses.replace(request, block_keys_by_group=[])
     with pytest.raises(ValueError, match="a list for each of the 2 groups"):
         rig.query(keyless)
@@ -93,7 +93,7 @@ def test_a_query_that_is_refused_for_its_keys_leaves_no_trace():
     assert rig.scheduler.in_transit.host_blocks_read > 0
 
 
-def test_without_a_store_there_is_none_to_leave():
+def test_disabling_a_missing_store_is_refused():
     rig = Rig()
     rig.scheduler.disable_storage()
     assert not rig.step().below
@@ -128,7 +128,6 @@ def test_tokens_that_came_from_the_store_are_counted_for_who_waited():
 
 
 def make_tiers(num):
-    """A scheduler with some tiers below the host, the last of which has two blocks."""
     tiers = [BlockIndex(BLOCK_SIZE, NUM_BLOCKS, medium=f"TIER {n}") for n in range(num)]
     keys = make_keys(1, 2)
     tiers[-1].publish(tiers[-1].place(keys).block_ids, keys)

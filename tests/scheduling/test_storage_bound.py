@@ -1,4 +1,4 @@
-"""How many blocks a store has that engines share: as many as it may hold."""
+"""The bound on the blocks of a store that engines share."""
 
 import itertools
 import pathlib
@@ -29,13 +29,12 @@ def files(folder):
 
 
 def writer(folder, num_blocks=40, **options):
-    """An engine whose store may hold so many blocks, and is listed when a test says."""
+    """An engine whose store may hold `num_blocks`; the test decides on listings."""
     num_bytes = num_blocks * StoredEngine.OBJECT_BYTES
     return StoredEngine(folder, storage_bytes=num_bytes, storage_list_s=None, **options)
 
 
 def write(engine, *numbers):
-    """Write blocks, one after the other."""
     for number in numbers:
         engine.write(make_keys(number))
 
@@ -110,7 +109,7 @@ def test_a_small_engine_that_joins_a_large_store_deletes_nothing_of_others(tmp_p
 
 
 class Timeless:
-    """A store that does not tell when anything was used, as one in a bucket."""
+    """A store without times of use, like a bucket."""
 
     def __init__(self):
         inner = MemoryStore()
@@ -127,7 +126,7 @@ def listed(storage, bound):
 
 
 @pytest.mark.parametrize("make_store", [MemoryStore, Timeless])
-def test_what_is_too_much_goes_the_oldest_first(make_store):
+def test_blocks_beyond_the_bound_are_deleted_oldest_first(make_store):
     keys = [bytes([200 - number]) * 32 for number in range(9)]
     with StorageIO(make_store(), BLOCKS) as storage:
         for number, key in enumerate(keys):
@@ -186,10 +185,10 @@ def test_a_block_that_a_listing_has_twice_counts_once():
     store = MemoryStore()
     store.times = lambda names: [int(name) for name in names]
     census = Census(store, "order")
-    one, two, three = make_keys(1, 2, 3)
-    census.add_page([one, two], ["5", "7"])
-    census.add_page([one, three], ["9", "6"])
-    assert census.oldest_first() == [three, two, one]
+    first, second, third = make_keys(1, 2, 3)
+    census.add_page([first, second], ["5", "7"])
+    census.add_page([first, third], ["9", "6"])
+    assert census.oldest_first() == [third, second, first]
     assert Census(store, "order").oldest_first() == []
 
 
@@ -201,7 +200,7 @@ def test_nobody_without_the_secret_can_record_a_bound():
 
 
 def full_beyond(monkeypatch, num):
-    """Have each folder refuse blocks beyond some, as a disk does that is full."""
+    """Make each folder refuse blocks beyond `num`, like a full disk."""
     put, lock = LocalStore.put, threading.Lock()
 
     def put_if_it_fits(store, items):
@@ -246,9 +245,9 @@ def test_engines_on_a_full_disk_keep_what_is_used_now_and_delete_no_more_than_ne
     for engine in engines:
         engine.storage.close(5.0)
     # One goes for each that came or found no room.
-    num_failed = sum(each.failed.get("write full", 0) for each in stats)
-    assert sum(each.num_deleted for each in stats) <= 90 + num_failed
-    # They choose the same blocks of yesterday, each of which makes room once.
+    num_failed = sum(engine_stats.failed.get("write full", 0) for engine_stats in stats)
+    assert sum(engine_stats.num_deleted for engine_stats in stats) <= 90 + num_failed
+    # They choose the same old blocks, and each deletion makes room only once.
     assert num_failed < 90 * num_engines / 4
     assert files(tmp_path) > 40 - 8 * num_engines
     today = numbers_in(tmp_path, range(100, 190))

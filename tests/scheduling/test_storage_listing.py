@@ -1,4 +1,4 @@
-"""How an engine learns what is in a store that it begins with."""
+"""The listing of a store that already has blocks when an engine starts."""
 
 import contextlib
 import threading
@@ -23,12 +23,12 @@ from tests.rigs.waiting import wait_for
 @contextlib.contextmanager
 def engine(folder, **options):
     """The scheduler and the worker of an engine whose store is a folder."""
-    with StoredEngine(folder, storage_deadline_s=60.0, **options) as parts:
-        yield parts.scheduler, parts.worker
+    with StoredEngine(folder, storage_deadline_s=60.0, **options) as stored:
+        yield stored.scheduler, stored.worker
 
 
 def fill(folder, worker, num_blocks):
-    """Put files of blocks there; what is in them does not matter to a listing."""
+    """Create block files; a listing does not read their contents."""
     for key in make_keys(*range(num_blocks)):
         path = folder / worker.storage.storage_io.objects.name(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,16 +54,16 @@ def test_an_engine_may_wait_until_its_store_is_listed(tmp_path):
     with engine(tmp_path) as (scheduler, worker):
         fill(tmp_path, worker, 200)
         request = make_request("a", 0, 1)
-        found = scheduler.explain(request)
-        assert not found.is_store_listed
-        assert "The store is not listed yet: it may have more." in str(found)
+        explained = scheduler.explain(request)
+        assert not explained.is_store_listed
+        assert "The store is not listed yet: it may have more." in str(explained)
         assert scheduler.wait_for_storage(worker)
         assert scheduler.num_storage_blocks_held == 200
-        found = scheduler.explain(request)
-        assert found.is_store_listed
-        assert "listed" not in str(found)
-        assert [block.verdict for block in found.blocks] == ["storage"] * 2
-        # All of it is to be found again.
+        explained = scheduler.explain(request)
+        assert explained.is_store_listed
+        assert "listed" not in str(explained)
+        assert [block.verdict for block in explained.blocks] == ["storage"] * 2
+        # A reset forgets the index: the store is listed again.
         assert scheduler.reset()
         assert not scheduler.explain(request).is_store_listed
 
@@ -84,8 +84,8 @@ def test_an_engine_waits_no_longer_for_a_listing_than_it_said(tmp_path):
 @pytest.mark.parametrize("list_every_s", [None, 60.0])
 def test_a_store_that_cannot_be_listed_keeps_no_engine_waiting(tmp_path, list_every_s):
     store = FaultyStore(LocalStore(tmp_path), 0, Faults(error=1.0))
-    with engine(tmp_path, store=store, storage_list_s=list_every_s) as parts:
-        scheduler, worker = parts
+    with engine(tmp_path, store=store, storage_list_s=list_every_s) as halves:
+        scheduler, worker = halves
         fill(tmp_path, worker, 3)
         assert not scheduler.wait_for_storage(worker)
         assert not scheduler.wait_for_storage(worker, 0.0)  # It is listed again later.
@@ -142,10 +142,10 @@ def test_a_block_that_lacks_the_part_of_a_process_is_not_found():
     store.put([(name, [b""]) for name in names])
     worker = storage_worker.StorageWorker(engine, StorageIO(store, objects))
     with contextlib.closing(worker):
-        found, is_listed = [], False
+        listed, is_listed = [], False
         while not is_listed:
             worker.advance()
             for report in worker.take_reports():
-                found += report.found
+                listed += report.found
                 is_listed = report.listed is not None
-    assert found == [whole]
+    assert listed == [whole]

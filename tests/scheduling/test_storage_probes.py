@@ -1,4 +1,4 @@
-"""A store is asked for what no tier is known to have: blocks that others wrote."""
+"""Probes for blocks that no tier is known to have, because other engines wrote them."""
 
 import contextlib
 import functools
@@ -44,12 +44,11 @@ PROBE_S = 0.005
 
 
 def probed(*there, **options):
-    """An engine that asks its store for what no tier is known to have."""
     return StoreRig(*there, **{"storage_probe_s": PROBE_S} | options)
 
 
 def runs_asked(rig, *requests):
-    """Offer requests, make a step, and give the runs of keys of each probe."""
+    """Offer requests, run a step, and return the runs of keys of each probe."""
     for request in requests:
         assert rig.offer(request) == (None, False)
     rig.step()
@@ -61,9 +60,9 @@ def test_a_request_finds_what_another_engine_has_just_written():
     rig = probed(*keys[:3])
     request = make_request("a", 1, 2, 3, 4)
     assert rig.offer(request) == (None, False)
-    told = rig.scheduler.explain(request)
-    assert (told.num_offered_tokens, told.deferral) == (None, "asked")
-    assert "answered a probe for blocks" in str(told)
+    explained = rig.scheduler.explain(request)
+    assert (explained.num_offered_tokens, explained.deferral) == (None, "asked")
+    assert "answered a probe for blocks" in str(explained)
     rig.step()
     assert rig.probes() == [TierProbe(0, (tuple(keys),), PROBE_S)]
     assert rig.scheduler.has_pending_loads(), "so the engine goes on stepping"
@@ -71,13 +70,13 @@ def test_a_request_finds_what_another_engine_has_just_written():
     assert rig.step().below == (), "it is asked once"
     assert rig.found(request) == (3, 0)
     assert rig.scheduler.stats.num_storage_found == 3
-    told = rig.scheduler.explain(request)
-    assert [block.verdict for block in told.blocks] == ["host"] * 3 + ["missed"]
-    assert told.blocks[3].reason == "absent"
-    assert "not in the store when last probed" in str(told)
+    explained = rig.scheduler.explain(request)
+    assert [block.verdict for block in explained.blocks] == ["host"] * 3 + ["missed"]
+    assert explained.blocks[3].reason == "absent"
+    assert "not in the store when last probed" in str(explained)
 
 
-def test_only_what_no_tier_is_known_to_have_is_asked_for():
+def test_only_unknown_blocks_are_probed():
     rig = probed()
     assert rig.found(make_request("a", 1, 2)) == (0, 1)
     rig.serve("a", 1, 2)
@@ -99,8 +98,8 @@ def test_requests_of_one_moment_share_a_probe_and_ask_for_their_tails_beside_it(
     ]
     runs = runs_asked(rig, *requests)
     assert runs == [(tuple(keys),), (tuple(make_keys(1, 2, 7)[2:]),)]
-    found = [rig.found(request) for request in requests]
-    assert found == [(3, 0), (2, 0), (3, 0)]
+    answers = [rig.found(request) for request in requests]
+    assert answers == [(3, 0), (2, 0), (3, 0)]
 
 
 def test_a_request_in_the_queue_is_asked_for_once_and_the_next_one_again():
@@ -145,7 +144,7 @@ def test_where_not_all_is_read_a_shorter_prefix_is_asked_for_too():
 
 def test_the_gate_says_how_long_to_wait_and_whether_at_all():
     for rates, wait_s in (
-        # Unknown; computing takes 0.4 s, of which a tenth; fetching takes longer.
+        # Unknown rates; a tenth of the 0.4 s of prefill; a fetch that is slower.
         ((0.0, 0.0, 0.0), [PROBE_S]),
         ((1e9, 20.0, 1e9), [0.04]),
         ((1e9, 20.0, 1.0), []),
@@ -166,7 +165,7 @@ def test_what_is_never_written_is_not_asked_for_nor_a_part_that_cannot_be_fetche
     assert runs_asked(probed(), long) == [(tuple(make_keys(*range(256))),)]
 
 
-def test_no_more_is_asked_than_has_an_answer_to_come():
+def test_outstanding_probes_are_limited():
     rig = probed(device_blocks=200)
     offers = [rig.offer(make_request(f"r{n}", 100 + n)) for n in range(65)]
     assert offers == [(None, False)] * 64 + [(0, False)]
@@ -174,8 +173,8 @@ def test_no_more_is_asked_than_has_an_answer_to_come():
 
 def test_a_full_index_makes_room_for_what_is_asked_for():
     rig = probed(*make_keys(1, 2, 3), num_storage_blocks=4)
-    others = tuple(make_keys(*range(50, 56)))
-    rig.report_below(found=others, listed=True, bound=(10, 9))
+    listed = tuple(make_keys(*range(50, 56)))
+    rig.report_below(found=listed, listed=True, bound=(10, 9))
     assert rig.scheduler.num_storage_blocks_left_out == 5
     assert rig.found(make_request("a", 1, 2, 3)) == (3, 1)
     assert rig.scheduler.num_storage_blocks_held == 4
@@ -250,15 +249,15 @@ class Store:
         return wait_for(take)
 
     def oks(self, *runs):
-        """How many blocks of each run are said to be there, from the first on."""
+        """Return how many leading blocks of each run the store reports to have."""
         self.probe(*runs)
-        ((event, oks),) = [each for report in self.reports() for each in report.probed]
+        ((event, oks),) = [a for report in self.reports() for a in report.probed]
         assert event == self.num_asked - 1
         nums = []
         for run in runs:
-            own, oks = oks[: len(run)], oks[len(run) :]
-            assert own == (True,) * sum(own) + (False,) * (len(run) - sum(own))
-            nums.append(sum(own))
+            of_run, oks = oks[: len(run)], oks[len(run) :]
+            assert of_run == (True,) * sum(of_run) + (False,) * (len(run) - sum(of_run))
+            nums.append(sum(of_run))
         return nums
 
     @property
@@ -275,7 +274,7 @@ class Store:
         wait_for(hang)
 
     def finish_probes(self):
-        """Take the answers of all probes, however late."""
+        """Wait for the answers of all probes."""
         while self.worker._probes or self.worker._num_unanswered:
             self.worker.advance()
 
@@ -286,7 +285,7 @@ def store():
         yield made
 
 
-def test_much_is_found_by_few_requests():
+def test_a_probe_finds_many_blocks_with_few_store_calls():
     for num in (0, 1, 77, 200):
         with Store() as store:
             run = make_keys(*range(200))
@@ -350,7 +349,7 @@ def test_a_late_answer_keeps_nobody_waiting_and_is_found_by_the_next(store):
     assert report.found == tuple(run)
 
 
-def test_a_store_that_answers_nothing_is_not_asked_more_and_more(store):
+def test_a_silent_store_gets_no_more_probes(store):
     store.faulty.faults.hang = 1.0
     for number in range(16):
         store.probe(make_keys(number))
@@ -426,17 +425,17 @@ def url(request, tmp_path, monkeypatch):
 def test_a_second_engine_finds_all_that_the_first_has_written_without_a_listing(url):
     now_s = [0.0]  # No answer is late.
     options = {"storage_list_s": 0.0, "storage_probe_s": 5.0, "clock": lambda: now_s[0]}
-    with StoredEngine(url, **options) as one, StoredEngine(url, **options) as two:
+    with StoredEngine(url, **options) as first, StoredEngine(url, **options) as second:
         path = range(1, 25)
         keys = make_keys(*path)
-        assert two.num_found(make_request("early", *path)) == 0
-        one.write(keys)
+        assert second.num_found(make_request("early", *path)) == 0
+        first.write(keys)
         now_s[0] += 0.6  # Until what was not there is asked for again.
-        assert two.num_found(make_request("late", *path)) == 24
-        assert two.num_found(make_request("shorter", *path[:9], 77)) == 9
-        assert one.storage.num_probes["found"] == 0
-        blocks = np.asarray(one.pool[0])[1:25]
-        assert two.bytes_of(keys) == [block.tobytes() for block in blocks]
+        assert second.num_found(make_request("late", *path)) == 24
+        assert second.num_found(make_request("shorter", *path[:9], 77)) == 9
+        assert first.storage.num_probes["found"] == 0
+        blocks = np.asarray(first.pool[0])[1:25]
+        assert second.bytes_of(keys) == [block.tobytes() for block in blocks]
 
 
 @pytest.fixture(params=["folder", "redis", "s3"])

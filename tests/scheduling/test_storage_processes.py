@@ -43,7 +43,6 @@ def check_alike(said, store):
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory, store):
-    """What two processes report that have used the store."""
     return run_case(tmp_path_factory.mktemp("logs"), 2, store, seed=6, num_steps=24)
 
 
@@ -75,6 +74,6 @@ def test_a_process_of_another_layout_finds_nothing_and_leaves_all_in_place(
     [of_one] = {*(store / "jaxkv1").iterdir()} - {of_two}
     first, second = said["lives"]
     assert first["held"] == 0
-    # Of its own alone it has been told.
+    # It knows its own blocks alone.
     assert 0 < second["held"] <= said["counts"]["store: stored"]
     assert {path.suffix for path in of_one.rglob("*.?")} == {".0"}

@@ -19,7 +19,7 @@ class QueueRig(StoreRig):
     Args:
         order: Which request is asked about first: "first come", "last come", "random".
         after_none: Whether the next one is asked about when one has to ask again.
-        after_offer: What happens to an offer for which the device has no room: it is
+        after_offer: What happens to an offer that the device has no room for: it is
             declined, kept, or dropped by `request_preempted`; and whether the next
             request is asked about then.
         fetch_steps: After how many steps a fetch arrives.
@@ -34,9 +34,8 @@ class QueueRig(StoreRig):
         self.num_prefix_blocks = self.num_read = self.num_used = self.max_held = 0
 
     def submit(self, *requests):
-        """Queue requests whose prefixes the store has."""
         for request in requests:
-            keys = [key for own in request.block_keys_by_group for key in own]
+            keys = [key for group in request.block_keys_by_group for key in group]
             self.has(*keys)
             self.num_prefix_blocks += len(keys)
         self.waiting += requests
@@ -52,10 +51,10 @@ class QueueRig(StoreRig):
             self.load_arrives()
         while self.stores:
             self.store_arrives()
-        self.due += [(self.number + self.fetch_steps, moves) for moves in self.asked]
-        for moves in self.asked:
+        self.due += [(self.number + self.fetch_steps, m) for m in self.unanswered]
+        for moves in self.unanswered:
             self.num_read += sum(len(batch.keys) for batch in moves.fetches)
-        self.asked = [moves for due, moves in self.due if due <= self.number]
+        self.unanswered = [moves for due, moves in self.due if due <= self.number]
         self.due = [(due, moves) for due, moves in self.due if due > self.number]
         self.answer()
         self.admit_some()
@@ -75,12 +74,12 @@ class QueueRig(StoreRig):
                 self.finish(name)
 
     def admit_some(self):
-        asked = list(self.waiting)
+        candidates = list(self.waiting)
         if self.order == "last come":
-            asked.reverse()
+            candidates.reverse()
         elif self.order == "random":
-            self.rng.shuffle(asked)
-        for request in asked:
+            self.rng.shuffle(candidates)
+        for request in candidates:
             answer = self.try_to_admit(request)
             if answer == "no room" and self.after_offer[1] == "stop":
                 return
@@ -89,18 +88,18 @@ class QueueRig(StoreRig):
 
     def try_to_admit(self, request):
         num_local, tables = self.find(request)
-        found = [block for table in tables for block in table[::-1]]
-        self.pool.touch(found)
+        hits = [block for table in tables for block in table[::-1]]
+        self.pool.touch(hits)
         offer, _ = self.query(request, num_local)
         if offer is None:
-            self.pool.free(found)
+            self.pool.free(hits)
             return "ask again"
         wanted = []
         for spec, table in zip(self.groups, tables, strict=True):
             table += [NULL_BLOCK] * (first_read(spec, num_local + offer) - len(table))
             wanted.append(-(-request.num_tokens // spec.block_size) - len(table))
         if sum(wanted) > self.pool.num_free:
-            self.pool.free(found)
+            self.pool.free(hits)
             if self.after_offer[0] == "decline":
                 self.take(request, [], 0)
             elif self.after_offer[0] == "preempted":
@@ -132,9 +131,9 @@ ASKS_ALL = ENGINES["asks all"]
 
 
 def paths(num=NUM_REQUESTS, *, num_blocks=PREFIX_BLOCKS, num_shared=0):
-    own = num_blocks - num_shared
+    num_unique = num_blocks - num_shared
     return [
-        (*range(num_shared), *range(1000 * n, 1000 * n + own))
+        (*range(num_shared), *range(1000 * n, 1000 * n + num_unique))
         for n in range(1, num + 1)
     ]
 
@@ -175,7 +174,7 @@ def test_requests_that_queue_read_each_block_once_whatever_the_rules(engine, opt
 
 
 def test_fifty_requests_that_queue_read_each_block_once():
-    """On a host of a sixth of what they need, and a device of a tenth."""
+    """The host holds a sixth of the blocks they need, the device a tenth."""
     rig = QueueRig(*ASKS_ALL)
     queued(rig, paths())
     rig.run_all()
@@ -215,9 +214,9 @@ def test_a_request_waits_for_room_that_others_hold_and_explain_says_so():
     rig = QueueRig(*ASKS_ALL)
     requests, request = fill(rig), late(rig)
     assert offers(rig, request, 3) == [None] * 3
-    told = rig.scheduler.explain(request)
-    assert (told.num_offered_tokens, told.deferral) == (None, "queued")
-    assert "once other requests have used their fetched blocks" in str(told)
+    explained = rig.scheduler.explain(request)
+    assert (explained.num_offered_tokens, explained.deferral) == (None, "queued")
+    assert "once other requests have used their fetched blocks" in str(explained)
     rig.scheduler.request_finished(requests[0])  # It was aborted.
     assert offers(rig, request, 1) == [None]
     assert rig.step().below[0].fetches
@@ -278,7 +277,7 @@ def test_requests_that_queue_compute_when_the_store_brings_nothing():
     assert rig.step().below[0].fetches
 
 
-def test_what_is_held_leaves_half_of_the_host_to_stores():
+def test_fetched_blocks_leave_half_of_the_host_to_stores():
     rig = QueueRig(*ASKS_ALL, device_blocks=33)
     fill(rig)
     rig.pool.free(range(1, 33))

@@ -1,6 +1,6 @@
 """Blocks that an offer leaves out, as the next token does not read them.
 
-Nobody writes them: the scheduler takes them out of the tables that it returns, and
+They are never written: the scheduler takes them out of the tables that it returns, and
 marks them in the pool, which then does not cache them.
 """
 
@@ -27,10 +27,7 @@ def stored(groups):
 
 
 def take_offer(rig, name):
-    """Admit a request as an engine does that allocates blocks for all of its tokens.
-
-    Gives the request, and the tables that the scheduler returns.
-    """
+    """Admit a request with blocks for all tokens; return it and its new tables."""
     request = rig.request(name, *PROMPT, 5)
     assert rig.offer(request) == (OFFER, True)
     request.tables = [rig.pool.allocate(6) for _ in HYBRID]
@@ -38,7 +35,7 @@ def take_offer(rig, name):
 
 
 def cache_all(rig, request):
-    """Cache whatever a request has a key for; give what the pool has skipped."""
+    """Cache every block of a request with a key; return the skipped ones."""
     pairs = zip(request.tables, request.block_keys_by_group, strict=True)
     return [rig.pool.cache(table[: len(keys)], keys) for table, keys in pairs]
 
@@ -97,19 +94,19 @@ def test_an_abandoned_load_that_fails_leaves_the_marks_of_others(rig):
     rig.scheduler.request_finished(request)
     skipped = request.tables[1][:2]
     rig.free(request)
-    other = rig.request("other", *PROMPT, 5)
-    assert rig.offer(other) == (OFFER, True)
-    other.tables = [rig.pool.allocate(6), []]
+    second = rig.request("other", *PROMPT, 5)
+    assert rig.offer(second) == (OFFER, True)
+    second.tables = [rig.pool.allocate(6), []]
     rest = rig.pool.allocate(rig.pool.num_free)
     assert {*skipped} <= {*rest}
-    other.tables[1] = skipped + [b for b in rest if b not in skipped][:4]
-    rig.take(other, other.tables, OFFER)
+    second.tables[1] = skipped + [b for b in rest if b not in skipped][:4]
+    rig.take(second, second.tables, OFFER)
     assert rig.pool.unwritten == {*skipped}
     rig.report(failed_recving=("aborted",))
     assert rig.pool.unwritten == {*skipped}
 
 
-def test_who_asks_again_has_other_blocks_unwritten(rig):
+def test_a_repeated_query_marks_other_blocks_as_unwritten(rig):
     request, _ = take_offer(rig, "one")
     assert rig.pool.unwritten
     assert rig.offer(request) == (OFFER, True)
@@ -140,7 +137,7 @@ def test_blocks_in_place_of_null_blocks_are_not_cached():
     assert rig.offer(request) == (0, False)
     for table in request.tables:
         table += rig.pool.allocate(2)
-    request.tables[1][:2] = own = rig.pool.allocate(2)
+    request.tables[1][:2] = blocks = rig.pool.allocate(2)
     assert rig.take(request, request.tables, 0) == request.tables
-    assert rig.pool.unwritten == {*own}
-    assert cache_all(rig, request) == [[], own]
+    assert rig.pool.unwritten == {*blocks}
+    assert cache_all(rig, request) == [[], blocks]

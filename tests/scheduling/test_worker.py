@@ -55,7 +55,7 @@ def test_a_block_goes_to_the_host_and_comes_back(mode):
     assert worker.bytes_stored == 2 * engine.block_bytes == 2 * worker.bytes_loaded
 
 
-def test_nothing_to_move_is_nothing_done():
+def test_a_plan_without_transfers_changes_nothing():
     pool = make_pool()
     worker = OffloadWorker(TransferEngine(pool, 3))
     same = worker.start(metadata(), pool)
@@ -74,7 +74,7 @@ def test_a_flush_waits_and_is_reported_with_the_next_poll():
     assert worker.poll() == ConnectorOutput(completed_store_events=(3,))
 
 
-def test_what_others_move_with_the_engine_does_not_stop_the_reports():
+def test_other_transfers_of_the_engine_do_not_stop_reports():
     pool = make_pool()
     engine = TransferEngine(pool, 3)
     worker = OffloadWorker(engine)
@@ -86,8 +86,6 @@ def test_what_others_move_with_the_engine_does_not_stop_the_reports():
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
-
     now_s = 100.0
 
     def __call__(self):
@@ -96,7 +94,7 @@ class Clock:
 
 @pytest.fixture
 def late(monkeypatch):
-    """Transfers arrive only where somebody waits for them, until it is undone."""
+    """Transfers arrive only when waited for, until this is undone."""
     is_ready, wait, waited = Piece.is_ready, Piece.wait, []
 
     def wait_and_note(piece):
@@ -104,7 +102,7 @@ def late(monkeypatch):
         waited.append(piece)
 
     def is_ready_if_waited_for(piece):
-        return any(piece is each for each in waited) and is_ready(piece)
+        return any(piece is waited_piece for waited_piece in waited) and is_ready(piece)
 
     with monkeypatch.context() as patch:
         patch.setattr(Piece, "is_ready", is_ready_if_waited_for)
@@ -131,7 +129,7 @@ def test_a_transfer_that_takes_too_long_is_given_up(mode, late):
     assert worker.num_in_flight == 0
     assert (worker.blocks_stored, worker.blocks_loaded) == (1, 0)
     late.undo()
-    # What arrives now is reported to nobody, and its blocks are free for others.
+    # Transfers that arrive now are not reported, and their blocks are free.
     pool, output = worker.drain(pool)
     assert output == ConnectorOutput()
     pool = worker.start(metadata(store=[(3, 0)], store_event=8), pool)
@@ -154,7 +152,7 @@ def test_without_a_deadline_a_transfer_takes_as_long_as_it_takes(late):
 
 @pytest.mark.parametrize("mode", ["fused", "staged"])
 @pytest.mark.parametrize("is_late", [True, False])
-def test_reports_may_be_a_matter_of_counting(mode, is_late, late):
+def test_reports_come_after_a_fixed_number_of_steps(mode, is_late, late):
     """They come in the same step wherever the transfers arrive sooner or later."""
     if not is_late:
         late.undo()
@@ -295,7 +293,7 @@ def test_equal_plans_have_equal_digests():
     assert len(set(digests)) == 5
 
 
-def test_what_no_worker_can_serve_is_refused(monkeypatch):
+def test_settings_and_pools_that_a_worker_cannot_serve_are_refused(monkeypatch):
     engine = TransferEngine(make_pool(), 3)
     for arguments, why in (
         ({"deadline_s": 0.0}, "deadline_s=0.0 must be more than 0"),

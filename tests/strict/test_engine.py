@@ -17,11 +17,11 @@ NUM_BLOCKS = 6
 
 
 def make_pool():
-    each = jnp.arange(NUM_BLOCKS * 4, dtype=jnp.int32).reshape(NUM_BLOCKS, 4) // 4
+    rows = jnp.arange(NUM_BLOCKS * 4, dtype=jnp.int32).reshape(NUM_BLOCKS, 4) // 4
     return {
-        "wide": each.astype(jnp.float32),
-        "bf": each.astype(jnp.bfloat16),
-        "int": each,
+        "wide": rows.astype(jnp.float32),
+        "bf": rows.astype(jnp.bfloat16),
+        "int": rows,
     }
 
 
@@ -47,7 +47,7 @@ def save(engine, pool):
 
 
 def until_reported(engine, pool):
-    """Go on until something is reported; give the pools of the steps before."""
+    """Poll until something is reported; return the pools of the steps before."""
     pools = [pool]
     while not (done := engine.poll()):
         pools.append(engine.advance(pools[-1]))
@@ -72,7 +72,6 @@ def test_blocks_of_a_load_are_garbage_until_its_step(engine):
 
 
 def num_steps(seed):
-    """Count the steps until each of ten loads is reported."""
     engine = StrictTransferEngine(make_pool(), 4, strict_seed=seed)
     pool, steps = save(engine, make_pool()), []
     for _ in range(10):
@@ -119,7 +118,7 @@ def test_saves_are_reported_to_an_engine_that_only_polls(engine):
     ticket = engine.save(make_pool(), [1], [0])
     while not (done := engine.poll()):
         pass
-    assert [each.ticket for each in done] == [ticket]
+    assert [completion.ticket for completion in done] == [ticket]
 
 
 def test_the_pool_that_was_passed_is_not_donated(engine):
@@ -229,10 +228,10 @@ def test_a_configuration_makes_all_its_parts_strict():
     config = OffloadConfig(
         num_host_blocks=4, strict=True, strict_seed=3, strict_fail_loads=7
     )
-    parts = config.connect(make_pool(), 4)
-    assert [type(part).__name__ for part in parts] == [
+    connected = config.connect(make_pool(), 4)
+    assert [type(part).__name__ for part in connected] == [
         "StrictTransferEngine",
         "StrictOffloadScheduler",
         "StrictOffloadWorker",
     ]
-    assert parts.engine._fail_loads == 7
+    assert connected.engine._fail_loads == 7

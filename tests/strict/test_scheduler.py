@@ -36,7 +36,7 @@ def test_a_request_that_is_named_as_preempted_may_have_lost_its_blocks(make):
 
 
 def test_a_preempted_request_that_was_admitted_again_may_still_be_named(make):
-    """The call has named it already; the name must not end what has begun since."""
+    """The call has already named it; the name must not end its new admission."""
     rig = make()
     rig.finish("one")
     rig.settle()

@@ -29,8 +29,6 @@ from tests.rigs.wrong_engines import (
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """The size of an engine, and of its prompts."""
-
     device_blocks: int
     host_blocks: int
     num_prompts: int
@@ -113,8 +111,8 @@ def test_an_engine_with_a_pool_of_its_own_passes(seed, monkeypatch):
 
 def test_a_correct_engine_may_take_each_step_on_another_thread(setup):
     size, prompts = setup
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        threads = itertools.cycle([one, other])
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        threads = itertools.cycle([first, second])
 
         class StepsOnTwoThreads(Right):
             def step(self, running):

@@ -74,8 +74,8 @@ class Pair:
                 if self.marks and rng.random() < 0.5:
                     self.all("finish_request", *self.marks.pop(), self.now_ms, 100)
                 else:
-                    told = keys, 16 * len(keys), self.now_ms
-                    self.marks.append((keys, self.all("begin_request", *told)))
+                    request = keys, 16 * len(keys), self.now_ms
+                    self.marks.append((keys, self.all("begin_request", *request)))
 
     def check(self):
         for host in self.hosts:
@@ -99,13 +99,13 @@ def test_every_block_stays_through_any_changes_by_either_executor():
     for number, (_, policy) in enumerate(pair.rng.sample(PAIRS * 4, 24)):
         for _ in range(30):
             pair.act()
-        # As a shadow, of which not all keys are the host's.
+        # As a shadow: not all of its keys are the host's.
         shown = np.frombuffer(b"".join(pair.some_keys()), np.uint32).reshape(-1, 8)
         shown.flags.writeable = False
-        for own in learned.values():
-            store = own.prepare_store(shown)
-            own.complete_step(store.block_ids, 0)
-            own.touch(shown, True)
+        for shadow in learned.values():
+            store = shadow.prepare_store(shown)
+            shadow.complete_step(store.block_ids, 0)
+            shadow.touch(shown, True)
         pair.check()
         pair.all("change_policy", policy, learned[policy] if number % 3 else None)
         pair.check()
@@ -144,7 +144,7 @@ def test_a_block_in_flight_is_not_evicted_after_a_change_either():
     assert [*host.place([KEYS[11]]).evicted_keys] == [KEYS[4]]
 
 
-def test_what_its_shadow_has_learned_is_taken_over():
+def test_the_shadows_learned_state_is_taken_over():
     host, shadow = filled("lru"), filled("slru")
     # Where both know a key, it is protected here as there; others go by their nearest.
     shadow.discard([KEYS[2]])

@@ -1,4 +1,4 @@
-"""`DeviceBlockPool` against vLLM's block pool in plain Python, and what it refuses."""
+"""`DeviceBlockPool` against vLLM's block pool in plain Python, and its refusals."""
 
 import functools
 
@@ -27,7 +27,7 @@ class PinnablePool(BlockPool):
     def __init__(self, num_blocks):
         super().__init__(num_blocks, enable_events=True)
         self.pins = [0] * num_blocks
-        self.offers = [0] * num_blocks  # Those of the pins.
+        self.offers = [0] * num_blocks  # The pins that offers hold.
 
     @property
     def num_pending_free(self):
@@ -51,7 +51,6 @@ class PinnablePool(BlockPool):
         return blocks
 
     def free(self, ids):
-        """Free blocks of which some may be repeated; the first place counts."""
         once = dict.fromkeys(ids)
         repeats = list(ids)
         for block_id in once:
@@ -99,8 +98,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), is_offer=st.booleans())
     def unpin(self, data, is_offer):
         pairs = zip(self.twin.pins, self.twin.offers, strict=True)
-        others = [pins - offers for pins, offers in pairs]
-        ids = data.draw(releases(self.twin.offers if is_offer else others))
+        holds = [pins - offers for pins, offers in pairs]
+        ids = data.draw(releases(self.twin.offers if is_offer else holds))
         self.pool.unpin(ids, is_offer=is_offer)
         for block_id in ids:
             self.twin.pins[block_id] -= 1
@@ -127,7 +126,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(keeps=st.booleans())
     def release_all(self, keeps):
-        """Let go of all; if not `keeps`, forget all contents."""
         for is_offer in (True, False):
             counts = self.twin.offers if is_offer else self.twin.pins
             self.pool.unpin(repeated(counts), is_offer=is_offer)
@@ -169,12 +167,11 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def repeated(counts):
-    """Blocks, each as often as it counts."""
     return [b for b, count in enumerate(counts) for _ in range(count)]
 
 
 def releases(counts):
-    """Choose blocks to let go of, no more often than each counts."""
+    """Choose blocks to release, at most as often as each is held."""
     blocks = repeated(counts)
     permuted = st.permutations(blocks)
     return st.integers(0, len(blocks)).flatmap(
@@ -187,7 +184,6 @@ TestPoolMachine = PoolMachine.TestCase
 
 
 def state_of(pool):
-    """Everything that a pool knows, bit for bit."""
     state = [leaf.tolist() for leaf in jax.tree.leaves(pool.state)]
     return state, pool.take_events()
 
@@ -206,7 +202,7 @@ def pool():
 
 def test_what_is_refused_changes_nothing(pool):
     keys = [b"a", b"b", b"c", b"d", b"x"]
-    found = pool.find(keys).tolist()
+    resident = pool.find(keys).tolist()
     before = state_of(pool)
     wide = [bytes([number] * 32) for number in range(5)]
     refused = [
@@ -253,7 +249,7 @@ def test_what_is_refused_changes_nothing(pool):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
         pool.check()
-        assert pool.find(keys).tolist() == found
+        assert pool.find(keys).tolist() == resident
         assert state_of(pool) == before, message
     with pytest.raises(ValueError, match="num_blocks=1 must be at least 2"):
         DeviceBlockPool(1)
@@ -273,7 +269,7 @@ def test_the_null_block_is_passed_over(pool):
 
 def test_unwritten_blocks_are_not_cached(pool):
     pool.unwritten.update([10, 11, 12])
-    # An eviction does not write them: whoever holds them would cache them.
+    # An eviction does not write them: their holders would cache them.
     pool.evict(range(10, pool.num_blocks))
     blocks, keys = [10, 9, NULL_BLOCK, 11], [b"u", b"v", b"null", b"w"]
     assert pool.cache(blocks, keys) == [10, 11]
@@ -287,7 +283,7 @@ def test_unwritten_blocks_are_not_cached(pool):
     assert pool.unwritten == {10, 11, 12}
 
 
-def test_blocks_are_no_longer_unwritten_once_they_are_something_else(pool):
+def test_reallocated_blocks_are_no_longer_unwritten(pool):
     pool.free([3, 2, 1])
     pool.unwritten.update(range(1, 24))
     new = pool.allocate(2)
@@ -330,7 +326,7 @@ def test_ids_of_any_kind_and_packed_keys_are_taken():
     pool.check()
 
 
-def test_what_finds_no_room_in_the_directory_is_not_cached(monkeypatch):
+def test_a_key_without_room_in_the_directory_is_not_cached(monkeypatch):
     # A directory of one bucket: with the ninth key it is full.
     monkeypatch.setattr(directory, "_MAX_LOAD", 4.0)
     pool = DeviceBlockPool(16, enable_events=True)
@@ -363,9 +359,9 @@ def test_next_victims_are_the_next_free_blocks_that_hold_a_key():
     keys = [key_from_int(n) for n in range(3)]
     plain.cache(blocks := plain.allocate(3), keys)
     plain.free(blocks[1:])
-    held, _, _, found = plain.next_victims(2)
-    assert (held.tolist(), list(found)) == (blocks[1:], keys[1:])
-    assert (len(found), found[0], list(found[1:])) == (2, keys[1], keys[2:])
+    held, _, _, names = plain.next_victims(2)
+    assert (held.tolist(), list(names)) == (blocks[1:], keys[1:])
+    assert (len(names), names[0], list(names[1:])) == (2, keys[1], keys[2:])
 
 
 def test_copies_are_forgotten_with_contents_and_for_all_blocks_of_a_key():

@@ -1,4 +1,4 @@
-"""Who runs a policy's functions; `test_host_differential` says that all run alike."""
+"""The choice of an executor; `test_host_differential` shows that all agree."""
 
 import jax
 import numpy as np
@@ -71,7 +71,7 @@ def test_a_prefix_goes_on_as_long_as_either_tier_has_its_blocks(executor):
         # On the device, on the host, still on the way there, or nowhere.
         places = rng.choice(4, 60, p=[0.5, 0.46, 0.02, 0.02]).tolist()
         near, far, under_way = (
-            [key for key, own in zip(keys, places, strict=True) if own == place]
+            [key for key, p in zip(keys, places, strict=True) if p == place]
             for place in range(3)
         )
         pool.cache(pool.allocate(len(near)), near)
@@ -81,8 +81,8 @@ def test_a_prefix_goes_on_as_long_as_either_tier_has_its_blocks(executor):
         host.prepare_store(under_way)
         on_device, on_host = pool.find(keys), host.find(keys)
         num = next((row for row, place in enumerate(places) if place >= 2), 60)
-        found = host.find_beside(pool, keys)
-        assert [ids.tolist() for ids in found] == [
+        columns = host.find_beside(pool, keys)
+        assert [ids.tolist() for ids in columns] == [
             on_device[:num].tolist(),
             on_host[:num].tolist(),
         ]
@@ -91,7 +91,7 @@ def test_a_prefix_goes_on_as_long_as_either_tier_has_its_blocks(executor):
     assert [ids.size for ids in host.find_beside(pool, [])] == [0, 0]
 
 
-def test_a_mark_that_nobody_gave_counts_for_some_class_alike():
+def test_a_wrong_mark_counts_for_the_same_class_in_both_executors():
     """Native functions wrote past the end of their arrays."""
     keys = [key_from_int(number) for number in range(3)]
     managers = [
@@ -159,12 +159,12 @@ def test_a_combined_call_does_what_its_parts_do(policy):
             host.next_device_victims(pool, 20)
             for host, pool in zip(hosts, pools, strict=True)
         ]
-        for own in seen:
-            assert [list(part) for part in own] == [list(part) for part in seen[0]]
-        found = hosts[0].find_held(pools[0].next_victims(20).keys)
-        assert (found == NO_BLOCK).all()
-        for own in pools[1:]:
-            assert as_lists(own.state) == as_lists(pools[0].state)
-        for own in hosts[1:]:
-            assert own.snapshot() == hosts[0].snapshot()
+        for outputs in seen:
+            assert [list(part) for part in outputs] == [list(part) for part in seen[0]]
+        host_rows = hosts[0].find_held(pools[0].next_victims(20).keys)
+        assert (host_rows == NO_BLOCK).all()
+        for twin in pools[1:]:
+            assert as_lists(twin.state) == as_lists(pools[0].state)
+        for twin in hosts[1:]:
+            assert twin.snapshot() == hosts[0].snapshot()
     assert num_placed > 20

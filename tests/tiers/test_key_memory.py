@@ -1,4 +1,4 @@
-"""What is offered to the host tier only after it was asked for again."""
+"""Blocks that are offered to the host tier only after a second request for them."""
 
 import random
 from collections import Counter
@@ -31,7 +31,7 @@ def test_equals_a_count_over_the_latest_keys():
         assert reuse.passes(universe) == [counts[key] >= 2 for key in universe]
 
 
-def test_of_a_prompt_that_nobody_knows_the_head_passes_and_the_rest_the_next_time():
+def test_the_head_of_an_unknown_prompt_passes_and_the_rest_next_time():
     scans = ReuseFilter(threshold=0, max_size=100, max_unseen=2)
     prompt = [b"a", b"b", b"c", b"d"]
     scans.count(prompt)
@@ -40,7 +40,7 @@ def test_of_a_prompt_that_nobody_knows_the_head_passes_and_the_rest_the_next_tim
     assert scans.passes(prompt) == [True, True, True, False]
 
 
-def test_what_is_known_of_a_prompt_does_not_count_as_unseen():
+def test_known_blocks_of_a_prompt_do_not_count_as_unseen():
     scans = ReuseFilter(threshold=0, max_size=100, max_unseen=1)
     scans.count([b"system"])
     scans.count([b"system", b"a", b"b"])
@@ -59,7 +59,7 @@ def test_none_may_pass_at_first_sight():
     assert once.passes([b"a", b"generated"]) == [False, True]
 
 
-def test_keys_that_are_forgotten_are_not_held_back_for_ever():
+def test_forgotten_keys_are_not_held_back_indefinitely():
     scans = ReuseFilter(threshold=0, max_size=2, max_unseen=1)
     for first in range(0, 30, 3):
         scans.count([b"%d" % number for number in range(first, first + 3)])

@@ -1,4 +1,4 @@
-"""How long blocks are to be kept: the values, and the manager that takes them."""
+"""Retention of blocks: the values, and the manager that takes them."""
 
 import math
 
@@ -93,16 +93,16 @@ def test_even_the_longest_half_life_ends_and_does_not_begin_again(half_life_s):
     ("days", "executor"),
     [*[(days, "native") for days in (20, 26, 48, 51, 76, 1000)], (51, "xla")],
 )
-def test_a_tier_that_nobody_used_for_weeks_knows_the_time_again(days, executor):
+def test_an_unused_tier_keeps_time_over_weeks(days, executor):
     """From 24.9 days on the time stood still, until as much again had passed."""
     manager = full(b"a", b"b", b"c", cache_policy="hazard", executor=executor)
-    given = Retention(priority=9, half_life_s=1_000_000)
-    manager.retain([b"a", b"d"], given, now_ms=5)
+    retention = Retention(priority=9, half_life_s=1_000_000)
+    manager.retain([b"a", b"d"], retention, now_ms=5)
     mark = manager.begin_request([b"d"], 16, days * DAY_MS)
     manager.complete_step(manager.request_step([b"d"]))
     state = manager.executor.state.policy
-    for own in (state, state.inner):
-        assert int(own.now_ms) == days * DAY_MS % (1 << 32)
+    for policy_state in (state, state.inner):
+        assert int(policy_state.now_ms) == days * DAY_MS % (1 << 32)
     # What the key was given before has decayed, and does not turn the clock back.
     if days < 49:
         assert manager.snapshot().policy["num_retained"] == 2 * (days == 20)
@@ -131,9 +131,9 @@ def test_foreign_keys_and_more_than_a_batch_are_retained():
     names = [b"%d" % number for number in range(5000)]
     manager.complete_step(manager.request_step(names))
     manager._notes.clear()
-    most = manager.policy.max_batch
+    max_batch = manager.policy.max_batch
     manager.retain(names + names, RETAINED, now_ms=0)
-    assert len(names) * 2 > most / 2
+    assert len(names) * 2 > max_batch / 2
     assert manager.snapshot().policy["num_retained"] == 5000
 
 

@@ -1,6 +1,6 @@
 """The storage tier's index, and what the host says it would evict next.
 
-The calls that it has from the host's index are driven by `test_manager_machine.py`.
+`test_host_differential.py` drives the calls that it has from the host's index.
 """
 
 import random
@@ -44,8 +44,8 @@ def test_the_host_evicts_what_it_says_it_would():
     num_checked = 0
     for _ in range(400):
         keys = rng.sample(names, rng.randint(1, 6))
-        found = host.find(keys)
-        pinned = found[found != NO_BLOCK][:2]
+        resident = host.find(keys)
+        pinned = resident[resident != NO_BLOCK][:2]
         host.pin(pinned)
         if rng.random() < 0.5:
             host.touch(keys)
@@ -82,11 +82,10 @@ def test_an_index_for_which_there_is_no_room_names_the_setting(monkeypatch):
 
 
 def write(tier, numbers, ok=True):
-    """Write blocks; return what to delete."""
     placed = tier.place(keys_of(numbers))
-    gone = tier.choose_deletions(placed.evicted_keys)
+    deleted = tier.choose_deletions(placed.evicted_keys)
     tier.complete_store(placed.keys, ok)
-    return gone
+    return deleted
 
 
 def test_a_full_store_loses_the_least_recently_used_block_for_each_that_had_no_room():
@@ -115,8 +114,8 @@ def test_a_store_that_was_full_is_filled_again_later(is_listed_again):
     if is_listed_again:
         tier.note_bound(bound=100, num_resident=39)
     else:
-        gone = [key for n in range(40, 81) for key in write(tier, [n])]
-        assert len(gone) == 39  # As many as it held, once over.
+        deleted = [key for n in range(40, 81) for key in write(tier, [n])]
+        assert len(deleted) == 39  # As many as it held, once over.
     for number in range(100, 140):
         assert write(tier, [number]) == []
     assert tier.num_held_blocks >= 79

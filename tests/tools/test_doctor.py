@@ -496,7 +496,7 @@ def test_a_store_that_cannot_be_used_is_wrong(tmp_path, monkeypatch):
 
     store = Forgetful()
     monkeypatch.setattr(OPEN, lambda url: store)
-    text = f"{UNUSABLE}what was written there does not come back -> "
+    text = f"{UNUSABLE}a written object does not read back -> "
     look(tmp_path, "memory://kept", text)
     assert store._blobs == {}
 

@@ -145,7 +145,9 @@ def test_one_interval_is_printed_where_there_is_no_terminal(run_line):
     text = text_of(*make_all())
     with served(lambda: (200, text)) as port:
         out, err, _ = run_line(f"status {port} --every 0.1", has_figures=False)
-        as_json, *_ = run_line(f"status {port} --every 0.1 --json", has_figures=False)
+        as_json, *_ = run_line(
+            f"status {port} --every 0.1 --format json", has_figures=False
+        )
     assert err == ""
     assert "\x1b" not in out
     assert f"http://127.0.0.1:{port}/metrics" in out

@@ -35,7 +35,7 @@ def make(mode):
 
 @pytest.fixture
 def fresh_programs():
-    """Let a test that patches what is traced share its programs with no other test."""
+    """Share no programs between a test that patches traced code and other tests."""
     kernels.shared_copier.cache_clear()
     yield
     kernels.shared_copier.cache_clear()

@@ -79,7 +79,7 @@ def held(pool):
 
 
 def release():
-    """Let held pools be ready."""
+    """Make held pools ready."""
     _released.set()
 
 
@@ -89,5 +89,5 @@ def broken(pool):
 
 
 def recover(pool):
-    """Let the last callback succeed: jax waits for it at exit, and would raise."""
+    """Make the last callback succeed: jax waits for it at exit, and would raise."""
     jax.block_until_ready(_run(_succeed, pool, 1))

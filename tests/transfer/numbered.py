@@ -8,6 +8,7 @@ import pytest
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.kernels import SAVE_KINDS
 from tests.rigs.device_cases import devices
+from tests.rigs.extent_tables import check_table
 
 [DEVICE] = devices(1)
 NUM_BLOCKS, NUM_HOST_BLOCKS = 24, 32
@@ -37,11 +38,11 @@ def check_at_rest(engine):
     assert engine.num_in_flight == engine.num_waiting == engine.bytes_in_flight == 0
     assert engine._table.num_pins == 0
     assert not engine._table._held.any()
-    engine._table.check()
+    check_table(engine._table)
 
 
 def programs_of(engine):
-    """All programs of an engine; those of loads come last."""
+    """The programs of an engine, first for saves, then for loads."""
     copier = engine._copier
     saves = [copier.save_program(kind) for kind in SAVE_KINDS[copier.mode]]
     return saves + [copier.load_program(g) for g in range(copier.num_layer_groups)]
@@ -72,11 +73,15 @@ class Moves:
     def save_now(self, device_ids, host_ids):
         """Save blocks and wait until they can be loaded."""
         ticket = self.save(device_ids, host_ids)
-        assert [(each.ticket, each.error) for each in self.drain()] == [(ticket, None)]
+        assert [
+            (completion.ticket, completion.error) for completion in self.drain()
+        ] == [(ticket, None)]
 
     def load_now(self, host_ids, device_ids):
         ticket = self.load(host_ids, device_ids)
-        assert [(each.ticket, each.error) for each in self.drain()] == [(ticket, None)]
+        assert [
+            (completion.ticket, completion.error) for completion in self.drain()
+        ] == [(ticket, None)]
 
     def read(self, host_ids):
         """Load host blocks into the first blocks of the pool; return their numbers."""

@@ -79,8 +79,8 @@ class HostTable:
         for name in output.finished_recving:
             key, block = self.loading.pop(name)
             for shard in pool.addressable_shards:
-                found = np.array(shard.data)[block].tolist()
-                assert found == [value_of(key)] * len(found), (name, key, found)
+                loaded = np.array(shard.data)[block].tolist()
+                assert loaded == [value_of(key)] * len(loaded), (name, key, loaded)
             print("a load has brought the right bytes", flush=True)
         for name in output.failed_recving:
             self.free.append(self.host.pop(self.loading.pop(name)[0]))
@@ -91,7 +91,7 @@ def fail(*_):
 
 
 def serve(engine, worker, pool, process, num_processes):
-    """Serve some steps in which transfers fail, each in one process."""
+    """Serve some steps with failing transfers, each in one process."""
     table = HostTable()
     copier = engine._copier
     for number in range(NUM_STEPS):
@@ -123,7 +123,7 @@ def serve(engine, worker, pool, process, num_processes):
 
 
 def differ(worker, pool, process):
-    """Have the first process plan another store than the others."""
+    """Make the first process plan another store than the others."""
     table = HostTable()
     table.free = table.free[process == 0 :]
     try:
@@ -174,8 +174,8 @@ def leave(process, num_processes, timeout_s):
     if process:
         client.key_value_set(f"left/{process}", "")
     else:
-        for other in range(1, num_processes - 1):
-            client.blocking_key_value_get(f"left/{other}", int(1e3 * timeout_s))
+        for peer in range(1, num_processes - 1):
+            client.blocking_key_value_get(f"left/{peer}", int(1e3 * timeout_s))
     os._exit(0)
 
 

@@ -24,7 +24,7 @@ def to_device(arrays):
 
 
 class Shadow:
-    """What a pool and its host blocks must hold, bit for bit."""
+    """The expected contents of a pool and its host blocks, bit for bit."""
 
     def __init__(self, pool, block_axis=0):
         """Start as a copy of `pool`, a tree of NumPy arrays."""
@@ -60,9 +60,9 @@ class Shadow:
             leaf[target_ids] = leaf[source_ids]
 
     def check(self, pool):
-        """Compare all blocks with those of `pool`."""
-        found = jax.tree.leaves(pool)
-        for mine, leaf, axis in zip(self.leaves, found, self.axes, strict=True):
+        """Compare all blocks with the blocks of `pool`."""
+        leaves = jax.tree.leaves(pool)
+        for mine, leaf, axis in zip(self.leaves, leaves, self.axes, strict=True):
             its = np.moveaxis(np.array(leaf), axis, 0)
             assert its.dtype == mine.dtype
             wrong = (bits(its) != bits(mine)).reshape(len(mine), -1).any(axis=1)
@@ -84,10 +84,10 @@ def exercise(moves, shadow, rng, rounds=4):
         moves.save_now(device_ids, host_ids)
         shadow.save(device_ids, host_ids)
         # Some of these and of the earlier ones, one of them twice.
-        known = rng.permutation(sorted(shadow.host))[: num_rows - 1].tolist()
-        device_ids = random_rows(len(known) + 1)
-        moves.load_now([*known, known[0]], device_ids)
-        shadow.load([*known, known[0]], device_ids)
+        host_ids = rng.permutation(sorted(shadow.host))[: num_rows - 1].tolist()
+        device_ids = random_rows(len(host_ids) + 1)
+        moves.load_now([*host_ids, host_ids[0]], device_ids)
+        shadow.load([*host_ids, host_ids[0]], device_ids)
         ids = rng.permutation(engine.num_device_blocks)[[0, 0, 1, 2, 3, 4]]
         moves.pool = engine.copy(moves.pool, ids[:3], ids[3:])
         shadow.copy(ids[:3], ids[3:])

@@ -77,10 +77,10 @@ def check_patterns(dtypes, mode, kernel):
     host = rng.permutation(num_blocks + 3)[:num_blocks]
     engine.save(pool, source, host)
     pool, done = engine.drain(pool)
-    assert [each.error for each in done] == [None]
+    assert [completion.error for completion in done] == [None]
     loaded, _ = engine.load(zeros, host, target)
     loaded, done = engine.drain(loaded)
-    assert [each.error for each in done] == [None]
+    assert [completion.error for completion in done] == [None]
     for dtype, raw in patterns.items():
         assert loaded[dtype].dtype == jnp.dtype(dtype)
         assert np.array_equal(bits(pool[dtype]), raw), dtype

@@ -60,9 +60,9 @@ def peaks(values, axes=(1, 3)):
 @leaf_dtypes
 def test_errors_are_within_their_bound_and_do_not_grow(send, dtype, leaf, mode):
     values = normal(leaf)
-    found = send(values, dtype, mode)
-    assert found.dtype == values.dtype
-    peak, error = peaks(values), np.abs(float32(found) - float32(values))
+    loaded = send(values, dtype, mode)
+    assert loaded.dtype == values.dtype
+    peak, error = peaks(values), np.abs(float32(loaded) - float32(values))
     magnitude, rounding = np.abs(float32(values)), jnp.finfo(values.dtype).eps / 2
     if dtype == "int8":
         assert (error <= peak * np.float32(1 / 254 + 2e-5 + rounding)).all()
@@ -72,11 +72,11 @@ def test_errors_are_within_their_bound_and_do_not_grow(send, dtype, leaf, mode):
         bound = magnitude * np.float32(2**-4 + 2e-5 + rounding) + peak / 448 / 2**10
         assert (error <= bound).all()
         assert (error > magnitude / 20).any()
-    again = found
+    again = loaded
     for _ in range(3):  # After the first round trip values no longer change.
         again = send(again, dtype, mode)
-        assert (bits(again) == bits(found)).all()
-    assert (bits(send(values, dtype)) == bits(found)).all()  # In another mode.
+        assert (bits(again) == bits(loaded)).all()
+    assert (bits(send(values, dtype)) == bits(loaded)).all()  # In another mode.
 
 
 @dtypes
@@ -89,8 +89,8 @@ def test_heads_and_blocks_have_separate_scales(send, dtype):
     assert (together[:, :, 0] == alone[:, :, 0]).all()
     assert (together[:, :, 1] == alone[:, :, 1] * factor).all()
     values[2] *= factor
-    found = send(values, dtype)
-    assert (found[[0, 1, 3]] == together[[0, 1, 3]]).all()
+    loaded = send(values, dtype)
+    assert (loaded[[0, 1, 3]] == together[[0, 1, 3]]).all()
 
 
 @dtypes
@@ -100,15 +100,15 @@ def test_zeros_and_constants_come_back_exactly(send, dtype):
     values[2] = -0.1
     values[3] = 1e30
     values[4, :, 0] = 7.0
-    found = send(values, dtype)
-    assert (found[values == 0] == 0).all()
-    assert np.allclose(found, values, rtol=1e-5, atol=0)
+    loaded = send(values, dtype)
+    assert (loaded[values == 0] == 0).all()
+    assert np.allclose(loaded, values, rtol=1e-5, atol=0)
     for peak in (1e-45, 1e-39, 1e-38, 5e-37, 1e-36):  # Tiny values beside zeros.
         values = np.zeros(SHAPE, np.float32)
         values[:, 0, 0, 0] = peak
-        found = send(values, dtype)
-        assert (found[:, 1:] == 0).all(), peak
-        assert (np.abs(found - values) <= max(peak / 16, 2e-38)).all(), peak
+        loaded = send(values, dtype)
+        assert (loaded[:, 1:] == 0).all(), peak
+        assert (np.abs(loaded - values) <= max(peak / 16, 2e-38)).all(), peak
 
 
 @dtypes
@@ -121,13 +121,13 @@ def test_values_that_are_not_finite_leave_the_others_intact(send, dtype, leaf):
     values[0, small[:, 0], 0, small[:, 1]] = 0
     expected = send(values, dtype)
     values[0, small[:, 0], 0, small[:, 1]] = [np.inf, -np.inf, np.nan]
-    found = send(values, dtype)
-    infinities = float32(found[0, small[:2, 0], 0, small[:2, 1]])
+    loaded = send(values, dtype)
+    infinities = float32(loaded[0, small[:2, 0], 0, small[:2, 1]])
     assert np.allclose(infinities, [peak, -peak], rtol=1e-5)
-    last = found[0, small[2, 0], 0, small[2, 1]]
+    last = loaded[0, small[2, 0], 0, small[2, 1]]
     assert last == 0 if dtype == "int8" else np.isnan(last)
-    found[0, small[:, 0], 0, small[:, 1]] = 0
-    assert (bits(found) == bits(expected)).all()
+    loaded[0, small[:, 0], 0, small[:, 1]] = 0
+    assert (bits(loaded) == bits(expected)).all()
 
 
 def test_other_leaves_than_wide_floats_come_back_bit_for_bit(send, mode):
@@ -140,10 +140,10 @@ def test_other_leaves_than_wide_floats_come_back_bit_for_bit(send, mode):
         "scale": random_array(rng, (6, 8, 2), "float32"),
     }
     head_axis = {"ids": None, "kv": -2, "quantised": -2, "small": -2, "scale": None}
-    found = send(pool, "int8", mode, head_axis)
+    loaded = send(pool, "int8", mode, head_axis)
     for name in ("ids", "quantised", "small", "scale"):
-        assert (bits(found[name]) == bits(pool[name])).all(), name
-    assert (bits(found["kv"][1]) != bits(pool["kv"][1])).any()
+        assert (bits(loaded[name]) == bits(pool[name])).all(), name
+    assert (bits(loaded["kv"][1]) != bits(pool["kv"][1])).any()
 
 
 @dtypes
@@ -169,8 +169,8 @@ def test_compression_shrinks_host_memory(leaf, dtype, mode):
     # The same bytes hold more blocks accordingly.
     raw, small = filled
     assert small.host_bytes <= 4_000_000
-    more = small.num_host_blocks / raw.num_host_blocks
-    assert more == pytest.approx(1 / expected, rel=0.15)
+    gain = small.num_host_blocks / raw.num_host_blocks
+    assert gain == pytest.approx(1 / expected, rel=0.15)
 
 
 @dtypes
@@ -181,9 +181,9 @@ def test_the_head_axis_may_be_any_but_the_block_axis(send, dtype):
     assert (np.abs(by_token - values) <= peaks(values, axes=(2, 3)) / 15.9).all()
     tree = {"k": normal(), "v": normal(shape=(6, 2, 16))}
     tree["k"][:, 3, 1] *= 2.0**20
-    found = send(tree, dtype, head_axis={"k": frozenset({1, -2}), "v": -2})
-    assert (np.abs(found["v"] - tree["v"]) <= peaks(tree["v"], axes=2) / 15.9).all()
-    assert (np.abs(found["k"] - tree["k"]) <= peaks(tree["k"], axes=3) / 15.9).all()
+    loaded = send(tree, dtype, head_axis={"k": frozenset({1, -2}), "v": -2})
+    assert (np.abs(loaded["v"] - tree["v"]) <= peaks(tree["v"], axes=2) / 15.9).all()
+    assert (np.abs(loaded["k"] - tree["k"]) <= peaks(tree["k"], axes=3) / 15.9).all()
 
 
 def test_a_choice_that_engines_share_cannot_be_changed():

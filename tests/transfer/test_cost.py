@@ -72,7 +72,7 @@ def test_a_fused_save_recycles_the_host_memory_in_place(make, mode):
         moves.save(np.arange(21), np.arange(21) + start)
         pieces = moves.engine._queue._saving
         carried += sum(piece.placement.carry >= 0 for piece in pieces)
-        assert [each.error for each in moves.drain()] == [None]
+        assert [completion.error for completion in moves.drain()] == [None]
         assert sorted(pointers(extents)) == sorted(before)
     assert carried
 

@@ -41,8 +41,10 @@ def test_empty_transfers_complete_at_the_next_poll(make):
     for empty in ([], (), np.zeros(0, np.int64), np.zeros(0)):
         tickets = [moves.save(empty, empty), moves.load(empty, empty)]
         done = moves.engine.poll()
-        assert [each.ticket for each in done] == tickets
-        assert {(each.num_blocks, each.error) for each in done} == {(0, None)}
+        assert [completion.ticket for completion in done] == tickets
+        assert {(completion.num_blocks, completion.error) for completion in done} == {
+            (0, None)
+        }
     assert moves.engine.poll() == moves.drain() == []
     assert not pool["k"].is_deleted()
 
@@ -82,7 +84,7 @@ def test_save_and_load_do_not_wait_for_the_step_before(make, held):
     assert moves.advance() == []
     assert moves.engine.num_in_flight == 2
     held.release()
-    assert [each.ticket for each in moves.drain()] == [stored, loaded]
+    assert [completion.ticket for completion in moves.drain()] == [stored, loaded]
     assert moves.numbers == [4, *range(1, NUM_BLOCKS)]
 
 

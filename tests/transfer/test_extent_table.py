@@ -7,6 +7,7 @@ import pytest
 
 from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, SharedMemory
 from jaxkv.transfer.host_memory import HostSize
+from tests.rigs.extent_tables import check_table
 
 
 @dataclasses.dataclass
@@ -87,9 +88,9 @@ class Twin:
         # No read uses the extent to write, and no piece in flight writes it,
         # reads it or is read.
         assert placement.extent not in [extent for extent, _, _ in self.reads]
-        for _, other, _ in self.in_flight:
+        for _, placed, _ in self.in_flight:
             assert {placement.extent, placement.carry}.isdisjoint(
-                {other.extent, other.carry} - {NO_EXTENT}
+                {placed.extent, placed.carry} - {NO_EXTENT}
             )
         if placement.carry != NO_EXTENT:
             held = self.contents[placement.carry]
@@ -119,7 +120,7 @@ class Twin:
                     self.readable[host_id] = save.number
 
     def abandon(self):
-        """Give up the first waiting save."""
+        """Abandon the first waiting save."""
         self.waiting.ok, self.waiting.todo = False, self.waiting.todo[:0]
 
     def read(self, host_id):
@@ -133,15 +134,17 @@ class Twin:
         self.table.unpin(extent)
 
     def check(self):
-        self.table.check()
+        check_table(self.table)
         assert self.table.num_pins == len(self.reads)
         ids = np.array(sorted(self.readable), np.int32)
-        found = zip(ids.tolist(), *self.table.find(ids), strict=True)
-        for host_id, extent, place in found:
+        places = zip(ids.tolist(), *self.table.find(ids), strict=True)
+        for host_id, extent, place in places:
             expected = (host_id, self.readable[host_id])
             assert self.contents[extent][place] == expected
-        others = np.setdiff1d(np.arange(self.table.num_blocks), ids).astype(np.int32)
-        for host_id in others:
+        unreadable = np.setdiff1d(np.arange(self.table.num_blocks), ids).astype(
+            np.int32
+        )
+        for host_id in unreadable:
             with pytest.raises(ValueError, match=rf"host blocks \[{host_id}\] have no"):
                 self.table.find(np.array([host_id]))
 
@@ -248,13 +251,13 @@ def test_a_claimed_block_keeps_its_place_while_it_is_pinned():
     table.finish(ids, 0, True)
     table.pin(table.find(ids)[0][0])
     table.claim(ids, 1)
-    free = table.num_free_extents
+    free = len(table._free())
     table.finish(ids, 1, ok=False)  # Abandoned before it had a place.
     table.unpin(0)
-    assert table.num_free_extents == free == 2
+    assert len(table._free()) == free == 2
     with pytest.raises(ValueError, match="have no bytes"):
         table.find(ids)
-    table.check()
+    check_table(table)
 
 
 def test_a_small_tier_has_sixteen_extents_and_a_large_one_8_mib_for_each_device():
@@ -300,7 +303,7 @@ def test_runs_of_blocks_are_rarely_carried(seed):
         for number, start in enumerate(range(0, num_blocks, batch)):
             ids = np.concatenate(order)[start : start + batch]
             counts.append(place_all(table, ids, turn * num_blocks + number))
-    table.check()
+    check_table(table)
     assert sum(counts) < 0.05 * 5 * num_blocks
 
 
@@ -322,11 +325,11 @@ def test_tables_that_share_memory_take_little_more_than_one(is_shared):
         for pool, num in enumerate(rng.multinomial(12, [share, 1 - share]).tolist()):
             ids, order = np.array(order[:num], np.int32), order[num:] + order[:num]
             number += 1
-            other = tables[1 - pool].forget(ids[pool_of[ids] == 1 - pool], number)
-            assert not other.size
+            pinned = tables[1 - pool].forget(ids[pool_of[ids] == 1 - pool], number)
+            assert not pinned.size
             place_all(tables[pool], ids, number)
             pool_of[ids] = pool
         used.append(shared.num_used_bytes / shared.num_bytes)
     for table in tables:
-        table.check()
+        check_table(table)
     assert max(used) < 1.5 if is_shared else max(used) > 1.8

@@ -21,7 +21,7 @@ def refuse(*_):
 
 
 def only_call(number, real, failing=refuse):
-    """A function of which one call fails, and the calls so far."""
+    """A function with one failing call, and the calls so far."""
     calls = []
 
     def call(*args):
@@ -65,11 +65,11 @@ def test_a_failed_save_is_reported_and_loses_only_its_blocks(
     moves.save_now(range(24), range(24))
     moves.save_now(range(8), range(24, 32))
     expected = [*range(24), *range(8)]
-    lost = (1, 6, 30)
+    host_ids = (1, 6, 30)
     # The host is full, so each save carries over the rest of an extent.
     with monkeypatch.context() as patch:
         bad = fail(moves, request, patch)
-        ticket = engine.save(bad, [20, 21, 22], lost)
+        ticket = engine.save(bad, [20, 21, 22], host_ids)
         carried = [piece.placement.carry for piece in engine._queue._saving]
         assert min(carried) >= 0
         bad, [done] = engine.drain(bad)
@@ -84,12 +84,12 @@ def test_a_failed_save_is_reported_and_loses_only_its_blocks(
             bad["k"].block_until_ready()
         assert bad["k"].is_ready()
     moves.pool = pool
-    moves.check_empty(lost)
-    others = [host_id for host_id in range(NUM_HOST_BLOCKS) if host_id not in lost]
-    for ids in (others[:16], others[16:]):
+    moves.check_empty(host_ids)
+    kept = [host_id for host_id in range(NUM_HOST_BLOCKS) if host_id not in host_ids]
+    for ids in (kept[:16], kept[16:]):
         assert moves.read(ids) == [expected[host_id] for host_id in ids]
     moves.pool = numbered_pool()
-    moves.save_now([20, 21, 22], lost)
+    moves.save_now([20, 21, 22], host_ids)
     assert moves.read([0, 1, 5, 6, 31, 30]) == [0, 20, 5, 21, 7, 22]
 
 
@@ -160,8 +160,8 @@ def test_a_failed_load_does_not_stop_the_others(make, monkeypatch, gate):
         saved = moves.save([20], [20])  # Waits for the load before it.
         gate.shut = False
         done = moves.drain()
-    assert [each.ticket for each in done] == [failed, loaded, saved]
-    assert [each.error is None for each in done] == [False, True, True]
+    assert [completion.ticket for completion in done] == [failed, loaded, saved]
+    assert [completion.error is None for completion in done] == [False, True, True]
     assert moves.read([5, 20]) == [5, 5]
 
 
@@ -180,9 +180,28 @@ def test_an_interrupted_call_is_not_reported_as_done(make, error, monkeypatch):
             moves.save([5], [1])
         with pytest.raises(error):
             moves.load([0], [9])
-    assert [error.__name__ in str(each.error) for each in moves.drain()] == [True] * 2
+    assert [
+        error.__name__ in str(completion.error) for completion in moves.drain()
+    ] == [True] * 2
     moves.check_empty([1])
     assert moves.read([0]) == [3]
+
+
+def test_a_save_that_is_interrupted_while_it_is_placed_has_failed(make, monkeypatch):
+    moves = make()
+    place = moves.engine._queue._place_save
+
+    def place_and_stop(save):
+        place(save)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(moves.engine._queue, "_place_save", place_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            moves.save([5], [1])
+    [saved] = moves.drain()
+    assert "interrupted before it was issued" in str(saved.error)
+    moves.check_empty([1])
 
 
 def test_nans_are_moved_under_jax_debug_nans(mode):
@@ -191,8 +210,8 @@ def test_nans_are_moved_under_jax_debug_nans(mode):
     with jax.debug_nans(True):
         engine.save(pool, [1], [2])
         pool, done = engine.drain(pool)
-        assert [each.error for each in done] == [None]
+        assert [completion.error for completion in done] == [None]
         pool, _ = engine.load(pool, [2], [3])
         pool, done = engine.drain(pool)
-    assert [each.error for each in done] == [None]
+    assert [completion.error for completion in done] == [None]
     assert np.isnan(np.array(pool["k"])).all()

@@ -1,4 +1,4 @@
-"""What only a GPU shows; `JAXKV_TEST_PLATFORM=cuda pytest -m gpu` has all that runs."""
+"""Behaviour of a GPU alone; `JAXKV_TEST_PLATFORM=cuda pytest -m gpu` runs it."""
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,10 @@ def round_trip(pool, raw):
     source, host, target = (order.permutation(num_blocks) for _ in range(3))
     engine.save(pool, source, host)
     pool, done = engine.drain(pool)
-    assert [each.error for each in done] == [None]
+    assert [completion.error for completion in done] == [None]
     pool, _ = engine.load(jax.tree.map(jnp.zeros_like, pool), host, target)
     pool, done = engine.drain(pool)
-    assert [each.error for each in done] == [None]
+    assert [completion.error for completion in done] == [None]
     for leaf, bits in zip(pool, raw, strict=True):
         assert np.array_equal(np.asarray(leaf).view(bits.dtype)[target], bits[source])
 

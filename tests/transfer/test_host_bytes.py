@@ -1,7 +1,7 @@
 """Host blocks as bytes: read beside saves, written beside loads, from engine to engine.
 
-What each host block holds is kept as the bytes of the device block that it was saved
-from; every block that is loaded or read is compared with that.
+The tests keep the bytes of the device block that each host block was saved from, and
+compare every block that is loaded or read with them.
 """
 
 import threading
@@ -13,6 +13,7 @@ import pytest
 
 from jaxkv.transfer import Compression, TransferEngine, host_bytes
 from tests.rigs.device_cases import only_on_cpu
+from tests.rigs.extent_tables import check_table
 
 NUM_BLOCKS, NUM_HOST = 24, 40
 BLOCK_AXIS = {"k": 0, "v": 1}  # Rows of v lie apart.
@@ -141,7 +142,7 @@ def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed
     for _ in range(100):
         num = int(rng.integers(1, 6))
         ids = rng.permutation(NUM_HOST)[:num].tolist()
-        known = [host for host in ids if host in contents]
+        readable = [host for host in ids if host in contents]
         match rng.integers(4):
             case 0:
                 rows = rng.permutation(NUM_BLOCKS)[: num * m].reshape(num, m)
@@ -156,19 +157,19 @@ def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed
                 write(moves.engine, ids, [payload for _, payload in held])
                 for host, (content, payload) in zip(ids, held, strict=True):
                     contents[host], payloads[host] = content, payload
-            case 2 if known:
-                found = read(moves.engine, known)
-                for host, payload in zip(known, found, strict=True):
+            case 2 if readable:
+                read_now = read(moves.engine, readable)
+                for host, payload in zip(readable, read_now, strict=True):
                     old = payloads.setdefault(host, payload)
                     assert payload.tobytes() == old.tobytes()
-            case _ if known:
-                rows = rng.permutation(NUM_BLOCKS)[: len(known) * m].reshape(-1, m)
-                moves.load_now(known, rows if m > 1 else rows[:, 0])
+            case _ if readable:
+                rows = rng.permutation(NUM_BLOCKS)[: len(readable) * m].reshape(-1, m)
+                moves.load_now(readable, rows if m > 1 else rows[:, 0])
                 now = blocks_of(moves.pool)
-                for host, row in zip(known, rows.tolist(), strict=True):
+                for host, row in zip(readable, rows.tolist(), strict=True):
                     assert [now[block] for block in row] == contents[host]
-        assert not moves.engine.poll()  # Takes back the pins of what was read.
-        moves.engine._table.check()
+        assert not moves.engine.poll()  # Unpins the extents that were read.
+        check_table(moves.engine._table)
         assert moves.engine._table.num_pins == 0
     assert payloads, "the case that reads never ran"
 
@@ -186,6 +187,8 @@ def test_a_write_whose_copy_cannot_begin_fails_and_the_next_one_succeeds(make):
         engine.advance_host(refuse)
         assert failed.is_over
         assert "can't start new thread" in str(failed.error)
+        with pytest.raises(ValueError, match=r"\[0\] have no bytes to load"):
+            engine.read_host([0])
     write(engine, [0], [payload])
     [held] = read(engine, [0])
     assert held.tobytes() == payload.tobytes()
@@ -214,7 +217,7 @@ def test_a_save_that_had_to_wait_leaves_alone_what_was_written_since(make, gate)
     sizes = {"extent_bytes": extent_bytes, "staging_bytes": extent_bytes}
     moves = make(7, **sizes)
     expected = blocks_of(moves.pool)
-    # Whoever gave these host blocks away has forgotten the save meanwhile.
+    # Meanwhile the caller forgot the save and gave its host blocks to a write.
     before = moves.save([0, 1, 2, 3], [30, 31, 32, 33])
     waiting = moves.save([4, 5], [10, 11])
     assert moves.engine.is_waiting(waiting)
@@ -222,7 +225,7 @@ def test_a_save_that_had_to_wait_leaves_alone_what_was_written_since(make, gate)
     write(moves.engine, [10], [payload])
     gate.shut = False
     done = moves.drain()
-    assert [(each.ticket, each.error) for each in done] == [
+    assert [(completion.ticket, completion.error) for completion in done] == [
         (before, None),
         (waiting, None),
     ]
@@ -240,7 +243,7 @@ def test_a_write_that_had_to_wait_leaves_alone_what_was_saved_since(make):
     moves.engine.advance_host(copies.append)
     assert not copies
     held.close()
-    # Whoever gave this host block away has forgotten the write meanwhile.
+    # Meanwhile the caller forgot the write and gave its host block to a save.
     expected = blocks_of(moves.pool)[3]
     moves.save_now([3], [0])
     for _ in range(2):

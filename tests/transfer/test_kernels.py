@@ -1,4 +1,4 @@
-"""What copies rows: asynchronous copies, which are interpreted here, or XLA."""
+"""Rows are copied by asynchronous copies, which are interpreted here, or by XLA."""
 
 import logging
 
@@ -116,7 +116,7 @@ def test_asynchronous_copies_copy_sharded_heads_where_they_are():
 
 
 class Refusal(Exception):
-    """What Pallas raises, of a class that nobody may import."""
+    """An error of a private class, such as Pallas raises."""
 
 
 @pytest.mark.parametrize("when", ["it is traced", "it is compiled"])

@@ -102,11 +102,11 @@ def test_a_deleted_pool_is_refused():
 
 
 def test_a_pool_that_has_an_array_twice_is_refused():
-    leaf, other = zeros((4, 2)), zeros((4, 2))
+    leaf, leaf_2 = zeros((4, 2)), zeros((4, 2))
     message = r"pool\[0\] and pool\[2\] are the same array"
     with pytest.raises(ValueError, match=message):
-        PoolLayout.of([leaf, other, leaf])
-    layout = PoolLayout.of([leaf, other, zeros((4, 2))])
-    layout.flatten([leaf, other, zeros((4, 2))])
+        PoolLayout.of([leaf, leaf_2, leaf])
+    layout = PoolLayout.of([leaf, leaf_2, zeros((4, 2))])
+    layout.flatten([leaf, leaf_2, zeros((4, 2))])
     with pytest.raises(ValueError, match=message):
-        layout.flatten([leaf, other, leaf])
+        layout.flatten([leaf, leaf_2, leaf])

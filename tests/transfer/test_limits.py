@@ -119,9 +119,9 @@ def test_the_tightest_of_machine_and_cgroups_sets_the_limit(tmp_path, case):
     machine = Machine(tmp_path, 20 * GIB, membership)
     for path, limit in cgroups.items():
         (machine.v1 if ":memory:" in membership else machine.v2)(path, *limit)
-    found = machine.available()
-    assert found.num_bytes == num_gib * GIB
-    assert source in found.source
+    tightest = machine.available()
+    assert tightest.num_bytes == num_gib * GIB
+    assert source in tightest.source
 
 
 def test_unreadable_files_are_ignored(tmp_path):

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import pytest
 from jaxlib import xla_client
 
-from jaxkv.transfer import TransferEngine, host_memory, memory, memory_kinds
+from jaxkv.transfer import (
+    TransferEngine,
+    host_memory,
+    jax_internals,
+    memory,
+    memory_kinds,
+)
 from tests.rigs.device_cases import mesh_of, only_on_cpu
 from tests.transfer.numbered import DEVICE
 
@@ -20,22 +26,22 @@ def _called_otherwise(arrays):
 @pytest.mark.parametrize("jax_has", ["it", "moved it", "changed how it is called"])
 def test_arrays_are_carried_as_by_device_put(jax_has, monkeypatch):
     if jax_has != "it":
-        other = None if jax_has == "moved it" else _called_otherwise
-        monkeypatch.setattr(memory, "_copy_arrays", other)
+        replacement = None if jax_has == "moved it" else _called_otherwise
+        monkeypatch.setattr(jax_internals, "_copy_arrays", replacement)
     mesh, spec = mesh_of(2), jax.sharding.PartitionSpec("x")
-    here, there = (
+    on_device, on_host = (
         [
             jax.sharding.NamedSharding(mesh, spec, memory_kind=kind),
             jax.sharding.SingleDeviceSharding(DEVICE, memory_kind=kind),
         ]
         for kind in ("device", "pinned_host")
     )
-    arrays = jax.device_put((jnp.arange(8), jnp.arange(3)), tuple(here))
+    arrays = jax.device_put((jnp.arange(8), jnp.arange(3)), tuple(on_device))
     with jax.transfer_guard("disallow"):
-        carried = memory.Carrier(there).copy(arrays)
-        back = memory.Carrier(here).copy(carried)
-    assert [array.sharding for array in carried] == there
-    assert [array.sharding for array in back] == here
+        carried = jax_internals.Carrier(on_host).copy(arrays)
+        back = jax_internals.Carrier(on_device).copy(carried)
+    assert [array.sharding for array in carried] == on_host
+    assert [array.sharding for array in back] == on_device
     assert [array.tolist() for array in back] == [list(range(8)), [0, 1, 2]]
 
 

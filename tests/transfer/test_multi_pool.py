@@ -71,8 +71,11 @@ class Pools:
     def drain(self):
         pools, done = self.engine.drain(self.pools)
         self.pools = list(pools)
-        assert [each.error for each in done] == [None] * len(done)
-        return {each.ticket: (each.host_block_ids, each.num_bytes) for each in done}
+        assert [completion.error for completion in done] == [None] * len(done)
+        return {
+            completion.ticket: (completion.host_block_ids, completion.num_bytes)
+            for completion in done
+        }
 
 
 @pytest.fixture
@@ -196,27 +199,27 @@ def test_bytes_of_all_pools_are_right_in_another_engine(pools, mode):
         held.copy(index, payload)
     held.close()
     pools.engine.poll()
-    other = Pools(mode)
-    assert other.engine.host_bytes_description == pools.engine.host_bytes_description
+    second = Pools(mode)
+    assert second.engine.host_bytes_description == pools.engine.host_bytes_description
     # A host block that another pool's block is in.
-    other.save([1], [11])
-    other.drain()
-    writing = other.engine.write_host([11, 12, 13, 14], payloads)
+    second.save([1], [11])
+    second.drain()
+    writing = second.engine.write_host([11, 12, 13, 14], payloads)
     while not writing.is_over:
-        other.engine.advance_host(lambda copy: copy())
+        second.engine.advance_host(lambda copy: copy())
     assert writing.error is None
     blocks = [first[1] + 4, 8, first[2] + 1, 9]
-    other.load([11, 12, 13, 14], blocks)
-    other.drain()
-    assert [other.numbers[block] for block in blocks] == [11, 10, 12, 13]
+    second.load([11, 12, 13, 14], blocks)
+    second.drain()
+    assert [second.numbers[block] for block in blocks] == [11, 10, 12, 13]
     with pytest.raises(ValueError, match=r"host blocks \[15\] have no bytes"):
-        other.engine.read_host([11, 15])
+        second.engine.read_host([11, 15])
     payloads[0][-8] = 3
     for wrong in (payloads[:1], [payloads[1][1:]], []):
         with pytest.raises(ValueError, match="payloads must be 1 of"):
-            other.engine.write_host([1], wrong)
-    other.engine.poll()
-    for engine in other.engine.engines:
+            second.engine.write_host([1], wrong)
+    second.engine.poll()
+    for engine in second.engine.engines:
         check_at_rest(engine)
 
 

@@ -1,4 +1,4 @@
-"""A pool that is spread over processes, each of which moves its own shards."""
+"""A pool that is spread over processes; each moves its own shards."""
 
 import re
 import signal

@@ -45,7 +45,9 @@ def test_loads_go_before_saves_and_each_in_the_order_of_the_calls(
     pieces = [ticket for ticket in loads for _ in range(2)]  # Each of two extents.
     assert issued == [saves[0], *pieces, *saves[1:]]
     in_order = sorted(saves + loads, key=lambda ticket: ticket.number)
-    assert [(each.ticket, each.error) for each in done] == [(t, None) for t in in_order]
+    assert [(completion.ticket, completion.error) for completion in done] == [
+        (t, None) for t in in_order
+    ]
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -65,7 +67,11 @@ def test_transfers_of_one_block_take_effect_in_the_order_of_their_calls(
     assert moves.engine.is_waiting(before) == (not has_room)
     assert moves.engine.is_waiting(after) == (not has_room or mode == "staged")
     gate.shut = False
-    assert [each.ticket for each in moves.drain()][-3:] == [before, loaded, after]
+    assert [completion.ticket for completion in moves.drain()][-3:] == [
+        before,
+        loaded,
+        after,
+    ]
     assert moves.numbers[3] == 7
     assert moves.read([2, 5]) == [3, 7]
 
@@ -81,7 +87,7 @@ def test_loads_that_wait_are_written_in_order_with_the_bytes_of_their_calls(make
     for _ in range(3):  # Extents enough to use the memory of the first again.
         moves.save([14, 15, 16, 17], [0, 1, 2, 3])
     gate.shut = False
-    assert {each.error for each in moves.drain()} == {None}
+    assert {completion.error for completion in moves.drain()} == {None}
     assert moves.numbers[10:14] == [0, 1, 2, 3]
     assert moves.numbers[22] == 6
     assert moves.read([0, 1, 2, 3]) == [14, 15, 16, 17]
@@ -100,7 +106,7 @@ def test_a_waiting_transfer_that_is_abandoned_never_happens(make, gate, monkeypa
         engine.abandon(ticket)
         assert not engine.is_waiting(ticket)
     gate.shut = False
-    tickets = [each.ticket for each in moves.drain()]
+    tickets = [completion.ticket for completion in moves.drain()]
     assert tickets == issued == [first, *kept]
     assert moves.numbers[10:13] == [10, 11, 3]
     moves.check_empty([30, 1])  # Also the block that it would have overwritten.
@@ -126,7 +132,7 @@ def test_no_load_waits_for_an_abandoned_save(make, gate, monkeypatch):
         assert engine.is_waiting(moves.load([8], [2]))
         assert engine.bytes_in_flight == bytes_before
     gate.shut = False
-    assert [each.error for each in moves.drain()] == [None] * 4
+    assert [completion.error for completion in moves.drain()] == [None] * 4
     assert moves.numbers[2:4] == [8, 7]
     assert moves.read([2]) == [2]
 
@@ -146,6 +152,6 @@ def test_a_save_finds_room_beside_loads_that_wait_for_it(make, gate):
         moves.save([0], [host_id + 1])
     assert moves.engine.is_waiting(loaded)
     gate.shut = False
-    assert {each.error for each in moves.drain()} == {None}
+    assert {completion.error for completion in moves.drain()} == {None}
     assert moves.numbers[17:] == [(host_id + 1) % 16 for host_id in first]
     assert moves.read([0, 4, 24, 1, 25]) == [23, 23, 23, 0, 0]

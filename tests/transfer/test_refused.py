@@ -1,4 +1,4 @@
-"""What the engine refuses, with the reason; and that it changes nothing."""
+"""The engine refuses bad calls, with the reason, and changes nothing."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -154,7 +154,7 @@ def test_refused_calls_change_nothing(make):
     moves.save_now([7, 8, 9], [1, 2, 3])
     last = moves.save([6], [3])  # Not to be loaded before it is reported.
     before = moves.numbers
-    other = {"k": pool["k"], "v": pool["k"]}
+    shared = {"k": pool["k"], "v": pool["k"]}
     as_ints = {"k": pool["k"].astype(jnp.int32), "v": pool["v"]}
     stranger = last._replace(number=99)
     held = engine.read_host([2])
@@ -167,9 +167,9 @@ def test_refused_calls_change_nothing(make):
         (r"has \[5\] more than once", lambda: engine.save(pool, [0, 1], [5, 5])),
         (r"\[4, 5\] have no bytes", lambda: engine.load(pool, [1, 4, 5], [0, 1, 2])),
         (r"\[3\] .* reported as completed", lambda: engine.load(pool, [3], [0])),
-        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.save(other, [2], [1])),
-        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.load(other, [1], [2])),
-        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.drain(other)),
+        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.save(shared, [2], [1])),
+        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.load(shared, [1], [2])),
+        (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.drain(shared)),
         ("must have the structure", lambda: engine.drain([*pool.values()])),
         ("num_extents=-1 must be at least", lambda: engine.take_step_loads(pool, -1)),
         (r"Ticket\(.*\) is not in flight", lambda: engine.abandon(Ticket("load", 1))),
@@ -181,10 +181,10 @@ def test_refused_calls_change_nothing(make):
             call()
         assert engine.num_in_flight == 1, message
     held.close()
-    assert [each.ticket for each in moves.drain()] == [last]
+    assert [completion.ticket for completion in moves.drain()] == [last]
     assert moves.numbers == before
     assert moves.load([1, 2, 3], [0, 1, 2]).number == last.number + 1
-    assert [each.error for each in moves.drain()] == [None]
+    assert [completion.error for completion in moves.drain()] == [None]
     assert moves.numbers == [7, 8, 6, *before[3:]]
 
 
@@ -255,7 +255,7 @@ def test_another_thread_is_refused_by_every_call(make):
     with ThreadPoolExecutor(1) as executor:
         message = "one thread must dispatch"
         executor.submit(check_refused, calls, message).result()
-    assert [each.ticket for each in moves.drain()] == [ticket]
+    assert [completion.ticket for completion in moves.drain()] == [ticket]
     assert moves.read([1, 2]) == [1, 2]
 
 
@@ -274,7 +274,7 @@ def test_calls_between_the_taking_of_step_loads_and_their_start_are_refused(make
     assert engine.is_waiting(ticket)
     moves.pool = jax.jit(loads.write, donate_argnums=0)(pool)
     engine.step_started(moves.pool["k"])
-    assert [each.ticket for each in moves.drain()] == [ticket]
+    assert [completion.ticket for completion in moves.drain()] == [ticket]
     assert moves.numbers[8] == 4
 
 

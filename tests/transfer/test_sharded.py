@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import Compression, TransferEngine
+from tests.rigs.extent_tables import check_table
 from tests.transfer.numbered import programs_of
 from tests.transfer.shadow import Shadow, bits, random_array
 
@@ -171,13 +172,13 @@ def round_trips(
         shadow.save(device_ids, host_ids)
         shard_of.update(zip(host_ids.tolist(), shards.tolist(), strict=True))
         pool, done = engine.drain(pool)
-        assert [each.error for each in done] == [None] * 3
+        assert [completion.error for completion in done] == [None] * 3
         device_ids, shards = deal(rng, num_shards, NUM_BLOCKS // m, m)
         pairs = []
         for row, shard in zip(device_ids, shards, strict=True):
-            here = [h for h in shard_of if shard_of[h] == shard]
-            if here and rng.random() < 0.7:
-                pairs.append((int(rng.choice(here)), row))
+            in_shard = [h for h in shard_of if shard_of[h] == shard]
+            if in_shard and rng.random() < 0.7:
+                pairs.append((int(rng.choice(in_shard)), row))
         host_ids = [host_id for host_id, _ in pairs]
         device_ids = np.array([row for _, row in pairs], int).reshape(-1, m)
         pool = load(engine, pool, host_ids, device_ids, step)
@@ -198,7 +199,7 @@ def round_trips(
         if mode == "fused":
             assert pointers(extents(engine)) == host_memory, "extents have moved"
     assert engine.bytes_in_flight == engine._table.num_pins == 0
-    engine._table.check()
+    check_table(engine._table)
 
 
 def check_every_copy(pool, shadow):
@@ -251,7 +252,10 @@ def test_blocks_spread_in_any_way_keep_every_bit(number, mode):
     [
         (1, "Auto", {}),
         (4, "Auto", {"m": 2}),
-        *((4, each, {"layer_groups": 3, "in_step": True}) for each in AXIS_TYPES),
+        *(
+            (4, axis_type, {"layer_groups": 3, "in_step": True})
+            for axis_type in AXIS_TYPES
+        ),
     ],
 )
 def test_blocks_spread_by_both_axes_keep_every_bit(
@@ -302,8 +306,8 @@ def test_blocks_of_other_shards_are_refused(mode):
     pool, _ = pairs.drain(pool)
     refuse(message, pairs.load, pool, [0, 1], [[0, 1], [7, 8]])
     refuse("of the shards", pairs.load, pool, [0, 1], [[0, 1], [-1, 7]])
-    for each in (engine, pairs):
-        assert each.num_in_flight == each._table.num_pins == 0
+    for made in (engine, pairs):
+        assert made.num_in_flight == made._table.num_pins == 0
 
 
 @BOTH_MODES
@@ -317,14 +321,14 @@ def test_a_shard_that_is_full_fails_the_save_and_loses_nothing(mode, others_wait
     failing = engine.save(pool, [1, 2, 3, 4, 5, 6], range(6))
     after = [engine.save(pool, [9], [0])] if others_wait else []
     pool, done = engine.drain(pool)
-    assert [each.ticket for each in done] == [failing, *after], done
+    assert [completion.ticket for completion in done] == [failing, *after], done
     assert isinstance(done[0].error, MemoryError), done
     message = "the extents of the shards [0] are full; make the host tier larger, or"
     assert message in str(done[0].error)
-    assert [each.error for each in done[1:]] == [None] * len(after)
+    assert [completion.error for completion in done[1:]] == [None] * len(after)
     assert engine.bytes_in_flight == engine.num_in_flight == 0
     assert engine._table.num_pins == 0
-    engine._table.check()
+    check_table(engine._table)
     # Older blocks are intact, and there is as much room as before.
     engine.save(pool, [1, 2, 3, 9, 10, 11], range(6))
     pool, [done] = engine.drain(pool)

@@ -250,23 +250,23 @@ class Soak:
         return self._loading().union(*waiting)
 
     def _take(self, done):
-        assert done == sorted(done, key=lambda each: each.ticket.number)
-        for each in done:
-            flight = self.flights.pop(each.ticket)
+        assert done == sorted(done, key=lambda completion: completion.ticket.number)
+        for completion in done:
+            flight = self.flights.pop(completion.ticket)
             assert not any(
-                older.direction == each.direction and older < each.ticket
+                older.direction == completion.direction and older < completion.ticket
                 for older in self.flights
             )
-            self.counts[f"{each.direction}s"] += 1
-            if each.error is not None:
-                assert flight.may_fail, each
-                self.counts[f"failed {each.direction}s"] += 1
-                self._forget(each.ticket, flight)
+            self.counts[f"{completion.direction}s"] += 1
+            if completion.error is not None:
+                assert flight.may_fail, completion
+                self.counts[f"failed {completion.direction}s"] += 1
+                self._forget(completion.ticket, flight)
                 continue
-            assert each.ticket not in self.doomed or not each.num_blocks
-            if each.direction == "save":
+            assert completion.ticket not in self.doomed or not completion.num_blocks
+            if completion.direction == "save":
                 for host_id, cells in flight.cells.items():
-                    if self.writer[host_id] == each.ticket:
+                    if self.writer[host_id] == completion.ticket:
                         self.host[host_id] = cells
 
     def _forget(self, ticket, flight):
@@ -326,7 +326,7 @@ class Soak:
         return rows.astype(np.int32)
 
     def _that_were_saved(self, host_ids, device_ids):
-        """Leave out of a load the device blocks that the saves left out."""
+        """Remove the device blocks that the saves left out from a load."""
         device_ids = np.array(device_ids)
         for host_id, row in zip(host_ids, device_ids, strict=True):
             row[[cell is NOT_SAVED for cell in self.host[host_id]]] = -1

@@ -37,7 +37,7 @@ def make_step(num_groups=1):
 
 
 def run_step(moves, num_extents=2, num_groups=1):
-    """Take the loads, and run a step that writes them."""
+    """Run a step that writes the loads."""
     moves.pool, loads = moves.engine.take_step_loads(moves.pool, num_extents)
     assert len(loads.extents) in (0, num_extents)  # None if no load waits.
     moves.pool, result = make_step(num_groups)(moves.pool, loads)
@@ -63,7 +63,7 @@ def test_what_nobody_takes_is_written_by_drain(make):
     ticket = moves.load([4], [8], in_step=True)
     assert moves.advance() == []
     assert moves.engine.is_waiting(ticket)
-    assert [each.ticket for each in moves.drain()] == [ticket]
+    assert [completion.ticket for completion in moves.drain()] == [ticket]
     assert moves.numbers[8] == 4
 
 
@@ -74,7 +74,7 @@ def test_an_abandoned_load_is_not_handed_out(make):
     kept = moves.load([5], [9], in_step=True)
     moves.engine.abandon(dropped)
     run_step(moves)
-    assert [each.ticket for each in moves.drain()] == [kept]
+    assert [completion.ticket for completion in moves.drain()] == [kept]
     assert moves.numbers[8:10] == [8, 5]
 
 
@@ -173,12 +173,14 @@ def test_random_calls_leave_every_block_where_it_belongs(make, mode, num_groups)
         if turn % 10 == 9:
             assert moves.numbers == device, turn
         completed = moves.drain() if turn % 5 == 4 else moves.engine.poll()
-        for each in completed:
-            held = saving.pop(each.ticket, {})
-            host |= {h: held[h] for h in held if writer[h] == each.ticket}
+        for completion in completed:
+            held = saving.pop(completion.ticket, {})
+            host |= {h: held[h] for h in held if writer[h] == completion.ticket}
         done += completed
     done += moves.drain()
     assert num_waiting > 10
-    assert [each.ticket for each in done if each.direction == "load"] == loads
+    assert [
+        completion.ticket for completion in done if completion.direction == "load"
+    ] == loads
     for hosts in (sorted(host)[:16], sorted(host)[16:]):
         assert moves.read(hosts) == [host[h] for h in hosts]

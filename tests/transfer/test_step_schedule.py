@@ -1,4 +1,4 @@
-"""What compilers make of a step that writes its loads: copies beside layers.
+"""Compilers overlap the copies of a step that writes its loads with its layers.
 
 Compiled for devices that are not there, in a process that has their compiler; nothing
 runs.
@@ -33,7 +33,7 @@ def is_installed(package):
     ],
 )
 def schedules(request):
-    """What happens in which order, with or without `after`."""
+    """The order of events, with or without `after`."""
     package = COMPILERS[TARGETS[request.param]]
     if not is_installed(package):
         pytest.skip(f"{package}, which compiles for {request.param}, is not installed")

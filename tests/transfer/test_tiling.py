@@ -1,4 +1,4 @@
-"""What layouts in memory cost: padding on the host, and blocks that lie apart."""
+"""Costs of layouts in memory: padding on the host, and blocks that lie apart."""
 
 import warnings
 
@@ -77,7 +77,7 @@ def test_blocks_lie_apart_if_their_axis_is_the_minor_one(order, block_axis, apar
     layout = PoolLayout.of(pool, block_axis)
     assert layout.leaves[0].order == order
     assert blocks_lie_apart(layout.leaves[0]) == apart
-    # In the order of its axes a leaf lies as the caller wants it.
+    # In the order of its axes a leaf lies as the caller expects.
     assert bool(costly_leaves(layout)) == (apart and block_axis == 0)
 
 
@@ -94,7 +94,7 @@ def test_a_costly_layout_is_warned_of_with_the_cure_and_the_cost():
     with pytest.warns(CostlyLayoutWarning) as caught:
         engine = TransferEngine([pool, jnp.zeros((64, 4))], 16, extent_bytes="128KiB")
     rows = engine._copier.extents.rows
-    [text] = [str(each.message) for each in caught]
+    [text] = [str(warning.message) for warning in caught]
     assert text.startswith("pool[0] has its blocks along the minor axis in memory")
     assert f"a copy of {rows} blocks moves all 64: about {128 // rows} times" in text
     assert "Make the last dimension, 64, a multiple of 128" in text
@@ -120,8 +120,8 @@ def warnings_of(described):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_of_costly_layouts(described, 16, 1.0)
-    assert {each.category for each in caught} <= {CostlyLayoutWarning}
-    return [str(each.message) for each in caught]
+    assert {warning.category for warning in caught} <= {CostlyLayoutWarning}
+    return [str(warning.message) for warning in caught]
 
 
 SECOND_MINOR = "blocks along the second-minor axis", "as [blocks, 2, 128]"
@@ -222,9 +222,9 @@ def test_leaves_of_different_layouts_are_not_stacked():
 def test_a_pool_in_another_layout_is_refused_and_nothing_happens():
     pool, _ = pool_of((1, 0, 2, 3), (12, 2, 4, 8))
     engine = TransferEngine(pool, 15)
-    other = jax.device_put(pool, Format(Layout((0, 1, 2, 3)), HERE))
+    row_major = jax.device_put(pool, Format(Layout((0, 1, 2, 3)), HERE))
     with pytest.raises(ValueError, match="pool must lie in memory as Layout"):
-        engine.save(other, [1], [2])
+        engine.save(row_major, [1], [2])
     assert engine.num_in_flight == 0
 
 

@@ -34,7 +34,7 @@ SOURCE = Path(jaxkv.transfer.__file__).parent
 
 def kinds(shardings):
     """The memories of a program's arrays; the device's own is "device"."""
-    return [each.memory_kind or "device" for each in jax.tree.leaves(shardings)]
+    return [sharding.memory_kind or "device" for sharding in jax.tree.leaves(shardings)]
 
 
 @only_on_cpu
@@ -60,9 +60,9 @@ def test_no_program_donates_across_memories_and_no_save_the_pool(make):
     for program in programs:
         donated = [info.donated for info in jax.tree.leaves(program.args_info)]
         inputs = kinds(program.input_shardings)
-        given = [kind for kind, yes in zip(inputs, donated, strict=True) if yes]
+        donated_kinds = [kind for kind, yes in zip(inputs, donated, strict=True) if yes]
         outputs = kinds(program.output_shardings)
-        for kind in given:  # Each is matched with a result in its own memory.
+        for kind in donated_kinds:  # Each is matched with a result in its own memory.
             outputs.remove(kind)
     for program in programs[:-2]:
         (leaves, *_), _ = program.args_info
@@ -119,7 +119,7 @@ def test_plans_have_their_own_memory(make, mode, monkeypatch):
     moves.load_now(range(12), range(12))
     assert len(plans) == 6 if mode == "fused" else 4 <= len(plans) <= 5
     for n, plan in enumerate(plans):
-        assert not any(np.shares_memory(plan, other) for other in plans[:n])
+        assert not any(np.shares_memory(plan, earlier) for earlier in plans[:n])
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
@@ -240,8 +240,8 @@ def test_the_source_has_no_call_that_fails_on_other_backends():
         source = path.read_text(encoding="utf-8")
         assert "compute_on" not in source, path
         assert "TransferToMemoryKind" not in source, path
-        found = re.findall(r"""["'](\w*pinned_host)["']""", source)
-        host_kinds |= {(path.stem, kind) for kind in found}
+        quoted = re.findall(r"""["'](\w*pinned_host)["']""", source)
+        host_kinds |= {(path.stem, kind) for kind in quoted}
         for name, keywords in calls_in(source):
             if re.search(r"\b(zeros|ones|full|empty|arange)(_like)?$", name):
                 assert "device" not in keywords, f"{path}: {name} is not pinned"

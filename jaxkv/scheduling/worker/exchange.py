@@ -24,6 +24,8 @@ from typing import Protocol
 
 import jax
 
+from jaxkv.transfer.jax_internals import coordination_client
+
 # While the thread waits for a peer, it checks this often whether it must end.
 _SLICE_MS = 200
 _JOIN_S = 2.0
@@ -240,10 +242,7 @@ def open_exchanges(timeout_s: float, topics: Sequence[str]) -> list[Exchange]:
 
     The n-th call in each process opens the same exchanges.
     """
-    # jax has no public name for the client: see `KeyValueStore`.
-    from jax._src import distributed
-
-    client = distributed.global_state.client
+    client = coordination_client()
     if client is None:
         raise ValueError(
             f"{jax.process_count()} processes cannot agree on transfers without jax's "

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierProbe, TierReport
 from jaxkv.scheduling.stats import DELAY_BUCKETS, Histogram
 from jaxkv.transfer import AnyEngine, host_rows
-from jaxkv.transfer.host_bytes import HostRead, HostWrite
+from jaxkv.transfer.host_bytes import HostRead
 from jaxkv.transfer.multi_pool import JointRead, JointWrite
 from jaxkv.transfer.storage import Completion, ObjectFormat, StorageIO, open_store
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.store import StoreError, attempt
 from jaxkv.transfer.storage.workers import DaemonThread
+from jaxkv.transfer.tickets import HostWrite
 from jaxkv.types import BlockKey
 
 _PAUSE_S = 1e-3  # Between polls of the store in blocking calls.

@@ -68,17 +68,11 @@ def run(args: Args) -> int:
     facts = _look_at_store(gather_facts(), args)
     if not args.no_probe:
         facts = _probe(facts)
-    question = Question(
-        host_bytes=args.host_bytes,
-        device_pool_bytes=args.device_pool_bytes,
-        needed=needed,
-    )
-    if question.host_bytes is None and facts.config and facts.config.host_bytes:
-        question = dataclasses.replace(
-            question,
-            host_bytes=units.parse_bytes(facts.config.host_bytes),
-            source=variable_of("host_bytes"),
-        )
+    host_bytes, source = args.host_bytes, "--host-bytes"
+    if host_bytes is None and facts.config and facts.config.host_bytes:
+        host_bytes = units.parse_bytes(facts.config.host_bytes)
+        source = variable_of("host_bytes")
+    question = Question(host_bytes, source, args.device_pool_bytes, needed)
     best = recommend(facts, question)
     findings = judge(facts, question)
     print("\n".join(report.fact_lines(facts, best)))
@@ -100,12 +94,11 @@ def _look_at_store(facts: Facts, args: Args) -> Facts:
         url=shown_url(url),
         num_bytes=args.storage_bytes or units.parse_bytes(config.storage_bytes),
         is_sealed=config.storage_secret is not None,
+        source="--storage" if args.storage else variable_of("storage"),
+        num_bytes_source="--storage-bytes"
+        if args.storage_bytes
+        else variable_of("storage_bytes"),
     )
-    if args.storage is None:
-        store = dataclasses.replace(store, source=variable_of("storage"))
-    if args.storage_bytes is None:
-        source = variable_of("storage_bytes")
-        store = dataclasses.replace(store, num_bytes_source=source)
     try:
         return dataclasses.replace(facts, store=look_at(url, store))
     except ValueError as error:

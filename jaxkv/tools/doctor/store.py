@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import queue
 import stat
@@ -13,8 +12,8 @@ import time
 
 from jaxkv._util import one_line
 from jaxkv._util.extras import missing_packages
-from jaxkv.transfer.storage import BlobStore, StoreError, open_store
-from jaxkv.transfer.storage.objects import VERSION
+from jaxkv.transfer.storage import BlobStore, LocalStore, StoreError, open_store
+from jaxkv.transfer.storage.objects import ROOT
 from jaxkv.transfer.storage.store import answers_of
 from jaxkv.transfer.storage.store_url import StoreUrl
 
@@ -37,15 +36,15 @@ class Folder:
     mode: int | None  # Its permissions; None if it was not there
     file_mode: int  # The permissions that the URL gives its files
     free_bytes: int  # What this user may still write on its file system
-    held_bytes: int  # What blocks take there; no more is counted than matters
+    held_bytes: int  # What blocks take there; counted as far as it matters
 
 
 @dataclasses.dataclass(frozen=True)
 class Store:
     """The result of examining a store."""
 
-    url: str  # The place, as `shown_url` gives it
-    num_bytes: int  # What it is to hold at most
+    url: str  # The place, without secrets
+    num_bytes: int  # What it may hold
     is_sealed: bool  # Whether a secret seals its objects
     source: str = "--storage"  # Where the place was set, for messages
     num_bytes_source: str = "--storage-bytes"  # Where the size is set, for messages
@@ -58,9 +57,9 @@ class Store:
 
 
 def look_at(url: str, store: Store, *, deadline_s: float = DEADLINE_S) -> Store:
-    """Open a store, put a small object there, read it and delete it.
+    """Open a store; write, read and delete a small object.
 
-    What was not there before is not there afterwards: neither the object nor folders.
+    Nothing stays there: neither the object nor new folders.
     """
     answers: queue.SimpleQueue[Store | ValueError] = queue.SimpleQueue()
     until_s = time.monotonic() + deadline_s
@@ -74,7 +73,7 @@ def look_at(url: str, store: Store, *, deadline_s: float = DEADLINE_S) -> Store:
         except Exception as error:
             answers.put(_failed(store, StoreError("other", f"{error!r}")))
 
-    # A call to a file server that is gone may never return.
+    # A call to a dead file server may never return.
     threading.Thread(target=look, name="jaxkv doctor", daemon=True).start()
     try:
         answer = answers.get(timeout=deadline_s + 1)
@@ -101,11 +100,10 @@ def _look_at(url: str, store: Store, until_s: float) -> Store:
             return dataclasses.replace(store, lacks_extra=place.extra)
         with contextlib.closing(opened):
             _try(opened)
-            if not place.is_folder:
+            if not isinstance(opened, LocalStore):
                 return store
-            file_system = os.statvfs(path)
-            free = file_system.f_bavail * file_system.f_frsize
-            held = _held_bytes(opened, path, store.num_bytes - free, until_s)
+            free = opened.free_bytes
+            held = _held_bytes(opened, store.num_bytes - free, until_s)
         folder = Folder(path, mode, place.mode, free, held)
         return dataclasses.replace(store, folder=folder)
     except StoreError as error:
@@ -123,7 +121,7 @@ def _try(store: BlobStore) -> None:
         answers_of(store.put([(name, [data])]))
         [payload] = answers_of(store.get([name], _NUM_BYTES))
         if payload is None or bytes(payload) != data:
-            raise StoreError("other", "what was written there does not come back")
+            raise StoreError("other", "a written object does not read back")
     finally:
         deleted = store.delete([name])
     answers_of(deleted)
@@ -143,14 +141,13 @@ def _missing_folders(path: str) -> list[str]:
     return missing
 
 
-def _held_bytes(store: BlobStore, path: str, enough: int, until_s: float) -> int:
+def _held_bytes(store: LocalStore, enough: int, until_s: float) -> int:
     """Add up the files of blocks, until that is enough or takes too long."""
     until_s = min(until_s, time.monotonic() + _COUNT_S)
     held = 0
     with contextlib.suppress(StoreError):
-        for name in itertools.chain.from_iterable(store.list(f"jaxkv{VERSION}")):
+        for names in store.list(ROOT):
             if held >= enough or time.monotonic() > until_s:
                 break
-            with contextlib.suppress(OSError):
-                held += os.lstat(os.path.join(path, name)).st_size
+            held += sum(size or 0 for size in store.sizes(names))
     return held

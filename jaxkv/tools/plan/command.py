@@ -5,48 +5,13 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from jaxkv.tools.files import (
-    HTML_OPTION,
-    JSON_OPTION,
-    PLOT_OPTION,
-    QUIET_OPTION,
-    check_extra,
-    check_files,
-    write_files,
-)
+from jaxkv.tools import files
 from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
-from jaxkv.tools.plan import report
+from jaxkv.tools.plan import plan as planning
+from jaxkv.tools.plan import report, server
 from jaxkv.tools.plan.accelerators import ACCELERATORS
-from jaxkv.tools.plan.plan import (
-    Setting,
-    add_stores,
-    block_bytes_of,
-    capacities_of,
-    make_plan,
-)
-from jaxkv.tools.plan.speeds import (
-    LATENCY_MS,
-    MFU,
-    check_hbm,
-    check_speeds,
-    choose_speeds,
-    find_machine,
-)
 from jaxkv.tools.progress import show_progress
-from jaxkv.tools.replay.command import (
-    ADMISSION_OPTIONS,
-    DEVICE_OPTION,
-    FLEET_OPTIONS,
-    PARSERS,
-    POLICY_OPTION,
-    TRACE_OPTIONS,
-    choose_admission,
-    choose_device_blocks,
-    choose_fleet,
-    choose_policies,
-    find_model,
-    open_trace,
-)
+from jaxkv.tools.replay import command as replay
 from jaxkv.tools.replay.model_costs import ModelCosts, plain_costs
 from jaxkv.tools.replay.run import sweep
 from jaxkv.tools.replay.traces import Trace
@@ -82,18 +47,18 @@ USAGE = Usage(
     "request and the load on the link. Recommend a size and a policy, or explain why "
     "offloading does not pay.",
     f"""
-{TRACE_OPTIONS}
+{replay.TRACE_OPTIONS}
 
 {MODEL_OPTIONS}
 
 tiers and policies:
   --host-bytes SIZE,...  host tier sizes (default: {_NUM_SIZES}, doubling up to all
       blocks or this machine's memory)
-{DEVICE_OPTION}
+{replay.DEVICE_OPTION}
   --device-bytes SIZE  the same in bytes, over all devices (default: as
       --device-blocks)
-{POLICY_OPTION}
-{FLEET_OPTIONS}
+{replay.POLICY_OPTION}
+{replay.FLEET_OPTIONS}
   --storage-bytes SIZE,...  sizes of a store that the engines share (default:
       {_NUM_STORES}, doubling up to all blocks)
 
@@ -103,21 +68,21 @@ speeds:
   --load-gb-per-s X  GB/s from the host to each device (default: the accelerator's)
   --store-gb-per-s X  GB/s from each device to the host (default: as fast as loads)
   --measure  measure both on this machine (default: use those above)
-  --load-latency-ms X  latency of each load (default: {LATENCY_MS:g})
+  --load-latency-ms X  latency of each load (default: {server.LATENCY_MS:g})
   --prefill-tokens-per-s X  prefill throughput (default: from FLOPs)
   --flops-per-s X  peak FLOP/s of a device (default: the accelerator's, in bfloat16)
-  --mfu X  share of the peak that prefill reaches (default: {MFU:g})
+  --mfu X  share of the peak that prefill reaches (default: {server.MFU:g})
 
-{ADMISSION_OPTIONS}
+{replay.ADMISSION_OPTIONS}
 
 output:
-{PLOT_OPTION.format("tokens found and time saved against the size")}
-{JSON_OPTION}
-{HTML_OPTION}
-{QUIET_OPTION}
+{files.PLOT_OPTION.format("tokens found and time saved against the size")}
+{files.JSON_OPTION}
+{files.HTML_OPTION}
+{files.QUIET_OPTION}
 """,
     {
-        **PARSERS,
+        **replay.PARSERS,
         "--accelerator": one_of(list(ACCELERATORS)),
         "--load-latency-ms": number_from(0, "from 0"),
     },
@@ -126,28 +91,30 @@ output:
 
 def run(args: Args) -> int:
     """Run the command; return its exit code."""
-    check_files(args)
-    check_extra("plan")
+    files.check_files(args)
+    files.check_extra("plan")
     check_belongs(args, ("route", "storage_bytes"), "--engines", args.engines)
-    policies = choose_policies(args.policy)
+    policies = replay.choose_policies(args.policy)
     model, num_devices = _read_model(args)
-    check_speeds(args)
-    trace = open_trace(args.trace, args.block_size)
+    server.check_speeds(args)
+    trace = replay.open_trace(args.trace, args.block_size)
     device_blocks = _choose_device_blocks(args, trace, model)
-    machine = find_machine(args, trace.recording)
+    machine = server.find_machine(args, trace.recording)
     if args.device_bytes is not None or args.device_blocks is not None:
-        device_bytes = (device_blocks or 0) * block_bytes_of(trace, model)
-        check_hbm(args, machine, num_devices, device_bytes)
-    admission = choose_admission(args, trace)
-    fleet = choose_fleet(args, trace)
+        device_bytes = (device_blocks or 0) * planning.block_bytes_of(trace, model)
+        server.check_hbm(args, machine, num_devices, device_bytes)
+    admission = replay.choose_admission(args, trace)
+    fleet = replay.choose_fleet(args, trace)
     sizes, notes = _choose_sizes(args.host_bytes, trace, model)
     capacities = _capacities_of("--host-bytes", sizes, trace, model)
     stores: list[int] = []
     if args.engines is not None:
         stores = sorted(set(args.storage_bytes or _store_sizes(trace, model)))
     store_blocks = _capacities_of("--storage-bytes", stores, trace, model)
-    speeds, sources = choose_speeds(args, machine, num_devices)
-    setting = Setting(
+    speeds, sources = server.choose_speeds(args, machine, num_devices)
+    if machine == ACCELERATORS["cpu"] and args.accelerator is None:
+        notes = *notes, "the server is taken to be a CPU: --accelerator names another"
+    setting = planning.Setting(
         trace,
         model,
         speeds,
@@ -161,11 +128,11 @@ def run(args: Args) -> int:
     )
     report.print_setting(setting)
     # A larger one would hold no more.
-    device_blocks = choose_device_blocks(device_blocks or 0, trace)
+    device_blocks = replay.choose_device_blocks(device_blocks or 0, trace)
     with show_progress(is_quiet=args.quiet) as on_progress:
         rest = on_progress, device_blocks, admission
         results = sweep(trace, policies, sorted(set(capacities)), *rest, [fleet])
-        plan = make_plan(setting, sizes, results)
+        plan = planning.make_plan(setting, sizes, results)
         if stores:
             base = plan.base
             fleets = [
@@ -173,9 +140,9 @@ def run(args: Args) -> int:
                 for num in sorted(set(store_blocks))
             ]
             stored = sweep(trace, [base.policy], [base.capacity_blocks], *rest, fleets)
-            plan = add_stores(setting, plan, results[0], stores, stored)
+            plan = planning.add_stores(setting, plan, results[0], stores, stored)
     report.print_plan(setting, plan)
-    write_files(
+    files.write_files(
         args,
         partial(report.to_json, setting, plan),
         partial(report.draw_plan, setting, plan),
@@ -210,7 +177,7 @@ def _read_model(args: Args) -> tuple[ModelCosts, int]:
             raise UsageError(f"--kv-bytes-per-token: {error}") from error
     if args.kv_bytes_per_token is not None:
         raise UsageError("--kv-bytes-per-token: --model says it already")
-    model = find_model(args.model, args.kv_dtype)
+    model = replay.find_model(args.model, args.kv_dtype)
     return model, args.tensor_parallel or 1
 
 
@@ -223,7 +190,7 @@ def _choose_device_blocks(args: Args, trace: Trace, model: ModelCosts) -> int | 
         return blocks or None
     if args.device_blocks is not None:
         raise UsageError("--device-bytes: --device-blocks says it already")
-    block_bytes = block_bytes_of(trace, model)
+    block_bytes = planning.block_bytes_of(trace, model)
     if args.device_bytes < block_bytes:
         raise UsageError(
             f"--device-bytes: {args.device_bytes} bytes hold no block, which takes "
@@ -238,7 +205,7 @@ def _choose_sizes(
     """Return the host's sizes in ascending order, and what to note about them."""
     if sizes_given is not None:
         return sorted(set(sizes_given)), ()
-    block_bytes = block_bytes_of(trace, model)
+    block_bytes = planning.block_bytes_of(trace, model)
     # A power of two that holds all blocks, or the largest that fits this machine.
     max_bytes = max(_store_sizes(trace, model))
     memory = available_host_bytes()
@@ -259,14 +226,14 @@ def _capacities_of(
     option: str, sizes: list[int], trace: Trace, model: ModelCosts
 ) -> list[int]:
     try:
-        return capacities_of(sizes, trace, model)
+        return planning.capacities_of(sizes, trace, model)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from error
 
 
 def _store_sizes(trace: Trace, model: ModelCosts) -> list[int]:
     """Return sizes of a store, the largest a power of two that holds all blocks."""
-    block_bytes = block_bytes_of(trace, model)
+    block_bytes = planning.block_bytes_of(trace, model)
     max_bytes = _power_of_two(2 * trace.num_unique_blocks * block_bytes - 1)
     sizes = [max_bytes >> i for i in range(_NUM_STORES)]
     return [size for size in sizes if size >= block_bytes]

@@ -10,16 +10,7 @@ from functools import partial
 from jaxkv._util import shown
 from jaxkv.policies import policy_names
 from jaxkv.policies.registry import AUTO
-from jaxkv.tools.files import (
-    HTML_OPTION,
-    JSON_OPTION,
-    PLOT_OPTION,
-    QUIET_OPTION,
-    check_extra,
-    check_files,
-    model_errors,
-    write_files,
-)
+from jaxkv.tools import files
 from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay import page, report
@@ -108,10 +99,10 @@ device and engines:
 output:
   --model MODEL  count prefill FLOPs saved, of a config.json, its folder or a name
       such as {next(iter(NAMED_MODELS))}
-{PLOT_OPTION.format("what is found against the capacity")}
-{JSON_OPTION}
-{HTML_OPTION}
-{QUIET_OPTION}
+{files.PLOT_OPTION.format("what is found against the capacity")}
+{files.JSON_OPTION}
+{files.HTML_OPTION}
+{files.QUIET_OPTION}
 """,
     {**PARSERS, "--capacity": str, "--storage-blocks": str},
 )
@@ -119,8 +110,8 @@ output:
 
 def run(args: Args) -> int:
     """Run the command; return its exit code."""
-    check_files(args)
-    check_extra("replay")
+    files.check_files(args)
+    files.check_extra("replay")
     policies = choose_policies(args.policy)
     model = None if args.model is None else find_model(args.model)
     check_belongs(args, ("route", "storage_blocks"), "--engines", args.engines)
@@ -146,7 +137,7 @@ def run(args: Args) -> int:
         )
     comparison = Comparison(trace, results, model, admission)
     report.print_results(comparison)
-    write_files(
+    files.write_files(
         args,
         partial(report.to_json, comparison),
         partial(report.draw_results, comparison),
@@ -182,7 +173,7 @@ def choose_policies(names: list[str] | None) -> list[str]:
 
 def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
     """Return what the tokens of the model of --model cost."""
-    with model_errors(text):
+    with files.model_errors(text):
         return find_model_costs(text, kv_dtype)
 
 

@@ -249,13 +249,13 @@ def _serve_all(
             request = request._replace(passes=passes, limit=limit)
         if store is not None:
             missing = keys[part.num_found if part else 0 : findable]
-            fetches[number] = store.fetch(
-                executor, missing, max(capacity_blocks // 2, 1)
-            )
+            max_fetched = max(capacity_blocks // 2, 1)
+            fetches[number] = store.fetch(executor, missing, max_fetched)
             store.touch(keys[:asked_here])
         hits[number], stores[number], is_refused = serve(executor, request, on_arrival)
         if engine.auto is not None:
             engine.auto.note(request, facts)
+            engine.executor = engine.auto.executor
         num_refused += is_refused
     for counts in (stores, fetches, served_by):
         counts.flags.writeable = False
@@ -283,15 +283,13 @@ def sweep(
         _check_name(policy)
     if min(capacities, default=1) < 1:
         raise ValueError(f"{capacities=} must be at least 1 each.")
-    device = None
+    device = admitted = None
     if device_blocks is not None:
         label = f"device, {device_blocks:,} blocks"
-        report_device = partial(on_progress, label)
         if fleets[0].num_engines > 1:  # Each has one, and finds less.
             device = fit_device(trace, device_blocks)
         else:
-            device = find_on_device(trace, device_blocks, report_device)
-    admitted = None
+            device = find_on_device(trace, device_blocks, partial(on_progress, label))
     if admission is not None:
         report_admission = partial(on_progress, "admission")
         admitted = find_admitted(trace, admission, report_admission, device)
@@ -344,17 +342,12 @@ def sweep(
 class _Engine:
     """An engine of a replay."""
 
-    own_executor: Executor  # Its host's index, unless its policy changes
+    executor: Executor  # Its host's index
     listens: bool = False  # Whether the policy is notified of requests
     auto: AutoHost | None = None  # The host, if its policy changes
     # Its device, if there are several engines and they have any
     device: DeviceCache | None = None
     gate: AskedGate | None = None  # In a fleet, admits blocks of its requests.
-
-    @property
-    def executor(self) -> Executor:
-        """Its host's index."""
-        return self.own_executor if self.auto is None else self.auto.executor
 
     def keys_of(self, ids: NDArray[np.int32]) -> Words:
         """Make keys of blocks."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import textwrap
 import time
 from typing import NoReturn
 
 from jaxkv._util import one_line, time_text
+from jaxkv.tools.files import JSON_OPTION, check_files, write_files
 from jaxkv.tools.process import at_end
 from jaxkv.tools.status.figures import Status, measure
 from jaxkv.tools.status.scrape import NoAnswerError, Page, full_url, read_page
@@ -23,14 +23,14 @@ USAGE = Usage(
     "of transfers, waits, failures. On a terminal the screen is refreshed until an "
     "interrupt; elsewhere the figures of one interval are printed. The exit status is "
     "1 if the engine does not answer.",
-    """
+    f"""
   URL  address of the metrics: http://HOST:PORT/metrics, HOST:PORT, or a PORT of this
       machine
 
 output:
   --every X  seconds between two frames, and of the interval that rates are about
   --once  print the figures of one interval and end
-  --json  print them as one line of JSON and end
+{JSON_OPTION}
 """,
     parsers={"--every": number_from(0.1, "of at least 0.1")},
     defaults={"every": 2.0},
@@ -39,9 +39,11 @@ output:
 
 def run(args: Args) -> int:
     """Run the command; return its exit code."""
+    check_files(args)
     url = full_url(args.url)
     before = read_page(url)
-    if is_terminal() and not (args.once or args.json):
+    is_snapshot = args.once or args.format or args.output or args.json
+    if is_terminal() and not is_snapshot:
         screen = Screen()
         with at_end(screen.close):
             try:
@@ -50,11 +52,9 @@ def run(args: Args) -> int:
                 screen.close()
     time.sleep(args.every)
     status = measure(before, read_page(url))
-    if args.json:
-        print(json.dumps({"url": url, **dataclasses.asdict(status)}))
-    else:
-        lines = [*_head(url, status, _clock()), *status_lines(status)]
-        print("\n".join(one_line(line.text) for line in lines))
+    lines = [*_head(url, status, _clock()), *status_lines(status)]
+    print("\n".join(one_line(line.text) for line in lines))
+    write_files(args, lambda: {"url": url, **dataclasses.asdict(status)})
     return EXIT_OK
 
 

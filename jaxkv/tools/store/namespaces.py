@@ -147,7 +147,7 @@ def removable_names(store: BlobStore, namespace: str) -> Iterator[list[str]]:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a name is that of a block or a record."""
+    """Whether a block or a record has this name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return False

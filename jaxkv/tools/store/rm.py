@@ -46,11 +46,11 @@ def _parse_name(text: str) -> str:
 USAGE = Usage(
     "jaxkv store rm",
     "Remove a namespace after a confirmation. A namespace used in the last 5 minutes "
-    "may be in use and is refused. Redis and folders record that, buckets do not: stop "
-    "the engines that use the namespace first.",
+    "may be in use and is refused. Redis records every use, folders record writes and "
+    "some reads, buckets nothing: stop the engines that use the namespace first.",
     f"""{STORE_OPTIONS}
 what to remove:
-  --namespace NAME  a name that `jaxkv store ls` prints (default: none, refused)
+  --namespace NAME  a name that `jaxkv store ls` prints (required)
   --yes  do not ask for confirmation
   --force  remove it even if it was used in the last 5 minutes
 
@@ -66,7 +66,7 @@ def run(args: Args) -> int:
     check_files(args)
     if args.namespace is None:
         raise UsageError("--namespace: it is required: `jaxkv store ls` has names")
-    if not (args.yes or sys.stdin.isatty()):
+    if not (args.yes or (sys.stdin is not None and sys.stdin.isatty())):
         raise UsageError("--yes: it is required where nobody can be asked")
     folder = f"{ROOT}/{args.namespace}"
     with opened(args.url) as store:

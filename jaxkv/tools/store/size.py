@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from jaxkv._util import rounded_size
 from jaxkv.tools.files import JSON_OPTION, check_files, write_files
 from jaxkv.tools.progress import show_progress
@@ -28,10 +26,7 @@ def run(args: Args) -> int:
     check_files(args)
     with opened(args.url) as store, show_progress() as on_progress:
         namespaces = read_namespaces(store, on_progress)
-        free_bytes = None
-        if isinstance(store, LocalStore):
-            file_system = os.statvfs(store.path)
-            free_bytes = file_system.f_bavail * file_system.f_frsize
+        free_bytes = store.free_bytes if isinstance(store, LocalStore) else None
     sizes = [namespace.num_bytes for namespace in namespaces]
     num_blocks = sum(namespace.num_blocks for namespace in namespaces)
     num_bytes = sum(size for size in sizes if size is not None)

@@ -76,6 +76,12 @@ class LocalStore:
         """The folder."""
         return self._root
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that this user may still write on the file system."""
+        file_system = os.statvfs(self._root)
+        return file_system.f_bavail * file_system.f_frsize
+
     def get(
         self, names: Sequence[str], max_bytes: int
     ) -> list[Piece | StoreError | None]:

@@ -71,6 +71,12 @@ REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 _XXH3, _HMAC = 1, 2
 _SEALED = struct.Struct("<8sHHI32s32s32sIIQ32x")
 _SEAL_BYTES = 32
+# Reasons of refusals, by index of a field in `_SEALED`. Fields that determine the
+# meaning of others come first, the key last.
+_REASONS: Sequence[tuple[int, RefusalReason]] = (
+    *((1, "version"), (3, "version"), (2, "unsealed"), (5, "namespace")),
+    *((6, "layout"), (9, "layout"), (7, "shard"), (8, "shard"), (4, "key")),
+)
 ORDER_NAME = "order"
 ROOT = f"jaxkv{VERSION}"  # The folder of all namespaces
 BLOCK_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})")
@@ -250,22 +256,9 @@ class ObjectFormat:
             return Refusal("torn", True)
         actual = _SEALED.unpack_from(view)
         expected = _SEALED.unpack(self._sealed(key))
-        names: tuple[RefusalReason, ...] = (
-            "foreign",
-            "version",
-            "unsealed",
-            "version",
-            "key",
-            "namespace",
-            "layout",
-            "shard",
-            "shard",
-            "layout",
-        )
-        # Fields that determine the meaning of others come first, the key last.
-        for field in (1, 3, 2, 5, 6, 9, 7, 8, 4):
+        for field, reason in _REASONS:
             if actual[field] != expected[field]:
-                return Refusal(names[field], True)
+                return Refusal(reason, True)
         if len(view) < HEADER_BYTES + self.payload_bytes:
             return Refusal("torn", True)
         return Refusal("checksum" if self._secret is None else "forged", True)

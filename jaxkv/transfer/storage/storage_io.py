@@ -353,7 +353,7 @@ class StorageIO(Resource):
     def submit_probes(
         self, runs: Iterable[Sequence[BlockKey]], deadline_s: float
     ) -> list[int]:
-        """Ask how many blocks of each run this shard has, from the first on.
+        """Probe how many blocks of each run this shard has, from the first on.
 
         A run is the keys of consecutive blocks; an empty one is a ValueError. Its
         `RunSearch` takes several rounds in the store's threads. Deadlines, tickets and
@@ -676,7 +676,7 @@ class StorageIO(Resource):
         return self._clock() < self._full_until_s
 
     def _take(self, what: _What) -> Sequence[Any]:
-        """Take the items of one call: jobs from a queue, or names to delete."""
+        """Remove the items of one call: jobs from a queue, or names to delete."""
         max_items = self._operations[what].max_items
         if what == "delete":
             names = list(itertools.islice(self._deletes, max_items))

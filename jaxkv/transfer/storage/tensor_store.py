@@ -132,7 +132,7 @@ class TensorStoreStore:
         return None if result.state == "missing" else bytes(result.value)
 
     def close(self) -> None:
-        """Leave it to tensorstore to release unused resources."""
+        """Close nothing: tensorstore releases unused resources."""
 
 
 def open_s3(url: StoreUrl) -> TensorStoreStore:

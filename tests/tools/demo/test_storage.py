@@ -23,6 +23,7 @@ from jaxkv.scheduling.worker import storage_worker
 from jaxkv.tools.demo.engine import Engine
 from jaxkv.transfer.storage import open_store
 from tests.rigs.children import PIPE, Child
+from tests.rigs.extent_tables import check_table
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.scraping import read
 from tests.rigs.servers import free_port, mooncake_master, redis_server
@@ -74,7 +75,7 @@ def settle(engine):
     for tier in (offload._manager, offload.below[0].tier):
         assert not np.asarray(tier.executor.state.ref_cnt).any()
     assert engine.transfer._table.num_pins == 0
-    engine.transfer._table.check()
+    check_table(engine.transfer._table)
 
 
 def converse(engine, seed, num_turns=3):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("plain_output")
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 COMMAND = "jaxkv.tools.plan.command"
-SPEEDS = "jaxkv.tools.plan.speeds"
+SERVER = "jaxkv.tools.plan.server"
 MODEL = "llama-3.1-8b --accelerator h100"
 BLOCK = 512 * 128 << 10
 REST = f"--model {MODEL} --host-bytes 1GiB --policy lru"
@@ -182,7 +182,7 @@ def test_speeds_are_measured_if_asked(plan, refused, monkeypatch):
             **{n: types.SimpleNamespace(p50_gb_per_s=v) for n, v in speeds.items()}
         )
 
-    monkeypatch.setattr(f"{SPEEDS}.measure_bandwidth", measure)
+    monkeypatch.setattr(f"{SERVER}.measure_bandwidth", measure)
     figures, out = plan(f"{SMALL} --measure")
     assert figures["speeds"]["load_bytes_per_s"]["value"] == 6e9
     assert figures["speeds"]["store_bytes_per_s"]["value"] == 3e9
@@ -191,7 +191,7 @@ def test_speeds_are_measured_if_asked(plan, refused, monkeypatch):
     def fail(mode, on_progress):
         raise MemoryError("too little")
 
-    monkeypatch.setattr(f"{SPEEDS}.measure_bandwidth", fail)
+    monkeypatch.setattr(f"{SERVER}.measure_bandwidth", fail)
     err = refused(f"plan {SMALL} --measure")
     assert err == "jaxkv plan: error: --measure: too little\n"
 
@@ -213,6 +213,8 @@ def test_the_speeds_are_those_of_the_recordings_device_or_else_of_this_machine(
     def speeds_of(options="", **facts):
         figures, _ = plan(f"{recorded_trace(tmp_path, **facts)} {rest} {options}")
         speeds = figures["speeds"]
+        has_note = any("taken to be a CPU" in note for note in figures["notes"])
+        assert has_note == (jax.devices()[0].platform == "cpu")
         names = "load_bytes_per_s", "prefill_flops_per_s"
         return [(speeds[name]["value"], speeds[name]["source"]) for name in names]
 
@@ -229,10 +231,10 @@ def test_the_speeds_are_those_of_the_recordings_device_or_else_of_this_machine(
     assert (link, flops) == (64e9, 0.4 * 990e12)
     # No source describes this CPU, so it is measured.
     run_on({"device_kind": "cpu", "platform": "cpu"})
-    monkeypatch.setattr(f"{SPEEDS}.measure_flops_per_s", lambda: 1e11)
+    monkeypatch.setattr(f"{SERVER}.measure_flops_per_s", lambda: 1e11)
     speed = types.SimpleNamespace(p50_gb_per_s=3.0)
     measured = types.SimpleNamespace(load=speed, save=speed)
-    monkeypatch.setattr(f"{SPEEDS}.measure_bandwidth", lambda *_: measured)
+    monkeypatch.setattr(f"{SERVER}.measure_bandwidth", lambda *_: measured)
     here = "measured here, on cpu"
     peak = f"0.1, {here}, at 40%, assumed"
     assert speeds_of() == [(3e9, here), (0.4 * 1e11, peak)]

@@ -1,4 +1,4 @@
-"""The speeds that a plan assumes: given, measured here, or an accelerator's."""
+"""The server that a plan is for: its speeds, given, measured here or published."""
 
 from __future__ import annotations
 
