@@ -11,15 +11,14 @@ import collections
 import copy
 import dataclasses
 import logging
-import operator
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack
+from typing import Any, Protocol, TypeAlias, Unpack
 
 import jax
 from jax.experimental.layout import Format
 
-from jaxkv import Extras, Namespace, Policy, TraceRecorder, get_policy_maker
+from jaxkv import Extras, Namespace, Policy, get_policy_maker
 from jaxkv._util import Resource, check_whole, shown
 from jaxkv.integrations.prefix_blocks import AxisRules
 from jaxkv.integrations.prefix_epochs import BegunPrompts
@@ -28,12 +27,12 @@ from jaxkv.integrations.prefix_storage import (
     check_weights_epoch,
     storage_config,
 )
-from jaxkv.integrations.prefix_store import PrefixStore
+from jaxkv.integrations.prefix_store import PrefixStore, StoreKeys
 from jaxkv.integrations.prefix_template import PrefixTemplate
 from jaxkv.keys.hashing import NO_EXTRAS
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.transfer.host_memory import parse_size
-from jaxkv.transfer.kernels import MODES, Mode
+from jaxkv.transfer.kernels import MODES
 from jaxkv.transfer.storage import StoreError
 from jaxkv.types import PyTree
 
@@ -122,17 +121,10 @@ class PrefixCache(Resource):
         *,
         block_size: int,
         extras_of: ExtrasOf | None,
-        num_host_blocks: int | None = None,
-        host_bytes: str | SupportsIndex | None = None,
-        cache_policy: str | Policy = "lru",
         sequence_axes: AxisRules | None = None,
-        mode: Mode | None = None,
-        extent_bytes: str | SupportsIndex | None = None,
-        max_pending_saves: int = 8,
-        recorder: TraceRecorder | None = None,
         model: str = "",
         weights_epoch: str = "",
-        **storage: Unpack[StorageKeys],
+        **store: Unpack[StoreKeys],
     ):
         """Set the size of the cache; `learn` allocates its memory.
 
@@ -143,47 +135,27 @@ class PrefixCache(Resource):
                 function of the tokens, since the driver passes no more. None without
                 adapters and salts; it has no default, because with adapters None would
                 serve the KV of one adapter under another.
-            num_host_blocks: Number of host blocks.
-            host_bytes: Bytes of host memory instead, such as ``"8GiB"``.
-            cache_policy: Which blocks to evict when it is full, as for
-                `OffloadingManager`.
             sequence_axes: The sequence axis of each leaf, by patterns of its path,
                 ``{"*/key": 1, "*": None}``; see also `compare_shapes`. Not needed if
                 only that axis is as long as the cache, or for MaxText's names.
-            mode: As for `TransferEngine`.
-            extent_bytes: As for `TransferEngine`.
-            max_pending_saves: As for `PrefixStore`.
-            recorder: As for `PrefixStore`.
             model: Name of the model, with its revision; needed with `storage`.
             weights_epoch: Version of its weights; needed with `storage`.
-            storage: A store that outlives the process: ``storage``, ``storage_bytes``
-                and the other keys of `OffloadConfig` for it. Then call `learn` at the
-                start, so that the first prompts find stored blocks.
+            store: As for `PrefixStore`: its size, ``num_host_blocks`` or
+                ``host_bytes``, and perhaps ``cache_policy``, ``storage`` and others.
+                With ``storage``, call `learn` at the start, so that the first prompts
+                find stored blocks.
 
         Raises:
             ValueError: An argument is wrong, or missing.
             TypeError: An argument has a wrong type.
         """
-        has_storage = storage_config(storage, model, weights_epoch) is not None
+        has_storage = _check_store(store, model, weights_epoch)
         version_of = getattr(extras_of, "version_of", "known")
         if has_storage and version_of is None:
             raise ValueError(
                 "storage needs an AdapterWatch(version_of=...): without it, adapters "
                 "are distinguished only within this process."
             )
-        parse_size(num_host_blocks, host_bytes, extent_bytes)
-        # The store is made once the engine's cache is known, when a wrong argument
-        # would only be a line in the log.
-        if isinstance(cache_policy, str):
-            get_policy_maker(cache_policy)
-        elif not isinstance(cache_policy, Policy):
-            raise TypeError(
-                f"cache_policy={shown(cache_policy)} must be, or name, a jaxkv.Policy."
-            )
-        if mode is not None and mode not in MODES:
-            raise ValueError(f"{mode=} must be one of {MODES} or None.")
-        if operator.index(max_pending_saves) < 1:
-            raise ValueError(f"{max_pending_saves=} must be at least 1.")
         if extras_of is not None and not callable(extras_of):
             raise TypeError(
                 f"extras_of={shown(extras_of)} must be an AdapterWatch, a function of "
@@ -192,17 +164,7 @@ class PrefixCache(Resource):
         if sequence_axes is not None:
             _check_rules(sequence_axes)
         namespace = Namespace(model, weights_epoch, "", "", block_size)
-        options = {
-            "namespace": namespace,
-            "num_host_blocks": num_host_blocks,
-            "host_bytes": host_bytes,
-            "cache_policy": cache_policy,
-            "mode": mode,
-            "extent_bytes": extent_bytes,
-            "max_pending_saves": max_pending_saves,
-            "recorder": recorder,
-            **storage,
-        }
+        options = {"namespace": namespace, **store}
         self._extras_of = extras_of or (lambda key: NO_EXTRAS)
         self._adapter: Extras | None = None  # The fixed one of a view.
         self._shared = _Shared(options, sequence_axes, has_storage)
@@ -529,6 +491,31 @@ class _Shared:
     def errors(self) -> dict[str, int]:
         with self._lock:
             return dict(self._errors)
+
+
+def _check_store(keys: StoreKeys, model: str, weights_epoch: str) -> bool:
+    """Check the arguments of a store; return whether it has a storage behind it.
+
+    The store is made once the engine's cache is known, when a wrong argument would only
+    be a line in the log.
+    """
+    parse_size(
+        keys.get("num_host_blocks"), keys.get("host_bytes"), keys.get("extent_bytes")
+    )
+    policy = keys.get("cache_policy", "lru")
+    if isinstance(policy, str):
+        get_policy_maker(policy)
+    elif not isinstance(policy, Policy):
+        raise TypeError(
+            f"cache_policy={shown(policy)} must be, or name, a jaxkv.Policy."
+        )
+    mode = keys.get("mode")
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"{mode=} must be one of {MODES} or None.")
+    check_whole(1, max_pending_saves=keys.get("max_pending_saves", 1))
+    no_storage = StoreKeys.__annotations__.keys() - StorageKeys.__annotations__.keys()
+    storage = {name: value for name, value in keys.items() if name not in no_storage}
+    return storage_config(storage, model, weights_epoch) is not None
 
 
 def _check_rules(rules: object) -> None:

@@ -77,7 +77,9 @@ class PrefixStore(Resource):
     prefix on the host, in new arrays that are placed like the template's.
 
     Any thread may call. The store's thread dispatches the transfers one at a time,
-    loads before saves. A block can be hit once its bytes have arrived.
+    loads before saves. A block can be hit once its bytes have arrived. A wrong token,
+    or an argument of a wrong type, raises ValueError or TypeError. After `close`, each
+    call raises RuntimeError.
 
     `clear` begins a new epoch. KV belongs to the epoch when its prompt was loaded, and
     `save` keeps it only while that epoch lasts. `begin` returns the epoch, to pass to
@@ -310,7 +312,6 @@ class PrefixStore(Resource):
 
         Raises:
             ValueError: `timeout_s` is not a number.
-            RuntimeError: The store was closed.
         """
         if not (timeout_s is None or _is_number(timeout_s)):
             raise ValueError(
@@ -329,10 +330,6 @@ class PrefixStore(Resource):
         Args:
             tokens: int[n]. The prompt.
             extras: The adapter and salt that it was saved with.
-
-        Raises:
-            ValueError: A token is out of range.
-            RuntimeError: The store was closed.
         """
         epoch, keys = self._keys(tokens, extras)
         if self._storage is not None:
@@ -365,11 +362,6 @@ class PrefixStore(Resource):
 
         Returns:
             The number of calls of `clear` so far.
-
-        Raises:
-            ValueError: A token is out of range.
-            TypeError: An argument is of a wrong type.
-            RuntimeError: The store was closed.
 
         Example:
             >>> import jax.numpy as jnp
@@ -418,8 +410,6 @@ class PrefixStore(Resource):
 
         Raises:
             ValueError: A number or a token is out of range.
-            TypeError: An argument is of a wrong type.
-            RuntimeError: The store was closed.
         """
         length = self.max_tokens if length is None else length
         check_whole(0, min_tokens=min_tokens)
@@ -535,7 +525,6 @@ class PrefixStore(Resource):
         Raises:
             ValueError: The store was made without `retention=True`.
             TypeError: `retention` is not a `Retention`.
-            RuntimeError: The store was closed.
 
         Example:
             >>> import jax.numpy as jnp
@@ -560,11 +549,7 @@ class PrefixStore(Resource):
             self._manager.retain(keys, retention, int(1000 * self._clock()))
 
     def flush(self) -> None:
-        """Wait until all saves have ended.
-
-        Raises:
-            RuntimeError: The store was closed.
-        """
+        """Wait until all saves have ended."""
         with self._lock:
             self._changed.wait_for(lambda: not self._num_saves)
             self._check()
@@ -587,7 +572,6 @@ class PrefixStore(Resource):
 
         Raises:
             ValueError: There is `storage`, but no name. Then nothing changes.
-            RuntimeError: The store was closed.
         """
         with self._lock:
             self._check()

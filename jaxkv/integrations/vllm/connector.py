@@ -202,13 +202,8 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         """Return how many more tokens host and store have than vLLM's prefix cache.
 
-        Args:
-            request: vLLM's `Request`.
-            num_computed_tokens: Tokens that vLLM found on the device.
-
-        Returns:
-            The number, or None to ask again in a later step, such as while blocks are
-            fetched from the store; and whether the request has to wait for them.
+        None to ask again in a later step, such as while blocks are fetched from the
+        store. And return whether the request has to wait for the tokens.
         """
         return self._of_scheduler.query(request, num_computed_tokens)
 
@@ -231,13 +226,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
-        """Record the blocks of a request and the tokens to load into them.
-
-        Args:
-            request: vLLM's `Request`.
-            blocks: vLLM's `KVCacheBlocks`, all blocks of the request.
-            num_external_tokens: Tokens of the offer that vLLM accepts.
-        """
+        """Record all blocks of a request, and the accepted tokens of its offer."""
         block_ids = blocks.get_block_ids()
         self._of_scheduler.note_blocks(request, block_ids, num_external_tokens)
 
@@ -262,19 +251,15 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Finish a request. Its blocks may be freed at once."""
+        """Finish a request; see `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Finish a request. Its blocks may be freed at once.
+        """Finish a request, and return the ``kv_transfer_params`` of its response.
 
-        Blocks in flight are held separately.
-
-        Returns:
-            False, as vLLM need not keep its blocks; and the ``kv_transfer_params`` of
-            the response, such as for the engine that decodes.
+        False: its blocks may be freed at once, as blocks in flight are held separately.
         """
         return False, self._of_scheduler.finish(request, block_ids)
 
@@ -338,21 +323,11 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     # Called by the runner.
 
     def register_runner(self, runner: Any) -> None:
-        """Set up the host memory for the KV caches of tpu-inference's runner.
-
-        Args:
-            runner: Its `kv_caches` are read and replaced in every step, since the model
-                donates them.
-        """
+        """Set up the host memory for the KV caches of tpu-inference's runner."""
         self._of_worker.register_runner(runner)
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Refuse caches without their runner.
-
-        Raises:
-            ValueError: Always. A model donates its arrays in each step, and JAX cannot
-                move PyTorch tensors.
-        """
+        """Raise ValueError: JAX caches come with their runner."""
         raise ValueError(
             f"register_kv_caches() was called with {type(kv_caches).__name__}: jaxkv "
             "serves JAX runners, which call register_runner(). For PyTorch use vLLM's "
@@ -386,9 +361,8 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the stores and loads of the step; returns at once.
 
-        vLLM calls it before or after the model, depending on its version. Both are
-        correct: the requests of the step do not write blocks that are stored and do not
-        read blocks that are loaded.
+        Some versions of vLLM call it after the model, others before. Both are correct:
+        the step's requests neither write stored blocks nor read loaded blocks.
         """
         if self._metadata is not None:
             self._of_worker.start(self._metadata)
