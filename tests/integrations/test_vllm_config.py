@@ -244,7 +244,7 @@ BAD_ENGINES = [
         type("RayDistributedExecutorV2", (), {}),
         "backend='RayDistributedExecutorV2' must be 'uni', which TPU_MULTIHOST",
     ),
-    ("cache_config__enable_prefix_caching", False, "must be true: the keys of blocks"),
+    ("cache_config__enable_prefix_caching", False, "must be True: the keys of blocks"),
     ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
     (
         "speculative_config",

@@ -37,13 +37,28 @@ from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
 DEFAULT_HOST_BYTES = 8 << 30
 _SCALE_BYTES = 4
 
-# These must be 1: the connector was never tested with more workers or kinds of block
-# ids.
-_SIZES = (
-    "pipeline_parallel_size",
-    "decode_context_parallel_size",
-    "prefill_context_parallel_size",
-)
+# Settings of vLLM -> their required values, and the reasons.
+_REQUIRED: dict[str, tuple[Any, str]] = {
+    "parallel_config.pipeline_parallel_size": (1, "more was never tested"),
+    "parallel_config.decode_context_parallel_size": (1, "more was never tested"),
+    "parallel_config.prefill_context_parallel_size": (1, "more was never tested"),
+    "cache_config.enable_prefix_caching": (
+        True,
+        "the keys of blocks are the hashes of vLLM's prefix cache",
+    ),
+    "use_v2_model_runner": (
+        False,
+        "with it, vLLM's scheduler sends a preempted request as a new one, and JAX "
+        "runners such as tpu-inference's read its prompt, but not the tokens generated "
+        "so far. Set VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    "model_config.runner_type": (
+        "generate",
+        "pooling has no KV cache to load into, and its steps do not report which "
+        "transfers have ended",
+    ),
+    "kv_transfer_config.kv_role": ("kv_both", "the connector stores and loads"),
+}
 _DRAFT_METHODS = ("ngram", "eagle3", "dflash", "mtp")
 
 # Files that only one engine may write. `_RANK` in their paths becomes its rank.
@@ -465,15 +480,12 @@ def _with_files_of_engine(offload: OffloadConfig, rank: int | None) -> OffloadCo
 
 def _check_engine(config: Any) -> None:
     """Refuse an engine that the connector cannot serve or was never tested with."""
-    for name in _SIZES:
-        size = getattr(config.parallel_config, name, 1)
-        if size != 1:
-            raise ValueError(f"{name}={size} must be 1: more was never tested.")
-    if not config.cache_config.enable_prefix_caching:
-        raise ValueError(
-            "enable_prefix_caching must be true: the keys of blocks are the hashes of "
-            "vLLM's prefix cache."
-        )
+    for path, (required, reason) in _REQUIRED.items():
+        owner, _, name = path.rpartition(".")
+        part = getattr(config, owner) if owner else config
+        value = getattr(part, name, required)
+        if value != required:
+            raise ValueError(f"{name}={shown(value)} must be {required!r}: {reason}.")
     drafts = getattr(config, "speculative_config", None)
     if drafts is not None and drafts.method not in _DRAFT_METHODS:
         raise ValueError(
@@ -481,28 +493,11 @@ def _check_engine(config: Any) -> None:
             f"{', '.join(_DRAFT_METHODS)}: others, which may add layers to each block, "
             "were never tested."
         )
-    if getattr(config, "use_v2_model_runner", False):
-        raise ValueError(
-            "use_v2_model_runner must be false (VLLM_USE_V2_MODEL_RUNNER=0): vLLM's "
-            "scheduler then sends a preempted request as a new one, and JAX runners "
-            "such as tpu-inference's read its prompt, but not the tokens generated "
-            "so far."
-        )
-    if getattr(config.model_config, "runner_type", "generate") == "pooling":
-        raise ValueError(
-            "runner_type='pooling' has no KV cache to load into, and its steps do not "
-            "report which transfers have ended."
-        )
     additional = getattr(config, "additional_config", None) or {}
     if additional.get("enable_continue_decode"):
         raise ValueError(
             "enable_continue_decode must be false: its loop restores the KV caches "
             "after the connector has run, and loaded blocks are lost."
-        )
-    role = config.kv_transfer_config.kv_role
-    if role != "kv_both":
-        raise ValueError(
-            f"kv_role={shown(role)} must be 'kv_both': the connector stores and loads."
         )
     num_engines = getattr(config.parallel_config, "data_parallel_size", 1)
     sharding = getattr(config, "sharding_config", None)
@@ -536,8 +531,8 @@ def _check_ranks(
     ):
         if value is not None:
             raise ValueError(
-                f"{name}={shown(value)} cannot be used with total_dp_size={num_ranks}: "
-                f"{reason}. Remove it, or use one rank."
+                f"{name}={KEYS[name].shown(value)} cannot be used with total_dp_size="
+                f"{num_ranks}: {reason}. Remove it, or use one rank."
             )
     policy = offload.cache_policy
     if policy in policy_names() and get_policy_maker(policy)(1, 1).native is None:
