@@ -1031,7 +1031,7 @@ def test_transfers_take_no_more_device_memory_than_half_of_what_is_left(
         moved = engine.runner.connector._worker._worker._engine
         assert moved._staging_bytes == staging << 20, left
     (warning,) = [r.getMessage() for r in vllm_log if r.levelname == "WARNING"]
-    assert "staging_bytes is 100 MiB instead of 256, half of what" in warning
+    assert "staging_bytes is 100 MiB instead of 256, half of" in warning
     assert "set --flag=312 if transfers wait" in warning
     left = 63 << 20
     with pytest.raises(ValueError, match=r"63 MiB of memory left.*set --flag=1\.$"):
