@@ -238,8 +238,8 @@ def _facts_of(config: DemoConfig) -> list[tuple[str, str]]:
     facts = [
         (
             "Conversations",
-            f"{config.conversations} of {config.turns} turns, about documents of "
-            f"{config.document_tokens:,} tokens",
+            f"{config.conversations} with {config.turns} turns each, about documents "
+            f"of {config.document_tokens:,} tokens",
         ),
         ("Total KV", f"at most {rounded_size(total)}"),
         (
