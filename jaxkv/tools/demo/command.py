@@ -155,7 +155,7 @@ def run(args: Args) -> int:
             end_s = began_s + args.seconds
             with show_progress() as on_progress:
                 on_progress("serving metrics", 0, 0)
-                demo_run.keep_asking(engine, config, lambda: time.monotonic() > end_s)
+                demo_run.keep_serving(engine, config, lambda: time.monotonic() > end_s)
     return EXIT_OK if record.tokens_identical else EXIT_FAILED
 
 
