@@ -209,7 +209,7 @@ class StorageBench(Resource):
     def _close_at_end(self, part: StorageIO | StoreAlone) -> None:
         with self._lock:
             if self.is_closed:
-                raise StorageFailedError("it was closed meanwhile")
+                raise StorageFailedError("the benchmark was closed during the run")
             self._open.append(part)
 
     def _delete(self, folder: str) -> None:
@@ -255,7 +255,9 @@ class _Jaxkv(Side):
         end_s = time.monotonic() + _ANSWER_S
         while self._storage.stats.num_deleted < num_deleted:
             if time.monotonic() > end_s:
-                raise StorageFailedError(f"it has not deleted for {_ANSWER_S:.0f} s")
+                raise StorageFailedError(
+                    f"the store deleted no block for {_ANSWER_S:.0f} s"
+                )
             time.sleep(0.001)
 
     def check(self) -> None:
@@ -277,7 +279,9 @@ class _Jaxkv(Side):
             # A tier polls once a step, not for each block.
             done = self._storage.wait(_ANSWER_S, min(num_left, _BLOCKS_PER_POLL))
             if not done:
-                raise StorageFailedError(f"it has not answered for {_ANSWER_S:.0f} s")
+                raise StorageFailedError(
+                    f"the store gave no answer for {_ANSWER_S:.0f} s"
+                )
             for completion in done:
                 if completion.outcome != "done":
                     stats = self._storage.stats
