@@ -24,7 +24,7 @@ import jax
 
 from jaxkv._util import did_you_mean, settings, shown, shown_name
 from jaxkv._util.settings import ConfigError as ConfigError
-from jaxkv._util.settings import Key, Settings, keys_of, table_of
+from jaxkv._util.settings import Fault, Key, Settings, exclusion, keys_of, table_of
 from jaxkv.observe.start import log_start
 from jaxkv.policies import policy_names
 from jaxkv.policies.registry import AUTO
@@ -801,41 +801,45 @@ class OffloadConfig(RuleSettings, _HostSettings):
         }
         return [f"{name} at {where}" for name, where in ports.items() if where]
 
-    def _contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[Fault]:
         yield from super()._contradictions()
         if self.cache_policy == AUTO:
             yield from contradictions(self)
         if self.host_bytes is not None and self.num_host_blocks is not None:
-            yield (
-                f"host_bytes={shown(self.host_bytes)} and num_host_blocks="
-                f"{shown(self.num_host_blocks)} exclude one another: both set the "
-                "size of the host tier."
+            yield exclusion(
+                *("host_bytes", shown(self.host_bytes)),
+                *("num_host_blocks", shown(self.num_host_blocks)),
+                "both set the size of the host tier.",
             )
         if self.record is not None and self.record == self.record_key_file:
-            yield (
-                f"record={shown(self.record)} and record_key_file must be two files: "
-                "the record must not contain the secret that protects it."
+            yield Fault(
+                "{record}={} and {record_key_file} must be two files: the record must "
+                "not contain the secret that protects it.",
+                shown(self.record),
             )
         if self.events_replay_endpoint is not None and self.events_endpoint is None:
-            yield (
-                f"events_replay_endpoint={shown(self.events_replay_endpoint)} needs "
-                "an events_endpoint, whose events it replays."
+            yield Fault(
+                "{events_replay_endpoint}={} needs an {events_endpoint}, whose events "
+                "it replays.",
+                shown(self.events_replay_endpoint),
             )
         if self.storage is None:
             if self.storage_secret is not None:
-                yield "storage_secret needs storage: it signs the store's objects."
+                yield Fault("{storage_secret} needs {storage}: it signs its objects.")
             return
         try:
             StoreUrl.parse(self.storage)
             plain = self.cache_policy == "lru" and self.executor == "native"
             check_lists_victims(self.storage_write, plain and not self.retention)
+        except ConfigError as error:
+            yield from error.faults
         except ValueError as error:
-            yield str(error)
+            yield storage_fault(error)
         if self.world_size > 1:
-            yield (
-                f"storage={KEYS['storage'].shown(self.storage)} and "
-                f"world_size={self.world_size} exclude one another: a worker does not "
-                "know which shard of a block it stores."
+            yield exclusion(
+                *("storage", KEYS["storage"].shown(self.storage)),
+                *("world_size", self.world_size),
+                "a worker does not know which shard of a block it stores.",
             )
 
 
@@ -911,10 +915,14 @@ def blank_secret_faults(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def with_variables(fault: str, used: Set[str]) -> str:
-    """Append to a fault the environment variables of its values."""
-    names = [name for name in KEYS if name in used and f"{name}=" in fault]
-    named = [variable_of(name) for name in names]
+def storage_fault(error: ValueError) -> Fault:
+    """Return the fault of a store's URL, whose message begins with ``storage=``."""
+    return Fault("{storage}{}", str(error).removeprefix("storage"))
+
+
+def with_variables(fault: Fault, used: Set[str]) -> str:
+    """Append to a fault the environment variables of its settings."""
+    named = [variable_of(name) for name in KEYS if name in used and name in fault.names]
     return f"{fault} ({', '.join(named)} in the environment)" if named else fault
 
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import threading
@@ -338,6 +339,17 @@ def test_all_faults_are_told_at_once():
         f"JAXKV_HOST_BYTES='8 GB!' {SIZE}",
         "JAXKV_SKIP_SLOW_LOADS='maybe' must be true or false",
     ]
+
+
+def test_a_fault_keeps_the_names_of_its_settings_in_another_process():
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(mode="{x}", cache_policy="lazy=1")
+    loaded = pickle.loads(pickle.dumps(caught.value))
+    assert str(loaded) == str(caught.value)
+    assert [fault.names for fault in loaded.faults] == [("cache_policy",), ("mode",)]
+    policy, mode = (fault.renamed({"mode": "how"}) for fault in loaded.faults)
+    assert mode == "how='{x}' must be one of eager, lazy"
+    assert policy == loaded.faults[0]
 
 
 def test_what_is_no_json_object_is_refused(tmp_path):

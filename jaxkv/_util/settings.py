@@ -1,8 +1,8 @@
 """Settings: each is declared once, as a field of a `Settings` dataclass.
 
 The field's `Key` determines its checks, messages, docstring and row in the tables of
-the documentation. A message names a setting as ``name=value``, so that a caller can add
-the setting's other name, such as its environment variable.
+the documentation. A `Fault` has the names of its settings as data, so that a caller can
+replace a name, or add the environment variable.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import string
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
@@ -38,6 +39,43 @@ store (`open_storage`), `EventPublisher` and `OffloadMetrics` of `jaxkv.observe`
 _MAY_HOLD_TEXT = (bytes, bytearray, os.PathLike, Sequence, Mapping, Set)
 
 
+class Fault(str):
+    """A sentence about settings, with their names as data.
+
+    `text` has ``{name}`` for the name of a setting, and ``{}`` for each of `values`.
+
+    >>> Fault("{mode}={} needs {storage}.", "x").renamed({"mode": "how"})
+    'how=x needs storage.'
+    """
+
+    text: str
+    values: tuple[object, ...]
+    names: tuple[str, ...]  # As they occur in `text`.
+
+    def __new__(cls, text: str, *values: object) -> Fault:
+        names = [name for _, name, _, _ in string.Formatter().parse(text) if name]
+        spelled = dict(zip(names, names, strict=True))
+        fault = super().__new__(cls, text.format(*values, **spelled))
+        fault.text, fault.values, fault.names = text, values, tuple(names)
+        return fault
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.text, *self.values
+
+    def renamed(self, names: Mapping[str, str]) -> str:
+        """Return the sentence with other names of settings."""
+        spelled = {name: names.get(name, name) for name in self.names}
+        return self.text.format(*self.values, **spelled)
+
+
+def exclusion(
+    first: str, value: object, second: str, other: object, reason: str
+) -> Fault:
+    """Return the fault that two settings exclude one another."""
+    text = f"{{{first}}}={{}} and {{{second}}}={{}} exclude one another: {{}}"
+    return Fault(text, value, other, reason)
+
+
 class ConfigError(ValueError):
     """A configuration with faults.
 
@@ -47,7 +85,13 @@ class ConfigError(ValueError):
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("; ".join(faults))
-        self.faults = tuple(faults)
+        self.faults = tuple(
+            fault if isinstance(fault, Fault) else Fault("{}", fault)
+            for fault in faults
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.faults,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,14 +288,14 @@ class Settings:
             try:
                 value = key.read(getattr(self, setting))
             except ValueError as error:
-                faults.append(f"{setting}={error}")
+                faults.append(Fault(f"{{{setting}}}={{}}", error))
             else:
                 object.__setattr__(self, setting, value)
         faults = faults or list(self._contradictions())
         if faults:
             raise ConfigError(faults)
 
-    def _contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[Fault]:
         """Yield a fault for each contradiction between valid values."""
         yield from ()
 

@@ -11,15 +11,14 @@ import collections
 import copy
 import dataclasses
 import logging
-import operator
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack
+from typing import Any, Protocol, TypeAlias, Unpack
 
 import jax
 from jax.experimental.layout import Format
 
-from jaxkv import Extras, Namespace, Policy, TraceRecorder, get_policy_maker
+from jaxkv import Extras, Namespace, Policy, get_policy_maker
 from jaxkv._util import Resource, check_whole, shown
 from jaxkv.integrations.prefix_blocks import AxisRules
 from jaxkv.integrations.prefix_epochs import BegunPrompts
@@ -28,11 +27,12 @@ from jaxkv.integrations.prefix_storage import (
     check_weights_epoch,
     storage_config,
 )
-from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
+from jaxkv.integrations.prefix_store import PrefixStore, StoreKeys
 from jaxkv.integrations.prefix_template import PrefixTemplate
 from jaxkv.keys.hashing import NO_EXTRAS
+from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.transfer.host_memory import parse_size
-from jaxkv.transfer.kernels import MODES, Mode
+from jaxkv.transfer.kernels import MODES
 from jaxkv.transfer.storage import StoreError
 from jaxkv.types import PyTree
 
@@ -69,23 +69,14 @@ class ValueLike(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PrefixValue:
-    """A loaded prefix, with the attributes of JetStream's ``prefix_cache.Value``.
+    """A loaded prefix, with the attributes of JetStream's ``prefix_cache.Value``."""
 
-    Attributes:
-        prefix: The engine's cache, in new arrays; zero after the tokens.
-        tokens: Its tokens.
-        true_length: Number of its tokens.
-        padded_length: Number of tokens that it has room for.
-        prefix_size_bytes: Bytes of its arrays.
-        device: The placement of each leaf when it was saved.
-    """
-
-    prefix: PyTree
+    prefix: PyTree  # The engine's cache, in new arrays; zero after the tokens.
     tokens: Key
     true_length: int
-    padded_length: int
+    padded_length: int  # Tokens that it has room for.
     prefix_size_bytes: int
-    device: PyTree
+    device: PyTree  # The placement of each leaf when it was saved.
 
 
 class PrefixCache(Resource):
@@ -96,18 +87,18 @@ class PrefixCache(Resource):
     adapter and the salt; prompts with a common prefix share them. `load` rebuilds the
     longest prefix on the host, placed as it was.
 
-    The layout of the engine's cache is learnt from the first one saved, or from
-    `learn`. Leaves without a sequence axis, such as buffers for generated tokens, are
-    returned as they were in it; a later cache in which they differ is not kept, since
-    they would depend on the prompt.
+    The cache learns the layout from `learn` or from the first cache saved. `load`
+    returns leaves without a sequence axis, such as buffers for generated tokens, as
+    they were in that cache. If they differ in a later cache, it is not kept, since they
+    would depend on the prompt.
 
     `save` keeps KV only of the weights and adapter that were current when its thread
     called `load` for the prompt, as the driver does: nothing is kept if `clear` was
-    called since, or if `extras_of` returns something else.
+    called since, or if `extras_of` returns another value.
 
     JetStream's threads end the server's process on any exception. So `save`, `load` and
-    `contains` raise none: what goes wrong is logged once per cause, counted in
-    `errors`, and answered as if nothing were kept.
+    `contains` raise none: an error is logged once per cause, counted in `errors`, and
+    treated as a miss.
 
     Any thread may call.
 
@@ -130,17 +121,10 @@ class PrefixCache(Resource):
         *,
         block_size: int,
         extras_of: ExtrasOf | None,
-        num_host_blocks: int | None = None,
-        host_bytes: str | SupportsIndex | None = None,
-        cache_policy: str | Policy = "lru",
         sequence_axes: AxisRules | None = None,
-        mode: Mode | None = None,
-        extent_bytes: str | SupportsIndex | None = None,
-        max_pending_saves: int = 8,
-        recorder: TraceRecorder | None = None,
         model: str = "",
         weights_epoch: str = "",
-        **storage: Unpack[StorageKeys],
+        **store: Unpack[StoreKeys],
     ):
         """Set the size of the cache; `learn` allocates its memory.
 
@@ -148,50 +132,30 @@ class PrefixCache(Resource):
             block_size: Tokens per block. It should divide the engine's
                 ``prefill_chunk_size``, since JetStream reuses whole chunks.
             extras_of: What KV depends on besides the tokens: an `AdapterWatch`, or a
-                function of the tokens, since the driver passes no more. None if there
-                are neither adapters nor salts; it has no default, because with adapters
-                None would serve the KV of one adapter under another.
-            num_host_blocks: Number of host blocks.
-            host_bytes: Bytes of host memory instead, such as ``"8GiB"``.
-            cache_policy: Which blocks to evict when it is full, as for
-                `OffloadingManager`.
-            sequence_axes: The axis of each leaf that counts tokens, by patterns of its
-                path, ``{"*/key": 1, "*": None}``; see also `compare_shapes`. Not needed
-                if only that axis is as long as the cache, or the names are MaxText's.
-            mode: As for `TransferEngine`.
-            extent_bytes: As for `TransferEngine`.
-            max_pending_saves: As for `PrefixStore`.
-            recorder: As for `PrefixStore`.
-            model: Names the model, with its revision; needed with `storage`.
-            weights_epoch: Names the version of its weights; likewise.
-            storage: A third place for blocks, which outlives the process: ``storage``,
-                ``storage_bytes`` and the other keys of `OffloadConfig` about it. Call
-                `learn` at start then, so that the first prompts find what is there.
+                function of the tokens, since the driver passes no more. None without
+                adapters and salts; it has no default, because with adapters None would
+                serve the KV of one adapter under another.
+            sequence_axes: The sequence axis of each leaf, by patterns of its path,
+                ``{"*/key": 1, "*": None}``; see also `compare_shapes`. Not needed if
+                only that axis is as long as the cache, or for MaxText's names.
+            model: Name of the model, with its revision; needed with `storage`.
+            weights_epoch: Version of its weights; needed with `storage`.
+            store: As for `PrefixStore`: its size, ``num_host_blocks`` or
+                ``host_bytes``, and perhaps ``cache_policy``, ``storage`` and others.
+                With ``storage``, call `learn` at the start, so that the first prompts
+                find stored blocks.
 
         Raises:
             ValueError: An argument is wrong, or missing.
-            TypeError: One is of a wrong type.
+            TypeError: An argument has a wrong type.
         """
-        has_storage = storage_config(storage, model, weights_epoch) is not None
+        has_storage = _check_store(store, model, weights_epoch)
         version_of = getattr(extras_of, "version_of", "known")
         if has_storage and version_of is None:
             raise ValueError(
-                "storage needs an AdapterWatch(version_of=...): without it adapters "
-                "are distinguished in this process alone."
+                "storage needs an AdapterWatch(version_of=...): without it, adapters "
+                "are distinguished only within this process."
             )
-        parse_size(num_host_blocks, host_bytes, extent_bytes)
-        # The rest of it is only looked at when the engine's cache is known, and wrong
-        # arguments would then be but a line in the log.
-        if isinstance(cache_policy, str):
-            get_policy_maker(cache_policy)
-        elif not isinstance(cache_policy, Policy):
-            raise TypeError(
-                f"cache_policy={shown(cache_policy)} must be, or name, a jaxkv.Policy."
-            )
-        if mode is not None and mode not in MODES:
-            raise ValueError(f"{mode=} must be one of {MODES} or None.")
-        if operator.index(max_pending_saves) < 1:
-            raise ValueError(f"{max_pending_saves=} must be at least 1.")
         if extras_of is not None and not callable(extras_of):
             raise TypeError(
                 f"extras_of={shown(extras_of)} must be an AdapterWatch, a function of "
@@ -200,17 +164,7 @@ class PrefixCache(Resource):
         if sequence_axes is not None:
             _check_rules(sequence_axes)
         namespace = Namespace(model, weights_epoch, "", "", block_size)
-        options = {
-            "namespace": namespace,
-            "num_host_blocks": num_host_blocks,
-            "host_bytes": host_bytes,
-            "cache_policy": cache_policy,
-            "mode": mode,
-            "extent_bytes": extent_bytes,
-            "max_pending_saves": max_pending_saves,
-            "recorder": recorder,
-            **storage,
-        }
+        options = {"namespace": namespace, **store}
         self._extras_of = extras_of or (lambda key: NO_EXTRAS)
         self._adapter: Extras | None = None  # The fixed one of a view.
         self._shared = _Shared(options, sequence_axes, has_storage)
@@ -234,9 +188,9 @@ class PrefixCache(Resource):
         return None if template is None else template.store
 
     @property
-    def stats(self) -> PrefixStats:
-        """Counts so far."""
-        return PrefixStats() if self.store is None else self.store.stats
+    def stats(self) -> OffloadStats:
+        """Counts so far; see `PrefixStore.stats`."""
+        return OffloadStats() if self.store is None else self.store.stats
 
     @property
     def errors(self) -> Mapping[str, int]:
@@ -251,8 +205,8 @@ class PrefixCache(Resource):
     def learn(self, prefix: PyTree, padded_length: int) -> None:
         """Learn the layout of the engine's cache, allocate memory and compile.
 
-        Does nothing if the layout is known. Without this call the first `save` does it,
-        which then logs the errors and keeps nothing.
+        It has no effect if the layout is known. Without this call, the first `save`
+        learns the layout; on an error, it logs the error and keeps nothing.
 
         Args:
             prefix: A cache of the engine, of the greatest length; not kept.
@@ -276,7 +230,7 @@ class PrefixCache(Resource):
                 return False
             return store.contains(key, extras)
         except Exception as error:
-            self._shared.note_error("contains", error)
+            self._shared.record_error("contains", error)
             return False
 
     def load(
@@ -298,7 +252,7 @@ class PrefixCache(Resource):
         try:
             return self._load(key, min_common_prefix_key_length, device)
         except Exception as error:
-            self._shared.note_error("load", error)
+            self._shared.record_error("load", error)
             return None
 
     def _load(
@@ -306,16 +260,16 @@ class PrefixCache(Resource):
     ) -> PrefixValue | None:
         extras, template = self._extras_of(key), self._shared.template
         state, hit = (self._shared.num_early_clears, extras), None
-        least = min_common_prefix_key_length
-        least = 0 if least is None else least
-        check_whole(0, min_common_prefix_key_length=least)
+        min_tokens = min_common_prefix_key_length
+        min_tokens = 0 if min_tokens is None else min_tokens
+        check_whole(0, min_common_prefix_key_length=min_tokens)
         if device is not None:
             _check_device(device)
         if extras is not None and template is not None:
-            hit = template.store.load(key, extras, min_tokens=least)
-        self._shared.begun.note(self._adapter, key, state)
+            hit = template.store.load(key, extras, min_tokens=min_tokens)
+        self._shared.begun.record(self._adapter, key, state)
         num_tokens = 0 if hit is None else hit.num_tokens
-        self._shared.note(len(key), num_tokens)
+        self._shared.record_load(len(key), num_tokens)
         if hit is None:
             return None
         assert template is not None
@@ -348,7 +302,7 @@ class PrefixCache(Resource):
         try:
             return self._save(key, value)
         except Exception as error:
-            self._shared.note_error("save", error)
+            self._shared.record_error("save", error)
             return False
 
     def _save(self, key: Key, value: ValueLike) -> bool:
@@ -380,44 +334,43 @@ class PrefixCache(Resource):
         """Forget all prompts, as after a change of weights.
 
         Args:
-            weights_epoch: Names the weights from now on, which is needed with
-                `storage`; see `PrefixStore.clear`.
+            weights_epoch: Version of the weights from now on, needed with `storage`;
+                see `PrefixStore.clear`.
 
         Raises:
-            ValueError: There is `storage`, and no name. Then nothing changes.
+            ValueError: There is `storage`, but no name. Then nothing changes.
         """
         self._shared.clear(weights_epoch)
 
     def gen_statistic_str(self) -> str:
         """Describe the recent hits and the held blocks."""
-        asked, found = self._shared.sums()
+        num_queries, num_hits = self._shared.recent_tokens()
         lines = [
-            f"Prefix cache: {found} of {asked} tokens found "
-            f"({found / (asked or 1):.4f}) in the last {_RECENT_LOADS} loads"
+            f"Prefix cache: {num_hits} of {num_queries} tokens hit "
+            f"({num_hits / (num_queries or 1):.4f}) in the last {_RECENT_LOADS} loads"
         ]
         if self.store is not None:
             stats = self.store.stats
             lines += [
                 f"  held: {self.store.held_bytes} bytes, room for "
                 f"{self.store.num_host_blocks * self.store.block_bytes}",
-                f"  blocks of {self.store.block_size} tokens: {stats.stored_blocks} "
-                f"stored, {stats.evicted_blocks} evicted, {stats.dropped_blocks} "
-                "without room",
-                f"  failed: {stats.failed_saves} saves, {stats.failed_loads} loads; "
-                f"{stats.outdated_saves} saves were of older weights",
+                f"  blocks of {self.store.block_size} tokens: {stats.num_stored} "
+                f"stored, {stats.num_evicted} evicted; dropped: "
+                f"{stats.num_dropped_full} without room, {stats.num_dropped_failed} "
+                f"failed, {stats.num_dropped_reset} of older weights",
+                f"  loads: {stats.num_loads}, {stats.num_loads_failed} failed",
             ]
             if self.store.num_storage_blocks:
                 lines.append(
-                    f"  storage: {self.store.num_storage_blocks_held} blocks known "
-                    f"there, {stats.storage_written_blocks} written, "
-                    f"{stats.storage_fetched_blocks} fetched, "
-                    f"{stats.storage_missed_blocks} missed, "
-                    f"{stats.storage_dropped_blocks} dropped"
+                    f"  storage: {self.store.num_storage_blocks_held} blocks held, "
+                    f"{stats.num_storage_stored} written, "
+                    f"{stats.num_storage_loaded} fetched, "
+                    f"{stats.num_storage_failed} missed, "
+                    f"{stats.num_storage_dropped} dropped"
                 )
-        errors = self.errors
-        if errors:
+        if errors := self.errors:
             counts = ", ".join(f"{num} in {name}" for name, num in errors.items())
-            lines.append(f"  errors, which the log has: {counts}")
+            lines.append(f"  errors, see the log: {counts}")
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:
@@ -432,9 +385,9 @@ class _Shared:
         self, options: dict[str, Any], rules: AxisRules | None, has_storage: bool
     ):
         self.template: PrefixTemplate | None = None
-        # Clears before the store was made, which counts the later ones.
+        # Clears before the store was made; the store counts later ones.
         self.num_early_clears = 0
-        # Their number, and the extras, when a prompt was loaded.
+        # The number of early clears, and the extras, when a prompt was loaded.
         self.begun = BegunPrompts[tuple[int, Extras | None]]()
         self.recent: collections.deque[tuple[int, int]] = collections.deque(
             maxlen=_RECENT_LOADS
@@ -442,12 +395,12 @@ class _Shared:
         self._options = options
         self._rules = rules
         self._has_storage = has_storage
-        # Held while the layout is learnt, which may take long: not to be waited for by
-        # who only looks, or counts, which `_lock` guards.
+        # Held while the layout is learnt, which may take long. `_lock` guards the
+        # counters, so that reading them never waits for it.
         self._learning = threading.Lock()
         self._is_closed = False
         self._lock = threading.Lock()
-        self._lack: Exception | None = None  # What was not there before.
+        self._learn_error: Exception | None = None  # Memory or a store was missing.
         self._errors: collections.Counter[str] = collections.Counter()
         self._causes: set[tuple[object, ...]] = set()
 
@@ -456,25 +409,25 @@ class _Shared:
     ) -> PrefixTemplate:
         """Return the template, which is made from the first cache.
 
-        Where there was no memory for it, or no storage, that is tried only `again` if
-        asked for: it takes long, and a prompt would wait for it.
+        If memory or the store was missing before, it is only made `again` on request:
+        it takes long, and a prompt would wait for it.
         """
         check_whole(1, padded_length=padded_length)
         with self._learning:
             if self._is_closed:
                 raise RuntimeError("the prefix cache was closed.")
-            if self._lack is not None and not again:
-                name = type(self._lack).__name__
-                raise MemoryError(f"{name} before, and only learn() asks again.")
+            if self._learn_error is not None and not again:
+                name = type(self._learn_error).__name__
+                raise MemoryError(f"{name} before, and only learn() tries again.")
             if self.template is None:
                 try:
                     self.template = PrefixTemplate(
                         prefix, padded_length, self._rules, self._make_store
                     )
                 except (MemoryError, StoreError, ImportError) as error:
-                    self._lack = error
+                    self._learn_error = error
                     raise
-                self._lack = None
+                self._learn_error = None
             return self.template
 
     def _make_store(
@@ -504,21 +457,21 @@ class _Shared:
                 self.recent.clear()
 
     def close(self) -> None:
-        """Close the store, if there is one, and make none any more."""
+        """Close the store, if there is one, and never make another."""
         with self._learning:
             self._is_closed = True
             if self.template is not None:
                 self.template.store.close()
 
-    def note(self, num_asked: int, num_found: int) -> None:
+    def record_load(self, num_tokens: int, num_hits: int) -> None:
         with self._lock:
-            self.recent.append((num_asked, num_found))
+            self.recent.append((num_tokens, num_hits))
 
-    def sums(self) -> tuple[int, int]:
+    def recent_tokens(self) -> tuple[int, int]:
         with self._lock:
             return sum(n for n, _ in self.recent), sum(n for _, n in self.recent)
 
-    def note_error(self, name: str, error: Exception) -> None:
+    def record_error(self, name: str, error: Exception) -> None:
         """Count an error of a method, and log it the first time."""
         cause = (name, type(error), *_place(error))
         with self._lock:
@@ -527,8 +480,8 @@ class _Shared:
                 return
             self._causes.add(cause)
         _log.error(
-            "%s() of the prefix cache failed, and the server goes on without it: "
-            "%s: %s (the same error is only counted from now on)",
+            "%s() of the prefix cache failed, which counts as a miss: %s: %s (logged "
+            "once; `errors` counts all)",
             name,
             type(error).__name__,
             error,
@@ -540,35 +493,54 @@ class _Shared:
             return dict(self._errors)
 
 
-def _check_rules(rules: object) -> None:
-    """Refuse what are no patterns with axes.
+def _check_store(keys: StoreKeys, model: str, weights_epoch: str) -> bool:
+    """Check the arguments of a store; return whether it has a storage behind it.
 
-    Raises:
-        TypeError: With what would be right.
+    The store is made once the engine's cache is known, when a wrong argument would only
+    be a line in the log.
     """
-    right = 'must be patterns of paths and their axes, such as {"*/key": 1, "*": None}'
+    parse_size(
+        keys.get("num_host_blocks"), keys.get("host_bytes"), keys.get("extent_bytes")
+    )
+    policy = keys.get("cache_policy", "lru")
+    if isinstance(policy, str):
+        get_policy_maker(policy)
+    elif not isinstance(policy, Policy):
+        raise TypeError(
+            f"cache_policy={shown(policy)} must be, or name, a jaxkv.Policy."
+        )
+    mode = keys.get("mode")
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"{mode=} must be one of {MODES} or None.")
+    check_whole(1, max_pending_saves=keys.get("max_pending_saves", 1))
+    no_storage = StoreKeys.__annotations__.keys() - StorageKeys.__annotations__.keys()
+    storage = {name: value for name, value in keys.items() if name not in no_storage}
+    return storage_config(storage, model, weights_epoch) is not None
+
+
+def _check_rules(rules: object) -> None:
+    expected = (
+        'must be patterns of paths and their axes, such as {"*/key": 1, "*": None}'
+    )
     if not isinstance(rules, Mapping):
-        raise TypeError(f"sequence_axes={shown(rules)} {right}.")
+        raise TypeError(f"sequence_axes={shown(rules)} {expected}.")
     for pattern, axis in rules.items():
         if not isinstance(pattern, str) or not isinstance(axis, int | None):
-            raise TypeError(f"{shown({pattern: axis})} in sequence_axes {right}.")
+            raise TypeError(f"{shown({pattern: axis})} in sequence_axes {expected}.")
 
 
 def _check_device(device: Any) -> None:
     """Refuse what `jax.device_put` would refuse, before anything is loaded."""
     places = jax.tree.leaves(device)
-    right = jax.Device, jax.sharding.Sharding, Format
-    if not places or not all(isinstance(place, right) for place in places):
+    kinds = jax.Device, jax.sharding.Sharding, Format
+    if not places or not all(isinstance(place, kinds) for place in places):
         raise TypeError(
             f"device={shown(device)} must be a device, a sharding, or a tree of them."
         )
 
 
 def _place(error: Exception) -> tuple[object, ...]:
-    """Return the line that raised an error.
-
-    Messages may contain what users wrote, so that there is no end to them.
-    """
+    """Return the line that raised an error; messages may contain users' text."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 class AdapterWatch:
-    """Knows which adapter is applied in the calling thread.
+    """Tracks the adapter that is applied in the calling thread.
 
     The driver passes a prefix cache the tokens of a prompt, not its adapter. But the
-    thread that prefills asks the adapter store for the adapter's weights by name, then
-    has the engine apply them and remove them afterwards. Pass the driver the wrapped
-    stores and prefill engines that `store` and `engine` return, and the cache the
+    thread that prefills gets the adapter's weights from the adapter store by name, and
+    the engine applies them and removes them afterwards. Pass the driver the wrapped
+    stores and prefill engines that `store` and `engine` return, and pass the cache the
     watch::
 
         watch = AdapterWatch()
@@ -35,23 +35,19 @@ class AdapterWatch:
         )
 
     An adapter that is registered, loaded or unloaded again counts as another one. If
-    that happens while its weights are fetched, KV computed with them is never found
-    again. Once the weights of the engine are unknown, as after a failed removal of an
-    adapter, nothing is cached any more for that thread.
+    that happens while its weights are fetched, KV computed with them is never hit. Once
+    the weights of the engine are unknown, as after a failed removal of an adapter,
+    nothing is cached for its thread.
 
-    Args:
-        version_of: Names the weights of an adapter by its name, such as by the revision
-            or a digest of its checkpoint. With it, an adapter that is registered again
-            is the same as before while its version is, also in other processes. A cache
-            with `storage` needs it.
-
-    Attributes:
-        version_of: As given.
+    `version_of` returns the version of an adapter's weights by its name, such as the
+    revision or a digest of its checkpoint. With it, an adapter that is registered again
+    is the same while its version is, also in other processes. A cache with `storage`
+    needs it.
     """
 
     def __init__(self, version_of: Callable[[str], str] | None = None) -> None:
         self.version_of = version_of
-        self._own = os.urandom(16).hex()
+        self._process = os.urandom(16).hex()
         self._thread = threading.local()
         self._lock = threading.Lock()  # Guards the counters.
         self._replaced: collections.Counter[str] = collections.Counter()
@@ -71,7 +67,7 @@ class AdapterWatch:
         return _WatchedEngine(self, engine)
 
     def _name(self, adapter_id: str) -> str | None:
-        """Name an adapter's weights; None while they are replaced."""
+        """Return a name of an adapter's weights; None while they are replaced."""
         with self._lock:
             if self._replacing[adapter_id]:
                 return None
@@ -82,19 +78,19 @@ class AdapterWatch:
                 name = json.dumps([str(self.version_of(adapter_id)), adapter_id])
             except Exception:  # It must not reach the driver, whose threads end.
                 _log.exception("version_of failed: no other process finds this KV.")
-                name = f"{self._own} {name}"
+                name = f"{self._process} {name}"
         return name
 
     @contextlib.contextmanager
     def _fetching(self, adapter_id: str) -> Iterator[None]:
-        """Name the weights that are fetched meanwhile, which this thread applies."""
-        self._thread.asked = None
+        """Name the weights that this thread fetches in the context, to apply them."""
+        self._thread.fetched = None
         name = self._name(adapter_id)
         yield
         if name is None or name != self._name(adapter_id):
-            # They may be the weights before or after: a name that is not used again.
+            # The weights may be old or new: use a unique name.
             name = f"{os.urandom(16).hex()} {adapter_id}"
-        self._thread.asked = name
+        self._thread.fetched = name
 
     @contextlib.contextmanager
     def _replace(self, adapter_id: str) -> Iterator[None]:
@@ -107,10 +103,10 @@ class AdapterWatch:
             with self._lock:
                 self._replacing[adapter_id] -= 1
 
-    def _asked(self) -> Extras | None:
-        """Return what KV depends on once the requested adapter is applied."""
-        name = getattr(self._thread, "asked", None)
-        # On top of another adapter, or of unknown weights, the result is unknown.
+    def _extras_of_fetched(self) -> Extras | None:
+        """Return what KV depends on once the fetched adapter is applied."""
+        name = getattr(self._thread, "fetched", None)
+        # The result of two adapters, or of unknown weights, is unknown.
         return Extras(lora_name=name) if name and self() == NO_EXTRAS else None
 
     @contextlib.contextmanager
@@ -154,7 +150,7 @@ class _WatchedStore(_Watched):
 
 class _WatchedEngine(_Watched):
     def apply_adapter(self, *args: Any, **named: Any) -> Any:
-        with self._watch._changing(self._watch._asked()):
+        with self._watch._changing(self._watch._extras_of_fetched()):
             return self._inner.apply_adapter(*args, **named)
 
     def unapply_adapter(self, *args: Any, **named: Any) -> Any:

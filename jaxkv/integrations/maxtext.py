@@ -25,30 +25,18 @@ from jaxkv.types import PyTree
 
 
 class Resumption(NamedTuple):
-    """The point from which a prefill may continue.
+    """The loaded prefix that a prefill may continue."""
 
-    Attributes:
-        existing_prefix: The argument for `MaxEngine.prefill`; None if nothing was
-            found.
-        num_tokens: Tokens that it covers, from the first on.
-    """
-
-    existing_prefix: Any
-    num_tokens: int
+    existing_prefix: Any  # The argument for `MaxEngine.prefill`; None for a miss.
+    num_tokens: int  # Tokens that it covers, from the first on.
 
 
 class Prefill(NamedTuple):
-    """The result of the prefill of a whole prompt.
+    """The result of the prefill of a whole prompt."""
 
-    Attributes:
-        prefix: From the last `MaxEngine.prefill`; for `insert`, which donates it.
-        result: The first token, from that call.
-        num_tokens: Tokens of the prompt that were loaded, not computed.
-    """
-
-    prefix: Any
-    result: Any
-    num_tokens: int
+    prefix: Any  # From the last `MaxEngine.prefill`; for `insert`, which donates it.
+    result: Any  # The first token, from the same call.
+    num_tokens: int  # Tokens of the prompt that were loaded, not computed.
 
 
 class MaxTextOffload(Resource):
@@ -83,16 +71,15 @@ class MaxTextOffload(Resource):
             namespace: What the KV depends on besides the tokens, with the block size.
                 The engine's chunk size or a divisor of it is a good block size.
             cache_like: The cache of a prefill, `prefix["cache"]`, or its shapes; by
-                default the engine is asked for it.
+                default the engine's.
             store: As for `PrefixStore`: its size, ``num_host_blocks`` or
-                ``host_bytes``, and perhaps ``cache_policy``, a ``recorder``, for which
-                each `resume` or `prefill` is a request, and a third place for blocks,
-                ``storage``.
+                ``host_bytes``, and perhaps ``cache_policy``, ``storage``, or a
+                ``recorder``, which records each `resume` or `prefill` as a request.
 
         Raises:
             ImportError: MaxText is not installed, or an extra that the storage needs.
-            ValueError: The engine cannot resume, or its cache cannot be cut by tokens;
-                the message says why. Or an argument is wrong.
+            ValueError: The engine cannot resume, its cache cannot be cut by tokens, or
+                an argument is wrong.
             MemoryError: There is not enough host memory.
             StoreError: The storage cannot be used.
         """
@@ -123,7 +110,7 @@ class MaxTextOffload(Resource):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest prompt, and so the most that is kept of a request."""
+        """Tokens of the longest prompt, the maximum that is kept of a request."""
         return self.store.max_tokens
 
     def resume(
@@ -135,21 +122,21 @@ class MaxTextOffload(Resource):
     ) -> Resumption:
         """Load the longest prefix to continue a prefill from. Waits for the bytes.
 
-        Those of a store behind the host are waited for `storage_deadline_s` at most.
+        It waits at most `storage_deadline_s` for a store behind the host.
 
         Args:
-            tokens: int[n]. The prompt. At least its last token is left to compute.
+            tokens: int[n]. The prompt. At least its last token must be computed.
             extras: The adapter and salt that its KV depends on.
             epoch: The epoch from `store.begin`; by default the current one.
         """
-        token_bytes(tokens)  # Refuses what are no tokens.
+        token_bytes(tokens)  # Refuses invalid tokens.
         if epoch is None:
             epoch = self.store.begin(tokens, extras)
-        most = (len(tokens) - 1) // self.chunk_size * self.chunk_size
+        max_tokens = (len(tokens) - 1) // self.chunk_size * self.chunk_size
         hit = None
-        if most > 0:
+        if max_tokens > 0:
             hit = self.store.load(
-                tokens[:most], extras, min_tokens=self.chunk_size, epoch=epoch
+                tokens[:max_tokens], extras, min_tokens=self.chunk_size, epoch=epoch
             )
         if hit is None:
             return Resumption(None, 0)
@@ -182,7 +169,7 @@ class MaxTextOffload(Resource):
         Raises:
             ValueError: The prompt is empty, or too long for the engine.
         """
-        token_bytes(tokens)  # Refuses what are no tokens.
+        token_bytes(tokens)  # Refuses invalid tokens.
         chunk, num_tokens = self.chunk_size, len(tokens)
         end = -(-num_tokens // chunk) * chunk
         if not 0 < end <= self.max_tokens:
@@ -225,8 +212,8 @@ class MaxTextOffload(Resource):
             tokens: int[n]. The whole prompt, with the resumed tokens.
             prefix: The result of its last prefill.
             extras: The adapter and salt that its KV depends on.
-            epoch: The epoch from `store.begin`; by default the epoch in which this
-                thread called `resume` for the prompt.
+            epoch: The epoch from `store.begin`; by default the epoch when this thread
+                called `resume` for the prompt.
 
         Returns:
             The number of tokens, from the first on, that are held or in flight.
@@ -251,7 +238,7 @@ class MaxTextOffload(Resource):
 
         Call it before anything is inserted into the slot again; steps of other requests
         may have run since. If the slot has fewer tokens, or the ring has overwritten
-        some, nothing is kept (`store.stats.failed_saves`).
+        some, nothing is kept (`store.stats.num_dropped_failed`).
 
         Args:
             tokens: int[n]. All tokens of the request, prompt and generated. The last
@@ -260,16 +247,16 @@ class MaxTextOffload(Resource):
             decode_state: The result of the last `generate`.
             slot: The request's slot.
             extras: The adapter and salt that its KV depends on.
-            epoch: The epoch from `store.begin`; by default the epoch in which this
-                thread last called `prefill` or `resume` for the prompt. Pass it if
-                several slots have the same prompt.
+            epoch: The epoch from `store.begin`; by default the epoch when this thread
+                last called `prefill` or `resume` for the prompt. Pass it if several
+                slots have the same prompt.
 
         Returns:
             The number of tokens, from the first on, that are held or in flight.
 
         Raises:
             ValueError: There is no such slot, or no token. Or the model has attention
-                windows, with which MaxText generates other KV than it prefills.
+                windows: then MaxText generates other KV than it prefills.
             RuntimeError: The decode state has been donated, or the store was closed.
         """
         for name in WINDOWS:
@@ -309,7 +296,7 @@ class MaxTextOffload(Resource):
 
 
 def _entry(name: str, result: Any, key: str) -> Any:
-    """Return an entry of what a MaxEngine has returned."""
+    """Return an entry of a MaxEngine's result."""
     try:
         return result[key]
     except (TypeError, LookupError):
@@ -318,14 +305,14 @@ def _entry(name: str, result: Any, key: str) -> Any:
         ) from None
 
 
-WANTED = {
+REQUIRED = {
     "use_chunked_prefill": (True, "it is the only prefill that can resume"),
     "prefill_cache_axis_order": ("1,2,0,3", "chunked prefill is right for no other"),
     "ar_cache_axis_order": ("1,2,0,3", "no other is known to jaxkv"),
     "quantize_kvcache": (False, "chunked prefill refuses quantised KV"),
     "use_ragged_attention": (False, "it gives each slot its own ring index"),
 }
-"""Settings of MaxText -> their required values, and why."""
+"""Settings of MaxText -> their required values, and the reasons."""
 
 ATTENTIONS = ("global", "local_sliding", "chunk")
 
@@ -334,15 +321,11 @@ WINDOWS = ("sliding_window_size", "chunk_attn_window_size")
 
 
 def check_config(config: Any) -> None:
-    """Refuse a configuration of MaxText that `MaxTextOffload` cannot serve.
-
-    Raises:
-        ValueError: A setting is wrong; the message says which, and why.
-    """
-    for name, (wanted, why) in WANTED.items():
-        found = getattr(config, name, wanted)
-        if found != wanted:
-            raise ValueError(f"{name}={found!r} must be {wanted!r}: {why}.")
+    """Raise ValueError for a setting of MaxText that `MaxTextOffload` cannot serve."""
+    for name, (required, reason) in REQUIRED.items():
+        value = getattr(config, name, required)
+        if value != required:
+            raise ValueError(f"{name}={value!r} must be {required!r}: {reason}.")
     attention = getattr(config, "attention_type", "global")
     if attention not in ATTENTIONS:
         raise ValueError(
@@ -358,7 +341,7 @@ def check_config(config: Any) -> None:
 
 
 def _cache_like(engine: Any) -> PyTree:
-    """Ask an engine for the shapes and shardings of its prefill cache."""
+    """Return the shapes and shardings of an engine's prefill cache."""
     make = getattr(engine, "_nnx_init_cache_dict", None)
     shardings = getattr(engine, "prefill_kv_cache_shardings", None)
     if make is None or shardings is None:

@@ -1,4 +1,4 @@
-"""Where MaxText's cache has the KV of a prompt, and of its generated tokens.
+"""The layout of MaxText's cache: the KV of a prompt, and of its generated tokens.
 
 The cache is a tree of dicts. For each layer, or once for all layers with their axes in
 front (`scan_layers`), it holds, for prompts of at most `S` tokens, `R` rows of
@@ -47,17 +47,10 @@ NAMES = {
 
 
 def prompt_kv(cache: PyTree) -> KV:
-    """Return the keys and values in the cache of a prefill.
+    """Return the keys and values in `prefix["cache"]` of a prefill, or their shapes.
 
-    Args:
-        cache: `prefix["cache"]`, or its shapes.
-
-    Returns:
-        The arrays of the cache, not copies: `insert` donates them with the prefix.
-
-    Raises:
-        ValueError: The cache is not a prefill's, or of a kind that cannot be cut by
-            tokens; the message says which.
+    They are not copies: `insert` donates them with the prefix. ValueError for the cache
+    of a decode state, or one that cannot be cut by tokens.
     """
     layers = find_layers(cache)
     for path, layer in layers.items():
@@ -76,31 +69,20 @@ def prompt_kv(cache: PyTree) -> KV:
 def slot_kv(
     decode_state: Mapping[str, Any], slot: int, num_tokens: int
 ) -> tuple[KV, jax.Array]:
-    """Gather the keys and values of a slot, of its prompt and its generated tokens.
+    """Gather the keys and values of a slot's first `num_tokens` tokens, at most S.
 
-    It is compiled once per engine and does not wait.
-
-    Args:
-        decode_state: The result of `generate`.
-        slot: The request's slot.
-        num_tokens: Number of tokens wanted, from the first on, at most S.
-
-    Returns:
-        Copies of the arrays, as from a prefill of all these tokens; undefined beyond
-        the tokens of the slot. And bool[]: whether the slot has all wanted tokens,
-        none of them overwritten in the ring.
-
-    Raises:
-        ValueError: As for `prompt_kv`.
+    It is compiled once per engine and does not wait. Returns copies of the arrays, as
+    from a prefill of all these tokens, undefined beyond the slot's tokens; and bool[]:
+    whether the slot has all these tokens, none of them overwritten in the ring.
     """
     kv: KV = {}
     has_all = []
     num_generated = decode_state["generated_tokens"][slot, 0]
     for path, layer in find_layers(decode_state["cache"]).items():
         num_slots, length = layer[SEGMENTS].shape[-2:]
-        # The same in all layers of a stack, so the first is enough.
-        taken = layer[SEGMENTS].reshape(-1, num_slots, length)[0, slot] != 0
-        num_prompt = taken.sum(dtype=jnp.int32)
+        # All layers of a stack have the same, so the first is enough.
+        is_used = layer[SEGMENTS].reshape(-1, num_slots, length)[0, slot] != 0
+        num_prompt = is_used.sum(dtype=jnp.int32)
         row = jnp.arange(length, dtype=jnp.int32)
         in_prompt = row < num_prompt
         ring_length = layer[RING[0]].shape[SEQUENCE_AXIS]
@@ -116,7 +98,7 @@ def slot_kv(
             )
             kv[f"{path}/{name}"] = jnp.where(is_prompt, prompt, generated)
         has_all.append(
-            jnp.array_equal(taken, in_prompt)
+            jnp.array_equal(is_used, in_prompt)
             & (num_generated <= ring_length)
             & (num_tokens <= num_prompt + num_generated)
         )
@@ -124,43 +106,29 @@ def slot_kv(
 
 
 def resume_cache(cache_like: PyTree, kv: KV, num_tokens: int) -> Any:
-    """Build the cache to resume a prefill from.
+    """Build the cache to resume a prefill from, with the layout of `cache_like`.
 
-    Args:
-        cache_like: The cache of a prefill, or its shapes, with the shardings to use.
-        kv: The KV of the prompt, as from `prompt_kv`; becomes part of the cache.
-        num_tokens: Number of tokens, from the first on, that count.
-
-    Returns:
-        A cache with these tokens and an empty ring, with the structure of `cache_like`.
-        Layers share equal arrays, so it must not be donated.
+    It has the first `num_tokens` tokens of `kv`, which becomes part of it, and an empty
+    ring. Layers share equal arrays, so it must not be donated.
     """
     made: dict[Any, jax.Array] = {}
 
     def fill(path: str, leaf: Any) -> Any:
         if path in kv:
             return kv[path]
-        what = path.endswith(SEGMENTS), leaf.shape, leaf.dtype, leaf.sharding
-        if what not in made:
-            made[what] = _fill(*what, num_tokens)
-        return made[what]
+        kind = path.endswith(SEGMENTS), leaf.shape, leaf.dtype, leaf.sharding
+        if kind not in made:
+            made[kind] = _fill(*kind, num_tokens)
+        return made[kind]
 
     leaves = [fill(*pair) for pair in leaf_paths(cache_like)]
     return jax.tree.unflatten(jax.tree.structure(cache_like), leaves)
 
 
 def find_layers(cache: PyTree) -> dict[str, dict[str, Any]]:
-    """Group the leaves of a cache by layer, or stack of layers.
+    """Group the leaves of a cache by the path of a layer, or stack of layers, and name.
 
-    Args:
-        cache: The cache of a prefill or of a decode state, or its shapes.
-
-    Returns:
-        The path of the layer -> the names of its leaves -> the leaves.
-
-    Raises:
-        ValueError: It is not MaxText's cache, or of a kind that cannot be cut by
-            tokens; the message says which.
+    ValueError if it is not MaxText's cache, or cannot be cut by tokens.
     """
     layers: dict[str, dict[str, Any]] = {}
     for leaf_path, leaf in leaf_paths(cache):

@@ -1,6 +1,6 @@
-"""Fixes for some versions of MaxText, without which a prefill cannot resume.
+"""Fixes for some versions of MaxText that cannot resume a prefill without them.
 
-Each guard says what it fixes and in which versions, and leaves other versions alone.
+Each guard fixes the versions that it names, and leaves other versions alone.
 """
 
 from __future__ import annotations
@@ -17,18 +17,12 @@ ASSERTION_VERSIONS = frozenset({"0.2.0", "0.2.1", "0.2.2", "0.2.3", "0.2.4", "0.
 
 
 def guard_chunked_prefill() -> bool:
-    """Let chunked prefill run where an assertion in MaxText stops it.
+    """Fix an assertion in MaxText that stops chunked prefill; return whether it did.
 
     In `ASSERTION_VERSIONS` an attention layer creates its cache for keys of one token,
     and chunked prefill, the only way to resume, asserts that they are as long as the
     chunk: "self.key_seq_len=1, segment_id_seq_len=... should match". The guard sets the
-    true length during that call. Other versions are left alone.
-
-    Returns:
-        Whether the guard is in place now.
-
-    Raises:
-        ImportError: MaxText is not installed.
+    true length during the call. ImportError without MaxText.
     """
     if _version() not in ASSERTION_VERSIONS:
         return False
@@ -52,17 +46,11 @@ def guard_chunked_prefill() -> bool:
 
 
 def guard_stub_results() -> bool:
-    """Let an engine without JetStream return its results from `jit`.
+    """Make the stub of `ResultTokens` a pytree; return whether MaxText has the stub.
 
     If JetStream is missing, or `DECOUPLE_GCLOUD=TRUE`, MaxText uses stubs for its
-    classes. The stub of `ResultTokens` is not a pytree, so every prefill raises a
-    TypeError. The guard registers it as one. JetStream's own class is left alone.
-
-    Returns:
-        Whether the guard is in place now.
-
-    Raises:
-        ImportError: MaxText is not installed.
+    classes. This stub is not a pytree, so every prefill raises a TypeError. JetStream's
+    own class is left alone. ImportError without MaxText.
     """
     engine_api = _import("maxtext.inference.maxengine.maxengine").engine_api
     if not getattr(engine_api, "_IS_STUB", False):
@@ -78,11 +66,7 @@ def guard_stub_results() -> bool:
 
 
 def find_prefix_class() -> Any:
-    """Return the class that `MaxEngine.prefill` takes as `existing_prefix`.
-
-    Raises:
-        ImportError: MaxText is not installed.
-    """
+    """Return the class that `MaxEngine.prefill` takes as `existing_prefix`."""
     return _import("maxtext.inference.maxengine.maxengine").ExistingPrefix
 
 

@@ -1,15 +1,15 @@
 """Cut the KV of one prompt into blocks, and join blocks into KV.
 
 An engine with a contiguous cache holds the KV of a prompt as a pytree of arrays, padded
-along their sequence axes. Cut along that axis, an array is a pool of blocks. Other
-leaves, such as counters or room for generated tokens, do not depend on the prompt.
+along their sequence axes. If it is cut along that axis, an array is a pool of blocks.
+Other leaves, such as counters or buffers for generated tokens, are constant.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,57 +27,38 @@ MAXTEXT_RULES: AxisRules = {
 """MaxText's prefill cache, with its default order of axes."""
 
 
-class HasShape(Protocol):
-    """An array, or its description."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-
 class LeafAxis(NamedTuple):
-    """The sequence axis of a leaf.
+    """The sequence axis of a leaf."""
 
-    Attributes:
-        path: The leaf's path in its pytree, such as ``"layers/0/key"``.
-        axis: Its sequence axis, not negative; None if it has none.
-    """
+    path: str  # Such as ``"layers/0/key"``.
+    axis: int | None  # Not negative; None for a leaf without a sequence axis.
 
-    path: str
-    axis: int | None
+
+def path_text(path: Sequence[Any]) -> str:
+    """Return a path in a pytree, joined by slashes."""
+    text: str = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    return text
 
 
 def leaf_paths(prefix: PyTree) -> list[tuple[str, Any]]:
-    """Return the leaves of a pytree with their paths, joined by slashes."""
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
-        for path, leaf in jax.tree.leaves_with_path(prefix)
-    ]
+    """Return the leaves of a pytree with their paths."""
+    pairs = jax.tree.leaves_with_path(prefix)
+    return [(path_text(path), leaf) for path, leaf in pairs]
 
 
 def find_sequence_axes(
     prefix: PyTree, padded_length: int | None = None, rules: AxisRules | None = None
 ) -> list[LeafAxis]:
-    """Find the sequence axis of each leaf.
+    """Return the sequence axis of each leaf, of arrays or their shapes.
 
-    Without rules, `MAXTEXT_RULES` apply to a cache with MaxText's names; in other
-    caches the sequence axis is the one of length `padded_length`.
+    Rules are axes by path or pattern of paths; the first match counts. Without rules,
+    `MAXTEXT_RULES` apply to a cache with MaxText's names; in other caches the sequence
+    axis is the one of length `padded_length`. ValueError if an axis is ambiguous,
+    missing, or of the wrong length.
 
-    Args:
-        prefix: Arrays or their shapes.
-        padded_length: Tokens that the arrays have room for, if known.
-        rules: Axes by path or pattern of paths; the first match counts.
-
-    Returns:
-        An axis for each leaf, in the order of the pytree.
-
-    Raises:
-        ValueError: An axis is ambiguous, missing, or of the wrong length.
-
-    Example:
-        >>> cache = {"key": jnp.zeros((2, 8, 4)), "step": jnp.zeros(())}
-        >>> find_sequence_axes(cache, 8)
-        [LeafAxis(path='key', axis=1), LeafAxis(path='step', axis=None)]
+    >>> cache = {"key": jnp.zeros((2, 8, 4)), "step": jnp.zeros(())}
+    >>> find_sequence_axes(cache, 8)
+    [LeafAxis(path='key', axis=1), LeafAxis(path='step', axis=None)]
     """
     leaves = leaf_paths(prefix)
     if not leaves:
@@ -93,46 +74,38 @@ def find_sequence_axes(
             "padded_length=None and no known names: pass sequence_axes, such as "
             f"{{{leaves[0][0]!r}: 1}}."
         )
-    found = [
-        (path, leaf.shape[axis.axis])
+    lengths = {
+        path: leaf.shape[axis.axis]
         for (path, leaf), axis in zip(leaves, axes, strict=True)
         if axis.axis is not None
-    ]
-    if not found:
+    }
+    if not lengths:
         raise ValueError(
             f"no leaf of {[path for path, _ in leaves]} has a sequence axis"
             + (f" of {padded_length=}" if rules is None else "")
             + "; pass sequence_axes."
         )
-    length = found[0][1] if padded_length is None else padded_length
-    for path, size in found:
-        if size != length:
+    expected = padded_length or next(iter(lengths.values()))
+    for path, length in lengths.items():
+        if length != expected:
             raise ValueError(
-                f"{path!r} has {size} along its sequence axis, not {length}: it is not "
-                "a cache of tokens (a recurrent state cannot be cut into blocks), or "
-                "the axis in sequence_axes is wrong."
+                f"{path!r} has {length} along its sequence axis, not {expected}: it is "
+                "not a cache of tokens (a recurrent state cannot be cut into blocks), "
+                "or the axis in sequence_axes is wrong."
             )
     return axes
 
 
 def compare_shapes(shorter: PyTree, longer: PyTree) -> dict[str, int | None]:
-    """Find the sequence axes as those in which two caches of a model differ.
+    """Return rules for `find_sequence_axes` from two caches of different lengths.
 
-    Args:
-        shorter: A cache for fewer tokens, or its shapes (`jax.eval_shape`).
-        longer: A cache for more tokens, or its shapes.
+    Pass caches of one model, or their shapes (`jax.eval_shape`). ValueError if they
+    differ in structure, in the number of axes, in several axes of a leaf, or not at
+    all.
 
-    Returns:
-        Rules for `find_sequence_axes`: the axis of each path.
-
-    Raises:
-        ValueError: The caches differ in structure, in the number of axes, in several
-            axes of a leaf, or not at all.
-
-    Example:
-        >>> short, long = jnp.zeros((2, 8, 8)), jnp.zeros((2, 8, 16))
-        >>> compare_shapes([short], [long])
-        {'0': 2}
+    >>> short, long = jnp.zeros((2, 8, 8)), jnp.zeros((2, 8, 16))
+    >>> compare_shapes([short], [long])
+    {'0': 2}
     """
     pairs = leaf_paths(shorter), leaf_paths(longer)
     if [path for path, _ in pairs[0]] != [path for path, _ in pairs[1]]:
@@ -159,11 +132,10 @@ def compare_shapes(shorter: PyTree, longer: PyTree) -> dict[str, int | None]:
 def cut(array: jax.Array, axis: int, block_size: int, num_blocks: int) -> jax.Array:
     """Cut ``[..., tokens, ...]`` into ``[..., num_blocks, block_size, ...]``.
 
-    Tokens beyond these blocks are left out; missing ones are zero. May be traced.
+    Tokens beyond these blocks are dropped; missing tokens are zero. May be traced.
 
-    Example:
-        >>> cut(jnp.arange(5), 0, 2, 3).tolist()
-        [[0, 1], [2, 3], [4, 0]]
+    >>> cut(jnp.arange(5), 0, 2, 3).tolist()
+    [[0, 1], [2, 3], [4, 0]]
     """
     array = _resize(array, axis, num_blocks * block_size)
     before, after = array.shape[:axis], array.shape[axis + 1 :]
@@ -175,9 +147,8 @@ def join(blocks: jax.Array, axis: int, length: int) -> jax.Array:
 
     Missing tokens are zero. May be traced.
 
-    Example:
-        >>> join(jnp.array([[0, 1], [2, 3]]), 0, 5).tolist()
-        [0, 1, 2, 3, 0]
+    >>> join(jnp.array([[0, 1], [2, 3]]), 0, 5).tolist()
+    [0, 1, 2, 3, 0]
     """
     before, after = blocks.shape[:axis], blocks.shape[axis + 2 :]
     num_tokens = blocks.shape[axis] * blocks.shape[axis + 1]
@@ -194,7 +165,7 @@ def _resize(array: jax.Array, axis: int, length: int) -> jax.Array:
     return jax.lax.pad(array, jnp.zeros((), array.dtype), padding)
 
 
-def _by_rules(path: str, leaf: HasShape, rules: AxisRules) -> LeafAxis:
+def _by_rules(path: str, leaf: Any, rules: AxisRules) -> LeafAxis:
     ndim = len(leaf.shape)
     for pattern, axis in rules.items():
         if path != pattern and not fnmatch.fnmatchcase(path, pattern):
@@ -213,7 +184,7 @@ def _by_rules(path: str, leaf: HasShape, rules: AxisRules) -> LeafAxis:
     )
 
 
-def _by_length(path: str, leaf: HasShape, length: int) -> LeafAxis:
+def _by_length(path: str, leaf: Any, length: int) -> LeafAxis:
     axes = [axis for axis, size in enumerate(leaf.shape) if size == length]
     if len(axes) > 1:
         raise ValueError(

@@ -22,71 +22,16 @@ from jaxkv.transfer.tickets import TRANSFER_ERRORS
 T = TypeVar("T")
 
 
-class TaskThread:
-    """One thread with two queues of tasks: urgent ones and others.
+def run_uninterrupted(task: Callable[[], T]) -> T:
+    """Return `task()`, which ends whatever happens to the thread that waits for it.
 
-    Example:
-        >>> thread = TaskThread("example")
-        >>> thread.run(lambda: 6 * 7).result()
-        42
-        >>> thread.close()
-    """
+    A signal handler runs in the main thread and may raise between any two bytecodes, so
+    work that must be undone cannot run there. The task runs in a separate thread. The
+    caller only calls C functions, which happen or do not; `threading.Thread` starts a
+    thread in several steps. If no thread can be started, the caller runs the task.
 
-    def __init__(self, name: str):
-        self._executor = ThreadPoolExecutor(1, name)
-        self._urgent: collections.deque[Callable[[], None]] = collections.deque()
-        self._others: collections.deque[Callable[[], None]] = collections.deque()
-
-    def run(self, task: Callable[[], T], *, urgent: bool = False) -> Future[T]:
-        """Queue a task for the thread.
-
-        Args:
-            task: The task.
-            urgent: Whether it goes before all waiting tasks that are not urgent.
-
-        Returns:
-            Its result or exception.
-
-        Raises:
-            RuntimeError: The thread has been closed.
-        """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(task())
-            except BaseException as error:
-                future.set_exception(error)
-
-        # Only one thread pops from a queue, so it needs no lock.
-        (self._urgent if urgent else self._others).append(run)
-        self._executor.submit(self._run_next)
-        return future
-
-    def close(self) -> None:
-        """Wait for all tasks, and end the thread; no calls after this."""
-        self._executor.shutdown()
-
-    def _run_next(self) -> None:
-        # Called once per task, each time for the most urgent one.
-        (self._urgent or self._others).popleft()()
-
-
-def call_apart(task: Callable[[], T]) -> T:
-    """Wait for `task()`, which ends whatever happens to the thread that waits for it.
-
-    A signal handler runs in the main thread and may raise between any two steps of it,
-    so nothing that has to be undone can be done there. So the task gets a thread of its
-    own, and the caller's steps are calls of C functions, each of which happens or does
-    not; `threading.Thread` starts one in several steps. If no thread can be started,
-    the caller's does the task.
-
-    Returns:
-        What it returns; its errors are raised here.
-
-    Example:
-        >>> call_apart(lambda: 6 * 7)
-        42
+    >>> run_uninterrupted(lambda: 6 * 7)
+    42
     """
     answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -124,7 +69,11 @@ class PrefixCopier:
     ):
         """Set up the host memory; arguments and errors as of `TransferEngine`."""
         self._layout = layout
-        self._thread = TaskThread("jaxkv-prefix-copier")
+        # Joined when the interpreter ends: no transfer may be in flight then.
+        self._executor = ThreadPoolExecutor(1, "jaxkv-prefix-copier")
+        # Only the thread pops from a queue, so it needs no lock.
+        self._urgent: collections.deque[Callable[[], None]] = collections.deque()
+        self._saves: collections.deque[Callable[[], None]] = collections.deque()
         make = functools.partial(
             TransferEngine,
             layout.new_pool(),
@@ -135,25 +84,24 @@ class PrefixCopier:
             extent_bytes=extent_bytes,
         )
         try:
-            self.engine = self._thread.run(make).result()
+            self.engine = self.run(make).result()
         except BaseException:
-            self._thread.close()
+            self.close()
             raise
 
     def run(self, task: Callable[[], T]) -> Future[T]:
-        """Run something else with the engine, before any save that has not begun.
+        """Run a task with the engine, before any save that has not begun.
 
-        Raises:
-            RuntimeError: The thread has been ended.
+        RuntimeError if the thread has been ended.
         """
-        return self._thread.run(task, urgent=True)
+        return self._submit(self._urgent, task)
 
     def warm_up(self) -> None:
         """Compile the programs for saves and loads of full length."""
         pool = self._layout.new_pool()
         length = self._layout.max_tokens
         self._layout.cut(jax.tree.leaves(self._layout.join(pool, length)), length)
-        self._thread.run(self.engine.warm_up, urgent=True).result()
+        self.run(self.engine.warm_up).result()
 
     def save(
         self,
@@ -164,17 +112,12 @@ class PrefixCopier:
         is_wanted: Callable[[], bool],
         end: Callable[[bool, BaseException | None], None],
     ) -> None:
-        """Copy blocks of a prompt's KV to the host.
+        """Copy blocks `block_ids` of a prompt's KV to the host.
 
-        Args:
-            leaves: The KV. Only read, by a program that has been dispatched when this
-                returns.
-            length: Tokens that it has room for.
-            block_ids: Its blocks to save.
-            host_block_ids: Where each goes.
-            is_wanted: Called before the save is issued; may wait.
-            end: Called with whether the bytes arrived, and with the exception of a bug
-                if one was the cause. Not called if this method raises.
+        The KV, with room for `length` tokens, is only read, by a program that has been
+        dispatched when this returns. The thread calls `is_wanted` before it issues the
+        save, which may wait; and `end` with whether the bytes arrived, and with the
+        exception of a bug. If this method raises, `end` is not called.
         """
         # A copy, which is not donated.
         blocks = self._layout.cut(leaves, length)
@@ -192,7 +135,7 @@ class PrefixCopier:
                 fault = error
             end(ok, fault)
 
-        self._thread.run(save)
+        self._submit(self._saves, save)
 
     def load(
         self,
@@ -200,19 +143,14 @@ class PrefixCopier:
         is_wanted: Callable[[], bool],
         end: Callable[[bool], None],
     ) -> Future[list[jax.Array] | None]:
-        """Copy host blocks to the first blocks of a new pool.
+        """Copy host blocks, in order, to the first blocks of a new pool.
 
-        Args:
-            host_block_ids: The blocks, in order.
-            is_wanted: Called before the load is issued.
-            end: Called with whether the bytes arrived.
-
-        Returns:
-            The pool; None if the bytes did not arrive.
+        The thread calls `is_wanted` before it issues the load, and `end` with whether
+        the bytes arrived. Returns the pool; None if they did not.
         """
 
         def load() -> list[jax.Array] | None:
-            found = None
+            loaded = None
             try:
                 if is_wanted():
                     pool, _ = self.engine.load(
@@ -221,15 +159,34 @@ class PrefixCopier:
                         range(len(host_block_ids)),
                     )
                     pool, [done] = self.engine.drain(pool)
-                    found = pool if done.error is None else None
+                    loaded = pool if done.error is None else None
             except TRANSFER_ERRORS:
                 pass
             finally:
-                end(found is not None)
-            return found
+                end(loaded is not None)
+            return loaded
 
-        return self._thread.run(load, urgent=True)
+        return self.run(load)
 
     def close(self) -> None:
-        """Wait for transfers in flight, and end the thread."""
-        self._thread.close()
+        """Wait for all tasks, and end the thread."""
+        self._executor.shutdown()
+
+    def _submit(
+        self, tasks: collections.deque[Callable[[], None]], task: Callable[[], T]
+    ) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+        tasks.append(run)
+        self._executor.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        # Called once per task, each time for the most urgent one.
+        (self._urgent or self._saves).popleft()()

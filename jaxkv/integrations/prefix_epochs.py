@@ -1,4 +1,4 @@
-"""The state in which each thread began to compute a prompt, for its later save."""
+"""The state when each thread began to compute a prompt, for its later save."""
 
 from __future__ import annotations
 
@@ -15,58 +15,57 @@ _MAX_PROMPTS = 1024
 
 
 class BegunPrompts(Generic[T]):
-    """Values that each thread noted for the prompts that it began to compute.
+    """Values that each thread recorded for the prompts that it began to compute.
 
-    A thread finds only its notes, as two threads may compute the same prompt, one
+    A thread finds only its own values, as two threads may compute the same prompt, one
     before and one after the weights change. Memory per thread: digests of the last 1024
     prompts, 0.3 MiB, and the tokens of the last prompt.
 
-    Example:
-        >>> begun = BegunPrompts()
-        >>> begun.note("adapter", [1, 2, 3], 5)
-        >>> begun.find("adapter", [1, 2, 3, 4]), begun.find("adapter", [1, 2])
-        (5, 5)
-        >>> begun.find("another", [1, 2, 3]), begun.find("adapter", [1, 3])
-        (None, None)
+    >>> begun = BegunPrompts()
+    >>> begun.record("adapter", [1, 2, 3], 5)
+    >>> begun.find("adapter", [1, 2, 3, 4]), begun.find("adapter", [1, 2])
+    (5, 5)
+    >>> begun.find("another", [1, 2, 3]), begun.find("adapter", [1, 3])
+    (None, None)
     """
 
     def __init__(self) -> None:
         self._thread = threading.local()
 
-    def note(self, scope: Hashable, tokens: TokenIds, value: T) -> None:
-        """Note that this thread begins to compute a prompt; replaces its older note."""
+    def record(self, scope: Hashable, tokens: TokenIds, value: T) -> None:
+        """Record that this thread begins to compute a prompt, perhaps once more."""
         data = token_bytes(tokens)
         if not data:
             return  # All prompts begin with the empty one.
-        notes = self._notes()
-        name = scope, len(data), hashlib.sha256(data).digest()
-        notes.pop(name, None)
-        notes[name] = value
-        if len(notes) > _MAX_PROMPTS:
-            del notes[next(iter(notes))]
+        values = self._values()
+        key = scope, len(data), hashlib.sha256(data).digest()
+        values.pop(key, None)
+        values[key] = value
+        if len(values) > _MAX_PROMPTS:
+            del values[next(iter(values))]
         self._thread.last = scope, data, value
 
     def find(self, scope: Hashable, tokens: TokenIds) -> T | None:
-        """Return the note of the prompt that has most in common with saved tokens.
+        """Return the value of the prompt that has most in common with saved tokens.
 
-        That is the prompt itself; or this thread's last prompt, if the saved tokens are
-        its beginning; or the longest prompt with which the saved tokens begin.
+        It is the prompt itself; or this thread's last prompt, if it begins with the
+        saved tokens; or the longest prompt that the saved tokens begin with.
         """
-        data, notes = token_bytes(tokens), self._notes()
-        lengths = {length for other, length, _ in notes if other == scope}
-        hasher, length, found = hashlib.sha256(), 0, None
+        data, values = token_bytes(tokens), self._values()
+        lengths = {length for key_scope, length, _ in values if key_scope == scope}
+        hasher, length, value = hashlib.sha256(), 0, None
         for end in sorted(end for end in lengths if end <= len(data)):
             hasher.update(data[length:end])
             length = end
-            found = notes.get((scope, end, hasher.digest()), found)
-        if (scope, len(data), hasher.digest()) in notes:
-            return found
+            value = values.get((scope, end, hasher.digest()), value)
+        if (scope, len(data), hasher.digest()) in values:
+            return value
         last_scope, last_data, last = getattr(self._thread, "last", (None, b"", None))
         if last_scope == scope and last_data.startswith(data):
             return last
-        return found
+        return value
 
-    def _notes(self) -> dict[tuple[Hashable, int, bytes], T]:
-        notes: dict[tuple[Hashable, int, bytes], T]
-        notes = self._thread.__dict__.setdefault("notes", {})
-        return notes
+    def _values(self) -> dict[tuple[Hashable, int, bytes], T]:
+        values: dict[tuple[Hashable, int, bytes], T]
+        values = self._thread.__dict__.setdefault("values", {})
+        return values

@@ -4,121 +4,61 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxkv._util import shown
-from jaxkv.integrations.prefix_blocks import cut, join, leaf_paths
+from jaxkv.integrations.prefix_blocks import cut, join, leaf_paths, path_text
 from jaxkv.transfer import memory
+from jaxkv.transfer.layout import Leaf, PoolLayout
 from jaxkv.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One array of a prompt's KV.
-
-    Attributes:
-        name: Its path, for messages.
-        shape: Its shape at the greatest length.
-        dtype: Type of its elements.
-        sharding: Its devices.
-        axis: The axis that counts tokens; not negative.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: jax.sharding.Sharding
-    axis: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that it has room for."""
-        return self.shape[self.axis]
-
-    def with_length(self, length: int) -> tuple[int, ...]:
-        """Return the shape with another number of tokens."""
-        return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
-
-    def pool_sharding(self) -> jax.sharding.Sharding:
-        """Return the sharding of the array cut into blocks, with one axis more."""
-        if not isinstance(self.sharding, jax.sharding.NamedSharding):
-            return self.sharding
-        spec = list(self.sharding.spec)
-        if len(spec) > self.axis:
-            spec.insert(self.axis, None)
-        return jax.sharding.NamedSharding(
-            self.sharding.mesh, memory.partition_spec(*spec)
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class PrefixLayout:
-    """The layout of the KV of a prompt, whole and cut into blocks.
+    """The layout of the KV of a prompt, whole and cut into blocks."""
 
-    Attributes:
-        treedef: The structure of the pytree.
-        leaves: A description of each leaf.
-        block_size: Tokens per block.
-    """
-
-    treedef: jax.tree_util.PyTreeDef
-    leaves: tuple[Leaf, ...]
-    block_size: int
+    whole: PoolLayout  # At the greatest length, with one token per block.
+    names: tuple[str, ...]  # The paths of the leaves.
+    block_size: int  # Tokens per block.
 
     @classmethod
     def of(
         cls, kv_like: PyTree, sequence_axis: PyTree, block_size: int
     ) -> PrefixLayout:
-        """Read the layout of the KV of a prompt, or of its shapes.
+        """Read the layout of KV of the greatest length, of arrays or their shapes.
 
-        Args:
-            kv_like: Arrays or `jax.ShapeDtypeStruct`s of the greatest length.
-            sequence_axis: The axis that counts tokens: an int, or a pytree of ints
-                that is a prefix of `kv_like`.
-            block_size: Tokens per block.
-
-        Raises:
-            ValueError: A leaf has no such axis, its tokens are sharded, or it has room
-                for less than a block or for other tokens than the first leaf.
-            TypeError: A leaf is neither an array nor its shape.
+        ValueError or TypeError if it cannot be cut along `sequence_axis`, an int or a
+        pytree of ints that is a prefix of `kv_like`.
         """
-        pairs = leaf_paths(kv_like)
-        if not pairs:
-            raise ValueError("kv has no leaves; it must have at least one array.")
+        described = jax.tree.map_with_path(_describe, kv_like)
         try:
-            axes = jax.tree.leaves(jax.tree.broadcast(sequence_axis, kv_like))
+            whole = PoolLayout.of(described, sequence_axis)
         except ValueError as error:
             raise ValueError(
-                f"sequence_axis={shown(sequence_axis)} must be an int, or a "
-                "tree of ints shaped like the top of the KV."
+                "the KV of a prompt must be a pool with one token per block and "
+                f"sequence_axis as its block_axis: {error}"
             ) from error
-        leaves = tuple(
-            _leaf(path or "kv", like, axis)
-            for (path, like), axis in zip(pairs, axes, strict=True)
-        )
-        for leaf in leaves:
-            if leaf.num_tokens != leaves[0].num_tokens:
-                raise ValueError(
-                    f"{leaf.name!r} has room for {leaf.num_tokens} tokens along axis "
-                    f"{leaf.axis} and {leaves[0].name!r} for {leaves[0].num_tokens} "
-                    f"along axis {leaves[0].axis}; all leaves must have the same."
-                )
-        if leaves[0].num_tokens < block_size:
+        names = tuple(path or "kv" for path, _ in leaf_paths(kv_like))
+        if whole.shard_axes:
             raise ValueError(
-                f"the KV has room for {leaves[0].num_tokens} tokens, which is less "
-                f"than a block: {block_size=}."
+                f"the tokens of {names[0]!r}, axis {whole.leaves[0].block_axis}, are "
+                f"sharded over {whole.shard_axes}; a block must not be split, so shard "
+                "another axis."
             )
-        return cls(jax.tree.structure(kv_like), leaves, block_size)
+        if whole.num_blocks < block_size:
+            raise ValueError(
+                f"the KV has room for {whole.num_blocks} tokens, which is less than a "
+                f"block: {block_size=}."
+            )
+        return cls(whole, names, block_size)
 
     @property
     def max_tokens(self) -> int:
         """Tokens that the arrays have room for."""
-        return self.leaves[0].num_tokens
+        return self.whole.num_blocks
 
     @property
     def num_blocks(self) -> int:
@@ -128,46 +68,30 @@ class PrefixLayout:
     @property
     def axes(self) -> list[int]:
         """The sequence axis of each leaf, which is the block axis of its pool."""
-        return [leaf.axis for leaf in self.leaves]
+        return [leaf.block_axis for leaf in self.whole.leaves]
 
     def check(self, kv: PyTree) -> tuple[list[jax.Array], int]:
-        """Return the leaves of a prompt's KV, which has this layout at any length.
+        """Return the leaves of a prompt's KV, and the tokens they have room for.
 
-        Returns:
-            The leaves, placed as the layout says, and the tokens they have room for.
-
-        Raises:
-            ValueError: It has another layout.
-            TypeError: A leaf is not a `jax.Array`.
-            RuntimeError: An array has been deleted or donated.
+        The leaves are placed as in the layout. An error is raised for KV of another
+        layout; its length may differ.
         """
-        arrays, treedef = jax.tree.flatten(kv)
-        if treedef != self.treedef:
-            raise ValueError(
-                f"kv must have the structure {self.treedef}, not {treedef}."
-            )
-        length = 0
-        for n, (array, leaf) in enumerate(zip(arrays, self.leaves, strict=True)):
-            if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
-                raise TypeError(
-                    f"{leaf.name!r} must be a jax.Array outside jit, not {type(array)}."
-                )
-            if array.is_deleted():
-                raise RuntimeError(f"{leaf.name!r} has been deleted or donated.")
-            if n == 0 and array.ndim == len(leaf.shape):
-                length = array.shape[leaf.axis]
-            if array.dtype != leaf.dtype or array.shape != leaf.with_length(length):
+        arrays, leaves = arrays_of("kv", kv, self.whole.treedef), self.whole.leaves
+        has_axis = arrays[0].ndim == len(leaves[0].shape)
+        length = arrays[0].shape[leaves[0].block_axis] if has_axis else 0
+        for name, array, leaf in zip(self.names, arrays, leaves, strict=True):
+            if array.dtype != leaf.dtype or array.shape != _resized(leaf, length):
                 raise ValueError(
-                    f"{leaf.name!r} must be {leaf.dtype}{list(leaf.shape)}, perhaps "
-                    f"with another length of axis {leaf.axis}, the same in all leaves; "
-                    f"not {array.dtype}{list(array.shape)}."
+                    f"{name!r} must be {leaf.dtype}{list(leaf.shape)}, perhaps with "
+                    f"another length of axis {leaf.block_axis}, the same in all "
+                    f"leaves; not {array.dtype}{list(array.shape)}."
                 )
         if length > self.max_tokens:
             raise ValueError(
                 f"kv has room for {length} tokens, and the template for "
                 f"{self.max_tokens}; make the store for the greatest length."
             )
-        for n, (array, leaf) in enumerate(zip(arrays, self.leaves, strict=True)):
+        for n, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
             if not array.sharding.is_equivalent_to(leaf.sharding, array.ndim):
                 arrays[n] = jax.device_put(array, leaf.sharding)
         return arrays, length
@@ -179,7 +103,7 @@ class PrefixLayout:
 
     def join(self, pool: list[jax.Array], length: int) -> PyTree:
         """Copy blocks into the KV of a prompt, with room for `length` tokens."""
-        return jax.tree.unflatten(self.treedef, self._programs("join", length)(pool))
+        return self.whole.unflatten(self._programs("join", length)(pool))
 
     def new_pool(self) -> list[jax.Array]:
         """Make a pool of zeros."""
@@ -207,22 +131,17 @@ class PrefixLayout:
         def zeros() -> list[jax.Array]:
             return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in blocks]
 
+        leaves = self.whole.leaves
         whole = [
-            memory.array_spec(leaf.with_length(length), leaf.dtype, leaf.sharding)
-            for leaf in self.leaves
+            memory.array_spec(_resized(leaf, length), leaf.dtype, leaf.sharding)
+            for leaf in leaves
         ]
+        sizes = self.num_blocks, self.block_size
         blocks = [
             memory.array_spec(
-                (
-                    *leaf.shape[: leaf.axis],
-                    self.num_blocks,
-                    self.block_size,
-                    *leaf.shape[leaf.axis + 1 :],
-                ),
-                leaf.dtype,
-                leaf.pool_sharding(),
+                _resized(leaf, *sizes), leaf.dtype, _sharding_of_blocks(leaf)
             )
-            for leaf in self.leaves
+            for leaf in leaves
         ]
         kinds: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Any]]] = {
             "cut": (cut_all, (whole,), blocks),
@@ -230,40 +149,55 @@ class PrefixLayout:
             "zeros": (zeros, (), blocks),
         }
         function, args, results = kinds[name]
-        devices: list[jax.Device] = list(self.leaves[0].sharding.device_set)
         program = jax.jit(
             function,
-            out_shardings=[each.sharding for each in results],
-            compiler_options=memory.compiler_options(devices[0].platform),
+            out_shardings=[result.sharding for result in results],
+            compiler_options=memory.compiler_options(self.whole.platform),
         )
         return program.lower(*args).compile()
 
 
-def _leaf(name: str, like: Any, axis: object) -> Leaf:
-    if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"{name!r} must be a jax.Array or a jax.ShapeDtypeStruct, not {type(like)}."
-        )
-    shape = tuple(like.shape)
-    if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
-        raise ValueError(
-            f"sequence_axis {axis!r} of {name!r} must be an int in "
-            f"[{-len(shape)}, {len(shape)}): the array is {list(shape)}."
-        )
-    axis %= len(shape)
-    sharding = like.sharding
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        spec = tuple(sharding.spec)
-        if len(spec) > axis and spec[axis] is not None:
-            raise ValueError(
-                f"the tokens of {name!r}, axis {axis}, are sharded over "
-                f"{spec[axis]!r}; a block must not be split, so shard another axis."
+def arrays_of(
+    name: str, tree: PyTree, treedef: jax.tree_util.PyTreeDef | None = None
+) -> list[jax.Array]:
+    """Return the leaves of a pytree; raise unless they are live arrays outside jit.
+
+    With `treedef`, ValueError if the pytree has another structure.
+    """
+    arrays, structure = jax.tree.flatten(tree)
+    if treedef is not None and treedef != structure:
+        raise ValueError(f"{name} must have the structure {treedef}, not {structure}.")
+    for n, array in enumerate(arrays):
+        if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+            raise TypeError(
+                f"{name}: leaf {leaf_paths(tree)[n][0]!r} must be a jax.Array outside "
+                f"jit, not {type(array)}."
             )
-    elif len(sharding.device_set) > 1:
-        raise ValueError(
-            f"{name!r} is spread over {len(sharding.device_set)} devices by "
-            f"{sharding}; it must be by a jax.sharding.NamedSharding."
+        if array.is_deleted():
+            leaf = leaf_paths(tree)[n][0]
+            raise RuntimeError(f"{name}: leaf {leaf!r} has been deleted or donated.")
+    return arrays
+
+
+def _describe(path: Sequence[Any], leaf: Any) -> jax.ShapeDtypeStruct:
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{path_text(path)!r} must be a jax.Array or a jax.ShapeDtypeStruct, not "
+            f"{type(leaf)}."
         )
-    return Leaf(name, shape, np.dtype(like.dtype), sharding, axis)
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return memory.array_spec(leaf.shape, leaf.dtype, leaf.sharding or default)
+
+
+def _resized(leaf: Leaf, *sizes: int) -> tuple[int, ...]:
+    """Return the shape of a leaf with other sizes in place of its sequence axis."""
+    return *leaf.shape[: leaf.block_axis], *sizes, *leaf.shape[leaf.block_axis + 1 :]
+
+
+def _sharding_of_blocks(leaf: Leaf) -> jax.sharding.Sharding:
+    """Return the sharding of a leaf cut into blocks, which has one axis more."""
+    if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
+        return leaf.sharding
+    spec = list(leaf.spec)
+    spec.insert(leaf.block_axis, None)
+    return jax.sharding.NamedSharding(leaf.sharding.mesh, memory.partition_spec(*spec))

@@ -13,7 +13,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, SupportsIndex, Unpack, cast
+from typing import NamedTuple, SupportsIndex, Unpack
 
 import jax
 
@@ -27,7 +27,7 @@ from jaxkv import (
     TraceRecorder,
 )
 from jaxkv._util import Resource, check_whole, shown
-from jaxkv.integrations.prefix_copier import PrefixCopier, call_apart
+from jaxkv.integrations.prefix_copier import PrefixCopier, run_uninterrupted
 from jaxkv.integrations.prefix_epochs import BegunPrompts
 from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.integrations.prefix_storage import (
@@ -39,6 +39,7 @@ from jaxkv.integrations.prefix_storage import (
 )
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
 from jaxkv.observe.start import log_start
+from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tiers.base import PrepareStoreOutput
 from jaxkv.tiers.retention import check_retention
 from jaxkv.transfer.kernels import Mode
@@ -50,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoreKeys(StorageKeys, total=False):
-    """What adapters pass on to `PrefixStore`, as it takes them."""
+    """Arguments of `PrefixStore` that adapters pass on."""
 
     num_host_blocks: int | None
     host_bytes: str | SupportsIndex | None
@@ -62,59 +63,10 @@ class StoreKeys(StorageKeys, total=False):
 
 
 class PrefixHit(NamedTuple):
-    """A loaded prefix of a prompt.
+    """A loaded prefix of a prompt."""
 
-    Attributes:
-        num_tokens: Tokens that it covers, from the first on; whole blocks.
-        kv: Their keys and values, like the saved arrays; zero beyond.
-    """
-
-    num_tokens: int
-    kv: PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefixStats:
-    """Counts of a store so far.
-
-    Attributes:
-        query_tokens: Tokens of the prompts that `load` was called with.
-        hit_tokens: Tokens whose KV was loaded.
-        stored_blocks: Blocks whose bytes arrived on the host.
-        evicted_blocks: Blocks evicted to make room for others.
-        dropped_blocks: Blocks that found no room.
-        failed_saves: Saves whose bytes did not arrive, or that `only_if` refused.
-        failed_loads: Loads whose bytes did not arrive; they count as misses.
-        storage_hit_tokens: Of the hit tokens, those that were fetched from the store
-            for the `load` that used them.
-        storage_written_blocks: Blocks that got to the store.
-        storage_dropped_blocks: Blocks that should have been written there and were not:
-            too many were on their way, the host had evicted them, or the store failed.
-        storage_fetched_blocks: Blocks that came from the store to the host.
-        storage_missed_blocks: Blocks that were asked for and did not come: they were
-            not there any more, damaged, or late.
-        storage_evicted_blocks: Blocks that were deleted there to make room.
-        declined_fetches: Times that nothing was fetched, as it would have taken longer
-            than to compute (`PrefixStore.note_prefill_rate`).
-        outdated_saves: Saves of which nothing is kept, as `clear` was called since the
-            prompt was loaded, or may have been.
-    """
-
-    query_tokens: int = 0
-    hit_tokens: int = 0
-    stored_blocks: int = 0
-    evicted_blocks: int = 0
-    dropped_blocks: int = 0
-    failed_saves: int = 0
-    failed_loads: int = 0
-    storage_hit_tokens: int = 0
-    storage_written_blocks: int = 0
-    storage_dropped_blocks: int = 0
-    storage_fetched_blocks: int = 0
-    storage_missed_blocks: int = 0
-    storage_evicted_blocks: int = 0
-    declined_fetches: int = 0
-    outdated_saves: int = 0
+    num_tokens: int  # Tokens of whole blocks, from the first on.
+    kv: PyTree  # Their keys and values, like the saved arrays; zero beyond.
 
 
 class PrefixStore(Resource):
@@ -122,21 +74,24 @@ class PrefixStore(Resource):
 
     `save` takes the arrays of one prompt and returns before its bytes have left the
     device; the arrays may be donated from then on. `load` returns the KV of the longest
-    prefix on the host, in new arrays placed like those of the template.
+    prefix on the host, in new arrays that are placed like the template's.
 
     Any thread may call. The store's thread dispatches the transfers one at a time,
-    loads before saves. A block is found once its bytes have arrived.
+    loads before saves. A block can be hit once its bytes have arrived. A wrong token,
+    or an argument of a wrong type, raises ValueError or TypeError. After `close`, each
+    call raises RuntimeError.
 
-    `clear` begins a new epoch. KV belongs to the epoch in which its prompt was loaded,
-    and `save` keeps it only while that epoch lasts. `begin` returns the epoch, to pass
-    to `load` and `save`. Without it, `save` takes the epoch in which the calling thread
-    last loaded the prompt, or the longest prompt with which the tokens begin. A prompt
+    `clear` begins a new epoch. KV belongs to the epoch when its prompt was loaded, and
+    `save` keeps it only while that epoch lasts. `begin` returns the epoch, to pass to
+    `load` and `save`. Without it, `save` takes the epoch when the calling thread last
+    loaded the prompt, or else the longest prompt that the tokens begin with. A prompt
     that the thread has not loaded counts as begun before the first `clear`. So pass the
     epoch if one thread loads and another saves, or if a thread computes one prompt
-    several times at once. Per thread, 1024 prompts are remembered, in 0.3 MiB.
+    several times at once. The store remembers 1024 prompts per thread, in 0.3 MiB.
 
-    With `storage`, a folder or a URL, what is asked for again is written there too, and
-    found by the next process and by others that share it; docs/storage.md says how.
+    With `storage`, a folder or a URL, blocks that are requested again are written there
+    too. The next process finds them, like others that share the store
+    (docs/storage.md).
 
     Example:
         >>> import jax.numpy as jnp
@@ -185,17 +140,17 @@ class PrefixStore(Resource):
             max_pending_saves: Saves that may be pending, each with a copy of its KV on
                 the device; the next one waits.
             retention: Whether prompts can be kept longer than others (`retain`).
-            clock: Seconds since some moment, for that, and for a cache policy that
-                follows requests: each `load` is one.
-            recorder: Records each `load` as a request; None not to. It is closed with
-                the store.
-            storage: A third place for blocks, which outlives the process: ``storage``,
-                ``storage_bytes`` and the other keys of `OffloadConfig` about it. The
-                namespace then needs a model and a weights epoch.
+            clock: Returns seconds, for `retain`, and for a cache policy that follows
+                requests: each `load` is one.
+            recorder: Records each `load` as a request; the store closes it.
+            storage: A store that outlives the process: ``storage``, ``storage_bytes``
+                and the other keys of `OffloadConfig` for it. The namespace then needs
+                a model and a weights epoch.
 
         Raises:
             ValueError: An argument is wrong.
-            TypeError: The namespace is none, or a leaf neither an array nor its shape.
+            TypeError: The namespace is no `Namespace`, or a leaf is neither an array
+                nor its shape.
             MemoryError: There is not enough host memory.
             ImportError: The storage needs an extra that is missing.
             StoreError: The storage cannot be used.
@@ -210,7 +165,7 @@ class PrefixStore(Resource):
         self._max_saves = max_pending_saves
         self._clock = clock
         self._num_saves = 0
-        self._stats = PrefixStats()
+        self._stats = OffloadStats()
         self._recorder = recorder
         self._num_loads = 0
         self._epoch = 0  # Incremented by `clear`: older calls do not count.
@@ -236,6 +191,7 @@ class PrefixStore(Resource):
             if config is not None:
                 self._storage = PrefixStorage(
                     config,
+                    self._stats,
                     storage_namespace(namespace, self._layout),
                     namespace.block_size,
                     self._copier,
@@ -294,25 +250,20 @@ class PrefixStore(Resource):
             return self._manager.num_held_blocks * self._copier.engine.block_bytes
 
     @property
-    def stats(self) -> PrefixStats:
-        """Counts so far."""
+    def stats(self) -> OffloadStats:
+        """Counts so far.
+
+        A prompt that is loaded is a request without tokens on the device. A save that
+        `only_if` refused counts as failed, and a save of older weights as reset.
+        """
         with self._lock:
             if self._storage is None:
-                return self._stats
-            counts = self._storage.stats
-            return dataclasses.replace(
-                self._stats,
-                storage_written_blocks=counts.num_storage_stored,
-                storage_dropped_blocks=counts.num_storage_dropped,
-                storage_fetched_blocks=counts.num_storage_loaded,
-                storage_missed_blocks=counts.num_storage_failed,
-                storage_evicted_blocks=counts.num_storage_evicted,
-                declined_fetches=counts.num_fetches_declined,
-            )
+                return dataclasses.replace(self._stats)
+            return self._storage.stats
 
     @property
     def storage_stats(self) -> StorageIOStats | None:
-        """What the store has answered, failures by kind; None without `storage`."""
+        """The store's answers, failures by kind; None without `storage`."""
         return None if self._storage is None else self._storage.worker.storage_io.stats
 
     @property
@@ -322,21 +273,21 @@ class PrefixStore(Resource):
 
     @property
     def num_storage_blocks_held(self) -> int:
-        """Blocks that it is known to hold, or that are on their way there."""
+        """Blocks that the store is known to hold, or that are being written."""
         with self._lock:
             return 0 if self._storage is None else self._storage.tier.num_held_blocks
 
     def note_prefill_rate(self, tokens_per_s: float) -> None:
-        """Say how fast prefills are, so that no slower fetch is waited for.
+        """Set the rate of prefills, so that no `load` waits for a slower fetch.
 
-        From then on `load` takes from the store only what comes sooner than it would
-        be computed, by the rate of the last reads. Without `storage` it does nothing.
+        From then on, `load` fetches only blocks that arrive sooner than they could be
+        recomputed, by the rate of the last reads. It has no effect without `storage`.
 
         Args:
-            tokens_per_s: Tokens computed in a second; 0 to fetch all there is.
+            tokens_per_s: Tokens computed per second; 0 to fetch all blocks.
 
         Raises:
-            ValueError: It is negative, or no number.
+            ValueError: It is negative, or not a number.
         """
         if not (_is_number(tokens_per_s) and 0 <= tokens_per_s < float("inf")):
             raise ValueError(
@@ -347,21 +298,20 @@ class PrefixStore(Resource):
                 self._storage.note_prefill_rate(tokens_per_s)
 
     def wait_for_storage(self, timeout_s: float | None = None) -> bool:
-        """Wait until the store was listed, and has all that waits to be written.
+        """Wait until the store has been listed, and all pending writes have ended.
 
-        Without it all goes on in the background: a process that has just started finds
-        more and more of what is there.
+        Without this call, both go on in the background: a process that has just started
+        finds more and more blocks.
 
         Args:
-            timeout_s: Seconds to wait at most; None for `storage_deadline_s`.
+            timeout_s: Maximum seconds to wait; None for `storage_deadline_s`.
 
         Returns:
-            Whether that is so: not if a listing or a write has failed since the last
+            False after a timeout, or if a listing or a write has failed since the last
             call. True without `storage`.
 
         Raises:
-            ValueError: `timeout_s` is no number.
-            RuntimeError: The store was closed.
+            ValueError: `timeout_s` is not a number.
         """
         if not (timeout_s is None or _is_number(timeout_s)):
             raise ValueError(
@@ -372,22 +322,18 @@ class PrefixStore(Resource):
             return self._storage is None or self._storage.wait(timeout_s)
 
     def prefetch(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> None:
-        """Begin to fetch what only the store has of a prompt that will be loaded soon.
+        """Begin to fetch blocks of a prompt that only the store has.
 
-        As for a prompt that waits in a queue. Returns at once, and does nothing without
-        `storage`.
+        Call it for a prompt that waits in a queue. It returns at once, and does nothing
+        without `storage`.
 
         Args:
             tokens: int[n]. The prompt.
             extras: The adapter and salt that it was saved with.
-
-        Raises:
-            ValueError: A token is out of range.
-            RuntimeError: The store was closed.
         """
         epoch, keys = self._keys(tokens, extras)
         if self._storage is not None:
-            call_apart(lambda: self._prefetch(epoch, keys))
+            run_uninterrupted(lambda: self._prefetch(epoch, keys))
 
     def warm_up(self) -> None:
         """Compile the programs for saves and loads of full length."""
@@ -417,11 +363,6 @@ class PrefixStore(Resource):
         Returns:
             The number of calls of `clear` so far.
 
-        Raises:
-            ValueError: A token is out of range.
-            TypeError: An argument is of a wrong type.
-            RuntimeError: The store was closed.
-
         Example:
             >>> import jax.numpy as jnp
             >>> namespace = Namespace("my-model", "v1", "float32", "NHD", block_size=4)
@@ -447,20 +388,19 @@ class PrefixStore(Resource):
     ) -> PrefixHit | None:
         """Load the KV of the longest prefix on the host, and in the store behind it.
 
-        Waits until the bytes have arrived: those of a store for `storage_deadline_s` at
-        most. What it has not brought by then is not part of the prefix. An exception in
-        the thread that waits, such as KeyboardInterrupt, leaves no block held: the load
-        ends without it.
+        Waits until the bytes have arrived, at most `storage_deadline_s` for a store.
+        Blocks that have not arrived by then are not part of the prefix. An exception in
+        the waiting thread, such as KeyboardInterrupt, leaves no block held: the load
+        ends without the thread.
 
         Args:
             tokens: int[n]. The prompt.
             extras: The adapter and salt that it was saved with.
             min_tokens: Load nothing if fewer tokens are found.
-            length: Length of the sequence axes of the new arrays; by default that of
-                the template.
+            length: Length of the sequence axes of the new arrays; by default the
+                template's length.
             remote_prefill: Whether another engine computes the prompt and writes it to
-                the store: what is not there yet is waited for, `storage_await_s` for
-                the next block.
+                the store. The load then waits `storage_await_s` for each next block.
             epoch: The epoch from `begin`; by default the current one. If `clear` has
                 ended it, the load is a miss.
 
@@ -470,15 +410,10 @@ class PrefixStore(Resource):
 
         Raises:
             ValueError: A number or a token is out of range.
-            TypeError: An argument is of a wrong type.
-            RuntimeError: The store was closed.
         """
         length = self.max_tokens if length is None else length
         check_whole(0, min_tokens=min_tokens)
-        if not _is_within(1, length, self.max_tokens):
-            raise ValueError(
-                f"length={shown(length)} must be in [1, {self.max_tokens}]."
-            )
+        check_whole(1, self.max_tokens, length=length)
         length = operator.index(length)
         if not isinstance(remote_prefill, bool):
             raise TypeError(
@@ -486,12 +421,12 @@ class PrefixStore(Resource):
             )
         epoch, keys = self._begin(tokens, extras, epoch)
         keys = keys[: length // self.block_size]
-        found = call_apart(
+        loaded = run_uninterrupted(
             lambda: self._load(epoch, keys, len(tokens), min_tokens, remote_prefill)
         )
-        if found is None:
+        if loaded is None:
             return None
-        num_tokens, pool = found
+        num_tokens, pool = loaded
         return PrefixHit(num_tokens, self._layout.join(pool, length))
 
     def save(
@@ -520,12 +455,11 @@ class PrefixStore(Resource):
                 returns False, or raises, nothing is kept, which counts as a failed
                 save. It may wait for the device.
             epoch: The epoch from `begin`, called before `kv` was computed; by default
-                the epoch in which this thread loaded the prompt.
+                the epoch when this thread loaded the prompt.
 
         Returns:
-            The number of tokens, from the first on, that are held or in flight: those
-            of all full blocks, unless there is no room. 0 if `clear` has ended the
-            epoch.
+            The number of tokens, from the first on, that are held or in flight: all
+            full blocks, unless there is no room. 0 if `clear` has ended the epoch.
 
         Raises:
             ValueError: `kv` is not like the template, or a number is out of range.
@@ -536,13 +470,9 @@ class PrefixStore(Resource):
             raise TypeError(f"only_if={shown(only_if)} must be a function, or None.")
         current, keys = self._keys(tokens, extras)
         leaves, length = self._layout.check(kv)
-        most = min(length, len(tokens))
+        max_tokens = min(length, len(tokens))
         num_tokens = len(tokens) if num_tokens is None else num_tokens
-        if not _is_within(0, num_tokens, most):
-            raise ValueError(
-                f"num_tokens={shown(num_tokens)} must be in [0, {most}]: {len(tokens)} "
-                f"tokens are given, and kv has room for {length}."
-            )
+        check_whole(0, max_tokens, num_tokens=num_tokens)
         if epoch is None:
             epoch = self._epoch_of(tokens, extras, current)
         check_whole(0, current, epoch=epoch)
@@ -554,7 +484,8 @@ class PrefixStore(Resource):
             )
             self._check()
             if epoch != self._epoch:
-                self._count(outdated_saves=1)
+                self._stats.num_offered += len(keys)
+                self._stats.num_dropped_reset += len(keys)
                 return 0
             keys, output = self._find_room(keys)
             if not output.block_hashes_to_store:
@@ -583,18 +514,17 @@ class PrefixStore(Resource):
         retention: Retention | None,
         extras: Extras = NO_EXTRAS,
     ) -> None:
-        """Say how long to keep the blocks of a prompt, saved already or later.
+        """Set how long the blocks of a prompt are kept, saved already or later.
 
         Args:
             tokens: int[n]. The prompt.
-            retention: Their priority, of those of its first `num_tokens` tokens; None
-                to have them be ordinary again.
+            retention: The priority of the blocks of its first `num_tokens` tokens; None
+                for ordinary blocks.
             extras: The adapter and salt that it is saved with.
 
         Raises:
-            ValueError: If the store was made without `retention=True`.
-            TypeError: If `retention` is no `Retention`.
-            RuntimeError: The store was closed.
+            ValueError: The store was made without `retention=True`.
+            TypeError: `retention` is not a `Retention`.
 
         Example:
             >>> import jax.numpy as jnp
@@ -619,11 +549,7 @@ class PrefixStore(Resource):
             self._manager.retain(keys, retention, int(1000 * self._clock()))
 
     def flush(self) -> None:
-        """Wait until all saves have ended.
-
-        Raises:
-            RuntimeError: The store was closed.
-        """
+        """Wait until all saves have ended."""
         with self._lock:
             self._changed.wait_for(lambda: not self._num_saves)
             self._check()
@@ -631,22 +557,21 @@ class PrefixStore(Resource):
     def clear(self, weights_epoch: str | None = None) -> None:
         """Remove all blocks from the host, and begin a new epoch.
 
-        Blocks in flight are not found either, and a prompt whose `load` or `begin` came
+        Blocks in flight cannot be hit either, and a prompt whose `load` or `begin` came
         before is not kept, even if the weights stay the same. Call it once the new
         weights are in place: a prompt that begins after `clear` and reads older weights
         would be kept.
 
-        A store behind the host keeps its own: only other weights, under another name,
-        do not find them. So with `storage` that name has to be given.
+        A store behind the host keeps its blocks. Only weights with another name do not
+        find them, so `storage` requires a name.
 
         Args:
             weights_epoch: Version of the weights from now on; None for the same as
-                before. With `storage` the same may be given by its name: what the store
-                has is then found again by a later listing.
+                before. With `storage`, pass the old name if the weights are the same:
+                a later listing then finds the store's blocks again.
 
         Raises:
-            ValueError: There is `storage`, and no name. Then nothing changes.
-            RuntimeError: The store was closed.
+            ValueError: There is `storage`, but no name. Then nothing changes.
         """
         with self._lock:
             self._check()
@@ -665,7 +590,7 @@ class PrefixStore(Resource):
     def close(self) -> None:
         """Wait for transfers in flight and end the threads; no calls after this.
 
-        What is on its way to a store has `storage_deadline_s` to get there.
+        Pending writes to a store get `storage_deadline_s` to end.
         """
         with self._lock:
             self._changed.wait_for(lambda: not self._num_saves)
@@ -691,11 +616,11 @@ class PrefixStore(Resource):
         current, keys = self._keys(tokens, extras)
         epoch = current if epoch is None else epoch
         check_whole(0, current, epoch=epoch)
-        self._begun.note(extras, tokens, epoch)
+        self._begun.record(extras, tokens, epoch)
         return epoch, keys
 
     def _epoch_of(self, tokens: TokenIds, extras: Extras, current: int) -> int:
-        """Return the epoch in which this thread loaded a prompt, or the first one."""
+        """Return the epoch when this thread loaded a prompt, or the first one."""
         if not current:
             return 0
         epoch = self._begun.find(extras, tokens)
@@ -716,16 +641,14 @@ class PrefixStore(Resource):
         min_tokens: int,
         is_expected: bool,
     ) -> tuple[int, list[jax.Array]] | None:
-        """Find a prefix, hold it and load it, in a thread that nothing interrupts.
+        """Find, hold and load a prefix, in a thread that nothing interrupts.
 
-        Returns:
-            How many tokens it has, and its blocks; None as of `load`.
+        Returns its number of tokens and its blocks; None for a miss.
         """
         with self._lock:
             self._check()
-            self._count(query_tokens=num_prompt_tokens)
+            self._stats.num_host_query_tokens += num_prompt_tokens
             self._notify_policy(keys, num_prompt_tokens)
-            num_on_host = num_hits = self._manager.lookup(keys)
             if self._storage is not None and keys and self._is_wanted(epoch):
                 self._storage.bring(
                     keys,
@@ -734,7 +657,7 @@ class PrefixStore(Resource):
                     is_expected=is_expected,
                 )
                 self._check()
-                num_hits = self._manager.lookup(keys)
+            num_hits = self._manager.lookup(keys)
             if epoch != self._epoch:
                 num_hits = 0  # They would be of other weights.
             num_tokens = num_hits * self.block_size
@@ -752,11 +675,12 @@ class PrefixStore(Resource):
         pool = loading.result()
         if pool is None:
             return None
-        num_fetched = max(0, num_hits - num_on_host) * self.block_size
         with self._lock:
             if epoch != self._epoch:
                 return None
-            self._count(hit_tokens=num_tokens, storage_hit_tokens=num_fetched)
+            self._stats.num_host_hit_tokens += num_tokens
+            self._stats.num_loads += 1
+            self._stats.num_loaded += num_hits
         return num_tokens, pool
 
     def _prefetch(self, epoch: int, keys: list[BlockKey]) -> None:
@@ -766,9 +690,9 @@ class PrefixStore(Resource):
                 self._storage.prefetch(keys[: self._layout.num_blocks])
 
     def _is_wanted(self, epoch: int) -> bool:
-        """Whether a call that has begun is to go on. Needs the lock."""
-        is_well = not self._closed and self._fault is None
-        return is_well and epoch == self._epoch
+        """Whether a call that has begun may go on. Needs the lock."""
+        is_open = not self._closed and self._fault is None
+        return is_open and epoch == self._epoch
 
     def _note_fault(self, fault: BaseException) -> None:
         with self._lock:
@@ -800,26 +724,21 @@ class PrefixStore(Resource):
         if self._fault is not None:
             raise RuntimeError("the prefix store's thread failed.") from self._fault
 
-    def _count(self, **counts: int) -> None:
-        """Add to counters. Needs the lock."""
-        new = {name: getattr(self._stats, name) + n for name, n in counts.items()}
-        self._stats = dataclasses.replace(self._stats, **new)
-
     def _find_room(
         self, keys: list[BlockKey]
     ) -> tuple[list[BlockKey], PrepareStoreOutput]:
-        """Find room for a prefix, or for a part of it. Needs the lock.
+        """Find room for a prefix, or for its beginning. Needs the lock.
 
-        Returns:
-            The keys that have room, from the first on, and which of them to store.
+        Returns the keys that have room, and which of them to store.
         """
-        fitting = keys[: self.num_host_blocks]
+        fitting, stats = keys[: self.num_host_blocks], self._stats
         while (output := self._manager.prepare_store(fitting)) is None:
             fitting = fitting[: len(fitting) // 2]
-        self._count(
-            dropped_blocks=len(keys) - len(fitting),
-            evicted_blocks=len(output.block_hashes_evicted),
-        )
+            stats.num_store_refusals += 1
+        num_dropped = len(keys) - len(fitting)
+        stats.num_offered += num_dropped + len(output.block_hashes_to_store)
+        stats.num_dropped_full += num_dropped
+        stats.num_evicted += len(output.block_hashes_evicted)
         return fitting, output
 
     def _end_save(
@@ -840,9 +759,12 @@ class PrefixStore(Resource):
                 self._manager.reorder(keys)
                 if ok and self._storage is not None:
                     self._storage.note_stored(stored)
-                self._count(stored_blocks=len(stored) * ok, failed_saves=not ok)
+                if ok:
+                    self._stats.num_stored += len(stored)
+                else:
+                    self._stats.num_dropped_failed += len(stored)
             else:
-                self._count(outdated_saves=1)
+                self._stats.num_dropped_reset += len(stored)
 
     def _end_load(self, epoch: int, keys: list[BlockKey], ok: bool) -> None:
         with self._lock:
@@ -850,16 +772,7 @@ class PrefixStore(Resource):
                 self._manager.complete_load(keys)
                 if not ok:  # They must not be hit again.
                     self._manager.discard(keys)
-                    self._count(failed_loads=1)
-
-
-def _is_within(least: int, value: object, most: int) -> bool:
-    """Whether this is a whole number within bounds."""
-    try:
-        number = operator.index(cast(SupportsIndex, value))
-    except TypeError:
-        return False
-    return not isinstance(value, bool) and least <= number <= most
+                    self._stats.num_loads_failed += 1
 
 
 def _is_number(value: object) -> bool:
@@ -869,10 +782,9 @@ def _is_number(value: object) -> bool:
 
 
 def _answer(only_if: Callable[[], bool] | None) -> bool:
-    """Ask whether a save is to go on; not if the caller's own function fails.
+    """Whether a save may go on; False if the caller's function fails.
 
-    Raises:
-        JaxRuntimeError: What it waits for on the device has failed, as for a transfer.
+    An error of the device passes, as for a transfer.
     """
     try:
         return only_if is None or bool(only_if())

@@ -1,9 +1,9 @@
-"""Says which weights an engine has read, for keys that outlive the process.
+"""Identifies the weights that an engine has read, for keys that outlive the process.
 
-A store is asked for blocks by engines that start months later. What they find must have
-been computed by the same weights, so a name is not enough: a checkpoint may be replaced
-under its name. A revision of the Hugging Face Hub is named by its commit, which never
-changes; files are named by their sizes, their times, and samples of what is in them.
+Engines that start months later read a store. Its blocks must have been computed with
+the same weights, so a name is not enough: a checkpoint may be replaced under its name.
+A revision of the Hugging Face Hub is identified by its commit, which never changes;
+files are identified by their sizes, their times, and samples of their content.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxkv._util import shown
 
-# What loaders read of a checkpoint: weights, how they are laid out, code of the model.
+# Files that loaders read: weights, their layout, code of the model.
 _SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -34,11 +34,11 @@ _SUFFIXES = (
     ".py",
 )
 _DESCRIPTIONS = (".json", ".py")
-# Among those, what no block depends on: tokens are in the keys.
-_LEFT_OUT = re.compile(r"(tokenizer|special_tokens|added_tokens|generation_).*|vocab.*")
+# Files that no block depends on: tokens are in the keys.
+_IGNORED = re.compile(r"(tokenizer|special_tokens|added_tokens|generation_).*|vocab.*")
 
-# Samples of all files together. Times show most changes; images of containers and the
-# like may give all files one time.
+# Samples of all files together. Times show most changes, but images of containers may
+# give all files the same time.
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
@@ -50,7 +50,7 @@ Description = dict[str, Any]
 
 
 class UnknownWeightsError(ValueError):
-    """It cannot be said for certain which weights an engine has."""
+    """The weights of an engine cannot be identified for certain."""
 
 
 def describe_weights(
@@ -60,35 +60,24 @@ def describe_weights(
     hub_folders: tuple[str | os.PathLike[str], ...] = (),
     read_since_s: float | None = None,
 ) -> Description:
-    """Say which weights a model has, so that others have another description.
+    """Return JSON values that identify a model's weights in every process.
 
-    Args:
-        model: A folder, a file, or a name on the Hugging Face Hub.
-        revision: The revision that was asked for, if any.
-        hub_folders: Where snapshots of the Hub may be, as `hub_folders_of` gives them.
-        read_since_s: No file may have changed after this time, in seconds since the
-            epoch, nor the folder that it is in or a link that leads to it, as others
-            might have been read before that.
+    `model` is a folder, a file, or a name on the Hugging Face Hub, whose snapshots may
+    be in `hub_folders`. `read_since_s` is a time in seconds since the epoch: if a file,
+    its folder or a link to it changed later, the process may have read other weights.
+    UnknownWeightsError if the weights cannot be identified.
 
-    Returns:
-        Of JSON's types, and the same in every process that has the same weights.
-
-    Raises:
-        UnknownWeightsError: That cannot be said.
-
-    Example:
-        >>> describe_weights("org/name", "0123456789abcdef0123456789abcdef01234567")
-        {'hub': 'org/name', 'commit': '0123456789abcdef0123456789abcdef01234567'}
+    >>> describe_weights("org/name", "0123456789abcdef0123456789abcdef01234567")
+    {'hub': 'org/name', 'commit': '0123456789abcdef0123456789abcdef01234567'}
     """
     if os.path.exists(model):
-        found = _SNAPSHOT.fullmatch(os.path.abspath(model))
-        if found:
-            return {"hub": found[1].replace("--", "/"), "commit": found[2]}
+        if snapshot := _SNAPSHOT.fullmatch(os.path.abspath(model)):
+            return {"hub": snapshot[1].replace("--", "/"), "commit": snapshot[2]}
         return {"files": list(_describe_files(Path(model), read_since_s))}
     if not _REPOSITORY.fullmatch(model):
         raise UnknownWeightsError(
             f"model={shown(model)} is neither a folder nor a name on the Hugging Face "
-            "Hub, so that its weights have no version here"
+            "Hub, so that its weights have no known version"
         )
     commit = revision or ""
     if not _COMMIT.fullmatch(commit):
@@ -99,11 +88,7 @@ def describe_weights(
 def hub_folders_of(
     environ: Mapping[str, str], download_dir: str | None = None
 ) -> tuple[str, ...]:
-    """List where snapshots of the Hub are, by the environment.
-
-    Args:
-        environ: The environment.
-        download_dir: Where the engine was asked to put weights; alone if it was.
+    """Return the folder of the Hub's snapshots: `download_dir`, or by the environment.
 
     >>> hub_folders_of({"HF_HOME": "/cache"})
     ('/cache/hub',)
@@ -119,7 +104,7 @@ def hub_folders_of(
 
 
 def process_started_s() -> float | None:
-    """Say when this process began, in seconds since the epoch; None if not on Linux."""
+    """Return the start of this process in seconds since the epoch; None if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -131,16 +116,16 @@ def process_started_s() -> float | None:
 def snapshot_of(
     model: str, revision: str, folders: tuple[str | os.PathLike[str], ...]
 ) -> Path | None:
-    """Return the folder of a snapshot of the Hub; None if there is none here."""
+    """Return the folder of a snapshot of the Hub; None if it is in no folder."""
     if not _REPOSITORY.fullmatch(model):
         return None
     for folder in folders:
-        own = Path(folder, "models--" + model.replace("/", "--"))
+        path = Path(folder, "models--" + model.replace("/", "--"))
         try:
-            commit = own.joinpath("refs", revision).read_text(encoding="utf-8").strip()
+            commit = path.joinpath("refs", revision).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError, ValueError):
             continue
-        snapshot = own.joinpath("snapshots", commit)
+        snapshot = path.joinpath("snapshots", commit)
         if _COMMIT.fullmatch(commit) and snapshot.is_dir():
             return snapshot
     return None
@@ -153,33 +138,33 @@ def _commit_of(
     if snapshot is not None:
         return snapshot.name
     raise UnknownWeightsError(
-        f"there is no snapshot of model={shown(model)}, revision={shown(revision)}, in "
-        f"{', '.join(map(str, folders)) or 'any folder'} that would name its commit: "
-        "give a commit of 40 digits as the revision"
+        f"no snapshot of model={shown(model)}, revision={shown(revision)}, is in "
+        f"{', '.join(map(str, folders)) or 'any folder'}, so that its commit is "
+        "unknown: pass a commit of 40 digits as the revision"
     )
 
 
 def _describe_files(
     path: Path, read_since_s: float | None
 ) -> Iterator[tuple[str, int, int, str]]:
-    """Give each file's name, size, time in ns, and digest of samples."""
+    """Yield each file's name, size, time in ns, and digest of samples."""
     files = [path] if path.is_file() else sorted(_files_in(path))
     weights = [file for file in files if file.suffix not in _DESCRIPTIONS]
     if not weights:
         raise UnknownWeightsError(f"{path} has no file of weights")
     stats = [file.stat() for file in files]
     for file, status in zip(files, stats, strict=True):
-        # When it was changed by any means; a copy can set only the other time.
+        # The time of any change; a copy can set only the other time.
         if read_since_s is not None and status.st_ctime > read_since_s:
             raise _changed(file)
     if read_since_s is not None:
-        ways = itertools.chain.from_iterable(map(_way_to, files))
+        links = itertools.chain.from_iterable(map(_path_to, files))
         folders = {os.path.realpath(file.parent) for file in files}
-        for place in dict.fromkeys(ways):
-            # Not the folders above: where one is a layer of a container's image, that
-            # something is written below it changes its times as if it were renamed.
-            counts = os.path.islink(place) or place in folders
-            if counts and _was_put_there_after(place, read_since_s):
+        for place in dict.fromkeys(links):
+            # Except folders above: if one is a layer of a container's image, a write
+            # below it changes its times as if it were renamed.
+            is_checked = os.path.islink(place) or place in folders
+            if is_checked and _was_moved_after(place, read_since_s):
                 raise _changed(place)
     total = sum(status.st_size for status in stats)
     step = max(_SAMPLE_BYTES, total // _NUM_SAMPLES)
@@ -195,17 +180,17 @@ def _describe_files(
 
 def _changed(place: str | Path) -> UnknownWeightsError:
     return UnknownWeightsError(
-        f"{place} has changed after this process began, so that it may have read "
+        f"{place} has changed since this process began, so that it may have read "
         "other bytes"
     )
 
 
-def _way_to(file: Path) -> Iterator[str]:
-    """Give the folders and links by which a file is reached, and what they lead to."""
+def _path_to(file: Path) -> Iterator[str]:
+    """Yield the folders and links on the path of a file, and the links' targets."""
     current = "/"
-    left = os.path.join(os.getcwd(), file).split("/")[::-1]
-    while left:
-        name = left.pop()
+    rest = os.path.join(os.getcwd(), file).split("/")[::-1]
+    while rest:
+        name = rest.pop()
         if name == "..":
             current = os.path.dirname(current)
         elif name not in ("", "."):
@@ -216,31 +201,31 @@ def _way_to(file: Path) -> Iterator[str]:
                 continue
             target = os.readlink(place)
             current = "/" if os.path.isabs(target) else current
-            left += target.split("/")[::-1]
+            rest += target.split("/")[::-1]
 
 
-def _was_put_there_after(place: str, time_s: float) -> bool:
+def _was_moved_after(place: str, time_s: float) -> bool:
     """Whether a link was made, or a folder renamed, after some time."""
     status = os.lstat(place)
     if status.st_ctime <= time_s:
         return False
     if stat.S_ISDIR(status.st_mode):
-        # A file that was made in it, or deleted, changes the other time as well.
+        # Making or deleting a file in it changes the other time, too.
         return status.st_mtime <= time_s
     return stat.S_ISLNK(status.st_mode)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
     for file in folder.rglob("*"):
-        parts = file.relative_to(folder).parts
-        if any(part.startswith(".") for part in parts) or not file.is_file():
+        names = file.relative_to(folder).parts
+        if any(name.startswith(".") for name in names) or not file.is_file():
             continue
-        if file.suffix in _SUFFIXES and not _LEFT_OUT.fullmatch(file.name):
+        if file.suffix in _SUFFIXES and not _IGNORED.fullmatch(file.name):
             yield file
 
 
 def _sampled(file: Path, size: int, step: int) -> str:
-    """Make a digest of samples of a file, the first and the last bytes among them."""
+    """Return a digest of samples of a file, including its first and last bytes."""
     digest = hashlib.sha256()
     with file.open("rb") as data:
         for start in (*range(0, size, step), max(0, size - _SAMPLE_BYTES)):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
 from jaxkv._util import settings, shown
-from jaxkv._util.settings import ConfigError, Key, Settings
+from jaxkv._util.settings import ConfigError, Fault, Key, Settings, exclusion
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.whatif.shadows import parse_shadows
 from jaxkv.search.groups import FullAttention, GroupSpec
@@ -213,24 +213,22 @@ class RuleSettings(Settings):
         "Log [a line of JSON](metrics.md#log-requests) for each finished request.",
     )
 
-    def _contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[Fault]:
         yield from super()._contradictions()
         if self.shadow is not None:
-            yield from shadow_conflicts(f"shadow={shown(self.shadow)}", self)
+            yield from shadow_conflicts("shadow", self.shadow, self)
         if self.mode != "lazy":
             return
-        if self.blocks_per_host_block > 1:
-            yield (
-                f"blocks_per_host_block={self.blocks_per_host_block} and mode='lazy' "
-                "exclude one another: the device evicts single blocks, and a host "
-                "block holds several consecutive ones."
+        if (factor := self.blocks_per_host_block) > 1:
+            reason = (
+                "the device evicts single blocks, and a host block holds several "
+                "consecutive ones."
             )
+            yield exclusion("blocks_per_host_block", factor, "mode", "'lazy'", reason)
         for name in ("prompt_only", "max_offload_tokens", "pause_unused_stores"):
             if value := getattr(self, name):
-                yield (
-                    f"{name}={value} and mode='lazy' exclude one another: a block that "
-                    "the device evicts belongs to no request."
-                )
+                reason = "a block that the device evicts belongs to no request."
+                yield exclusion(name, value, "mode", "'lazy'", reason)
 
 
 @settings.documented
@@ -263,51 +261,56 @@ class OffloadRules(RuleSettings):
         # A batch of one block would be full, and so be stored, in nearly every step.
         return min(num_blocks, _MAX_BATCH_BLOCKS) if num_blocks > 1 else 0
 
-    def _contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[Fault]:
         yield from super()._contradictions()
         if self.skip_slow_loads and not self.block_bytes:
-            yield "skip_slow_loads=True needs block_bytes, a device block's bytes."
-
-
-def shadow_conflicts(setting: str, rules: RuleSettings) -> Iterator[str]:
-    """Yield an error for each rule that the shadows of `setting` cannot simulate."""
-    for name, required in (("retention", False), ("blocks_per_host_block", 1)):
-        if (value := getattr(rules, name)) != required:
-            yield (
-                f"{setting} and {name}={value} exclude one another: "
-                "shadows simulate neither retention nor host blocks of several blocks."
+            yield Fault(
+                "{skip_slow_loads}=True needs {block_bytes}, a device block's bytes."
             )
 
 
-def check_shadows(setting: str, groups: tuple[GroupSpec, ...]) -> None:
-    """Raise ValueError unless the shadows of `setting` can simulate the groups."""
-    if groups != (FullAttention(groups[0].block_size),):
-        raise ValueError(
-            f"{setting} needs a model with a single group of full-attention layers: "
-            f"shadows cannot simulate {groups}."
-        )
+def shadow_conflicts(
+    setting: str, value: str, rules: RuleSettings, remedy: str = ""
+) -> Iterator[Fault]:
+    """Yield a fault for each rule that the shadows of `setting` cannot simulate."""
+    reason = "shadows simulate neither retention nor host blocks of several blocks."
+    for name, required in (("retention", False), ("blocks_per_host_block", 1)):
+        if (other := getattr(rules, name)) != required:
+            yield exclusion(setting, shown(value), name, other, reason + remedy)
+
+
+def check_shadows(setting: str, value: str, groups: tuple[GroupSpec, ...]) -> None:
+    """Raise ConfigError unless the shadows of `setting` can simulate the groups."""
+    _check_one_group(setting, shown(value), groups, "shadows cannot simulate {}.")
 
 
 def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
-    """Raise ValueError for rules that do not suit the model's groups of layers."""
+    """Raise ConfigError for rules that do not suit the model's groups of layers."""
     if rules.shadow is not None:
-        check_shadows(f"shadow={shown(rules.shadow)}", groups)
+        check_shadows("shadow", rules.shadow, groups)
     factor = rules.blocks_per_host_block
-    if factor > 1 and groups != (FullAttention(groups[0].block_size),):
-        fault = (
-            f"blocks_per_host_block={factor} needs a model with a single group of "
-            f"full-attention layers: blocks of {groups} cannot be stored and evicted "
-            "several at a time."
+    if factor > 1:
+        reason = "blocks of {} cannot be stored and evicted several at a time."
+        _check_one_group("blocks_per_host_block", factor, groups, reason)
+
+
+def _check_one_group(
+    setting: str, value: object, groups: tuple[GroupSpec, ...], reason: str
+) -> None:
+    if groups != (FullAttention(groups[0].block_size),):
+        text = (
+            f"{{{setting}}}={{}} needs a model with a single group of full-attention "
+            f"layers: {reason}"
         )
-        raise ConfigError([fault])
+        raise ConfigError([Fault(text, value, groups)])
 
 
 def check_lists_victims(write: WriteRule, can_list_victims: bool) -> None:
     """Raise ConfigError for `on_evict` unless the tier can list its next victims."""
     if write == "on_evict" and not can_list_victims:
-        fault = (
-            "storage_write='on_evict' needs cache_policy='lru', executor='native' and "
-            "retention=False: other host tiers cannot list the blocks that they "
-            "evict next."
+        fault = Fault(
+            "{storage_write}='on_evict' needs {cache_policy}='lru', "
+            "{executor}='native' and {retention}=False: other host tiers cannot list "
+            "the blocks that they evict next."
         )
         raise ConfigError([fault])

@@ -84,7 +84,7 @@ def test_a_rival_that_moves_wrong_bytes_is_detected(name, direction, monkeypatch
 
     monkeypatch.setattr(design, direction, broken)
     overlaps = transfer.Overlaps()
-    with pytest.raises(BytesDifferError, match="blocks are not what was saved"):
+    with pytest.raises(BytesDifferError, match="blocks differ from what was saved"):
         run_transfer(
             config,
             make_plan(config, None, None),

@@ -580,8 +580,8 @@ HARMLESS = {
     ),  # It is made, or there.
     # Another thread does the work, or the caller itself.
     ("thread", "transfer.storage.workers.start_thread"),
-    ("thread", "integrations.prefix_copier.TaskThread.run"),
-    ("thread", "integrations.prefix_copier.call_apart"),
+    ("thread", "integrations.prefix_copier.PrefixCopier._submit"),
+    ("thread", "integrations.prefix_copier.run_uninterrupted"),
     ("stat", "scheduling.record.record._read_secret"),
     ("lstat", "scheduling.record.trace_file.TraceFile.__init__"),
     ("lstat", "scheduling.record.trace_file.TraceFile._rotate.<locals>.<genexpr>"),

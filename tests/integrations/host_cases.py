@@ -183,7 +183,7 @@ def main(address, num_hosts, host, folder):
         fetch_on(num_hosts, mesh, storage, is_there)
     both = jax.P("model", None, "copy")
     for wrong, hosts, text in (
-        (make_caches(copies, both), num_hosts, "one axis other than that of blocks"),
+        (make_caches(copies, both), num_hosts, "only one axis may be sharded"),
         (make_caches(mixed), num_hosts + 1, f"{num_hosts} processes share the mesh"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -141,7 +141,7 @@ def main():
                 case "break":
                     break_cache(cache)
             state |= {
-                "hit_tokens": cache.stats.hit_tokens,
+                "hit_tokens": cache.stats.num_host_hit_tokens,
                 "errors": dict(cache.errors),
                 "statistic": cache.gen_statistic_str(),
             }

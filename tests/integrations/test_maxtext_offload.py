@@ -120,7 +120,7 @@ def test_a_clear_in_the_middle_of_a_prefill_keeps_nothing_of_it(make):
     engine.prefill = compute_and_clear
     assert offload.prefill("params", prompt).num_tokens == 0
     offload.store.flush()
-    assert (offload.store.held_bytes, offload.store.stats.outdated_saves) == (0, 1)
+    assert (offload.store.held_bytes, offload.store.stats.num_dropped_reset) == (0, 2)
     assert offload.resume(prompt) == (None, 0)
     del engine.prefill
     offload.prefill("params", prompt)
@@ -140,7 +140,10 @@ def test_prompts_that_began_before_clear_are_not_kept(make):
     assert offload.save_prefix(prompt, prefix) == 0
     assert offload.save_prefix(prompt, prefix, epoch=epoch) == 0
     assert offload.resume(prompt, epoch=epoch) == (None, 0)
-    assert (offload.store.held_bytes, offload.store.stats.outdated_saves) == (0, 3)
+    assert (offload.store.held_bytes, offload.store.stats.num_dropped_reset) == (
+        0,
+        3 * 2,
+    )
     offload.resume(prompt)
     assert offload.save_prefix(prompt, prefix) == 8
 
@@ -187,7 +190,7 @@ def test_a_slot_of_other_lengths_keeps_nothing_and_is_counted(make):
     engine.insert(0, 4)
     offload.save_slot(range(1, 10), engine.state(), 0)
     offload.store.flush()
-    assert offload.store.stats.failed_saves == 1
+    assert offload.store.stats.num_dropped_failed == 2
     assert offload.resume(range(1, 10)) == (None, 0)
 
 

@@ -117,8 +117,8 @@ def faulty(monkeypatch):
 @pytest.mark.parametrize("mode", ["fused", "staged"])
 def test_a_store_that_is_made_anew_is_warm(make, mode):
     before = filled(make, mode=mode)
-    assert before.stats.storage_written_blocks == NUM_BLOCKS
-    assert before.stats.storage_dropped_blocks == 0
+    assert before.stats.num_storage_stored == NUM_BLOCKS
+    assert before.stats.num_storage_dropped == 0
     store = listed(make, mode=mode)
     assert (store.num_storage_blocks_held, store.held_bytes) == (NUM_BLOCKS, 0)
     assert not store.contains(PROMPT)
@@ -126,14 +126,13 @@ def test_a_store_that_is_made_anew_is_warm(make, mode):
     assert hit.num_tokens == NUM_TOKENS
     check_hit(hit, PROMPT)
     stats = store.stats
-    assert (stats.hit_tokens, stats.storage_hit_tokens) == (NUM_TOKENS, NUM_TOKENS)
-    assert (stats.storage_fetched_blocks, stats.storage_missed_blocks) == (7, 0)
+    assert (stats.num_loads, stats.num_host_hit_tokens) == (1, NUM_TOKENS)
+    assert (stats.num_storage_loaded, stats.num_storage_failed) == (7, 0)
     assert store.contains(PROMPT)
     check_hit(store.load(PROMPT), PROMPT)  # On the host now.
-    assert store.stats.storage_fetched_blocks == NUM_BLOCKS
-    assert store.stats.storage_hit_tokens == NUM_TOKENS
+    assert store.stats.num_storage_loaded == NUM_BLOCKS
     assert store.load(OTHER) is None
-    assert store.stats.storage_written_blocks == 0
+    assert store.stats.num_storage_stored == 0
     check_at_rest(store)
 
 
@@ -170,8 +169,8 @@ def test_objects_that_are_not_right_are_misses(make, tmp_path, damage, num):
     for file in random.Random(num).sample(files, num):
         damage(file)
     hit = store.load(PROMPT)
-    assert store.stats.storage_missed_blocks == num
-    assert store.stats.storage_fetched_blocks == NUM_BLOCKS - num
+    assert store.stats.num_storage_failed == num
+    assert store.stats.num_storage_loaded == NUM_BLOCKS - num
     if hit is not None:
         assert hit.num_tokens < NUM_TOKENS
         check_hit(hit, PROMPT)
@@ -207,7 +206,7 @@ def test_what_others_have_written_is_not_found_and_stays(make, tmp_path):
     for name, options in OF_OTHERS.items():
         with listed(make, **options) as store:
             assert store.load(PROMPT) is None, name
-            assert store.stats.storage_fetched_blocks == 0, name
+            assert store.stats.num_storage_loaded == 0, name
         after = {path: path.read_bytes() for path in files_of(tmp_path)}
         assert after == before, name
 
@@ -226,7 +225,7 @@ def test_of_a_stored_prompt_what_is_asked_for_and_not_on_the_host_is_fetched(mak
     filled(make)
     store = listed(make)
     assert store.load(PROMPT, min_tokens=NUM_TOKENS + 1) is None
-    assert store.stats.storage_fetched_blocks == 0
+    assert store.stats.num_storage_loaded == 0
     assert store.load(PROMPT, min_tokens=NUM_TOKENS).num_tokens == NUM_TOKENS
     store = listed(make, like=to_device(known_kv([], 20)))  # Shorter arrays.
     hit = store.load(PROMPT)
@@ -236,8 +235,8 @@ def test_of_a_stored_prompt_what_is_asked_for_and_not_on_the_host_is_fetched(mak
     save(store, PROMPT[: 3 * BLOCK])
     check_hit(store.load(PROMPT), PROMPT)
     stats = store.stats
-    assert (stats.hit_tokens, stats.storage_hit_tokens) == (NUM_TOKENS, 4 * BLOCK)
-    assert stats.storage_fetched_blocks == 4
+    assert stats.num_host_hit_tokens == NUM_TOKENS
+    assert stats.num_storage_loaded == 4
 
 
 def test_a_prefetched_prompt_is_on_the_host_when_it_is_loaded(make):
@@ -247,8 +246,7 @@ def test_a_prefetched_prompt_is_on_the_host_when_it_is_loaded(make):
     wait_for(store.contains, PROMPT)
     hit = store.load(PROMPT)
     check_hit(hit, PROMPT)
-    assert store.stats.storage_hit_tokens == 0
-    assert store.stats.storage_fetched_blocks == NUM_BLOCKS
+    assert store.stats.num_storage_loaded == NUM_BLOCKS
     check_at_rest(store)
 
 
@@ -257,7 +255,7 @@ def test_what_comes_slower_than_it_is_computed_is_not_waited_for(make):
     store.note_prefill_rate(1e15)
     check_hit(store.load(PROMPT), PROMPT)  # Nobody knows yet how fast reads are.
     assert store.load(OTHER) is None
-    assert store.stats.declined_fetches == 1
+    assert store.stats.num_fetches_declined == 1
     store.note_prefill_rate(0)
     check_hit(store.load(OTHER), OTHER)
     with pytest.raises(ValueError, match="tokens_per_s=-1 must be a number"):
@@ -269,10 +267,10 @@ def test_only_what_is_asked_for_again_is_written_by_default(make):
     assert store.load(PROMPT) is None
     save(store, PROMPT)
     assert store.wait_for_storage(60)
-    assert store.stats.storage_written_blocks == 0
+    assert store.stats.num_storage_stored == 0
     assert store.load([*PROMPT[:13], 5]).num_tokens == 12
     assert store.wait_for_storage(60)
-    assert store.stats.storage_written_blocks == 3
+    assert store.stats.num_storage_stored == 3
 
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
@@ -396,7 +394,7 @@ def test_a_remote_prefill_that_is_cleared_while_it_is_awaited_is_a_miss(make):
         reader.clear("1")
         save(writer, PROMPT)  # By the weights before.
         assert loading.result(timeout=20) is None
-    assert (reader.load(PROMPT), reader.stats.hit_tokens) == (None, 0)
+    assert (reader.load(PROMPT), reader.stats.num_host_hit_tokens) == (None, 0)
 
 
 def test_a_prefetch_that_is_cleared_before_the_store_answers_fetches_nothing(
@@ -410,10 +408,10 @@ def test_a_prefetch_that_is_cleared_before_the_store_answers_fetches_nothing(
     store.clear("1")
     faulty.hang = 0.0
     for _ in range(50):
-        store._storage.look()
+        store._storage.advance()
     store._storage.worker.storage_io._store.let_go()
     wait_for(lambda: not store._storage.worker.num_in_flight)
-    assert (store.held_bytes, store.stats.storage_fetched_blocks) == (0, 0)
+    assert (store.held_bytes, store.stats.num_storage_loaded) == (0, 0)
 
 
 def test_a_close_while_a_prompt_is_fetched_ends_both(make, faulty):
@@ -473,13 +471,13 @@ def test_two_stores_of_eight_threads_never_get_a_wrong_byte(make, faulty, kind):
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         list(threads.map(hammer, range(8)))
     assert loaded
-    assert count("storage_fetched_blocks", "storage_missed_blocks") > 0
+    assert count("num_storage_loaded", "num_storage_failed") > 0
     vars(faulty).update(vars(Faults()))
     for store in stores:
         store.flush()
         store.wait_for_storage(60)
         wait_for(is_at_rest, store)  # Until late fetches are over, too.
-        assert store.stats.failed_loads == store.stats.failed_saves == 0
+        assert store.stats.num_loads_failed == store.stats.num_dropped_failed == 0
 
 
 def is_at_rest(store):
@@ -502,7 +500,7 @@ def test_waiting_for_the_store_tells_that_it_does_not_have_it_all(make, faulty):
     store.clear("2")
     save(store, PROMPT)
     assert store.wait_for_storage()
-    assert store.stats.storage_written_blocks == NUM_BLOCKS
+    assert store.stats.num_storage_stored == NUM_BLOCKS
 
 
 def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
@@ -570,18 +568,18 @@ def test_what_the_host_is_about_to_evict_is_written(make):
     for tokens in prompts:
         save(store, tokens)
         assert store.wait_for_storage(60)
-    assert store.stats.evicted_blocks >= 50
-    assert store.stats.storage_written_blocks >= 40
+    assert store.stats.num_evicted >= 50
+    assert store.stats.num_storage_stored >= 40
     assert sum(store.load(tokens) is not None for tokens in prompts) > 12 + 20
 
 
 EVICTING = {"storage_write": "on_evict"}
 REFUSED = [
-    ({"namespace": named(model="")}, ConfigError, "needs a model, which is ''"),
+    ({"namespace": named(model="")}, ConfigError, "needs model (got '')"),
     (
         {"namespace": named(weights_epoch="")},
         ConfigError,
-        "needs a weights_epoch, which is ''",
+        "needs weights_epoch (got '')",
     ),
     ({"storage_bytes": 100}, ValueError, "must be at least 432, what one host"),
     ({"storage_bytes": "much"}, ConfigError, "storage_bytes='much' must be a size"),
@@ -606,7 +604,7 @@ def test_what_cannot_be_is_refused_in_one_line(make, monkeypatch):
         assert message in str(raised.value)
         assert "\n" not in str(raised.value)
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(ValueError, match="a model that one process serves, not 2"):
+    with pytest.raises(ValueError, match="that one process serves"):
         make()
     wait_for(lambda: threading.active_count() <= num_threads)
 
@@ -643,7 +641,7 @@ def test_the_keys_are_those_of_the_configuration(make, tmp_path):
     store = make(**config.storage_keys())
     save(store, PROMPT)
     assert store.wait_for_storage(60)
-    assert store.stats.storage_written_blocks == NUM_BLOCKS
+    assert store.stats.num_storage_stored == NUM_BLOCKS
     none = OffloadConfig().storage_keys()
     assert none["storage"] is None
     assert make(**none).num_storage_blocks == 0

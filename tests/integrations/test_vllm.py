@@ -19,7 +19,11 @@ from jaxkv import OffloadMetadata, OffloadScheduler, Retention, TransferEngine
 from jaxkv.integrations.vllm import tokens
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
-from jaxkv.integrations.vllm.scheduler import PrefillRate, VllmRequest
+from jaxkv.integrations.vllm.scheduler import (
+    PrefillRate,
+    RequestReports,
+    VllmRequest,
+)
 from jaxkv.integrations.vllm.worker import StepMetadata
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.scheduling.protocol import NO_REPORTS, ConnectorOutput
@@ -316,6 +320,41 @@ def test_who_asks_to_decode_elsewhere_is_answered_with_what_to_send_there(newest
         request = Request("one", range(9), 1)
         request.kv_transfer_params = params
         assert connector.request_finished(request, []) == (False, told), params
+
+
+def test_a_response_reports_what_its_request_found(newest):
+    engine = make_warm_engine(extra={"report_requests": True})
+    for device, host in ((0, TOKENS), (TOKENS, 0)):
+        before = set(engine.scheduler.response_params)
+        ask(engine, num_output=1)
+        (name,) = engine.scheduler.response_params.keys() - before
+        report = engine.scheduler.response_params[name]["jaxkv"]
+        assert report.pop("waited_s") >= 0
+        assert report == {
+            **{"tokens": 18, "device": device, "host": host, "storage": 0},
+            "computed": 18 - TOKENS,
+        }
+    plain = Engine()
+    ask(plain)
+    assert set(plain.scheduler.response_params.values()) == {None}
+
+
+def test_a_reported_wait_ends_with_the_load_and_a_failed_load_is_recomputed():
+    times = iter([1.0, 2.0, 4.0, 7.0, 11.0, 16.0])
+    reports = RequestReports(lambda: next(times))
+    for name in ("loads", "fails"):
+        tracked = VllmRequest(Request(name, range(18), 1), 1)
+        tracked.num_local_tokens = 4
+        reports.query(name)
+        reports.query(name)  # vLLM asks again while blocks come from the store.
+        reports.begin(tracked, 12, 8)
+        reports.begin(tracked, 0, 0)  # It is preempted and resumes.
+    reports.end_loads(["loads"], ["fails", "another rank's"])
+    expected = {"tokens": 18, "device": 4, "host": 4, "storage": 8, "computed": 2}
+    assert reports.pop("loads") == expected | {"waited_s": 10.0}
+    failed = {"host": 0, "storage": 0, "computed": 14}
+    assert reports.pop("fails") == expected | failed | {"waited_s": 12.0}
+    assert reports.pop("loads") is reports.pop("never began") is None
 
 
 def test_hybrid_models_are_refused_on_vllm_019(monkeypatch):
@@ -992,7 +1031,7 @@ def test_transfers_take_no_more_device_memory_than_half_of_what_is_left(
         moved = engine.runner.connector._worker._worker._engine
         assert moved._staging_bytes == staging << 20, left
     (warning,) = [r.getMessage() for r in vllm_log if r.levelname == "WARNING"]
-    assert "staging_bytes is 100 MiB instead of 256, half of what" in warning
+    assert "staging_bytes is 100 MiB instead of 256, half of" in warning
     assert "set --flag=312 if transfers wait" in warning
     left = 63 << 20
     with pytest.raises(ValueError, match=r"63 MiB of memory left.*set --flag=1\.$"):

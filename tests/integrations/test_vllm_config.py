@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxkv import FullAttention, Mamba, OffloadConfig, SlidingWindow
+from jaxkv import ConfigError, FullAttention, Mamba, OffloadConfig, SlidingWindow
+from jaxkv.integrations.vllm import OffloadConnector
 from jaxkv.integrations.vllm.config import (
     ConnectorConfig,
     names_of_shared_keys,
@@ -110,6 +111,27 @@ def test_the_keys_set_rules_and_sizes(monkeypatch):
     assert storage.shown_url == "redis://host:1"
     assert "0123456789abcdef" not in repr(config)
     assert "password" not in repr(config)
+
+
+def test_faults_name_vllms_keys_and_leave_values_alone():
+    for extra, message in [
+        (
+            {"eviction_policy": "auto", "blocks_per_chunk": 2},
+            "eviction_policy='auto' and blocks_per_chunk=2 exclude one another",
+        ),
+        (
+            {"record": "host_bytes={mode}", "record_key_file": "host_bytes={mode}"},
+            "record='host_bytes={mode}' and record_key_file must be two files",
+        ),
+    ]:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            read(extra=extra)
+    vllm_config, cache_config = make_configs(
+        windows=(None, 6), extra={"blocks_per_chunk": 2}
+    )
+    role = SimpleNamespace(name="SCHEDULER")
+    with pytest.raises(ConfigError, match="blocks_per_chunk=2 needs a model with"):
+        OffloadConnector(vllm_config, role, cache_config)
 
 
 def test_null_is_no_choice_of_a_size():
@@ -222,7 +244,7 @@ BAD_ENGINES = [
         type("RayDistributedExecutorV2", (), {}),
         "backend='RayDistributedExecutorV2' must be 'uni', which TPU_MULTIHOST",
     ),
-    ("cache_config__enable_prefix_caching", False, "must be true: blocks have"),
+    ("cache_config__enable_prefix_caching", False, "must be True: the keys of blocks"),
     ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
     (
         "speculative_config",

@@ -195,7 +195,7 @@ def test_the_core_may_have_a_process_of_its_own(lab):
     assert hit_tokens(found) > 1000
     # Lines of jaxkv come through that process's log.
     assert "(EngineCore" in found["log"]
-    assert "setting aside" in found["log"]
+    assert "of host memory" in found["log"]
 
 
 def test_salts_are_kept_apart(lab):

@@ -126,7 +126,7 @@ def test_without_a_seed_versions_with_one_of_their_own_are_served(model, monkeyp
     vars(__import__("sys").modules["vllm.v1.core.kv_cache_utils"]).pop(
         "DEFAULT_NONE_HASH_SEED", None
     )
-    with pytest.raises(ValueError, match="storage needs PYTHONHASHSEED in the"):
+    with pytest.raises(ValueError, match="storage needs the same PYTHONHASHSEED"):
         space(model, {})
 
 
@@ -145,11 +145,11 @@ REFUSED = {
     ),
     "modelscope": (
         {"environ": {**ENVIRON, "VLLM_USE_MODELSCOPE": "True"}},
-        "weights of ModelScope have no version here",
+        "weights of ModelScope have no known version",
     ),
     "no snapshot": (
         {"model_config__model": "org/name", "environ": {**ENVIRON, "HF_HOME": "/no"}},
-        "no snapshot of model='org/name', revision='main', in /no/hub that would name",
+        "no snapshot of model='org/name', revision='main', is in /no/hub, so that its",
     ),
 }
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_told_apart_is_refused_in_a_line(model):
 
 def test_weights_that_changed_while_they_were_read_are_refused(model, monkeypatch):
     monkeypatch.setattr(namespace, "process_started_s", lambda: 0.0)
-    with pytest.raises(ValueError, match="changed after this process began"):
+    with pytest.raises(ValueError, match="changed since this process began"):
         space(model)
 
 
@@ -204,6 +204,6 @@ def test_a_branch_that_moved_while_its_weights_were_read_is_refused(
 def test_a_configuration_of_another_form_is_refused(model):
     configs = make_configs(model=model)
     del configs[0].model_config.quantization
-    expected = "its configuration has another form than expected, .*'quantization'"
+    expected = "its configuration has an unknown form, .*'quantization'"
     with pytest.raises(ValueError, match=re.compile(expected)):
         namespace_of(*configs, None, ENVIRON)

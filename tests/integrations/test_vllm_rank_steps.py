@@ -220,7 +220,10 @@ def test_the_bytes_of_the_host_tier_are_shared_equally_by_the_ranks():
             {"num_cpu_blocks": None, "cpu_bytes_to_use": 2047},
             "=2047 must be at least 2048, the bytes of a block of all layers for each",
         ),
-        ({"storage": "/kv"}, "storage='/kv' cannot be used with total_dp_size=4: "),
+        (
+            {"storage": "redis://:password@host:1"},
+            "storage='redis://host:1' cannot be used with total_dp_size=4: ",
+        ),
         ({"record": "/r"}, "record='/r' cannot be used with total_dp_size=4: each"),
         ({"policy_state": "/p"}, "policy_state='/p' cannot be used with total_dp_"),
     ],

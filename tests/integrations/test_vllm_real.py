@@ -153,6 +153,28 @@ def test_a_prompt_that_another_vllm_computes_is_loaded_as_it_is_written(
     close(producer, consumer)
 
 
+def test_what_a_request_found_reaches_its_output_in_vllm(make_engine):
+    engine = make_engine(extra={"report_requests": True} | KEEP)
+    update, found = engine.scheduler.update_from_output, {}
+
+    def collect(*args):
+        outputs = update(*args)
+        for client in outputs.values():
+            for output in client.outputs:
+                found[output.request_id] = output.kv_transfer_params
+        return outputs
+
+    engine.scheduler.update_from_output = collect
+    for name in ("one", "two"):
+        engine.add(name, range(18), 3)
+        engine.run()
+        assert engine.scheduler.reset_prefix_cache()
+    for name, num_host in (("one", 0), ("two", 4 * BLOCK_SIZE)):
+        report = found[name]["jaxkv"]
+        assert (report["tokens"], report["device"]) == (18, 0)
+        assert (report["host"], report["computed"]) == (num_host, 18 - num_host)
+
+
 def test_requests_that_wait_for_loads_leave_states_to_compute_in(make_engine):
     """vLLM counts blocks of attention alone before it admits a load."""
     engine = make_engine(

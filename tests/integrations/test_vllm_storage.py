@@ -235,7 +235,7 @@ def test_new_weights_are_never_served_what_the_store_has_of_old_ones(
         route(engine)
         engine.runner.weights = 1  # The runner checks all that it reads from now on.
         assert ask(engine, "again") == 0
-    assert "is not used any more until the next start" in caplog.text
+    assert "is not used until the next start" in caplog.text
     files = sorted((tmp_path / "store").rglob("*.0"))
     assert ask(engine, "others", range(100, 118)) == 0
     engine.check_nothing_leaked()
@@ -373,7 +373,7 @@ def test_blocks_of_an_adapter_that_is_not_known_stay_out_of_the_store(
     assert engine.scheduler.num_external_tokens == 2 * TOKENS, "the host has them"
     ask(engine, "others", range(100, 133), 1, lora=adapter)
     assert list((tmp_path / "store").rglob("*.0")) == []
-    assert caplog.text.count("stay out of the store until the next start") == 1
+    assert caplog.text.count("are not stored until the next start") == 1
     engine.check_nothing_leaked()
 
 

@@ -119,7 +119,7 @@ def test_files_that_change_while_they_may_be_read_are_refused(tmp_path, checkpoi
     assert describe_weights(checkpoint, read_since_s=start_s)
     # A copy that keeps the time of its source, as by rsync -a.
     os.utime(path, ns=(OLD, OLD))
-    with pytest.raises(UnknownWeightsError, match=r"safetensors has changed after"):
+    with pytest.raises(UnknownWeightsError, match=r"safetensors has changed since"):
         describe_weights(checkpoint, read_since_s=start_s)
 
 
@@ -153,7 +153,7 @@ def test_files_that_were_put_in_the_place_of_others_are_refused(tmp_path, what):
     else:
         changed.symlink_to(other)
     assert describe_weights(str(named)), "it is there"
-    message = re.escape(f"{changed} has changed after this process began")
+    message = re.escape(f"{changed} has changed since this process began")
     with pytest.raises(UnknownWeightsError, match=message):
         describe_weights(str(named), read_since_s=start_s)
 

@@ -75,6 +75,7 @@ class Scheduler:
         self.expected, self.stale = Counter(), Counter()
         self.num_external_tokens = 0
         self.was_preempted = set()
+        self.response_params = {}
         self.newer = newer
         self.num_waits = 0
         if newer:
@@ -381,7 +382,8 @@ class Scheduler:
         tables = self.tables.get(request.request_id, ([],) * len(self.windows))
         ids = KVCacheBlocks(tables).get_block_ids()
         delay, params = self.connector.request_finished_all_groups(request, ids)
-        assert (delay, params) == (False, None)
+        assert not delay
+        self.response_params[request.request_id] = params
         self.finished.add(request.request_id)
         if not keep_blocks:
             self.free(request)

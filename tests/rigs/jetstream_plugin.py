@@ -25,7 +25,7 @@ def pytest_configure(config):
 def pytest_terminal_summary(terminalreporter):
     for cache in _caches:
         cache.flush()
-    stored = sum(cache.stats.stored_blocks for cache in _caches)
+    stored = sum(cache.stats.num_stored for cache in _caches)
     errors = sum(sum(cache.errors.values()) for cache in _caches)
     terminalreporter.write_line(
         f"{len(_caches)} caches of jaxkv, {stored} blocks stored, {errors} errors"

@@ -99,7 +99,7 @@ bench transfer --rounds 2       | '2' must be a whole number from 3 to
 bench transfer --mode fast      | --mode: unknown 'fast': choose from fused
 bench transfer --designs numpy  | unknown option '--designs': did you mean --sizes?
 bench transfer --sizes 1KiB     | nothing can be measured: 1 KiB in blocks of
-bench transfer --sizes 9TiB     | nothing can be measured: 9 TiB: it takes
+bench transfer --sizes 9TiB     | nothing can be measured: 9 TiB: needs
 bench storage                   | URL: it is required
 bench storage nope://x          | URL: storage='nope://x': unknown 'nope'
 bench storage /dev/null         | URL: storage='/dev/null': Not a directory; name a fold

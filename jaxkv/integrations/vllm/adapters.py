@@ -1,4 +1,4 @@
-"""Marks that tell the weights of an adapter apart, for the keys of its blocks.
+"""Marks that identify the weights of an adapter, for the keys of its blocks.
 
 vLLM's hashes have an adapter's name and path. Both stay when it is trained again.
 """
@@ -30,33 +30,28 @@ _TICK_NS = 2 * 10**9
 _Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
-class _Look(NamedTuple):
+class _Folder(NamedTuple):
     stamp: _Stamp
     is_settled: bool
     mark: bytes | None
 
 
 class Adapters:
-    """Reads which weights an adapter's folder has, anew only if its files change.
+    """Reads the weights of adapters' folders, again only if their files change.
 
-    Args:
-        has_storage: Whether blocks outlive the process. A mark is then private if the
-            files have changed since the process began.
+    If blocks outlive the process (`has_storage`), a mark is private if the files have
+    changed since the process began.
     """
 
     def __init__(self, has_storage: bool = False) -> None:
         self._has_storage = has_storage
         self._since_s = process_started_s() or 0.0
-        self._looks: dict[str, _Look] = {}
+        self._folders: dict[str, _Folder] = {}
 
     def mark(self, lora: Any) -> bytes | None:
-        """Return what follows in the keys of an adapter's blocks, `MARK_BYTES` bytes.
+        """Return bytes[MARK_BYTES] for the keys of the blocks of a `LoRARequest`.
 
-        Args:
-            lora: vLLM's `LoRARequest`.
-
-        Returns:
-            A different one for other weights; None if they cannot be read here.
+        Other weights have another mark. None if the weights cannot be read here.
         """
         path = os.path.expanduser(str(getattr(lora, "lora_path", "")))
         if not os.path.isdir(path):
@@ -66,15 +61,15 @@ class Adapters:
             path = str(snapshot)
         now_ns = time.time_ns()
         stamp = _stamp(path)
-        look = self._looks.get(path)
-        if look is None or look.stamp != stamp or not look.is_settled:
+        folder = self._folders.get(path)
+        if folder is None or folder.stamp != stamp or not folder.is_settled:
             changed_ns = max((ctime_ns for *_, ctime_ns, _ in stamp), default=now_ns)
             is_settled = changed_ns < now_ns - _TICK_NS
-            look = _Look(stamp, is_settled, self._mark(path, stamp, look))
-            self._looks[path] = look
-        return look.mark
+            folder = _Folder(stamp, is_settled, self._mark(path, stamp, folder))
+            self._folders[path] = folder
+        return folder.mark
 
-    def _mark(self, path: str, stamp: _Stamp, last: _Look | None) -> bytes | None:
+    def _mark(self, path: str, stamp: _Stamp, last: _Folder | None) -> bytes | None:
         try:
             if self._has_storage:
                 try:
@@ -83,8 +78,8 @@ class Adapters:
                 except (UnknownWeightsError, OSError) as error:
                     if last is None or last.stamp != stamp:
                         _LOG.warning(
-                            "blocks of an adapter stay out of the store until the next "
-                            "start: %s",
+                            "blocks of an adapter are not stored until the next start: "
+                            "%s",
                             error,
                         )
             about = describe_weights(path)
@@ -96,7 +91,7 @@ class Adapters:
 
 
 def _stamp(path: str) -> _Stamp:
-    """Return what changes with a folder's files; () if it cannot be listed."""
+    """Return the times and sizes of a folder's files; () if it cannot be listed."""
     try:
         with os.scandir(path) as entries:
             return tuple(

@@ -1,16 +1,15 @@
 """Reads and checks vLLM's configuration for `OffloadConnector`.
 
-The scheduler's and the worker's half of the connector each read it, and must get the
-same number of host blocks.
+Both halves of the connector read it, and must get the same number of host blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
 import os
-import re
 from collections.abc import Collection, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, cast
@@ -25,7 +24,7 @@ from jaxkv import (
     register_policy,
 )
 from jaxkv._util import did_you_mean, settings, shown
-from jaxkv._util.settings import Settings
+from jaxkv._util.settings import Fault, Settings
 from jaxkv.config import KEYS, blank_secret_faults, variable_of
 from jaxkv.integrations.vllm import namespace, tokens
 from jaxkv.integrations.vllm.hosts import num_hosts
@@ -38,79 +37,77 @@ from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
 DEFAULT_HOST_BYTES = 8 << 30
 _SCALE_BYTES = 4
 
-# These must be 1: the connector was never tested with more workers or kinds of block
-# ids.
-_SIZES = (
-    "pipeline_parallel_size",
-    "decode_context_parallel_size",
-    "prefill_context_parallel_size",
-)
-
-# Ways to make drafts.
-_DRAFTS = ("ngram", "eagle3", "dflash", "mtp")
+# Settings of vLLM -> their required values, and the reasons.
+_REQUIRED: dict[str, tuple[Any, str]] = {
+    "parallel_config.pipeline_parallel_size": (1, "more was never tested"),
+    "parallel_config.decode_context_parallel_size": (1, "more was never tested"),
+    "parallel_config.prefill_context_parallel_size": (1, "more was never tested"),
+    "cache_config.enable_prefix_caching": (
+        True,
+        "the keys of blocks are the hashes of vLLM's prefix cache",
+    ),
+    "use_v2_model_runner": (
+        False,
+        "with it, vLLM's scheduler sends a preempted request as a new one, and JAX "
+        "runners such as tpu-inference's read its prompt, but not the tokens generated "
+        "so far. Set VLLM_USE_V2_MODEL_RUNNER=0",
+    ),
+    "model_config.runner_type": (
+        "generate",
+        "pooling has no KV cache to load into, and its steps do not report which "
+        "transfers have ended",
+    ),
+    "kv_transfer_config.kv_role": ("kv_both", "the connector stores and loads"),
+}
+_DRAFT_METHODS = ("ngram", "eagle3", "dflash", "mtp")
 
 # Files that only one engine may write. `_RANK` in their paths becomes its rank.
 _FILES_OF_ENGINE = ("record", "policy_state")
 _RANK = "{rank}"
 
-# Keys of `OffloadConfig` that vLLM has another name for, or docs/vllm.md another text:
-# key -> (vLLM's name, the text or nothing).
-_OTHERWISE = {
-    "host_bytes": (
-        "cpu_bytes_to_use",
-        "Size of the host tier, of all chips together. An eighth more is set aside as "
-        "spare room, so that what is stored together lies together: 64 GiB take 72.",
-    ),
-    "num_host_blocks": (
-        "num_cpu_blocks",
-        "The same as a number of host blocks; set only one of the two.",
-    ),
-    "cache_policy": ("eviction_policy", ""),
-    "blocks_per_host_block": ("blocks_per_chunk", ""),
-    "prompt_only": (
-        "offload_prompt_only",
-        "Do not store generated tokens. vLLM's own connector does so by default; the "
-        "next turn then computes the last answer again.",
-    ),
-    "retention": (
-        "retention",
-        "Let a request say how long its blocks are "
-        "[kept](#keep-a-prompt-longer-than-others).",
-    ),
-    "staging_bytes": (
-        "staging_bytes",
-        "Device memory for transfers, which is also the most that is in flight.",
-    ),
-    "deadline_s": ("transfer_deadline_s", "Abandon a transfer that takes longer."),
-    "skip_slow_loads": (
-        "skip_slow_loads",
-        "Compute what would take longer to load, by the rates of vLLM's steps and of "
-        "the loads so far.",
-    ),
-    "storage_secret": (
-        "storage_secret",
-        "Secret of at least 16 bytes that signs what is written; blocks without its "
-        "signature are not read. vLLM logs its configuration: put it in the "
-        "environment as `JAXKV_STORAGE_SECRET` instead.",
-    ),
+# vLLM's names of fields of `OffloadConfig`.
+_RENAMED = {
+    "cpu_bytes_to_use": "host_bytes",
+    "num_cpu_blocks": "num_host_blocks",
+    "eviction_policy": "cache_policy",
+    "blocks_per_chunk": "blocks_per_host_block",
+    "offload_prompt_only": "prompt_only",
+    "transfer_deadline_s": "deadline_s",
 }
 
-# Of the keys of `OffloadConfig`, what vLLM decides or has ways of its own for, and what
-# was never tried with it.
+# Fields that vLLM decides, that the connector serves in vLLM's way, or that were never
+# tested with vLLM.
 _NOT_SERVED = {
     *("executor", "mode", "max_num_batched_tokens", "world_size", "enable_events"),
     *("max_blocks_in_flight", "copy_on_device", "load_in_step"),
     *("flush_on_preemption", "remember_drops", "transfer_mode", "transfer_kernel"),
     *("extent_bytes", "layer_groups", "report_after_steps"),
     *("check_plans", "agreement_timeout_s"),
-    *(word for word, key in KEYS.items() if key.scope in ("events", "metrics")),
-    *(word for word, key in KEYS.items() if key.scope == "strict"),
+    *(name for name in KEYS if KEYS[name].scope in ("events", "metrics", "strict")),
 }
 
-_NAMES = {
-    word: _OTHERWISE.get(word, (word,))[0] for word in KEYS if word not in _NOT_SERVED
+_ALIASES = {field: key for key, field in _RENAMED.items()}
+FIELDS = {
+    _ALIASES.get(field, field): field for field in KEYS if field not in _NOT_SERVED
 }
-_WORDS = {name: word for word, name in _NAMES.items()}
+"""The keys of ``kv_connector_extra_config`` that are fields of `OffloadConfig`."""
+
+# Descriptions in docs/vllm.md that replace the fields' descriptions.
+_TEXTS = {
+    "cpu_bytes_to_use": "Host memory for blocks, of all chips together. Spare memory "
+    "adds an eighth: 64 GiB take 72.",
+    "num_cpu_blocks": "Host blocks, instead of `cpu_bytes_to_use`.",
+    "offload_prompt_only": "Do not store generated tokens. vLLM's own connector does "
+    "so by default; the next turn then recomputes the last answer.",
+    "retention": "Let a request say how long its blocks are "
+    "[kept](#keep-a-prompt-longer-than-others).",
+    "transfer_deadline_s": "Abandon a transfer that takes longer.",
+    "skip_slow_loads": "Recompute what would take longer to load, by the measured "
+    "rates of vLLM's steps and of loads.",
+    "storage_secret": "Secret of at least 16 bytes that signs blocks; blocks without "
+    "its signature are not read. vLLM logs its configuration: put it in the "
+    "environment as `JAXKV_STORAGE_SECRET` instead.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,28 +117,28 @@ class VllmSettings(Settings):
     cache_policy_module_path: str | None = settings.text(
         None,
         "scheduler",
-        "The module to import `eviction_policy` from, a function that makes a "
-        "[policy of your own](write-a-policy.md), unless importing registers it.",
+        "Module to import `eviction_policy` from, a function that makes a [policy of "
+        "your own](write-a-policy.md), unless the module registers it.",
         settings.Text("the path of a module", r"[^\W\d]\w*(\.[^\W\d]\w*)*"),
     )
     storage_namespace: str | None = settings.text(
         None,
         "storage",
-        "A name for the weights, in place of [what is looked "
-        "at](#which-engines-share).",
+        "A name for the weights, instead of [their commit or files]"
+        "(#which-engines-share).",
         settings.Text("a text that is not empty", r"(?s:.*\S.*)"),
     )
     storage_keep_on_reset: bool = settings.flag(
         False,
         "storage",
-        "Use the store after a [reset](#when-weights-change), as the weights never "
-        "change while the engine runs.",
+        "Use the store after a [reset](#when-weights-change), because the weights "
+        "never change while the engine runs.",
     )
     keep_on_device_reset: bool = settings.flag(
         False,
         "scheduler",
-        "Keep the host tier when vLLM's prefix cache alone is [reset]"
-        "(#when-weights-change), as the weights stay the same then.",
+        "Keep the host tier when only vLLM's prefix cache is [reset]"
+        "(#when-weights-change), because the weights stay the same.",
     )
     restore_tokens: bool = settings.flag(
         True,
@@ -150,65 +147,74 @@ class VllmSettings(Settings):
         "[drops](#asynchronous-scheduling); `false` refuses asynchronous scheduling "
         "instead.",
     )
+    report_requests: bool = settings.flag(
+        False,
+        "scheduler",
+        "Return in `kv_transfer_params` of each [response](#log-and-metrics) what the "
+        "request found in each tier.",
+    )
     lazy_offload: bool = settings.flag(
         False,
         "scheduler",
         "Refused if `true`: vLLM's block pool cannot pin a block in its place.",
     )
 
-    def _contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[Fault]:
         if self.lazy_offload:
-            yield (
-                "lazy_offload=true is not supported: vLLM's block pool moves a block "
-                "to the end of its order of eviction when its store is over, so the "
-                "blocks evicted next would be those that were not stored."
+            yield Fault(
+                "{lazy_offload}=true is not supported: vLLM's block pool evicts a "
+                "block last once its store has ended, so the blocks evicted next "
+                "would be those that were not stored."
             )
 
 
-_OWN_KEYS = settings.keys_of(VllmSettings)
+_VLLM_KEYS = settings.keys_of(VllmSettings)
 
-EXTRA_KEYS = (*_WORDS, *_OWN_KEYS)
+EXTRA_KEYS = (*FIELDS, *_VLLM_KEYS)
 """All keys of ``kv_connector_extra_config``."""
 
 
 def table_of_keys() -> str:
-    """Write the table of docs/vllm.md: what docs/configuration.md does not say."""
+    """Return the table of docs/vllm.md: what docs/configuration.md does not say."""
     defaults = OffloadConfig(host_bytes=DEFAULT_HOST_BYTES).to_dict()
     rows = {
-        name: (KEYS[word], defaults[word], text)
-        for word, (name, text) in _OTHERWISE.items()
+        name: (KEYS[field], defaults[field], _TEXTS.get(name, ""))
+        for name, field in FIELDS.items()
+        if name in _RENAMED or name in _TEXTS
     }
-    own = dataclasses.asdict(VllmSettings())
-    rows |= {name: (key, own[name], "") for name, key in _OWN_KEYS.items()}
+    defaults = dataclasses.asdict(VllmSettings())
+    rows |= {name: (key, defaults[name], "") for name, key in _VLLM_KEYS.items()}
     return settings.table_of(rows, has_scope=False)
 
 
 def names_of_shared_keys() -> list[str]:
-    """Name the keys that are served as docs/configuration.md has them."""
-    return [name for word, name in _NAMES.items() if word not in _OTHERWISE]
+    """Return the keys that are served as docs/configuration.md describes them."""
+    return [name for name in FIELDS if name not in _RENAMED and name not in _TEXTS]
+
+
+@contextlib.contextmanager
+def names_of_vllm() -> Iterator[None]:
+    """Raise errors of `OffloadConfig` with vLLM's names of its fields."""
+    try:
+        yield
+    except ConfigError as error:
+        faults = [fault.renamed(_ALIASES) for fault in error.faults]
+        raise ConfigError(faults) from None
 
 
 @dataclasses.dataclass(frozen=True)
 class StorageConfig:
-    """What there is to know of the store behind the host, besides its settings.
-
-    Attributes:
-        url: Where it is.
-        num_blocks: Host blocks that it may hold, by vLLM's size of a block.
-        namespace: What the bytes of all blocks depend on besides their keys.
-        about: The same in a line, part by part, to compare with another engine's.
-        keep_on_reset: Whether it is used after a reset, as weights never change.
-    """
+    """The store behind the host."""
 
     url: str = dataclasses.field(repr=False)
-    num_blocks: int
-    namespace: bytes
-    about: str
-    keep_on_reset: bool
+    num_blocks: int  # Host blocks that it may hold, by vLLM's size of a block.
+    namespace: bytes  # What the bytes of all blocks depend on besides their keys.
+    about: str  # The namespace in a line, to compare with another engine's.
+    keep_on_reset: bool  # Whether it is used after a reset: weights never change.
 
     @property
     def shown_url(self) -> str:
-        """Where it is, as a log may have it."""
+        """The URL without secrets, for a log."""
         return shown_url(self.url)
 
     @property
@@ -219,44 +225,29 @@ class StorageConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ConnectorConfig:
-    """Configuration of the connector.
+    """Configuration of the connector."""
 
-    Attributes:
-        groups: The groups of the model's layers.
-        offload: What the user chose; the size is `num_host_blocks`.
-        num_host_blocks: Number of host blocks.
-        block_bytes: Bytes of a device block, by vLLM's sizes.
-        planned_bytes: Bytes of the host blocks, likewise; compressed ones are smaller.
-        enable_events: Whether vLLM publishes events of its KV caches.
-        storage: The store behind the host; None for none.
-        restore_tokens: Whether the runner has to be kept from dropping tokens.
-        keep_on_device_reset: Whether a reset of vLLM's prefix cache alone leaves the
-            host tier as it is.
-        layers: Names of the layers of each group.
-        num_hosts: Hosts with a worker, each with a part of every block.
-        num_ranks: Ranks of data or attention parallelism, each with a scheduler and an
-            equal part of the host blocks.
-        memory_utilization: The share of device memory that vLLM fills.
-        num_blocks_override: Device blocks set in place of that share; None if not set.
-        drops_last_block: Whether a request computes the last block that it finds, as
-            the draft model's KV there depends on the next token.
-    """
-
-    groups: tuple[GroupSpec, ...]
-    offload: OffloadConfig
+    groups: tuple[GroupSpec, ...]  # Of the model's layers.
+    offload: OffloadConfig  # What the user set; the size is `num_host_blocks`.
     num_host_blocks: int
-    block_bytes: int
-    planned_bytes: int
-    enable_events: bool
+    block_bytes: int  # Bytes of a device block, by vLLM's sizes.
+    planned_bytes: int  # Bytes of the host blocks, by vLLM's sizes.
+    enable_events: bool  # Whether vLLM publishes events of its KV caches.
     storage: StorageConfig | None = None
-    restore_tokens: bool = False
+    restore_tokens: bool = False  # Whether the runner would drop tokens.
+    # Whether a reset of only vLLM's prefix cache leaves the host tier as it is.
     keep_on_device_reset: bool = False
-    layers: tuple[tuple[str, ...], ...] = ()
-    num_hosts: int = 1
+    layers: tuple[tuple[str, ...], ...] = ()  # Names of the layers of each group.
+    num_hosts: int = 1  # Hosts with a worker, each with a part of every block.
+    # Ranks of data or attention parallelism, each with a scheduler and an equal share
+    # of the host blocks.
     num_ranks: int = 1
-    memory_utilization: float = 0.9
-    num_blocks_override: int | None = None
+    memory_utilization: float = 0.9  # The share of device memory that vLLM fills.
+    num_blocks_override: int | None = None  # Device blocks, set instead of the share.
+    # Whether a request recomputes the last block of a hit, as the draft model's KV
+    # there depends on the next token.
     drops_last_block: bool = False
+    report_requests: bool = False  # Whether responses have what requests found.
 
     @property
     def rank_host_blocks(self) -> int:
@@ -267,7 +258,7 @@ class ConnectorConfig:
         """Return vLLM's flag, with its value, that leaves more memory on each device.
 
         No connector exists when vLLM sizes its KV cache, and tpu-inference sets memory
-        aside for the modules of its own connectors alone. It does not read
+        aside only for the modules of its own connectors. It does not read
         ``--kv-cache-memory-bytes``.
         """
         if self.num_blocks_override is not None:
@@ -280,31 +271,25 @@ class ConnectorConfig:
 
     @property
     def state_groups(self) -> tuple[int, ...]:
-        """Which groups have a state in place of keys and values."""
-        each = enumerate(self.groups)
-        return tuple(number for number, group in each if isinstance(group, Mamba))
+        """The groups with a state instead of keys and values."""
+        groups = enumerate(self.groups)
+        return tuple(number for number, group in groups if isinstance(group, Mamba))
 
     @classmethod
     def of(
         cls, vllm_config: Any, kv_cache_config: Any, *, is_rank: bool = False
     ) -> ConnectorConfig:
-        """Read vLLM's configuration.
+        """Read vLLM's `VllmConfig` and `KVCacheConfig`.
 
-        Args:
-            vllm_config: vLLM's `VllmConfig`.
-            kv_cache_config: vLLM's `KVCacheConfig`.
-            is_rank: Whether that is the configuration of one rank, of several: with the
-                rank's number of blocks, and the bytes of all.
-
-        Raises:
-            ValueError: If jaxkv cannot serve it or was never tested with it; if a key
-                of ``kv_connector_extra_config`` is unknown or has a bad value.
+        With `is_rank`, `kv_cache_config` belongs to one rank of several: it has the
+        rank's number of blocks, and the bytes of all ranks. ValueError if jaxkv cannot
+        serve the configuration or was never tested with it, or for a bad key.
         """
         _check_engine(vllm_config)
         groups = _groups_of(kv_cache_config)
         _check_hashes(vllm_config.cache_config, kv_cache_config, groups)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        offload, own = read_extra_config(extra)
+        offload, vllm_settings = read_extra_config(extra)
         offload = _with_files_of_engine(offload, _engine_rank(vllm_config))
         _check_states(groups, offload)
         hosts = num_hosts(vllm_config.parallel_config)
@@ -327,22 +312,9 @@ class ConnectorConfig:
         host_block_bytes = math.ceil(
             block_bytes * share * offload.blocks_per_host_block
         )
-        num_host_blocks = offload.num_host_blocks
-        if num_host_blocks is None:
-            num_host_blocks = cast(int, offload.host_bytes) // host_block_bytes
-        num_host_blocks -= num_host_blocks % num_ranks
-        if num_host_blocks < 1:
-            if offload.num_host_blocks is not None:
-                raise ValueError(
-                    f"num_cpu_blocks={offload.num_host_blocks} must be at least "
-                    f"{num_ranks}, one for each rank."
-                )
-            raise ValueError(
-                f"cpu_bytes_to_use={offload.host_bytes} must be at least "
-                f"{num_ranks * host_block_bytes}, the bytes of a block of all layers"
-                f"{' for each rank' if num_ranks > 1 else ''}."
-            )
+        num_host_blocks = _num_host_blocks(offload, host_block_bytes, num_ranks)
         events = getattr(vllm_config, "kv_events_config", None)
+        cache_config = vllm_config.cache_config
         return cls(
             groups,
             offload,
@@ -350,18 +322,21 @@ class ConnectorConfig:
             block_bytes,
             num_host_blocks * host_block_bytes,
             bool(events and events.enable_kv_cache_events),
-            _storage_of(vllm_config, kv_cache_config, offload, own, host_block_bytes),
-            _restores_tokens(vllm_config, own.restore_tokens),
-            own.keep_on_device_reset,
+            _storage_of(
+                vllm_config, kv_cache_config, offload, vllm_settings, host_block_bytes
+            ),
+            _restores_tokens(vllm_config, vllm_settings.restore_tokens),
+            vllm_settings.keep_on_device_reset,
             tuple(
                 tuple(getattr(group, "layer_names", ()))
                 for group in kv_cache_config.kv_cache_groups
             ),
             hosts,
             num_ranks,
-            getattr(vllm_config.cache_config, "gpu_memory_utilization", 0.9),
-            getattr(vllm_config.cache_config, "num_gpu_blocks_override", None),
+            getattr(cache_config, "gpu_memory_utilization", 0.9),
+            getattr(cache_config, "num_gpu_blocks_override", None),
             drops_last_block,
+            vllm_settings.report_requests,
         )
 
     def make_rules(self) -> OffloadRules:
@@ -371,18 +346,7 @@ class ConnectorConfig:
 
 
 def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSettings]:
-    """Read ``kv_connector_extra_config``.
-
-    Args:
-        extra: The values that the user set.
-
-    Returns:
-        What `OffloadConfig` has too, and what only vLLM needs.
-
-    Raises:
-        ValueError: If a key is unknown or has a bad value; the message gives the
-            nearest valid name.
-    """
+    """Read ``kv_connector_extra_config``; ValueError for a bad key or value."""
     for name in extra:
         if name not in EXTRA_KEYS:
             raise ValueError(
@@ -394,7 +358,7 @@ def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSett
         raise ValueError(
             f"{alone[0]} needs a storage, such as storage='file:///var/cache/kv'."
         )
-    values = {_WORDS[name]: extra[name] for name in extra if name in _WORDS}
+    values = {FIELDS[name]: extra[name] for name in extra if name in FIELDS}
     if values.get("host_bytes") is None and values.get("num_host_blocks") is None:
         values["host_bytes"] = DEFAULT_HOST_BYTES
     if values.get("staging_bytes") is None:
@@ -403,22 +367,35 @@ def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSett
         if faults := blank_secret_faults(os.environ):
             raise ConfigError(faults)
         values["storage_secret"] = os.environ.get(variable_of("storage_secret"))
-    own = VllmSettings(**{name: extra[name] for name in extra if name in _OWN_KEYS})
-    if own.cache_policy_module_path is not None:
-        _import_policy(own.cache_policy_module_path, extra.get("eviction_policy"))
-    try:
+    vllm_settings = VllmSettings(
+        **{name: extra[name] for name in extra if name in _VLLM_KEYS}
+    )
+    if vllm_settings.cache_policy_module_path is not None:
+        policy = extra.get("eviction_policy")
+        _import_policy(vllm_settings.cache_policy_module_path, policy)
+    with names_of_vllm():
         # vLLM may leave an offer unanswered and ask for others first. Device blocks
         # held for such an offer could not be used.
-        offload = OffloadConfig(copy_on_device=False, **values)
-    except ConfigError as error:
-        # Its messages name a value as `name=value`.
-        raise ConfigError(
-            [
-                re.sub(r"(?<!\S)\w+(?==)", lambda m: _NAMES.get(m[0], m[0]), fault)
-                for fault in error.faults
-            ]
-        ) from None
-    return offload, own
+        return OffloadConfig(copy_on_device=False, **values), vllm_settings
+
+
+def _num_host_blocks(offload: OffloadConfig, block_bytes: int, num_ranks: int) -> int:
+    """Return the number of host blocks, a multiple of the ranks."""
+    num_blocks = offload.num_host_blocks
+    if num_blocks is not None and num_blocks < num_ranks:
+        raise ValueError(
+            f"num_cpu_blocks={num_blocks} must be at least {num_ranks}, one for each "
+            "rank."
+        )
+    if num_blocks is None:
+        num_blocks = cast(int, offload.host_bytes) // block_bytes
+    if num_blocks < num_ranks:
+        raise ValueError(
+            f"cpu_bytes_to_use={offload.host_bytes} must be at least "
+            f"{num_ranks * block_bytes}, the bytes of a block of all layers"
+            f"{' for each rank' if num_ranks > 1 else ''}."
+        )
+    return num_blocks - num_blocks % num_ranks
 
 
 def _import_policy(path: str, name: Any) -> None:
@@ -444,10 +421,9 @@ def _storage_of(
     vllm_config: Any,
     kv_cache_config: Any,
     offload: OffloadConfig,
-    own: VllmSettings,
+    vllm_settings: VllmSettings,
     block_bytes: int,
 ) -> StorageConfig | None:
-    """Read what there is to know of the store; None without one."""
     if offload.storage is None:
         return None
     object_bytes = block_bytes + HEADER_BYTES
@@ -457,13 +433,15 @@ def _storage_of(
             f"storage_bytes={offload.storage_bytes} must be at least {object_bytes}, "
             "what one host block takes in the store."
         )
-    parts = namespace.namespace_of(vllm_config, kv_cache_config, own.storage_namespace)
+    deps = namespace.namespace_of(
+        vllm_config, kv_cache_config, vllm_settings.storage_namespace
+    )
     return StorageConfig(
         offload.storage,
         num_blocks,
-        namespace.encode(parts),
-        namespace.summary(parts),
-        own.storage_keep_on_reset,
+        namespace.encode(deps),
+        namespace.summary(deps),
+        vllm_settings.storage_keep_on_reset,
     )
 
 
@@ -481,7 +459,7 @@ def _engine_rank(config: Any) -> int | None:
 
 
 def _with_files_of_engine(offload: OffloadConfig, rank: int | None) -> OffloadConfig:
-    """Put the rank of an engine into the paths of the files that it alone writes."""
+    """Insert the rank of an engine into the paths of its files."""
     paths = {}
     for name in _FILES_OF_ENGINE:
         path = getattr(offload, name)
@@ -502,44 +480,24 @@ def _with_files_of_engine(offload: OffloadConfig, rank: int | None) -> OffloadCo
 
 def _check_engine(config: Any) -> None:
     """Refuse an engine that the connector cannot serve or was never tested with."""
-    for name in _SIZES:
-        size = getattr(config.parallel_config, name, 1)
-        if size != 1:
-            raise ValueError(f"{name}={size} must be 1: more was never tested.")
-    if not config.cache_config.enable_prefix_caching:
-        raise ValueError(
-            "enable_prefix_caching must be true: blocks have the hashes of vLLM's "
-            "prefix cache as keys."
-        )
+    for path, (required, reason) in _REQUIRED.items():
+        owner, _, name = path.rpartition(".")
+        part = getattr(config, owner) if owner else config
+        value = getattr(part, name, required)
+        if value != required:
+            raise ValueError(f"{name}={shown(value)} must be {required!r}: {reason}.")
     drafts = getattr(config, "speculative_config", None)
-    if drafts is not None and drafts.method not in _DRAFTS:
+    if drafts is not None and drafts.method not in _DRAFT_METHODS:
         raise ValueError(
             f"speculative_config: method={shown(drafts.method)} must be one of "
-            f"{', '.join(_DRAFTS)}: others, which may add layers to each block, were "
-            "never tested."
-        )
-    if getattr(config, "use_v2_model_runner", False):
-        raise ValueError(
-            "use_v2_model_runner must be false (VLLM_USE_V2_MODEL_RUNNER=0): vLLM's "
-            "scheduler then sends a preempted request as a new one, of which JAX "
-            "runners such as tpu-inference's read the prompt and not the tokens "
-            "generated so far."
-        )
-    if getattr(config.model_config, "runner_type", "generate") == "pooling":
-        raise ValueError(
-            "runner_type='pooling' has no KV cache to load into, and its steps do not "
-            "report which transfers are over."
+            f"{', '.join(_DRAFT_METHODS)}: others, which may add layers to each block, "
+            "were never tested."
         )
     additional = getattr(config, "additional_config", None) or {}
     if additional.get("enable_continue_decode"):
         raise ValueError(
             "enable_continue_decode must be false: its loop restores the KV caches "
             "after the connector has run, and loaded blocks are lost."
-        )
-    role = config.kv_transfer_config.kv_role
-    if role != "kv_both":
-        raise ValueError(
-            f"kv_role={shown(role)} must be 'kv_both': it stores and loads."
         )
     num_engines = getattr(config.parallel_config, "data_parallel_size", 1)
     sharding = getattr(config, "sharding_config", None)
@@ -560,7 +518,7 @@ def _num_ranks(config: Any) -> int:
 def _check_ranks(
     num_ranks: int, hosts: int, groups: tuple[GroupSpec, ...], offload: OffloadConfig
 ) -> None:
-    """Refuse what schedulers of several ranks, each in its process, cannot share."""
+    """Refuse settings that schedulers of several ranks cannot share."""
     if hosts > 1:
         raise ValueError(
             f"total_dp_size={num_ranks} must be 1 on {hosts} hosts: ranks were never "
@@ -573,16 +531,16 @@ def _check_ranks(
     ):
         if value is not None:
             raise ValueError(
-                f"{name}={shown(value)} cannot be used with total_dp_size={num_ranks}: "
-                f"{reason}. Leave it out, or use one rank."
+                f"{name}={KEYS[name].shown(value)} cannot be used with total_dp_size="
+                f"{num_ranks}: {reason}. Remove it, or use one rank."
             )
     policy = offload.cache_policy
     if policy in policy_names() and get_policy_maker(policy)(1, 1).native is None:
         raise ValueError(
             f"eviction_policy={shown(policy)} cannot be used with total_dp_size="
             f"{num_ranks}: it has no native functions, and JAX may hang in the "
-            "schedulers' processes, which tpu-inference forks. Give it some, or use "
-            "one rank."
+            "schedulers' processes, which tpu-inference forks. Choose another policy, "
+            "or use one rank."
         )
     if any(isinstance(group, Mamba) for group in groups):
         raise ValueError(
@@ -591,11 +549,11 @@ def _check_ranks(
         )
 
 
-def _restores_tokens(config: Any, is_wanted: bool) -> bool:
+def _restores_tokens(config: Any, may_restore: bool) -> bool:
     """Whether the worker must restore tokens; refuse if vLLM does not send them."""
     if not tokens.is_async(config):
         return False
-    missing = tokens.missing_from_vllm() if is_wanted else ["restore_tokens=true"]
+    missing = tokens.missing_from_vllm() if may_restore else ["restore_tokens=true"]
     if missing:
         raise ValueError(tokens.refusal(missing))
     return True
@@ -638,18 +596,18 @@ def _groups_of(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
 
 
 def _check_states(groups: tuple[GroupSpec, ...], offload: OffloadConfig) -> None:
-    """Refuse what cannot be done with states.
+    """Refuse settings that exclude states.
 
-    Their blocks have other bytes than those of attention, and only some of a prompt's
-    blocks have one.
+    A state has a different size from a block of attention, and only some of a prompt's
+    blocks have a state.
     """
     if not any(isinstance(group, Mamba) for group in groups):
         return
-    given: dict[str, Any] = {"compression": offload.compression}
-    if offload.blocks_per_host_block > 1:
-        given["blocks_per_chunk"] = offload.blocks_per_host_block
-    for name, value in given.items():
-        if value is not None:
+    for name, value, default in (
+        ("compression", offload.compression, None),
+        ("blocks_per_chunk", offload.blocks_per_host_block, 1),
+    ):
+        if value != default:
             raise ValueError(
                 f"{name}={shown(value)} cannot be used with a model that has states "
                 "(Mamba, gated delta nets)."
@@ -659,7 +617,7 @@ def _check_states(groups: tuple[GroupSpec, ...], offload: OffloadConfig) -> None
 def _drops_last_block(
     config: Any, groups: tuple[GroupSpec, ...], hosts: int, num_ranks: int
 ) -> bool:
-    """Whether vLLM drops the last block of a hit; refuse drafts beside other groups."""
+    """Whether vLLM drops the last block of a hit; refuse drafts with other groups."""
     drafts = getattr(config, "speculative_config", None)
     if drafts is None or drafts.method == "ngram":
         return False
@@ -677,18 +635,18 @@ def _drops_last_block(
 
 
 def _layers_of(group: Any) -> list[Any]:
-    """Return the specs of a group's layers, once where they are all the same."""
+    """Return the specs of a group's layers; one if they are all the same."""
     spec = group.kv_cache_spec
     # The worker's vLLM wraps layers of one kind that differ in size.
-    each = getattr(spec, "kv_cache_specs", None)
-    return list(each.values()) if each else [spec]
+    specs = getattr(spec, "kv_cache_specs", None)
+    return list(specs.values()) if specs else [spec]
 
 
 def _are_latents(layers: list[Any]) -> bool:
-    """Whether layers have a latent of every token (MLA), in blocks like any other."""
+    """Whether layers have a latent for every token (MLA), in ordinary blocks."""
     return all(
         type(layer).__name__ == "MLAAttentionSpec"
-        # DeepSeek V4 has one for several tokens, under other names in other versions.
+        # DeepSeek V4 has one for several tokens; its name depends on the version.
         and getattr(layer, "tokens_per_state", 1) == 1
         and getattr(layer, "compress_ratio", 1) == 1
         for layer in layers
@@ -717,7 +675,7 @@ def _block_bytes(
 ) -> int:
     """Return the bytes of a device block of all layers, by vLLM's sizes.
 
-    Beside states a block has the layers of its group alone; the largest one counts.
+    With states, a block has only its group's layers; the largest group counts.
     """
     if any(isinstance(group, Mamba) for group in groups):
         return max(map(_group_bytes, kv_cache_config.kv_cache_groups))
@@ -732,15 +690,15 @@ def _block_bytes(
 def _group_bytes(group: Any) -> int:
     """Return the bytes of a block of all layers of a group."""
     layers = _layers_of(group)
-    each = len(group.layer_names) // len(layers)  # One spec may be that of all.
-    return each * sum(int(layer.page_size_bytes) for layer in layers)
+    num_repeats = len(group.layer_names) // len(layers)  # One spec may describe all.
+    return num_repeats * sum(int(layer.page_size_bytes) for layer in layers)
 
 
 def _host_share(kv_cache_config: Any, compression: str | None) -> Fraction:
-    """Return what a block takes on the host, as a part of what it takes on the device.
+    """Return the bytes of a host block as a fraction of a device block's.
 
-    Compressed, a value takes a byte, and each block has two float32 scales for each
-    head. Of layers that differ, the largest part counts.
+    A compressed value takes a byte, and each block has two float32 scales per head. If
+    layers differ, the largest fraction counts.
     """
     if compression is None:
         return Fraction(1)

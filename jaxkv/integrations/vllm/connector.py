@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
 
-from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.config import ConnectorConfig, names_of_vllm
 from jaxkv.integrations.vllm.rank_hooks import (
     count_host_hits,
     pass_on_stats,
@@ -56,7 +56,7 @@ _BASES = _bases()
 
 
 def _cache_hit_sources() -> Any:
-    """Return vLLM's names for where tokens come from; None if it has none."""
+    """Return vLLM's names of the sources of cached tokens; None if it has none."""
     try:
         from vllm.v1.metrics.cache_hit_source import (  # type: ignore[import-not-found]
             CacheHitSource,
@@ -67,18 +67,18 @@ def _cache_hit_sources() -> Any:
 
 
 def _join_vllm_log() -> None:
-    """Let what jaxkv logs appear in vLLM's log, unless it goes elsewhere already.
+    """Write jaxkv's log lines to vLLM's log, unless jaxkv's logger has a handler.
 
-    vLLM sets up its own logger only, and drops what goes to the root's.
+    vLLM sets up only its own logger, and drops lines of the root logger.
     """
-    own, theirs = logging.getLogger("jaxkv"), logging.getLogger("vllm")
-    if own.handlers or not theirs.handlers:
+    ours, theirs = logging.getLogger("jaxkv"), logging.getLogger("vllm")
+    if ours.handlers or not theirs.handlers:
         return
     for handler in theirs.handlers:
-        own.addHandler(handler)
-    own.propagate = theirs.propagate
-    if own.level == logging.NOTSET:
-        own.setLevel(theirs.level)
+        ours.addHandler(handler)
+    ours.propagate = theirs.propagate
+    if ours.level == logging.NOTSET:
+        ours.setLevel(theirs.level)
 
 
 def _take_worker_stats(engine_id: str) -> OffloadConnectorStats | None:
@@ -87,7 +87,7 @@ def _take_worker_stats(engine_id: str) -> OffloadConnectorStats | None:
 
 
 def _try_hook(install: Callable[[], None], consequence: str) -> None:
-    """Install a hook of `rank_hooks`; log what follows if it does not fit."""
+    """Install a hook of `rank_hooks`; log the consequence if it does not fit."""
     try:
         install()
     except (ImportError, AttributeError) as error:
@@ -97,8 +97,8 @@ def _try_hook(install: Callable[[], None], consequence: str) -> None:
 class _OtherHalf:
     """Stands for the half that a connector does not have."""
 
-    def __init__(self, missing: str, own: str) -> None:
-        self._error = f"a method of the {missing} was called on the {own}."
+    def __init__(self, missing: str, existing: str) -> None:
+        self._error = f"a method of the {missing} was called on the {existing}."
 
     def __getattr__(self, name: str) -> NoReturn:
         raise RuntimeError(self._error)
@@ -107,12 +107,12 @@ class _OtherHalf:
 class OffloadConnector(*_BASES):  # type: ignore[misc]
     """A host tier for vLLM's KV cache, over the KV caches of a JAX runner.
 
-    vLLM makes two of them, one beside its scheduler and one beside its runner, in one
-    process or in two. The methods are those of vLLM's `KVConnectorBase_V1`, from
-    version 0.19 on. Without vLLM the class has no base and the same methods.
+    vLLM makes two of them, one next to its scheduler and one next to its runner, in one
+    process or in two. It has the methods of vLLM's `KVConnectorBase_V1`, from version
+    0.19 on. Without vLLM the class has no base and the same methods.
 
-    No call waits for a transfer: a store reads full, held blocks, so it may run beside
-    the model, and only its own request waits for a load.
+    No call waits for a transfer: a store reads full, held blocks, so it may run during
+    the model, and only the request of a load waits for it.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
@@ -120,13 +120,12 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         kv_cache_config: vLLM's `KVCacheConfig`.
 
     Raises:
-        ValueError: If jaxkv does not support vLLM's configuration, or a key of
+        ValueError: jaxkv does not support vLLM's configuration, or a key of
             ``kv_connector_extra_config`` is unknown or has a bad value.
-        OSError: The file to record to cannot be written.
-        ImportError: The store needs an extra of jaxkv's that is missing.
+        OSError: The file of requests cannot be written.
+        ImportError: The store needs an extra of jaxkv that is missing.
     """
 
-    # What vLLM tells its users where cached tokens came from.
     _sources = _cache_hit_sources()
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -136,7 +135,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         is_rank = role.name == "SCHEDULER"
         config = ConnectorConfig.of(vllm_config, kv_cache_config, is_rank=is_rank)
         self._num_hosts = config.num_hosts
-        # Otherwise the block ids of failed loads name neither the group nor the rank.
+        # Otherwise the block ids of failed loads identify neither group nor rank.
         self._has_plain_ids = len(config.groups) == config.num_ranks == 1
         self._has_folder = config.storage is not None and config.storage.is_folder
         reports_requests = any(hasattr(base, "get_transfer_results") for base in _BASES)
@@ -146,8 +145,8 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
                 several, names = f"{len(config.groups)} KV cache groups", "group"
                 remedy = " Add --disable-hybrid-kv-cache-manager."
             raise ValueError(
-                f"{several} need a vLLM that calls get_transfer_results(): this one "
-                "takes failed loads as block ids, which do not name the "
+                f"{several} need a vLLM that calls get_transfer_results(): this "
+                "version takes failed loads as block ids, which do not identify the "
                 f"{names}.{remedy}"
             )
         self._num_ranks = config.num_ranks
@@ -158,16 +157,17 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role.name == "SCHEDULER":
-            self._scheduler = SchedulerHalf(config, engine_id)
+            with names_of_vllm():
+                self._scheduler = SchedulerHalf(config, engine_id)
         else:
             self._worker = WorkerHalf(config, engine_id)
             if config.num_ranks > 1:
                 _try_hook(
                     functools.partial(pass_on_stats, _take_worker_stats),
-                    "the log and /metrics have nothing of jaxkv",
+                    "the log and /metrics have no metrics of jaxkv",
                 )
                 _try_hook(route_by_backlog, "returning users often go to another rank")
-        # The same, where only one of them can be meant.
+        # For methods of only one half.
         self._of_scheduler = self._scheduler or cast(
             SchedulerHalf, _OtherHalf("scheduler", "worker")
         )
@@ -183,14 +183,14 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     # Called by vLLM's scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Bind vLLM's block pool, whose blocks are held while they are in flight.
+        """Bind vLLM's block pool, and compile all decisions.
 
-        Compiles all decisions, which takes a while.
+        Blocks in flight are held in the pool.
         """
         self._of_scheduler.bind_block_pool(gpu_block_pool)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Bind its block pool; of several ranks, count host hits in routing, too."""
+        """Bind its block pool; with several ranks, count host hits in routing, too."""
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
         if self._num_ranks == 1:
             return
@@ -202,20 +202,15 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     ) -> tuple[int | None, bool]:
         """Return how many more tokens host and store have than vLLM's prefix cache.
 
-        Args:
-            request: vLLM's `Request`.
-            num_computed_tokens: Tokens that vLLM found on the device.
-
-        Returns:
-            The number, or None to be asked again in a later step, as while blocks come
-            from the store; and whether the request has to wait for them.
+        None to ask again in a later step, such as while blocks are fetched from the
+        store. And return whether the request has to wait for the tokens.
         """
         return self._of_scheduler.query(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """Return where tokens came from, by vLLM's names: host, or store and host."""
+        """Return the sources of tokens, by vLLM's names: host, or store and host."""
         num = self._of_scheduler.hit_tokens_from_storage(request, num_external_tokens)
         names = self._sources
         storage = None
@@ -231,13 +226,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
     ) -> None:
-        """Record the blocks of a request and the tokens to load into them.
-
-        Args:
-            request: vLLM's `Request`.
-            blocks: vLLM's `KVCacheBlocks`, all blocks of the request.
-            num_external_tokens: Tokens of the offer that vLLM accepts.
-        """
+        """Record all blocks of a request, and the accepted tokens of its offer."""
         block_ids = blocks.get_block_ids()
         self._of_scheduler.note_blocks(request, block_ids, num_external_tokens)
 
@@ -262,19 +251,15 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Finish a request. Its blocks may be freed at once."""
+        """Finish a request; see `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Finish a request. Its blocks may be freed at once.
+        """Finish a request, and return the ``kv_transfer_params`` of its response.
 
-        Blocks in flight are held separately.
-
-        Returns:
-            Whether vLLM must keep its blocks; and what a proxy is to send on with the
-            prompt to the engine that decodes, if it asked for that.
+        False: its blocks may be freed at once, as blocks in flight are held separately.
         """
         return False, self._of_scheduler.finish(request, block_ids)
 
@@ -283,35 +268,35 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         return self._of_scheduler.has_pending_transfers()
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks are free once transfers end, so that none need be preempted.
+        """Whether the end of transfers frees blocks, so that vLLM need not preempt.
 
         vLLM then waits for a step before it preempts a request.
         """
         return self._of_scheduler.has_pending_block_frees()
 
     def take_events(self) -> Iterable[Any]:
-        """Return vLLM's events of blocks of host and store, stored and removed.
+        """Return vLLM's events of blocks stored in host and store, or removed.
 
-        They have what those of vLLM's own pool have: tokens, parent, adapter, group.
+        Like events of vLLM's own pool, they have tokens, parent, adapter and group.
         """
         return self._of_scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
-        """Clear the host tier, and leave the store; return whether that was done.
+        """Clear the host tier, and disable the store; return whether it was cleared.
 
-        Else nothing of it is offered any more, until it could be cleared.
+        If not, nothing on the host is offered until it has been cleared.
         """
         return self._scheduler.reset() if self._scheduler else None
 
     def get_finished_count(self) -> int:
-        """Return how many workers report the end of each load: one for each host."""
+        """Return the number of workers that report each load: one for each host."""
         return self._num_hosts
 
     # Called by both.
 
     def get_kv_connector_stats(self) -> OffloadConnectorStats | None:
-        """Return what this half has counted; None if nothing, or not so long ago."""
-        # Of several ranks, `pass_on_stats` asks the worker, once for all.
+        """Return the changed metrics of this half; None if no report is due."""
+        # With several ranks, `pass_on_stats` asks the worker, once for all.
         half = self._scheduler or (self._worker if self._num_ranks == 1 else None)
         return None if half is None else half.take_stats()
 
@@ -319,7 +304,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> OffloadConnectorStats:
-        """Make a report of what has travelled between processes."""
+        """Make a report from data of another process."""
         return OffloadConnectorStats(data)
 
     @classmethod
@@ -330,7 +315,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> OffloadPromMetrics:
-        """Make the metrics that vLLM serves beside its own."""
+        """Make the metrics that vLLM serves in addition to its own."""
         return OffloadPromMetrics(
             vllm_config, metric_types, labelnames, per_engine_labelvalues
         )
@@ -338,21 +323,11 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     # Called by the runner.
 
     def register_runner(self, runner: Any) -> None:
-        """Set up the host memory for the KV caches of tpu-inference's runner.
-
-        Args:
-            runner: Its `kv_caches` are read and replaced in every step, since the model
-                donates them.
-        """
+        """Set up the host memory for the KV caches of tpu-inference's runner."""
         self._of_worker.register_runner(runner)
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """Refuse caches without their runner.
-
-        Raises:
-            ValueError: Always. Arrays that a model donates are gone after a step, and
-                JAX cannot move PyTorch tensors.
-        """
+        """Raise ValueError: JAX caches come with their runner."""
         raise ValueError(
             f"register_kv_caches() was called with {type(kv_caches).__name__}: jaxkv "
             "serves JAX runners, which call register_runner(). For PyTorch use vLLM's "
@@ -360,14 +335,14 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         )
 
     def unregister_kv_caches(self) -> None:
-        """Forget what the KV caches had, as vLLM is about to drop them."""
+        """Clear the host tier, as vLLM is about to drop the KV caches."""
         self._of_worker.lose_pool()
 
     def restore_kv_caches(self) -> None:
-        """Do nothing: the runner's caches are read anew in every step."""
+        """Ignored: the runner's caches are read anew in every step."""
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Do nothing: blocks in flight are held, and cannot be overwritten."""
+        """Ignored: blocks in flight are held, and cannot be overwritten."""
 
     def bind_connector_metadata(
         self, connector_metadata: StepMetadata | RankSteps
@@ -386,28 +361,27 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the stores and loads of the step; returns at once.
 
-        vLLM calls it before or after the model, depending on its version. Both are
-        correct: the requests of the step do not write blocks that are stored and do not
-        read blocks that are loaded.
+        Some versions of vLLM call it after the model, others before. Both are correct:
+        the step's requests neither write stored blocks nor read loaded blocks.
         """
         if self._metadata is not None:
             self._of_worker.start(self._metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: no request runs before its load was reported."""
+        """Ignored: no request runs before its load was reported."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: blocks are stored when they are full, all layers together."""
+        """Ignored: blocks are stored when they are full, all layers together."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: blocks are held until their store is reported."""
+        """Ignored: blocks are held until their store is reported."""
 
     def get_finished(
         self, finished_req_ids: set[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose loads are over, failed ones included."""
+        """Return the requests whose loads have ended, including failed ones."""
         output = self._of_worker.poll()
         if output is NO_REPORTS:
             return None, set()
@@ -416,7 +390,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         return None, {*output.finished_recving, *output.failed_recving}
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the same, and the failed loads if block ids cannot name them."""
+        """Return `get_finished`, and failed loads if block ids do not identify them."""
         results = super().get_transfer_results(finished_req_ids)
         if self._failed_requests:
             results.failed_recving |= self._failed_requests
@@ -424,7 +398,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that failed loads left unwritten, to be computed again."""
+        """Return the blocks that failed loads left unwritten, to be recomputed."""
         failed = self._of_worker.take_failed_blocks()
         return failed if self._has_plain_ids else set()
 
@@ -433,7 +407,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         return self._of_worker.take_report()
 
     def shutdown(self) -> None:
-        """Wait for what is in flight, and close store and file of recorded requests."""
+        """Wait for transfers in flight; close the store and the file of requests."""
         if self._scheduler is not None:
             self._scheduler.shut_down()
         if self._worker is not None:
@@ -441,7 +415,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Require no layout: all bytes of a block are moved as they are."""
+        """Return None: blocks are moved byte for byte, in any layout."""
         return None
 
 

@@ -1,18 +1,19 @@
 """The events of host and store as vLLM's own: with tokens, parents and groups.
 
-A tier tells keys alone. What they were computed from is read from vLLM's requests as
-their blocks get hashes, and kept while the host has the block.
+A tier's events have only keys. The inputs of the keys are read from vLLM's requests
+when their blocks get hashes, and kept while the host has the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from jaxkv import OffloadingEvent
+from jaxkv import Extras, OffloadingEvent
 from jaxkv.integrations.vllm.pool import key_in_group, plain_key, split_key
 from jaxkv.keys.hashing import KeyedBlock
 from jaxkv.observe.catalog import BlockCatalog
@@ -23,61 +24,45 @@ from jaxkv.types import KEY_BYTES, BlockKey
 
 
 class VllmBlock(NamedTuple):
-    """A block of a request of vLLM.
+    """A `KeyedBlock` of a request of vLLM, with more fields of vLLM's events."""
 
-    The first four are those of a `KeyedBlock`, which a `BlockCatalog` reads.
-
-    Attributes:
-        key: The block's key: vLLM's hash, with the group if there are several, and
-            perhaps an adapter.
-        parent: The key of the block before; None for a request's first.
-        tokens: The block's tokens, u32 each, little-endian.
-        group: Index of the group of layers.
-        extra_keys: What the hash covers besides tokens, as vLLM's events have it.
-        lora_id: vLLM's number of the adapter.
-        lora_name: The adapter.
-    """
-
+    # vLLM's hash, with the group if there are several, and perhaps an adapter's mark.
     key: BlockKey
-    parent: BlockKey | None
-    tokens: bytes
-    group: int
-    extra_keys: tuple[Any, ...] | None
+    parent: BlockKey | None  # None for a request's first block.
+    tokens: bytes  # u32 each, little-endian.
+    group: int  # Index of the group of layers.
+    extras: Extras  # Only the adapter's name.
+    extra_keys: tuple[Any, ...] | None  # What the hash covers besides tokens.
     lora_id: int | None
-    lora_name: str | None
 
 
 class HostEvents:
-    """Makes vLLM's events of the host tier's.
+    """Makes vLLM's events from the events of host and store.
 
-    Args:
-        groups: The groups of the model's layers.
-        storage_is_remote: Whether the store is a service; a folder may be of this
-            machine or not.
+    A store that is a service (`storage_is_remote`) is remote; a folder may be of this
+    machine or not.
     """
 
     def __init__(
         self, groups: Sequence[GroupSpec], *, storage_is_remote: bool = False
     ) -> None:
         self._groups = groups
-        # Where a tier is, seen from this engine, as far as that is known.
+        # The known places of tiers, seen from this engine.
         self._localities = {HOST_MEDIUM: "LOCAL"}
         if storage_is_remote:
             self._localities[STORAGE_MEDIUM] = "REMOTE"
         self._catalog = BlockCatalog()
 
     def record(self, request: Any, first: int, adapter: bytes = b"") -> None:
-        """Keep what the hashes of a request's blocks were computed from.
+        """Keep the inputs of the keys of a request's blocks, from block `first` on.
 
-        Args:
-            request: vLLM's `Request`.
-            first: The first block to keep; those before were kept already.
-            adapter: What follows in its blocks' keys.
+        `adapter` is the mark at the end of the keys.
         """
         extra_keys_of = _reader_of_extra_keys(request)
         lora = getattr(request, "lora_request", None)
+        extras = Extras(lora_name=lora.name if lora else None)
         hashes = request.block_hashes
-        size = self._groups[0].block_size  # That of all groups.
+        size = self._groups[0].block_size  # All groups have the same.
         for n in range(first, len(hashes)):
             start, end = n * size, (n + 1) * size
             tokens = np.array(request.all_token_ids[start:end], "<u4").tobytes()
@@ -88,106 +73,58 @@ class HostEvents:
                     self._key(hashes[n - 1], group) + adapter if n else None,
                     tokens,
                     group,
+                    extras,
                     extra_keys,
                     lora.adapter_id if lora else None,
-                    lora.name if lora else None,
                 )
                 self._catalog.record(cast(KeyedBlock, block))
 
     def to_vllm(self, events: Iterable[OffloadingEvent]) -> Iterator[Any]:
-        """Convert jaxkv's events.
+        """Convert events to vLLM's ``BlockStored`` and ``BlockRemoved``, in order.
 
-        What a listing has found of a model with several groups is not told: the store
-        has digests of its keys, which name neither hash nor group. A tier that was
-        cleared has its blocks removed: vLLM's ``AllBlocksCleared`` is about all tiers,
-        and its device has others.
-
-        Args:
-            events: The events, in order.
-
-        Yields:
-            ``BlockStored`` and ``BlockRemoved`` of this vLLM, with the fields that it
-            has.
+        Blocks that a listing has found of a model with several groups have no events:
+        the store has digests of their keys, which name neither hash nor group. A
+        cleared tier has its blocks removed, since vLLM's ``AllBlocksCleared`` is about
+        all tiers, including vLLM's device.
         """
+        # A late import, as it needs msgspec, which vLLM has.
+        from jaxkv.observe.describe import describe
+
         for event in events:
-            keys = self._catalog.device_keys(event)
             if not event.block_hashes:
                 keys = self._catalog.copies(event.medium)
-            parts = [key for key in keys if self._is_told(key)]
-            if event.removed:
-                yield from self._removed(event, parts)
+                yield from self._removed(event.medium, keys)
+            elif event.removed:
+                yield from self._removed(event.medium, self._catalog.device_keys(event))
             else:
-                yield from self._stored(event, parts)
+                for stored in describe(event, self._catalog, self._groups):
+                    yield from self._stored(stored)
             self._catalog.note(event)
 
-    def _stored(self, event: OffloadingEvent, parts: list[BlockKey]) -> Iterator[Any]:
-        for run in self._runs(parts):
-            first = run[0]
-            if isinstance(first, bytes):  # Not known: it has no tokens.
-                block_hash, group = self._split(first)
-                yield _make(
-                    "BlockStored",
-                    block_hashes=[_external(block_hash)],
-                    parent_block_hash=None,
-                    token_ids=[],
-                    block_size=event.block_size,
-                    lora_id=None,
-                    medium=event.medium,
-                    lora_name=None,
-                    group_idx=group,
-                    locality=self._localities.get(event.medium),
-                )
-                continue
-            blocks = cast(list[VllmBlock], run)
-            kind, window = self._kind(first.group)
-            extra_keys = [block.extra_keys for block in blocks]
-            tokens = np.frombuffer(b"".join(block.tokens for block in blocks), "<u4")
-            yield _make(
-                "BlockStored",
-                block_hashes=[_external(self._split(block.key)[0]) for block in blocks],
-                parent_block_hash=None
-                if first.parent is None
-                else _external(self._split(first.parent)[0]),
-                token_ids=tokens.tolist(),
-                block_size=len(tokens) // len(blocks),
-                lora_id=first.lora_id,
-                medium=event.medium,
-                lora_name=first.lora_name,
-                extra_keys=extra_keys,
-                group_idx=first.group,
-                kv_cache_spec_kind=kind,
-                kv_cache_spec_sliding_window=window,
-                locality=self._localities.get(event.medium),
-            )
+    def _stored(self, stored: Any) -> Iterator[Any]:
+        fields = {name: getattr(stored, name) for name in stored.__struct_fields__}
+        if not stored.token_ids:  # Unknown blocks, perhaps of several groups.
+            for block_hash, group in self._split_all(stored.block_hashes):
+                fields |= {"block_hashes": [_external(block_hash)], "group_idx": group}
+                yield self._make("BlockStored", fields)
+            return
+        blocks = cast(
+            list[VllmBlock], list(map(self._catalog.find, stored.block_hashes))
+        )
+        parent = stored.parent_block_hash
+        fields |= {
+            "block_hashes": [_external(self._split(block.key)[0]) for block in blocks],
+            "parent_block_hash": parent and _external(self._split(parent)[0]),
+            "lora_id": blocks[0].lora_id,
+            "extra_keys": [block.extra_keys for block in blocks],
+        }
+        yield self._make("BlockStored", fields)
 
-    def _removed(self, event: OffloadingEvent, parts: list[BlockKey]) -> Iterator[Any]:
-        for group, run in groupby(map(self._split, parts), key=lambda pair: pair[1]):
-            yield _make(
-                "BlockRemoved",
-                block_hashes=[_external(block_hash) for block_hash, _ in run],
-                medium=event.medium,
-                group_idx=group,
-                locality=self._localities.get(event.medium),
-            )
-
-    def _runs(self, keys: Iterable[BlockKey]) -> Iterator[list[VllmBlock | BlockKey]]:
-        """Split keys into runs of blocks that follow one another."""
-        run: list[VllmBlock | BlockKey] = []
-        for key in keys:
-            block = cast(VllmBlock | None, self._catalog.find(key))
-            last = run[-1] if run else None
-            follows = (
-                isinstance(last, VllmBlock)
-                and block is not None
-                and block.parent == last.key
-                and (block.lora_id, block.lora_name) == (last.lora_id, last.lora_name)
-            )
-            if run and not follows:
-                yield run
-                run = []
-            run.append(key if block is None else block)
-        if run:
-            yield run
+    def _removed(self, medium: str, keys: Iterable[BlockKey]) -> Iterator[Any]:
+        for group, run in groupby(self._split_all(keys), key=itemgetter(1)):
+            hashes = [_external(block_hash) for block_hash, _ in run]
+            fields = {"block_hashes": hashes, "medium": medium, "group_idx": group}
+            yield self._make("BlockRemoved", fields)
 
     def _key(self, block_hash: bytes, group: int) -> BlockKey:
         return key_in_group(block_hash, group) if len(self._groups) > 1 else block_hash
@@ -196,27 +133,23 @@ class HostEvents:
         key = plain_key(key)
         return split_key(key) if len(self._groups) > 1 else (key, 0)
 
-    def _is_told(self, key: BlockKey) -> bool:
-        """Whether a key has the hash and the group; those of others have only bytes."""
-        return len(self._groups) == 1 or len(key) != KEY_BYTES
+    def _split_all(self, keys: Iterable[BlockKey]) -> Iterator[tuple[bytes, int]]:
+        """Return hashes and groups; skip digests, which name neither."""
+        for key in keys:
+            if len(self._groups) == 1 or len(key) != KEY_BYTES:
+                yield self._split(key)
 
-    def _kind(self, group: int) -> tuple[str | None, int | None]:
-        # Here, as it needs msgspec, which vLLM has.
-        from jaxkv.observe.describe import kind_of
+    def _make(self, name: str, fields: dict[str, Any]) -> Any:
+        """Make an event of this vLLM, with the fields that it has."""
+        from vllm.distributed import kv_events  # type: ignore[import-not-found]
 
-        return kind_of(self._groups, group)
-
-
-def _make(name: str, **fields: Any) -> Any:
-    """Make an event of this vLLM, with those of the fields that it has."""
-    from vllm.distributed import kv_events  # type: ignore[import-not-found]
-
-    cls = getattr(kv_events, name)
-    return cls(**{key: fields[key] for key in cls.__annotations__ if key in fields})
+        cls = getattr(kv_events, name)
+        fields["locality"] = self._localities.get(fields["medium"])
+        return cls(**{key: fields[key] for key in cls.__annotations__ if key in fields})
 
 
 def _external(block_hash: bytes) -> Any:
-    """Return a hash as vLLM's events have it: bytes, or a number."""
+    """Return a hash as in vLLM's events: bytes, or a number."""
     from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found]
         maybe_convert_block_hash,
     )
@@ -240,9 +173,9 @@ def _reader_of_extra_keys(
     as_event = getattr(kv_cache_utils, "to_event_extra_keys", None)
 
     def read(start: int, end: int) -> tuple[Any, ...] | None:
-        found, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
-        if found is None or as_event is None:
-            return cast(tuple[Any, ...] | None, found)
-        return cast(tuple[Any, ...], as_event([found])[0])
+        keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
+        if keys is None or as_event is None:
+            return cast(tuple[Any, ...] | None, keys)
+        return cast(tuple[Any, ...], as_event([keys])[0])
 
     return read

@@ -1,8 +1,8 @@
-"""The hosts of an engine, and the part of the KV caches that each of them has.
+"""The hosts of an engine, and the part of the KV caches on each host.
 
-A host moves its own shards, in programs for its own devices alone. A program for the
-devices of all hosts must start in the same order on each of them, and a host starts a
-transfer when it sees bytes arrive.
+A host moves its own shards, in programs for only its devices. A program for the devices
+of all hosts must start in the same order on each host, and a host starts a transfer
+when it sees bytes arrive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxkv._util import shown
 from jaxkv.transfer.memory import partition_spec
 from jaxkv.types import PyTree
 
-# What Ray calls a chip in the resources that an executor asks for.
+# Ray's name of a chip in the resources of an executor.
 _CHIP = "TPU"
 
 _Bounds: TypeAlias = tuple[tuple[int, int], ...]
@@ -74,14 +74,14 @@ def with_part(cache: jax.Array, part: jax.Array) -> jax.Array:
 
 def placement(caches: PyTree) -> bytes:
     """Return which shards each host has of the caches, the same text on all hosts."""
-    parts = [
+    shards = [
         sorted(
             (device.process_index, _bounds(index, cache.shape))
             for device, index in cache.sharding.devices_indices_map(cache.shape).items()
         )
         for cache in jax.tree.leaves(caches)
     ]
-    return repr(parts).encode()
+    return repr(shards).encode()
 
 
 @functools.cache
@@ -90,27 +90,27 @@ def _local_layout(
 ) -> tuple[tuple[int, ...], jax.sharding.Sharding]:
     """Return the shape and the sharding of a host's part: its shards in a row.
 
-    They need not lie together in the mesh, whose order is that of the chips' links.
+    They may be apart in the mesh, which is ordered by the chips' links.
     """
     devices_of: dict[_Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices_of.setdefault(_bounds(index, shape), []).append(device)
-    parts = sorted(devices_of)
-    axes = [n for n in range(len(shape)) if len({part[n] for part in parts}) > 1]
-    has_all_blocks = {part[0] for part in parts} == {(0, shape[0])}
+    shards = sorted(devices_of)
+    axes = [n for n in range(len(shape)) if len({part[n] for part in shards}) > 1]
+    has_all_blocks = {part[0] for part in shards} == {(0, shape[0])}
     has_copies_of_each = len({len(devices) for devices in devices_of.values()}) == 1
     if len(axes) > 1 or not (has_all_blocks and has_copies_of_each):
         raise ValueError(
-            f"this host has the parts {parts} of a KV cache {list(shape)}: on several "
-            "hosts one axis other than that of blocks may be sharded, and each chip of "
-            "a host must have as much."
+            f"this host has the shards {shards} of a KV cache {list(shape)}: with "
+            "several hosts, only one axis may be sharded, which is not the block axis, "
+            "and all chips of a host must have equal shares."
         )
     # Each row has a part, on as many devices as have a copy of it.
-    devices = np.array([devices_of[part] for part in parts])
+    devices = np.array([devices_of[part] for part in shards])
     local_shape = list(sharding.shard_shape(shape))
     names: list[str | None] = [None] * len(shape)
     for axis in axes:
-        local_shape[axis] *= len(parts)
+        local_shape[axis] *= len(shards)
         names[axis] = "part"
     mesh = jax.sharding.Mesh(devices, ("part", "copy"))
     return tuple(local_shape), jax.sharding.NamedSharding(mesh, partition_spec(*names))

@@ -1,9 +1,9 @@
-"""What the bytes of vLLM's blocks depend on besides what vLLM's hashes cover.
+"""The namespace of vLLM's blocks in a store.
 
 The hashes of vLLM's prefix cache are made for one process: they cover tokens, adapters,
 images and salts, but neither the model nor how it is run. A store outlives the process
-and may be shared, so all of that is put into its namespace here. What differs is never
-found; what cannot be told apart is refused.
+and may be shared, so its namespace covers the rest. Blocks of another namespace are
+never found. If the weights cannot be identified, the store is refused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from jaxkv.integrations.weights import (
     process_started_s,
 )
 
-# Nobody can find two prompts with one hash, and processes compute the same ones.
+# Collision-resistant hashes, which are the same in all processes.
 _HASHES = ("sha256", "sha256_cbor")
 
-# These read the files of the model's folder, and nothing else.
+# These read only the files of the model's folder.
 _LOAD_FORMATS = (
     "auto",
     "hf",
@@ -43,12 +43,13 @@ _LOAD_FORMATS = (
     "bitsandbytes",
 )
 
-# tpu-inference's variables that change what is computed, or how it lies in a block.
+# tpu-inference's variables that change the KV, or its layout in a block.
 _VARIABLES = re.compile(
     "MODEL_IMPL_TYPE|NEW_MODEL_DESIGN|USE_2D_TP|.*QUANTIZ.*|LAYOUT_.*|.*_RPA_.*|"
     ".*MOE_.*|.*MLA_.*|.*ROPE.*|USE_DENSE_MOE|NUM_SLICES"
 )
 
+# Parts of a configuration that name the model's folder, or devices.
 _PLACES = ("_name_or_path", "transformers_version", "device_indexes")
 
 _PACKAGES = ("vllm", "vllm-tpu")
@@ -60,21 +61,11 @@ def namespace_of(
     weights: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Say what the bytes of all blocks depend on.
+    """Return JSON values that the bytes of all blocks depend on, by name.
 
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
-        kv_cache_config: vLLM's `KVCacheConfig`.
-        weights: A name for the weights, to be taken for what they are; None to look at
-            the model's commit or its files.
-        environ: The environment; that of the process if None.
-
-    Returns:
-        A value of JSON's types by the name of what it says; `encode` makes bytes.
-
-    Raises:
-        ValueError: Blocks of other weights could not be told apart, or no other process
-            would compute the same hashes.
+    `weights` is a name that identifies the weights; without it, the model's commit or
+    its files do. ValueError if the weights cannot be identified, or if no other process
+    would compute the same hashes.
     """
     environ = os.environ if environ is None else environ
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -133,8 +124,8 @@ def namespace_of(
         }
     except AttributeError as error:
         raise ValueError(
-            f"storage cannot be used with this vLLM, as its configuration has another "
-            f"form than expected, and blocks could not be told apart: {error}"
+            "storage cannot be used with this vLLM: its configuration has an unknown "
+            f"form, so that blocks cannot be identified: {error}"
         ) from None
 
 
@@ -146,7 +137,7 @@ def encode(namespace: Mapping[str, Any]) -> bytes:
 
 
 def summary(namespace: Mapping[str, Any]) -> str:
-    """Say in a line what a namespace has, so that two may be compared.
+    """Return a line of digests, to compare two namespaces.
 
     >>> summary({"weights": {"named": "v1"}, "cache": {}})
     'weights 6d9464fb, cache 44136fa3'
@@ -158,34 +149,33 @@ def summary(namespace: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Write what JSON has not, without the place where it lies in memory."""
+    """Return a value that is not JSON as text, without its address in memory."""
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
 def _hashes(algorithm: str, environ: Mapping[str, str]) -> Description:
-    """Say how vLLM hashes blocks, if another process does the same."""
+    """Describe vLLM's hashes; refuse hashes that differ between processes."""
     if algorithm not in _HASHES:
         raise ValueError(
             f"storage needs --prefix-caching-hash-algo sha256 or sha256_cbor, not "
-            f"{shown(algorithm)}: with a hash that is not collision-resistant a prompt "
-            "can be made that is served the blocks of another, for as long as the "
-            "store keeps them."
+            f"{shown(algorithm)}: with a hash that is not collision-resistant, an "
+            "attacker can make a prompt that gets the blocks of another prompt."
         )
     seed = environ.get("PYTHONHASHSEED")
     if seed is None:
         seed = _default_seed()
     if seed is None:
         raise ValueError(
-            "storage needs PYTHONHASHSEED in the environment of every vLLM that uses "
-            "the store, the same number such as PYTHONHASHSEED=0: without it this "
-            "vLLM's block hashes differ from process to process."
+            "storage needs the same PYTHONHASHSEED in the environment of every vLLM "
+            "that uses the store, such as PYTHONHASHSEED=0: without it, the block "
+            "hashes of this version differ between processes."
         )
     # It may be a secret.
     return {"algorithm": algorithm, "seed": hashlib.sha256(seed.encode()).hexdigest()}
 
 
 def _default_seed() -> str | None:
-    """Return vLLM's seed where none is set; None if it takes a random one."""
+    """Return vLLM's default seed; None if it is random."""
     try:
         from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
     except ImportError:
@@ -205,35 +195,35 @@ def _weights(vllm_config: Any, environ: Mapping[str, str]) -> Description:
                 f"load_format={shown(load_format)} may read weights from elsewhere"
             )
         if environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true"):
-            raise UnknownWeightsError("weights of ModelScope have no version here")
-        elsewhere = getattr(model, "model_weights", "")
-        found = describe_weights(
-            str(elsewhere or model.model),
+            raise UnknownWeightsError("weights of ModelScope have no known version")
+        weights_path = getattr(model, "model_weights", "")
+        weights = describe_weights(
+            str(weights_path or model.model),
             model.revision,
             hub_folders=hub_folders_of(environ, load.download_dir),
             read_since_s=process_started_s(),
         )
-        # A branch may have moved while the weights were read. transformers notes of
-        # which commit a configuration is; that of another model says nothing.
-        read = getattr(model.hf_config, "_commit_hash", None)
-        is_other = elsewhere or getattr(model, "hf_config_path", None)
-        if read and not is_other and found.get("commit", read) != read:
+        # A branch may have moved while the weights were read. transformers records the
+        # commit of the configuration, unless it belongs to another model.
+        commit = getattr(model.hf_config, "_commit_hash", None)
+        is_other = weights_path or getattr(model, "hf_config_path", None)
+        if commit and not is_other and weights.get("commit", commit) != commit:
             raise UnknownWeightsError(
-                f"revision={shown(model.revision or 'main')} was {read} when the "
-                f"configuration was read, and is {found['commit']} now"
+                f"revision={shown(model.revision or 'main')} was {commit} when the "
+                f"configuration was read, and is {weights['commit']} now"
             )
-        return found
+        return weights
     except (UnknownWeightsError, OSError) as error:
         raise ValueError(
-            f"storage needs to know the weights, and {error}. Name them by "
-            "storage_namespace, which is to change with them."
+            f"storage must identify the weights, but {error}. Name them by "
+            "storage_namespace, and change the name with the weights."
         ) from None
 
 
 def _versions(sharding: Any) -> Description:
-    """Give the versions of what computes blocks and lays them out.
+    """Return the versions of the packages that compute blocks and choose layouts.
 
-    vLLM's platform has made `sharding`, so its module is of the runner's package.
+    vLLM's platform has made `sharding`, so its module belongs to the runner's package.
     """
     module = type(sharding).__module__.partition(".")[0]
     of_runner = importlib.metadata.packages_distributions().get(module, [])
@@ -247,28 +237,29 @@ def _versions(sharding: Any) -> Description:
 
 
 def _numbers_of(group: Any) -> Iterable[Any]:
-    """Give what a group of layers has: their names, and how their blocks are."""
+    """Yield the names of a group's layers, and the numbers of their specs."""
     spec = group.kv_cache_spec
-    each = getattr(spec, "kv_cache_specs", None)
-    specs = list(each.values()) if each else [spec]
+    specs = getattr(spec, "kv_cache_specs", None) or {"": spec}
     yield list(group.layer_names)
-    for own in specs:
+    for layer_spec in specs.values():
         names = ("block_size", "sliding_window", "num_kv_heads", "head_size", "dtype")
-        yield [str(getattr(own, name, None)) for name in names]
+        yield [str(getattr(layer_spec, name, None)) for name in names]
 
 
 def _images(model: Any) -> Description | None:
-    """Say how images and the like become tokens, as far as no hash has it."""
+    """Describe how images and videos become tokens, except what hashes cover."""
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is None:
         return None
-    names = ("mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm")
-    more = ("interleave_mm_strings", "video_pruning_rate", "video_pruning_method")
-    return {name: getattr(multimodal, name, None) for name in (*names, *more)}
+    names = (
+        *("mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm"),
+        *("interleave_mm_strings", "video_pruning_rate", "video_pruning_method"),
+    )
+    return {name: getattr(multimodal, name, None) for name in names}
 
 
 def _without_places(config: Any) -> Any:
-    """Leave out of a configuration where a model lies, and on which devices."""
+    """Return a configuration without the model's folder and devices."""
     if isinstance(config, Mapping):
         return {
             str(name): _without_places(value)

@@ -1,9 +1,9 @@
 """vLLM's block pool, as far as `OffloadScheduler` needs it.
 
-Blocks have numbers here. Where all groups of layers share one pool, these are vLLM's
-ids. Where tpu-inference gives states a pool of their own, an id has a block in either,
-and a state's id one in each group of states; the numbers tell them apart, in the order
-of `jaxkv.transfer.MultiPoolEngine`.
+Blocks have numbers here. If all groups of layers share one pool, these are vLLM's ids.
+If tpu-inference has a second pool for states, an id names a block in both pools, and a
+state's id names one in each group of states. The numbers are unique, in the order of
+`jaxkv.transfer.MultiPoolEngine`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ _GROUP_BYTES = 4
 
 # The mark at the end of the keys of blocks that an adapter computed.
 MARK_BYTES = 32
-# The longest key without: a SHA-256 and the group.
-_MOST_PLAIN_BYTES = 32 + _GROUP_BYTES
+# The longest key without a mark: a SHA-256 and the group.
+_MAX_PLAIN_BYTES = 32 + _GROUP_BYTES
 
 PRIVATE_END = bytes(16)
-"""The end of a mark that means nothing to other processes."""
+"""The end of a mark that is valid only in this process."""
 
 
 def key_in_group(block_hash: bytes, group: int) -> BlockKey:
     r"""Return the key of a block in a group, as vLLM's prefix cache makes it.
 
-    Example:
-        >>> key_in_group(b"hash", 1)
-        b'hash\x00\x00\x00\x01'
+    >>> key_in_group(b"hash", 1)
+    b'hash\x00\x00\x00\x01'
     """
     return block_hash + group.to_bytes(_GROUP_BYTES, "big")
 
@@ -50,12 +49,12 @@ def plain_key(key: BlockKey) -> BlockKey:
     >>> plain_key(b"k" * 32 + b"m" * 32) == plain_key(b"k" * 32) == b"k" * 32
     True
     """
-    return key[:-MARK_BYTES] if len(key) > _MOST_PLAIN_BYTES else key
+    return key[:-MARK_BYTES] if len(key) > _MAX_PLAIN_BYTES else key
 
 
 def is_private(key: BlockKey) -> bool:
     """Whether a block must not leave the process."""
-    return len(key) > _MOST_PLAIN_BYTES and key.endswith(PRIVATE_END)
+    return len(key) > _MAX_PLAIN_BYTES and key.endswith(PRIVATE_END)
 
 
 class VllmBlockPool:
@@ -63,36 +62,26 @@ class VllmBlockPool:
 
     It replaces a `DeviceBlockPool` if nothing is copied on the device
     (`OffloadRules.copy_on_device`). One difference: vLLM's pool has no pins, so a block
-    that is free when its transfer ends is evicted last in vLLM's order, whatever its
-    place was before.
-
-    Args:
-        pool: vLLM's `BlockPool`.
-        num_groups: Groups of the model's layers.
-
-    Attributes:
-        num_blocks: How many numbers of blocks there are.
-        num_states: Blocks of states that requests can have; 0 if there are none.
-        unwritten: See `DeviceBlockPool`. It stays empty: vLLM's tables have the null
-            block for skipped tokens, which vLLM does not cache.
-        old: Identities of the blocks whose KV may be that of old weights.
+    that is free when its transfer ends moves to the end of vLLM's eviction order.
     """
 
     def __init__(self, pool: Any, num_groups: int) -> None:
         self._pool = pool
-        # Of several groups the keys have it.
+        # With several groups, the keys end with it already.
         self._suffix = key_in_group(b"", 0) if num_groups == 1 else b""
         self._all_blocks = pool.blocks
-        # Blocks that are pinned, by their identity, and how often.
+        # Pinned blocks and their numbers of pins, by the blocks' identity.
         self._pinned: dict[int, Any] = {}
         self._num_pins: dict[int, int] = {}
         # Pins that `release` has undone.
         self._num_void_pins: Counter[int] = Counter()
+        # Identities of blocks that may have KV of old weights.
         self.old: set[int] = set()
         # The adapters that have written blocks, by the blocks' identity.
         self._marks: dict[int, bytes] = {}
-        self.num_blocks = len(pool.blocks)
-        self.num_states = 0
+        self.num_blocks = len(pool.blocks)  # Numbers of blocks.
+        self.num_states = 0  # Blocks of states that requests can have.
+        # Always empty: vLLM's tables have the null block for skipped tokens.
         self.unwritten: set[int] = set()
 
     @property
@@ -103,7 +92,7 @@ class VllmBlockPool:
 
     @property
     def pools(self) -> Sequence[Any]:
-        """The pools of vLLM, each of which may be reset by itself."""
+        """The pools of vLLM; each may be reset alone."""
         return (self._pool,)
 
     def numbered(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
@@ -111,20 +100,11 @@ class VllmBlockPool:
         return block_ids
 
     def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
-        """Return which blocks hold their keys in vLLM's pool.
-
-        Args:
-            block_ids: n blocks.
-            keys: n keys: vLLM's hashes, with their group if there are several, and
-                perhaps an adapter.
-
-        Returns:
-            bool[n].
-        """
+        """Return bool[n]: which of n blocks hold their keys in vLLM's pool."""
         blocks, held = self._all_blocks, []
         for block, key in zip(np.asarray(block_ids).tolist(), keys, strict=True):
-            name = key if len(key) <= _MOST_PLAIN_BYTES else plain_key(key)
-            held.append(blocks[block].block_hash == self._name_of(name))
+            plain = key if len(key) <= _MAX_PLAIN_BYTES else plain_key(key)
+            held.append(blocks[block].block_hash == self._hash_of(plain))
         return np.array(held, np.bool_)
 
     def pin(self, block_ids: BlockIds) -> None:
@@ -147,7 +127,7 @@ class VllmBlockPool:
         self._pool.free_blocks(blocks)
 
     def release(self) -> None:
-        """Free all pinned blocks, whose content nothing needs; their pins are void."""
+        """Free all pinned blocks and void their pins: their content is not needed."""
         for number, block in self._pinned.items():
             num_pins = self._num_pins[number]
             self._num_void_pins[number] += num_pins
@@ -157,7 +137,7 @@ class VllmBlockPool:
         self._num_pins.clear()
 
     def _was_released(self, block: Any) -> bool:
-        """Use up a void pin of a block, if it has one."""
+        """Consume a void pin of a block, if it has one."""
         num_pins = self._num_void_pins.get(id(block), 0)
         if num_pins > 1:
             self._num_void_pins[id(block)] = num_pins - 1
@@ -176,12 +156,9 @@ class VllmBlockPool:
     def note_written(
         self, block_ids: BlockIds, *, is_old: bool, mark: bytes = b""
     ) -> None:
-        """Remember by whom blocks are written from now on.
+        """Record the request that writes blocks from now on.
 
-        Args:
-            block_ids: n blocks.
-            is_old: Whether it goes on from KV of old weights.
-            mark: The mark of its adapter; b"" for none.
+        `is_old` says that it continues from KV of old weights; `mark` is its adapter's.
         """
         written = [id(block) for block in self._blocks(block_ids)]
         if is_old:
@@ -192,35 +169,30 @@ class VllmBlockPool:
             self._marks.update(dict.fromkeys(written, mark))
 
     def has_old(self, block_ids: BlockIds, mark: bytes = b"") -> bool:
-        """Whether one of some blocks may have KV of other weights.
+        """Whether any of a request's hits in vLLM's pool may have other weights' KV.
 
-        Args:
-            block_ids: Blocks that vLLM has found for a request.
-            mark: The mark of the request's adapter. vLLM's hashes do not have it.
+        `mark` is the mark of the request's adapter, which vLLM's hashes do not have.
         """
-        found = [id(block) for block in self._blocks(block_ids)]
-        if mark and any(self._marks.get(number) != mark for number in found):
+        hits = [id(block) for block in self._blocks(block_ids)]
+        if mark and any(self._marks.get(number) != mark for number in hits):
             return True
-        return not self.old.isdisjoint(found)
+        return not self.old.isdisjoint(hits)
 
     def has_only_pinned(self) -> bool:
-        """Whether a block is kept by pins alone, so that it is free without them."""
+        """Whether only pins hold some block, so that it is free without them."""
         pinned = self._pinned
         return any(pinned[n].ref_cnt == pins for n, pins in self._num_pins.items())
 
     def warm_up(self) -> None:
-        """Do nothing: vLLM's pool is not compiled."""
+        """Compile nothing: this is vLLM's pool."""
 
     def _blocks(self, block_ids: BlockIds) -> list[Any]:
-        own, all_blocks = [], self._all_blocks
-        for number in np.asarray(block_ids).tolist():
-            block = all_blocks[number]
-            if not block.is_null:
-                own.append(block)
-        return own
+        all_blocks = self._all_blocks
+        blocks = [all_blocks[number] for number in np.asarray(block_ids).tolist()]
+        return [block for block in blocks if not block.is_null]
 
-    def _name_of(self, key: BlockKey) -> BlockKey:
-        """Return the hash that vLLM's pool has for a key without an adapter."""
+    def _hash_of(self, key: BlockKey) -> BlockKey:
+        """Return the hash in vLLM's pool for a key without an adapter."""
         return key + self._suffix
 
 
@@ -228,14 +200,7 @@ class StatesBlockPool(VllmBlockPool):
     """Holds blocks of tpu-inference's two pools, one for attention and one for states.
 
     All groups of states have the same ids, of the same blocks, whose hashes name the
-    first of these groups.
-
-    Args:
-        pool: tpu-inference's `TPUDualBlockPool`.
-        state_groups: Which groups of the model's layers have states.
-
-    Raises:
-        ValueError: It is another pool.
+    first group of states. ValueError if `pool` is not a `TPUDualBlockPool`.
     """
 
     def __init__(self, pool: Any, state_groups: Sequence[int]) -> None:
@@ -247,10 +212,10 @@ class StatesBlockPool(VllmBlockPool):
         super().__init__(pool, num_groups=1 + len(state_groups))
         attention, states = pool.attention_pool.blocks, pool.mamba_pool.blocks
         self._attention_pool, self._state_pool = pool.attention_pool, pool.mamba_pool
-        self.num_states = len(states) - 1  # One is the null block's.
+        self.num_states = len(states) - 1  # Without the null block.
         self._all_blocks = [*attention, *list(states) * len(state_groups)]
         self.num_blocks = len(self._all_blocks)
-        # What is added to the ids of each group of states.
+        # Added to the ids of each group of states.
         self._offsets = {
             group: len(attention) + number * len(states)
             for number, group in enumerate(state_groups)
@@ -260,13 +225,13 @@ class StatesBlockPool(VllmBlockPool):
 
     @property
     def num_free(self) -> int:
-        """Blocks that vLLM may allocate, of the pool that has fewer."""
+        """Blocks that vLLM may allocate in the pool that has fewer."""
         num_states: int = self._state_pool.get_num_free_blocks()
         return min(super().num_free, num_states)
 
     @property
     def pools(self) -> Sequence[Any]:
-        """The pools of vLLM, each of which may be reset by itself."""
+        """The pools of vLLM; each may be reset alone."""
         return (self._pool, self._attention_pool, self._state_pool)
 
     def numbered(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
@@ -276,7 +241,7 @@ class StatesBlockPool(VllmBlockPool):
             numbers[group] = [n and n + offset for n in block_ids[group]]
         return numbers
 
-    def _name_of(self, key: BlockKey) -> BlockKey:
-        """Return the hash that a block has for a key: the first group's of states."""
+    def _hash_of(self, key: BlockKey) -> BlockKey:
+        """Return the hash for a key, which names the first group of states."""
         suffix = key[-_GROUP_BYTES:]
         return key[:-_GROUP_BYTES] + self._suffixes.get(suffix, suffix)

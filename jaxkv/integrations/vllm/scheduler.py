@@ -49,15 +49,15 @@ Value = TypeVar("Value")
 _LOG = logging.getLogger("jaxkv")
 # The steps that the rate of prefill is the median of.
 _RATE_STEPS = 15
-# States that loads leave free: a request that runs takes one for each step's end, and
-# gives the last one back a step later.
-_LEAST_FREE_STATES = 4
+# States that loads leave free: a running request takes one for each step's end, and
+# releases the last one a step later.
+_MIN_FREE_STATES = 4
 
 
 class _Keys(Sequence[bytes]):
     """The keys of a request in a group: its hashes, each with the same suffix.
 
-    It copies none of them: vLLM rewrites the hashes of a request whose input streams.
+    It copies no hash: vLLM rewrites the hashes of a request whose input streams.
     """
 
     def __init__(self, request: Any, suffix: bytes) -> None:
@@ -84,31 +84,8 @@ class _Keys(Sequence[bytes]):
 class VllmRequest:
     """A request of vLLM with the attributes that `OffloadScheduler` reads.
 
-    Args:
-        request: vLLM's `Request`.
-        num_groups: Groups of the model's layers.
-        events: Gets each block with a hash first; None without events.
-        adapter: The mark of its adapter, which follows in its blocks' keys.
-
-    Attributes:
-        request: As given.
-        adapter: As given.
-        has_old_kv: Whether its blocks may have KV of old weights, so that they must not
-            be stored.
-        has_unknown_weights: Whether it is unknown which weights its adapter has, so
-            that nothing of it is stored or loaded.
-        num_local_tokens: Tokens that vLLM found on the device when it last asked; None
-            since it got blocks.
-        num_volatile_tokens: Tokens at the end whose draft KV may be written again while
-            the request decodes.
-        skips_prefix_cache: Whether all of its prompt must be computed, as for
-            log-probabilities of the prompt.
-        retention: How long to keep its blocks, by
-            ``kv_transfer_params["retention"]`` or else a hint ``kv.retain``; None where
-            both are missing or wrong.
-        max_load_tokens: How many may be loaded, likewise.
-        remote_prefill: Whether another engine computes its prompt and stores it,
-            likewise, as ``do_remote_prefill``.
+    `events`, if any, gets each block with a hash. `adapter` is the mark of the
+    request's adapter at the end of its blocks' keys.
     """
 
     def __init__(
@@ -120,42 +97,49 @@ class VllmRequest:
     ) -> None:
         self.request = request
         self.adapter = adapter
+        # Whether its blocks may have KV of old weights, and must not be stored.
         self.has_old_kv = False
+        # Whether its adapter's weights are unknown: it stores and loads nothing.
         self.has_unknown_weights = False
+        # Tokens that vLLM found on the device at its last query; None once the request
+        # has blocks.
         self.num_local_tokens: int | None = None
+        # Last tokens, whose draft KV may be rewritten while the request decodes.
         self.num_volatile_tokens = 0
+        # Whether its whole prompt must be computed, as for prompt_logprobs.
         self.skips_prefix_cache = _skips_prefix_cache(request)
         self._keys = [
             _Keys(request, key_in_group(b"", group) + adapter)
             for group in range(num_groups)
         ]
         self._keys_of_all = _Keys(request, adapter)
+        # Set by ``kv_transfer_params``; `retention` by the hint ``kv.retain``, too.
         self._max_offload_tokens: int | None = None
         self.max_load_tokens: int | None = None
         self.retention: Retention | None = None
-        self.remote_prefill = False
+        self.remote_prefill = False  # Another engine computes and stores its prompt.
         if getattr(request, "kv_transfer_params", None):
-            self._max_offload_tokens = _asked_for(
+            self._max_offload_tokens = _param(
                 request, "max_offload_tokens", _num_tokens
             )
-            self.max_load_tokens = _asked_for(request, "max_load_tokens", _num_tokens)
-            self.retention = _asked_for(request, "retention", Retention.of)
-            self.remote_prefill = bool(_asked_for(request, "do_remote_prefill", _flag))
+            self.max_load_tokens = _param(request, "max_load_tokens", _num_tokens)
+            self.retention = _param(request, "retention", Retention.of)
+            self.remote_prefill = bool(_param(request, "do_remote_prefill", _flag))
         if self.retention is None and getattr(request, "kv_hints", None) is not None:
-            self.retention = _hinted(request, "kv.retain", Retention.of)
+            self.retention = _hint(request, "kv.retain", Retention.of)
         self._events = events
         self._recorded = KeyMark()
 
     @property
     def max_offload_tokens(self) -> int | None:
-        """How many of its tokens may be stored; None for all."""
+        """Maximum of its tokens to store; None for all."""
         if self.has_old_kv or self.has_unknown_weights:
             return 0
         return self._max_offload_tokens
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
-        """Keys of the full blocks of all tokens so far: their hashes."""
+        """Keys of the full blocks of all tokens so far."""
         hashes = self._record_hashes()
         return self._keys_of_all if self.adapter else hashes
 
@@ -166,7 +150,7 @@ class VllmRequest:
         return self._keys
 
     def _record_hashes(self) -> Sequence[BlockKey]:
-        """Record for events what is new or rewritten of the hashes; return all."""
+        """Record new and rewritten hashes for events; return all hashes."""
         hashes: Sequence[BlockKey] = self.request.block_hashes
         if self._events is not None:
             first = self._recorded.num if self._recorded.is_in(hashes) else 0
@@ -175,7 +159,7 @@ class VllmRequest:
             self._recorded = KeyMark.of(hashes, len(hashes))
         return hashes
 
-    # Asked for in each step: this way no frame of Python's is entered.
+    # Read in each step: these properties enter no Python frame.
     request_id = property(attrgetter("request.request_id"), doc="The request's id.")
     num_tokens = property(
         attrgetter("request.num_tokens"), doc="Tokens so far, prompt and generated."
@@ -191,9 +175,9 @@ class VllmRequest:
     def stop(self) -> Stop | None:
         """Why it stopped, as far as vLLM knows; None for lengths, aborts and errors.
 
-        An end-of-sequence token ends an answer. Another stop token, or a string, is
-        what engines have for calls of tools. A policy learns what either means for the
-        traffic that it sees, so nothing is lost where that is not so.
+        An end-of-sequence token ends an answer. Engines use other stop tokens, or
+        strings, for tool calls. A policy learns what either means for its traffic, so
+        an engine that differs loses nothing.
         """
         status = getattr(getattr(self.request, "status", None), "name", None)
         if status != "FINISHED_STOPPED":
@@ -203,7 +187,7 @@ class VllmRequest:
 
     @property
     def num_output_placeholders(self) -> int:
-        """How many of these are scheduled ahead, or volatile while it decodes."""
+        """Computed tokens that are scheduled ahead, or volatile while it decodes."""
         num_ahead = int(getattr(self.request, "num_output_placeholders", 0))
         if self.num_volatile_tokens:
             num_known = self.num_computed_tokens - num_ahead
@@ -215,54 +199,91 @@ class VllmRequest:
 class PrefillRate:
     """Measures how fast the model computes prompts, by the engine's own steps.
 
-    A step takes until the next one is planned. Of the last steps, the median counts of
-    those that computed at least half as many tokens as the largest: other steps compute
-    few tokens of prompts. A step that is followed by a pause does not change it.
-
-    Args:
-        clock: Seconds since some moment.
+    A step lasts until the next one is planned. The rate is the median of the last steps
+    that computed at least half as many tokens as the largest step: other steps compute
+    few prompt tokens. A pause after a step does not change the median.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._num_tokens = 0
         self._start_s = 0.0
-        self._most_tokens = 0
+        self._max_tokens = 0
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RATE_STEPS)
 
     def begin_step(self, num_tokens: int) -> None:
-        """Note that a step is planned that computes some tokens."""
+        """Record that a step that computes some tokens is planned."""
         now_s = self._clock()
-        if self._num_tokens and 2 * self._num_tokens >= self._most_tokens:
-            self._most_tokens = max(self._most_tokens, self._num_tokens)
+        if self._num_tokens and 2 * self._num_tokens >= self._max_tokens:
+            self._max_tokens = max(self._max_tokens, self._num_tokens)
             self._steps.append((self._num_tokens, now_s - self._start_s))
         self._num_tokens, self._start_s = num_tokens, now_s
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate; 0 until a step is over."""
+        """The rate; 0 until a step has ended."""
         rates = [
             num_tokens / max(took_s, 1e-9)
             for num_tokens, took_s in self._steps
-            if 2 * num_tokens >= self._most_tokens
+            if 2 * num_tokens >= self._max_tokens
         ]
         return statistics.median(rates) if rates else 0.0
 
 
+class RequestReports:
+    """Reports for responses: a request's hits in each tier, and its wait."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._query_s: dict[str, float] = {}  # Of each request's first query.
+        self._reports: dict[str, dict[str, int | float]] = {}
+
+    def query(self, request_id: str) -> None:
+        """Record the time of a request's first query."""
+        if request_id not in self._query_s:
+            self._query_s[request_id] = self._clock()
+
+    def begin(
+        self, request: VllmRequest, num_external: int, num_from_storage: int
+    ) -> None:
+        """Record the hits of a request that gets its first blocks."""
+        name, num_local = request.request_id, request.num_local_tokens
+        if num_local is None or name in self._reports:
+            return
+        self._reports[name] = {
+            "tokens": request.num_tokens,
+            "device": num_local,
+            "host": num_external - num_from_storage,
+            "storage": num_from_storage,
+            "computed": request.num_tokens - num_local - num_external,
+        }
+        self._end_wait(name)
+
+    def end_loads(self, loaded: Sequence[str], failed: Sequence[str]) -> None:
+        """Record ended loads; the tokens of a failed one are recomputed."""
+        for name in (*loaded, *failed):
+            self._end_wait(name)
+        for name in failed:
+            if (report := self._reports.get(name)) is not None:
+                report["computed"] = report["tokens"] - report["device"]
+                report["host"] = report["storage"] = 0
+
+    def pop(self, request_id: str) -> dict[str, int | float] | None:
+        """Return the report of a finished request; None if it never got blocks."""
+        self._query_s.pop(request_id, None)
+        return self._reports.pop(request_id, None)
+
+    def _end_wait(self, name: str) -> None:
+        if name in self._reports and name in self._query_s:
+            waited_s = self._clock() - self._query_s[name]
+            self._reports[name]["waited_s"] = round(waited_s, 6)
+
+
 class SchedulerHalf:
-    """Decides what is stored and loaded, beside vLLM's scheduler.
+    """Decides what is stored and loaded, next to vLLM's scheduler.
 
-    Args:
-        config: Configuration of the connector.
-        engine_id: vLLM's id of the engine.
-
-    Raises:
-        ValueError: If the cache policy is unknown, or the rules do not fit the model's
-            groups.
-        OSError: The file to record to cannot be written.
-
-    Attributes:
-        scheduler: The scheduler of stores and loads.
+    ValueError if the rules do not fit the model's groups of layers; OSError if the file
+    of requests cannot be written.
     """
 
     def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
@@ -278,38 +299,39 @@ class SchedulerHalf:
             policy_state=config.offload.policy_state,
         )
         self._config = config
-        # Of a draft model, at the end of what is found or computed.
+        self._reports = RequestReports() if config.report_requests else None
+        # A draft model's last tokens of a hit, or of computed ones.
         self._volatile_tokens = 0
         if config.drops_last_block:
             factor = config.offload.blocks_per_host_block
             self._volatile_tokens = factor * config.groups[0].block_size
         self._adapter_marks = Adapters(has_storage=config.storage is not None)
-        # What the worker has loaded, by vLLM's integer id.
+        # Marks of the adapters that the worker has loaded, by vLLM's integer id.
         self._loaded_adapters: Mapping[int, bytes] = {}
-        # Names of adapters that were logged, and marks of requests with such.
+        # Logged names of adapters with unknown weights, and the marks made for them.
         self._unknown_adapters: set[str] = set()
         self._num_unknown_marks = 0
-        # Whether it is not known yet what the store has.
+        # Whether the store's first listing is still under way.
         self._awaits_listing = config.storage is not None
-        self._has_left_storage = False
+        self._is_storage_disabled = False
         self._stats = StatsReader(self.scheduler)
-        # Only where a load is compared with it.
-        asks_rates = config.offload.skip_slow_loads or self.scheduler.shadow_counts
-        self._prefill = PrefillRate() if asks_rates else None
+        # Only if a load is compared with it.
+        needs_rate = config.offload.skip_slow_loads or self.scheduler.shadow_counts
+        self._prefill = PrefillRate() if needs_rate else None
         self._events = None
         if config.enable_events:
             is_remote = config.storage is not None and not config.storage.is_folder
             self._events = HostEvents(config.groups, storage_is_remote=is_remote)
         self._engine_id = engine_id
-        # Names this half among those of all ranks, each in a process of its own.
+        # Identifies this half among the ranks, each in a separate process.
         self._sender = f"{os.getpid()}.{id(self)}"
-        # Lost pools whose KV the host tier has forgotten, and all that are known of.
+        # Lost pools whose KV the host tier has forgotten, and all known ones.
         self._num_forgotten_pools = LOST_POOLS.get(engine_id, 0)
         self._num_lost_pools = self._num_forgotten_pools
         self._must_reset = False
-        # Whether a load is perhaps of another adapter than its request now has.
+        # Whether a load may be of another adapter than its request now has.
         self._must_abandon = False
-        self._has_logged = False  # A reset, since the last step.
+        self._has_logged_reset = False  # Since the last step.
         self._pool: VllmBlockPool | None = None
         self._requests: dict[str, VllmRequest] = {}
         # Requests that got blocks since the metadata of the last step.
@@ -324,17 +346,16 @@ class SchedulerHalf:
     def bind_block_pool(self, pool: Any) -> None:
         """Bind the pool whose blocks are held, and compile all decisions.
 
-        Raises:
-            ValueError: The model has states, and the pool has none.
+        ValueError if the model has states, but the pool has none.
         """
         config = self._config
-        held = VllmBlockPool(pool, len(config.groups))
+        bound = VllmBlockPool(pool, len(config.groups))
         if config.state_groups:
-            held = StatesBlockPool(pool, config.state_groups)
-        self.scheduler.bind_device_block_pool(held)
-        self._pool = held
-        if not getattr(config, "keep_on_device_reset", False):
-            for vllm_pool in held.pools:
+            bound = StatesBlockPool(pool, config.state_groups)
+        self.scheduler.bind_device_block_pool(bound)
+        self._pool = bound
+        if not config.keep_on_device_reset:
+            for vllm_pool in bound.pools:
                 self._reset_with(vllm_pool)
         _LOG.info(
             "host tier of %d blocks, %s: compiling its decisions, which takes up to "
@@ -342,15 +363,15 @@ class SchedulerHalf:
             config.rank_host_blocks,
             gib(config.planned_bytes // config.num_ranks),
         )
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         self.scheduler.warm_up()
-        _LOG.info("compiled in %.1f s", time.monotonic() - began_s)
+        _LOG.info("compiled in %.1f s", time.monotonic() - start_s)
 
     def _reset_with(self, pool: Any) -> None:
-        """Have the host tier be reset with a pool of vLLM's, which tells no connector.
+        """Reset the host tier whenever vLLM resets a pool; vLLM notifies no connector.
 
-        The host is reset first: vLLM's pool refuses to be while blocks are held, and
-        what is stored from them must not be published.
+        The host is reset first: vLLM's pool refuses a reset while blocks are held, and
+        stores from held blocks must not be published.
         """
         reset = getattr(pool, "reset_prefix_cache", None)
         if reset is None:
@@ -358,8 +379,8 @@ class SchedulerHalf:
 
         @functools.wraps(reset)
         def reset_both(*args: Any, **named: Any) -> Any:
-            if not self._has_logged:
-                self._has_logged = True
+            if not self._has_logged_reset:
+                self._has_logged_reset = True
                 _LOG.info(
                     "vLLM's prefix cache is reset: the host tier forgets its blocks, "
                     "too (keep_on_device_reset=true keeps them)"
@@ -372,13 +393,13 @@ class SchedulerHalf:
     def query(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens the host has than the device.
 
-        That is 0 for a request that must compute all of its prompt, which older vLLMs
-        do not see to themselves, and for one whose adapter has unknown weights.
+        The number is 0 for a request that must compute its whole prompt, which older
+        vLLMs do not check, and for a request whose adapter has unknown weights.
 
-        It is 0 for a request whose load has failed: it is computed. vLLM 0.32 admits
-        a load only beside what it holds back for loads under way, and counts the failed
-        one among them: a request that needs more than half of the free blocks, and all
-        behind it, would wait forever.
+        It is 0 for a request whose load has failed, so that it recomputes. vLLM 0.32
+        holds blocks back for loads in flight, and counts the failed load among them: a
+        request that needs more than half of the free blocks would wait indefinitely,
+        and so would all behind it.
         """
         if self._pool is None:
             raise RuntimeError(
@@ -386,24 +407,26 @@ class SchedulerHalf:
                 "block pool with connectors."
             )
         is_reset = self._is_reset()
-        known = self._request(request)
-        known.num_local_tokens = num_computed_tokens
+        tracked = self._request(request)
+        tracked.num_local_tokens = num_computed_tokens
+        if self._reports is not None:
+            self._reports.query(request.request_id)
         if not is_reset:
             return 0, False
-        if known.skips_prefix_cache or known.has_unknown_weights:
+        if tracked.skips_prefix_cache or tracked.has_unknown_weights:
             return 0, False
         if request.request_id in self._must_compute:
             return 0, False
         if request.request_id in self._must_wait:
             # vLLM 0.32 leaves it at the head of the queue of requests that hold blocks,
-            # though it holds none: it may wait forever for blocks of those behind it.
-            # The answer None moves it to the queue of the others.
+            # though it holds none: it may wait indefinitely for the blocks of requests
+            # behind it. The answer None moves it to the other queue.
             self._must_wait.discard(request.request_id)
             self._must_compute.add(request.request_id)
             return None, False
         if self._awaits_listing:
             return None, False
-        answer = self.scheduler.get_num_new_matched_tokens(known, num_computed_tokens)
+        answer = self.scheduler.get_num_new_matched_tokens(tracked, num_computed_tokens)
         if answer[0] and self._volatile_tokens:
             num_tokens = answer[0] - self._volatile_tokens
             answer = max(num_tokens, 0), answer[1] and num_tokens > 0
@@ -414,68 +437,73 @@ class SchedulerHalf:
     def count_hit_tokens(
         self, block_hashes: Sequence[bytes], max_tokens: int, num_local_tokens: int
     ) -> int:
-        """Count the tokens that device and host have of a prompt; nothing is held."""
+        """Count the tokens of a prompt on device and host, and hold no block."""
         if self._must_reset:
             return num_local_tokens
         config = self._config
         keys: list[Sequence[BlockKey]] = [block_hashes]
         if len(config.groups) > 1:
             keys = [
-                [key_in_group(own, group) for own in block_hashes]
+                [key_in_group(block_hash, group) for block_hash in block_hashes]
                 for group in range(len(config.groups))
             ]
         rows = config.offload.blocks_per_host_block
-        # Stores in flight count: they will have arrived.
+        # Stores in flight count, as they arrive before the request runs.
         host = Source(self.scheduler._manager.find_held, rows)
         sources = [first_tokens(num_local_tokens), host]
         return search(config.groups, keys, max_tokens, sources).num_tokens
 
     def _may_load(self) -> bool:
-        """Whether a load that vLLM admits now keeps no other request from running.
+        """Whether a load that vLLM admits now blocks no other request.
 
-        Beside a load, vLLM 0.32 holds blocks back for all requests whose load has
-        failed, which wait behind it: it may not be admitted, and they not be reached.
-        And what is held back is of attention: requests that wait for their loads may
-        take all states, so that none of them gets the one that it computes in.
+        Besides a load, vLLM 0.32 holds blocks back for all requests with a failed load,
+        which wait behind it: it may not be admitted, and they may not be reached. It
+        holds back only attention blocks: requests that wait for their loads may take
+        all states, so that none gets the state that it computes in.
         """
         if self._must_wait or self._must_compute:
             return False
         num_states = self._pool.num_states if self._pool is not None else 0
         return not num_states or (
-            len(self._loading) < max(num_states - _LEAST_FREE_STATES, 1)
+            len(self._loading) < max(num_states - _MIN_FREE_STATES, 1)
         )
 
     def note_blocks(
         self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Record all blocks of a request and the tokens to load into them."""
-        known = self._request(request)
-        numbers = self._numbered(block_ids)
-        self._note_age(known, numbers)
-        self.scheduler.update_state_after_alloc(known, numbers, num_external_tokens)
-        self._allocated.add(known.request_id)
-        self._must_wait.discard(known.request_id)
-        self._must_compute.discard(known.request_id)
+        tracked = self._request(request)
+        name, numbers = tracked.request_id, self._numbered(block_ids)
+        if self._reports is not None:
+            num_from_storage = self.hit_tokens_from_storage(
+                request, num_external_tokens
+            )
+            self._reports.begin(tracked, num_external_tokens, num_from_storage)
+        self._note_age(tracked, numbers)
+        self.scheduler.update_state_after_alloc(tracked, numbers, num_external_tokens)
+        self._allocated.add(name)
+        self._must_wait.discard(name)
+        self._must_compute.discard(name)
         if num_external_tokens and self._config.state_groups:
-            self._loading.add(known.request_id)
+            self._loading.add(name)
 
-    def _note_age(self, known: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
-        """Find out whether a request that gets blocks goes on from old KV."""
-        num_local, known.num_local_tokens = known.num_local_tokens, None
+    def _note_age(self, tracked: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
+        """Check whether a request that gets blocks continues from old KV."""
+        num_local, tracked.num_local_tokens = tracked.num_local_tokens, None
         pool = self._pool
-        if pool is None or not (pool.old or known.adapter):
-            known.has_old_kv &= num_local is None
+        if pool is None or not (pool.old or tracked.adapter):
+            tracked.has_old_kv &= num_local is None
             return
         written = [*chain.from_iterable(tables)]
-        if num_local is not None:  # Else it keeps what it has.
-            found: list[int] = []
+        if num_local is not None:  # Else it keeps its earlier blocks.
+            hits: list[int] = []
             written = []
             for group, table in zip(self._config.groups, tables, strict=True):
-                num_found = num_local // group.block_size
-                found += table[:num_found]
-                written += table[num_found:]
-            known.has_old_kv = pool.has_old(found, known.adapter)
-        pool.note_written(written, is_old=known.has_old_kv, mark=known.adapter)
+                num_hits = num_local // group.block_size
+                hits += table[:num_hits]
+                written += table[num_hits:]
+            tracked.has_old_kv = pool.has_old(hits, tracked.adapter)
+        pool.note_written(written, is_old=tracked.has_old_kv, mark=tracked.adapter)
 
     def build_metadata(self, output: Any) -> StepMetadata | RankSteps:
         """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
@@ -483,12 +511,12 @@ class SchedulerHalf:
         if self._config.num_ranks == 1:
             return step
         assert self._pool is not None
-        parts = step.transfers, step.num_lost_pools, step.is_idle
-        return RankSteps([RankStep(self._sender, self._pool.num_blocks, *parts)])
+        moves = step.transfers, step.num_lost_pools, step.is_idle
+        return RankSteps([RankStep(self._sender, self._pool.num_blocks, *moves)])
 
     def _build(self, output: Any) -> StepMetadata:
         self._is_reset()
-        self._has_logged = False
+        self._has_logged_reset = False
         if self._loading:
             self._loading.difference_update(output.num_scheduled_tokens)
         cached = output.scheduled_cached_reqs
@@ -519,17 +547,19 @@ class SchedulerHalf:
         return StepMetadata(transfers, num_lost, is_idle)
 
     def part_of(self, report: WorkerReport) -> ConnectorOutput:
-        """Return what a report has of this half's own transfers."""
+        """Return the part of a report about this half's transfers."""
         if self._config.num_ranks == 1:
             return report.output
         return report.by_rank.get(self._sender, NO_REPORTS)
 
     def note_report(self, report: WorkerReport) -> None:
-        """Release the blocks of transfers that the worker reports as over."""
-        over = self.scheduler.update_connector_output(self.part_of(report))
-        if over.failed_recving:
-            self._must_wait.update(over.failed_recving)
-            self._loading.difference_update(over.failed_recving)
+        """Release the blocks of transfers that the worker reports as ended."""
+        ended = self.scheduler.update_connector_output(self.part_of(report))
+        if ended.failed_recving:
+            self._must_wait.update(ended.failed_recving)
+            self._loading.difference_update(ended.failed_recving)
+        if self._reports is not None:
+            self._reports.end_loads(ended.finished_recving, ended.failed_recving)
         if report.num_lost_pools > self._num_lost_pools:
             self._note_lost_pools(report.num_lost_pools)
         if report.adapters is not None:
@@ -543,11 +573,11 @@ class SchedulerHalf:
     def finish(
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """Finish a request that is done or aborted; return what to answer with it."""
+        """Finish a request; return the ``kv_transfer_params`` of its response."""
         numbers = self._numbered(block_ids)
-        known = self._request(request)
-        known.num_volatile_tokens = 0
-        self.scheduler.request_finished_all_groups(known, numbers)
+        tracked = self._request(request)
+        tracked.num_volatile_tokens = 0
+        self.scheduler.request_finished_all_groups(tracked, numbers)
         self._requests.pop(request.request_id, None)
         for names in (
             self._allocated,
@@ -556,9 +586,14 @@ class SchedulerHalf:
             self._loading,
         ):
             names.discard(request.request_id)
-        if not _asked_for(request, "do_remote_decode", _flag):
-            return None
-        return {"do_remote_prefill": True, "do_remote_decode": False}
+        params: dict[str, Any] = {}
+        if _param(request, "do_remote_decode", _flag):
+            params = {"do_remote_prefill": True, "do_remote_decode": False}
+        if self._reports is not None:
+            report = self._reports.pop(request.request_id)
+            if report is not None:
+                params["jaxkv"] = report
+        return params or None
 
     def _numbered(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return the numbers of a request's blocks; see `VllmBlockPool`."""
@@ -567,7 +602,7 @@ class SchedulerHalf:
     def has_pending_transfers(self) -> bool:
         """Whether vLLM must continue to step though it has no requests.
 
-        Also until it is known what the store has, which the first request finds then.
+        It steps until the store has been listed, so that the first request can hit.
         """
         pending = self.scheduler
         return (
@@ -581,70 +616,70 @@ class SchedulerHalf:
         return self._pool is not None and self._pool.has_only_pinned()
 
     def hit_tokens_from_storage(self, request: Any, num_external_tokens: int) -> int:
-        """Count the tokens of a load that came from the store to the host for it."""
+        """Count the tokens of a load that were fetched from the store for it."""
         num = self.scheduler.num_fetched_tokens(request.request_id)
         return min(num, num_external_tokens)
 
     def take_events(self) -> list[Any]:
-        """Return the events of host and store since the last call, as vLLM's."""
+        """Return vLLM's events of host and store since the last call."""
         if self._events is None:
             return []
         return list(self._events.to_vllm(self.scheduler.take_events()))
 
     def take_stats(self) -> OffloadConnectorStats | None:
-        """Return what changed, if that is due; see `StatsReader.take`."""
+        """Return changed metrics; see `StatsReader.take`."""
         is_last = not self._requests and not self.has_pending_transfers()
         return self._stats.take(is_last=is_last)
 
     def reset(self) -> bool:
-        """Clear the host tier; return whether that was done.
+        """Clear the host tier; return whether it was cleared.
 
-        If not, as a load is under way or offered, that load fails, and nothing is
+        If a load is in flight or offered, it is not yet: the load fails, and nothing is
         offered until the host is cleared.
         """
         self._begin_reset()
         return self._try_reset()
 
     def _begin_reset(self) -> None:
-        """Have the host tier be cleared as soon as that can be.
+        """Clear the host tier as soon as possible.
 
-        The store is left at once: what is computed until then may be of other weights.
-        What the device has now may be old, and is not stored later.
+        The store is disabled at once: blocks computed until then may be of other
+        weights. The device's blocks may be old, and are not stored later.
         """
         self._must_reset = True
         self._disable_storage()
         if self._pool is not None:
             self._pool.mark_old()
-        for known in self._requests.values():
-            known.has_old_kv = True
+        for tracked in self._requests.values():
+            tracked.has_old_kv = True
 
     def _try_reset(self) -> bool:
-        """Clear the host tier if it has to be; return whether it is as it has to be."""
+        """Clear the host tier if it must be; return whether no reset is pending."""
         if self._must_reset and self.scheduler.reset():
             self._must_reset = False
             self._num_forgotten_pools = self._num_lost_pools
             if self._pool is not None:
-                self._pool.release()  # What stores in flight read is never published.
+                self._pool.release()  # Stores in flight are never published.
         return not self._must_reset
 
     def _disable_storage(self) -> None:
-        """Leave the store, whose namespace has the weights of the start."""
+        """Stop using the store, whose namespace has the initial weights."""
         storage = self._config.storage
-        if storage is None or storage.keep_on_reset or self._has_left_storage:
+        if storage is None or storage.keep_on_reset or self._is_storage_disabled:
             return
         self.scheduler.disable_storage()
-        self._has_left_storage = True
+        self._is_storage_disabled = True
         self._awaits_listing = False
         _LOG.warning(
-            "%s is not used any more until the next start: after a reset the weights "
-            "may be others. storage_keep_on_reset=true keeps it, where they never are",
+            "%s is not used until the next start: after a reset the weights may be "
+            "others. If they never change, set storage_keep_on_reset=true",
             storage.shown_url,
         )
 
     def _is_reset(self) -> bool:
-        """Look for lost pools; do as `_try_reset` does."""
+        """Check for lost pools, then clear the host tier as `_try_reset` does."""
         worker = WORKERS.get(self._engine_id)
-        # The process of a rank has a copy of it, which nothing changes any more.
+        # The process of a rank has a copy of the worker, which never changes.
         if worker is not None and self._config.num_ranks == 1:
             worker.look()
             self._must_abandon |= self._note_adapters(worker.adapters)
@@ -654,29 +689,28 @@ class SchedulerHalf:
         return not self._must_reset or self._try_reset()
 
     def _note_lost_pools(self, num_lost_pools: int) -> None:
-        """Note that there are more than were known of."""
+        """Record lost pools, and begin a reset."""
         self._num_lost_pools = num_lost_pools
         self._begin_reset()
 
     def _note_adapters(self, loaded: Mapping[int, bytes]) -> bool:
-        """Record what the worker has loaded.
+        """Record the adapters that the worker has loaded.
 
-        Returns:
-            Whether a request has got other weights than the mark in its keys says.
+        Returns whether a request's weights differ from the mark in its keys.
         """
         before, self._loaded_adapters = self._loaded_adapters, loaded
         changed = dict(loaded.items() - before.items()) if loaded is not before else {}
         is_wrong = False
-        for known in self._requests.values() if changed else ():
-            lora = getattr(known.request, "lora_request", None)
+        for tracked in self._requests.values() if changed else ():
+            lora = getattr(tracked.request, "lora_request", None)
             mark = changed.get(getattr(lora, "lora_int_id", 0))
-            if mark is not None and mark != known.adapter:
-                is_wrong |= not known.has_unknown_weights
-                known.has_unknown_weights = True
+            if mark is not None and mark != tracked.adapter:
+                is_wrong |= not tracked.has_unknown_weights
+                tracked.has_unknown_weights = True
         return is_wrong
 
     def _mark_of(self, lora: Any) -> bytes | None:
-        """Return the mark of an adapter; None if it is unknown which weights it has."""
+        """Return the mark of an adapter; None if its weights are unknown."""
         mark = self._adapter_marks.mark(lora)
         loaded = self._loaded_adapters.get(getattr(lora, "lora_int_id", 0))
         if loaded in (None, mark) or getattr(lora, "load_inplace", False):
@@ -684,13 +718,13 @@ class SchedulerHalf:
         return None  # Its files have changed since they were loaded.
 
     def _unknown_mark(self, lora: Any) -> bytes:
-        """Make a mark that no other request has."""
+        """Make a unique mark for one request."""
         name = str(getattr(lora, "lora_name", ""))
         if name not in self._unknown_adapters:
             self._unknown_adapters.add(name)
             _LOG.warning(
                 "adapter %s: its files cannot be read, or have changed since they were "
-                "loaded: KV of it is neither stored nor loaded until they are loaded "
+                "loaded. Its KV is neither stored nor loaded until they are loaded "
                 "again",
                 shown(name),
             )
@@ -704,25 +738,25 @@ class SchedulerHalf:
             self.scheduler.recorder.close()
 
     def _request(self, request: Any) -> VllmRequest:
-        known = self._requests.get(request.request_id)
-        if known is not None and known.request is request:
-            return known
+        earlier = self._requests.get(request.request_id)
+        if earlier is not None and earlier.request is request:
+            return earlier
         lora = getattr(request, "lora_request", None)
         mark = b"" if lora is None else self._mark_of(lora)
         adapter = self._unknown_mark(lora) if mark is None else mark
         new = VllmRequest(request, len(self._config.groups), self._events, adapter)
         new.has_unknown_weights = mark is None
         new.num_volatile_tokens = self._volatile_tokens
-        if known is not None:
-            new.has_old_kv = known.has_old_kv
-            new.has_unknown_weights |= known.has_unknown_weights
+        if earlier is not None:
+            new.has_old_kv = earlier.has_old_kv
+            new.has_unknown_weights |= earlier.has_unknown_weights
         self._requests[request.request_id] = new
         return new
 
 
 @functools.cache
 def _no_moves(num_lost_pools: int, is_idle: bool) -> StepMetadata:
-    """Make the metadata of most steps, once."""
+    """Make the metadata of steps without transfers, once."""
     return StepMetadata(NO_MOVES, num_lost_pools, is_idle)
 
 
@@ -736,45 +770,42 @@ def _skips_prefix_cache(request: Any) -> bool:
     return getattr(params, "prompt_logprobs", None) is not None
 
 
-def _asked_for(request: Any, name: str, read: Callable[[Any], Value]) -> Value | None:
-    """Read what a client asks for in ``kv_transfer_params``."""
+def _param(request: Any, name: str, read: Callable[[Any], Value]) -> Value | None:
+    """Read one of a client's ``kv_transfer_params``."""
     params = getattr(request, "kv_transfer_params", None)
     if not isinstance(params, dict) or params.get(name) is None:
         return None
     return _read(request, f"kv_transfer_params[{name!r}]", read, params[name])
 
 
-def _hinted(request: Any, action: str, read: Callable[[Any], Value]) -> Value | None:
-    """Read what a router asks for in vLLM's ``kv_hints``, if it has such an action.
-
-    Actions of other types are for others.
-    """
+def _hint(request: Any, name: str, read: Callable[[Any], Value]) -> Value | None:
+    """Read a router's action of a type in vLLM's ``kv_hints``, if it has one."""
     hints = getattr(request, "kv_hints", None)
-    for own in getattr(hints, "actions", None) or ():
-        major, _, _ = str(own.action_version).partition(".")
-        if own.action_type == action and major == "1":
-            return _read(request, f"the hint {action}", read, own.payload)
+    for action in getattr(hints, "actions", None) or ():
+        major, _, _ = str(action.action_version).partition(".")
+        if action.action_type == name and major == "1":
+            return _read(request, f"the hint {name}", read, action.payload)
     return None
 
 
 def _read(
-    request: Any, name: str, read: Callable[[Any], Value], given: Any
+    request: Any, name: str, read: Callable[[Any], Value], value: Any
 ) -> Value | None:
-    """Read a value; what is wrong is logged, for it must not end the engine."""
+    """Read a value; a wrong value is logged, as it must not end the engine."""
     try:
-        return read(given)
+        return read(value)
     except ValueError as error:
         _LOG.warning("request %s: %s is ignored: %s", request.request_id, name, error)
         return None
 
 
-def _flag(given: Any) -> bool:
-    if type(given) is not bool:
-        raise ValueError(f"{shown(given)} must be true or false.")
-    return given
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"{shown(value)} must be true or false.")
+    return value
 
 
-def _num_tokens(given: Any) -> int:
-    if type(given) is not int or given < 0:
-        raise ValueError(f"{shown(given)} must be a number of tokens, 0 or more.")
-    return given
+def _num_tokens(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{shown(value)} must be a number of tokens, 0 or more.")
+    return value

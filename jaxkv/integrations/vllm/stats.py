@@ -1,8 +1,8 @@
-"""What jaxkv counts, as vLLM's connectors report it: logged, and in its ``/metrics``.
+"""jaxkv's metrics as a vLLM connector reports them, for vLLM's log and ``/metrics``.
 
-Names, units and buckets are those of `jaxkv.observe.metrics`, less what vLLM serves
-itself. The halves of the connector each report now and then what changed; vLLM
-adds both up and hands the sum to the process that serves metrics.
+Names, units and buckets are as in `jaxkv.observe.metrics`, without the metrics that
+vLLM serves itself. Each half of the connector reports its changes about once a second;
+vLLM adds both up and sends the sum to the process that serves metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxkv.scheduling.worker.worker import OffloadWorker
 
 
 def _base(name: str) -> Any:
-    """Return a class of vLLM's; object if this vLLM, or any, lacks it."""
+    """Return a class of vLLM; object without vLLM, or if this version has none."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.v1 import (  # type: ignore[import-not-found]
             metrics,
@@ -45,24 +45,24 @@ FAMILIES = {family.name: family for family in _ALL if family.name not in _OF_VLL
 REPORT_EVERY_S = 1.0
 """Seconds between two reports of a half, while the model runs.
 
-vLLM asks in each step. To read all metrics takes longer than the rest of a step in
-which nothing moves, and vLLM has to hand each report on to another process; but it logs
-every ten seconds, and what scrapes it comes every second at most.
+vLLM asks in each step. Reading all metrics takes longer than the rest of a step without
+transfers, and vLLM must send each report to another process. But vLLM logs every ten
+seconds, and nothing scrapes metrics more often than once a second.
 """
 
 _COUNTERS, _GAUGES, _SAMPLES = "counters", "gauges", "samples"
-# The gauges of workers, by host as well: /metrics has the sum of all hosts.
+# The gauges of workers, also by host: /metrics has the sum of all hosts.
 _HOST_GAUGES = "host_gauges"
-# Except where one host that fails matters: there it has the lowest value.
+# Except these, where one failing host matters: /metrics has the lowest value.
 _LOWEST = {"jaxkv:kv_offload_storage_up"}
 
 
 class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
-    """What happened since the last report; vLLM's ``KVConnectorStats``.
+    """The changes since the last report; vLLM's ``KVConnectorStats``.
 
-    Its `data` has counters, gauges and the samples of histograms, each by name and by
-    the value of the metric's label, "" for none; gauges of workers by host, too. It is
-    of plain types, as it travels between processes.
+    `data` has counters, gauges and the samples of histograms, each by name and by the
+    value of the metric's label, "" for none; gauges of workers also by host. It has
+    plain types, as it is sent between processes.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -75,7 +75,7 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
         self.data = {_COUNTERS: {}, _GAUGES: {}, _HOST_GAUGES: {}, _SAMPLES: {}}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what travels."""
+        """Return the data, to be sent between processes."""
         return self.data
 
     def is_empty(self) -> bool:
@@ -85,9 +85,9 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
     def aggregate(self, other: OffloadConnectorStats) -> OffloadConnectorStats:
         """Add a later report, one of the other half, or one of another host."""
         for name, values in other.data[_COUNTERS].items():
-            own = self.data[_COUNTERS].setdefault(name, {})
+            sums = self.data[_COUNTERS].setdefault(name, {})
             for label, value in values.items():
-                own[label] = own.get(label, 0) + value
+                sums[label] = sums.get(label, 0) + value
         for name, values in other.data[_GAUGES].items():
             self.data[_GAUGES].setdefault(name, {}).update(values)
         of_hosts = self.data.setdefault(_HOST_GAUGES, {})
@@ -99,7 +99,7 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the figures for vLLM's log, of the time since the last line."""
+        """Return the figures for vLLM's log since its last line."""
         counters, gauges = self.data[_COUNTERS], self.data[_GAUGES]
 
         def count(name: str) -> float:
@@ -132,18 +132,12 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
 
 
 class StatsReader:
-    """Reads what changed in the metrics of a half since the last report.
-
-    Args:
-        source: The scheduler or the worker of the half.
-        host: The number of the worker's host; None for a scheduler.
-        clock: Seconds since some moment.
-    """
+    """Reads which metrics of a half changed since the last report."""
 
     def __init__(
         self,
         source: OffloadScheduler | OffloadWorker,
-        host: int | None = None,
+        host: int | None = None,  # Number of a worker's host.
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
@@ -154,7 +148,7 @@ class StatsReader:
         self._families: list[Family[Any]] = [
             family for family in families if family.name in FAMILIES
         ]
-        # Those without a source never get one.
+        # Metrics without a source never get one.
         self._families = [family for family, _ in self._read()]
         self._last: dict[tuple[str, str], float] = {}
         for _, value in self._read():
@@ -162,14 +156,10 @@ class StatsReader:
                 value.keep_samples()
 
     def take(self, *, is_last: bool = False) -> OffloadConnectorStats | None:
-        """Return what changed since the last report.
+        """Return the changes since the last report; None without changes.
 
-        Args:
-            is_last: Whether the engine may stop to step, so that this is due at once.
-
-        Returns:
-            None if nothing changed, or the last report was less than `REPORT_EVERY_S`
-            ago.
+        Also None if the last report was less than `REPORT_EVERY_S` ago, unless the
+        engine may stop stepping (`is_last`).
         """
         now_s = self._clock()
         if now_s < self._due_s and not is_last:
@@ -208,17 +198,9 @@ class StatsReader:
 
 
 class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
-    """The metrics in vLLM's registry; vLLM's ``KVConnectorPromMetrics``.
+    """The metrics in vLLM's registry; vLLM's ``KVConnectorPromMetrics``."""
 
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
-        metric_types: The classes to make of prometheus_client's Gauge, Counter and
-            Histogram.
-        labelnames: Names of vLLM's labels, such as the engine's.
-        per_engine_labelvalues: Their values, for each engine.
-    """
-
-    # vLLM unregisters its own of an earlier engine in the process, by their names.
+    # vLLM unregisters only its own metrics of an earlier engine in the process.
     _registered: list[Any] = []  # noqa: RUF012
 
     def __init__(
@@ -257,8 +239,8 @@ class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
                 **options,
             )
             self._registered.append(self._metrics[name])
-            # So that counters are there from the start, as 0. A gauge of 0 would say
-            # something: that a store is down, where there is none.
+            # Counters begin with 0. A gauge of 0 would have a meaning, such as that a
+            # store is down.
             if not family.label and family.kind != "gauge":
                 for values in per_engine_labelvalues.values():
                     self._metrics[name].labels(*values)

@@ -58,7 +58,7 @@ _LOG = logging.getLogger("jaxkv")
 
 _NEEDED_OF_VLLM = "req_ids", "resumed_req_ids", "num_output_tokens", "all_token_ids"
 
-# Of a runner, each with what the one before it has to have.
+# Attributes that a runner must have.
 _NEEDED_OF_RUNNER = (
     "_pre_async_results",
     "persistent_batch_manager.update_states",
@@ -81,7 +81,7 @@ def is_async(vllm_config: Any) -> bool:
 
 
 def missing_from_vllm() -> list[str]:
-    """Return what tokens are restored from and this vLLM's scheduler does not send."""
+    """Return what restoring tokens needs and this vLLM's scheduler does not send."""
     try:
         from vllm.v1.core.sched.output import (  # type: ignore[import-not-found]
             CachedRequestData,
@@ -118,30 +118,19 @@ def _missing_parameters(function: Any, names: Collection[str]) -> list[str]:
 
 
 class TokenRestorer:
-    """Stands in for ``update_states`` of a runner, and restores tokens before it.
-
-    Args:
-        runner: tpu-inference's ``TPUModelRunner``.
-
-    Attributes:
-        num_restored: How often tokens of a request were wrong so far.
-    """
+    """Wraps ``update_states`` of a ``TPUModelRunner``, and restores tokens first."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._manager = runner.persistent_batch_manager
         self._update_states = self._manager.update_states
-        self.num_restored = 0
+        self.num_restored = 0  # Requests whose tokens were wrong, counted each time.
 
     @classmethod
     def install(cls, runner: Any) -> TokenRestorer:
-        """Wrap the ``update_states`` of a runner, unless that was done before.
+        """Wrap the ``update_states`` of a runner once, and return the wrapper.
 
-        Returns:
-            What wraps it now.
-
-        Raises:
-            ValueError: The runner lacks what is needed.
+        ValueError if the runner has not all that is needed.
         """
         manager = getattr(runner, "persistent_batch_manager", None)
         installed = getattr(manager, "update_states", None)
@@ -174,19 +163,15 @@ class TokenRestorer:
             if request_id not in in_batch or request_id in cached.resumed_req_ids
         }
         for request_id, right in outputs.items():
-            found = manager.requests[request_id].output_token_ids
-            self.num_restored += found[: len(right)] != right
-            found[:] = right  # The batch may share the list.
+            known = manager.requests[request_id].output_token_ids
+            self.num_restored += known[: len(right)] != right
+            known[:] = right  # The batch may share the list.
         # A request whose input streams comes as a new one under the id that it has.
         new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         self._withdraw([*outputs, *new])
 
     def _outputs_of(self, cached: Any, request_id: str, num_outputs: int) -> list[int]:
-        """Return the outputs of a request as the scheduler knows them.
-
-        Raises:
-            RuntimeError: It did not send them.
-        """
+        """Return the scheduler's outputs of a request; RuntimeError without them."""
         if not num_outputs:
             return []
         num_prompt = len(self._manager.requests[request_id].prompt_token_ids)
@@ -202,7 +187,7 @@ class TokenRestorer:
         return list(ids[num_prompt:])
 
     def _withdraw(self, request_ids: Collection[str]) -> None:
-        """Drop results on their way that belong to what requests were before."""
+        """Drop pending results of requests that are added again."""
         results = self._runner._pre_async_results
         if results is None:
             return
@@ -220,7 +205,7 @@ class TokenRestorer:
 
 
 def refusal(missing: list[str]) -> str:
-    """Say why asynchronous scheduling is refused."""
+    """Return why asynchronous scheduling is refused."""
     return (
         "async_scheduling=True gives wrong tokens with tpu-inference: a request that "
         "is left out of a step continues from token 0 instead of its last token, and "

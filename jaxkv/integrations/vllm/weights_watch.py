@@ -1,4 +1,4 @@
-"""Notices that a runner of tpu-inference has got other weights."""
+"""Detects changed weights of a tpu-inference runner."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-# Methods of tpu-inference's worker between which, or in which, weights are written,
-# perhaps into the arrays that are there.
+# Methods of tpu-inference's worker. Weights are written in them or between them,
+# perhaps into the existing arrays.
 PHASES = ("start_weight_update", "update_weights", "finish_weight_update", "raiden_h2d")
 
 # Parts of the names of an adapter's arrays, which are replaced when one is loaded.
@@ -22,13 +22,10 @@ _Refs = list[Callable[[], Any]]
 
 
 class WeightsWatch:
-    """Compares the arrays of a runner's weights, by identity, with those of before.
+    """Compares the arrays of a runner's weights by identity with the last ones.
 
-    It keeps no array alive: an old one takes as much device memory as the new one.
-
-    Args:
-        runner: Has `state` and `state_leaves`, and so has its `drafter`; what is
-            missing is not watched.
+    It keeps no array alive: an old one takes as much device memory as the new one. The
+    runner and its `drafter` have `state` and `state_leaves`; a missing one is skipped.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -58,9 +55,9 @@ class WeightsWatch:
         return True
 
     def _trees(self) -> list[Any]:
-        """Return what the models read, and dicts beside it, as dicts and tuples.
+        """Return the trees that models read, and dicts of states, as dicts and tuples.
 
-        A state of Flax beside leaves makes no difference until they are refreshed.
+        A Flax state next to leaves is not read until the leaves are refreshed.
         """
         runner, trees = self._runner, []
         for owner in (runner, getattr(runner, "drafter", None)):
@@ -81,7 +78,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _base_leaves(tree: Any) -> list[Any]:
-    """Return the arrays without those of adapters."""
+    """Return the arrays, except adapters'."""
     if type(tree) is not dict:
         return _leaves(tree)
     return _leaves(
@@ -108,7 +105,7 @@ def _ref(leaf: Any) -> Callable[[], Any]:
 
 
 def worker_of(runner: Any) -> Any:
-    """Return the worker that has a runner, from the calls under way; None if none."""
+    """Find the worker that has a runner on the call stack; None without one."""
     frame = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")

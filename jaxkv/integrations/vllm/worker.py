@@ -45,44 +45,35 @@ from jaxkv.types import NO_BLOCK, PyTree
 
 _LOG = logging.getLogger("jaxkv")
 
-# For the line at start: seconds that the programs take, on two cores.
+# Seconds to compile the programs on two cores, for the log line at the start.
 _COMPILING_S = 5.0
 _TOUCHED_BYTES = 32 << 20
 
-# Of tpu-inference's caches, `[num_blocks, block, heads, packing, head_dim]`, which axes
-# tell keys of a head from its values, and heads from one another.
+# tpu-inference's caches are `[num_blocks, block, heads, packing, head_dim]`. These axes
+# separate heads, and a head's keys from its values.
 _NUM_AXES = 5
 _SCALED_AXES = frozenset({2, 3})
 
-# What transfers need of each device: four extents of the usual size.
-_LEAST_STAGING_BYTES = 32 << 20
+# The minimum for transfers on each device: four extents of the usual size.
+_MIN_STAGING_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerReport:
-    """Completed transfers of a worker, sent to the scheduler's process.
-
-    Attributes:
-        output: The report for jaxkv's scheduler.
-        num_lost_pools: How often the KV so far was lost: its pool was dropped, or the
-            weights have changed.
-        adapters: The marks of the adapters loaded so far, by vLLM's integer id; None
-            if they are the same as in the last report.
-        is_listed: Whether it is known what the store has, or took too long to say. Only
-            the first of several hosts lists it.
-        load_bytes_per_s: How fast whole blocks are loaded if all hosts are as fast as
-            the slowest; 0 if unknown.
-        storage_bytes_per_s: How fast they are read from the store, in the same way.
-        by_rank: What stands in place of `output` with several ranks, by sender; see
-            `Ranks`.
-    """
+    """Completed transfers of a worker, sent to the scheduler's process."""
 
     output: ConnectorOutput
+    # Times that the KV was lost: its pool was dropped, or the weights changed.
     num_lost_pools: int = 0
+    # Marks of the adapters loaded so far, by vLLM's integer id; None if unchanged.
     adapters: Mapping[int, bytes] | None = None
+    # Whether the store has been listed, or took too long. Only the first host lists it.
     is_listed: bool = False
+    # The rate of loads, and of reads from the store, of whole blocks, if all hosts are
+    # as fast as the slowest; 0 if unknown.
     load_bytes_per_s: float = 0.0
     storage_bytes_per_s: float = 0.0
+    # Replaces `output` with several ranks, by sender; see `Ranks`.
     by_rank: Mapping[str, ConnectorOutput] = dataclasses.field(default_factory=dict)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
@@ -98,43 +89,37 @@ class WorkerReport:
 
 
 def _joined_adapters(
-    first: Mapping[int, bytes] | None, other: Mapping[int, bytes] | None
+    first: Mapping[int, bytes] | None, second: Mapping[int, bytes] | None
 ) -> Mapping[int, bytes] | None:
-    """Return the first host's marks, b"" where an adapter is unknown to the other.
+    """Return the first host's marks, b"" if an adapter is unknown to the second.
 
     Marks have times and inodes, which copies of a file on several hosts do not share.
     """
-    if first is None or other is None:
-        return other if first is None else first
+    if first is None or second is None:
+        return second if first is None else first
     return {
-        name: mark if other.get(name, mark) else b"" for name, mark in first.items()
+        name: mark if second.get(name, mark) else b"" for name, mark in first.items()
     }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)  # Pickled without names.
 class StepMetadata:
-    """The transfers of a step, sent to the worker's process.
-
-    Attributes:
-        transfers: The transfers.
-        num_lost_pools: Lost pools that the scheduler knew of when it planned them. The
-            KV of those before may be that of other weights. `ALL_LOST` while a reset
-            waits for loads.
-        is_idle: Whether the model computes nothing in the step.
-    """
+    """The transfers of a step, sent to the worker's process."""
 
     transfers: OffloadMetadata
+    # Lost pools that the scheduler knew of when it planned the transfers: earlier KV
+    # may have other weights. `ALL_LOST` while a reset waits for loads.
     num_lost_pools: int = 0
-    is_idle: bool = False
+    is_idle: bool = False  # Whether the model computes nothing in the step.
 
 
 ALL_LOST = -1
-"""Stands in a step for lost pools: no transfer may go on that was planned until now."""
+"""A number of lost pools that ends all transfers planned until now."""
 
 LOST_POOLS: dict[str, int] = {}
 """Pools lost by the worker of each engine in this process, by vLLM's engine id.
 
-A scheduler in the same process sees here at once what a report tells a step later.
+A scheduler in the same process reads here what a report says a step later.
 """
 
 WORKERS: weakref.WeakValueDictionary[str, WorkerHalf] = weakref.WeakValueDictionary()
@@ -147,16 +132,8 @@ class WorkerHalf:
     A runner donates its caches to the model in every step, so none is kept here: each
     call reads the runner's current caches and replaces them.
 
-    Where vLLM drops the KV caches or changes the weights, all that was planned before
-    is refused, and reported as failed, until the scheduler has forgotten the host tier.
-
-    Args:
-        config: Configuration of the connector.
-        engine_id: vLLM's id of the engine.
-
-    Attributes:
-        adapters: The marks of the adapters loaded so far, by vLLM's integer id; b"" if
-            unknown. Replaced by each change.
+    If vLLM drops the KV caches or changes the weights, all transfers planned before are
+    refused, and reported as failed, until the scheduler has cleared the host tier.
     """
 
     def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
@@ -165,54 +142,48 @@ class WorkerHalf:
         self._num_lost_pools = LOST_POOLS.get(engine_id, 0)
         self._is_loss_reported = True
         self._weights: WeightsWatch | None = None
-        # Whether a scheduler in this process has looked at them for this step.
+        # Whether a scheduler in this process has checked the weights for this step.
         self._has_looked = False
         self._must_abandon = False
         self._adapter_marks = Adapters(has_storage=config.storage is not None)
+        # Marks of the adapters loaded so far, by vLLM's integer id; b"" if unknown.
+        # Each change replaces the mapping.
         self.adapters: Mapping[int, bytes] = {}
         self._reported_adapters: Mapping[int, bytes] = self.adapters
         WORKERS[engine_id] = self
-        # What was refused since the last poll.
-        self._refused = NO_REPORTS
+        self._refused = NO_REPORTS  # Since the last poll.
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
         self._ranks: Ranks | None = None
         if config.num_ranks > 1:
             self._ranks = Ranks(config.num_ranks, config.rank_host_blocks)
-        # Which of the runner's caches are whose, where states have a pool of their own.
-        self._parts: list[list[int]] = []
-        # Device blocks that each request's load writes, for loads that fail.
+        # The runner's caches in each pool, if states have a separate pool.
+        self._caches_by_pool: list[list[int]] = []
+        # Device blocks that each request's load writes, in case it fails.
         self._targets: dict[str, tuple[int, ...]] = {}
         self._failed_blocks: set[int] = set()
         self._report = NO_REPORTS
         self._stats: StatsReader | None = None
         # Whether the model computes nothing in this step.
         self._is_idle = False
-        # When the first listing takes too long, from the first step on.
+        # The end of the wait for the first listing, from the first step on.
         self._listing_deadline_s: float | None = None
         self._is_listing_reported = config.storage is None
 
     def register_runner(self, runner: Any) -> None:
         """Set up the host memory for the blocks of a runner.
 
-        Args:
-            runner: Has `kv_caches`, a list with an array for each layer, the block
-                axis first.
-
-        Raises:
-            ValueError: If the caches cannot be offloaded or compressed, too little
-                device memory is left for transfers, the store has a bad URL, or the
-                runner would drop tokens.
-            MemoryError: If there is not enough host memory.
-            ImportError: The store needs an extra that is missing.
-            StoreError: The store cannot be used.
+        Its `kv_caches` is a list with an array for each layer, the block axis first.
+        ValueError if they cannot be offloaded or compressed, too little device memory
+        is left, the store has a bad URL, or the runner would drop tokens. MemoryError,
+        ImportError or StoreError if host memory, an extra or the store is missing.
         """
         config = self._config
         hosts = config.num_hosts
         check_processes(hosts)
         if config.restore_tokens:
             TokenRestorer.install(runner)
-        # What the caches are made of now is perhaps not in the store's namespace.
+        # The store's namespace may not have the weights of new caches.
         has_storage = self._worker is None or (
             config.storage is not None and config.storage.keep_on_reset
         )
@@ -221,26 +192,26 @@ class WorkerHalf:
             self._close_storage(self._worker.storage)
             self._worker = None
         caches = list(runner.kv_caches)
-        self._parts = _parts_of(config, runner)
+        self._caches_by_pool = _caches_by_pool(config, runner)
         compression = _compression_of(config, caches)
         planned = config.planned_bytes // hosts
-        wanted = planned + planned // 8
+        needed = planned + planned // 8
         _LOG.info(
-            "setting aside %s of host memory: %s for %s, and an eighth more as "
-            "spare room, so that what is stored together lies together; with the "
-            "transfers to compile this takes about %.0f s",
-            gib(wanted),
+            "allocating %s of host memory: %s for %s, and an eighth more as spare "
+            "memory, so that blocks stored together are adjacent; with compiling, this "
+            "takes about %.0f s",
+            gib(needed),
             gib(planned),
             f"{config.num_host_blocks} blocks"
-            + (f", of which each of {hosts} hosts has its part" if hosts > 1 else ""),
-            wanted / _touched_bytes_per_s() + _COMPILING_S,
+            + (f" that {hosts} hosts share" if hosts > 1 else ""),
+            needed / _touched_bytes_per_s() + _COMPILING_S,
         )
         # Only the layout of the caches is kept.
         pools = self._pools(caches)
         arrays: list[jax.Array] = jax.tree.leaves(pools)
         staging_bytes = _fitting_staging_bytes(config, arrays)
         engine: AnyEngine
-        if self._parts:
+        if self._caches_by_pool:
             engine = MultiPoolEngine(
                 pools,
                 config.num_host_blocks,
@@ -282,7 +253,7 @@ class WorkerHalf:
         if used > config.planned_bytes:
             _LOG.warning(
                 "the host tier takes %s instead of %s: the runner's blocks are larger "
-                "than vLLM says; num_cpu_blocks sets their number instead",
+                "than vLLM's sizes; set their number by num_cpu_blocks",
                 gib(used),
                 gib(config.planned_bytes),
             )
@@ -298,14 +269,14 @@ class WorkerHalf:
             engine, namespace=namespace, num_blocks=config.num_blocks
         )
         assert storage is not None
-        # Begins to list it, beside all that is still to be done before the first step.
+        # Begins to list it, during the rest of the start.
         storage.advance()
         # The first host lists for all.
         self._is_listing_reported |= storage.shards[0] > 0
         return storage
 
     def _close_storage(self, storage: StorageWorker | None) -> None:
-        """Let go of the store, and report what was to come from it as failed."""
+        """Close the store, and report pending fetches as failed."""
         if storage is None:
             return
         storage.wait()
@@ -313,29 +284,29 @@ class WorkerHalf:
         storage.close(self._config.offload.storage_deadline_s)
 
     def lose_pool(self) -> None:
-        """Prepare for the KV caches to be dropped, or filled by other weights.
+        """Wait for transfers in flight, and report them as failed.
 
-        Waits for the transfers in flight, and reports them as failed.
+        Called before the KV caches are dropped or refilled.
         """
         self._note_loss("the KV caches were dropped")
         runner, worker = self._runner, self._worker
         if worker is None or not worker.num_in_flight:
             return
         if not _are_there(runner.kv_caches):
-            self._refuse(worker.abandon())  # They are gone already.
+            self._refuse(worker.abandon())  # The caches are deleted already.
             return
         self._refuse(self._drain(runner, worker))
 
     def look(self) -> None:
-        """Compare the weights with those of the last call."""
+        """Check whether the weights have changed since the last call."""
         self._has_looked = True
         if self._weights is not None and self._weights.has_changed():
             self._note_weights("arrays of the weights were replaced")
 
     def _note_weights(self, reason: str) -> None:
-        """Have the transfers in flight fail, whose KV is that of old weights.
+        """Record changed weights, so that the transfers in flight fail.
 
-        The next step sees to it: any thread may write weights.
+        The next step abandons them: any thread may write weights.
         """
         self._note_loss(reason)
         self._must_abandon = True
@@ -397,28 +368,28 @@ class WorkerHalf:
                 )
             )
             return
-        own = self._pools(caches)
-        pool = worker.start(meta, own)
-        if pool is not own:
+        old_pool = self._pools(caches)
+        pool = worker.start(meta, old_pool)
+        if pool is not old_pool:
             self._put_back(runner, pool)
 
     def _pools(self, caches: Any) -> list[Any]:
-        """Return what the engine moves blocks of: the caches, or those of each pool.
+        """Return the pool of the engine: the caches, or a list for each pool of blocks.
 
-        Of several hosts each has its own part.
+        With several hosts, they are this host's parts.
         """
         if self._config.num_hosts > 1:
             caches = jax.tree.map(local_part, list(caches))
-        if self._parts:
-            return [[caches[number] for number in part] for part in self._parts]
+        if self._caches_by_pool:
+            return [[caches[n] for n in numbers] for numbers in self._caches_by_pool]
         return caches if type(caches) is list else list(caches)
 
     def _put_back(self, runner: Any, pools: list[Any]) -> None:
-        """Give the runner what the engine has returned."""
-        if self._parts:
+        """Set the runner's caches from the engine's pool."""
+        if self._caches_by_pool:
             caches = list(runner.kv_caches)
-            for part, pool in zip(self._parts, pools, strict=True):
-                for number, cache in zip(part, pool, strict=True):
+            for numbers, pool in zip(self._caches_by_pool, pools, strict=True):
+                for number, cache in zip(numbers, pool, strict=True):
                     caches[number] = cache
             pools = caches
         if self._config.num_hosts > 1:
@@ -426,13 +397,13 @@ class WorkerHalf:
         runner.kv_caches = type(runner.kv_caches)(pools)
 
     def _drain(self, runner: Any, worker: OffloadWorker) -> ConnectorOutput:
-        """Wait for all that is in flight; return how it has ended."""
+        """Wait for all transfers in flight; return how they ended."""
         pool, output = worker.drain(self._pools(runner.kv_caches))
         self._put_back(runner, pool)
         return output
 
     def _is_listed(self) -> bool:
-        """Whether it is known what the store has, or took too long to say."""
+        """Whether the store has been listed, or took too long."""
         storage = self._worker.storage if self._worker is not None else None
         late_s = self._listing_deadline_s
         return storage is not None and (
@@ -467,7 +438,7 @@ class WorkerHalf:
         return failed - {NO_BLOCK}
 
     def take_stats(self) -> OffloadConnectorStats | None:
-        """Return what changed, if that is due; see `StatsReader.take`."""
+        """Return changed metrics; see `StatsReader.take`."""
         if self._stats is None or self._worker is None:
             return None
         is_last = self._is_idle and not self._worker.num_in_flight
@@ -506,10 +477,10 @@ class WorkerHalf:
         self._refused = ConnectorOutput.aggregate([self._refused, failed])
 
     def _watch(self, runner: Any) -> None:
-        """Notice when KV caches are dropped, weights written, and adapters loaded.
+        """Detect dropped KV caches, written weights and loaded adapters.
 
-        tpu-inference tells no connector. All ways to drop caches lead through the
-        manager of KV caches.
+        tpu-inference notifies no connector. All caches are dropped by the manager of KV
+        caches.
         """
         self._weights = WeightsWatch(runner)
         owner = getattr(runner, "kv_cache_manager", runner)
@@ -533,11 +504,9 @@ class WorkerHalf:
             manager._load_adapter = load_and_note  # type: ignore[union-attr]
 
     def _note_adapter(self, lora: Any, before: bytes | None) -> None:
-        """Keep the mark of an adapter that was loaded.
+        """Keep the mark of a loaded `LoRARequest`.
 
-        Args:
-            lora: vLLM's `LoRARequest`.
-            before: The mark before it was read; None if it was perhaps downloaded.
+        `before` is its mark before the load; None if it may have been downloaded.
         """
         mark = self._adapter_marks.mark(lora)
         if mark is None or (before is not None and before != mark):
@@ -546,7 +515,7 @@ class WorkerHalf:
             self.adapters = {**self.adapters, lora.lora_int_id: mark}
 
     def shut_down(self) -> None:
-        """Wait for what is in flight, and release the runner and the store."""
+        """Wait for transfers in flight, and release the runner and the store."""
         runner, worker = self._runner, self._worker
         self._runner = self._worker = None
         if worker is None:
@@ -557,7 +526,7 @@ class WorkerHalf:
 
 
 def _call_before(owner: Any, name: str, notice: Callable[[], None]) -> None:
-    """Have a method of an object call `notice` first, if it has that method."""
+    """Wrap a method of an object to call `notice` first, if the method exists."""
     method = getattr(owner, name, None)
     if method is None:
         return
@@ -570,23 +539,23 @@ def _call_before(owner: Any, name: str, notice: Callable[[], None]) -> None:
     setattr(owner, name, call)
 
 
-def _parts_of(config: ConnectorConfig, runner: Any) -> list[list[int]]:
-    """Say which of the runner's caches are those of each pool; [] if it has one.
+def _caches_by_pool(config: ConnectorConfig, runner: Any) -> list[list[int]]:
+    """Return the numbers of the runner's caches in each pool; [] for a single pool.
 
-    First those of all groups of attention, then those of each group of states.
+    The pool of all attention groups is first, then one for each group of states.
     """
     if not config.state_groups:
         return []
     places: dict[str, int] = runner.layer_name_to_kvcache_index
     attention: list[str] = []
-    parts: list[list[str]] = [attention]
+    layers: list[list[str]] = [attention]
     for number, names in enumerate(config.layers):
         if number in config.state_groups:
-            parts.append([*names])
+            layers.append([*names])
         else:
             attention += names
     # Layers may share a cache.
-    return [sorted({places[name] for name in part}) for part in parts]
+    return [sorted({places[name] for name in names}) for names in layers]
 
 
 def _are_there(caches: Any) -> bool:
@@ -596,7 +565,7 @@ def _are_there(caches: Any) -> bool:
 
 
 def _refused_moves(moves: TierMoves) -> TierReport:
-    """Report as failed what a step asked of the store."""
+    """Report a step's fetches and writes as failed."""
     fetched, written = (
         tuple((batch.event, (False,) * len(batch.keys)) for batch in batches)
         for batches in (moves.fetches, moves.writes)
@@ -605,17 +574,13 @@ def _refused_moves(moves: TierMoves) -> TierReport:
 
 
 def _without_fetches(report: TierReport) -> TierReport:
-    """Report as failed what came from the store; what is there is there."""
+    """Report fetches as failed; writes have reached the store."""
     fetched = tuple((event, (False,) * len(oks)) for event, oks in report.fetched)
     return dataclasses.replace(report, fetched=fetched)
 
 
 def _compression_of(config: ConnectorConfig, caches: list[Any]) -> Compression | None:
-    """Say how the caches are compressed.
-
-    Raises:
-        ValueError: It is not known where they have their heads.
-    """
+    """Return the compression of the caches; ValueError if their heads are unknown."""
     dtype = config.offload.compression
     if dtype is None:
         return None
@@ -630,12 +595,10 @@ def _compression_of(config: ConnectorConfig, caches: list[Any]) -> Compression |
 
 
 def _fitting_staging_bytes(config: ConnectorConfig, caches: list[jax.Array]) -> int:
-    """Fit what is in flight at a time into the device memory that vLLM has left.
+    """Return the staging bytes that fit into the device memory left by vLLM.
 
-    vLLM sets nothing aside for it. Half of what is left stays for the model's programs.
-
-    Raises:
-        ValueError: That is too little to move anything.
+    vLLM sets no memory aside for them. Half of the rest stays for the model's programs.
+    ValueError if too little is left.
     """
     num_bytes = parse_argument("staging_bytes", config.offload.staging_bytes)
     devices = {device for cache in caches for device in cache.devices()}
@@ -646,16 +609,16 @@ def _fitting_staging_bytes(config: ConnectorConfig, caches: list[jax.Array]) -> 
     def flag(needed: int) -> str:
         return config.flag_that_leaves(needed - left, devices)
 
-    least = 2 * _LEAST_STAGING_BYTES
-    if left < least:
+    min_left = 2 * _MIN_STAGING_BYTES
+    if left < min_left:
         raise ValueError(
-            f"a device has {left >> 20} MiB of memory left beside weights and KV "
-            f"cache, and offloading needs {least >> 20} MiB: set {flag(least)}."
+            f"a device has {left >> 20} MiB of memory left after weights and KV cache, "
+            f"but offloading needs {min_left >> 20} MiB: set {flag(min_left)}."
         )
     fitting = left // 2 * len(devices)
     _LOG.warning(
-        "staging_bytes is %d MiB instead of %d, half of what the devices have left: "
-        "set %s if transfers wait for one another",
+        "staging_bytes is %d MiB instead of %d, half of the devices' free memory: set "
+        "%s if transfers wait for one another",
         fitting >> 20,
         num_bytes >> 20,
         flag(2 * -(-num_bytes // len(devices))),
@@ -664,7 +627,7 @@ def _fitting_staging_bytes(config: ConnectorConfig, caches: list[jax.Array]) -> 
 
 
 def _touched_bytes_per_s() -> float:
-    """Measure how fast new memory is written for the first time, for an estimate."""
-    began_s = time.monotonic()
+    """Measure the rate of first writes to new memory, for an estimate."""
+    start_s = time.monotonic()
     np.ones(_TOUCHED_BYTES, np.uint8)
-    return _TOUCHED_BYTES / max(time.monotonic() - began_s, 1e-6)
+    return _TOUCHED_BYTES / max(time.monotonic() - start_s, 1e-6)

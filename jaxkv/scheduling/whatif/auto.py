@@ -23,7 +23,7 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from jaxkv._util import percent_text
-from jaxkv._util.settings import ConfigError
+from jaxkv._util.settings import ConfigError, Fault
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.rules import (
     OffloadRules,
@@ -56,17 +56,16 @@ _ASKED = "asked"  # The key of looked-up blocks in `_counts`, next to the polici
 _LOG = logging.getLogger("jaxkv")
 
 
-def contradictions(rules: RuleSettings) -> Iterator[str]:
+def contradictions(rules: RuleSettings) -> Iterator[Fault]:
     """Yield why rules exclude "auto", and the remedy."""
-    for text in shadow_conflicts(f"cache_policy={AUTO!r}", rules):
-        yield f"{text} Name a policy."
+    return shadow_conflicts("cache_policy", AUTO, rules, " Name a policy.")
 
 
 def rules_of_auto(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> OffloadRules:
     """Return the rules that "auto" sets; raise ValueError if they exclude it."""
     if faults := list(contradictions(rules)):
         raise ConfigError(faults)
-    check_shadows(f"cache_policy={AUTO!r}", groups)
+    check_shadows("cache_policy", AUTO, groups)
     return dataclasses.replace(rules, pause_unused_stores=rules.mode == "eager")
 
 

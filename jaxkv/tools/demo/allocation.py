@@ -109,7 +109,7 @@ def first_needed(group: GroupSpec, num_present: int) -> int:
     return max(num_present - window + 1, 0) // group.block_size
 
 
-def most_blocks(groups: Sequence[GroupSpec], num_tokens: int, chunk: int) -> int:
+def max_blocks_held(groups: Sequence[GroupSpec], num_tokens: int, chunk: int) -> int:
     """Bound the blocks that a request holds, which grows by `chunk` to `num_tokens`."""
     total = 0
     for group in groups:

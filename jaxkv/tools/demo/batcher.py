@@ -83,7 +83,7 @@ class Batcher:
             self._offload.request_finished(request)
         release_all(self._blocks, request)
 
-    def note_transfers(self, output: ConnectorOutput) -> None:
+    def end_transfers(self, output: ConnectorOutput) -> None:
         """Resume the requests whose loads are over."""
         loading = {r.request_id: r for r in self._active if r.phase is Phase.LOADING}
         for request_id in output.finished_recving:
@@ -111,7 +111,7 @@ class Batcher:
             if self._offload is not None:
                 self._offload.update_state_after_alloc(
                     request,
-                    _as_told(request.block_ids_by_group),
+                    _flat_if_single(request.block_ids_by_group),
                     request.num_loading_tokens,
                 )
             if request.phase is Phase.RUNNING:
@@ -129,7 +129,7 @@ class Batcher:
                     for request in batch
                 },
                 {
-                    extension.request.request_id: _as_told(entries)
+                    extension.request.request_id: _flat_if_single(entries)
                     for extension, entries in zip(planned, added, strict=False)
                     if extension.num_blocks
                 },
@@ -195,14 +195,14 @@ class Batcher:
             self._take_cached_prefix(request)
             extension = self._plan_first_step(request)
             if num_planned + extension.num_blocks > self._blocks.num_free:
-                self._let_go(request)
+                self._release(request)
                 break
-            if not self._ask_host(request):
-                self._let_go(request)
+            if not self._query_host(request):
+                self._release(request)
                 continue
             extension = self._plan_first_step(request)
             if num_planned + extension.num_blocks > self._blocks.num_free:
-                self._let_go(request)
+                self._release(request)
                 if self._active or self._has_stores:
                     break
                 # No other request will free blocks: an offer may hold device blocks to
@@ -224,7 +224,7 @@ class Batcher:
     def _has_stores(self) -> bool:
         return self._offload is not None and self._offload.has_pending_stores()
 
-    def _ask_host(self, request: EngineRequest) -> bool:
+    def _query_host(self, request: EngineRequest) -> bool:
         """Query the host for a request's prefix; return False to ask again later."""
         if self._offload is None:
             return True
@@ -276,12 +276,12 @@ class Batcher:
 
     def _send_back(self, request: EngineRequest) -> None:
         """Return a request to the queue, before later arrivals."""
-        self._let_go(request)
+        self._release(request)
         self._preempted_ids.append(request.request_id)
         self._active.remove(request)
         bisect.insort(self._waiting, request, key=_arrival)
 
-    def _let_go(self, request: EngineRequest) -> None:
+    def _release(self, request: EngineRequest) -> None:
         """Free all blocks of a request, and drop its offer."""
         if self._offload is not None:
             self._offload.request_preempted(request)
@@ -294,6 +294,6 @@ def _arrival(request: EngineRequest) -> int:
     return request.number
 
 
-def _as_told(tables: list[list[int]]) -> list[int] | list[list[int]]:
+def _flat_if_single(tables: list[list[int]]) -> list[int] | list[list[int]]:
     """Return block tables as the offload scheduler takes them: flat for one group."""
     return tables[0] if len(tables) == 1 else tables

@@ -155,7 +155,7 @@ def run(args: Args) -> int:
             end_s = began_s + args.seconds
             with show_progress() as on_progress:
                 on_progress("serving metrics", 0, 0)
-                demo_run.keep_asking(engine, config, lambda: time.monotonic() > end_s)
+                demo_run.keep_serving(engine, config, lambda: time.monotonic() > end_s)
     return EXIT_OK if record.tokens_identical else EXIT_FAILED
 
 
@@ -238,8 +238,8 @@ def _facts_of(config: DemoConfig) -> list[tuple[str, str]]:
     facts = [
         (
             "Conversations",
-            f"{config.conversations} of {config.turns} turns, about documents of "
-            f"{config.document_tokens:,} tokens",
+            f"{config.conversations} with {config.turns} turns each, about documents "
+            f"of {config.document_tokens:,} tokens",
         ),
         ("Total KV", f"at most {rounded_size(total)}"),
         (

@@ -22,7 +22,7 @@ from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.worker.worker import OffloadWorker
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tools.demo.allocation import most_blocks
+from jaxkv.tools.demo.allocation import max_blocks_held
 from jaxkv.tools.demo.batcher import Batcher
 from jaxkv.tools.demo.model import ModelConfig, init_pool
 from jaxkv.tools.demo.request import EngineRequest, Phase
@@ -150,7 +150,7 @@ class Engine:
                 f"A request of {num_tokens} tokens is longer than "
                 f"max_seq_tokens={self.config.max_seq_tokens}."
             )
-        needed = most_blocks(self._groups, num_tokens, self.config.chunk_sizes[-1])
+        needed = max_blocks_held(self._groups, num_tokens, self.config.chunk_sizes[-1])
         usable = self.config.device_blocks - 1
         if needed > usable:
             raise ValueError(
@@ -210,7 +210,7 @@ class Engine:
             return
         self._start_transfers(SchedulerOutput({}))
         self.pool, output = self.worker.drain(self.pool)
-        self._batcher.note_transfers(self.offload.update_connector_output(output))
+        self._batcher.end_transfers(self.offload.update_connector_output(output))
 
     @property
     def has_storage(self) -> bool:
@@ -254,7 +254,7 @@ class Engine:
         """Process the loads and stores that completed."""
         if self.offload is not None and self.worker is not None:
             output = self.worker.poll()
-            self._batcher.note_transfers(self.offload.update_connector_output(output))
+            self._batcher.end_transfers(self.offload.update_connector_output(output))
 
     def _start_transfers(self, output: SchedulerOutput) -> None:
         """Start the stores and loads of this step, before the model runs."""

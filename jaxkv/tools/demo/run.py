@@ -15,7 +15,7 @@ from jaxkv.config import OffloadConfig
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tools.console import OnProgress
-from jaxkv.tools.demo.allocation import most_blocks
+from jaxkv.tools.demo.allocation import max_blocks_held
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig, init_pool
 from jaxkv.tools.demo.records import (
@@ -52,7 +52,7 @@ def check_config(config: DemoConfig) -> None:
             "use fewer turns, a shorter document or shorter answers"
         )
     groups = model.groups(config.block_size)
-    needed = most_blocks(groups, longest, EngineConfig.chunk_sizes[-1]) + 1
+    needed = max_blocks_held(groups, longest, EngineConfig.chunk_sizes[-1]) + 1
     if config.device_blocks < needed:
         raise ValueError(
             f"{config.device_blocks} device blocks cannot hold one conversation of "
@@ -153,7 +153,7 @@ def run_demo(
     )
 
 
-def keep_asking(
+def keep_serving(
     engine: Engine, config: DemoConfig, is_over: Callable[[], bool]
 ) -> None:
     """Hold more conversations with an engine, as many and as long."""

@@ -7,7 +7,7 @@ import os
 
 from jaxkv import _util as units
 from jaxkv._util.extras import EXTRAS
-from jaxkv.config import OffloadConfig, variable_of, with_variables
+from jaxkv.config import OffloadConfig, storage_fault, variable_of, with_variables
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.doctor import report
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
@@ -105,7 +105,7 @@ def _look_at_store(facts: Facts, args: Args) -> Facts:
         if args.storage is not None:
             text = str(error).removeprefix("storage=")
             raise UsageError(f"--storage: {text}") from error
-        fault = with_variables(str(error), {"storage"})
+        fault = with_variables(storage_fault(error), {"storage"})
         faults = (*facts.config_faults, fault)
         return dataclasses.replace(facts, config_faults=faults)
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from jaxkv.config import OffloadConfig
-from jaxkv.tools.demo.allocation import most_blocks
+from jaxkv.tools.demo.allocation import max_blocks_held
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps
@@ -43,6 +43,6 @@ def config_of(num_host_blocks=0, **changes):
 def make_engine(model="full", num_spare=1, **changes):
     """Make an engine with as many blocks as one request needs, and some to spare."""
     groups = MODELS[model].groups(CONFIG.block_size)
-    needed = most_blocks(groups, CONFIG.max_seq_tokens, chunk=16)
+    needed = max_blocks_held(groups, CONFIG.max_seq_tokens, chunk=16)
     config = {"device_blocks": needed + num_spare} | changes
     return Engine(steps_of(model), config_of(**config))

@@ -166,7 +166,7 @@ def test_an_engine_with_a_pool_of_its_own_generates_the_right_tokens(
 BOUNDS = {"full": (24, 0), "window": (14, 1), "hybrid": (24 + 11, 7)}
 
 
-def test_a_request_never_holds_more_than_most_blocks(monkeypatch):
+def test_a_request_never_holds_more_than_max_blocks_held(monkeypatch):
     for variant, (usable, min_free) in BOUNDS.items():
         engine = make_engine(variant)
         assert engine.blocks.num_free == usable

@@ -39,6 +39,7 @@ WAYS: tuple[Way, ...] = get_args(Way)
 JAXKV, ALONE = "jaxkv", "store alone"
 
 _ANSWER_S = 120.0
+_NO_ANSWER = f"the store has not answered for {_ANSWER_S:.0f} s"
 _BLOCKS_PER_POLL = 4
 _CLEAN_UP_S = 10.0
 
@@ -209,7 +210,7 @@ class StorageBench(Resource):
     def _close_at_end(self, part: StorageIO | StoreAlone) -> None:
         with self._lock:
             if self.is_closed:
-                raise StorageFailedError("it was closed meanwhile")
+                raise StorageFailedError("the benchmark was closed during the run")
             self._open.append(part)
 
     def _delete(self, folder: str) -> None:
@@ -255,7 +256,7 @@ class _Jaxkv(Side):
         end_s = time.monotonic() + _ANSWER_S
         while self._storage.stats.num_deleted < num_deleted:
             if time.monotonic() > end_s:
-                raise StorageFailedError(f"it has not deleted for {_ANSWER_S:.0f} s")
+                raise StorageFailedError(_NO_ANSWER)
             time.sleep(0.001)
 
     def check(self) -> None:
@@ -277,7 +278,7 @@ class _Jaxkv(Side):
             # A tier polls once a step, not for each block.
             done = self._storage.wait(_ANSWER_S, min(num_left, _BLOCKS_PER_POLL))
             if not done:
-                raise StorageFailedError(f"it has not answered for {_ANSWER_S:.0f} s")
+                raise StorageFailedError(_NO_ANSWER)
             for completion in done:
                 if completion.outcome != "done":
                     stats = self._storage.stats

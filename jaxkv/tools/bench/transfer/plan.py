@@ -48,7 +48,7 @@ def make_plan(
         needed = memory_needed_bytes(config, max(min_bytes, size), size)
         if memory_bytes is not None and needed > _MEMORY_SHARE * memory_bytes:
             left_out.append(
-                f"{size_text(size)}: it takes {needed / 2**30:.1f} GiB of memory, and "
+                f"{size_text(size)}: needs {needed / 2**30:.1f} GiB of memory, but "
                 f"{memory_bytes / 2**30:.1f} GiB are available"
             )
         else:

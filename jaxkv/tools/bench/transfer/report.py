@@ -44,7 +44,7 @@ def print_plan(config: TransferConfig, plan: Plan) -> None:
     cache = size_text(cache_bytes) if isinstance(cache_bytes, int) else "unknown"
     pool = (
         f"{config.num_layers} layers of bfloat16, {size_text(plan.working_set_bytes)}; "
-        "as much host memory for each design"
+        "as much host memory per design"
     )
     facts = [
         ("Device", f"{where['device']}, {where['num_cpus']} CPUs ({where['cpu']})"),

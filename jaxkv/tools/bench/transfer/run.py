@@ -114,7 +114,7 @@ class Bench:
         """Raise an error if device blocks (None for all) differ from their tags."""
         wrong = self.paged.check(device_ids)
         if wrong:
-            raise BytesDifferError(f"{what}: {wrong} blocks are not what was saved")
+            raise BytesDifferError(f"{what}: {wrong} blocks differ from what was saved")
 
     def _fill(self, side: Side) -> None:
         """Save into every host block, in the order of an empty cache."""

@@ -39,7 +39,7 @@ def test_it_prints_draws_and_writes(run_line, tmp_path, monkeypatch):
         assert f"{direction}, GB/s, blocks of 4 KiB" in drawn
     # A mark for each side, size and direction.
     assert drawn.count("<title>engine, ") == drawn.count(f"<title>{LIMIT}, ") == 4
-    assert "2 layers of bfloat16, 128 KiB; as much host memory for each" in out
+    assert "2 layers of bfloat16, 128 KiB; as much host memory per design" in out
     assert "Left out     2 KiB in blocks of 4 KiB: less than one block" in out
     assert max(len(line) for line in out.split("GB are")[0].splitlines()) <= 80
 

@@ -87,7 +87,7 @@ def test_sizes_that_memory_cannot_hold_are_left_out_with_the_reason():
     )
     plan = make_plan(config, MIB, 8 * GIB)
     assert plan.left_out[0] == (
-        "1 GiB: it takes 10.5 GiB of memory, and 8.0 GiB are available"
+        "1 GiB: needs 10.5 GiB of memory, but 8.0 GiB are available"
     )
     assert {case.num_bytes for case in plan.cases} == {MIB}
     assert plan.working_set_bytes == MIB
@@ -160,7 +160,9 @@ def test_an_engine_that_moves_wrong_bytes_is_detected(direction):
         return transfer.Bench(*args, {records.ENGINE: make_broken})
 
     plan = make_plan(config, **NO_LIMITS)
-    with pytest.raises(transfer.BytesDifferError, match="blocks are not what was sav"):
+    with pytest.raises(
+        transfer.BytesDifferError, match="blocks differ from what was sav"
+    ):
         transfer.run_transfer(config, plan, lambda *_: None, make_bench)
 
 
