@@ -137,7 +137,7 @@ class _HostSettings(Settings):
     num_host_blocks: int | None = settings.number(
         None,
         "engine, scheduler",
-        "Number of host blocks, instead of `host_bytes`; spare memory is added.",
+        "Host blocks, instead of `host_bytes`; spare memory is added.",
         unit="host blocks",
     )
     cache_policy: str = settings.name(
@@ -202,8 +202,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     transfer_kernel: Kernel | None = settings.name(
         None,
         "engine",
-        "How `staged` programs copy blocks: `dma` or `xla`. `null`: `dma` on TPU, if "
-        "its compiler accepts the layout.",
+        "How `staged` programs copy blocks: `dma` or `xla`. `null`: `dma` on TPU if "
+        "its compiler accepts the layout, else `xla`.",
         names=lambda: KERNELS,
     )
     staging_bytes: int | str = settings.size(
@@ -212,8 +212,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     extent_bytes: int | str | None = settings.size(
         None,
         "engine",
-        "Bytes per copy between device and host. `null`: 8 MiB per device, or less if "
-        "blocks or the host tier are small.",
+        "Bytes per copy between device and host. `null`: 8 MiB per device, less for "
+        "small blocks or a small host tier.",
     )
     layer_groups: int = settings.number(
         1,
@@ -224,8 +224,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     compression: Quantised | None = settings.name(
         None,
         "engine",
-        "Compress host blocks to `int8` or `fp8`, which loses bits; `null` keeps every "
-        "bit.",
+        "Compress host blocks to `int8` or `fp8`, losing bits; `null` keeps every bit.",
         names=lambda: get_args(Quantised),
     )
     deadline_s: float | None = settings.seconds(
@@ -267,7 +266,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         16 << 30,
         "storage",
         "Maximum bytes of this model's blocks in the store. If engines share it, the "
-        "largest of their values applies.",
+        "largest value applies.",
     )
     storage_owner: bool = settings.flag(
         False,
@@ -284,8 +283,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
     storage_await_s: float = settings.seconds(
         1.0,
         "storage",
-        "If [another engine is computing](storage.md#prefill-here-decode-there) a "
-        "request's prompt, wait this long for each next block to reach the store.",
+        "How long a request whose prompt [another engine is "
+        "computing](storage.md#prefill-here-decode-there) waits for each further block "
+        "in the store.",
     )
     storage_list_s: float | None = settings.seconds(
         60.0,
@@ -350,7 +350,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     record_max_files: int = settings.number(
         DEFAULT_MAX_FILES,
         "record",
-        "Number of record files to keep, including the current one.",
+        "Record files to keep, including the current one.",
         unit="files",
     )
     record_key_file: str | None = settings.text(
@@ -366,7 +366,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         False,
         "strict",
         "For an engine's tests: transfers end late, as on an accelerator, blocks hold "
-        "garbage until their load is reported, and errors name the engine's mistakes.",
+        "garbage until loaded, and errors name the engine's mistakes.",
     )
     strict_seed: int = settings.number(
         0, "strict", "Seed of the delays in strict mode.", minimum=0
@@ -374,7 +374,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     strict_fail_loads: int = settings.number(
         0,
         "strict",
-        "Fail one load in this many, so that the engine must recompute; 0 for none.",
+        "Fail one load in this many, to test recomputing; 0 for none.",
         unit="loads",
         minimum=0,
     )

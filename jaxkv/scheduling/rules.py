@@ -45,16 +45,16 @@ class RuleSettings(Settings):
     max_num_batched_tokens: int = settings.number(
         8192,
         "scheduler",
-        "Maximum tokens that a step computes. Lazy mode looks ahead over the next "
-        "blocks to be evicted, up to twice as many tokens.",
+        "Maximum tokens per step. Lazy mode looks ahead over the next blocks to be "
+        "evicted, up to twice as many tokens.",
         unit="tokens",
         minimum=1,
     )
     world_size: int = settings.number(
         1,
         "scheduler",
-        "Number of workers that report to one scheduler. A transfer is complete once "
-        "all have reported it.",
+        "Workers that report to one scheduler; a transfer is complete once all have "
+        "reported it.",
         unit="workers",
         minimum=1,
     )
@@ -78,9 +78,9 @@ class RuleSettings(Settings):
     max_unseen_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "Of a prompt's blocks that no request has asked for before, store only the "
-        "first ones, up to this many; the rest are stored once they are asked for "
-        "again. `null` stores all. Generated tokens do not count.",
+        "Of a prompt's blocks that no request has asked for before, store at most the "
+        "first this many; the rest once asked for again. `null` stores all. Generated "
+        "tokens do not count.",
         unit="host blocks",
         minimum=0,
     )
@@ -98,8 +98,8 @@ class RuleSettings(Settings):
     delay_shared_loads: bool = settings.flag(
         False,
         "scheduler",
-        "If another request is already loading a block, wait for it rather than load "
-        "the block twice.",
+        "If another request is already loading a block, wait rather than load it "
+        "twice.",
     )
     max_blocks_in_flight: int | None = settings.number(
         None,
@@ -111,9 +111,9 @@ class RuleSettings(Settings):
     store_batch_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "Number of blocks to store at a time. Blocks wait on the device for a full "
-        "batch, unless device blocks run short, no model runs or their request ends. 0 "
-        "stores in each step; `null`: 32 MiB, at most 64 blocks.",
+        "Blocks to store at a time. They wait on the device for one another, unless "
+        "blocks run short, no model runs or their request ends. 0 stores in each step; "
+        "`null`: 32 MiB, at most 64.",
         unit="device blocks",
         minimum=0,
     )
@@ -133,35 +133,35 @@ class RuleSettings(Settings):
     skip_slow_loads: bool = settings.flag(
         False,
         "scheduler",
-        "Decline loads that would take longer than recomputing, judged by the rates "
-        "passed to `OffloadScheduler.note_rates`.",
+        "Decline loads slower than recomputing, by the rates passed to "
+        "`OffloadScheduler.note_rates`.",
     )
     copy_on_device: bool = settings.flag(
         True,
         "scheduler",
         "If the device holds a block after a gap in a prefix, copy it rather than load "
-        "it. The block is held from the lookup on: turn this off if the engine leaves "
-        "offers unanswered.",
+        "it. The block is held from the lookup on: turn this off if offers may stay "
+        "unanswered.",
     )
     load_in_step: bool = settings.flag(
         False,
         "scheduler",
         "Write a request's loads in the step that first runs it "
-        "(`OffloadWorker.take_step_loads`), so that no request waits for a load. "
-        "`max_blocks_in_flight` does not delay these loads.",
+        "(`OffloadWorker.take_step_loads`), so that it does not wait for them, nor "
+        "does `max_blocks_in_flight` delay them.",
     )
     flush_on_preemption: bool = settings.flag(
         False,
         "scheduler",
-        "Before a step that preempts, wait for all transfers in flight. Otherwise, "
-        "blocks in flight stay held.",
+        "Wait for all transfers in flight before a step that preempts; otherwise, "
+        "their blocks stay held.",
     )
     storage_write: WriteRule = settings.name(
         "on_reuse",
         "scheduler",
         "Which blocks go to the store: those requested twice (`on_reuse`), those that "
         "the host is about to evict (`on_evict`; only with `lru` and without "
-        "`retention`), or every block on the host (`through`).",
+        "`retention`), or all on the host (`through`).",
         names=lambda: get_args(WriteRule),
     )
     max_storage_blocks: int = settings.number(
@@ -184,15 +184,14 @@ class RuleSettings(Settings):
         False,
         "scheduler",
         "Let a request set how long its blocks are kept (`Retention`); otherwise "
-        "`request.retention` is ignored.",
+        "ignore `request.retention`.",
     )
     shadow: str | None = settings.declare(
         None,
         Key(
             "scheduler",
-            "Count the hits that other host tiers would have, given as policies with "
-            "multiples of the host's size: `lru*0.5,2;hazard*1;off` "
-            "([shadows.md](shadows.md)).",
+            "Count the hits that other host tiers would have, by policy and multiples "
+            "of the host's size: `lru*0.5,2;hazard*1;off` ([shadows.md](shadows.md)).",
             "",
             f"policies ({', '.join(policy_names())}) with multiples of the host's "
             "size, from 0.01 to 100, as in lru*0.5,2;hazard*1;off",
