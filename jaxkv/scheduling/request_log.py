@@ -1,29 +1,40 @@
-"""One line of JSON in the log for each finished request."""
+"""What each finished request asked for, found and waited for."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jaxkv.scheduling.boundary import Boundary
 from jaxkv.scheduling.listening import End, Listener, Start
 from jaxkv.scheduling.protocol import Request
 
 _LOG = logging.getLogger("jaxkv.requests")
+Summary: TypeAlias = dict[str, Any]
 
 
-class RequestLog(Listener):
-    """Logs what each request asked for, what each tier had, and how long it waited."""
+def log_summary(summary: Summary) -> None:
+    """Log a finished request as one line of JSON."""
+    _LOG.info(json.dumps(summary))
 
-    def __init__(self, below: Sequence[Boundary], clock: Callable[[], float]) -> None:
-        self._below, self._clock = below, clock
+
+class RequestSummaries(Listener):
+    """Passes on what each request asked for, what each tier had, and its wait."""
+
+    def __init__(
+        self,
+        below: Sequence[Boundary],
+        clock: Callable[[], float],
+        sinks: Sequence[Callable[[Summary], None]],
+    ) -> None:
+        self._below, self._clock, self._sinks = below, clock, sinks
         # Of each request: the time of its first lookup; whether it waits for the load
-        # of its last one; its line, once it has begun.
+        # of its last one; its summary, once it has begun.
         self._asked_s: dict[str, float] = {}
         self._is_awaited: dict[str, bool] = {}
-        self._lines: dict[str, dict[str, Any]] = {}
+        self._summaries: dict[str, Summary] = {}
         self._loading: set[str] = set()  # Requests in their first load.
 
     def looked_up(
@@ -51,7 +62,7 @@ class RequestLog(Listener):
             tier: num - num_lower
             for tier, num, num_lower in zip(tiers, nums, [*nums[1:], 0], strict=True)
         }
-        self._lines[name] = {
+        self._summaries[name] = {
             "request": name,
             "tokens": num_tokens,
             "device": num_local,
@@ -66,21 +77,22 @@ class RequestLog(Listener):
         """Count the wait for a request's first load, and its tokens if that failed."""
         for name in self._loading.intersection((*finished, *failed)):
             self._loading.remove(name)
-            line = self._lines[name]
+            summary = self._summaries[name]
             if self._is_awaited.get(name):
-                line["waited_s"] = self._waited_s(name)
+                summary["waited_s"] = self._waited_s(name)
             if name in failed:
-                line["computed"] = line["tokens"] - line["device"]
-                line["load_failed"] = True
+                summary["computed"] = summary["tokens"] - summary["device"]
+                summary["load_failed"] = True
 
     def finished(self, end: End) -> None:
-        """Log a request that has got blocks."""
+        """Pass on the summary of a request that has got blocks."""
         name = end.request.request_id
         self._asked_s.pop(name, None)
         self._is_awaited.pop(name, None)
         self._loading.discard(name)
-        if (line := self._lines.pop(name, None)) is not None:
-            _LOG.info(json.dumps(line))
+        if (summary := self._summaries.pop(name, None)) is not None:
+            for sink in self._sinks:
+                sink(dict(summary))
 
     def _waited_s(self, name: str) -> float:
         now_s = self._clock()

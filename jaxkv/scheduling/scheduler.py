@@ -57,7 +57,7 @@ from jaxkv.scheduling.protocol import (
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.record.recording import Recording
 from jaxkv.scheduling.reporting import Reporting
-from jaxkv.scheduling.request_log import RequestLog
+from jaxkv.scheduling.request_log import RequestSummaries, Summary, log_summary
 from jaxkv.scheduling.requests import Requests, retention_of, stop_of
 from jaxkv.scheduling.rules import OffloadRules, check_groups
 from jaxkv.scheduling.stats import Delays, OffloadStats
@@ -109,6 +109,7 @@ class OffloadScheduler(Reporting):
             "auto"; None for no file. If the file exists, "hazard" starts with it.
         num_device_blocks: Blocks of the transfer engine's arrays, as many as the bound
             pool must have; None if unknown.
+        on_request_finished: Called with what `log_requests` logs of a request.
         recorder: Records the requests, once a pool is bound; None for no recording. It
             records the blocks of the first group with full attention, or else of the
             first group. The caller closes it.
@@ -154,6 +155,7 @@ class OffloadScheduler(Reporting):
         tiers_below: Sequence[TierBelow] = (),
         policy_state: str | None = None,
         num_device_blocks: int | None = None,
+        on_request_finished: Callable[[Summary], None] | None = None,
     ) -> None:
         self.groups = groups = as_groups(groups)
         rules, is_auto = rules or OffloadRules(), cache_policy == AUTO
@@ -198,8 +200,10 @@ class OffloadScheduler(Reporting):
             )
         idle_warning = IdleWarning(groups, rules, self._stats, host)
         listeners += self._whatif, idle_warning
-        if rules.log_requests:
-            listeners.append(RequestLog(self.below, clock))
+        log = log_summary if rules.log_requests else None
+        sinks = [sink for sink in (log, on_request_finished) if sink is not None]
+        if sinks:
+            listeners.append(RequestSummaries(self.below, clock, sinks))
         if policy_state is not None:
             self._policy_state = open_policy_state(policy_state, host, self._whatif)
             weakref.finalize(self, self._policy_state.save)

@@ -21,7 +21,6 @@ from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.integrations.vllm.scheduler import (
     PrefillRate,
-    RequestReports,
     VllmRequest,
 )
 from jaxkv.integrations.vllm.worker import StepMetadata
@@ -331,30 +330,12 @@ def test_a_response_reports_what_its_request_found(newest):
         report = engine.scheduler.response_params[name]["jaxkv"]
         assert report.pop("waited_s") >= 0
         assert report == {
-            **{"tokens": 18, "device": device, "host": host, "storage": 0},
+            **{"tokens": 18, "device": device, "host": host},
             "computed": 18 - TOKENS,
         }
     plain = Engine()
     ask(plain)
     assert set(plain.scheduler.response_params.values()) == {None}
-
-
-def test_a_reported_wait_ends_with_the_load_and_a_failed_load_is_recomputed():
-    times = iter([1.0, 2.0, 4.0, 7.0, 11.0, 16.0])
-    reports = RequestReports(lambda: next(times))
-    for name in ("loads", "fails"):
-        tracked = VllmRequest(Request(name, range(18), 1), 1)
-        tracked.num_local_tokens = 4
-        reports.query(name)
-        reports.query(name)  # vLLM asks again while blocks come from the store.
-        reports.begin(tracked, 12, 8)
-        reports.begin(tracked, 0, 0)  # It is preempted and resumes.
-    reports.end_loads(["loads"], ["fails", "another rank's"])
-    expected = {"tokens": 18, "device": 4, "host": 4, "storage": 8, "computed": 2}
-    assert reports.pop("loads") == expected | {"waited_s": 10.0}
-    failed = {"host": 0, "storage": 0, "computed": 14}
-    assert reports.pop("fails") == expected | failed | {"waited_s": 12.0}
-    assert reports.pop("loads") is reports.pop("never began") is None
 
 
 def test_hybrid_models_are_refused_on_vllm_019(monkeypatch):

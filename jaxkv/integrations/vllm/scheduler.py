@@ -230,55 +230,6 @@ class PrefillRate:
         return statistics.median(rates) if rates else 0.0
 
 
-class RequestReports:
-    """Reports for responses: a request's hits in each tier, and its wait."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._query_s: dict[str, float] = {}  # Of each request's first query.
-        self._reports: dict[str, dict[str, int | float]] = {}
-
-    def query(self, request_id: str) -> None:
-        """Record the time of a request's first query."""
-        if request_id not in self._query_s:
-            self._query_s[request_id] = self._clock()
-
-    def begin(
-        self, request: VllmRequest, num_external: int, num_from_storage: int
-    ) -> None:
-        """Record the hits of a request that gets its first blocks."""
-        name, num_local = request.request_id, request.num_local_tokens
-        if num_local is None or name in self._reports:
-            return
-        self._reports[name] = {
-            "tokens": request.num_tokens,
-            "device": num_local,
-            "host": num_external - num_from_storage,
-            "storage": num_from_storage,
-            "computed": request.num_tokens - num_local - num_external,
-        }
-        self._end_wait(name)
-
-    def end_loads(self, loaded: Sequence[str], failed: Sequence[str]) -> None:
-        """Record ended loads; the tokens of a failed one are recomputed."""
-        for name in (*loaded, *failed):
-            self._end_wait(name)
-        for name in failed:
-            if (report := self._reports.get(name)) is not None:
-                report["computed"] = report["tokens"] - report["device"]
-                report["host"] = report["storage"] = 0
-
-    def pop(self, request_id: str) -> dict[str, int | float] | None:
-        """Return the report of a finished request; None if it never got blocks."""
-        self._query_s.pop(request_id, None)
-        return self._reports.pop(request_id, None)
-
-    def _end_wait(self, name: str) -> None:
-        if name in self._reports and name in self._query_s:
-            waited_s = self._clock() - self._query_s[name]
-            self._reports[name]["waited_s"] = round(waited_s, 6)
-
-
 class SchedulerHalf:
     """Decides what is stored and loaded, next to vLLM's scheduler.
 
@@ -287,6 +238,8 @@ class SchedulerHalf:
     """
 
     def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
+        # What the last finished request found, for its response.
+        self._summary: dict[str, Any] | None = None
         self.scheduler = OffloadScheduler(
             config.groups,
             config.rank_host_blocks,
@@ -297,9 +250,9 @@ class SchedulerHalf:
             is_private=is_private,
             recorder=config.offload.make_recorder(),
             policy_state=config.offload.policy_state,
+            on_request_finished=self._note_summary if config.report_requests else None,
         )
         self._config = config
-        self._reports = RequestReports() if config.report_requests else None
         # A draft model's last tokens of a hit, or of computed ones.
         self._volatile_tokens = 0
         if config.drops_last_block:
@@ -409,8 +362,6 @@ class SchedulerHalf:
         is_reset = self._is_reset()
         tracked = self._request(request)
         tracked.num_local_tokens = num_computed_tokens
-        if self._reports is not None:
-            self._reports.query(request.request_id)
         if not is_reset:
             return 0, False
         if tracked.skips_prefix_cache or tracked.has_unknown_weights:
@@ -474,11 +425,6 @@ class SchedulerHalf:
         """Record all blocks of a request and the tokens to load into them."""
         tracked = self._request(request)
         name, numbers = tracked.request_id, self._numbered(block_ids)
-        if self._reports is not None:
-            num_from_storage = self.hit_tokens_from_storage(
-                request, num_external_tokens
-            )
-            self._reports.begin(tracked, num_external_tokens, num_from_storage)
         self._note_age(tracked, numbers)
         self.scheduler.update_state_after_alloc(tracked, numbers, num_external_tokens)
         self._allocated.add(name)
@@ -558,8 +504,6 @@ class SchedulerHalf:
         if ended.failed_recving:
             self._must_wait.update(ended.failed_recving)
             self._loading.difference_update(ended.failed_recving)
-        if self._reports is not None:
-            self._reports.end_loads(ended.finished_recving, ended.failed_recving)
         if report.num_lost_pools > self._num_lost_pools:
             self._note_lost_pools(report.num_lost_pools)
         if report.adapters is not None:
@@ -589,11 +533,14 @@ class SchedulerHalf:
         params: dict[str, Any] = {}
         if _param(request, "do_remote_decode", _flag):
             params = {"do_remote_prefill": True, "do_remote_decode": False}
-        if self._reports is not None:
-            report = self._reports.pop(request.request_id)
-            if report is not None:
-                params["jaxkv"] = report
+        if self._summary is not None:
+            params["jaxkv"] = self._summary
+            self._summary = None
         return params or None
+
+    def _note_summary(self, summary: dict[str, Any]) -> None:
+        del summary["request"]  # The response has it.
+        self._summary = summary
 
     def _numbered(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return the numbers of a request's blocks; see `VllmBlockPool`."""
