@@ -46,19 +46,19 @@ def plain_output(monkeypatch):
 @pytest.fixture
 def fake(monkeypatch):
     """Replace the run by a fake one; return the configurations it gets."""
-    asked = []
+    configs = []
 
     def run_demo(config, on_progress, on_engine, recorder):
-        asked.append(config)
+        configs.append(config)
         return fake_run(config, on_progress)
 
     monkeypatch.setattr(run, "run_demo", run_demo)
-    return asked
+    return configs
 
 
 def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(refused, fake):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         err = refused(f"demo --serve-metrics {port}")
     assert fake == []
     assert err == (

@@ -1,7 +1,7 @@
 """Loaded blocks equal saved blocks, bit for bit.
 
-Where XLA optimizes little as well, as it does in this suite unless it is told otherwise
-(`conftest.py`): signalling NaNs came back quietened.
+This also holds where XLA optimizes little, which is this suite's default
+(`conftest.py`): there, signalling NaNs came back quietened.
 """
 
 import jax

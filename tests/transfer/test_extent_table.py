@@ -289,7 +289,7 @@ def place_all(table, ids, number):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_runs_of_blocks_are_rarely_carried(seed):
-    # A full tier, whose blocks are evicted in the runs in which requests saved them.
+    # A full tier evicts blocks in the runs that requests saved.
     num_blocks, extent_blocks, mean_run, batch = 960, 16, 60, 32
     size = HostSize.of(num_blocks, None, extent_blocks, 1, 1)
     assert size.extent_blocks == extent_blocks
@@ -309,8 +309,8 @@ def test_runs_of_blocks_are_rarely_carried(seed):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_tables_that_share_memory_take_little_more_than_one(is_shared):
-    # The least recently used blocks are replaced by those of a pool that is common at
-    # first and then rare, and of one for which it is the other way round.
+    # The least recently used blocks are replaced by blocks of two pools: one is common
+    # at first and then rare, the other the reverse.
     num_blocks, extent_blocks, num_extents = 512, 16, 36
     shared = SharedMemory()
     tables = [ExtentTable(num_blocks, num_extents, extent_blocks) for _ in range(2)]

@@ -40,8 +40,8 @@ def store(tmp_path):
 
 
 def cut(move, num_bytes):
-    """Move no more than some bytes at once, as after a signal or on a file server."""
-    return lambda file, parts: move(file, [memoryview(parts[0])[:num_bytes]])
+    """Move at most `num_bytes` at once, as after a signal or on a file server."""
+    return lambda file, buffers: move(file, [memoryview(buffers[0])[:num_bytes]])
 
 
 @pytest.mark.parametrize("num_bytes", [1, 100, 5000, 1 << 20])
@@ -67,7 +67,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_read_as_far_as_it_goes(
 @pytest.mark.parametrize(
     ("umask", "query", "parent_mode", "folder_mode", "file_mode"),
     [
-        (0o000, "", 0o755, "0o700", "0o600"),  # Nobody else can replace a folder.
+        (0o000, "", 0o755, "0o700", "0o600"),  # Only the owner can replace a folder.
         (0o077, "?mode=660", 0o755, "0o770", "0o660"),
         (0o022, "?mode=660", 0o2770, "0o2770", "0o660"),  # They inherit the group.
     ],
@@ -88,13 +88,12 @@ def test_files_are_the_owners_or_the_groups_whatever_the_umask(
 
 
 def put_in_the_way(path, kind):
-    """Put something that is no file where an object belongs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as own:
-            own.bind(os.fspath(path))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(os.fspath(path))
     elif kind == "folder":
         path.mkdir()
         (path / "notes").write_text("of others")
@@ -112,8 +111,8 @@ def test_what_is_no_file_is_no_object_and_the_next_write_replaces_it(
     monkeypatch.chdir(tmp_path)  # The address of a socket is short.
     put_in_the_way(pathlib.Path("b/1"), kind)
     blocks = ObjectFormat(b"model", "u8[1]", 1)
-    (found,) = get(store, "b/1")
-    assert blocks.decode(bytes(32), found) == Refusal("foreign", is_ours=False)
+    (blob,) = get(store, "b/1")
+    assert blocks.decode(bytes(32), blob) == Refusal("foreign", is_ours=False)
     assert "b/1" not in listed(store, "b")
     assert exists(store, "b/1") == [False]
     if kind == "folder":
@@ -170,10 +169,10 @@ def test_a_folder_that_cannot_be_listed_hides_no_other(store, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse_b)
-    found = []
+    names = []
     with pytest.raises(StoreError, match="Input/output error"):
-        list(map(found.extend, store.list("f")))
-    assert found == ["f/a/1", "f/c/3"]
+        list(map(names.extend, store.list("f")))
+    assert names == ["f/a/1", "f/c/3"]
     error = errno.EACCES  # Its objects could not be read either.
     assert listed(store, "f") == ["f/a/1", "f/c/3"]
     with pytest.raises(StoreError) as caught:
@@ -198,7 +197,7 @@ def test_folders_that_cannot_have_objects_are_passed_over(store, tmp_path):
 def test_the_age_of_a_file_is_by_the_clock_that_dates_it(
     store, tmp_path, monkeypatch, ahead_s
 ):
-    """What killed writers have left is removed by a listing once it is old."""
+    """A listing removes the temporary files of killed writers once they are old."""
     begun, left, of_others = (
         tmp_path / "a" / name
         for name in (".0123456789abcdef-0", ".0123456789abcdef-1", ".of-others")

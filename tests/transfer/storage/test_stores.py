@@ -1,4 +1,4 @@
-"""What every store does, whatever keeps its bytes, and what its server does to it."""
+"""The contract of every store, and the failures of its server."""
 
 import contextlib
 import gc
@@ -140,7 +140,7 @@ def test_what_was_put_is_found_until_it_is_deleted(store):
     put(store, {"a/2": b"two" * 5, "a/3": b"three", "a/0": b""})
     whole = b"".join(pieces)
     assert get(store, "a/1", "nowhere", "a/2") == [whole, None, b"two" * 5]
-    # No more is read of an object that somebody else has put than was asked for.
+    # A read ends after `max_bytes`, even if another writer's object is longer.
     assert get(store, "a/1", "a/2", "a/3", max_bytes=15) == [
         whole[:15],
         b"two" * 5,
@@ -202,10 +202,11 @@ def test_writers_of_one_name_leave_one_of_their_objects_and_readers_no_mixture(s
 
 
 def test_stores_in_memory_of_one_name_are_one():
-    with opened(*(f"memory://{name}" for name in ("a", "a", "b"))) as (one, two, other):
-        put(one, {"a": b"x"})
-        assert get(two, "a") == [b"x"]
-        assert get(other, "a") == [None]
+    urls = ("memory://a", "memory://a", "memory://b")
+    with opened(*urls) as (writer, reader, separate):
+        put(writer, {"a": b"x"})
+        assert get(reader, "a") == [b"x"]
+        assert get(separate, "a") == [None]
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "s3", "mooncake"])
@@ -249,10 +250,10 @@ def test_s3_is_where_the_url_or_the_environment_says(
         assert "bucket does not exist" in str(error)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
     bucket = "s3://blocks/environment"
-    with opened(bucket, f"{bucket}/?region=eu-west-1") as (store, other):
+    with opened(bucket, f"{bucket}/?region=eu-west-1") as (store, in_region):
         assert store.url == "s3://blocks/environment/"
         put(store, {"a": b"x"})
-        assert get(other, "a") == [b"x"]
+        assert get(in_region, "a") == [b"x"]
 
 
 def test_s3_takes_the_credentials_of_the_environment_if_it_has_some(monkeypatch):
@@ -383,7 +384,7 @@ def test_writes_go_to_the_new_primary_after_a_failover(tmp_path, monkeypatch):
         monkeypatch.setattr(
             socket,
             "getaddrinfo",
-            lambda host, _, *more: lookup(host, *target, *more),
+            lambda host, _, *args: lookup(host, *target, *args),
         )
         with closing(open_store("redis://127.0.0.1:1/0")) as store:
             put(store, {"a": b"x"})
@@ -403,19 +404,19 @@ OF_NAMES = {name: name.encode() for name in NAMES}
 
 def has_all(store):
     """Whether all can be read now; nothing but that a node is away may hinder it."""
-    found = outcomes(lambda: store.get(NAMES, 100))
-    if errors := [each for each in found if isinstance(each, StoreError)]:
+    answers = outcomes(lambda: store.get(NAMES, 100))
+    if errors := [answer for answer in answers if isinstance(answer, StoreError)]:
         assert {error.kind for error in errors} == {"unreachable"}
         return False
-    assert list(map(bytes, found)) == [*OF_NAMES.values()]
+    assert list(map(bytes, answers)) == [*OF_NAMES.values()]
     return True
 
 
 @leaves_sockets
 def test_a_replica_takes_the_place_of_a_node_that_died(tmp_path):
     with redis_cluster(tmp_path, num_replicas=1) as (url, nodes):
-        first, other, *_ = nodes
-        late_url = f"redis+cluster://x.invalid,127.0.0.1:{other}"
+        first, second, *_ = nodes
+        late_url = f"redis+cluster://x.invalid,127.0.0.1:{second}"
         with opened(url, late_url) as (store, late):
             put(store, OF_NAMES)
             with redis.Redis(port=first) as client:
@@ -493,16 +494,16 @@ def test_a_mooncake_pool_without_a_list_or_room_says_so(mooncake_url):
 
 def test_what_one_client_of_mooncake_writes_another_reads_and_deletes(mooncake_url):
     payload = np.random.default_rng(0).bytes(3 << 20)
-    with opened(mooncake_url, mooncake_url) as (one, two):
-        assert list(two.put([("a/1", [b"head", payload])])) == [None]
-        assert get(one, "a/1") == get(two, "a/1") == [b"head" + payload]
-        assert get(two, "a/1", max_bytes=100) == [b"head" + payload[:96]]
+    with opened(mooncake_url, mooncake_url) as (client, peer):
+        assert list(peer.put([("a/1", [b"head", payload])])) == [None]
+        assert get(client, "a/1") == get(peer, "a/1") == [b"head" + payload]
+        assert get(peer, "a/1", max_bytes=100) == [b"head" + payload[:96]]
         # An object that is there stays, until it is deleted, which needs no lease.
-        put(one, {"a/1": b"other"})
-        assert get(two, "a/1") == [b"head" + payload]
-        delete(one, "a/1")
-        put(one, {"a/1": b"other"})
-        assert get(two, "a/1") == [b"other"]
+        put(client, {"a/1": b"other"})
+        assert get(peer, "a/1") == [b"head" + payload]
+        delete(client, "a/1")
+        put(client, {"a/1": b"other"})
+        assert get(peer, "a/1") == [b"other"]
 
 
 def test_mooncake_is_used_again_once_its_master_is_back():
@@ -613,8 +614,8 @@ for number in range(10**9):
     objects = ObjectFormat(b"m", "u8", 300_000)
     with opened(url) as [store]:
         keys = [number.to_bytes(32, "little") for number in range(50)]
-        found = get(store, *map(objects.name, keys), max_bytes=objects.object_bytes)
-    pairs = zip(keys, found, strict=True)
+        blobs = get(store, *map(objects.name, keys), max_bytes=objects.object_bytes)
+    pairs = zip(keys, blobs, strict=True)
     whole = [objects.decode(key, data) for key, data in pairs if data is not None]
     assert whole
     for payload in whole:
