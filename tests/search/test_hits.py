@@ -26,7 +26,6 @@ def text_of(mask) -> str:
 
 
 def search(groups, *masks, max_tokens: int) -> tuple:
-    """Search, with masks and answer as text: (tokens, needed of each group)."""
     hit = find_longest_hit(as_groups(groups), [mask_of(m) for m in masks], max_tokens)
     return int(hit.num_tokens), *map(text_of, hit.needed)
 

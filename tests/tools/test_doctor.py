@@ -256,7 +256,6 @@ def test_a_missing_extra_is_wrong_only_if_it_is_needed(tmp_path):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A fake machine for the command."""
     made_up = Machine(tmp_path / "machine", 64 * GIB)
     roots = {"proc_root": made_up.proc, "cgroup_root": made_up.cgroup}
     monkeypatch.setattr(

@@ -104,7 +104,6 @@ def look_at_store(facts, args):
 
 @pytest.fixture(autouse=True)
 def fixed(monkeypatch):
-    """Replace what is measured by fixed figures."""
     # The keys are the same whichever extras are installed.
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1")
     monkeypatch.setattr(demo_run, "run_demo", lambda c, p, *_: fake_run(c, p))

@@ -18,6 +18,8 @@ from jaxkv.tools.demo.records import (
     TurnRecord,
 )
 
+pytestmark = pytest.mark.usefixtures("plain_output")
+
 
 def fake_run(config, on_progress, answer=(1, 2, 3)):
     def half(generated):
@@ -34,13 +36,6 @@ def fake_run(config, on_progress, answer=(1, 2, 3)):
         BandwidthRecord(1.0, 1.0, 2.0, 1),
         config.host_bytes,
     )
-
-
-@pytest.fixture(autouse=True)
-def plain_output(monkeypatch):
-    """Ignore colours and widths of the environment."""
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -46,7 +46,6 @@ def fill(url):
 
 
 def make_old(folder):
-    """Date the objects of a namespace back by three days."""
     for path in (folder / OLD.folder).rglob("*"):
         os.utime(path, (time.time() - 3 * DAY_S,) * 2)
 

@@ -123,7 +123,6 @@ def serve(engine, worker, pool, process, num_processes):
 
 
 def differ(worker, pool, process):
-    """Make the first process plan another store than the others."""
     table = HostTable()
     table.free = table.free[process == 0 :]
     try:

@@ -78,9 +78,8 @@ class Twin:
     def check_placement(self, placement, ids, shards):
         assert len(placement.picked) > 0
         assert (placement.ids == ids[placement.picked]).all()
-        assert (
-            placement.places // self.extent_blocks == shards[placement.picked]
-        ).all()
+        picked_shards = shards[placement.picked]
+        assert (placement.places // self.extent_blocks == picked_shards).all()
         assert placement.extent != placement.carry
         places = [*placement.places.tolist(), *placement.carried_places.tolist()]
         assert len(set(places)) == len(places)
@@ -111,7 +110,6 @@ class Twin:
         self.table.settle(placement, ok)
 
     def finish(self):
-        """Report the saves that are over, in order."""
         while self.saves and not self.saves[0].todo.size and not self.saves[0].pieces:
             save = self.saves.pop(0)
             self.table.finish(save.ids, save.number, save.ok)
@@ -120,7 +118,6 @@ class Twin:
                     self.readable[host_id] = save.number
 
     def abandon(self):
-        """Abandon the first waiting save."""
         self.waiting.ok, self.waiting.todo = False, self.waiting.todo[:0]
 
     def read(self, host_id):

@@ -2,24 +2,18 @@
 
 import re
 import signal
-import socket
 import time
 
 import pytest
 
 from tests.rigs.children import Child
+from tests.rigs.servers import free_port
 from tests.rigs.waiting import Patience
 from tests.transfer.process_cases import CASES
 
 TIMEOUT_S = 120  # How long the processes wait for one another.
 MAX_CPU_S = 300.0
 LONG = pytest.mark.long
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run(

@@ -198,7 +198,6 @@ def test_speeds_are_measured_if_asked(plan, refused, monkeypatch):
 
 
 def recorded_trace(tmp_path, **facts):
-    """Write a recording whose header has these facts."""
     header = {"format": "jaxkv trace 1", "block_size": 512, **facts}
     lines = [{"t": i, "in": 1100, "out": 5, "ids": [1, 2]} for i in range(9)]
     path = tmp_path / "recorded.jsonl"

@@ -193,7 +193,6 @@ def test_a_file_is_replaced_and_a_link_is_followed(fake, tmp_path):
 
 
 def rows_of(out):
-    """Return the cells of the table of prefix blocks that were found."""
     table = out.split("of 1,430")[1].partition("Prefix")[0].partition("Stores")[0]
     return [line.split() for line in table.splitlines() if line.strip()]
 

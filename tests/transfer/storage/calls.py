@@ -40,7 +40,6 @@ def outcomes(call):
 
 
 def write_error(store, name="a", blob=b"x"):
-    """Return how a write failed."""
     [kind] = errors_of(lambda: store.put([(name, [blob])]))
     return kind
 

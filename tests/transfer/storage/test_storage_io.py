@@ -44,7 +44,6 @@ def writes(*numbers):
 
 
 def wait_all(storage, num):
-    """Wait for as many completions."""
     done = []
     while len(done) < num:
         completions = storage.wait(60)
@@ -337,7 +336,6 @@ def test_what_was_cancelled_is_not_reported(faulty, faulty_storage):
 
 
 def replace(store, number, change):
-    """Change the object of a block in a store."""
     name = BLOCKS.name(key(number))
     [data] = get(store, name)
     put(store, {name: change(data)})

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import http.server
 import itertools
 import os
 import random
@@ -34,6 +33,7 @@ from tests.rigs.children import PIPE, Child
 from tests.rigs.servers import (
     OF_CLUSTER,
     free_port,
+    http_server,
     leaves_sockets,
     mooncake_lender,
     mooncake_master,
@@ -100,7 +100,6 @@ def credentials(monkeypatch):
 
 @pytest.fixture(params=KINDS)
 def store(request, tmp_path, credentials):
-    """Each kind, empty."""
     if request.param == "memory":
         store = MemoryStore()
     elif request.param == "folder":
@@ -141,11 +140,8 @@ def test_what_was_put_is_found_until_it_is_deleted(store):
     whole = b"".join(pieces)
     assert get(store, "a/1", "nowhere", "a/2") == [whole, None, b"two" * 5]
     # A read ends after `max_bytes`, even if another writer's object is longer.
-    assert get(store, "a/1", "a/2", "a/3", max_bytes=15) == [
-        whole[:15],
-        b"two" * 5,
-        b"three",
-    ]
+    expected = [whole[:15], b"two" * 5, b"three"]
+    assert get(store, "a/1", "a/2", "a/3", max_bytes=15) == expected
     assert get(store, "a/0", max_bytes=15)[0] in (b"", None)
     assert exists(store, "a/1", "a/4") == [True, False]
     if isinstance(store, SizedStore):
@@ -269,37 +265,11 @@ def test_s3_takes_the_credentials_of_the_environment_if_it_has_some(monkeypatch)
     assert "aws_credentials" not in has_none
 
 
-@contextlib.contextmanager
-def http_server(answers):
-    """Serve HTTP, with the first of the answers to everything: a status and a body."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def handle_any(self):
-            status, body = answers[0]
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        do_GET = do_PUT = handle_any  # noqa: N815
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
 def test_a_bucket_without_room_is_full(credentials):
     answers = []
     with (
-        http_server(answers) as endpoint,
-        opened(f"s3://blocks/kv?endpoint={endpoint}") as [store],
+        http_server(lambda: answers[0]) as port,
+        opened(f"s3://blocks/kv?endpoint=http://127.0.0.1:{port}") as [store],
     ):
         for status, code, kind in (
             (507, "", "full"),
@@ -564,7 +534,6 @@ for url in {urls!r}:
 
 
 def test_a_process_ends_although_its_stores_hang(tmp_path):
-    """The servers take connections and never answer."""
     os.mkfifo(tmp_path / "pipe")
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
