@@ -80,6 +80,7 @@ def test_a_refused_call_of_another_thread_changes_nothing(new, threads):
         lambda: engine.copy(pool, [1], [2]),
         lambda: engine.advance(pool),
         lambda: engine.read_host([0]),
+        lambda: engine.write_host([1], []),
         lambda: engine.advance_host(lambda copy: copy()),
         lambda: engine.abandon(ticket),
     ]
@@ -88,6 +89,7 @@ def test_a_refused_call_of_another_thread_changes_nothing(new, threads):
             lambda: engine.load(pool, [0], [3]),
             lambda: engine.take_step_loads(pool, 1),
             lambda: engine.step_started(jnp.zeros(1)),
+            lambda: engine.idle_step_loads(1),
             lambda: engine.forget([0]),
         ]
     for call in calls:
