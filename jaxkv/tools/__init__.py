@@ -3,5 +3,5 @@
 Each has its `command.py`, the options and what becomes of them.
 """
 
-COMMANDS = ("demo", "replay", "plan", "bench", "doctor")
+COMMANDS = ("demo", "replay", "plan", "bench", "doctor", "verify")
 BENCHMARKS = ("transfer", "storage")
