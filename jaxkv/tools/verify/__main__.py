@@ -7,12 +7,14 @@ import importlib
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxkv._util import one_line
 from jaxkv.tools.process import end_process
 from jaxkv.tools.verify.records import (
+    NO_TIME,
     START,
     Check,
     StageLog,
@@ -20,8 +22,7 @@ from jaxkv.tools.verify.records import (
     UnsupportedError,
     WrongError,
 )
-
-NO_TIME = "the time budget was used up before it; give a larger --budget"
+from jaxkv.transfer import CostlyLayoutWarning
 
 
 def run_stage(checks: Sequence[Check], log: StageLog, end_s: float) -> None:
@@ -34,7 +35,7 @@ def run_stage(checks: Sequence[Check], log: StageLog, end_s: float) -> None:
         if left_s <= 0 and (number or finished):
             log.write(check.name, "SKIP", NO_TIME)
             continue
-        share = check.weight / sum(other.weight for other in waiting[number:])
+        share = check.weight / sum(later.weight for later in waiting[number:])
         log.append(begin=check.name, excuse=check.excuse)
         start_s = time.monotonic()
         verdict, text, figures = _run_check(check, Turn(left_s * share, log))
@@ -46,7 +47,11 @@ def run_stage(checks: Sequence[Check], log: StageLog, end_s: float) -> None:
 def _run_check(check: Check, turn: Turn) -> tuple[str, str, object]:
     """Run a check; whatever it raises is its result."""
     try:
-        return "PASS", *check.run(turn)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CostlyLayoutWarning)
+            text, figures = check.run(turn)
+        texts = [text, *dict.fromkeys(f"warning: {each.message}" for each in caught)]
+        return "PASS", "; ".join(texts), figures
     except UnsupportedError as error:
         return "SKIP", f"not supported: {error}", {}
     except WrongError as error:

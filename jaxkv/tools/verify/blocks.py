@@ -37,7 +37,7 @@ _MIN_ROUNDS, _MAX_ROUNDS = 2, 6
 
 
 class Way(NamedTuple):
-    """How rows are copied: the arguments of `TransferEngine`."""
+    """A way to copy rows: arguments of `TransferEngine`."""
 
     mode: Any
     kernel: Any = None

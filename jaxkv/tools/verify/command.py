@@ -35,6 +35,7 @@ SUMMARY = "prove that jaxkv works on this machine, in ten minutes"
 
 _NAMES = [stage.name for stage in STAGES]
 _RUN = "run.json"
+_BUDGET_S, _STALL_S = 600.0, 180.0
 
 
 def parse_duration(text: str) -> float:
@@ -70,7 +71,7 @@ results:
 {HTML_OPTION}
 """,
     {"--budget": parse_duration, "--stall": parse_duration, "--folder": Path},
-    {"budget": 600.0, "stall": 180.0, "folder": Path("jaxkv-verify")},
+    {"folder": Path("jaxkv-verify")},
 )
 
 
@@ -81,19 +82,20 @@ def run(args: Args) -> int:
     check_extra("verify", ("flax", "rich", "matplotlib"))
     stages = [stage for stage in STAGES if stage.name in {*names, STAGES[0].name}]
     _prepare(args.folder, args.resume)
+    budget_s, stall_s = args.budget or _BUDGET_S, args.stall or _STALL_S
     start_s = time.monotonic()
     results: dict[Stage, tuple[Result, ...]] = {}
 
-    def on_stage(stage: Stage, found: tuple[Result, ...]) -> str:
-        results[stage] = found
-        print("\n".join(report.stage_lines(stage, found)))
-        return report.reason_of(found)
+    def on_stage(stage: Stage, of_stage: tuple[Result, ...]) -> str:
+        results[stage] = of_stage
+        print("\n".join(report.stage_lines(stage, of_stage)))
+        return report.reason_of(of_stage)
 
     with show_progress() as on_progress:
-        run_stages(stages, args.folder, args.budget, args.stall, on_progress, on_stage)
+        run_stages(stages, args.folder, budget_s, stall_s, on_progress, on_stage)
     seconds = round(time.monotonic() - start_s, 1)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    made = report.Report(results, args.budget, seconds, today)
+    made = report.Report(results, budget_s, seconds, today)
     print("\n".join(report.last_lines(made, str(args.folder))))
     page = partial(report.to_page, made)
     write_files(args, lambda: report.to_json(made, args.command_line), page=page)

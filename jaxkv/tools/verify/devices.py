@@ -82,8 +82,12 @@ def _look_at_memory(facts: Facts, turn: Turn) -> Any:
 
 def _look_at_settings(facts: Facts, turn: Turn) -> Any:
     """Judge the settings as `jaxkv doctor` does."""
-    found = [each.what for each in judge(facts, Question()) if each.level == "wrong"]
-    if wrong := [what for what in found if what not in facts.refusals]:
+    wrong = [
+        finding.what
+        for finding in judge(facts, Question())
+        if finding.level == "wrong" and finding.what not in facts.refusals
+    ]
+    if wrong:
         raise WrongError("; ".join(wrong))
     chosen = {
         name: value for name, value in os.environ.items() if _SETTINGS.match(name)

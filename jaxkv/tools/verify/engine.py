@@ -32,7 +32,7 @@ _VARIANTS = {
         SMALL, load_in_step=True
     ),
 }
-_MAX_ROUNDS = 20
+_MAX_ROUNDS = 3
 
 
 def list_checks() -> Sequence[Check]:
@@ -47,7 +47,7 @@ def _check(config: DemoConfig, turn: Turn) -> Any:
     tokens = loaded = 0
     for seed in turn.rounds(1, _MAX_ROUNDS):
         record = converse(dataclasses.replace(config, seed=seed), turn)
-        tokens += sum(len(each.generated) for each in record.on.turns)
+        tokens += sum(len(answer.generated) for answer in record.on.turns)
         loaded += record.on.blocks_loaded
     if not loaded:
         raise WrongError("no block was loaded, so that the tokens prove nothing")
@@ -66,7 +66,7 @@ def converse(
     difference = first_difference(record)
     if difference is None:
         return record
-    if _cut_differently(config) != [each.generated for each in record.off.turns]:
+    if _cut_differently(config) != [answer.generated for answer in record.off.turns]:
         raise UnsupportedError(
             "without jaxkv, too, the demo's model gives other tokens on this device if "
             "its prompts are cut differently; `blocks` and `races` compare all bytes"
@@ -97,4 +97,4 @@ def _cut_differently(config: DemoConfig) -> list[tuple[int, ...]]:
     session = run.Session(made, make_conversations(config), config.answer_tokens)
     for _ in range(config.turns):
         session.ask(lambda: None)
-    return [each.generated for each in session.record().turns]
+    return [answer.generated for answer in session.record().turns]

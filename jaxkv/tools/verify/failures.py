@@ -185,7 +185,9 @@ class _FailingTransfers:
 
 def _fail_transfers(turn: Turn) -> Any:
     made: list[_FailingTransfers] = []
-    record = converse(SMALL, turn, lambda each: made.append(_FailingTransfers(each)))
+    record = converse(
+        SMALL, turn, lambda engine: made.append(_FailingTransfers(engine))
+    )
     failed, loaded = made[0].num_reported, record.on.blocks_loaded
     if not (failed and loaded):
         raise WrongError(f"{failed} transfers failed and {loaded} blocks were loaded")

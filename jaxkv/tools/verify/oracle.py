@@ -43,7 +43,7 @@ def as_words(array: Any) -> NDArray[Any]:
 
 
 def to_device(arrays: PyTree, places: PyTree = None) -> PyTree:
-    """Put NumPy arrays on the device or spread them, each into memory of its own."""
+    """Copy NumPy arrays to the device, or spread them; none shares NumPy's memory."""
     if places is None:
         return jax.tree.map(lambda array: jax.device_put(jnp.array(array)), arrays)
 
@@ -122,10 +122,10 @@ def _difference(got: NDArray[Any], right: NDArray[Any], start: int) -> str:
     first = blocks[0]
     at = int(np.nonzero(wrong[first])[0][0])
     names = ", ".join(str(start + block) for block in blocks[:_MAX_NAMED])
-    more = f" and {len(blocks) - _MAX_NAMED} more" * (len(blocks) > _MAX_NAMED)
+    rest = f" and {len(blocks) - _MAX_NAMED} more" * (len(blocks) > _MAX_NAMED)
     values = [f"{words[first].ravel()[at]:#x}" for words in (got, right)]
     return (
-        f"blocks {names}{more} of {len(got)}; of the first, {wrong[first].sum()} of "
+        f"blocks {names}{rest} of {len(got)}; of the first, {wrong[first].sum()} of "
         f"{wrong[first].size} elements, such as {values[0]} instead of {values[1]}"
     )
 
@@ -182,9 +182,10 @@ def exercise(
         oracle.save(rows, hosts)
         sources: list[int] = []
         targets: list[Any] = []
-        known = rng.permutation([*oracle.host]).tolist()
-        for row in random_rows():
-            of_shard = [host for host in known if host % shards == shard_of(row)]
+        saved = rng.permutation([*oracle.host]).tolist()
+        # Some blocks are not loaded, and must stay as they are.
+        for row in random_rows()[: int(rng.integers(max_rows // 2, max_rows))]:
+            of_shard = [host for host in saved if host % shards == shard_of(row)]
             if of_shard:
                 # Blocks of this and of earlier rounds, and some of them twice.
                 sources.append(of_shard[len(sources) % len(of_shard)])

@@ -27,7 +27,7 @@ _BLOCK = (8, 8, 128)  # i32: 32 KiB a leaf
 _MAX_MOVED, _NUM_WRITTEN = 12, 8
 _MAX_IN_FLIGHT = 12
 _STEP_S = 0.003
-_MIN_STEPS, _STEPS_PER_CHECK = 48, 16
+_MIN_STEPS, _MAX_STEPS, _STEPS_PER_CHECK = 48, 4000, 16
 
 _ALL = "all devices, in 2 layer groups"
 _SETUPS: Mapping[str, Mapping[str, Any]] = {
@@ -129,13 +129,13 @@ class _Race:
         self.pool, done = self.engine.drain(self.pool)
         self._note(done)
         self.check()
-        if lost := [*self._saves, *self._loads]:
-            raise WrongError(f"{lost} were never reported")
+        if unreported := [*self._saves, *self._loads]:
+            raise WrongError(f"{unreported} were never reported")
         leaves = [make_blocks(np, self.tags, leaf) for leaf in range(_NUM_LEAVES)]
         Oracle(leaves).check(self.pool, "at the end")
 
     def _note(self, completions: Sequence[Completion]) -> None:
-        """Let saved blocks be loaded, and compare loaded ones without waiting."""
+        """Make saved blocks loadable, and compare loaded ones without waiting."""
         check_successful(completions)
         for ticket in (completion.ticket for completion in completions):
             if ticket in self._saves:
@@ -173,12 +173,12 @@ class _Race:
         return int(self.rng.integers(1, _MAX_MOVED + 1))
 
     def _pick(self, ids: Iterable[int], max_ids: int) -> Ids:
-        """Choose distinct ids, fewer if there are not so many."""
+        """Choose distinct ids, at most all of them."""
         return self.rng.permutation(sorted(ids))[:max_ids].astype(np.int32)
 
 
 def _union(ids: Iterable[Ids]) -> set[int]:
-    return {number for each in ids for number in each.tolist()}
+    return {number for array in ids for number in array.tolist()}
 
 
 def _write(pool: Any, zero: Any, ids: Any, tags: Any) -> Any:
@@ -204,7 +204,7 @@ def _race(way: Way, options: Mapping[str, Any], name: str, turn: Turn) -> Any:
     race = _Race(way, options, num_devices)
     step_s = race.calibrate()
     num_steps = 0
-    for number in turn.rounds(_MIN_STEPS):
+    for number in turn.rounds(_MIN_STEPS, _MAX_STEPS):
         race.run_step()
         if number % _STEPS_PER_CHECK == _STEPS_PER_CHECK - 1:
             race.check()

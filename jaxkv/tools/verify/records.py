@@ -15,6 +15,9 @@ Verdict: TypeAlias = Literal["PASS", "FAIL", "SKIP"]
 START = "start"
 """The check that covers the start of a stage: jax, its backend, the list of checks."""
 
+NO_TIME = "the time budget was used up before it; give a larger --budget"
+"""The detail of a check that was left out."""
+
 _BEAT_S = 1.0
 
 
@@ -72,7 +75,7 @@ class State(NamedTuple):
 
     results: tuple[Result, ...]
     current: str | None  # The check that has begun and has no result
-    excuse: str  # Of that check
+    excuse: str  # The excuse of the current check
     begins: Counter[str]  # How often each check has begun
     num_checks: int  # 0 until the checks are listed
     has_ended: bool  # Whether all checks have results

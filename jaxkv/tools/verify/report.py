@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 from jaxkv.tools.machine import versions
 from jaxkv.tools.page import Section, bullets, paragraphs, render_page
 from jaxkv.tools.verify.devices import DEVICE, TRANSFERS
-from jaxkv.tools.verify.records import START, Result, Stage, Verdict
+from jaxkv.tools.verify.records import NO_TIME, START, Result, Stage, Verdict
+
+NOT_SHOWN = (
+    "Not shown: several hosts, your model and its engine (vLLM, MaxText, JetStream), "
+    "and a host tier as large as yours."
+)
 
 
 class Report(NamedTuple):
-    """All results of a run."""
+    """The results of a run."""
 
     stages: Mapping[Stage, Sequence[Result]]
     budget_s: float
@@ -34,17 +39,10 @@ class Report(NamedTuple):
         return "SKIP" if any(map(reason_of, self.stages.values())) else "PASS"
 
     @property
-    def counts(self) -> str:
-        """The numbers of checks, in words."""
-        counts = Counter(str(result.verdict) for result in self.results)
-        words = {"PASS": "passed", "FAIL": "failed", "SKIP": "left out"}
-        return ", ".join(f"{counts[name]} {word}" for name, word in words.items())
-
-    @property
     def device(self) -> Mapping[str, Any]:
         """The figures of the device; empty if it was not found."""
-        found = (each.figures for each in self.results if each.name == DEVICE)
-        return next(found, {})
+        figures = (result.figures for result in self.results if result.name == DEVICE)
+        return next(figures, {})
 
     @property
     def machine(self) -> str:
@@ -58,23 +56,39 @@ class Report(NamedTuple):
         """A row for the table of reports in docs/support.md."""
         have = versions()
         names = ", ".join(f"{name} {have[name]}" for name in ("jaxkv", "jax", "python"))
-        verdict = f"{self.verdict}: {self.counts}"
+        verdict = f"{self.verdict}: {count(self.results)}"
         return f"| {self.machine} | {names} | {self.date} | {verdict} |"
 
     @property
     def advice(self) -> list[str]:
         """Settings that the figures speak for."""
-        found = (result.figures.get("advice") for result in self.results)
-        return [text for text in dict.fromkeys(found) if text]
+        texts = (result.figures.get("advice") for result in self.results)
+        return [text for text in dict.fromkeys(texts) if text]
 
     @property
     def unchecked(self) -> list[str]:
-        """The stages of which nothing was checked."""
+        """The stages without any result but SKIP."""
         return [
             stage.name
             for stage, results in self.stages.items()
             if all(result.verdict == "SKIP" for result in results)
         ]
+
+
+def count(results: Sequence[Result]) -> str:
+    """Count the checks by verdict, in words."""
+    counts = Counter(
+        "TIME" if result.detail == NO_TIME else str(result.verdict)
+        for result in results
+    )
+    words = {
+        "PASS": "passed",
+        "FAIL": "failed",
+        "SKIP": "not supported",
+        "TIME": "left out for want of time",
+    }
+    texts = (f"{counts[name]} {word}" for name, word in words.items() if counts[name])
+    return ", ".join(texts)
 
 
 def reason_of(results: Sequence[Result]) -> str:
@@ -97,10 +111,12 @@ def stage_lines(stage: Stage, results: Sequence[Result]) -> Iterator[str]:
 
 def last_lines(report: Report, folder: str) -> Iterator[str]:
     """Yield what the results come to."""
-    yield f"{report.verdict}: {report.counts}, in {report.seconds / 60:.1f} minutes."
+    minutes = f"{report.seconds / 60:.1f} minutes"
+    yield f"{report.verdict}: {count(report.results)}, in {minutes}."
     if report.unchecked:
         yield f"Nothing was checked of: {', '.join(report.unchecked)}."
     yield from (f"What to set: {text}." for text in report.advice)
+    yield NOT_SHOWN
     if report.verdict == "FAIL":
         yield f"The output of each stage is in {folder}."
     yield "For the table of reports in docs/support.md:"
@@ -111,7 +127,7 @@ def to_json(report: Report, command: str) -> dict[str, Any]:
     """Convert a report for ``json.dump``."""
     return {
         "verdict": report.verdict,
-        "counts": report.counts,
+        "counts": count(report.results),
         "unchecked": report.unchecked,
         "advice": report.advice,
         "machine": report.machine,
@@ -133,15 +149,21 @@ def to_json(report: Report, command: str) -> dict[str, Any]:
 
 def to_page(report: Report, command: str) -> str:
     """Write the page."""
-    finding = paragraphs([f"{report.verdict}: {report.counts}."], "finding")
+    finding = paragraphs([f"{report.verdict}: {count(report.results)}."], "finding")
     if report.unchecked:
         text = f"Nothing was checked of: {', '.join(report.unchecked)}."
         finding += paragraphs([text])
-    failed = [result for result in report.results if result.verdict == "FAIL"]
+    failed = [
+        result._replace(name=f"{stage.name}: {result.name}")
+        for stage, results in report.stages.items()
+        for result in results
+        if result.verdict == "FAIL"
+    ]
     if failed:
         finding += paragraphs(["What failed:"]) + _list(failed)
     if report.advice:
         finding += paragraphs(["What to set:"]) + bullets(map(escape, report.advice))
+    finding += paragraphs([NOT_SHOWN])
     have = versions("flax", "libtpu")
     facts = [
         ("Machine", report.machine),
@@ -151,7 +173,11 @@ def to_page(report: Report, command: str) -> str:
         ("Time", f"{report.seconds / 60:.1f} of {report.budget_s / 60:.1f} minutes"),
     ]
     sections = [
-        Section(stage.name, stage.title, _list(results) + _speed_table(results))
+        Section(
+            stage.name,
+            f"{stage.name}: {stage.title}",
+            paragraphs([count(results)]) + _list(results) + _speed_table(results),
+        )
         for stage, results in report.stages.items()
     ]
     return render_page("jaxkv verify", finding, facts, sections, command)

@@ -29,7 +29,7 @@ _SIZES = (
 _BATCH_BYTES = 32 * _MIB
 _NUM_LEAVES = 8
 _NUM_SETS = 4
-_MIN_ROUNDS, _MAX_ROUNDS = 6, 40
+_MIN_ROUNDS, _MAX_ROUNDS = 6, 30
 _STEP_S, _STEPS_PER_BATCH = 0.010, 4
 _OK_SHARE, _OK_HIDDEN, _OK_PIECE_US = 0.8, 0.5, 150.0
 
@@ -133,8 +133,8 @@ class _Bench:
         self.pool, _ = self.engine.load(self.pool, host_ids, device_ids)
         self.drain()
         differ = jax.jit(
-            lambda one, other, ids: jnp.stack(
-                [jnp.any(a[ids] != b[ids]) for a, b in zip(one, other, strict=True)]
+            lambda before, after, ids: jnp.stack(
+                [jnp.any(a[ids] != b[ids]) for a, b in zip(before, after, strict=True)]
             )
         )
         if differ(before, self.pool, device_ids).any():
@@ -146,7 +146,7 @@ class _Whole:
 
     def __init__(self, arrays: Sequence[jax.Array]) -> None:
         self._device = [array.sharding for array in arrays]
-        self._host = [each.with_memory_kind(HOST_KIND) for each in self._device]
+        self._host = [place.with_memory_kind(HOST_KIND) for place in self._device]
         self._on_device = [*arrays]
         self._on_host: Any = None
         self.num_bytes = sum(array.nbytes for array in arrays)
@@ -169,11 +169,11 @@ class _CopyTo:
         self._arrays = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
 
     def time_both(self) -> tuple[float, float]:
-        one, other = self._arrays
+        device, host = self._arrays
         start_s = time.perf_counter()
-        np.copyto(other, one)
+        np.copyto(host, device)
         middle_s = time.perf_counter()
-        np.copyto(one, other)
+        np.copyto(device, host)
         return middle_s - start_s, time.perf_counter() - middle_s
 
 
@@ -307,7 +307,7 @@ def _measure_thread(turn: Turn) -> Any:
                 taken_us["write"].append(taken_us["idle"].pop())
         bench.drain()
         bench.pool = clock("idle", engine.advance, bench.pool)
-    p50 = {name: statistics.median(each) for name, each in taken_us.items() if each}
+    p50 = {name: statistics.median(us) for name, us in taken_us.items() if us}
     figures: dict[str, Any] = {"us": p50, "devices": devices}
     slowest = max(p50["save"], p50["load"] + p50.get("write", 0.0))
     if slowest > _OK_PIECE_US * devices and not _is_cpu():

@@ -37,7 +37,7 @@ def run_stages(
         if reason:
             on_stage(stage, (Result(START, "SKIP", reason),))
             continue
-        share = stage.share / sum(other.share for other in stages[number:])
+        share = stage.share / sum(later.share for later in stages[number:])
         seconds = max(_MIN_STAGE_S, share * (end_s - time.monotonic()))
         log = StageLog(folder / f"{stage.name}.jsonl")
         _run_stage(stage.name, log, seconds, stall_s, on_progress)
@@ -68,7 +68,7 @@ def _run_stage(
 
 
 def _give_up(log: StageLog, state: State, why: str) -> None:
-    """Write the result of the check in which the process ended."""
+    """Write the result of the check that the process ended in."""
     if state.excuse:
         log.write(state.current, "SKIP", f"not supported: {state.excuse} ({why})")
     else:
@@ -78,7 +78,7 @@ def _give_up(log: StageLog, state: State, why: str) -> None:
 def _run_process(
     name: str, log: StageLog, seconds: float, stall_s: float, on_progress: OnProgress
 ) -> str:
-    """Run the process of a stage; return how it ended, for if it is not done."""
+    """Run the process of a stage; return how it ended, in words."""
     output = log.path.with_suffix(".log")
     words = ["-m", "jaxkv.tools.verify", name, str(log.path.parent), str(seconds)]
     with output.open("ab+") as file:

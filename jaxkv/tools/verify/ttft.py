@@ -24,7 +24,7 @@ def _measure(turn: Turn) -> Any:
     record = converse(_CONFIG, turn)
     ttft_s = {
         f"{part}_{name}": ttft_percentile_s(
-            (each for each in run.turns if (each.turn > 1) == (part == "returning")), 50
+            (turn for turn in run.turns if (turn.turn > 1) == (part == "returning")), 50
         )
         or 0.0
         for part in ("first", "returning")

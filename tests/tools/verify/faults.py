@@ -1,7 +1,7 @@
 """Faults of the transfer engine, which `jaxkv verify` must find.
 
-Most replace public methods of `TransferEngine`; those of `tests/mutants/faults.toml`
-change its code.
+Most replace public methods of `TransferEngine`; the rest are changes of its code that
+`tests/mutants/faults.toml` lists.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ EIGHT = "--xla_force_host_platform_device_count=8"
 
 
 def put(name):
-    """Put a fault into this process."""
+    """Install a fault in this process."""
     if name in FAULTS:
         from jaxkv.transfer import TransferEngine
 
@@ -33,7 +33,7 @@ def put(name):
 
 
 def change_code(fault):
-    """Have a module imported with other code."""
+    """Change the code of a module when it is imported."""
     path = ROOT / fault["path"]
     name = ".".join(Path(fault["path"]).with_suffix("").parts)
 
@@ -79,8 +79,8 @@ def wrong_row(real, self, pool, device_ids, host_ids):
 
 
 @replaces("load")
-def lost_piece(real, self, pool, host_ids, device_ids, **more):
-    return real(self, pool, host_ids[:-1], device_ids[:-1], **more)
+def lost_piece(real, self, pool, host_ids, device_ids, **named):
+    return real(self, pool, host_ids[:-1], device_ids[:-1], **named)
 
 
 @replaces("is_waiting")
@@ -94,22 +94,22 @@ def early_report(engine_class):
 
     load, poll = engine_class.load, engine_class.poll
 
-    def begin(self, pool, host_ids, device_ids, **more):
-        pool, ticket = load(self, pool, host_ids, device_ids, **more)
+    def begin(self, pool, host_ids, device_ids, **named):
+        pool, ticket = load(self, pool, host_ids, device_ids, **named)
         self.early = {*getattr(self, "early", ()), ticket}
         return pool, ticket
 
     def report(self):
         early, self.early = getattr(self, "early", set()), set()
-        self.told = getattr(self, "told", set()) | early
-        done = [each for each in poll(self) if each.ticket not in self.told]
+        self.reported = getattr(self, "reported", set()) | early
+        done = [done for done in poll(self) if done.ticket not in self.reported]
         return [*done, *(Completion(ticket, (), 0, None) for ticket in sorted(early))]
 
     engine_class.load, engine_class.poll = begin, report
 
 
 def rounding_of_xla(engine_class):
-    """Leave XLA:CPU's rewriting of small floats on, which quietens signalling NaNs."""
+    """XLA:CPU rewrites small floats again, which quietens signalling NaNs."""
     from jaxkv.transfer import memory
 
     memory.compiler_options = lambda platform: None
@@ -172,20 +172,20 @@ def restore_scale(pool, before):
 
 
 @replaces("load")
-def padding_that_leaks(real, self, pool, host_ids, device_ids, **more):
+def padding_that_leaks(real, self, pool, host_ids, device_ids, **named):
     ids = np.asarray(device_ids)
     free = sorted({*range(self.num_device_blocks)} - {*ids.ravel().tolist()})
     if ids.ndim == 1 and free:
         host_ids, ids = [*host_ids, host_ids[0]], [*ids, free[-1]]
-    return real(self, pool, host_ids, ids, **more)
+    return real(self, pool, host_ids, ids, **named)
 
 
 @replaces("save")
 def stale_extent(real, self, pool, device_ids, host_ids):
     pairs = zip(device_ids, np.asarray(host_ids).tolist(), strict=True)
-    known = self.__dict__.setdefault("known", set())
-    new = [(device, host) for device, host in pairs if host not in known]
-    known |= {host for _, host in new}
+    saved = self.__dict__.setdefault("saved", set())
+    new = [(device, host) for device, host in pairs if host not in saved]
+    saved |= {host for _, host in new}
     devices, hosts = zip(*new, strict=True) if new else ((), ())
     return real(self, pool, np.array(devices, np.int32), hosts)
 
@@ -201,8 +201,8 @@ def bytes_of_a_neighbour(real, self, host_ids, payloads):
 
 
 @replaces("load_each")
-def blocks_of_another_request(real, self, pool, host_ids, device_ids, *args, **more):
-    return real(self, pool, np.roll(host_ids, 1), device_ids, *args, **more)
+def blocks_of_another_request(real, self, pool, host_ids, device_ids, *args, **named):
+    return real(self, pool, np.roll(host_ids, 1), device_ids, *args, **named)
 
 
 def coarse_compression(engine_class):

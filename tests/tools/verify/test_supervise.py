@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from jaxkv.tools.verify import supervise
-from jaxkv.tools.verify.__main__ import NO_TIME, run_stage
+from jaxkv.tools.verify.__main__ import run_stage
 from jaxkv.tools.verify.records import (
+    NO_TIME,
     Check,
     Stage,
     StageLog,

@@ -1,4 +1,4 @@
-"""Put a fault into the processes of stages, as JAXKV_TEST_FAULT names it."""
+"""The processes of stages get the fault that JAXKV_TEST_FAULT names."""
 
 import os
 import sys
