@@ -62,7 +62,8 @@ def _look_at_device(facts: Facts, turn: Turn) -> Any:
 
 
 def _look_at_memory(facts: Facts, turn: Turn) -> Any:
-    assert facts.backend is not None
+    if facts.backend is None:
+        raise UnsupportedError("jax does not start")
     best = recommend(facts, Question())
     left = min((limit.num_bytes for limit in facts.limits), default=None)
     figures = {
@@ -70,7 +71,7 @@ def _look_at_memory(facts: Facts, turn: Turn) -> Any:
         "device_bytes": facts.backend.memory_bytes,
         "host_bytes_left": left,
         "pinned_pool_bytes": facts.pool and facts.pool.num_bytes,
-        "recommended_host_bytes": best and best.num_bytes,
+        "recommended_host_tier_bytes": best and best.num_bytes,
     }
     sizes = [
         f"{name.removesuffix('_bytes').replace('_', ' ')} {gib(size)}"
@@ -100,8 +101,8 @@ def _look_at_settings(facts: Facts, turn: Turn) -> Any:
 def _try_transfers(facts: Facts, turn: Turn) -> Any:
     if facts.refusals or facts.mode is None:
         raise UnsupportedError(
-            f"{'; '.join(facts.refusals)}. No block can move; the decisions work: "
-            "OffloadingManager, OffloadScheduler, jaxkv replay and jaxkv plan"
+            f"{'; '.join(facts.refusals).rstrip('.')}. No block can move. What decides "
+            "works: OffloadingManager, OffloadScheduler, jaxkv replay and jaxkv plan"
         )
     pool = [jnp.zeros((8, 16, 8, 128), jnp.bfloat16)]
     engine = TransferEngine(pool, 8)

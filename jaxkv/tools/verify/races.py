@@ -96,10 +96,10 @@ class _Race:
         self.pool = self.engine.advance(self.pool)
         self._note(self.engine.poll())
         if self.engine.num_in_flight < _MAX_IN_FLIGHT:
-            if self.rng.random() < 0.7:
-                self._save()
             if self.host_tags and self.rng.random() < 0.7:
                 self._load()
+            if self.rng.random() < 0.7:
+                self._save()
         # Not what a load in flight or a waiting save needs.
         waiting = [
             blocks
@@ -151,7 +151,11 @@ class _Race:
         saving = _union(hosts for _, hosts, _ in self._saves.values())
         busy = saving | _union(hosts for _, hosts in self._loads.values())
         hosts = self._pick(set(range(_NUM_HOST_BLOCKS)) - busy, self._number())
-        blocks = self._pick(range(_NUM_BLOCKS), len(hosts))
+        # Half of the saves read blocks that loads in flight write.
+        loading = _union(blocks for blocks, _ in self._loads.values())
+        is_after = loading and self.rng.random() < 0.5
+        blocks = self._pick(loading if is_after else range(_NUM_BLOCKS), len(hosts))
+        hosts = hosts[: len(blocks)]
         for host in hosts.tolist():
             self.host_tags.pop(host, None)
         ticket = self.engine.save(self.pool, blocks, hosts)

@@ -47,9 +47,11 @@ class Report(NamedTuple):
     @property
     def machine(self) -> str:
         """The machine, in words."""
-        host = self.device.get("machine", {})
-        cpu = f"{host.get('num_cpus')} cores of {host.get('cpu') or 'a CPU'}"
-        return f"{self.device.get('name', 'no device')}, {cpu}"
+        if not self.device:
+            return "no device"
+        host = self.device["machine"]
+        cpu = host["cpu"] or host["system"]
+        return f"{self.device['name']}, {host['num_cpus']} cores of {cpu}"
 
     @property
     def row(self) -> str:
@@ -95,9 +97,9 @@ def reason_of(results: Sequence[Result]) -> str:
     """Return why later stages cannot run: transfers that do not work, or jax."""
     for result in results:
         if result.name == TRANSFERS and result.verdict != "PASS":
-            return f"no block can move here: {result.detail}"
+            return f"no block can move here; `{TRANSFERS}` says why"
         if result.name == START and result.verdict == "FAIL":
-            return f"jax does not start: {result.detail}"
+            return "jax does not start"
     return ""
 
 
