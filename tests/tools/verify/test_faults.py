@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -53,9 +52,8 @@ def failing_stages(figures):
 )
 def test_each_fault_of_the_engine_fails_its_stage(fault, tmp_path):
     stage = FOUND_BY[fault]
-    # Without the long test, the first checks are enough.
-    budget = "10m" if stage == "blocks" else "1m"
-    budget = "6s" if fault == "a wrong row" else budget
+    # The first check shows a wrong row; `blocks` takes no longer than it needs.
+    budget = "6s" if fault == "a wrong row" else "10m" if stage == "blocks" else "1m"
     flags = {"XLA_FLAGS": EIGHT} if fault == "a dropped shard" else {}
     words = ("--only", stage, "--budget", budget, "--json", "a.json")
     figures = verify(tmp_path, fault, *words, **flags)
@@ -77,11 +75,10 @@ def test_all_stages_pass_without_a_fault(flags, tmp_path):
 def test_a_runtime_that_crashes_or_hangs_fails_the_checks_and_the_rest_runs(
     fault, tmp_path
 ):
-    words = ("--only", "blocks", "--budget", "1m", "--stall", "30s", "--json", "a.json")
-    figures = verify(tmp_path, fault, *words)
-    expected = signal.SIGABRT.name if fault == "crash" else "it hangs"
-    _, blocks = figures["stages"]
-    failed = [each for each in blocks["results"] if each["verdict"] == "FAIL"]
-    assert expected in failed[0]["detail"]
-    assert len(failed) > 1
-    assert failed[-1]["name"] != "start"
+    words = ("--only", "blocks", "--stall", "2m", "--json", "a.json")
+    _, blocks = verify(tmp_path, fault, *words)["stages"]
+    expected = "the process crashed (SIGABRT)" if fault == "crash" else "it hangs: no"
+    for result in blocks["results"]:
+        has_dtype = result["name"].startswith(("float8_e5m2", "mixed leaves"))
+        assert (result["verdict"] == "FAIL") == has_dtype
+        assert result["detail"].startswith(expected) == has_dtype
