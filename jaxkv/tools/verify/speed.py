@@ -21,9 +21,9 @@ from jaxkv.transfer.memory import HOST_KIND, partition_spec, wait_for
 from jaxkv.types import PyTree
 
 _MIB = 1 << 20
-# Bytes of a block, and of an extent on each device.
+# Bytes of a block, and of an extent on each device; None for the engine's choice.
 _SIZES = (
-    *((64 << 10, 8 * _MIB), (512 << 10, 8 * _MIB), (2 * _MIB, 8 * _MIB)),
+    *((64 << 10, None), (512 << 10, None), (2 * _MIB, None)),
     *((2 * _MIB, 16 * _MIB), (2 * _MIB, 32 * _MIB)),
 )
 _BATCH_BYTES = 32 * _MIB
@@ -38,7 +38,8 @@ def list_checks() -> Sequence[Check]:
     """List the checks; on all devices of this process."""
     speeds = [
         Check(
-            f"blocks of {size_text(block)}, extents of {size_text(extent)}",
+            f"blocks of {size_text(block)}"
+            + (f", extents of {size_text(extent)}" if extent else ""),
             functools.partial(_compare_speeds, block, extent),
         )
         for block, extent in _SIZES
@@ -55,6 +56,11 @@ def _is_cpu() -> bool:
     return bool(jax.devices()[0].platform == "cpu")
 
 
+def _num_buses() -> int:
+    """Return how many devices have a way to the host of their own."""
+    return 1 if _is_cpu() else len(jax.local_devices())
+
+
 class _Side(Protocol):
     """A way to move bytes; returns the seconds to the host and back."""
 
@@ -69,7 +75,9 @@ class _Bench:
     A leaf is u16[blocks, tokens, heads, 128], its heads spread over the devices.
     """
 
-    def __init__(self, block_bytes: int, moved_bytes: int, extent_bytes: int) -> None:
+    def __init__(
+        self, block_bytes: int, moved_bytes: int, extent_bytes: int | None = None
+    ) -> None:
         devices = jax.local_devices()
         mesh = jax.sharding.Mesh(np.array(devices), ("x",))
         self.place = jax.sharding.NamedSharding(mesh, partition_spec(None, None, "x"))
@@ -82,8 +90,8 @@ class _Bench:
         self.engine = TransferEngine(
             self.pool,
             _NUM_SETS * self.num_moved,
-            extent_bytes=extent_bytes * len(devices),
-            staging_bytes=max(256 * _MIB, 4 * extent_bytes * len(devices)),
+            extent_bytes=extent_bytes,
+            staging_bytes=max(256 * _MIB, 4 * (extent_bytes or 0)),
         )
         self.engine.warm_up()
         self._rng, self._turn = np.random.default_rng(9), 0
@@ -177,14 +185,15 @@ class _CopyTo:
         return middle_s - start_s, time.perf_counter() - middle_s
 
 
-def _compare_speeds(block_bytes: int, extent_bytes: int, turn: Turn) -> Any:
+def _compare_speeds(block_bytes: int, extent_bytes: int | None, turn: Turn) -> Any:
     """Time the engine, `device_put` of as many bytes of the pool's arrays, and the bus.
 
     The bus is one large array for each device, or on the CPU `np.copyto`.
     """
     # A TPU's runtime maps 4 GiB of host memory by default, for all its devices.
-    moved_bytes = 32 * _MIB if _is_cpu() else 64 * _MIB * len(jax.local_devices())
-    bench = _Bench(block_bytes, max(moved_bytes, 2 * extent_bytes), extent_bytes)
+    num_buses = _num_buses()
+    extent_bytes = extent_bytes and num_buses * extent_bytes
+    bench = _Bench(block_bytes, 64 * _MIB * num_buses, extent_bytes)
     halves = [leaf[: bench.num_moved] for leaf in bench.pool]
     large = jnp.concatenate([half.reshape(-1, *half.shape[2:]) for half in halves])
     sides: dict[str, _Side] = {"engine": bench, "device_put": _Whole(halves)}
@@ -214,16 +223,17 @@ def _compare_speeds(block_bytes: int, extent_bytes: int, turn: Turn) -> Any:
     ]
     figures: dict[str, Any] = {"num_bytes": bench.num_bytes, "gb_per_s": speeds}
     is_slow = min(engine[n] / bus[n] for n in ("save_p50", "load_p50")) < _OK_SHARE
-    if (block_bytes, extent_bytes) == _SIZES[2] and is_slow and not _is_cpu():
+    if extent_bytes is None and is_slow and not _is_cpu():
         figures["advice"] = (
-            "Below 80% of the bus: set extent_bytes to the fastest size in the table"
+            "Blocks move at less than 80% of the bus: set extent_bytes to the fastest "
+            "size in the table, and prefer larger blocks"
         )
     return f"{size_text(bench.num_bytes)}: {', '.join(texts)}", figures
 
 
 def _measure_overlap(turn: Turn) -> Any:
     """Time steps and batches of 32 MiB, alone and together."""
-    bench = _Bench(2 * _MIB, _BATCH_BYTES, 8 * _MIB)
+    bench = _Bench(2 * _MIB, _BATCH_BYTES)
     step = BusyStep(_touch, bench.replicated)
     bench.pool, step_s = step.calibrate(_STEP_S, bench.pool)
     kinds = [
@@ -243,8 +253,7 @@ def _measure_overlap(turn: Turn) -> Any:
         figures[name] = {"alone_s": alone_s, "delay_s": delay_s, "hidden": hidden}
         texts.append(
             f"a {name} of {size_text(_BATCH_BYTES)} takes {1e3 * alone_s:.1f} ms alone "
-            f"and delays {_STEPS_PER_BATCH} steps by {1e3 * delay_s:.1f} ms "
-            f"({hidden:.0%} hidden)"
+            f"and delays {_STEPS_PER_BATCH} steps by {1e3 * delay_s:.1f} ms"
         )
         if hidden < _OK_HIDDEN and not _is_cpu():
             figures["advice"] = (
@@ -283,8 +292,8 @@ def _time_batch(bench: _Bench, step: BusyStep, name: str, has_steps: bool) -> fl
 def _measure_thread(turn: Turn) -> Any:
     """Measure the processor time that calls take of the thread that owns the engine."""
     devices = len(jax.local_devices())
-    piece_bytes = 8 * _MIB
-    bench = _Bench(512 << 10, piece_bytes * devices, piece_bytes)
+    piece_bytes = 8 * _MIB * _num_buses()
+    bench = _Bench(512 << 10, piece_bytes, piece_bytes)
     engine = bench.engine
     taken_us: dict[str, list[float]] = {"save": [], "load": [], "write": [], "idle": []}
 
@@ -317,6 +326,6 @@ def _measure_thread(turn: Turn) -> Any:
             f"{_OK_PIECE_US:.0f} for each device: set a larger extent_bytes"
         )
     texts = (f"{name} {value:,.0f} us" for name, value in p50.items())
-    piece = f"a piece of {size_text(piece_bytes)} on each device, {_NUM_LEAVES} leaves"
+    piece = f"a piece of {size_text(piece_bytes)}, {_NUM_LEAVES} leaves"
     note = "; XLA:CPU copies bytes in this thread" * _is_cpu()
     return f"{piece}: {', '.join(texts)}{note}", figures
