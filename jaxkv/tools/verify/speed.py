@@ -216,13 +216,13 @@ def _compare_speeds(block_bytes: int, extent_bytes: int | None, turn: Turn) -> A
     }
     engine, put, bus = speeds.values()
     texts = [
-        f"{name} {engine[name + '_p50']:.1f} GB/s "
-        f"({engine[name + '_p50'] / bus[name + '_p50']:.0%} of the bus, "
-        f"{engine[name + '_p50'] / put[name + '_p50']:.1f} times device_put)"
+        f"{name} {engine[name + '_best']:.1f} GB/s at best "
+        f"({engine[name + '_best'] / bus[name + '_best']:.0%} of the bus, "
+        f"{engine[name + '_best'] / put[name + '_best']:.1f} times device_put)"
         for name in ("save", "load")
     ]
     figures: dict[str, Any] = {"num_bytes": bench.num_bytes, "gb_per_s": speeds}
-    is_slow = min(engine[n] / bus[n] for n in ("save_p50", "load_p50")) < _OK_SHARE
+    is_slow = min(engine[n] / bus[n] for n in ("save_best", "load_best")) < _OK_SHARE
     if extent_bytes is None and is_slow and not _is_cpu():
         figures["advice"] = (
             "Blocks move at less than 80% of the bus: set extent_bytes to the fastest "
