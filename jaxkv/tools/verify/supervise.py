@@ -37,8 +37,10 @@ def run_stages(
         if reason:
             on_stage(stage, (Result(START, "SKIP", reason),))
             continue
-        share = stage.share / sum(later.share for later in stages[number:])
-        seconds = max(_MIN_STAGE_S, share * (end_s - time.monotonic()))
+        seconds = end_s - time.monotonic()
+        if number:  # The first stage is short, and all others need it whole.
+            seconds *= stage.share / sum(later.share for later in stages[number:])
+        seconds = max(_MIN_STAGE_S, seconds)
         log = StageLog(folder / f"{stage.name}.jsonl")
         _run_stage(stage.name, log, seconds, stall_s, on_progress)
         reason = on_stage(stage, log.read().results)
