@@ -70,7 +70,7 @@ def test_help_of_every_command_names_its_options_and_its_parts(capsys):
         ("bench --help", "storage"),
         *(
             (f"{name} --help", "--json")
-            for name in ("demo", "replay", "plan", "doctor", "status")
+            for name in ("demo", "replay", "plan", "doctor", "status", "verify")
         ),
         *((f"bench {name} --help", "--json") for name in ("transfer", "storage")),
         *((f"store {name} --help", "--json") for name in ("ls", "size", "rm")),
