@@ -160,13 +160,14 @@ def engines(session: nox.Session, engine: str) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """The tests that run on a GPU, and the demo there."""
+    """What a machine with a GPU proves, and the tests that run there."""
     session.install("-e", ".[test,cuda12]")
+    reports = ("--json", "verify.json", "--html", "verify.html")
+    session.run("jaxkv", "verify", *reports)
     session.run(
         *("pytest", "-q", "-m", "gpu", *session.posargs),
         env={"JAXKV_TEST_PLATFORM": "cuda"},
     )
-    session.run("jaxkv", "demo")
 
 
 @nox.session

@@ -224,7 +224,7 @@ class Boundary:
         return ids
 
     def was_absent(self, key: BlockKey) -> bool:
-        """Whether the last probe for a block found that the tier lacks it."""
+        """Whether the last probe for a block did not find it in the tier."""
         return key in self._absent
 
     def limit_held(self, num_blocks: int) -> None:

@@ -34,7 +34,7 @@ class _Progress:
     num_offered: list[int]  # How many first blocks were hits, or were offered.
     marks: list[KeyMark]  # The keys of those blocks.
     limits: tuple[int, int]  # The last result of `Requests.check_stores`.
-    next_tokens: int = 0  # Computed tokens at which it next has blocks to offer.
+    next_tokens: int = 0  # It next has blocks to offer when this many are computed.
     refused_at: int = -1  # `Stores.num_changes` when the host had no room; else -1.
     is_ordered: bool = False  # Whether the host would evict these blocks tail first.
     whole_at: int = -1  # `BlockIndex.num_removed` when the host had all; -1 if unknown.

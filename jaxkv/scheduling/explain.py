@@ -84,7 +84,7 @@ _MAY_BE_RESIDENT = ("last token", "gap", "other group", "no room", "no copy", "c
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerdict:
-    """How a request can use one of its blocks, or why it cannot."""
+    """Whether and how a request can use one of its blocks, or why it cannot."""
 
     group: int
     index: int  # Among the request's blocks of this group.
@@ -276,7 +276,7 @@ def _with_below(
     keys: Sequence[BlockKey],
     blocks_per_row: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Yield verdicts, updated for missing blocks that a lower tier has or lacks."""
+    """Yield verdicts, after a look-up of missing blocks in a lower tier."""
     rows = list(keys[blocks_per_row - 1 :: blocks_per_row])
     in_tier = boundary.tier.find(rows) != NO_BLOCK
     for index, (verdict, reason) in enumerate(verdicts):

@@ -112,7 +112,7 @@ class Ledger(Generic[AnyMove]):
 
 
 class Budget:
-    """How many more device blocks a step may issue, and how many are in flight."""
+    """The device blocks that a step may still issue, and those in flight."""
 
     __slots__ = "in_flight", "num_left"
 

@@ -1,6 +1,6 @@
 """The values that an engine, the offload scheduler and the worker exchange.
 
-Their names are those of vLLM's connectors.
+Their names are from vLLM's connectors.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Reporting:
 
     @property
     def num_policy_changes(self) -> int | None:
-        """How often "auto" changed the policy; None with another `cache_policy`."""
+        """The number of changes by "auto"; None with another `cache_policy`."""
         return self._whatif.num_changes
 
     @property

@@ -1,4 +1,4 @@
-"""Decides which blocks move in which step, and for which request.
+"""Decides which blocks each step moves, and the requests that they serve.
 
 `OffloadScheduler` runs next to an engine's scheduler and has the hooks of vLLM's
 `SimpleCPUOffloadScheduler`, which must be called in this order:
@@ -472,8 +472,8 @@ class OffloadScheduler(Reporting):
         if output.preempted_req_ids:
             need_flush = self.rules.flush_on_preemption
             # After a call of `request_preempted`, a request may be admitted already.
-            noted = self._preempted
-            preempted = [name for name in output.preempted_req_ids if name not in noted]
+            reported = self._preempted
+            preempted = [n for n in output.preempted_req_ids if n not in reported]
         is_due = True
         if self._store_steps.batch_blocks:
             must_store = need_flush or not num_tokens or bool(stores.waiting.keys)

@@ -101,8 +101,8 @@ class BareTier:
     ) -> tuple[int, tuple[Words, Store] | None]:
         """Store all keys; if there is no room, the first half of them, and so on.
 
-        Returns the length of that part of the keys, and its admitted keys with their
-        store, None if none is stored.
+        Returns the number of these keys, and the admitted ones with their store; None
+        if none is stored.
         """
         num = len(keys)
         while num:

@@ -68,7 +68,7 @@ def resume(
 
 
 def make_emptied(executor: Executor, policy: Policy, name: ExecutorName) -> Executor:
-    """Make an executor without blocks, but with what the policy has learned."""
+    """Make an executor without blocks that keeps the policy's learned state."""
     policy_state = executor.state.policy
     if isinstance(policy_state, RetainedState):
         policy_state = policy_state.inner

@@ -24,7 +24,7 @@ from jaxkv.types import KEY_BYTES, NO_BLOCK
 class OffloadingManager(BlockIndex):
     """A `BlockIndex` of the host, with the methods of vLLM's `OffloadingManager`.
 
-    Methods, order of calls and results equal those of vLLM 0.19.1's
+    Methods, order of calls and results are the same as in vLLM 0.19.1's
     `CPUOffloadingManager`, with three differences: misuse raises a ValueError that
     names the key; a call that raises changes nothing; and a key that `prepare_store`
     gets twice takes one block (in vLLM two, and the first is never found again).

@@ -141,8 +141,8 @@ def note(
     """Pass an event of a request to a policy that uses events; see `Policy.note`."""
     if policy.note is None:
         return state, jnp.zeros((), jnp.int32)
-    noted, mark = policy.note(state.policy, kind, keys, count, positions, facts)
-    return dataclasses.replace(state, policy=noted), mark
+    new_policy, mark = policy.note(state.policy, kind, keys, count, positions, facts)
+    return dataclasses.replace(state, policy=new_policy), mark
 
 
 def prepare_load(

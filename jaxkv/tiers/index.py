@@ -68,7 +68,7 @@ class BlockIndex:
     `place` allocates a block for a key, `publish` makes it readable, and `find` returns
     it. Misuse raises a ValueError, and a call that raises changes nothing.
 
-    Keys are any `bytes`. Keys of 32 bytes, such as those of `jaxkv.keys`, are used
+    Keys are any `bytes`. Keys of 32 bytes, such as keys of `jaxkv.keys`, are used
     directly; others are hashed with SHA-256 first.
 
     Args:
@@ -159,7 +159,7 @@ class BlockIndex:
         self.num_evicted = 0
         self.num_removed = 0  # Evicted, discarded, cleared, or failed to store.
         # u32[n, 8] each. Keys of blocks removed other than by `clear`; a reader takes
-        # and deletes them. None if nobody reads them.
+        # and deletes them. None if there is no reader.
         self.removed_keys: list[Words] | None = None
         self.num_found = 0  # Added by listings and probes.
         self.num_unindexed = 0  # In the medium, but without room in this index.
@@ -563,7 +563,7 @@ class BlockIndex:
         self._policy_uses_keys = policy.listens
 
     def resume(self, learned: ReuseTable) -> None:
-        """Give a policy that learns ("hazard") the reuse table of an earlier run."""
+        """Continue with the reuse table that "hazard" learned in an earlier run."""
         name = self._executor_name
         self.executor = resume(self.executor, self.policy, name, learned)
 

@@ -1,4 +1,4 @@
-"""The device's blocks as `OffloadScheduler` sees them, whoever allocates them."""
+"""The device's blocks as `OffloadScheduler` sees them, for any allocator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTHING = None, None
 
 
 class DevicePool(Protocol):
-    """The device blocks of an engine, of which block 0 is the null block.
+    """The device blocks of an engine. Block 0 is the null block.
 
     `DeviceBlockPool` is the engine's allocator and prefix cache as well, and what lazy
     stores and copies on the device need. With any other pool the engine keeps its own.
@@ -43,7 +43,7 @@ class DevicePool(Protocol):
         """
 
     def unpin(self, block_ids: BlockIds) -> None:
-        """Undo `pin`. Of blocks that become free the last is to be allocated first."""
+        """Undo `pin`. The last block that becomes free must be allocated first."""
 
     def warm_up(self) -> None:
         """Compile or load what other calls run."""
@@ -154,7 +154,7 @@ class BorrowedPool:
         return np.array(held, np.bool_)
 
     def are_free(self, block_ids: BlockIds) -> NDArray[np.bool_]:
-        """Whether nobody holds each of n blocks, pins aside: bool[n]."""
+        """Whether each of n blocks has no holders except pins: bool[n]."""
         if self.count_of is None:
             return np.zeros(len(block_ids), np.bool_)
         ids = self._ids(block_ids)
@@ -162,19 +162,19 @@ class BorrowedPool:
         return np.equal(counts, 0)
 
     def pin(self, block_ids: BlockIds) -> None:
-        """Have the engine hold blocks; the null block is passed over."""
+        """Hold blocks in the engine, except the null block."""
         if ids := [block_id for block_id in self._ids(block_ids) if block_id]:
             self._hold(ids)
             self._pins.update(ids)
 
     def unpin(self, block_ids: BlockIds) -> None:
-        """Have it release blocks, from the last to the first, the first to keep."""
+        """Release blocks from the last to the first, which is thus kept longest."""
         if ids := [block_id for block_id in self._ids(block_ids) if block_id]:
             self._pins.subtract(ids)
             self._release(ids[::-1])
 
     def warm_up(self) -> None:
-        """Do nothing: nothing is compiled."""
+        """Nothing is compiled."""
 
     def _ids(self, block_ids: BlockIds) -> list[int]:
         ids = as_ids(block_ids)

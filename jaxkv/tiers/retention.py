@@ -24,7 +24,7 @@ class Retention:
 
     Attributes:
         priority: From 0 to 99.
-        half_life_s: Seconds in which the priority halves, rounded down; None for no
+        half_life_s: Seconds until the priority halves, rounded down; None for no
             decay. The priority is 0 after 2,000,000 s (23 days) at the latest.
         ttl_s: Seconds after which the priority is 0; None for no limit. `half_life_s`
             or `ttl_s` is required.

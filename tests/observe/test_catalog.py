@@ -22,7 +22,6 @@ def test_the_catalogue_knows_held_blocks_and_the_newest_spare_ones():
     blocks, spare, seen = {}, {}, set()
 
     def release(key):
-        """Make a block that no tier holds the newest spare one."""
         if not any(key in copies for copies in held.values()):
             spare.pop(key, None)
             spare[key] = None

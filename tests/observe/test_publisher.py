@@ -22,6 +22,7 @@ from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM
 from tests.rigs.command_line import run_python
 from tests.rigs.listening import DECODER, WAIT_MS, Listener, Picture, removed, stored
+from tests.rigs.refused_threads import refused_threads
 from tests.rigs.servers import free_port
 from tests.rigs.waiting import wait_for
 
@@ -212,15 +213,11 @@ def test_a_call_of_the_thread_that_fails_once_costs_no_event(monkeypatch, caplog
     assert levels == ["WARNING", "INFO"]
 
 
-def test_a_publisher_without_a_thread_is_refused_and_leaves_nothing_open(monkeypatch):
-    def no_thread(thread):
-        raise RuntimeError("can't start new thread")
-
+def test_a_publisher_without_a_thread_is_refused_and_leaves_nothing_open():
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    monkeypatch.setattr(threading.Thread, "start", no_thread)
-    with pytest.raises(OSError, match=r"endpoint=.* \(can't start new thread\)"):
+    message = r"endpoint=.* \(can't start new thread\)"
+    with refused_threads(), pytest.raises(OSError, match=message):
         EventPublisher(endpoint)
-    monkeypatch.undo()
     EventPublisher(endpoint).close()
 
 

@@ -26,7 +26,6 @@ def text_of(mask) -> str:
 
 
 def search(groups, *masks, max_tokens: int) -> tuple:
-    """Search, with masks and answer as text: (tokens, needed of each group)."""
     hit = find_longest_hit(as_groups(groups), [mask_of(m) for m in masks], max_tokens)
     return int(hit.num_tokens), *map(text_of, hit.needed)
 
@@ -59,6 +58,8 @@ CASES = [
     (4, "1111", 99, 16, "1111"),
     ([FULL, STATE], "1111 11", 16, 8, "1100 01"),
     ([FULL, STATE], "11 1111", 16, 8, "11 0100"),
+    # A longer search would read the third group's counts as the second's, and hit 16.
+    ([FULL, STATE, FULL], "1111 11 1111", 16, 8, "1100 01 1100"),
     ([FULL, SlidingWindow(8, 17)], "111111 111", 24, 24, "111111 011"),
     ([FULL, SlidingWindow(8, 17)], "1111110 11100", 24, 24, "1111110 01100"),
     # The start of the chunk moves as the hit shrinks: from 28 tokens on, block 6 would

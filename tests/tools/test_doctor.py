@@ -193,16 +193,16 @@ def test_jax_on_the_wrong_device_is_pointed_out(tmp_path):
 
 
 def test_refusals_of_the_engine_are_wrong(tmp_path, monkeypatch):
-    found = functools.partial(gather_facts, {}, proc_root=tmp_path)
+    gather = functools.partial(gather_facts, {}, proc_root=tmp_path)
     monkeypatch.setattr(doctor_facts.memory, "HOST_KIND", "pinned_host")
     monkeypatch.setattr(
         "jaxkv.transfer.memory.memory_kinds", lambda device: ("device",)
     )
-    (fault,) = wrong(found())
+    (fault,) = wrong(gather())
     assert "has the memories ('device',), not 'pinned_host'" in fault.what
     monkeypatch.undo()
     with jax.disable_jit():
-        (fault,) = wrong(found())
+        (fault,) = wrong(gather())
     assert fault.what.startswith("JAX_DISABLE_JIT is set, but transfers are compiled")
     backend = jax.devices()[0].platform
     facts = gather_facts()
@@ -256,7 +256,6 @@ def test_a_missing_extra_is_wrong_only_if_it_is_needed(tmp_path):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A fake machine for the command."""
     made_up = Machine(tmp_path / "machine", 64 * GIB)
     roots = {"proc_root": made_up.proc, "cgroup_root": made_up.cgroup}
     monkeypatch.setattr(
@@ -492,7 +491,7 @@ def test_a_store_that_cannot_be_used_is_wrong(tmp_path, monkeypatch):
 
     class Forgetful(MemoryStore):
         def get(self, names, max_bytes):
-            return [found[:-1] for found in super().get(names, max_bytes)]
+            return [blob[:-1] for blob in super().get(names, max_bytes)]
 
     store = Forgetful()
     monkeypatch.setattr(OPEN, lambda url: store)

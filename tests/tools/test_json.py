@@ -69,8 +69,8 @@ class FakeStorage(contextlib.AbstractContextManager):
 
     def run(self, on_progress):
         times = {"write": [0.1, 0.2, 0.4], "read": [0.2, 0.2, 0.3]}
-        other = {"write": [0.1, 0.1, 0.2], "read": [0.3, 0.2, 0.1]}
-        seconds = {JAXKV: times, "store alone": other}
+        alone = {"write": [0.1, 0.1, 0.2], "read": [0.3, 0.2, 0.1]}
+        seconds = {JAXKV: times, "store alone": alone}
         result = StorageResult(1 << 20, 16, seconds)
         return StorageRecord(self._config, "file:///somewhere", (result,))
 
@@ -104,7 +104,6 @@ def look_at_store(facts, args):
 
 @pytest.fixture(autouse=True)
 def fixed(monkeypatch):
-    """Replace what is measured by fixed figures."""
     # The keys are the same whichever extras are installed.
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1")
     monkeypatch.setattr(demo_run, "run_demo", lambda c, p, *_: fake_run(c, p))
@@ -137,8 +136,8 @@ def test_the_json_of_a_command_is_as_it_was(name, tmp_path, capsys):
     assert capsys.readouterr().out == text
     figures = json.loads(text)
     assert text == f"{json.dumps(figures, indent=2)}\n"
-    found = f"{json.dumps(without_machine(figures), indent=1)}\n"
-    assert found == golden.read_text()
+    golden_text = f"{json.dumps(without_machine(figures), indent=1)}\n"
+    assert golden_text == golden.read_text()
 
 
 def test_the_output_goes_to_a_file_whose_name_says_the_format(tmp_path, capsys):

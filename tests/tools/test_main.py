@@ -18,6 +18,8 @@ from jaxkv.tools.demo.records import (
     TurnRecord,
 )
 
+pytestmark = pytest.mark.usefixtures("plain_output")
+
 
 def fake_run(config, on_progress, answer=(1, 2, 3)):
     def half(generated):
@@ -36,29 +38,22 @@ def fake_run(config, on_progress, answer=(1, 2, 3)):
     )
 
 
-@pytest.fixture(autouse=True)
-def plain_output(monkeypatch):
-    """Ignore colours and widths of the environment."""
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def fake(monkeypatch):
     """Replace the run by a fake one; return the configurations it gets."""
-    asked = []
+    configs = []
 
     def run_demo(config, on_progress, on_engine, recorder):
-        asked.append(config)
+        configs.append(config)
         return fake_run(config, on_progress)
 
     monkeypatch.setattr(run, "run_demo", run_demo)
-    return asked
+    return configs
 
 
 def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(refused, fake):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         err = refused(f"demo --serve-metrics {port}")
     assert fake == []
     assert err == (
@@ -75,7 +70,7 @@ def test_help_of_every_command_names_its_options_and_its_parts(capsys):
         ("bench --help", "storage"),
         *(
             (f"{name} --help", "--json")
-            for name in ("demo", "replay", "plan", "doctor", "status")
+            for name in ("demo", "replay", "plan", "doctor", "status", "verify")
         ),
         *((f"bench {name} --help", "--json") for name in ("transfer", "storage")),
         *((f"store {name} --help", "--json") for name in ("ls", "size", "rm")),

@@ -1,4 +1,4 @@
-"""What each command refuses: one line that says why, exit 2, and nothing done."""
+"""Each command's refusals: one line that says why, exit 2, and nothing done."""
 
 import itertools
 import json

@@ -1,7 +1,6 @@
 """`jaxkv status` over real HTTP, and on a terminal."""
 
 import contextlib
-import http.server
 import json
 import os
 import pty
@@ -23,6 +22,7 @@ from jaxkv.tools.status.screen import status_lines
 from tests.rigs.command_line import LAUNCHER, ROOT
 from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig
 from tests.rigs.scraping import make_all
+from tests.rigs.servers import http_server
 from tests.rigs.waiting import wait_for
 
 WAIT_S = 60
@@ -33,31 +33,6 @@ def text_of(*sources, engine="0"):
     metrics = OffloadMetrics(*sources, registry=registry, labels={"engine": engine})
     with contextlib.closing(metrics):
         return generate_latest(registry).decode()
-
-
-@contextlib.contextmanager
-def served(answer, port=0):
-    """Serve what `answer` returns, a status and a text; give the port."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            code, text = answer()
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextlib.contextmanager
@@ -143,7 +118,7 @@ def test_figures_of_any_size_fit_a_terminal(value):
 
 def test_one_interval_is_printed_where_there_is_no_terminal(run_line):
     text = text_of(*make_all())
-    with served(lambda: (200, text)) as port:
+    with http_server(lambda: (200, text)) as port:
         out, err, _ = run_line(f"status {port} --every 0.1", has_figures=False)
         as_json, *_ = run_line(
             f"status {port} --every 0.1 --format json", has_figures=False
@@ -165,9 +140,18 @@ def test_what_does_not_answer_as_an_engine_is_named_in_a_line(capsys, monkeypatc
             (listening(), "accepts connections but has not answered for 0.2 s"),
             (listening(b""), "closed the connection: the engine has ended or was kill"),
             (listening(b"+PONG\r\n"), "does not answer in HTTP: it is not a jaxkv"),
-            (served(lambda: (404, "")), "/metrics answers 404 Not Found: give the URL"),
-            (served(lambda: (200, "<html>")), "is not a jaxkv engine: of the 0 metric"),
-            (served(lambda: (200, "up 1\n")), "is not a jaxkv engine: of the 1 metric"),
+            (
+                http_server(lambda: (404, "")),
+                "/metrics answers 404 Not Found: give the URL",
+            ),
+            (
+                http_server(lambda: (200, "<html>")),
+                "is not a jaxkv engine: of the 0 metric",
+            ),
+            (
+                http_server(lambda: (200, "up 1\n")),
+                "is not a jaxkv engine: of the 1 metric",
+            ),
         )
         places = [(stack.enter_context(server), text) for server, text in cases]
         with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -228,14 +212,14 @@ def test_a_terminal_is_redrawn_in_place_while_the_engine_runs_and_after_its_end(
     fresh = text_of(scheduler, worker, pool)
     used = re.sub(r"(hits_total\S+|blocks_offered_total\S+) 0\.0", r"\1 8.0", fresh)
     page = {"text": used}
-    with served(lambda: (200, page["text"])) as port:
+    with http_server(lambda: (200, page["text"])) as port:
         terminal = Terminal("status", str(port), "--every", "0.1")
         terminal.wait_for("tokens of new requests")
     terminal.wait_for("no answer for")
     assert f"nothing listens at 127.0.0.1:{port}" in terminal.frames[-1]
     assert "tokens of new requests" in terminal.frames[-2], "the last figures stay"
     page["text"] = fresh
-    with served(lambda: (200, page["text"]), port):
+    with http_server(lambda: (200, page["text"]), port):
         terminal.wait_for("since restart")
         terminal.wait_for(" last ")
     assert terminal.end() == 130

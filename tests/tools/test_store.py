@@ -46,7 +46,6 @@ def fill(url):
 
 
 def make_old(folder):
-    """Date the objects of a namespace back by three days."""
     for path in (folder / OLD.folder).rglob("*"):
         os.utime(path, (time.time() - 3 * DAY_S,) * 2)
 
@@ -70,7 +69,7 @@ def url(request, tmp_path, monkeypatch):
 def test_namespaces_are_listed_with_blocks_bytes_use_and_limit(url, run_line):
     out, err, figures = run_line(f"store ls {url}")
     rows = {row.pop("namespace"): row for row in figures["namespaces"]}
-    old, new = (rows[each.folder.partition("/")[2]] for each in (OLD, NEW))
+    old, new = (rows[blocks.folder.partition("/")[2]] for blocks in (OLD, NEW))
     assert (old["blocks"], old["objects"], old["shards"]) == (30, 60, 2)
     assert (new["blocks"], new["objects"], new["shards"]) == (5, 5, 1)
     assert (old["limit_blocks"], old["limit_is_owners"]) == (20, True)

@@ -79,7 +79,6 @@ def held(pool):
 
 
 def release():
-    """Make held pools ready."""
     _released.set()
 
 

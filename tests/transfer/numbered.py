@@ -71,17 +71,12 @@ class Moves:
         return self.engine.poll()
 
     def save_now(self, device_ids, host_ids):
-        """Save blocks and wait until they can be loaded."""
         ticket = self.save(device_ids, host_ids)
-        assert [
-            (completion.ticket, completion.error) for completion in self.drain()
-        ] == [(ticket, None)]
+        assert [(done.ticket, done.error) for done in self.drain()] == [(ticket, None)]
 
     def load_now(self, host_ids, device_ids):
         ticket = self.load(host_ids, device_ids)
-        assert [
-            (completion.ticket, completion.error) for completion in self.drain()
-        ] == [(ticket, None)]
+        assert [(done.ticket, done.error) for done in self.drain()] == [(ticket, None)]
 
     def read(self, host_ids):
         """Load host blocks into the first blocks of the pool; return their numbers."""
@@ -93,7 +88,6 @@ class Moves:
         return numbers_in(self.pool)
 
     def check_empty(self, host_ids):
-        """Check that host blocks cannot be loaded."""
         for host_id in host_ids:
             with pytest.raises(ValueError, match=rf"\[{host_id}\] have no bytes"):
                 self.engine.read_host([host_id])

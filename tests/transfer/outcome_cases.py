@@ -28,7 +28,7 @@ LOST_TIMEOUT_S = 4.0
 def model(pool, block, value):
     """Write a block; the value depends on all devices, so they have to synchronise.
 
-    No value is negative, which XLA cannot tell.
+    No value is negative, but XLA does not know it.
     """
     return pool.at[block].set(value + jnp.minimum(pool[block].sum(), 0))
 
@@ -70,7 +70,7 @@ class HostTable:
             need_flush=False,
         )
 
-    def hear(self, output, pool):
+    def apply(self, output, pool):
         for event in output.completed_store_events:
             key, host_block = self.storing.pop(event)
             self.host[key] = host_block
@@ -112,18 +112,17 @@ def serve(engine, worker, pool, process, num_processes):
         assert (f"r{FAILED_LOAD}" in output.failed_recving) == (
             number == FAILED_LOAD + 2
         )
-        table.hear(output, pool)
-        print(f"told in step {number}: {output}", flush=True)
+        table.apply(output, pool)
+        print(f"reported in step {number}: {output}", flush=True)
     pool, output = worker.drain(pool)
-    table.hear(output, pool)
+    table.apply(output, pool)
     assert not table.storing
     assert not table.loading
-    print(f"told at the end: {output} {worker.plan_digest.hex()}", flush=True)
+    print(f"reported at the end: {output} {worker.plan_digest.hex()}", flush=True)
     return pool
 
 
 def differ(worker, pool, process):
-    """Make the first process plan another store than the others."""
     table = HostTable()
     table.free = table.free[process == 0 :]
     try:
@@ -135,7 +134,7 @@ def differ(worker, pool, process):
 
 def lose_one(engine, pool, process, num_processes, end):
     """Lose the last process; the others have to notice and raise."""
-    watchdog._LEAST_LIMIT_S = watchdog._MARGIN_S = 1.0  # Everything is compiled.
+    watchdog._MIN_LIMIT_S = watchdog._MARGIN_S = 1.0  # Everything is compiled.
     worker = OffloadWorker(
         engine,
         report_after_steps=2,
@@ -144,13 +143,13 @@ def lose_one(engine, pool, process, num_processes, end):
     table = HostTable()
     pool = worker.start(table.plan(0), pool)
     pool, output = worker.drain(pool)
-    table.hear(output, pool)
+    table.apply(output, pool)
     if process == num_processes - 1:
         if end == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1e6)
     if end == "hang":
-        # The devices wait for the lost ones, and so does any use of the pool.
+        # The devices, and so any use of the pool, wait for the lost process.
         pool = model(pool, np.int32(1), value_of(1))
     print("alone", flush=True)
     start_s = time.monotonic()

@@ -46,7 +46,6 @@ def main(address, num_processes, process):
 
 
 def bytes_description(order):
-    """Return the description of host blocks on a mesh with this order of devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices())[order], "heads")
     heads = jax.NamedSharding(mesh, jax.P(None, "heads"))
     pool = jax.make_array_from_callback(

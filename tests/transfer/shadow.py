@@ -8,6 +8,8 @@ import numpy as np
 def random_array(rng, shape, dtype):
     """Random bits; floats include NaNs and infinities."""
     dtype = jnp.dtype(dtype)
+    if dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
     return raw.view(dtype)
 
@@ -60,7 +62,6 @@ class Shadow:
             leaf[target_ids] = leaf[source_ids]
 
     def check(self, pool):
-        """Compare all blocks with the blocks of `pool`."""
         leaves = jax.tree.leaves(pool)
         for mine, leaf, axis in zip(self.leaves, leaves, self.axes, strict=True):
             its = np.moveaxis(np.array(leaf), axis, 0)

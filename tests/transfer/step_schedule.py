@@ -104,7 +104,6 @@ def events_of(text):
 
 
 def compile_for(target, *how):
-    """Compile for a TPU or a GPU by its name."""
     if target in GPUS:
         with compile_for_cuda(GPUS[target], 1):
             return compile_step(jax.devices("cpu")[0], *how)

@@ -24,7 +24,6 @@ def normal(leaf="float32", shape=SHAPE, seed=0):
 
 @pytest.fixture(scope="module")
 def send():
-    """Save and load blocks, with one engine for each kind of pool."""
     engines = {}
 
     def send(arrays, dtype, mode=None, head_axis=-2):

@@ -21,7 +21,6 @@ def new_pool(dtype="bfloat16"):
 
 
 def move(moves, ids):
-    """Save and load blocks."""
     moves.save_now(ids, ids)
     moves.load_now(ids, ids)
 

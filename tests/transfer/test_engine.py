@@ -42,9 +42,7 @@ def test_empty_transfers_complete_at_the_next_poll(make):
         tickets = [moves.save(empty, empty), moves.load(empty, empty)]
         done = moves.engine.poll()
         assert [completion.ticket for completion in done] == tickets
-        assert {(completion.num_blocks, completion.error) for completion in done} == {
-            (0, None)
-        }
+        assert {(c.num_blocks, c.error) for c in done} == {(0, None)}
     assert moves.engine.poll() == moves.drain() == []
     assert not pool["k"].is_deleted()
 

@@ -78,9 +78,8 @@ class Twin:
     def check_placement(self, placement, ids, shards):
         assert len(placement.picked) > 0
         assert (placement.ids == ids[placement.picked]).all()
-        assert (
-            placement.places // self.extent_blocks == shards[placement.picked]
-        ).all()
+        picked_shards = shards[placement.picked]
+        assert (placement.places // self.extent_blocks == picked_shards).all()
         assert placement.extent != placement.carry
         places = [*placement.places.tolist(), *placement.carried_places.tolist()]
         assert len(set(places)) == len(places)
@@ -111,7 +110,6 @@ class Twin:
         self.table.settle(placement, ok)
 
     def finish(self):
-        """Report the saves that are over, in order."""
         while self.saves and not self.saves[0].todo.size and not self.saves[0].pieces:
             save = self.saves.pop(0)
             self.table.finish(save.ids, save.number, save.ok)
@@ -120,7 +118,6 @@ class Twin:
                     self.readable[host_id] = save.number
 
     def abandon(self):
-        """Abandon the first waiting save."""
         self.waiting.ok, self.waiting.todo = False, self.waiting.todo[:0]
 
     def read(self, host_id):
@@ -289,7 +286,7 @@ def place_all(table, ids, number):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_runs_of_blocks_are_rarely_carried(seed):
-    # A full tier, whose blocks are evicted in the runs in which requests saved them.
+    # A full tier evicts blocks in the runs that requests saved.
     num_blocks, extent_blocks, mean_run, batch = 960, 16, 60, 32
     size = HostSize.of(num_blocks, None, extent_blocks, 1, 1)
     assert size.extent_blocks == extent_blocks
@@ -309,8 +306,8 @@ def test_runs_of_blocks_are_rarely_carried(seed):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_tables_that_share_memory_take_little_more_than_one(is_shared):
-    # The least recently used blocks are replaced by those of a pool that is common at
-    # first and then rare, and of one for which it is the other way round.
+    # The least recently used blocks are replaced by blocks of two pools: one is common
+    # at first and then rare, the other the reverse.
     num_blocks, extent_blocks, num_extents = 512, 16, 36
     shared = SharedMemory()
     tables = [ExtentTable(num_blocks, num_extents, extent_blocks) for _ in range(2)]

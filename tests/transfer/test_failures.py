@@ -180,9 +180,7 @@ def test_an_interrupted_call_is_not_reported_as_done(make, error, monkeypatch):
             moves.save([5], [1])
         with pytest.raises(error):
             moves.load([0], [9])
-    assert [
-        error.__name__ in str(completion.error) for completion in moves.drain()
-    ] == [True] * 2
+    assert [error.__name__ in str(done.error) for done in moves.drain()] == [True] * 2
     moves.check_empty([1])
     assert moves.read([0]) == [3]
 

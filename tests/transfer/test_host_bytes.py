@@ -26,15 +26,12 @@ def random_pool(seed):
 
 
 def blocks_of(pool):
-    """List the bytes of each block of a pool."""
     leaves = np.asarray(pool["k"]), np.asarray(pool["v"]).swapaxes(0, 1)
     return [b"".join(leaf[n].tobytes() for leaf in leaves) for n in range(NUM_BLOCKS)]
 
 
 @pytest.fixture
 def make(make):
-    """Make engines with random pools."""
-
     def make_random(seed, num_host_blocks=NUM_HOST, **options):
         options |= {"block_axis": BLOCK_AXIS}
         return make(random_pool(seed), num_host_blocks, **options)
@@ -224,11 +221,8 @@ def test_a_save_that_had_to_wait_leaves_alone_what_was_written_since(make, gate)
     payload = payload_of(moves.engine)
     write(moves.engine, [10], [payload])
     gate.shut = False
-    done = moves.drain()
-    assert [(completion.ticket, completion.error) for completion in done] == [
-        (before, None),
-        (waiting, None),
-    ]
+    ended = [(done.ticket, done.error) for done in moves.drain()]
+    assert ended == [(before, None), (waiting, None)]
     [held] = read(moves.engine, [10])
     assert held.tobytes() == payload.tobytes()
     moves.load_now([11, 30], [20, 21])

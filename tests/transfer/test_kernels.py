@@ -2,7 +2,6 @@
 
 import logging
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,14 +28,10 @@ MIXED = {
 def mixed():
     """A pool of leaves that asynchronous copies can copy and others, and a shadow."""
     rng = np.random.default_rng(0)
-
-    def leaf(spec):
-        shape, dtype = spec
-        if dtype == "bool":
-            return rng.integers(0, 2, shape).astype(bool)
-        return random_array(rng, shape, dtype)
-
-    arrays = jax.tree.map(leaf, MIXED, is_leaf=lambda node: isinstance(node, tuple))
+    arrays = {
+        name: [random_array(rng, shape, dtype) for shape, dtype in leaves]
+        for name, leaves in MIXED.items()
+    }
     return to_device(arrays), Shadow(arrays)
 
 

@@ -145,10 +145,8 @@ def test_host_bytes_are_not_exceeded(make_layout):
             "int8 with scales", **options, host_bytes=host_bytes
         )
         host_size, engine = parse_bytes(host_bytes), moves.engine
-        assert (
-            0.6 * host_size < engine.num_host_blocks * block_bytes <= engine.host_bytes
-        )
-        assert engine.host_bytes <= host_size
+        num_bytes = engine.num_host_blocks * block_bytes
+        assert 0.6 * host_size < num_bytes <= engine.host_bytes <= host_size
         # The same number of blocks, given by number, takes no more.
         options["num_host_blocks"] = engine.num_host_blocks
         same, *_ = make_layout("int8 with scales", **options)

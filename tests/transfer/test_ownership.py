@@ -30,14 +30,12 @@ def threads():
         executor.shutdown()
 
 
-def one_pool():
-    engine = TransferEngine(numbered_pool(), 8)
+def one_pool(make=TransferEngine):
+    engine = make(numbered_pool(), 8)
     return engine, numbered_pool(), lambda pool: pool["k"][4, 0]
 
 
-def strict():
-    engine = StrictTransferEngine(numbered_pool(), 8)
-    return engine, numbered_pool(), lambda pool: pool["k"][4, 0]
+strict = functools.partial(one_pool, StrictTransferEngine)
 
 
 def several_pools():
@@ -45,7 +43,11 @@ def several_pools():
     return MultiPoolEngine(pools, 8), pools, lambda pools: pools[0][4]
 
 
-ENGINES = pytest.mark.parametrize("new", [one_pool, strict, several_pools])
+ENGINES = pytest.mark.parametrize(
+    "new",
+    [one_pool, strict, several_pools],
+    ids=["one pool", "strict", "several pools"],
+)
 
 
 @ENGINES
@@ -72,13 +74,25 @@ def test_the_first_thread_that_passes_a_pool_owns_the_engine(new, threads):
 def test_a_refused_call_of_another_thread_changes_nothing(new, threads):
     engine, pool, read = new()
     ticket = engine.save(pool, [1], [0])
-    for call in (
+    calls = [
         lambda: engine.save(pool, [2], [0]),
         lambda: engine.load_each(pool, [0], [3], [1]),
         lambda: engine.copy(pool, [1], [2]),
         lambda: engine.advance(pool),
+        lambda: engine.read_host([0]),
+        lambda: engine.write_host([1], []),
+        lambda: engine.advance_host(lambda copy: copy()),
         lambda: engine.abandon(ticket),
-    ):
+    ]
+    if new is not several_pools:
+        calls += [
+            lambda: engine.load(pool, [0], [3]),
+            lambda: engine.take_step_loads(pool, 1),
+            lambda: engine.step_started(jnp.zeros(1)),
+            lambda: engine.idle_step_loads(1),
+            lambda: engine.forget([0]),
+        ]
+    for call in calls:
         with pytest.raises(RuntimeError, match=OTHER):
             threads[0](call)
     assert engine.num_in_flight == 1
@@ -90,7 +104,6 @@ def test_a_refused_call_of_another_thread_changes_nothing(new, threads):
 
 
 def test_transfers_in_flight_continue_on_each_thread_that_adopts(make, gate, threads):
-    """Random transfers by one thread after another, in a budget of two extents."""
     rng = random.Random(5)
     moves = make(staging_bytes=2 * EXTENT_BYTES)
     engine, blocks = moves.engine, range(NUM_BLOCKS)
@@ -108,10 +121,7 @@ def test_transfers_in_flight_continue_on_each_thread_that_adopts(make, gate, thr
         saved, loaded = np.split(np.array(rng.sample(blocks, 16)), 2)
         sources, targets = np.split(np.array(rng.sample(blocks, 16)), 2)
         gate.shut = True
-        tickets = [
-            run(moves.save, sources, saved),
-            run(moves.load, loaded, targets),
-        ]
+        tickets = [run(moves.save, sources, saved), run(moves.load, loaded, targets)]
         max_waiting = max(max_waiting, engine.num_waiting)
         assert engine.num_in_flight == 2
         gate.shut = False
@@ -158,7 +168,6 @@ def test_an_engine_is_not_adopted_while_its_thread_is_inside_a_call(threads):
 
 
 def _read(engine, pool):
-    """Save a block and read its bytes."""
     engine.save(pool, [1], [0])
     engine.drain(pool)
     payload = np.zeros(engine.host_payload_bytes, np.uint8)

@@ -2,24 +2,18 @@
 
 import re
 import signal
-import socket
 import time
 
 import pytest
 
 from tests.rigs.children import Child
+from tests.rigs.servers import free_port
 from tests.rigs.waiting import Patience
 from tests.transfer.process_cases import CASES
 
-TIMEOUT_S = 120  # Of what the processes wait for from one another.
+TIMEOUT_S = 120  # How long the processes wait for one another.
 MAX_CPU_S = 300.0
 LONG = pytest.mark.long
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run(
@@ -27,14 +21,14 @@ def run(
     num_processes,
     module,
     *arguments,
-    lost=(),
+    lost_processes=(),
     ends=(0,),
     max_cpu_s=MAX_CPU_S,
 ):
     """Run the processes of a module; return what each has printed.
 
-    The `lost` ones are not waited for, and may exit in any way; the others exit with
-    one of the statuses `ends`, and are waited for as `Patience` says.
+    The `lost_processes` are not waited for, and may exit in any way; the others exit
+    with one of the statuses `ends`, and are waited for as `Patience` says.
     """
     address = f"127.0.0.1:{free_port()}"
     children, logs = [], []
@@ -44,7 +38,7 @@ def run(
             words = module, address, num_processes, number, *arguments
             with logs[-1].open("w") as log:
                 children.append(Child("-m", *words, stdout=log, stderr=log))
-        awaited = [child for n, child in enumerate(children) if n not in lost]
+        awaited = [child for n, child in enumerate(children) if n not in lost_processes]
         patience = Patience([child.pid for child in awaited], max_cpu_s)
         while any(child.poll() is None for child in awaited):
             # One that has failed leaves the others waiting for it.
@@ -81,26 +75,26 @@ def test_two_processes_round_trip_their_shards(tmp_path):
 def test_processes_agree_on_failures_and_end_when_one_is_lost(
     tmp_path, num_processes, end
 ):
-    lost = num_processes - 1
+    lost_process = num_processes - 1
     said = run(
         tmp_path,
         num_processes,
         "tests.transfer.outcome_cases",
         *(end, str(TIMEOUT_S)),
-        lost={lost},
+        lost_processes={lost_process},
         # Process 0 has the service that the others are connected to: when it has said
         # what is wrong and ends, jax may abort one that is about to end, too.
         ends=(0, -signal.SIGABRT, *([1] if end == "hang" else [])),
     )
-    told = [re.findall("^told .*$", text, re.MULTILINE) for text in said]
-    assert len(told[0]) > 2
+    reports = [re.findall("^reported .*$", text, re.MULTILINE) for text in said]
+    assert len(reports[0]) > 2
     # The same reports in the same steps, and the same digest at the end.
-    assert told[1:] == told[:-1]
+    assert reports[1:] == reports[:-1]
     assert re.search(r"failed_store_events=\(\d", said[0])
     assert re.search(r"failed_recving=\('r", said[0])
-    for number, text in enumerate(said[:lost]):
-        others = re.escape(str([0] if number else [*range(1, num_processes)]))
-        assert re.search(rf"processes {others} planned other transfers", text)
+    for number, text in enumerate(said[:lost_process]):
+        peers = re.escape(str([0] if number else [*range(1, num_processes)]))
+        assert re.search(rf"processes {peers} planned other transfers", text)
         assert text.count("a load has brought the right bytes") >= 5
         if end == "hang":
             # It waits for its own store and raises; or, if the runtime does not
@@ -111,5 +105,6 @@ def test_processes_agree_on_failures_and_end_when_one_is_lost(
             continue
         error = re.search(r"^AgreementError after ([\d.]+) s: (.*)$", text, re.M)
         assert error, text
-        assert f"processes [{lost}] did not send the outcome of store" in error[2]
+        expected = f"processes [{lost_process}] did not send the outcome of store"
+        assert expected in error[2]
         assert float(error[1]) > 3.5  # The timeout, however busy the machine is.

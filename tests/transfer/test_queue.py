@@ -45,9 +45,8 @@ def test_loads_go_before_saves_and_each_in_the_order_of_the_calls(
     pieces = [ticket for ticket in loads for _ in range(2)]  # Each of two extents.
     assert issued == [saves[0], *pieces, *saves[1:]]
     in_order = sorted(saves + loads, key=lambda ticket: ticket.number)
-    assert [(completion.ticket, completion.error) for completion in done] == [
-        (t, None) for t in in_order
-    ]
+    assert [completion.ticket for completion in done] == in_order
+    assert {completion.error for completion in done} == {None}
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -59,19 +58,12 @@ def test_transfers_of_one_block_take_effect_in_the_order_of_their_calls(
     gate.shut = True
     if not has_room:
         moves.save(range(10, 22), range(10, 22))
-    before, loaded, after = (
-        moves.save([3], [2]),
-        moves.load([1], [3]),
-        moves.save([3], [5]),
-    )
+    tickets = moves.save([3], [2]), moves.load([1], [3]), moves.save([3], [5])
+    before, _, after = tickets
     assert moves.engine.is_waiting(before) == (not has_room)
     assert moves.engine.is_waiting(after) == (not has_room or mode == "staged")
     gate.shut = False
-    assert [completion.ticket for completion in moves.drain()][-3:] == [
-        before,
-        loaded,
-        after,
-    ]
+    assert tuple(done.ticket for done in moves.drain()[-3:]) == tickets
     assert moves.numbers[3] == 7
     assert moves.read([2, 5]) == [3, 7]
 

@@ -1,7 +1,5 @@
 """The engine refuses bad calls, with the reason, and changes nothing."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,27 +234,6 @@ def test_a_stale_pool_is_refused_by_every_call(make):
     check_refused(calls.values(), message)
     assert engine.num_in_flight == 0
     assert moves.read([1]) == [7]
-
-
-def test_another_thread_is_refused_by_every_call(make):
-    moves = make()
-    engine, pool = moves.engine, moves.pool
-    moves.save_now([1], [1])
-    ticket = moves.save([2], [2])
-    calls = [
-        *calls_with(engine, pool).values(),
-        lambda: engine.poll(),
-        lambda: engine.abandon(ticket),
-        lambda: engine.forget([1]),
-        lambda: engine.read_host([1]),
-        lambda: engine.advance_host(lambda copy: copy()),
-        lambda: engine.step_started(pool["k"]),
-    ]
-    with ThreadPoolExecutor(1) as executor:
-        message = "one thread must dispatch"
-        executor.submit(check_refused, calls, message).result()
-    assert [completion.ticket for completion in moves.drain()] == [ticket]
-    assert moves.read([1, 2]) == [1, 2]
 
 
 def test_calls_between_the_taking_of_step_loads_and_their_start_are_refused(make):

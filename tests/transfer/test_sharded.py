@@ -280,7 +280,6 @@ def test_shards_are_compressed_each_by_its_own_range(num_devices, dtype, mode):
 
 
 def pool_by_blocks():
-    """The values of a pool whose block axis is sharded, and the pool."""
     place = jax.sharding.NamedSharding(mesh_of(4), P("blocks"))
     values = np.arange(NUM_BLOCKS * 8, dtype=np.float32).reshape(NUM_BLOCKS, 8)
     return values, to_devices(values, place)

@@ -178,7 +178,6 @@ class Soak:
     # Failures.
 
     def lose_a_save(self):
-        """Save from a copy of the pool that fails later."""
         self._everything_may_fail()
         self.save(faults.broken(self.moves.pool))
 
@@ -216,7 +215,6 @@ class Soak:
         self.finish()
 
     def finish(self):
-        """Check that nothing is leaked or missing."""
         self.failing = False
         self.drain()
         self.check()
@@ -239,7 +237,6 @@ class Soak:
     # Helpers.
 
     def _loading(self):
-        """The device blocks of loads in flight."""
         flights = self.flights.items()
         return set().union(*(f.device_ids for t, f in flights if t.direction == "load"))
 

@@ -12,11 +12,7 @@ import pytest
 from jaxkv.transfer import Compression, TransferEngine
 from tests.rigs.waiting import wait_for
 from tests.transfer.faults import FAULT
-from tests.transfer.numbered import (
-    EXTENT_BYTES,
-    NUM_BLOCKS,
-    NUM_HOST_BLOCKS,
-)
+from tests.transfer.numbered import EXTENT_BYTES, NUM_BLOCKS, NUM_HOST_BLOCKS
 
 
 @functools.cache
@@ -37,7 +33,6 @@ def make_step(num_groups=1):
 
 
 def run_step(moves, num_extents=2, num_groups=1):
-    """Run a step that writes the loads."""
     moves.pool, loads = moves.engine.take_step_loads(moves.pool, num_extents)
     assert len(loads.extents) in (0, num_extents)  # None if no load waits.
     moves.pool, result = make_step(num_groups)(moves.pool, loads)
@@ -179,8 +174,6 @@ def test_random_calls_leave_every_block_where_it_belongs(make, mode, num_groups)
         done += completed
     done += moves.drain()
     assert num_waiting > 10
-    assert [
-        completion.ticket for completion in done if completion.direction == "load"
-    ] == loads
+    assert [c.ticket for c in done if c.direction == "load"] == loads
     for hosts in (sorted(host)[:16], sorted(host)[16:]):
         assert moves.read(hosts) == [host[h] for h in hosts]

@@ -116,7 +116,6 @@ def described_for_tpu(monkeypatch, leaves, order_of=None, block_axis=0):
 
 
 def warnings_of(described):
-    """The texts of the warnings of a layout's costs."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_of_costly_layouts(described, 16, 1.0)

@@ -205,7 +205,7 @@ def test_running_out_of_memory_later_is_explained(make, mode, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(moves.engine._queue._memory, "_new_extent", exhausted)
-        for _ in range(2):  # The first loses memory that the second wants back.
+        for _ in range(2):  # The first loses memory that the second allocates.
             patch.setattr(moves.engine._copier, "save_program", exhausted)
             moves.save([2], [2])
             [done] = moves.drain()

@@ -9,7 +9,7 @@ change-over costs hits for a while, so a candidate takes over only once it has l
 - by more blocks than `SHARE_OF_HOST` of the host, and than `MIN_SHARE` of the blocks
   looked up since,
 - and, if shadows see a sample, by twice the standard error of the difference. All see
-  the same keys, so this error is less than that of each shadow.
+  the same keys, so this error is less than each shadow's.
 
 Decisions depend on requests alone, not on time: processes that see the same requests
 change their policies alike.

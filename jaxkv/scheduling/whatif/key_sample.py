@@ -76,7 +76,7 @@ class KeySample:
         return [row for row in rows if row >= first] if first else rows
 
     def end_of_stratum(self, num_hot: int) -> int:
-        """Return the first row after hot keys at which a whole stratum begins."""
+        """Return the first row after hot keys that begins a whole stratum."""
         return -(-num_hot // self._stratum) * self._stratum
 
     def note_request(self, keys: Sequence[BlockKey]) -> int:

@@ -56,7 +56,7 @@ class _Fetch(_Task):
     """Blocks in flight to the host."""
 
     batch: TierBatch
-    await_until_s: float  # When to stop waiting for blocks that the store lacks.
+    await_until_s: float  # When to stop waiting for missing blocks.
     payloads: dict[int, NDArray[np.uint8]]  # Bytes of the blocks read, by index.
     missing: list[int]  # Indices of blocks that another engine may still write.
     retry_s: float = 0.0  # When these blocks are read again.
@@ -221,7 +221,7 @@ class StorageWorker:
         self._listed: bool | None = None
         self._bound: tuple[int, int] | None = None
         self._deleted_keys: list[BlockKey] = []
-        # The shards listed so far of blocks that still lack a shard.
+        # The shards listed so far of blocks with shards missing.
         self._shards: dict[BlockKey, set[int]] = {}
         self._lists = storage_io.objects.shard == 0
         self._next_list_s = -math.inf

@@ -76,8 +76,8 @@ def test_it_prints_draws_and_writes(plan, tmp_path):
     page = report.read_text()
     # The recommendation, what to set, what it rests on; then the figures.
     sentence = html.escape(figures["recommendation"]["sentence"])
-    parts = (sentence, "JAXKV_HOST_BYTES=", "<dt>Load</dt>", 'id="saved-f"', "--html")
-    places = [page.index(part) for part in parts]
+    texts = (sentence, "JAXKV_HOST_BYTES=", "<dt>Load</dt>", 'id="saved-f"', "--html")
+    places = [page.index(text) for text in texts]
     assert places == sorted(places)
     # The recommended cell of each section.
     assert page.count("<strong>recommended</strong>") == out.count("*") == 5
@@ -96,9 +96,9 @@ def test_it_prints_draws_and_writes(plan, tmp_path):
     sizes = 512 << 20, 2 << 30
     assert list(rows) == [(policy, s) for policy in ("lru", "slru") for s in sizes]
     assert [rows["lru", size]["capacity_blocks"] for size in sizes] == [8, 32]
-    found = out.split("\nTokens found")[1]
+    chart = out.split("\nTokens found")[1]
     for policy in ("lru", "slru"):
-        (line, *_) = (li for li in found.splitlines() if li.startswith(f"  {policy} "))
+        (line, *_) = (li for li in chart.splitlines() if li.startswith(f"  {policy} "))
         shares = [100 * rows[policy, size]["found_share"] for size in sizes]
         cells = [cell.rstrip("*") for cell in line.split()[1:]]
         assert cells == [f"{share:.1f}%" for share in shares]
@@ -115,15 +115,16 @@ def test_it_says_what_a_store_would_add_to_engines(plan, tmp_path):
     assert figures["engines"] == {"num_engines": 3, "route": route}
     device = fit_device(trace, 60)
     for row in rows:
-        own = Fleet(3, route), row["capacity_blocks"]
-        result = replay("lru", trace, own[1], device=device, fleet=own[0])
+        blocks, fleet = row["capacity_blocks"], Fleet(3, route)
+        result = replay("lru", trace, blocks, device=device, fleet=fleet)
         assert row["host_tokens"] == result.hit_tokens - demand["device_tokens"]
     base = stores[0]["base"]
-    (row,) = (each for each in rows if each["host_bytes"] == base["host_bytes"])
-    assert [each["storage_bytes"] >> 30 for each in stores] == [4, 20]
+    (row,) = (row for row in rows if row["host_bytes"] == base["host_bytes"])
+    assert [store["storage_bytes"] >> 30 for store in stores] == [4, 20]
     for store in stores:
-        own = Fleet(3, route, store["storage_blocks"])
-        result = replay("lru", trace, row["capacity_blocks"], device=device, fleet=own)
+        fleet = Fleet(3, route, store["storage_blocks"])
+        blocks = row["capacity_blocks"]
+        result = replay("lru", trace, blocks, device=device, fleet=fleet)
         added = result.hit_tokens - demand["device_tokens"] - row["host_tokens"]
         assert store["added_tokens"] == added > 0
         assert store["fetch_bytes"] == BLOCK * result.fetches_by_request.sum()
@@ -151,9 +152,9 @@ def test_a_store_that_adds_nothing_is_not_praised(plan, tmp_path):
 
 def test_what_is_given_counts(plan):
     options = "--load-gb-per-s 10 --store-gb-per-s 5 --load-latency-ms 0 --mfu 0.5"
-    more = "--flops-per-s 2e14 --tensor-parallel 4"
-    figures, out = plan(f"{SMALL} {options} {more}")
-    assert {name: each["value"] for name, each in figures["speeds"].items()} == {
+    rates = "--flops-per-s 2e14 --tensor-parallel 4"
+    figures, out = plan(f"{SMALL} {options} {rates}")
+    assert {name: speed["value"] for name, speed in figures["speeds"].items()} == {
         "load_bytes_per_s": 10e9,
         "store_bytes_per_s": 5e9,
         "load_latency_s": 0.0,
@@ -197,7 +198,6 @@ def test_speeds_are_measured_if_asked(plan, refused, monkeypatch):
 
 
 def recorded_trace(tmp_path, **facts):
-    """Write a recording whose header has these facts."""
     header = {"format": "jaxkv trace 1", "block_size": 512, **facts}
     lines = [{"t": i, "in": 1100, "out": 5, "ids": [1, 2]} for i in range(9)]
     path = tmp_path / "recorded.jsonl"
@@ -235,9 +235,9 @@ def test_the_speeds_are_those_of_the_recordings_device_or_else_of_this_machine(
     speed = types.SimpleNamespace(p50_gb_per_s=3.0)
     measured = types.SimpleNamespace(load=speed, save=speed)
     monkeypatch.setattr(f"{SERVER}.measure_bandwidth", lambda *_: measured)
-    here = "measured here, on cpu"
-    peak = f"0.1, {here}, at 40%, assumed"
-    assert speeds_of() == [(3e9, here), (0.4 * 1e11, peak)]
+    source = "measured here, on cpu"
+    peak = f"0.1, {source}, at 40%, assumed"
+    assert speeds_of() == [(3e9, source), (0.4 * 1e11, peak)]
     for options, facts, message in (
         ("", {"device_kind": "TPU v2"}, "the recording's device is 'TPU v2', whose sp"),
         ("--accelerator tpu7x", {}, "no source gives the link to the host of tpu7x"),
@@ -398,14 +398,14 @@ def test_all_policies_are_planned_for_by_default(plan):
 def test_more_memory_is_spoken_of_only_where_there_is_more_to_find(plan, tmp_path):
     rounds = [range(9 * i, 9 * i + 9) for i in range(20)]
     trace = made_up_trace(tmp_path, [range(9), *rounds] * 2 + [range(9)] * 10)
-    for sizes, taken, words, is_hinted in (
+    for sizes, chosen_gib, words, is_hinted in (
         ("1GiB,2GiB", 1, "2 GiB would save no more", False),
         ("2GiB,16GiB", 16, "", False),
         ("2GiB", 2, "", True),
     ):
         line = f"{trace} --model {MODEL} --policy lru --host-bytes {sizes}"
         choice = plan(line)[0]["recommendation"]
-        assert choice["host_bytes"] == taken << 30
+        assert choice["host_bytes"] == chosen_gib << 30
         assert words in choice["sentence"]
         hint = "more memory than was planned for may save more"
         assert (hint in choice["sentence"]) == is_hinted

@@ -41,7 +41,7 @@ def block_bytes(model):
 def plan_of(
     trace, model, speeds, blocks, policies=("lru",), device_blocks=None, num_devices=1
 ):
-    sizes = [each * block_bytes(model) for each in blocks]
+    sizes = [num * block_bytes(model) for num in blocks]
     capacities = sorted(set(capacities_of(sizes, trace, model)))
     results = sweep(trace, policies, capacities, device_blocks=device_blocks)
     setting = Setting(trace, model, speeds, {}, num_devices=num_devices)
@@ -65,9 +65,9 @@ def twin_row(trace, speeds, result, num_devices):
         prompt = int(trace.input_tokens[number])
         local = 0 if result.device is None else int(result.device.hits[number]) * SIZE
         local = min(local, prompt)
-        found = max(min(int(result.hits_by_request[number]) * SIZE, prompt), local)
-        host_tokens += found - local
-        last = max(min(found, prompt - 1), local)
+        hit_tokens = max(min(int(result.hits_by_request[number]) * SIZE, prompt), local)
+        host_tokens += hit_tokens - local
+        last = max(min(hit_tokens, prompt - 1), local)
         num_bytes = int(GQA.load_bytes(local, last, num_devices))
         compute_s = prefill_s(local, last)
         total_s += prefill_s(local, prompt)
@@ -82,7 +82,7 @@ def twin_row(trace, speeds, result, num_devices):
             load_bytes += num_bytes
             saved.append(compute_s - load_s)
     span_s = (max(trace.time_ms) - min(trace.time_ms)) / 1000
-    # Of 4 layers; a head, of which each device has one of 2, has 2 * 8 numbers.
+    # There are 4 layers; a device has one of 2 heads, and a head has 2 * 8 numbers.
     stored_block = SIZE * 4 * 2 * max(1, 2 // num_devices) * 8 * 2
     store_bytes = [int(n) * stored_block for n in result.stores_by_request]
     minutes = {}
@@ -153,17 +153,17 @@ def test_rows_are_those_of_plain_python(by_flops, device_blocks, num_devices):
 def test_what_returns_is_what_a_set_of_all_blocks_has():
     rng = random.Random(7)
     for _ in range(50):
-        requests, outputs, known, expected = [], [], set(), []
+        requests, outputs, seen, expected = [], [], set(), []
         for _ in range(rng.randrange(1, 30)):
             request = [rng.randrange(12) for _ in range(rng.randrange(6))]
             # What an output fills is there for others, but was not asked for.
             outputs.append(rng.randrange(len(request) + 1))
-            asked = request[: len(request) - outputs[-1]]
+            prompt = request[: len(request) - outputs[-1]]
             hits = 0
-            while hits < len(asked) and asked[hits] in known:
+            while hits < len(prompt) and prompt[hits] in seen:
                 hits += 1
             expected.append(hits)
-            known |= set(request)
+            seen |= set(request)
             requests.append(request)
         if any(requests):
             trace = make_trace("random", requests, num_output_blocks=outputs)
@@ -188,16 +188,16 @@ def choose_plainly(demand, rows):
         best = max(r.saved_s for r in kept)
         if best > 0 and best / demand.prefill_s >= 0.01:
             for size in sorted({r.host_bytes for r in kept}):
-                here = [r for r in kept if r.host_bytes == size]
-                top = max(r.saved_s for r in here)
+                same_size = [r for r in kept if r.host_bytes == size]
+                top = max(r.saved_s for r in same_size)
                 if top < 0.9 * best:
                     continue
-                alike = [r for r in here if r.saved_s >= 0.98 * top]
+                alike = [r for r in same_size if r.saved_s >= 0.98 * top]
                 worst = [worst_share(kept, r.policy, size) for r in alike]
                 at = worst.index(max(worst, key=lambda share: min(share, 0.98)))
                 ahead = worst[at] if worst[at] <= 0.5 else None
                 return "pays", size, alike[at].policy, ahead
-    found = max(r.host_tokens for r in rows) / demand.input_tokens
+    share = max(r.host_tokens for r in rows) / demand.input_tokens
     device = demand.device_tokens / demand.input_tokens
     returning = demand.returning_tokens / demand.input_tokens
     saved = max(r.saved_s for r in rows)
@@ -205,7 +205,7 @@ def choose_plainly(demand, rows):
         return "nothing returns", None, None, None
     if returning < 0.01:
         return "device suffices", None, None, None
-    if found < 0.01:
+    if share < 0.01:
         return "too small", None, None, None
     if max(r.found_s for r in rows) / demand.prefill_s < 0.01:
         return "cheap prefill", None, None, None

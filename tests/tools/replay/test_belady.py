@@ -19,11 +19,11 @@ def best_of_all(requests, capacity, local):
         prompt = requests[at]
         rest = prompt[local[at] :]
         num_hits = next((i for i, b in enumerate(rest) if b not in held), len(rest))
-        others = sorted(held - set(prompt))
-        num_kept = min(len(others), capacity - len(prompt))
+        evictable = sorted(held - set(prompt))
+        num_kept = min(len(evictable), capacity - len(prompt))
         return num_hits + max(
             best(frozenset(prompt) | set(kept), at + 1)
-            for kept in itertools.combinations(others, num_kept)
+            for kept in itertools.combinations(evictable, num_kept)
         )
 
     return best(frozenset(), 0)

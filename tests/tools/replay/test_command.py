@@ -23,7 +23,7 @@ SMALL = "replay synthetic:60 --policy lru --capacity 20%,100%"
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Replace the replay by a fake one in which ARC refuses 7 stores."""
+    """Replace the replay by a fake: its ARC refuses 7 stores."""
 
     def sweep(trace, policies, capacities, *_):
         num = trace.num_requests
@@ -45,11 +45,11 @@ def results_of(written):
 def test_it_prints_draws_and_writes(run_line, tmp_path):
     picture = tmp_path / "a.svg"
     out, err, written = run_line(f"{SMALL} --plot {picture}")
-    asked, unique = (
+    num_refs, unique = (
         written["trace"][n] for n in ("num_block_refs", "num_unique_blocks")
     )
-    assert f"Blocks        {asked:,} asked for, {unique:,} different" in out
-    assert f"Prefix blocks found, of {asked:,}" in out
+    assert f"Blocks        {num_refs:,} asked for, {unique:,} different" in out
+    assert f"Prefix blocks found, of {num_refs:,}" in out
     assert "Stores refused" not in out
     results, sizes = results_of(written), (unique // 5, unique)
     assert list(results) == [(name, n) for name in ("lru", "optimum") for n in sizes]
@@ -57,7 +57,7 @@ def test_it_prints_draws_and_writes(run_line, tmp_path):
         ratios = [results[policy, size]["block_hit_ratio"] for size in sizes]
         (line, *_) = (li for li in out.splitlines() if li.startswith(f"  {row} "))
         assert line.split()[-2:] == [f"{100 * ratio:.2f}%" for ratio in ratios]
-    assert results["lru", unique]["num_hit_blocks"] == asked - unique
+    assert results["lru", unique]["num_hit_blocks"] == num_refs - unique
     assert "hits_by_request" not in results["lru", unique]
     assert err == "replaying, 4 runs ... 25% 50% 75% 100%\n"
     assert "Prefix tokens found" in picture.read_text()
@@ -72,14 +72,14 @@ def test_a_device_and_a_model_add_their_sections(run_line):
     assert f"\nDevice        80 blocks, LRU; alone {100 * share:.2f}% of the" in out
     assert "\nModel         llama-3.1-8b, 8.0 billion parameters; " in out
     for result in written["results"]:
-        parts = [result[f"num_{p}hit_blocks"] for p in ("device_", "host_", "")]
-        assert parts[0] == device["num_hit_blocks"]
-        assert parts[0] + parts[1] == parts[2]
+        num_hits = [result[f"num_{p}hit_blocks"] for p in ("device_", "host_", "")]
+        assert num_hits[0] == device["num_hit_blocks"]
+        assert num_hits[0] + num_hits[1] == num_hits[2]
         saved = result["saved_prefill_flops"]
         assert result["saved_prefill_ratio"] == saved / model["prefill_flops"]
     titles = [tuple(li.split()[:3]) for li in out.splitlines() if li[:1] == "P"]
     kinds = ("blocks", "found"), ("tokens", "found"), ("FLOPs", "saved")
-    assert [each[1:] for each in titles] == [kind for kind in kinds for _ in range(2)]
+    assert [title[1:] for title in titles] == [kind for kind in kinds for _ in range(2)]
 
 
 def test_engines_are_compared_with_and_without_a_store(run_line, tmp_path):
@@ -137,10 +137,10 @@ def test_admission_is_applied_to_every_policy_and_named(run_line, tmp_path):
     trace = make_synthetic_trace(300)
     admitted = find_admitted(trace, admission)
     for policy in ("lru", "slru", "hazard"):
-        own = ruled[policy]
-        expected = replay(policy, trace, own["capacity_blocks"], admitted=admitted)
-        assert own["num_hit_blocks"] == expected.num_hit_blocks
-        assert own["num_hit_blocks"] != everything[policy]["num_hit_blocks"]
+        row = ruled[policy]
+        expected = replay(policy, trace, row["capacity_blocks"], admitted=admitted)
+        assert row["num_hit_blocks"] == expected.num_hit_blocks
+        assert row["num_hit_blocks"] != everything[policy]["num_hit_blocks"]
     for figure in ("num_hit_blocks", "hit_tokens"):
         assert ruled["optimum"][figure] == everything["optimum"][figure]
 
@@ -193,7 +193,6 @@ def test_a_file_is_replaced_and_a_link_is_followed(fake, tmp_path):
 
 
 def rows_of(out):
-    """Return the cells of the table of prefix blocks that were found."""
     table = out.split("of 1,430")[1].partition("Prefix")[0].partition("Stores")[0]
     return [line.split() for line in table.splitlines() if line.strip()]
 
@@ -215,16 +214,16 @@ def test_policies_and_capacities_may_be_chosen(fake, run_line):
 
 
 def test_without_the_extra_the_error_names_it(refused, monkeypatch):
-    find_spec, gone = importlib.util.find_spec, {"rich"}
+    find_spec, missing = importlib.util.find_spec, {"rich"}
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name: None if name in gone else find_spec(name),
+        lambda name: None if name in missing else find_spec(name),
     )
     assert refused(f"{SMALL} --plot a.svg") == (
         f"jaxkv replay: error: replay needs rich: {pip_install('demo')}\n"
     )
-    gone |= {"flax"}
+    missing |= {"flax"}
     assert refused("demo") == (
         f"jaxkv demo: error: the demo needs flax, rich: {pip_install('demo')}\n"
     )

@@ -71,8 +71,8 @@ class Engine:
         loads = meta.load_event_to_reqs.get(meta.load_event, ())
         stores = () if meta.store_event == NO_EVENT else (meta.store_event,)
         below = [
-            TierReport(*(_all_ok(moves) for moves in (each.fetches, each.writes)))
-            for each in meta.below
+            TierReport(*(_all_ok(moves) for moves in (plan.fetches, plan.writes)))
+            for plan in meta.below
         ]
         self.scheduler.update_connector_output(
             ConnectorOutput(tuple(loads), (), stores, below=tuple(below))
@@ -126,7 +126,7 @@ def make_mixed_trace(seed):
         150, seed=seed, turn_blocks=3, max_open=20, block_size=SIZE
     )
     requests = [part.tolist() for part in np.split(made.ids, made.offsets[1:-1])]
-    tokens = [len(own) * SIZE + rng.choice((0, 1, SIZE - 1)) for own in requests]
+    tokens = [len(keys) * SIZE + rng.choice((0, 1, SIZE - 1)) for keys in requests]
     for at in (40, 90):
         requests[at : at + 1] = [[], list(range(10_000 + at, 10_060 + at))]
         tokens[at : at + 1] = [
@@ -179,7 +179,7 @@ def test_auto_finds_what_it_finds_in_a_real_engine(monkeypatch):
         trace = make_mixed_trace(seed)
         engine = Engine(trace, "auto", capacity, device_blocks)
         served = [engine.serve(number) for number in range(trace.num_requests)]
-        host = [found for _, found in served]
+        host = [num_hits for _, num_hits in served]
         device = find_on_device(trace, device_blocks)
         result = replay("auto", trace, capacity, device=device)
         assert (result.hits_by_request - device.hits).tolist() == host

@@ -31,20 +31,20 @@ class PlainLRU:
     def __init__(self, capacity):
         self.capacity, self.held = capacity, []
 
-    def count(self, own):
-        return next((i for i, b in enumerate(own) if b not in self.held), len(own))
+    def count(self, keys):
+        return next((i for i, b in enumerate(keys) if b not in self.held), len(keys))
 
-    def touch(self, own):
-        for block in reversed(own):
+    def touch(self, keys):
+        for block in reversed(keys):
             if block in self.held:
                 self.held.remove(block)
                 self.held.append(block)
 
-    def place(self, own, spared):
-        new = [block for block in own if block not in self.held]
-        idle = [block for block in self.held if block not in {*own, *spared}]
-        gone = idle[: max(len(self.held) + len(new) - self.capacity, 0)]
-        self.held = [block for block in self.held if block not in gone] + new
+    def place(self, keys, spared):
+        new = [block for block in keys if block not in self.held]
+        idle = [block for block in self.held if block not in {*keys, *spared}]
+        evicted = idle[: max(len(self.held) + len(new) - self.capacity, 0)]
+        self.held = [block for block in self.held if block not in evicted] + new
         return new
 
 
@@ -54,26 +54,26 @@ def serve_plainly(trace, capacity, fleet):
     store, counts = PlainLRU(fleet.storage_blocks), [0] * fleet.num_engines
     conversations, hits, engines = find_conversations(trace).tolist(), [], []
     for number, request in enumerate(np.split(trace.ids, trace.offsets[1:-1])):
-        own = request.tolist()[:capacity]
+        keys = request.tolist()[:capacity]
         number = {
             "round-robin": number % len(hosts),
             "sticky": conversations[number] % len(hosts),
             "prefix": min(
-                range(len(hosts)), key=lambda e: (-hosts[e].count(own), counts[e])
+                range(len(hosts)), key=lambda e: (-hosts[e].count(keys), counts[e])
             ),
         }[fleet.route]
         host = hosts[number]
         counts[number] += 1
         engines.append(number)
         either = {*host.held, *store.held}
-        prefix = own[: next((i for i, b in enumerate(own) if b not in either), None)]
+        prefix = keys[: next((i for i, b in enumerate(keys) if b not in either), None)]
         lacking = [block for block in prefix if block not in host.held]
         host.place(lacking[: max(capacity // 2, 1)], spared=prefix)
-        store.touch(own)
-        hits.append(host.count(own))
-        host.touch(own)
-        stored = host.place(own, spared=own)
-        host.touch(own)
+        store.touch(keys)
+        hits.append(host.count(keys))
+        host.touch(keys)
+        stored = host.place(keys, spared=keys)
+        host.touch(keys)
         if fleet.storage_blocks:
             store.place(stored, spared=())
     return hits, engines
@@ -94,12 +94,12 @@ def test_a_fleet_finds_what_plain_lists_do(route, trace):
 def test_without_hosts_a_store_is_one_lru(trace, shared_traces):
     real = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
     for requests, storage_blocks in ((trace, 90), (real, 6000)):
-        one = replay("lru", requests, storage_blocks)
+        single = replay("lru", requests, storage_blocks)
         fleet = Fleet(4, "prefix", storage_blocks)
         alone = replay(STORE_ALONE, requests, 1, fleet=fleet)
-        assert (alone.hits_by_request == one.hits_by_request).all()
-        assert (alone.stores_by_request == one.stores_by_request).all()
-        assert 0 < one.num_hit_blocks < requests.num_block_refs
+        assert (alone.hits_by_request == single.hits_by_request).all()
+        assert (alone.stores_by_request == single.stores_by_request).all()
+        assert 0 < single.num_hit_blocks < requests.num_block_refs
 
 
 @pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("hazard", 2)])
@@ -113,27 +113,27 @@ def test_a_fleet_finds_what_real_schedulers_over_one_store_do(policy, seed):
     device = fit_device(trace, 64)
     result = replay(policy, trace, 128, device=device, fleet=fleet)
     served = [engines[e].serve(i) for i, e in enumerate(result.engines.tolist())]
-    found = np.array(served)
-    assert result.device.hits.tolist() == found[:, 0].tolist()
-    assert result.hits_by_request.tolist() == found.sum(axis=1).tolist()
+    hits = np.array(served)
+    assert result.device.hits.tolist() == hits[:, 0].tolist()
+    assert result.hits_by_request.tolist() == hits.sum(axis=1).tolist()
     assert store.num_evicted > 0
-    for own in engines:
-        counts = own.scheduler.below[0].counts
+    for engine in engines:
+        counts = engine.scheduler.below[0].counts
         assert not counts.dropped_slow
-    fetched = sum(own.scheduler.below[0].counts.loaded for own in engines)
+    fetched = sum(e.scheduler.below[0].counts.loaded for e in engines)
     assert result.fetches_by_request.sum() == fetched > 0
 
 
 def test_each_engine_has_a_device_and_an_admission_of_its_own(trace):
     requests = [part.tolist() for part in np.split(trace.ids, trace.offsets[1:-1])]
-    twice = make_trace("twice", [own for own in requests for _ in range(2)])
+    twice = make_trace("twice", [keys for keys in requests for _ in range(2)])
     fleet, gates = Fleet(2), find_admitted(twice, Admission(store_threshold=2))
-    own = {"device": fit_device(twice, 20), "admitted": gates, "fleet": fleet}
-    halves = replay("lru", twice, 40, **own)
+    options = {"device": fit_device(twice, 20), "admitted": gates, "fleet": fleet}
+    halves = replay("lru", twice, 40, **options)
     alone = make_trace("once", requests)
     gate = find_admitted(alone, Admission(store_threshold=2))
-    own = {"device": find_on_device(alone, 20), "admitted": gate}
-    once = replay("lru", alone, 40, **own)
+    options = {"device": find_on_device(alone, 20), "admitted": gate}
+    once = replay("lru", alone, 40, **options)
     for half in (halves.hits_by_request[::2], halves.hits_by_request[1::2]):
         assert (half == once.hits_by_request).all()
     assert (halves.device.hits[::2] == once.device.hits).all()
@@ -146,8 +146,8 @@ def test_the_engine_with_the_longest_prefix_serves_on_device_or_host():
     # One engine finds what it finds without a route.
     alone = replay("lru", few, 8, device=device)
     for route in ROUTES:
-        one = replay("lru", few, 8, device=device, fleet=Fleet(1, route))
-        assert (one.hits_by_request == alone.hits_by_request).all()
+        single = replay("lru", few, 8, device=device, fleet=Fleet(1, route))
+        assert (single.hits_by_request == alone.hits_by_request).all()
     routed = replay("lru", few, 8, device=device, fleet=Fleet(3, "prefix"))
     assert routed.engines.tolist() == [0, 1, 0, 2, 1, 0]
 

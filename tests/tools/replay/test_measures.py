@@ -1,4 +1,4 @@
-"""What results are measured by, against sums one by one."""
+"""The measures of results, against sums over single requests."""
 
 import dataclasses
 

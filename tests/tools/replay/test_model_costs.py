@@ -1,4 +1,4 @@
-"""What a model's tokens cost, beside published counts and plain sums."""
+"""The costs of a model's tokens, against published counts and plain sums."""
 
 import json
 
@@ -19,8 +19,8 @@ SIZES = (
 )
 
 
-def config(model_type, sizes, **more):
-    return {"model_type": model_type, **dict(zip(SIZES, sizes, strict=False)), **more}
+def config(model_type, sizes, **fields):
+    return {"model_type": model_type, **dict(zip(SIZES, sizes, strict=False)), **fields}
 
 
 MIXTRAL_8X7B = config(
@@ -52,7 +52,7 @@ DEEPSEEK_V2_LITE = DEEPSEEK_V3 | config(
     **{"num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None},
 )
 
-# Parameters as the weights' files have them, and those of norms, biases and gates,
+# Parameters in the files of weights, and how many of them are norms, biases and gates,
 # which are no matrices: in each layer, and once.
 PUBLISHED = {
     "Llama 3.1 8B": (LLAMA_8B, 8_030_261_248, 2 * 4096, 4096),
@@ -168,9 +168,9 @@ def test_flops_and_loads_are_those_of_each_token_and_layer_together(changes, win
     for num_tokens in range(13):
         needed = [seen(num_tokens, window, is_chunked) - 1 for window in windows]
         assert costs.load_bytes(0, num_tokens) == sum(needed) * 2 * 2 * 8 * 2
-        # Of which the device may have the first already.
+        # The device may have the first of these tokens already.
         for start in range(num_tokens + 1):
-            rest = sum(min(num_tokens - start, each) for each in needed)
+            rest = sum(min(num_tokens - start, num_seen) for num_seen in needed)
             assert costs.load_bytes(start, num_tokens) == rest * 2 * 2 * 8 * 2
 
 

@@ -46,7 +46,6 @@ def comparison():
 
 @pytest.fixture(scope="module")
 def figures(comparison):
-    """What --json writes, as it is read again."""
     return json.loads(json.dumps(to_json(comparison)))
 
 
@@ -67,7 +66,7 @@ def browser():
 
 
 def ratio_of(figures, key, policy, capacity):
-    """What a measure must be, from the JSON alone."""
+    """Return the measure that the JSON implies."""
     (result,) = (
         r
         for r in figures["results"]
@@ -175,10 +174,10 @@ def test_the_marks_of_the_charts_lie_where_their_values_are(browser, page, figur
                 ratio = ratio_of(figures, chart["chart"], policy, capacity)
                 assert shown == format_percent(ratio)
         logs, xs, ys = np.array(at).T
-        for given, drawn in ((values, ys), (logs, xs)):
-            line = np.polyfit(given, drawn, 1)
+        for expected, drawn in ((values, ys), (logs, xs)):
+            line = np.polyfit(expected, drawn, 1)
             # Within two pixels, as the corners of a triangle are not about its centre.
-            assert np.abs(np.polyval(line, given) - drawn).max() < 2
+            assert np.abs(np.polyval(line, expected) - drawn).max() < 2
         assert np.polyfit(values, ys, 1)[0] < 0
 
 
@@ -237,17 +236,17 @@ def rgb(text):
     return [*numbers, 1.0][:4]
 
 
-def contrast(one, other):
+def contrast(text, background):
     """The contrast of WCAG 2: from 1 to 21."""
 
     def light(colour):
-        parts = np.array(colour[:3]) / 255
+        channels = np.array(colour[:3]) / 255
         linear = np.where(
-            parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4
+            channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4
         )
         return linear @ (0.2126, 0.7152, 0.0722)
 
-    low, high = sorted((light(one), light(other)))
+    low, high = sorted((light(text), light(background)))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -285,10 +284,10 @@ def check_letters(browser):
         for text, *box in chart["texts"]:
             assert left <= box[0] < box[2] <= right + 0.5, text
             assert top <= box[1] < box[3] <= bottom + 0.5, text
-        for (one, *a), (other, *b) in itertools.combinations(chart["texts"], 2):
+        for (first, *a), (second, *b) in itertools.combinations(chart["texts"], 2):
             # The lines of letters touch, the letters do not.
             apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] + 4 or b[3] <= a[1] + 4
-            assert apart, (one, other)
+            assert apart, (first, second)
 
 
 def check_width(browser, width):
@@ -393,9 +392,9 @@ def test_what_is_read_aloud_has_names(browser, page):
 def test_the_command_is_on_the_page_and_strange_names_stay_text(browser, tmp_path):
     trace = make_synthetic_trace(30, seed=1)
     object.__setattr__(trace, "name", "<script>document.title='x'</script>&amp;\udc80")
-    one = Comparison(trace, sweep(trace, ["lru"], [20]))
+    comparison = Comparison(trace, sweep(trace, ["lru"], [20]))
     path = tmp_path / "odd.html"
-    path.write_bytes(render_page(one, COMMAND).encode("utf-8", "replace"))
+    path.write_bytes(render_page(comparison, COMMAND).encode("utf-8", "replace"))
     browser.open(path, 360)
     assert browser.evaluate("document.querySelector('pre').innerText") == COMMAND
     title = "Cache policies on <script>document.title='x'</script>&amp;?"

@@ -61,11 +61,11 @@ def test_recorded_requests_are_read_in_the_order_of_their_times(tmp_path):
 
 
 def test_files_of_one_secret_are_put_together(tmp_path):
-    one = write(tmp_path / "b", *LINES[:1], part=3)
-    two = write(tmp_path / "a", *LINES[1:], part=2)
+    first = write(tmp_path / "b", *LINES[:1], part=3)
+    second = write(tmp_path / "a", *LINES[1:], part=2)
     late = {"t": 1, "in": 4, "ids": [6], "host": 4}
-    other = write(tmp_path / "c", late, began_unix_ms=1003, policy="arc")
-    trace = read_trace([one, two, other])
+    third = write(tmp_path / "c", late, began_unix_ms=1003, policy="arc")
+    trace = read_trace([first, second, third])
     assert trace.name == "b"
     assert trace.time_ms.tolist() == [2.25, 4, 4, 7.5]
     assert trace.ids.tolist() == [0, 0, 1, 1, 0, 1, 2]
@@ -137,32 +137,32 @@ def test_what_a_recorder_never_writes_is_refused(tmp_path):
 
 
 def test_files_that_do_not_go_together_are_refused(tmp_path):
-    one = write(tmp_path / "a", *LINES)
+    first = write(tmp_path / "a", *LINES)
     for changes, message in (
         ({"key_id": "two"}, "b: has ids of another secret than .*a: replay the files"),
         ({"block_size": 2}, "b: was recorded in blocks of 2 tokens, and .*a in blocks"),
         ({}, "b: is there twice"),
     ):
-        two = write(tmp_path / "b", {"t": 1, "in": 4, "ids": []}, **changes)
+        second = write(tmp_path / "b", {"t": 1, "in": 4, "ids": []}, **changes)
         with pytest.raises(TraceError, match=message):
-            read_trace([one, two])
+            read_trace([first, second])
     plain = tmp_path / "plain.jsonl"
     plain.write_text(json.dumps({"t": 0, "in": 600, "ids": [5]}))
-    for paths in ([plain, one], [one, plain], [plain, plain]):
+    for paths in ([plain, first], [first, plain], [plain, plain]):
         with pytest.raises(TraceError, match=r"plain.jsonl: was not recorded by jaxkv"):
             read_trace(paths)
 
 
 def test_the_command_tells_what_the_run_had_found(tmp_path, run_line, plain_output):
-    one = write(tmp_path / "a.jsonl.1", *LINES[1:], {"dropped": 3})
-    two = write(tmp_path / "a.jsonl", LINES[0], part=1, tail='{"t"')
-    out, _, figures = run_line(f"replay {one} {two} --capacity 2")
+    first = write(tmp_path / "a.jsonl.1", *LINES[1:], {"dropped": 3})
+    second = write(tmp_path / "a.jsonl", LINES[0], part=1, tail='{"t"')
+    out, _, figures = run_line(f"replay {first} {second} --capacity 2")
     assert "4 tokens on the device (19.05%), 4 tokens on the host (19.05%); " in out
     assert "lru, 8 host blocks, 5 device blocks" in out
     assert "3 requests that could not be recorded" in out
     assert "21 in blocks of 4" in out
     (note,) = figures["recording"].pop("notes")
-    assert note.startswith(f"{two} ends within a line")
+    assert note.startswith(f"{second} ends within a line")
     assert note[:40] in out
     assert figures["recording"] == {
         "num_device_hit_tokens": 4,
@@ -187,7 +187,7 @@ def test_prompt_only_leaves_out_what_outputs_filled(tmp_path, run_line, plain_ou
 
 
 def test_blocks_that_an_output_filled_are_stored_and_not_asked_for():
-    # The second turn asks for what the first one's output filled.
+    # The second turn asks for the block that the first one's output filled.
     turns = [[1, 2, 3], [1, 2, 3, 4], [5], [1, 2, 3, 4]]
     trace = make_trace("turns", turns, num_output_blocks=[1, 0, 1, 0])
     assert trace.num_block_refs == 10
@@ -196,8 +196,8 @@ def test_blocks_that_an_output_filled_are_stored_and_not_asked_for():
         assert result.hits_by_request.tolist() == [0, 3, 0, 4], policy
         assert result.num_block_refs == 10
     # Without what they say, the same blocks are found later.
-    asked = [turn[:n] for turn, n in zip(turns, trace.num_asked, strict=True)]
-    plain = make_trace("turns", asked)
+    prompts = [turn[:n] for turn, n in zip(turns, trace.num_asked, strict=True)]
+    plain = make_trace("turns", prompts)
     assert replay("lru", plain, 5).hits_by_request.tolist() == [0, 2, 0, 4]
 
 
@@ -225,8 +225,8 @@ def run_random(path, seed, **options):
         heads = {who: [who] for who in range(6)}
         for number in range(120):
             who = rng.randrange(6)
-            asked = len(heads[who]) + rng.randrange(1, 3)
-            blocks = [who, *(100 * who + depth for depth in range(1, asked + 2))]
+            num_blocks = len(heads[who]) + rng.randrange(1, 3)
+            blocks = [who, *(100 * who + depth for depth in range(1, num_blocks + 2))]
             if len(blocks) > 9:
                 blocks = heads[who] = [who]
             request = make_request(str(number), *blocks, extra_tokens=1)

@@ -32,9 +32,9 @@ def replay_twin(twin, trace, capacity):
     for number, request in enumerate(np.split(trace.ids, trace.offsets[1:-1])):
         # As the keys of a replay are made; the policy `hazard` looks at their bits.
         keys = [words.tobytes() for words in keys_of(request[:capacity])]
-        news = int(trace.time_ms[number]), list(range(len(keys)))
+        fields = int(trace.time_ms[number]), list(range(len(keys)))
         if twin is ReferenceHazard:
-            mark = cache.begin_request(keys, int(trace.input_tokens[number]), *news)
+            mark = cache.begin_request(keys, int(trace.input_tokens[number]), *fields)
         num_hits.append(cache.lookup(keys))
         cache.touch(keys)
         stored = cache.prepare_store(keys)
@@ -44,7 +44,7 @@ def replay_twin(twin, trace, capacity):
             cache.touch(keys)
             cache.complete_store(keys)
         if twin is ReferenceHazard:
-            cache.finish_request(keys, mark, news[0], None, None, news[1])
+            cache.finish_request(keys, mark, fields[0], None, None, fields[1])
     return num_hits, num_stores, refused
 
 
@@ -136,15 +136,6 @@ def test_invalid_arguments_are_refused_before_anything_runs(trace):
 LARGE = "mooncake_conversation"
 
 
-def test_a_recorded_trace_has_its_exact_figures(shared_traces):
-    trace = read_trace(shared_traces / f"{LARGE}.jsonl.gz")
-    lru = replay("lru", trace, 1708)
-    arc = replay("arc", trace, 1708)
-    ratios = [round(result.block_hit_ratio, 5) for result in (lru, arc)]
-    assert ratios == [0.05439, 0.06634]
-    assert arc.num_refused == 2288
-
-
 PUBLISHED = (
     ("cc_agentic_a", "lru", {394: 8.7, 3947: 92.9}),
     ("cc_agentic_a", "arc", {394: 13.4, 3947: 92.3}),
@@ -182,11 +173,11 @@ HAZARD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "least", "least_untold"), HAZARD)
-def test_hazard_finds_what_it_is_for(shared_traces, name, least, least_untold):
+@pytest.mark.parametrize(("name", "min_percents", "min_untold"), HAZARD)
+def test_hazard_finds_what_it_is_for(shared_traces, name, min_percents, min_untold):
     trace = read_trace(shared_traces / f"{name}.jsonl.gz")
     unknown = np.full_like(trace.output_tokens, -1), np.zeros_like(trace.stops)
     untold = dataclasses.replace(trace, output_tokens=unknown[0], stops=unknown[1])
-    for own, percents in ((trace, least), (untold, least_untold)):
-        for result in sweep(own, ["hazard"], list(percents)):
+    for requests, percents in ((trace, min_percents), (untold, min_untold)):
+        for result in sweep(requests, ["hazard"], list(percents)):
             assert 100 * result.token_hit_ratio >= percents[result.capacity_blocks]

@@ -71,7 +71,7 @@ def test_fields_lines_and_requests_may_be_left_out_or_empty(tmp_path):
         read_trace(path, block_size=0)
 
 
-# Fields that replace those of a good line, or a whole line, and the fault.
+# Fields to replace in a good line, or a whole line, and the fault.
 LONG, DEEP = "x" * 100_000, "[" * 100_000
 BAD_LINES = (
     ({"t": 10**400}, "'t' must be"),
@@ -157,17 +157,17 @@ def test_a_bad_file_is_named(tmp_path):
 
 
 def test_synthetic_traces_are_deterministic_and_conversations():
-    one, same, other = (make_synthetic_trace(300, seed) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(one.ids, same.ids)
-    np.testing.assert_array_equal(one.time_ms, same.time_ms)
-    assert one.ids.tolist() != other.ids.tolist()
-    requests = np.split(one.ids, one.offsets[1:-1])
+    trace, same, other_seed = (make_synthetic_trace(300, seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(trace.ids, same.ids)
+    np.testing.assert_array_equal(trace.time_ms, same.time_ms)
+    assert trace.ids.tolist() != other_seed.ids.tolist()
+    requests = np.split(trace.ids, trace.offsets[1:-1])
     before = {}
     for request in requests:  # a block has the same predecessor wherever it appears
         for previous, block in zip([-1, *request], request, strict=False):
             assert before.setdefault(block, previous) == previous
-    assert np.all(np.diff(one.time_ms) >= 0)
-    np.testing.assert_array_equal(one.input_tokens // 512, one.num_blocks)
+    assert np.all(np.diff(trace.time_ms) >= 0)
+    np.testing.assert_array_equal(trace.input_tokens // 512, trace.num_blocks)
     for name in ("num_requests", "turns", "system_blocks"):
         with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
             make_synthetic_trace(**({"num_requests": 3} | {name: 0}))

@@ -10,8 +10,8 @@ def put(store, blobs):
 
 
 def get(store, *names, max_bytes=1 << 30):
-    found = answers_of(store.get(names, max_bytes))
-    return [None if data is None else bytes(data) for data in found]
+    blobs = answers_of(store.get(names, max_bytes))
+    return [None if data is None else bytes(data) for data in blobs]
 
 
 def exists(store, *names):
@@ -40,7 +40,6 @@ def outcomes(call):
 
 
 def write_error(store, name="a", blob=b"x"):
-    """Return how a write failed."""
     [kind] = errors_of(lambda: store.put([(name, [blob])]))
     return kind
 

@@ -1,4 +1,4 @@
-"""Memory that is used again, and never while somebody looks at it."""
+"""Memory is reused, but never while a view of it exists."""
 
 import random
 import threading
@@ -13,13 +13,13 @@ def test_memory_comes_back_only_when_its_last_view_is_gone():
     view = buffers.take(1000)
     part, array = view[10:20], np.frombuffer(view, np.uint8)
     address = array.ctypes.data
-    for each in ("view", "part"):
-        assert buffers.take(1000).obj.ctypes.data != address, each
+    for last in ("view", "part"):
+        assert buffers.take(1000).obj.ctypes.data != address, last
         del view
         view = part
     del view, part
-    others = [buffers.take(1000) for _ in range(3)]
-    assert address not in [each.obj.ctypes.data for each in others]
+    views = [buffers.take(1000) for _ in range(3)]
+    assert address not in [view.obj.ctypes.data for view in views]
     del array
     assert buffers.take(1000).obj.ctypes.data == address
 

@@ -19,8 +19,8 @@ NAME = (
 DIGEST = "67def12763f1aa6a01a58ecf535e345972362ce14f065d70711b2cbd98cb1e93"
 
 
-def make(namespace=b"model", layout="f32[25]", payload_bytes=100, **more):
-    return ObjectFormat(namespace, layout, payload_bytes, **more)
+def make(namespace=b"model", layout="f32[25]", payload_bytes=100, **options):
+    return ObjectFormat(namespace, layout, payload_bytes, **options)
 
 
 def encoded(objects, key=KEY, payload=PAYLOAD):
@@ -62,18 +62,19 @@ def test_an_object_cut_anywhere_is_torn(objects):
 
 def test_objects_of_others_are_refused_with_the_reason_and_lie_elsewhere():
     ours = make()
-    for other, reason in (
+    for foreign, reason in (
         (make(namespace=b"another"), "namespace"),
         (make(layout="bf16[50]"), "layout"),
         (make(shard=1, num_shards=2), "shard"),
         (make(num_shards=2), "shard"),
         (make(secret=SECRET), "unsealed"),
     ):
-        assert ours.decode(KEY, encoded(other)) == Refusal(reason, True)
-        assert ours.folder != other.folder or ours.name(KEY) != other.name(KEY)
+        assert ours.decode(KEY, encoded(foreign)) == Refusal(reason, True)
+        assert ours.folder != foreign.folder or ours.name(KEY) != foreign.name(KEY)
     shards = [make(shard=n, num_shards=2) for n in range(2)]
     assert shards[0].folder == shards[1].folder
-    others = [
+    formats = [
+        ours,
         make(namespace=b"another"),
         make(layout="bf16[50]"),
         make(payload_bytes=101),
@@ -81,7 +82,7 @@ def test_objects_of_others_are_refused_with_the_reason_and_lie_elsewhere():
         make(secret=SECRET + "!"),
         shards[0],
     ]
-    assert len({ours.folder, *(each.folder for each in others)}) == 1 + len(others)
+    assert len({objects.folder for objects in formats}) == len(formats)
 
 
 def test_without_the_secret_nothing_can_be_made_that_is_read():
@@ -90,12 +91,12 @@ def test_without_the_secret_nothing_can_be_made_that_is_read():
     assert ours.decode(KEY, encoded(guess)) == Refusal("forged", True)
     assert ours.decode(KEY, encoded(make())) == Refusal("unsealed", True)
     # The right object, under the name of another key.
-    other = KEY[::-1]
-    assert ours.decode(other, encoded(ours)) == Refusal("key", True)
-    # Its header, with the key of the other.
-    moved = encoded(ours).replace(KEY, other)
-    assert ours.decode(other, moved) == Refusal("forged", True)
-    # Its payload replaced, with a seal for that.
+    other_key = KEY[::-1]
+    assert ours.decode(other_key, encoded(ours)) == Refusal("key", True)
+    # Its header, with the other key.
+    moved = encoded(ours).replace(KEY, other_key)
+    assert ours.decode(other_key, moved) == Refusal("forged", True)
+    # Its payload replaced, with the seal's flag set.
     unsealed = make()
     forged = bytearray(encoded(unsealed, payload=b"x" * 100))
     forged[10:12] = encoded(ours)[10:12]
@@ -141,14 +142,14 @@ def test_the_checksum_of_payloads_of_all_sizes_is_that_of_the_package():
 
 
 def test_the_format_does_not_change_without_notice():
-    """What an older version has written is read, or VERSION is another one."""
+    """Objects of older versions are read, unless VERSION changes."""
     data = encoded(make(), payload=bytes(range(100)))
     assert make().name(KEY) == NAME
     assert hashlib.sha256(data).hexdigest() == DIGEST
 
 
 def test_what_makes_no_format_is_refused():
-    for more, message in (
+    for options, message in (
         (dict(payload_bytes=0), "payload_bytes=0 must be at least 1"),
         (dict(shard=2, num_shards=2), "shard=2 must be in"),
         (dict(secret="short"), "storage_secret has 5 bytes and must have at least 16"),
@@ -156,7 +157,7 @@ def test_what_makes_no_format_is_refused():
         (dict(secret="0123456789abcde\n"), "has 15 bytes and must have at least 16"),
     ):
         with pytest.raises(ValueError, match=message) as info:
-            make(**more)
+            make(**options)
         assert "short" not in str(info.value)
 
 

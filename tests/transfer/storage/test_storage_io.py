@@ -1,4 +1,4 @@
-"""Reads and writes in the background: right bytes, every ticket once, nobody waits."""
+"""Reads and writes in the background: right bytes, every ticket ends once."""
 
 import collections
 import dataclasses
@@ -44,12 +44,11 @@ def writes(*numbers):
 
 
 def wait_all(storage, num):
-    """Wait for as many completions."""
     done = []
     while len(done) < num:
-        more = storage.wait(60)
-        assert more, f"{len(done)} of {num} completed"
-        done += more
+        completions = storage.wait(60)
+        assert completions, f"{len(done)} of {num} completed"
+        done += completions
     assert len(done) == num
     return done
 
@@ -62,19 +61,19 @@ def write_all(storage, *numbers):
 def read_all(storage, *numbers):
     """Read; outcomes and payloads in the order of the numbers."""
     tickets = storage.submit_reads(map(key, numbers), FOREVER)
-    done = {each.ticket: each for each in wait_all(storage, len(numbers))}
+    done = {c.ticket: c for c in wait_all(storage, len(numbers))}
     return [done[ticket] for ticket in tickets]
 
 
 def outcomes(storage, *numbers):
-    return [each.outcome for each in read_all(storage, *numbers)]
+    return [c.outcome for c in read_all(storage, *numbers)]
 
 
 def check_reads(storage, *numbers):
     """Read blocks, and check that each has its own bytes."""
-    for n, each in zip(numbers, read_all(storage, *numbers), strict=True):
-        assert (each.key, each.outcome) == (key(n), "done")
-        assert bytes(each.payload) == payload(n)
+    for n, completion in zip(numbers, read_all(storage, *numbers), strict=True):
+        assert (completion.key, completion.outcome) == (key(n), "done")
+        assert bytes(completion.payload) == payload(n)
 
 
 @pytest.fixture
@@ -117,8 +116,8 @@ def faulty_storage(faulty, clock):
 def test_blocks_come_back_as_they_went_until_they_are_deleted(storage):
     tickets = storage.submit_writes(writes(*range(200)))
     done = wait_all(storage, 200)
-    assert {each.ticket for each in done} == set(tickets)
-    assert {(each.kind, each.outcome) for each in done} == {("write", "done")}
+    assert {c.ticket for c in done} == set(tickets)
+    assert {(c.kind, c.outcome) for c in done} == {("write", "done")}
     check_reads(storage, *range(200))
     assert outcomes(storage, 200) == ["missing"]
     stats = storage.stats
@@ -134,12 +133,12 @@ def test_blocks_come_back_as_they_went_until_they_are_deleted(storage):
 
 def test_arrays_are_written_without_another_copy_and_let_go_afterwards(storage):
     array = np.arange(50, dtype=np.uint16)
-    gone, expected = weakref.ref(array), array.tobytes()
+    array_ref, expected = weakref.ref(array), array.tobytes()
     storage.submit_writes([(key(1), [array[:10], array[10:].reshape(4, 10)])])
     wait_all(storage, 1)
     del array
     gc.collect()
-    wait_for(lambda: gone() is None)
+    wait_for(lambda: array_ref() is None)
     (read,) = read_all(storage, 1)
     assert bytes(read.payload) == expected
 
@@ -165,12 +164,12 @@ def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(
     ) as storage:
 
         def take(completions):
-            for each in completions:
-                assert open_tickets.pop(each.ticket) == each.kind
-                outcomes[each.kind, each.outcome] += 1
-                if each.payload is not None:
-                    number = int.from_bytes(each.key, "big")
-                    assert bytes(each.payload) == payload(number)
+            for completion in completions:
+                assert open_tickets.pop(completion.ticket) == completion.kind
+                outcomes[completion.kind, completion.outcome] += 1
+                if completion.payload is not None:
+                    number = int.from_bytes(completion.key, "big")
+                    assert bytes(completion.payload) == payload(number)
 
         for _ in range(1500):
             numbers = [rng.randrange(60) for _ in range(rng.randrange(5))]
@@ -189,9 +188,9 @@ def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(
                     storage.delete(map(key, numbers))
                     tickets = []
                 case _:
-                    gone = [t for t in open_tickets if rng.random() < 0.1]
-                    storage.cancel(gone)
-                    for ticket in gone:
+                    cancelled = [t for t in open_tickets if rng.random() < 0.1]
+                    storage.cancel(cancelled)
+                    for ticket in cancelled:
                         del open_tickets[ticket]
                     tickets = []
             open_tickets |= {t: kind for t in tickets if t is not None}
@@ -244,7 +243,7 @@ def test_a_store_that_gives_another_number_of_answers_has_failed_for_all(clock):
     store.get = lambda names, max_bytes: [None] * (len(names) + 1)
     with StorageIO(store, BLOCKS, clock=clock) as storage:
         read = read_all(storage, 1, 2)
-        assert {(each.outcome, each.reason) for each in read} == {("failed", "other")}
+        assert {(c.outcome, c.reason) for c in read} == {("failed", "other")}
         assert "answers for" in storage.stats.last_error
 
 
@@ -276,8 +275,8 @@ def test_reads_end_at_their_deadline_and_a_late_answer_is_thrown_away(faulty, cl
         assert storage.poll() == []
         clock.now_s += 0.1
         done = storage.poll()
-        assert [each.ticket for each in done] == tickets
-        assert {(each.outcome, each.payload) for each in done} == {("late", None)}
+        assert [c.ticket for c in done] == tickets
+        assert {(c.outcome, c.payload) for c in done} == {("late", None)}
         assert storage.stats.num_late == 2
         # Their memory is the store's until it answers.
         assert storage.stats.open_read_bytes == 2 * OBJECT
@@ -337,7 +336,6 @@ def test_what_was_cancelled_is_not_reported(faulty, faulty_storage):
 
 
 def replace(store, number, change):
-    """Change the object of a block in a store."""
     name = BLOCKS.name(key(number))
     [data] = get(store, name)
     put(store, {name: change(data)})
@@ -396,9 +394,9 @@ def test_a_write_takes_back_a_delete_that_waits_before_it(faulty, faulty_storage
 def test_a_probe_counts_stored_blocks_of_a_run_and_a_listing_has_every_shard(store):
     shards = [ObjectFormat(b"m", "u8", SIZE, shard=n, num_shards=2) for n in range(2)]
     run = list(map(key, range(100)))
-    with StorageIO(store, shards[0]) as storage, StorageIO(store, shards[1]) as other:
+    with StorageIO(store, shards[0]) as storage, StorageIO(store, shards[1]) as shard_1:
         write_all(storage, *range(77))
-        write_all(other, 77)  # Of which this shard has nothing.
+        write_all(shard_1, 77)  # Shard 0 has nothing of block 77.
         runs = [run, run[60:], run[77:], run[:1]]
         tickets = storage.submit_probes(runs, FOREVER)
         probes = {probe.ticket: probe for probe in wait_all(storage, 4)}
@@ -407,9 +405,9 @@ def test_a_probe_counts_stored_blocks_of_a_run_and_a_listing_has_every_shard(sto
         assert outcomes == ["done", "done", "missing", "done"]
         assert {probe.kind for probe in probes.values()} == {"probe"}
         assert storage.stats.num_probed < 60
-        other.list_all()
+        shard_1.list_all()
         listed = [(key(n), 0) for n in range(77)] + [(key(77), 1)]
-        assert take_all_pages(other) == listed
+        assert take_all_pages(shard_1) == listed
         with pytest.raises(ValueError, match="no keys"):
             storage.submit_probes([run, []], FOREVER)
 
@@ -417,21 +415,21 @@ def test_a_probe_counts_stored_blocks_of_a_run_and_a_listing_has_every_shard(sto
 def take_all_pages(storage):
     pages, ended = [], None
     while ended is None:
-        more, ended = storage.take_pages(100)
-        pages += more
+        new_pages, ended = storage.take_pages(100)
+        pages += new_pages
     return sorted(
         pair for page in pages for pair in zip(page.keys, page.shards, strict=True)
     )
 
 
 def test_a_new_process_finds_all_blocks_and_nothing_else(store, storage):
-    other = ObjectFormat(b"another", "u8[100]", SIZE)
+    foreign = ObjectFormat(b"another", "u8[100]", SIZE)
     write_all(storage, *range(300))
     folder, name = BLOCKS.folder, BLOCKS.name(key(7))
     strange = [
         f"{folder}/00/notes.txt",
         f"{folder}/README",
-        other.name(key(7)),
+        foreign.name(key(7)),
         name.replace("/00/", "/01/"),
         f"{name}0",
         name.replace("7.", "g."),
@@ -464,8 +462,8 @@ def test_failures_of_the_store_are_reported_and_counted(faulty, faulty_storage, 
     storage = faulty_storage
     done = [*write_all(storage, 1), *read_all(storage, 1)]
     storage.submit_probes([[key(1)]], FOREVER)
-    for each in (*done, *wait_all(storage, 1)):
-        assert (each.outcome, each.reason) == ("failed", "other")
+    for completion in (*done, *wait_all(storage, 1)):
+        assert (completion.outcome, completion.reason) == ("failed", "other")
     storage.delete([key(1)])
     wait_for(lambda: len(storage.stats.failed) == 4)
     kinds = ("delete", "probe", "read", "write")
@@ -503,14 +501,14 @@ def test_close_does_not_wait_for_a_store_that_hangs(faulty):
     assert storage.stats.num_dropped == 10 - 2
     done = storage.poll()
     assert len(done) == 10 - 2 + 10 - 2
-    assert {(each.outcome, each.reason) for each in done} == {("failed", "closed")}
+    assert {(c.outcome, c.reason) for c in done} == {("failed", "closed")}
     faulty.let_go()
     wait_all(storage, 4)
     # Nothing begins any more.
     assert storage.submit_writes(writes(1)) == [None]
     storage.submit_reads([key(1), key(2)], FOREVER)
     storage.delete([key(1)])
-    done = [(each.outcome, each.reason) for each in storage.poll()]
+    done = [(c.outcome, c.reason) for c in storage.poll()]
     assert done == [("failed", "busy")] * 2
     assert storage.stats.failed == {"read busy": 2}
     assert storage.wait() == []
@@ -588,7 +586,7 @@ def test_calls_without_a_thread_fail_at_once_and_later_ones_are_made(
         storage = StorageIO(store, BLOCKS)
         submit_each()
         done = storage.wait(0)
-        assert {(each.kind, each.outcome, each.reason) for each in done} == {
+        assert {(c.kind, c.outcome, c.reason) for c in done} == {
             (kind, "failed", "other") for kind in ("read", "write", "probe")
         }
         storage.delete([key(1)])
@@ -604,7 +602,7 @@ def test_calls_without_a_thread_fail_at_once_and_later_ones_are_made(
         storage.log_health()
     write_all(storage, 1)
     submit_each()
-    assert {each.outcome for each in wait_all(storage, 3)} == {"done"}
+    assert {c.outcome for c in wait_all(storage, 3)} == {"done"}
     storage.list_all()
     assert take_all_pages(storage) == [(key(1), 0)]
     assert storage.is_up
@@ -678,8 +676,8 @@ def test_a_full_store_that_takes_no_record_of_a_bound_is_still_listed_and_trimme
         storage.list_all(Bound(4))
         pages, ended = [], None
         while ended is None:
-            more, ended = storage.take_pages(100)
-            pages += more
+            new_pages, ended = storage.take_pages(100)
+            pages += new_pages
         assert sum(len(page.keys) for page in pages) == 10
         assert (ended.is_whole, ended.bound, ended.num_blocks) == (True, 4, 4)
         wait_for(lambda: storage.stats.num_deleted == 6)

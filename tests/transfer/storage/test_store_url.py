@@ -129,18 +129,18 @@ def mutants(rng, url):
         yield rng.choice(("", "", '"', "STORAGE=", "--storage ")) + text
 
 
-def told_of(text, opens):
+def texts_of(text, opens):
     """Everything that is said of a text, with the errors behind a refusal."""
-    told = [shown_url(text)]
+    texts = [shown_url(text)]
     error = None
     try:
-        told.append(opens(text))
+        texts.append(opens(text))
     except (ValueError, ImportError) as caught:
         error = caught
     while error is not None:
-        told.append(error)
+        texts.append(error)
         error = error.__context__
-    return repr(told)
+    return repr(texts)
 
 
 def test_no_message_shows_a_password_of_a_malformed_url():
@@ -153,9 +153,9 @@ def test_no_message_shows_a_password_of_a_malformed_url():
             for text in mutants(rng, f"{scheme}://{user}:{password}@{place}"):
                 if text.startswith(("/", "./")):
                     continue  # It says that it is a path.
-                told = told_of(text, StoreUrl.parse)
-                assert SECRET not in told, text
-                num_refused += "ValueError" in told
+                texts = texts_of(text, StoreUrl.parse)
+                assert SECRET not in texts, text
+                num_refused += "ValueError" in texts
     assert num_refused > 3000
 
 
@@ -184,7 +184,7 @@ SECRET_PARTS = [
 def test_a_secret_in_an_option_or_a_path_is_shown_to_nobody():
     for text in SECRET_PARTS:
         text = text.format(SECRET)
-        assert SECRET not in told_of(text, lambda url: open_store(url).url), text
+        assert SECRET not in texts_of(text, lambda url: open_store(url).url), text
 
 
 def test_a_url_of_another_type_is_shown_to_nobody():

@@ -1,8 +1,7 @@
-"""What every store does, whatever keeps its bytes, and what its server does to it."""
+"""The contract of every store, and the failures of its server."""
 
 import contextlib
 import gc
-import http.server
 import itertools
 import os
 import random
@@ -34,6 +33,7 @@ from tests.rigs.children import PIPE, Child
 from tests.rigs.servers import (
     OF_CLUSTER,
     free_port,
+    http_server,
     leaves_sockets,
     mooncake_lender,
     mooncake_master,
@@ -100,7 +100,6 @@ def credentials(monkeypatch):
 
 @pytest.fixture(params=KINDS)
 def store(request, tmp_path, credentials):
-    """Each kind, empty."""
     if request.param == "memory":
         store = MemoryStore()
     elif request.param == "folder":
@@ -140,12 +139,9 @@ def test_what_was_put_is_found_until_it_is_deleted(store):
     put(store, {"a/2": b"two" * 5, "a/3": b"three", "a/0": b""})
     whole = b"".join(pieces)
     assert get(store, "a/1", "nowhere", "a/2") == [whole, None, b"two" * 5]
-    # No more is read of an object that somebody else has put than was asked for.
-    assert get(store, "a/1", "a/2", "a/3", max_bytes=15) == [
-        whole[:15],
-        b"two" * 5,
-        b"three",
-    ]
+    # A read ends after `max_bytes`, even if another writer's object is longer.
+    expected = [whole[:15], b"two" * 5, b"three"]
+    assert get(store, "a/1", "a/2", "a/3", max_bytes=15) == expected
     assert get(store, "a/0", max_bytes=15)[0] in (b"", None)
     assert exists(store, "a/1", "a/4") == [True, False]
     if isinstance(store, SizedStore):
@@ -202,10 +198,11 @@ def test_writers_of_one_name_leave_one_of_their_objects_and_readers_no_mixture(s
 
 
 def test_stores_in_memory_of_one_name_are_one():
-    with opened(*(f"memory://{name}" for name in ("a", "a", "b"))) as (one, two, other):
-        put(one, {"a": b"x"})
-        assert get(two, "a") == [b"x"]
-        assert get(other, "a") == [None]
+    urls = ("memory://a", "memory://a", "memory://b")
+    with opened(*urls) as (writer, reader, separate):
+        put(writer, {"a": b"x"})
+        assert get(reader, "a") == [b"x"]
+        assert get(separate, "a") == [None]
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "s3", "mooncake"])
@@ -249,10 +246,10 @@ def test_s3_is_where_the_url_or_the_environment_says(
         assert "bucket does not exist" in str(error)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
     bucket = "s3://blocks/environment"
-    with opened(bucket, f"{bucket}/?region=eu-west-1") as (store, other):
+    with opened(bucket, f"{bucket}/?region=eu-west-1") as (store, in_region):
         assert store.url == "s3://blocks/environment/"
         put(store, {"a": b"x"})
-        assert get(other, "a") == [b"x"]
+        assert get(in_region, "a") == [b"x"]
 
 
 def test_s3_takes_the_credentials_of_the_environment_if_it_has_some(monkeypatch):
@@ -268,37 +265,11 @@ def test_s3_takes_the_credentials_of_the_environment_if_it_has_some(monkeypatch)
     assert "aws_credentials" not in has_none
 
 
-@contextlib.contextmanager
-def http_server(answers):
-    """Serve HTTP, with the first of the answers to everything: a status and a body."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def handle_any(self):
-            status, body = answers[0]
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        do_GET = do_PUT = handle_any  # noqa: N815
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
 def test_a_bucket_without_room_is_full(credentials):
     answers = []
     with (
-        http_server(answers) as endpoint,
-        opened(f"s3://blocks/kv?endpoint={endpoint}") as [store],
+        http_server(lambda: answers[0]) as port,
+        opened(f"s3://blocks/kv?endpoint=http://127.0.0.1:{port}") as [store],
     ):
         for status, code, kind in (
             (507, "", "full"),
@@ -383,7 +354,7 @@ def test_writes_go_to_the_new_primary_after_a_failover(tmp_path, monkeypatch):
         monkeypatch.setattr(
             socket,
             "getaddrinfo",
-            lambda host, _, *more: lookup(host, *target, *more),
+            lambda host, _, *args: lookup(host, *target, *args),
         )
         with closing(open_store("redis://127.0.0.1:1/0")) as store:
             put(store, {"a": b"x"})
@@ -403,19 +374,19 @@ OF_NAMES = {name: name.encode() for name in NAMES}
 
 def has_all(store):
     """Whether all can be read now; nothing but that a node is away may hinder it."""
-    found = outcomes(lambda: store.get(NAMES, 100))
-    if errors := [each for each in found if isinstance(each, StoreError)]:
+    answers = outcomes(lambda: store.get(NAMES, 100))
+    if errors := [answer for answer in answers if isinstance(answer, StoreError)]:
         assert {error.kind for error in errors} == {"unreachable"}
         return False
-    assert list(map(bytes, found)) == [*OF_NAMES.values()]
+    assert list(map(bytes, answers)) == [*OF_NAMES.values()]
     return True
 
 
 @leaves_sockets
 def test_a_replica_takes_the_place_of_a_node_that_died(tmp_path):
     with redis_cluster(tmp_path, num_replicas=1) as (url, nodes):
-        first, other, *_ = nodes
-        late_url = f"redis+cluster://x.invalid,127.0.0.1:{other}"
+        first, second, *_ = nodes
+        late_url = f"redis+cluster://x.invalid,127.0.0.1:{second}"
         with opened(url, late_url) as (store, late):
             put(store, OF_NAMES)
             with redis.Redis(port=first) as client:
@@ -493,16 +464,16 @@ def test_a_mooncake_pool_without_a_list_or_room_says_so(mooncake_url):
 
 def test_what_one_client_of_mooncake_writes_another_reads_and_deletes(mooncake_url):
     payload = np.random.default_rng(0).bytes(3 << 20)
-    with opened(mooncake_url, mooncake_url) as (one, two):
-        assert list(two.put([("a/1", [b"head", payload])])) == [None]
-        assert get(one, "a/1") == get(two, "a/1") == [b"head" + payload]
-        assert get(two, "a/1", max_bytes=100) == [b"head" + payload[:96]]
+    with opened(mooncake_url, mooncake_url) as (client, peer):
+        assert list(peer.put([("a/1", [b"head", payload])])) == [None]
+        assert get(client, "a/1") == get(peer, "a/1") == [b"head" + payload]
+        assert get(peer, "a/1", max_bytes=100) == [b"head" + payload[:96]]
         # An object that is there stays, until it is deleted, which needs no lease.
-        put(one, {"a/1": b"other"})
-        assert get(two, "a/1") == [b"head" + payload]
-        delete(one, "a/1")
-        put(one, {"a/1": b"other"})
-        assert get(two, "a/1") == [b"other"]
+        put(client, {"a/1": b"other"})
+        assert get(peer, "a/1") == [b"head" + payload]
+        delete(client, "a/1")
+        put(client, {"a/1": b"other"})
+        assert get(peer, "a/1") == [b"other"]
 
 
 def test_mooncake_is_used_again_once_its_master_is_back():
@@ -563,7 +534,6 @@ for url in {urls!r}:
 
 
 def test_a_process_ends_although_its_stores_hang(tmp_path):
-    """The servers take connections and never answer."""
     os.mkfifo(tmp_path / "pipe")
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
@@ -613,8 +583,8 @@ for number in range(10**9):
     objects = ObjectFormat(b"m", "u8", 300_000)
     with opened(url) as [store]:
         keys = [number.to_bytes(32, "little") for number in range(50)]
-        found = get(store, *map(objects.name, keys), max_bytes=objects.object_bytes)
-    pairs = zip(keys, found, strict=True)
+        blobs = get(store, *map(objects.name, keys), max_bytes=objects.object_bytes)
+    pairs = zip(keys, blobs, strict=True)
     whole = [objects.decode(key, data) for key, data in pairs if data is not None]
     assert whole
     for payload in whole:

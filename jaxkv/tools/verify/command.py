@@ -1,0 +1,129 @@
+"""``jaxkv verify``: prove that jaxkv works on this machine, and write a report."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import time
+from functools import partial
+from pathlib import Path
+
+from jaxkv._util import shown
+from jaxkv.tools.files import (
+    HTML_OPTION,
+    JSON_OPTION,
+    check_extra,
+    check_files,
+    write_files,
+)
+from jaxkv.tools.machine import versions
+from jaxkv.tools.progress import show_progress
+from jaxkv.tools.usage import (
+    EXIT_FAILED,
+    EXIT_OK,
+    Args,
+    Usage,
+    UsageError,
+    check_names,
+)
+from jaxkv.tools.verify import report
+from jaxkv.tools.verify.records import STAGES, Result, Stage
+from jaxkv.tools.verify.supervise import run_stages
+
+SUMMARY = "prove that jaxkv works on this machine, in ten minutes"
+
+_NAMES = [stage.name for stage in STAGES]
+_RUN = "run.json"
+_BUDGET_S, _STALL_S = 600.0, 180.0
+
+
+def parse_duration(text: str) -> float:
+    """Parse a duration in seconds or minutes.
+
+    >>> parse_duration("90s"), parse_duration("10m")
+    (90.0, 600.0)
+    """
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(s|m)", text)
+    if not match or not float(match[1]):
+        raise ValueError(f"{shown(text)} must be a duration such as 90s or 10m")
+    return float(match[1]) * {"s": 1, "m": 60}[match[2]]
+
+
+USAGE = Usage(
+    "jaxkv verify",
+    "Move random blocks of every dtype and layout there and back, beside a model's "
+    "writes and through failures, and compare every bit; compare every token of a "
+    "small serving engine; measure bandwidth and time to first token. Each stage runs "
+    "in a process of its own, so that a runtime that crashes or hangs costs one check. "
+    "The exit status is 1 if a check failed, or if no block can move here.",
+    f"""
+checks:
+  --only STAGE,...  of {", ".join(_NAMES)} (default: all)
+  --budget TIME  about how long all may take, such as 90s; what is left out is named
+      (default: 10m)
+  --stall TIME  end a check that makes no progress for this long (default: 3m)
+
+results:
+  --folder PATH  where the results of each stage are kept
+  --resume  go on with the results in that folder, after a crash of the machine
+{JSON_OPTION}
+{HTML_OPTION}
+""",
+    {"--budget": parse_duration, "--stall": parse_duration, "--folder": Path},
+    {"folder": Path("jaxkv-verify")},
+)
+
+
+def run(args: Args) -> int:
+    """Run the command; return its exit code."""
+    names = check_names("--only", args.only or _NAMES, _NAMES)
+    check_files(args)
+    check_extra("verify", ("flax", "rich", "matplotlib"))
+    stages = [stage for stage in STAGES if stage.name in {*names, STAGES[0].name}]
+    _prepare(args.folder, args.resume)
+    budget_s, stall_s = args.budget or _BUDGET_S, args.stall or _STALL_S
+    start_s = time.monotonic()
+    results: dict[Stage, tuple[Result, ...]] = {}
+
+    def on_stage(stage: Stage, of_stage: tuple[Result, ...]) -> str:
+        results[stage] = of_stage
+        print("\n".join(report.stage_lines(stage, of_stage)))
+        return report.reason_of(of_stage)
+
+    with show_progress() as on_progress:
+        run_stages(stages, args.folder, budget_s, stall_s, on_progress, on_stage)
+    seconds = round(time.monotonic() - start_s, 1)
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    made = report.Report(results, budget_s, seconds, today)
+    print("\n".join(report.last_lines(made, str(args.folder))))
+    page = partial(report.to_page, made)
+    write_files(args, lambda: report.to_json(made, args.command_line), page=page)
+    return EXIT_OK if made.verdict == "PASS" else EXIT_FAILED
+
+
+def _prepare(folder: Path, resume: bool) -> None:
+    """Make the folder of the results; empty it unless the run goes on with them."""
+    have = {"versions": versions("flax", "libtpu")}
+    path = folder / _RUN
+    try:
+        if resume:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before != have:
+                raise UsageError(
+                    f"--resume: the results in {shown(str(folder))} are of "
+                    f"{before.get('versions')}; run without --resume"
+                )
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        for stage in STAGES:
+            for suffix in (".jsonl", ".log"):
+                (folder / f"{stage.name}{suffix}").unlink(missing_ok=True)
+        path.write_text(json.dumps(have), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        option = "--resume" if resume else "--folder"
+        why = getattr(error, "strerror", None) or "it is no file of jaxkv verify"
+        raise UsageError(
+            f"{option}: cannot use {shown(str(folder))} ({why}); name a folder "
+            f"{'that an earlier run wrote' if resume else 'that you may write to'}"
+        ) from error

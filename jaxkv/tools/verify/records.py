@@ -1,0 +1,151 @@
+"""Stages, checks and results, and the files that keep results when a process dies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Verdict: TypeAlias = Literal["PASS", "FAIL", "SKIP"]
+
+START = "start"
+"""The check that covers the start of a stage: jax, its backend, the list of checks."""
+
+NO_TIME = "the time budget was used up before it; give a larger --budget"
+"""The detail of a check that was left out."""
+
+_BEAT_S = 1.0
+
+
+class Stage(NamedTuple):
+    """Checks that share a process; `jaxkv.tools.verify.<name>` lists them."""
+
+    name: str
+    title: str
+    share: float  # Of the time budget
+
+
+STAGES = (
+    Stage("devices", "Devices, memory and limits", 0.02),
+    Stage("blocks", "Random blocks there and back, every bit compared", 0.28),
+    Stage("races", "Transfers against the model's writes", 0.14),
+    Stage("failures", "Failures are reported, and nothing wrong is served", 0.14),
+    Stage("engine", "A serving engine, every token compared", 0.14),
+    Stage("speed", "Bandwidth, overlap with compute, the engine's thread", 0.13),
+    Stage("ttft", "Time to first token, with and without offloading", 0.15),
+)
+
+
+class Result(NamedTuple):
+    """A line of the report."""
+
+    name: str  # Of the check, unique in its stage
+    verdict: Verdict
+    detail: str  # One line
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = {}
+
+
+class UnsupportedError(Exception):
+    """Why this device does not support a check, and what of jaxkv works without it."""
+
+
+class WrongError(Exception):
+    """Blocks, tokens or reports are not what they must be."""
+
+
+class Check(NamedTuple):
+    """A check of a stage.
+
+    `run` returns a line and figures if it passes, and raises otherwise.
+    """
+
+    name: str
+    run: Callable[[Turn], tuple[str, Mapping[str, Any]]]
+    weight: float = 1.0  # Its share of the stage's time
+    excuse: str = ""  # Why a crash says nothing about jaxkv; empty if it is a failure
+
+
+class State(NamedTuple):
+    """The contents of a log."""
+
+    results: tuple[Result, ...]
+    current: str | None  # The check that has begun and has no result
+    excuse: str  # The excuse of the current check
+    begins: Counter[str]  # How often each check has begun
+    num_checks: int  # 0 until the checks are listed
+    has_ended: bool  # Whether all checks have results
+
+
+class StageLog:
+    """The results of a stage in a file of JSON lines.
+
+    The stage's process appends to it, and its parent follows it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, **line: Any) -> None:
+        """Append a line; the newline before it closes one that a crash has cut off."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(f"\n{json.dumps(line)}")
+
+    def write(self, *result: Any) -> None:
+        """Append a result, given by its fields."""
+        self.append(result=Result(*result)._asdict())
+
+    def size(self) -> int:
+        """Return the bytes of the file, which grow while the stage makes progress."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def read(self) -> State:
+        """Read what there is."""
+        results: dict[str, Result] = {}
+        begins: Counter[str] = Counter()
+        current, excuse, num_checks, has_ended = None, "", 0, False
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        for line in filter(None, text.split("\n")):
+            try:
+                values = json.loads(line)
+            except ValueError:
+                continue  # A crash has cut it off.
+            if "begin" in values:
+                current, excuse = values["begin"], values["excuse"]
+                begins[values["begin"]] += 1
+            if "result" in values:
+                result = Result(**values["result"])
+                results[result.name] = result
+                current = None
+            num_checks = values.get("num_checks", num_checks)
+            has_ended = has_ended or "end" in values
+        done = tuple(results.values())
+        return State(done, current, excuse, begins, num_checks, has_ended)
+
+
+class Turn:
+    """The time that a check has."""
+
+    def __init__(self, seconds: float, log: StageLog) -> None:
+        self.log = log
+        self._end_s = time.monotonic() + seconds
+        self._next_beat_s = 0.0
+
+    def beat(self, *_: Any) -> None:
+        """Show that the check makes progress; for progress callbacks, too."""
+        if time.monotonic() >= self._next_beat_s:
+            self.log.append(beat=True)
+            self._next_beat_s = time.monotonic() + _BEAT_S
+
+    def rounds(self, minimum: int, maximum: int | None = None) -> Iterator[int]:
+        """Count rounds until the time is used up, but at least a minimum."""
+        for number in itertools.count():
+            is_over = time.monotonic() >= self._end_s
+            if number == maximum or (number >= minimum and is_over):
+                return
+            self.beat()
+            yield number

@@ -1,0 +1,220 @@
+"""The results as lines, as JSON and as a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from jaxkv.tools.machine import versions
+from jaxkv.tools.page import Section, bullets, paragraphs, render_page
+from jaxkv.tools.verify.devices import DEVICE, TRANSFERS
+from jaxkv.tools.verify.records import NO_TIME, START, Result, Stage, Verdict
+
+NOT_SHOWN = (
+    "Not shown: several hosts, your model and its engine (vLLM, MaxText, JetStream), "
+    "and a host tier as large as yours."
+)
+
+
+class Report(NamedTuple):
+    """The results of a run."""
+
+    stages: Mapping[Stage, Sequence[Result]]
+    budget_s: float
+    seconds: float
+    date: str
+
+    @property
+    def results(self) -> list[Result]:
+        """The results of all stages."""
+        return [result for results in self.stages.values() for result in results]
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAIL if a check failed, SKIP if no block can move, else PASS."""
+        if any(result.verdict == "FAIL" for result in self.results):
+            return "FAIL"
+        return "SKIP" if any(map(reason_of, self.stages.values())) else "PASS"
+
+    @property
+    def device(self) -> Mapping[str, Any]:
+        """The figures of the device; empty if it was not found."""
+        figures = (result.figures for result in self.results if result.name == DEVICE)
+        return next(figures, {})
+
+    @property
+    def machine(self) -> str:
+        """The machine, in words."""
+        if not self.device:
+            return "no device"
+        host = self.device["machine"]
+        cpu = host["cpu"] or host["system"]
+        return f"{self.device['name']}, {host['num_cpus']} cores of {cpu}"
+
+    @property
+    def row(self) -> str:
+        """A row for the table of reports in docs/support.md."""
+        have = versions()
+        names = ", ".join(f"{name} {have[name]}" for name in ("jaxkv", "jax", "python"))
+        verdict = f"{self.verdict}: {count(self.results)}"
+        return f"| {self.machine} | {names} | {self.date} | {verdict} |"
+
+    @property
+    def advice(self) -> list[str]:
+        """Settings that the figures speak for."""
+        texts = (result.figures.get("advice") for result in self.results)
+        return [text for text in dict.fromkeys(texts) if text]
+
+    @property
+    def unchecked(self) -> list[str]:
+        """The stages without any result but SKIP."""
+        return [
+            stage.name
+            for stage, results in self.stages.items()
+            if all(result.verdict == "SKIP" for result in results)
+        ]
+
+
+def count(results: Sequence[Result]) -> str:
+    """Count the checks by verdict, in words."""
+    counts = Counter(
+        "TIME" if result.detail == NO_TIME else str(result.verdict)
+        for result in results
+    )
+    words = {
+        "PASS": "passed",
+        "FAIL": "failed",
+        "SKIP": "not supported",
+        "TIME": "left out for want of time",
+    }
+    texts = (f"{counts[name]} {word}" for name, word in words.items() if counts[name])
+    return ", ".join(texts)
+
+
+def reason_of(results: Sequence[Result]) -> str:
+    """Return why later stages cannot run: transfers that do not work, or jax."""
+    for result in results:
+        if result.name == TRANSFERS and result.verdict != "PASS":
+            return f"no block can move here; `{TRANSFERS}` says why"
+        if result.name == START and result.verdict == "FAIL":
+            return "jax does not start"
+    return ""
+
+
+def stage_lines(stage: Stage, results: Sequence[Result]) -> Iterator[str]:
+    """Yield a title and a line for each result."""
+    yield f"{stage.name}: {stage.title}"
+    for result in results:
+        yield f"{result.verdict}  {result.name}: {result.detail}"
+    yield ""
+
+
+def last_lines(report: Report, folder: str) -> Iterator[str]:
+    """Yield what the results come to."""
+    minutes = f"{report.seconds / 60:.1f} minutes"
+    yield f"{report.verdict}: {count(report.results)}, in {minutes}."
+    if report.unchecked:
+        yield f"Nothing was checked of: {', '.join(report.unchecked)}."
+    yield from (f"What to set: {text}." for text in report.advice)
+    yield NOT_SHOWN
+    if report.verdict == "FAIL":
+        yield f"The output of each stage is in {folder}."
+    yield "For the table of reports in docs/support.md:"
+    yield report.row
+
+
+def to_json(report: Report, command: str) -> dict[str, Any]:
+    """Convert a report for ``json.dump``."""
+    return {
+        "verdict": report.verdict,
+        "counts": count(report.results),
+        "unchecked": report.unchecked,
+        "advice": report.advice,
+        "machine": report.machine,
+        "versions": versions("flax", "libtpu"),
+        "date": report.date,
+        "command": command,
+        "budget_s": report.budget_s,
+        "seconds": report.seconds,
+        "stages": [
+            {
+                "name": stage.name,
+                "title": stage.title,
+                "results": [result._asdict() for result in results],
+            }
+            for stage, results in report.stages.items()
+        ],
+    }
+
+
+def to_page(report: Report, command: str) -> str:
+    """Write the page."""
+    finding = paragraphs([f"{report.verdict}: {count(report.results)}."], "finding")
+    if report.unchecked:
+        text = f"Nothing was checked of: {', '.join(report.unchecked)}."
+        finding += paragraphs([text])
+    failed = [
+        result._replace(name=f"{stage.name}: {result.name}")
+        for stage, results in report.stages.items()
+        for result in results
+        if result.verdict == "FAIL"
+    ]
+    if failed:
+        finding += paragraphs(["What failed:"]) + _list(failed)
+    if report.advice:
+        finding += paragraphs(["What to set:"]) + bullets(map(escape, report.advice))
+    finding += paragraphs([NOT_SHOWN])
+    have = versions("flax", "libtpu")
+    facts = [
+        ("Machine", report.machine),
+        ("Runtime", str(report.device.get("runtime", "unknown"))),
+        ("Software", ", ".join(f"{name} {value}" for name, value in have.items())),
+        ("Date", report.date),
+        ("Time", f"{report.seconds / 60:.1f} of {report.budget_s / 60:.1f} minutes"),
+    ]
+    sections = [
+        Section(
+            stage.name,
+            f"{stage.name}: {stage.title}",
+            paragraphs([count(results)]) + _list(results) + _speed_table(results),
+        )
+        for stage, results in report.stages.items()
+    ]
+    return render_page("jaxkv verify", finding, facts, sections, command)
+
+
+def _list(results: Sequence[Result]) -> str:
+    """Write results as a list, which fits a phone."""
+    return bullets(
+        f"<strong>{result.verdict} {escape(result.name)}</strong><br>"
+        f"{escape(result.detail)}"
+        for result in results
+    )
+
+
+def _speed_table(results: Sequence[Result]) -> str:
+    """Write the speeds of transfers as a table that scrolls by itself."""
+    speeds = [
+        (f"{result.name}: {side}", values)
+        for result in results
+        for side, values in result.figures.get("gb_per_s", {}).items()
+    ]
+    if not speeds:
+        return ""
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f"<td>{value:.2f}</td>" for value in values.values())
+        + "</tr>"
+        for name, values in speeds
+    )
+    head = "".join(
+        f'<th scope="col">{name.replace("_", ", ")}</th>' for name in speeds[0][1]
+    )
+    return (
+        '<div class="scroll" role="region" tabindex="0" aria-labelledby="speeds">'
+        '<table><caption id="speeds"><span>GB/s (10^9 bytes per second)</span>'
+        f'</caption><thead><tr><th scope="col">side</th>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )

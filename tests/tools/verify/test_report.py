@@ -1,0 +1,122 @@
+"""The report: verdicts, advice, the page, and the command line around it."""
+
+import json
+
+import pytest
+
+from jaxkv.tools import main as cli
+from jaxkv.tools.verify import command
+from jaxkv.tools.verify.records import NO_TIME, STAGES, Result
+from jaxkv.tools.verify.report import Report, reason_of, to_page
+from tests.rigs.browser import Browser, find_browser
+
+DEVICE = {
+    "name": "8 x tpu TPU v6 lite",
+    "runtime": "a <runtime>",
+    "machine": {"cpu": "AMD EPYC", "num_cpus": 180},
+}
+RESULTS = {
+    "devices": [
+        Result("device", "PASS", "8 x tpu", 0.1, DEVICE),
+        Result("transfers", "PASS", "mode staged"),
+    ],
+    "blocks": [
+        Result("bfloat16 (staged)", "PASS", "312 blocks"),
+        Result("int4 (staged)", "SKIP", "not supported: <less> than a byte"),
+    ],
+    "speed": [
+        Result(
+            "blocks of 2 MiB",
+            "PASS",
+            "save 20 GB/s",
+            1.0,
+            {
+                "advice": "Extents of 32 MiB are faster",
+                "gb_per_s": {"engine": {"save_best": 12.3456, "load_best": 8.0}},
+            },
+        )
+    ],
+    "ttft": [Result("returning prompts", "SKIP", command.USAGE.name)],
+}
+
+
+def report_of(**changes):
+    results = RESULTS | changes
+    stages = {stage: results[stage.name] for stage in STAGES if stage.name in results}
+    return Report(stages, 600.0, 300.0, "2026-11-26")
+
+
+def test_a_report_names_the_machine_the_counts_and_what_was_not_checked():
+    report = report_of()
+    assert (report.verdict, report.unchecked) == ("PASS", ["ttft"])
+    assert report.advice == ["Extents of 32 MiB are faster"]
+    late = report_of(blocks=[Result("x", "PASS", ""), Result("y", "SKIP", NO_TIME)])
+    assert ", 1 left out for want of time" in late.row
+    assert report.row.startswith("| 8 x tpu TPU v6 lite, 180 cores of AMD EPYC | jax")
+    assert report.row.endswith("| 2026-11-26 | PASS: 4 passed, 2 not supported |")
+
+
+def test_one_failure_is_the_verdict_and_a_device_without_transfers_is_none():
+    assert report_of(blocks=[Result("x", "FAIL", "wrong")]).verdict == "FAIL"
+    refused = [Result("transfers", "SKIP", "not supported: no pinned_host. No block")]
+    report = report_of(devices=refused)
+    assert report.verdict == "SKIP"
+    assert reason_of(refused) == "no block can move here; `transfers` says why"
+
+
+def test_the_page_has_every_result_as_text_and_nothing_of_others():
+    page = to_page(report_of(), "jaxkv verify --html a.html")
+    for text in ("bfloat16 (staged)", "&lt;less&gt; than a byte", "12.35", "<runtime>"):
+        assert (text in page) == (text != "<runtime>"), text
+    assert "http" not in page.replace("http-equiv", "")
+    assert "PASS: 4 passed, 2 not supported." in page
+
+
+def test_the_command_writes_the_figures_and_ends_with_the_verdict(
+    tmp_path, monkeypatch, run_line
+):
+    def run_stages(stages, folder, budget_s, stall_s, on_progress, on_stage):
+        assert [stage.name for stage in stages] == ["devices", "blocks"]
+        assert (budget_s, stall_s) == (90.0, 60.0)
+        for stage in stages:
+            on_stage(stage, tuple(RESULTS[stage.name]))
+
+    monkeypatch.setattr(command, "run_stages", run_stages)
+    monkeypatch.chdir(tmp_path)
+    line = "verify --only blocks --budget 90s --stall 1m"
+    out, _, figures = run_line(line)
+    assert "SKIP  int4 (staged): not supported" in out
+    assert "PASS: 3 passed, 1 not supported, in " in out
+    assert f"| {figures['machine']} | jaxkv " in out
+    assert [*figures] == [
+        *("verdict", "counts", "unchecked", "advice", "machine", "versions", "date"),
+        *("command", "budget_s", "seconds", "stages"),
+    ]
+    run_line(f"{line} --resume")
+    (tmp_path / "jaxkv-verify" / "run.json").write_text(json.dumps({"versions": 1}))
+    assert cli.main([*line.split(), "--resume"]) == 2
+    monkeypatch.setitem(RESULTS, "blocks", [Result("x", "FAIL", "wrong")])
+    run_line(line, 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("verify --budget 10", "--budget: '10' must be a duration such as 90s or 10m"),
+        ("verify --only block", "--only: unknown 'block': did you mean blocks?"),
+        ("verify --resume", "--resume: cannot use 'jaxkv-verify' (No such file"),
+    ],
+)
+def test_wrong_use_is_one_line(line, words, refused):
+    assert words in refused(line)
+
+
+@pytest.mark.skipif(find_browser() is None, reason="there is no browser")
+def test_the_page_fits_a_phone_and_fetches_nothing(tmp_path):
+    path = tmp_path / "a.html"
+    path.write_text(to_page(report_of(), "jaxkv verify --html a.html"))
+    with Browser(find_browser()) as browser:
+        for width in (360, 1200):
+            browser.open(path, width)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            assert browser.requested_urls() == [path.as_uri()]
