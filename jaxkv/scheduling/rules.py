@@ -78,9 +78,9 @@ class RuleSettings(Settings):
     max_unseen_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "Of a prompt's blocks that no request has asked for before, store at most the "
-        "first this many; the rest once asked for again. `null` stores all. Generated "
-        "tokens do not count.",
+        "Of a prompt's blocks that no request has asked for before, store only the "
+        "first, up to this many; the rest once asked for again. `null` stores all. "
+        "Generated tokens do not count.",
         unit="host blocks",
         minimum=0,
     )
@@ -111,7 +111,7 @@ class RuleSettings(Settings):
     store_batch_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "Blocks to store at a time. They wait on the device for one another, unless "
+        "Blocks to store at a time. They wait on the device to fill a batch, unless "
         "blocks run short, no model runs or their request ends. 0 stores in each step; "
         "`null`: 32 MiB, at most 64.",
         unit="device blocks",
@@ -147,8 +147,8 @@ class RuleSettings(Settings):
         False,
         "scheduler",
         "Write a request's loads in the step that first runs it "
-        "(`OffloadWorker.take_step_loads`), so that it does not wait for them, nor "
-        "does `max_blocks_in_flight` delay them.",
+        "(`OffloadWorker.take_step_loads`): it does not wait for them, and "
+        "`max_blocks_in_flight` does not delay them.",
     )
     flush_on_preemption: bool = settings.flag(
         False,
@@ -201,7 +201,7 @@ class RuleSettings(Settings):
     remember_drops: int = settings.number(
         0,
         "scheduler",
-        "Remember why the last this many host blocks were evicted or dropped, for "
+        "Remember why up to this many host blocks were evicted or dropped, for "
         "`OffloadScheduler.explain`.",
         unit="host blocks",
         minimum=0,
