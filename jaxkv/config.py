@@ -143,7 +143,7 @@ class _HostSettings(Settings):
     cache_policy: str = settings.name(
         "lru",
         "scheduler",
-        "Which blocks a full host tier evicts: `lru`, `arc`, `arc_fixed`, `slru`, "
+        "Policy that evicts from a full host tier: `lru`, `arc`, `arc_fixed`, `slru`, "
         "`hazard`, your own ([policies.md](policies.md)), or [`auto`](shadows.md).",
         names=lambda: [*policy_names(), AUTO],
     )

@@ -61,9 +61,9 @@ class RuleSettings(Settings):
     blocks_per_host_block: int = settings.number(
         1,
         "engine, scheduler",
-        "Device blocks in a host block. More than one makes objects in storage larger, "
-        "but transfers no faster; blocks are stored and evicted only together. Only "
-        "with one full-attention group and eager stores.",
+        "Device blocks per host block. More than one makes objects in storage larger, "
+        "but transfers no faster, and such blocks are stored and evicted only "
+        "together. Only with one full-attention group and eager stores.",
         unit="device blocks",
         minimum=1,
     )

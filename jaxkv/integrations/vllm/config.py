@@ -95,7 +95,7 @@ FIELDS = {
 # Descriptions in docs/vllm.md that replace the fields' descriptions.
 _TEXTS = {
     "cpu_bytes_to_use": "Host memory for blocks, of all chips together. Spare memory "
-    "adds an eighth: 64 GiB take 72.",
+    "adds an eighth: 64 GiB takes 72.",
     "num_cpu_blocks": "Host blocks, instead of `cpu_bytes_to_use`.",
     "offload_prompt_only": "Do not store generated tokens. vLLM's own connector does "
     "so by default; the next turn then recomputes the last answer.",
