@@ -62,7 +62,6 @@ LAYOUTS = {
     ),
     "a flag a block": (spec(12, dtype="uint8"), 0, 1),
 }
-CACHE = "MaxText's prefill cache, scanned"
 
 
 @pytest.fixture
@@ -91,19 +90,6 @@ def test_blocks_of_any_layout_keep_every_bit(make_layout, name):
     leaf_bytes = [leaf[0].nbytes for leaf in shadow.leaves]
     assert block_bytes == LAYOUTS[name][2] * sum(leaf_bytes)
     exercise(moves, shadow, rng)
-
-
-def test_saves_may_leave_device_blocks_out_which_then_cannot_be_loaded(make_layout):
-    moves, shadow, _ = make_layout(CACHE)
-    device_ids = [[-1, -1, 7, 3], [4, -1, 5, 6], [23, 22, 21, -1]]
-    moves.save_now(device_ids, [2, 0, 1])
-    shadow.save(device_ids, [2, 0, 1])
-    with pytest.raises(ValueError, match=r"host blocks \[0\] lack device blocks"):
-        moves.load([1, 0], np.arange(8).reshape(2, 4) - [[0, 0, 0, 4]])
-    targets = [[-1, -1, 1, 2], [8, -1, 9, 10], [11, -1, 12, -1]]
-    moves.load_now([2, 0, 1], targets)
-    shadow.load([2, 0, 1], targets)
-    shadow.check(moves.pool)
 
 
 def test_all_of_a_layer_group_is_issued_before_the_next(make, monkeypatch):

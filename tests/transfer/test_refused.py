@@ -199,6 +199,9 @@ def test_refused_rows_of_device_blocks_change_nothing(make):
     moves.save_now([[0, 1, 2, 3], [0, 1, 4, 5]], [5, 6])
     with pytest.raises(ValueError, match=r"has \[0, 1\] more than once"):
         moves.load([5, 6], [[0, 1, 2, 3], [0, 1, 4, 5]])
+    moves.save_now([[0, -1, 2, 3]], [7])
+    with pytest.raises(ValueError, match=r"host blocks \[7\] lack device blocks"):
+        moves.load([5, 7], np.arange(8, 16).reshape(2, 4))
     assert moves.engine.num_in_flight == 0
     assert moves.numbers == before
     moves.load_now([5, 6], np.arange(8, 16).reshape(2, 4))

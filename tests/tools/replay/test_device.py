@@ -145,9 +145,13 @@ def make_mixed_trace(seed):
     )
 
 
-@pytest.mark.parametrize("policy", policy_names())
-def test_every_request_finds_what_it_finds_in_a_real_engine(policy):
-    totals = np.zeros(3, np.int64)
+@pytest.mark.parametrize("policy", [*policy_names(), "auto"])
+def test_every_request_finds_what_it_finds_in_a_real_engine(policy, monkeypatch):
+    if policy == "auto":  # It changes the policy early; no replay pauses stores.
+        for name, value in auto_at_once().items():
+            monkeypatch.setattr(auto, name, value)
+        monkeypatch.setattr(StorePause, "skips", lambda *_: False)
+    totals, num_changes = np.zeros(3, np.int64), 0
     for seed, (device_blocks, capacity) in enumerate([(64, 400), (25, 60), (90, 30)]):
         trace = make_mixed_trace(seed)
         engine = Engine(trace, policy, capacity, device_blocks)
@@ -166,25 +170,9 @@ def test_every_request_finds_what_it_finds_in_a_real_engine(policy):
         assert result.num_refused == num_refused
         assert result.stores_by_request.sum() == engine.scheduler.stats.num_stored
         totals += (local.sum(), host.sum(), num_refused)
+        num_changes += engine.scheduler.num_policy_changes or 0
     assert totals.all(), "each kind must have come up"
-
-
-def test_auto_finds_what_it_finds_in_a_real_engine(monkeypatch):
-    for name, value in auto_at_once().items():
-        monkeypatch.setattr(auto, name, value)
-    # No replay pauses stores.
-    monkeypatch.setattr(StorePause, "skips", lambda *_: False)
-    num_changes = 0
-    for seed, (device_blocks, capacity) in enumerate([(25, 60), (90, 30), (64, 400)]):
-        trace = make_mixed_trace(seed)
-        engine = Engine(trace, "auto", capacity, device_blocks)
-        served = [engine.serve(number) for number in range(trace.num_requests)]
-        host = [num_hits for _, num_hits in served]
-        device = find_on_device(trace, device_blocks)
-        result = replay("auto", trace, capacity, device=device)
-        assert (result.hits_by_request - device.hits).tolist() == host
-        num_changes += engine.scheduler.num_policy_changes
-    assert num_changes > 2
+    assert num_changes > 2 or policy != "auto"
 
 
 def test_the_device_keeps_what_was_used_last_and_of_that_the_head():
