@@ -185,7 +185,7 @@ def spoil(fault):
 
     def write_zeros(half, blocks, only_states):
         pools = half._pools(half._runner.kv_caches)
-        if not half._parts:
+        if not half._caches_by_pool:
             first = len(pools) - 1 if fault == "zero drafts" else 0
             spoilt = zeroed(pools[first:], blocks[blocks > 0])
             half._put_back(half._runner, [*pools[:first], *spoilt])
