@@ -169,6 +169,7 @@ def test_a_bound_that_the_store_has_evicted_holds_and_is_recorded_again(bound):
         store.put([(name, [b"jaxkv\n"])])  # As another engine has recorded it.
         assert listed(storage, Bound(2)).bound == bound.num_blocks
         assert store.num_read == 1, "a store that evicts keeps what is read"
+        assert store.exists([name])[0], "only an owner deletes an owner's record"
         store.lose(name)
         ended = listed(storage, Bound(2))
         assert ended.bound == bound.num_blocks
@@ -179,6 +180,17 @@ def test_a_bound_that_the_store_has_evicted_holds_and_is_recorded_again(bound):
         store.put([(BLOCKS.bound_name(owner), [b"jaxkv\n"])])
         assert listed(storage, Bound(2)).bound == 3
         assert store.exists([name])[0] is not bound.is_owners
+
+
+def test_an_owner_forgets_the_larger_bound_of_the_owner_before():
+    store = MemoryStore()
+    names = [BLOCKS.bound_name(Bound(number, True)) for number in (9, 3)]
+    store.put([(names[0], [b"jaxkv\n"])])
+    with StorageIO(store, BLOCKS) as storage:
+        assert listed(storage, Bound(3, True)).bound == 3
+        assert store.exists(names) == [False, True]
+        store.delete(names)  # As a store that evicts records does.
+        assert listed(storage, Bound(2)).bound == 3
 
 
 def test_a_block_that_a_listing_has_twice_counts_once():

@@ -267,6 +267,25 @@ def test_the_null_block_is_passed_over(pool):
     assert pool.find_prefix([b"null"]) == []
 
 
+def test_changes_of_the_free_queue_are_counted_and_pins_are_not():
+    pool = DeviceBlockPool(8)
+    for change in (
+        lambda: pool.allocate(3),
+        lambda: pool.free([1, 3]),
+        lambda: pool.touch([3]),
+        lambda: pool.evict([1]),
+        lambda: pool.free([2, 3]),
+        pool.reset,
+    ):
+        num_changes = pool.num_changes
+        change()
+        assert pool.num_changes > num_changes
+    num_changes = pool.num_changes
+    pool.pin([1])
+    pool.unpin([1])
+    assert pool.num_changes == num_changes
+
+
 def test_unwritten_blocks_are_not_cached(pool):
     pool.unwritten.update([10, 11, 12])
     # An eviction does not write them: their holders would cache them.

@@ -49,6 +49,20 @@ def test_loads_go_before_saves_and_each_in_the_order_of_the_calls(
     assert {completion.error for completion in done} == {None}
 
 
+def test_a_drain_does_not_wait_for_a_host_read_that_delays_nothing(make, monkeypatch):
+    # A pause raises an error.
+    monkeypatch.setattr("jaxkv.transfer.queue._PAUSE_S", -1)
+    moves = make()
+    moves.save_now([4], [4])
+    read = moves.engine.read_host([4])
+    moves.load([4], [8])
+    try:
+        moves.drain()
+    finally:
+        read.close()
+    assert moves.numbers[8] == 4
+
+
 @pytest.mark.parametrize("has_room", [True, False])
 def test_transfers_of_one_block_take_effect_in_the_order_of_their_calls(
     make, mode, has_room, gate

@@ -305,6 +305,15 @@ def test_a_store_that_hangs_for_long_leaves_no_pile_of_reads(faulty, clock):
         assert storage.stats.num_late == 2000
 
 
+def test_the_end_of_one_queued_read_does_not_scan_the_queue(faulty, faulty_storage):
+    faulty.faults.hang = 1.0
+    tickets = faulty_storage.submit_reads(map(key, range(30)), FOREVER)
+    wait_for(lambda: faulty.num_faults["hang"] == 1)
+    queue = faulty_storage._queues["read"]
+    faulty_storage.cancel(tickets[-1:])
+    assert faulty_storage._queues["read"] is queue
+
+
 def test_reads_do_not_wait_for_writes_that_hang(faulty):
     with StorageIO(faulty, BLOCKS, num_in_flight=4) as storage:
         write_all(storage, 1)
@@ -389,6 +398,22 @@ def test_a_write_takes_back_a_delete_that_waits_before_it(faulty, faulty_storage
     wait_for(lambda: storage.stats.num_deleted)
     check_reads(storage, 1)
     assert storage.stats.num_deleted == 1
+
+
+def test_deletes_beyond_the_queues_room_are_forgotten(
+    faulty, faulty_storage, monkeypatch
+):
+    monkeypatch.setattr("jaxkv.transfer.storage.storage_io._MAX_DELETES", 2)
+    storage = faulty_storage
+    write_all(storage, *range(5))
+    faulty.faults.hang = 1.0
+    storage.delete([key(0)])
+    wait_for(lambda: faulty.num_faults["hang"])
+    storage.delete(map(key, range(1, 5)))
+    faulty.faults.hang = 0.0
+    faulty.let_go()
+    wait_for(lambda: storage.stats.num_deleted == 3)
+    assert outcomes(storage, *range(5)) == ["missing"] * 3 + ["done"] * 2
 
 
 def test_a_probe_counts_stored_blocks_of_a_run_and_a_listing_has_every_shard(store):
