@@ -196,7 +196,7 @@ def test_two_turns_are_answered_as_without_the_host(setup):
     assert [len(ended[n]) - len(prompts[n]) for n in (0, 3, 1)] == [13, 17, 10]
     offload.store.flush()
     assert not offload.store.stats.num_dropped_failed
-    del server  # And so are the decode state and its KV.
+    del server  # Also frees the decode state and its KV.
 
     for slot, tokens in ended.items():
         prompt = prompts[slot]
@@ -312,8 +312,8 @@ def test_a_second_process_is_warm_and_gives_the_same_tokens(setup, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     # What is left is computed: the last chunk.
-    found = 45 // CHUNK * CHUNK
-    assert json.loads(run.stdout.splitlines()[-1]) == [found, found, expected]
+    num_hit = 45 // CHUNK * CHUNK
+    assert json.loads(run.stdout.splitlines()[-1]) == [num_hit, num_hit, expected]
 
 
 def test_the_example_runs(tmp_path):

@@ -72,19 +72,19 @@ def test_each_load_is_recorded_with_what_it_found(make, tmp_path):
     path = tmp_path / "requests.jsonl"
     rng = np.random.default_rng(4)
     store = make(5, recorder=TraceRecorder(path), cache_policy="lru")
-    found = []
+    hit_tokens = []
     for _ in range(30):
         who = int(rng.integers(3))
         prompt = [who] * int(rng.integers(1, 14))
         hit = store.load(prompt)
-        found.append(0 if hit is None else hit.num_tokens)
+        hit_tokens.append(0 if hit is None else hit.num_tokens)
         keep(store, prompt)
     store.load([0] * BLOCK, TENANTS[1])
     store.close()
     trace = read_trace(path)
     run = trace.recording
-    assert run.host_tokens.tolist() == [*found, 0]
-    assert sum(found) > 0
+    assert run.host_tokens.tolist() == [*hit_tokens, 0]
+    assert sum(hit_tokens) > 0
     assert (run.device_tokens == -1).all()
     assert (run.policy, run.host_blocks, trace.block_size) == ("lru", 5, BLOCK)
     # Prompts of other adapters are others.
@@ -96,7 +96,7 @@ def test_each_load_is_recorded_with_what_it_found(make, tmp_path):
         store.load([0] * BLOCK)
 
 
-def test_a_policy_that_listens_is_told_of_each_load(make):
+def test_a_policy_is_notified_of_each_load(make):
     store = make(cache_policy="hazard", clock=lambda: 7.5)
     tokens = list(range(3 * store.block_size))
     assert store.load(tokens) is None
@@ -107,7 +107,7 @@ def test_a_policy_that_listens_is_told_of_each_load(make):
     assert sum(shown["touches"]) == UNIT * 2 * 3
 
 
-def test_a_prompt_is_kept_as_long_as_its_caller_says(make):
+def test_a_prompt_is_retained_as_its_caller_requests(make):
     now_s = [0.0]
     num = 2
     store = make(num_host_blocks=num, retention=True, clock=lambda: now_s[0])
@@ -116,12 +116,12 @@ def test_a_prompt_is_kept_as_long_as_its_caller_says(make):
     store.retain(prompts[0] + [7], Retention(ttl_s=60, num_tokens=size))
     for prompt in prompts[:4]:
         keep(store, prompt)
-    assert [store.contains(own) for own in prompts[:4]] == [True, False, False, True]
+    assert list(map(store.contains, prompts[:4])) == [True, False, False, True]
     now_s[0] = 60.0
     for prompt in prompts[4:]:
         keep(store, prompt)
-    assert store.contains(prompts[0])  # Nobody has told the time since.
-    assert store.load(prompts[8]) is not None  # A load tells it.
+    assert store.contains(prompts[0])  # Only a load updates the clock.
+    assert store.load(prompts[8]) is not None
     keep(store, prompts[4])
     assert not store.contains(prompts[0])
 
@@ -222,21 +222,21 @@ def test_random_prompts_agree_with_a_list_of_prefixes(make, seed, mode):
     rng = np.random.default_rng(seed)
     num_blocks, num_tenants, num_ends = [(64, 4, 20), (5, 2, 1), (24, 1, 2)][seed]
     store, oracle = make(num_blocks, mode=mode), Oracle(num_blocks)
-    num_queried = num_found = 0
+    num_queried = num_hit = 0
     for _ in range(80):
         tokens = random_prompt(rng, num_ends)
         extras = TENANTS[rng.integers(num_tenants)]
         keys = oracle.keys(tokens, extras)
         action = rng.random()
         if action < 0.5:
-            given = (tokens, np.array(tokens, np.int32), jnp.array(tokens, int))
+            forms = (tokens, np.array(tokens, np.int32), jnp.array(tokens, int))
             min_tokens = 12 * (action < 0.1)
-            hit = store.load(given[num_queried % 3], extras, min_tokens=min_tokens)
+            hit = store.load(forms[num_queried % 3], extras, min_tokens=min_tokens)
             num_tokens = BLOCK * oracle.load(keys, min_tokens)
             assert (0 if hit is None else hit.num_tokens) == num_tokens
             if hit is not None:
                 check_hit(hit, tokens, extras)
-            num_queried, num_found = num_queried + len(tokens), num_found + num_tokens
+            num_queried, num_hit = num_queried + len(tokens), num_hit + num_tokens
         elif action < 0.98:
             assert keep(store, tokens, extras) == BLOCK * oracle.save(keys)
         else:
@@ -248,9 +248,9 @@ def test_random_prompts_agree_with_a_list_of_prefixes(make, seed, mode):
     stats = store.stats
     assert (stats.num_host_query_tokens, stats.num_host_hit_tokens) == (
         num_queried,
-        num_found,
+        num_hit,
     )
-    assert num_found > 0
+    assert num_hit > 0
     assert stats.num_stored == oracle.num_stored
     assert stats.num_dropped_full == oracle.num_dropped
     assert stats.num_evicted == oracle.num_evicted
@@ -295,7 +295,7 @@ def test_saved_arrays_may_be_donated_at_once(make, mode):
 
 def test_a_save_that_only_if_refuses_costs_no_other(make, caplog):
     store = make()
-    prompt, other = list(range(30)), list(range(50, 80))
+    prompt, second = list(range(30)), list(range(50, 80))
 
     def fail():
         raise KeyError("a mistake of the caller's")
@@ -305,36 +305,37 @@ def test_a_save_that_only_if_refuses_costs_no_other(make, caplog):
         assert (store.load(prompt), store.held_bytes) == (None, 0)
         assert store.stats.num_dropped_failed == 7 * (1 + number)
         assert ("a mistake of the caller's" in caplog.text) == (only_if is fail)
-    keep(store, other, only_if=lambda: True)
-    check_hit(store.load(other), other)
+    keep(store, second, only_if=lambda: True)
+    check_hit(store.load(second), second)
     check_at_rest(store)
 
 
 def test_a_waiting_save_that_is_cleared_is_not_found(make):
     store = make()
-    prompt, other = list(range(30)), list(range(50, 80))
+    prompt, second = list(range(30)), list(range(50, 80))
     with blocked_thread(store):
         # The fault would be bytes of another prompt under these keys.
-        store.save(prompt, to_device(known_kv(other, LENGTH)))
+        store.save(prompt, to_device(known_kv(second, LENGTH)))
         store.clear()
         assert save(store, prompt[:12], only_if=lambda: False) == 12
-        save(store, other)
+        save(store, second)
     assert not store.contains(prompt[:4])
-    check_hit(store.load(other), other)
+    check_hit(store.load(second), second)
     assert store.stats.num_stored == 7
     check_at_rest(store)
 
 
 def test_a_save_cleared_in_flight_is_not_found(make):
     store = make()
-    prompt, other = list(range(30)), list(range(50, 80))
+    prompt, second = list(range(30)), list(range(50, 80))
 
     def clear_and_begin_anew():
         store.clear()
         assert save(store, prompt, only_if=lambda: False) == 28
         return True
 
-    store.save(prompt, to_device(known_kv(other, LENGTH)), only_if=clear_and_begin_anew)
+    kv = to_device(known_kv(second, LENGTH))
+    store.save(prompt, kv, only_if=clear_and_begin_anew)
     store.flush()
     assert not store.contains(prompt[:4])
     assert store.load(prompt) is None
@@ -372,14 +373,14 @@ SEQUENCES = {
 
 
 def test_a_save_belongs_to_the_epoch_in_which_its_prompt_was_loaded(make):
-    parts = {"P": P, "Q": Q, "R": R, "p": P[:3]}
+    tokens_of = {"P": P, "Q": Q, "R": R, "p": P[:3]}
     kv = to_device(known_kv([*P, *Q], LENGTH))
     for name, (calls, num_kept) in SEQUENCES.items():
         store = make()
         for call in calls:
             method, _, names = call.partition(" ")
             extras = TENANTS[names.startswith("a")]
-            tokens = [token for part in names.lstrip("a") for token in parts[part]]
+            tokens = [token for part in names.lstrip("a") for token in tokens_of[part]]
             if method == "clear":
                 store.clear((None, "1")[len(name) % 2])
             elif method == "save":
@@ -747,7 +748,7 @@ def test_a_load_that_is_interrupted_at_any_line_leaves_nothing_pinned(make):
             sys.settrace(before)
     assert num_interrupted > 20
     check_hit(hit, prompt)
-    # The loads that nobody waits for are over before it: all blocks can be evicted.
+    # The interrupted loads end before this save: all blocks can be evicted.
     keep(store, [100 + token for token in prompt])
     assert store.stats.num_dropped_full == 0
     check_at_rest(store)

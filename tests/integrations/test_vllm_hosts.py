@@ -23,8 +23,8 @@ RAY = {"TPU_MULTIHOST_BACKEND": "ray", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 MAX_ENDING_S = 120
 
 
-def engine(**more):
-    return {"engine": {"max_num_seqs": 8, "async_scheduling": False, **more}}
+def engine(**options):
+    return {"engine": {"max_num_seqs": 8, "async_scheduling": False, **options}}
 
 
 def options_of_hosts(rounds, users, extra, variables):
@@ -60,7 +60,7 @@ def check(rounds, expected, actual):
     assert not list(answers)
     assert min(actual["preemptions"]) > 0, actual["preemptions"]
     assert min(actual["restored"]) > 0, actual["restored"]
-    hits = actual["noted"]["hits"]
+    hits = actual["observed"]["hits"]
     assert len(hits) == len(rounds)
     assert min(hits) > 1000, hits
 

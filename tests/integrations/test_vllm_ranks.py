@@ -149,7 +149,7 @@ def test_returning_users_are_routed_by_what_the_hosts_of_ranks_have(lab):
     single = lab.run("returns", model="llama-float32", engine=engine, **options)
     assert tokens_of(ranks) == tokens_of(single)
     (hits, after_reset, after_both), (single_hits, *_) = (
-        run["noted"]["found"] for run in (ranks, single)
+        run["observed"]["hits"] for run in (ranks, single)
     )
     assert hits >= 0.95 * single_hits > 5000
     assert after_reset > 2000  # From the hosts: each user goes where its blocks are.

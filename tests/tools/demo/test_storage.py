@@ -198,7 +198,7 @@ def server(kind, tmp_path, port):
 @pytest.mark.parametrize(
     "kind", ["redis", pytest.param("mooncake", marks=pytest.mark.long)]
 )
-def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token(
+def test_a_server_killed_and_revived_under_load_is_logged_twice_and_harms_no_token(
     expected, tmp_path, caplog, kind
 ):
     port = free_port()
@@ -206,7 +206,7 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
     def is_up():
         return read(worker=engine.worker)["jaxkv:kv_offload_storage_up"]
 
-    def told():
+    def logged():
         return [
             record.levelname
             for record in caplog.records
@@ -221,7 +221,7 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
         engine = make_engine(storage=url, **config)
         assert converse(engine, 0) == expected(0)
         settle(engine)
-        assert (is_up(), told()) == (1.0, [])
+        assert (is_up(), logged()) == (1.0, [])
         plain_step, num_steps = engine.step, 0
 
         def step():
@@ -237,7 +237,7 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
         # Mooncake's client takes seconds to see it.
         wait_for(lambda: engine.step() or not engine.offload.has_pending_stores())
         settle(engine)
-        assert (is_up(), told()) == (0.0, ["WARNING"])
+        assert (is_up(), logged()) == (0.0, ["WARNING"])
         stats = engine.offload.stats
         assert stats.num_storage_dropped_failed > 0
         assert engine.worker.storage.storage_io.stats.errors["write unreachable"] > 0
@@ -245,9 +245,9 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
         until_s = time.monotonic() + 60
         for seed in range(3, 1000):
             assert converse(engine, seed) == expected(seed)
-            if len(told()) > 1 or time.monotonic() > until_s:
+            if len(logged()) > 1 or time.monotonic() > until_s:
                 break
-        assert (is_up(), told()) == (1.0, ["WARNING", "INFO"])
+        assert (is_up(), logged()) == (1.0, ["WARNING", "INFO"])
         settle(engine)
         engine.close()
 
