@@ -65,7 +65,7 @@ def test_fifty_prompts_get_the_same_tokens_from_one_copy_of_each_block(make):
     cache, chunk = make(), Engine.prefill_chunk_size
     answers, num_chunks = serve(prompts, Flushing(cache))
     assert answers == expected
-    # Whole chunks are saved; what no prompt before had is computed, and the last token.
+    # Whole chunks are saved; new chunks, and the last token, are computed.
     saved, num_needed = {()}, 0
     for prompt in prompts:
         num_saved = max(n for n in range(0, len(prompt), chunk) if prompt[:n] in saved)
@@ -231,7 +231,7 @@ def test_a_prompt_without_extras_is_not_cached(make):
 
 @pytest.mark.parametrize("learns", ["before", "between", "after"])
 def test_a_prompt_that_was_loaded_before_clear_is_not_kept(make, learns):
-    """Also if the cache was learnt after its load, or only by the save."""
+    """Also if the cache layout was learned after its load, or only by the save."""
     cache = make()
     if learns == "before":
         cache.learn(engine_cache(), 32)
@@ -305,7 +305,7 @@ def test_an_adapter_that_is_replaced_while_it_is_fetched_is_never_hit(
     watch = AdapterWatch(version_of)
 
     class Store(AdapterStore):
-        """Has two tasks wait for each other: the fetch begins within the change."""
+        """Interleaves two tasks: the fetch begins within the change."""
 
         async def get_lora_weights(self, adapter_id, **named):
             await asyncio.sleep(0)
@@ -704,7 +704,7 @@ def test_no_error_of_the_cache_reaches_the_driver(make, monkeypatch, caplog):
         else:
             monkeypatch.setattr(cache._shared.template, "rebuild", fail)
         caplog.clear()
-        # What an exception does to the driver shows in its answers.
+        # An exception that reached the driver would change its answers.
         assert serve(prompts, cache)[0] == expected, broken
         assert sum(cache.errors.values()) >= 3, broken
         logged = [record.message.split("()")[0] for record in caplog.records]

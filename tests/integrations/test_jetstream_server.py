@@ -153,7 +153,7 @@ def test_the_server_answers_the_same_with_fewer_prefills(serve, expected):
     assert answers(server) == expected
     state = server.tell("state")
     assert state["errors"] == {}
-    # The first prompt whole; of the others what no prompt before had in whole chunks.
+    # Each prompt computes all but the whole chunks that an earlier one had.
     lengths, seen = [], []
     for prompt in prompts():
         common = max(

@@ -33,7 +33,7 @@ class ExistingPrefix(NamedTuple):
 
 
 class PrefillEngine:
-    """Computes KV that depends on the token alone, and checks the KV it is given."""
+    """Computes KV that depends on the token alone, and checks the KV of its prefix."""
 
     config = SimpleNamespace(prefill_chunk_size=CHUNK, use_chunked_prefill=True)
 

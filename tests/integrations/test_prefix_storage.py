@@ -8,11 +8,8 @@ import concurrent.futures
 import contextlib
 import gc
 import math
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -35,12 +32,12 @@ from tests.integrations.test_prefix_store import (
     make_store,
     random_prompt,
 )
+from tests.rigs.command_line import run_python
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.known_kv import check_hit, known_kv, to_device
 from tests.rigs.refused_threads import refused_threads
 from tests.rigs.waiting import wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(100, 100 + 30))  # Seven blocks, and two tokens.
 NUM_BLOCKS, NUM_TOKENS = 7, 28
 OTHER = list(range(7, 7 + 30))
@@ -55,7 +52,7 @@ def make(closing, tmp_path):
             "storage": str(tmp_path / "kv"),
             "storage_bytes": "1MiB",
             "storage_write": "through",
-            "storage_deadline_s": 30.0,  # Longer than this machine ever stalls.
+            "storage_deadline_s": 30.0,  # Longer than any stall of the machine.
         }
         return closing(make_store(**defaults | arguments))
 
@@ -356,10 +353,10 @@ def test_a_store_that_hangs_is_waited_for_until_the_deadline_alone(make, faulty)
     begin_s = time.monotonic()
     assert store.load(PROMPT) is None
     assert time.monotonic() - begin_s > 0.25
-    assert store.load(PROMPT) is None  # It is not asked for again.
-    save(store, PROMPT)  # What is computed instead is kept, and found.
+    assert store.load(PROMPT) is None  # It is not fetched again.
+    save(store, PROMPT)  # The recomputed KV is kept, and hit.
     check_hit(store.load(PROMPT), PROMPT)
-    save(store, OTHER)  # Nor does it wait for a write, or `close` for any answer.
+    save(store, OTHER)  # Neither saves nor `close` wait for the store.
     store.close()
 
 
@@ -504,9 +501,9 @@ def test_wait_for_storage_returns_false_after_a_failure(make, faulty):
 
 
 def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
-    """Twenty that wait for a store, which answers when they are gone."""
+    """Twenty loads wait for a store that answers after they are interrupted."""
     store = restarted(make, PROMPT, OTHER, num_host_blocks=24)
-    # What is on the host is held, too, while the rest is fetched.
+    # Blocks on the host are pinned, too, while the rest is fetched.
     save(store, PROMPT[: 2 * BLOCK])
     assert store.wait_for_storage(60)
     faulty.hang = 1.0
@@ -524,7 +521,7 @@ def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
             with pytest.raises(KeyboardInterrupt):
                 load_for_20_ms(tokens)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # One that is late would end all.
+        signal.setitimer(signal.ITIMER_REAL, 0)  # A late signal would end the test run.
         signal.signal(signal.SIGALRM, usual)
     faulty.hang = 0.0
     store._storage.worker.storage_io._store.let_go()
@@ -621,15 +618,7 @@ print("end")
 
 
 def test_a_process_that_closes_nothing_ends(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", UNCLOSED, str(tmp_path / "kv")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_python(UNCLOSED, str(tmp_path / "kv"), text=True, timeout=500)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 

@@ -38,6 +38,7 @@ TENANTS = (NO_EXTRAS, Extras(lora_name="a"), Extras(cache_salt="a"), Extras("b",
 POLICIES = {num_blocks: make_lru(num_blocks, 4096) for num_blocks in (64, 24, 5)}
 
 LIKE = to_device(known_kv([], LENGTH))
+PROMPT, OTHER = list(range(30)), list(range(50, 80))
 
 modes = pytest.mark.parametrize("mode", ["fused", "staged"])
 
@@ -208,7 +209,7 @@ class Oracle:
 
 
 def random_prompt(rng, num_ends=20):
-    """One of some prefixes and one of some ends: prompts often share blocks."""
+    """Join a random prefix and a random end: prompts often share blocks."""
     beginning = np.random.default_rng(int(rng.integers(4))).integers(0, 50, 16)
     seed = 100 + int(rng.integers(num_ends))
     end = np.random.default_rng(seed).integers(0, 50, 17)
@@ -260,7 +261,7 @@ def test_random_prompts_agree_with_a_list_of_prefixes(make, seed, mode):
 
 @contextlib.contextmanager
 def blocked_thread(store):
-    """Keep saves from running within; they run at the end."""
+    """Hold back all saves until the end of the block."""
     begun, go_on = threading.Event(), threading.Event()
 
     def wait():
@@ -280,65 +281,61 @@ def blocked_thread(store):
 @modes
 def test_saved_arrays_may_be_donated_at_once(make, mode):
     store = make(mode=mode)
-    prompt = list(range(30))
     overwrite = jax.jit(
         lambda kv: jax.tree.map(jnp.zeros_like, kv), donate_argnums=0, keep_unused=True
     )
-    kv = to_device(known_kv(prompt, LENGTH))
+    kv = to_device(known_kv(PROMPT, LENGTH))
     with blocked_thread(store):
-        assert store.save(prompt, kv) == 28
+        assert store.save(PROMPT, kv) == 28
         jax.block_until_ready(overwrite(kv))
         assert kv["key"].is_deleted()
-        assert not store.contains(prompt), "found before its bytes have arrived"
-    check_hit(store.load(prompt), prompt)
+        assert not store.contains(PROMPT), "found before its bytes have arrived"
+    check_hit(store.load(PROMPT), PROMPT)
 
 
 def test_a_save_that_only_if_refuses_costs_no_other(make, caplog):
     store = make()
-    prompt, second = list(range(30)), list(range(50, 80))
 
     def fail():
         raise KeyError("a mistake of the caller's")
 
     for number, only_if in enumerate((lambda: False, fail)):
-        assert keep(store, prompt, only_if=only_if) == 28
-        assert (store.load(prompt), store.held_bytes) == (None, 0)
+        assert keep(store, PROMPT, only_if=only_if) == 28
+        assert (store.load(PROMPT), store.held_bytes) == (None, 0)
         assert store.stats.num_dropped_failed == 7 * (1 + number)
         assert ("a mistake of the caller's" in caplog.text) == (only_if is fail)
-    keep(store, second, only_if=lambda: True)
-    check_hit(store.load(second), second)
+    keep(store, OTHER, only_if=lambda: True)
+    check_hit(store.load(OTHER), OTHER)
     check_at_rest(store)
 
 
 def test_a_waiting_save_that_is_cleared_is_not_found(make):
     store = make()
-    prompt, second = list(range(30)), list(range(50, 80))
     with blocked_thread(store):
         # The fault would be bytes of another prompt under these keys.
-        store.save(prompt, to_device(known_kv(second, LENGTH)))
+        store.save(PROMPT, to_device(known_kv(OTHER, LENGTH)))
         store.clear()
-        assert save(store, prompt[:12], only_if=lambda: False) == 12
-        save(store, second)
-    assert not store.contains(prompt[:4])
-    check_hit(store.load(second), second)
+        assert save(store, PROMPT[:12], only_if=lambda: False) == 12
+        save(store, OTHER)
+    assert not store.contains(PROMPT[:4])
+    check_hit(store.load(OTHER), OTHER)
     assert store.stats.num_stored == 7
     check_at_rest(store)
 
 
 def test_a_save_cleared_in_flight_is_not_found(make):
     store = make()
-    prompt, second = list(range(30)), list(range(50, 80))
 
     def clear_and_begin_anew():
         store.clear()
-        assert save(store, prompt, only_if=lambda: False) == 28
+        assert save(store, PROMPT, only_if=lambda: False) == 28
         return True
 
-    kv = to_device(known_kv(second, LENGTH))
-    store.save(prompt, kv, only_if=clear_and_begin_anew)
+    kv = to_device(known_kv(OTHER, LENGTH))
+    store.save(PROMPT, kv, only_if=clear_and_begin_anew)
     store.flush()
-    assert not store.contains(prompt[:4])
-    assert store.load(prompt) is None
+    assert not store.contains(PROMPT[:4])
+    assert store.load(PROMPT) is None
     check_at_rest(store)
 
 
@@ -432,7 +429,7 @@ def test_an_epoch_from_begin_counts_in_any_thread(make):
 def test_a_clear_between_the_keys_of_a_call_and_its_effect_is_noticed(
     make, monkeypatch
 ):
-    """Another thread's, in the middle of each call."""
+    """Another thread clears in the middle of each call."""
     store = make()
     keep(store, P)
     kv = to_device(known_kv(P, LENGTH))
@@ -502,11 +499,10 @@ def test_prompts_that_are_forgotten_are_not_kept_after_a_clear(
 
 def test_a_cleared_load_is_a_miss(make):
     store = make()
-    prompt = list(range(30))
-    keep(store, prompt)
+    keep(store, PROMPT)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         with blocked_thread(store):
-            loading = thread.submit(store.load, prompt)
+            loading = thread.submit(store.load, PROMPT)
             wait_for(lambda: store.stats.num_host_query_tokens)
             store.clear()
             save(store, [*range(90, 120)])
@@ -531,39 +527,37 @@ def test_blocks_that_are_being_loaded_are_not_evicted(make):
 @modes
 def test_failed_kv_is_never_found(make, mode):
     store = make(mode=mode)
-    prompt = list(range(30))
-    save(store, prompt[:9])
-    kv = faults.broken(to_device(known_kv(prompt, LENGTH)))
-    assert store.save(prompt, kv) == 28
+    save(store, PROMPT[:9])
+    kv = faults.broken(to_device(known_kv(PROMPT, LENGTH)))
+    assert store.save(PROMPT, kv) == 28
     store.flush()
-    faults.recover(to_device(known_kv(prompt, LENGTH)))
-    hit = store.load(prompt)
+    faults.recover(to_device(known_kv(PROMPT, LENGTH)))
+    hit = store.load(PROMPT)
     assert hit.num_tokens == 8
-    check_hit(hit, prompt)
+    check_hit(hit, PROMPT)
     assert store.stats.num_dropped_failed == 5
     check_at_rest(store)
-    assert keep(store, prompt) == 28
-    check_hit(store.load(prompt), prompt)
+    assert keep(store, PROMPT) == 28
+    check_hit(store.load(PROMPT), PROMPT)
 
 
 @modes
 def test_a_failed_load_is_a_miss_and_discards_its_blocks(make, mode, monkeypatch):
     store = make(mode=mode)
-    prompt = list(range(30))
-    keep(store, prompt)
+    keep(store, PROMPT)
 
     def fails(*args):
         raise jax.errors.JaxRuntimeError("a fault of the device")
 
     with monkeypatch.context() as patch:
         patch.setattr(store._copier.engine._copier, "load_program", fails)
-        assert store.load(prompt) is None
+        assert store.load(PROMPT) is None
     assert (store.stats.num_loads_failed, store.stats.num_host_hit_tokens) == (1, 0)
-    assert not store.contains(prompt)
-    assert store.load(prompt) is None
+    assert not store.contains(PROMPT)
+    assert store.load(PROMPT) is None
     check_at_rest(store)
-    keep(store, prompt)
-    check_hit(store.load(prompt), prompt)
+    keep(store, PROMPT)
+    check_hit(store.load(PROMPT), PROMPT)
 
 
 def test_a_bug_in_the_thread_is_raised_by_the_next_call(make, monkeypatch):

@@ -36,7 +36,7 @@ from tests.rigs.fake_engine import (
     LOSSES,
     Engine,
     drop_by_runner,
-    next_token,
+    reference,
     register_again,
     replace_arrays,
     reset_connector,
@@ -68,19 +68,12 @@ def newest(monkeypatch):
     fake_vllm.install(monkeypatch, "0.32")
 
 
-def reference(prompt, num_output):
-    tokens = list(prompt)
-    for _ in range(num_output):
-        tokens.append(next_token(tokens))
-    return tokens
-
-
 TOKENS = 4 * BLOCK_SIZE  # In full blocks of `range(18)`.
 NUMBERS = itertools.count()
 
 
 def ask(engine, prompt=range(18), num_output=3, **options):
-    """Serve a request; return how many tokens came from the host."""
+    """Serve a request; return the tokens that the host supplied."""
     before = engine.scheduler.num_external_tokens
     request = Request(f"asked {next(NUMBERS)}", prompt, num_output, **options)
     engine.run(request)
@@ -219,7 +212,7 @@ def test_with_a_draft_model_the_last_block_that_is_found_is_computed(newest, fac
     engine = make_warm_engine(num_drafts=2, drafts="eagle3", extra=extra)
     assert ask(engine, num_output=9) == TOKENS - factor * BLOCK_SIZE
     forget_device(engine)
-    # What it has answered is stored at its end, all full blocks.
+    # At its end, all full blocks of the answer are stored.
     answered = reference(range(18), 9)
     full = (len(answered) - 1) // (factor * BLOCK_SIZE) - 1
     assert ask(engine, [*answered, 1, 1]) == full * factor * BLOCK_SIZE
@@ -379,7 +372,7 @@ def test_a_policy_gets_the_reason_why_a_request_stopped():
 RIGHT = {"retention": {"priority": 80, "half_life_s": 600}}
 KEPT = Retention(80, half_life_s=600)
 LIMITS = ("max_offload_tokens", "max_load_tokens")
-# A client's parameters, what is read of them, and what is logged.
+# A client's parameters, the field and value read, and the logged warning.
 WISHES = [
     (RIGHT, "retention", KEPT, None),
     ({"retention": {"priority": 100, "ttl_s": 1}}, "retention", None, "from 0"),
@@ -501,7 +494,7 @@ def learn(picture, events):
             parent = key
 
 
-@pytest.mark.parametrize(
+BLOCK_LAYOUTS = pytest.mark.parametrize(
     "options",
     [
         {},
@@ -509,6 +502,9 @@ def learn(picture, events):
         {"extra": {"blocks_per_chunk": 2, "num_cpu_blocks": 16}},
     ],
 )
+
+
+@BLOCK_LAYOUTS
 def test_a_router_can_place_the_host_events_by_tokens_parents_and_groups(
     newest, options
 ):
@@ -558,7 +554,7 @@ def test_a_router_can_place_the_host_events_by_tokens_parents_and_groups(
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("adapter", [b"", bytes(32)])
 def test_keys_and_events_follow_hashes_that_vllm_rewrites(newest, num_groups, adapter):
-    """Keys were copied and only appended: keys of a dropped history were looked up."""
+    """Keys of a dropped history must not be looked up."""
     rng = random.Random(7)
     groups = [FullAttention(BLOCK_SIZE)] * num_groups
     events = HostEvents(groups)
@@ -590,8 +586,8 @@ def test_keys_and_events_follow_hashes_that_vllm_rewrites(newest, num_groups, ad
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)], ids=["full", "hybrid"])
 def test_a_request_whose_input_streams_loads_its_own_kv(newest, windows):
-    """It was offered KV of the token that vLLM drops when input follows."""
-    # Blocks wait for others before they are stored, and with them the keys are read.
+    """It must not load KV of the token that vLLM drops when input follows."""
+    # Blocks are stored in batches, and their keys are read then.
     engine = Engine(windows=windows, extra={"store_batch_blocks": 8})
     prompt, streamed = range(7), [50, 51, 52]
     request = Request("streams", prompt, 1)
@@ -654,7 +650,7 @@ def test_the_halves_in_two_processes_share_only_what_they_send(newest):
 
 
 def test_a_block_takes_a_few_bytes_of_metadata():
-    """Two block ids, as pickle writes them."""
+    """Its two block ids, pickled."""
 
     def size(num):
         ids = tuple(range(1000, 1000 + num))
@@ -678,7 +674,7 @@ ROUTES = [*LOSSES, refill_by_runner, replace_arrays, write_arrays]
 
 @pytest.fixture(params=["one process", "two processes"])
 def apart(request, monkeypatch, newest):
-    """Whether the scheduler learns of a lost pool from the worker's reports alone."""
+    """Return whether only worker reports inform the scheduler of a lost pool."""
     if request.param == "two processes":
         import jaxkv.integrations.vllm.scheduler as scheduler
 
@@ -702,7 +698,7 @@ def test_the_kv_of_other_weights_is_never_served(apart, route):
     engine.check_nothing_leaked()
 
 
-def drop_without_a_word(engine):
+def drop_unreported(engine):
     """Delete the arrays without a call of vLLM's, with loads in flight."""
     for cache in engine.runner.kv_caches:
         cache.delete()
@@ -711,7 +707,7 @@ def drop_without_a_word(engine):
 
 @pytest.mark.parametrize(
     "route",
-    [*CHANGES, drop_by_runner, unregister, register_again, drop_without_a_word],
+    [*CHANGES, drop_by_runner, unregister, register_again, drop_unreported],
 )
 def test_a_load_in_flight_when_weights_change_is_not_served(apart, route):
     engine = make_warm_engine(num_blocks=40)
@@ -798,7 +794,7 @@ def test_after_a_refused_device_reset_no_old_kv_is_stored_or_loaded(newest):
         engine.step()
     assert engine.scheduler.pool.reset_prefix_cache() is False
     engine.run()
-    # Its blocks are on the device still, and what goes on from them is as old.
+    # Its blocks are still on the device, and requests that extend them are as old.
     longer = [*running.tokens, *range(5)]
     ask(engine, longer)
     engine.scheduler.pool.overwrite_all()
@@ -807,7 +803,7 @@ def test_after_a_refused_device_reset_no_old_kv_is_stored_or_loaded(newest):
     for prompt in (range(18), running.tokens, longer):
         num_found.append(ask(engine, prompt, 1))
         forget_device(engine)
-    # Only what the last two have in common, which the new weights computed.
+    # The last two share only this prefix, which the new weights computed.
     assert num_found == [0, 0, len(running.tokens) // BLOCK_SIZE * BLOCK_SIZE]
     engine.check_nothing_leaked()
 
@@ -824,14 +820,14 @@ def test_blocks_that_a_request_with_old_kv_gets_later_are_old_too(newest):
     for block in list(pool.free_queue):
         if block.block_hash and block.block_hash[:32] in running.block_hashes[:5]:
             pool.forget(block)
-    # They are computed anew, and the tail is not.
+    # The first blocks are recomputed, the tail is not.
     assert ask(engine, running.tokens[:21], 1) == ask(engine, running.tokens, 1) == 0
     forget_device(engine)
     assert ask(engine, running.tokens, 1) == 5 * BLOCK_SIZE
 
 
 def test_old_kv_of_a_device_that_is_not_reset_does_not_come_back_to_the_host(apart):
-    """Requests that go on from it are as old; who preempts them computes anew."""
+    """Requests that extend it are as old, until they are preempted and recomputed."""
     engine = make_warm_engine(num_blocks=40)
     ask(engine)
     update_in_place(engine)
@@ -965,7 +961,7 @@ def test_vllm_serves_what_both_halves_count(newest, options):
     }
     values = collect(registry)
     assert {key: values[key] for key in wanted} == pytest.approx(wanted)
-    # What nothing feeds is there as 0.
+    # Metrics without a source are 0.
     assert not any(value for key, value in values.items() if key not in wanted)
     assert values["vllm:kv_offload_load_bytes_total", ("engine", "0")] > 0
     assert sum(line["blocks loaded"] for line in lines) > 0
@@ -981,7 +977,7 @@ def test_vllm_serves_what_both_halves_count(newest, options):
 
 @pytest.fixture
 def vllm_log():
-    """A handler of vLLM's logger; whatever tests add to jaxkv's is taken off again."""
+    """Return the records of vLLM's logger; restore jaxkv's logger after the test."""
     ours, theirs = logging.getLogger("jaxkv"), logging.getLogger("vllm")
     before = ours.handlers[:], ours.level, ours.propagate
     records = []

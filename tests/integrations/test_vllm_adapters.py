@@ -8,22 +8,16 @@ import pytest
 from jaxkv.integrations.vllm import adapters
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.pool import MARK_BYTES
-from tests.integrations.test_vllm import (
-    TOKENS,
-    ask,
-    forget_device,
-    hold_reports,
-    reference,
-)
+from tests.integrations.test_vllm import TOKENS, ask, forget_device, hold_reports
 from tests.rigs import fake_vllm
-from tests.rigs.fake_engine import Engine
+from tests.rigs.fake_engine import Engine, reference
 from tests.rigs.fake_vllm import BLOCK_SIZE, Request
 
 WEIGHTS = "adapter_model.safetensors"
 
 
 def write(folder, content=b"1" * 100):
-    """Write an adapter, of a size and at a time that stay."""
+    """Write an adapter of a fixed size and time."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text("{}")
     (folder / WEIGHTS).write_bytes(content)
@@ -180,7 +174,7 @@ def test_adapters_that_cannot_be_read_are_not_stored(engine, tmp_path):
 
 
 def test_an_id_that_another_adapter_has_is_not_offered_its_kv(engine, tmp_path):
-    """VLLM keeps what is loaded under an id, whatever the name and the path."""
+    """vLLM keeps the adapter loaded under an id, whatever the name and the path."""
     first = lora_of(write(tmp_path / "one"))
     second = lora_of(write(tmp_path / "two", b"2" * 100), name="other")
     load(engine, first, 1)
@@ -197,7 +191,7 @@ def test_kv_of_an_adapters_old_weights_does_not_come_back_from_the_device(
     load(engine, lora, 1)
     ask(engine, lora=lora)
     write(tmp_path / "one", b"2" * 100)
-    load(engine, lora, 1)  # So that the runner lets old blocks pass.
+    load(engine, lora, 1)  # The runner then accepts old blocks.
     ask(engine, range(30), lora=lora)
     engine.runner.weights = 2
     for num_found in (0, 7 * BLOCK_SIZE):
@@ -227,7 +221,7 @@ def test_a_load_in_flight_when_its_adapter_is_loaded_again_fails(engine, tmp_pat
 def test_kv_of_an_adapter_that_is_loaded_again_meanwhile_is_not_stored(
     engine, tmp_path
 ):
-    """The request goes on by the new weights, with keys of the old ones."""
+    """The request continues with the new weights, and keys of the old ones."""
     lora = lora_of(write(tmp_path / "one"))
     load(engine, lora, 1)
     running = Request("running", range(18), 12, lora=lora)

@@ -64,7 +64,7 @@ def run_pressure(
 
 
 def run_both(lab, name, seeds, **options):
-    """Run it synchronously without a connector, and at once asynchronously with one."""
+    """Run synchronously without a connector, and at once asynchronously with one."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         options = {"extra": {}} | options
         actual = pool.submit(run_pressure, lab, name, seeds, is_async=True, **options)
@@ -72,7 +72,7 @@ def run_both(lab, name, seeds, **options):
 
 
 def check_pressure(actual, seeds, min_preemptions=5):
-    """Each seed preempted at least so often, and had tokens restored."""
+    """Check that each seed had enough preemptions, and restored tokens."""
     assert len(tokens_of(actual)) == 60 * seeds
     assert len(actual["preemptions"]) == seeds
     assert min(actual["preemptions"]) >= min_preemptions, actual["preemptions"]
@@ -89,7 +89,7 @@ def test_no_token_is_dropped_with_async_scheduling(lab):
 
 
 def test_the_comparison_fails_where_dropped_tokens_are_not_restored(lab):
-    """The control: without the cure the same requests have wrong answers."""
+    """The control: without the restorer the same requests have wrong answers."""
     expected = tokens_of(run_pressure(lab, "llama", 2))[:60]
     actual = run_pressure(lab, "llama", 1, is_async=True, extra={}, fault="lost tokens")
     assert sum(actual["preemptions"]) >= 5
@@ -119,10 +119,10 @@ def test_states_are_the_same_under_pressure(lab):
     expected, actual = run_both(lab, "states", 2)
     check_same_answers(actual, expected)
     check_pressure(actual, 2)
-    # Of a block of attention, 16 tokens of f32[4, 1, 128]; the rest are states.
+    # A block of attention has 16 tokens of f32[4, 1, 128]; the rest are states.
     attention_bytes = hit_tokens(actual) // 16 * 16 * 4 * 128 * 4
     assert actual["metrics"]["vllm:kv_offload_load_bytes"] > 2 * attention_bytes
-    # They are read, and not only what attention has.
+    # States are read, not only the KV of attention.
     spoilt = run_pressure(
         lab, "states", 2, is_async=True, extra={}, fault="zero states"
     )
@@ -134,7 +134,7 @@ def test_states_are_the_same_under_pressure(lab):
 
 @pytest.mark.long
 def test_requests_that_are_preempted_by_a_reset_keep_their_tokens(lab):
-    """Without the cure this ends in an assertion of tpu-inference's."""
+    """Without the restorer this ends in an assertion of tpu-inference's."""
     options = {"model": "llama-float32", "num_blocks": 64}
     expected = lab.run("interruptions", interrupts=False, **options)
     actual = lab.run(

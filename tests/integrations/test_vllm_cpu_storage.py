@@ -91,26 +91,6 @@ def test_adapters_are_kept_apart_in_the_store(lab, tmp_path):
 
 
 @pytest.mark.long
-def test_vllm_serve_is_warm_after_a_restart(lab, tmp_path):
-    prompts = np.random.default_rng(0).integers(0, 256, (3, 160)).tolist()
-    stored = {
-        "storage": f"file://{tmp_path}/store",
-        "storage_write": "through",
-        "storage_deadline_s": 60,
-    }
-    options = "--kv-transfer-config", json.dumps(transfer_config(stored))
-    texts, hits = [], []
-    for number in range(2):
-        with server(lab, tmp_path / f"log{number}", *options) as ask:
-            texts.append(texts_of(ask, prompts))
-            hits.append(
-                metric_of(ask("/metrics"), "vllm:external_prefix_cache_hits_total")
-            )
-    assert texts[0] == texts[1]
-    assert hits == [0, 3 * 144]  # The last block is computed: its logits are needed.
-
-
-@pytest.mark.long
 def test_one_vllm_computes_prompts_and_another_decodes(lab, tmp_path):
     """Through the example of a proxy; the first one is killed in the middle."""
     prompts = np.random.default_rng(0).integers(0, 256, (6, 160)).tolist()
@@ -141,10 +121,10 @@ def test_one_vllm_computes_prompts_and_another_decodes(lab, tmp_path):
             proxy(prefill.url, decode.url) as post,
         ):
             texts = by_way_of(post, prompts[:4])
-        # It is gone: what it would have written is waited for by none.
+        # The prefill server is gone: no request waits for its blocks.
         with proxy(prefill.url, decode.url) as post:
             texts += by_way_of(post, prompts[4:])
         page = decode("/metrics")
     assert texts == expected
-    # All full blocks but the last, whose logits are needed.
+    # The last block is computed: its logits are needed.
     assert metric_of(page, "vllm:external_prefix_cache_hits_total") == 4 * 144

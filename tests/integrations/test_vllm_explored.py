@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib.util
 import logging
 from collections import Counter
 from types import SimpleNamespace
@@ -23,15 +22,9 @@ from jaxkv import ConnectorOutput
 from jaxkv.integrations.vllm.worker import WorkerReport
 from jaxkv.scheduling.protocol import NO_EVENT
 from tests.rigs.fake_engine import next_token, reference
-from tests.rigs.real_vllm import BLOCK_SIZE, RealRunner, engine_maker
+from tests.rigs.real_vllm import BLOCK_SIZE, NEEDS_VLLM, RealRunner, engine_maker
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed (pip install vllm-tpu and a torch for CPUs)",
-    ),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = NEEDS_VLLM
 # The first block is shared, the second is not. Together they need more blocks than
 # there are, on the device and on the host.
 PROMPTS = {

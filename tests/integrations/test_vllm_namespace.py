@@ -39,7 +39,7 @@ def space(model, environ=None, weights=None, **options):
 
 
 def test_it_is_the_same_for_the_same_engine(model):
-    """In every process, and on whichever devices."""
+    """It depends neither on the process nor on the devices."""
 
     class Thing:
         """JSON does not know it."""

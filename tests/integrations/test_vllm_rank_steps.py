@@ -283,7 +283,7 @@ def test_every_token_read_in_any_rank_equals_the_computed_one(newest, name, seed
 
 
 def ask(engine, rank, name):
-    """Serve a request in a rank whose device has nothing; return the tokens loaded."""
+    """Serve a request in a rank with an empty device; return the tokens loaded."""
     for rank_scheduler in engine.scheduler.ranks:
         rank_scheduler.pool.overwrite_all()
     before = engine.scheduler.num_external_tokens

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import importlib.util
 import inspect
 import time
 from pathlib import Path
@@ -18,17 +17,12 @@ from tests.rigs.fake_engine import Unreliable, reference
 from tests.rigs.real_vllm import (
     BLOCK_SIZE,
     CONNECTOR,
+    NEEDS_VLLM,
     NUM_STATES,
     engine_maker,
 )
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed (pip install vllm-tpu and a torch for CPUs)",
-    ),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = NEEDS_VLLM
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
 
 
@@ -102,16 +96,16 @@ def test_a_device_reset_right_after_an_answer_resets_the_host_in_vllm(
 
 
 def refuses_windows():
-    """Whether vLLM takes failed loads as block ids only, as 0.25 does."""
+    """Return whether vLLM takes failed loads only as block ids, like 0.25."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
     return not hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 def loses_drafts_in_resets():
-    """Whether a reset of running requests drops results one by one, as in 0.25.
+    """Return whether a reset of running requests drops results one by one, like 0.25.
 
-    That gives wrong tokens where a result has several, with or without a connector.
+    Results of several tokens are then wrong, with or without a connector.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -186,7 +180,7 @@ def test_requests_that_wait_for_loads_leave_states_to_compute_in(make_engine):
             engine.add(f"turn{turn}.{number}", prompt, 2)
         engine.run()
         assert engine.scheduler.reset_prefix_cache()
-    # More than there are states, and all of them found.
+    # There are more prompts than states, and all hit.
     assert len(prompts) > NUM_STATES
     assert engine.num_external_tokens == len(prompts) * 2 * BLOCK_SIZE
 
@@ -242,7 +236,7 @@ def test_every_token_read_in_vllm_equals_the_computed_one(make_engine, seed, nam
     assert len(done) > 40
     for request, prompt, num_output in done:
         assert list(request.all_token_ids) == reference(prompt, num_output)
-    # Whatever was in flight when, something is on the host now.
+    # Something is on the host now, whatever was in flight.
     assert engine.scheduler.reset_prefix_cache()
     for number, prompt in enumerate(prompts):
         request = engine.add(f"last{number}", prompt, 2)

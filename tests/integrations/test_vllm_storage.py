@@ -15,14 +15,14 @@ from jaxkv import FullAttention, OffloadingEvent
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from tests.integrations.test_vllm import (
+    BLOCK_LAYOUTS,
     LONG,
     TOKENS,
     prom_metrics,
-    reference,
     serve_at_random,
 )
 from tests.rigs import fake_vllm
-from tests.rigs.fake_engine import LOSSES, Engine, reset_connector
+from tests.rigs.fake_engine import LOSSES, Engine, reference, reset_connector
 from tests.rigs.fake_vllm import BlockRemoved, BlockStored, Request
 
 WAIT_S = 120
@@ -47,7 +47,7 @@ def model(tmp_path):
 
 
 def age(folder):
-    """Wait until files are older than this process looks to be; see `old_process`."""
+    """Wait until files are older than this process looks to be; see `late_process`."""
     for file in folder.iterdir():
         os.utime(file, ns=(10**18, 10**18))
 
@@ -103,7 +103,7 @@ def until(engine, holds):
 
 
 def ask(engine, name, prompt=PROMPT, num_output=3, **options):
-    """Serve a request; return how many tokens came from host and store."""
+    """Serve a request; return the tokens that host and store supplied."""
     before = engine.scheduler.num_external_tokens
     request = Request(name, prompt, num_output, **options)
     serve(engine, request)
@@ -113,7 +113,7 @@ def ask(engine, name, prompt=PROMPT, num_output=3, **options):
 
 
 def knows(engine):
-    """Whether an engine knows that all of `PROMPT` is in the store."""
+    """Return whether an engine knows that all of `PROMPT` is in the store."""
     tier = engine.offload_scheduler.below[0].tier
     return tier.contains(Request("same", PROMPT, 3).block_hashes[:4]).all()
 
@@ -190,7 +190,7 @@ def test_a_request_waits_for_the_store_and_others_run_meanwhile(newest, make):
 
 
 def test_the_halves_share_a_store_by_what_they_send_alone(newest, make, monkeypatch):
-    """Two processes pickle it."""
+    """The halves pickle what they send, as between two processes."""
     import jaxkv.integrations.vllm.scheduler as scheduler
 
     monkeypatch.setattr(scheduler, "LOST_POOLS", {})
@@ -406,14 +406,7 @@ def test_hits_are_reported_by_source(newest, make):
     assert connector.get_external_cache_hit_sources(request, 0) == {}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"windows": (None, 6)},
-        {"extra": {"blocks_per_chunk": 2, "num_cpu_blocks": 16}},
-    ],
-)
+@BLOCK_LAYOUTS
 def test_events_report_the_same_blocks_for_store_and_host(
     newest, make, tmp_path, options
 ):

@@ -5,7 +5,6 @@ otherwise; all else is equal, call by call.
 """
 
 import hashlib
-import importlib.util
 import random
 from collections import Counter
 from pathlib import Path
@@ -20,15 +19,9 @@ from jaxkv.search.groups import FullAttention
 from tests.reference.block_pool import BlockPool, PoolEvent
 from tests.reference.hit_search import cdiv
 from tests.reference.offload_scheduler import Copy, Load, ReferenceScheduler
-from tests.rigs.real_vllm import tensors_of
+from tests.rigs.real_vllm import NEEDS_VLLM, tensors_of
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed (pip install vllm-tpu and a torch for CPUs)",
-    ),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = NEEDS_VLLM
 
 # What vLLM 0.32 decides otherwise, and 0.19.1's way. `Managers` allows for the first
 # three, `Pool` and `Twin` for the others. docs/internals/vllm.md has the same table.

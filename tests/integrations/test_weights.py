@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 
@@ -16,6 +15,7 @@ from jaxkv.integrations.weights import (
     hub_folders_of,
     process_started_s,
 )
+from tests.rigs.command_line import run_python
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "76543210fedcba9876543210fedcba9876543210"
@@ -207,7 +207,7 @@ def test_the_hubs_folder_is_the_environments():
 def test_a_process_knows_when_it_began():
     before_s = time.time()
     code = "from jaxkv.integrations.weights import *; print(process_started_s())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    done = run_python(code, check=True)
     # The kernel counts in hundredths of a second.
     assert before_s - 0.1 < float(done.stdout) < time.time()
     assert process_started_s() < before_s

@@ -21,8 +21,8 @@ import numpy as np
 from .lab import environ
 
 WAIT_S = 1800
-# Scenarios that one process runs, one after the other, unless something is special: it
-# takes longer to begin than to run them. The last one spoils the weights.
+# Scenarios that share a process unless an option is special, because it takes longer to
+# start than to run them. The last one changes the weights.
 PLAIN = {"model": "llama-float32"}
 SHARED = ("conversations", "salts", "resets", "new_weights")
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -65,10 +65,9 @@ class Lab:
         self.run_code(make)
 
     def environ(self, **variables):
-        """The environment of a run."""
         defaults = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Many runs find the programs of the first one, and a model runs for long.
+            # Runs share compiled programs, and a model runs for long.
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
         }

@@ -24,10 +24,9 @@ NUM_USERS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 160, 10
 
 
 def engine_arguments(folder, options):
-    """Return the arguments of `LLM`."""
     arguments = dict(
         model=str(folder / options["model"]),
-        # Which "auto" would halve.
+        # "auto" would halve float32.
         dtype=options["model"].rpartition("-")[2],
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=options.get("num_blocks", NUM_BLOCKS),
@@ -162,7 +161,6 @@ class Run:
         }
 
     def result(self):
-        """Return the answers, and what was counted."""
         return {
             "answers": self.answers,
             "metrics": self.metrics(),
@@ -180,7 +178,6 @@ class Run:
 
 
 def _num_restored(worker):
-    """Return how many tokens a worker has restored."""
     update = worker.model_runner.persistent_batch_manager.update_states
     return getattr(update, "num_restored", 0)
 
@@ -264,7 +261,7 @@ def _spoil_hosts(worker, faults):
 
 
 def interruptions(run):
-    """Running requests that are preempted while their last results are on their way."""
+    """Running requests that are preempted while their last results are in flight."""
     from vllm import SamplingParams
 
     engine = run.llm.llm_engine
@@ -284,7 +281,7 @@ def interruptions(run):
         }
         num_steps += 1
         if num_steps % 25 == 0 and run.options["interrupts"]:
-            # It says that it failed where blocks were on their way; all are preempted.
+            # It raises if blocks were in flight, but preempts all requests.
             with contextlib.suppress(RuntimeError):
                 engine.reset_prefix_cache(reset_running_requests=True)
     run.answers += [{"tokens": done[user], "logprobs": []} for user in sorted(done)]
@@ -295,7 +292,7 @@ def salts(run):
     """The same prompts under two salts and none."""
     for salt in (None, "one", "two", "one"):
         run.ask(prompts_of(0)[:3], salt=salt)
-        run.ask(prompts_of(1))  # Which evict the others from the device.
+        run.ask(prompts_of(1))  # Evicts the others from the device.
 
 
 def adapters(run):
@@ -561,14 +558,14 @@ def wishes(run):
     )
     while engine.has_unfinished_requests():
         engine.step()
-    for seed in (1, 2):  # Which evict all else from the host.
+    for seed in (1, 2):  # Evicts all else from the host.
         run.ask(prompts_of(seed))
     observed["of what is kept"] = cached(kept)
     observed["of others"] = cached(loaded)
 
 
 def frees(run):
-    """A request that finds no room while a store reads blocks of one that has ended."""
+    """A request that waits for blocks of an ended one that a store still reads."""
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -621,7 +618,6 @@ SCENARIOS = {
 
 
 def main():
-    """Run scenarios."""
     names, folder, options = sys.argv[1:]
     with ray_cluster():
         run = Run(Path(folder), json.loads(options))
