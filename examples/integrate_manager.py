@@ -1,6 +1,6 @@
 """Way 2 of docs/integrate.md: a paged pool and a prefix cache of your own.
 
-`OffloadingManager` says which key is in which host block, `TransferEngine` moves the
+`OffloadingManager` maps keys to host blocks, `TransferEngine` moves the
 bytes, and the engine makes each call itself. toy_model.py stands for your model.
 """
 
@@ -30,7 +30,7 @@ class Engine:
         self.cached, self.saving, self.loaded = {}, {}, {}
 
     def step(self):
-        """Let transfers go on: once a step, before the model. It never waits."""
+        """Advance transfers once per step, before the model; never wait."""
         self.pool = self.transfers.advance(self.pool)
         for done in self.transfers.poll():
             if done.direction == "load":
@@ -40,7 +40,7 @@ class Engine:
                 self.manager.complete_store(keys, success=done.error is None)
 
     def allocate(self, num):
-        """Take device blocks: free ones, then the oldest of the prefix cache."""
+        """Return device blocks: free ones, then the oldest of the prefix cache."""
         while len(self.free) < num:
             key, block = next(iter(self.cached.items()))
             if any(block in blocks for _, blocks in self.saving.values()):

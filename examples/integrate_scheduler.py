@@ -10,7 +10,7 @@ FULL = (jaxkv.FullAttention(BLOCK),)  # one group of layers, which see all token
 
 
 class Request:
-    """What `OffloadScheduler` reads of a request, and its block table by group."""
+    """A request as `OffloadScheduler` reads it, and its block table by group."""
 
     def __init__(self, request_id, prompt, num_groups):
         self.request_id, self.tokens, self.num_computed_tokens = request_id, [], 0
@@ -40,18 +40,18 @@ class Engine:
         self.scheduler.bind_device_block_pool(self.blocks)
 
     def admit(self, request):
-        """Give a request its blocks, and whatever both tiers have of it."""
+        """Allocate a request's blocks and plan its loads from both tiers."""
         search = self.groups, request.block_keys_by_group, request.num_tokens - 1
         local, request.tables = jaxkv.find_cached_prefix(self.blocks, *search)
-        more, takes_time = self.scheduler.get_num_new_matched_tokens(request, local)
-        if more is None:
+        num_host, takes_time = self.scheduler.get_num_new_matched_tokens(request, local)
+        if num_host is None:
             return False  # its blocks are on the way to the host: ask in a later step
         request.num_computed_tokens = local
         for table in request.tables:
             self.blocks.touch(table)
         self.grow(request)
-        new = self.scheduler.update_state_after_alloc(request, request.tables, more)
-        self.loading[request.request_id] = request, more, new
+        new = self.scheduler.update_state_after_alloc(request, request.tables, num_host)
+        self.loading[request.request_id] = request, num_host, new
         if not takes_time:
             self.take_offer(request.request_id)
         return True
@@ -71,7 +71,7 @@ class Engine:
         request.tables = new
 
     def step(self, running):
-        """Take what arrived, start new transfers, and run the model."""
+        """Process completed transfers, start new ones, and run the model."""
         done = self.scheduler.update_connector_output(self.worker.poll())
         for request_id in done.finished_recving:
             self.take_offer(request_id)

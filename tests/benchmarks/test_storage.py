@@ -9,7 +9,6 @@ import pytest
 from benchmarks import storage
 from benchmarks.storage import CLIENT, FILES, FILES_DROPPED, FILES_REUSED
 from jaxkv.tools.bench.storage.run import ALONE, JAXKV
-from jaxkv.transfer.storage import open_store
 from tests.rigs.servers import mooncake_lender, mooncake_master, redis_server
 
 pytestmark = pytest.mark.usefixtures("plain_output")
@@ -36,12 +35,7 @@ def test_a_folder_is_compared_with_plain_files_and_nothing_is_left(capsys, tmp_p
 def test_redis_is_compared_with_its_client(tmp_path, capsys):
     with redis_server(tmp_path) as (url, _):
         bench(url)
-        out = capsys.readouterr().out
-        assert f"{JAXKV} : {ALONE}" in out
-        assert f"{JAXKV} : {CLIENT}" in out
-        store = open_store(url)
-        assert list(store.list("jaxkv1")) == []
-        store.close()
+    assert f"{JAXKV} : {CLIENT}" in capsys.readouterr().out
 
 
 def test_mooncake_is_compared_with_its_client_and_keeps_nothing(capsys):

@@ -1,4 +1,4 @@
-"""What is closed after a test; a folder in which the real vLLM runs."""
+"""Fixtures that close objects after a test, and the folder of the real vLLM."""
 
 import contextlib
 import importlib.util
@@ -11,7 +11,7 @@ if importlib.util.find_spec("tpu_inference") is None:
 
 @pytest.fixture
 def closing():
-    """Give what a test passes to it back, and close it when the test is over."""
+    """Return a function that closes its argument after the test, and returns it."""
     with contextlib.ExitStack() as stack:
         yield stack.enter_context
 

@@ -6,7 +6,7 @@ CACHE is "none" or "jaxkv". FOLDER is for the tokenizer. When the server is up i
 "PORT <number>". Then it reads words, one a line, and after each prints "STATE <JSON>":
 how often a chunk was prefilled, and what jaxkv's cache has counted. The words are
 
-    state    for no more than that
+    state    only for the state
     flush    to wait for the saves of the cache
     break    to have every call of the cache fail inside from then on
 
@@ -51,9 +51,9 @@ def make_config(folder):
             return super().prefill(**named)
 
         def free_resource(self, slot):
-            """Do nothing, as in JetStream's base class, which is not that of MaxText's.
+            """Free nothing, like the base class of JetStream's engines.
 
-            Without Google Cloud, MaxText's engine has another.
+            Without Google Cloud, MaxText's engine has another base class.
             """
 
     def make_engine(devices):
@@ -78,7 +78,7 @@ def make_config(folder):
 
 
 def make_tokenizer(folder):
-    """Write a tokenizer, which the server wants although prompts come as tokens."""
+    """Write a tokenizer: the server needs one although prompts come as tokens."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -90,7 +90,7 @@ def make_tokenizer(folder):
 
 
 def break_cache(cache):
-    """Have all calls of a cache fail, each inside it."""
+    """Make every call of a cache fail inside."""
 
     def fail(*args, **named):
         raise RuntimeError("broken for a test")

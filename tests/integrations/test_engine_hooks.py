@@ -151,7 +151,7 @@ def run_until(engine, condition):
     raise AssertionError("the engine does not get there")
 
 
-def test_a_loaded_request_runs_before_a_preempted_one_that_lacks_its_blocks():
+def test_a_loaded_request_runs_before_a_preempted_one_without_blocks():
     """The preempted one is at the head of the queue, where it waits for free blocks."""
     engine = example.OffloadingEngine(12, 40)
     prompt = list(range(30))
@@ -222,14 +222,14 @@ def test_a_request_that_loads_gets_all_its_blocks_at_once():
 
 def test_the_request_that_loaded_first_is_returned_last_until_it_is_planned():
     hooks = hooks_with_blocks()
-    one, _ = admit(hooks, "one")
-    two, _ = admit(hooks, "two", table=(4, 5, 6))
+    first, _ = admit(hooks, "one")
+    second, _ = admit(hooks, "two", table=(4, 5, 6))
     hooks.plan({})
     ended = ConnectorOutput(finished_recving=("one", "two"))
-    assert hooks.collect(ended) == [(two, 8), (one, 8)]
-    one.num_computed_tokens = two.num_computed_tokens = 8
+    assert hooks.collect(ended) == [(second, 8), (first, 8)]
+    first.num_computed_tokens = second.num_computed_tokens = 8
     hooks.plan({"one": 1})
-    assert hooks.collect(ConnectorOutput()) == [(two, 8)]
+    assert hooks.collect(ConnectorOutput()) == [(second, 8)]
 
 
 def test_an_aborted_load_is_forgotten():

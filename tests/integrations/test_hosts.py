@@ -45,9 +45,9 @@ JOINED = [
 ]
 
 
-@pytest.mark.parametrize(("field", "first", "other", "both"), JOINED)
-def test_reports_of_two_hosts_are_joined(field, first, other, both):
-    joined = report(**{field: first}).aggregate(report(**{field: other}))
+@pytest.mark.parametrize(("field", "first", "second", "both"), JOINED)
+def test_reports_of_two_hosts_are_joined(field, first, second, both):
+    joined = report(**{field: first}).aggregate(report(**{field: second}))
     assert joined == report(**{field: both})
 
 

@@ -65,13 +65,13 @@ def test_fifty_prompts_get_the_same_tokens_from_one_copy_of_each_block(make):
     cache, chunk = make(), Engine.prefill_chunk_size
     answers, num_chunks = serve(prompts, Flushing(cache))
     assert answers == expected
-    # Whole chunks are saved; what no prompt before had is computed, and the last token.
+    # Whole chunks are saved; new chunks, and the last token, are computed.
     saved, num_needed = {()}, 0
     for prompt in prompts:
-        known = max(n for n in range(0, len(prompt), chunk) if prompt[:n] in saved)
-        num_needed += -(-(len(prompt) - known) // chunk)
-        most = len(prompt) // chunk * chunk
-        saved |= {prompt[:end] for end in range(8, most + 1, 8)}
+        num_saved = max(n for n in range(0, len(prompt), chunk) if prompt[:n] in saved)
+        num_needed += -(-(len(prompt) - num_saved) // chunk)
+        full = len(prompt) // chunk * chunk
+        saved |= {prompt[:end] for end in range(8, full + 1, 8)}
     assert num_chunks == num_needed < 0.6 * chunks_without
     assert cache.held_bytes == (len(saved) - 1) * cache.store.block_bytes
 
@@ -90,7 +90,7 @@ def test_four_prefill_threads_get_the_same_tokens_from_a_small_store(make):
     assert (cache.stats.num_dropped_failed, cache.stats.num_loads_failed) == (0, 0)
 
 
-def engine_cache(tokens=(), padded_length=32, **others):
+def engine_cache(tokens=(), padded_length=32, **leaves):
     """An engine's cache: bytes that depend on the tokens, and rubbish after them."""
     rng = np.random.default_rng([7, *tokens])
     rows = [np.random.default_rng([*tokens[: n + 1]]) for n in range(len(tokens))]
@@ -104,7 +104,7 @@ def engine_cache(tokens=(), padded_length=32, **others):
         "segment": segment.astype(jnp.int32),
         "generated": jnp.zeros((5, 2, 8)),
         "index": jnp.full((1,), 3, jnp.int32),
-    } | others
+    } | leaves
 
 
 AXES = {"key": 0, "value": 1, "segment": 1}
@@ -148,26 +148,26 @@ def test_the_cache_answers_as_jetstreams_documentation_says(make):
     assert cache.contains(key[:16])
     assert not cache.contains(key[:3])
     assert not cache.contains((*key, *range(8)))
-    found = cache.load((*key, 1, 2), min_common_prefix_key_length=16)
-    assert (found.tokens, found.true_length, found.padded_length) == (key, 24, 32)
-    assert found.prefix_size_bytes == num_bytes(found.prefix)
-    assert found.device["key"] == value_of(key).prefix["key"].sharding
-    check_value(found, key)
+    hit = cache.load((*key, 1, 2), min_common_prefix_key_length=16)
+    assert (hit.tokens, hit.true_length, hit.padded_length) == (key, 24, 32)
+    assert hit.prefix_size_bytes == num_bytes(hit.prefix)
+    assert hit.device["key"] == value_of(key).prefix["key"].sharding
+    check_value(hit, key)
     parting = (*key[:20], 0, 0, 0, 0)
     check_value(cache.load(parting), key)
     assert cache.load(parting).tokens == key[:16]
     assert cache.load(parting, min_common_prefix_key_length=17) is None
-    other = jax.devices()[1]
-    moved = cache.load(key, device=other)
-    assert all(leaf.device == other for leaf in jax.tree.leaves(moved.prefix))
+    device = jax.devices()[1]
+    moved = cache.load(key, device=device)
+    assert all(leaf.device == device for leaf in jax.tree.leaves(moved.prefix))
     check_value(moved, key)
     # The returned arrays may be donated.
-    for leaf in jax.tree.leaves(found.prefix):
+    for leaf in jax.tree.leaves(hit.prefix):
         leaf.delete()
     check_value(cache.load(key), key)
-    said = cache.gen_statistic_str()
-    assert "blocks of 8 tokens: 3 stored, 0 evicted" in said
-    assert f"held: {cache.held_bytes} bytes" in said
+    text = cache.gen_statistic_str()
+    assert "blocks of 8 tokens: 3 stored, 0 evicted" in text
+    assert f"held: {cache.held_bytes} bytes" in text
     cache.clear()
     assert not cache.contains(key)
     assert (cache.load(key), cache.held_bytes) == (None, 0)
@@ -180,9 +180,9 @@ def test_a_cache_of_another_device_comes_back_where_the_first_was(make):
     cache, key, devices = make(), tuple(range(16)), jax.devices()
     cache.learn(engine_cache(), 32)
     assert keep(cache, key, jax.device_put(engine_cache(key), devices[1]))
-    found = cache.load(key)
-    assert {leaf.device for leaf in jax.tree.leaves(found.prefix)} == {devices[0]}
-    check_value(found, key)
+    hit = cache.load(key)
+    assert {leaf.device for leaf in jax.tree.leaves(hit.prefix)} == {devices[0]}
+    check_value(hit, key)
 
 
 def test_the_drivers_requests_are_recorded(make, tmp_path):
@@ -231,7 +231,7 @@ def test_a_prompt_without_extras_is_not_cached(make):
 
 @pytest.mark.parametrize("learns", ["before", "between", "after"])
 def test_a_prompt_that_was_loaded_before_clear_is_not_kept(make, learns):
-    """Also if the cache was learnt after its load, or only by the save."""
+    """Also if the cache layout was learned after its load, or only by the save."""
     cache = make()
     if learns == "before":
         cache.learn(engine_cache(), 32)
@@ -299,13 +299,13 @@ def test_an_unmodified_driver_never_shares_kv_between_adapters(make, num_threads
 
 @pytest.mark.parametrize("version_of", [None, lambda name: "1"])
 @pytest.mark.parametrize("change", ["register", "load", "unload"])
-def test_an_adapter_that_is_replaced_while_it_is_fetched_is_found_by_nobody(
+def test_an_adapter_that_is_replaced_while_it_is_fetched_is_never_hit(
     change, version_of
 ):
     watch = AdapterWatch(version_of)
 
     class Store(AdapterStore):
-        """Has two tasks wait for each other: the fetch begins within the change."""
+        """Interleaves two tasks: the fetch begins within the change."""
 
         async def get_lora_weights(self, adapter_id, **named):
             await asyncio.sleep(0)
@@ -338,7 +338,7 @@ def test_an_adapter_that_is_replaced_while_it_is_fetched_is_found_by_nobody(
     assert (after == usual) == (version_of is not None)
 
 
-def test_an_adapter_that_is_replaced_within_a_fetch_is_found_by_nobody():
+def test_an_adapter_that_is_replaced_within_a_fetch_is_never_hit():
     watch = AdapterWatch()
 
     class Store(AdapterStore):
@@ -517,7 +517,7 @@ def test_a_wrong_argument_is_refused_at_once_and_not_by_the_first_save():
         PrefixCache(block_size=8, num_host_blocks=8)
 
 
-def test_nobody_waits_for_the_memory_of_a_first_save_but_who_saves(make, monkeypatch):
+def test_only_the_first_save_waits_for_the_memory(make, monkeypatch):
     cache, may_go_on, has_begun = make(), threading.Event(), threading.Event()
 
     def slow(*args, **named):
@@ -619,7 +619,7 @@ def test_invalid_calls_are_counted_as_errors_and_change_nothing(make, learns):
     before, num_errors = state(), 0
     for name, arguments in calls.items():
         if name == "contains" and not learns:
-            continue  # Nothing is held, whatever it is asked for.
+            continue  # Nothing is held.
         for _, wrong in wrong_calls(arguments):
             assert not getattr(cache, name)(**wrong)
             num_errors += 1
@@ -657,16 +657,16 @@ def test_a_first_cache_whose_axis_is_not_clear_is_not_kept_and_the_next_is(
     ("error", "text"),
     [(MemoryError, "64.0 GiB of pinned memory"), (StoreError, "name a folder that")],
 )
-def test_memory_or_storage_that_is_not_there_is_asked_for_once_by_save(
+def test_missing_memory_or_storage_is_tried_once_by_save(
     make, caplog, tmp_path, error, text
 ):
-    asked, storage = [], {}
+    calls, storage = [], {}
     if error is StoreError:
         (tmp_path / "file").write_text("")
         storage = STORED | {"storage": str(tmp_path / "file")}
 
     def make_store(*args, **named):
-        asked.append(1)
+        calls.append(1)
         if error is MemoryError:
             raise MemoryError("64.0 GiB of pinned memory")
         return PrefixStore(*args, **named)
@@ -675,7 +675,7 @@ def test_memory_or_storage_that_is_not_there_is_asked_for_once_by_save(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxkv.integrations.jetstream.PrefixStore", make_store)
         assert [cache.save(KEY, value_of(KEY)) for _ in range(3)] == [False] * 3
-        assert len(asked) == 1
+        assert len(calls) == 1
         assert text in caplog.text
         assert "only learn() tries again" in caplog.text
         with pytest.raises(error, match=text):
@@ -704,12 +704,12 @@ def test_no_error_of_the_cache_reaches_the_driver(make, monkeypatch, caplog):
         else:
             monkeypatch.setattr(cache._shared.template, "rebuild", fail)
         caplog.clear()
-        # What an exception does to the driver shows in its answers.
+        # An exception that reached the driver would change its answers.
         assert serve(prompts, cache)[0] == expected, broken
         assert sum(cache.errors.values()) >= 3, broken
-        told = [record.message.split("()")[0] for record in caplog.records]
-        # One cause in each method, told once.
-        assert sorted(told) == sorted(cache.errors), broken
+        logged = [record.message.split("()")[0] for record in caplog.records]
+        # Each method logs its cause once.
+        assert sorted(logged) == sorted(cache.errors), broken
 
 
 STORED = {
@@ -721,29 +721,29 @@ STORED = {
 }
 
 
-def test_what_is_stored_is_found_by_caches_that_are_alike_elsewhere(make, tmp_path):
+def test_stored_blocks_are_found_by_equal_caches_in_other_processes(make, tmp_path):
     tokens, folder = tuple(range(24)), str(tmp_path / "kv")
     cache = make(**STORED, storage=folder)
     keep(cache, tokens)
     assert cache.store.wait_for_storage(60)
     cache.close()
-    for others, is_found in (
+    for leaves, is_found in (
         ({"index": jnp.full((1,), 4, jnp.int32)}, False),
         ({"generated": jnp.ones((5, 2, 8))}, False),
         ({"generated": jnp.zeros((6, 2, 8))}, False),
         ({}, True),
     ):
         cache = make(**STORED, storage=folder)
-        cache.learn(engine_cache((1, 2, 3), **others), 32)
+        cache.learn(engine_cache((1, 2, 3), **leaves), 32)
         assert cache.store.wait_for_storage(60)
-        found = cache.load(tokens)
-        assert (found is not None) == is_found, others
+        hit = cache.load(tokens)
+        assert (hit is not None) == is_found, leaves
         cache.close()
-    check_value(found, tokens)
+    check_value(hit, tokens)
     assert "3 fetched" in cache.gen_statistic_str()
 
 
-def test_what_storage_needs_is_asked_for_in_one_line(make, tmp_path):
+def test_missing_settings_of_storage_are_refused_in_one_line(make, tmp_path):
     stored = STORED | {"storage": str(tmp_path / "kv")}
     for name in ("model", "weights_epoch"):
         with pytest.raises(ValueError, match=f"storage needs {name} .got ''"):

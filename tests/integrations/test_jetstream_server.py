@@ -61,13 +61,13 @@ class Server:
         return Path(self._log.name).read_text(errors="replace")
 
     def tell(self, word):
-        """Have it do something; return its state."""
+        """Send a command; return the state that the server reports."""
         self._process.stdin.write(word + "\n")
         self._process.stdin.flush()
         return json.loads(self._line("STATE"))
 
     def answer(self, prompt, num_tokens=3):
-        """Ask for tokens over gRPC."""
+        """Return the tokens that the server decodes over gRPC."""
         import grpc
         from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
@@ -86,7 +86,6 @@ class Server:
             ]
 
     def is_live(self):
-        """Ask for its health over gRPC."""
         import grpc
         from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
@@ -124,29 +123,29 @@ def serve(tmp_path_factory):
 def prompts():
     """Two conversations over a system prompt of three chunks, asked again; turns."""
     system = [(7 * n * n + 3) % 251 for n in range(3 * CHUNK)]
-    one = [*system, *((11 * n) % 251 for n in range(12))]
-    other = [*system, *((5 * n + 1) % 251 for n in range(12))]
-    return [one, other, one, [*one, 3, 1, 4, 1, 5], other]
+    first = [*system, *((11 * n) % 251 for n in range(12))]
+    second = [*system, *((5 * n + 1) % 251 for n in range(12))]
+    return [first, second, first, [*first, 3, 1, 4, 1, 5], second]
 
 
 def answers(server):
-    """Ask one after the other, so that each finds what those before it left."""
-    found = []
+    """Answer the prompts in order, so that each hits the blocks of earlier ones."""
+    tokens = []
     for prompt in prompts():
-        found.append(server.answer(prompt))
+        tokens.append(server.answer(prompt))
         server.tell("flush")
-    return found
+    return tokens
 
 
 @pytest.fixture(scope="module")
 def expected(serve):
     server = serve("none")
-    found = answers(server)
-    assert len(set(map(tuple, found))) >= 3, "answers that are alike show nothing"
+    tokens = answers(server)
+    assert len(set(map(tuple, tokens))) >= 3, "answers that are alike show nothing"
     # All chunks of each prompt.
     num_chunks = sum(-(-len(prompt) // CHUNK) for prompt in prompts())
     assert server.tell("state")["prefills"] == num_chunks
-    return found
+    return tokens
 
 
 def test_the_server_answers_the_same_with_fewer_prefills(serve, expected):
@@ -154,11 +153,11 @@ def test_the_server_answers_the_same_with_fewer_prefills(serve, expected):
     assert answers(server) == expected
     state = server.tell("state")
     assert state["errors"] == {}
-    # The first prompt whole; of the others what no prompt before had in whole chunks.
+    # Each prompt computes all but the whole chunks that an earlier one had.
     lengths, seen = [], []
     for prompt in prompts():
         common = max(
-            (common_length(prompt, other) // CHUNK * CHUNK for other in seen),
+            (common_length(prompt, earlier) // CHUNK * CHUNK for earlier in seen),
             default=0,
         )
         lengths.append(len(prompt) - common)
@@ -180,11 +179,11 @@ def test_errors_in_the_cache_do_not_end_the_server(serve, expected):
     assert "broken for a test" in server.log()
 
 
-def common_length(one, other):
-    """Count the tokens that two prompts begin with alike."""
-    pairs = zip(one, other, strict=False)
+def common_length(first, second):
+    """Return the length of the prefix that two prompts share."""
+    pairs = zip(first, second, strict=False)
     return next(
-        (n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other))
+        (n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))
     )
 
 

@@ -20,6 +20,7 @@ import pytest
 from jaxkv import Extras, Namespace
 from jaxkv.integrations.maxtext import MaxTextOffload
 from jaxkv.keys.hashing import NO_EXTRAS
+from tests.rigs.command_line import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, LONGEST, RING, SLOTS = 8, 64, 16, 4
@@ -196,7 +197,7 @@ def test_two_turns_are_answered_as_without_the_host(setup):
     assert [len(ended[n]) - len(prompts[n]) for n in (0, 3, 1)] == [13, 17, 10]
     offload.store.flush()
     assert not offload.store.stats.num_dropped_failed
-    del server  # And so are the decode state and its KV.
+    del server  # Also frees the decode state and its KV.
 
     for slot, tokens in ended.items():
         prompt = prompts[slot]
@@ -297,23 +298,12 @@ def test_a_second_process_is_warm_and_gives_the_same_tokens(setup, tmp_path):
         offload.store.flush()
         assert offload.store.wait_for_storage(60)
         assert offload.store.stats.num_storage_stored == 45 // CHUNK
-    layers = setup.namespace.layout
-    run = subprocess.run(
-        [
-            *(sys.executable, "-c", WARM, str(jax.device_count())),
-            *(str(tmp_path), layers, folder),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    words = str(jax.device_count()), str(tmp_path), setup.namespace.layout, folder
+    run = run_python(WARM, *words, text=True, timeout=500)
     assert run.returncode == 0, run.stderr
-    # What is left is computed: the last chunk.
-    found = 45 // CHUNK * CHUNK
-    assert json.loads(run.stdout.splitlines()[-1]) == [found, found, expected]
+    # The last chunk is computed.
+    num_hit = 45 // CHUNK * CHUNK
+    assert json.loads(run.stdout.splitlines()[-1]) == [num_hit, num_hit, expected]
 
 
 def test_the_example_runs(tmp_path):

@@ -63,8 +63,8 @@ def test_the_guard_sets_the_key_length_during_the_call(fake_maxtext, version):
     guarded = cache_class.kv_cache_chunked_prefill
     assert maxtext_guards.guard_chunked_prefill()  # Once is enough.
     assert cache_class.kv_cache_chunked_prefill is guarded
-    given = cache.kv_cache_chunked_prefill(Array(24), Array(24), segments, previous=3)
-    assert given[3] == 3
+    result = cache.kv_cache_chunked_prefill(Array(24), Array(24), segments, previous=3)
+    assert result[3] == 3
     with pytest.raises(AssertionError):  # Keys that are not as long as the chunk.
         cache.kv_cache_chunked_prefill(Array(23), Array(23), segments)
     assert (cache.key_seq_len, cache.value_seq_len) == (1, 1)

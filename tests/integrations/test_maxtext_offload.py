@@ -33,7 +33,7 @@ class ExistingPrefix(NamedTuple):
 
 
 class PrefillEngine:
-    """Computes KV that depends on the token alone, and checks the KV it is given."""
+    """Computes KV that depends on the token alone, and checks the KV of its prefix."""
 
     config = SimpleNamespace(prefill_chunk_size=CHUNK, use_chunked_prefill=True)
 
@@ -150,7 +150,7 @@ def test_prompts_that_began_before_clear_are_not_kept(make):
 
 @pytest.mark.parametrize("num_prompt", [2, 6])
 def test_a_slot_belongs_to_the_epoch_of_its_prefill(make, num_prompt):
-    """Also that of a prompt that is too short to be resumed."""
+    """Also if the prompt is too short to be resumed."""
     _, offload = make("mixed")
     engine = Engine("mixed")
     engine.insert(0, num_prompt)

@@ -1,18 +1,15 @@
 """A prefix store with storage behind it: warm after a restart, and never wrong.
 
-What a token's KV is, `known_kv` tells from the tokens before it; so any process knows
-what has to come back.
+`known_kv` computes a token's KV from the tokens before it, so any process knows the
+expected bytes.
 """
 
 import concurrent.futures
 import contextlib
 import gc
 import math
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -35,12 +32,12 @@ from tests.integrations.test_prefix_store import (
     make_store,
     random_prompt,
 )
+from tests.rigs.command_line import run_python
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.known_kv import check_hit, known_kv, to_device
 from tests.rigs.refused_threads import refused_threads
 from tests.rigs.waiting import wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(100, 100 + 30))  # Seven blocks, and two tokens.
 NUM_BLOCKS, NUM_TOKENS = 7, 28
 OTHER = list(range(7, 7 + 30))
@@ -55,7 +52,7 @@ def make(closing, tmp_path):
             "storage": str(tmp_path / "kv"),
             "storage_bytes": "1MiB",
             "storage_write": "through",
-            "storage_deadline_s": 30.0,  # Longer than this machine ever stalls.
+            "storage_deadline_s": 30.0,  # Longer than any stall of the machine.
         }
         return closing(make_store(**defaults | arguments))
 
@@ -63,7 +60,7 @@ def make(closing, tmp_path):
 
 
 def save(store, tokens, extras=NO_EXTRAS):
-    """Save a prompt, and wait until it is wherever it gets to."""
+    """Save a prompt, and wait until its save has ended."""
     epoch = store.begin(tokens, extras)
     kv = to_device(known_kv(tokens, LENGTH, extras))
     store.save(tokens, kv, extras=extras, epoch=epoch)
@@ -71,7 +68,7 @@ def save(store, tokens, extras=NO_EXTRAS):
 
 
 def filled(make, *prompts, **arguments):
-    """Fill the folder by a store that is gone then."""
+    """Fill the folder by a store that is then closed."""
     with make(**arguments) as store:
         for tokens in prompts or (PROMPT,):
             save(store, tokens)
@@ -98,7 +95,7 @@ def files_of(tmp_path):
 
 @pytest.fixture
 def faulty(monkeypatch):
-    """Put faults before each store that is opened from now on."""
+    """Wrap each store that is opened from now on in a `FaultyStore`."""
     opened, faults = [], Faults()
 
     def open_faulty(url):
@@ -136,22 +133,22 @@ def test_a_store_that_is_made_anew_is_warm(make, mode):
     check_at_rest(store)
 
 
-def test_a_prompt_that_another_computes_is_loaded_once_it_is_there(make):
+def test_a_remote_prefill_is_loaded_once_it_is_stored(make):
     keys = {"storage_list_s": 0, "storage_probe_s": 0.0, "storage_await_s": 30.0}
-    one, other = make(**keys), make(**keys)
+    writer, reader = make(**keys), make(**keys)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        hit = pool.submit(other.load, PROMPT, remote_prefill=True)
+        loading = pool.submit(reader.load, PROMPT, remote_prefill=True)
         wait_for(
-            lambda: other._storage.worker.storage_io.stats.num_missing >= NUM_BLOCKS
+            lambda: reader._storage.worker.storage_io.stats.num_missing >= NUM_BLOCKS
         )
-        assert not hit.done()
-        save(one, PROMPT)
-        found = hit.result(60)
-    assert found.num_tokens == NUM_TOKENS
-    check_hit(found, PROMPT)
+        assert not loading.done()
+        save(writer, PROMPT)
+        hit = loading.result(60)
+    assert hit.num_tokens == NUM_TOKENS
+    check_hit(hit, PROMPT)
     hurried = make(**keys | {"storage_await_s": 0.01})
     assert hurried.load(OTHER, remote_prefill=True) is None
-    assert hurried.load(PROMPT) is None, "it asks nothing unless it is told to"
+    assert hurried.load(PROMPT) is None, "without remote_prefill nothing is probed"
 
 
 def flip(path):
@@ -161,7 +158,7 @@ def flip(path):
 
 
 @pytest.mark.parametrize(("damage", "num"), [(flip, 1), (Path.unlink, NUM_BLOCKS)])
-def test_objects_that_are_not_right_are_misses(make, tmp_path, damage, num):
+def test_damaged_or_missing_objects_are_misses(make, tmp_path, damage, num):
     filled(make)
     files = files_of(tmp_path)
     assert len(files) == NUM_BLOCKS
@@ -200,7 +197,7 @@ OF_OTHERS = {
 }
 
 
-def test_what_others_have_written_is_not_found_and_stays(make, tmp_path):
+def test_objects_of_other_namespaces_are_missed_and_stay(make, tmp_path):
     filled(make)
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
     for name, options in OF_OTHERS.items():
@@ -213,15 +210,15 @@ def test_what_others_have_written_is_not_found_and_stays(make, tmp_path):
 
 def test_a_long_prompt_comes_in_parts_as_far_as_the_host_has_room(make):
     filled(make)
-    for num_host_blocks, least in ((24, NUM_TOKENS), (5, BLOCK)):
+    for num_host_blocks, min_tokens in ((24, NUM_TOKENS), (5, BLOCK)):
         store = listed(make, num_host_blocks=num_host_blocks, max_storage_blocks=2)
         hit = store.load(PROMPT)
-        assert least <= hit.num_tokens <= num_host_blocks * BLOCK
+        assert min_tokens <= hit.num_tokens <= num_host_blocks * BLOCK
         check_hit(hit, PROMPT)
         check_at_rest(store)
 
 
-def test_of_a_stored_prompt_what_is_asked_for_and_not_on_the_host_is_fetched(make):
+def test_only_requested_blocks_that_are_not_on_the_host_are_fetched(make):
     filled(make)
     store = listed(make)
     assert store.load(PROMPT, min_tokens=NUM_TOKENS + 1) is None
@@ -250,10 +247,10 @@ def test_a_prefetched_prompt_is_on_the_host_when_it_is_loaded(make):
     check_at_rest(store)
 
 
-def test_what_comes_slower_than_it_is_computed_is_not_waited_for(make):
+def test_fetches_slower_than_prefill_are_declined(make):
     store = restarted(make, PROMPT, OTHER)
     store.note_prefill_rate(1e15)
-    check_hit(store.load(PROMPT), PROMPT)  # Nobody knows yet how fast reads are.
+    check_hit(store.load(PROMPT), PROMPT)  # The speed of reads is unknown yet.
     assert store.load(OTHER) is None
     assert store.stats.num_fetches_declined == 1
     store.note_prefill_rate(0)
@@ -262,7 +259,7 @@ def test_what_comes_slower_than_it_is_computed_is_not_waited_for(make):
         store.note_prefill_rate(-1)
 
 
-def test_only_what_is_asked_for_again_is_written_by_default(make):
+def test_on_reuse_only_reused_blocks_are_written(make):
     store = make(storage_write="on_reuse")
     assert store.load(PROMPT) is None
     save(store, PROMPT)
@@ -276,22 +273,22 @@ def test_only_what_is_asked_for_again_is_written_by_default(make):
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
 def test_a_machine_without_threads_costs_misses_and_the_store_recovers(make, error):
     store = listed(make, storage_list_s=0.01)
-    tokens = [list(range(1000 * n, 1000 * n + 30)) for n in range(6)]
+    prompts = [list(range(1000 * n, 1000 * n + 30)) for n in range(6)]
     with refused_threads(error=error):
-        for each in tokens[:3]:
-            assert store.load(each) is None
-            save(store, each)
-            store.prefetch(each)
+        for prompt in prompts[:3]:
+            assert store.load(prompt) is None
+            save(store, prompt)
+            store.prefetch(prompt)
         wait_for(lambda: "list other" in store.storage_stats.failed)
         store.wait_for_storage(1.0)
-        assert store.load(tokens[0]) is not None  # From the host.
+        assert store.load(prompts[0]) is not None  # From the host.
     wait_for(lambda: store.wait_for_storage(1.0))
-    for each in tokens:
-        save(store, each)
+    for prompt in prompts:
+        save(store, prompt)
     assert store.wait_for_storage(60)
     store.close()
     store = listed(make)
-    assert store.load(tokens[5]).num_tokens == NUM_TOKENS
+    assert store.load(prompts[5]).num_tokens == NUM_TOKENS
     check_at_rest(store)
 
 
@@ -314,7 +311,7 @@ def test_a_prefix_store_that_no_thread_can_serve_is_refused_and_closes_its_store
         make()
     assert refused == ["jaxkv prefix storage"]
     with refused_threads(1, 2) as refused:
-        make().close()  # Those of the store are started by a later call.
+        make().close()  # A later call starts the store's threads.
     assert len(refused) == 2
     gc.collect()
     wait_for(lambda: set(threading.enumerate()) <= before)
@@ -356,16 +353,16 @@ def test_a_store_that_hangs_is_waited_for_until_the_deadline_alone(make, faulty)
     begin_s = time.monotonic()
     assert store.load(PROMPT) is None
     assert time.monotonic() - begin_s > 0.25
-    assert store.load(PROMPT) is None  # It is not asked for again.
-    save(store, PROMPT)  # What is computed instead is kept, and found.
+    assert store.load(PROMPT) is None  # It is not fetched again.
+    save(store, PROMPT)  # The recomputed KV is kept, and hit.
     check_hit(store.load(PROMPT), PROMPT)
-    save(store, OTHER)  # Nor does it wait for a write, or `close` for any answer.
+    save(store, OTHER)  # Neither saves nor `close` wait for the store.
     store.close()
 
 
 @contextlib.contextmanager
 def fetching(store, faulty):
-    """Have a thread that waits for what a store, which hangs, was asked for."""
+    """Load in a thread from a store that hangs; yield the future."""
     faulty.hang = 1.0
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         loading = thread.submit(store.load, PROMPT)
@@ -488,7 +485,7 @@ def is_at_rest(store):
     return True
 
 
-def test_waiting_for_the_store_tells_that_it_does_not_have_it_all(make, faulty):
+def test_wait_for_storage_returns_false_after_a_failure(make, faulty):
     filled(make, OTHER)
     faulty.error = 1.0
     store = make(storage_deadline_s=1e300)
@@ -504,9 +501,9 @@ def test_waiting_for_the_store_tells_that_it_does_not_have_it_all(make, faulty):
 
 
 def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
-    """Twenty that wait for a store, which answers when they are gone."""
+    """Twenty loads wait for a store that answers after they are interrupted."""
     store = restarted(make, PROMPT, OTHER, num_host_blocks=24)
-    # What is on the host is held, too, while the rest is fetched.
+    # Blocks on the host are pinned, too, while the rest is fetched.
     save(store, PROMPT[: 2 * BLOCK])
     assert store.wait_for_storage(60)
     faulty.hang = 1.0
@@ -524,7 +521,7 @@ def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
             with pytest.raises(KeyboardInterrupt):
                 load_for_20_ms(tokens)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # One that is late would end all.
+        signal.setitimer(signal.ITIMER_REAL, 0)  # A late signal would end the test run.
         signal.signal(signal.SIGALRM, usual)
     faulty.hang = 0.0
     store._storage.worker.storage_io._store.let_go()
@@ -545,16 +542,16 @@ def test_a_bug_in_the_threads_is_raised_by_the_next_call(make, monkeypatch):
     assert "a mistake in the code" in str(raised.value.__cause__)
 
 
-def test_a_store_that_nobody_closes_is_collected_with_its_threads(tmp_path):
+def test_an_unclosed_store_is_collected_with_its_threads(tmp_path):
     before = set(threading.enumerate())
     store = make_store(storage=str(tmp_path / "kv"), storage_bytes="1MiB")
     threads = set(threading.enumerate()) - before
-    thread, gone = store._storage._thread, weakref.ref(store)
+    thread, reference = store._storage._thread, weakref.ref(store)
     assert thread in threads
     assert store.wait_for_storage(60)
     del store
-    wait_for(lambda: gc.collect() >= 0 and not any(each.is_alive() for each in threads))
-    assert gone() is None
+    wait_for(lambda: gc.collect() >= 0 and not any(t.is_alive() for t in threads))
+    assert reference() is None
 
 
 def named(**names):
@@ -562,7 +559,7 @@ def named(**names):
     return Namespace(**(fields | names), block_size=BLOCK)
 
 
-def test_what_the_host_is_about_to_evict_is_written(make):
+def test_blocks_about_to_be_evicted_are_written(make):
     prompts = [[who] * 9 for who in range(40)]
     store = make(num_host_blocks=24, storage_write="on_evict", cache_policy="lru")
     for tokens in prompts:
@@ -596,7 +593,7 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_is_refused_in_one_line(make, monkeypatch):
+def test_invalid_arguments_are_refused_in_one_line(make, monkeypatch):
     num_threads = threading.active_count()
     for arguments, error, message in REFUSED:
         with pytest.raises(error) as raised:
@@ -621,15 +618,7 @@ print("end")
 
 
 def test_a_process_that_closes_nothing_ends(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", UNCLOSED, str(tmp_path / "kv")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_python(UNCLOSED, str(tmp_path / "kv"), text=True, timeout=500)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 

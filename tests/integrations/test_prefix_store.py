@@ -38,6 +38,7 @@ TENANTS = (NO_EXTRAS, Extras(lora_name="a"), Extras(cache_salt="a"), Extras("b",
 POLICIES = {num_blocks: make_lru(num_blocks, 4096) for num_blocks in (64, 24, 5)}
 
 LIKE = to_device(known_kv([], LENGTH))
+PROMPT, OTHER = list(range(30)), list(range(50, 80))
 
 modes = pytest.mark.parametrize("mode", ["fused", "staged"])
 
@@ -72,19 +73,19 @@ def test_each_load_is_recorded_with_what_it_found(make, tmp_path):
     path = tmp_path / "requests.jsonl"
     rng = np.random.default_rng(4)
     store = make(5, recorder=TraceRecorder(path), cache_policy="lru")
-    found = []
+    hit_tokens = []
     for _ in range(30):
         who = int(rng.integers(3))
         prompt = [who] * int(rng.integers(1, 14))
         hit = store.load(prompt)
-        found.append(0 if hit is None else hit.num_tokens)
+        hit_tokens.append(0 if hit is None else hit.num_tokens)
         keep(store, prompt)
     store.load([0] * BLOCK, TENANTS[1])
     store.close()
     trace = read_trace(path)
     run = trace.recording
-    assert run.host_tokens.tolist() == [*found, 0]
-    assert sum(found) > 0
+    assert run.host_tokens.tolist() == [*hit_tokens, 0]
+    assert sum(hit_tokens) > 0
     assert (run.device_tokens == -1).all()
     assert (run.policy, run.host_blocks, trace.block_size) == ("lru", 5, BLOCK)
     # Prompts of other adapters are others.
@@ -96,7 +97,7 @@ def test_each_load_is_recorded_with_what_it_found(make, tmp_path):
         store.load([0] * BLOCK)
 
 
-def test_a_policy_that_listens_is_told_of_each_load(make):
+def test_a_policy_is_notified_of_each_load(make):
     store = make(cache_policy="hazard", clock=lambda: 7.5)
     tokens = list(range(3 * store.block_size))
     assert store.load(tokens) is None
@@ -107,7 +108,7 @@ def test_a_policy_that_listens_is_told_of_each_load(make):
     assert sum(shown["touches"]) == UNIT * 2 * 3
 
 
-def test_a_prompt_is_kept_as_long_as_its_caller_says(make):
+def test_a_prompt_is_retained_as_its_caller_requests(make):
     now_s = [0.0]
     num = 2
     store = make(num_host_blocks=num, retention=True, clock=lambda: now_s[0])
@@ -116,12 +117,12 @@ def test_a_prompt_is_kept_as_long_as_its_caller_says(make):
     store.retain(prompts[0] + [7], Retention(ttl_s=60, num_tokens=size))
     for prompt in prompts[:4]:
         keep(store, prompt)
-    assert [store.contains(own) for own in prompts[:4]] == [True, False, False, True]
+    assert list(map(store.contains, prompts[:4])) == [True, False, False, True]
     now_s[0] = 60.0
     for prompt in prompts[4:]:
         keep(store, prompt)
-    assert store.contains(prompts[0])  # Nobody has told the time since.
-    assert store.load(prompts[8]) is not None  # A load tells it.
+    assert store.contains(prompts[0])  # Only a load updates the clock.
+    assert store.load(prompts[8]) is not None
     keep(store, prompts[4])
     assert not store.contains(prompts[0])
 
@@ -208,7 +209,7 @@ class Oracle:
 
 
 def random_prompt(rng, num_ends=20):
-    """One of some prefixes and one of some ends: prompts often share blocks."""
+    """Join a random prefix and a random end: prompts often share blocks."""
     beginning = np.random.default_rng(int(rng.integers(4))).integers(0, 50, 16)
     seed = 100 + int(rng.integers(num_ends))
     end = np.random.default_rng(seed).integers(0, 50, 17)
@@ -222,21 +223,21 @@ def test_random_prompts_agree_with_a_list_of_prefixes(make, seed, mode):
     rng = np.random.default_rng(seed)
     num_blocks, num_tenants, num_ends = [(64, 4, 20), (5, 2, 1), (24, 1, 2)][seed]
     store, oracle = make(num_blocks, mode=mode), Oracle(num_blocks)
-    num_queried = num_found = 0
+    num_queried = num_hit = 0
     for _ in range(80):
         tokens = random_prompt(rng, num_ends)
         extras = TENANTS[rng.integers(num_tenants)]
         keys = oracle.keys(tokens, extras)
         action = rng.random()
         if action < 0.5:
-            given = (tokens, np.array(tokens, np.int32), jnp.array(tokens, int))
+            forms = (tokens, np.array(tokens, np.int32), jnp.array(tokens, int))
             min_tokens = 12 * (action < 0.1)
-            hit = store.load(given[num_queried % 3], extras, min_tokens=min_tokens)
+            hit = store.load(forms[num_queried % 3], extras, min_tokens=min_tokens)
             num_tokens = BLOCK * oracle.load(keys, min_tokens)
             assert (0 if hit is None else hit.num_tokens) == num_tokens
             if hit is not None:
                 check_hit(hit, tokens, extras)
-            num_queried, num_found = num_queried + len(tokens), num_found + num_tokens
+            num_queried, num_hit = num_queried + len(tokens), num_hit + num_tokens
         elif action < 0.98:
             assert keep(store, tokens, extras) == BLOCK * oracle.save(keys)
         else:
@@ -248,9 +249,9 @@ def test_random_prompts_agree_with_a_list_of_prefixes(make, seed, mode):
     stats = store.stats
     assert (stats.num_host_query_tokens, stats.num_host_hit_tokens) == (
         num_queried,
-        num_found,
+        num_hit,
     )
-    assert num_found > 0
+    assert num_hit > 0
     assert stats.num_stored == oracle.num_stored
     assert stats.num_dropped_full == oracle.num_dropped
     assert stats.num_evicted == oracle.num_evicted
@@ -260,7 +261,7 @@ def test_random_prompts_agree_with_a_list_of_prefixes(make, seed, mode):
 
 @contextlib.contextmanager
 def blocked_thread(store):
-    """Keep saves from running within; they run at the end."""
+    """Hold back all saves until the end of the block."""
     begun, go_on = threading.Event(), threading.Event()
 
     def wait():
@@ -280,64 +281,61 @@ def blocked_thread(store):
 @modes
 def test_saved_arrays_may_be_donated_at_once(make, mode):
     store = make(mode=mode)
-    prompt = list(range(30))
     overwrite = jax.jit(
         lambda kv: jax.tree.map(jnp.zeros_like, kv), donate_argnums=0, keep_unused=True
     )
-    kv = to_device(known_kv(prompt, LENGTH))
+    kv = to_device(known_kv(PROMPT, LENGTH))
     with blocked_thread(store):
-        assert store.save(prompt, kv) == 28
+        assert store.save(PROMPT, kv) == 28
         jax.block_until_ready(overwrite(kv))
         assert kv["key"].is_deleted()
-        assert not store.contains(prompt), "found before its bytes have arrived"
-    check_hit(store.load(prompt), prompt)
+        assert not store.contains(PROMPT), "found before its bytes have arrived"
+    check_hit(store.load(PROMPT), PROMPT)
 
 
 def test_a_save_that_only_if_refuses_costs_no_other(make, caplog):
     store = make()
-    prompt, other = list(range(30)), list(range(50, 80))
 
     def fail():
         raise KeyError("a mistake of the caller's")
 
     for number, only_if in enumerate((lambda: False, fail)):
-        assert keep(store, prompt, only_if=only_if) == 28
-        assert (store.load(prompt), store.held_bytes) == (None, 0)
+        assert keep(store, PROMPT, only_if=only_if) == 28
+        assert (store.load(PROMPT), store.held_bytes) == (None, 0)
         assert store.stats.num_dropped_failed == 7 * (1 + number)
         assert ("a mistake of the caller's" in caplog.text) == (only_if is fail)
-    keep(store, other, only_if=lambda: True)
-    check_hit(store.load(other), other)
+    keep(store, OTHER, only_if=lambda: True)
+    check_hit(store.load(OTHER), OTHER)
     check_at_rest(store)
 
 
 def test_a_waiting_save_that_is_cleared_is_not_found(make):
     store = make()
-    prompt, other = list(range(30)), list(range(50, 80))
     with blocked_thread(store):
         # The fault would be bytes of another prompt under these keys.
-        store.save(prompt, to_device(known_kv(other, LENGTH)))
+        store.save(PROMPT, to_device(known_kv(OTHER, LENGTH)))
         store.clear()
-        assert save(store, prompt[:12], only_if=lambda: False) == 12
-        save(store, other)
-    assert not store.contains(prompt[:4])
-    check_hit(store.load(other), other)
+        assert save(store, PROMPT[:12], only_if=lambda: False) == 12
+        save(store, OTHER)
+    assert not store.contains(PROMPT[:4])
+    check_hit(store.load(OTHER), OTHER)
     assert store.stats.num_stored == 7
     check_at_rest(store)
 
 
 def test_a_save_cleared_in_flight_is_not_found(make):
     store = make()
-    prompt, other = list(range(30)), list(range(50, 80))
 
     def clear_and_begin_anew():
         store.clear()
-        assert save(store, prompt, only_if=lambda: False) == 28
+        assert save(store, PROMPT, only_if=lambda: False) == 28
         return True
 
-    store.save(prompt, to_device(known_kv(other, LENGTH)), only_if=clear_and_begin_anew)
+    kv = to_device(known_kv(OTHER, LENGTH))
+    store.save(PROMPT, kv, only_if=clear_and_begin_anew)
     store.flush()
-    assert not store.contains(prompt[:4])
-    assert store.load(prompt) is None
+    assert not store.contains(PROMPT[:4])
+    assert store.load(PROMPT) is None
     check_at_rest(store)
 
 
@@ -372,14 +370,14 @@ SEQUENCES = {
 
 
 def test_a_save_belongs_to_the_epoch_in_which_its_prompt_was_loaded(make):
-    parts = {"P": P, "Q": Q, "R": R, "p": P[:3]}
+    tokens_of = {"P": P, "Q": Q, "R": R, "p": P[:3]}
     kv = to_device(known_kv([*P, *Q], LENGTH))
     for name, (calls, num_kept) in SEQUENCES.items():
         store = make()
         for call in calls:
             method, _, names = call.partition(" ")
             extras = TENANTS[names.startswith("a")]
-            tokens = [token for part in names.lstrip("a") for token in parts[part]]
+            tokens = [token for part in names.lstrip("a") for token in tokens_of[part]]
             if method == "clear":
                 store.clear((None, "1")[len(name) % 2])
             elif method == "save":
@@ -431,7 +429,7 @@ def test_an_epoch_from_begin_counts_in_any_thread(make):
 def test_a_clear_between_the_keys_of_a_call_and_its_effect_is_noticed(
     make, monkeypatch
 ):
-    """Another thread's, in the middle of each call."""
+    """Another thread clears in the middle of each call."""
     store = make()
     keep(store, P)
     kv = to_device(known_kv(P, LENGTH))
@@ -501,11 +499,10 @@ def test_prompts_that_are_forgotten_are_not_kept_after_a_clear(
 
 def test_a_cleared_load_is_a_miss(make):
     store = make()
-    prompt = list(range(30))
-    keep(store, prompt)
+    keep(store, PROMPT)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         with blocked_thread(store):
-            loading = thread.submit(store.load, prompt)
+            loading = thread.submit(store.load, PROMPT)
             wait_for(lambda: store.stats.num_host_query_tokens)
             store.clear()
             save(store, [*range(90, 120)])
@@ -530,39 +527,37 @@ def test_blocks_that_are_being_loaded_are_not_evicted(make):
 @modes
 def test_failed_kv_is_never_found(make, mode):
     store = make(mode=mode)
-    prompt = list(range(30))
-    save(store, prompt[:9])
-    kv = faults.broken(to_device(known_kv(prompt, LENGTH)))
-    assert store.save(prompt, kv) == 28
+    save(store, PROMPT[:9])
+    kv = faults.broken(to_device(known_kv(PROMPT, LENGTH)))
+    assert store.save(PROMPT, kv) == 28
     store.flush()
-    faults.recover(to_device(known_kv(prompt, LENGTH)))
-    hit = store.load(prompt)
+    faults.recover(to_device(known_kv(PROMPT, LENGTH)))
+    hit = store.load(PROMPT)
     assert hit.num_tokens == 8
-    check_hit(hit, prompt)
+    check_hit(hit, PROMPT)
     assert store.stats.num_dropped_failed == 5
     check_at_rest(store)
-    assert keep(store, prompt) == 28
-    check_hit(store.load(prompt), prompt)
+    assert keep(store, PROMPT) == 28
+    check_hit(store.load(PROMPT), PROMPT)
 
 
 @modes
 def test_a_failed_load_is_a_miss_and_discards_its_blocks(make, mode, monkeypatch):
     store = make(mode=mode)
-    prompt = list(range(30))
-    keep(store, prompt)
+    keep(store, PROMPT)
 
     def fails(*args):
         raise jax.errors.JaxRuntimeError("a fault of the device")
 
     with monkeypatch.context() as patch:
         patch.setattr(store._copier.engine._copier, "load_program", fails)
-        assert store.load(prompt) is None
+        assert store.load(PROMPT) is None
     assert (store.stats.num_loads_failed, store.stats.num_host_hit_tokens) == (1, 0)
-    assert not store.contains(prompt)
-    assert store.load(prompt) is None
+    assert not store.contains(PROMPT)
+    assert store.load(PROMPT) is None
     check_at_rest(store)
-    keep(store, prompt)
-    check_hit(store.load(prompt), prompt)
+    keep(store, PROMPT)
+    check_hit(store.load(PROMPT), PROMPT)
 
 
 def test_a_bug_in_the_thread_is_raised_by_the_next_call(make, monkeypatch):
@@ -747,7 +742,7 @@ def test_a_load_that_is_interrupted_at_any_line_leaves_nothing_pinned(make):
             sys.settrace(before)
     assert num_interrupted > 20
     check_hit(hit, prompt)
-    # The loads that nobody waits for are over before it: all blocks can be evicted.
+    # The interrupted loads end before this save: all blocks can be evicted.
     keep(store, [100 + token for token in prompt])
     assert store.stats.num_dropped_full == 0
     check_at_rest(store)

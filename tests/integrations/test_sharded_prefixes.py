@@ -82,8 +82,8 @@ def test_an_engines_cache_comes_back_where_it_was(axis_type):
         "generated": jax.sharding.NamedSharding(mesh, P(None, "heads")),
         "index": jax.sharding.NamedSharding(mesh, P()),
     }
-    others = {"generated": np.zeros((5, 4), np.float32), "index": np.full((2,), 7)}
-    arrays = values() | {name: leaf.astype("float32") for name, leaf in others.items()}
+    fixed = {"generated": np.zeros((5, 4), np.float32), "index": np.full((2,), 7)}
+    arrays = values() | {name: leaf.astype("float32") for name, leaf in fixed.items()}
     tokens = tuple(range(16))
     with PrefixCache(block_size=4, num_host_blocks=16, extras_of=None) as cache:
         for n in range(2):  # The second is compared with the first.
@@ -92,12 +92,12 @@ def test_an_engines_cache_comes_back_where_it_was(axis_type):
             assert cache.save(key, value)
         cache.flush()
         assert cache.stats.num_dropped_failed == 0
-        found = cache.load(key)
-        check_equal(found.prefix, arrays | kept(arrays, 16))
+        hit = cache.load(key)
+        check_equal(hit.prefix, arrays | kept(arrays, 16))
         for name, place in places.items():
-            mine = found.prefix[name]
-            assert mine.sharding.is_equivalent_to(place, mine.ndim), (name, mine)
-            assert found.device[name] == place
+            leaf = hit.prefix[name]
+            assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (name, leaf)
+            assert hit.device[name] == place
 
 
 def test_sharded_tokens_are_refused():

@@ -35,7 +35,7 @@ from tests.rigs.fake_engine import (
     LOSSES,
     Engine,
     drop_by_runner,
-    next_token,
+    reference,
     register_again,
     replace_arrays,
     reset_connector,
@@ -67,19 +67,12 @@ def newest(monkeypatch):
     fake_vllm.install(monkeypatch, "0.32")
 
 
-def reference(prompt, num_output):
-    tokens = list(prompt)
-    for _ in range(num_output):
-        tokens.append(next_token(tokens))
-    return tokens
-
-
 TOKENS = 4 * BLOCK_SIZE  # In full blocks of `range(18)`.
 NUMBERS = itertools.count()
 
 
 def ask(engine, prompt=range(18), num_output=3, **options):
-    """Serve a request; return how many tokens came from the host."""
+    """Serve a request; return the tokens that the host supplied."""
     before = engine.scheduler.num_external_tokens
     request = Request(f"asked {next(NUMBERS)}", prompt, num_output, **options)
     engine.run(request)
@@ -112,7 +105,7 @@ def test_a_compressed_prompt_comes_back_nearly_as_it_was(newest, compression):
 
 
 def test_a_worker_refuses_runners_that_it_cannot_serve(newest, monkeypatch):
-    """Those whose lost tokens cannot be restored, or whose heads have no scales."""
+    """It cannot restore dropped tokens, or its heads have no scales."""
     monkeypatch.setattr(tokens, "missing_from_vllm", lambda: [])
     is_async = {"scheduler_config__async_scheduling": True}
     for options, message in [
@@ -186,12 +179,12 @@ def serve_at_random(engine, rng, prompts, num_requests, run=Engine.run):
             engine.scheduler.reset_running()
         if rng.random() < 0.1:
             alive = engine.scheduler.requests.values()
-            alive = [own for own in alive if own.status != "ABORTED"]
+            alive = [request for request in alive if request.status != "ABORTED"]
             if alive:
                 engine.scheduler.abort(alive[rng.integers(len(alive))].request_id)
     run(engine)
     engine.check_nothing_leaked()
-    done = [(own, prompt) for own, prompt in served if own.status != "ABORTED"]
+    done = [(r, prompt) for r, prompt in served if r.status != "ABORTED"]
     for request, prompt in done:
         assert request.tokens == reference(prompt, request.max_tokens - len(prompt))
     return len(done)
@@ -218,7 +211,7 @@ def test_with_a_draft_model_the_last_block_that_is_found_is_computed(newest, fac
     engine = make_warm_engine(num_drafts=2, drafts="eagle3", extra=extra)
     assert ask(engine, num_output=9) == TOKENS - factor * BLOCK_SIZE
     forget_device(engine)
-    # What it has answered is stored at its end, all full blocks.
+    # At its end, all full blocks of the answer are stored.
     answered = reference(range(18), 9)
     full = (len(answered) - 1) // (factor * BLOCK_SIZE) - 1
     assert ask(engine, [*answered, 1, 1]) == full * factor * BLOCK_SIZE
@@ -233,17 +226,17 @@ def test_with_a_draft_model_the_last_full_block_is_not_stored_while_it_decodes(n
     num_held = []
     while engine.scheduler.has_requests():
         engine.step()
-        num_known = request.num_computed_tokens // BLOCK_SIZE
+        num_full = request.num_computed_tokens // BLOCK_SIZE
         stats = engine.offload_scheduler.stats
-        num_held.append((num_known, stats.num_stored))
-    assert any(known > 4 for known, _ in num_held)
-    assert all(stored < known for known, stored in num_held[:-1] if known > 4)
+        num_held.append((num_full, stats.num_stored))
+    assert any(full > 4 for full, _ in num_held)
+    assert all(stored < full for full, stored in num_held[:-1] if full > 4)
     engine.run()
     assert engine.offload_scheduler.stats.num_stored == 29 // BLOCK_SIZE
 
 
 def fail_loads(engine):
-    """Let all loads fail, and spoil what they wrote."""
+    """Make all loads fail and write garbage."""
 
     class Never:
         def random(self):
@@ -257,10 +250,10 @@ def fail_loads(engine):
 def test_the_blocks_of_a_failed_load_are_reported_and_computed_again(generation):
     engine = make_warm_engine(generation=generation)
     fail_loads(engine)
-    told = []
+    reported = []
     take = engine.runner.connector.get_block_ids_with_load_errors
     engine.runner.connector.get_block_ids_with_load_errors = lambda: (
-        told.append(take()) or told[-1]
+        reported.append(take()) or reported[-1]
     )
     request = Request("again", range(18), 3)
     engine.scheduler.add(request)
@@ -268,7 +261,7 @@ def test_the_blocks_of_a_failed_load_are_reported_and_computed_again(generation)
     (table,) = engine.scheduler.tables["again"]
     loading = {block.block_id for block in table}
     engine.run()
-    assert loading in told
+    assert loading in reported
     assert request.tokens == reference(range(18), 3)
     engine.check_nothing_leaked()
     # The blocks that could not be loaded are no hits until they are stored again.
@@ -289,9 +282,9 @@ def test_a_failed_load_gives_up_its_place_and_other_loads_wait_for_it(newest):
     match, find = (half.get_num_new_matched_tokens for half in (connector, offload))
 
     def match_another_too(*arguments):
-        answer, other = match(*arguments), Request("other", range(20, 38), 3)
-        answers.append((answer, match(other, 0)))
-        connector.request_finished_all_groups(other, ([],))
+        answer, second = match(*arguments), Request("other", range(20, 38), 3)
+        answers.append((answer, match(second, 0)))
+        connector.request_finished_all_groups(second, ([],))
         return answer
 
     connector.get_num_new_matched_tokens = match_another_too
@@ -305,9 +298,9 @@ def test_a_failed_load_gives_up_its_place_and_other_loads_wait_for_it(newest):
     assert match(Request("other", range(20, 38), 3), 0) == offer
 
 
-def test_who_asks_to_decode_elsewhere_is_answered_with_what_to_send_there(newest):
+def test_a_remote_decode_is_answered_with_the_parameters_to_forward(newest):
     connector = Engine().scheduler.connector
-    for params, told in [
+    for params, response in [
         (None, None),
         ({}, None),
         ({"do_remote_decode": False}, None),
@@ -318,7 +311,7 @@ def test_who_asks_to_decode_elsewhere_is_answered_with_what_to_send_there(newest
     ]:
         request = Request("one", range(9), 1)
         request.kv_transfer_params = params
-        assert connector.request_finished(request, []) == (False, told), params
+        assert connector.request_finished(request, []) == (False, response), params
 
 
 def test_a_response_reports_what_its_request_found(newest):
@@ -344,7 +337,7 @@ def test_hybrid_models_are_refused_on_vllm_019(monkeypatch):
         Engine(generation="0.19", windows=(None, 6))
 
 
-def test_a_policy_is_told_why_a_request_stopped():
+def test_a_policy_gets_the_reason_why_a_request_stopped():
     for status, stop_reason, stop in [
         ("FINISHED_STOPPED", None, "end_turn"),
         ("FINISHED_STOPPED", 128008, "tool_use"),
@@ -353,14 +346,14 @@ def test_a_policy_is_told_why_a_request_stopped():
         ("FINISHED_ABORTED", None, None),
     ]:
         status = SimpleNamespace(name=status)
-        own = SimpleNamespace(status=status, stop_reason=stop_reason)
-        assert VllmRequest(own, 1).stop == stop, (status, stop_reason)
+        request = SimpleNamespace(status=status, stop_reason=stop_reason)
+        assert VllmRequest(request, 1).stop == stop, (status, stop_reason)
 
 
 RIGHT = {"retention": {"priority": 80, "half_life_s": 600}}
 KEPT = Retention(80, half_life_s=600)
 LIMITS = ("max_offload_tokens", "max_load_tokens")
-# A client's parameters, what is read of them, and what is logged.
+# A client's parameters, the field and value read, and the logged warning.
 WISHES = [
     (RIGHT, "retention", KEPT, None),
     ({"retention": {"priority": 100, "ttl_s": 1}}, "retention", None, "from 0"),
@@ -372,9 +365,9 @@ WISHES = [
     ("unlike what vLLM passes", "retention", None, None),
     *[({name: num}, name, num, None) for name in LIMITS for num in (0, 16, None)],
     *[
-        ({name: given}, name, None, f"['{name}'] is ignored")
+        ({name: value}, name, None, f"['{name}'] is ignored")
         for name in LIMITS
-        for given in (-1, True, "16", 1.5)
+        for value in (-1, True, "16", 1.5)
     ],
     ({"do_remote_prefill": True}, "remote_prefill", True, None),
     ({"do_remote_prefill": False}, "remote_prefill", False, None),
@@ -383,25 +376,25 @@ WISHES = [
 ]
 
 
-def test_a_client_says_what_to_store_load_and_keep(caplog):
+def test_a_client_sets_limits_retention_and_remote_prefill(caplog):
     """A client's mistake is logged, and does not end the engine."""
     for params, name, value, warning in WISHES:
-        own = SimpleNamespace(request_id="r0", kv_transfer_params=params)
+        request = SimpleNamespace(request_id="r0", kv_transfer_params=params)
         caplog.clear()
-        assert getattr(VllmRequest(own, 1), name) == value, params
+        assert getattr(VllmRequest(request, 1), name) == value, params
         assert (warning or "") in caplog.text, params
         assert bool(caplog.records) == (warning is not None), params
 
 
-def test_a_router_hints_how_long_blocks_are_to_be_kept(caplog):
-    """What a client says goes before it."""
+def test_a_routers_hint_sets_the_retention(caplog):
+    """A client's own parameters have priority over hints."""
 
-    def retention(*actions, **more):
+    def retention(*actions, **fields):
         names = "action_type", "action_version", "payload"
         named = [SimpleNamespace(**dict(zip(names, a, strict=True))) for a in actions]
         hints = SimpleNamespace(actions=named)
-        own = SimpleNamespace(request_id="r0", kv_hints=hints, **more)
-        return VllmRequest(own, 1).retention
+        request = SimpleNamespace(request_id="r0", kv_hints=hints, **fields)
+        return VllmRequest(request, 1).retention
 
     kept = ("kv.retain", "1.2", {"ttl_s": 9})
     assert retention(("kv.fetch", "1.0", {}), kept) == Retention(ttl_s=9)
@@ -413,7 +406,7 @@ def test_a_router_hints_how_long_blocks_are_to_be_kept(caplog):
     assert "the hint kv.retain is ignored: 'seconds' must be one" in caplog.text
 
 
-def test_the_prefix_of_a_client_who_asks_for_it_stays_on_the_host(newest):
+def test_a_retained_prefix_stays_on_the_host(newest):
     engine = Engine(extra={"num_cpu_blocks": 12, "retention": True})
     kept, plain = Request("kept", range(18), 1), Request("plain", range(50, 68), 1)
     kept.kv_transfer_params = {"retention": {"ttl_s": 600}}
@@ -433,16 +426,16 @@ def test_blocks_that_a_store_is_about_to_free_are_waited_for(newest):
     engine.scheduler.add(Request("first", range(18), 1))
     while engine.scheduler.requests:
         engine.step()
-    other = Request("other", range(100, 118), 16)  # At last it has 9 blocks of the 10.
-    engine.scheduler.add(other)
+    second = Request("other", range(100, 118), 16)  # At last it has 9 blocks of the 10.
+    engine.scheduler.add(second)
     for _ in range(20):
         engine.step()
-    assert engine.scheduler.running == [other]
-    assert other.num_tokens < other.max_tokens
+    assert engine.scheduler.running == [second]
+    assert second.num_tokens < second.max_tokens
     assert engine.scheduler.num_waits > 5
     half.poll = poll
     engine.run()
-    assert other.tokens == reference(range(100, 118), 16)
+    assert second.tokens == reference(range(100, 118), 16)
     assert not engine.scheduler.was_preempted
     assert not engine.scheduler.connector.has_pending_block_frees()
 
@@ -470,19 +463,19 @@ def test_a_reset_of_the_host_removes_its_blocks_and_no_others(newest, windows):
 
 
 def learn(picture, events):
-    """Add to what a router knows of each block: parent, tokens, adapter, extra keys."""
+    """Update a router's record of each block: parent, tokens, adapter, extra keys."""
     for event in events:
         assert len(event.token_ids) == event.block_size * len(event.block_hashes)
         assert len(event.extra_keys) == len(event.block_hashes)
         parent = event.parent_block_hash
-        for n, own in enumerate(event.block_hashes):
+        for n, key in enumerate(event.block_hashes):
             tokens = event.token_ids[n * BLOCK_SIZE : (n + 1) * BLOCK_SIZE]
             lora = event.lora_id, event.lora_name
-            picture[event.group_idx, own] = parent, tokens, lora, event.extra_keys[n]
-            parent = own
+            picture[event.group_idx, key] = parent, tokens, lora, event.extra_keys[n]
+            parent = key
 
 
-@pytest.mark.parametrize(
+BLOCK_LAYOUTS = pytest.mark.parametrize(
     "options",
     [
         {},
@@ -490,6 +483,9 @@ def learn(picture, events):
         {"extra": {"blocks_per_chunk": 2, "num_cpu_blocks": 16}},
     ],
 )
+
+
+@BLOCK_LAYOUTS
 def test_a_router_can_place_the_host_events_by_tokens_parents_and_groups(
     newest, options
 ):
@@ -512,79 +508,79 @@ def test_a_router_can_place_the_host_events_by_tokens_parents_and_groups(
     expected = {}
     for request in requests:
         hashes, is_adapted = request.block_hashes, request.lora_request is not None
-        for n, own in enumerate(hashes):
-            expected[own] = (
+        for n, key in enumerate(hashes):
+            expected[key] = (
                 hashes[n - 1] if n else None,
                 request.tokens[n * BLOCK_SIZE : (n + 1) * BLOCK_SIZE],
                 (7, "my-adapter") if is_adapted else (None, None),
                 ("my-adapter", "tenant")[: 1 if n else 2] if is_adapted else None,
             )
-    assert all(seen == expected[own] for (_, own), seen in picture.items())
-    assert {own for _, own in picture} >= set(requests[1].block_hashes[:8])
+    assert all(seen == expected[key] for (_, key), seen in picture.items())
+    assert {key for _, key in picture} >= set(requests[1].block_hashes[:8])
     assert {(e.group_idx, e.kv_cache_spec_kind) for e in stored} == {
         (0, "full_attention"),
         (1, "sliding_window"),
     } - ({(1, "sliding_window")} if num_groups == 1 else set())
     # Removals name the same blocks, with the group.
-    rest = range(100, 130), range(200, 230), range(300, 330), range(400, 430)
-    engine.run(*(Request(f"r{n}", own, 1) for n, own in enumerate(rest)))
+    prompts = range(100, 130), range(200, 230), range(300, 330), range(400, 430)
+    engine.run(*(Request(f"r{n}", prompt, 1) for n, prompt in enumerate(prompts)))
     stored = [event for event in engine.events if isinstance(event, BlockStored)]
     learn(picture, stored)
     removed = [event for event in engine.events if isinstance(event, BlockRemoved)]
     assert removed
     for event in removed:
-        assert all((event.group_idx, own) in picture for own in event.block_hashes)
+        assert all((event.group_idx, key) in picture for key in event.block_hashes)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("adapter", [b"", bytes(32)])
 def test_keys_and_events_follow_hashes_that_vllm_rewrites(newest, num_groups, adapter):
-    """Keys were copied and only added to: those of another history were looked up."""
+    """Keys of a dropped history must not be looked up."""
     rng = random.Random(7)
     groups = [FullAttention(BLOCK_SIZE)] * num_groups
     events = HostEvents(groups)
     request = Request("streams", range(6), 9)
-    known = VllmRequest(request, num_groups, events, adapter)
+    tracked = VllmRequest(request, num_groups, events, adapter)
     num_shorter = 0
     for _ in range(200):
-        num_tokens, num_keys = request.num_tokens, len(known.block_keys)
+        num_tokens, num_keys = request.num_tokens, len(tracked.block_keys)
         if rng.random() < 0.5:
             request.append(rng.randrange(3))
         else:
             request.num_computed_tokens = rng.randint(num_tokens // 2, num_tokens)
             request.stream(rng.choices(range(3), k=rng.randrange(8)), 9)
         num_shorter += len(request.block_hashes) < num_keys
-        again = VllmRequest(request, num_groups, None, adapter)
-        assert list(known.block_keys) == list(again.block_keys)
-        assert len(known.block_keys) == len(request.block_hashes)
-        by_group = list(map(list, known.block_keys_by_group))
-        assert by_group == list(map(list, again.block_keys_by_group))
-        for own in by_group if num_groups > 1 else [known.block_keys]:
-            for n, key in enumerate(own):
+        fresh = VllmRequest(request, num_groups, None, adapter)
+        assert list(tracked.block_keys) == list(fresh.block_keys)
+        assert len(tracked.block_keys) == len(request.block_hashes)
+        by_group = list(map(list, tracked.block_keys_by_group))
+        assert by_group == list(map(list, fresh.block_keys_by_group))
+        for keys in by_group if num_groups > 1 else [tracked.block_keys]:
+            for n, key in enumerate(keys):
                 block = events._catalog.find(key)
                 start = n * BLOCK_SIZE
                 tokens = request.tokens[start : start + BLOCK_SIZE]
                 assert np.frombuffer(block.tokens, "<u4").tolist() == tokens
-                assert block.parent == (own[n - 1] if n else None)
+                assert block.parent == (keys[n - 1] if n else None)
     assert num_shorter > 20
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)], ids=["full", "hybrid"])
 def test_a_request_whose_input_streams_loads_its_own_kv(newest, windows):
-    """It was offered KV of the token that vLLM drops when input follows."""
-    # Blocks wait for others before they are stored, and with them the keys are read.
+    """It must not load KV of the token that vLLM drops when input follows."""
+    # Blocks are stored in batches, and their keys are read then.
     engine = Engine(windows=windows, extra={"store_batch_blocks": 8})
-    prompt, more = range(7), [50, 51, 52]
+    prompt, streamed = range(7), [50, 51, 52]
     request = Request("streams", prompt, 1)
-    request.inputs.append((more, 20))
+    request.inputs.append((streamed, 20))
     engine.scheduler.add(request)
     while request.inputs:
         before = request.tokens[:8]  # With the token that is dropped.
         engine.step()
-    assert request.tokens[:10] == [*prompt, *more]
-    other = Request("other", [*before, 1], 1)
-    engine.scheduler.add(other)
-    while other.request_id in engine.scheduler.requests or (
+    assert request.tokens[:10] == [*prompt, *streamed]
+    second = Request("other", [*before, 1], 1)
+    engine.scheduler.add(second)
+    while second.request_id in engine.scheduler.requests or (
         engine.offload_scheduler.has_pending_stores()
     ):
         engine.step()
@@ -593,7 +589,7 @@ def test_a_request_whose_input_streams_loads_its_own_kv(newest, windows):
     forget_device(engine)
     engine.run()  # The runner has compared all it read with the computed values.
     assert engine.scheduler.num_external_tokens > 0
-    assert request.tokens == reference([*prompt, *more], 20)
+    assert request.tokens == reference([*prompt, *streamed], 20)
     engine.check_nothing_leaked()
 
 
@@ -634,8 +630,8 @@ def test_the_halves_in_two_processes_share_only_what_they_send(newest):
         engine.runner.close()
 
 
-def test_a_block_told_takes_a_few_bytes():
-    """Two block ids, as pickle writes them."""
+def test_a_block_takes_a_few_bytes_of_metadata():
+    """Its two block ids, pickled."""
 
     def size(num):
         ids = tuple(range(1000, 1000 + num))
@@ -649,7 +645,7 @@ def test_a_block_told_takes_a_few_bytes():
 
 
 def refill_by_runner(engine):
-    """As where something else has deleted the arrays."""
+    """Make new KV caches after other code has deleted the arrays."""
     engine.runner.kv_caches.clear()
     engine.runner.kv_cache_manager.reinitialize_kv_cache()
 
@@ -659,7 +655,7 @@ ROUTES = [*LOSSES, refill_by_runner, replace_arrays, write_arrays]
 
 @pytest.fixture(params=["one process", "two processes"])
 def apart(request, monkeypatch, newest):
-    """Whether the scheduler learns of a lost pool from the worker's reports alone."""
+    """Return whether only worker reports inform the scheduler of a lost pool."""
     if request.param == "two processes":
         import jaxkv.integrations.vllm.scheduler as scheduler
 
@@ -683,8 +679,8 @@ def test_the_kv_of_other_weights_is_never_served(apart, route):
     engine.check_nothing_leaked()
 
 
-def drop_without_a_word(engine):
-    """As where something else has deleted the arrays, with loads in flight."""
+def drop_unreported(engine):
+    """Delete the arrays without a call of vLLM's, with loads in flight."""
     for cache in engine.runner.kv_caches:
         cache.delete()
     refill_by_runner(engine)
@@ -692,7 +688,7 @@ def drop_without_a_word(engine):
 
 @pytest.mark.parametrize(
     "route",
-    [*CHANGES, drop_by_runner, unregister, register_again, drop_without_a_word],
+    [*CHANGES, drop_by_runner, unregister, register_again, drop_unreported],
 )
 def test_a_load_in_flight_when_weights_change_is_not_served(apart, route):
     engine = make_warm_engine(num_blocks=40)
@@ -739,7 +735,7 @@ def hold_reports(engine):
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 def test_a_device_reset_succeeds_while_stores_are_in_flight(newest, windows):
-    """As right after an answer, where no step ends them."""
+    """Right after an answer, no further step completes them."""
     engine = Engine(windows=windows, num_blocks=40)
     release = hold_reports(engine)
     engine.scheduler.add(Request("first", range(18), 1))
@@ -748,8 +744,8 @@ def test_a_device_reset_succeeds_while_stores_are_in_flight(newest, windows):
     assert engine.offload_scheduler.has_pending_stores()
     reset_device(engine)
     engine.runner.weights = 1
-    other = Request("other", range(100, 118), 3)  # In the blocks that are read.
-    engine.scheduler.add(other)
+    second = Request("other", range(100, 118), 3)  # In the blocks that are read.
+    engine.scheduler.add(second)
     engine.step()
     release()
     assert ask(engine) == 0
@@ -779,7 +775,7 @@ def test_after_a_refused_device_reset_no_old_kv_is_stored_or_loaded(newest):
         engine.step()
     assert engine.scheduler.pool.reset_prefix_cache() is False
     engine.run()
-    # Its blocks are on the device still, and what goes on from them is as old.
+    # Its blocks are still on the device, and requests that extend them are as old.
     longer = [*running.tokens, *range(5)]
     ask(engine, longer)
     engine.scheduler.pool.overwrite_all()
@@ -788,7 +784,7 @@ def test_after_a_refused_device_reset_no_old_kv_is_stored_or_loaded(newest):
     for prompt in (range(18), running.tokens, longer):
         num_found.append(ask(engine, prompt, 1))
         forget_device(engine)
-    # Only what the last two have in common, which the new weights computed.
+    # The last two share only this prefix, which the new weights computed.
     assert num_found == [0, 0, len(running.tokens) // BLOCK_SIZE * BLOCK_SIZE]
     engine.check_nothing_leaked()
 
@@ -805,14 +801,14 @@ def test_blocks_that_a_request_with_old_kv_gets_later_are_old_too(newest):
     for block in list(pool.free_queue):
         if block.block_hash and block.block_hash[:32] in running.block_hashes[:5]:
             pool.forget(block)
-    # They are computed anew, and the tail is not.
+    # The first blocks are recomputed, the tail is not.
     assert ask(engine, running.tokens[:21], 1) == ask(engine, running.tokens, 1) == 0
     forget_device(engine)
     assert ask(engine, running.tokens, 1) == 5 * BLOCK_SIZE
 
 
 def test_old_kv_of_a_device_that_is_not_reset_does_not_come_back_to_the_host(apart):
-    """Requests that go on from it are as old; who preempts them computes anew."""
+    """Requests that extend it are as old, until they are preempted and recomputed."""
     engine = make_warm_engine(num_blocks=40)
     ask(engine)
     update_in_place(engine)
@@ -824,7 +820,7 @@ def test_old_kv_of_a_device_that_is_not_reset_does_not_come_back_to_the_host(apa
     assert ask(engine, range(30), 1) == 7 * BLOCK_SIZE
 
 
-def test_what_leaves_the_weights_as_they_are_leaves_the_host_its_blocks(newest):
+def test_unchanged_weights_keep_the_host_blocks(newest):
     def load_adapter(engine):
         state = engine.runner.state
         engine.runner.state = state | {"q.lora_a_stacked": np.ones(4)}
@@ -838,7 +834,7 @@ def test_what_leaves_the_weights_as_they_are_leaves_the_host_its_blocks(newest):
         assert ask(engine) == TOKENS, route
 
 
-def test_what_is_noticed_of_new_weights_is_logged_once(newest, caplog):
+def test_changed_weights_are_logged_once(newest, caplog):
     caplog.set_level(logging.INFO, "jaxkv")
     for route, reason in {
         reset_device: "vLLM's prefix cache is reset",
@@ -918,18 +914,18 @@ def test_vllm_serves_what_both_halves_count(newest, options):
         engine.scheduler.add(request)
         while engine.scheduler.has_requests():
             engine.step()
-            told = [half.get_kv_connector_stats() for half in (worker, scheduler)]
-            told = [own for own in told if own is not None]
-            if told:
-                first = type(scheduler).build_kv_connector_stats()
-                for own in told:
-                    data = json.loads(json.dumps(own.to_dict()))  # Plain types only.
-                    first = first.aggregate(
+            reports = [half.get_kv_connector_stats() for half in (worker, scheduler)]
+            reports = [stats for stats in reports if stats is not None]
+            if reports:
+                total = type(scheduler).build_kv_connector_stats()
+                for stats in reports:
+                    data = json.loads(json.dumps(stats.to_dict()))  # Plain types only.
+                    total = total.aggregate(
                         type(scheduler).build_kv_connector_stats(data)
                     )
-                assert not first.is_empty()
-                served.observe(first.to_dict(), 0)
-                lines.append(first.reduce())
+                assert not total.is_empty()
+                served.observe(total.to_dict(), 0)
+                lines.append(total.reduce())
 
     for number in range(6):
         report(Request(f"r{number}", range(18 + 12 * (number % 3)), 3))
@@ -944,11 +940,11 @@ def test_vllm_serves_what_both_halves_count(newest, options):
         for key, value in collect(expected).items()
         if "prefix_cache" not in key[0]
     }
-    found = collect(registry)
-    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
-    # What nothing feeds is there as 0.
-    assert not any(value for key, value in found.items() if key not in wanted)
-    assert found["vllm:kv_offload_load_bytes_total", ("engine", "0")] > 0
+    values = collect(registry)
+    assert {key: values[key] for key in wanted} == pytest.approx(wanted)
+    # Metrics without a source are 0.
+    assert not any(value for key, value in values.items() if key not in wanted)
+    assert values["vllm:kv_offload_load_bytes_total", ("engine", "0")] > 0
     assert sum(line["blocks loaded"] for line in lines) > 0
     assert {"stored MiB", "loaded MiB", "failed loads"} <= lines[0].keys()
     assert {line["host blocks"] for line in lines if "host blocks" in line} == {32}
@@ -962,9 +958,9 @@ def test_vllm_serves_what_both_halves_count(newest, options):
 
 @pytest.fixture
 def vllm_log():
-    """A handler of vLLM's logger; whatever tests add to jaxkv's is taken off again."""
-    own, theirs = logging.getLogger("jaxkv"), logging.getLogger("vllm")
-    before = own.handlers[:], own.level, own.propagate
+    """Return the records of vLLM's logger; restore jaxkv's logger after the test."""
+    ours, theirs = logging.getLogger("jaxkv"), logging.getLogger("vllm")
+    before = ours.handlers[:], ours.level, ours.propagate
     records = []
     handler = logging.Handler()
     handler.emit = records.append
@@ -975,7 +971,7 @@ def vllm_log():
     theirs.removeHandler(handler)
     theirs.setLevel(logging.NOTSET)
     theirs.propagate = True
-    own.handlers[:], own.level, own.propagate = before
+    ours.handlers[:], ours.level, ours.propagate = before
 
 
 def test_log_lines_reach_vllms_log_before_anything_slow(newest, vllm_log, monkeypatch):
@@ -1099,6 +1095,6 @@ def test_shadows_count_what_other_hosts_would_find(newest):
     engine = make_warm_engine(extra={"shadow": "lru*1;off", "num_cpu_blocks": 16})
     assert ask(engine) == TOKENS
     counters = engine.scheduler.connector.get_kv_connector_stats().data["counters"]
-    found = counters["jaxkv:kv_offload_shadow_found_tokens"]
-    assert found == {"lru 16": TOKENS, "off 0": 0}
+    found_tokens = counters["jaxkv:kv_offload_shadow_found_tokens"]
+    assert found_tokens == {"lru 16": TOKENS, "off 0": 0}
     engine.check_nothing_leaked()

@@ -8,22 +8,16 @@ import pytest
 from jaxkv.integrations.vllm import adapters
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.pool import MARK_BYTES
-from tests.integrations.test_vllm import (
-    TOKENS,
-    ask,
-    forget_device,
-    hold_reports,
-    reference,
-)
+from tests.integrations.test_vllm import TOKENS, ask, forget_device, hold_reports
 from tests.rigs import fake_vllm
-from tests.rigs.fake_engine import Engine
+from tests.rigs.fake_engine import Engine, reference
 from tests.rigs.fake_vllm import BLOCK_SIZE, Request
 
 WEIGHTS = "adapter_model.safetensors"
 
 
 def write(folder, content=b"1" * 100):
-    """Write an adapter, of a size and at a time that stay."""
+    """Write an adapter of a fixed size and time."""
     folder.mkdir(exist_ok=True)
     (folder / "adapter_config.json").write_text("{}")
     (folder / WEIGHTS).write_bytes(content)
@@ -31,8 +25,8 @@ def write(folder, content=b"1" * 100):
     return folder
 
 
-def lora_of(folder, number=1, name="policy", **more):
-    fields = {"load_inplace": False} | more
+def lora_of(folder, number=1, name="policy", **options):
+    fields = {"load_inplace": False} | options
     return SimpleNamespace(
         adapter_id=number,
         lora_int_id=number,
@@ -50,7 +44,7 @@ def marks(request):
 
 @pytest.fixture
 def settled(monkeypatch):
-    """Have the files' clock be so fine that what was just written is settled."""
+    """Count a file as settled right after it is written."""
     monkeypatch.setattr(adapters, "_TICK_NS", -(10**15))
 
 
@@ -59,21 +53,21 @@ def test_other_weights_at_the_same_path_have_another_mark(marks, tmp_path):
     link.symlink_to(write(tmp_path / "one"))
     write(tmp_path / "two", b"3" * 100)
     lora = lora_of(link)
-    found = [marks.mark(lora)]
-    assert len(found[0]) == MARK_BYTES
-    assert marks.mark(lora) == found[0]
+    found_marks = [marks.mark(lora)]
+    assert len(found_marks[0]) == MARK_BYTES
+    assert marks.mark(lora) == found_marks[0]
     for content in (b"2" * 100, b"1" * 101):
         write(tmp_path / "one", content)
-        found.append(marks.mark(lora))
+        found_marks.append(marks.mark(lora))
     link.unlink()
     link.symlink_to(tmp_path / "two")
-    found.append(marks.mark(lora))
-    assert len({*found, None}) == 5
+    found_marks.append(marks.mark(lora))
+    assert len({*found_marks, None}) == 5
 
 
 @pytest.mark.usefixtures("settled")
 def test_a_rewrite_of_the_same_size_and_time_has_another_mark(marks, tmp_path):
-    """Of long files only samples are read."""
+    """The marks read only samples of long files."""
     lora = lora_of(write(tmp_path / "one", bytes(1 << 21)))
     first = marks.mark(lora)
     content = bytearray(1 << 21)
@@ -105,16 +99,16 @@ def test_weights_of_the_hub_are_known_by_their_commit(marks, tmp_path, monkeypat
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     lora = lora_of("org/policy")
     assert marks.mark(lora) is None
-    repository, found = tmp_path / "models--org--policy", []
+    repository, commit_marks = tmp_path / "models--org--policy", []
     (repository / "refs").mkdir(parents=True)
     (repository / "snapshots").mkdir()
     for commit in ("a" * 40, "b" * 40, "a" * 40):
         (repository / "refs" / "main").write_text(commit)
         write(repository / "snapshots" / commit)
-        found.append(marks.mark(lora))
-    assert None not in found
-    assert found[0] != found[1]
-    assert not marks._has_storage or found[0] == found[2]
+        commit_marks.append(marks.mark(lora))
+    assert None not in commit_marks
+    assert commit_marks[0] != commit_marks[1]
+    assert not marks._has_storage or commit_marks[0] == commit_marks[2]
 
 
 def test_weights_that_cannot_be_read_have_no_mark(marks, tmp_path):
@@ -138,13 +132,13 @@ def load(engine, lora, weights):
 
 
 def ask_twice(engine, lora):
-    """Ask where the device has nothing."""
-    found = []
+    """Serve a request twice from an empty device; return the tokens from the host."""
+    hit_tokens = []
     for _ in range(2):
         forget_device(engine)
-        found.append(ask(engine, lora=lora))
+        hit_tokens.append(ask(engine, lora=lora))
         engine.check_nothing_leaked()
-    return found
+    return hit_tokens
 
 
 def test_an_adapter_loaded_again_finds_what_its_new_weights_have_computed(
@@ -180,7 +174,7 @@ def test_adapters_that_cannot_be_read_are_not_stored(engine, tmp_path):
 
 
 def test_an_id_that_another_adapter_has_is_not_offered_its_kv(engine, tmp_path):
-    """VLLM keeps what is loaded under an id, whatever the name and the path."""
+    """vLLM keeps the adapter loaded under an id, whatever the name and the path."""
     first = lora_of(write(tmp_path / "one"))
     second = lora_of(write(tmp_path / "two", b"2" * 100), name="other")
     load(engine, first, 1)
@@ -197,7 +191,7 @@ def test_kv_of_an_adapters_old_weights_does_not_come_back_from_the_device(
     load(engine, lora, 1)
     ask(engine, lora=lora)
     write(tmp_path / "one", b"2" * 100)
-    load(engine, lora, 1)  # So that the runner lets old blocks pass.
+    load(engine, lora, 1)  # The runner then accepts old blocks.
     ask(engine, range(30), lora=lora)
     engine.runner.weights = 2
     for num_found in (0, 7 * BLOCK_SIZE):
@@ -227,7 +221,7 @@ def test_a_load_in_flight_when_its_adapter_is_loaded_again_fails(engine, tmp_pat
 def test_kv_of_an_adapter_that_is_loaded_again_meanwhile_is_not_stored(
     engine, tmp_path
 ):
-    """The request goes on by the new weights, with keys of the old ones."""
+    """The request continues with the new weights, and keys of the old ones."""
     lora = lora_of(write(tmp_path / "one"))
     load(engine, lora, 1)
     running = Request("running", range(18), 12, lora=lora)

@@ -82,7 +82,7 @@ def test_the_keys_set_rules_and_sizes(monkeypatch):
         "storage_secret": "0123456789abcdef",
     }
     sizes = {"staging_bytes": "1MiB", "record_max_bytes": "2MiB"}
-    others = {
+    renamed = {
         "num_cpu_blocks": 7,
         "eviction_policy": "arc",
         "offload_prompt_only": True,
@@ -91,7 +91,7 @@ def test_the_keys_set_rules_and_sizes(monkeypatch):
         "storage_namespace": "weights of Monday",
         "storage_keep_on_reset": True,
     }
-    config = read(windows=(None, 6), extra=same | sizes | others)
+    config = read(windows=(None, 6), extra=same | sizes | renamed)
     assert config.groups == (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 6))
     assert config.num_host_blocks == 7
     assert dataclasses.asdict(config.offload) == OffloadConfig().to_dict() | same | {
@@ -141,10 +141,10 @@ def test_null_is_no_choice_of_a_size():
 
 def test_a_secret_may_come_from_the_environment(monkeypatch):
     secret, store = "0123456789abcdef", {"storage": "/kv"}
-    given = read_extra_config(store | {"storage_secret": secret})[0]
+    expected = read_extra_config(store | {"storage_secret": secret})[0]
     for text in (secret, secret + "\n"):
         monkeypatch.setenv("JAXKV_STORAGE_SECRET", text)
-        assert read_extra_config(store)[0] == given
+        assert read_extra_config(store)[0] == expected
         assert read_extra_config({})[0].storage_secret is None
     monkeypatch.setenv("JAXKV_STORAGE_SECRET", "")
     assert read_extra_config({})[0].storage_secret is None
@@ -386,11 +386,11 @@ def with_states(**extra):
 
 
 def test_a_host_block_has_a_block_of_one_group_beside_states():
-    found = ConnectorConfig.of(*with_states(num_cpu_blocks=10))
-    assert found.groups == (Mamba(4), FullAttention(4), Mamba(4))
-    assert found.state_groups == (0, 2)
-    assert found.layers[1] == ("group1.layer0", "group1.layer1")
-    assert (found.block_bytes, found.planned_bytes) == (600, 6000)
+    config = ConnectorConfig.of(*with_states(num_cpu_blocks=10))
+    assert config.groups == (Mamba(4), FullAttention(4), Mamba(4))
+    assert config.state_groups == (0, 2)
+    assert config.layers[1] == ("group1.layer0", "group1.layer1")
+    assert (config.block_bytes, config.planned_bytes) == (600, 6000)
 
 
 def test_what_cannot_be_done_with_states_is_refused():
@@ -423,8 +423,8 @@ def test_unsupported_layers_are_refused():
     cache_config.kv_cache_groups = []
     with pytest.raises(ValueError, match="has no KV cache group"):
         ConnectorConfig.of(config, cache_config)
-    other = SimpleNamespace(kv_cache_spec=type(full.kv_cache_spec)(block_size=8))
-    cache_config.kv_cache_groups = [full, other]
+    second = SimpleNamespace(kv_cache_spec=type(full.kv_cache_spec)(block_size=8))
+    cache_config.kv_cache_groups = [full, second]
     with pytest.raises(ValueError, match=r"blocks of \[4, 8\] tokens"):
         ConnectorConfig.of(config, cache_config)
 

@@ -1,7 +1,7 @@
 """The real vLLM with tpu-inference's runner, on the CPU, with jaxkv and without.
 
 Each run is a process (`vllm_cpu.run`), with random small models. What a run answers
-with jaxkv is compared with what one without a connector answers: every token, and the
+with jaxkv is compared with a run without a connector: every token, and the
 log-probabilities. .ci/vllm makes the environment, and runs this there.
 """
 
@@ -69,9 +69,9 @@ TOLERANCE = {"bfloat16": 0.1}
 )
 def test_answers_are_those_of_an_engine_without_a_connector(lab, name):
     options = SERVED[name]
-    expected, found = lab.run_both("conversations", **options)
-    check_same_answers(found, expected, TOLERANCE.get(name, 1e-3))
-    assert hit_tokens(found) > 500
+    expected, actual = lab.run_both("conversations", **options)
+    check_same_answers(actual, expected, TOLERANCE.get(name, 1e-3))
+    assert hit_tokens(actual) > 500
     assert hit_tokens(expected) == 0
 
 
@@ -80,9 +80,9 @@ def test_answers_are_the_same_with_async_scheduling(lab):
     """Without the pressure of `test_vllm_cpu_async`: .ci/vllm-versions runs it."""
     options = {"engine": {"async_scheduling": True}, "extra": {}}
     expected = lab.run("conversations", model="llama-float32")
-    found = lab.run("conversations", model="llama-float32", **options)
-    check_same_answers(found, expected)
-    assert hit_tokens(found) > 500
+    actual = lab.run("conversations", model="llama-float32", **options)
+    check_same_answers(actual, expected)
+    assert hit_tokens(actual) > 500
 
 
 @pytest.mark.parametrize(
@@ -97,45 +97,45 @@ def test_answers_are_the_same_with_async_scheduling(lab):
 )
 @pytest.mark.long
 def test_answers_are_the_same_under_other_rules(lab, extra):
-    found = lab.run("conversations", model="llama-float32", extra=extra)
-    check_same_answers(found, lab.run("conversations", model="llama-float32"))
-    assert hit_tokens(found) > 0
+    actual = lab.run("conversations", model="llama-float32", extra=extra)
+    check_same_answers(actual, lab.run("conversations", model="llama-float32"))
+    assert hit_tokens(actual) > 0
 
 
 @pytest.mark.parametrize("name", ["float32", pytest.param("latents", marks=LONG)])
 def test_the_comparison_fails_where_loaded_blocks_are_zero(lab, name):
     """The control: what is loaded is read, and wrong bytes show."""
     expected = lab.run("conversations", **SERVED[name])
-    found = lab.run("conversations", extra={}, fault="zeros", **SERVED[name])
-    assert hit_tokens(found) > 500
-    assert tokens_of(found) != tokens_of(expected)
+    actual = lab.run("conversations", extra={}, fault="zeros", **SERVED[name])
+    assert hit_tokens(actual) > 500
+    assert tokens_of(actual) != tokens_of(expected)
 
 
 @pytest.mark.long
 def test_compressed_blocks_change_answers_a_little(lab):
     expected = lab.run("conversations", model="llama-float32")
-    found = lab.run(
+    actual = lab.run(
         "conversations", model="llama-float32", extra={"compression": "int8"}
     )
-    assert hit_tokens(found) > 1000
-    pairs = zip(found["answers"], expected["answers"], strict=True)
-    alike = [(own, other) for own, other in pairs if own["tokens"] == other["tokens"]]
+    assert hit_tokens(actual) > 1000
+    pairs = zip(actual["answers"], expected["answers"], strict=True)
+    alike = [(a, b) for a, b in pairs if a["tokens"] == b["tokens"]]
     # The first six were not loaded.
     assert 8 <= len(alike) < 18
-    for own, other in alike:
-        np.testing.assert_allclose(own["logprobs"], other["logprobs"], atol=0.3)
+    for ours, exact in alike:
+        np.testing.assert_allclose(ours["logprobs"], exact["logprobs"], atol=0.3)
 
 
 def test_answers_are_the_same_where_every_second_load_fails(lab):
     expected = lab.run("conversations", model="llama-float32")
-    found = lab.run("conversations", model="llama-float32", extra={}, fault="failures")
-    check_same_answers(found, expected)
-    assert hit_tokens(found) > 1000
-    assert "failed loads" in found["log"] or "KV load failure" in found["log"]
+    actual = lab.run("conversations", model="llama-float32", extra={}, fault="failures")
+    check_same_answers(actual, expected)
+    assert hit_tokens(actual) > 1000
+    assert "failed loads" in actual["log"] or "KV load failure" in actual["log"]
 
 
-def share_of_same_drafts(found, expected):
-    made, wanted = found["noted"]["drafts"], expected["noted"]["drafts"]
+def share_of_same_drafts(actual, expected):
+    made, wanted = actual["observed"]["drafts"], expected["observed"]["drafts"]
     both = made.keys() & wanted.keys()
     assert len(both) > 100
     return sum(made[key] == wanted[key] for key in both) / len(both)
@@ -148,10 +148,10 @@ METHODS = pytest.mark.parametrize(
 
 @METHODS
 def test_drafts_are_those_of_an_engine_without_a_connector(lab, name):
-    expected, found = lab.run_both("drafts", **DRAFTS[name])
-    assert tokens_of(found) == tokens_of(expected)
-    assert hit_tokens(found) > 1000
-    assert share_of_same_drafts(found, expected) > 0.97
+    expected, actual = lab.run_both("drafts", **DRAFTS[name])
+    assert tokens_of(actual) == tokens_of(expected)
+    assert hit_tokens(actual) > 1000
+    assert share_of_same_drafts(actual, expected) > 0.97
 
 
 @pytest.mark.long
@@ -159,9 +159,9 @@ def test_drafts_are_those_of_an_engine_without_a_connector(lab, name):
 def test_drafts_differ_where_loaded_blocks_of_the_draft_model_are_zero(lab, name):
     """The control: a draft model reads what is loaded, and answers stay the same."""
     expected = lab.run("drafts", **DRAFTS[name])
-    found = lab.run("drafts", extra={}, fault="zero drafts", **DRAFTS[name])
-    assert tokens_of(found) == tokens_of(expected)
-    assert share_of_same_drafts(found, expected) < 0.9
+    actual = lab.run("drafts", extra={}, fault="zero drafts", **DRAFTS[name])
+    assert tokens_of(actual) == tokens_of(expected)
+    assert share_of_same_drafts(actual, expected) < 0.9
 
 
 @pytest.mark.long
@@ -169,12 +169,12 @@ def test_as_many_drafts_are_accepted_as_without_a_connector(lab):
     """240 requests: a draft model that copies its target has 88% accepted in both."""
     engine = {"speculative_config": COPY, "max_num_seqs": 8}
     options = {"model": "shallow-bfloat16", "num_blocks": 64, "engine": engine}
-    expected, found = lab.run_both("acceptance", seeds=4, **options)
+    expected, actual = lab.run_both("acceptance", seeds=4, **options)
     spoilt = lab.run("acceptance", seeds=1, extra={}, fault="zero drafts", **options)
-    assert tokens_of(found) == tokens_of(expected)
-    assert len(tokens_of(found)) == 240
-    assert hit_tokens(found) > 20_000
-    wanted, share, without_loads = map(share_of_accepted, (expected, found, spoilt))
+    assert tokens_of(actual) == tokens_of(expected)
+    assert len(tokens_of(actual)) == 240
+    assert hit_tokens(actual) > 20_000
+    wanted, share, without_loads = map(share_of_accepted, (expected, actual, spoilt))
     assert wanted > 0.8
     assert abs(share - wanted) < 0.01
     # The control: drafts need what is loaded.
@@ -183,25 +183,25 @@ def test_as_many_drafts_are_accepted_as_without_a_connector(lab):
 
 def share_of_accepted(run):
     """The share of drafts that are accepted in the second and third turns."""
-    turns = run["noted"]["turns"]
+    turns = run["observed"]["turns"]
     made, accepted = np.array([turns[1::3], turns[2::3]]).sum(axis=(0, 1))
     return accepted / made
 
 
 def test_the_core_may_have_a_process_of_its_own(lab):
     expected = lab.run("conversations", model="llama-float32")
-    found = lab.run("conversations", model="llama-float32", extra={}, num_processes=2)
-    check_same_answers(found, expected)
-    assert hit_tokens(found) > 1000
+    actual = lab.run("conversations", model="llama-float32", extra={}, num_processes=2)
+    check_same_answers(actual, expected)
+    assert hit_tokens(actual) > 1000
     # Lines of jaxkv come through that process's log.
-    assert "(EngineCore" in found["log"]
-    assert "of host memory" in found["log"]
+    assert "(EngineCore" in actual["log"]
+    assert "of host memory" in actual["log"]
 
 
 def test_salts_are_kept_apart(lab):
-    expected, found = lab.run_both("salts", model="llama-float32")
-    check_same_answers(found, expected)
-    cached = [answer["cached"] for answer in found["answers"]]
+    expected, actual = lab.run_both("salts", model="llama-float32")
+    check_same_answers(actual, expected)
+    cached = [answer["cached"] for answer in actual["answers"]]
     per_round = [sum(cached[9 * n : 9 * n + 3]) for n in range(4)]
     # Under a new salt nothing is found; under the old one it is.
     assert per_round[:3] == [0, 0, 0]
@@ -211,24 +211,24 @@ def test_salts_are_kept_apart(lab):
 @pytest.mark.long
 def test_adapters_are_kept_apart(lab):
     options = {"model": "llama-float32", "engine": LORA}
-    expected, found = lab.run_both("adapters", **options)
-    check_same_answers(found, expected)
-    assert hit_tokens(found) > 1000
+    expected, actual = lab.run_both("adapters", **options)
+    check_same_answers(actual, expected)
+    assert hit_tokens(actual) > 1000
     rounds = [tokens_of(expected)[9 * n : 9 * n + 3] for n in range(6)]
     assert rounds[:3] == rounds[3:]
     assert rounds[0] != rounds[1] != rounds[2] != rounds[0], "adapters that do nothing"
 
 
-def test_what_a_request_asks_for_and_where_blocks_are(lab):
+def test_limits_retention_and_event_localities(lab):
     extra = {"num_cpu_blocks": 80, "retention": True, "eviction_policy": "own_lru"}
     extra["cache_policy_module_path"] = "vllm_cpu.own_policy"
     events = {"enable_kv_cache_events": True, "publisher": "null"}
     engine = {"kv_events_config": events}
-    found = lab.run("wishes", model="llama-float32", extra=extra, engine=engine)
-    assert "policy own_lru" in found["log"]
-    noted = found["noted"]
-    assert ["CPU", "LOCAL"] in noted.pop("localities")
-    assert noted == {
+    result = lab.run("wishes", model="llama-float32", extra=extra, engine=engine)
+    assert "policy own_lru" in result["log"]
+    observed = result["observed"]
+    assert ["CPU", "LOCAL"] in observed.pop("localities")
+    assert observed == {
         "of a limited store": 32,
         "of a limited load": 64,
         "of what is kept": 144,
@@ -238,46 +238,46 @@ def test_what_a_request_asks_for_and_where_blocks_are(lab):
 
 def test_a_request_waits_for_blocks_that_a_store_is_about_to_free(lab):
     options = {"num_blocks": 24, "engine": {"max_model_len": 256}}
-    found = lab.run("frees", model="llama-float32", extra={}, **options)
-    assert found["noted"]["waits"] > 3
-    assert found["noted"]["is waiting"]
-    assert found["preemptions"] == [0]
+    result = lab.run("frees", model="llama-float32", extra={}, **options)
+    assert result["observed"]["waits"] > 3
+    assert result["observed"]["is waiting"]
+    assert result["preemptions"] == [0]
 
 
 def test_resets_and_pools_made_anew_leave_the_answers_as_they_are(lab):
     """The scenario itself checks when the host has what."""
-    found = lab.run("resets", model="llama-float32", extra={})
-    assert hit_tokens(found) > 1000
-    assert "the KV caches were dropped" in found["log"]
+    result = lab.run("resets", model="llama-float32", extra={})
+    assert hit_tokens(result) > 1000
+    assert "the KV caches were dropped" in result["log"]
 
 
 def test_new_weights_are_never_served_the_kv_of_old_ones(lab):
-    expected, found = lab.run_both("new_weights", model="llama-float32")
-    check_same_answers(found, expected)
+    expected, actual = lab.run_both("new_weights", model="llama-float32")
+    check_same_answers(actual, expected)
     # Right after answers, whose last blocks are on their way to the host.
-    assert found["noted"]["resets"] == [True] * 3
+    assert actual["observed"]["resets"] == [True] * 3
     for reason in (
         "vLLM's prefix cache is reset",
         "start_weight_update() was called",
         "arrays of the weights were replaced",
     ):
-        assert f"{reason}: the host tier forgets its blocks" in found["log"]
+        assert f"{reason}: the host tier forgets its blocks" in actual["log"]
 
 
 def test_the_comparison_fails_where_new_weights_are_not_noticed(lab):
     """The control: each way has its KV on the host."""
     expected = lab.run("new_weights", model="llama-float32")
-    found = lab.run("new_weights", model="llama-float32", extra={}, fault="blind")
+    actual = lab.run("new_weights", model="llama-float32", extra={}, fault="blind")
     ways = [slice(n, n + 6) for n in range(0, 36, 6)]
-    is_right = [tokens_of(found)[way] == tokens_of(expected)[way] for way in ways]
+    is_right = [tokens_of(actual)[way] == tokens_of(expected)[way] for way in ways]
     assert is_right == [True, True, False, False, False, False]
 
 
 def test_an_adapter_that_is_loaded_again_is_never_served_kv_of_its_old_weights(lab):
     options = {"model": "llama-float32", "engine": LORA, "extra": {}}
-    found = lab.run("new_adapters", **options)
-    assert found["noted"]["wrong"] == []
-    cached = dict(zip(ADAPTER_LOADS, found["noted"]["cached"], strict=True))
+    result = lab.run("new_adapters", **options)
+    assert result["observed"]["wrong"] == []
+    cached = dict(zip(ADAPTER_LOADS, result["observed"]["cached"], strict=True))
     assert [name for name, num in cached.items() if num] == [
         "unchanged",
         "unchanged since",
@@ -294,9 +294,9 @@ def test_the_comparison_fails_where_new_adapters_are_not_noticed(lab):
 @pytest.mark.long
 def test_aborts_leave_nothing_behind(lab):
     """The scenario itself counts free blocks."""
-    expected, found = lab.run_both("aborts", model="llama-float32")
-    check_same_answers(found, expected)
-    assert hit_tokens(found) > 1000
+    expected, actual = lab.run_both("aborts", model="llama-float32")
+    check_same_answers(actual, expected)
+    assert hit_tokens(actual) > 1000
 
 
 def test_the_kernels_of_the_plugin_are_those_of_tpu_inference(lab):

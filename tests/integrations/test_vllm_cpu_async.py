@@ -2,7 +2,7 @@
 
 Steps of few tokens and few blocks: requests are left out of steps and preempted, which
 is where tpu-inference drops tokens. Each run is a process, as in `test_vllm_cpu`; what
-it answers is compared with what a synchronous engine without a connector answers.
+it answers is compared with a synchronous engine without a connector.
 """
 
 import concurrent.futures
@@ -64,65 +64,65 @@ def run_pressure(
 
 
 def run_both(lab, name, seeds, **options):
-    """Run it synchronously without a connector, and at once asynchronously with one."""
+    """Run synchronously without a connector, and at once asynchronously with one."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         options = {"extra": {}} | options
-        found = pool.submit(run_pressure, lab, name, seeds, is_async=True, **options)
-        return run_pressure(lab, name, seeds), found.result()
+        actual = pool.submit(run_pressure, lab, name, seeds, is_async=True, **options)
+        return run_pressure(lab, name, seeds), actual.result()
 
 
-def check_pressure(found, seeds, min_preemptions=5):
-    """Each seed preempted at least so often, and had tokens restored."""
-    assert len(tokens_of(found)) == 60 * seeds
-    assert len(found["preemptions"]) == seeds
-    assert min(found["preemptions"]) >= min_preemptions, found["preemptions"]
-    assert min(found["restored"]) > 0, found["restored"]
-    assert hit_tokens(found) > 1000 * seeds
-    assert found["log"].count("tokens that tpu-inference drops are restored") == 1
+def check_pressure(actual, seeds, min_preemptions=5):
+    """Check that each seed had enough preemptions, and restored tokens."""
+    assert len(tokens_of(actual)) == 60 * seeds
+    assert len(actual["preemptions"]) == seeds
+    assert min(actual["preemptions"]) >= min_preemptions, actual["preemptions"]
+    assert min(actual["restored"]) > 0, actual["restored"]
+    assert hit_tokens(actual) > 1000 * seeds
+    assert actual["log"].count("tokens that tpu-inference drops are restored") == 1
 
 
 def test_no_token_is_dropped_with_async_scheduling(lab):
     # Blocks wait to be stored together; the default needs a larger pool.
-    expected, found = run_both(lab, "llama", 2, extra={"store_batch_blocks": 6})
-    check_same_answers(found, expected)
-    check_pressure(found, 2)
+    expected, actual = run_both(lab, "llama", 2, extra={"store_batch_blocks": 6})
+    check_same_answers(actual, expected)
+    check_pressure(actual, 2)
 
 
 def test_the_comparison_fails_where_dropped_tokens_are_not_restored(lab):
-    """The control: without the cure the same requests have wrong answers."""
+    """The control: without the restorer the same requests have wrong answers."""
     expected = tokens_of(run_pressure(lab, "llama", 2))[:60]
-    found = run_pressure(lab, "llama", 1, is_async=True, extra={}, fault="lost tokens")
-    assert sum(found["preemptions"]) >= 5
-    assert tokens_of(found) != expected
+    actual = run_pressure(lab, "llama", 1, is_async=True, extra={}, fault="lost tokens")
+    assert sum(actual["preemptions"]) >= 5
+    assert tokens_of(actual) != expected
 
 
 @pytest.mark.long
 def test_latents_are_the_same_under_pressure(lab):
-    expected, found = run_both(lab, "latents", 2)
-    # What is kept of a token has 8 bits, the last of which depends on how a prompt is
-    # cut into chunks.
-    check_same_answers(found, expected, 0.01)
-    check_pressure(found, 2)
+    expected, actual = run_both(lab, "latents", 2)
+    # A token's latents have 8 bits. The last bit depends on how a prompt is cut into
+    # chunks.
+    check_same_answers(actual, expected, 0.01)
+    check_pressure(actual, 2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["eagle3", "dflash", "mtp"])
 def test_answers_with_a_draft_model_are_the_same_under_pressure(lab, method):
-    expected, found = run_both(lab, method, 1)
-    check_same_answers(found, expected)
-    assert sum(found["preemptions"]) > 0
-    assert hit_tokens(found) > 1000
+    expected, actual = run_both(lab, method, 1)
+    check_same_answers(actual, expected)
+    assert sum(actual["preemptions"]) > 0
+    assert hit_tokens(actual) > 1000
 
 
 @pytest.mark.long
 def test_states_are_the_same_under_pressure(lab):
-    expected, found = run_both(lab, "states", 2)
-    check_same_answers(found, expected)
-    check_pressure(found, 2)
-    # Of a block of attention, 16 tokens of f32[4, 1, 128]; the rest are states.
-    attention_bytes = hit_tokens(found) // 16 * 16 * 4 * 128 * 4
-    assert found["metrics"]["vllm:kv_offload_load_bytes"] > 2 * attention_bytes
-    # They are read, and not only what attention has.
+    expected, actual = run_both(lab, "states", 2)
+    check_same_answers(actual, expected)
+    check_pressure(actual, 2)
+    # A block of attention has 16 tokens of f32[4, 1, 128]; the rest are states.
+    attention_bytes = hit_tokens(actual) // 16 * 16 * 4 * 128 * 4
+    assert actual["metrics"]["vllm:kv_offload_load_bytes"] > 2 * attention_bytes
+    # States are read, not only the KV of attention.
     spoilt = run_pressure(
         lab, "states", 2, is_async=True, extra={}, fault="zero states"
     )
@@ -134,18 +134,18 @@ def test_states_are_the_same_under_pressure(lab):
 
 @pytest.mark.long
 def test_requests_that_are_preempted_by_a_reset_keep_their_tokens(lab):
-    """Without the cure this ends in an assertion of tpu-inference's."""
+    """Without the restorer this ends in an assertion of tpu-inference's."""
     options = {"model": "llama-float32", "num_blocks": 64}
     expected = lab.run("interruptions", interrupts=False, **options)
-    found = lab.run(
+    actual = lab.run(
         "interruptions",
         interrupts=True,
         engine={"async_scheduling": True},
         extra={"store_threshold": 9},  # A load would put a step in between.
         **options,
     )
-    assert tokens_of(found) == tokens_of(expected)
-    assert sum(found["preemptions"]) >= 5
+    assert tokens_of(actual) == tokens_of(expected)
+    assert sum(actual["preemptions"]) >= 5
 
 
 @pytest.mark.long
@@ -156,10 +156,10 @@ def test_the_engine_ends_rather_than_answer_wrongly_where_ids_stop(lab):
 
 @pytest.mark.long
 def test_no_token_is_dropped_where_every_second_load_fails(lab):
-    found = run_pressure(lab, "llama", 2, is_async=True, extra={}, fault="failures")
-    check_same_answers(found, run_pressure(lab, "llama", 2))
-    check_pressure(found, 2)
-    assert "failed loads" in found["log"] or "KV load failure" in found["log"]
+    actual = run_pressure(lab, "llama", 2, is_async=True, extra={}, fault="failures")
+    check_same_answers(actual, run_pressure(lab, "llama", 2))
+    check_pressure(actual, 2)
+    assert "failed loads" in actual["log"] or "KV load failure" in actual["log"]
 
 
 @pytest.mark.parametrize("name", ["llama", "windows", "llama, storage"])
@@ -169,23 +169,23 @@ def test_no_token_is_dropped_in_600_requests(lab, tmp_path, name):
     storage |= {"storage_deadline_s": 60, "num_cpu_blocks": 100}
     model, _, has_storage = name.partition(", ")
     extra = storage if has_storage else {}
-    expected, found = run_both(lab, model, LONG_SEEDS, extra=extra)
-    check_same_answers(found, expected)
+    expected, actual = run_both(lab, model, LONG_SEEDS, extra=extra)
+    check_same_answers(actual, expected)
     # With windows, fewer requests run at a time on as many blocks.
-    check_pressure(found, LONG_SEEDS, min_preemptions=1 if name == "windows" else 5)
+    check_pressure(actual, LONG_SEEDS, min_preemptions=1 if name == "windows" else 5)
 
 
-def differences(found, expected):
-    """How far apart the first tokens that differ were in `expected`, answer by answer.
+def differences(actual, expected):
+    """Return, for each answer that differs, the margin of its first wrong token.
 
-    Infinite where the token was not even the second in line.
+    It is infinite if the token was not even the second likeliest in `expected`.
     """
     margins = []
-    for one, other in zip(found["answers"], expected["answers"], strict=True):
-        for place, token in enumerate(one["tokens"]):
-            if token != other["tokens"][place]:
-                likely, rival = other["rivals"][place]
-                margin = other["logprobs"][place] - likely
+    for answer, right in zip(actual["answers"], expected["answers"], strict=True):
+        for place, token in enumerate(answer["tokens"]):
+            if token != right["tokens"][place]:
+                likely, rival = right["rivals"][place]
+                margin = right["logprobs"][place] - likely
                 margins.append(margin if rival == token else np.inf)
                 break
     return margins
@@ -194,25 +194,25 @@ def differences(found, expected):
 @pytest.mark.long
 def test_bfloat16_differs_only_at_ties_and_no_more_than_by_chunking(lab):
     """Other chunks of a prompt round differently, without a connector too."""
-    expected, found = run_both(lab, "bfloat16", LONG_SEEDS)
+    expected, actual = run_both(lab, "bfloat16", LONG_SEEDS)
     chunked = run_pressure(lab, "bfloat16", LONG_SEEDS, num_tokens=48)
-    check_pressure(found, LONG_SEEDS)
-    control, own = differences(chunked, expected), differences(found, expected)
-    print(f"{len(own)} of 600 differ, by chunking {len(control)}")
-    assert max(own, default=0) <= max(control, default=0)
+    check_pressure(actual, LONG_SEEDS)
+    control, offloaded = differences(chunked, expected), differences(actual, expected)
+    print(f"{len(offloaded)} of 600 differ, by chunking {len(control)}")
+    assert max(offloaded, default=0) <= max(control, default=0)
     # Both are counts of rare events.
-    assert len(own) <= len(control) + 3 * len(control) ** 0.5
+    assert len(offloaded) <= len(control) + 3 * len(control) ** 0.5
 
 
 @pytest.mark.long
 def test_no_token_is_dropped_in_600_requests_over_http(lab, tmp_path):
     expected = run_pressure(lab, "llama", LONG_SEEDS)
     options = ("--kv-transfer-config", json.dumps(transfer_config({})))
-    more = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "42")
-    found = []
+    limits = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "42")
+    answers_over_http = []
     log = tmp_path / "log"
     with (
-        server(lab, log, *options, *more) as http,
+        server(lab, log, *options, *limits) as http,
         concurrent.futures.ThreadPoolExecutor(20) as clients,
     ):
 
@@ -232,29 +232,29 @@ def test_no_token_is_dropped_in_600_requests_over_http(lab, tmp_path):
 
         def ask(prompts, num_tokens):
             answers = list(clients.map(complete, prompts, num_tokens))
-            found.extend(answers)
+            answers_over_http.extend(answers)
             return [answer["tokens"] for answer in answers]
 
         for seed in range(LONG_SEEDS):
             under_pressure(seed, ask)
         preemptions = metric_of(http("/metrics"), "vllm:num_preemptions_total")
-    check_same_answers({"answers": found}, expected)
-    # When requests come depends on the clock, and with that how many are preempted.
+    check_same_answers({"answers": answers_over_http}, expected)
+    # The arrival times, and so the preemptions, depend on the clock.
     assert preemptions >= 5 * LONG_SEEDS
     assert "tokens that tpu-inference drops are restored" in log.read_text()
 
 
 def test_rejected_drafts_are_never_served(lab):
-    found = run_pressure(lab, "llama", 2, drafts=NGRAM, extra={})
-    assert tokens_of(found) == tokens_of(run_pressure(lab, "llama", 2))
-    assert min(found["preemptions"]) >= 5, found["preemptions"]
-    assert hit_tokens(found) > 2000
+    actual = run_pressure(lab, "llama", 2, drafts=NGRAM, extra={})
+    assert tokens_of(actual) == tokens_of(run_pressure(lab, "llama", 2))
+    assert min(actual["preemptions"]) >= 5, actual["preemptions"]
+    assert hit_tokens(actual) > 2000
     # Nearly all of them, as weights are random.
-    assert found["metrics"]["vllm:spec_decode_num_draft_tokens"] > 1000
+    assert actual["metrics"]["vllm:spec_decode_num_draft_tokens"] > 1000
 
 
 @pytest.mark.long
 def test_the_comparison_fails_where_blocks_loaded_beside_drafts_are_zero(lab):
     expected = tokens_of(run_pressure(lab, "llama", 2))[:60]
-    found = run_pressure(lab, "llama", 1, drafts=NGRAM, extra={}, fault="zeros")
-    assert tokens_of(found) != expected
+    actual = run_pressure(lab, "llama", 1, drafts=NGRAM, extra={}, fault="zeros")
+    assert tokens_of(actual) != expected

@@ -3,16 +3,15 @@
 The world has a few device and host blocks and two requests that begin alike. In each
 step a request may come, be aborted or preempted, the caches may be reset, and each
 transfer in flight may land, fail or stay. In a plain run both requests come, transfers
-land at once, and nothing else happens. All runs are tried that differ from it by at
-most so many choices, as delay-bounded schedulers do (Emmi et al., "Delay-bounded
-scheduling", POPL 2011): no state of vLLM's has to be copied or compared.
+land at once, and nothing else happens. The tests try all runs that differ from it by at
+most a given number of choices, as delay-bounded schedulers do (Emmi et al.,
+"Delay-bounded scheduling", POPL 2011): no state of vLLM's has to be copied or compared.
 """
 
 import contextlib
 import copy
 import dataclasses
 import functools
-import importlib.util
 import logging
 from collections import Counter
 from types import SimpleNamespace
@@ -23,15 +22,9 @@ from jaxkv import ConnectorOutput
 from jaxkv.integrations.vllm.worker import WorkerReport
 from jaxkv.scheduling.protocol import NO_EVENT
 from tests.rigs.fake_engine import next_token, reference
-from tests.rigs.real_vllm import BLOCK_SIZE, RealRunner, engine_maker
+from tests.rigs.real_vllm import BLOCK_SIZE, NEEDS_VLLM, RealRunner, engine_maker
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed (pip install vllm-tpu and a torch for CPUs)",
-    ),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = NEEDS_VLLM
 # The first block is shared, the second is not. Together they need more blocks than
 # there are, on the device and on the host.
 PROMPTS = {
@@ -47,23 +40,23 @@ GARBAGE = ["garbage"] * BLOCK_SIZE
 
 
 class Choices:
-    """The choices of one run: the plain one, the first, unless another is given."""
+    """The choices of one run: option 0, the plain one, or that in `numbers`."""
 
-    def __init__(self, given):
-        self.given = given
+    def __init__(self, numbers):
+        self.numbers = numbers
         self.num_options = []
 
     def __call__(self, options):
-        number = self.given.get(len(self.num_options), 0)
+        number = self.numbers.get(len(self.num_options), 0)
         self.num_options.append(len(options))
         return options[number]
 
-    def others(self):
-        """Give those of all runs that differ from this one by one later choice."""
-        first = max(self.given, default=-1) + 1
+    def variants(self):
+        """Yield the numbers of all runs with one more choice, a later one."""
+        first = max(self.numbers, default=-1) + 1
         for place in range(first, len(self.num_options)):
             for number in range(1, self.num_options[place]):
-                yield {**self.given, place: number}
+                yield {**self.numbers, place: number}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +194,8 @@ class StubHosts:
         second = copy.copy(connector)
         second._failed_requests = set()
         self.hosts = [
-            StubRunner(each, num_blocks, windows, newer=newer)
-            for each in (connector, second)
+            StubRunner(host_connector, num_blocks, windows, newer=newer)
+            for host_connector in (connector, second)
         ]
         self.aggregator = None
 
@@ -220,7 +213,7 @@ class StubHosts:
         for host in self.hosts:
             kv_transfer_state._KV_CONNECTOR_AGENT = host.connector
             outputs.append(host.execute_model(output))
-        first, second = (own.sampled_token_ids for own in outputs)
+        first, second = (output.sampled_token_ids for output in outputs)
         assert first == second
         return self.aggregator.aggregate(outputs)
 
@@ -246,7 +239,7 @@ class World:
         self.requests = {}
 
     def run(self):
-        """Take some steps by choice; then serve what is left, and look for leaks."""
+        """Step by choice; then serve the remaining requests and check for leaks."""
         for _ in range(NUM_STEPS):
             self.meddle()
             self.engine.step()
@@ -280,7 +273,7 @@ class World:
             scheduler.reset_prefix_cache()
         elif event == "comes after evictions":
             pool = scheduler.kv_cache_manager.block_pool
-            type(pool).reset_prefix_cache(pool)  # The host is not told.
+            type(pool).reset_prefix_cache(pool)  # The host gets no call.
         elif event == "both reset":
             scheduler.reset_prefix_cache(reset_connector=True)
         elif event == "preempted":
@@ -310,30 +303,29 @@ class World:
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert scheduler.connector.reset_cache(), "a host block is still held"
-        own = scheduler.connector._scheduler.scheduler
-        assert not own.has_pending_loads()
-        assert not own.has_pending_stores()
+        offload = scheduler.connector._scheduler.scheduler
+        assert not offload.has_pending_loads()
+        assert not offload.has_pending_stores()
         self.seen["preemptions"] += sum(
             request.num_preemptions for request in self.requests.values()
         )
-        self.seen["evictions"] += own.stats.num_evicted
+        self.seen["evictions"] += offload.stats.num_evicted
 
 
-def explore(make_engine, num_others, most_runs=None):
-    """Try all runs with at most so many choices other than the plain ones."""
+def explore(make_engine, max_choices):
+    """Try all runs with at most `max_choices` choices other than the plain ones."""
     seen, ahead = Counter(), [{}]
-    while ahead and seen["runs"] != most_runs:
-        given = ahead.pop()
-        choices = Choices(given)
+    while ahead:
+        numbers = ahead.pop()
+        choices = Choices(numbers)
         world = World(make_engine(make_runner=StubRunner, **WORLD), choices, seen)
         try:
             world.run()
         except Exception as error:
-            raise AssertionError(f"wrong with the choices {given}") from error
+            raise AssertionError(f"wrong with the choices {numbers}") from error
         seen["runs"] += 1
-        if len(given) < num_others:
-            ahead += choices.others()
-    assert not ahead, f"not tried: {len(ahead)}"
+        if len(numbers) < max_choices:
+            ahead += choices.variants()
     return seen
 
 
@@ -374,7 +366,7 @@ def test_two_choices_on_two_hosts_break_nothing(make_engine):
 
 
 def test_a_load_that_failed_on_the_second_host_alone_is_noticed(make_engine):
-    """The control: vLLM hears of the first host only."""
+    """The control: vLLM gets the output of the first host only."""
 
     def make_deaf(**options):
         engine = make_engine(**options | {"make_runner": StubHosts})

@@ -16,15 +16,15 @@ import pytest
 from tests.integrations.vllm_cpu.comparison import check_same_answers, tokens_of
 
 OPTIONS = {"model": "llama-float32", "num_blocks": 48}
-# What each host does, and keeps doing.
+# The fault of each host.
 HEALTHY, UNEVEN, CONTROL = ["", ""], ["slow", "failures"], ["", "zeros"]
 # Ray's threads do not survive a fork.
 RAY = {"TPU_MULTIHOST_BACKEND": "ray", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 MAX_ENDING_S = 120
 
 
-def engine(**more):
-    return {"engine": {"max_num_seqs": 8, "async_scheduling": False, **more}}
+def engine(**options):
+    return {"engine": {"max_num_seqs": 8, "async_scheduling": False, **options}}
 
 
 def options_of_hosts(rounds, users, extra, variables):
@@ -45,7 +45,7 @@ def run_both(lab, rounds, *, users=20, variables=None, **extra):
 
 
 def check(rounds, expected, actual):
-    """Each round has the answers of no connector, except the control."""
+    """Check that each round but the control answers as without a connector."""
     answers = iter(actual["answers"])
     _, all_seeds = rounds[0]
     num = len(expected["answers"]) // len(all_seeds)
@@ -60,7 +60,7 @@ def check(rounds, expected, actual):
     assert not list(answers)
     assert min(actual["preemptions"]) > 0, actual["preemptions"]
     assert min(actual["restored"]) > 0, actual["restored"]
-    hits = actual["noted"]["hits"]
+    hits = actual["observed"]["hits"]
     assert len(hits) == len(rounds)
     assert min(hits) > 1000, hits
 
@@ -90,7 +90,7 @@ def test_two_nodes_of_ray_answer_as_without_a_connector(lab):
     expected, actual = run_both(lab, rounds, users=12, variables=RAY)
     check(rounds, expected, actual)
     assert "Force using RayDistributedExecutorV2" in actual["log"]
-    # Which the worker knows from Ray's bundles.
+    # The worker knows the number of hosts from Ray's bundles.
     assert "of which each of 2 hosts has its part" in actual["log"]
 
 
@@ -125,7 +125,7 @@ def test_two_hosts_are_warm_after_a_restart_from_a_store_with_their_shards(
     ],
 )
 def test_a_killed_host_ends_the_engine_which_names_it(lab, variables, name):
-    """Its output ends when no process has it open, so all of them have ended."""
+    """Its output ends only when all processes have ended."""
     if variables == RAY:
         pytest.importorskip("ray", reason="Ray is not installed")
     variables = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} | variables

@@ -39,7 +39,7 @@ def space(model, environ=None, weights=None, **options):
 
 
 def test_it_is_the_same_for_the_same_engine(model):
-    """In every process, and on whichever devices."""
+    """It depends neither on the process nor on the devices."""
 
     class Thing:
         """JSON does not know it."""
@@ -91,14 +91,14 @@ def test_whatever_changes_the_bytes_of_blocks_makes_another(model, monkeypatch):
     assert len(set(spaces.values())) == len(spaces)
 
 
-def test_a_line_tells_which_part_differs(model):
-    def parts(**options):
-        found = space(model, {"PYTHONHASHSEED": "a secret seed"}, **options)
-        assert "a secret seed" not in json.dumps(found, default=str)
-        return dict(part.split() for part in summary(found).split(", "))
+def test_the_summary_shows_which_part_differs(model):
+    def entries(**options):
+        described = space(model, {"PYTHONHASHSEED": "a secret seed"}, **options)
+        assert "a secret seed" not in json.dumps(described, default=str)
+        return dict(entry.split() for entry in summary(described).split(", "))
 
-    one, other = parts(), parts(cache_config__cache_dtype="fp8")
-    assert [name for name in one if one[name] != other[name]] == ["cache"]
+    before, after = entries(), entries(cache_config__cache_dtype="fp8")
+    assert [name for name in before if before[name] != after[name]] == ["cache"]
 
 
 def test_the_version_of_the_runners_package_counts_whatever_its_name(
@@ -154,7 +154,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_told_apart_is_refused_in_a_line(model):
+def test_indistinguishable_namespaces_are_refused_in_one_line(model):
     for case, (options, message) in REFUSED.items():
         with pytest.raises(ValueError, match=message) as caught:
             space(model, **options)

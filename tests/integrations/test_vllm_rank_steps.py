@@ -81,7 +81,6 @@ def store_of(event):
 
 
 def move(plan, device, host):
-    """Do the transfers of a plan."""
     for direction in ("store", "load"):
         rows = np.array(getattr(plan, f"{direction}_host_blocks"), int)
         blocks = np.array(getattr(plan, f"{direction}_device_blocks"), int)
@@ -104,7 +103,7 @@ def steps_of(plans, num_lost_pools=(0,) * NUM_RANKS, is_idle=False):
 
 
 def test_merged_steps_move_what_each_rank_plans_and_each_gets_its_own_reports():
-    """As if each rank had a worker. The cache has more blocks than the ranks use."""
+    """The cache has more blocks than the ranks use."""
     rng = random.Random(5)
     shard = NUM_BLOCKS + 1
     ranks = Ranks(NUM_RANKS, NUM_ROWS)
@@ -116,7 +115,7 @@ def test_merged_steps_move_what_each_rank_plans_and_each_gets_its_own_reports():
     seen = [set() for _ in range(NUM_RANKS)]
     in_flight = set()
     for step in range(400):
-        plans = [random_plan(rng, own, f"{step}.{r}") for r, own in enumerate(events)]
+        plans = [random_plan(rng, ids, f"{step}.{r}") for r, ids in enumerate(events)]
         ((merged, num_lost, is_idle),) = ranks.merge(steps_of(plans), shard)
         assert (num_lost, is_idle) == (0, False)
         assert merged.need_flush == any(plan.need_flush for plan in plans)
@@ -142,7 +141,7 @@ def test_merged_steps_move_what_each_rank_plans_and_each_gets_its_own_reports():
             for name in (*part.finished_recving, *part.failed_recving):
                 is_ok = name in part.finished_recving
                 assert name in halves[not is_ok]
-            names = [name for own in dataclasses.astuple(part) for name in own]
+            names = [name for group in dataclasses.astuple(part) for name in group]
             assert len(names) == len({*names})
             assert due[rank].issuperset(names)
             assert seen[rank].isdisjoint(names)
@@ -167,7 +166,7 @@ def test_failed_stores_are_failed_for_each_rank_that_stored():
     assert merged.store_device_blocks == (1, 1 + NUM_BLOCKS)
     assert merged.store_host_blocks == (2, 2 + NUM_ROWS)
     cut = ranks.cut(ConnectorOutput(failed_store_events=(merged.store_event,)))
-    assert {name: own.failed_store_events for name, own in cut.items()} == {
+    assert {name: output.failed_store_events for name, output in cut.items()} == {
         "sender 0": (4,),
         "sender 1": (9,),
     }
@@ -177,13 +176,13 @@ def test_ranks_that_know_of_fewer_lost_pools_start_first():
     ranks = Ranks(NUM_RANKS, NUM_ROWS)
     plans = [store_of(0)] * NUM_RANKS
     merged = ranks.merge(steps_of(plans, (2, -1, 2), is_idle=True), NUM_BLOCKS)
-    assert [own.num_lost_pools for own in merged] == [-1, 2]
-    assert [len(own.transfers.store_host_blocks) for own in merged] == [1, 2]
-    assert all(own.is_idle for own in merged)
+    assert [step.num_lost_pools for step in merged] == [-1, 2]
+    assert [len(step.transfers.store_host_blocks) for step in merged] == [1, 2]
+    assert all(step.is_idle for step in merged)
     assert merged[0].transfers.store_event != merged[1].transfers.store_event
 
 
-def test_a_step_that_lacks_a_rank_is_refused():
+def test_a_step_without_a_rank_is_refused():
     ranks, steps = Ranks(NUM_RANKS, NUM_ROWS), steps_of([NO_MOVES] * NUM_RANKS)
     for wrong in (steps[:2], [*steps[:2], steps[1]]):
         with pytest.raises(RuntimeError, match="it must have them of 3 ranks, each"):
@@ -284,9 +283,9 @@ def test_every_token_read_in_any_rank_equals_the_computed_one(newest, name, seed
 
 
 def ask(engine, rank, name):
-    """Serve a request in a rank whose device has nothing; return the tokens loaded."""
-    for own in engine.scheduler.ranks:
-        own.pool.overwrite_all()
+    """Serve a request in a rank with an empty device; return the tokens loaded."""
+    for rank_scheduler in engine.scheduler.ranks:
+        rank_scheduler.pool.overwrite_all()
     before = engine.scheduler.num_external_tokens
     engine.scheduler.add(Request(name, range(18), 1), rank=rank)
     engine.run()
@@ -298,8 +297,8 @@ def ask(engine, rank, name):
 def test_a_rank_finds_on_the_host_what_it_has_stored_itself(newest, compression):
     engine = RankedEngine(extra={"compression": compression})
     engine.runner.tolerance = 0.01 if compression else 0.0
-    found = [ask(engine, rank, f"{n}") for n, rank in enumerate((0, 1, 0, 1))]
-    assert found == [0, 0, 16, 16]
+    hit_tokens = [ask(engine, rank, f"{n}") for n, rank in enumerate((0, 1, 0, 1))]
+    assert hit_tokens == [0, 0, 16, 16]
 
 
 @pytest.mark.parametrize(
@@ -329,7 +328,7 @@ def test_a_rank_counts_what_its_host_has_only_when_a_request_is_routed(newest):
         half = engine.connectors[rank]._scheduler
         pins = half.scheduler.num_host_blocks_held
         coordinator = SimpleNamespace(
-            find_longest_cache_hit=lambda hashes, most: (["blocks"], 0, "more")
+            find_longest_cache_hit=lambda hashes, max_length: (["blocks"], 0, "more")
         )
         count_host_hits(SimpleNamespace(coordinator=coordinator), half.count_hit_tokens)
 
@@ -427,9 +426,9 @@ def test_counts_of_ranks_are_added_up_and_gauges_stay_until_they_change():
         share: {"": 0.3},
         policy: {"lru": 1, "arc": 1},
     }
-    one = sum_of_ranks([None, report(1, **{blocks: {"": 9}})], last)
-    assert one.data["counters"] == {stores: {"": 1}}
-    assert one.data["gauges"] == {blocks: {"": 14}}
+    total = sum_of_ranks([None, report(1, **{blocks: {"": 9}})], last)
+    assert total.data["counters"] == {stores: {"": 1}}
+    assert total.data["gauges"] == {blocks: {"": 14}}
     assert sum_of_ranks([None, None], last).is_empty()
 
 

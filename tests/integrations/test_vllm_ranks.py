@@ -1,7 +1,7 @@
 """The real vLLM with several ranks of data or attention parallelism, on the CPU.
 
 Each rank has a scheduler in a process of its own, and a device that the caches are
-sharded over. Each run is a process, as in `test_vllm_cpu`; what it answers is compared
+sharded over. Each run is a process, as in `test_vllm_cpu`; its answers are compared
 with the same ranks' answers without a connector.
 """
 
@@ -77,8 +77,8 @@ def test_answers_of_two_ranks_are_those_without_a_connector(lab):
     expected, actual = run_both(lab, "data", 1)
     check_same_answers(actual, expected)
     check_pressure(actual, 1)
-    # What the worker has counted reaches vLLM once, and not for each rank. vLLM does
-    # not count what a preempted request finds.
+    # The worker's counts reach vLLM once, not per rank. vLLM does not count the hits
+    # of a preempted request.
     num_bytes = hit_tokens(actual) * 2 * 2 * 2 * 128 * 4
     load_bytes = actual["metrics"]["vllm:kv_offload_load_bytes"]
     assert num_bytes <= load_bytes < 1.2 * num_bytes
@@ -139,8 +139,8 @@ def test_answers_of_ranks_are_the_same_under_failures_and_other_rules(
 def test_returning_users_are_routed_by_what_the_hosts_of_ranks_have(lab):
     """Against one engine with the same memory.
 
-    Routed by the devices they find 76%, by host hits and whole prompts of waiting
-    requests 83%, and by a `Backlog` 99.7%.
+    The hit rate is 76% if the devices route, 83% by host hits and whole prompts of
+    waiting requests, and 99.7% by a `Backlog`.
     """
     extra = {"num_cpu_blocks": 400, "keep_on_device_reset": True}
     options = {"num_blocks": 48, "extra": extra}
@@ -149,7 +149,7 @@ def test_returning_users_are_routed_by_what_the_hosts_of_ranks_have(lab):
     single = lab.run("returns", model="llama-float32", engine=engine, **options)
     assert tokens_of(ranks) == tokens_of(single)
     (hits, after_reset, after_both), (single_hits, *_) = (
-        run["noted"]["found"] for run in (ranks, single)
+        run["observed"]["hits"] for run in (ranks, single)
     )
     assert hits >= 0.95 * single_hits > 5000
     assert after_reset > 2000  # From the hosts: each user goes where its blocks are.

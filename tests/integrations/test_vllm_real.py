@@ -1,10 +1,9 @@
 """The connector with vLLM's scheduler, where vLLM is installed.
 
-The runner is that of `fake_engine`, which knows the contents of its KV caches.
+`fake_engine`'s runner knows the contents of its KV caches.
 """
 
 import contextlib
-import importlib.util
 import inspect
 import time
 from pathlib import Path
@@ -18,17 +17,12 @@ from tests.rigs.fake_engine import Unreliable, reference
 from tests.rigs.real_vllm import (
     BLOCK_SIZE,
     CONNECTOR,
+    NEEDS_VLLM,
     NUM_STATES,
     engine_maker,
 )
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed (pip install vllm-tpu and a torch for CPUs)",
-    ),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = NEEDS_VLLM
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
 
 
@@ -47,15 +41,15 @@ def test_the_platform_admits_the_connector_by_the_name_in_the_docs(make_engine):
 KEEP = {"keep_on_device_reset": True}
 
 
-def serve(engine, *others):
-    """Serve all requests of an engine; others run until it has loaded something."""
+def serve(engine, *peers):
+    """Serve all requests of an engine; step its peers until it has loaded something."""
     end_s = time.monotonic() + 60
     while engine.scheduler.has_requests():
         assert time.monotonic() < end_s
         engine.step()
         if engine.num_external_tokens == 0:
-            for other in others:
-                other.step()
+            for peer in peers:
+                peer.step()
 
 
 def close(*engines):
@@ -78,7 +72,7 @@ STORED = {
 def test_a_device_reset_right_after_an_answer_resets_the_host_in_vllm(
     make_engine, layers
 ):
-    """One pool, and two of which each is reset by itself."""
+    """With one pool, and with several that are reset one by one."""
     if layers and refuses_windows():
         pytest.skip("this vLLM has no windows beside a connector")
     engine = make_engine(num_blocks=40, **layers)
@@ -102,16 +96,16 @@ def test_a_device_reset_right_after_an_answer_resets_the_host_in_vllm(
 
 
 def refuses_windows():
-    """Whether vLLM takes failed loads as block ids only, as 0.25 does."""
+    """Return whether vLLM takes failed loads only as block ids, like 0.25."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
     return not hasattr(KVConnectorBase_V1, "get_transfer_results")
 
 
 def loses_drafts_in_resets():
-    """Whether a reset of running requests drops results one by one, as in 0.25.
+    """Return whether a reset of running requests drops results one by one, like 0.25.
 
-    That gives wrong tokens where a result has several, with or without a connector.
+    Results of several tokens are then wrong, with or without a connector.
     """
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -126,15 +120,15 @@ def test_a_prompt_comes_back_from_a_store_in_vllm(make_engine, tmp_path, layers)
     if layers and refuses_windows():
         pytest.skip("this vLLM has no windows with connectors")
     extra = STORED | {"storage": str(tmp_path / "store")}
-    found = []
+    hit_tokens = []
     for name in ("one", "two"):
         engine = make_engine(extra=extra, num_blocks=64, **layers)
         request = engine.add(name, range(18), 3)
         serve(engine)
         assert list(request.all_token_ids) == reference(range(18), 3)
-        found.append(engine.num_external_tokens)
+        hit_tokens.append(engine.num_external_tokens)
         close(engine)
-    assert found == [0, 4 * BLOCK_SIZE]
+    assert hit_tokens == [0, 4 * BLOCK_SIZE]
 
 
 def test_a_prompt_that_another_vllm_computes_is_loaded_as_it_is_written(
@@ -155,13 +149,13 @@ def test_a_prompt_that_another_vllm_computes_is_loaded_as_it_is_written(
 
 def test_what_a_request_found_reaches_its_output_in_vllm(make_engine):
     engine = make_engine(extra={"report_requests": True} | KEEP)
-    update, found = engine.scheduler.update_from_output, {}
+    update, params = engine.scheduler.update_from_output, {}
 
     def collect(*args):
         outputs = update(*args)
         for client in outputs.values():
             for output in client.outputs:
-                found[output.request_id] = output.kv_transfer_params
+                params[output.request_id] = output.kv_transfer_params
         return outputs
 
     engine.scheduler.update_from_output = collect
@@ -170,7 +164,7 @@ def test_what_a_request_found_reaches_its_output_in_vllm(make_engine):
         engine.run()
         assert engine.scheduler.reset_prefix_cache()
     for name, num_host in (("one", 0), ("two", 4 * BLOCK_SIZE)):
-        report = found[name]["jaxkv"]
+        report = params[name]["jaxkv"]
         assert (report["tokens"], report["device"]) == (18, 0)
         assert (report["host"], report["computed"]) == (num_host, 18 - num_host)
 
@@ -186,7 +180,7 @@ def test_requests_that_wait_for_loads_leave_states_to_compute_in(make_engine):
             engine.add(f"turn{turn}.{number}", prompt, 2)
         engine.run()
         assert engine.scheduler.reset_prefix_cache()
-    # More than there are states, and all of them found.
+    # There are more prompts than states, and all hit.
     assert len(prompts) > NUM_STATES
     assert engine.num_external_tokens == len(prompts) * 2 * BLOCK_SIZE
 
@@ -237,13 +231,12 @@ def test_every_token_read_in_vllm_equals_the_computed_one(make_engine, seed, nam
                 victim = alive[rng.integers(len(alive))]
                 engine.scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
     engine.run()
-    done = [
-        own for own in served if own[0].status == RequestStatus.FINISHED_LENGTH_CAPPED
-    ]
+    capped = RequestStatus.FINISHED_LENGTH_CAPPED
+    done = [entry for entry in served if entry[0].status == capped]
     assert len(done) > 40
     for request, prompt, num_output in done:
         assert list(request.all_token_ids) == reference(prompt, num_output)
-    # Whatever was in flight when, something is on the host now.
+    # Something is on the host now, whatever was in flight.
     assert engine.scheduler.reset_prefix_cache()
     for number, prompt in enumerate(prompts):
         request = engine.add(f"last{number}", prompt, 2)

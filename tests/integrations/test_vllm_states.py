@@ -41,7 +41,7 @@ def make_pool():
     return StatesBlockPool(dual, STATE_GROUPS), attention, states
 
 
-def test_numbers_tell_the_blocks_of_both_pools_apart():
+def test_block_numbers_distinguish_both_pools():
     pool, _, _ = make_pool()
     assert pool.num_blocks == NUM_BLOCKS + 2 * NUM_STATES
     numbers = pool.numbered(([0, 0, 3], [1, 2, 3], [0, 0, 3]))

@@ -1,4 +1,4 @@
-"""What a half of the connector reports to vLLM's metrics, and when."""
+"""Reports of the connector's halves to vLLM's metrics."""
 
 import prometheus_client
 
@@ -53,7 +53,7 @@ def test_gauges_of_hosts_are_added_up_and_a_store_is_up_only_on_all_hosts(monkey
         assert tuple(values) == expected
 
 
-def test_samples_that_nobody_takes_are_not_kept_without_end():
+def test_samples_that_are_never_taken_are_bounded():
     scheduler = OffloadScheduler(4, 8)
     reader = StatsReader(scheduler)
     for number in range(MAX_SAMPLES + 100):
@@ -76,11 +76,11 @@ def test_a_half_reports_now_and_then_while_the_model_runs_and_at_once_when_it_en
     now_s += REPORT_EVERY_S / 2
     assert reader.take() is None
     now_s += REPORT_EVERY_S / 2
-    found = reader.take().data
-    assert found["counters"] == {"jaxkv:kv_offload_blocks_stored": {"": 2}}
-    assert found["samples"] == {"vllm:kv_offload_lookup_sync_delay_seconds": [1.0]}
+    data = reader.take().data
+    assert data["counters"] == {"jaxkv:kv_offload_blocks_stored": {"": 2}}
+    assert data["samples"] == {"vllm:kv_offload_lookup_sync_delay_seconds": [1.0]}
     scheduler._stats.num_stored += 3
     assert reader.take() is None
-    found = reader.take(is_last=True).data
-    assert found["counters"] == {"jaxkv:kv_offload_blocks_stored": {"": 3}}
+    data = reader.take(is_last=True).data
+    assert data["counters"] == {"jaxkv:kv_offload_blocks_stored": {"": 3}}
     assert reader.take(is_last=True) is None

@@ -15,14 +15,14 @@ from jaxkv import FullAttention, OffloadingEvent
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from tests.integrations.test_vllm import (
+    BLOCK_LAYOUTS,
     LONG,
     TOKENS,
     prom_metrics,
-    reference,
     serve_at_random,
 )
 from tests.rigs import fake_vllm
-from tests.rigs.fake_engine import LOSSES, Engine, reset_connector
+from tests.rigs.fake_engine import LOSSES, Engine, reference, reset_connector
 from tests.rigs.fake_vllm import BlockRemoved, BlockStored, Request
 
 WAIT_S = 120
@@ -47,14 +47,14 @@ def model(tmp_path):
 
 
 def age(folder):
-    """Wait until files are older than this process looks to be; see `old_process`."""
+    """Wait until files are older than this process looks to be; see `late_process`."""
     for file in folder.iterdir():
         os.utime(file, ns=(10**18, 10**18))
 
 
 @pytest.fixture(autouse=True)
 def late_process(monkeypatch):
-    """Have this process begin after its tests have written their files."""
+    """Make this process look started after the tests wrote their files."""
     from jaxkv.integrations.vllm import adapters, namespace
 
     for module in (adapters, namespace):
@@ -103,7 +103,7 @@ def until(engine, holds):
 
 
 def ask(engine, name, prompt=PROMPT, num_output=3, **options):
-    """Serve a request; return how many tokens came from host and store."""
+    """Serve a request; return the tokens that host and store supplied."""
     before = engine.scheduler.num_external_tokens
     request = Request(name, prompt, num_output, **options)
     serve(engine, request)
@@ -113,7 +113,7 @@ def ask(engine, name, prompt=PROMPT, num_output=3, **options):
 
 
 def knows(engine):
-    """Whether an engine knows that all of `PROMPT` is in the store."""
+    """Return whether an engine knows that all of `PROMPT` is in the store."""
     tier = engine.offload_scheduler.below[0].tier
     return tier.contains(Request("same", PROMPT, 3).block_hashes[:4]).all()
 
@@ -154,14 +154,14 @@ def test_blocks_are_found_by_the_same_weights_or_by_the_name_of_weights(
     assert ask(make(model=moved), "again") == TOKENS, "the path does not matter"
     (moved / "model.safetensors").write_bytes(bytes(256 * 64))
     age(moved)  # As where all files have one time.
-    other = make(model=moved)
-    other.runner.weights = 1  # The runner would notice.
-    assert ask(other, "other") == 0
+    retrained = make(model=moved)
+    retrained.runner.weights = 1  # The runner would notice.
+    assert ask(retrained, "other") == 0
     named = {"storage_namespace": "tuned on Monday"}
     ask(make(named, model="of/nothing/that/is/known"), "first")
     assert ask(make(named, model="elsewhere"), "again") == TOKENS
-    other = {"storage_namespace": "tuned on Tuesday"}
-    assert ask(make(other, model="elsewhere"), "other") == 0
+    renamed = {"storage_namespace": "tuned on Tuesday"}
+    assert ask(make(renamed, model="elsewhere"), "other") == 0
 
 
 def test_a_request_waits_for_the_store_and_others_run_meanwhile(newest, make):
@@ -190,22 +190,22 @@ def test_a_request_waits_for_the_store_and_others_run_meanwhile(newest, make):
 
 
 def test_the_halves_share_a_store_by_what_they_send_alone(newest, make, monkeypatch):
-    """As in two processes, which pickle it."""
+    """The halves pickle what they send, as between two processes."""
     import jaxkv.integrations.vllm.scheduler as scheduler
 
     monkeypatch.setattr(scheduler, "LOST_POOLS", {})
     monkeypatch.setattr(scheduler, "WORKERS", {})
-    found = []
+    hit_tokens = []
     for number in range(2):
         engine = make(windows=(None, 6))
         execute = engine.runner.execute
         engine.runner.execute = lambda output, execute=execute: pickle.loads(
             pickle.dumps(execute(pickle.loads(pickle.dumps(output))))
         )
-        found.append(ask(engine, f"r{number}"))
+        hit_tokens.append(ask(engine, f"r{number}"))
         engine.check_nothing_leaked()
         close(engine)
-    assert found == [0, TOKENS]
+    assert hit_tokens == [0, TOKENS]
 
 
 @pytest.mark.parametrize("seed", [0, *LONG])
@@ -297,8 +297,8 @@ def test_nothing_is_written_by_new_weights_while_a_fetch_delays_a_reset(
     def poll_without_fetches():
         output = poll()
         held.extend(event for report in output.below for event in report.fetched)
-        others = (dataclasses.replace(own, fetched=()) for own in output.below)
-        return dataclasses.replace(output, below=tuple(others))
+        below = (dataclasses.replace(report, fetched=()) for report in output.below)
+        return dataclasses.replace(output, below=tuple(below))
 
     worker.poll = poll_without_fetches
     waiting = Request("waiting", PROMPT, 3)
@@ -351,7 +351,7 @@ def test_an_adapter_finds_what_its_own_weights_have_computed(
     stored = [event for event in engine.events if isinstance(event, BlockStored)]
     hashes = Request("same", PROMPT, 3, lora=adapter).block_hashes
     assert {event.lora_name for event in stored} == {"mine"}
-    assert set(hashes[:4]) <= {own for event in stored for own in event.block_hashes}
+    assert set(hashes[:4]) <= {key for event in stored for key in event.block_hashes}
     close(engine)
     assert ask(make(windows=windows), "again", lora=adapter) == TOKENS
     folder = adapter.lora_path
@@ -377,44 +377,37 @@ def test_blocks_of_an_adapter_that_is_not_known_stay_out_of_the_store(
     engine.check_nothing_leaked()
 
 
-def test_hits_are_told_by_where_they_came_from(newest, make):
+def test_hits_are_reported_by_source(newest, make):
     sources = fake_vllm.CacheHitSource
     ask(make(), "first")
     engine = make()
-    told = []
+    reported = []
     connector = engine.scheduler.connector
-    taken = connector.update_state_after_alloc
+    update = connector.update_state_after_alloc
 
     def take(request, blocks, num):
-        taken(request, blocks, num)
+        update(request, blocks, num)
         if num:
-            told.append(connector.get_external_cache_hit_sources(request, num))
+            reported.append(connector.get_external_cache_hit_sources(request, num))
 
     connector.update_state_after_alloc = take
     ask(engine, "again")
     engine.scheduler.pool.overwrite_all()
     ask(engine, "once more")
-    assert told == [{sources.DISK: TOKENS}, {sources.HOST: TOKENS}]
+    assert reported == [{sources.DISK: TOKENS}, {sources.HOST: TOKENS}]
     assert engine.offload_scheduler.below[0].num_fetched_tokens == {}
     memory = make({"storage": "memory://hits"})
     memory.offload_scheduler.below[0].num_fetched_tokens["r"] = 8
-    found = memory.scheduler.connector.get_external_cache_hit_sources(
+    unspecified = memory.scheduler.connector.get_external_cache_hit_sources(
         SimpleNamespace(request_id="r"), 20
     )
-    assert found == {sources.EXTERNAL_UNSPECIFIED: 8, sources.HOST: 12}
+    assert unspecified == {sources.EXTERNAL_UNSPECIFIED: 8, sources.HOST: 12}
     request = SimpleNamespace(request_id="r")
     assert connector.get_external_cache_hit_sources(request, 0) == {}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"windows": (None, 6)},
-        {"extra": {"blocks_per_chunk": 2, "num_cpu_blocks": 16}},
-    ],
-)
-def test_events_tell_of_the_store_what_they_tell_of_the_host(
+@BLOCK_LAYOUTS
+def test_events_report_the_same_blocks_for_store_and_host(
     newest, make, tmp_path, options
 ):
     engine = make(**options)
@@ -424,10 +417,10 @@ def test_events_tell_of_the_store_what_they_tell_of_the_host(
     assert all(event.token_ids for event in stored)
     on_host, in_storage = (
         {
-            (event.group_idx, own)
+            (event.group_idx, key)
             for event in stored
             if event.medium == medium
-            for own in event.block_hashes
+            for key in event.block_hashes
         }
         for medium in ("CPU", "STORAGE")
     )
@@ -453,12 +446,12 @@ def test_events_say_where_a_tier_is_as_far_as_that_is_known(newest):
         ("STORAGE", False, None),
     ):
         events = HostEvents([FullAttention(4)], storage_is_remote=is_remote)
-        given = [OffloadingEvent([b"k" * 32], 4, medium, removed) for removed in (0, 1)]
-        assert [own.locality for own in events.to_vllm(given)] == [locality] * 2
+        moves = [OffloadingEvent([b"k" * 32], 4, medium, removed) for removed in (0, 1)]
+        assert [event.locality for event in events.to_vllm(moves)] == [locality] * 2
 
 
 def values_of(connector):
-    """Return a look-up, by name, of what a connector reports to vLLM."""
+    """Return a function that reads a connector's metrics in vLLM by name."""
     registry = prometheus_client.CollectorRegistry()
     served = prom_metrics(connector, registry)
     served.observe(connector.get_kv_connector_stats().to_dict(), 0)
@@ -470,9 +463,9 @@ def values_of(connector):
 def test_metrics_of_a_store_are_served_only_where_there_is_one(newest, make):
     ask(make(), "first")
     engine, without = make(), Engine(num_blocks=40)
-    for own in (engine, without):
-        ask(own, "again")
-        ask(own, "more", range(100, 118))
+    for run in (engine, without):
+        ask(run, "again")
+        ask(run, "more", range(100, 118))
     value = values_of(engine.runner.connector)
     assert value("jaxkv:kv_offload_storage_up") == 1.0
     errors = "jaxkv:kv_offload_storage_errors_total"
@@ -481,11 +474,11 @@ def test_metrics_of_a_store_are_served_only_where_there_is_one(newest, make):
     value = values_of(without.runner.connector)
     assert value("jaxkv:kv_offload_storage_up") is None
     assert value("vllm:kv_offload_load_bytes_total") == 0.0
-    stats, other = (
-        own.scheduler.connector.get_kv_connector_stats() for own in (engine, without)
+    stats, stats_without = (
+        run.scheduler.connector.get_kv_connector_stats() for run in (engine, without)
     )
     counters, gauges = stats.data["counters"], stats.data["gauges"]
     assert counters["jaxkv:kv_offload_storage_blocks_fetched"] == {"": 4}
     assert gauges["jaxkv:kv_offload_storage_blocks_held"][""] >= 4
     assert stats.reduce()["blocks from storage"] == 4
-    assert not any("storage" in title for title in other.reduce())
+    assert not any("storage" in title for title in stats_without.reduce())

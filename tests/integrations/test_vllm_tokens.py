@@ -35,7 +35,7 @@ class Manager:
 
     def update_states(self, scheduler_output, get_positions):
         self.seen.append(
-            {name: list(own.output_token_ids) for name, own in self.requests.items()}
+            {name: list(r.output_token_ids) for name, r in self.requests.items()}
         )
         return get_positions()
 
@@ -117,17 +117,17 @@ def test_ids_that_stop_coming_end_the_step_before_anything_changes():
     ids=["forced preemption", "streamed input"],
 )
 def test_results_of_a_request_that_begins_again_are_withdrawn(step, left):
-    again, other = (
+    first, second = (
         CachedRequestState("again", [1], [2, 3, 0]),
         CachedRequestState("other", [1], [4, 0]),
     )
-    runner = make_runner(again, other, in_batch=["again", "other"])
-    results = [(0, again, 4), (1, other, 3)]
+    runner = make_runner(first, second, in_batch=["again", "other"])
+    results = [(0, first, 4), (1, second, 3)]
     runner._pre_async_results = AsyncPreResults(results, {"again": 0, "other": 1})
     TokenRestorer.install(runner)
     update(runner, step)
-    assert again.output_token_ids == left
-    assert runner._pre_async_results == AsyncPreResults([(1, other, 3)], {"other": 1})
+    assert first.output_token_ids == left
+    assert runner._pre_async_results == AsyncPreResults([(1, second, 3)], {"other": 1})
 
 
 def test_installing_twice_wraps_once_and_is_logged_once(caplog):
@@ -140,7 +140,7 @@ def test_installing_twice_wraps_once_and_is_logged_once(caplog):
     assert "restore_tokens=false" in record.getMessage()
 
 
-def test_a_runner_that_lacks_what_is_needed_is_refused(monkeypatch):
+def test_a_runner_without_the_needed_attributes_is_refused(monkeypatch):
     def check(runner, name):
         with pytest.raises(ValueError, match=rf"{name}[\w.]* is missing") as caught:
             TokenRestorer.install(runner)
@@ -167,15 +167,15 @@ def test_a_runner_that_lacks_what_is_needed_is_refused(monkeypatch):
         prompt_token_ids: list
         request_seq_lens: list
 
-    runner, here = make_runner(), sys.modules[__name__]
+    runner, module = make_runner(), sys.modules[__name__]
     for name, field in (
         ("CachedRequestState", "output_token_ids"),
         ("AsyncPreResults", "placeholder_req_id_to_index"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(here, name, Renamed)
+            patch.setattr(module, name, Renamed)
             check(runner, f"Renamed: {field}")
-            patch.delattr(here, name)
+            patch.delattr(module, name)
             check(runner, rf"test_vllm_tokens\.{name}")
     runner.persistent_batch_manager.update_states = lambda output, positions: None
     check(runner, "<lambda>: scheduler_output")

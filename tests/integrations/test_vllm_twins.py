@@ -5,7 +5,6 @@ otherwise; all else is equal, call by call.
 """
 
 import hashlib
-import importlib.util
 import random
 from collections import Counter
 from pathlib import Path
@@ -20,15 +19,9 @@ from jaxkv.search.groups import FullAttention
 from tests.reference.block_pool import BlockPool, PoolEvent
 from tests.reference.hit_search import cdiv
 from tests.reference.offload_scheduler import Copy, Load, ReferenceScheduler
-from tests.rigs.real_vllm import tensors_of
+from tests.rigs.real_vllm import NEEDS_VLLM, tensors_of
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not installed (pip install vllm-tpu and a torch for CPUs)",
-    ),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = NEEDS_VLLM
 
 # What vLLM 0.32 decides otherwise, and 0.19.1's way. `Managers` allows for the first
 # three, `Pool` and `Twin` for the others. docs/internals/vllm.md has the same table.
@@ -131,7 +124,7 @@ class Managers:
             self.storing.append(theirs.keys_to_store)
 
     def can_evict(self, keys, num):
-        """Whether idle blocks that are not among the keys make room for so many."""
+        """Return whether idle blocks outside `keys` make room for `num` blocks."""
         policy = self.theirs._policy
         blocks = policy.chunks if self.policy == "lru" else {**policy.t1, **policy.t2}
         idle = [key for key in blocks if blocks[key].ref_cnt == 0 and key not in keys]
@@ -326,7 +319,7 @@ class Twin(ReferenceScheduler):
 
 
 class Request(SimpleNamespace):
-    """What both schedulers read of a request of one group, with full blocks."""
+    """A request of one group with full blocks, for both schedulers."""
 
     num_output_placeholders = 0
     skip_reading_prefix_cache = False
@@ -399,9 +392,9 @@ class Schedulers:
         if not self.waiting or len(self.running) + len(self.loading) > 3:
             return
         request = self.waiting[0]
-        most = (request.num_tokens - 1) // BLOCK
+        max_blocks = (request.num_tokens - 1) // BLOCK
         hits = []
-        for key in request.block_keys[:most]:
+        for key in request.block_keys[:max_blocks]:
             theirs = self.their_pool.get_cached_block(key[:-4], [0])
             ours = self.our_pool.get_cached_block(key)
             assert (theirs and theirs[0].block_id) == (ours and ours.block_id)
@@ -483,8 +476,8 @@ class Schedulers:
             self.loads.append(list(theirs.load_event_to_reqs[theirs.load_event]))
         for name in names:
             request = self.running[name]
-            more = self.rng.randrange(1, 3 * BLOCK)
-            self.compute(request, request.num_computed_tokens + more)
+            num_new = self.rng.randrange(1, 3 * BLOCK)
+            self.compute(request, request.num_computed_tokens + num_new)
 
     def compute(self, request, num_tokens):
         request.num_computed_tokens = min(num_tokens, request.num_tokens)
@@ -562,7 +555,7 @@ class Schedulers:
             self.waiting.insert(0, request)
 
     def forget(self):
-        """Have the device evict all that nobody holds."""
+        """Evict all idle blocks of the device."""
         if self.rng.random() < 0.3:
             idle = [block.block_id for block in self.our_pool.free_queue]
             self.their_pool.evict_blocks(idle)
@@ -628,17 +621,17 @@ def as_vllm(events):
 
 
 def seen(events, medium):
-    """What events of vLLM's say, all of them of one medium."""
+    """Return the hashes of each event of vLLM's, and whether it removes them."""
     from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved
 
-    parts = []
+    changes = []
     for event in events:
         if isinstance(event, AllBlocksCleared):
-            parts.append(([], True))
+            changes.append(([], True))
         else:
             assert event.medium == medium
-            parts.append((event.block_hashes, isinstance(event, BlockRemoved)))
-    return parts
+            changes.append((event.block_hashes, isinstance(event, BlockRemoved)))
+    return changes
 
 
 def make_vllm_scheduler(num_device, num_host, lazy, world_size):

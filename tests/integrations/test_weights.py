@@ -1,10 +1,9 @@
-"""What is said of weights: equal for the same ones, and for no others."""
+"""Descriptions of weights: equal for the same weights only."""
 
 import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 
@@ -16,6 +15,7 @@ from jaxkv.integrations.weights import (
     hub_folders_of,
     process_started_s,
 )
+from tests.rigs.command_line import run_python
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = "76543210fedcba9876543210fedcba9876543210"
@@ -42,8 +42,8 @@ def checkpoint(tmp_path):
     )
 
 
-def test_files_are_told_apart_by_name_size_time_and_content(tmp_path, checkpoint):
-    others = [
+def test_files_are_distinguished_by_name_size_time_and_content(tmp_path, checkpoint):
+    paths = [
         checkpoint,
         make(tmp_path / "name", model2__safetensors=WEIGHTS, config__json=b"{}"),
         make(tmp_path / "size", model__safetensors=WEIGHTS + b"x", config__json=b"{}"),
@@ -52,25 +52,25 @@ def test_files_are_told_apart_by_name_size_time_and_content(tmp_path, checkpoint
         make(tmp_path / "time", model__safetensors=WEIGHTS, config__json=b"{}"),
     ]
     os.utime(tmp_path / "time" / "model.safetensors", ns=(OLD, OLD + 1))
-    found = [describe_weights(other) for other in others]
-    for one, other in itertools.combinations(found, 2):
-        assert one != other
+    facts = [describe_weights(path) for path in paths]
+    for first, second in itertools.combinations(facts, 2):
+        assert first != second
     same = make(tmp_path / "same", model__safetensors=WEIGHTS, config__json=b"{}")
-    assert describe_weights(same) == found[0], "the path and other files do not matter"
+    assert describe_weights(same) == facts[0], "the path and other files do not matter"
 
 
 def test_any_change_of_a_small_file_is_noticed_whatever_its_time(tmp_path):
     data = bytearray(b"\0" * 10_000)
-    found = set()
+    facts = set()
     for number, place in enumerate(range(0, 10_000, 499)):
         data[place] ^= 1
         folder = make(tmp_path / str(number), model__bin=bytes(data))
-        found.add(json.dumps(describe_weights(folder)))
-    assert len(found) == 21
+        facts.add(json.dumps(describe_weights(folder)))
+    assert len(facts) == 21
 
 
 def test_large_files_are_sampled_over_all_of_them(tmp_path):
-    """Where all weights differ, a sample differs; little is read."""
+    """If all weights differ, a sample differs."""
     size = 64 << 20
     for number, step in enumerate((8192, 1 << 20)):
         folder = make(tmp_path / str(number), model__bin=b"")
@@ -128,7 +128,7 @@ def test_files_that_were_put_in_the_place_of_others_are_refused(tmp_path, what):
     """Old files by themselves, but not those that were there before."""
     for name in "one", "two":
         make(tmp_path / name / "model", model__safetensors=name.encode())
-    model, other = tmp_path / "one" / "model", tmp_path / "two" / "model"
+    model, newer = tmp_path / "one" / "model", tmp_path / "two" / "model"
     named = changed = tmp_path / "latest"
     if what == "link":
         named.symlink_to("one/model")
@@ -138,7 +138,7 @@ def test_files_that_were_put_in_the_place_of_others_are_refused(tmp_path, what):
         named.symlink_to("one/../production")
     elif what == "file":
         named.mkdir()
-        changed, other = (folder / "model.safetensors" for folder in (named, other))
+        changed, newer = (folder / "model.safetensors" for folder in (named, newer))
         changed.symlink_to(model / "model.safetensors")
     else:
         named = changed = model
@@ -149,9 +149,9 @@ def test_files_that_were_put_in_the_place_of_others_are_refused(tmp_path, what):
     assert describe_weights(str(named), read_since_s=start_s)
     changed.rename(tmp_path / "before")
     if what == "folder":
-        other.rename(changed)
+        newer.rename(changed)
     else:
-        changed.symlink_to(other)
+        changed.symlink_to(newer)
     assert describe_weights(str(named)), "it is there"
     message = re.escape(f"{changed} has changed since this process began")
     with pytest.raises(UnknownWeightsError, match=message):
@@ -159,7 +159,7 @@ def test_files_that_were_put_in_the_place_of_others_are_refused(tmp_path, what):
 
 
 def test_a_folder_above_that_is_copied_with_its_time_changes_nothing(tmp_path):
-    """As an overlay does with those of an image when something is written below."""
+    """An overlay copies an image's folder when something is written below it."""
     model = make(tmp_path / "image" / "model", model__safetensors=b"one")
     status = os.stat(tmp_path / "image")
     start_s = tick(tmp_path)
@@ -174,16 +174,16 @@ def test_a_snapshot_of_the_hub_is_its_commit_wherever_it_lies(tmp_path):
         tmp_path / place / "models--org--name" / "snapshots" / commit
         for place, commit in (("a", COMMIT), ("b", COMMIT), ("a", OTHER))
     ]
-    found = [describe_weights(make(path, model__bin=b"x")) for path in paths]
-    assert found[0] == found[1] == {"hub": "org/name", "commit": COMMIT}
-    assert found[2]["commit"] == OTHER
-    # What vLLM has of the same snapshot where it is told its name.
+    facts = [describe_weights(make(path, model__bin=b"x")) for path in paths]
+    assert facts[0] == facts[1] == {"hub": "org/name", "commit": COMMIT}
+    assert facts[2]["commit"] == OTHER
+    # vLLM gets the same snapshot by name.
     refs = tmp_path / "a" / "models--org--name" / "refs"
     refs.mkdir()
     (refs / "main").write_text(COMMIT)
     hub = {"hub_folders": (tmp_path / "a",)}
-    assert describe_weights("org/name", **hub) == found[0]
-    assert describe_weights("org/name", OTHER, **hub) == found[2]
+    assert describe_weights("org/name", **hub) == facts[0]
+    assert describe_weights("org/name", OTHER, **hub) == facts[2]
     with pytest.raises(UnknownWeightsError, match=r"revision='v2'.* commit of 40"):
         describe_weights("org/name", "v2", **hub)
     (refs / "main").write_text("f" * 40)  # Not there.
@@ -207,7 +207,7 @@ def test_the_hubs_folder_is_the_environments():
 def test_a_process_knows_when_it_began():
     before_s = time.time()
     code = "from jaxkv.integrations.weights import *; print(process_started_s())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    done = run_python(code, check=True)
     # The kernel counts in hundredths of a second.
     assert before_s - 0.1 < float(done.stdout) < time.time()
     assert process_started_s() < before_s

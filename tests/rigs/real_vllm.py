@@ -4,6 +4,7 @@ vLLM's factory, scheduler, block pool and connector calls are the real ones.
 """
 
 import functools
+import importlib.util
 import json
 import pickle
 import time
@@ -17,6 +18,13 @@ from jaxkv.integrations.vllm.tokens import TokenRestorer
 from tests.integrations.vllm_cpu.lab import environ
 from tests.rigs.fake_engine import Runner, slot
 
+NEEDS_VLLM = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed (pip install vllm-tpu and a torch for CPUs)",
+    ),
+    pytest.mark.filterwarnings("ignore"),
+]
 BLOCK_SIZE = 4
 # Of states: their blocks, and the shapes of a layer's two arrays.
 NUM_STATES, STATE_SHAPES = 17, ((2, 8), (2, 2))

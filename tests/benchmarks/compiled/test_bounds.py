@@ -90,19 +90,19 @@ def test_pools_for_comparison_have_no_bounds():
 
 def test_a_known_break_fails_no_run():
     bad = dataclasses.replace(GOOD, kernels=99)
-    [known, *_] = KNOWN_BREAKS
+    [broken, *_] = KNOWN_BREAKS
     for num_blocks, name, fails in (
-        (known.from_blocks, known.pools[0], False),
-        (known.from_blocks - 1, known.pools[0], True),
-        (known.from_blocks, "another", True),
+        (broken.from_blocks, broken.pools[0], False),
+        (broken.from_blocks - 1, broken.pools[0], True),
+        (broken.from_blocks, "another", True),
     ):
         pool = dataclasses.replace(POOL_SHAPE, name=name)
         made = dataclasses.replace(program(num_blocks=num_blocks), pool=pool)
         result = judge(made, bad, None)
-        assert (result.fails, result.known) == (fails, None if fails else known.reason)
+        assert (result.fails, result.known) == (fails, None if fails else broken.reason)
         assert judge(made, None, "ValueError: no").fails
         assert judge(made, GOOD, None).known is None
-    assert {name for each in KNOWN_BREAKS for name in each.pools} <= {
+    assert {name for broken in KNOWN_BREAKS for name in broken.pools} <= {
         pool.name for pool in default_pools()
     }
 

@@ -72,7 +72,8 @@ def at_home(program):
 def test_it_compiles_prints_and_writes(run_line, tmp_path):
     page = tmp_path / "a.md"
     out, err, written = run_line(f"{SMALL} --markdown {page}")
-    assert err.splitlines() == ["this machine's CPU ..."]
+    (line,) = err.splitlines()  # A slow machine adds percentages.
+    assert line.partition(" ...")[0] == "this machine's CPU"
     assert "your pool: 2 x float32[64,4,2,16]" in out
     assert written["blocks"] == [4]
     assert written["pools"][0]["shape"] == [64, 4, 2, 16]

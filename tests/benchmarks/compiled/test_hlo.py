@@ -1,4 +1,4 @@
-"""What a program does is read from its HLO, as XLA writes it for TPU, GPU and CPU."""
+"""Readers of the HLO that XLA writes for TPU, GPU and CPU."""
 
 import jax
 import jax.numpy as jnp

@@ -71,7 +71,7 @@ def test_the_quick_part_has_every_layout_program_and_target():
         assert targets == {"v5e", "v5p", "v6e", "tpu7x"}
 
 
-def test_a_program_is_told_in_one_line():
+def test_a_program_is_described_in_one_line():
     pool = default_pools()[0]
     target = parse_target("v5e")
     assert Program(target, pool, "merge", 8).label == "v5e, tpu-inference, merge of 8"

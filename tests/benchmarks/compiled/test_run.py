@@ -24,7 +24,7 @@ def test_programs_are_compiled_for_this_cpu():
     seen = []
     heads = PoolShape("heads", (64, 4, 8, 8), 2, sharded_axis=2)
     blocks = PoolShape("blocks", (64, 4, 8, 8), 2, sharded_axis=0)
-    # A pool with as many blocks as are moved has no leaf to be told from them.
+    # A pool of exactly the moved blocks: its leaves look like the moved data.
     whole = PoolShape("whole", (4, 4, 2, 16), 2, dtype="float32")
     pools = [SMALL, heads, blocks, whole]
     scales = {"blocks_per_host_block": 4, "scales": ((64, 2),) * 3}
@@ -98,10 +98,10 @@ def test_programs_are_compiled_for_a_tpu():
     assert save.moved_bytes == load.moved_bytes == 8 * block
     assert save.extent_host_bytes == 8 * block
     assert load.alias_bytes >= load.pool_bytes >= 256 * block
-    for one in (save, load):
-        assert one.accessed_bytes >= 2 * one.moved_bytes
-        assert one.kernels >= 1
-        assert one.collectives == ()
+    for figure in (save, load):
+        assert figure.accessed_bytes >= 2 * figure.moved_bytes
+        assert figure.kernels >= 1
+        assert figure.collectives == ()
     assert load.estimated_s > 0
     assert figures["heads", "gather"].moved_bytes == 8 * block // 4
     assert figures["heads", "load"].collectives == ()
@@ -126,6 +126,6 @@ def test_programs_are_compiled_for_a_gpu():
     assert load.alias_bytes >= load.pool_bytes == 2 * 256 * 16 * 8 * 2 * 128 * 2
     assert (load.temp_bytes, load.collectives, load.whole_leaf) == (0, (), ())
     assert 1 <= load.kernels <= load.leaves + 2
-    # The compiler tells no costs.
+    # The compiler reports no costs.
     assert (load.accessed_bytes, load.estimated_s) == (None, None)
     assert 4 * figures["heads", "load"].pool_bytes == load.pool_bytes

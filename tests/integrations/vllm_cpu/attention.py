@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 def ragged_paged_attention(
     queries,  # float[T, q_heads, dim]: all sequences, one after the other
-    keys,  # float[T, kv_heads, dim], and so are the values
+    keys,  # float[T, kv_heads, dim], like the values
     values,
     kv_cache,  # float[pages, page, 2 * kv_heads / packing, packing, padded dim]
     kv_lens,  # i32[S], the new tokens included
@@ -63,7 +63,7 @@ def ragged_paged_attention(
     if sliding_window is not None:
         is_seen &= row > place[:, None] - sliding_window
     weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -1e30), axis=-1)
-    # A row that nobody wrote may hold anything, NaN too.
+    # An unwritten row may hold anything, even NaN.
     seen = jnp.where(is_seen[:, :, None, None], value[sequence].astype(jnp.float32), 0)
     output = jnp.einsum("tkgl,tlkd->tkgd", weights, seen)
     output = output.reshape(num_tokens, num_q_heads, dim)

@@ -56,23 +56,22 @@ def _with_tables(rng, dtype, shapes):
     return arrays, int(new.sum())
 
 
-def compare(own, wanted, num_tokens, tolerance):
-    """Compare what attention gives for the tokens, and the caches bit by bit."""
-    (found, cache), (expected, other) = own, wanted
+def compare(actual, expected, num_tokens, tolerance):
+    """Compare the outputs of attention for the tokens, and the caches bit by bit."""
+    outputs, caches = zip(actual, expected, strict=True)
     np.testing.assert_allclose(
-        np.asarray(found[:num_tokens], np.float32),
-        np.asarray(expected[:num_tokens], np.float32),
+        *(np.asarray(output[:num_tokens], np.float32) for output in outputs),
         atol=tolerance,
     )
     np.testing.assert_array_equal(
-        np.asarray(cache).view(np.uint8), np.asarray(other).view(np.uint8)
+        *(np.asarray(cache).view(np.uint8) for cache in caches)
     )
 
 
-def latents(ql_nope, *given, **options):
+def latents(ql_nope, *arrays, **options):
     """The plugin's attention to latents, with queries token by token."""
     output, cache = mla_ragged_paged_attention(
-        ql_nope.transpose(1, 0, 2), *given, **options
+        ql_nope.transpose(1, 0, 2), *arrays, **options
     )
     return output.transpose(1, 0, 2), cache
 
@@ -102,7 +101,7 @@ def random_deltas(rng):
 
 
 def reference_deltas(*arrays):
-    """What two references give one after the other, which write where they read."""
+    """Chain two references, which write to the slots that they read."""
     from tpu_inference.kernels.gdn.reference import ragged_gated_delta_rule_ref as ref
     from tpu_inference.layers.common import ragged_conv1d_jax as conv1d
 
@@ -123,7 +122,7 @@ def reference_deltas(*arrays):
 
 
 def random_experts(rng):
-    """Tokens, weights of gates and of values, those of outputs, and choices."""
+    """Tokens, the weights of gates, values and outputs, and choices."""
     shapes = [(NUM_TOKENS, 32), *[(EXPERTS, 32, 48)] * 2, (EXPERTS, 48, 32)]
     shapes.append((NUM_TOKENS, EXPERTS))
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
@@ -143,41 +142,42 @@ def main():
             options = {"sm_scale": DIM**-0.5}
             if trial % 2:
                 options["sliding_window"] = 10
-            wanted = kernel.ref_ragged_paged_attention(*arrays, **options)
-            own = jax.jit(functools.partial(ragged_paged_attention, **options))
-            compare(own(*arrays), wanted, num_tokens, tolerance)
+            expected = kernel.ref_ragged_paged_attention(*arrays, **options)
+            attend = jax.jit(functools.partial(ragged_paged_attention, **options))
+            compare(attend(*arrays), expected, num_tokens, tolerance)
             num_alike += 1
     for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 0.03)):
         arrays, num_tokens = random_latents(rng, dtype)
         options = {"sm_scale": (LATENT + ROPE) ** -0.5}
-        found = jax.jit(functools.partial(latents, **options))(*arrays)
-        # It donates the cache.
-        wanted = mla.ref_mla_ragged_paged_attention(*arrays, **options)
-        compare(found, wanted, num_tokens, tolerance)
+        actual = jax.jit(functools.partial(latents, **options))(*arrays)
+        # The reference donates the cache.
+        expected = mla.ref_mla_ragged_paged_attention(*arrays, **options)
+        compare(actual, expected, num_tokens, tolerance)
         num_alike += 1
     for _ in range(3):
         arrays, num_tokens = random_deltas(rng)
-        own = jax.jit(functools.partial(conv1d_gdn, kernel_size=KERNEL_SIZE, **DELTAS))
-        states, output = own(*arrays)
-        expected, expected_states = reference_deltas(*arrays)
+        run = jax.jit(functools.partial(conv1d_gdn, kernel_size=KERNEL_SIZE, **DELTAS))
+        states, output = run(*arrays)
+        expected_output, expected_states = reference_deltas(*arrays)
         num = int(arrays[11][2])
         slots = arrays[10][:num]
-        found = (output[:num_tokens], *(pool[slots] for pool in states))
-        wanted = (expected[:num_tokens], *(pool[slots] for pool in expected_states))
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-5)
+        np.testing.assert_allclose(
+            output[:num_tokens], expected_output[:num_tokens], atol=1e-5
+        )
+        for pool, expected in zip(states, expected_states, strict=True):
+            np.testing.assert_allclose(pool[slots], expected[slots], atol=1e-5)
         for pool, before in zip(states, arrays[3:5], strict=True):
-            others = np.setdiff1d(np.arange(NUM_SLOTS), slots)
-            np.testing.assert_array_equal(pool[others], before[others])
+            unused = np.setdiff1d(np.arange(NUM_SLOTS), slots)
+            np.testing.assert_array_equal(pool[unused], before[unused])
         num_alike += 1
     for renormalize in (False, True):
         tokens, gates, values, w2, choices = random_experts(rng)
         options = {"renormalize_topk_logits": renormalize}
         both = jnp.stack([gates, values], 1)
-        wanted = ref_moe(tokens, both, w2, choices, CHOSEN, **options)
+        expected = ref_moe(tokens, both, w2, choices, CHOSEN, **options)
         both = jnp.concatenate([gates, values], 2)
         names = [f"{w}_{kind}" for w in ("w1", "w2") for kind in ("scale", "bias")]
-        own = fused_moe(
+        actual = fused_moe(
             *(tokens, both, w2),
             gating_output=choices,
             topk=CHOSEN,
@@ -186,6 +186,6 @@ def main():
             scoring_fn="softmax",
             **dict.fromkeys(names),
         )
-        np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
         num_alike += 1
     print(f"{num_alike} batches alike")

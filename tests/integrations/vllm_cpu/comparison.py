@@ -1,4 +1,4 @@
-"""Runs of the real vLLM in processes, and comparisons of what they answer."""
+"""Runs of the real vLLM in processes, and comparisons of their answers."""
 
 import concurrent.futures
 import contextlib
@@ -21,8 +21,8 @@ import numpy as np
 from .lab import environ
 
 WAIT_S = 1800
-# Scenarios that one process runs, one after the other, unless something is special: it
-# takes longer to begin than to run them. The last one spoils the weights.
+# Scenarios that share a process unless an option is special, because it takes longer to
+# start than to run them. The last one changes the weights.
 PLAIN = {"model": "llama-float32"}
 SHARED = ("conversations", "salts", "resets", "new_weights")
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -64,15 +64,14 @@ class Lab:
         make = "import pathlib; from vllm_cpu import lab; lab.make_lab(pathlib.Path())"
         self.run_code(make)
 
-    def environ(self, **more):
-        """The environment of a run."""
-        own = {
+    def environ(self, **variables):
+        defaults = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            # Many runs find the programs of the first one, and a model runs for long.
+            # Runs share compiled programs, and a model runs for long.
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
         }
-        return {**os.environ, **environ(self.folder), **own, **more}
+        return {**os.environ, **environ(self.folder), **defaults, **variables}
 
     def run_code(self, code):
         """Run some Python in the folder; return what it printed."""
@@ -90,9 +89,9 @@ class Lab:
     def run_both(self, scenario, *, extra=None, **options):
         """Run a scenario without a connector and with jaxkv, at the same time."""
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            found = pool.submit(self.run, scenario, extra=extra or {}, **options)
+            actual = pool.submit(self.run, scenario, extra=extra or {}, **options)
             expected = self.run(scenario, **options)
-            return expected, found.result()
+            return expected, actual.result()
 
     def run(
         self,
@@ -119,7 +118,7 @@ class Lab:
 
     @functools.cache  # noqa: B019
     def _run(self, *arguments):
-        """Do a run, unless one of the processes that share the tests has."""
+        """Run once in all the processes that share the tests."""
         name = hashlib.sha256(repr(arguments).encode()).hexdigest()
         path = self.results / f"{name}.json"
         with path.with_suffix(".lock").open("w") as lock:
@@ -130,11 +129,11 @@ class Lab:
 
     def _run_now(self, names, *arguments):
         done = self.complete(names, *arguments)
-        *parts, rest = re.split(r"^RESULT (.*)\n", done.stdout, flags=re.MULTILINE)
-        assert len(parts) == 2 * len(names), done.stdout[-8000:]
+        *outputs, rest = re.split(r"^RESULT (.*)\n", done.stdout, flags=re.MULTILINE)
+        assert len(outputs) == 2 * len(names), done.stdout[-8000:]
         return [
             json.loads(result) | {"log": log + rest}
-            for log, result in zip(parts[::2], parts[1::2], strict=True)
+            for log, result in zip(outputs[::2], outputs[1::2], strict=True)
         ]
 
     def complete(
@@ -170,27 +169,27 @@ def hit_tokens(result):
     return result["metrics"].get("vllm:external_prefix_cache_hits", 0)
 
 
-def check_same_answers(found, expected, tolerance=1e-3):
-    """Compare tokens, all, and log-probabilities."""
+def check_same_answers(actual, expected, tolerance=1e-3):
+    """Compare all tokens and log-probabilities."""
     assert len({tuple(tokens) for tokens in tokens_of(expected)}) > 3
-    assert tokens_of(found) == tokens_of(expected)
-    for one, other in zip(found["answers"], expected["answers"], strict=True):
-        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=tolerance)
+    assert tokens_of(actual) == tokens_of(expected)
+    for ours, theirs in zip(actual["answers"], expected["answers"], strict=True):
+        np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=tolerance)
 
 
 def texts_of(ask, prompts, headers=None):
-    """Have a server answer prompts, one after the other; return the texts."""
+    """Send prompts to a server one by one; return the texts of the answers."""
     body = {"model": ask.model, "max_tokens": 8, "temperature": 0}
     body["ignore_eos"] = True
     answers = [
-        ask("/v1/completions", body | {"prompt": own}, headers) for own in prompts
+        ask("/v1/completions", body | {"prompt": prompt}, headers) for prompt in prompts
     ]
     return [json.loads(answer)["choices"][0]["text"] for answer in answers]
 
 
 @contextlib.contextmanager
 def server(lab, log, *options, model="llama-float32"):
-    """Run ``vllm serve``; give a function that asks it, with its URL and model."""
+    """Run ``vllm serve``; yield a function that sends requests, with URL and model."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = (

@@ -34,7 +34,7 @@ def conv1d_gdn(
     num_tokens, num_sequences = len(qkv), len(seq_lens)
     is_sequence = jnp.arange(num_sequences) < distribution[2]
     num_new = jnp.diff(query_start_loc)
-    # Nobody has written the slot of a sequence that begins.
+    # The slot of a new sequence is unwritten.
     goes_on = is_sequence & (seq_lens > num_new)
 
     def before(states):

@@ -1,4 +1,4 @@
-"""Makes a folder in which the real vLLM runs on CPUs, with small random models.
+"""Makes a folder where the real vLLM runs on CPUs, with small random models.
 
     eval "$(PYTHONPATH=tests/integrations python -m vllm_cpu.lab FOLDER)"
 
@@ -29,7 +29,7 @@ ROOT = HERE.parents[1]
 
 
 def make_lab(folder):
-    """Write models, adapters, and the metadata in which vLLM finds the plugin."""
+    """Write models, adapters, and the metadata of the plugin for vLLM."""
     package = folder / "packages" / "jaxkv_vllm_cpu-0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text(

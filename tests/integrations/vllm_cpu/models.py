@@ -34,18 +34,12 @@ def make_model(folder, kind, dtype, seed=0):
         pad_token_id=257,
     )
     torch.manual_seed(seed)
-    if kind in ("llama", "deep"):
+    if kind in ("llama", "deep", "shallow"):
+        heads = DRAFT_HEADS if kind == "shallow" else HEADS
         config = transformers.LlamaConfig(
-            num_hidden_layers=7 if kind == "deep" else LAYERS,
+            num_hidden_layers=LAYERS if kind == "llama" else 7,
             tie_word_embeddings=False,
-            **common,
-        )
-        model = transformers.LlamaForCausalLM(config)
-    elif kind == "shallow":
-        config = transformers.LlamaConfig(
-            num_hidden_layers=7,
-            tie_word_embeddings=False,
-            **common | {"num_attention_heads": DRAFT_HEADS},
+            **common | {"num_attention_heads": heads},
         )
         model = transformers.LlamaForCausalLM(config)
     elif kind == "experts":
@@ -124,7 +118,7 @@ def make_model(folder, kind, dtype, seed=0):
 
 
 def _is_silent(name):
-    """Whether it has the output of a layer, unless the first."""
+    """Return whether a weight writes the output of a layer after the first."""
     return ".layers.0." not in name and name.endswith(
         ("o_proj.weight", "down_proj.weight")
     )
@@ -249,7 +243,7 @@ def make_adapter(folder, seed):
 
 
 def _make_tokenizer(folder):
-    """Each byte is a token."""
+    """Write a tokenizer whose tokens are bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -111,13 +111,13 @@ def keep_storage_that_is_shared():
 def spoil(fault):
     """Faults of transfers in this process: the controls of the tests.
 
-    "zeros": each loaded block is zero when its load is over, and nobody is told.
+    "zeros": each loaded block is zero after its load, which reports success.
     "zero states": the same, of states alone.
     "zero drafts": the same, of the last layer alone, which is a draft model's.
     "failures": every second load fails, and its blocks are zero.
     "lost tokens": what tpu-inference drops is not restored.
     "no ids": the scheduler does not send what it is restored from.
-    "blind": nothing is noticed of weights that change, but for dropped caches.
+    "blind": changed weights go unnoticed, except for dropped caches.
     "slow": each step begins late, and the ends of transfers are seen in every fifth.
     "death": the process is killed when it has a load to start, and says when.
     """
@@ -191,9 +191,9 @@ def spoil(fault):
             half._put_back(half._runner, [*pools[:first], *spoilt])
             return
         for number, first in enumerate(half._worker._engine.first_blocks[:-1]):
-            own = blocks[(blocks > first) & (blocks < first + len_of(pools[number]))]
+            ids = blocks[(blocks > first) & (blocks < first + len_of(pools[number]))]
             if number or not only_states:
-                pools[number] = zeroed(pools[number], own - first)
+                pools[number] = zeroed(pools[number], ids - first)
         half._put_back(half._runner, pools)
 
     def len_of(pool):
@@ -208,8 +208,8 @@ def spoil(fault):
         for shard in array.addressable_shards:
             values = np.array(shard.data)
             first = shard.index[0].start or 0  # Of ranks each has some of the blocks.
-            own = blocks[(blocks >= first) & (blocks < first + len(values))]
-            values[own - first] = 0
+            in_shard = blocks[(blocks >= first) & (blocks < first + len(values))]
+            values[in_shard - first] = 0
             shards.append(jax.device_put(values, shard.device))
         return jax.make_array_from_single_device_arrays(
             array.shape, array.sharding, shards

@@ -24,10 +24,9 @@ NUM_USERS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 160, 10
 
 
 def engine_arguments(folder, options):
-    """Return the arguments of `LLM`."""
     arguments = dict(
         model=str(folder / options["model"]),
-        # Which "auto" would halve.
+        # "auto" would halve float32.
         dtype=options["model"].rpartition("-")[2],
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=options.get("num_blocks", NUM_BLOCKS),
@@ -65,14 +64,14 @@ class Run:
         self.llm = LLM(**engine_arguments(folder, options))
         self.answers = []
         self.has_connector = options.get("extra") is not None
-        # How often vLLM preempted, and tokens were restored, in each part of a run.
+        # Preemptions of vLLM, and restored tokens, in each part of a run.
         self.preemptions, self.restored = [], []
         self.counted = {}
-        # Whatever else a scenario has found, by name.
-        self.noted = {}
+        # Further results of a scenario, by name.
+        self.observed = {}
 
     def ask(self, prompts, salt=None, lora=None, num_tokens=None, params=None):
-        """Have prompts answered, all at once; return the tokens of the answers."""
+        """Answer prompts in one batch; return the tokens of the answers."""
         from vllm import SamplingParams
 
         # tpu-inference 0.32 gives some drafts' log-probabilities to other tokens.
@@ -88,10 +87,8 @@ class Run:
             )
             for number in num_tokens or [ANSWER_TOKENS] * len(prompts)
         ]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        for each in inputs:
-            if salt is not None:
-                each["cache_salt"] = salt
+        fields = {} if salt is None else {"cache_salt": salt}
+        inputs = [{"prompt_token_ids": prompt, **fields} for prompt in prompts]
         outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         answers = []
         for output in outputs:
@@ -101,15 +98,15 @@ class Run:
             self.answers.append(
                 {
                     "tokens": tokens,
-                    "logprobs": [own[token].logprob for own, token in pairs],
-                    # What else was likely there, and how likely.
+                    "logprobs": [likely[token].logprob for likely, token in pairs],
+                    # The second likeliest token, with its log-probability.
                     "rivals": [
                         max(
-                            (other.logprob, number)
-                            for number, other in own.items()
+                            (rival.logprob, number)
+                            for number, rival in likely.items()
                             if number != token
                         )
-                        for own, token in pairs
+                        for likely, token in pairs
                     ],
                     "cached": output.num_cached_tokens,
                 }
@@ -128,18 +125,18 @@ class Run:
         return self.core.model_executor.driver_worker.worker
 
     def evict(self):
-        """Have the device lose all its blocks, of which the host is not told."""
+        """Evict all blocks of the device, without a call to the host."""
         self.settle()
         pool = self.core.scheduler.kv_cache_manager.block_pool
         assert type(pool).reset_prefix_cache(pool)
 
     def settle(self):
-        """Step until no store is on its way."""
+        """Step until no store is in flight."""
         while self.has_connector and self.core.scheduler.has_requests():
             self.llm.llm_engine.step()
 
     def count(self):
-        """Note what was preempted, and what was restored, since the last call."""
+        """Append the preemptions and the restored tokens since the last call."""
         restored = self.llm.collective_rpc(_num_restored)
         for counts, total in (
             (self.preemptions, self.metrics()["vllm:num_preemptions"]),
@@ -164,13 +161,12 @@ class Run:
         }
 
     def result(self):
-        """Return the answers, and what was counted."""
         return {
             "answers": self.answers,
             "metrics": self.metrics(),
             "preemptions": self.preemptions,
             "restored": self.restored,
-            "noted": self.noted,
+            "observed": self.observed,
         }
 
     def forget(self):
@@ -182,7 +178,6 @@ class Run:
 
 
 def _num_restored(worker):
-    """Return how many tokens a worker has restored."""
     update = worker.model_runner.persistent_batch_manager.update_states
     return getattr(update, "num_restored", 0)
 
@@ -206,7 +201,7 @@ def conversations(run):
 
 
 def under_pressure(seed, ask, is_fixed=False, num_users=20):
-    """Have users ask three times, who leave others out of steps and preempt them.
+    """Serve three turns of users whose requests displace and preempt one another.
 
     With `is_fixed`, prompts do not depend on answers.
     """
@@ -236,11 +231,11 @@ def pressure(run):
 
 
 def spoilt_pressure(run):
-    """The same for each of "rounds": the faults each host has from then on, and seeds.
+    """The same for each of "rounds": the faults of each host from then on, and seeds.
 
-    It notes the tokens that each round has found on the hosts.
+    It records the tokens that each round hits on the hosts.
     """
-    hits = run.noted["hits"] = []
+    hits = run.observed["hits"] = []
     for faults, seeds in run.options["rounds"]:
         if run.answers:
             run.settle()
@@ -266,7 +261,7 @@ def _spoil_hosts(worker, faults):
 
 
 def interruptions(run):
-    """Running requests that are preempted while their last results are on their way."""
+    """Running requests that are preempted while their last results are in flight."""
     from vllm import SamplingParams
 
     engine = run.llm.llm_engine
@@ -286,7 +281,7 @@ def interruptions(run):
         }
         num_steps += 1
         if num_steps % 25 == 0 and run.options["interrupts"]:
-            # It says that it failed where blocks were on their way; all are preempted.
+            # It raises if blocks were in flight, but preempts all requests.
             with contextlib.suppress(RuntimeError):
                 engine.reset_prefix_cache(reset_running_requests=True)
     run.answers += [{"tokens": done[user], "logprobs": []} for user in sorted(done)]
@@ -297,7 +292,7 @@ def salts(run):
     """The same prompts under two salts and none."""
     for salt in (None, "one", "two", "one"):
         run.ask(prompts_of(0)[:3], salt=salt)
-        run.ask(prompts_of(1))  # Which evict the others from the device.
+        run.ask(prompts_of(1))  # Evicts the others from the device.
 
 
 def adapters(run):
@@ -342,8 +337,8 @@ def aborts(run):
 def returns(run):
     """Twelve users who come back in another order each time, then after resets.
 
-    It notes the tokens found in tiers: of returning users, then after a reset of the
-    device and after one of all.
+    It records the tokens hit: by returning users, after a reset of the device, and
+    after a reset of all tiers.
     """
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 256, 100).tolist() for _ in range(12)]
@@ -354,12 +349,12 @@ def returns(run):
             [*prompt, *answers[user], *rng.integers(0, 256, 9).tolist()]
             for user, prompt in enumerate(prompts)
         ]
-    found = run.noted["found"] = [sum(own["cached"] for own in run.answers)]
+    hits = run.observed["hits"] = [sum(answer["cached"] for answer in run.answers)]
     for options in ({}, {"reset_connector": run.has_connector}):
         run.settle()
         assert run.llm.reset_prefix_cache(**options)
         run.ask([prompt[:-9] for prompt in prompts])
-        found.append(sum(own["cached"] for own in run.answers[-len(prompts) :]))
+        hits.append(sum(answer["cached"] for answer in run.answers[-len(prompts) :]))
 
 
 def resets(run):
@@ -392,7 +387,7 @@ def resets(run):
 
 
 def new_weights(run):
-    """Weights that change by each way that there is: answers are the new model's."""
+    """Weights that change in every way: answers must be the new model's."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -400,10 +395,10 @@ def new_weights(run):
     prompts, worker = prompts_of(0), run.worker
     runner = worker.model_runner
     answers = [run.ask(prompts)]
-    run.noted["resets"] = []
+    run.observed["resets"] = []
 
     def reset():
-        run.noted["resets"].append(run.llm.reset_prefix_cache())
+        run.observed["resets"].append(run.llm.reset_prefix_cache())
         run.evict()
 
     def rolled(leaf):
@@ -429,7 +424,7 @@ def new_weights(run):
         (reset, update),
         (reset, write),
         (write, reset),
-        # The device's blocks are evicted; the host is told nothing.
+        # The device's blocks are evicted without a call to the host.
         (run.evict, replace),
         (run.evict, lambda: update(free_kv_cache=False)),
     ):
@@ -440,9 +435,9 @@ def new_weights(run):
 
 
 def new_adapters(run):
-    """An adapter that is loaded again, by each way: answers are those of its weights.
+    """An adapter that is reloaded in every way: answers must follow its weights.
 
-    They are compared with those under a salt of their own, which are computed.
+    They are compared with computed answers, under a salt that is used once.
     """
     import os
     import shutil
@@ -454,8 +449,8 @@ def new_adapters(run):
     shutil.copytree(run.folder / "adapter1", path)
     lora = LoRARequest("policy", 1, str(path))
     in_place = LoRARequest("policy", 1, str(path), load_inplace=True)
-    noted, wrong = run.noted, []
-    noted["cached"], noted["wrong"] = [], wrong
+    observed, wrong = run.observed, []
+    observed["cached"], observed["wrong"] = [], wrong
 
     def rewrite(number):
         """Write other bytes, of the same size and with the same time."""
@@ -467,11 +462,11 @@ def new_adapters(run):
 
     def compare(name, lora=lora):
         run.evict()
-        found = run.ask(prompts, lora=lora)
-        noted["cached"].append(sum(own["cached"] for own in run.answers[-3:]))
-        if found != run.ask(prompts, lora=lora, salt=name):
+        tokens = run.ask(prompts, lora=lora)
+        observed["cached"].append(sum(answer["cached"] for answer in run.answers[-3:]))
+        if tokens != run.ask(prompts, lora=lora, salt=name):
             wrong.append(name)
-        return found
+        return tokens
 
     first = compare("first")
     compare("unchanged")
@@ -486,21 +481,21 @@ def new_adapters(run):
     engine.remove_lora(1)
     rewrite(2)
     assert compare("removed and added") == second
-    other = LoRARequest("other", 1, str(run.folder / "adapter1"))
-    assert compare("an id that is taken", other) == second
+    taken_id = LoRARequest("other", 1, str(run.folder / "adapter1"))
+    assert compare("an id that is taken", taken_id) == second
 
 
 def drafts(run):
-    """Conversations, and which drafts are made after which tokens."""
+    """Conversations; it records the drafts that follow each token sequence."""
     take, requests = run.worker.take_draft_token_ids, run.core.scheduler.requests
-    noted = run.noted["drafts"] = {}
+    drafts_after = run.observed["drafts"] = {}
 
     def listen():
         made = take()
         for name, tokens in zip(made.req_ids, made.draft_token_ids, strict=False):
             request = requests.get(name)
             if request is not None and request.num_output_tokens:
-                noted[str(list(request.all_token_ids))] = list(tokens)
+                drafts_after[str(list(request.all_token_ids))] = list(tokens)
         return made
 
     run.worker.take_draft_token_ids = listen
@@ -508,8 +503,8 @@ def drafts(run):
 
 
 def acceptance(run):
-    """Pressure; it notes the drafts of each turn: those made, and those accepted."""
-    turns = run.noted["turns"] = []
+    """Pressure; it records how many drafts each turn makes and accepts."""
+    turns = run.observed["turns"] = []
 
     def ask(prompts, num_tokens):
         before = run.metrics()
@@ -525,21 +520,21 @@ def acceptance(run):
 
 
 def wishes(run):
-    """What a client or a router asks for with a request, and what events say."""
+    """Limits and retention that a request asks for, and the localities of events."""
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
     limited, loaded, kept, *_ = prompts_of(0)
     engine, connector = run.llm.llm_engine, run.core.scheduler.connector
-    noted = run.noted
-    noted["localities"] = []
+    observed = run.observed
+    observed["localities"] = []
     take_events = connector.take_events
 
     def listen():
         for event in take_events():
             pair = [getattr(event, "medium", None), getattr(event, "locality", None)]
-            if pair not in noted["localities"]:
-                noted["localities"].append(pair)
+            if pair not in observed["localities"]:
+                observed["localities"].append(pair)
             yield event
 
     connector.take_events = listen
@@ -550,9 +545,9 @@ def wishes(run):
         return run.answers[-1]["cached"]
 
     cached(limited, max_offload_tokens=32)
-    noted["of a limited store"] = cached(limited)
+    observed["of a limited store"] = cached(limited)
     cached(loaded)
-    noted["of a limited load"] = cached(loaded, max_load_tokens=64)
+    observed["of a limited load"] = cached(loaded, max_load_tokens=64)
     run.settle()
     action = KvHintAction("one", "kv.retain", "1.0", {"priority": 80, "ttl_s": 600})
     engine.add_request(
@@ -563,14 +558,14 @@ def wishes(run):
     )
     while engine.has_unfinished_requests():
         engine.step()
-    for seed in (1, 2):  # Which evict all else from the host.
+    for seed in (1, 2):  # Evicts all else from the host.
         run.ask(prompts_of(seed))
-    noted["of what is kept"] = cached(kept)
-    noted["of others"] = cached(loaded)
+    observed["of what is kept"] = cached(kept)
+    observed["of others"] = cached(loaded)
 
 
 def frees(run):
-    """A request that finds no room while a store reads blocks of one that has ended."""
+    """A request that waits for blocks of an ended one that a store still reads."""
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -592,8 +587,8 @@ def frees(run):
     engine.add_request("second", {"prompt_token_ids": second}, sampling)
     for _ in range(80):
         engine.step()
-    run.noted["waits"] = sum(waits)
-    run.noted["is waiting"] = engine.has_unfinished_requests()
+    run.observed["waits"] = sum(waits)
+    run.observed["is waiting"] = engine.has_unfinished_requests()
     half.poll = poll
     while engine.has_unfinished_requests():
         engine.step()
@@ -623,7 +618,6 @@ SCENARIOS = {
 
 
 def main():
-    """Run scenarios."""
     names, folder, options = sys.argv[1:]
     with ray_cluster():
         run = Run(Path(folder), json.loads(options))

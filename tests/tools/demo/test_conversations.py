@@ -25,7 +25,7 @@ CASES = [
 
 
 def converse(engine, seed):
-    """Run a workload; return the tokens by user and turn, unless it was aborted."""
+    """Run a workload; return the tokens of finished requests by user and turn."""
     rng = random.Random(seed)
 
     def tokens(minimum, maximum):

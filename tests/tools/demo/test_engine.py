@@ -61,7 +61,7 @@ jitted_forward = nnx.jit(reference_forward)
 
 
 def test_wrong_blocks_from_the_host_change_the_tokens(monkeypatch):
-    """Otherwise equal tokens would prove nothing."""
+    """The control: equal tokens prove that the right blocks were loaded."""
     prompt = random_tokens(3, 80)
     engine = make_engine(num_host_blocks=HOST_BLOCKS)
     first = engine.submit(prompt, 8)
@@ -226,7 +226,7 @@ def test_what_is_waited_for_delays_no_other_request(monkeypatch):
 
 
 def test_a_synchronous_load_is_used_in_the_same_step(monkeypatch):
-    """For example one that only copies blocks on the device."""
+    """The load may only copy blocks on the device."""
     engine = make_engine(num_host_blocks=HOST_BLOCKS)
     prompt = random_tokens(0, 60)
     first = engine.submit(prompt, 4)

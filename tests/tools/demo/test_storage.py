@@ -1,4 +1,4 @@
-"""The engine with a store behind the host: what one run wrote, the next one finds.
+"""The engine with a store behind the host: the next run finds what one run wrote.
 
 Whatever the store does, an engine without one generates the same tokens, and nothing
 waits, is held or is in flight at the end.
@@ -35,7 +35,7 @@ MAX_STEPS = 20_000
 
 @pytest.fixture(scope="module")
 def expected():
-    """Gives the answers of an engine without a host tier to the questions of a seed."""
+    """Return a function from a seed to the answers of an engine without a host tier."""
 
     @functools.cache
     def of(seed, model="full"):
@@ -56,7 +56,7 @@ def make_engine(model="full", **changes):
 
 
 def settle(engine):
-    """Step until nothing is on its way, and check that nothing is held."""
+    """Step until nothing is in flight, and check that nothing is held."""
     for _ in range(MAX_STEPS):
         offload = engine.offload
         if not (
@@ -79,7 +79,7 @@ def settle(engine):
 
 
 def converse(engine, seed, num_turns=3):
-    """Run conversations; give what was generated, in the order of the questions."""
+    """Run conversations; return the answers in the order of the questions."""
     rng = random.Random(seed)
     shared = rng.choices(range(256), k=30)
     transcripts = [shared + rng.choices(range(256), k=20) for _ in range(5)]
@@ -101,7 +101,7 @@ def converse(engine, seed, num_turns=3):
 
 
 def run(seed, model="full", **changes):
-    """Run conversations in a new engine; give the answers and the counts."""
+    """Run conversations in a new engine; return the answers and the stats."""
     engine = make_engine(model, **changes)
     answers = converse(engine, seed)
     settle(engine)
@@ -185,7 +185,7 @@ def test_a_store_that_goes_wrong_changes_no_token(expected, tmp_path, monkeypatc
 
 @contextlib.contextmanager
 def server(kind, tmp_path, port):
-    """Run a store's server; its URL and its process."""
+    """Run a store's server; yield its URL and its process."""
     if kind == "redis":
         pytest.importorskip("redis")
         with redis_server(tmp_path, port=port) as running:
@@ -198,7 +198,7 @@ def server(kind, tmp_path, port):
 @pytest.mark.parametrize(
     "kind", ["redis", pytest.param("mooncake", marks=pytest.mark.long)]
 )
-def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token(
+def test_a_server_killed_and_revived_under_load_is_logged_twice_and_harms_no_token(
     expected, tmp_path, caplog, kind
 ):
     port = free_port()
@@ -206,7 +206,7 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
     def is_up():
         return read(worker=engine.worker)["jaxkv:kv_offload_storage_up"]
 
-    def told():
+    def logged():
         return [
             record.levelname
             for record in caplog.records
@@ -221,7 +221,7 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
         engine = make_engine(storage=url, **config)
         assert converse(engine, 0) == expected(0)
         settle(engine)
-        assert (is_up(), told()) == (1.0, [])
+        assert (is_up(), logged()) == (1.0, [])
         plain_step, num_steps = engine.step, 0
 
         def step():
@@ -237,7 +237,7 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
         # Mooncake's client takes seconds to see it.
         wait_for(lambda: engine.step() or not engine.offload.has_pending_stores())
         settle(engine)
-        assert (is_up(), told()) == (0.0, ["WARNING"])
+        assert (is_up(), logged()) == (0.0, ["WARNING"])
         stats = engine.offload.stats
         assert stats.num_storage_dropped_failed > 0
         assert engine.worker.storage.storage_io.stats.errors["write unreachable"] > 0
@@ -245,16 +245,16 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
         until_s = time.monotonic() + 60
         for seed in range(3, 1000):
             assert converse(engine, seed) == expected(seed)
-            if len(told()) > 1 or time.monotonic() > until_s:
+            if len(logged()) > 1 or time.monotonic() > until_s:
                 break
-        assert (is_up(), told()) == (1.0, ["WARNING", "INFO"])
+        assert (is_up(), logged()) == (1.0, ["WARNING", "INFO"])
         settle(engine)
         engine.close()
 
 
 @pytest.fixture
 def shared_memory(tmp_path):
-    """Gives a folder in memory that outlives processes, if this system has one."""
+    """Yield a folder that outlives processes, in memory if the system has such."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=place) as folder:
         yield pathlib.Path(folder)
@@ -273,7 +273,7 @@ def test_a_process_killed_while_it_writes_leaves_no_wrong_block(
             child = Child(*command, stdout=out, stderr=out)
         patience = Patience([child.pid], max_cpu_s=120.0)
         try:
-            # From the first few objects of its own on, at any moment.
+            # It is killed at any moment after its first few objects.
             wanted = num_objects(folder) + 8
             while num_objects(folder) < wanted and "stored" not in log.read_text():
                 assert child.poll() is None, log.read_text()
@@ -301,7 +301,7 @@ def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
     child = Child(*command, stdin=PIPE, stdout=PIPE)
 
     def serve(engine, prompts, remote_prefill=True, during_step=lambda: None):
-        """Return what is generated, and how many tokens of each prompt are computed."""
+        """Return the answers, and the number of computed tokens of each prompt."""
         requests = [
             engine.submit(prompt, 5, remote_prefill=remote_prefill)
             for prompt in prompts
