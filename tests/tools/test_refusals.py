@@ -54,7 +54,7 @@ replay SMALL --policy lru,      | --policy: unknown '': choose from lru, arc
 replay SMALL --capacity x       | --capacity: 'x' must be a number of blocks, such
 replay SMALL --capacity 5,0%    | --capacity: '0%' must be more than 0
 replay SMALL --capacity 101%    | '101%' is more than the
-replay SMALL --capacity 9999999 | different blocks of the trace
+replay SMALL --capacity 9999999 | unique blocks of the trace
 replay SMALL --max-offload-tokens 511 | 511 is less than a block, which has 512 tokens
 replay SMALL --prompt-only      | no output of the trace filled a block that could be
 replay SMALL --device-blocks 100000 | 100000 is more than the trace would ever fill: it

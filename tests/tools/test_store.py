@@ -70,7 +70,7 @@ def url(request, tmp_path, monkeypatch):
 def test_namespaces_are_listed_with_blocks_bytes_use_and_limit(url, run_line):
     out, err, figures = run_line(f"store ls {url}")
     rows = {row.pop("namespace"): row for row in figures["namespaces"]}
-    old, new = (rows[each.folder.partition("/")[2]] for each in (OLD, NEW))
+    old, new = (rows[each.folder] for each in (OLD, NEW))
     assert (old["blocks"], old["objects"], old["shards"]) == (30, 60, 2)
     assert (new["blocks"], new["objects"], new["shards"]) == (5, 5, 1)
     assert (old["limit_blocks"], old["limit_is_owners"]) == (20, True)
