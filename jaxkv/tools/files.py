@@ -42,7 +42,8 @@ def model_errors(model: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None)
-        text = f"cannot read {shown(model)} ({why})" if why else str(error)
+        path = getattr(error, "filename", None) or model
+        text = f"cannot read {shown(path)} ({why})" if why else str(error)
         raise UsageError(f"--model: {text}") from error
 
 

@@ -28,6 +28,7 @@ demo --mode lazily              | --mode: unknown 'lazily': did you mean lazy?
 demo --layers mamba             | --layers: unknown 'mamba': choose from full, window
 demo --seed 1234567890          | must be a whole number from 0 to 999999999
 demo --host-bytes 5XB           | '5XB' must be a size such as 64MiB, 1GiB or
+demo --window-tokens 9          | --window-tokens: it belongs to --layers window or
 demo --host-bytes 9             | 9 bytes of host memory cannot hold one KV block
 demo --host-bytes 9999TiB       | use fewer --device-blocks or --host-bytes
 demo --device-blocks 99999999   | --device-blocks or --host-bytes
