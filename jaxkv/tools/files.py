@@ -121,7 +121,8 @@ def _format(figures: Mapping[str, Any], name: str) -> str:
     rows = [dict(_flatten(result)) for result in results]
     file, columns = io.StringIO(), dict.fromkeys(key for row in rows for key in row)
     writer = csv.DictWriter(file, list(columns), lineterminator="\n")
-    writer.writeheader()
+    if rows:  # The header of no columns would be an empty line.
+        writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
 

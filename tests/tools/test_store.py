@@ -137,6 +137,11 @@ def test_an_old_namespace_is_removed_once_confirmed(
     )
 
 
+def test_the_csv_of_no_namespaces_has_no_line(capsys, tmp_path):
+    assert cli.main(["store", "ls", str(tmp_path), "--format", "csv"]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_a_store_that_cannot_list_or_fails_is_a_one_line_error(
     refused, monkeypatch, capsys
 ):
