@@ -42,7 +42,8 @@ def model_errors(model: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None)
-        text = f"cannot read {shown(model)} ({why})" if why else str(error)
+        path = getattr(error, "filename", None) or model
+        text = f"cannot read {shown(path)} ({why})" if why else str(error)
         raise UsageError(f"--model: {text}") from error
 
 
@@ -120,7 +121,8 @@ def _format(figures: Mapping[str, Any], name: str) -> str:
     rows = [dict(_flatten(result)) for result in results]
     file, columns = io.StringIO(), dict.fromkeys(key for row in rows for key in row)
     writer = csv.DictWriter(file, list(columns), lineterminator="\n")
-    writer.writeheader()
+    if rows:  # The header of no columns would be an empty line.
+        writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
 

@@ -65,7 +65,7 @@ def number_from(minimum: float, minimum_text: str) -> Callable[[str], float]:
         if is_number and minimum <= float(text) < _MAX_NUMBER:
             return float(text)
         raise ValueError(
-            f"{shown(text)} must be a number {minimum_text}, such as 25, 0.4 or 1e15"
+            f"{shown(text)} must be a number {minimum_text}, such as 25 or 0.4"
         )
 
     return parse

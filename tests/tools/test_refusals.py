@@ -28,6 +28,7 @@ demo --mode lazily              | --mode: unknown 'lazily': did you mean lazy?
 demo --layers mamba             | --layers: unknown 'mamba': choose from full, window
 demo --seed 1234567890          | must be a whole number from 0 to 999999999
 demo --host-bytes 5XB           | '5XB' must be a size such as 64MiB, 1GiB or
+demo --window-tokens 9          | --window-tokens: it belongs to --layers window or
 demo --host-bytes 9             | 9 bytes of host memory cannot hold one KV block
 demo --host-bytes 9999TiB       | use fewer --device-blocks or --host-bytes
 demo --device-blocks 99999999   | --device-blocks or --host-bytes
@@ -54,7 +55,7 @@ replay SMALL --policy lru,      | --policy: unknown '': choose from lru, arc
 replay SMALL --capacity x       | --capacity: 'x' must be a number of blocks, such
 replay SMALL --capacity 5,0%    | --capacity: '0%' must be more than 0
 replay SMALL --capacity 101%    | '101%' is more than the
-replay SMALL --capacity 9999999 | different blocks of the trace
+replay SMALL --capacity 9999999 | unique blocks of the trace
 replay SMALL --max-offload-tokens 511 | 511 is less than a block, which has 512 tokens
 replay SMALL --prompt-only      | no output of the trace filled a block that could be
 replay SMALL --device-blocks 100000 | 100000 is more than the trace would ever fill: it

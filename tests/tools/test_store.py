@@ -69,7 +69,7 @@ def url(request, tmp_path, monkeypatch):
 def test_namespaces_are_listed_with_blocks_bytes_use_and_limit(url, run_line):
     out, err, figures = run_line(f"store ls {url}")
     rows = {row.pop("namespace"): row for row in figures["namespaces"]}
-    old, new = (rows[blocks.folder.partition("/")[2]] for blocks in (OLD, NEW))
+    old, new = (rows[blocks.folder] for blocks in (OLD, NEW))
     assert (old["blocks"], old["objects"], old["shards"]) == (30, 60, 2)
     assert (new["blocks"], new["objects"], new["shards"]) == (5, 5, 1)
     assert (old["limit_blocks"], old["limit_is_owners"]) == (20, True)
@@ -134,6 +134,11 @@ def test_an_old_namespace_is_removed_once_confirmed(
     assert (
         run_line(f"store ls {tmp_path}")[0] == f"No namespaces in file://{tmp_path}.\n"
     )
+
+
+def test_the_csv_of_no_namespaces_has_no_line(capsys, tmp_path):
+    assert cli.main(["store", "ls", str(tmp_path), "--format", "csv"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_a_store_that_cannot_list_or_fails_is_a_one_line_error(

@@ -108,6 +108,8 @@ def run(args: Args) -> int:
         _check_port(args.serve_metrics)
     else:
         check_belongs(args, ("seconds",), "--serve-metrics", None)
+    if config.layers == "full" and config.window_tokens != DemoConfig.window_tokens:
+        raise UsageError("--window-tokens: it belongs to --layers window or hybrid")
 
     from jaxkv.tools.demo import report, workload
     from jaxkv.tools.demo import run as demo_run

@@ -142,7 +142,7 @@ def make_conversations(config: DemoConfig) -> tuple[Conversation, ...]:
     if size < 1:
         raise ValueError(
             f"document_tokens={config.document_tokens} must be more than the "
-            f"{len(PREAMBLE)} tokens of the preamble."
+            f"{len(PREAMBLE)} tokens of the preamble"
         )
     rng = random.Random(config.seed)
     sources = list(read_sources().items())
@@ -158,8 +158,8 @@ def make_conversations(config: DemoConfig) -> tuple[Conversation, ...]:
         else:
             raise ValueError(
                 f"document_tokens={config.document_tokens} does not give "
-                f"conversations={config.conversations} different documents out of "
-                f"Python's standard library; ask for fewer, or for another length."
+                f"conversations={config.conversations} unique documents out of "
+                f"Python's standard library; ask for fewer, or for another length"
             )
         seen.add(text)
         title = pieces[0][0]

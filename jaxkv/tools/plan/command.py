@@ -212,7 +212,9 @@ def _choose_sizes(
     notes: tuple[str, ...] = ()
     if memory is not None and memory.num_bytes < max_bytes:
         max_bytes = _power_of_two(memory.num_bytes)
-        notes = ("--host-bytes is not given: sizes go up to this machine's memory",)
+        notes = (
+            "sizes go up to this machine's memory: name the server's with --host-bytes",
+        )
     sizes = [max_bytes >> i for i in reversed(range(_NUM_SIZES))]
     sizes = [size for size in sizes if size >= block_bytes]
     if not sizes:

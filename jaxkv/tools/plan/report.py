@@ -267,8 +267,10 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
             "The trace has no times, so how busy the link would be is unknown."
         )
     elif demand.num_servers > demand.num_engines:
+        digits = 1 if demand.num_servers < 100 else 0
+        num_servers = f"{demand.num_servers:,.{digits}f}"
         lines.append(
-            f"Without offloading, prefill takes {demand.num_servers:.1f} times as long "
+            f"Without offloading, prefill takes {num_servers} times as long "
             "as the trace: this traffic needs that many servers."
         )
     row = plan.recommendation.row
@@ -311,10 +313,8 @@ def sentence(setting: Setting, plan: Plan) -> str:
             f"; at {rounded_size(choice.ahead.host_bytes)} it would save "
             f"{100 * (1 - choice.share):.0f}% less than {choice.ahead.policy}"
         )
-    if (
-        choice.larger is None
-        and row.host_tokens < planning.ENOUGH * demand.returning_tokens
-    ):
+    max_host_tokens = max(candidate.host_tokens for candidate in plan.rows)
+    if max_host_tokens < planning.ENOUGH * demand.returning_tokens:
         text += "; more memory than was planned for may save more"
     return f"{text}."
 
@@ -363,6 +363,7 @@ def _why_not(setting: Setting, plan: Plan) -> str:
             f"{rounded_size(best_row.host_bytes)} finds {found_share} of the prompt "
             f"tokens, of the {returning} that an unlimited host tier would find"
             + (f" without {setting.admission.text}" if setting.admission else "")
+            + "; more memory than was planned for may find more"
         )
     if reason == "cheap prefill":
         share = percent_text(max(row.found_s for row in rows), demand.prefill_s)

@@ -205,7 +205,7 @@ def _check_device(num_blocks: int | None, trace: Trace) -> None:
     if num_blocks is not None and num_blocks > _most_device_blocks(trace):
         raise UsageError(
             f"--device-blocks: {num_blocks} is more than the trace would ever fill: it "
-            f"has {trace.num_unique_blocks:,} different blocks"
+            f"has {trace.num_unique_blocks:,} unique blocks"
         )
 
 
@@ -247,7 +247,7 @@ def _parse_capacity(option: str, text: str, num_unique: int) -> int:
     blocks = int(number * num_unique / 100) if match[2] else int(number)
     if blocks > num_unique:
         raise UsageError(
-            f"{option}: {shown(text)} is more than the {num_unique:,} different "
+            f"{option}: {shown(text)} is more than the {num_unique:,} unique "
             "blocks of the trace, which would never be full"
         )
     return max(blocks, 1)

@@ -76,7 +76,7 @@ def _finding(comparison: Comparison, measure: Measure) -> str:
     ours, theirs = (measure.ratios[Cell(name, at)] for name in (first, BASELINE))
     return (
         f"{text}. Its greatest lead over {BASELINE} is {100 * leads[at]:.2f} "
-        f"percentage points, at {at:,} blocks ({share} of the different ones): "
+        f"percentage points, at {at:,} blocks ({share} of the unique ones): "
         f"{format_percent(ours)} against {format_percent(theirs)}."
     )
 
@@ -87,7 +87,7 @@ def _reading(comparison: Comparison) -> Section:
         "<strong>Found</strong>: the block is in the cache, and so are all blocks "
         "before it in the prompt. A cached block after a missing one cannot be used.",
         "<strong>Capacity</strong>: the size of the host tier, in blocks, and as a "
-        "share of the different blocks in the trace.",
+        "share of the unique blocks in the trace.",
         "<strong>Best</strong> marks the policies with the highest value at a "
         "capacity. Where all policies have the same value, none is marked.",
     ]

@@ -71,8 +71,7 @@ def facts_of(trace: Trace) -> list[tuple[str, str]]:
         ("Requests", f"{trace.num_requests:,} in {span_s:,.0f} s"),
         (
             "Blocks",
-            f"{trace.num_block_refs:,} asked for, {trace.num_unique_blocks:,} "
-            "different",
+            f"{trace.num_block_refs:,} asked for, {trace.num_unique_blocks:,} unique",
         ),
     ]
     if trace.input_tokens is not None:
@@ -166,7 +165,7 @@ def _parts_of_fleet(comparison: Comparison) -> Iterator[tuple[str, str]]:
         yield (
             "Store",
             f"{fleet.storage_blocks:,} blocks "
-            f"({format_share(fleet.storage_blocks, trace)} of the different), LRU, "
+            f"({format_share(fleet.storage_blocks, trace)} of the unique), LRU, "
             "written through",
         )
 
@@ -192,7 +191,7 @@ def print_results(comparison: Comparison) -> None:
     optimum = f"  {label_of(OPTIMUM, comparison.admission)}"
     print_charts(
         charts + refused_of(comparison),
-        "of the different blocks",
+        "of the unique blocks",
         style_of=lambda label: "dim" if label == optimum else None,
     )
 
@@ -319,7 +318,7 @@ def draw_results(comparison: Comparison) -> str:
         f"blocks{rules}"
         + "".join(f"; {n.lower()}: {text}" for n, text in _parts_of_fleet(comparison))
     )
-    below = "capacity: blocks, and share of the different blocks"
+    below = "capacity: blocks, and share of the unique blocks"
     return draw_picture(_headline(comparison), facts, grid, below)
 
 

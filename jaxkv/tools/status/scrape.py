@@ -111,7 +111,10 @@ def _reason(place: str, error: Exception) -> str:
         case TimeoutError():
             return f"{place} cannot be reached within {TIMEOUT_S:g} s"
         case ConnectionResetError() | http.client.RemoteDisconnected():
-            return f"{place} closed the connection: the engine has ended or was killed"
+            return (
+                f"{place} closed the connection: the engine has ended or was killed, "
+                "or it is not a jaxkv engine"
+            )
         case http.client.BadStatusLine():
             return f"{place} does not answer in HTTP: it is not a jaxkv engine"
         case socket.gaierror():

@@ -82,7 +82,7 @@ class Namespace:
     def to_json(self) -> dict[str, Any]:
         """Convert it for ``json.dump``."""
         return {
-            "namespace": self.name,
+            "namespace": f"{ROOT}/{self.name}",
             "blocks": self.num_blocks,
             "objects": self.num_objects.total(),
             "shards": len(self.num_objects),

@@ -95,5 +95,5 @@ def test_documents_that_are_too_short_are_refused():
     size = len(PREAMBLE)
     with pytest.raises(ValueError, match=r"document_tokens=\d+ must be more than"):
         make_conversations(DemoConfig(document_tokens=size))
-    with pytest.raises(ValueError, match="conversations=500 different documents"):
+    with pytest.raises(ValueError, match="conversations=500 unique documents"):
         make_conversations(DemoConfig(conversations=500, document_tokens=size + 1))

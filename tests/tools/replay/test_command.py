@@ -48,7 +48,7 @@ def test_it_prints_draws_and_writes(run_line, tmp_path):
     num_refs, unique = (
         written["trace"][n] for n in ("num_block_refs", "num_unique_blocks")
     )
-    assert f"Blocks        {num_refs:,} asked for, {unique:,} different" in out
+    assert f"Blocks        {num_refs:,} asked for, {unique:,} unique" in out
     assert f"Prefix blocks found, of {num_refs:,}" in out
     assert "Stores refused" not in out
     results, sizes = results_of(written), (unique // 5, unique)
@@ -96,7 +96,7 @@ def test_engines_are_compared_with_and_without_a_store(run_line, tmp_path):
         assert sum(result["requests_by_engine"]) == 60
         assert (result["num_engines"], result["route"]) == (3, "sticky")
     num_blocks = unique * 60 // 100
-    assert f"Store         {num_blocks:,} blocks (59.9% of the different), LRU" in out
+    assert f"Store         {num_blocks:,} blocks (59.9% of the unique), LRU" in out
     policies = list(dict.fromkeys(policy for policy, _ in results))
     assert policies == ["lru", "lru + store", "store alone"]
     few = results["lru", unique // 5], results["lru + store", unique // 5]
