@@ -56,6 +56,7 @@ USAGE = Usage(
     "writes and through failures, and compare every bit; compare every token of a "
     "small serving engine; measure bandwidth and time to first token. Each stage runs "
     "in a process of its own, so that a runtime that crashes or hangs costs one check. "
+    "Stop your engine first: verify needs the devices for itself. "
     "The exit status is 1 if a check failed, or if no block can move here.",
     f"""
 checks:

@@ -109,4 +109,4 @@ def _try_transfers(facts: Facts, turn: Turn) -> Any:
     engine.warm_up()
     engine.save(pool, [1], [2])
     run_to_end(engine, pool)
-    return f"mode {engine.mode}, rows copied by {engine.kernel}", {}
+    return f"default mode {engine.mode}, rows copied by {engine.kernel}", {}

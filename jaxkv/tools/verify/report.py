@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from jaxkv.tools.machine import versions
 from jaxkv.tools.page import Section, bullets, paragraphs, render_page
 from jaxkv.tools.verify.devices import DEVICE, TRANSFERS
-from jaxkv.tools.verify.records import NO_TIME, START, Result, Stage, Verdict
+from jaxkv.tools.verify.records import NO_TIME, STAGES, START, Result, Stage, Verdict
 
-NOT_SHOWN = (
-    "Not shown: several hosts, your model and its engine (vLLM, MaxText, JetStream), "
-    "and a host tier as large as yours."
+_LIMITS = (
+    "PASS means that all compared bytes, tokens and error reports were right, at any "
+    "speed. Not shown: {}several hosts, your model and its engine (vLLM, MaxText, "
+    "JetStream), hours of load, and a host tier as large as yours."
 )
 
 
@@ -69,11 +70,21 @@ class Report(NamedTuple):
 
     @property
     def unchecked(self) -> list[str]:
-        """The stages without any result but SKIP."""
+        """Stages that did not run or only have SKIPs, and checks that had no time."""
+        names = []
+        for stage in STAGES:
+            results = self.stages.get(stage, ())
+            late = [f"{r.name} ({stage.name})" for r in results if r.detail == NO_TIME]
+            names += [stage.name] if {r.verdict for r in results} <= {"SKIP"} else late
+        return names
+
+    @property
+    def summary(self) -> list[str]:
+        """The lines that follow the verdict."""
         return [
-            stage.name
-            for stage, results in self.stages.items()
-            if all(result.verdict == "SKIP" for result in results)
+            *([f"Not checked: {'; '.join(self.unchecked)}."] * bool(self.unchecked)),
+            *(f"What to set: {text}." for text in self.advice),
+            _LIMITS.format("an accelerator, " * (" x cpu," in self.machine)),
         ]
 
 
@@ -89,8 +100,7 @@ def count(results: Sequence[Result]) -> str:
         "SKIP": "not supported",
         "TIME": "left out for want of time",
     }
-    texts = (f"{counts[name]} {word}" for name, word in words.items() if counts[name])
-    return ", ".join(texts)
+    return ", ".join(f"{counts[k]} {word}" for k, word in words.items() if counts[k])
 
 
 def reason_of(results: Sequence[Result]) -> str:
@@ -113,12 +123,8 @@ def stage_lines(stage: Stage, results: Sequence[Result]) -> Iterator[str]:
 
 def last_lines(report: Report, folder: str) -> Iterator[str]:
     """Yield what the results come to."""
-    minutes = f"{report.seconds / 60:.1f} minutes"
-    yield f"{report.verdict}: {count(report.results)}, in {minutes}."
-    if report.unchecked:
-        yield f"Nothing was checked of: {', '.join(report.unchecked)}."
-    yield from (f"What to set: {text}." for text in report.advice)
-    yield NOT_SHOWN
+    yield f"{report.verdict}: {count(report.results)}, in {report.seconds:.0f} s."
+    yield from report.summary
     if report.verdict == "FAIL":
         yield f"The output of each stage is in {folder}."
     yield "For the table of reports in docs/support.md:"
@@ -152,9 +158,6 @@ def to_json(report: Report, command: str) -> dict[str, Any]:
 def to_page(report: Report, command: str) -> str:
     """Write the page."""
     finding = paragraphs([f"{report.verdict}: {count(report.results)}."], "finding")
-    if report.unchecked:
-        text = f"Nothing was checked of: {', '.join(report.unchecked)}."
-        finding += paragraphs([text])
     failed = [
         result._replace(name=f"{stage.name}: {result.name}")
         for stage, results in report.stages.items()
@@ -163,24 +166,21 @@ def to_page(report: Report, command: str) -> str:
     ]
     if failed:
         finding += paragraphs(["What failed:"]) + _list(failed)
-    if report.advice:
-        finding += paragraphs(["What to set:"]) + bullets(map(escape, report.advice))
-    finding += paragraphs([NOT_SHOWN])
-    have = versions("flax", "libtpu")
+    finding += paragraphs(report.summary)
     facts = [
         ("Machine", report.machine),
         ("Runtime", str(report.device.get("runtime", "unknown"))),
-        ("Software", ", ".join(f"{name} {value}" for name, value in have.items())),
+        ("Software", ", ".join(map(" ".join, versions("flax", "libtpu").items()))),
         ("Date", report.date),
-        ("Time", f"{report.seconds / 60:.1f} of {report.budget_s / 60:.1f} minutes"),
+        ("Time", f"{report.seconds / 60:.1f} minutes"),
     ]
-    sections = [
+    sections = [  # Measurements first
         Section(
             stage.name,
             f"{stage.name}: {stage.title}",
             paragraphs([count(results)]) + _list(results) + _speed_table(results),
         )
-        for stage, results in report.stages.items()
+        for stage, results in reversed([*report.stages.items()])
     ]
     return render_page("jaxkv verify", finding, facts, sections, command)
 
@@ -214,7 +214,8 @@ def _speed_table(results: Sequence[Result]) -> str:
     )
     return (
         '<div class="scroll" role="region" tabindex="0" aria-labelledby="speeds">'
-        '<table><caption id="speeds"><span>GB/s (10^9 bytes per second)</span>'
+        '<table><caption id="speeds"><span>GB/s of all devices together: '
+        "the engine, whole arrays (device_put), large contiguous copies (bus)</span>"
         f'</caption><thead><tr><th scope="col">side</th>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )

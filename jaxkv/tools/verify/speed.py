@@ -228,7 +228,7 @@ def _compare_speeds(block_bytes: int, extent_bytes: int | None, turn: Turn) -> A
             "Blocks move at less than 80% of the bus: set extent_bytes to the fastest "
             "size in the table, and prefer larger blocks"
         )
-    return f"{size_text(bench.num_bytes)}: {', '.join(texts)}", figures
+    return f"{size_text(bench.num_bytes)} over all devices: {', '.join(texts)}", figures
 
 
 def _measure_overlap(turn: Turn) -> Any:

@@ -40,7 +40,7 @@ def _measure(turn: Turn) -> Any:
     ms = {name: f"{1e3 * seconds:,.0f} ms" for name, seconds in ttft_s.items()}
     return (
         f"p50 {ms['returning_off']} without offloading, {ms['returning_on']} with it "
-        f"({speedup:.1f} times as fast); first turns {ms['first_off']} and "
-        f"{ms['first_on']}; all tokens are the same",
+        f"({speedup:.1f} times as fast); first turns {ms['first_off']} "
+        f"without and {ms['first_on']} with it; all tokens are the same",
         figures,
     )

@@ -38,6 +38,7 @@ RESULTS = {
     ],
     "ttft": [Result("returning prompts", "SKIP", command.USAGE.name)],
 }
+NOT_RUN = ["races", "failures", "engine"]
 
 
 def report_of(**changes):
@@ -48,10 +49,15 @@ def report_of(**changes):
 
 def test_a_report_names_the_machine_the_counts_and_what_was_not_checked():
     report = report_of()
-    assert (report.verdict, report.unchecked) == ("PASS", ["ttft"])
+    assert (report.verdict, report.unchecked) == ("PASS", [*NOT_RUN, "ttft"])
     assert report.advice == ["Extents of 32 MiB are faster"]
     late = report_of(blocks=[Result("x", "PASS", ""), Result("y", "SKIP", NO_TIME)])
     assert ", 1 left out for want of time" in late.row
+    assert late.summary[0] == f"Not checked: y (blocks); {'; '.join(NOT_RUN)}; ttft."
+    assert "Not shown: several hosts" in late.summary[-1]
+    on_cpu = Result("device", "PASS", "", 0.1, DEVICE | {"name": "8 x cpu"})
+    on_cpu = report_of(devices=[on_cpu])
+    assert "Not shown: an accelerator, several hosts" in on_cpu.summary[-1]
     assert report.row.startswith("| 8 x tpu TPU v6 lite, 180 cores of AMD EPYC | jax")
     assert report.row.endswith("| 2026-11-26 | PASS: 4 passed, 2 not supported |")
 
@@ -70,6 +76,7 @@ def test_the_page_has_every_result_as_text_and_nothing_of_others():
         assert (text in page) == (text != "<runtime>"), text
     assert "http" not in page.replace("http-equiv", "")
     assert "PASS: 4 passed, 2 not supported." in page
+    assert page.index('id="speed"') < page.index('id="blocks"')
 
 
 def test_the_command_writes_the_figures_and_ends_with_the_verdict(
