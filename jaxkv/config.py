@@ -130,7 +130,7 @@ class _HostSettings(Settings):
     host_bytes: int | str | None = settings.size(
         None,
         "engine",
-        "Host memory for blocks in this process, including spare memory. Set this or "
+        "Host memory for blocks in this process, about an eighth spare. Set this or "
         "`num_host_blocks`.",
         minimum=_MIN_HOST_BYTES,
     )
@@ -182,7 +182,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     policy_state: str | None = settings.text(
         None,
         "scheduler",
-        "File that keeps what `hazard` has learned across restarts "
+        "File that preserves, across restarts, what `hazard` has learned "
         "([shadows.md](shadows.md)). Each engine needs its own.",
         _FILE,
     )
@@ -207,7 +207,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         names=lambda: KERNELS,
     )
     staging_bytes: int | str = settings.size(
-        DEFAULT_STAGING_BYTES, "engine", "Maximum bytes in flight."
+        DEFAULT_STAGING_BYTES, "engine", "Maximum bytes of transfers in flight."
     )
     extent_bytes: int | str | None = settings.size(
         None,
@@ -224,7 +224,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     compression: Quantised | None = settings.name(
         None,
         "engine",
-        "Compress host blocks to `int8` or `fp8`, losing bits; `null` keeps every bit.",
+        "Lossy compression of host blocks to `int8` or `fp8`; `null` keeps every bit.",
         names=lambda: get_args(Quantised),
     )
     deadline_s: float | None = settings.seconds(
@@ -271,8 +271,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     storage_owner: bool = settings.flag(
         False,
         "storage",
-        "Let this engine's `storage_bytes` apply to all engines that share the store. "
-        "Set it in only one of them.",
+        "Apply this engine's `storage_bytes` to all engines that share the store. Set "
+        "it in only one.",
     )
     storage_deadline_s: float = settings.seconds(
         5.0,
@@ -290,8 +290,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     storage_list_s: float | None = settings.seconds(
         60.0,
         "storage",
-        "List the store again at this interval, to find blocks that other engines "
-        "wrote. `null`: list it once; 0: never.",
+        "List the store at this interval, to find other engines' blocks. `null`: list "
+        "it once; 0: never.",
         or_none=True,
         or_zero=True,
     )
@@ -317,7 +317,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     events_replay_endpoint: str | None = settings.text(
         None,
         "events",
-        "Address that answers requests for a replay.",
+        "Address that answers replay requests.",
         _ENDPOINT,
     )
     events_topic: str = settings.text("", "events", "Topic that subscribers filter by.")
@@ -337,14 +337,14 @@ class OffloadConfig(RuleSettings, _HostSettings):
     record: str | None = settings.text(
         None,
         "record",
-        "File in which requests are recorded ([sizing.md](sizing.md)), compressed if "
-        "its name ends in `.gz`.",
+        "File to record requests in ([sizing.md](sizing.md)), compressed if its name "
+        "ends in `.gz`.",
         _FILE,
     )
     record_max_bytes: int | str = settings.size(
         DEFAULT_MAX_BYTES,
         "record",
-        "Maximum bytes of a file. A full file becomes `FILE.1`, and a new one begins.",
+        "Maximum bytes per file. A full file becomes `FILE.1`, and a new one begins.",
         minimum=MIN_MAX_BYTES,
     )
     record_max_files: int = settings.number(
@@ -365,8 +365,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     strict: bool = settings.flag(
         False,
         "strict",
-        "For an engine's tests: transfers end late, as on an accelerator, blocks hold "
-        "garbage until loaded, and errors name the engine's mistakes.",
+        "For an engine's tests: transfers complete late, as on an accelerator, blocks "
+        "hold garbage until loaded, and errors name the engine's mistakes.",
     )
     strict_seed: int = settings.number(
         0, "strict", "Seed of the delays in strict mode.", minimum=0
@@ -374,7 +374,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
     strict_fail_loads: int = settings.number(
         0,
         "strict",
-        "Fail one load in this many, to test recomputing; 0 for none.",
+        "Fail one in this many loads, to test recomputing; 0 for none.",
         unit="loads",
         minimum=0,
     )

@@ -78,8 +78,8 @@ class RuleSettings(Settings):
     max_unseen_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "Of a prompt's blocks that no request has asked for before, store only the "
-        "first, up to this many; the rest once asked for again. `null` stores all. "
+        "Of a prompt's blocks that no request has asked for before, store only this "
+        "many, from the first on; the rest once asked for again. `null` stores all. "
         "Generated tokens do not count.",
         unit="host blocks",
         minimum=0,
@@ -90,7 +90,7 @@ class RuleSettings(Settings):
     max_offload_tokens: int | None = settings.number(
         None,
         "scheduler",
-        "Maximum tokens of a request to store, from the first on; `null` stores all. "
+        "Maximum tokens to store per request, from the first on; `null` stores all. "
         "Not with lazy stores.",
         unit="tokens",
         minimum=1,
@@ -104,7 +104,8 @@ class RuleSettings(Settings):
     max_blocks_in_flight: int | None = settings.number(
         None,
         "scheduler",
-        "Maximum blocks in flight, both ways; loads go first. `null`: no limit.",
+        "Maximum blocks in flight, loads plus stores; loads go first. `null`: no "
+        "limit.",
         unit="device blocks",
         minimum=1,
     )
@@ -112,15 +113,15 @@ class RuleSettings(Settings):
         None,
         "scheduler",
         "Blocks to store at a time. They wait on the device to fill a batch, unless "
-        "blocks run short, no model runs or their request ends. 0 stores in each step; "
-        "`null`: 32 MiB, at most 64.",
+        "device blocks run short, no model runs or their request ends. 0 stores in "
+        "each step; `null`: 32 MiB of blocks, at most 64.",
         unit="device blocks",
         minimum=0,
     )
     store_max_wait_steps: int = settings.number(
         16,
         "scheduler",
-        "Maximum steps that a block waits for `store_batch_blocks`.",
+        "Maximum steps that a block waits to fill `store_batch_blocks`.",
         unit="steps",
         minimum=1,
     )
@@ -147,7 +148,7 @@ class RuleSettings(Settings):
         False,
         "scheduler",
         "Write a request's loads in the step that first runs it "
-        "(`OffloadWorker.take_step_loads`): it does not wait for them, and "
+        "(`OffloadWorker.take_step_loads`): the request does not wait for them, and "
         "`max_blocks_in_flight` does not delay them.",
     )
     flush_on_preemption: bool = settings.flag(
@@ -167,7 +168,7 @@ class RuleSettings(Settings):
     max_storage_blocks: int = settings.number(
         128,
         "scheduler",
-        "Maximum blocks in flight to the store, or from it; fewer on a small host.",
+        "Maximum blocks in flight to the store, and from it; fewer on a small host.",
         unit="host blocks",
         minimum=1,
     )
