@@ -158,20 +158,20 @@ def write_files(
 
 def write_file(option: str, path: Path, data: bytes) -> None:
     """Write all of a file, or keep the old one: UsageError if the disk is full."""
-    path = path.resolve()
-    part = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
+    target = path.resolve()  # Of /dev/stdout, a pipe's, which has no name.
+    part = target.with_name(f".{target.name[:60]}.{os.getpid()}.part")
     try:
         if path.exists() and (
-            not path.is_file() or not os.access(path.parent, os.W_OK)
+            not path.is_file() or not os.access(target.parent, os.W_OK)
         ):
             # What must not be replaced, such as a pipe, or cannot be.
             path.write_bytes(data)
             return
         try:
             part.write_bytes(data)
-            if path.exists():
-                shutil.copymode(path, part)
-            part.replace(path)
+            if target.exists():
+                shutil.copymode(target, part)
+            part.replace(target)
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:

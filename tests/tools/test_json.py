@@ -8,6 +8,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+import os
 import pathlib
 
 import pytest
@@ -28,6 +29,7 @@ from jaxkv.tools.doctor import command as doctor
 from jaxkv.tools.doctor.bandwidth import Bandwidth
 from jaxkv.tools.doctor.facts import Backend, Facts
 from jaxkv.tools.doctor.store import Folder, Store
+from jaxkv.tools.files import write_file
 from jaxkv.transfer.limits import HostLimit, PinnedPool
 from tests.tools.test_main import fake_run
 
@@ -173,6 +175,14 @@ def test_csv_has_a_row_for_each_result_and_one_row_where_there_are_none(capsys):
         head, *rows = csv.reader(capsys.readouterr().out.splitlines())
         assert len(rows) == num_rows
         assert {len(row) for row in rows} == {len(head)}
+
+
+def test_output_is_written_to_a_pipe_without_a_name():
+    reader, writer = os.pipe()
+    with open(reader, "rb") as pipe:
+        write_file("--output", pathlib.Path(f"/dev/fd/{writer}"), b"figures")
+        os.close(writer)
+        assert pipe.read() == b"figures"
 
 
 def test_quiet_commands_show_no_progress(capsys):
