@@ -62,8 +62,8 @@ class RuleSettings(Settings):
         1,
         "engine, scheduler",
         "Device blocks per host block. More than one makes objects in storage larger, "
-        "but transfers no faster, and such blocks are stored and evicted only "
-        "together. Only with one full-attention group and eager stores.",
+        "but transfers no faster; these blocks are stored and evicted together. Needs "
+        "one full-attention group and eager stores.",
         unit="device blocks",
         minimum=1,
     )

@@ -94,16 +94,16 @@ FIELDS = {
 
 # Descriptions in docs/vllm.md that replace the fields' descriptions.
 _TEXTS = {
-    "cpu_bytes_to_use": "Host memory for blocks, of all chips together. Spare memory "
-    "adds an eighth: 64 GiB takes 72.",
+    "cpu_bytes_to_use": "Host memory for the blocks of all chips. Spare memory adds "
+    "an eighth: 64 GiB takes 72.",
     "num_cpu_blocks": "Host blocks, instead of `cpu_bytes_to_use`.",
-    "offload_prompt_only": "Do not store generated tokens. vLLM's own connector does "
-    "so by default; the next turn then recomputes the last answer.",
+    "offload_prompt_only": "Do not store generated tokens (the default of vLLM's own "
+    "connector); the next turn then recomputes the last answer.",
     "retention": "Let a request say how long its blocks are "
     "[kept](#keep-a-prompt-longer-than-others).",
     "transfer_deadline_s": "Abandon a transfer that takes longer.",
-    "skip_slow_loads": "Recompute what would take longer to load, by the measured "
-    "rates of vLLM's steps and of loads.",
+    "skip_slow_loads": "Recompute what would take longer to load, judging by the "
+    "measured rates of steps and loads.",
     "storage_secret": "Secret of at least 16 bytes that signs blocks; blocks without "
     "its signature are not read. vLLM logs its configuration: put it in the "
     "environment as `JAXKV_STORAGE_SECRET` instead.",
@@ -117,8 +117,8 @@ class VllmSettings(Settings):
     cache_policy_module_path: str | None = settings.text(
         None,
         "scheduler",
-        "Module to import `eviction_policy` from, a function that makes a [policy of "
-        "your own](write-a-policy.md), unless the module registers it.",
+        "Module that registers `eviction_policy`, or has a function of that name that "
+        "makes a [policy of your own](write-a-policy.md).",
         settings.Text("the path of a module", r"[^\W\d]\w*(\.[^\W\d]\w*)*"),
     )
     storage_namespace: str | None = settings.text(
@@ -131,14 +131,14 @@ class VllmSettings(Settings):
     storage_keep_on_reset: bool = settings.flag(
         False,
         "storage",
-        "Use the store after a [reset](#when-weights-change), because the weights "
-        "never change while the engine runs.",
+        "Keep using the store after a [reset](#when-weights-change). Safe only if the "
+        "weights never change while the engine runs.",
     )
     keep_on_device_reset: bool = settings.flag(
         False,
         "scheduler",
         "Keep the host tier when only vLLM's prefix cache is [reset]"
-        "(#when-weights-change), because the weights stay the same.",
+        "(#when-weights-change). Safe only if the weights stay the same.",
     )
     restore_tokens: bool = settings.flag(
         True,
@@ -150,13 +150,13 @@ class VllmSettings(Settings):
     report_requests: bool = settings.flag(
         False,
         "scheduler",
-        "Return in `kv_transfer_params` of each [response](#log-and-metrics) what the "
-        "request found in each tier.",
+        "Add what a request found in each tier to the `kv_transfer_params` of its "
+        "[response](#log-and-metrics).",
     )
     lazy_offload: bool = settings.flag(
         False,
         "scheduler",
-        "Refused if `true`: vLLM's block pool cannot pin a block in its place.",
+        "Refused if `true`: vLLM's block pool cannot pin a block in place.",
     )
 
     def _contradictions(self) -> Iterator[Fault]:
