@@ -197,9 +197,8 @@ class PrefixUser:
 
     def count_storage(self):
         stats = self.cache.store.stats
-        for name in ("written", "dropped", "fetched", "missed", "evicted"):
-            count = getattr(stats, f"storage_{name}_blocks")
-            self.counts[f"store: {name}"] += count
+        for name in ("stored", "dropped", "loaded", "failed", "evicted"):
+            self.counts[f"store: {name}"] += getattr(stats, f"num_storage_{name}")
 
     def run(self, num_steps):
         try:

@@ -31,7 +31,7 @@ LINES = {
 }
 SHORT = "demo --conversations 4 --turns 2 --document-tokens 300 --answer-tokens 4"
 ENDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", None: ""}
-PROGRESS = re.compile(r"[\w ,:/()%.-]+ \.\.\.")
+PROGRESS = re.compile(r"[\w ,:/()%.-]+ \.\.\.( \d+%)*")
 TIMEOUT_S = 300
 
 pytestmark = pytest.mark.skipif(

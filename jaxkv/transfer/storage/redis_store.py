@@ -161,7 +161,13 @@ class RedisStore:
     def close(self) -> None:
         """Close all connections."""
         for client in list(self._clients):
-            client.close()
+            self._disconnect(client)
+
+    def _disconnect(self, client: Any) -> None:
+        if self._store_url.is_cluster:
+            # Its `close` leaves the connections to the garbage collector.
+            client.disconnect_connection_pools()
+        client.close()
 
     def _client(self) -> Any:
         """Return this thread's client.
@@ -230,7 +236,7 @@ class RedisStore:
         client = self._thread.__dict__.pop("client", None)
         if client is not None:
             self._clients.discard(client)
-            client.close()
+            self._disconnect(client)
 
 
 class _Packer:

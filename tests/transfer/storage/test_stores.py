@@ -114,6 +114,7 @@ def store(request, tmp_path, credentials):
         url = request.getfixturevalue("cluster_url")
         with redis.RedisCluster.from_url(url.replace("+cluster", "")) as client:
             client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
+            client.disconnect_connection_pools()
         store = open_store(url)
     else:
         url = request.getfixturevalue("redis_url")
@@ -301,6 +302,17 @@ def test_a_socket_leads_to_the_server_that_listens_at_it(redis_url):
     with opened(redis_url, f"unix://{folder}/redis.sock") as (store, by_socket):
         put(by_socket, {"socket": b"x"})
         assert get(store, "socket") == [b"x"]
+
+
+def test_a_closed_store_leaves_no_connection_to_a_cluster(cluster_url):
+    host, _, port = cluster_url.rpartition("/")[2].partition(",")[0].partition(":")
+    with redis.Redis(host, int(port)) as client:
+        num_before = len(client.client_list())
+        store = open_store(cluster_url)
+        put(store, {f"a/{number}": b"x" for number in range(64)})
+        assert len(client.client_list()) > num_before
+        store.close()
+        wait_for(lambda: len(client.client_list()) == num_before)
 
 
 def test_a_redis_that_refuses_says_why_and_keeps_what_it_has(tmp_path):
