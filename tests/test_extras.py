@@ -1,5 +1,6 @@
 """Messages name the packages that pyproject.toml declares."""
 
+import ast
 import importlib
 import sys
 import tomllib
@@ -51,3 +52,20 @@ def test_the_library_imports_no_extra_of_the_events_and_metrics():
         "print({'zmq', 'msgspec', 'prometheus_client'} & set(sys.modules))"
     )
     assert done.stdout == b"set()\n", done.stderr
+
+
+def test_commands_need_no_more_than_their_extra_installs():
+    """`jaxkv verify` asked for matplotlib, which the extra demo no longer has."""
+    num_calls = 0
+    for path in (ROOT / "jaxkv" / "tools").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and "check_extra" in ast.unparse(node.func):
+                packages, extra = ("rich",), "demo"
+                match [ast.literal_eval(argument) for argument in node.args[1:]]:
+                    case [packages, extra]:
+                        pass
+                    case [packages]:
+                        pass
+                assert set(packages) <= EXTRAS[extra].keys(), path
+                num_calls += 1
+    assert num_calls > 4

@@ -80,7 +80,7 @@ def run(args: Args) -> int:
     """Run the command; return its exit code."""
     names = check_names("--only", args.only or _NAMES, _NAMES)
     check_files(args)
-    check_extra("verify", ("flax", "rich", "matplotlib"))
+    check_extra("verify", ("flax", "rich"))
     stages = [stage for stage in STAGES if stage.name in {*names, STAGES[0].name}]
     _prepare(args.folder, args.resume)
     budget_s, stall_s = args.budget or _BUDGET_S, args.stall or _STALL_S
