@@ -18,8 +18,9 @@ _MAX_S = 2_000_000
 class Retention:
     """A temporary priority, which keeps blocks longer than others.
 
-    Blocks are evicted after all blocks of a lower priority; 0 is the default. They are
-    not pinned: if no blocks of a lower priority are left, they are evicted too.
+    Blocks are evicted after all blocks of a lower priority; blocks without retention
+    have priority 0. Nothing is pinned: if no blocks of a lower priority are left, they
+    are evicted too.
     TensorRT-LLM's `KvCacheRetentionConfig` is similar.
 
     Attributes:
