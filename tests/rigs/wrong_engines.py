@@ -39,7 +39,7 @@ class Right(example.Engine):
             self.step([])
 
 
-# Wrong engines by name, in the order of docs/integrate.md: a maker, and the error.
+# Wrong engines by name: a maker, and the error.
 WRONG = {}
 
 
