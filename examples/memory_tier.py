@@ -48,7 +48,7 @@ class MemoryMover:
         """Advance the writes in flight."""
         self.engine.advance_host(lambda copy: copy())
 
-    def take_reports(self, most_found=0):
+    def take_reports(self, max_found_keys=0):
         """Return the moves that ended since the last call."""
         ended = {event: write for event, write in self.fetches.items() if write.is_over}
         fetched = [
