@@ -54,7 +54,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 def run_command(
     usage: Usage, run: Callable[[Args], int], argv: Sequence[str] | None
 ) -> int:
-    """Run a benchmark with options such as those of jaxkv's commands."""
+    """Run a benchmark with the option syntax of jaxkv's commands."""
     from jaxkv.tools.files import formatted_output
     from jaxkv.tools.usage import EXIT_OK, CommandError
 
