@@ -52,7 +52,6 @@ def make_scans(share: float, seed: int = 0) -> Trace:
 
 
 def main() -> None:
-    """Replay and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("traces", nargs="*", metavar="TRACE")
     parser.add_argument("--capacity", type=float, nargs="+", default=[1, 3, 10])

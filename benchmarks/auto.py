@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import (
-    ROOT,
+    add_trace_options,
     make_parser,
     quartiles,
     random_keys,
@@ -206,13 +205,8 @@ def time_change_overs(num_blocks: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print and write the figures if asked to."""
     parser = make_parser(__doc__)
-    folder = ROOT.parent / "shared" / "traces"
-    names = "mooncake_conversation", "cc_agentic_a"
-    files = [folder / f"{name}.jsonl.gz" for name in names]
-    parser.add_argument("--traces", type=pathlib.Path, nargs="*", default=files)
-    parser.add_argument("--shares", type=float, nargs="+", default=[1, 3, 10, 30])
+    add_trace_options(parser)
     parser.add_argument("--blocks", type=int, nargs="*", default=[1 << 16, 1 << 20])
     parser.add_argument("--device-blocks", type=int, default=0)
     args = parser.parse_args()

@@ -15,11 +15,13 @@ import pathlib
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from jaxkv.tools.usage import Args, Usage
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _ANSWER = "answer: "
@@ -30,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 def make_parser(
     doc: str, *, rounds: int | None = None, beside: bool = False
 ) -> argparse.ArgumentParser:
-    """Make the parser of a benchmark."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, metavar="R")
@@ -39,6 +40,35 @@ def make_parser(
         parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     return parser
+
+
+def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    """Add the traces to replay, and the host's shares of their blocks in percent."""
+    folder = ROOT.parent / "shared" / "traces"
+    names = "mooncake_conversation", "cc_agentic_a"
+    traces = [folder / f"{name}.jsonl.gz" for name in names]
+    parser.add_argument("--traces", type=pathlib.Path, nargs="*", default=traces)
+    parser.add_argument("--shares", type=float, nargs="+", default=[1, 3, 10, 30])
+
+
+def run_command(
+    usage: Usage, run: Callable[[Args], int], argv: Sequence[str] | None
+) -> int:
+    """Run a benchmark with the option syntax of jaxkv's commands."""
+    from jaxkv.tools.files import formatted_output
+    from jaxkv.tools.usage import EXIT_OK, CommandError
+
+    words = sys.argv[1:] if argv is None else argv
+    if "--help" in words:
+        print(usage.help)
+        return EXIT_OK
+    try:
+        args = usage.parse(words)
+        with formatted_output(args):
+            return run(args)
+    except CommandError as error:
+        print(f"{usage.name}: error: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def show_machine(**settings: Any) -> dict[str, Any]:
@@ -69,7 +99,6 @@ def old_garbage_left_alone() -> Iterator[None]:
 
 
 def random_keys(rng: np.random.Generator, num: int) -> list[bytes]:
-    """Make random keys of blocks."""
     data = rng.bytes(32 * num)
     return [data[i : i + 32] for i in range(0, len(data), 32)]
 
@@ -134,6 +163,5 @@ def questions() -> Iterator[Any]:
 
 
 def answer(figures: Mapping[str, Any]) -> None:
-    """Answer the last question."""
     # On a line of its own, whatever a library has printed.
     print(f"\n{_ANSWER}{json.dumps(figures)}", flush=True)

@@ -80,12 +80,10 @@ def measure(num_blocks: int) -> list[dict[str, object]]:
 
 
 def rms(array: NDArray[np.float32]) -> np.float64:
-    """Return the root mean square."""
     return np.sqrt(np.square(array, dtype=np.float64).mean())
 
 
 def main() -> None:
-    """Measure, print a table and write the figures if asked to."""
     parser = make_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=256, help="blocks to send")
     args = parser.parse_args()

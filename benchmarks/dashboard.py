@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
@@ -73,20 +73,11 @@ class Canvas:
         return x / size[0], 1 - (y + h) / size[1], w / size[0], h / size[1]
 
     def box(self, x, y, w, h):
-        """Draw a panel's background."""
         left, bottom, w, h = self._place(x, y, w, h)
-        style = {"boxstyle": "square,pad=0", "facecolor": PANEL, "edgecolor": BORDER}
-        self._figure.patches.append(
-            FancyBboxPatch(
-                (left, bottom),
-                w,
-                h,
-                linewidth=0.8,
-                transform=self._figure.transFigure,
-                zorder=-1,
-                **style,
-            )
-        )
+        style = {"facecolor": PANEL, "edgecolor": BORDER, "linewidth": 0.8}
+        place = {"transform": self._figure.transFigure, "zorder": -1}
+        box = Rectangle((left, bottom), w, h, **style, **place)
+        self._figure.patches.append(box)
 
     def text(self, x, y, text, size, **style):
         """Write a line whose middle is at `y`."""

@@ -1,7 +1,7 @@
 """An engine's calls to a pool and an offload scheduler, jaxkv's or the twin's, timed.
 
-For `scheduler.py` and `record.py`, which say what is measured. The repository's root
-must be on Python's path, as the twin is in `tests/reference`.
+For `scheduler.py`, which says what is measured, and `in_flight.py`. The repository's
+root must be on Python's path, as the twin is in `tests/reference`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxkv import TraceRecorder
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
@@ -29,18 +28,10 @@ Keys = list[bytes]
 class Jaxkv:
     """jaxkv's side. All that this file knows of its classes is here."""
 
-    def __init__(
-        self,
-        num_device_blocks: int,
-        num_host_blocks: int,
-        lazy: bool,
-        recorder: TraceRecorder | None = None,
-    ):
+    def __init__(self, num_device_blocks: int, num_host_blocks: int, lazy: bool):
         self.pool = DeviceBlockPool(num_device_blocks)
         rules = OffloadRules("lazy" if lazy else "eager", CHUNK_TOKENS)
-        self.scheduler = OffloadScheduler(
-            BLOCK_SIZE, num_host_blocks, rules=rules, recorder=recorder
-        )
+        self.scheduler = OffloadScheduler(BLOCK_SIZE, num_host_blocks, rules=rules)
         self.scheduler.bind_device_block_pool(self.pool)
         self.find_prefix = self.pool.find_prefix
         self.allocate = self.pool.allocate

@@ -107,11 +107,6 @@ class Own:
             num_computed_tokens=0,
         )
 
-    def look_up(self, request: Any) -> int:
-        ask = self.scheduler.get_num_new_matched_tokens
-        num: int = self.clock(ask, request, 0)[0]
-        return num
-
     def take(self, request: Any, blocks: list[int], num_external: int) -> None:
         call = self.scheduler.update_state_after_alloc
         self.clock(call, request, blocks, num_external)
@@ -203,10 +198,6 @@ class Connector:
             kv_transfer_params=None,
         )
 
-    def look_up(self, request: Any) -> int:
-        num: int = self.clock(self.scheduler.get_num_new_matched_tokens, request, 0)[0]
-        return num
-
     def take(self, request: Any, blocks: list[int], num_external: int) -> None:
         table = SimpleNamespace(get_block_ids=lambda: (blocks,))
         call = self.scheduler.update_state_after_alloc
@@ -269,10 +260,15 @@ class Engine:
     def _keys(self, num: int) -> list[bytes]:
         return [self.rng.bytes(32) for _ in range(num)]
 
+    def _look_up(self, request: Any) -> int:
+        call = self.side.scheduler.get_num_new_matched_tokens
+        num: int = self.side.clock(call, request, 0)[0]
+        return num
+
     def _run(self, name: str, keys: list[bytes]) -> Any:
         """Compute a new prompt, except its last token."""
         request = self.side.request(name, keys)
-        self.side.look_up(request)
+        self._look_up(request)
         self.blocks[name] = blocks = self.side.allocate(len(keys) + 1)
         self.side.take(request, blocks, 0)
         self.side.step({name: request.num_tokens}, {})
@@ -327,7 +323,7 @@ class Engine:
         visitor = None
         if case == "both":
             visitor = self.side.request("visitor", self.visitor_keys)
-            num = self.side.look_up(visitor)
+            num = self._look_up(visitor)
             assert num == PROMPT_BLOCKS * self.side.block_size, num
             self.blocks["visitor"] = self.side.allocate(PROMPT_BLOCKS + 1)
             self.side.take(visitor, self.blocks["visitor"], num)
@@ -379,7 +375,6 @@ def serve(checkout: str, num_devices: int, num_leaves: int) -> None:
 
 
 def main() -> None:
-    """Measure, print the figures and write them if asked to."""
     parser = make_parser(__doc__, rounds=5, beside=True)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--leaves", type=int, nargs="+", default=[4, 32, 80])

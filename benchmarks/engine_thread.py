@@ -54,11 +54,12 @@ SMALLER = {"full": 1, "small": 128}
 CALLS = 10
 
 
-def clocked(call: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    """Call; give the answer and the processor time of this thread in us."""
+def clocked(times_us: list[float], call: Callable[..., Any], *args: Any) -> Any:
+    """Call, note the processor time of this thread, and return the answer."""
     start_s = time.thread_time()
     answer = call(*args)
-    return answer, 1e6 * (time.thread_time() - start_s)
+    times_us.append(1e6 * (time.thread_time() - start_s))
+    return answer
 
 
 class Case:
@@ -127,49 +128,45 @@ class Case:
         for _ in range(CALLS):
             self.turn += 1
             host_ids = [PIECE_BLOCKS * (self.turn % 8) + n for n in device_ids]
-            _, save_us = clocked(engine.save, self.pool, device_ids, host_ids)
+            clocked(times["save"], engine.save, self.pool, device_ids, host_ids)
             self._wait(times["report"])
-            (self.pool, ticket), load_us = clocked(
-                engine.load, self.pool, host_ids, device_ids
+            self.pool, ticket = clocked(
+                times["load"], engine.load, self.pool, host_ids, device_ids
             )
-            write_us = 0.0
+            writes_us = [0.0]
             while engine.is_waiting(ticket):
                 time.sleep(0.002)
-                self.pool, write_us = clocked(engine.advance, self.pool)
+                self.pool = clocked(writes_us, engine.advance, self.pool)
+            times["write"].append(writes_us[-1])
             self._wait(times["report"])
-            self.pool, advance_us = clocked(engine.advance, self.pool)
-            _, poll_us = clocked(engine.poll)
-            for name, took_us in (
-                ("save", save_us),
-                ("load", load_us),
-                ("write", write_us),
-                ("advance", advance_us),
-                ("poll", poll_us),
-            ):
-                times[name].append(took_us)
+            self.pool = clocked(times["advance"], engine.advance, self.pool)
+            clocked(times["poll"], engine.poll)
         return {name: statistics.median(times_us) for name, times_us in times.items()}
 
     def time_jax(self) -> dict[str, float]:
         """Move a piece by calls to jax alone; give the medians in us."""
-        times: dict[str, list[float]] = {"jax_save": [], "jax_load": []}
+        gathers_us, saves_us, loads_us = [], [], []
         to_host, to_device = self.carriers
         for _ in range(CALLS):
-            rows, gather_us = clocked(self.gather, self.pool, self.rows)
-            on_host, save_us = clocked(to_host.copy, tuple(rows))
+            rows = clocked(gathers_us, self.gather, self.pool, self.rows)
+            on_host = clocked(saves_us, to_host.copy, tuple(rows))
             time.sleep(0.004)
-            arrived, load_us = clocked(to_device.copy, on_host)
+            arrived = clocked(loads_us, to_device.copy, on_host)
             time.sleep(0.004)  # As long as the engine's calls are apart.
             del rows, on_host, arrived
-            times["jax_save"].append(gather_us + save_us)
-            times["jax_load"].append(load_us)
-        return {name: statistics.median(times_us) for name, times_us in times.items()}
+        save_us = map(sum, zip(gathers_us, saves_us, strict=True))
+        return {
+            "jax_save": statistics.median(save_us),
+            "jax_load": statistics.median(loads_us),
+        }
 
     def _wait(self, report_us: list[float]) -> None:
+        polls_us: list[float] = []
         done: list[Any] = []
         while not done:
             time.sleep(0.002)
-            done, took_us = clocked(self.piece.poll)
-        report_us.append(took_us)
+            done = clocked(polls_us, self.piece.poll)
+        report_us.append(polls_us[-1])
 
     def time_many(self) -> dict[str, float]:
         """Move many blocks; give the ms for each GiB (of full blocks)."""
@@ -178,13 +175,15 @@ class Case:
         start = MOVED_BLOCKS * (self.turn % (TIER_BLOCKS // MOVED_BLOCKS))
         host_ids = list(range(start, start + MOVED_BLOCKS))
         self.turn += 1
-        _, save_us = clocked(engine.save, self.pool, device_ids, host_ids)
-        (self.pool, _), saves_us = clocked(engine.drain, self.pool)
-        (self.pool, _), load_us = clocked(engine.load, self.pool, host_ids, device_ids)
-        (self.pool, _), loads_us = clocked(engine.drain, self.pool)
+        saves_us: list[float] = []
+        loads_us: list[float] = []
+        clocked(saves_us, engine.save, self.pool, device_ids, host_ids)
+        self.pool, _ = clocked(saves_us, engine.drain, self.pool)
+        self.pool, _ = clocked(loads_us, engine.load, self.pool, host_ids, device_ids)
+        self.pool, _ = clocked(loads_us, engine.drain, self.pool)
         return {
-            "saves": (save_us + saves_us) / 1e3 / self.gib,
-            "loads": (load_us + loads_us) / 1e3 / self.gib,
+            "saves": sum(saves_us) / 1e3 / self.gib,
+            "loads": sum(loads_us) / 1e3 / self.gib,
         }
 
 
@@ -207,7 +206,6 @@ def serve(checkout: str, num_devices: int) -> None:
 
 
 def main() -> None:
-    """Measure, print the figures and write them if asked to."""
     parser = make_parser(__doc__, rounds=7, beside=True)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--leaves", type=int, nargs="+", default=[4, 32, 80])

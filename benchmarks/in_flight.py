@@ -71,7 +71,6 @@ Action = Callable[[], Callable[[], None]]
 
 
 def key(*path: Any) -> bytes:
-    """Make a key of 32 bytes."""
     return repr(path).encode().ljust(32, b".")[-32:]
 
 
@@ -143,7 +142,6 @@ class Crowd:
         return Prompt(f"probe {next(self._names)}", self._probe_keys)
 
     def ask(self, prompt: Prompt) -> int | None:
-        """Query the scheduler for a request."""
         return self.scheduler.get_num_new_matched_tokens(prompt, 0)[0]
 
     def take(self, prompt: Prompt) -> None:
@@ -162,11 +160,9 @@ class Crowd:
         return meta
 
     def schedule(self, scheduled: dict[str, int]) -> OffloadMetadata:
-        """Schedule a step."""
         return self.scheduler.build_connector_meta(SchedulerOutput(scheduled))
 
     def enter(self, number: int) -> Prompt:
-        """Bring a request into the state."""
         name = f"{next(self._names)}"
         prompt = Prompt(name, [key(number, n) for n in range(BLOCKS)])
         if self.state == "waiting":
@@ -196,7 +192,6 @@ class Crowd:
         return _nothing
 
     def look_up(self) -> Callable[[], None]:
-        """Query the scheduler for a new request."""
         prompt = self.probe()
         assert self.ask(prompt) == PROBE_BLOCKS * BLOCK_SIZE
         return lambda: self.scheduler.request_finished(prompt) and None
@@ -218,7 +213,6 @@ class Crowd:
         return _nothing
 
     def end(self) -> Callable[[], None]:
-        """End one of the requests."""
         number = next(self._names) % len(self.crowd)
         prompt = self.crowd[number]
         self.scheduler.request_finished(prompt)
@@ -262,7 +256,6 @@ class Crowd:
         return clean_up
 
     def explain(self) -> Callable[[], None]:
-        """Explain a request."""
         self.scheduler.explain(self.probe(), 0)
         return _nothing
 
@@ -272,7 +265,6 @@ class Crowd:
         return _nothing
 
     def actions(self) -> dict[str, Action]:
-        """Return the actions to time."""
         actions = {
             "step": self.idle,
             "look-up": self.look_up,
@@ -341,7 +333,6 @@ class Fleet:
         return _nothing
 
     def actions(self) -> dict[str, Action]:
-        """Return the actions to time."""
         return {"step": self.idle, "agreement": self.agree, "gauges": self.gauges}
 
 
@@ -369,7 +360,6 @@ def _nothing() -> None:
 
 
 def measure(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
-    """Measure all states and sizes."""
     rows = []
     makers: list[tuple[str, str, Callable[[str, int, int], Any]]] = [
         *(("scheduler", state, Crowd) for state in STATES),
@@ -408,7 +398,6 @@ def measure(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print the table and write the figures if asked to."""
     parser = make_parser(__doc__, rounds=101)
     parser.add_argument("--requests", type=int, nargs="+", default=[10, 1000, 10_000])
     args = parser.parse_args()

@@ -72,7 +72,6 @@ class Request:
         return self.chain.keys
 
     def append(self, token: int) -> None:
-        """Add a token that was generated."""
         self.num_tokens += 1
         self.chain.extend([token])
 
@@ -90,7 +89,6 @@ _write = jax.jit(_write, donate_argnums=0)
 
 
 def number_of(key: bytes) -> int:
-    """The content of a key's block."""
     return int.from_bytes(key[:4], "little", signed=True)
 
 
@@ -247,7 +245,6 @@ def _parts(blocks: list[int], numbers: list[int], filler: int) -> Any:
 
 
 def memory() -> dict[str, int]:
-    """Measure this process."""
     status = pathlib.Path("/proc/self/status").read_text().splitlines()
     [rss_kb] = [line.split()[1] for line in status if line.startswith("VmRSS:")]
     maps = pathlib.Path("/proc/self/maps").read_text().count("\n")
@@ -324,16 +321,11 @@ def run(minutes: float, num_waiting: int) -> dict[str, Any]:
 
 def _last_over_first(rows: list[dict[str, Any]], key: str) -> float:
     """Compare the last quarter of the windows with the first."""
-    quarter = len(rows) // 4
-    return _mean(rows[-quarter:], key) / _mean(rows[:quarter], key)
-
-
-def _mean(rows: list[dict[str, Any]], key: str) -> float:
-    return float(np.mean([row[key] for row in rows]))
+    quarter, values = len(rows) // 4, [row[key] for row in rows]
+    return float(np.mean(values[-quarter:]) / np.mean(values[:quarter]))
 
 
 def main() -> None:
-    """Run the benchmark."""
     parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=10_000, help="that wait")

@@ -22,6 +22,8 @@ request's blocks are known, half new.
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +54,7 @@ _TRACE_BLOCKS = 1 << 16
 Keys = list[bytes]
 Side = Callable[[Any], Any]
 Row = dict[str, Any]
+Rows = Iterator[tuple[str, Row]]  # By operation
 
 
 class Tier:
@@ -211,170 +214,110 @@ def compare(ours: Side, theirs: Side, argument: Callable[[], Any]) -> Row:
     return compared(*times_us)
 
 
-def time_calls(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+def time_calls(capacity: int, batch: int) -> Rows:
     """Time every operation of `OffloadingManager`, and a whole request."""
-    for capacity in capacities:
-        for batch in batches:
-            if batch > capacity // 2:
-                continue
-            work, tier, twin = Workload(), Tier(capacity), Twin(capacity)
-            work.fill(capacity, tier, twin)
-            known_keys = work.new(batch)
-            requests = work.requests(batch)
-            for side in (tier, twin):
-                side.store(known_keys)
-            arguments: dict[str, Callable[[], Keys]] = {
-                "lookup": lambda keys=known_keys: keys,
-                "touch": lambda keys=known_keys: keys,
-                "prepare_load": lambda keys=known_keys: keys,
-                "complete_load": lambda keys=known_keys: keys,
-                "request": lambda requests=requests: next(requests),
-                "packed": lambda requests=requests: _pack(next(requests)),
-                "store": lambda work=work, batch=batch: work.new(batch),
-            }
-            for name, argument in arguments.items():
-                row = compare(getattr(tier, name), getattr(twin, name), argument)
-                yield {"capacity": capacity, "batch": batch, "operation": name, **row}
+    work, tier, twin = Workload(), Tier(capacity), Twin(capacity)
+    work.fill(capacity, tier, twin)
+    known_keys = work.new(batch)
+    requests = work.requests(batch)
+    for side in (tier, twin):
+        side.store(known_keys)
+    arguments: dict[str, Callable[[], Any]] = {
+        **dict.fromkeys(
+            ("lookup", "touch", "prepare_load", "complete_load"), lambda: known_keys
+        ),
+        "request": lambda: next(requests),
+        "packed": lambda: _pack(next(requests)),
+        "store": lambda: work.new(batch),
+    }
+    for name, argument in arguments.items():
+        yield name, compare(getattr(tier, name), getattr(twin, name), argument)
 
 
 def _pack(keys: Keys) -> PackedKeys:
     return PackedKeys(keys, keys_to_words(keys))
 
 
-def time_scan(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+def time_scan(capacity: int, batch: int) -> Rows:
     """Time a whole trace in one program; the keys are on the device already."""
-    for capacity in capacities:
-        for batch in batches:
-            if not 16 <= batch <= capacity // 2:
-                continue
-            policy = make_lru(capacity)
+    policy = make_lru(capacity)
 
-            def serve(
-                state: Any, keys: Any, policy: Any = policy, batch: int = batch
-            ) -> Any:
-                count = np.int32(batch)
-                state, answer = host_state.request_step(policy, state, keys, count)
-                state, _ = host_state.complete_step(
-                    state, answer.block_ids, answer.num_hits
-                )
-                return state, answer.num_hits
+    def serve(state: Any, keys: Any) -> Any:
+        count = np.int32(batch)
+        state, answer = host_state.request_step(policy, state, keys, count)
+        state, _ = host_state.complete_step(state, answer.block_ids, answer.num_hits)
+        return state, answer.num_hits
 
-            scan = jax.jit(
-                lambda state, trace, serve=serve: lax.scan(serve, state, trace),
-                donate_argnums=0,
-            )
-            work, twin = Workload(), Twin(capacity)
-            state = host_state.init(policy)
-            requests = work.requests(batch)
-            num = max(16, min(_TRACE_BLOCKS, 4096 * batch) // batch)
+    scan = jax.jit(lambda state, trace: lax.scan(serve, state, trace), donate_argnums=0)
+    work, twin = Workload(), Twin(capacity)
+    state = host_state.init(policy)
+    requests = work.requests(batch)
+    num = max(16, min(_TRACE_BLOCKS, 4096 * batch) // batch)
 
-            def ours(pair: Any, scan: Any = scan) -> list[int]:
-                nonlocal state
-                state, hits = scan(state, pair[1])
-                return hits.tolist()
+    def ours(pair: Any) -> list[int]:
+        nonlocal state
+        state, hits = scan(state, pair[1])
+        return hits.tolist()
 
-            def theirs(pair: Any, twin: Twin = twin) -> list[int]:
-                return [twin.serve(keys)[0] for keys in pair[0]]
+    def theirs(pair: Any) -> list[int]:
+        return [twin.serve(keys)[0] for keys in pair[0]]
 
-            def argument(
-                requests: Any = requests,
-                num: int = num,
-            ) -> Any:
-                trace = [next(requests) for _ in range(num)]
-                words = np.stack([keys_to_words(keys) for keys in trace])
-                return trace, jax.device_put(words)
+    def argument() -> Any:
+        trace = [next(requests) for _ in range(num)]
+        words = np.stack([keys_to_words(keys) for keys in trace])
+        return trace, jax.device_put(words)
 
-            yield {
-                "capacity": capacity,
-                "batch": batch,
-                "operation": f"{num} requests",
-                **compare(ours, theirs, argument),
-            }
+    yield f"{num} requests", compare(ours, theirs, argument)
 
 
-def time_arc(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+def time_arc(capacity: int, batch: int) -> Rows:
     """Time ARC's store with eviction."""
-    for capacity in capacities:
-        for batch in batches:
-            if not 16 <= batch <= min(1024, capacity // 2):
-                continue
-            for name, make_policy in (("rescanning", RescanningARC), ("linear", ARC)):
-                work, tier = Workload(), Tier(capacity, "arc")
-                twin = Twin(capacity, make_policy)
-                work.fill(capacity, tier, twin)
-                row = compare(
-                    tier.store,
-                    twin.store,
-                    lambda work=work, batch=batch: work.new(batch),
-                )
-                yield {
-                    "capacity": capacity,
-                    "batch": batch,
-                    "operation": f"store, {name} twin",
-                    **row,
-                }
+    for name, make_policy in (("rescanning", RescanningARC), ("linear", ARC)):
+        work, tier = Workload(), Tier(capacity, "arc")
+        twin = Twin(capacity, make_policy)
+        work.fill(capacity, tier, twin)
+        row = compare(tier.store, twin.store, lambda work=work: work.new(batch))
+        yield f"store, {name} twin", row
 
 
-def time_policies(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+def time_policies(capacity: int, batch: int) -> Rows:
     """Time a whole request by each policy; the other side is LRU."""
-    for capacity in capacities:
-        for batch in batches:
-            if batch > capacity // 2:
-                continue
-            for name in policy_names():
-                work, tier, lru = Workload(), Tier(capacity, name), Tier(capacity)
-                work.fill(capacity, tier, lru)
-                requests = work.requests(batch)
-                for label, ours, theirs, lay_out in (
-                    ("request", tier.told, lru.told, list),
-                    ("packed", tier.told_packed, lru.told_packed, _pack),
-                ):
-                    yield {
-                        "capacity": capacity,
-                        "batch": batch,
-                        "operation": f"{label}, {name}",
-                        **compare(
-                            ours,
-                            theirs,
-                            lambda r=requests, lay_out=lay_out: lay_out(next(r)),
-                        ),
-                    }
+    for name in policy_names():
+        work, tier, lru = Workload(), Tier(capacity, name), Tier(capacity)
+        work.fill(capacity, tier, lru)
+        requests = work.requests(batch)
+        row = compare(tier.told, lru.told, lambda r=requests: next(r))
+        yield f"request, {name}", row
+        row = compare(
+            tier.told_packed, lru.told_packed, lambda r=requests: _pack(next(r))
+        )
+        yield f"packed, {name}", row
 
 
-def time_retention(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+def time_retention(capacity: int, batch: int) -> Rows:
     """Time a whole request with priorities; the other side is the policy alone."""
     keep = Retention(ttl_s=1_000_000)
-    for capacity in capacities:
-        for batch in batches:
-            if batch > capacity // 2:
-                continue
-            for name in ("lru", "hazard"):
-                for share in (0, 0.01, 1):
-                    work, tier = Workload(), Tier(capacity, name, retention=True)
-                    alone = Tier(capacity, name)
-                    stored = work.fill(capacity, tier, alone)
-                    num = int(share * len(stored))
-                    tier.manager.retain(stored[:num], keep, now_ms=0)
-                    requests = work.requests(batch)
-                    yield {
-                        "capacity": capacity,
-                        "batch": batch,
-                        "operation": f"{name}, {share:.0%} retained",
-                        **compare(tier.told, alone.told, lambda r=requests: next(r)),
-                    }
+    for name, share in itertools.product(("lru", "hazard"), (0, 0.01, 1)):
+        work, tier = Workload(), Tier(capacity, name, retention=True)
+        alone = Tier(capacity, name)
+        stored = work.fill(capacity, tier, alone)
+        tier.manager.retain(stored[: int(share * len(stored))], keep, now_ms=0)
+        requests = work.requests(batch)
+        row = compare(tier.told, alone.told, lambda r=requests: next(r))
+        yield f"{name}, {share:.0%} retained", row
 
 
+# With the smallest and the largest batch; half of the capacity limits it, too.
 TABLES = {
-    "calls": time_calls,
-    "scan": time_scan,
-    "arc": time_arc,
-    "policies": time_policies,
-    "retention": time_retention,
+    "calls": (time_calls, 1, math.inf),
+    "scan": (time_scan, 16, math.inf),
+    "arc": (time_arc, 16, 1024),
+    "policies": (time_policies, 1, math.inf),
+    "retention": (time_retention, 1, math.inf),
 }
 
 
 def main() -> None:
-    """Measure, print the tables and write the figures if asked to."""
     parser = make_parser(__doc__)
     parser.add_argument(
         "--capacities",
@@ -395,13 +338,18 @@ def main() -> None:
     for table in args.tables:
         print(f"\n{table}")
         rows = tables[table] = []
-        for row in TABLES[table](args.capacities, args.batches):
-            rows.append(row)
-            print(
-                f"capacity {row['capacity']:8}  batch {row['batch']:5}  "
-                f"{row['operation']:24}{compared_text(row)}",
-                flush=True,
-            )
+        time_table, min_batch, max_batch = TABLES[table]
+        for capacity, batch in itertools.product(args.capacities, args.batches):
+            if not min_batch <= batch <= min(max_batch, capacity // 2):
+                continue
+            size = {"capacity": capacity, "batch": batch}
+            for operation, row in time_table(capacity, batch):
+                rows.append({**size, "operation": operation, **row})
+                print(
+                    f"capacity {capacity:8}  batch {batch:5}  "
+                    f"{operation:24}{compared_text(row)}",
+                    flush=True,
+                )
     write_figures(args.json, {"machine": where, "tables": tables})
 
 

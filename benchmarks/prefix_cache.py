@@ -141,7 +141,6 @@ def measure(num_prompts: int, host_bytes: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Measure, print a table and write the figures if asked to."""
     parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=50, help="how many (50)")
     parser.add_argument(

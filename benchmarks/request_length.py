@@ -218,7 +218,6 @@ def measure(case: str, num_tokens: int, num_blocks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all cases."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000, metavar="N")
     parser.add_argument("--blocks", type=int, default=200, metavar="N")

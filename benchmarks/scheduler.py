@@ -1,6 +1,6 @@
 """Scheduling time per step, next to the Python that it replaces.
 
-Six tables, each against the twin of vLLM 0.19.1's `SimpleCPUOffloadScheduler` in
+Five tables, each against the twin of vLLM 0.19.1's `SimpleCPUOffloadScheduler` in
 `tests/reference`. Two engines make the same calls by turns in the same process, one to
 jaxkv's pool and scheduler, one to the twin's; what is loaded and stored is compared as
 it goes. Transfers complete in the step that starts them. Some requests run, with
@@ -12,8 +12,7 @@ prompts of the same length, whose blocks were stored; beside them
 - prefill: an unknown prompt comes, and is computed and stored in chunks of
   8,192 tokens, in a host tier that is full;
 - lazy: the same, but blocks are stored only when the device is about to evict them.
-  Not compared, as the twin leaves blocks out; the blocks stored by each are printed;
-- calls: each call to the device's pool by itself, for as many blocks as a prompt has.
+  Not compared, as the twin leaves blocks out; the blocks stored by each are printed.
 
 "hooks" are the calls to the offload scheduler, "pool" what the engine itself asks of
 the device's pool. Where several steps make a round, it is their mean.
@@ -27,7 +26,6 @@ The garbage collector leaves what was made before the rounds alone.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -186,45 +184,6 @@ def time_lazy(num_requests: int, num_tokens: int) -> Row:
     )
 
 
-def time_calls(num_tokens: int) -> Iterator[Row]:
-    """Time the calls to the device's pool, for the blocks of a prompt."""
-    num_blocks = num_tokens // BLOCK_SIZE
-    rng = np.random.default_rng(0)
-    sides = [
-        make(num_device_blocks=4 * num_blocks + 2, num_host_blocks=1, lazy=False)
-        for make in (Jaxkv, Twin)
-    ]
-    spent_us: dict[str, tuple[list[float], list[float]]] = {}
-
-    def timed(name: str, number: int, call: Callable[..., Any], *args: Any) -> Any:
-        start_s = time.perf_counter()
-        answer = call(*args)
-        times = spent_us.setdefault(name, ([], []))
-        times[number].append(1e6 * (time.perf_counter() - start_s))
-        return answer
-
-    for _ in range(_WARM_ROUNDS + ROUNDS):
-        keys = random_keys(rng, num_blocks)
-        answers = []
-        for number, side in enumerate(sides):
-            ids = timed("allocate", number, side.allocate, num_blocks)
-            timed("cache", number, side.cache, ids, keys)
-            cached_ids = timed("find_prefix", number, side.find_prefix, keys)
-            timed("touch", number, side.touch, ids)
-            timed("free", number, side.free, ids)
-            side.free(ids[::-1])
-            answers.append((ids, cached_ids))
-        assert answers[0] == answers[1]
-    for name, (ours, theirs) in spent_us.items():
-        del ours[:_WARM_ROUNDS], theirs[:_WARM_ROUNDS]
-        yield {
-            "table": "calls",
-            "requests": 0,
-            "prompt_tokens": num_tokens,
-            name: compared(ours, theirs),
-        }
-
-
 TABLES = {
     "decode": time_decode,
     "arrival": time_arrival,
@@ -238,13 +197,10 @@ def measure(
     tables: list[str], requests: list[int], prompts: list[int], max_blocks: int
 ) -> Iterator[Row]:
     """Measure all tables, except rows that would take too much memory."""
-    if "calls" in tables:
-        for num_blocks in (16, 64, 256, 1024, 8192):
-            yield from time_calls(num_blocks * BLOCK_SIZE)
     for num_requests, num_tokens in itertools.product(requests, prompts):
         if num_requests * num_tokens > max_blocks * BLOCK_SIZE:
             continue
-        for table in [name for name in tables if name in TABLES]:
+        for table in tables:
             row = TABLES[table](num_requests, num_tokens)
             yield {
                 "table": table,
@@ -255,14 +211,12 @@ def measure(
 
 
 def main() -> None:
-    """Measure, print the tables and write the figures if asked to."""
     parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[1 << 10, 1 << 13, 1 << 15, 1 << 17]
     )
-    names = [*TABLES, "calls"]
-    parser.add_argument("--tables", choices=names, nargs="+", default=names)
+    parser.add_argument("--tables", choices=TABLES, nargs="+", default=list(TABLES))
     parser.add_argument(
         "--max-blocks",
         type=int,

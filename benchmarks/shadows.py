@@ -13,7 +13,6 @@ accuracy: what a sampled shadow says is found of a trace's prefix blocks, beside
 
 from __future__ import annotations
 
-import pathlib
 import statistics
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from common import (
-    ROOT,
+    add_trace_options,
     make_parser,
     old_garbage_left_alone,
     quartiles,
@@ -153,15 +152,10 @@ def compare(
 
 
 def main() -> None:
-    """Measure, print and write the figures if asked to."""
     parser = make_parser(__doc__)
     blocks = [2048, 1 << 16, 1 << 20]
-    folder = ROOT.parent / "shared" / "traces"
-    names = "mooncake_conversation", "cc_agentic_a"
-    traces = [folder / f"{name}.jsonl.gz" for name in names]
     parser.add_argument("--blocks", type=int, nargs="*", default=blocks)
-    parser.add_argument("--traces", type=pathlib.Path, nargs="*", default=traces)
-    parser.add_argument("--shares", type=float, nargs="+", default=[1, 3, 10, 30])
+    add_trace_options(parser)
     parser.add_argument("--bits", type=int, nargs="+", default=[3, 4, 5])
     args = parser.parse_args()
     figures: dict[str, Any] = {"machine": show_machine(), "cost": [], "accuracy": []}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -21,16 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.common import run_command
 from jaxkv.tools.bench.storage import command, report
-from jaxkv.tools.bench.storage.run import (
-    Blocks,
-    Side,
-    StorageBench,
-    StoreAlone,
-    wait_for,
-)
-from jaxkv.tools.files import formatted_output, write_files
-from jaxkv.tools.usage import Usage
+from jaxkv.tools.bench.storage.run import Blocks, Side, StorageBench, StoreAlone
+from jaxkv.tools.files import write_files
+from jaxkv.tools.usage import EXIT_OK, Args, Usage
 from jaxkv.transfer.storage import BlobStore, LocalStore, ObjectFormat, StoreError
 from jaxkv.transfer.storage.mooncake_store import MooncakeStore
 from jaxkv.transfer.storage.objects import HEADER_BYTES
@@ -38,7 +34,7 @@ from jaxkv.transfer.storage.redis_store import RedisStore
 from jaxkv.transfer.storage.store_url import StoreUrl
 
 CLIENT, FILES = "client alone", "plain files"
-FILES_REUSED, FILES_DROPPED = f"{FILES}, memory reused", f"{FILES}, dropped"
+FILES_REUSED = f"{FILES}, memory reused"
 
 Payloads = Sequence[NDArray[np.uint8]]
 
@@ -58,7 +54,6 @@ class RivalBench(StorageBench):
     def rivals(
         self, objects: ObjectFormat, blocks: Blocks, stack: contextlib.ExitStack
     ) -> dict[str, Side]:
-        """Make the sides that jaxkv is compared with."""
         if isinstance(self.store, LocalStore):
             return self._files(self.store.path, objects, blocks, stack)
         sides = super().rivals(objects, blocks, stack)
@@ -81,7 +76,6 @@ class RivalBench(StorageBench):
         for name, read in (
             (FILES, _read),
             (FILES_REUSED, _ReuseMemory(blocks.shape[1])),
-            (FILES_DROPPED, _read_and_drop),
         ):
             threads = ThreadPoolExecutor(self.config.num_in_flight)
             stack.callback(threads.shutdown, cancel_futures=True)
@@ -168,36 +162,30 @@ class ClientAlone(StoreAlone):
         self._client.read(self.names())
 
 
+@dataclasses.dataclass
 class PlainFiles(Side):
     """Plain files: reads the storage tier's own, and writes others next to them."""
 
-    def __init__(
-        self,
-        bench: StorageBench,
-        folder: str,
-        paths_to_read: Callable[[], list[str]],
-        blocks: Blocks,
-        threads: ThreadPoolExecutor,
-        read: Callable[[str], Any],
-    ) -> None:
-        self._bench = bench
-        self._folder = folder
-        self._paths_to_read = paths_to_read
-        self._blocks = blocks
-        self._threads = threads
-        self._read = read
+    _bench: StorageBench
+    _folder: str
+    _paths_to_read: Callable[[], list[str]]
+    _blocks: Blocks
+    _threads: ThreadPoolExecutor
+    _read: Callable[[str], Any]
 
     def write(self) -> None:
         os.makedirs(self._folder, exist_ok=True)
-        pairs = zip(self._paths(), self._blocks.payloads, strict=True)
-        wait_for([self._threads.submit(self._write, *pair) for pair in pairs])
+        self._call(self._write, self._paths(), self._blocks.payloads)
 
     def read(self) -> None:
-        paths = self._paths_to_read()
-        wait_for([self._threads.submit(self._read, path) for path in paths])
+        self._call(self._read, self._paths_to_read())
 
     def delete(self) -> None:
-        wait_for([self._threads.submit(os.unlink, path) for path in self._paths()])
+        self._call(os.unlink, self._paths())
+
+    def _call(self, call: Callable[..., Any], *arguments: Sequence[Any]) -> None:
+        """Call the threads, and release each result, as a tier does with blocks."""
+        collections.deque(self._threads.map(call, *arguments), maxlen=0)
 
     def _paths(self) -> list[str]:
         return [f"{self._folder}/{key.hex()}" for key in self._blocks.keys]
@@ -215,12 +203,6 @@ def _object_paths(root: str, objects: ObjectFormat, blocks: Blocks) -> list[str]
 def _read(path: str) -> bytes:
     with open(path, "rb", buffering=0) as file:
         return file.read()
-
-
-def _read_and_drop(path: str) -> bytes:
-    """Read a file into memory that stays in the CPU's caches."""
-    _read(path)
-    return b""
 
 
 class _ReuseMemory:
@@ -253,29 +235,33 @@ class _Lease:
 
 NOTES = {
     FILES: "Plain files are opened, written or read whole, and closed. "
-    "Reads go into new memory, into reused memory as in jaxkv, or are dropped at once, "
-    "so that the CPU's caches keep the memory. No file is synced. "
+    "Reads go into new memory, or into reused memory as in jaxkv. No file is synced. "
     "Cached files are read from the page cache.",
     CLIENT: "The client alone calls the store's library without jaxkv: Redis one block "
     "at a time, Mooncake as many as are in flight, with memory registered.",
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print and write."""
-    args = Usage(
-        "python -m benchmarks.storage",
-        str(__doc__).partition("\n")[0],
-        command.OPTIONS,
-        command.PARSERS,
-        command.DEFAULTS,
-    ).parse(sys.argv[1:] if argv is None else argv)
-    with formatted_output(args):
-        record = command.measure(args, RivalBench)
-        used = record.results[0].seconds
-        report.print_results(record, [NOTES[name] for name in NOTES if name in used])
-        write_files(args, partial(report.to_json, record))
+USAGE = Usage(
+    "python -m benchmarks.storage",
+    str(__doc__).partition("\n")[0],
+    command.OPTIONS,
+    command.PARSERS,
+    command.DEFAULTS,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(USAGE, _run, argv)
+
+
+def _run(args: Args) -> int:
+    record = command.measure(args, RivalBench)
+    used = record.results[0].seconds
+    report.print_results(record, [NOTES[name] for name in NOTES if name in used])
+    write_files(args, partial(report.to_json, record))
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -97,14 +97,12 @@ class Watch:
                 setattr(connector, name, self._timed(name, getattr(connector, name)))
 
     def clear(self) -> None:
-        """Forget what was counted."""
         # For each step the processor seconds of the engine's thread, by method, and
         # whether anything moved.
         self.steps: list[tuple[collections.Counter[str], bool]] = []
         self.step: collections.Counter[str] = collections.Counter()
 
     def end_step(self, is_moving: bool) -> None:
-        """Record the end of a step."""
         self.steps.append((self.step, is_moving))
         self.step = collections.Counter()
 
@@ -138,7 +136,6 @@ class Ours:
         self._scheduler = scheduler
 
     def is_moving(self) -> bool:
-        """Return whether a transfer is in flight."""
         return bool(self._scheduler.has_pending_stores())
 
     def counts(self) -> dict[str, int]:
@@ -194,7 +191,6 @@ class CopyingThread:
         threading.Thread(target=self._run, daemon=True).start()
 
     def copy(self, num_tokens: int) -> None:
-        """Copy the blocks that these tokens fill."""
         self._num_tokens += num_tokens
         while self._num_tokens >= 16:
             self._num_tokens -= 16
@@ -318,7 +314,6 @@ def start_case(
 
 
 def main() -> None:
-    """Measure, print the figures and write them if asked to."""
     parser = make_parser(__doc__, rounds=5, beside=True)
     parser.add_argument("--keys", nargs="*", default=[], metavar="NAME=JSON")
     parser.add_argument("--peer", action="store_true")

@@ -110,7 +110,6 @@ def known_break(program: Program) -> str | None:
 
 
 def bounds_of(backend: Backend, kernel: str, kind: Kind) -> Bounds:
-    """Return the bounds of a program."""
     bounds = _BOUNDS[backend, kernel, "move" if kind in MOVES else "copy"]
     if kind == "merge" and bounds.temp_ratio is not None:
         bounds = dataclasses.replace(bounds, temp_ratio=_MERGE_TEMP_RATIO)
@@ -165,11 +164,7 @@ def broken_bounds(program: Program, figures: Figures) -> tuple[str, ...]:
 
 
 def _counted(names: tuple[str, ...]) -> str:
-    """Write each name once, with how often it is there.
-
-    >>> _counted(("copy", "copy", "prefetch"))
-    '2 x copy, prefetch'
-    """
+    """Write each name once, with how often it is there."""
     counts = {name: names.count(name) for name in names}
     return ", ".join(
         name if count == 1 else f"{count} x {name}" for name, count in counts.items()

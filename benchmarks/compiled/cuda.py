@@ -31,7 +31,6 @@ class CudaProgram:
         self._executable = executable
 
     def as_text(self) -> str:
-        """Return its HLO."""
         modules = self._executable.hlo_modules()
         return "\n".join(module.to_string() for module in modules)
 

@@ -77,7 +77,6 @@ class ArrayShape:
 
     @property
     def on_host(self) -> bool:
-        """Whether it is in the host's memory."""
         return self.memory_space == HOST_SPACE
 
 
@@ -172,7 +171,6 @@ class Module:
         }
 
     def operand_shapes(self, operation: Operation) -> list[ArrayShape]:
-        """Return the arrays that an operation reads."""
         operands = (self._by_name.get(name) for name in operation.operands)
         return [shape for operand in operands if operand for shape in operand.shapes]
 
@@ -201,7 +199,7 @@ class Module:
         return False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Census:
     """The counted operations of a program."""
 
@@ -223,7 +221,6 @@ def take_census(
     leaf_bytes: Collection[int],
     extent_dims: Collection[tuple[int, ...]] = (),
 ) -> Census:
-    """Count what a program does."""
     module = Module.parse(text)
     spared = {_dims_key(dims) for dims in extent_dims}
     kernels = host_copies = host_bytes = loops = unknown_loops = 0
@@ -250,13 +247,13 @@ def take_census(
         ) and not module.in_place(operation):
             whole_leaf.append(_label(operation))
     return Census(
-        kernels,
-        host_copies,
-        host_bytes,
-        tuple(sorted(collectives)),
-        loops,
-        unknown_loops,
-        tuple(sorted(whole_leaf)),
+        kernels=kernels,
+        host_copies=host_copies,
+        host_bytes=host_bytes,
+        collectives=tuple(sorted(collectives)),
+        loops=loops,
+        unknown_loops=unknown_loops,
+        whole_leaf=tuple(sorted(whole_leaf)),
     )
 
 

@@ -17,19 +17,9 @@ def pools_of_model(
     num_blocks: int,
     dtype: str | None = None,
 ) -> tuple[PoolShape, ...]:
-    """Lay out a model's KV as the engines do.
+    """Return a model's pool as tpu-inference lays it out, and as plain arrays.
 
-    Returns tpu-inference's layout, and the plain one: k and v apart, or the latent of
-    MLA.
-
-    >>> config = {
-    ...     "num_hidden_layers": 2,
-    ...     "num_attention_heads": 8,
-    ...     "num_key_value_heads": 2,
-    ...     "hidden_size": 512,
-    ... }
-    >>> [pool.shape for pool in pools_of_model(config, 16, 100)]
-    [(100, 16, 1, 2, 128), (100, 16, 2, 64)]
+    The latter are k and v apart, or the latent of MLA.
     """
     layers = number_of(config, "num_hidden_layers")
     dtype = dtype or dtype_of(config)

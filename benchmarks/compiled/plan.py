@@ -57,11 +57,6 @@ class Program:
     num_blocks: int  # Blocks that it moves, on each shard
     is_example: bool = False  # Whether no bounds apply
 
-    @property
-    def label(self) -> str:
-        """The program in one line, for people."""
-        return f"{self.target.name}, {self.pool.name}, {self.kind} of {self.num_blocks}"
-
 
 def programs(config: CompileConfig) -> Iterator[Program]:
     """Yield the programs of a configuration: target by target, pool by pool."""

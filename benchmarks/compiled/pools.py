@@ -151,9 +151,5 @@ def costly_pools() -> tuple[PoolShape, ...]:
 
 
 def align(size: int, multiple: int) -> int:
-    """Round up to a multiple.
-
-    >>> align(576, 128)
-    640
-    """
+    """Round up to a multiple."""
     return math.ceil(size / multiple) * multiple

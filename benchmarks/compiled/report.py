@@ -1,26 +1,18 @@
-"""The compilers' figures as tables, as JSON and as Markdown."""
+"""The compilers' figures as Markdown and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import pathlib
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.compiled.plan import CompileConfig, Program
-from benchmarks.compiled.records import (
-    BlockCost,
-    Figures,
-    Result,
-    Row,
-    block_costs,
-    rows_of,
-)
+from benchmarks.compiled.records import Result
 from benchmarks.compiled.run import CompileRecord
 from jaxkv._util import size_text
-from jaxkv.tools.console import make_console, print_lines, print_table
+from jaxkv.tools.console import print_lines
 from jaxkv.tools.machine import versions
 
 MARKERS = ("<!-- benchmarks.compiled -->", "<!-- end of benchmarks.compiled -->")
@@ -48,33 +40,13 @@ def print_plan(config: CompileConfig, num_programs: int) -> None:
 
 
 def print_results(record: CompileRecord) -> None:
-    """Print the figures of each program, what a block costs, and what is broken."""
-    console = make_console()
-
-    def say(text: str = "", style: str | None = None) -> None:
-        console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
-
-    rows = rows_of(record.results)
-    for target in record.config.targets:
-        chosen = [row for row in rows if row.target == target.name]
-        if chosen:
-            _print_programs(target.device, chosen)
-    say()
-    for line in _notes(record):
-        say(line, style="dim")
-    _print_costs(block_costs(record.results))
+    """Print the tables, the broken bounds and the known breaks."""
+    lines = ["", *to_markdown(record).splitlines()]
     if record.broken:
-        say()
-        say("Broken bounds", style="bold")
-        for line in broken_lines(rows):
-            say(line)
+        lines += ["", "Broken bounds", *broken_lines(record.broken)]
     if record.known:
-        say()
-        say("Known breaks, which fail no run", style="bold")
-        for line in known_lines(record.known):
-            say(line)
-    say()
-    say(summary(record))
+        lines += ["", "Known breaks, which fail no run", *known_lines(record.known)]
+    print_lines([*lines, "", summary(record)], is_code=True)
 
 
 def summary(record: CompileRecord) -> str:
@@ -88,19 +60,22 @@ def summary(record: CompileRecord) -> str:
     return f"{len(judged)} programs for {names} in {record.seconds:.0f} s: {outcome}"
 
 
-def broken_lines(rows: Iterable[Row]) -> list[str]:
-    """List the broken bounds, a line per program."""
+def broken_lines(results: Iterable[Result]) -> list[str]:
+    """List the broken bounds, a line for all numbers of blocks of a program."""
+    groups: dict[tuple[str, str, str], list[Result]] = {}
+    for result in results:
+        if result.fails:
+            groups.setdefault(_key(result.program), []).append(result)
     lines = []
-    for row in rows:
-        broken = [result for result in row.results if result.fails]
-        if broken:
-            blocks = ", ".join(str(result.program.num_blocks) for result in broken)
-            worst = max(broken, key=lambda result: len(result.broken))
-            lines.append(
-                f"{row.target}, {row.pool}, {row.kind} of {blocks} blocks: "
-                f"{'; '.join(worst.broken)}"
-            )
+    for key, broken in groups.items():
+        blocks = ", ".join(str(result.program.num_blocks) for result in broken)
+        worst = max(broken, key=lambda result: len(result.broken))
+        lines.append(f"{', '.join(key)} of {blocks} blocks: {'; '.join(worst.broken)}")
     return lines
+
+
+def _key(program: Program) -> tuple[str, str, str]:
+    return program.target.name, program.pool.name, program.kind
 
 
 def known_lines(results: Iterable[Result]) -> list[str]:
@@ -124,89 +99,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
-def _print_programs(title: str, rows: Sequence[Row]) -> None:
-    names = "bytes", "temp", "kernels", "alias", "coll.", "leaf", "s"
-
-    def row(program: Row) -> list[str]:
-        mark = "!" if program.is_broken else " "
-        return [f"{mark} {program.kind}", *_cells(program)]
-
-    print_table(
-        (title, *names),
-        (
-            (pool, map(row, group))
-            for pool, group in itertools.groupby(rows, lambda program: program.pool)
-        ),
-        style_of=lambda label: "red" if label.startswith("!") else None,
-    )
-
-
-def _cells(row: Row) -> list[str]:
-    """Make the cells of a program: the worst over all numbers of blocks."""
-    if not row.figures:
-        return ["did not compile"]
-
-    def worst(value: Callable[[Figures], float]) -> float:
-        return max(value(figures) for figures in row.figures)
-
-    has_loops = any(figures.loops for figures in row.figures)
-    takes_pool = row.kind in ("load", "copy")
-    alias = min(figures.alias_ratio for figures in row.figures)
-    collectives = worst(lambda figures: len(figures.collectives))
-    whole_leaf = worst(lambda figures: len(figures.whole_leaf))
-    return [
-        _ratio(row.bytes_ratio) + ("+" if has_loops and row.bytes_ratio else ""),
-        _ratio(worst(lambda figures: figures.temp_ratio)),
-        f"{worst(lambda figures: figures.kernels):.0f}",
-        _ratio(alias) if takes_pool else "-",
-        f"{collectives:.0f}" if collectives else "-",
-        f"{whole_leaf:.0f}" if whole_leaf else "-",
-        f"{worst(lambda figures: figures.compile_s):.1f}",
-    ]
-
-
-def _print_costs(costs: Sequence[BlockCost]) -> None:
-    names = "bytes", "device", "host", "blocks", "save", "load"
-
-    def row(cost: BlockCost) -> tuple[str, ...]:
-        return (
-            f"  {cost.pool}",
-            _size(cost.block_bytes),
-            _size(cost.device_bytes),
-            "?" if cost.host_bytes is None else _size(cost.host_bytes),
-            str(cost.num_blocks),
-            _time(cost.save_s),
-            _time(cost.load_s),
-        )
-
-    print_table(
-        ("What a block costs", *names),
-        (
-            (target, map(row, group))
-            for target, group in itertools.groupby(costs, lambda cost: cost.target)
-        ),
-    )
-
-
-def _notes(record: CompileRecord) -> list[str]:
-    blocks = ", ".join(map(str, record.config.blocks))
-    return [
-        f"Each figure is the worst for {blocks} blocks on one device. !: it breaks a "
-        "bound; pools for comparison have none.",
-        "bytes: what XLA estimates that a program reads and writes, over twice what it "
-        "moves, for 8 blocks or more. +: it has loops, whose body XLA counts once, so "
-        "temp and leaf say more. A Pallas kernel counts as what it declares to move. "
-        "XLA estimates nothing for GPUs.",
-        "temp: memory that it takes besides, over what it moves; alias: what a load "
-        "writes in place, over the pool; leaf: operations on a whole leaf that are "
-        "not in place; s: CPU time to compile.",
-        "save and load: XLA's estimate of the device's time for the blocks; host and "
-        "device: with padding.",
-    ]
-
-
 def to_json(record: CompileRecord) -> dict[str, Any]:
-    """Convert a record for ``json.dump``."""
     config = record.config
     return {
         "versions": versions(*_COMPILERS),
@@ -214,50 +107,42 @@ def to_json(record: CompileRecord) -> dict[str, Any]:
         "targets": [dataclasses.asdict(target) for target in config.targets],
         "pools": [dataclasses.asdict(p) for p in (*config.pools, *config.examples)],
         "blocks": list(config.blocks),
-        "results": [
-            {
-                **_program_json(result.program),
-                "error": result.error,
-                "broken": list(result.broken),
-                "known_break": result.known,
-                **(_figures_json(result.figures) if result.figures else {}),
-            }
-            for result in record.results
-        ],
-        "block_costs": [
-            dataclasses.asdict(cost) for cost in block_costs(record.results)
-        ],
+        "results": [_result_json(result) for result in record.results],
     }
 
 
-def _program_json(program: Program) -> dict[str, Any]:
-    return {
+def _result_json(result: Result) -> dict[str, Any]:
+    program, figures = result.program, result.figures
+    written: dict[str, Any] = {
         "target": program.target.name,
         "pool": program.pool.name,
         "program": program.kind,
         "num_blocks": program.num_blocks,
         "bounds_apply": not program.is_example,
+        "error": result.error,
+        "broken": list(result.broken),
+        "known_break": result.known,
     }
-
-
-def _figures_json(figures: Figures) -> dict[str, Any]:
-    return {
-        **dataclasses.asdict(figures),
-        "bytes_ratio": figures.bytes_ratio,
-        "temp_ratio": figures.temp_ratio,
-        "alias_ratio": figures.alias_ratio,
-    }
+    if figures is not None:
+        written |= dataclasses.asdict(figures)
+        for name in ("bytes_ratio", "temp_ratio", "alias_ratio"):
+            written[name] = getattr(figures, name)
+    return written
 
 
 def to_markdown(record: CompileRecord) -> str:
     """Convert to Markdown what matters to who chooses a chip or a layout."""
     names = [target.name for target in record.config.targets]
-    costs = {(c.target, c.pool): c for c in block_costs(record.results)}
-    pools = list(dict.fromkeys(pool for _, pool in costs))
-    by_program: dict[tuple[str, str, str], Row] = {
-        (row.target, row.pool, row.kind): row for row in rows_of(record.results)
-    }
-    blocks = next(iter(costs.values())).num_blocks if costs else 0
+    moves = [r for r in record.results if r.program.kind in ("gather", "load")]
+    numbers = sorted({move.program.num_blocks for move in moves if move.figures})
+    # The smallest number of blocks from 8 on, or else the largest.
+    blocks = next((n for n in numbers if n >= 8), numbers[-1] if numbers else 0)
+    chosen = {_key(r.program): r for r in moves if r.program.num_blocks == blocks}
+    pools = {r.program.pool.name: r.figures for r in chosen.values() if r.figures}
+
+    def both(target: str, pool: str) -> list[Result | None]:
+        return [chosen.get((target, pool, kind)) for kind in ("gather", "load")]
+
     head = f"{' | '.join(names)} |"
     dashes = "---|" * len(names)
     lines = [
@@ -271,21 +156,17 @@ def to_markdown(record: CompileRecord) -> str:
         f"| pool | a block | {head}",
         f"|---|---|{dashes}",
     ]
-    for pool in pools:
-        size = next(
-            _size(c.block_bytes) for (_, name), c in costs.items() if name == pool
-        )
+    for pool, figures in pools.items():
         cells = []
         for target in names:
-            both = [by_program.get((target, pool, kind)) for kind in ("gather", "load")]
             # Once, if they are alike.
-            texts = dict.fromkeys(_move_cell(move, blocks) for move in both)
+            texts = dict.fromkeys(map(_move_cell, both(target, pool)))
             cells.append("; ".join(texts))
-        lines.append(f"| {pool} | {size} | {' | '.join(cells)} |")
+        lines.append(f"| {pool} | {_size(figures.block_bytes)} | {' | '.join(cells)} |")
     padded = [
         f"| {pool} | {' | '.join(cells)} |"
         for pool in pools
-        for cells in [[_padding_cell(costs.get((target, pool))) for target in names]]
+        for cells in [[_padding_cell(both(name, pool)) for name in names]]
         if any(cell not in ("-", _NO_PADDING) for cell in cells)
     ]
     if padded:
@@ -302,8 +183,7 @@ def to_markdown(record: CompileRecord) -> str:
             *padded,
         ]
     judged = [r for r in record.results if not r.program.is_example]
-    moves = [r.program for r in judged if r.program.kind != "copy"]
-    numbers = sorted({program.num_blocks for program in moves})
+    numbers = sorted({r.program.num_blocks for r in judged if r.program.kind != "copy"})
     broken = len(record.broken)
     outcome = f"{broken} of them break a bound" if broken else "they keep every bound"
     if record.known:
@@ -341,14 +221,12 @@ def write_markdown(path: pathlib.Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _move_cell(row: Row | None, blocks: int) -> str:
-    if row is None:
+def _move_cell(move: Result | None) -> str:
+    if move is None:
         return "-"
-    chosen = [r for r in row.results if r.program.num_blocks == blocks]
-    figures = chosen[0].figures if chosen else None
-    if figures is None:
-        return "does not compile" if chosen else "-"
-    texts = []
+    if move.figures is None:
+        return "does not compile"
+    figures, texts = move.figures, []
     if figures.bytes_ratio is not None:
         texts.append(f"{_ratio(figures.bytes_ratio)}x")
     texts.append(f"{figures.kernels} k")
@@ -357,34 +235,33 @@ def _move_cell(row: Row | None, blocks: int) -> str:
     return ", ".join(texts)
 
 
-def _padding_cell(cost: BlockCost | None) -> str:
-    if cost is None:
-        return "-"
-    device = f"{cost.device_bytes / cost.block_bytes:.2f}"
-    if cost.host_bytes is None:
-        return device
-    return f"{device}, {cost.host_bytes / cost.block_bytes:.2f}"
+def _padding_cell(moves: list[Result | None]) -> str:
+    for move in moves:
+        if move is not None and move.figures is not None:
+            figures = move.figures
+            num_bytes = figures.block_bytes * move.program.num_blocks
+            device = f"{figures.moved_bytes / num_bytes:.2f}"
+            if figures.extent_host_bytes is None:
+                return device
+            return f"{device}, {figures.extent_host_bytes / num_bytes:.2f}"
+    return "-"
 
 
-def _ratio(value: float | None) -> str:
+def _ratio(value: float) -> str:
     """Format a ratio with about three digits.
 
-    >>> _ratio(1.0049), _ratio(582.01), _ratio(None)
-    ('1.00', '582', '-')
+    >>> _ratio(1.0049), _ratio(582.01)
+    ('1.00', '582')
     """
-    if value is None:
-        return "-"
     return f"{value:.2f}" if value < 9.995 else f"{value:.{1 if value < 99.5 else 0}f}"
 
 
-def _time(seconds: float | None) -> str:
+def _time(seconds: float) -> str:
     """Format an estimated time.
 
-    >>> _time(0.000182), _time(0.0119), _time(None)
-    ('182 us', '11.9 ms', '?')
+    >>> _time(0.000182), _time(0.0119)
+    ('182 us', '11.9 ms')
     """
-    if seconds is None:
-        return "?"
     return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"
 
 

@@ -44,7 +44,6 @@ class CompileRecord:
 
 
 def run_compile(config: CompileConfig, on_progress: OnProgress) -> CompileRecord:
-    """Compile all programs of a configuration."""
     started = time.monotonic()
     results: list[Result] = []
     for target, group in itertools.groupby(programs(config), lambda p: p.target):

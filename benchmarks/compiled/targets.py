@@ -58,11 +58,7 @@ _ENVIRONMENT: dict[Backend, dict[str, str]] = {
 
 
 def parse_target(text: str) -> Target:
-    """Find a target by its name, or by a topology of a TPU, such as ``"v6e:4x4"``.
-
-    >>> parse_target("v6e:4x4").topology
-    'v6e:4x4'
-    """
+    """Find a target by its name, or by a topology of a TPU, such as ``"v6e:4x4"``."""
     name, colon, _ = text.partition(":")
     by_name = {target.name: target for target in (*TARGETS, THIS_CPU)}
     if name not in by_name:

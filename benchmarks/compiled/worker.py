@@ -62,7 +62,8 @@ def _compile(program: Program) -> Reply:
 def measure(program: Program) -> Figures:
     """Compile a program; return what the compiler says."""
     with _compiler(program.target, program.pool):
-        copier = _copier(program)
+        rows = program.num_blocks * program.pool.blocks_per_host_block
+        copier = _make_copier(program.target, program.pool, rows)
         started = time.process_time()
         compiled = _compiled(copier, program)
         compile_s = time.process_time() - started
@@ -78,7 +79,7 @@ def measure(program: Program) -> Figures:
         census = hlo.take_census(str(compiled.as_text()), leaf_bytes, extent_dims)
         accessed, seconds = costs.get("bytes accessed"), costs.get("optimal_seconds")
         return Figures(
-            kernel=kernel_of(copier),
+            kernel=str(getattr(copier, "kernel", "xla")),
             leaves=len(leaves),
             block_bytes=sum(leaves) // num_blocks,
             pool_bytes=pool_bytes,
@@ -89,20 +90,9 @@ def measure(program: Program) -> Figures:
             estimated_s=seconds if seconds is not None and seconds > 0 else None,
             temp_bytes=stats.temp_size_in_bytes + stats.host_temp_size_in_bytes,
             alias_bytes=stats.alias_size_in_bytes,
-            host_bytes=census.host_bytes,
-            kernels=census.kernels,
-            host_copies=census.host_copies,
-            loops=census.loops,
-            unknown_loops=census.unknown_loops,
-            collectives=census.collectives,
-            whole_leaf=census.whole_leaf,
             compile_s=compile_s,
+            **vars(census),
         )
-
-
-def kernel_of(copier: Copier) -> str:
-    """Return what moves the rows: ``"xla"``, or ``"dma"`` for asynchronous copies."""
-    return str(getattr(copier, "kernel", "xla"))
 
 
 def describe(target: Target, pool: PoolShape) -> PoolLayout:
@@ -173,11 +163,6 @@ def _compiler(
         return contextlib.nullcontext()
     num_devices = 1 if pool.sharded_axis is None else NUM_DEVICES
     return cuda.compile_for_cuda(target.device, num_devices)
-
-
-def _copier(program: Program) -> Copier:
-    rows = program.num_blocks * program.pool.blocks_per_host_block
-    return _make_copier(program.target, program.pool, rows)
 
 
 @functools.lru_cache(maxsize=1)

@@ -62,18 +62,13 @@ def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(refused, fake):
     )
 
 
-def test_help_of_every_command_names_its_options_and_its_parts(capsys):
+def test_help_lists_the_commands_their_parts_and_their_options(capsys):
     for words, expected in (
         ("", "demo "),
         ("--version", "jaxkv 0."),
         ("--help", "doctor"),
         ("bench --help", "storage"),
-        *(
-            (f"{name} --help", "--json")
-            for name in ("demo", "replay", "plan", "doctor", "status", "verify")
-        ),
-        *((f"bench {name} --help", "--json") for name in ("transfer", "storage")),
-        *((f"store {name} --help", "--json") for name in ("ls", "size", "rm")),
+        ("store ls -h", "--json"),
     ):
         assert cli.main(words.split()) == 0
         assert expected in capsys.readouterr().out, words

@@ -124,6 +124,10 @@ status                          | URL: it is required
 status ftp://x                  | URL: 'ftp://x' must be the address of an engine's
 status x:y                      | URL: 'x:y' must be the address of an engine's metrics
 status 1 --every 0              | --every: '0' must be a number of at least 0.1
+
+verify --budget 10              | --budget: '10' must be a duration such as 90s or 10m
+verify --only block             | --only: unknown 'block': did you mean blocks?
+verify --resume                 | --resume: cannot use 'jaxkv-verify' (No such file
 """
 STANDS_FOR = {
     "SMALL": "synthetic:60",

@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 from jaxkv.tools.bench.transfer.plan import make_plan
-from jaxkv.tools.bench.transfer.records import ENGINE, Speed, TransferConfig, speed
+from jaxkv.tools.bench.transfer.records import (
+    DIRECTIONS,
+    ENGINE,
+    Speed,
+    TransferConfig,
+    speed,
+)
 from jaxkv.tools.bench.transfer.run import run_transfer
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.machine import available_memory_bytes
@@ -37,8 +43,6 @@ def measure_bandwidth(mode: Mode, on_progress: OnProgress) -> Bandwidth:
         block_sizes=(_BLOCK_BYTES,),
         rounds=_ROUNDS,
         mode=mode,
-        designs=(ENGINE,),
-        overlap=False,
         working_set_bytes=_WORKING_SET_BYTES,
     )
     plan = make_plan(config, None, available_memory_bytes())
@@ -46,13 +50,10 @@ def measure_bandwidth(mode: Mode, on_progress: OnProgress) -> Bandwidth:
         raise MemoryError("; ".join(plan.left_out))
     record = run_transfer(config, plan, on_progress)
     (result,) = record.results
-    engine_s = result.designs_s[ENGINE]
-    return Bandwidth(
-        _SIZE_BYTES,
-        _BLOCK_BYTES,
-        speed(_SIZE_BYTES, engine_s["save"]),
-        speed(_SIZE_BYTES, engine_s["load"]),
-        record.limit,
-        speed(_SIZE_BYTES, result.limit_s["save"]),
-        speed(_SIZE_BYTES, result.limit_s["load"]),
+    save, load, limit_save, limit_load = (
+        speed(_SIZE_BYTES, seconds[direction])
+        for seconds in (result.designs_s[ENGINE], result.limit_s)
+        for direction in DIRECTIONS
     )
+    sizes = _SIZE_BYTES, _BLOCK_BYTES
+    return Bandwidth(*sizes, save, load, record.limit, limit_save, limit_load)

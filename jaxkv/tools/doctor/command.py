@@ -60,7 +60,6 @@ output:
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     needed = check_names("--need", args.need or [], list(EXTRAS))
     check_files(args)
     # A server may be running on the device; set before jax starts.

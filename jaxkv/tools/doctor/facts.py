@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
@@ -28,6 +29,8 @@ from jaxkv.tools.machine import cpu_model, num_cpus, versions
 from jaxkv.transfer import limits, memory
 from jaxkv.transfer.kernels import Mode, choose_mode
 from jaxkv.transfer.limits import HostLimit, PinnedPool
+
+_T = TypeVar("_T")
 
 HIDDEN = "..."
 """What stands for a secret."""
@@ -77,13 +80,11 @@ class Facts:
 
     @property
     def machine_limit(self) -> HostLimit | None:
-        """The memory limit of the machine, if known."""
         machine = (limit for limit in self.limits if limit.source == limits.MACHINE)
         return next(machine, None)
 
     @property
     def cgroup_limits(self) -> tuple[HostLimit, ...]:
-        """The memory limits of the cgroups."""
         return tuple(limit for limit in self.limits if limit.source != limits.MACHINE)
 
 
@@ -108,6 +109,14 @@ def gather_facts(
         ]
     chosen_mode = None if config is None else config.transfer_mode
     backend, pool, mode = None, None, None
+
+    def attempt(call: Callable[[], _T]) -> _T | None:
+        try:
+            return call()
+        except ValueError as error:
+            refusals.append(_in_one_line(error))
+            return None
+
     try:
         device = jax.devices()[0]
     except (RuntimeError, AssertionError) as error:
@@ -116,23 +125,12 @@ def gather_facts(
         refusals.append(f"jax does not start: {why}")
     else:
         backend = _backend_of(device)
-        for check in (
-            lambda: memory.host_sharding(device),
-            lambda: memory.check_client(backend.platform, environ),
-            memory.check_jit,
-        ):
-            try:
-                check()
-            except ValueError as error:
-                refusals.append(_in_one_line(error))
-        try:
-            pool = limits.pinned_pool(backend.platform, environ)
-        except ValueError as error:
-            refusals.append(_in_one_line(error))
-        try:
-            mode = choose_mode(chosen_mode, backend.platform)
-        except ValueError as error:
-            refusals.append(_in_one_line(error))
+        name = backend.platform
+        attempt(lambda: memory.host_sharding(device))
+        attempt(lambda: memory.check_client(name, environ))
+        attempt(memory.check_jit)
+        pool = attempt(lambda: limits.pinned_pool(name, environ))
+        mode = attempt(lambda: choose_mode(chosen_mode, name))
     return Facts(
         system=_system(),
         versions=versions(),

@@ -58,7 +58,6 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
 def to_json(
     facts: Facts, best: Recommendation | None, findings: Sequence[Finding]
 ) -> dict[str, Any]:
-    """Convert a diagnosis for ``json.dump``."""
     return {
         "ok": all(finding.level != "wrong" for finding in findings),
         "recommended_host_bytes": None if best is None else best.num_bytes,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import queue
 import stat
 import threading
 import time
+from concurrent.futures import Future
 
 from jaxkv._util import one_line
 from jaxkv._util.extras import missing_packages
@@ -61,27 +61,24 @@ def look_at(url: str, store: Store, *, deadline_s: float = DEADLINE_S) -> Store:
 
     Nothing stays there: neither the object nor new folders.
     """
-    answers: queue.SimpleQueue[Store | ValueError] = queue.SimpleQueue()
+    answer: Future[Store] = Future()
     until_s = time.monotonic() + deadline_s
     late = StoreError("unreachable", f"it did not answer within {deadline_s:g} s")
 
     def look() -> None:
         try:
-            answers.put(_look_at(url, store, until_s))
+            answer.set_result(_look_at(url, store, until_s))
         except ValueError as error:
-            answers.put(error)
+            answer.set_exception(error)
         except Exception as error:
-            answers.put(_failed(store, StoreError("other", f"{error!r}")))
+            answer.set_result(_failed(store, StoreError("other", f"{error!r}")))
 
     # A call to a dead file server may never return.
     threading.Thread(target=look, name="jaxkv doctor", daemon=True).start()
     try:
-        answer = answers.get(timeout=deadline_s + 1)
-    except queue.Empty:
+        return answer.result(deadline_s + 1)
+    except TimeoutError:
         return _failed(store, late)
-    if isinstance(answer, ValueError):
-        raise answer
-    return answer
 
 
 def _look_at(url: str, store: Store, until_s: float) -> Store:

@@ -38,7 +38,6 @@ output:
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     check_files(args)
     url = full_url(args.url)
     before = read_page(url)

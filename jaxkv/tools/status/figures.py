@@ -111,7 +111,6 @@ class _Change:
         return None if grown is None else grown / self.interval_s
 
     def times(self, name: str) -> Times:
-        """Return the durations that a histogram counted."""
         num = self.grown(f"{name}_count") or 0.0
         total_s = self.grown(f"{name}_sum") or 0.0
         if num <= 0:

@@ -94,7 +94,6 @@ def parse(text: str, time_s: float) -> Page:
 
 
 def _reason(place: str, error: Exception) -> str:
-    """Explain a failed request."""
     is_connected = not isinstance(error, urllib.error.URLError)
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     match cause:

@@ -27,7 +27,6 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     check_files(args)
     with opened(args.url) as store, show_progress() as on_progress:
         namespaces = read_namespaces(store, on_progress)
@@ -67,7 +66,6 @@ def _lines(namespaces: list[Namespace], url: str) -> list[str]:
 
 
 def size_text(num_bytes: int | None) -> str:
-    """Format a size that may be unknown."""
     return "unknown" if num_bytes is None else rounded_size(num_bytes)
 
 

@@ -80,7 +80,6 @@ class Namespace:
                 self.limit = max(num_blocks, self.limit or 0)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert it for ``json.dump``."""
         return {
             "namespace": f"{ROOT}/{self.name}",
             "blocks": self.num_blocks,

@@ -62,7 +62,6 @@ output:
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     check_files(args)
     if args.namespace is None:
         raise UsageError("--namespace: it is required: `jaxkv store ls` has names")

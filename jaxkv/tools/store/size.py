@@ -22,7 +22,6 @@ output:
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     check_files(args)
     with opened(args.url) as store, show_progress() as on_progress:
         namespaces = read_namespaces(store, on_progress)

@@ -62,7 +62,6 @@ def _run_check(check: Check, turn: Turn) -> tuple[str, str, object]:
 
 
 def main(name: str, folder: str, seconds: str) -> None:
-    """Run a stage."""
     faulthandler.enable()
     end_s = time.monotonic() + float(seconds)
     log = StageLog(Path(folder, f"{name}.jsonl"))

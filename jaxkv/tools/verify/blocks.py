@@ -21,7 +21,7 @@ from jaxkv.tools.verify.oracle import (
 )
 from jaxkv.tools.verify.records import Check, Turn, UnsupportedError, WrongError
 from jaxkv.transfer import Compression, TransferEngine
-from jaxkv.transfer.memory import partition_spec, wait_for
+from jaxkv.transfer.memory import array_spec, partition_spec, wait_for
 from jaxkv.types import PyTree
 
 # What KV caches are made of, each in a pool of its own; the others share one.
@@ -74,15 +74,12 @@ class Pool(NamedTuple):
     order: tuple[int, ...] = ()  # Of the axes in memory; empty for the compiler's
 
 
-class Spec(NamedTuple):
-    """One leaf."""
-
-    shape: tuple[int, ...]
-    dtype: str = "bfloat16"
+def _leaf(shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return array_spec(shape, jnp.dtype(dtype))
 
 
-def _layers(shape: Sequence[int], dtype: str = "bfloat16", number: int = 2) -> Any:
-    return [Spec(tuple(shape), dtype) for _ in range(number)]
+def _layers(shape: tuple[int, ...], dtype: str = "bfloat16") -> list[Any]:
+    return [_leaf(shape, dtype)] * 2
 
 
 LAYOUTS = {
@@ -90,7 +87,7 @@ LAYOUTS = {
     "tpu-inference, bfloat16": Pool(_layers((24, 16, 8, 2, 128))),
     "tpu-inference, float8": Pool(_layers((24, 16, 4, 4, 128), "float8_e4m3fn")),
     "MaxText pages [heads, pages, tokens, dim]": Pool(_layers((4, 24, 16, 128)), 1),
-    "all layers in one array": Pool({"kv": Spec((4, 2, 24, 16, 2, 128))}, 2),
+    "all layers in one array": Pool({"kv": _leaf((4, 2, 24, 16, 2, 128))}, 2),
     "int8 with float32 scales beside": Pool(
         {"kv": _layers((24, 16, 8, 128), "int8"), "scale": _layers((8, 24), "float32")},
         {"kv": 0, "scale": 1},
@@ -103,9 +100,9 @@ LAYOUTS = {
     "mixed leaves in 2 layer groups": Pool(
         {
             "k": _layers((24, 3, 128)),
-            "q": (Spec((24, 5), "int8"), Spec((24, 3, 4), "float8_e5m2")),
-            "scalar": Spec((24,), "float32"),
-            "flag": Spec((24, 2, 2), "bool"),
+            "q": (_leaf((24, 5), "int8"), _leaf((24, 3, 4), "float8_e5m2")),
+            "scalar": _leaf((24,), "float32"),
+            "flag": _leaf((24, 2, 2), "bool"),
         },
         options={"layer_groups": 2},
     ),
@@ -129,7 +126,6 @@ def ways_here() -> tuple[Way, ...]:
 
 
 def list_checks() -> Sequence[Check]:
-    """List the checks."""
     checks: list[Check] = []
 
     def add(name: str, way: Way, run: Callable[..., Any], *args: Any) -> None:
@@ -180,9 +176,7 @@ def _check_dtypes(dtypes: Sequence[str], way: Way, turn: Turn) -> Any:
 def _check_layout(pool: Pool, way: Way, turn: Turn) -> Any:
     rng = np.random.default_rng(2)
     arrays = jax.tree.map(
-        lambda spec: random_array(rng, spec.shape, spec.dtype),
-        pool.specs,
-        is_leaf=lambda node: isinstance(node, Spec),
+        lambda spec: random_array(rng, spec.shape, spec.dtype), pool.specs
     )
     return _exercise(arrays, pool, way, turn)
 
@@ -211,8 +205,8 @@ def _exercise(
         device_pool = jax.jit(lambda x: x, out_shardings=layout)(device_pool)
     oracle = Oracle(arrays, pool.block_axis)
     engine = _make_engine(device_pool, pool, way)
-    rounds = turn.rounds(_NUM_ROUNDS, _NUM_ROUNDS)
-    num_rounds, num_blocks = exercise(engine, oracle, device_pool, rounds)
+    rng, rounds = np.random.default_rng(4), turn.rounds(_NUM_ROUNDS, _NUM_ROUNDS)
+    _, num_rounds, num_blocks = exercise(engine, oracle, device_pool, rng, rounds)
     figures = {"rounds": num_rounds, "blocks": num_blocks, "kernel": engine.kernel}
     text = f"{num_blocks:,} blocks in {num_rounds} rounds by {engine.kernel}"
     return f"{text}, {oracle.num_bytes / 1e6:,.1f} MB compared", figures

@@ -77,7 +77,6 @@ results:
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     names = check_names("--only", args.only or _NAMES, _NAMES)
     check_files(args)
     check_extra("verify", ("flax", "rich"))

@@ -36,7 +36,6 @@ _MAX_ROUNDS = 3
 
 
 def list_checks() -> Sequence[Check]:
-    """List the checks."""
     return [
         Check(name, functools.partial(_check, config))
         for name, config in _VARIANTS.items()

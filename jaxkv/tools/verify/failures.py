@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.tools.bench.transfer.records import DIRECTIONS
 from jaxkv.tools.verify.blocks import Way, ways_here
 from jaxkv.tools.verify.engine import SMALL, converse
 from jaxkv.tools.verify.oracle import Oracle, random_array, run_to_end, to_device
 from jaxkv.tools.verify.records import Check, Turn, UnsupportedError, WrongError
 from jaxkv.transfer import Completion, Ticket, TransferEngine
 from jaxkv.transfer.memory import array_spec, wait_for
+from jaxkv.transfer.tickets import Direction
 from jaxkv.types import PyTree
 
 if TYPE_CHECKING:
@@ -36,13 +38,15 @@ _MAX_PRODUCTS = 1 << 22
 
 
 def list_checks() -> Sequence[Check]:
-    """List the checks."""
     return [
         Check(_ALONE, _fail_alone, excuse=_NOT_INJECTED),
         *(
-            Check(f"{name} of a failed step ({way})", functools.partial(run, way))
+            Check(
+                f"{direction}s of a failed step ({way})",
+                functools.partial(_fail_one, way, direction),
+            )
             for way in ways_here()
-            for name, run in (("saves", _fail_saves), ("loads", _fail_loads))
+            for direction in DIRECTIONS
         ),
         Check("more host memory than there is", _ask_for_too_much),
         Check("saves and loads that fail under an engine", _fail_transfers, 4),
@@ -90,15 +94,7 @@ def _fail_alone(turn: Turn) -> Any:
     raise UnsupportedError(f"jax raises no error. {_NOT_INJECTED}")
 
 
-def _fail_saves(way: Way, turn: Turn) -> Any:
-    return _fail_one(way, turn, "save")
-
-
-def _fail_loads(way: Way, turn: Turn) -> Any:
-    return _fail_one(way, turn, "load")
-
-
-def _fail_one(way: Way, turn: Turn, direction: str) -> Any:
+def _fail_one(way: Way, direction: Direction, turn: Turn) -> Any:
     """Save blocks, let a transfer of a failed pool fail, and load the saved blocks."""
     alone = {result.name: result.verdict for result in turn.log.read().results}
     if alone.get(_ALONE, "PASS") != "PASS":

@@ -19,7 +19,7 @@ _MAX_NAMED = 6
 _NUM_COPIED = 3
 
 
-def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> Any:
+def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> Any:
     """Make an array of random bits, NaNs included.
 
     An array with room for all patterns of a type of one or two bytes has all.
@@ -62,11 +62,11 @@ class Oracle:
         named, _ = jax.tree.flatten_with_path(pool)
         self.num_bytes = 0  # Compared so far
         self._names = [f"pool{jax.tree_util.keystr(path)}" for path, _ in named]
-        self._axes = jax.tree.leaves(jax.tree.broadcast(block_axis, pool))
+        self.axes = jax.tree.leaves(jax.tree.broadcast(block_axis, pool))
         # The blocks of each leaf along its first axis.
-        self._leaves = [
-            np.moveaxis(as_words(leaf), axis, 0)
-            for (_, leaf), axis in zip(named, self._axes, strict=True)
+        self.leaves = [
+            np.moveaxis(np.array(leaf), axis, 0)
+            for (_, leaf), axis in zip(named, self.axes, strict=True)
         ]
         # The device blocks that each host block holds, by leaf; None if not saved.
         self.host: dict[int, list[list[NDArray[Any]] | None]] = {}
@@ -75,22 +75,20 @@ class Oracle:
         """Copy device blocks to host blocks; rows of device ids may have -1."""
         for row, host_id in zip(device_ids, host_ids, strict=True):
             self.host[int(host_id)] = [
-                None if block < 0 else [leaf[block].copy() for leaf in self._leaves]
+                None if block < 0 else [leaf[block].copy() for leaf in self.leaves]
                 for block in np.atleast_1d(row)
             ]
 
     def load(self, host_ids: Ids, device_ids: Ids) -> None:
-        """Copy host blocks to device blocks."""
         for host_id, row in zip(host_ids, device_ids, strict=True):
             held = self.host[int(host_id)]
             for block, arrays in zip(np.atleast_1d(row), held, strict=True):
                 if block >= 0 and arrays is not None:
-                    for leaf, array in zip(self._leaves, arrays, strict=True):
+                    for leaf, array in zip(self.leaves, arrays, strict=True):
                         leaf[block] = array
 
     def copy(self, source_ids: Ids, target_ids: Ids) -> None:
-        """Copy device blocks."""
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             leaf[target_ids] = leaf[source_ids]
 
     def check(self, pool: PyTree, when: str) -> None:
@@ -100,11 +98,11 @@ class Oracle:
         """
         arrays = jax.tree.leaves(pool)
         for name, leaf, array, axis in zip(
-            self._names, self._leaves, arrays, self._axes, strict=True
+            self._names, self.leaves, arrays, self.axes, strict=True
         ):
             whole = np.moveaxis(leaf, 0, axis)
             for shard in array.addressable_shards:
-                got, right = as_words(shard.data), whole[shard.index]
+                got, right = as_words(shard.data), as_words(whole[shard.index])
                 self.num_bytes += got.nbytes
                 if not np.array_equal(got, right):
                     start = shard.index[axis].start or 0
@@ -147,13 +145,16 @@ def check_successful(completions: Iterable[Completion]) -> None:
 
 
 def exercise(
-    engine: TransferEngine, oracle: Oracle, pool: PyTree, rounds: Iterable[int]
-) -> tuple[int, int]:
+    engine: TransferEngine,
+    oracle: Oracle,
+    pool: PyTree,
+    rng: np.random.Generator,
+    rounds: Iterable[int],
+) -> tuple[PyTree, int, int]:
     """Save, load elsewhere and copy random blocks; compare every bit each round.
 
-    Returns the number of rounds, and of the blocks that came back.
+    Returns the pool, the number of rounds, and of the blocks that came back.
     """
-    rng = np.random.default_rng(4)
     m, shards = engine.blocks_per_host_block, engine.num_shards
     device_ids = np.arange(engine.num_device_blocks, dtype=np.int32)
     host_ids = np.arange(engine.num_host_blocks, dtype=np.int32)
@@ -197,9 +198,10 @@ def exercise(
         oracle.load(np.array(sources), target_ids)
         if shards == 1:
             copied = rng.permutation(device_ids)[: 2 * _NUM_COPIED].reshape(2, -1)
+            copied[0, 1] = copied[0, 0]  # One of them twice
             pool = engine.copy(pool, *copied.tolist())
             oracle.copy(*copied)
         oracle.check(pool, f"after round {number + 1}")
         num_rounds += 1
         num_blocks += int((target_ids >= 0).sum())
-    return num_rounds, num_blocks
+    return pool, num_rounds, num_blocks

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.tools.bench.transfer.paged_pool import make_bits
 from jaxkv.tools.verify.blocks import Way, ways_here
 from jaxkv.tools.verify.busy import BusyStep
 from jaxkv.tools.verify.oracle import Ids, Oracle, check_successful, to_device
@@ -42,7 +43,6 @@ _SETUPS: Mapping[str, Mapping[str, Any]] = {
 
 
 def list_checks() -> Sequence[Check]:
-    """List the checks."""
     return [
         Check(f"{name} ({way})", functools.partial(_race, way, options, name))
         for way in ways_here()
@@ -52,12 +52,8 @@ def list_checks() -> Sequence[Check]:
 
 def make_blocks(xp: Any, tags: Any, leaf: int) -> Any:
     """Make the blocks of a leaf from their tags, i32[n, *_BLOCK], in NumPy or jax."""
-    element = xp.arange(int(np.prod(_BLOCK)), dtype=xp.uint32)
-    # Odd factors near 2^32 times a golden ratio spread even neighbouring tags.
-    start = tags.astype(xp.uint32) * np.uint32(2654435761)
-    offset = np.uint32(leaf * 2246822519 % 2**32)
-    words = (start + offset)[:, None] + (element * np.uint32(3266489917))[None, :]
-    return words.astype(xp.int32).reshape(-1, *_BLOCK)
+    bits = make_bits(xp, tags.astype(xp.uint32), leaf, math.prod(_BLOCK))
+    return bits.astype(xp.int32).reshape(-1, *_BLOCK)
 
 
 class _Race:

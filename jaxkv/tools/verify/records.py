@@ -104,7 +104,6 @@ class StageLog:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def read(self) -> State:
-        """Read what there is."""
         results: dict[str, Result] = {}
         begins: Counter[str] = Counter()
         current, excuse, num_checks, has_ended = None, "", 0, False

@@ -29,7 +29,6 @@ class Report(NamedTuple):
 
     @property
     def results(self) -> list[Result]:
-        """The results of all stages."""
         return [result for results in self.stages.values() for result in results]
 
     @property
@@ -47,7 +46,6 @@ class Report(NamedTuple):
 
     @property
     def machine(self) -> str:
-        """The machine, in words."""
         if not self.device:
             return "no device"
         host = self.device["machine"]
@@ -114,7 +112,6 @@ def reason_of(results: Sequence[Result]) -> str:
 
 
 def stage_lines(stage: Stage, results: Sequence[Result]) -> Iterator[str]:
-    """Yield a title and a line for each result."""
     yield f"{stage.name}: {stage.title}"
     for result in results:
         yield f"{result.verdict}  {result.name}: {result.detail}"
@@ -132,7 +129,6 @@ def last_lines(report: Report, folder: str) -> Iterator[str]:
 
 
 def to_json(report: Report, command: str) -> dict[str, Any]:
-    """Convert a report for ``json.dump``."""
     return {
         "verdict": report.verdict,
         "counts": count(report.results),
@@ -156,7 +152,6 @@ def to_json(report: Report, command: str) -> dict[str, Any]:
 
 
 def to_page(report: Report, command: str) -> str:
-    """Write the page."""
     finding = paragraphs([f"{report.verdict}: {count(report.results)}."], "finding")
     failed = [
         result._replace(name=f"{stage.name}: {result.name}")

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._util import size_text
+from jaxkv.tools.bench.transfer.designs import CopyLimit, DevicePutLimit
+from jaxkv.tools.bench.transfer.paged_pool import make_bits
+from jaxkv.tools.bench.transfer.records import DIRECTIONS
+from jaxkv.tools.bench.transfer.run import timed
 from jaxkv.tools.verify.busy import BusyStep
 from jaxkv.tools.verify.oracle import check_successful
 from jaxkv.tools.verify.records import Check, Turn, WrongError
 from jaxkv.transfer import TransferEngine
-from jaxkv.transfer.memory import HOST_KIND, partition_spec, wait_for
+from jaxkv.transfer.memory import partition_spec, wait_for
+from jaxkv.transfer.tickets import Direction
 from jaxkv.types import PyTree
 
 _MIB = 1 << 20
@@ -61,14 +67,6 @@ def _num_buses() -> int:
     return 1 if _is_cpu() else len(jax.local_devices())
 
 
-class _Side(Protocol):
-    """A way to move bytes; returns the seconds to the host and back."""
-
-    num_bytes: int
-
-    def time_both(self) -> tuple[float, float]: ...
-
-
 class _Bench:
     """A pool over all devices of this process, and an engine.
 
@@ -97,49 +95,45 @@ class _Bench:
         self._rng, self._turn = np.random.default_rng(9), 0
 
     def make_leaves(self, seed: int) -> list[Any]:
-        """Make leaves of numbered bits."""
+        """Make leaves whose blocks have tags from 2^20 times the seed on."""
 
-        def leaf(number: int) -> jax.Array:
-            element = jnp.arange(int(np.prod(self._shape)), dtype=jnp.uint32)
-            words = (element + seed) * np.uint32(2654435761) + np.uint32(number)
-            return (words >> 16).astype(jnp.uint16).reshape(self._shape)
+        def leaf(number: int) -> Any:
+            tags = jnp.arange(self._shape[0], dtype=jnp.uint32) + np.uint32(seed << 20)
+            bits = make_bits(jnp, tags, number, math.prod(self._shape[1:]))
+            return (bits >> 16).astype(jnp.uint16).reshape(self._shape)
 
         places = [self.place] * _NUM_LEAVES
         make = jax.jit(lambda: [*map(leaf, range(_NUM_LEAVES))], out_shardings=places)
         return [*make()]
 
     def choose(self) -> tuple[Any, Any]:
-        """Return the next device and host blocks, as a cache in use has them."""
+        """Choose the next device and host blocks, as a cache in use has them."""
         self._turn += 1
         device_ids = self._rng.permutation(2 * self.num_moved)[: self.num_moved]
         host_ids = np.arange(self.num_moved) + self._turn % _NUM_SETS * self.num_moved
-        return device_ids.astype(np.int32), host_ids.astype(np.int32)
+        self._ids = device_ids.astype(np.int32), host_ids.astype(np.int32)
+        return self._ids
 
     def drain(self) -> None:
-        """Wait for all transfers."""
         self.pool, done = self.engine.drain(self.pool)
         check_successful(done)
         wait_for(self.pool)
 
-    def time_both(self) -> tuple[float, float]:
-        """Save blocks and load them again."""
-        device_ids, host_ids = self.choose()
-        start_s = time.perf_counter()
-        self.engine.save(self.pool, device_ids, host_ids)
+    def copy(self, direction: Direction) -> None:
+        """Save the chosen blocks, or load them."""
+        device_ids, host_ids = self._ids
+        if direction == "save":
+            self.engine.save(self.pool, device_ids, host_ids)
+        else:
+            self.pool, _ = self.engine.load(self.pool, host_ids, device_ids)
         self.drain()
-        middle_s = time.perf_counter()
-        self.pool, _ = self.engine.load(self.pool, host_ids, device_ids)
-        self.drain()
-        return middle_s - start_s, time.perf_counter() - middle_s
 
     def check(self) -> None:
         """Load saved blocks into another pool, and compare all bits on the device."""
-        device_ids, host_ids = self.choose()
-        self.engine.save(self.pool, device_ids, host_ids)
-        self.drain()
+        device_ids, _ = self.choose()
+        self.copy("save")
         before, self.pool = self.pool, self.make_leaves(2)
-        self.pool, _ = self.engine.load(self.pool, host_ids, device_ids)
-        self.drain()
+        self.copy("load")
         differ = jax.jit(
             lambda before, after, ids: jnp.stack(
                 [jnp.any(a[ids] != b[ids]) for a, b in zip(before, after, strict=True)]
@@ -147,42 +141,6 @@ class _Bench:
         )
         if differ(before, self.pool, device_ids).any():
             raise WrongError("blocks are not what was saved")
-
-
-class _Whole:
-    """`device_put` of whole arrays."""
-
-    def __init__(self, arrays: Sequence[jax.Array]) -> None:
-        self._device = [array.sharding for array in arrays]
-        self._host = [place.with_memory_kind(HOST_KIND) for place in self._device]
-        self._on_device = [*arrays]
-        self._on_host: Any = None
-        self.num_bytes = sum(array.nbytes for array in arrays)
-
-    def time_both(self) -> tuple[float, float]:
-        self._on_host = None  # So that its memory is used again, as the engine's is.
-        start_s = time.perf_counter()
-        self._on_host = jax.device_put(self._on_device, self._host)
-        wait_for(self._on_host)
-        middle_s = time.perf_counter()
-        wait_for(jax.device_put(self._on_host, self._device))
-        return middle_s - start_s, time.perf_counter() - middle_s
-
-
-class _CopyTo:
-    """`np.copyto`, which on the CPU backend is all that the bus can do."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._arrays = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-
-    def time_both(self) -> tuple[float, float]:
-        device, host = self._arrays
-        start_s = time.perf_counter()
-        np.copyto(host, device)
-        middle_s = time.perf_counter()
-        np.copyto(device, host)
-        return middle_s - start_s, time.perf_counter() - middle_s
 
 
 def _compare_speeds(block_bytes: int, extent_bytes: int | None, turn: Turn) -> Any:
@@ -196,33 +154,43 @@ def _compare_speeds(block_bytes: int, extent_bytes: int | None, turn: Turn) -> A
     bench = _Bench(block_bytes, 64 * _MIB * num_buses, extent_bytes)
     halves = [leaf[: bench.num_moved] for leaf in bench.pool]
     large = jnp.concatenate([half.reshape(-1, *half.shape[2:]) for half in halves])
-    sides: dict[str, _Side] = {"engine": bench, "device_put": _Whole(halves)}
-    sides["bus"] = _CopyTo(bench.num_bytes) if _is_cpu() else _Whole([large])
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    bus: CopyLimit | DevicePutLimit = (
+        CopyLimit(bench.num_bytes, bench.num_bytes)
+        if _is_cpu()
+        else DevicePutLimit([large])
+    )
+    sides: dict[str, Callable[[Direction], None]] = {
+        "engine": bench.copy,
+        "device_put": DevicePutLimit([halves]).copy,
+        "bus": bus.copy,
+    }
+    seconds: dict[str, dict[Direction, list[float]]] = {
+        name: {direction: [] for direction in DIRECTIONS} for name in sides
+    }
     for number in turn.rounds(_MIN_ROUNDS, _MAX_ROUNDS):
+        bench.choose()
         for name in (*sides, *sides)[number % 3 : number % 3 + 3]:
-            seconds[name].append(sides[name].time_both())
+            for direction, times in seconds[name].items():
+                times.append(timed(functools.partial(sides[name], direction)))
     bench.check()
     speeds: dict[str, Any] = {
         name: {
-            f"{direction}_{kind}": sides[name].num_bytes / 1e9 / choose(times)
             # The first round only touches the memory.
-            for direction, times in zip(
-                ("save", "load"), zip(*rounds[1:], strict=True), strict=True
-            )
+            f"{direction}_{kind}": bench.num_bytes / 1e9 / choose(times[1:])
+            for direction, times in by_direction.items()
             for kind, choose in (("best", min), ("p50", statistics.median))
         }
-        for name, rounds in seconds.items()
+        for name, by_direction in seconds.items()
     }
-    engine, put, bus = speeds.values()
+    engine, put, limit = speeds.values()
     texts = [
         f"{name} {engine[name + '_best']:.1f} GB/s at best "
-        f"({engine[name + '_best'] / bus[name + '_best']:.0%} of the bus, "
+        f"({engine[name + '_best'] / limit[name + '_best']:.0%} of the bus, "
         f"{engine[name + '_best'] / put[name + '_best']:.1f} times device_put)"
         for name in ("save", "load")
     ]
     figures: dict[str, Any] = {"num_bytes": bench.num_bytes, "gb_per_s": speeds}
-    is_slow = min(engine[n] / bus[n] for n in ("save_best", "load_best")) < _OK_SHARE
+    is_slow = min(engine[n] / limit[n] for n in ("save_best", "load_best")) < _OK_SHARE
     if extent_bytes is None and is_slow and not _is_cpu():
         figures["advice"] = (
             "Blocks move at less than 80% of the bus: set extent_bytes to the fastest "

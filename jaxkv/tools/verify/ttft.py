@@ -14,7 +14,6 @@ _CONFIG = DemoConfig(conversations=5, turns=3, device_blocks=220)
 
 
 def list_checks() -> Sequence[Check]:
-    """List the checks."""
     return [Check("returning prompts of 3,000 tokens, the demo's model", _measure)]
 
 

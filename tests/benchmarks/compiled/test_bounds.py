@@ -2,11 +2,8 @@
 
 import dataclasses
 
-import pytest
-
 from benchmarks.compiled.bounds import KNOWN_BREAKS, bounds_of, broken_bounds
 from benchmarks.compiled.pools import default_pools
-from benchmarks.compiled.records import Result, block_costs
 from benchmarks.compiled.run import judge
 from benchmarks.compiled.targets import TARGETS
 from tests.benchmarks.compiled.examples import GOOD, MIB, program
@@ -105,14 +102,3 @@ def test_a_known_break_fails_no_run():
     assert {name for broken in KNOWN_BREAKS for name in broken.pools} <= {
         pool.name for pool in default_pools()
     }
-
-
-@pytest.mark.parametrize(
-    ("sizes", "chosen"), [((1, 2, 4), 4), ((1, 8, 64), 8), ((16, 64), 16)]
-)
-def test_a_block_is_costed_by_the_smallest_move_of_eight_or_else_the_largest(
-    sizes, chosen
-):
-    results = [Result(program(num_blocks=size), GOOD, None) for size in sizes]
-    (cost,) = block_costs(tuple(results))
-    assert cost.num_blocks == chosen

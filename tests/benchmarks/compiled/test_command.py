@@ -32,15 +32,13 @@ def run_line(capsys, tmp_path):
 
 @pytest.fixture
 def refused(capsys):
-    """Runs a command line that must be refused; returns the last line of the error."""
+    """Runs a command line that must be refused; returns the error."""
 
     def run(line):
-        with pytest.raises(SystemExit) as raised:
-            command.main(line.split())
-        assert raised.value.code == 2
+        assert command.main(line.split()) == 2
         out, err = capsys.readouterr()
-        assert out == ""
-        return err.splitlines()[-1]
+        assert (out, err.count("\n")) == ("", 1)
+        return err
 
     return run
 
@@ -80,13 +78,9 @@ def test_it_compiles_prints_and_writes(run_line, tmp_path):
     assert {"jax", "jaxkv"} <= written["versions"].keys()
     results = {result["program"]: result for result in written["results"]}
     assert list(results) == ["gather", "merge", "load", "copy"]
-    for name, result in results.items():
-        (line,) = (li for li in out.splitlines() if li.startswith(f"  {name} "))
-        cells = line.removeprefix(f"  {name}").split()
-        assert cells[2] == str(result["kernels"])
-        assert result["broken"] == []
-    assert written["block_costs"][0]["block_bytes"] == 2 * 4 * 2 * 16 * 4
-    assert "  your pool         1 KiB" in out
+    assert all(result["broken"] == [] for result in results.values())
+    assert "Saves and loads of 4 blocks in" in out
+    assert "| your pool | 1 KiB | " in out
     last = out.splitlines()[-1]
     assert last.startswith("4 programs for cpu in ")
     assert last.endswith(" s: every bound holds")
@@ -105,8 +99,6 @@ def test_a_broken_bound_is_listed_and_is_the_exit_code(compilers, run_line):
     use(figures)
     line = "--target v5e --shape 2048,16,8,2,128"
     out, *_ = run_line(line, 1)
-    (row,) = [line for line in out.splitlines() if line.startswith("!")]
-    assert row.split()[:2] == ["!", "load"]
     assert (
         "v5e, your pool, load of 8, 64, 512 blocks: 99 kernels, at most 4; "
         "collectives: all-gather" in out
@@ -140,7 +132,6 @@ def test_known_breaks_are_listed_and_fail_no_run(compilers, run_line):
     assert configs[1].blocks == (1, 8, 64, 512)
     assert "NVIDIA H200" in out
     assert "MLA, padded to 640: 32 x bfloat16[2048,8,2,640]" in out
-    assert max(len(line) for line in out.split("Each figure")[0].splitlines()) <= 100
     assert out.rstrip().endswith("every bound holds")
 
 
@@ -187,25 +178,26 @@ def test_tables_go_between_the_markers_of_a_page(
     # A page with half of the markers is left alone.
     half = f"{start}\nold\n"
     page.write_text(half)
-    assert refused(line).endswith("after it")
+    assert refused(line).endswith("after it\n")
     assert page.read_text() == half
 
 
 REFUSED = """
---targt v5e                 | unrecognized arguments: --targt v5e
---target v7                 | unknown 'v7': choose from v5e, v5p, v6e
+--targt v5e                 | unknown option '--targt': did you mean --target?
+--target v7                 | --target: unknown 'v7': choose from v5e, v5p, v6e
 --target h200:8             | 'h200:8' names a topology, which only a TPU
-CPU --shape 3,x             | 'x' must be a whole number from 1
+CPU --shape 3,x             | --shape: 'x' must be a whole number from 1
 CPU --shape 3,4 --block-axis 2 | block axis 2 must be from 0 to 1
 CPU --shape 4,6 --shard 1   | axis 1 has 6, which 4 devices cannot
 CPU --shape 3,4 --dtype int4 | --dtype: 'int4' is no dtype of numbers
 CPU --dtype int8            | --dtype: it belongs to --shape or --model
-CPU --leaves 3              | --leaves: it belongs to --shape
+CPU --row-major             | --row-major: it belongs to --shape
 CPU --block-size 3          | --block-size: it belongs to --model
 CPU --shape 3,4 --model .   | --shape and --model: give one of them
 CPU --model nowhere         | 'nowhere' is neither a file nor a known mod
 CPU --quick --blocks 3      | --quick chooses by itself, without --blocks
-CPU --json .                | Is a directory: '.'
+CPU --json .                | --json: cannot write '.' (Is a directory)
+CPU --markdown .            | Is a directory: '.'
 """
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.compiled.plan import (
     CompileConfig,
-    Program,
     programs,
     quick_config,
 )
@@ -71,10 +70,7 @@ def test_the_quick_part_has_every_layout_program_and_target():
         assert targets == {"v5e", "v5p", "v6e", "tpu7x"}
 
 
-def test_a_program_is_described_in_one_line():
-    pool = default_pools()[0]
-    target = parse_target("v5e")
-    assert Program(target, pool, "merge", 8).label == "v5e, tpu-inference, merge of 8"
+def test_a_pool_is_described_in_one_line():
     tokens = PoolShape("x", (64, 4), 2, blocks_per_host_block=16, scales=((64, 1),) * 2)
     assert tokens.shard_blocks == 4
     assert tokens.text == ("2 x bfloat16[64,4], 16 together, and 2 x float32[64,1]")

@@ -106,18 +106,6 @@ def test_the_command_writes_the_figures_and_ends_with_the_verdict(
     run_line(line, 1)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("verify --budget 10", "--budget: '10' must be a duration such as 90s or 10m"),
-        ("verify --only block", "--only: unknown 'block': did you mean blocks?"),
-        ("verify --resume", "--resume: cannot use 'jaxkv-verify' (No such file"),
-    ],
-)
-def test_wrong_use_is_one_line(line, words, refused):
-    assert words in refused(line)
-
-
 @pytest.mark.skipif(find_browser() is None, reason="there is no browser")
 def test_the_page_fits_a_phone_and_fetches_nothing(tmp_path):
     path = tmp_path / "a.html"

@@ -71,7 +71,6 @@ USAGE = Usage(
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     record = measure(args, StorageBench)
     report.print_results(record)
     write_files(args, partial(report.to_json, record))
@@ -81,7 +80,6 @@ def run(args: Args) -> int:
 def measure(
     args: Args, make_bench: Callable[[StorageConfig], StorageBench]
 ) -> StorageRecord:
-    """Measure what a command line asks for."""
     check_files(args)
     check_extra("bench")
     config = _config_of(args)

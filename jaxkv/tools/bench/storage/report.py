@@ -50,7 +50,6 @@ def print_results(record: StorageRecord, more_notes: Sequence[str] = ()) -> None
 
 
 def to_json(record: StorageRecord) -> dict[str, Any]:
-    """Convert a record for ``json.dump``."""
     return {
         "machine": {
             **machine(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -10,8 +9,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
@@ -94,7 +93,6 @@ class Blocks:
         self.payloads: list[NDArray[np.uint8]] = []
 
     def renew(self) -> None:
-        """Make the blocks of the next round."""
         num_blocks, block_bytes = self.shape
         raw = np.frombuffer(self._random.bytes(num_blocks * block_bytes), np.uint8)
         self.payloads = list(raw.reshape(self.shape))
@@ -335,15 +333,7 @@ class StoreAlone(Side):
                 answers_of(answers)
 
     def names(self) -> list[str]:
-        """Name the blocks of the round."""
         return [f"{self._folder}/{key.hex()}" for key in self.blocks.keys]
-
-
-def wait_for(futures: Iterable[Future[Any]]) -> None:
-    """Wait for futures, and release each result, as a tier does with blocks."""
-    pending = collections.deque(futures)
-    while pending:
-        pending.popleft().result(_ANSWER_S)
 
 
 def _time(

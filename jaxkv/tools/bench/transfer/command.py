@@ -72,7 +72,6 @@ USAGE = Usage(
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     config = config_of(args)
     plan = check_plan(args, config)
     report.print_plan(config, plan)
@@ -92,7 +91,6 @@ def run(args: Args) -> int:
 
 
 def config_of(args: Args) -> TransferConfig:
-    """Return the measurement that a command line asks for."""
     return TransferConfig(
         sizes=tuple(args.sizes),
         block_sizes=tuple(args.block_sizes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import jax
@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.tools.bench.transfer.paged_pool import Pool
-from jaxkv.transfer import Completion, TransferEngine, memory
+from jaxkv.transfer import TransferEngine, memory
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.tickets import Direction
+from jaxkv.types import PyTree
 
 Ids: TypeAlias = NDArray[np.int32]
 
@@ -40,27 +41,20 @@ class EngineDesign:
         self.engine.warm_up()
 
     def save(self, pool: Pool, device_ids: Ids, host_ids: Ids) -> None:
-        """Copy blocks to the host."""
         self.engine.save(pool, device_ids, host_ids)
         self.drain(pool)
 
     def load(self, pool: Pool, host_ids: Ids, device_ids: Ids) -> Pool:
-        """Copy blocks to the device."""
         pool, _ = self.engine.load(pool, host_ids, device_ids)
         return self.drain(pool)
 
     def drain(self, pool: Pool) -> Pool:
         """Wait for all transfers; return the pool, or raise the error of one."""
         pool, completions = self.engine.drain(pool)
-        raise_errors(completions)
+        for completion in completions:
+            if completion.error is not None:
+                raise completion.error
         return pool
-
-
-def raise_errors(completions: Iterable[Completion]) -> None:
-    """Raise the error of a transfer that failed."""
-    for completion in completions:
-        if completion.error is not None:
-            raise completion.error
 
 
 class CopyLimit:
@@ -88,40 +82,37 @@ class CopyLimit:
 
 
 class DevicePutLimit:
-    """On an accelerator: `device_put` of one large array between the two memories."""
+    """On an accelerator: `device_put` of arrays between the two memories, in turn."""
 
     name = "device_put"
 
-    def __init__(self, working_set_bytes: int, num_bytes: int):
-        device = jax.devices()[0]
-        self._device = jax.sharding.SingleDeviceSharding(device)
-        self._host = memory.host_sharding(device)
-        self._num_pieces = -(-working_set_bytes // num_bytes)
-        self._next = 0
-        zeros = jax.jit(lambda: jnp.zeros(num_bytes // 2, jnp.uint16))
-        self._on_device: list[jax.Array | None] = [
-            zeros() for _ in range(self._num_pieces)
-        ]
-        self._on_host: list[jax.Array | None] = list(
-            jax.device_put(self._on_device, self._host)
+    def __init__(self, on_device: Sequence[PyTree]):
+        self._device = jax.tree.map(lambda leaf: leaf.sharding, on_device[0])
+        self._host = jax.tree.map(
+            lambda place: place.with_memory_kind(memory.HOST_KIND), self._device
         )
+        self._next = 0
+        self._on_device: list[PyTree] = [*on_device]
+        self._on_host = [jax.device_put(piece, self._host) for piece in on_device]
         memory.wait_for(self._on_host)
 
     def copy(self, direction: Direction) -> None:
-        """Copy the bytes once."""
+        """Copy the next of the arrays."""
         index = self._next
-        self._next = (self._next + 1) % self._num_pieces
-        source, target, sharding = (
+        self._next = (self._next + 1) % len(self._on_device)
+        source, target, place = (
             (self._on_device, self._on_host, self._host)
             if direction == "save"
             else (self._on_host, self._on_device, self._device)
         )
         target[index] = None  # So that its warm memory is reused.
-        target[index] = jax.device_put(source[index], sharding)
+        target[index] = jax.device_put(source[index], place)
         memory.wait_for(target[index])
 
 
 def make_limit(working_set_bytes: int, num_bytes: int) -> CopyLimit | DevicePutLimit:
     """Make the limit of this machine for transfers of `num_bytes`."""
-    is_cpu = jax.devices()[0].platform == "cpu"
-    return (CopyLimit if is_cpu else DevicePutLimit)(working_set_bytes, num_bytes)
+    if jax.devices()[0].platform == "cpu":
+        return CopyLimit(working_set_bytes, num_bytes)
+    zeros = jax.jit(lambda: jnp.zeros(num_bytes // 2, jnp.uint16))
+    return DevicePutLimit([zeros() for _ in range(-(-working_set_bytes // num_bytes))])

@@ -7,6 +7,8 @@ bits with the tags.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +30,7 @@ class PagedPool:
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
         self.block_shape = (2, block_bytes // num_layers // BLOCK_ROW_BYTES, 128)
-        self.tags: NDArray[np.uint32] = np.arange(num_blocks + 1, dtype=np.uint32)
+        self.tags: NDArray[np.uint32] = np.arange(num_blocks, dtype=np.uint32)
         options = compiler_options(jax.devices()[0].platform)
 
         def fill(tags: jax.Array) -> Pool:
@@ -44,11 +46,6 @@ class PagedPool:
 
         self.leaves: Pool = jax.jit(fill, compiler_options=options)(self.tags)
         self._count_wrong = jax.jit(count, compiler_options=options)
-
-    @property
-    def scratch_block(self) -> int:
-        """The block that no transfer touches."""
-        return self.num_blocks
 
     def check(self, ids: NDArray[np.int32] | None = None) -> int:
         """Count the blocks whose bits differ from their tags.
@@ -67,16 +64,21 @@ class PagedPool:
         return sum(counts)
 
     def _pattern(self, tags: jax.Array, layer: int) -> jax.Array:
-        """Make blocks from their tags.
-
-        Returns bf16[n, *block_shape]. Shapes: tags: u32[n].
-        """
-        element = jnp.arange(np.prod(self.block_shape), dtype=jnp.uint32)
-        # Odd factors near 2^32 times a golden ratio spread even neighbouring tags.
-        start = tags * np.uint32(2654435761) + jnp.uint32(layer * 2246822519 % 2**32)
-        bits = start[:, None] + (element * np.uint32(3266489917))[None, :]
+        """Make blocks, bf16[n, *block_shape], from their tags, u32[n]."""
+        bits = make_bits(jnp, tags, layer, int(np.prod(self.block_shape)))
         high = (bits >> 16).astype(jnp.uint16).reshape(-1, *self.block_shape)
         return jax.lax.bitcast_convert_type(high, jnp.bfloat16)
+
+
+def make_bits(xp: Any, tags: Any, leaf: int, num_elements: int) -> Any:
+    """Make the bits of a leaf's blocks, u32[n, num_elements], from their tags, u32[n].
+
+    `xp` is NumPy or `jax.numpy`.
+    """
+    element = xp.arange(num_elements, dtype=xp.uint32)
+    # Odd factors near 2^32 times a golden ratio spread even neighbouring tags.
+    start = tags * np.uint32(2654435761) + np.uint32(leaf * 2246822519 % 2**32)
+    return start[:, None] + (element * np.uint32(3266489917))[None, :]
 
 
 def _bits(array: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ class TransferConfig:
     rounds: int = 15
     mode: Mode | None = None  # None for the engine's default
     designs: tuple[str, ...] = (ENGINE,)
-    overlap: bool = False  # also measure how much a running step hides
+    overlap: bool = False  # kept for readers of the JSON
     working_set_bytes: int | None = None  # None for the size of the last-level cache
     mean_run: int | None = None  # None for 128, or a sixteenth of all if that is less
 
@@ -45,7 +45,6 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the transfer."""
         return self.block_bytes * self.num_blocks
 
 
@@ -59,7 +58,6 @@ class Speed:
 
 
 def speed(num_bytes: int, seconds: Sequence[float]) -> Speed:
-    """Convert the times of the rounds to speeds."""
     return Speed(
         best_gb_per_s=num_bytes / min(seconds) / 1e9,
         p50_gb_per_s=num_bytes / statistics.median(seconds) / 1e9,
@@ -76,7 +74,6 @@ class Ratio:
 
     @property
     def p50(self) -> float:
-        """The median of the ratios by round."""
         return self.quartiles[1]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 from jaxkv._util import size_text
 from jaxkv.tools.bench.transfer.plan import Plan
@@ -33,12 +33,10 @@ from jaxkv.tools.pictures import (
 )
 from jaxkv.transfer.tickets import Direction
 
-_T = TypeVar("_T")
 Row: TypeAlias = list[str]
 
 
 def print_plan(config: TransferConfig, plan: Plan) -> None:
-    """Print the cases to measure, and those left out."""
     where = machine()
     cache_bytes = where["last_level_cache_bytes"]
     cache = size_text(cache_bytes) if isinstance(cache_bytes, int) else "unknown"
@@ -58,7 +56,6 @@ def print_plan(config: TransferConfig, plan: Plan) -> None:
 def print_results(
     record: TransferRecord,
     more_rows: Callable[[CaseResult], Iterable[Row]] = lambda result: (),
-    more_notes: Sequence[str] = (),
 ) -> None:
     """Print the speed of each design next to the limit."""
 
@@ -82,7 +79,7 @@ def print_results(
     for direction in DIRECTIONS:
         columns += [f"{direction}, GB/s", f"of {record.limit}"]
     sections = [(_name_of(result), rows(result)) for result in record.results]
-    print_table(columns, sections, [units_note(record.config.rounds), *more_notes])
+    print_table(columns, sections, [units_note(record.config.rounds)])
 
 
 def make_row(
@@ -101,7 +98,6 @@ def _name_of(result: CaseResult) -> str:
 
 
 def units_note(rounds: int) -> str:
-    """Explain the figures of a table."""
     return (
         "GB are 10^9 bytes. best: the fastest round; p50: the median of "
         f"{rounds} rounds, of ratios too."
@@ -128,7 +124,6 @@ def _number(value: float) -> str:
 
 
 def to_json(record: TransferRecord) -> dict[str, Any]:
-    """Convert a record for ``json.dump``."""
     return {
         "machine": machine(),
         "config": dataclasses.asdict(record.config),
@@ -141,30 +136,26 @@ def to_json(record: TransferRecord) -> dict[str, Any]:
     }
 
 
-def by_direction(value: Callable[[Direction], _T]) -> dict[str, _T]:
-    """Map both directions."""
-    return {direction: value(direction) for direction in DIRECTIONS}
-
-
 def _result_json(result: CaseResult) -> dict[str, Any]:
     num_bytes, limit_s = result.case.num_bytes, result.limit_s
 
     def design(seconds: Any) -> dict[str, Any]:
-        return by_direction(
-            lambda d: {
+        return {
+            d: {
                 **dataclasses.asdict(speed(num_bytes, seconds[d])),
                 "of_limit": dataclasses.asdict(ratio(seconds[d], limit_s[d])),
             }
-        )
+            for d in DIRECTIONS
+        }
 
-    # Rivals and a running step are measured by `benchmarks/transfer.py` alone.
+    # Rivals are measured by `benchmarks/transfer.py` alone.
     return {
         "size_bytes": num_bytes,
         "block_bytes": result.case.block_bytes,
         "num_blocks": result.case.num_blocks,
-        "limit": by_direction(
-            lambda d: dataclasses.asdict(speed(num_bytes, limit_s[d]))
-        ),
+        "limit": {
+            d: dataclasses.asdict(speed(num_bytes, limit_s[d])) for d in DIRECTIONS
+        },
         "designs": {
             name: design(design_s) for name, design_s in result.designs_s.items()
         },

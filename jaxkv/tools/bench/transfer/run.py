@@ -58,7 +58,7 @@ class Bench:
         config: TransferConfig,
         cases: list[Case],
         working_set_bytes: int,
-        designs: Mapping[str, MakeDesign] = DESIGNS,
+        designs: Mapping[str, MakeDesign],
     ):
         self.config, self.cases = config, cases
         self._working_set_bytes = working_set_bytes
@@ -74,10 +74,10 @@ class Bench:
             self._fill(self.sides[name])
 
     @property
-    def engine(self) -> EngineDesign | None:
-        """The transfer engine, if it is measured."""
-        side = self.sides.get(ENGINE)
-        return side.design if side and isinstance(side.design, EngineDesign) else None
+    def mode(self) -> str | None:
+        """The mode of the transfer engine; None if it is not measured."""
+        design = self.sides[ENGINE].design if ENGINE in self.sides else None
+        return design.engine.mode if isinstance(design, EngineDesign) else None
 
     def measure(self, case: Case, title: str, on_progress: OnProgress) -> CaseResult:
         """Time one case: all designs in every round, in rotating order."""
@@ -99,7 +99,7 @@ class Bench:
                 ):
                     name = names[(number + place) % len(names)]
                     if name == _LIMIT:
-                        duration_s = _timed(functools.partial(limit.copy, direction))
+                        duration_s = timed(functools.partial(limit.copy, direction))
                     elif direction == "save":
                         duration_s, _ = self._save(self.sides[name], case)
                     else:
@@ -133,7 +133,7 @@ class Bench:
         device_ids = self._device_ids.next(case.num_blocks)
         host_ids = side.save_ids.next(case.num_blocks)
         pool = self.paged.leaves
-        duration_s = _timed(lambda: side.design.save(pool, device_ids, host_ids))
+        duration_s = timed(lambda: side.design.save(pool, device_ids, host_ids))
         side.tags[host_ids] = self.paged.tags[device_ids]
         return duration_s, host_ids
 
@@ -149,7 +149,7 @@ class Bench:
         def load() -> None:
             paged.leaves = side.design.load(paged.leaves, host_ids, device_ids)
 
-        duration_s = _timed(load)
+        duration_s = timed(load)
         paged.tags[device_ids] = side.tags[host_ids]
         return duration_s, device_ids
 
@@ -165,7 +165,7 @@ def run_transfer(
     config: TransferConfig,
     plan: Plan,
     on_progress: OnProgress,
-    make_bench: Callable[[TransferConfig, list[Case], int], Bench] = Bench,
+    designs: Mapping[str, MakeDesign] = DESIGNS,
 ) -> TransferRecord:
     """Measure all cases of a plan; raise BytesDifferError if a block changes."""
     results: list[CaseResult] = []
@@ -174,11 +174,11 @@ def run_transfer(
     for block_bytes, cases in by_block:
         label = f"{size_text(block_bytes)} blocks"
         on_progress(f"{label}: filling host memory", 0, 0)
-        bench = make_bench(config, list(cases), plan.working_set_bytes)
+        bench = Bench(config, list(cases), plan.working_set_bytes, designs)
         for case in bench.cases:
             title = f"{label}, {size_text(case.num_bytes)}"
             results.append(bench.measure(case, title, on_progress))
-        mode = bench.engine.engine.mode if bench.engine else None
+        mode = bench.mode
         # Free it before the next one: two working sets may not fit.
         del bench
         gc.collect()
@@ -192,7 +192,8 @@ def run_transfer(
     )
 
 
-def _timed(call: Callable[[], None]) -> float:
+def timed(call: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     start_s = time.perf_counter()
     call()
     return time.perf_counter() - start_s

@@ -13,7 +13,7 @@ from jaxkv.transfer.storage import objects as objects_module
 from jaxkv.transfer.storage import open_store
 from tests.rigs.children import DEVNULL, Child
 from tests.rigs.command_line import LAUNCHER
-from tests.rigs.servers import redis_server, s3_server
+from tests.rigs.servers import redis_server
 from tests.rigs.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("plain_output")
@@ -65,14 +65,6 @@ def test_redis_is_measured_and_keeps_nothing(tmp_path, capsys):
         store = open_store(url)
         assert list(store.list("jaxkv1")) == []
         store.close()
-
-
-def test_s3_is_measured_over_http(capsys, monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-    with s3_server("blocks") as (endpoint, _):
-        assert bench(f"s3://blocks/b?endpoint={endpoint}", *SMALL) == 0
-    assert f"{JAXKV} : {ALONE}" in capsys.readouterr().out
 
 
 def test_a_store_that_fails_or_bytes_that_differ_are_one_line(
