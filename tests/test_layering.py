@@ -38,7 +38,7 @@ CEILINGS = {
     "tiers": 4_480,
     "search": 570,
     "scheduling": 10_175,
-    "observe": 1_910,
+    "observe": 1_895,
     "strict": 1_010,
     "config": 960,
     "jaxkv": 95,
