@@ -25,10 +25,11 @@ from common import make_parser, show_machine, write_figures
 from jaxkv._util import parse_bytes
 from jaxkv.integrations.jetstream import Key, PrefixCache, PrefixValue
 from tests.rigs.jetstream_double import (
-    Driver,
+    NO_CACHE,
     Engine,
     Flushing,
     common_length,
+    drive,
     num_bytes,
     shared_prompts,
 )
@@ -56,6 +57,7 @@ class WholePrefixCache:
 
     def save(self, key: Key, value: PrefixValue) -> bool:
         """Keep a cache, and evict others to make room for it."""
+        value = dataclasses.replace(value, prefix_size_bytes=num_bytes(value.prefix))
         with self._lock:
             if key in self._values or value.prefix_size_bytes > self.host_bytes:
                 return False
@@ -77,18 +79,18 @@ class WholePrefixCache:
                 key=lambda held_key: common_length(key, held_key),
                 default=(),
             )
-            if common_length(key, best) < max(min_common_prefix_key_length or 0, 1):
+            common = key[: common_length(key, best)]
+            if len(common) < max(min_common_prefix_key_length or 0, 1):
                 return None
             self._values.move_to_end(best)
-            value = self._values[best]
-            return dataclasses.replace(value, prefix=jax.device_put(value.prefix))
+            prefix = jax.device_put(self._values[best].prefix)
+            return dataclasses.replace(self._values[best], prefix=prefix, tokens=common)
 
 
 def serve(prompts: list[tuple[int, ...]], cache: Any) -> tuple[list[list[int]], int]:
     """Answer prompts; give the tokens and the chunks that were computed."""
     engine = Engine()
-    with Driver([engine], [engine.init_params()], prefix_cache_inst=cache) as driver:
-        return driver.answer(prompts), engine.num_chunks
+    return drive([engine], engine.init_params(), prompts, cache)
 
 
 def num_distinct_blocks(prompts: list[tuple[int, ...]]) -> int:
@@ -107,7 +109,7 @@ def num_distinct_blocks(prompts: list[tuple[int, ...]]) -> int:
 def measure(num_prompts: int, host_bytes: int) -> list[dict[str, object]]:
     """Serve the prompts in every way; one row for each."""
     prompts = shared_prompts(num_prompts)
-    expected, num_chunks = serve(prompts, None)
+    expected, num_chunks = serve(prompts, NO_CACHE)
     rows: list[dict[str, object]] = [
         {"cache": "none", "room": None, "held": 0, "set_aside": 0, "chunks": num_chunks}
     ]

@@ -38,12 +38,12 @@ CEILINGS = {
     "tiers": 4_480,
     "search": 570,
     "scheduling": 10_175,
-    "observe": 1_910,
+    "observe": 1_895,
     "strict": 1_010,
     "config": 960,
     "jaxkv": 95,
     "tools": 15_085,
-    "integrations": 8_380,
+    "integrations": 8_320,
 }
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}
 CORE |= sys.stdlib_module_names

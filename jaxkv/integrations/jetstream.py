@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import jax
 from jax.experimental.layout import Format
@@ -45,26 +45,6 @@ ExtrasOf: TypeAlias = Callable[[Key], Extras | None]
 _RECENT_LOADS = 100
 
 _log = logging.getLogger(__name__)
-
-
-class ValueLike(Protocol):
-    """A value to save: JetStream's ``prefix_cache.Value``, or `PrefixValue`."""
-
-    @property
-    def prefix(self) -> PyTree:
-        """The engine's cache."""
-
-    @property
-    def tokens(self) -> Key:
-        """Its tokens."""
-
-    @property
-    def true_length(self) -> int:
-        """Number of tokens that it holds."""
-
-    @property
-    def padded_length(self) -> int:
-        """Number of tokens that it has room for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +129,9 @@ class PrefixCache(Resource):
             ValueError: An argument is wrong, or missing.
             TypeError: An argument has a wrong type.
         """
-        has_storage = _check_store(store, model, weights_epoch)
+        _check_store(store, model, weights_epoch)
         version_of = getattr(extras_of, "version_of", "known")
-        if has_storage and version_of is None:
+        if store.get("storage") is not None and version_of is None:
             raise ValueError(
                 "storage needs an AdapterWatch(version_of=...): without it, adapters "
                 "are distinguished only within this process."
@@ -167,7 +147,7 @@ class PrefixCache(Resource):
         options = {"namespace": namespace, **store}
         self._extras_of = extras_of or (lambda key: NO_EXTRAS)
         self._adapter: Extras | None = None  # The fixed one of a view.
-        self._shared = _Shared(options, sequence_axes, has_storage)
+        self._shared = _Shared(options, sequence_axes)
 
     def for_adapter(
         self, lora_name: str | None, salt: str | None = None
@@ -285,14 +265,15 @@ class PrefixCache(Resource):
             device=template.shardings,
         )
 
-    def save(self, key: Key, value: ValueLike) -> bool:
+    def save(self, key: Key, value: Any) -> bool:
         """Save the full blocks of a prompt.
 
         Returns before the bytes have left the device; the arrays may be donated.
 
         Args:
             key: The prompt.
-            value: The engine's cache of it.
+            value: The engine's cache of it: JetStream's ``prefix_cache.Value``, or a
+                `PrefixValue`.
 
         Returns:
             Whether all its full blocks, at least one, are held or in flight. False if
@@ -305,7 +286,7 @@ class PrefixCache(Resource):
             self._shared.record_error("save", error)
             return False
 
-    def _save(self, key: Key, value: ValueLike) -> bool:
+    def _save(self, key: Key, value: Any) -> bool:
         if tuple(value.tokens[: len(key)]) != tuple(key):
             raise ValueError(
                 f"the value has the tokens {shown(value.tokens)}, which do not begin "
@@ -317,7 +298,7 @@ class PrefixCache(Resource):
         state = self._shared.begun.find(self._adapter, key) or (0, extras)
         check_whole(0, true_length=value.true_length)
         template = self._shared.learn(value.prefix, value.padded_length, again=False)
-        num_tokens = min(len(key), value.true_length)
+        num_tokens: int = min(len(key), value.true_length)
         kv, only_if = template.split(value.prefix)
         if state != (self._shared.num_early_clears, extras):
             return False  # Other weights or another adapter computed it.
@@ -381,9 +362,7 @@ class PrefixCache(Resource):
 class _Shared:
     """The state that a cache shares with its views for adapters."""
 
-    def __init__(
-        self, options: dict[str, Any], rules: AxisRules | None, has_storage: bool
-    ):
+    def __init__(self, options: dict[str, Any], rules: AxisRules | None):
         self.template: PrefixTemplate | None = None
         # Clears before the store was made; the store counts later ones.
         self.num_early_clears = 0
@@ -394,7 +373,6 @@ class _Shared:
         )
         self._options = options
         self._rules = rules
-        self._has_storage = has_storage
         # Held while the layout is learnt, which may take long. `_lock` guards the
         # counters, so that reading them never waits for it.
         self._learning = threading.Lock()
@@ -422,7 +400,7 @@ class _Shared:
             if self.template is None:
                 try:
                     self.template = PrefixTemplate(
-                        prefix, padded_length, self._rules, self._make_store
+                        prefix, padded_length, self._rules, self._options
                     )
                 except (MemoryError, StoreError, ImportError) as error:
                     self._learn_error = error
@@ -430,20 +408,10 @@ class _Shared:
                 self._learn_error = None
             return self.template
 
-    def _make_store(
-        self, kv: list[jax.Array], axes: list[int], describe: Callable[[], str]
-    ) -> PrefixStore:
-        options = dict(self._options)
-        if self._has_storage:
-            options["namespace"] = dataclasses.replace(
-                options["namespace"], layout=describe()
-            )
-        return PrefixStore(kv, sequence_axis=axes, **options)
-
     def clear(self, weights_epoch: str | None) -> None:
         """Forget all prompts; the weights have another name from now on."""
         with self._learning:
-            if self._has_storage:
+            if self._options.get("storage") is not None:
                 check_weights_epoch(weights_epoch)
             if self.template is not None:
                 self.template.store.clear(weights_epoch)
@@ -493,8 +461,8 @@ class _Shared:
             return dict(self._errors)
 
 
-def _check_store(keys: StoreKeys, model: str, weights_epoch: str) -> bool:
-    """Check the arguments of a store; return whether it has a storage behind it.
+def _check_store(keys: StoreKeys, model: str, weights_epoch: str) -> None:
+    """Check the arguments of a store.
 
     The store is made once the engine's cache is known, when a wrong argument would only
     be a line in the log.
@@ -515,7 +483,7 @@ def _check_store(keys: StoreKeys, model: str, weights_epoch: str) -> bool:
     check_whole(1, max_pending_saves=keys.get("max_pending_saves", 1))
     no_storage = StoreKeys.__annotations__.keys() - StorageKeys.__annotations__.keys()
     storage = {name: value for name, value in keys.items() if name not in no_storage}
-    return storage_config(storage, model, weights_epoch) is not None
+    storage_config(storage, model, weights_epoch)
 
 
 def _check_rules(rules: object) -> None:

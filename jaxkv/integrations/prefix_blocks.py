@@ -156,12 +156,8 @@ def join(blocks: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def _resize(array: jax.Array, axis: int, length: int) -> jax.Array:
-    size = array.shape[axis]
-    if size > length:
-        return jax.lax.slice_in_dim(array, 0, length, axis=axis)
-    if size == length:
-        return array
-    padding = [(0, length - size if a == axis else 0, 0) for a in range(array.ndim)]
+    padding = [(0, 0, 0)] * array.ndim
+    padding[axis] = 0, length - array.shape[axis], 0  # Negative to drop tokens.
     return jax.lax.pad(array, jnp.zeros((), array.dtype), padding)
 
 

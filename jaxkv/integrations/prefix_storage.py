@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import threading
 import time
@@ -152,25 +153,11 @@ class PrefixStorage:
         )
         self._stats = stats
         self._gate = Gate(rules, stats)
+        self._names = map(str, itertools.count())  # Of requests.
         open_storage = functools.partial(
             config.open_storage, copier.engine, namespace=namespace
         )
         self.worker = cast(StorageWorker, copier.run(open_storage).result())
-        try:
-            num_blocks = self.worker.num_blocks(cast(int, config.storage_bytes))
-            self.tier = StorageTier(block_size, num_blocks)
-        except BaseException:
-            self.worker.close()
-            raise
-        below = TierBelow(
-            self.tier,
-            rules.storage_write,
-            rules.max_storage_blocks,
-            rules.storage_probe_s or 0.0,
-            has_other_writers=True,
-        )
-        self._storage = Boundary(self._groups, manager, below, rules)
-        self._num_queries = 0
         # Prefixes to fetch once the store has answered their probes.
         self._prefetches: dict[str, list[BlockKey]] = {}
         self._num_waiting = 0
@@ -180,6 +167,16 @@ class PrefixStorage:
         self._pause_s = _MIN_PAUSE_S
         self._wake = threading.Event()
         try:
+            num_blocks = self.worker.num_blocks(cast(int, config.storage_bytes))
+            self.tier = StorageTier(block_size, num_blocks)
+            below = TierBelow(
+                self.tier,
+                rules.storage_write,
+                rules.max_storage_blocks,
+                rules.storage_probe_s or 0.0,
+                has_other_writers=True,
+            )
+            self._storage = Boundary(self._groups, manager, below, rules)
             # The thread must not keep this, and gigabytes, from being collected.
             self._thread = start_thread(
                 "jaxkv prefix storage",
@@ -221,7 +218,7 @@ class PrefixStorage:
         self._storage.note_asked(keys)
         self._wake.set()
         until_s = time.monotonic() + self._deadline_s
-        name = self._next_name()
+        name = next(self._names)
         # Each round fetches as much as there is room for.
         while self._begin(name, keys, min_tokens, is_expected):
             self._num_waiting += 1
@@ -241,7 +238,7 @@ class PrefixStorage:
 
     def prefetch(self, keys: list[BlockKey]) -> None:
         """Begin to fetch the blocks of a prefix that only the store has."""
-        self._go_on_with(self._next_name(), keys)
+        self._go_on_with(next(self._names), keys)
 
     def reset(self) -> None:
         """Forget the store's blocks and the blocks in flight; the host was cleared."""
@@ -285,10 +282,6 @@ class PrefixStorage:
     @property
     def _is_idle(self) -> bool:
         return self._is_listed and not self._storage.has_writes
-
-    def _next_name(self) -> str:
-        self._num_queries += 1
-        return str(self._num_queries)
 
     def _go_on_with(self, name: str, keys: list[BlockKey]) -> None:
         """Prefetch a prefix, at once or when the store has answered a probe."""

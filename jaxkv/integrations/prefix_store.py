@@ -39,6 +39,7 @@ from jaxkv.integrations.prefix_storage import (
 )
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
 from jaxkv.observe.start import log_start
+from jaxkv.scheduling.plan import check_rates
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tiers.base import PrepareStoreOutput
 from jaxkv.tiers.retention import check_retention
@@ -74,7 +75,8 @@ class PrefixStore(Resource):
 
     `save` takes the arrays of one prompt and returns before its bytes have left the
     device; the arrays may be donated from then on. `load` returns the KV of the longest
-    prefix on the host, in new arrays that are placed like the template's.
+    prefix on the host, in new arrays that are placed like the template's. `tokens` is a
+    prompt, int[n], and `extras` are the adapter and salt that its KV depends on.
 
     Any thread may call. The store's thread dispatches the transfers one at a time,
     loads before saves. A block can be hit once its bytes have arrived. A wrong token,
@@ -289,10 +291,7 @@ class PrefixStore(Resource):
         Raises:
             ValueError: It is negative, or not a number.
         """
-        if not (_is_number(tokens_per_s) and 0 <= tokens_per_s < float("inf")):
-            raise ValueError(
-                f"tokens_per_s={shown(tokens_per_s)} must be a number of at least 0."
-            )
+        check_rates(tokens_per_s=tokens_per_s)
         with self._lock:
             if self._storage is not None:
                 self._storage.note_prefill_rate(tokens_per_s)
@@ -313,7 +312,8 @@ class PrefixStore(Resource):
         Raises:
             ValueError: `timeout_s` is not a number.
         """
-        if not (timeout_s is None or _is_number(timeout_s)):
+        is_number = isinstance(timeout_s, numbers.Real) and timeout_s == timeout_s
+        if timeout_s is not None and (not is_number or isinstance(timeout_s, bool)):
             raise ValueError(
                 f"timeout_s={shown(timeout_s)} must be a number of seconds, or None."
             )
@@ -326,10 +326,6 @@ class PrefixStore(Resource):
 
         Call it for a prompt that waits in a queue. It returns at once, and does nothing
         without `storage`.
-
-        Args:
-            tokens: int[n]. The prompt.
-            extras: The adapter and salt that it was saved with.
         """
         epoch, keys = self._keys(tokens, extras)
         if self._storage is not None:
@@ -354,14 +350,8 @@ class PrefixStore(Resource):
     def begin(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> int:
         """Return the epoch of a prompt that is computed from now on.
 
-        Call it before the weights are read, and pass the epoch to `load` and `save`.
-
-        Args:
-            tokens: int[n]. The prompt.
-            extras: The adapter and salt that its KV depends on.
-
-        Returns:
-            The number of calls of `clear` so far.
+        Call it before the weights are read, and pass the epoch to `load` and `save`. It
+        is the number of calls of `clear` so far.
 
         Example:
             >>> import jax.numpy as jnp
@@ -773,12 +763,6 @@ class PrefixStore(Resource):
                 if not ok:  # They must not be hit again.
                     self._manager.discard(keys)
                     self._stats.num_loads_failed += 1
-
-
-def _is_number(value: object) -> bool:
-    """Whether this is a number, infinity included."""
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and value == value
 
 
 def _answer(only_if: Callable[[], bool] | None) -> bool:

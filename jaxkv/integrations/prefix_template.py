@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +41,12 @@ class PrefixTemplate:
         prefix: PyTree,
         padded_length: int,
         rules: AxisRules | None,
-        make_store: Callable[
-            [list[jax.Array], list[int], Callable[[], str]], PrefixStore
-        ],
+        store_options: Mapping[str, Any],
     ):
-        """Read the layout of a cache, which is not kept.
+        """Read the layout of a cache, which is not kept, and make the store.
 
         `find_sequence_axes` describes `rules`; without rules, `padded_length` is the
-        length of sequence axes. `make_store` gets the arrays with KV, their sequence
-        axes, and `describe`.
+        length of sequence axes. With storage, the layout becomes part of the namespace.
         """
         arrays = arrays_of("the prefix", prefix)
         self._treedef = jax.tree.structure(prefix)
@@ -71,8 +69,13 @@ class PrefixTemplate:
         first, axis = next(iter(kv.items()))
         self.padded_length: int = arrays[first].shape[axis]
         self.num_bytes = sum(array.nbytes for array in arrays)
-        self.store = make_store(
-            [arrays[n] for n in kv], list(kv.values()), self.describe
+        options = dict(store_options)
+        if options.get("storage") is not None:
+            options["namespace"] = dataclasses.replace(
+                options["namespace"], layout=self._describe()
+            )
+        self.store = PrefixStore(
+            [arrays[n] for n in kv], sequence_axis=list(kv.values()), **options
         )
 
     @property
@@ -81,25 +84,6 @@ class PrefixTemplate:
         return jax.tree.unflatten(
             self._treedef, [leaf.sharding for leaf in self._leaves]
         )
-
-    def describe(self) -> str:
-        """Encode what caches that are rebuilt from one another's KV have in common.
-
-        That is the paths and axes of the KV, and the constant leaves. It waits for the
-        device.
-        """
-        entries: list[list[object]] = []
-        for leaf in self._leaves:
-            if leaf.axis is not None:
-                entries.append([leaf.path, leaf.axis])
-                continue
-            digest = None
-            if leaf.constant is not None:
-                content = np.asarray(leaf.constant).tobytes()
-                digest = hashlib.sha256(content).hexdigest()
-            shape = list(leaf.aval.shape)
-            entries.append([leaf.path, str(leaf.aval.dtype), shape, digest])
-        return json.dumps(entries)
 
     def split(
         self, prefix: PyTree
@@ -133,6 +117,24 @@ class PrefixTemplate:
             else:
                 arrays.append(jnp.array(constant, copy=True))
         return jax.tree.unflatten(self._treedef, arrays)
+
+    def _describe(self) -> str:
+        """Encode what caches that are rebuilt from one another's KV have in common.
+
+        That is the paths and axes of the KV, and the constant leaves.
+        """
+        entries: list[list[object]] = []
+        for leaf in self._leaves:
+            if leaf.axis is not None:
+                entries.append([leaf.path, leaf.axis])
+                continue
+            digest = None
+            if leaf.constant is not None:
+                content = np.asarray(leaf.constant).tobytes()
+                digest = hashlib.sha256(content).hexdigest()
+            shape = list(leaf.aval.shape)
+            entries.append([leaf.path, str(leaf.aval.dtype), shape, digest])
+        return json.dumps(entries)
 
     def _all_same(self, same: list[tuple[str, jax.Array]]) -> bool:
         differing = [path for path, is_same in same if not is_same]

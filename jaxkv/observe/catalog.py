@@ -32,7 +32,7 @@ class BlockCatalog:
         >>> catalog.find(keys[1]).parent == keys[0]
         True
         >>> catalog.note(OffloadingEvent(keys, 2, "CPU", removed=False))
-        >>> catalog.num_held("CPU"), catalog.num_held("GPU")
+        >>> len(catalog.held("CPU")), len(catalog.held("GPU"))
         (2, 0)
     """
 
@@ -69,10 +69,6 @@ class BlockCatalog:
     def find(self, key: BlockKey) -> KeyedBlock | None:
         """Return the block of a key; None if it is not known."""
         return self._blocks.get(key)
-
-    def num_held(self, medium: str) -> int:
-        """Count the distinct blocks on a tier."""
-        return len(self._tiers.get(medium, ()))
 
     def held(self, medium: str) -> Mapping[BlockKey, int]:
         """Return the blocks on a tier and the number of copies of each."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from jaxkv.search.groups import (
 from jaxkv.tiers.base import OffloadingEvent
 from jaxkv.types import BlockKey
 
+_MakeHash: TypeAlias = Callable[[BlockKey], BlockHash]
+
 
 def describe(
     event: OffloadingEvent,
@@ -48,12 +50,11 @@ def describe(
     all tiers. Without `groups`, the kinds of groups are left out. With
     `int_block_hashes`, keys are 64-bit numbers, vLLM's default.
     """
-    make_hash = _hash_as_int if int_block_hashes else _hash_as_bytes
-    if event.block_hashes and not event.removed:
-        keys = catalog.device_keys(event)
-        return _describe_stored(event, keys, catalog, groups, make_hash)
+    make_hash: _MakeHash = _hash_as_int if int_block_hashes else bytes
     if event.block_hashes:
         keys = catalog.device_keys(event)
+        if not event.removed:
+            return _describe_stored(event, keys, catalog, groups, make_hash)
     elif any(medium != event.medium for medium in catalog.media()):
         keys = catalog.copies(event.medium)
     else:
@@ -73,7 +74,7 @@ def describe_all(
     int_block_hashes: bool = False,
 ) -> list[KVEvent]:
     """Return `AllBlocksCleared` and KV events of all blocks on the tiers."""
-    make_hash = _hash_as_int if int_block_hashes else _hash_as_bytes
+    make_hash: _MakeHash = _hash_as_int if int_block_hashes else bytes
     events: list[KVEvent] = [AllBlocksCleared()]
     for medium in catalog.media():
         copies = catalog.copies(medium)
@@ -96,7 +97,7 @@ def _describe_stored(
     device_keys: Iterable[BlockKey],
     catalog: BlockCatalog,
     groups: Sequence[GroupSpec],
-    make_hash: Callable[[BlockKey], BlockHash],
+    make_hash: _MakeHash,
 ) -> list[KVEvent]:
     stored: list[KVEvent] = []
     for keys, blocks in _runs(device_keys, catalog):
@@ -192,10 +193,6 @@ def kind_of(groups: Sequence[GroupSpec], group: int) -> tuple[str | None, int | 
             return "chunked_local_attention", None
         case Mamba():
             return "mamba", None
-
-
-def _hash_as_bytes(key: BlockKey) -> BlockHash:
-    return key
 
 
 def _hash_as_int(key: BlockKey) -> BlockHash:

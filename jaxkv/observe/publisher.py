@@ -31,17 +31,17 @@ _RETRY_S = 0.1
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class PublisherStats:
     """Counts of batches and requests so far."""
 
-    num_published: int  # Batches passed to the subscribers' connections.
-    num_queued: int  # Batches that wait in the queue.
-    num_dropped_full: int  # Batches dropped because the queue was full.
-    num_retold: int  # Batches that listed all blocks on the tiers again, after a drop.
-    num_unknown_blocks: int  # Stored blocks without tokens, unknown to the catalogue.
-    num_replays: int  # Answered replay requests.
-    num_bad_requests: int  # Malformed replay requests.
+    num_published: int = 0  # Batches passed to the subscribers' connections.
+    num_queued: int = 0  # Batches that wait in the queue.
+    num_dropped_full: int = 0  # Batches dropped because the queue was full.
+    num_retold: int = 0  # Batches that listed all blocks on the tiers, after a drop.
+    num_unknown_blocks: int = 0  # Stored blocks without tokens, not in the catalogue.
+    num_replays: int = 0  # Answered replay requests.
+    num_bad_requests: int = 0  # Malformed replay requests.
 
 
 class EventPublisher(Resource):
@@ -140,8 +140,7 @@ class EventPublisher(Resource):
         self._next_seq = 0
         self._is_short = False  # A batch was dropped.
         self._is_closed = self._is_ringing = False
-        self._num_published = self._num_dropped = self._num_retold = 0
-        self._num_unknown = self._num_replays = self._num_bad_requests = 0
+        self._stats = PublisherStats()
 
         # A separate context: destroying it closes only these sockets.
         self._context = zmq.Context()
@@ -185,7 +184,7 @@ class EventPublisher(Resource):
             seq = self._next_seq
             self._next_seq += 1
             if is_full:
-                self._num_dropped += 1
+                self._stats.num_dropped_full += 1
                 self._is_short = True
                 return
             if self._is_short:
@@ -194,7 +193,7 @@ class EventPublisher(Resource):
                     self._groups,
                     int_block_hashes=self._int_block_hashes,
                 )
-                self._num_retold += 1
+                self._stats.num_retold += 1
                 self._is_short = False
             self._queue.append(
                 (seq, KVEventBatch(float(self._clock()), kv_events, self._rank))
@@ -204,15 +203,7 @@ class EventPublisher(Resource):
     @property
     def stats(self) -> PublisherStats:
         """Counts of batches and requests so far."""
-        return PublisherStats(
-            num_published=self._num_published,
-            num_queued=len(self._queue),
-            num_dropped_full=self._num_dropped,
-            num_retold=self._num_retold,
-            num_unknown_blocks=self._num_unknown,
-            num_replays=self._num_replays,
-            num_bad_requests=self._num_bad_requests,
-        )
+        return dataclasses.replace(self._stats, num_queued=len(self._queue))
 
     def close(self) -> None:
         """Send the queued batches, end the thread, and release the addresses."""
@@ -256,7 +247,7 @@ class EventPublisher(Resource):
                 int_block_hashes=self._int_block_hashes,
             )
             self.catalog.note(event)
-        self._num_unknown += count_unknown(kv_events)
+        self._stats.num_unknown_blocks += count_unknown(kv_events)
         return kv_events
 
     def _ring(self) -> None:
@@ -307,18 +298,18 @@ class EventPublisher(Resource):
             with self._lock:
                 self._is_short = True
         else:
-            self._num_published += 1
+            self._stats.num_published += 1
             self._outage.end()
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Answer a replay request: ``(client, b"", sequence number)``."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1]:
-            self._num_bad_requests += 1
+            self._stats.num_bad_requests += 1
             return
         client, _, start = frames
         for number, payload in self._buffer:
             if int.from_bytes(number, "big") >= int.from_bytes(start, "big"):
                 replay.send_multipart((client, b"", number, payload))
         replay.send_multipart((client, b"", END_OF_REPLAY, b""))
-        self._num_replays += 1
+        self._stats.num_replays += 1

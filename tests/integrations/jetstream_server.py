@@ -143,7 +143,6 @@ def main():
             state |= {
                 "hit_tokens": cache.stats.num_host_hit_tokens,
                 "errors": dict(cache.errors),
-                "statistic": cache.gen_statistic_str(),
             }
         print("STATE " + json.dumps(state), file=answers, flush=True)
     del server

@@ -21,7 +21,6 @@ from jaxkv import (
     SlidingWindow,
 )
 from jaxkv.integrations.engine_hooks import EngineHooks
-from jaxkv.strict import StrictError
 
 # The examples are files to be run, not a package.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -122,51 +121,6 @@ def test_tokens_are_those_of_the_model_alone_whatever_happens(mode, seed, monkey
     stats = traffic.engine.hooks.scheduler.stats
     assert stats.num_loaded > 0
     assert bool(stats.num_loads_failed) == (mode == "failing loads")
-
-
-def test_strict_mode_names_an_adapter_that_frees_blocks_without_its_hook(monkeypatch):
-    monkeypatch.setenv("JAXKV_STRICT", "1")
-    engine = example.OffloadingEngine(24, 40)
-    engine.hooks.free = lambda request, has_ended: None
-    requests = [engine.submit(f"r{n}", [n] * 9, 3 + 9 * n) for n in range(2)]
-    engine.resume()
-    engine.thread.join()
-    assert requests[0].future.result() == answer((0,) * 9, 3)
-    with pytest.raises(
-        StrictError, match="before you free them, call request_finished"
-    ):
-        requests[1].future.result()
-
-
-def run_until(engine, condition):
-    """Step on this thread, each step being read before the next one is scheduled."""
-    for _ in range(200):
-        while not engine.calls.empty():
-            engine.calls.get()()
-        if condition():
-            return
-        output = engine.schedule()
-        engine.execute(output)
-        engine.update_from_output(output)
-    raise AssertionError("the engine does not get there")
-
-
-def test_a_loaded_request_runs_before_a_preempted_one_without_blocks():
-    """The preempted one is at the head of the queue, where it waits for free blocks."""
-    engine = example.OffloadingEngine(12, 40)
-    prompt = list(range(30))
-    first = engine.submit("first", prompt, 1)
-    run_until(engine, lambda: first.has_ended and not engine.has_work())
-    engine.pool.reset()
-    long = engine.submit("long", [50] * 10, 20)  # 3 blocks at first, then more.
-    again = engine.submit("again", prompt, 1)  # The other 8 blocks.
-    run_until(engine, lambda: engine.hooks.is_loading(again))
-    engine.max_running = 1  # It is still in the queue once `long` needs a block.
-    run_until(engine, lambda: again.has_ended)
-    assert long.num_preemptions == 1
-    run_until(engine, lambda: long.has_ended)
-    assert long.future.result() == answer((50,) * 10, 20)
-    assert engine.hooks.scheduler.stats.num_loaded >= 7
 
 
 def make_hooks(groups=BLOCK, content_of=None, **rules):

@@ -10,28 +10,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import Extras, TraceRecorder, make_lru
+from jaxkv import Extras, make_lru
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.jetstream_adapters import AdapterWatch
 from jaxkv.integrations.prefix_blocks import compare_shapes, find_sequence_axes
 from jaxkv.integrations.prefix_store import PrefixStore
-from jaxkv.tools.replay.traces import read_trace
 from jaxkv.transfer.storage import StoreError
 from tests.integrations.test_prefix_store import state_of
 from tests.rigs.jetstream_double import (
+    NO_CACHE,
     AdapterStore,
-    Driver,
     Engine,
     Flushing,
+    drive,
     num_bytes,
     shared_prompts,
 )
-from tests.rigs.known_kv import check_equal
+from tests.rigs.known_kv import check_equal, known_kv, to_device
 from tests.rigs.refusals import check_refusals, wrong_calls
 
 POLICY = make_lru(512, 4096)  # Compiled once.
-ENGINE = Engine()
-PARAMS = ENGINE.init_params()
+PARAMS = Engine().init_params()
 
 
 @pytest.fixture
@@ -49,18 +48,14 @@ def make(closing):
     return make
 
 
-def serve(prompts, cache, num_threads=1, adapters=None, **options):
+def serve(prompts, cache=NO_CACHE, num_threads=1):
     """Answer prompts; return the tokens and the number of computed chunks."""
-    engines = [Engine() for _ in range(num_threads)]
-    params = [dict(PARAMS) for _ in engines]
-    with Driver(engines, params, prefix_cache_inst=cache) as driver:
-        answers = driver.answer(prompts, **options)
-    return answers, sum(engine.num_chunks for engine in engines)
+    return drive([Engine() for _ in range(num_threads)], PARAMS, prompts, cache)
 
 
 def test_fifty_prompts_get_the_same_tokens_from_one_copy_of_each_block(make):
     prompts = shared_prompts(50)
-    expected, chunks_without = serve(prompts, None)
+    expected, chunks_without = serve(prompts)
     assert len({tuple(answer) for answer in expected}) > 25, "all answers are alike"
     cache, chunk = make(), Engine.prefill_chunk_size
     answers, num_chunks = serve(prompts, Flushing(cache))
@@ -78,7 +73,7 @@ def test_fifty_prompts_get_the_same_tokens_from_one_copy_of_each_block(make):
 
 def test_four_prefill_threads_get_the_same_tokens_from_a_small_store(make):
     prompts = shared_prompts(24, seed=1)
-    expected, _ = serve(prompts, None)
+    expected, _ = serve(prompts)
     cache = make(num_host_blocks=24, cache_policy="arc", max_pending_saves=2)
     for _ in range(2):
         answers, _ = serve(prompts, cache, num_threads=4)
@@ -90,24 +85,15 @@ def test_four_prefill_threads_get_the_same_tokens_from_a_small_store(make):
     assert (cache.stats.num_dropped_failed, cache.stats.num_loads_failed) == (0, 0)
 
 
+BUFFERS = {
+    "generated": np.zeros((5, 2, 8), np.float32),
+    "index": np.full((1,), 3, np.int32),
+}
+
+
 def engine_cache(tokens=(), padded_length=32, **leaves):
-    """An engine's cache: bytes that depend on the tokens, and rubbish after them."""
-    rng = np.random.default_rng([7, *tokens])
-    rows = [np.random.default_rng([*tokens[: n + 1]]) for n in range(len(tokens))]
-    kv = [row.standard_normal((2, 8)).astype(np.float32) for row in rows]
-    kv += list(rng.standard_normal((padded_length - len(kv), 2, 8)).astype(np.float32))
-    kv = jnp.array(np.stack(kv))
-    segment = jnp.where(jnp.arange(padded_length) < len(tokens), 1, 0)[None]
-    return {
-        "key": kv,
-        "value": jnp.flip(kv, 2).transpose(1, 0, 2).astype(jnp.bfloat16),
-        "segment": segment.astype(jnp.int32),
-        "generated": jnp.zeros((5, 2, 8)),
-        "index": jnp.full((1,), 3, jnp.int32),
-    } | leaves
-
-
-AXES = {"key": 0, "value": 1, "segment": 1}
+    """An engine's cache: KV, and buffers of another length."""
+    return to_device(known_kv(tokens, padded_length) | BUFFERS) | leaves
 
 
 def value_of(tokens, padded_length=32, prefix=None):
@@ -127,14 +113,9 @@ def keep(cache, tokens, prefix=None):
 
 def check_value(value, tokens):
     """Check that a value equals the saved one, with zeros after its tokens."""
-    n = value.true_length
-    wanted = engine_cache(tokens)
-    for name, axis in AXES.items():
-        array = np.moveaxis(np.array(wanted[name]), axis, 0).copy()
-        array[n:] = 0
-        wanted[name] = np.moveaxis(array, 0, axis)
-    check_equal(value.prefix, jax.tree.map(np.array, wanted))
-    assert value.tokens == tuple(tokens[:n])
+    wanted = known_kv(tokens[: value.true_length], 32, rubbish=False) | BUFFERS
+    check_equal(value.prefix, wanted)
+    assert value.tokens == tuple(tokens[: value.true_length])
 
 
 def test_the_cache_answers_as_jetstreams_documentation_says(make):
@@ -183,22 +164,6 @@ def test_a_cache_of_another_device_comes_back_where_the_first_was(make):
     hit = cache.load(key)
     assert {leaf.device for leaf in jax.tree.leaves(hit.prefix)} == {devices[0]}
     check_value(hit, key)
-
-
-def test_the_drivers_requests_are_recorded(make, tmp_path):
-    path = tmp_path / "requests.jsonl"
-    cache = make(recorder=TraceRecorder(path))
-    key = tuple(range(40, 64))
-    cache.learn(value_of(key).prefix, 32)
-    assert cache.load(key) is None
-    keep(cache, key)
-    cache.for_adapter("a").load(key)
-    cache.load((*key[:20], 0, 0, 0, 0))
-    cache.close()
-    trace = read_trace(path)
-    assert trace.input_tokens.tolist() == [24, 24, 24]
-    assert trace.recording.host_tokens.tolist() == [0, 0, 16]
-    assert trace.ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6]
 
 
 def test_adapters_and_salts_do_not_share_blocks(make):
@@ -265,26 +230,16 @@ def test_an_unmodified_driver_never_shares_kv_between_adapters(make, num_threads
     prompts = [prompt for prompt in shared_prompts(12, seed=3) for _ in range(3)]
     names = ["", "a", "b"] * 12
 
-    def run(cache_of=None, watch=None):
+    def run(cache=NO_CACHE, watch=None):
         stores = [AdapterStore(PARAMS) for _ in range(num_threads)]
         engines = [Engine() for _ in stores]
-        watched = stores, engines
         if watch is not None:
-            watched = map(watch.store, stores), map(watch.engine, engines)
-        stores, engines = map(list, watched)
+            stores = list(map(watch.store, stores))
+            engines = list(map(watch.engine, engines))
         for store in stores:
             for path, name in enumerate("ab"):
                 asyncio.run(store.register_adapter(name, path, {}))
-        params = [dict(PARAMS) for _ in stores]
-        with Driver(engines, params, stores, cache_of) as driver:
-            requests = [
-                driver.submit(prompt, adapter_id=name)
-                for prompt, name in zip(prompts, names, strict=True)
-            ]
-            for request in requests:
-                assert request.done.wait(120)
-                assert request.error is None
-        return [request.answer for request in requests]
+        return drive(engines, PARAMS, prompts, cache, stores, names)[0]
 
     expected = run()
     assert expected[0::3] != expected[1::3] != expected[2::3]
@@ -432,9 +387,12 @@ def maxtext_cache(length, layers=2):
     }
 
 
+AXES = {"key": 0, "layers/0": 1, "layers/1": 2, "generated": None, "index": None}
+
+
 def axes_of(prefix, *args):
     return {
-        leaf.path.split("/")[-1]: leaf.axis
+        leaf.path.removeprefix("decoder/layers/"): leaf.axis
         for leaf in find_sequence_axes(prefix, *args)
     }
 
@@ -452,7 +410,7 @@ def test_sequence_axes_are_found_by_length_rules_and_names():
     unscanned = {name: axis and axis - 1 for name, axis in names.items()}
     one_layer = jax.tree.map(lambda leaf: leaf[0], maxtext_cache(16))
     assert axes_of(one_layer, 16) == unscanned
-    assert axes_of(engine_cache(), 32) == AXES | {"generated": None, "index": None}
+    assert axes_of(engine_cache(), 32) == AXES
     cube = {"key": jnp.zeros((8, 8, 8)), "index": jnp.zeros(())}
     assert axes_of(cube, None, {"k*": -1, "*": None}) == {"key": 2, "index": None}
     two = {"a": [jnp.zeros((8,))], "b": jnp.zeros((4,))}
@@ -474,10 +432,7 @@ def test_sequence_axes_are_found_by_length_rules_and_names():
 
 
 def test_compare_shapes_finds_the_sequence_axes():
-    assert compare_shapes(engine_cache(), engine_cache((), 64)) == AXES | {
-        "generated": None,
-        "index": None,
-    }
+    assert compare_shapes(engine_cache(), engine_cache((), 64)) == AXES
     rules = compare_shapes(jnp.zeros((8, 8)), jnp.zeros((8, 16)))
     assert axes_of(jnp.zeros((8, 16)), None, rules) == {"": 1}
     for first, second, message in [
@@ -525,7 +480,7 @@ def test_only_the_first_save_waits_for_the_memory(make, monkeypatch):
         assert may_go_on.wait(60)
         return PrefixStore(*args, **named)
 
-    monkeypatch.setattr("jaxkv.integrations.jetstream.PrefixStore", slow)
+    monkeypatch.setattr("jaxkv.integrations.prefix_template.PrefixStore", slow)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         saving = threads.submit(cache.save, KEY, value_of(KEY))
         assert has_begun.wait(60)
@@ -673,7 +628,7 @@ def test_missing_memory_or_storage_is_tried_once_by_save(
 
     cache = make(**storage)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxkv.integrations.jetstream.PrefixStore", make_store)
+        patch.setattr("jaxkv.integrations.prefix_template.PrefixStore", make_store)
         assert [cache.save(KEY, value_of(KEY)) for _ in range(3)] == [False] * 3
         assert len(calls) == 1
         assert text in caplog.text
@@ -685,31 +640,18 @@ def test_missing_memory_or_storage_is_tried_once_by_save(
     assert cache.save(KEY, value_of(KEY)) is True
 
 
-def test_no_error_of_the_cache_reaches_the_driver(make, monkeypatch, caplog):
-    def fail(*args):
-        raise KeyError(args[:1])  # Another message each time.
+def test_each_cause_of_errors_is_logged_once_whatever_its_message(make, caplog):
+    def fail(key):
+        raise KeyError(key)
 
-    prompts = shared_prompts(12, seed=5)
-    expected, _ = serve(prompts, None)
-    for broken in ("extras", "transfers", "store", "rebuild"):
-        cache = make()
-        assert serve(prompts[:4], Flushing(cache))[0] == expected[:4]
-        if broken == "extras":
-            monkeypatch.setattr(cache, "_extras_of", fail)
-        elif broken == "transfers":
-            monkeypatch.setattr(cache.store._copier, "load", fail)
-            monkeypatch.setattr(cache.store._copier, "save", fail)
-        elif broken == "store":
-            cache.store.close()
-        else:
-            monkeypatch.setattr(cache._shared.template, "rebuild", fail)
-        caplog.clear()
-        # An exception that reached the driver would change its answers.
-        assert serve(prompts, cache)[0] == expected, broken
-        assert sum(cache.errors.values()) >= 3, broken
-        logged = [record.message.split("()")[0] for record in caplog.records]
-        # Each method logs its cause once.
-        assert sorted(logged) == sorted(cache.errors), broken
+    cache = make(extras_of=fail)
+    for n in range(3):
+        key = (n, *KEY)
+        assert (cache.load(key), cache.contains(key)) == (None, False)
+        assert cache.save(key, value_of(key)) is False
+    assert cache.errors == dict.fromkeys(("load", "contains", "save"), 3)
+    logged = [record.message.split("()")[0] for record in caplog.records]
+    assert sorted(logged) == sorted(cache.errors)
 
 
 STORED = {

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.jetstream_double import common_length
+
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 900
 CHUNK = 8  # Tokens of the engine's chunks, and of the cache's blocks.
@@ -154,13 +156,10 @@ def test_the_server_answers_the_same_with_fewer_prefills(serve, expected):
     state = server.tell("state")
     assert state["errors"] == {}
     # Each prompt computes all but the whole chunks that an earlier one had.
-    lengths, seen = [], []
+    lengths, seen = [], [[]]
     for prompt in prompts():
-        common = max(
-            (common_length(prompt, earlier) // CHUNK * CHUNK for earlier in seen),
-            default=0,
-        )
-        lengths.append(len(prompt) - common)
+        common = max(common_length(prompt, earlier) for earlier in seen)
+        lengths.append(len(prompt) - common // CHUNK * CHUNK)
         seen.append(prompt[: len(prompt) // CHUNK * CHUNK])
     assert state["prefills"] == sum(-(-length // CHUNK) for length in lengths)
     assert state["hit_tokens"] == sum(map(len, prompts())) - sum(lengths)
@@ -177,14 +176,6 @@ def test_errors_in_the_cache_do_not_end_the_server(serve, expected):
     assert errors == dict.fromkeys(("load", "contains", "save"), num_prompts)
     assert before["errors"] == {}
     assert "broken for a test" in server.log()
-
-
-def common_length(first, second):
-    """Return the length of the prefix that two prompts share."""
-    pairs = zip(first, second, strict=False)
-    return next(
-        (n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))
-    )
 
 
 def test_jetstreams_own_tests_of_its_orchestrator_pass_with_the_cache():

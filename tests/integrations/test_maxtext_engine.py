@@ -5,7 +5,6 @@ Tiny, with random weights, on the CPU. MaxText needs a separate environment:
 """
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import pytest
 from jaxkv import Extras, Namespace
 from jaxkv.integrations.maxtext import MaxTextOffload
 from jaxkv.keys.hashing import NO_EXTRAS
-from tests.rigs.command_line import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, LONGEST, RING, SLOTS = 8, 64, 16, 4
@@ -46,19 +44,15 @@ def as_maxtext_wants():
 def maxtext():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DECOUPLE_GCLOUD", "TRUE")
-        yield import_maxtext()
+        from maxtext.configs import pyconfig
+        from maxtext.inference.maxengine import maxengine
+        from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
 
-
-def import_maxtext():
-    from maxtext.configs import pyconfig
-    from maxtext.inference.maxengine import maxengine
-    from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
-
-    return SimpleNamespace(
-        initialize=pyconfig.initialize,
-        maxengine=maxengine,
-        base=os.path.join(MAXTEXT_CONFIGS_DIR, "base.yml"),
-    )
+        yield SimpleNamespace(
+            initialize=pyconfig.initialize,
+            maxengine=maxengine,
+            base=os.path.join(MAXTEXT_CONFIGS_DIR, "base.yml"),
+        )
 
 
 def make_engine(maxtext, tmp_path, **settings):
@@ -95,22 +89,14 @@ def make_engine(maxtext, tmp_path, **settings):
 @pytest.fixture(scope="module", params=["scanned", "unscanned"])
 def setup(request, maxtext, tmp_path_factory):
     """An engine, its random weights, and its offload."""
-    made = make_setup(maxtext, tmp_path_factory.mktemp("maxtext"), request.param)
-    with made.offload:
-        yield made
-
-
-def make_setup(maxtext, tmp_path, layers, **storage):
+    layers, folder = request.param, tmp_path_factory.mktemp("maxtext")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        engine = make_engine(maxtext, tmp_path, scan_layers=layers == "scanned")
+        engine = make_engine(maxtext, folder, scan_layers=layers == "scanned")
         params = engine.load_params(params=random_params(engine))
         namespace = Namespace("tiny", "0", "float32", layers, CHUNK)
-        offload = MaxTextOffload(
-            engine, namespace=namespace, num_host_blocks=256, **storage
-        )
-    return SimpleNamespace(
-        engine=engine, params=params, offload=offload, namespace=namespace
-    )
+        offload = MaxTextOffload(engine, namespace=namespace, num_host_blocks=256)
+    with offload:
+        yield SimpleNamespace(engine=engine, params=params, offload=offload)
 
 
 def random_params(engine):
@@ -224,25 +210,6 @@ def test_two_turns_are_answered_as_without_the_host(setup):
     assert offload.resume(again[:CHUNK], NO_EXTRAS) == (None, 0)  # One is computed.
 
 
-def test_a_slot_without_all_the_tokens_is_not_kept(setup):
-    offload = setup.offload
-    server = Server(setup)
-    prompt = random_tokens(5, 8)
-    server.begin(2, prompt)
-    server.steps(RING + 1)  # One more than the ring holds.
-    offload.store.flush()
-    before = offload.store.stats
-    tokens = server.running[2]
-    offload.save_slot(
-        tokens, server.state, 2
-    )  # The ring has overwritten the first generated token.
-    offload.save_slot([*tokens, *random_tokens(6, 8)], server.state, 2)
-    offload.store.flush()
-    assert offload.store.stats.num_dropped_failed > before.num_dropped_failed + 1
-    assert offload.store.stats.num_stored == before.num_stored
-    assert offload.resume(tokens).num_tokens == len(prompt)
-
-
 def test_without_the_guard_maxtext_fails_its_own_assertion(setup, monkeypatch):
     from maxtext.inference.kvcache import KVCache
 
@@ -259,51 +226,6 @@ def test_without_the_guard_maxtext_fails_its_own_assertion(setup, monkeypatch):
         with pytest.raises(AssertionError, match="key_seq_len=1, segment_id_seq_len=3"):
             prefill(3)
     prefill(3)
-
-
-STORED = {"storage_bytes": "64MiB", "storage_deadline_s": 30.0}
-WARM = """
-import json, os, sys
-os.environ["DECOUPLE_GCLOUD"] = "TRUE"
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
-from tests.integrations import test_maxtext_engine as t
-setup = t.make_setup(
-    t.import_maxtext(), sys.argv[2], sys.argv[3], storage=sys.argv[4], **t.STORED
-)
-assert setup.offload.store.wait_for_storage(60)
-with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    done = setup.offload.prefill(setup.params, t.random_tokens(20, 45))
-    tokens = t.answer(setup, *done[:2], 8)
-stats = setup.offload.store.stats
-setup.offload.close()
-print(json.dumps([done.num_tokens, stats.num_host_hit_tokens, tokens]))
-"""
-
-
-def test_a_second_process_is_warm_and_gives_the_same_tokens(setup, tmp_path):
-    folder, prompt = str(tmp_path / "kv"), random_tokens(20, 45)
-    with MaxTextOffload(
-        setup.engine,
-        namespace=setup.namespace,
-        num_host_blocks=256,
-        storage=folder,
-        storage_write="through",
-        **STORED,
-    ) as offload:
-        done = offload.prefill(setup.params, prompt)
-        assert done.num_tokens == 0
-        expected = answer(setup, *done[:2], 8)
-        offload.store.flush()
-        assert offload.store.wait_for_storage(60)
-        assert offload.store.stats.num_storage_stored == 45 // CHUNK
-    words = str(jax.device_count()), str(tmp_path), setup.namespace.layout, folder
-    run = run_python(WARM, *words, text=True, timeout=500)
-    assert run.returncode == 0, run.stderr
-    # The last chunk is computed.
-    num_hit = 45 // CHUNK * CHUNK
-    assert json.loads(run.stdout.splitlines()[-1]) == [num_hit, num_hit, expected]
 
 
 def test_the_example_runs(tmp_path):

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxkv.integrations import maxtext_guards
-from jaxkv.integrations.maxtext import check_config
+from jaxkv.integrations.maxtext import REQUIRED, check_config
 
 
 class Array:
@@ -111,22 +111,12 @@ def test_without_maxtext_every_guard_says_what_to_install(monkeypatch):
             guard()
 
 
-GOOD = {
-    "use_chunked_prefill": True,
-    "prefill_cache_axis_order": "1,2,0,3",
-    "ar_cache_axis_order": "1,2,0,3",
-    "quantize_kvcache": False,
-    "use_ragged_attention": False,
-    "attention_type": "global",
-    "stack_prefill_result_cache": False,
-    "scan_layers": False,
-}
-
-
 def test_a_configuration_that_cannot_resume_is_refused():
-    check_config(types.SimpleNamespace(**GOOD))
+    good = {name: required for name, (required, _) in REQUIRED.items()}
+    good |= {"attention_type": "global", "scan_layers": False}
+    check_config(types.SimpleNamespace(**good))
     stacked = {"scan_layers": True, "stack_prefill_result_cache": True}
-    check_config(types.SimpleNamespace(**GOOD | stacked))
+    check_config(types.SimpleNamespace(**good | stacked))
     for name, value, message in [
         ("use_chunked_prefill", False, "must be True: it is the only prefill that"),
         ("prefill_cache_axis_order", "0,1,2,3", "must be '1,2,0,3'"),
@@ -138,4 +128,4 @@ def test_a_configuration_that_cannot_resume_is_refused():
         ("stack_prefill_result_cache", True, "must be False with scan_layers=False"),
     ]:
         with pytest.raises(ValueError, match=f"{name}.*{message}"):
-            check_config(types.SimpleNamespace(**GOOD | {name: value}))
+            check_config(types.SimpleNamespace(**good | {name: value}))

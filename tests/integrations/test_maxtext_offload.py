@@ -184,6 +184,18 @@ def test_a_request_resumes_from_its_generated_tokens(make):
     assert salted == (None, 0)
 
 
+def test_a_stored_prompt_is_resumed_by_the_next_process(make, tmp_path):
+    storage = {"storage": str(tmp_path), "storage_bytes": "1MiB"}
+    storage |= {"storage_write": "through", "storage_deadline_s": 30.0}
+    for num_tokens in (0, 2 * CHUNK):
+        _, offload = make("mixed", **storage)
+        assert offload.store.wait_for_storage(60)
+        assert offload.prefill("params", range(1, 11)).num_tokens == num_tokens
+        offload.store.flush()
+        assert offload.store.wait_for_storage(60)
+        offload.close()
+
+
 def test_a_slot_of_other_lengths_keeps_nothing_and_is_counted(make):
     _, offload = make("scanned")
     engine = Engine("scanned")

@@ -8,12 +8,9 @@ import concurrent.futures
 import contextlib
 import gc
 import math
-import random
-import signal
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -149,32 +146,6 @@ def test_a_remote_prefill_is_loaded_once_it_is_stored(make):
     hurried = make(**keys | {"storage_await_s": 0.01})
     assert hurried.load(OTHER, remote_prefill=True) is None
     assert hurried.load(PROMPT) is None, "without remote_prefill nothing is probed"
-
-
-def flip(path):
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) * 3 // 4] ^= 4
-    path.write_bytes(raw)
-
-
-@pytest.mark.parametrize(("damage", "num"), [(flip, 1), (Path.unlink, NUM_BLOCKS)])
-def test_damaged_or_missing_objects_are_misses(make, tmp_path, damage, num):
-    filled(make)
-    files = files_of(tmp_path)
-    assert len(files) == NUM_BLOCKS
-    store = listed(make)
-    for file in random.Random(num).sample(files, num):
-        damage(file)
-    hit = store.load(PROMPT)
-    assert store.stats.num_storage_failed == num
-    assert store.stats.num_storage_loaded == NUM_BLOCKS - num
-    if hit is not None:
-        assert hit.num_tokens < NUM_TOKENS
-        check_hit(hit, PROMPT)
-    save(store, PROMPT)  # It was computed again.
-    check_hit(store.load(PROMPT), PROMPT)
-    assert store.wait_for_storage(60)
-    check_at_rest(store)
 
 
 OF_OTHERS = {
@@ -500,36 +471,6 @@ def test_wait_for_storage_returns_false_after_a_failure(make, faulty):
     assert store.stats.num_storage_stored == NUM_BLOCKS
 
 
-def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
-    """Twenty loads wait for a store that answers after they are interrupted."""
-    store = restarted(make, PROMPT, OTHER, num_host_blocks=24)
-    # Blocks on the host are pinned, too, while the rest is fetched.
-    save(store, PROMPT[: 2 * BLOCK])
-    assert store.wait_for_storage(60)
-    faulty.hang = 1.0
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    def load_for_20_ms(tokens):
-        signal.setitimer(signal.ITIMER_REAL, 0.02)
-        store.load(tokens)
-
-    usual = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for tokens in [PROMPT, OTHER] * 10:
-            with pytest.raises(KeyboardInterrupt):
-                load_for_20_ms(tokens)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # A late signal would end the test run.
-        signal.signal(signal.SIGALRM, usual)
-    faulty.hang = 0.0
-    store._storage.worker.storage_io._store.let_go()
-    check_hit(store.load(PROMPT), PROMPT)
-    check_hit(store.load(OTHER), OTHER)
-    wait_for(is_at_rest, store)  # Until the loads of all threads have ended.
-
-
 def test_a_bug_in_the_threads_is_raised_by_the_next_call(make, monkeypatch):
     store = restarted(make)
 
@@ -557,17 +498,6 @@ def test_an_unclosed_store_is_collected_with_its_threads(tmp_path):
 def named(**names):
     fields = {"model": "m", "weights_epoch": "0", "kv_dtype": "", "layout": ""}
     return Namespace(**(fields | names), block_size=BLOCK)
-
-
-def test_blocks_about_to_be_evicted_are_written(make):
-    prompts = [[who] * 9 for who in range(40)]
-    store = make(num_host_blocks=24, storage_write="on_evict", cache_policy="lru")
-    for tokens in prompts:
-        save(store, tokens)
-        assert store.wait_for_storage(60)
-    assert store.stats.num_evicted >= 50
-    assert store.stats.num_storage_stored >= 40
-    assert sum(store.load(tokens) is not None for tokens in prompts) > 12 + 20
 
 
 EVICTING = {"storage_write": "on_evict"}

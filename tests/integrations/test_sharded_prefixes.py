@@ -8,42 +8,31 @@ import pytest
 from jaxkv import Namespace
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.prefix_store import PrefixStore
-from tests.rigs.known_kv import check_equal
+from tests.rigs.known_kv import (
+    SEQUENCE_AXIS,
+    check_equal,
+    check_hit,
+    known_kv,
+    to_device,
+)
 
 P = jax.sharding.PartitionSpec
 NAMESPACE = Namespace("model", "0", "mixed", "NHD", 4)
-LENGTH, HEADS = 18, 4
+LENGTH = 18
+SPECS = {"key": P(None, "heads", "layers"), "layers": [P(), P("layers", "heads")]}
 
 
-def mesh_of(axis_type="Auto", shape=(2, 2)):
-    devices = np.array(jax.devices()[:4]).reshape(shape)
+def spread(specs, axis_type="Auto"):
+    """Shardings over four devices."""
     types = (getattr(jax.sharding.AxisType, axis_type),) * 2
-    return jax.sharding.Mesh(devices, ("layers", "heads"), axis_types=types)
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("layers", "heads"), axis_types=types)
+    return jax.tree.map(lambda spec: jax.sharding.NamedSharding(mesh, spec), specs)
 
 
-def values():
-    rng = np.random.default_rng(0)
-    kv = rng.standard_normal((2, LENGTH, HEADS, 8)).astype(jnp.bfloat16)
-    return {"kv": kv, "mask": rng.integers(0, 9, (2, LENGTH), np.int32)}
-
-
-def shardings(mesh):
-    by_both = jax.sharding.NamedSharding(mesh, P("layers", None, "heads"))
-    return {"kv": by_both, "mask": jax.sharding.NamedSharding(mesh, P())}
-
-
-def put(arrays, places):
-    return jax.tree.map(lambda a, place: jax.device_put(a, place), arrays, places)
-
-
-def kept(arrays, num_tokens):
-    covered = np.arange(LENGTH) < num_tokens
-    return {
-        "kv": np.where(
-            covered[None, :, None, None], arrays["kv"], np.zeros_like(arrays["kv"])
-        ),
-        "mask": np.where(covered[None], arrays["mask"], 0),
-    }
+def check_places(arrays, places):
+    for leaf, place in zip(*map(jax.tree.leaves, (arrays, places)), strict=True):
+        assert leaf.sharding.is_equivalent_to(place, leaf.ndim), leaf.sharding
 
 
 types = pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
@@ -54,54 +43,47 @@ types = pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
     ("mode", "is_spread"), [("fused", True), ("staged", True), ("fused", False)]
 )
 def test_kv_comes_back_where_its_template_is(axis_type, mode, is_spread):
-    places, arrays = shardings(mesh_of(axis_type)), values()
-    like = kv = put(arrays, places)
-    prompt = list(range(LENGTH))
-    if not is_spread:
-        kv = jax.tree.map(jnp.array, arrays)
+    places, prompt = spread(SPECS, axis_type), list(range(LENGTH))
+    kv = to_device(known_kv(prompt, LENGTH))
+    like = jax.device_put(kv, places)
+    if is_spread:
+        kv = like
+    else:
         like = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like
         )
-    with PrefixStore(
-        like, namespace=NAMESPACE, num_host_blocks=16, sequence_axis=1, mode=mode
-    ) as store:
+    how = {"namespace": NAMESPACE, "sequence_axis": SEQUENCE_AXIS, "mode": mode}
+    with PrefixStore(like, num_host_blocks=16, **how) as store:
         assert store.save(prompt, kv) == 16
         store.flush()
         hit = store.load(prompt)
         assert hit.num_tokens == 16
-        check_equal(hit.kv, kept(arrays, 16))
-        for mine, place in zip(*map(jax.tree.leaves, (hit.kv, places)), strict=True):
-            assert mine.sharding.is_equivalent_to(place, mine.ndim), mine.sharding
+        check_hit(hit, prompt)
+        check_places(hit.kv, places)
 
 
 @types
 def test_an_engines_cache_comes_back_where_it_was(axis_type):
     """Leaves with and without a sequence axis, over four devices."""
-    mesh = mesh_of(axis_type)
-    places = shardings(mesh) | {
-        "generated": jax.sharding.NamedSharding(mesh, P(None, "heads")),
-        "index": jax.sharding.NamedSharding(mesh, P()),
+    places = spread(SPECS | {"generated": P(None, "heads"), "index": P()}, axis_type)
+    fixed = {
+        "generated": np.zeros((5, 4), np.float32),
+        "index": np.full((2,), 7, np.float32),
     }
-    fixed = {"generated": np.zeros((5, 4), np.float32), "index": np.full((2,), 7)}
-    arrays = values() | {name: leaf.astype("float32") for name, leaf in fixed.items()}
-    tokens = tuple(range(16))
     with PrefixCache(block_size=4, num_host_blocks=16, extras_of=None) as cache:
         for n in range(2):  # The second is compared with the first.
-            key = (n, *tokens[1:])
-            value = PrefixValue(put(arrays, places), key, 16, LENGTH, 0, None)
-            assert cache.save(key, value)
+            key = (n, *range(1, 16))
+            prefix = jax.device_put(known_kv(key, LENGTH) | fixed, places)
+            assert cache.save(key, PrefixValue(prefix, key, 16, LENGTH, 0, None))
         cache.flush()
         assert cache.stats.num_dropped_failed == 0
         hit = cache.load(key)
-        check_equal(hit.prefix, arrays | kept(arrays, 16))
-        for name, place in places.items():
-            leaf = hit.prefix[name]
-            assert leaf.sharding.is_equivalent_to(place, leaf.ndim), (name, leaf)
-            assert hit.device[name] == place
+        check_equal(hit.prefix, known_kv(key, LENGTH, rubbish=False) | fixed)
+        check_places(hit.prefix, places)
+        assert hit.device == places
 
 
 def test_sharded_tokens_are_refused():
-    place = jax.sharding.NamedSharding(mesh_of(), P(None, "heads"))
-    kv = jax.device_put(jnp.zeros((2, 16)), place)
+    kv = jax.device_put(jnp.zeros((2, 16)), spread(P(None, "heads")))
     with pytest.raises(ValueError, match="tokens of 'kv', axis 1, are sharded over"):
         PrefixStore(kv, namespace=NAMESPACE, num_host_blocks=4, sequence_axis=1)

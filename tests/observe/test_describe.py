@@ -1,5 +1,8 @@
 """KV events of the events of a tier."""
 
+import contextlib
+import random
+
 import msgspec
 import pytest
 
@@ -198,3 +201,30 @@ def test_unknown_fields_are_ignored_and_the_other_format_is_refused():
         assert encode_batch(batch, array_like=array_like) == payload
         with pytest.raises(msgspec.DecodeError):
             decode_batch(payload, array_like=not array_like)
+
+
+# msgpack: an array in an array, and so on; a text that is no UTF-8; a huge length; a
+# number for a batch; and an array for the name of an event.
+NO_BATCHES = [
+    *(b"", b"nonsense", b"\x91" * 5000 + b"\x00"),
+    *(
+        encode_batch(BATCH, array_like=form).replace(b"CPU", b"\xff\xfeU")
+        for form in (0, 1)
+    ),
+    *(b"\xdd\xff\xff\xff\xff", encode_batch(BATCH)[:-1]),
+    *map(msgspec.msgpack.encode, (7, [0.5, [[[]]]])),
+]
+
+
+@pytest.mark.parametrize("array_like", [False, True])
+def test_a_payload_that_is_no_batch_is_a_decode_error(array_like):
+    for payload in NO_BATCHES:
+        with pytest.raises(msgspec.DecodeError):
+            decode_batch(payload, array_like=array_like)
+    rng, good = random.Random(array_like), encode_batch(BATCH, array_like=array_like)
+    for _ in range(3000):
+        changed = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        with contextlib.suppress(msgspec.DecodeError):
+            decode_batch(bytes(changed), array_like=array_like)

@@ -1,37 +1,18 @@
 """Whatever arrives at a subscriber, over real sockets: it is counted, never raised."""
 
-import random
 import threading
 from functools import partial
 
-import msgspec
 import pytest
 import zmq
 
 from jaxkv.observe import subscriber as subscriber_module
-from jaxkv.observe.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    KVEventBatch,
-    encode_batch,
-)
+from jaxkv.observe.kv_events import AllBlocksCleared, KVEventBatch, encode_batch
 from jaxkv.observe.publisher import END_OF_REPLAY, EventPublisher
 from jaxkv.observe.subscriber import EventSubscriber
 from tests.rigs.waiting import WAIT_S, wait_for
 
 GOOD = encode_batch(KVEventBatch(0.5, [AllBlocksCleared()]))
-# msgpack: an array in an array, and so on; a text that is no UTF-8; a huge length.
-DEEP = b"\x91" * 5000 + b"\x00"
-NO_UTF_8 = [
-    encode_batch(
-        KVEventBatch(0.5, [BlockRemoved([7], "CPU")]), array_like=array_like
-    ).replace(b"CPU", b"\xff\xfeU")
-    for array_like in (False, True)
-]
-HUGE = b"\xdd\xff\xff\xff\xff"
-# A number for a batch, and an array for the name of an event.
-NO_ARRAYS = [msgspec.msgpack.encode(batch) for batch in (7, [0.5, [[[]]]])]
-BAD_PAYLOADS = [b"", b"nonsense", DEEP, *NO_UTF_8, HUGE, GOOD[:-1], *NO_ARRAYS]
 
 
 def number(seq):
@@ -100,32 +81,34 @@ def connect(publisher, payload=GOOD, **options):
 END = [b"", END_OF_REPLAY, b""]
 
 
+WRONG_FRAMES = [
+    [b""],
+    [b"", number(2)],
+    [b"", number(2), GOOD, b"more"],
+    [b"", b"", GOOD],
+    [b"", b"\x01" * 200, GOOD],
+    [b"", number(2)[1:], GOOD],
+]
+
+
 @pytest.mark.parametrize("array_like", [False, True])
-def test_malformed_payloads_are_counted(array_like):
+def test_malformed_messages_are_counted(array_like):
     good = encode_batch(KVEventBatch(0.5, [AllBlocksCleared()]), array_like=array_like)
     options = {"array_like": array_like, "replay_endpoint": None}
     with Publisher() as publisher, connect(publisher, good, **options) as subscriber:
-        for seq, payload in zip(range(2, 99, 2), BAD_PAYLOADS, strict=False):
-            publisher.send(b"", number(seq - 1), payload)
-            publisher.send(b"", number(1 << 62), payload)
-            publisher.send(b"", number(seq), good)
-            assert wait_for(subscriber.receive, 0.05).seq == seq
-            assert subscriber.stats.num_malformed == seq
-        assert subscriber.stats.num_lost == 0
-        assert subscriber.stats.num_batches == len(BAD_PAYLOADS)
+        for frames in [*WRONG_FRAMES, [b"", END_OF_REPLAY, good]]:
+            publisher.send(*frames)
+        publisher.send(b"", number(1), b"nonsense")
+        publisher.send(b"", number(1 << 62), b"nonsense")
+        publisher.send(b"", number(2), good)
+        assert wait_for(subscriber.receive, 0.05).seq == 2
+        assert subscriber.stats.num_malformed == len(WRONG_FRAMES) + 3
+        assert (subscriber.stats.num_lost, subscriber.stats.num_batches) == (0, 1)
 
 
 def test_answers_of_a_replay_with_other_frames_are_malformed():
     good = [b"", number(1), GOOD]
-    for frames in (
-        [b""],
-        [b"", number(2)],
-        [b"", number(2), GOOD, b"more"],
-        [b"not empty", number(2), GOOD],
-        [b"", b"", GOOD],
-        [b"", b"\x01" * 200, GOOD],  # These had been taken for a number.
-        [b"", number(2)[1:], GOOD],
-    ):
+    for frames in [*WRONG_FRAMES, [b"not empty", number(2), GOOD]]:
         with (
             Publisher([frames, good, frames, END]) as publisher,
             connect(publisher) as subscriber,
@@ -170,52 +153,6 @@ def test_a_replay_of_nonsense_without_an_end_comes_to_an_end():
     with Publisher(answers) as publisher, connect(publisher) as subscriber:
         assert subscriber.catch_up() == 0
         assert subscriber.stats.num_malformed == 100
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_nothing_that_arrives_is_raised(seed):
-    rng, array_like = random.Random(seed), seed == 1
-    good = encode_batch(KVEventBatch(0.5, [AllBlocksCleared()]), array_like=array_like)
-    values = [None, 1, -1, 1 << 63, 1.5, "text", b"bytes", [], {}, [[]], True]
-
-    def payload():
-        changed = bytearray(good)
-        for _ in range(rng.randrange(1, 4)):
-            changed[rng.randrange(len(changed))] = rng.randrange(256)
-        return rng.choice(
-            [
-                *(good, good, bytes(changed), rng.choice(BAD_PAYLOADS)),
-                *(rng.randbytes(rng.randrange(64)), b"\x81" * rng.randrange(3000)),
-                msgspec.msgpack.encode([rng.choice(values) for _ in range(3)]),
-            ]
-        )
-
-    def frames(seq):
-        """Frames as they should be, one in two; else more, fewer or other ones."""
-        near = [seq, seq + 1, max(seq - 1, 0), 0, rng.randrange(1000)]
-        far = [1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 2]
-        named = number(rng.choice(far if rng.random() < 0.05 else near))
-        if rng.random() < 0.5:
-            return [b"", named, payload()]
-        choices = [b"", named, payload(), END_OF_REPLAY]
-        return [rng.choice(choices) for _ in range(rng.randrange(1, 6))]
-
-    options = {"replay_timeout_s": 0.05, "array_like": array_like}
-    with Publisher() as publisher, connect(publisher, good, **options) as subscriber:
-        num_received = 0
-        for seq in range(1, 300):
-            answers = [frames(rng.randrange(seq + 2)) for _ in range(rng.randrange(4))]
-            publisher.answers = answers + [END] * (rng.random() < 0.9)
-            publisher.send(*frames(seq))
-            while subscriber.receive(timeout_s=0.01):
-                num_received += 1
-            if rng.random() < 0.02:
-                num_received += subscriber.catch_up()
-        stats = subscriber.stats
-        assert stats.num_malformed > 20
-        # Only a valid batch is trusted, and its sequence number may be any.
-        assert 0 <= stats.num_lost < 1 << 73
-        assert stats.num_batches >= num_received // 2
 
 
 WRONG_TIMES = [-1, -0.001, float("nan"), float("inf"), 3e6, "1", None]

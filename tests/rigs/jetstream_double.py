@@ -1,35 +1,28 @@
-"""The parts of JetStream's driver, engine and prefix cache that a prefix cache sees.
+"""The parts of JetStream's driver and engine that a prefix cache sees.
 
-Written from JetStream's documented calls: a driver whose threads prefill in chunks,
-query the prefix cache before and save to it afterwards, with the cache's methods and
-the attributes of its values; LoRA adapters that are merged into the weights while a
-prompt is prefilled.
+The example has the engine and the driver's calls of a prefix cache. This file adds a
+thread for each engine, and LoRA adapters that are merged into the weights while a
+prompt is served.
 """
 
 import asyncio
-import dataclasses
-import queue
+import concurrent.futures
+import itertools
 import threading
+import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from examples.jetstream_prefix_cache import ExistingPrefix, TinyEngine
-from jaxkv.integrations.jetstream import PrefixValue
+from examples.jetstream_prefix_cache import TinyEngine, answer
+
+NO_CACHE = types.SimpleNamespace(
+    load=lambda *_, **__: None, contains=lambda _: True, save=None
+)
 
 
 class Engine(TinyEngine):
-    """The example's engine, which counts chunks and can merge adapters."""
-
-    def __init__(self):
-        self.num_chunks = 0
-        self._lock = threading.Lock()
-
-    def prefill(self, **arguments):
-        with self._lock:
-            self.num_chunks += 1
-        return super().prefill(**arguments)
+    """The example's engine, which can merge adapters."""
 
     def apply_adapter(self, params, config, lora_params):
         params["q0"] = params["q0"] + lora_params
@@ -59,146 +52,36 @@ class AdapterStore:
         return self.weights[adapter_id]
 
 
-@dataclasses.dataclass
-class Request:
-    tokens: list
-    num_tokens: int
-    adapter_id: str = ""
-    answer: list = dataclasses.field(default_factory=list)
-    error: BaseException | None = None
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+def drive(engines, params, prompts, cache=NO_CACHE, stores=None, adapter_ids=None):
+    """Answer prompts, with a thread for each engine, and perhaps its adapter store.
 
+    Returns the tokens, and the number of computed chunks.
+    """
+    thread = threading.local()
+    setups = iter(zip(engines, stores or [None] * len(engines), strict=True))
 
-class Driver:
-    """A thread for each engine, which prefills and then generates."""
+    def begin():
+        thread.engine, thread.store = next(setups)
+        thread.params = dict(params)
 
-    def __init__(
-        self,
-        prefill_engines,
-        prefill_params,
-        prefill_adapterstore=None,
-        prefix_cache_inst=None,
-    ):
-        self._cache = prefix_cache_inst
-        self._backlog = queue.Queue()
-        stores = prefill_adapterstore or [None] * len(prefill_engines)
-        self._threads = [
-            threading.Thread(target=self._serve, args=args)
-            for args in zip(prefill_engines, prefill_params, stores, strict=True)
-        ]
-        for thread in self._threads:
-            thread.start()
+    def fetch(*args, **named):
+        weights = asyncio.run(thread.store.get_lora_weights(*args, **named))
+        return asyncio.run(thread.store.get_lora_config(*args, **named)), weights
 
-    def submit(self, tokens, num_tokens=6, adapter_id=""):
-        request = Request(list(tokens), num_tokens, adapter_id)
-        self._backlog.put(request)
-        return request
+    def serve(prompt, name):
+        engine = thread.engine
+        if name:
+            fetched = fetch(adapter_id=name, load_if_not_loaded=True)
+            engine.apply_adapter(thread.params, *fetched)
+        answered = answer(engine, thread.params, prompt, cache)
+        if name:
+            engine.unapply_adapter(thread.params, *fetch(name))
+        return answered
 
-    def answer(self, prompts, **options):
-        requests = [self.submit(prompt, **options) for prompt in prompts]
-        for request in requests:
-            assert request.done.wait(120)
-            if request.error:
-                raise request.error
-        return [request.answer for request in requests]
-
-    def stop(self):
-        for _ in self._threads:
-            self._backlog.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.stop()
-
-    def _serve(self, engine, params, store):
-        while (request := self._backlog.get()) is not None:
-            try:
-                self._serve_one(engine, params, store, request)
-            except BaseException as error:
-                request.error = error
-            request.done.set()
-
-    def _serve_one(self, engine, params, store, request):
-        lora = request.adapter_id and store is not None
-        if lora:
-            weights = asyncio.run(
-                store.get_lora_weights(
-                    adapter_id=request.adapter_id, load_if_not_loaded=True
-                )
-            )
-            config = asyncio.run(
-                store.get_lora_config(
-                    adapter_id=request.adapter_id, load_if_not_loaded=True
-                )
-            )
-            engine.apply_adapter(params, config, weights)
-        tokens = np.array(request.tokens)
-        if self._cache is not None and len(tokens) >= engine.prefill_chunk_size:
-            prefix, token = self._prefill_with_cache(engine, params, tokens)
-        else:
-            prefix, token = self._prefill(engine, params, tokens, None)
-        if lora:
-            weights = asyncio.run(store.get_lora_weights(request.adapter_id))
-            config = asyncio.run(store.get_lora_config(request.adapter_id))
-            engine.unapply_adapter(params, config, weights)
-        state = engine.insert(prefix, None, 0)  # Donates the prefix.
-        request.answer = [int(token)]
-        while len(request.answer) < request.num_tokens:
-            state, token = engine.generate(params, state, token)
-            request.answer.append(int(token))
-
-    def _prefill(self, engine, params, tokens, existing):
-        size = engine.prefill_chunk_size
-        cached = existing.common_prefix_tokens if existing else tokens[:0]
-        for at in range(0, len(tokens), size):
-            chunk = tokens[at : at + size]
-            prefix, token = engine.prefill(
-                params=params,
-                existing_prefix=existing,
-                padded_tokens=jnp.pad(jnp.array(chunk), (0, size - len(chunk))),
-                true_length=len(chunk),
-            )
-            done = np.concatenate([cached, tokens[: at + size]])
-            existing = ExistingPrefix(prefix["cache"], done)
-        return prefix, token
-
-    def _prefill_with_cache(self, engine, params, tokens):
-        size, key = engine.prefill_chunk_size, tuple(tokens.tolist())
-        existing, num_known = self._find(key, size)
-        prefix, token = self._prefill(engine, params, tokens[num_known:], existing)
-        key = key[: len(key) - len(key) % size]
-        if not self._cache.contains(key):
-            # The driver saves a copy, so that it can donate its own cache.
-            copied = jax.tree.map(jnp.copy, prefix["cache"])
-            self._cache.save(
-                key,
-                PrefixValue(
-                    prefix=copied,
-                    tokens=key,
-                    true_length=len(key),
-                    padded_length=engine.max_prefill_length,
-                    prefix_size_bytes=num_bytes(copied),
-                    device=jax.tree.map(lambda leaf: leaf.device, copied),
-                ),
-            )
-        return prefix, token
-
-    def _find(self, key, size):
-        """Find a cached prefix of whole chunks that leaves a token to compute."""
-        value = self._cache.load(key, min_common_prefix_key_length=size)
-        if value is None:
-            return None, 0
-        num_common = common_length(key, value.tokens)
-        num_common -= num_common % size
-        if num_common == len(key):
-            num_common -= size
-        if num_common <= 0:
-            return None, 0
-        return ExistingPrefix(value.prefix, np.array(key[:num_common])), num_common
+    adapter_ids = adapter_ids or [""] * len(prompts)
+    with concurrent.futures.ThreadPoolExecutor(len(engines), "", begin) as threads:
+        answered = list(threads.map(serve, prompts, adapter_ids))
+    return [tokens for tokens, _ in answered], sum(chunks for _, chunks in answered)
 
 
 class Flushing:
@@ -218,10 +101,8 @@ def num_bytes(tree):
 
 
 def common_length(key, other_key):
-    return next(
-        (n for n, (a, b) in enumerate(zip(key, other_key, strict=False)) if a != b),
-        min(len(key), len(other_key)),
-    )
+    pairs = zip(key, other_key, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def shared_prompts(num_prompts, seed=0, vocab_size=97):
