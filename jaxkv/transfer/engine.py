@@ -14,7 +14,6 @@ from jaxkv._util import check_whole, shown, strict_class
 from jaxkv.transfer import limits, memory
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extent_table import ExtentTable, SharedMemory
-from jaxkv.transfer.extents import ExtentLayout
 from jaxkv.transfer.host_bytes import HostRead
 from jaxkv.transfer.host_memory import (
     MAX_EXTENT_BLOCKS,
@@ -164,29 +163,24 @@ class TransferEngine:
         mode = choose_mode(mode, platform)
         check_whole(1, blocks_per_host_block=blocks_per_host_block)
         blocks_per_host_block = operator.index(blocks_per_host_block)
-
-        def extents_of(num_blocks: int) -> ExtentLayout:
-            return ExtentLayout.of(
-                layout,
-                num_blocks * blocks_per_host_block,
-                stacked=mode == "staged",
-                num_layer_groups=layer_groups,
-                compression=compression,
-            )
-
         self._staging_bytes = parse_argument("staging_bytes", staging_bytes)
+        # An extent of one host block, to compute the size of the others.
+        spec = CopierSpec(
+            *(layout, blocks_per_host_block, layer_groups, compression, mode, kernel)
+        )
         max_blocks = MAX_EXTENT_BLOCKS
         if pads_rows(layout):
             max_blocks //= blocks_per_host_block
         size = HostSize.of(
             *(num_host_blocks, host_bytes, extent_bytes),
-            extents_of(1).host_bytes,
+            spec.extents().host_bytes,
             layout.num_shards,
             len(layout.leaves[0].sharding.addressable_devices),
             self._staging_bytes,
             max_blocks,
         )
-        extents = extents_of(size.extent_blocks)
+        spec = spec._replace(rows=size.extent_blocks * blocks_per_host_block)
+        extents = spec.extents()
         if self._staging_bytes < extents.num_bytes:
             raise ValueError(
                 f"{staging_bytes=} must be at least the {extents.num_bytes} bytes of "
@@ -198,11 +192,8 @@ class TransferEngine:
         limits.check_host_bytes(self._host_bytes, platform)
         self._layout = layout
         max_extents = self._staging_bytes // extents.num_bytes
-        spec = CopierSpec(
-            *(layout, extents.rows, layer_groups, compression, mode, kernel),
-            min(max_extents, MAX_EXTENTS_PER_PROGRAM),
-        )
-        self._copier = copier_of(spec)
+        max_extents = min(max_extents, MAX_EXTENTS_PER_PROGRAM)
+        self._copier = copier_of(spec._replace(max_extents=max_extents))
         self._plans = Plans(
             layout.num_shards,
             layout.shard_blocks,

@@ -107,7 +107,6 @@ class HostRead:
         rows = self._rows.get(number)
         if rows is None:
             rows = self._rows[number] = self._owner.rows(self._arrays[index])
-        self._owner.check_written(out)
         copy_out(rows.table, self._places[index], out)
 
     def close(self) -> None:
@@ -167,15 +166,6 @@ class HostBytes:
         """Return the memory of an extent's arrays, or of copies of them."""
         owners = [self._owner_of(extent[s.array], s) for s in self._segments]
         return self._rows_at(list(map(_address_of, owners)), owners)
-
-    def check_written(self, out: Bytes) -> None:
-        """Refuse `out` if the bytes of a block cannot be copied to it."""
-        can_be = out.flags.c_contiguous and out.flags.writeable
-        if out.nbytes != self.num_bytes or not can_be:
-            raise ValueError(
-                f"a payload of {out.nbytes} bytes must have {self.num_bytes}, "
-                "contiguous, that can be written."
-            )
 
     def fill(self, piece: WritePiece) -> None:
         """Copy the bytes of a piece into its extent; on any thread."""

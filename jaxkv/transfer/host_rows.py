@@ -57,7 +57,7 @@ def _copy_checked(table: Any, place: int, payload: Any, is_out: bool) -> None:
         end = int((table[:, STRIDE_BYTES] // table[:, PIECE_BYTES]).min())
         raise ValueError(
             f"{place=} must be in [0, {end}), and a payload of {num_bytes} bytes must "
-            f"have {wanted}, contiguous, that can be written if it is."
+            f"have {wanted}, contiguous{' and writable' if is_out else ''}."
         )
 
 

@@ -666,18 +666,21 @@ class CopierSpec(NamedTuple):
     compression: Compression | None
     mode: Mode
     kernel: Kernel | None
-    max_extents: int
+    max_extents: int = 1
 
-    def make(self) -> Copier:
-        """Make a copier."""
-        extents = ExtentLayout.of(
+    def extents(self) -> ExtentLayout:
+        """Lay out the extents."""
+        return ExtentLayout.of(
             self.pool,
             self.rows,
             stacked=self.mode == "staged",
             num_layer_groups=self.num_layer_groups,
             compression=self.compression,
         )
-        return Copier(extents, self.mode, self.kernel, self.max_extents)
+
+    def make(self) -> Copier:
+        """Make a copier."""
+        return Copier(self.extents(), self.mode, self.kernel, self.max_extents)
 
 
 def copier_of(spec: CopierSpec) -> Copier:

@@ -117,9 +117,14 @@ def system_limits(
     proc_root: Path = PROC, cgroup_root: Path = CGROUP
 ) -> list[HostLimit]:
     """List the limits that are known: of `MACHINE`, then of the process's cgroups."""
-    machine = _machine_limit(proc_root)
-    limits = [machine] if machine else []
-    limits += _cgroup_limits(proc_root, cgroup_root)
+    # Without MemAvailable, all memory: the free memory does not include caches that the
+    # system can reclaim, and would refuse sizes that fit.
+    num_bytes = _meminfo(proc_root, "MemAvailable")
+    if num_bytes is None:
+        num_bytes = total_host_bytes(proc_root)
+    limits = list(_cgroup_limits(proc_root, cgroup_root))
+    if num_bytes is not None:
+        limits.insert(0, HostLimit(num_bytes, MACHINE, "free some memory"))
     return limits
 
 
@@ -233,16 +238,6 @@ def host_memory_error(num_bytes: int, platform: str) -> MemoryError:
         "memory for host blocks: lower num_host_blocks or host_bytes"
         + (f", or raise {pool.variable} before jax is imported." if pool else ".")
     )
-
-
-def _machine_limit(proc_root: Path) -> HostLimit | None:
-    remedy = "free some memory"
-    # If it is missing, all memory: the free memory does not include caches that the
-    # system can reclaim, and would refuse sizes that fit.
-    num_bytes = _meminfo(proc_root, "MemAvailable")
-    if num_bytes is None:
-        num_bytes = total_host_bytes(proc_root)
-    return None if num_bytes is None else HostLimit(num_bytes, MACHINE, remedy)
 
 
 def _meminfo(proc_root: Path, name: str) -> int | None:

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
+# Copies through unpinned_host have corrupted bfloat16 on TPU, and XLA:CPU ignores a
+# move to it inside jit.
 HOST_KIND = "pinned_host"
 """The one memory kind that host blocks live in."""
 
@@ -64,25 +66,18 @@ def memory_kinds(device: jax.Device) -> tuple[str, ...]:
     return (default, *sorted(kinds - {default}))
 
 
-def host_sharding(
-    device: jax.Device, kind: str = HOST_KIND
-) -> jax.sharding.SingleDeviceSharding:
+def host_sharding(device: jax.Device) -> jax.sharding.SingleDeviceSharding:
     """Return the sharding of arrays in the host memory of `device`.
 
-    ValueError if `kind` does not preserve all bits, or `device` does not have it.
+    ValueError if `device` has no such memory.
     """
-    if kind != HOST_KIND:
-        raise ValueError(
-            f"{kind=} must be {HOST_KIND!r}: copies through unpinned_host have "
-            "corrupted bfloat16 on TPU, and XLA:CPU ignores a move to it inside jit."
-        )
     kinds = memory_kinds(device)
-    if kind not in kinds:
+    if HOST_KIND not in kinds:
         raise ValueError(
-            f"{device} has the memories {kinds}, not {kind!r}: it has no host memory "
-            "to copy blocks to in the background."
+            f"{device} has the memories {kinds}, not {HOST_KIND!r}: it has no host "
+            "memory to copy blocks to in the background."
         )
-    return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_KIND)
 
 
 # Before each program XLA:TPU copies an operand to VMEM that the program will read: for

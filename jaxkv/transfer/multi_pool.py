@@ -107,8 +107,7 @@ class MultiPoolEngine:
     loaded into the pool that it came from. The methods take a sequence of pools, and
     otherwise do the same as in `TransferEngine`: all that `OffloadWorker` and
     `StorageWorker` need, except loads within a step. All pools share
-    `num_host_blocks` and `staging_bytes`. In the mode ``"fused"`` each pool takes
-    memory for all host blocks; in ``"staged"`` they share it.
+    `num_host_blocks`, their memory and `staging_bytes`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -121,6 +120,7 @@ class MultiPoolEngine:
         (True, 276)
     """
 
+    mode: Mode = "staged"
     blocks_per_host_block = 1
     num_shards = 1
     has_step_loads = False
@@ -130,20 +130,19 @@ class MultiPoolEngine:
         pools: Sequence[PyTree],
         num_host_blocks: int,
         *,
-        mode: Mode = "staged",
         staging_bytes: str | SupportsIndex = DEFAULT_STAGING_BYTES,
     ) -> None:
         if not pools:
             raise ValueError("pools is empty; it must have at least one pool.")
-        self._shared = SharedMemory()
+        shared = SharedMemory()
         share = parse_argument("staging_bytes", staging_bytes) // len(pools)
         self.engines = [
             TransferEngine(
                 pool,
                 num_host_blocks,
-                mode=mode,
+                mode=self.mode,
                 staging_bytes=max(share, 1),
-                shared=self._shared if mode == "staged" else None,
+                shared=shared,
             )
             for pool in pools
         ]
@@ -158,7 +157,15 @@ class MultiPoolEngine:
         # i64[p + 1]. Pool i's blocks have the ids [first_blocks[i], first_blocks[i+1]).
         sizes = [engine.layout.num_blocks for engine in self.engines]
         self.first_blocks = np.cumsum([0, *sizes])
+        self.num_device_blocks = int(self.first_blocks[-1])
         self.num_host_blocks = num_host_blocks
+        self.block_bytes = max(engine.block_bytes for engine in self.engines)
+        self.host_block_bytes = max(e.host_payload_bytes for e in self.engines)
+        # The bytes of a block of the pool with the largest ones, and the pool's number.
+        self.host_payload_bytes = self.host_block_bytes + _LABEL_BYTES
+        descriptions = [engine.host_bytes_description for engine in self.engines]
+        self.host_bytes_description = " | ".join(descriptions)
+        self.host_bytes = shared.num_bytes
         # The pool that each host block was last saved from, and the transfer's number.
         self._pool_of = np.full(num_host_blocks, _NO_POOL, np.int64)
         self._saved_by = np.full(num_host_blocks, -1, np.int64)
@@ -167,62 +174,20 @@ class MultiPoolEngine:
         self._numbers = itertools.count()
         self._joints: dict[Ticket, _Joint] = {}
         self._joint_of: dict[tuple[int, Ticket], _Joint] = {}
-        self._ended: list[_Joint] = []  # Not reported yet.
-
-    @property
-    def mode(self) -> Mode:
-        """``"fused"`` or ``"staged"``."""
-        return self.engines[0].mode
-
-    @property
-    def num_device_blocks(self) -> int:
-        """Number of blocks of all pools together."""
-        return int(self.first_blocks[-1])
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of the pool with the largest ones."""
-        return max(engine.block_bytes for engine in self.engines)
-
-    @property
-    def host_block_bytes(self) -> int:
-        """Bytes that the largest block takes on the host, without padding."""
-        return max(engine.host_payload_bytes for engine in self.engines)
-
-    @property
-    def host_payload_bytes(self) -> int:
-        """Bytes of a payload of `read_host`: the largest block, and its pool."""
-        return self.host_block_bytes + _LABEL_BYTES
-
-    @property
-    def host_bytes_description(self) -> str:
-        """The layout of the bytes of `read_host`; equal ones can be exchanged."""
-        return " | ".join(engine.host_bytes_description for engine in self.engines)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory for the blocks of all pools."""
-        if self.mode == "fused":
-            return sum(engine.host_bytes for engine in self.engines)
-        return self._shared.num_bytes
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers not yet reported by `poll` or `drain`."""
         return len(self._joints)
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes that were issued and are not known to have arrived."""
         return sum(engine.bytes_in_flight for engine in self.engines)
 
     def warm_up(self) -> None:
-        """Compile every program now, so that no save or load waits for it later."""
         for engine in self.engines:
             engine.warm_up()
 
     def adopt(self) -> None:
-        """Make the calling thread the owner; see `TransferEngine.adopt`."""
         self.owner.adopt()
 
     @owned
@@ -232,7 +197,6 @@ class MultiPoolEngine:
         device_block_ids: BlockIdsLike,
         host_block_ids: BlockIdsLike,
     ) -> Ticket:
-        """Copy device blocks to host blocks; see `TransferEngine.save`."""
         device_ids, host_ids = self.check_save(device_block_ids, host_block_ids)
         self._check_pools(pools)
         joint = self._begin("save", host_ids)
@@ -263,7 +227,6 @@ class MultiPoolEngine:
         *,
         in_step: bool = False,
     ) -> tuple[PyTree, list[Ticket]]:
-        """Copy host blocks to device blocks; see `TransferEngine.load_each`."""
         if in_step:
             raise ValueError("in_step=True needs an engine of one pool.")
         ids = host_block_ids, device_block_ids
@@ -317,9 +280,8 @@ class MultiPoolEngine:
         source_block_ids: Sequence[int],
         target_block_ids: Sequence[int],
     ) -> PyTree:
-        """Copy device blocks to others of their pool; see `TransferEngine.copy`."""
-        num_blocks = int(self.first_blocks[-1])
-        sources, targets = copy_pairs(source_block_ids, target_block_ids, num_blocks)
+        ids = source_block_ids, target_block_ids
+        sources, targets = copy_pairs(*ids, self.num_device_blocks)
         of_block = self._pools_of(sources)
         if (of_block != self._pools_of(targets)).any():
             raise ValueError("a block must be copied to one of its own pool.")
@@ -334,12 +296,10 @@ class MultiPoolEngine:
         raise RuntimeError("loads within a step need an engine of one pool.")
 
     def step_started(self, result: jax.Array) -> NoReturn:
-        """Refuse, as `take_step_loads` does."""
         self.take_step_loads([], 0)
 
     @owned
     def advance(self, pools: Sequence[PyTree]) -> PyTree:
-        """Write loads that have landed, and issue what waits; never waits."""
         stale, self._stale = self._stale, []
         for number, host_ids in stale:
             self._forget(host_ids[self._pool_of[host_ids] != number], number)
@@ -348,14 +308,12 @@ class MultiPoolEngine:
 
     @owned
     def poll(self) -> list[Completion]:
-        """Report the transfers that have ended, in the order of calls; never wait."""
         for number, engine in enumerate(self.engines):
             self._note(number, engine.poll())
         return self._report()
 
     @owned
     def drain(self, pools: Sequence[PyTree]) -> tuple[PyTree, list[Completion]]:
-        """Issue all transfers and wait for them; see `TransferEngine.drain`."""
         new = list(pools)
         for number, engine in enumerate(self.engines):
             new[number], done = engine.drain(new[number])
@@ -364,20 +322,16 @@ class MultiPoolEngine:
 
     @owned
     def abandon(self, ticket: Ticket) -> None:
-        """Abandon a transfer, which will not be reported; see `TransferEngine`."""
         joint = self._joints.pop(ticket, None)
         if joint is None:
             raise ValueError(f"{ticket} is not in flight.")
         for number, pool_ticket in joint.tickets:
             del self._joint_of[number, pool_ticket]
             self.engines[number].abandon(pool_ticket)
-        if not joint.tickets:
-            self._ended.remove(joint)
         self._drop(joint)
 
     @owned
     def read_host(self, host_block_ids: BlockIdsLike) -> JointRead:
-        """Hold host blocks until their bytes are copied; see `TransferEngine`."""
         host_ids = host_ids_of(host_block_ids, self.num_host_blocks)
         of_block = self._pool_of[host_ids]
         empty = host_ids[of_block == _NO_POOL].tolist()
@@ -397,7 +351,6 @@ class MultiPoolEngine:
     def write_host(
         self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
     ) -> JointWrite:
-        """Write bytes of `read_host` to their pools; see `TransferEngine`."""
         host_ids = host_ids_of(host_block_ids, self.num_host_blocks)
         check_distinct("host_block_ids", host_ids)
         num_bytes, num_pools = self.host_payload_bytes, len(self.engines)
@@ -422,7 +375,6 @@ class MultiPoolEngine:
 
     @owned
     def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:
-        """Continue the writes of `write_host`; see `TransferEngine`."""
         for engine in self.engines:
             engine.advance_host(run)
 
@@ -430,7 +382,7 @@ class MultiPoolEngine:
         self, device_ids: BlockIdsLike, host_ids: BlockIdsLike, is_save: bool
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Check the ids of both sides: i32[n] each."""
-        sizes = int(self.first_blocks[-1]), self.num_host_blocks
+        sizes = self.num_device_blocks, self.num_host_blocks
         device, host = transfer_pairs(device_ids, host_ids, *sizes, 1, is_save)
         return device[:, 0], host
 
@@ -473,13 +425,10 @@ class MultiPoolEngine:
             joint.error = joint.error or done.error
             if done.error is None:
                 joint.num_bytes += done.num_bytes
-            if not joint.tickets:
-                self._ended.append(joint)
 
     def _report(self) -> list[Completion]:
-        ended, self._ended = self._ended, []
         done = []
-        for joint in sorted(ended, key=lambda joint: joint.ticket.number):
+        for joint in [joint for joint in self._joints.values() if not joint.tickets]:
             del self._joints[joint.ticket]
             if joint.error is not None:
                 self._drop(joint)

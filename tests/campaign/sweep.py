@@ -590,7 +590,7 @@ HARMLESS = {
 }
 
 # A subfolder that an engine must not read is others'.
-SKIPPED = ("transfer.storage.local._Listing.pages", errno.EACCES)
+SKIPPED = ("transfer.storage.local._pages", errno.EACCES)
 RETRIED = ("connect", "send", "recv")  # By redis-py, once.
 
 

@@ -3,6 +3,7 @@
 python -m tests.transfer.outcome_cases ADDRESS NUM_PROCESSES PROCESS END TIMEOUT_S
 """
 
+import dataclasses
 import os
 import signal
 import sys
@@ -18,9 +19,10 @@ from jaxkv.scheduling.worker import watchdog
 from jaxkv.scheduling.worker.worker import AgreementError, PlanMismatchError
 
 P = jax.sharding.PartitionSpec
-NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_STEPS = 16, 7, 14
+NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_STEPS = 16, 16, 14
 NUM_DEVICES = 4
-FAILED_STORE, FAILED_LOAD = 4, 8
+LOAD_AFTER = 4  # Steps from the store of a key to its load
+FAILED_STORE, FAILED_LOAD = 4, 9
 LOST_TIMEOUT_S = 4.0
 
 
@@ -37,53 +39,33 @@ def value_of(key):
     return np.int32(1000 + key)
 
 
-class HostTable:
-    """The table of a scheduler, from its reports; the same in all processes.
+def plan(number):
+    """Store the block of a new key, and load the block of an older one.
 
-    Each step stores the block of a new key, and loads one from the host. There are few
-    host blocks, so each is soon reused: a process that missed a failure would read
-    another key from it than the others.
+    The block of a key goes into the host block of its number.
     """
+    key = number - LOAD_AFTER
+    is_loading = key >= 0 and key != FAILED_STORE
+    return OffloadMetadata(
+        load_event=number if is_loading else NO_EVENT,
+        load_device_blocks=(8 + number % 8,) if is_loading else (),
+        load_host_blocks=(key,) if is_loading else (),
+        load_event_to_reqs={number: (f"r{number}",)} if is_loading else {},
+        store_event=number,
+        store_device_blocks=(number % 8,),
+        store_host_blocks=(number,),
+        need_flush=False,
+    )
 
-    def __init__(self):
-        self.free = list(range(NUM_HOST_BLOCKS))
-        self.host = {}  # by key, the oldest first
-        self.storing, self.loading = {}, {}
 
-    def plan(self, number):
-        in_use = {key for key, _ in self.loading.values()}
-        keys = [key for key in self.host if key not in in_use]
-        is_loading = number >= 4 and keys
-        if is_loading:
-            self.loading[f"r{number}"] = keys[0], 8 + number % 8
-        if not self.free:
-            self.free.append(self.host.pop(keys[-1]))
-        self.storing[number] = number, self.free.pop(0)
-        return OffloadMetadata(
-            load_event=number if is_loading else NO_EVENT,
-            load_device_blocks=(8 + number % 8,) if is_loading else (),
-            load_host_blocks=(self.host[keys[0]],) if is_loading else (),
-            load_event_to_reqs={number: (f"r{number}",)} if is_loading else {},
-            store_event=number,
-            store_device_blocks=(number % 8,),
-            store_host_blocks=self.storing[number][1:],
-            need_flush=False,
-        )
-
-    def apply(self, output, pool):
-        for event in output.completed_store_events:
-            key, host_block = self.storing.pop(event)
-            self.host[key] = host_block
-        for event in output.failed_store_events:
-            self.free.append(self.storing.pop(event)[1])
-        for name in output.finished_recving:
-            key, block = self.loading.pop(name)
-            for shard in pool.addressable_shards:
-                loaded = np.array(shard.data)[block].tolist()
-                assert loaded == [value_of(key)] * len(loaded), (name, key, loaded)
-            print("a load has brought the right bytes", flush=True)
-        for name in output.failed_recving:
-            self.free.append(self.host.pop(self.loading.pop(name)[0]))
+def check_loads(output, pool):
+    for name in output.finished_recving:
+        number = int(name[1:])
+        for shard in pool.addressable_shards:
+            loaded = np.array(shard.data)[8 + number % 8].tolist()
+            expected = [value_of(number - LOAD_AFTER)] * len(loaded)
+            assert loaded == expected, (name, loaded)
+        print("a load has brought the right bytes", flush=True)
 
 
 def fail(*_):
@@ -92,7 +74,6 @@ def fail(*_):
 
 def serve(engine, worker, pool, process, num_processes):
     """Serve some steps with failing transfers, each in one process."""
-    table = HostTable()
     copier = engine._copier
     for number in range(NUM_STEPS):
         pool = model(pool, np.int32(number % 8), value_of(number))
@@ -101,7 +82,7 @@ def serve(engine, worker, pool, process, num_processes):
             copier.save_program = fail
         if number == FAILED_LOAD and process == num_processes - 1:
             copier.load_program = fail
-        pool = worker.start(table.plan(number), pool)
+        pool = worker.start(plan(number), pool)
         copier.save_program, copier.load_program = programs
         # Each process is late by another time.
         time.sleep(0.01 * (number * (process + 1) % 3))
@@ -112,21 +93,19 @@ def serve(engine, worker, pool, process, num_processes):
         assert (f"r{FAILED_LOAD}" in output.failed_recving) == (
             number == FAILED_LOAD + 2
         )
-        table.apply(output, pool)
+        check_loads(output, pool)
         print(f"reported in step {number}: {output}", flush=True)
     pool, output = worker.drain(pool)
-    table.apply(output, pool)
-    assert not table.storing
-    assert not table.loading
+    check_loads(output, pool)
     print(f"reported at the end: {output} {worker.plan_digest.hex()}", flush=True)
     return pool
 
 
 def differ(worker, pool, process):
-    table = HostTable()
-    table.free = table.free[process == 0 :]
+    host_blocks = (NUM_STEPS + (process == 0),)
+    differing = dataclasses.replace(plan(NUM_STEPS), store_host_blocks=host_blocks)
     try:
-        worker.start(table.plan(NUM_STEPS), pool)
+        worker.start(differing, pool)
     except PlanMismatchError as error:
         print(error, flush=True)
     worker.drain(pool)
@@ -140,10 +119,8 @@ def lose_one(engine, pool, process, num_processes, end):
         report_after_steps=2,
         agreement_timeout_s=LOST_TIMEOUT_S,
     )
-    table = HostTable()
-    pool = worker.start(table.plan(0), pool)
-    pool, output = worker.drain(pool)
-    table.apply(output, pool)
+    pool = worker.start(plan(0), pool)
+    pool, _ = worker.drain(pool)
     if process == num_processes - 1:
         if end == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -154,11 +131,11 @@ def lose_one(engine, pool, process, num_processes, end):
     print("alone", flush=True)
     start_s = time.monotonic()
     try:
-        pool = worker.start(table.plan(1), pool)
+        pool = worker.start(plan(1), pool)
         if end == "die" and process % 2:
             worker.drain(pool)  # The others wait for the outcomes as steps start.
         for number in (2, 3):
-            pool = worker.start(table.plan(number), pool)
+            pool = worker.start(plan(number), pool)
     except AgreementError as error:
         duration_s = time.monotonic() - start_s
         print(f"AgreementError after {duration_s:.2f} s: {error}", flush=True)

@@ -15,18 +15,12 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from benchmarks.compiled.cuda import compile_for_cuda
+from benchmarks.compiled.targets import parse_target
 from jaxkv.transfer.extents import ExtentLayout
 from jaxkv.transfer.kernels import Copier
 from jaxkv.transfer.layout import Leaf, PoolLayout
 from jaxkv.transfer.step_loads import StepLoads
 
-TOPOLOGIES = {
-    "v5e": "v5e:2x2",
-    "v5p": "v5p:2x2x1",
-    "v6e": "v6e:2x2",
-    "tpu7x": "tpu7x:2x2x1",
-}
-GPUS = {"h200": "NVIDIA H200 141GB HBM3e"}
 # What each layer of the compiled step has once: x + mixed @ out on TPU, x @ up on GPU.
 LAYER_MARK = re.compile(r"convolution_add_fusion|gemm_fusion_dot_general")
 NUM_LAYERS, NUM_EXTENTS, ROWS = 5, 2, 64
@@ -104,26 +98,25 @@ def events_of(text):
 
 
 def compile_for(target, *how):
-    if target in GPUS:
-        with compile_for_cuda(GPUS[target], 1):
+    if target.backend == "gpu":
+        with compile_for_cuda(target.device, 1):
             return compile_step(jax.devices("cpu")[0], *how)
     topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=TOPOLOGIES[target]
+        platform="tpu", topology_name=target.topology
     )
     return compile_step(topology.devices[0], *how)
 
 
-def main(target):
-    jax.config.update("jax_platforms", "cpu")
-    record = {}
-    for name, kernel, with_after in (
+def main(name):
+    target, record = parse_target(name), {}
+    for mode, kernel, with_after in (
         ("staged", None, True),
         ("no after", "xla", False),
     ):
         program = compile_for(target, kernel, with_after)
         text = program.as_text()
         shape = ",".join(map(str, LEAF))
-        record[name] = {
+        record[mode] = {
             "events": events_of(text),
             "num_groups": NUM_LAYERS,
             "alias_bytes": program.memory_analysis().alias_size_in_bytes,

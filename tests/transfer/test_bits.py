@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import PoolLayout, TransferEngine, dma
+from jaxkv.transfer import PoolLayout, dma
 from tests.transfer.numbered import Moves
-from tests.transfer.shadow import Shadow, bits, exercise, random_array
+from tests.transfer.shadow import bits
 
 CPU = jax.devices("cpu")[0]
 # The mode, and the kernel of its programs. Asynchronous copies are interpreted.
@@ -66,20 +66,17 @@ def check_patterns(dtypes, mode, kernel):
     patterns = {dtype: PATTERNS[dtype] for dtype in dtypes}
     pool = {dtype: to_device(raw, dtype) for dtype, raw in patterns.items()}
     zeros = {dtype: jnp.zeros_like(leaf) for dtype, leaf in pool.items()}
-    engine = TransferEngine(pool, num_blocks + 3, mode=mode, kernel=kernel)
-    assert engine.kernel == (kernel or "xla")
+    moves = Moves(mode, pool, num_blocks + 3, kernel=kernel)
+    assert moves.engine.kernel == (kernel or "xla")
     source, target = rng.permutation(num_blocks), rng.permutation(num_blocks)
     host = rng.permutation(num_blocks + 3)[:num_blocks]
-    engine.save(pool, source, host)
-    pool, done = engine.drain(pool)
-    assert [completion.error for completion in done] == [None]
-    loaded, _ = engine.load(zeros, host, target)
-    loaded, done = engine.drain(loaded)
-    assert [completion.error for completion in done] == [None]
+    moves.save_now(source, host)
+    moves.pool = zeros
+    moves.load_now(host, target)
     for dtype, raw in patterns.items():
-        assert loaded[dtype].dtype == jnp.dtype(dtype)
+        assert moves.pool[dtype].dtype == jnp.dtype(dtype)
         assert np.array_equal(bits(pool[dtype])[:, 0], raw), dtype
-        back = bits(loaded[dtype])[target, 0][np.argsort(source)]
+        back = bits(moves.pool[dtype])[target, 0][np.argsort(source)]
         assert np.array_equal(back, raw), dtype
 
 
@@ -94,37 +91,3 @@ def test_every_bit_pattern_survives_asynchronous_copies():
     leaves = zip(sorted(pool), PoolLayout.of(pool).leaves, strict=True)
     for dtype in [dtype for dtype, leaf in leaves if dma.accepts(leaf)]:
         check_patterns((dtype,), *DMA)
-
-
-# Leaves of one group apart from each other, scales beside what they scale, a block
-# that is a scalar, and a tuple and a dict of lists around it all.
-MIXED = (
-    {
-        "k": [("bfloat16", (3, 4)), ("bfloat16", (3, 4))],
-        "q": [("int8", (5,)), ("float8_e5m2", (3, 4))],
-    },
-    ("float32", ()),
-    {"v": [("bfloat16", (3, 4)), ("bool", (2, 2)), ("float32", (1, 1, 6))]},
-)
-# To trace the interpreter of asynchronous copies takes a second per leaf.
-MIXED_DMA = ({"k": MIXED[0]["k"]}, ("float32", ()), {"v": [("bool", (2, 2))]})
-
-
-def is_leaf(node):
-    return isinstance(node, tuple) and isinstance(node[0], str)
-
-
-@pytest.mark.parametrize(("mode", "kernel"), WAYS)
-@pytest.mark.parametrize("m", [1, 3])
-def test_mixed_leaves_keep_every_bit(mode, kernel, m):
-    rng = np.random.default_rng(m)
-    arrays = jax.tree.map(
-        lambda spec: random_array(rng, (24, *spec[1]), spec[0]),
-        MIXED_DMA if kernel else MIXED,
-        is_leaf=is_leaf,
-    )
-    options = {"kernel": kernel, "blocks_per_host_block": m, "layer_groups": m}
-    pool = jax.tree.map(lambda array: jax.device_put(jnp.array(array), CPU), arrays)
-    # Less than an extent of all blocks is in flight at once.
-    moves = Moves(mode, pool, 40 // m, staging_bytes="2KiB", **options)
-    exercise(moves, Shadow(arrays), rng)

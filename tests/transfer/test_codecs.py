@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import Compression, TransferEngine
+from tests.transfer.numbered import Moves
 from tests.transfer.shadow import bits, random_array, to_device
 
 # Blocks, tokens, heads, values.
@@ -24,25 +25,22 @@ def normal(leaf="float32", shape=SHAPE, seed=0):
 
 @pytest.fixture(scope="module")
 def send():
-    engines = {}
+    made = {}
 
     def send(arrays, dtype, mode=None, head_axis=-2):
         leaves, treedef = jax.tree.flatten(arrays)
         pool, ids = to_device(arrays), range(len(leaves[0]))
         look = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
         key = str((treedef, look, dtype, mode, head_axis))
-        if key not in engines:
-            compression = Compression(dtype, head_axis) if dtype else None
-            options = {"mode": mode, "compression": compression}
-            engines[key] = TransferEngine(pool, len(ids), **options)
-        engine = engines[key]
-        engine.save(pool, ids, ids[::-1])
-        engine.drain(pool)
-        empty = to_device(jax.tree.map(np.zeros_like, arrays))
-        pool, _ = engine.load(empty, ids[::-1], ids)
-        pool, [done] = engine.drain(pool)
-        assert done.error is None
-        return jax.tree.map(np.array, pool)
+        if key not in made:
+            compression = Compression(dtype, head_axis)
+            made[key] = Moves(mode, pool, len(ids), compression=compression)
+        moves = made[key]
+        moves.pool = pool
+        moves.save_now(ids, ids[::-1])
+        moves.pool = to_device(jax.tree.map(np.zeros_like, arrays))
+        moves.load_now(ids[::-1], ids)
+        return jax.tree.map(np.array, moves.pool)
 
     return send
 

@@ -135,16 +135,6 @@ def test_each_kind_of_program_is_traced_once_by_warm_up(make, mode, traced):
     assert sorted(traced) == PROGRAMS[mode]
 
 
-def test_each_layer_group_has_one_load_program(make, mode, traced):
-    moves = make(new_pool(), num_host_blocks=NUM_BLOCKS, layer_groups=3)
-    moves.engine.warm_up()
-    for num in (3, 21, 40):
-        move(moves, range(num))
-    # Of one, two and four extents, each traced extent by extent.
-    extents_traced = 1 + 2 + 4 if mode == "staged" else 1
-    assert traced.count("scatter_rows") == 3 * extents_traced
-
-
 def test_a_transfer_takes_one_program_for_up_to_four_extents(make, mode, monkeypatch):
     moves = make(new_pool(), num_host_blocks=NUM_BLOCKS)  # Five blocks an extent.
     copier, calls = moves.engine._copier, []

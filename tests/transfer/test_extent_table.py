@@ -227,20 +227,6 @@ def test_blocks_in_random_shards_leave_the_table_consistent(seed):
         twin.check()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_full_table_places_every_block_again_one_by_one(shape):
-    num_blocks, _, extent_blocks, num_shards = SHAPES[shape]
-    twin, rng = Twin(*SHAPES[shape]), np.random.default_rng(0)
-    everything = np.arange(num_blocks)
-    twin.claim(everything, shards_of(everything, num_shards))
-    twin.settle_all(rng)
-    for start in range(extent_blocks):  # One of each extent, then the next of each.
-        for host_id in range(start, num_blocks, extent_blocks):
-            twin.claim([host_id], shards_of([host_id], num_shards))
-            twin.settle_all(rng)
-            assert len(twin.readable) == num_blocks
-
-
 def test_a_claimed_block_keeps_its_place_while_it_is_pinned():
     table, ids = ExtentTable(8, 3, 4), np.arange(4, dtype=np.int32)
     table.claim(ids, 0)

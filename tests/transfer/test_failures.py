@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.transfer import TransferEngine
 from tests.transfer.faults import FAULT
 from tests.transfer.numbered import (
     EXTENT_BYTES,
@@ -202,14 +201,9 @@ def test_a_save_that_is_interrupted_while_it_is_placed_has_failed(make, monkeypa
     moves.check_empty([1])
 
 
-def test_nans_are_moved_under_jax_debug_nans(mode):
-    pool = {"k": jax.numpy.full((8, 4), np.nan)}
-    engine = TransferEngine(pool, 4, mode=mode)
+def test_nans_are_moved_under_jax_debug_nans(make):
+    moves = make({"k": jax.numpy.full((8, 4), np.nan)})
     with jax.debug_nans(True):
-        engine.save(pool, [1], [2])
-        pool, done = engine.drain(pool)
-        assert [completion.error for completion in done] == [None]
-        pool, _ = engine.load(pool, [2], [3])
-        pool, done = engine.drain(pool)
-    assert [completion.error for completion in done] == [None]
-    assert np.isnan(np.array(pool["k"])).all()
+        moves.save_now([1], [2])
+        moves.load_now([2], [3])
+    assert np.isnan(np.array(moves.pool["k"])).all()

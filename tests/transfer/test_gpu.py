@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import TransferEngine
 from tests.rigs.device_cases import spread
+from tests.transfer.numbered import Moves
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +26,13 @@ def as_pool(raw, dtype=jnp.bfloat16):
 
 def round_trip(pool, raw):
     num_blocks = raw.shape[1]
-    engine = TransferEngine(pool, num_blocks)
+    moves = Moves("staged", pool, num_blocks)
     order = np.random.default_rng(2)
     source, host, target = (order.permutation(num_blocks) for _ in range(3))
-    engine.save(pool, source, host)
-    pool, done = engine.drain(pool)
-    assert [completion.error for completion in done] == [None]
-    pool, _ = engine.load(jax.tree.map(jnp.zeros_like, pool), host, target)
-    pool, done = engine.drain(pool)
-    assert [completion.error for completion in done] == [None]
-    for leaf, bits in zip(pool, raw, strict=True):
+    moves.save_now(source, host)
+    moves.pool = jax.tree.map(jnp.zeros_like, pool)
+    moves.load_now(host, target)
+    for leaf, bits in zip(moves.pool, raw, strict=True):
         assert np.array_equal(np.asarray(leaf).view(bits.dtype)[target], bits[source])
 
 

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import Compression, TransferEngine, host_bytes
+from jaxkv.transfer import Compression, host_bytes
 from tests.rigs.device_cases import only_on_cpu
 from tests.rigs.extent_tables import check_table
+from tests.transfer.numbered import Moves
+from tests.transfer.shadow import Shadow
 
 NUM_BLOCKS, NUM_HOST = 24, 40
 BLOCK_AXIS = {"k": 0, "v": 1}  # Rows of v lie apart.
@@ -98,13 +100,11 @@ def test_written_bytes_reach_every_copy_of_a_shard():
     values = np.random.default_rng(0).normal(size=(NUM_BLOCKS, 4, 8))
     heads = jax.NamedSharding(mesh, jax.P(None, None, "heads"))
     pool = jax.device_put(values.astype(np.float32), heads)
-    engine = TransferEngine(pool, NUM_HOST)
-    engine.save(pool, [1, 2], [10, 11])
-    pool, _ = engine.drain(pool)
-    write(engine, [20, 21], read(engine, [10, 11]))
-    pool, _ = engine.load(pool, [20, 21], [3, 4])
-    pool, _ = engine.drain(pool)
-    for shard in pool.addressable_shards:
+    moves = Moves(None, pool, NUM_HOST)
+    moves.save_now([1, 2], [10, 11])
+    write(moves.engine, [20, 21], read(moves.engine, [10, 11]))
+    moves.load_now([20, 21], [3, 4])
+    for shard in moves.pool.addressable_shards:
         blocks = np.asarray(shard.data)
         np.testing.assert_array_equal(blocks[3:5], blocks[1:3])
 
@@ -119,11 +119,10 @@ def test_bytes_are_the_same_on_a_mesh_with_another_order_of_devices():
             pool = jax.device_put(
                 values.astype(np.float32), jax.NamedSharding(mesh, spec)
             )
-            engine = TransferEngine(pool, NUM_HOST)
-            engine.save(pool, [1, 2], [10, 11])
-            engine.drain(pool)
-            payloads = [payload.tobytes() for payload in read(engine, [10, 11])]
-            blocks.append((engine.host_bytes_description, payloads))
+            moves = Moves(None, pool, NUM_HOST)
+            moves.save_now([1, 2], [10, 11])
+            payloads = [payload.tobytes() for payload in read(moves.engine, [10, 11])]
+            blocks.append((moves.engine.host_bytes_description, payloads))
     assert blocks[:2] == blocks[2:]
     # With copies of each half, or in quarters.
     assert blocks[0][0] != blocks[1][0]
@@ -134,26 +133,25 @@ def test_bytes_are_the_same_on_a_mesh_with_another_order_of_devices():
 def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed):
     rng = np.random.default_rng(seed)
     moves = make(seed, blocks_per_host_block=m, extent_bytes=4096)
-    contents = {}  # The device blocks' bytes of each host block.
-    payloads = {}  # And what `read_host` says they are.
+    shadow = Shadow(jax.tree.map(np.asarray, moves.pool), BLOCK_AXIS)
+    payloads = {}  # The bytes of host blocks, as `read_host` copies them.
     for _ in range(100):
         num = int(rng.integers(1, 6))
         ids = rng.permutation(NUM_HOST)[:num].tolist()
-        readable = [host for host in ids if host in contents]
+        readable = [host for host in ids if host in shadow.host]
         match rng.integers(4):
             case 0:
                 rows = rng.permutation(NUM_BLOCKS)[: num * m].reshape(num, m)
-                now = blocks_of(moves.pool)
                 moves.save_now(rows if m > 1 else rows[:, 0], ids)
-                for host, row in zip(ids, rows.tolist(), strict=True):
-                    contents[host] = [now[block] for block in row]
+                shadow.save(rows, ids)
+                for host in ids:
                     payloads.pop(host, None)
             case 1 if payloads:
                 names = [list(payloads)[rng.integers(len(payloads))] for _ in ids]
-                held = [(contents[name], payloads[name]) for name in names]
+                held = [(shadow.host[name], payloads[name]) for name in names]
                 write(moves.engine, ids, [payload for _, payload in held])
-                for host, (content, payload) in zip(ids, held, strict=True):
-                    contents[host], payloads[host] = content, payload
+                for host, (blocks, payload) in zip(ids, held, strict=True):
+                    shadow.host[host], payloads[host] = blocks, payload
             case 2 if readable:
                 read_now = read(moves.engine, readable)
                 for host, payload in zip(readable, read_now, strict=True):
@@ -162,9 +160,8 @@ def test_every_block_keeps_its_bytes_whatever_is_written_beside_it(make, m, seed
             case _ if readable:
                 rows = rng.permutation(NUM_BLOCKS)[: len(readable) * m].reshape(-1, m)
                 moves.load_now(readable, rows if m > 1 else rows[:, 0])
-                now = blocks_of(moves.pool)
-                for host, row in zip(readable, rows.tolist(), strict=True):
-                    assert [now[block] for block in row] == contents[host]
+                shadow.load(readable, rows)
+                shadow.check(moves.pool)
         assert not moves.engine.poll()  # Unpins the extents that were read.
         check_table(moves.engine._table)
         assert moves.engine._table.num_pins == 0

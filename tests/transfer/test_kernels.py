@@ -57,7 +57,8 @@ def kinds_of_saves(fresh_programs, monkeypatch):
 
 def test_leaves_are_copied_by_whichever_kernel_can(kinds_of_saves):
     pool, shadow = mixed()
-    moves = Moves("staged", pool, kernel="dma", staging_bytes=ONE_EXTENT)
+    options = {"staging_bytes": ONE_EXTENT, "layer_groups": 2}
+    moves = Moves("staged", pool, kernel="dma", **options)
     assert moves.engine.kernel == "dma"
     assert sorted(moves.engine._copier._by_dma) == [1, 2]  # Not "flags", nor "scale".
     check_moves(moves, shadow, rounds=4)

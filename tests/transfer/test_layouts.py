@@ -40,7 +40,6 @@ LAYOUTS = {
         4,
     ),
     "keys and values stacked": (spec(2, 3, 12, 4, 2, 8), 2, 1),
-    "keys and values apart": ((layers(2, 12, 4, 2, 8), layers(2, 12, 4, 2, 6)), 0, 1),
     "int8 with scales": (
         {
             "kv": layers(2, 12, 4, 2, 8, dtype="int8"),
@@ -55,12 +54,19 @@ LAYOUTS = {
         1,
     ),
     "blocks along the last axis": (layers(2, 2, 8, 12, dtype="float16"), -1, 2),
-    "token ids beside the blocks": (
-        {"kv": spec(12, 4, 8), "tokens": spec(12, 4, dtype="int32")},
+    # Equal leaves apart from each other, and a block that is a scalar.
+    "leaves of every kind": (
+        (
+            {
+                "k": layers(2, 24, 3, 4),
+                "q": [spec(24, 5, dtype="int8"), spec(24, 3, 4, dtype="float8_e5m2")],
+            },
+            spec(24, dtype="float32"),
+            {"v": [spec(24, 3, 4), spec(24, 2, 2, dtype="bool")]},
+        ),
         0,
         3,
     ),
-    "a flag a block": (spec(12, dtype="uint8"), 0, 1),
 }
 
 
@@ -83,12 +89,13 @@ def make_layout(make):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_blocks_of_any_layout_keep_every_bit(make_layout, name):
+    m = LAYOUTS[name][2]
     block_bytes = make_layout(name)[0].engine.block_bytes
     # With one extent in flight there are programs for one only.
     sizes = {"extent_bytes": 2 * block_bytes, "staging_bytes": 2 * block_bytes}
-    moves, shadow, rng = make_layout(name, **sizes)
+    moves, shadow, rng = make_layout(name, **sizes, layer_groups=min(m, 2))
     leaf_bytes = [leaf[0].nbytes for leaf in shadow.leaves]
-    assert block_bytes == LAYOUTS[name][2] * sum(leaf_bytes)
+    assert block_bytes == m * sum(leaf_bytes)
     exercise(moves, shadow, rng)
 
 

@@ -159,26 +159,19 @@ def test_this_machine_has_some_memory():
         limits.check_host_bytes(1 << 50, "cpu")
 
 
-def test_more_than_the_machine_has_is_refused(tmp_path):
-    machine = Machine(tmp_path, 3 * GIB)
-    machine.check(3 * GIB)
-    message = r"^3\.50 GiB .* but the machine has only 3\.00 GiB: free some memory, or "
-    with pytest.raises(MemoryError, match=message + "ask for fewer host blocks"):
-        machine.check(7 * GIB // 2)
-
-
-def test_more_than_the_cgroup_allows_is_refused(tmp_path):
-    machine = Machine(tmp_path)
-    machine.v2("", 8 * GIB, 5 * GIB)
-    machine.check(3 * GIB)
-    message = r"memory.max is 8\.00 GiB\) has only 3\.00 GiB: raise the memory limit"
-    with pytest.raises(MemoryError, match=message):
-        machine.check(3 * GIB + 1)
-
-
-def test_all_limits_are_named_the_tightest_first(tmp_path):
+def test_more_than_the_limits_is_refused_and_the_tightest_is_named_first(tmp_path):
     machine = Machine(tmp_path, 70 * GIB)
-    machine.v2("", 66 * GIB, 0)
+    machine.check(70 * GIB)
+    message = (
+        r"^70\.50 GiB .* but the machine has only 70\.00 GiB: free some memory, or "
+    )
+    with pytest.raises(MemoryError, match=message + "ask for fewer host blocks"):
+        machine.check(141 * GIB // 2)
+    machine.v2("", 71 * GIB, 5 * GIB)
+    machine.check(66 * GIB)
+    message = r"memory.max is 71\.00 GiB\) has only 66\.00 GiB: raise the memory limit"
+    with pytest.raises(MemoryError, match=message):
+        machine.check(66 * GIB + 1)
     message = "XLA's pool .* has only 64.* the cgroup .* has only 66.* the machine has"
     with pytest.raises(MemoryError, match=message):
         machine.check(80 * GIB, "gpu")

@@ -18,7 +18,7 @@ class Pools:
     All elements of a block have one number.
     """
 
-    def __init__(self, mode):
+    def __init__(self):
         keys, states, small = SIZES
         self.pools = [
             jnp.zeros((keys, 8), jnp.float32),
@@ -28,8 +28,7 @@ class Pools:
             ),
             jnp.zeros((small, 1), jnp.int32),
         ]
-        options = {"mode": mode, "staging_bytes": 3 << 20}
-        self.engine = MultiPoolEngine(self.pools, HOST_BLOCKS, **options)
+        self.engine = MultiPoolEngine(self.pools, HOST_BLOCKS, staging_bytes=3 << 20)
         self.first = self.engine.first_blocks.tolist()
 
     def pool_of(self, block):
@@ -79,8 +78,8 @@ class Pools:
 
 
 @pytest.fixture
-def pools(mode):
-    pools = Pools(mode)
+def pools():
+    pools = Pools()
     yield pools
     pools.drain()
     assert pools.engine.num_in_flight == 0
@@ -185,7 +184,7 @@ def test_a_refused_call_of_several_pools_changes_none(pools):
     assert engine.num_in_flight == 0
 
 
-def test_bytes_of_all_pools_are_right_in_another_engine(pools, mode):
+def test_bytes_of_all_pools_are_right_in_another_engine(pools):
     first = pools.first
     blocks = [3, first[1] + 2, first[2] + 4, 5]
     for number, block in enumerate(blocks):
@@ -199,7 +198,7 @@ def test_bytes_of_all_pools_are_right_in_another_engine(pools, mode):
         held.copy(index, payload)
     held.close()
     pools.engine.poll()
-    second = Pools(mode)
+    second = Pools()
     assert second.engine.host_bytes_description == pools.engine.host_bytes_description
     # A host block that another pool's block is in.
     second.save([1], [11])

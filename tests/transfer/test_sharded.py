@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import Compression, TransferEngine
-from tests.rigs.extent_tables import check_table
-from tests.transfer.numbered import programs_of
+from jaxkv.transfer import Compression
+from tests.transfer.numbered import Moves, check_at_rest, programs_of
 from tests.transfer.shadow import Shadow, bits, random_array
 
 P = jax.sharding.PartitionSpec
@@ -108,16 +107,17 @@ def check_no_collectives(*programs):
         assert not COLLECTIVES.findall(program.as_text())
 
 
-def load(engine, pool, host_ids, device_ids, step):
+def load(moves, host_ids, device_ids, step):
     """Load by the engine's programs, or in a step of the caller's."""
-    pool, _ = engine.load(pool, host_ids, device_ids, in_step=step is not None)
+    moves.load(host_ids, device_ids, in_step=step is not None)
     if step is not None:
-        pool, loads = engine.take_step_loads(pool, 2)
+        moves.pool, loads = moves.engine.take_step_loads(moves.pool, 2)
         if not step._cache_size():
-            check_no_collectives(step.lower(pool, loads).compile())
-        pool, result = step(pool, loads)
-        engine.step_started(result)
-    return pool
+            check_no_collectives(step.lower(moves.pool, loads).compile())
+        moves.pool, result = step(moves.pool, loads)
+        moves.engine.step_started(result)
+    [done] = moves.drain()
+    assert done.error is None
 
 
 def make_step(num_groups):
@@ -149,15 +149,9 @@ def round_trips(
     arrays, places = random_arrays(rng, dtype), shardings(mesh, spec)
     pool, shadow = to_devices(arrays, places), Shadow(arrays, BLOCK_AXIS)
     num_shards = shards_of(mesh, spec)
-    engine = TransferEngine(
-        pool,
-        32 // m,
-        mode=mode,
-        block_axis=BLOCK_AXIS,
-        blocks_per_host_block=m,
-        layer_groups=layer_groups,
-        **options,
-    )
+    kinds = {"blocks_per_host_block": m, "layer_groups": layer_groups}
+    moves = Moves(mode, pool, 32 // m, block_axis=BLOCK_AXIS, **kinds, **options)
+    engine = moves.engine
     step = make_step(layer_groups) if in_step else None
     assert engine.kernel == options.get("kernel", "xla")
     check_no_collectives(*programs_of(engine))
@@ -168,11 +162,10 @@ def round_trips(
         host_ids = rng.permutation(32 // m)[: len(device_ids)]
         # Of several saves, some may be over in one process before another.
         for part in np.array_split(np.arange(len(host_ids)), 3):
-            engine.save(pool, device_ids[part], host_ids[part])
+            moves.save(device_ids[part], host_ids[part])
         shadow.save(device_ids, host_ids)
         shard_of.update(zip(host_ids.tolist(), shards.tolist(), strict=True))
-        pool, done = engine.drain(pool)
-        assert [completion.error for completion in done] == [None] * 3
+        assert [completion.error for completion in moves.drain()] == [None] * 3
         device_ids, shards = deal(rng, num_shards, NUM_BLOCKS // m, m)
         pairs = []
         for row, shard in zip(device_ids, shards, strict=True):
@@ -181,14 +174,13 @@ def round_trips(
                 pairs.append((int(rng.choice(in_shard)), row))
         host_ids = [host_id for host_id, _ in pairs]
         device_ids = np.array([row for _, row in pairs], int).reshape(-1, m)
-        pool = load(engine, pool, host_ids, device_ids, step)
+        load(moves, host_ids, device_ids, step)
         shadow.load(host_ids, device_ids)
-        pool, [done] = engine.drain(pool)
-        assert done.error is None
         if num_shards == 1:
             ids = rng.permutation(NUM_BLOCKS)[:4]
-            pool = engine.copy(pool, ids[:2], ids[2:])
+            moves.pool = engine.copy(moves.pool, ids[:2], ids[2:])
             shadow.copy(ids[:2], ids[2:])
+        pool = moves.pool
         for leaf, place in zip(*map(jax.tree.leaves, (pool, places)), strict=True):
             assert leaf.sharding.is_equivalent_to(place, leaf.ndim), leaf.sharding
             assert leaf.sharding.memory_kind == place.memory_kind
@@ -198,8 +190,7 @@ def round_trips(
         assert pointers(pool) == pool_memory, "the pool has moved"
         if mode == "fused":
             assert pointers(extents(engine)) == host_memory, "extents have moved"
-    assert engine.bytes_in_flight == engine._table.num_pins == 0
-    check_table(engine._table)
+    check_at_rest(engine)
 
 
 def check_every_copy(pool, shadow):
@@ -220,18 +211,16 @@ def compressed(num_devices, spec, dtype, mode):
     values *= 10.0 ** rng.integers(-3, 4, (1, 1, HEADS, 1)).astype(np.float32)
     place = jax.sharding.NamedSharding(mesh, spec)
     pool = to_devices(values, place)
-    engine = TransferEngine(pool, 32, mode=mode, compression=Compression(dtype))
-    check_no_collectives(*programs_of(engine))
+    moves = Moves(mode, pool, compression=Compression(dtype))
+    check_no_collectives(*programs_of(moves.engine))
     ids = np.arange(NUM_BLOCKS)
-    engine.save(pool, ids, ids + 5)
-    pool, _ = engine.drain(pool)
-    pool, _ = engine.load(to_devices(values * 0, place), ids + 5, ids)
-    pool, [done] = engine.drain(pool)
-    assert done.error is None
-    assert pool.sharding.is_equivalent_to(place, pool.ndim)
+    moves.save_now(ids, ids + 5)
+    moves.pool = to_devices(values * 0, place)
+    moves.load_now(ids + 5, ids)
+    assert moves.pool.sharding.is_equivalent_to(place, pool.ndim)
     peak = np.broadcast_to(np.abs(values).max((1, 3), keepdims=True), values.shape)
     bound = peak / 253 if dtype == "int8" else np.abs(values) / 15.9 + peak / 1e5
-    for shard in pool.addressable_shards:
+    for shard in moves.pool.addressable_shards:
         error = np.abs(np.array(shard.data) - values[shard.index])
         assert (error <= bound[shard.index]).all()
 
@@ -285,57 +274,44 @@ def pool_by_blocks():
     return values, to_devices(values, place)
 
 
-@BOTH_MODES
-def test_blocks_of_other_shards_are_refused(mode):
+def test_blocks_of_other_shards_are_refused(make):
     values, pool = pool_by_blocks()
-    engine = TransferEngine(pool, 8, mode=mode)
-    engine.save(pool, [1, 9], [0, 1])
-    pool, _ = engine.drain(pool)
+    moves, pairs = make(pool, 8), make(pool, 8, blocks_per_host_block=2)
+    moves.save_now([1, 9], [0, 1])
 
     def refuse(message, function, *args):
         with pytest.raises(ValueError, match=message):
             function(*args)
 
-    refuse(r"\[8\]\] are of the shards \[1\]", engine.load, pool, [1, 0], [9, 8])
+    refuse(r"\[8\]\] are of the shards \[1\]", moves.load, [1, 0], [9, 8])
     assert (np.array(pool) == values).all()
-    pairs = TransferEngine(pool, 8, mode=mode, blocks_per_host_block=2)
     message = r"\[\[7, 8\]\] are of several shards: .* in runs of 8"
-    refuse(message, pairs.save, pool, [[0, 1], [7, 8]], [0, 1])
-    pairs.save(pool, [[0, 1], [8, 9]], [0, 1])
-    pool, _ = pairs.drain(pool)
-    refuse(message, pairs.load, pool, [0, 1], [[0, 1], [7, 8]])
-    refuse("of the shards", pairs.load, pool, [0, 1], [[0, 1], [-1, 7]])
-    for made in (engine, pairs):
-        assert made.num_in_flight == made._table.num_pins == 0
+    refuse(message, pairs.save, [[0, 1], [7, 8]], [0, 1])
+    pairs.save_now([[0, 1], [8, 9]], [0, 1])
+    refuse(message, pairs.load, [0, 1], [[0, 1], [7, 8]])
+    refuse("of the shards", pairs.load, [0, 1], [[0, 1], [-1, 7]])
 
 
-@BOTH_MODES
 @pytest.mark.parametrize("others_wait", [False, True])
-def test_a_shard_that_is_full_fails_the_save_and_loses_nothing(mode, others_wait):
+def test_a_shard_that_is_full_fails_the_save_and_loses_nothing(make, others_wait):
     values, pool = pool_by_blocks()
-    engine = TransferEngine(pool, 8, mode=mode)
-    engine.save(pool, [0, 8], [6, 7])
-    pool, _ = engine.drain(pool)
+    moves = make(pool, 8)
+    moves.save_now([0, 8], [6, 7])
     # Of the host's eight blocks, half are meant for the first shard.
-    failing = engine.save(pool, [1, 2, 3, 4, 5, 6], range(6))
-    after = [engine.save(pool, [9], [0])] if others_wait else []
-    pool, done = engine.drain(pool)
+    failing = moves.save([1, 2, 3, 4, 5, 6], range(6))
+    after = [moves.save([9], [0])] if others_wait else []
+    done = moves.drain()
     assert [completion.ticket for completion in done] == [failing, *after], done
     assert isinstance(done[0].error, MemoryError), done
     message = "the extents of the shards [0] are full; make the host tier larger, or"
     assert message in str(done[0].error)
     assert [completion.error for completion in done[1:]] == [None] * len(after)
-    assert engine.bytes_in_flight == engine.num_in_flight == 0
-    assert engine._table.num_pins == 0
-    check_table(engine._table)
+    check_at_rest(moves.engine)
     # Older blocks are intact, and there is as much room as before.
-    engine.save(pool, [1, 2, 3, 9, 10, 11], range(6))
-    pool, [done] = engine.drain(pool)
-    assert done.error is None
-    pool, _ = engine.load(pool, [6, 7, 0, 3], [4, 12, 5, 13])
-    pool, _ = engine.drain(pool)
+    moves.save_now([1, 2, 3, 9, 10, 11], range(6))
+    moves.load_now([6, 7, 0, 3], [4, 12, 5, 13])
     values[[4, 12, 5, 13]] = values[[0, 8, 1, 9]]
-    assert (np.array(pool) == values).all()
+    assert (np.array(moves.pool) == values).all()
 
 
 @pytest.mark.parametrize("axis_type", AXIS_TYPES)

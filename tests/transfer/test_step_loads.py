@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import Compression, TransferEngine
+from jaxkv.transfer import Compression
 from tests.rigs.waiting import wait_for
 from tests.transfer.faults import FAULT
 from tests.transfer.numbered import EXTENT_BYTES, NUM_BLOCKS, NUM_HOST_BLOCKS
@@ -106,34 +106,26 @@ def test_a_step_that_fails_fails_its_loads(make, broken):
     ("dtype", "compression"),
     [(None, "int8"), ("float32", None), ("bfloat16", None), ("float8_e4m3fn", None)],
 )
-def test_a_step_writes_the_bytes_that_a_load_writes(mode, dtype, compression):
+def test_a_step_writes_the_bytes_that_a_load_writes(make, dtype, compression):
     rng = np.random.default_rng(3)
     data = rng.standard_normal((2, NUM_BLOCKS, 4, 8)).astype(dtype or "float32")
-    pool = {"a": jnp.array(data[0]), "b": jnp.array(data[1]).swapaxes(0, 1)}
-    engine = TransferEngine(
-        pool,
-        NUM_HOST_BLOCKS,
-        mode=mode,
+    moves = make(
+        {"a": jnp.array(data[0]), "b": jnp.array(data[1]).swapaxes(0, 1)},
         block_axis={"a": 0, "b": 1},
         layer_groups=2,
         compression=compression and Compression(compression, head_axis=-1),
     )
     ids, order = range(NUM_BLOCKS), rng.permutation(NUM_BLOCKS)
-    engine.save(pool, ids, ids)
-    pool, _ = engine.drain(pool)
+    moves.save_now(ids, ids)
     if compression:
-        pool, _ = engine.load(pool, ids, ids)
-        pool, _ = engine.drain(pool)
-    expected = jax.tree.map(np.array, pool)
+        moves.load_now(ids, ids)
+    expected = jax.tree.map(np.array, moves.pool)
     assert abs(expected["a"].astype(float) - data[0].astype(float)).max() < 0.1
-    pool = jax.tree.map(jnp.zeros_like, pool)
-    pool, _ = engine.load(pool, order, order, in_step=True)
-    pool, loads = engine.take_step_loads(pool, 3)
-    pool, result = make_step(2)(pool, loads)
-    engine.step_started(result)
-    for name, leaf in pool.items():
+    moves.pool = jax.tree.map(jnp.zeros_like, moves.pool)
+    moves.load(order, order, in_step=True)
+    run_step(moves, 3, 2)
+    for name, leaf in moves.pool.items():
         np.testing.assert_array_equal(leaf, expected[name])
-    engine.drain(pool)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])

@@ -4,7 +4,6 @@ Compiled for devices that are not there, in a process that has their compiler; n
 runs.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,41 +12,29 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compiled.targets import TARGETS, environment, missing_group
+
 ROOT = Path(__file__).resolve().parents[2]
-COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda12"}
-TARGETS = {"v5e": "tpu", "v5p": "tpu", "v6e": "tpu", "tpu7x": "tpu", "h200": "gpu"}
-
-
-def is_installed(package):
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # Nor is the package that it is a part of.
-        return False
+SHORT = ("v5e", "h200")
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=() if name in ("v5e", "h200") else pytest.mark.long)
-        for name in TARGETS
+        pytest.param(target, marks=() if target.name in SHORT else pytest.mark.long)
+        for target in TARGETS
     ],
+    ids=lambda target: target.name,
 )
 def schedules(request):
     """The order of events, with or without `after`."""
-    package = COMPILERS[TARGETS[request.param]]
-    if not is_installed(package):
-        pytest.skip(f"{package}, which compiles for {request.param}, is not installed")
+    target = request.param
+    if group := missing_group(target):
+        pytest.skip(f"no compiler for {target.name} (the group {group} has it)")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.transfer.step_schedule", request.param],
+        [sys.executable, "-m", "tests.transfer.step_schedule", target.name],
         cwd=ROOT,
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-        },
+        env=os.environ | environment(target.backend),
         capture_output=True,
         text=True,
         timeout=600,

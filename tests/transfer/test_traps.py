@@ -177,24 +177,6 @@ def test_an_error_is_raised_only_by_waiting(make, is_guarded, broken, monkeypatc
     assert (done.error is not None) == is_guarded
 
 
-def test_watched_arrays_are_never_donated(make, gate):
-    moves = make(layer_groups=2)
-    moves.save_now(range(24), range(24))
-    gate.shut = True
-    first, queue = moves.pool, moves.engine._queue
-    for _ in range(3):
-        moves.load(range(12), range(12))
-        moves.save(range(12, 24), range(12, 24))
-    pieces = [*queue._saving, *queue._landing, *queue._loading]
-    gate.shut = False
-    moves.drain()
-    assert len(pieces) > 3
-    assert all(piece.is_ready() for piece in pieces)
-    assert first["k"].is_deleted()
-    with pytest.raises(RuntimeError, match="deleted"):
-        first["k"].is_ready()
-
-
 @pytest.mark.parametrize("mode", ["fused"])
 def test_running_out_of_memory_later_is_explained(make, mode, monkeypatch):
     moves = make()

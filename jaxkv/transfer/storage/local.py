@@ -68,12 +68,10 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        """The place, for messages."""
         return f"file://{self._root}"
 
     @property
     def path(self) -> str:
-        """The folder."""
         return self._root
 
     @property
@@ -85,29 +83,25 @@ class LocalStore:
     def get(
         self, names: Sequence[str], max_bytes: int
     ) -> list[Piece | StoreError | None]:
-        """Read files."""
         paths = list(map(self._path, names))
         return [attempt(_read, self._buffers, max_bytes, path) for path in paths]
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
-        """Write files."""
         files = [(self._path(name), blob) for name, blob in items]
         return [attempt(self._write, *file) for file in files]
 
     def exists(self, names: Sequence[str]) -> list[bool | StoreError]:
-        """Return whether each file exists."""
         return [attempt(_exists, path) for path in list(map(self._path, names))]
 
     def delete(self, names: Sequence[str]) -> list[StoreError | None]:
-        """Delete files."""
         return [attempt(_delete, path) for path in list(map(self._path, names))]
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """List the files of a folder, without unreadable subfolders."""
         path = self._path(folder)
-        listing = _Listing(functools.partial(self._server_time_s, path))
+        time_s = functools.cache(functools.partial(self._server_time_s, path))
         try:
-            yield from listing.pages(path, folder)
+            yield from _pages(path, folder, time_s)
         except OSError as error:
             raise error_of(error) from error
 
@@ -119,7 +113,6 @@ class LocalStore:
         ]
 
     def sizes(self, names: Sequence[str]) -> Sequence[int | None]:
-        """Return the bytes of files."""
         statuses = map(self._status, names)
         return [None if status is None else status.st_size for status in statuses]
 
@@ -256,48 +249,48 @@ def _delete(path: str) -> None:
         os.unlink(path)
 
 
-class _Listing:
-    """One listing of a folder; `server_time_s` returns the file system's time."""
+def _pages(
+    path: str, name: str, server_time_s: Callable[[], float]
+) -> Iterator[list[str]]:
+    """Yield the names of the files in a folder and in those below it."""
+    folders: list[str] = []
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                _remove_if_stale(entry, server_time_s)
+            # The directory entry has the type; a `stat` of each file would take
+            # longer than all the rest.
+            elif entry.is_file(follow_symlinks=False):
+                names.append(f"{name}/{entry.name}")
+            elif entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+    for first in range(0, len(names), _PAGE):
+        yield names[first : first + _PAGE]
+    failure: OSError | None = None
+    for folder in sorted(folders):
+        # Other folders have no objects, and may be nested too deeply to list.
+        if not is_name(f"{name}/{folder}"):
+            continue
+        try:
+            below = f"{path}/{folder}", f"{name}/{folder}"
+            yield from _pages(*below, server_time_s)
+        except PermissionError:
+            pass  # Its objects cannot be read either.
+        except OSError as error:
+            failure = failure or error  # List the other folders first.
+    if failure is not None:
+        raise failure
 
-    def __init__(self, server_time_s: Callable[[], float]) -> None:
-        self._server_time_s = functools.cache(server_time_s)
 
-    def pages(self, path: str, name: str) -> Iterator[list[str]]:
-        """Yield the names of the files in a folder and in those below it."""
-        folders: list[str] = []
-        names: list[str] = []
-        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    self._remove_if_stale(entry)
-                # The directory entry has the type; a `stat` of each file would take
-                # longer than all the rest.
-                elif entry.is_file(follow_symlinks=False):
-                    names.append(f"{name}/{entry.name}")
-                elif entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.name)
-        for first in range(0, len(names), _PAGE):
-            yield names[first : first + _PAGE]
-        failure: OSError | None = None
-        for folder in sorted(folders):
-            # Other folders have no objects, and may be nested too deeply to list.
-            if not is_name(f"{name}/{folder}"):
-                continue
-            try:
-                yield from self.pages(f"{path}/{folder}", f"{name}/{folder}")
-            except PermissionError:
-                pass  # Its objects cannot be read either.
-            except OSError as error:
-                failure = failure or error  # List the other folders first.
-        if failure is not None:
-            raise failure
-
-    def _remove_if_stale(self, entry: os.DirEntry[str]) -> None:
-        """Remove a file that a killed process was writing."""
-        if not _TEMPORARY.fullmatch(entry.name):
-            return
-        with contextlib.suppress(OSError):
-            status = entry.stat(follow_symlinks=False)
-            is_file = stat.S_ISREG(status.st_mode)
-            if is_file and status.st_mtime < self._server_time_s() - _STALE_S:
-                os.unlink(entry.path)
+def _remove_if_stale(
+    entry: os.DirEntry[str], server_time_s: Callable[[], float]
+) -> None:
+    """Remove a file that a killed process was writing."""
+    if not _TEMPORARY.fullmatch(entry.name):
+        return
+    with contextlib.suppress(OSError):
+        status = entry.stat(follow_symlinks=False)
+        is_file = stat.S_ISREG(status.st_mode)
+        if is_file and status.st_mtime < server_time_s() - _STALE_S:
+            os.unlink(entry.path)

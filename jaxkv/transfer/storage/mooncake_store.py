@@ -122,7 +122,6 @@ class MooncakeStore:
 
     @property
     def url(self) -> str:
-        """The place, without user and password."""
         return self._store_url.shown
 
     def client(self) -> Any:
@@ -132,7 +131,6 @@ class MooncakeStore:
     def get(
         self, names: Sequence[str], max_bytes: int
     ) -> Sequence[Piece | StoreError | None]:
-        """Read objects."""
         return self._ask(_get, [(check_name(name), max_bytes) for name in names])
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> Sequence[StoreError | None]:
@@ -140,7 +138,6 @@ class MooncakeStore:
         return self._ask(_put, [(check_name(name), blob) for name, blob in items])
 
     def exists(self, names: Sequence[str]) -> Sequence[bool | StoreError]:
-        """Return whether each object exists."""
         return self._ask(_exists, list(map(check_name, names)))
 
     def delete(self, names: Sequence[str]) -> Sequence[StoreError | None]:

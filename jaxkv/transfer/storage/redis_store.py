@@ -68,7 +68,6 @@ class RedisStore:
 
     @property
     def url(self) -> str:
-        """The place, without user and password."""
         return self._store_url.shown
 
     def get(
@@ -79,14 +78,12 @@ class RedisStore:
         return self._run(commands, lambda value: value or None)
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
-        """Write values."""
         # A cluster's client does not take a packer.
         value_of = _joined if self._store_url.is_cluster else list
         commands = [("SET", check_name(name), value_of(blob)) for name, blob in items]
         return self._run(commands, lambda _: None)
 
     def exists(self, names: Sequence[str]) -> list[bool | StoreError]:
-        """Return whether each value exists."""
         return self._run([("EXISTS", check_name(name)) for name in names], bool)
 
     def delete(self, names: Sequence[str]) -> list[StoreError | None]:
@@ -97,21 +94,25 @@ class RedisStore:
     def _run(
         self, commands: Sequence[tuple[Any, ...]], convert: Callable[[Any], Any]
     ) -> list[Any]:
-        """Run commands as one pipeline; the error of a command is its answer."""
+        """Run commands; convert their results, or errors to a StoreError."""
+        return [
+            self._error_of(result) if isinstance(result, Exception) else convert(result)
+            for result in self._results(commands)
+        ]
+
+    def _results(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run commands as one pipeline; the error of a command is its result."""
         failure = None
         try:
             pipeline = self._client().pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
-            results = pipeline.execute(raise_on_error=False)
+            results: list[Any] = pipeline.execute(raise_on_error=False)
         except Exception as error:  # From redis-py, sockets or name resolution.
             failure = self._error_of(error)
         if failure is not None:
             raise failure  # Without the error, which may contain the password.
-        return [
-            self._error_of(result) if isinstance(result, Exception) else convert(result)
-            for result in results
-        ]
+        return results
 
     def _scan_all(self, match: str) -> Iterator[list[str]]:
         client = self._client()
@@ -141,13 +142,8 @@ class RedisStore:
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
         """Return when values were last used, to the second; None from an LFU server."""
-        try:
-            pipeline = self._client().pipeline(transaction=False)
-            for name in names:
-                pipeline.execute_command("OBJECT", "IDLETIME", check_name(name))
-            idle = pipeline.execute(raise_on_error=False)
-        except Exception as error:
-            raise self._error_of(error) from error
+        commands = [("OBJECT", "IDLETIME", check_name(name)) for name in names]
+        idle = self._results(commands)
         if any(isinstance(answer, Exception) for answer in idle):
             return None
         now_s = int(time.time())
@@ -159,7 +155,6 @@ class RedisStore:
         return answers_of(self._run(commands, lambda num_bytes: num_bytes))
 
     def close(self) -> None:
-        """Close all connections."""
         for client in list(self._clients):
             self._disconnect(client)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from jaxkv._util import Resource
+from jaxkv._util import Resource, check_whole
 from jaxkv.transfer.storage.census import Bound, Census, agreed_bound
 from jaxkv.transfer.storage.health import StoreHealth, log_line
 from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
@@ -155,31 +155,24 @@ class Rate:
 _NO_SEARCH = RunSearch(0)
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Job:
     """A submitted operation: in a queue, then with the store."""
 
-    __slots__ = (
-        *("indices", "is_out", "is_over", "key", "kind", "out_s", "payload", "run"),
-        *("search", "ticket"),
-    )
+    ticket: int
+    kind: Kind
+    run: Sequence[BlockKey]  # Of a probe; otherwise the key alone
+    payload: Sequence[Bytes]
+    search: RunSearch  # Of a probe
+    indices: Sequence[int] = ()  # Blocks of the run in the current call
+    is_out: bool = False  # A call to the store has it.
+    out_s: float = 0.0  # When its first call began
+    is_over: bool = False  # No caller waits for it any more.
 
-    def __init__(
-        self,
-        ticket: int,
-        kind: Kind,
-        run: Sequence[BlockKey],
-        payload: Sequence[Bytes] = (),
-    ) -> None:
-        self.ticket = ticket
-        self.kind: Kind = kind
-        self.key = run[0]
-        self.payload = payload
-        self.run = run  # Of a probe; otherwise the key alone
-        self.search = RunSearch(len(run)) if kind == "probe" else _NO_SEARCH
-        self.indices: list[int] = []  # Blocks of the run in the current call
-        self.is_out = False  # A call to the store has it.
-        self.out_s = 0.0  # When its first call began
-        self.is_over = False  # No caller waits for it any more.
+    @property
+    def key(self) -> BlockKey:
+        """The first key of its run."""
+        return self.run[0]
 
     def ended(self, outcome: Outcome, **fields: Any) -> Completion:
         """Make its completion."""
@@ -230,13 +223,8 @@ class StorageIO(Resource):
         num_in_flight: int = 16,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (
-            ("write_bytes", write_bytes),
-            ("read_bytes", read_bytes),
-            ("num_in_flight", num_in_flight),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+        check_whole(1, write_bytes=write_bytes, read_bytes=read_bytes)
+        check_whole(1, num_in_flight=num_in_flight)
         self.objects = objects
         self._store = store
         self._max_bytes = {"write": write_bytes, "read": read_bytes}
@@ -262,7 +250,7 @@ class StorageIO(Resource):
         self._completions: collections.deque[Completion] = collections.deque()
         self._awaited = 1  # Completions that `wait` waits for
         self._open_bytes = {"write": 0, "read": 0}
-        self._rates = {"read": Rate(), "write": Rate()}
+        self._read_rate = Rate()
         self._pages: collections.deque[ListedPage] = collections.deque()
         self._num_listed = 0  # Blocks of `_pages`
         self._listed: Listed | None = None
@@ -472,13 +460,7 @@ class StorageIO(Resource):
     def read_bytes_per_s(self) -> float:
         """Recent bytes per second while reads are open, late ones as 0; 0 at first."""
         with self._lock:
-            return self._rates["read"].bytes_per_s
-
-    @property
-    def write_bytes_per_s(self) -> float:
-        """Recent bytes per second while writes are open; 0 before the first."""
-        with self._lock:
-            return self._rates["write"].bytes_per_s
+            return self._read_rate.bytes_per_s
 
     @property
     def url(self) -> str:
@@ -620,7 +602,8 @@ class StorageIO(Resource):
     ) -> int:
         ticket = self._next_ticket
         self._next_ticket += 1
-        job = self._jobs[ticket] = _Job(ticket, kind, run, payload)
+        search = RunSearch(len(run)) if kind == "probe" else _NO_SEARCH
+        job = self._jobs[ticket] = _Job(ticket, kind, run, payload, search)
         self._queues[kind].append(job)
         return ticket
 
@@ -698,8 +681,8 @@ class StorageIO(Resource):
             # A probe may have had an earlier round.
             job.is_out, job.out_s = True, job.out_s or self._clock()
             jobs.append(job)
-            if what != "probe":
-                self._rates[what].start(job.out_s)
+            if what == "read":
+                self._read_rate.start(job.out_s)
         return jobs
 
     def _end(self, job: _Job, outcome: Outcome, **fields: Any) -> None:
@@ -708,8 +691,8 @@ class StorageIO(Resource):
         if outcome != "failed":
             self._health.note_answer(job.kind)
         now_s = self._clock()
-        if job.kind != "probe":
-            self._rates[job.kind].stop(now_s, 0 if job.is_over else num_bytes)
+        if job.kind == "read":
+            self._read_rate.stop(now_s, 0 if job.is_over else num_bytes)
         if outcome != "failed":
             self._latencies[job.kind].append(now_s - job.out_s)
         if job.is_over:
@@ -739,29 +722,6 @@ class StorageIO(Resource):
             self._completions.append(job.ended("failed", reason=reason))
         self._wake_waiters()
         return len(jobs)
-
-    def _end_read(
-        self,
-        job: _Job,
-        payload: memoryview | Refusal | None,
-        data: Piece | None,
-    ) -> None:
-        """Report a read: missing, late (not decoded), refused or done."""
-        if data is None:
-            self._counts["missing"] += 1
-            self._end(job, "missing")
-        elif payload is None:
-            self._end(job, "late")
-        elif isinstance(payload, Refusal):
-            self._refused[payload.reason] += 1
-            self._health.note_refusal(payload.reason)
-            if payload.is_ours:
-                self._delete([self.objects.name(job.key)])
-            self._end(job, "refused", reason=payload.reason, num_bytes=len(data))
-        else:
-            self._counts["read"] += 1
-            self._counts["bytes read"] += len(data)
-            self._end(job, "done", payload=payload, num_bytes=len(data))
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         error = error_of(error)
@@ -865,7 +825,21 @@ class StorageIO(Resource):
         if data is not None and not job.is_over:
             payload = self.objects.decode(job.key, data)
         with self._lock:
-            self._end_read(job, payload, data)
+            if data is None:
+                self._counts["missing"] += 1
+                self._end(job, "missing")
+            elif payload is None:
+                self._end(job, "late")  # It was not decoded.
+            elif isinstance(payload, Refusal):
+                self._refused[payload.reason] += 1
+                self._health.note_refusal(payload.reason)
+                if payload.is_ours:
+                    self._delete([self.objects.name(job.key)])
+                self._end(job, "refused", reason=payload.reason, num_bytes=len(data))
+            else:
+                self._counts["read"] += 1
+                self._counts["bytes read"] += len(data)
+                self._end(job, "done", payload=payload, num_bytes=len(data))
 
     def _note_probed(self, job: _Job, are_there: list[bool]) -> None:
         with self._lock:

@@ -144,14 +144,6 @@ def lanes_of(store: BlobStore) -> Lanes:
     return lanes
 
 
-def attempt(call: Callable[..., _T], *args: Any) -> _T | StoreError:
-    """Return the result of a call, or its error as a StoreError."""
-    try:
-        return call(*args)
-    except Exception as error:
-        return error_of(error)
-
-
 def answers_of(answers: Iterable[_T | StoreError]) -> list[_T]:
     """Return the answers of a call, or raise the first error among them."""
     checked = []
@@ -193,6 +185,18 @@ def error_of(error: BaseException) -> StoreError:
     return StoreError(kind, f"{type(error).__name__}: {error}")
 
 
+def attempt(
+    call: Callable[..., _T],
+    *args: Any,
+    convert: Callable[[BaseException], StoreError] = error_of,
+) -> _T | StoreError:
+    """Return the result of a call, or its error, converted to a StoreError."""
+    try:
+        return call(*args)
+    except Exception as error:
+        return convert(error)
+
+
 class MemoryStore:
     """A store in the memory of this process, for tests and for trying things out.
 
@@ -220,7 +224,8 @@ class MemoryStore:
         """Read objects."""
         with self._lock:
             blobs = [self._blobs.get(check_name(name)) for name in names]
-            self._times.update(dict.fromkeys(names, time.time_ns() // 1000))
+            present = self._blobs.keys() & names
+            self._times.update(dict.fromkeys(present, time.time_ns() // 1000))
         return [
             None if blob is None else memoryview(blob)[:max_bytes] for blob in blobs
         ]

@@ -6,8 +6,8 @@ import collections
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxkv._util import one_line, shown
 from jaxkv._util.extras import pip_install
@@ -18,11 +18,10 @@ from jaxkv.transfer.storage.store import (
     Piece,
     StoreError,
     answers_of,
+    attempt,
     check_name,
 )
 from jaxkv.transfer.storage.store_url import StoreUrl
-
-_T = TypeVar("_T")
 
 # Computing is faster than more retries; the default of tensorstore is 32.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
@@ -63,7 +62,6 @@ class TensorStoreStore:
 
     @property
     def url(self) -> str:
-        """The place, for messages."""
         return self._url
 
     def get(
@@ -75,15 +73,14 @@ class TensorStoreStore:
         whole = slice(0, max_bytes)
         reads = [self._store.read(check_name(n), byte_range=whole) for n in names]
         return [
-            _answer(self._value, name, read, max_bytes)
+            attempt(self._value, name, read, max_bytes, convert=_error_of)
             for name, read in zip(names, reads, strict=True)
         ]
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
-        """Write objects."""
         # tensorstore accepts only bytes.
         writes = [self._store.write(check_name(n), b"".join(blob)) for n, blob in items]
-        return [_answer(_wait_for, write) for write in writes]
+        return [attempt(_wait_for, write, convert=_error_of) for write in writes]
 
     def exists(self, names: Sequence[str]) -> list[bool | StoreError]:
         """Return whether each object exists, by reading a byte of it."""
@@ -93,12 +90,10 @@ class TensorStoreStore:
         ]
 
     def delete(self, names: Sequence[str]) -> list[StoreError | None]:
-        """Delete objects."""
         deletes = [self._store.write(check_name(name), None) for name in names]
-        return [_answer(_wait_for, delete) for delete in deletes]
+        return [attempt(_wait_for, delete, convert=_error_of) for delete in deletes]
 
     def list(self, folder: str) -> Iterator[list[str]]:
-        """List the objects of a folder."""
         # A request to S3 lists 1,000 objects and needs the last name of the one before,
         # so several ranges of names are listed at once.
         start = f"{check_name(folder)}/"
@@ -109,7 +104,8 @@ class TensorStoreStore:
             while ranges and len(open_lists) < _MAX_LISTS:
                 part = self._ts.KvStore.KeyRange(*ranges.popleft())
                 open_lists.append(self._store.list(part))
-            [names] = answers_of([_answer(open_lists.popleft().result)])
+            answer = attempt(open_lists.popleft().result, convert=_error_of)
+            [names] = answers_of([answer])
             if names:
                 yield [name.decode("ascii", "replace") for name in names]
 
@@ -202,13 +198,6 @@ def _import() -> Any:
 def _bucket_and_path(url: StoreUrl) -> tuple[str, str]:
     [(bucket, _)], path = url.nodes, url.path.strip("/")
     return bucket, f"{path}/" if path else ""
-
-
-def _answer(call: Callable[..., _T], *args: Any) -> _T | StoreError:
-    try:
-        return call(*args)
-    except Exception as error:
-        return _error_of(error)
 
 
 def _wait_for(write: Any) -> None:

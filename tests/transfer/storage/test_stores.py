@@ -27,7 +27,7 @@ from jaxkv.transfer.storage import (
     redis_store,
     tensor_store,
 )
-from jaxkv.transfer.storage.store import SizedStore, can_list
+from jaxkv.transfer.storage.store import SizedStore, TimedStore, can_list
 from jaxkv.transfer.storage.tensor_store import TensorStoreStore
 from tests.rigs.children import PIPE, Child
 from tests.rigs.servers import (
@@ -149,6 +149,9 @@ def test_what_was_put_is_found_until_it_is_deleted(store):
         missing, num_bytes = store.sizes(["nowhere", "a/1"])
         assert missing is None
         assert num_bytes >= len(whole)
+    if isinstance(store, TimedStore):
+        used, missing = store.times(["a/1", "nowhere"])
+        assert used > missing == 0
     delete(store, "a/1", "a/4")
     assert get(store, "a/1", "a/2") == [None, b"two" * 5]
 
