@@ -215,9 +215,9 @@ def sum_of_ranks(
         if not report:
             continue
         for name, by_label in report["gauges"].items():
-            known = last.setdefault(name, {})
+            gauge = last.setdefault(name, {})
             for label, by_part in by_label.items():
-                known.setdefault(label, {})[str(rank)] = by_part[""]
-            stats.data["gauges"][name] = copy.deepcopy(known)
+                gauge.setdefault(label, {})[str(rank)] = by_part[""]
+            stats.data["gauges"][name] = copy.deepcopy(gauge)
         stats.aggregate(OffloadConnectorStats({**report, "gauges": {}}))
     return stats

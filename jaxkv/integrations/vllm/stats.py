@@ -248,9 +248,9 @@ class OffloadPromMetrics(find_name(_METRICS, "KVConnectorPromMetrics") or object
                 self._of(name, label, engine_idx).inc(value)
         for name, by_label in data[_GAUGES].items():
             for label, by_part in by_label.items():
-                known = self._parts[engine_idx, name, label]
-                known.update(by_part)
-                joined = _joined(name, known.values())
+                last_values = self._parts[engine_idx, name, label]
+                last_values.update(by_part)
+                joined = _joined(name, last_values.values())
                 self._of(name, label, engine_idx).set(joined)
         for name, samples in data[_SAMPLES].items():
             metric = self._of(name, "", engine_idx)
