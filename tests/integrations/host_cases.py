@@ -19,7 +19,8 @@ import pytest
 
 from jaxkv.integrations.vllm import worker
 from jaxkv.integrations.vllm.config import ConnectorConfig
-from jaxkv.integrations.vllm.worker import StepMetadata, WorkerHalf
+from jaxkv.integrations.vllm.ranks import StepMetadata
+from jaxkv.integrations.vllm.worker import WorkerHalf
 from jaxkv.scheduling.protocol import NO_MOVES, TierBatch, TierMoves
 from jaxkv.transfer import TransferEngine
 from tests.rigs.fake_vllm import make_configs

@@ -28,7 +28,8 @@ import pytest
 from jaxkv import ConnectorOutput
 from jaxkv.integrations.vllm import OffloadConnector
 from jaxkv.integrations.vllm.pool import key_in_group
-from jaxkv.integrations.vllm.worker import StepMetadata, WorkerReport
+from jaxkv.integrations.vllm.ranks import StepMetadata
+from jaxkv.integrations.vllm.worker import WorkerReport
 from jaxkv.scheduling.protocol import NO_EVENT, NO_MOVES, OffloadMetadata
 
 WHOLE_BLOCKS = "a hit of a whole prompt lacks its last block, not its last token"

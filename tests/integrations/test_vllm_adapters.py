@@ -8,7 +8,13 @@ import pytest
 from jaxkv.integrations.vllm import adapters
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.pool import MARK_BYTES
-from tests.integrations.test_vllm import TOKENS, ask, forget_device, hold_reports
+from tests.integrations.test_vllm import (
+    TOKENS,
+    ask,
+    forget_device,
+    hold_reports,
+    separate_halves,
+)
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import Engine, reference
 from tests.rigs.fake_vllm import BLOCK_SIZE, Request
@@ -253,9 +259,7 @@ def test_kv_of_an_adapter_that_is_loaded_again_meanwhile_is_not_stored(
 def test_a_scheduler_in_another_process_learns_what_was_loaded(monkeypatch, tmp_path):
     fake_vllm.install(monkeypatch, "0.32")
     engine = Engine(num_blocks=40)
-    import jaxkv.integrations.vllm.scheduler as scheduler
-
-    monkeypatch.setattr(scheduler, "WORKERS", {})
+    separate_halves(monkeypatch)
     lora = lora_of(write(tmp_path / "one"))
     load(engine, lora, 1)
     assert ask_twice(engine, lora) == [0, TOKENS]

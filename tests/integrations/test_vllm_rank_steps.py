@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxkv.integrations.vllm import scheduler
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.rank_hooks import (
     Backlog,
     count_host_hits,
     sum_of_ranks,
 )
-from jaxkv.integrations.vllm.ranks import Ranks, RankStep
+from jaxkv.integrations.vllm.ranks import Ranks, RankStep, StepMetadata
 from jaxkv.policies import registry
 from jaxkv.policies.lru import make_lru
 from jaxkv.scheduling.protocol import (
@@ -30,7 +29,7 @@ from jaxkv.scheduling.protocol import (
     OffloadMetadata,
 )
 from jaxkv.types import NO_BLOCK
-from tests.integrations.test_vllm import serve_at_random
+from tests.integrations.test_vllm import separate_halves, serve_at_random
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import (
     drop_by_runner,
@@ -96,7 +95,7 @@ def steps_of(plans, num_lost_pools=(0,) * NUM_RANKS, is_idle=False):
     """The ranks' steps, in the order and with the offsets of `DPScheduler`."""
     steps = []
     for rank, (plan, num) in enumerate(zip(plans, num_lost_pools, strict=True)):
-        step = RankStep(f"sender {rank}", NUM_BLOCKS, plan, num, is_idle)
+        step = RankStep(f"sender {rank}", NUM_BLOCKS, StepMetadata(plan, num, is_idle))
         step.local_block_ids = [rank * NUM_BLOCKS]
         steps.append(step)
     return steps
@@ -113,17 +112,19 @@ def test_merged_steps_move_what_each_rank_plans_and_each_gets_its_own_reports():
     events = [iter(range(10**6)) for _ in range(NUM_RANKS)]
     due = [set() for _ in range(NUM_RANKS)]
     seen = [set() for _ in range(NUM_RANKS)]
-    in_flight = set()
+    in_flight, merged_events = set(), {}
     for step in range(400):
         plans = [random_plan(rng, ids, f"{step}.{r}") for r, ids in enumerate(events)]
-        ((merged, num_lost, is_idle),) = ranks.merge(steps_of(plans), shard)
-        assert (num_lost, is_idle) == (0, False)
+        (step_of_all,) = ranks.merge(steps_of(plans), shard)
+        assert (step_of_all.num_lost_pools, step_of_all.is_idle) == (0, False)
+        merged = step_of_all.transfers
         assert merged.need_flush == any(plan.need_flush for plan in plans)
         move(merged, device, host)
         for rank, plan in enumerate(plans):
             move(plan, devices[rank], hosts[rank])
             due[rank].update(plan.load_event_to_reqs.get(plan.load_event, ()))
             due[rank].update({plan.store_event} - {NO_EVENT})
+            merged_events[rank, plan.store_event] = merged.store_event
         in_flight |= {*merged.load_event_to_reqs.get(merged.load_event, ())}
         in_flight |= {merged.store_event} - {NO_EVENT}
         reported = {name for name in in_flight if rng.random() < 0.4}
@@ -141,6 +142,9 @@ def test_merged_steps_move_what_each_rank_plans_and_each_gets_its_own_reports():
             for name in (*part.finished_recving, *part.failed_recving):
                 is_ok = name in part.finished_recving
                 assert name in halves[not is_ok]
+            for event in (*part.completed_store_events, *part.failed_store_events):
+                is_ok = event in part.completed_store_events
+                assert merged_events[rank, event] in halves[not is_ok]
             names = [name for group in dataclasses.astuple(part) for name in group]
             assert len(names) == len({*names})
             assert due[rank].issuperset(names)
@@ -157,19 +161,6 @@ def test_merged_steps_move_what_each_rank_plans_and_each_gets_its_own_reports():
     assert not ranks._loads
     assert not ranks._stores
     assert min(map(len, seen)) > 300
-
-
-def test_failed_stores_are_failed_for_each_rank_that_stored():
-    ranks = Ranks(2, NUM_ROWS)
-    plans = [store_of(event) for event in (4, 9)]
-    ((merged, *_),) = ranks.merge(steps_of(plans, (0, 0)), NUM_BLOCKS)
-    assert merged.store_device_blocks == (1, 1 + NUM_BLOCKS)
-    assert merged.store_host_blocks == (2, 2 + NUM_ROWS)
-    cut = ranks.cut(ConnectorOutput(failed_store_events=(merged.store_event,)))
-    assert {name: output.failed_store_events for name, output in cut.items()} == {
-        "sender 0": (4,),
-        "sender 1": (9,),
-    }
 
 
 def test_ranks_that_know_of_fewer_lost_pools_start_first():
@@ -211,25 +202,33 @@ def test_the_bytes_of_the_host_tier_are_shared_equally_by_the_ranks():
     assert worker == scheduler
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"num_cpu_blocks": 3}, "num_cpu_blocks=3 must be at least 4, one for each"),
-        (
-            {"num_cpu_blocks": None, "cpu_bytes_to_use": 2047},
-            "=2047 must be at least 2048, the bytes of a block of all layers for each",
-        ),
-        (
-            {"storage": "redis://:password@host:1"},
-            "storage='redis://host:1' cannot be used with total_dp_size=4: ",
-        ),
-        ({"record": "/r"}, "record='/r' cannot be used with total_dp_size=4: each"),
-        ({"policy_state": "/p"}, "policy_state='/p' cannot be used with total_dp_"),
-    ],
-)
-def test_what_ranks_cannot_share_is_refused(extra, message):
+HOSTS = SimpleNamespace(bundle_specs=[{"TPU": 4}, {"TPU": 4}])
+REFUSED = [
+    ({"num_cpu_blocks": 3}, {}, "num_cpu_blocks=3 must be at least 4, one for each"),
+    (
+        {"num_cpu_blocks": None, "cpu_bytes_to_use": 2047},
+        {},
+        "=2047 must be at least 2048, the bytes of a block of all layers for each",
+    ),
+    (
+        {"storage": "redis://:password@host:1"},
+        {},
+        "storage='redis://host:1' cannot be used with total_dp_size=4: ",
+    ),
+    ({"record": "/r"}, {}, "record='/r' cannot be used with total_dp_size=4: each"),
+    ({"policy_state": "/p"}, {}, "policy_state='/p' cannot be used with total_dp_"),
+    (
+        {},
+        {"parallel_config__placement_group": HOSTS},
+        "total_dp_size=4 must be 1 on 2 hosts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("extra", "options", "message"), REFUSED)
+def test_what_ranks_cannot_share_is_refused(extra, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        list(configs(4, extra=extra))
+        list(configs(4, extra=extra, **options))
 
 
 def test_policies_that_need_jax_are_refused_in_forked_processes(monkeypatch):
@@ -243,12 +242,6 @@ def test_policies_that_need_jax_are_refused_in_forked_processes(monkeypatch):
         list(configs(2, extra={"eviction_policy": "pure"}))
     for name in ("auto", "hazard", "arc"):
         assert len(list(configs(2, extra={"eviction_policy": name}))) == 2
-
-
-def test_ranks_on_several_hosts_are_refused():
-    group = SimpleNamespace(bundle_specs=[{"TPU": 4}, {"TPU": 4}])
-    with pytest.raises(ValueError, match="total_dp_size=2 must be 1 on 2 hosts"):
-        list(configs(2, parallel_config__placement_group=group))
 
 
 def test_models_with_states_are_refused_with_ranks():
@@ -306,8 +299,7 @@ def test_a_rank_finds_on_the_host_what_it_has_stored_itself(newest, compression)
     [update_in_place, drop_by_runner, unregister, register_again, replace_arrays],
 )
 def test_no_rank_is_served_kv_of_other_weights(newest, monkeypatch, route):
-    # The processes of ranks learn of it from the worker's reports alone.
-    monkeypatch.setattr(scheduler, "LOST_POOLS", {})
+    separate_halves(monkeypatch)
     engine = RankedEngine()
     assert [ask(engine, rank, f"old {rank}") for rank in (0, 1)] == [0, 0]
     route(engine)
@@ -403,47 +395,21 @@ def test_requests_of_idle_ranks_are_spread():
 
 
 def test_counts_of_ranks_are_added_up_and_gauges_stay_until_they_change():
-    blocks = "jaxkv:kv_offload_host_blocks_held"
-    share = "vllm:kv_offload_cpu_cache_usage_perc"
-    stores, policy = "jaxkv:kv_offload_blocks_stored", "jaxkv:kv_offload_policy_info"
+    held, stores = "jaxkv:kv_offload_host_blocks_held", "jaxkv:kv_offload_blocks_stored"
     last = {}
 
-    def report(num_stored, **gauges):
-        counters = {stores: {"": num_stored}}
+    def report(num_stored, num_held):
+        counters, gauges = {stores: {"": num_stored}}, {held: {"": {"": num_held}}}
         return {"counters": counters, "gauges": gauges, "samples": {"delay": [1.0]}}
 
-    both = sum_of_ranks(
-        [
-            report(3, **{blocks: {"": 5}, share: {"": 0.5}, policy: {"lru": 1}}),
-            report(4, **{blocks: {"": 6}, share: {"": 0.1}, policy: {"arc": 1}}),
-        ],
-        last,
-    )
-    assert both.data["counters"] == {stores: {"": 7}}
-    assert both.data["samples"] == {"delay": [1.0, 1.0]}
-    assert both.data["gauges"] == {
-        blocks: {"": 11},
-        share: {"": 0.3},
-        policy: {"lru": 1, "arc": 1},
+    both = sum_of_ranks([report(3, 5), report(4, 6)], last)
+    assert both.data == {
+        "counters": {stores: {"": 7}},
+        "gauges": {held: {"": {"0": 5, "1": 6}}},
+        "samples": {"delay": [1.0, 1.0]},
     }
-    total = sum_of_ranks([None, report(1, **{blocks: {"": 9}})], last)
+    total = sum_of_ranks([None, report(1, 9)], last)
     assert total.data["counters"] == {stores: {"": 1}}
-    assert total.data["gauges"] == {blocks: {"": 14}}
+    assert total.data["gauges"] == {held: {"": {"0": 5, "1": 9}}}
+    assert total.reduce()["host blocks held"] == 14
     assert sum_of_ranks([None, None], last).is_empty()
-
-
-def test_a_request_aborted_during_its_load_gives_its_blocks_back(newest):
-    engine = RankedEngine()
-    engine.scheduler.add(Request("first", range(18), 1), rank=1)
-    engine.run()
-    engine.settle()
-    engine.scheduler.ranks[1].pool.overwrite_all()
-    half = engine.runner.connector._worker
-    poll, half.poll = half.poll, lambda: NO_REPORTS
-    engine.scheduler.add(Request("again", range(18), 1), rank=1)
-    engine.step()
-    assert half._ranks._loads.keys() == {"again"}
-    engine.scheduler.abort("again")
-    half.poll = poll
-    engine.run()
-    engine.check_nothing_leaked()

@@ -4,6 +4,7 @@ import prometheus_client
 
 from jaxkv import OffloadScheduler
 from jaxkv.integrations.vllm.stats import (
+    FAMILIES,
     REPORT_EVERY_S,
     OffloadConnectorStats,
     StatsReader,
@@ -19,8 +20,7 @@ def test_two_reports_add_up_to_the_sums_the_last_gauges_and_all_samples():
         OffloadConnectorStats(
             {
                 "counters": {"loads": {"a": number, f"only {number}": 1}},
-                "gauges": {"held": {"": number}},
-                "host_gauges": {"up": {"": {"0": number, str(number): 1}}},
+                "gauges": {"up": {"": {"0": number, str(number): 1}}},
                 "samples": {"delay": [float(number)]},
             }
         )
@@ -28,29 +28,34 @@ def test_two_reports_add_up_to_the_sums_the_last_gauges_and_all_samples():
     )
     assert earlier.aggregate(later).to_dict() == {
         "counters": {"loads": {"a": 8, "only 3": 1, "only 5": 1}},
-        "gauges": {"held": {"": 5}},
-        "host_gauges": {"up": {"": {"0": 5, "3": 1, "5": 1}}},
+        "gauges": {"up": {"": {"0": 5, "3": 1, "5": 1}}},
         "samples": {"delay": [3.0, 5.0]},
     }
 
 
-def test_gauges_of_hosts_are_added_up_and_a_store_is_up_only_on_all_hosts(monkeypatch):
+# The values that hosts or ranks report, a gauge only when it changes, and joined ones.
+JOINED = {
+    "jaxkv:kv_offload_host_bytes": [({"0": 3, "1": 4}, 7), ({}, 7), ({"1": 6}, 9)],
+    "jaxkv:kv_offload_storage_up": [({"0": 1, "1": 1}, 1), ({"1": 0}, 0)],
+    "jaxkv:kv_offload_stores_paused": [({"0": 0}, 0), ({"1": 1}, 1), ({"0": 1}, 1)],
+    "jaxkv:kv_offload_policy_info": [({"0": 1, "1": 1}, 1)],
+    "vllm:kv_offload_cpu_cache_usage_perc": [({"0": 0.5, "1": 0.25}, 0.375)],
+    "jaxkv:kv_offload_blocks_in_flight": [({"0": 2, "1": 3}, 5)],
+}
+
+
+def test_gauges_of_hosts_and_ranks_are_joined(monkeypatch):
     fake_vllm.install(monkeypatch, "0.32")
-    num_bytes, is_up = "jaxkv:kv_offload_host_bytes", "jaxkv:kv_offload_storage_up"
     registry = prometheus_client.CollectorRegistry()
     metrics = prom_metrics(Engine().scheduler.connector, registry)
-    for report, expected in (
-        ({num_bytes: {"": {"0": 3, "1": 4}}, is_up: {"": {"0": 1, "1": 1}}}, (7, 1)),
-        # A host reports a gauge only when it changes.
-        ({is_up: {"": {"1": 0}}}, (7, 0)),
-        ({num_bytes: {"": {"1": 6}}, is_up: {"": {"1": 1}}}, (9, 1)),
-    ):
-        metrics.observe({"host_gauges": report})
-        values = (
-            registry.get_sample_value(name, {"engine": "0"})
-            for name in (num_bytes, is_up)
-        )
-        assert tuple(values) == expected
+    for name, reports in JOINED.items():
+        label = FAMILIES[name].label
+        labels = {"engine": "0"} | ({label: "one"} if label else {})
+        for changed, joined in reports:
+            report = OffloadConnectorStats()
+            report.data["gauges"][name] = {label and "one": changed}
+            metrics.observe(report.to_dict())
+            assert registry.get_sample_value(name, labels) == joined, name
 
 
 def test_samples_that_are_never_taken_are_bounded():

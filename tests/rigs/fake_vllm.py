@@ -60,12 +60,6 @@ class KVConnectorBase_V1(abc.ABC):  # noqa: N801
     @abc.abstractmethod
     def build_connector_meta(self, scheduler_output): ...
 
-    def on_new_request(self, request):
-        return
-
-    def get_kv_connector_stats(self):
-        return None
-
 
 @dataclasses.dataclass
 class KVConnectorTransferResults:
@@ -193,11 +187,9 @@ def install(monkeypatch, generation):
         contents["vllm.v1.metrics.cache_hit_source"] = dict(
             CacheHitSource=CacheHitSource
         )
-        contents["vllm.distributed.kv_transfer.kv_connector.v1"] = dict(
-            metrics=types.SimpleNamespace(
-                KVConnectorStats=KVConnectorStats,
-                KVConnectorPromMetrics=KVConnectorPromMetrics,
-            )
+        contents["vllm.distributed.kv_transfer.kv_connector.v1.metrics"] = dict(
+            KVConnectorStats=KVConnectorStats,
+            KVConnectorPromMetrics=KVConnectorPromMetrics,
         )
     for path, names in contents.items():
         segments = path.split(".")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from tests.rigs.fake_engine import MAX_TOKENS, Engine, Runner, Scheduler, Unreliable
+from tests.rigs.fake_engine import MAX_TOKENS, Engine, Runner, Scheduler
 from tests.rigs.fake_vllm import (
     CachedRequestData,
     KVConnectorRole,
@@ -53,6 +53,10 @@ class RankedScheduler:
     def __init__(self, schedulers, num_blocks):
         self.ranks = schedulers
         self.num_blocks = num_blocks  # Of each rank.
+        self.connector = SimpleNamespace(take_events=self.take_events)
+
+    def take_events(self):
+        return [event for rank in self.ranks for event in rank.connector.take_events()]
 
     @property
     def requests(self):
@@ -83,10 +87,11 @@ class RankedScheduler:
         return any(rank.requests or rank.finished for rank in self.ranks)
 
     def schedule(self):
-        outputs = self.outputs = [sent(rank.schedule()) for rank in self.ranks]
+        outputs = [sent(rank.schedule()) for rank in self.ranks]
         merged = SchedulerOutput([], CachedRequestData([], set(), []), {}, set(), None)
         merged.kv_connector_metadata = merged_metadata(outputs, self.num_blocks)
         merged.work, merged.all_tokens, merged.drafts = {}, {}, {}
+        merged.of_ranks = outputs
         for rank, output in enumerate(outputs):
             first = rank * self.num_blocks
             merged.num_scheduled_tokens |= output.num_scheduled_tokens
@@ -98,8 +103,8 @@ class RankedScheduler:
                 merged.work[name] = start, num, tables
         return merged
 
-    def update(self, outputs, connector_output, sampled):
-        for rank, output in zip(self.ranks, outputs, strict=True):
+    def update(self, merged, connector_output, sampled):
+        for rank, output in zip(self.ranks, merged.of_ranks, strict=True):
             names = sampled.keys() & output.num_scheduled_tokens.keys()
             part = {name: sampled[name] for name in names}
             rank.update(output, sent(connector_output), part)
@@ -122,10 +127,8 @@ class RankedRunner(Runner):
         self._caches = [jax.device_put(cache, self.sharding) for cache in caches]
 
 
-class RankedEngine:
+class RankedEngine(Engine):
     """An engine with `num_ranks` ranks, each with `num_blocks` device blocks."""
-
-    run = Engine.run
 
     def __init__(
         self,
@@ -166,24 +169,7 @@ class RankedEngine:
         )
         self.is_async = is_async
         self.in_flight = deque()
-
-    def make_unreliable(self, rng):
-        half = self.runner.connector._worker
-        half._worker = Unreliable(half, self.runner, rng)
-
-    def step(self):
-        output = sent(self.scheduler.schedule())
-        result = self.runner.execute(output)
-        self.in_flight.append((self.scheduler.outputs, result))
-        while len(self.in_flight) > self.is_async:
-            self.take_output()
-        for connector in self.connectors:
-            list(connector.take_events())
-        return bool(output.num_scheduled_tokens)
-
-    def take_output(self):
-        outputs, (connector_output, sampled) = self.in_flight.popleft()
-        self.scheduler.update(outputs, connector_output, sampled)
+        self.events = []
 
     def settle(self):
         """Step until nothing is in flight, as further requests would."""

@@ -210,7 +210,6 @@ class StorageConfig:
     num_blocks: int  # Host blocks that it may hold, by vLLM's size of a block.
     namespace: bytes  # What the bytes of all blocks depend on besides their keys.
     about: str  # The namespace in a line, to compare with another engine's.
-    keep_on_reset: bool  # Whether it is used after a reset: weights never change.
 
     @property
     def shown_url(self) -> str:
@@ -229,14 +228,13 @@ class ConnectorConfig:
 
     groups: tuple[GroupSpec, ...]  # Of the model's layers.
     offload: OffloadConfig  # What the user set; the size is `num_host_blocks`.
+    vllm: VllmSettings
     num_host_blocks: int
     block_bytes: int  # Bytes of a device block, by vLLM's sizes.
     planned_bytes: int  # Bytes of the host blocks, by vLLM's sizes.
     enable_events: bool  # Whether vLLM publishes events of its KV caches.
     storage: StorageConfig | None = None
     restore_tokens: bool = False  # Whether the runner would drop tokens.
-    # Whether a reset of only vLLM's prefix cache leaves the host tier as it is.
-    keep_on_device_reset: bool = False
     layers: tuple[tuple[str, ...], ...] = ()  # Names of the layers of each group.
     num_hosts: int = 1  # Hosts with a worker, each with a part of every block.
     # Ranks of data or attention parallelism, each with a scheduler and an equal share
@@ -247,7 +245,6 @@ class ConnectorConfig:
     # Whether a request recomputes the last block of a hit, as the draft model's KV
     # there depends on the next token.
     drops_last_block: bool = False
-    report_requests: bool = False  # Whether responses have what requests found.
 
     @property
     def rank_host_blocks(self) -> int:
@@ -289,7 +286,7 @@ class ConnectorConfig:
         groups = _groups_of(kv_cache_config)
         _check_hashes(vllm_config.cache_config, kv_cache_config, groups)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        offload, vllm_settings = read_extra_config(extra)
+        offload, vllm = read_extra_config(extra)
         offload = _with_files_of_engine(offload, _engine_rank(vllm_config))
         _check_states(groups, offload)
         hosts = num_hosts(vllm_config.parallel_config)
@@ -315,28 +312,26 @@ class ConnectorConfig:
         num_host_blocks = _num_host_blocks(offload, host_block_bytes, num_ranks)
         events = getattr(vllm_config, "kv_events_config", None)
         cache_config = vllm_config.cache_config
+        layers = (
+            tuple(getattr(group, "layer_names", ()))
+            for group in kv_cache_config.kv_cache_groups
+        )
         return cls(
             groups,
             offload,
+            vllm,
             num_host_blocks,
             block_bytes,
             num_host_blocks * host_block_bytes,
             bool(events and events.enable_kv_cache_events),
-            _storage_of(
-                vllm_config, kv_cache_config, offload, vllm_settings, host_block_bytes
-            ),
-            _restores_tokens(vllm_config, vllm_settings.restore_tokens),
-            vllm_settings.keep_on_device_reset,
-            tuple(
-                tuple(getattr(group, "layer_names", ()))
-                for group in kv_cache_config.kv_cache_groups
-            ),
+            _storage_of(vllm_config, kv_cache_config, offload, vllm, host_block_bytes),
+            _restores_tokens(vllm_config, vllm.restore_tokens),
+            tuple(layers),
             hosts,
             num_ranks,
             getattr(cache_config, "gpu_memory_utilization", 0.9),
             getattr(cache_config, "num_gpu_blocks_override", None),
             drops_last_block,
-            vllm_settings.report_requests,
         )
 
     def make_rules(self) -> OffloadRules:
@@ -367,16 +362,13 @@ def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSett
         if faults := blank_secret_faults(os.environ):
             raise ConfigError(faults)
         values["storage_secret"] = os.environ.get(variable_of("storage_secret"))
-    vllm_settings = VllmSettings(
-        **{name: extra[name] for name in extra if name in _VLLM_KEYS}
-    )
-    if vllm_settings.cache_policy_module_path is not None:
-        policy = extra.get("eviction_policy")
-        _import_policy(vllm_settings.cache_policy_module_path, policy)
+    vllm = VllmSettings(**{name: extra[name] for name in extra if name in _VLLM_KEYS})
+    if vllm.cache_policy_module_path is not None:
+        _import_policy(vllm.cache_policy_module_path, extra.get("eviction_policy"))
     with names_of_vllm():
         # vLLM may leave an offer unanswered and ask for others first. Device blocks
         # held for such an offer could not be used.
-        return OffloadConfig(copy_on_device=False, **values), vllm_settings
+        return OffloadConfig(copy_on_device=False, **values), vllm
 
 
 def _num_host_blocks(offload: OffloadConfig, block_bytes: int, num_ranks: int) -> int:
@@ -421,7 +413,7 @@ def _storage_of(
     vllm_config: Any,
     kv_cache_config: Any,
     offload: OffloadConfig,
-    vllm_settings: VllmSettings,
+    vllm: VllmSettings,
     block_bytes: int,
 ) -> StorageConfig | None:
     if offload.storage is None:
@@ -433,16 +425,9 @@ def _storage_of(
             f"storage_bytes={offload.storage_bytes} must be at least {object_bytes}, "
             "what one host block takes in the store."
         )
-    deps = namespace.namespace_of(
-        vllm_config, kv_cache_config, vllm_settings.storage_namespace
-    )
-    return StorageConfig(
-        offload.storage,
-        num_blocks,
-        namespace.encode(deps),
-        namespace.summary(deps),
-        vllm_settings.storage_keep_on_reset,
-    )
+    deps = namespace.namespace_of(vllm_config, kv_cache_config, vllm.storage_namespace)
+    about = namespace.summary(deps)
+    return StorageConfig(offload.storage, num_blocks, namespace.encode(deps), about)
 
 
 def _engine_rank(config: Any) -> int | None:

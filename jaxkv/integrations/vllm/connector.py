@@ -1,69 +1,31 @@
-"""vLLM's connector: jaxkv as the host tier of vLLM on TPU.
-
-vLLM loads the class by this module's path, with no change to vLLM or to tpu-inference::
-
-    vllm serve MODEL --kv-transfer-config '{
-        "kv_connector": "TPUOffloadConnector",
-        "kv_connector_module_path": "jaxkv.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": "64GiB"}}'
-
-docs/vllm.md lists the keys, and what is supported.
-"""
+"""vLLM's connector, which vLLM loads by the path of this package; see docs/vllm.md."""
 
 from __future__ import annotations
 
-import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
 
 from jaxkv.integrations.vllm.config import ConnectorConfig, names_of_vllm
+from jaxkv.integrations.vllm.installed import find_name
 from jaxkv.integrations.vllm.rank_hooks import (
     count_host_hits,
     pass_on_stats,
     route_by_backlog,
     step_while_idle,
 )
-from jaxkv.integrations.vllm.ranks import RankSteps
+from jaxkv.integrations.vllm.ranks import RankSteps, StepMetadata
 from jaxkv.integrations.vllm.scheduler import SchedulerHalf
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
-from jaxkv.integrations.vllm.worker import (
-    WORKERS,
-    StepMetadata,
-    WorkerHalf,
-    WorkerReport,
-)
+from jaxkv.integrations.vllm.worker import WorkerHalf, WorkerReport
 from jaxkv.scheduling.protocol import NO_REPORTS
 
 _LOG = logging.getLogger("jaxkv")
 
-
-def _bases() -> tuple[type, ...]:
-    """Return vLLM's base classes; none if vLLM is not installed."""
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
-            KVConnectorBase_V1,
-            SupportsHMA,
-        )
-    except ImportError:
-        return ()
-    return KVConnectorBase_V1, SupportsHMA
-
-
-_BASES = _bases()
-
-
-def _cache_hit_sources() -> Any:
-    """Return vLLM's names of the sources of cached tokens; None if it has none."""
-    try:
-        from vllm.v1.metrics.cache_hit_source import (  # type: ignore[import-not-found]
-            CacheHitSource,
-        )
-    except ImportError:
-        return None
-    return CacheHitSource
+_BASE_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_BASE_NAMES = ("KVConnectorBase_V1", "SupportsHMA")
+_BASES = tuple(base for name in _BASE_NAMES if (base := find_name(_BASE_MODULE, name)))
 
 
 def _join_vllm_log() -> None:
@@ -79,11 +41,6 @@ def _join_vllm_log() -> None:
     ours.propagate = theirs.propagate
     if ours.level == logging.NOTSET:
         ours.setLevel(theirs.level)
-
-
-def _take_worker_stats(engine_id: str) -> OffloadConnectorStats | None:
-    worker = WORKERS.get(engine_id)
-    return None if worker is None else worker.take_stats()
 
 
 def _try_hook(install: Callable[[], None], consequence: str) -> None:
@@ -126,7 +83,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         ImportError: The store needs an extra of jaxkv that is missing.
     """
 
-    _sources = _cache_hit_sources()
+    _sources = find_name("vllm.v1.metrics.cache_hit_source", "CacheHitSource")
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         if _BASES:
@@ -163,8 +120,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             self._worker = WorkerHalf(config, engine_id)
             if config.num_ranks > 1:
                 _try_hook(
-                    functools.partial(pass_on_stats, _take_worker_stats),
-                    "the log and /metrics have no metrics of jaxkv",
+                    pass_on_stats, "the log and /metrics have no metrics of jaxkv"
                 )
                 _try_hook(route_by_backlog, "returning users often go to another rank")
         # For methods of only one half.
@@ -211,17 +167,16 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
         """Return the sources of tokens, by vLLM's names: host, or store and host."""
-        num = self._of_scheduler.hit_tokens_from_storage(request, num_external_tokens)
+        fetched = self._of_scheduler.scheduler.num_fetched_tokens(request.request_id)
+        num_from_storage = min(fetched, num_external_tokens)
         names = self._sources
-        storage = None
-        if names is not None and num:
-            storage = getattr(names, "EXTERNAL_UNSPECIFIED", names.HOST)
-            if self._has_folder:
-                storage = getattr(names, "DISK", storage)
-        counts = {storage: num}
-        host = None if names is None else names.HOST
-        counts[host] = counts.get(host, 0) + num_external_tokens - num
-        return {name: count for name, count in counts.items() if count}
+        host = getattr(names, "HOST", None)
+        storage = getattr(names, "EXTERNAL_UNSPECIFIED", host)
+        if self._has_folder:
+            storage = getattr(names, "DISK", storage)
+        counts = Counter({host: num_external_tokens - num_from_storage})
+        counts[storage] += num_from_storage
+        return dict(+counts)
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
@@ -239,14 +194,13 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
         if report is None:
             return
-        part = self._of_scheduler.part_of(report)
+        part = self._of_scheduler.note_report(report)
         if part is not report.output and connector_output.finished_recving:
             # tpu-inference gives each rank the loads of all, and vLLM knows its own.
             connector_output.finished_recving &= {
                 *part.finished_recving,
                 *part.failed_recving,
             }
-        self._of_scheduler.note_report(report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv._util import shown
+from jaxkv.integrations.vllm.installed import find_name
 from jaxkv.integrations.weights import (
     Description,
     UnknownWeightsError,
@@ -76,9 +77,7 @@ def namespace_of(
             "hashes": _hashes(cache.prefix_caching_hash_algo, environ),
             "versions": _versions(sharding),
             "weights": (
-                _weights(vllm_config, environ)
-                if weights is None
-                else {"named": weights}
+                {"named": weights} if weights else _weights(vllm_config, environ)
             ),
             "model": {
                 "config": _without_places(model.hf_config.to_dict()),
@@ -86,20 +85,12 @@ def namespace_of(
                 "quantization": model.quantization,
                 # Some rotary embeddings depend on it.
                 "max_model_len": model.max_model_len,
-                "more": {
-                    name: getattr(model, name, None)
-                    for name in (
-                        "quantization_config",
-                        "model_impl",
-                        "model_class_overrides",
-                        "disable_sliding_window",
-                    )
-                },
+                **_optional(model, "quantization_config", "disable_sliding_window"),
+                **_optional(model, "model_impl", "model_class_overrides"),
             },
             "cache": {
                 "dtype": cache.cache_dtype,
-                "unquantised": getattr(cache, "kv_cache_dtype_skip_layers", None),
-                "layout": getattr(cache, "kv_cache_layout", None),
+                **_optional(cache, "kv_cache_dtype_skip_layers", "kv_cache_layout"),
                 "groups": [
                     [str(type(group.kv_cache_spec).__name__), *_numbers_of(group)]
                     for group in kv_cache_config.kv_cache_groups
@@ -107,10 +98,8 @@ def namespace_of(
             },
             "parallel": {
                 "tensor": parallel.tensor_parallel_size,
-                "experts": getattr(parallel, "enable_expert_parallel", None),
-                "sharding": _text(
-                    getattr(sharding, "sharding_strategy", sharding),
-                ),
+                "sharding": _text(getattr(sharding, "sharding_strategy", sharding)),
+                **_optional(parallel, "enable_expert_parallel"),
             },
             "additional": _without_places(
                 getattr(vllm_config, "additional_config", None)
@@ -137,15 +126,16 @@ def encode(namespace: Mapping[str, Any]) -> bytes:
 
 
 def summary(namespace: Mapping[str, Any]) -> str:
-    """Return a line of digests, to compare two namespaces.
-
-    >>> summary({"weights": {"named": "v1"}, "cache": {}})
-    'weights 6d9464fb, cache 44136fa3'
-    """
+    """Return a line of digests, to compare two namespaces."""
     return ", ".join(
         f"{name} {hashlib.sha256(encode(part)).hexdigest()[:8]}"
         for name, part in namespace.items()
     )
+
+
+def _optional(owner: Any, *names: str) -> Description:
+    """Return attributes, None for those that this vLLM does not have."""
+    return {name: getattr(owner, name, None) for name in names}
 
 
 def _text(value: Any) -> str:
@@ -161,9 +151,9 @@ def _hashes(algorithm: str, environ: Mapping[str, str]) -> Description:
             f"{shown(algorithm)}: with a hash that is not collision-resistant, an "
             "attacker can make a prompt that gets the blocks of another prompt."
         )
-    seed = environ.get("PYTHONHASHSEED")
-    if seed is None:
-        seed = _default_seed()
+    seed: str | None = environ.get("PYTHONHASHSEED")
+    if seed is None:  # vLLM has a default, unless it is random.
+        seed = find_name("vllm.v1.core.kv_cache_utils", "DEFAULT_NONE_HASH_SEED")
     if seed is None:
         raise ValueError(
             "storage needs the same PYTHONHASHSEED in the environment of every vLLM "
@@ -172,16 +162,6 @@ def _hashes(algorithm: str, environ: Mapping[str, str]) -> Description:
         )
     # It may be a secret.
     return {"algorithm": algorithm, "seed": hashlib.sha256(seed.encode()).hexdigest()}
-
-
-def _default_seed() -> str | None:
-    """Return vLLM's default seed; None if it is random."""
-    try:
-        from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    seed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
-    return seed
 
 
 def _weights(vllm_config: Any, environ: Mapping[str, str]) -> Description:
@@ -241,8 +221,8 @@ def _numbers_of(group: Any) -> Iterable[Any]:
     spec = group.kv_cache_spec
     specs = getattr(spec, "kv_cache_specs", None) or {"": spec}
     yield list(group.layer_names)
+    names = ("block_size", "sliding_window", "num_kv_heads", "head_size", "dtype")
     for layer_spec in specs.values():
-        names = ("block_size", "sliding_window", "num_kv_heads", "head_size", "dtype")
         yield [str(getattr(layer_spec, name, None)) for name in names]
 
 
@@ -251,11 +231,11 @@ def _images(model: Any) -> Description | None:
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is None:
         return None
-    names = (
+    return _optional(
+        multimodal,
         *("mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm"),
         *("interleave_mm_strings", "video_pruning_rate", "video_pruning_method"),
     )
-    return {name: getattr(multimodal, name, None) for name in names}
 
 
 def _without_places(config: Any) -> Any:

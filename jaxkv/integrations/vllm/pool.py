@@ -30,11 +30,7 @@ PRIVATE_END = bytes(16)
 
 
 def key_in_group(block_hash: bytes, group: int) -> BlockKey:
-    r"""Return the key of a block in a group, as vLLM's prefix cache makes it.
-
-    >>> key_in_group(b"hash", 1)
-    b'hash\x00\x00\x00\x01'
-    """
+    """Return the key of a block in a group, as vLLM's prefix cache makes it."""
     return block_hash + group.to_bytes(_GROUP_BYTES, "big")
 
 
@@ -44,11 +40,7 @@ def split_key(key: BlockKey) -> tuple[bytes, int]:
 
 
 def plain_key(key: BlockKey) -> BlockKey:
-    """Return a key without the adapter's mark.
-
-    >>> plain_key(b"k" * 32 + b"m" * 32) == plain_key(b"k" * 32) == b"k" * 32
-    True
-    """
+    """Return a key without the adapter's mark."""
     return key[:-MARK_BYTES] if len(key) > _MAX_PLAIN_BYTES else key
 
 

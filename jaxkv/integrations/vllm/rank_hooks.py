@@ -8,15 +8,16 @@ request, and drops the statistics of connectors.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
-from jaxkv.integrations.vllm.stats import FAMILIES, OffloadConnectorStats
+from jaxkv.integrations.vllm.stats import OffloadConnectorStats
+from jaxkv.integrations.vllm.worker import WORKERS
 
 _LOG = logging.getLogger("jaxkv")
 
@@ -33,11 +34,9 @@ def count_host_hits(
 ) -> None:
     """Include a rank's host hits when tpu-inference routes a request.
 
-    Returning users then go where their KV is. vLLM asks the same function for the
-    blocks that a request gets: only tpu-inference's question has another answer.
-
-    `count` gets a request's block hashes, the most tokens, and those that the device
-    has; it returns those that can be had.
+    vLLM asks the same function for the blocks that a request gets: only tpu-inference's
+    question has another answer. `count` gets a request's block hashes, the maximum of
+    tokens, and the tokens on the device; it returns the tokens on device and host.
     """
     coordinator = getattr(kv_cache_manager, "coordinator", None)
     find = getattr(coordinator, "find_longest_cache_hit", None)
@@ -174,11 +173,10 @@ def step_while_idle() -> None:
     Scheduler.has_finished_requests = has_finished_requests
 
 
-def pass_on_stats(take_stats: Callable[[str], OffloadConnectorStats | None]) -> None:
+def pass_on_stats() -> None:
     """Pass the statistics of all ranks and of the worker to vLLM.
 
-    `take_stats` returns the worker's for vLLM's id of the engine. ImportError without
-    tpu-inference.
+    ImportError without tpu-inference.
     """
     from tpu_inference.core.sched import dp_scheduler
 
@@ -192,10 +190,10 @@ def pass_on_stats(take_stats: Callable[[str], OffloadConnectorStats | None]) -> 
         if combined is None:
             return None
         last = vars(scheduler).setdefault("jaxkv_gauges", {})
-        engine_id = scheduler.vllm_config.kv_transfer_config.engine_id
         reports = (getattr(rank, "kv_connector_stats", None) for rank in rank_stats)
         stats = sum_of_ranks(reports, last)
-        worker_stats = take_stats(str(engine_id))
+        worker = WORKERS.get(str(scheduler.vllm_config.kv_transfer_config.engine_id))
+        worker_stats = worker.take_stats() if worker is not None else None
         if worker_stats is not None:
             stats.aggregate(worker_stats)
         if not stats.is_empty():
@@ -206,35 +204,20 @@ def pass_on_stats(take_stats: Callable[[str], OffloadConnectorStats | None]) -> 
 
 
 def sum_of_ranks(
-    reports: Iterable[Mapping[str, Any] | None], last: dict[int, dict[str, Any]]
+    reports: Iterable[Mapping[str, Any] | None], last: dict[str, Any]
 ) -> OffloadConnectorStats:
     """Add up the reports of all ranks.
 
-    A rank reports a gauge only when it changes: `last` keeps each rank's gauges.
+    A rank reports a gauge only when it changes: `last` keeps the values of all ranks.
     """
     stats = OffloadConnectorStats()
-    changed: set[str] = set()
     for rank, report in enumerate(reports):
-        if report:
-            gauges = last.setdefault(rank, {})
-            for name, values in report["gauges"].items():
-                gauges.setdefault(name, {}).update(values)
-                changed.add(name)
-            stats.aggregate(OffloadConnectorStats({**report, "gauges": {}}))
-    for name in changed:
-        values = [gauges[name] for gauges in last.values() if name in gauges]
-        stats.data["gauges"][name] = _combined(name, values)
+        if not report:
+            continue
+        for name, by_label in report["gauges"].items():
+            gauge = last.setdefault(name, {})
+            for label, by_part in by_label.items():
+                gauge.setdefault(label, {})[str(rank)] = by_part[""]
+            stats.data["gauges"][name] = copy.deepcopy(gauge)
+        stats.aggregate(OffloadConnectorStats({**report, "gauges": {}}))
     return stats
-
-
-def _combined(name: str, ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine a gauge of several ranks: the mean of shares, the largest flag, a sum."""
-    is_flag = name == "jaxkv:kv_offload_stores_paused" or FAMILIES[name].label
-    labels = dict.fromkeys(chain.from_iterable(ranks))
-    values = {
-        label: [gauge[label] for gauge in ranks if label in gauge] for label in labels
-    }
-    if is_flag:
-        return {label: max(numbers) for label, numbers in values.items()}
-    share = 1 / len(ranks) if name.endswith("_perc") else 1
-    return {label: sum(numbers) * share for label, numbers in values.items()}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -25,9 +25,24 @@ from jaxkv.types import NO_BLOCK
 Name = TypeVar("Name")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)  # Pickled without names.
+class StepMetadata:
+    """The transfers of a step, sent to the worker's process."""
+
+    transfers: OffloadMetadata
+    # Lost pools that the scheduler knew of when it planned the transfers: earlier KV
+    # may have other weights. `ALL_LOST` while a reset waits for loads.
+    num_lost_pools: int = 0
+    is_idle: bool = False  # Whether the model computes nothing in the step.
+
+
+ALL_LOST = -1
+"""A number of lost pools that ends all transfers planned until now."""
+
+
 @dataclasses.dataclass
 class RankStep:
-    """The transfers of one rank in a step.
+    """The step of one rank.
 
     `DPScheduler` adds the rank's first block to `local_block_ids`: that is how the
     worker learns which rank it is.
@@ -35,9 +50,7 @@ class RankStep:
 
     sender: str  # Names the rank's scheduler.
     num_blocks: int  # Device blocks of the rank, by vLLM's configuration.
-    transfers: OffloadMetadata
-    num_lost_pools: int
-    is_idle: bool
+    step: StepMetadata
     local_block_ids: list[int] = dataclasses.field(default_factory=lambda: [0])
 
     @property
@@ -51,14 +64,6 @@ class RankSteps:
     """A step of all ranks. `DPScheduler` makes an empty one and extends its list."""
 
     requests_meta: list[RankStep] = dataclasses.field(default_factory=list)
-
-
-class Merged(NamedTuple):
-    """The transfers of the ranks that know of equally many lost pools."""
-
-    transfers: OffloadMetadata
-    num_lost_pools: int
-    is_idle: bool  # Whether the model computes nothing for any rank.
 
 
 class Ranks:
@@ -77,11 +82,12 @@ class Ranks:
         self._loads: dict[str, str] = {}
         self._stores: dict[int, list[tuple[str, int]]] = {}
 
-    def merge(self, steps: Sequence[RankStep], shard_blocks: int) -> list[Merged]:
+    def merge(self, steps: Sequence[RankStep], shard_blocks: int) -> list[StepMetadata]:
         """Merge the steps of all ranks, each with `shard_blocks` blocks of the caches.
 
-        Ranks notice a lost pool in different steps: those that know of fewer come
-        first, so that an order to abandon transfers in flight spares the new ones.
+        Ranks notice a lost pool in different steps: each number of lost pools has its
+        own merged step. Those that know of fewer come first, so that an order to
+        abandon transfers in flight spares the new ones.
         """
         ranks = [step.rank for step in steps]
         if sorted(ranks) != list(range(self._num_ranks)):
@@ -90,55 +96,50 @@ class Ranks:
                 f"{self._num_ranks} ranks, each once: this tpu-inference does not "
                 "merge the metadata of its ranks as 0.32 does."
             )
-        is_idle = all(step.is_idle for step in steps)
+        is_idle = all(rank_step.step.is_idle for rank_step in steps)
         by_loss: dict[int, list[RankStep]] = defaultdict(list)
-        for step in steps:
-            by_loss[step.num_lost_pools].append(step)
+        for rank_step in steps:
+            by_loss[rank_step.step.num_lost_pools].append(rank_step)
         return [
-            Merged(self._merge(by_loss[num_lost], shard_blocks), num_lost, is_idle)
-            for num_lost in sorted(by_loss)
+            StepMetadata(self._merge(equal, shard_blocks), num_lost_pools, is_idle)
+            for num_lost_pools, equal in sorted(by_loss.items())
         ]
 
     def _merge(self, steps: list[RankStep], shard_blocks: int) -> OffloadMetadata:
-        steps = [step for step in steps if not step.transfers.is_nothing]
+        steps = [
+            rank_step for rank_step in steps if not rank_step.step.transfers.is_nothing
+        ]
         if not steps:
             return NO_MOVES
         event = self._next_event
         self._next_event += 1
-        load_blocks: list[int] = []
-        load_rows: list[int] = []
+        blocks: dict[str, Any] = defaultdict(tuple)
         requests: list[str] = []
         sizes: list[int] = []
-        store_blocks: list[int] = []
-        store_rows: list[int] = []
         stores: list[tuple[str, int]] = []
-        for step in steps:
-            plan, sender = step.transfers, step.sender
-            first_block = step.rank * shard_blocks
-            first_row = step.rank * self._num_host_blocks
-            if plan.load_event != NO_EVENT:
-                names = plan.load_event_to_reqs[plan.load_event]
-                load_blocks += _shifted(plan.load_device_blocks, first_block)
-                load_rows += _shifted(plan.load_host_blocks, first_row)
-                requests += names
-                sizes += plan.load_sizes
-                self._loads.update(dict.fromkeys(names, sender))
+        for rank_step in steps:
+            plan, sender = rank_step.step.transfers, rank_step.sender
+            names = plan.load_event_to_reqs.get(plan.load_event, ())
+            requests += names
+            sizes += plan.load_sizes
+            self._loads.update(dict.fromkeys(names, sender))
             if plan.store_event != NO_EVENT:
-                store_blocks += _shifted(plan.store_device_blocks, first_block)
-                store_rows += _shifted(plan.store_host_blocks, first_row)
                 stores.append((sender, plan.store_event))
+            first_block = rank_step.rank * shard_blocks
+            first_row = rank_step.rank * self._num_host_blocks
+            for move in ("load", "store"):
+                for place, first in (("device", first_block), ("host", first_row)):
+                    field = f"{move}_{place}_blocks"
+                    blocks[field] += _shifted(getattr(plan, field), first)
         if stores:
             self._stores[event] = stores
         return OffloadMetadata(
             load_event=event if requests else NO_EVENT,
-            load_device_blocks=tuple(load_blocks),
-            load_host_blocks=tuple(load_rows),
             load_event_to_reqs={event: tuple(requests)} if requests else {},
             store_event=event if stores else NO_EVENT,
-            store_device_blocks=tuple(store_blocks),
-            store_host_blocks=tuple(store_rows),
-            need_flush=any(step.transfers.need_flush for step in steps),
+            need_flush=any(rank_step.step.transfers.need_flush for rank_step in steps),
             load_sizes=tuple(sizes),
+            **blocks,
         )
 
     def cut(self, output: ConnectorOutput) -> Mapping[str, ConnectorOutput]:
@@ -162,8 +163,8 @@ class Ranks:
         }
 
 
-def _shifted(blocks: Iterable[int], first: int) -> list[int]:
-    return [block if block == NO_BLOCK else block + first for block in blocks]
+def _shifted(blocks: Iterable[int], first: int) -> tuple[int, ...]:
+    return tuple(block if block == NO_BLOCK else block + first for block in blocks)
 
 
 def _by_sender(pairs: Iterable[tuple[str, Name]]) -> dict[str, list[Name]]:

@@ -13,11 +13,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar, overload
 
-from jaxkv import (
-    OffloadScheduler,
-    Retention,
-    SchedulerOutput,
-)
+from jaxkv import OffloadScheduler, Retention, SchedulerOutput
 from jaxkv._util import gib, shown
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
@@ -30,14 +26,13 @@ from jaxkv.integrations.vllm.pool import (
     is_private,
     key_in_group,
 )
-from jaxkv.integrations.vllm.ranks import RankStep, RankSteps
+from jaxkv.integrations.vllm.ranks import ALL_LOST, RankStep, RankSteps, StepMetadata
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.worker import (
-    ALL_LOST,
     LOST_POOLS,
     WORKERS,
-    StepMetadata,
     WorkerReport,
+    call_before,
 )
 from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.protocol import NO_MOVES, NO_REPORTS, ConnectorOutput
@@ -240,6 +235,7 @@ class SchedulerHalf:
     def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
         # What the last finished request found, for its response.
         self._summary: dict[str, Any] | None = None
+        notice = self._note_summary if config.vllm.report_requests else None
         self.scheduler = OffloadScheduler(
             config.groups,
             config.rank_host_blocks,
@@ -250,7 +246,7 @@ class SchedulerHalf:
             is_private=is_private,
             recorder=config.offload.make_recorder(),
             policy_state=config.offload.policy_state,
-            on_request_finished=self._note_summary if config.report_requests else None,
+            on_request_finished=notice,
         )
         self._config = config
         # A draft model's last tokens of a hit, or of computed ones.
@@ -307,7 +303,7 @@ class SchedulerHalf:
             bound = StatesBlockPool(pool, config.state_groups)
         self.scheduler.bind_device_block_pool(bound)
         self._pool = bound
-        if not config.keep_on_device_reset:
+        if not config.vllm.keep_on_device_reset:
             for vllm_pool in bound.pools:
                 self._reset_with(vllm_pool)
         _LOG.info(
@@ -326,12 +322,8 @@ class SchedulerHalf:
         The host is reset first: vLLM's pool refuses a reset while blocks are held, and
         stores from held blocks must not be published.
         """
-        reset = getattr(pool, "reset_prefix_cache", None)
-        if reset is None:
-            return
 
-        @functools.wraps(reset)
-        def reset_both(*args: Any, **named: Any) -> Any:
+        def notice() -> None:
             if not self._has_logged_reset:
                 self._has_logged_reset = True
                 _LOG.info(
@@ -339,9 +331,8 @@ class SchedulerHalf:
                     "too (keep_on_device_reset=true keeps them)"
                 )
             self.reset()
-            return reset(*args, **named)
 
-        pool.reset_prefix_cache = reset_both
+        call_before(pool, "reset_prefix_cache", notice)
 
     def query(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens the host has than the device.
@@ -457,8 +448,7 @@ class SchedulerHalf:
         if self._config.num_ranks == 1:
             return step
         assert self._pool is not None
-        moves = step.transfers, step.num_lost_pools, step.is_idle
-        return RankSteps([RankStep(self._sender, self._pool.num_blocks, *moves)])
+        return RankSteps([RankStep(self._sender, self._pool.num_blocks, step)])
 
     def _build(self, output: Any) -> StepMetadata:
         self._is_reset()
@@ -492,15 +482,15 @@ class SchedulerHalf:
             return _no_moves(num_lost, is_idle)
         return StepMetadata(transfers, num_lost, is_idle)
 
-    def part_of(self, report: WorkerReport) -> ConnectorOutput:
-        """Return the part of a report about this half's transfers."""
-        if self._config.num_ranks == 1:
-            return report.output
-        return report.by_rank.get(self._sender, NO_REPORTS)
+    def note_report(self, report: WorkerReport) -> ConnectorOutput:
+        """Release the blocks of transfers that the worker reports as ended.
 
-    def note_report(self, report: WorkerReport) -> None:
-        """Release the blocks of transfers that the worker reports as ended."""
-        ended = self.scheduler.update_connector_output(self.part_of(report))
+        Returns the part of the report about this half's transfers.
+        """
+        part = report.output
+        if self._config.num_ranks > 1:
+            part = report.by_rank.get(self._sender, NO_REPORTS)
+        ended = self.scheduler.update_connector_output(part)
         if ended.failed_recving:
             self._must_wait.update(ended.failed_recving)
             self._loading.difference_update(ended.failed_recving)
@@ -513,6 +503,7 @@ class SchedulerHalf:
             rate = self._prefill.tokens_per_s
             rates = report.load_bytes_per_s, rate, report.storage_bytes_per_s
             self.scheduler.note_rates(*rates)
+        return part
 
     def finish(
         self, request: Any, block_ids: Sequence[Sequence[int]]
@@ -562,11 +553,6 @@ class SchedulerHalf:
         """Whether blocks of vLLM's pool are free as soon as a transfer ends."""
         return self._pool is not None and self._pool.has_only_pinned()
 
-    def hit_tokens_from_storage(self, request: Any, num_external_tokens: int) -> int:
-        """Count the tokens of a load that were fetched from the store for it."""
-        num = self.scheduler.num_fetched_tokens(request.request_id)
-        return min(num, num_external_tokens)
-
     def take_events(self) -> list[Any]:
         """Return vLLM's events of host and store since the last call."""
         if self._events is None:
@@ -611,8 +597,8 @@ class SchedulerHalf:
 
     def _disable_storage(self) -> None:
         """Stop using the store, whose namespace has the initial weights."""
-        storage = self._config.storage
-        if storage is None or storage.keep_on_reset or self._is_storage_disabled:
+        storage, is_kept = self._config.storage, self._config.vllm.storage_keep_on_reset
+        if storage is None or is_kept or self._is_storage_disabled:
             return
         self.scheduler.disable_storage()
         self._is_storage_disabled = True

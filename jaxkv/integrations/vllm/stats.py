@@ -9,27 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from jaxkv.integrations.vllm.installed import find_name
 from jaxkv.observe.families import OF_SCHEDULER, OF_WORKER, Family, Readings
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stats import Histogram
 from jaxkv.scheduling.worker.worker import OffloadWorker
 
-
-def _base(name: str) -> Any:
-    """Return a class of vLLM; object without vLLM, or if this version has none."""
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.v1 import (  # type: ignore[import-not-found]
-            metrics,
-        )
-    except ImportError:
-        return object
-    return getattr(metrics, name, object)
-
+_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 
 # vLLM counts what its scheduler sees of both caches, under these names.
 _OF_VLLM = (
@@ -51,18 +43,25 @@ seconds, and nothing scrapes metrics more often than once a second.
 """
 
 _COUNTERS, _GAUGES, _SAMPLES = "counters", "gauges", "samples"
-# The gauges of workers, also by host: /metrics has the sum of all hosts.
-_HOST_GAUGES = "host_gauges"
-# Except these, where one failing host matters: /metrics has the lowest value.
-_LOWEST = {"jaxkv:kv_offload_storage_up"}
 
 
-class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
+def _joined(name: str, values: Collection[float]) -> float:
+    """Join the values that a gauge has on several hosts or ranks."""
+    if name == "jaxkv:kv_offload_storage_up":
+        return min(values)
+    if name == "jaxkv:kv_offload_stores_paused" or name.endswith("_info"):
+        return max(values)
+    if name.endswith("_perc"):
+        return statistics.fmean(values)
+    return sum(values)
+
+
+class OffloadConnectorStats(find_name(_METRICS, "KVConnectorStats") or object):  # type: ignore[misc]
     """The changes since the last report; vLLM's ``KVConnectorStats``.
 
-    `data` has counters, gauges and the samples of histograms, each by name and by the
-    value of the metric's label, "" for none; gauges of workers also by host. It has
-    plain types, as it is sent between processes.
+    `data` has counters and gauges by name and label ("" without one), gauges also by
+    host or rank ("" for a single scheduler), and the samples of histograms by name. It
+    has plain types, as it is sent between processes.
     """
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
@@ -72,7 +71,7 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data = {_COUNTERS: {}, _GAUGES: {}, _HOST_GAUGES: {}, _SAMPLES: {}}
+        self.data = {_COUNTERS: {}, _GAUGES: {}, _SAMPLES: {}}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the data, to be sent between processes."""
@@ -88,12 +87,10 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
             sums = self.data[_COUNTERS].setdefault(name, {})
             for label, value in values.items():
                 sums[label] = sums.get(label, 0) + value
-        for name, values in other.data[_GAUGES].items():
-            self.data[_GAUGES].setdefault(name, {}).update(values)
-        of_hosts = self.data.setdefault(_HOST_GAUGES, {})
-        for name, by_label in other.data.get(_HOST_GAUGES, {}).items():
-            for label, values in by_label.items():
-                of_hosts.setdefault(name, {}).setdefault(label, {}).update(values)
+        for name, by_label in other.data[_GAUGES].items():
+            gauge = self.data[_GAUGES].setdefault(name, {})
+            for label, by_part in by_label.items():
+                gauge.setdefault(label, {}).update(by_part)
         for name, samples in other.data[_SAMPLES].items():
             self.data[_SAMPLES].setdefault(name, []).extend(samples)
         return self
@@ -127,7 +124,7 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
             ("host blocks", "jaxkv:kv_offload_host_blocks"),
         ):
             if name in gauges:
-                line[title] = int(gauges[name][""])
+                line[title] = int(_joined(name, gauges[name][""].values()))
         return line
 
 
@@ -141,7 +138,7 @@ class StatsReader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
-        self._host = host
+        self._part = "" if host is None else str(host)
         self._clock = clock
         self._due_s = -math.inf
         families = OF_WORKER if isinstance(source, OffloadWorker) else OF_SCHEDULER
@@ -179,11 +176,9 @@ class StatsReader:
                 if number == last:
                     continue
                 self._last[key] = number
-                kind, reported = _GAUGES, number
+                kind, reported = _GAUGES, {self._part: number}
                 if family.kind == "counter":
                     kind, reported = _COUNTERS, number - (last or 0)
-                elif self._host is not None:
-                    kind, reported = _HOST_GAUGES, {str(self._host): number}
                 stats.data[kind].setdefault(family.name, {})[label] = reported
         return None if stats.is_empty() else stats
 
@@ -197,7 +192,7 @@ class StatsReader:
                 yield family, value
 
 
-class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
+class OffloadPromMetrics(find_name(_METRICS, "KVConnectorPromMetrics") or object):  # type: ignore[misc]
     """The metrics in vLLM's registry; vLLM's ``KVConnectorPromMetrics``."""
 
     # vLLM unregisters only its own metrics of an earlier engine in the process.
@@ -218,9 +213,9 @@ class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
                 REGISTRY.unregister(metric)
         self._registered.clear()
         self._metrics: dict[str, Any] = {}
-        # The last values of workers' gauges, by engine, name, label and host.
-        self._host_values: defaultdict[tuple[int, str, str], dict[str, float]]
-        self._host_values = defaultdict(dict)
+        # The last values of gauges on all hosts or ranks, by engine, name and label.
+        self._parts: defaultdict[tuple[int, str, str], dict[str, float]]
+        self._parts = defaultdict(dict)
         classes = {
             "counter": self._counter_cls,
             "gauge": self._gauge_cls,
@@ -248,19 +243,16 @@ class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add a report, from `OffloadConnectorStats.to_dict`."""
         data = transfer_stats_data
-        for name, values in data.get(_COUNTERS, {}).items():
+        for name, values in data[_COUNTERS].items():
             for label, value in values.items():
                 self._of(name, label, engine_idx).inc(value)
-        for name, values in data.get(_GAUGES, {}).items():
-            for label, value in values.items():
-                self._of(name, label, engine_idx).set(value)
-        for name, by_label in data.get(_HOST_GAUGES, {}).items():
-            for label, values in by_label.items():
-                by_host = self._host_values[engine_idx, name, label]
-                by_host.update(values)
-                join = min if name in _LOWEST else sum
-                self._of(name, label, engine_idx).set(join(by_host.values()))
-        for name, samples in data.get(_SAMPLES, {}).items():
+        for name, by_label in data[_GAUGES].items():
+            for label, by_part in by_label.items():
+                last_values = self._parts[engine_idx, name, label]
+                last_values.update(by_part)
+                joined = _joined(name, last_values.values())
+                self._of(name, label, engine_idx).set(joined)
+        for name, samples in data[_SAMPLES].items():
             metric = self._of(name, "", engine_idx)
             for sample in samples:
                 metric.observe(sample)

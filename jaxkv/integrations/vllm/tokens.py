@@ -1,49 +1,35 @@
 """Restores the tokens that tpu-inference drops with asynchronous scheduling.
 
-**The loss**, in ``tpu_inference/runner/`` of 0.32.0, with or without a connector:
+In ``tpu_inference/runner/`` of 0.32.0, with or without a connector:
 
-1. A step samples a token of a request. The host does not have it yet, so
+1. A step samples a token that the host does not have yet.
    ``TPUModelRunner._update_placeholder`` appends 0 to the request's
    ``CachedRequestState.output_token_ids`` in its place.
-2. The next step leaves the request out, because the budget of tokens is spent or the
-   request is preempted. ``PersistentBatchManager.update_states`` removes it from
-   ``input_batch``, and keeps its ``CachedRequestState``.
-3. In the same step ``_modify_prev_results`` fetches the sampled tokens, and skips each
-   request that is not in ``input_batch``. The 0 stays. The results of this step then
-   replace the only record of the token, ``_pre_async_results``.
-4. When the request is scheduled again, ``InputBatch.add_request`` copies
-   ``output_token_ids``, 0 included, to the input of the model, and no substitution on
-   the device applies, as the request was not in the last step.
+2. If the next step leaves the request out, because the budget of tokens is spent or the
+   request is preempted, ``PersistentBatchManager.update_states`` removes it from
+   ``input_batch``. ``_modify_prev_results`` then skips it, and the 0 stays.
+3. When the request runs again, ``InputBatch.add_request`` copies the 0 to the model's
+   input. vLLM's answer shows the right token, but all that follows is computed from
+   token 0, in blocks with the hashes of the right tokens, which the prefix cache and
+   any host tier then serve to others.
 
-vLLM's scheduler has the right token, so the answer shows it, but all that follows is
-computed from token 0, in blocks with the hashes of the right tokens, which the prefix
-cache and any host tier then serve to others.
+``reset_prefix_cache(reset_running_requests=True)`` loses tokens, too: it preempts
+requests whose last results are in flight, vLLM drops these results, and the next step
+may resume the requests. ``_modify_prev_results`` then writes the dropped token over the
+last valid one, or a failed assertion ends the engine.
 
-A second loss has the same root. ``reset_prefix_cache(reset_running_requests=True)``
-preempts requests whose last results are still on their way, vLLM drops these results,
-and the very next step may resume the requests. Then ``_modify_prev_results`` finds them
-in the batch, and writes the dropped token over the last one that is valid; later a
-failed assertion may end the engine.
+vLLM sends all tokens of each request that was not in the last step
+(``CachedRequestData.all_token_ids``). `TokenRestorer` wraps ``update_states``, takes
+the outputs from there, and withdraws such a request from the results in flight. Both
+halves of the connector refuse to start without what this needs. They look for
+features, not for modules by name, so a renamed runner is served.
 
-**The cure**: vLLM sends all tokens of each request that was not in the last step
-(``CachedRequestData.all_token_ids``), which is each that the runner adds again.
-`TokenRestorer` wraps ``update_states`` and takes the outputs from there before the
-original runs, and withdraws such a request from the results that are on their way.
+If ids stop coming, `TokenRestorer` raises before it changes anything, and vLLM ends the
+engine. vLLM's recovery from a failed load would not help: it computes the blocks again
+from the runner's tokens, which are wrong.
 
-**Agreement of the halves**: with asynchronous scheduling, both refuse to start unless
-vLLM's scheduler sends the tokens, and the worker's half unless the runner that
-registers has what `TokenRestorer` needs. They look for features, not for modules by
-name: the tokens of a runner that was renamed are restored, and one that works otherwise
-is refused.
-
-**If ids stop coming**, `TokenRestorer` raises before it changes anything, and vLLM ends
-the engine. No load can fail in place of this: ids come when a request runs again, its
-load is over by then, and a request that was only left out had none. vLLM's recovery
-from a failed load would not help either, as it computes the blocks again from the
-runner's tokens, which are those that are wrong.
-
-What would fix it in tpu-inference: in ``_modify_prev_results``, replace the placeholder
-in ``req_state.output_token_ids`` also where the request is not in the batch.
+To fix it, ``_modify_prev_results`` of tpu-inference must replace the placeholder also
+in requests that are not in the batch.
 """
 
 from __future__ import annotations
@@ -76,7 +62,7 @@ _NEEDED_BESIDE_RUNNER = {
 def is_async(vllm_config: Any) -> bool:
     """Whether steps are scheduled before the tokens of earlier ones are known."""
     # vLLM replaces None, its default, before it makes a connector. Versions that leave
-    # it None, or lack it, schedule synchronously.
+    # it None, or have no such setting, schedule synchronously.
     return bool(getattr(vllm_config.scheduler_config, "async_scheduling", None))
 
 

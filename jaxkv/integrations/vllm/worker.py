@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv import ConnectorOutput, OffloadMetadata, OffloadWorker, TransferEngine
+from jaxkv import ConnectorOutput, OffloadWorker, TransferEngine
 from jaxkv._util import gib
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
@@ -24,7 +24,7 @@ from jaxkv.integrations.vllm.hosts import (
     placement,
     with_part,
 )
-from jaxkv.integrations.vllm.ranks import Ranks, RankSteps
+from jaxkv.integrations.vllm.ranks import ALL_LOST, Ranks, RankSteps, StepMetadata
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.tokens import TokenRestorer
 from jaxkv.integrations.vllm.weights_watch import PHASES, WeightsWatch, worker_of
@@ -102,20 +102,6 @@ def _joined_adapters(
     }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)  # Pickled without names.
-class StepMetadata:
-    """The transfers of a step, sent to the worker's process."""
-
-    transfers: OffloadMetadata
-    # Lost pools that the scheduler knew of when it planned the transfers: earlier KV
-    # may have other weights. `ALL_LOST` while a reset waits for loads.
-    num_lost_pools: int = 0
-    is_idle: bool = False  # Whether the model computes nothing in the step.
-
-
-ALL_LOST = -1
-"""A number of lost pools that ends all transfers planned until now."""
-
 LOST_POOLS: dict[str, int] = {}
 """Pools lost by the worker of each engine in this process, by vLLM's engine id.
 
@@ -184,9 +170,7 @@ class WorkerHalf:
         if config.restore_tokens:
             TokenRestorer.install(runner)
         # The store's namespace may not have the weights of new caches.
-        has_storage = self._worker is None or (
-            config.storage is not None and config.storage.keep_on_reset
-        )
+        has_storage = self._worker is None or config.vllm.storage_keep_on_reset
         if self._worker is not None:
             self.lose_pool()
             self._close_storage(self._worker.storage)
@@ -213,9 +197,7 @@ class WorkerHalf:
         engine: AnyEngine
         if self._caches_by_pool:
             engine = MultiPoolEngine(
-                pools,
-                config.num_host_blocks,
-                staging_bytes=staging_bytes,
+                pools, config.num_host_blocks, staging_bytes=staging_bytes
             )
         else:
             engine = TransferEngine(
@@ -327,7 +309,7 @@ class WorkerHalf:
         caches = jax.tree.leaves(getattr(self._runner, "kv_caches", ()))
         shard_blocks = len(caches[0]) // self._config.num_ranks if caches else 0
         for merged in self._ranks.merge(step.requests_meta, shard_blocks):
-            self._start(StepMetadata(*merged))
+            self._start(merged)
 
     def _start(self, step: StepMetadata) -> None:
         runner, worker = self._runner, self._worker
@@ -485,11 +467,11 @@ class WorkerHalf:
         self._weights = WeightsWatch(runner)
         owner = getattr(runner, "kv_cache_manager", runner)
         for name in ("delete_kv_cache", "reinitialize_kv_cache"):
-            _call_before(owner, name, self.lose_pool)
+            call_before(owner, name, self.lose_pool)
         worker = worker_of(runner)
         for name in PHASES:
             notice = functools.partial(self._note_weights, f"{name}() was called")
-            _call_before(worker, name, notice)
+            call_before(worker, name, notice)
         manager = getattr(runner, "lora_manager", None)
         load = getattr(manager, "_load_adapter", None)
         if load is not None:
@@ -525,8 +507,8 @@ class WorkerHalf:
         self._close_storage(worker.storage)
 
 
-def _call_before(owner: Any, name: str, notice: Callable[[], None]) -> None:
-    """Wrap a method of an object to call `notice` first, if the method exists."""
+def call_before(owner: Any, name: str, notice: Callable[[], None]) -> None:
+    """Wrap a method of an object so that it calls `notice` first, if it exists."""
     method = getattr(owner, name, None)
     if method is None:
         return

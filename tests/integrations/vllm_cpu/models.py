@@ -7,95 +7,73 @@ VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 512, 256, 4, 2, 128, 2
 DRAFT_HEADS = HIDDEN // HEAD_DIM
 
 
-def make_model(folder, kind, dtype, seed=0):
-    """Write a model with a tokenizer of bytes.
+COMMON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=HIDDEN,
+    intermediate_size=512,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    head_dim=HEAD_DIM,
+    max_position_embeddings=4096,
+    bos_token_id=256,
+    eos_token_id=257,
+    pad_token_id=257,
+)
+UNTIED = dict(num_hidden_layers=LAYERS, tie_word_embeddings=False)
+DEEP = UNTIED | {"num_hidden_layers": 7}
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=256)
+# The names of the configuration and the model in transformers, and what is not common.
+KINDS = {
+    "llama": ("LlamaConfig", "Llama", UNTIED),
+    # EAGLE-3 needs seven layers, to read three of them.
+    "deep": ("LlamaConfig", "Llama", DEEP),
+    # Its first layer does all, so that a draft model may copy it.
+    "shallow": ("LlamaConfig", "Llama", DEEP | {"num_attention_heads": DRAFT_HEADS}),
+    "experts": (
+        *("Qwen3MoeConfig", "Qwen3Moe"),
+        UNTIED | EXPERTS | dict(num_experts=4, norm_topk_prob=True),
+    ),
+    # With a layer for multi-token prediction.
+    "predictor": (
+        *("Glm4MoeConfig", "Glm4Moe"),
+        EXPERTS | dict(num_hidden_layers=LAYERS, n_routed_experts=4),
+    ),
+    # Without experts; the latents are as wide as the real ones.
+    "latents": (
+        *("DeepseekV2Config", "DeepseekV2"),
+        UNTIED
+        | dict(first_k_dense_replace=LAYERS, q_lora_rank=None, kv_lora_rank=512)
+        | dict(qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, head_dim=64)
+        | dict(num_key_value_heads=HEADS),
+    ),
+    # Three gated delta nets and a layer of attention.
+    "deltas": (
+        *("Qwen3_5TextConfig", "Qwen3_5"),
+        UNTIED
+        | dict(linear_num_key_heads=2, linear_num_value_heads=8)
+        | dict(linear_key_head_dim=64, linear_value_head_dim=64)
+        | dict(num_hidden_layers=2 * LAYERS)
+        | dict(layer_types=[*["linear_attention"] * 3, "full_attention"]),
+    ),
+    # Its layers attend in turn to all tokens and to a window of 32.
+    "hybrid": (
+        *("Gemma3TextConfig", "Gemma3"),
+        dict(num_hidden_layers=2 * LAYERS, sliding_window=32)
+        | dict(layer_types=["sliding_attention", "full_attention"] * LAYERS)
+        | dict(query_pre_attn_scalar=HEAD_DIM),
+    ),
+}
 
-    "deep" is a Llama with the seven layers that EAGLE-3 needs to read three of them,
-    and "shallow" one whose first layer does all, so that a draft model may copy it;
-    "experts" is a Qwen 3 with four experts in each layer; "predictor" a GLM 4 with a
-    layer for multi-token prediction; "latents" a DeepSeek V2 without experts, whose
-    latents are as wide as the real ones; "deltas" a Qwen 3.5 of three gated delta nets
-    and a layer of attention; and "hybrid" a Gemma 3 whose layers attend in turn to all
-    tokens and to a window of 32.
-    """
+
+def make_model(folder, kind, dtype, seed=0):
+    """Write a model of `KINDS` with a tokenizer of bytes."""
     import torch
     import transformers
 
-    common = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=512,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=4096,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=257,
-    )
+    config_name, model_name, options = KINDS[kind]
     torch.manual_seed(seed)
-    if kind in ("llama", "deep", "shallow"):
-        heads = DRAFT_HEADS if kind == "shallow" else HEADS
-        config = transformers.LlamaConfig(
-            num_hidden_layers=LAYERS if kind == "llama" else 7,
-            tie_word_embeddings=False,
-            **common | {"num_attention_heads": heads},
-        )
-        model = transformers.LlamaForCausalLM(config)
-    elif kind == "experts":
-        config = transformers.Qwen3MoeConfig(
-            num_hidden_layers=LAYERS,
-            tie_word_embeddings=False,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=256,
-            norm_topk_prob=True,
-            **common,
-        )
-        model = transformers.Qwen3MoeForCausalLM(config)
-    elif kind == "predictor":
-        config = transformers.Glm4MoeConfig(
-            num_hidden_layers=LAYERS,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=256,
-            **common,
-        )
-        model = transformers.Glm4MoeForCausalLM(config)
-    elif kind == "latents":
-        config = transformers.DeepseekV2Config(
-            num_hidden_layers=LAYERS,
-            first_k_dense_replace=LAYERS,
-            tie_word_embeddings=False,
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            qk_nope_head_dim=64,
-            qk_rope_head_dim=64,
-            v_head_dim=64,
-            **common | {"num_key_value_heads": HEADS, "head_dim": 64},
-        )
-        model = transformers.DeepseekV2ForCausalLM(config)
-    elif kind == "deltas":
-        config = transformers.Qwen3_5TextConfig(
-            num_hidden_layers=2 * LAYERS,
-            layer_types=[*["linear_attention"] * 3, "full_attention"],
-            tie_word_embeddings=False,
-            linear_num_key_heads=2,
-            linear_num_value_heads=8,
-            linear_key_head_dim=64,
-            linear_value_head_dim=64,
-            **common,
-        )
-        model = transformers.Qwen3_5ForCausalLM(config)
-    else:
-        config = transformers.Gemma3TextConfig(
-            num_hidden_layers=2 * LAYERS,
-            sliding_window=32,
-            layer_types=["sliding_attention", "full_attention"] * LAYERS,
-            query_pre_attn_scalar=HEAD_DIM,
-            **common,
-        )
-        model = transformers.Gemma3ForCausalLM(config)
+    config = getattr(transformers, config_name)(**COMMON | options)
+    model = getattr(transformers, f"{model_name}ForCausalLM")(config)
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if kind == "shallow" and _is_silent(name):

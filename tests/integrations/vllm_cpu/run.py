@@ -595,28 +595,6 @@ def frees(run):
     run.count()
 
 
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        conversations,
-        pressure,
-        spoilt_pressure,
-        interruptions,
-        salts,
-        adapters,
-        aborts,
-        returns,
-        resets,
-        new_weights,
-        new_adapters,
-        drafts,
-        acceptance,
-        wishes,
-        frees,
-    )
-}
-
-
 def main():
     names, folder, options = sys.argv[1:]
     with ray_cluster():
@@ -624,7 +602,7 @@ def main():
         for number, name in enumerate(names.split("+")):
             if number:
                 run.forget()
-            SCENARIOS[name](run)
+            globals()[name](run)
             print("\nRESULT " + json.dumps(run.result()), flush=True)
         if has_ray():  # Workers end before the cluster.
             run.llm.llm_engine.engine_core.shutdown()
