@@ -54,8 +54,6 @@ def one_after_another(traces: Sequence[Trace]) -> Trace:
     """Join traces whose blocks have nothing in common."""
     first, *rest = traces
     for following in rest:
-        assert first.input_tokens is not None
-        assert following.input_tokens is not None
         start_ms = first.time_ms[-1] + 1000.0
         first = dataclasses.replace(
             first,
@@ -71,14 +69,16 @@ def one_after_another(traces: Sequence[Trace]) -> Trace:
                 [first.output_tokens, following.output_tokens]
             ),
             stops=np.concatenate([first.stops, following.stops]),
+            num_output_blocks=np.concatenate(
+                [first.num_output_blocks, following.num_output_blocks]
+            ),
         )
     return first
 
 
 def percent_by_part(trace: Trace, result: ReplayResult) -> list[float]:
     """Return the share of tokens found in each tenth of the requests, in percent."""
-    assert trace.input_tokens is not None
-    tokens = np.minimum(result.hits_by_request * trace.block_size, trace.input_tokens)
+    tokens = trace.tokens_of(result.hits_by_request)
     tokens_found = np.array_split(tokens, PARTS)
     tokens_asked = np.array_split(trace.input_tokens, PARTS)
     rows = zip(tokens_found, tokens_asked, strict=True)
@@ -95,9 +95,7 @@ def compare(
         percent, tenths = {}, {}
         for policy in (*CANDIDATES, AUTO):
             result = replay(policy, trace, capacity, device=device)
-            ratio = result.token_hit_ratio
-            assert ratio is not None
-            percent[policy] = 100 * ratio
+            percent[policy] = 100 * result.token_hit_ratio
             tenths[policy] = percent_by_part(trace, result)
         best = max(percent[policy] for policy in CANDIDATES)
         rows = zip(tenths[AUTO], tenths["lru"], strict=True)
@@ -135,7 +133,6 @@ def restart(trace: Trace, capacity: int, kept: str) -> NDArray[np.int64]:
         if not len(keys):
             continue
         time_ms = int(trace.time_ms[request])
-        assert trace.input_tokens is not None
         about = begun(time_ms, int(trace.input_tokens[request]))
         mark = host.note(keys, BEGIN, positions, about)
         step = host.request_step(keys)
@@ -150,7 +147,6 @@ def restart(trace: Trace, capacity: int, kept: str) -> NDArray[np.int64]:
 
 def compare_restarts(trace: Trace, shares: list[float]) -> Iterator[dict[str, Any]]:
     """Compare what is found after a restart, in all and in the first tenth."""
-    assert trace.input_tokens is not None
     half = trace.num_requests // 2
     tokens_asked = trace.input_tokens[half:]
     for share in shares:

@@ -99,8 +99,9 @@ def measure(args: Any) -> dict[str, Any]:
 def serve(folder: str, max_tokens: str) -> None:
     """Answer prompts as an engine that writes all its blocks through."""
     running_s = time.time()
-    from jaxkv.tools.demo.engine import Engine, EngineConfig
+    from jaxkv.tools.demo.engine import Engine
     from jaxkv.tools.demo.model import ModelConfig
+    from jaxkv.tools.demo.records import EngineConfig
     from jaxkv.tools.demo.steps import make_steps
 
     blocks_each = -(-int(max_tokens) // BLOCK_TOKENS)

@@ -116,7 +116,7 @@ def estimate(
             f"{number}",
             keys,
             int(trace.time_ms[number]),
-            1 if trace.input_tokens is None else int(trace.input_tokens[number]),
+            int(trace.input_tokens[number]),
             None if output < 0 else output,
             STOPS[trace.stops[number]],
         )

@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxkv import OffloadConfig
 from jaxkv.observe.metrics import OffloadMetrics
-from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.engine import Engine
 from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.steps import make_steps
 
 config = EngineConfig(

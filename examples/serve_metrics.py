@@ -15,8 +15,9 @@ import numpy as np
 
 from jaxkv import OffloadConfig
 from jaxkv.observe.metrics import OffloadMetrics
-from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.engine import Engine
 from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.steps import make_steps
 
 BLOCK_SIZE, DOCUMENTS, USERS = 32, 6, 4

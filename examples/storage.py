@@ -8,8 +8,9 @@ import dataclasses
 import tempfile
 
 from jaxkv import OffloadConfig
-from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.engine import Engine
 from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.steps import make_steps
 
 config = EngineConfig(

@@ -11,7 +11,6 @@ _ON_GPU = (
     "test_examples.py",
     "test_example_engine.py",
     "tools/demo/test_engine.py",
-    "tools/demo/test_conversations.py",
 )
 # These touch no device, or the CPU's alone, in processes of their own.
 _NOT_ON_GPU = (

@@ -35,18 +35,6 @@ _RESULTS = (
 )  # The rows of CSV; else all is one row.
 
 
-@contextlib.contextmanager
-def model_errors(model: str) -> Iterator[None]:
-    """Refuse the model of --model if it cannot be read, or used, in this context."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None)
-        path = getattr(error, "filename", None) or model
-        text = f"cannot read {shown(path)} ({why})" if why else str(error)
-        raise UsageError(f"--model: {text}") from error
-
-
 def check_files(args: Args) -> None:
     """Refuse files that cannot be written, or would be lost, before a long run."""
     plot = getattr(args, "plot", None)

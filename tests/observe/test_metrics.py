@@ -11,8 +11,9 @@ from jaxkv.config import OffloadConfig
 from jaxkv.observe.families import Readings
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.search.groups import FullAttention, SlidingWindow
-from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.engine import Engine
 from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.steps import make_steps
 from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig
 from tests.rigs.scraping import read, scrape

@@ -98,6 +98,7 @@ class Rig:
         num_storage_blocks=0,
         is_private=None,
         policy_state=None,
+        tiers_below=(),
         **rules,
     ):
         self.groups = as_groups(groups)
@@ -114,6 +115,7 @@ class Rig:
             num_storage_blocks=num_storage_blocks,
             is_private=is_private,
             policy_state=policy_state,
+            tiers_below=tiers_below,
         )
         self.scheduler.bind_device_block_pool(self.pool)
         self.device = {}

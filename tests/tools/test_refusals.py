@@ -207,12 +207,8 @@ def test_a_file_that_describes_no_model_is_refused(refused, tmp_path):
             "{}",
             "has no 'num_hidden_layers', 'hidden_size', 'num_attention_heads', 'voc",
         ),
-        ('{"num_hidden_layers": 2}', "has no 'hidden_size'"),
-        ({"num_hidden_layers": -2}, "=-2 must be a whole number fr"),
-        ({"hidden_size": 10**400}, "hidden_size=1000"),
         ({"model_type": "x" * 10**5, "vocab_size": None}, "xxx'"),
         ({"layer_types": ["\x1b[31m"] * 32}, "of type '\\x1b[31m'"),
-        ({"head_dim": 10**8}, "bytes of KV a token are more than"),
     ):
         if isinstance(text, dict):
             text = json.dumps({**LLAMA, **text})

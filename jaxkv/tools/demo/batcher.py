@@ -25,6 +25,7 @@ from jaxkv.tools.demo.allocation import (
     release_all,
     release_unneeded,
 )
+from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.request import EngineRequest, Phase
 from jaxkv.types import BlockKey
 
@@ -43,19 +44,14 @@ class Batcher:
 
     def __init__(
         self,
-        blocks: DeviceBlockPool,
+        config: EngineConfig,
         groups: tuple[GroupSpec, ...],
-        concurrency: int,
-        max_chunk: int,
+        blocks: DeviceBlockPool,
         offload: OffloadScheduler | None,
     ) -> None:
         self.num_preemptions = 0  # Number of preemptions
-        self._blocks = blocks
-        self._groups = groups
-        self._block_size = groups[0].block_size
-        self._concurrency = concurrency
-        self._max_chunk = max_chunk
-        self._offload = offload
+        self._config, self._groups = config, groups
+        self._blocks, self._offload = blocks, offload
         # Both in order of arrival.
         self._waiting: list[EngineRequest] = []
         self._active: list[EngineRequest] = []
@@ -146,7 +142,7 @@ class Batcher:
         cached: list[tuple[int, BlockKey]] = []
         for request in requests:
             first = request.num_cached_blocks
-            last = request.num_computed_tokens // self._block_size
+            last = request.num_computed_tokens // self._config.block_size
             tables = request.block_ids_by_group
             for table, keys in zip(tables, request.block_keys_by_group, strict=True):
                 cached += zip(table[first:last], keys[first:last], strict=True)
@@ -190,7 +186,7 @@ class Batcher:
         """
         admitted: list[Extension] = []
         for request in tuple(self._waiting):
-            if len(self._active) == self._concurrency:
+            if len(self._active) == self._config.concurrency:
                 break
             self._take_cached_prefix(request)
             extension = self._plan_first_step(request)
@@ -250,7 +246,8 @@ class Batcher:
 
     def _next_end(self, request: EngineRequest) -> int:
         """Return how many tokens are computed after a request's next step."""
-        return min(request.num_present_tokens + self._max_chunk, request.num_tokens)
+        max_chunk = self._config.chunk_sizes[-1]
+        return min(request.num_present_tokens + max_chunk, request.num_tokens)
 
     def _take_cached_prefix(self, request: EngineRequest) -> None:
         """Hold the blocks of a request's prefix on the device."""
@@ -261,7 +258,8 @@ class Batcher:
             request.block_keys_by_group,
             request.num_tokens - 1,
         )
-        request.num_cached_blocks = request.num_computed_tokens // self._block_size
+        num_cached = request.num_computed_tokens // self._config.block_size
+        request.num_cached_blocks = num_cached
         self._blocks.touch([b for ids in request.block_ids_by_group for b in ids])
 
     def _end_load(self, request: EngineRequest) -> None:

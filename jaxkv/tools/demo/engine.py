@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
-from jaxkv.config import OffloadConfig
 from jaxkv.keys.hashing import KeyChain, Namespace
 from jaxkv.scheduling.protocol import SchedulerOutput
 from jaxkv.scheduling.record.record import TraceRecorder
@@ -25,9 +24,9 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tools.demo.allocation import max_blocks_held
 from jaxkv.tools.demo.batcher import Batcher
 from jaxkv.tools.demo.model import ModelConfig, init_pool
+from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.request import EngineRequest, Phase
-from jaxkv.tools.demo.runner import Runner
-from jaxkv.tools.demo.steps import Steps
+from jaxkv.tools.demo.steps import Runner, Steps
 from jaxkv.transfer import StepLoads, TransferEngine
 
 _IDLE_S = 50e-6
@@ -38,22 +37,6 @@ _CLOSE_S = 5.0
 _STEP_EXTENTS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """The size of an engine."""
-
-    block_size: int  # Tokens per KV block
-    device_blocks: int  # KV blocks in the device pool, the null block included
-    concurrency: int  # Maximum requests that hold blocks
-    max_seq_tokens: int  # Maximum tokens of a request, prompt and answer
-    weights_epoch: str  # Version of the model's weights; part of every block's key
-    # The host tier; None for an engine without one
-    offload: OffloadConfig | None = None
-    # Tokens of a prefill step, in ascending order: the smallest size that is enough, or
-    # the largest.
-    chunk_sizes: tuple[int, ...] = (128, 256)
-
-
 class Engine:
     """Generates greedily for many requests at a time, on one thread."""
 
@@ -61,7 +44,6 @@ class Engine:
         self,
         steps: Steps,
         config: EngineConfig,
-        clock: Callable[[], float] = time.perf_counter,
         recorder: TraceRecorder | None = None,
     ) -> None:
         self.config = config
@@ -102,21 +84,8 @@ class Engine:
             )
             self.offload.bind_device_block_pool(self.blocks)
         self.peak_host_blocks = 0  # Maximum number of host blocks in use
-        self._clock = clock
-        self._runner = Runner(
-            steps,
-            config.block_size,
-            config.concurrency,
-            config.max_seq_tokens,
-            config.chunk_sizes,
-        )
-        self._batcher = Batcher(
-            self.blocks,
-            self._groups,
-            config.concurrency,
-            config.chunk_sizes[-1],
-            self.offload,
-        )
+        self._runner = Runner(steps, config)
+        self._batcher = Batcher(config, self._groups, self.blocks, self.offload)
         self._num_submitted = 0
 
     @property
@@ -166,7 +135,7 @@ class Engine:
             self._num_submitted,
             tuple(prompt),
             max_new_tokens,
-            self._clock(),
+            time.perf_counter(),
             chains,
             list(prompt),
             [[] for _ in self._groups],
@@ -285,7 +254,7 @@ class Engine:
         request.num_computed_tokens += num_tokens
         if request.num_computed_tokens == request.num_tokens:
             if not request.generated:
-                request.first_token_s = self._clock()
+                request.first_token_s = time.perf_counter()
             request.append(token)
 
     def _decode(self, requests: Sequence[EngineRequest]) -> None:

@@ -1,9 +1,11 @@
-"""Records of a demo: one per turn, one per run, one for the whole."""
+"""The configuration of a demo, and its records: per turn, per run, of the whole."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Literal
+
+from jaxkv.config import OffloadConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,22 @@ class DemoConfig:
     storage: str | None = dataclasses.field(default=None, repr=False)
     storage_bytes: int = 4 << 30  # Bytes that it may hold
     seed: int = 0  # Seed of the weights and of the choice of documents
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """The size of an engine."""
+
+    block_size: int  # Tokens per KV block
+    device_blocks: int  # KV blocks in the device pool, the null block included
+    concurrency: int  # Maximum requests that hold blocks
+    max_seq_tokens: int  # Maximum tokens of a request, prompt and answer
+    weights_epoch: str  # Version of the model's weights; part of every block's key
+    # The host tier; None for an engine without one
+    offload: OffloadConfig | None = None
+    # Tokens of a prefill step, in ascending order: the smallest size that is enough, or
+    # the largest.
+    chunk_sizes: tuple[int, ...] = (128, 256)
 
 
 @dataclasses.dataclass(frozen=True)

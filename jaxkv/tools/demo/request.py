@@ -27,7 +27,7 @@ class EngineRequest:
     number: int  # Number of requests before it
     prompt: tuple[int, ...]  # Its tokens
     max_new_tokens: int  # Tokens to generate
-    arrival_s: float  # Time of its arrival, by the engine's clock
+    arrival_s: float  # Time of its arrival, by `time.perf_counter`
     chains: tuple[KeyChain, ...]  # Keys of its full blocks, for each group of layers
     tokens: list[int]  # Prompt and generated tokens so far
     # Its device blocks, for each group of layers; the null block where no later token

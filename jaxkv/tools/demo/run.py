@@ -16,12 +16,13 @@ from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.demo.allocation import max_blocks_held
-from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.engine import Engine
 from jaxkv.tools.demo.model import ModelConfig, init_pool
 from jaxkv.tools.demo.records import (
     BandwidthRecord,
     DemoConfig,
     DemoRecord,
+    EngineConfig,
     RunRecord,
     TurnRecord,
 )

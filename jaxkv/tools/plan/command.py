@@ -191,11 +191,7 @@ def _choose_device_blocks(args: Args, trace: Trace, model: ModelCosts) -> int | 
     if args.device_blocks is not None:
         raise UsageError("--device-bytes: --device-blocks says it already")
     block_bytes = planning.block_bytes_of(trace, model)
-    if args.device_bytes < block_bytes:
-        raise UsageError(
-            f"--device-bytes: {args.device_bytes} bytes hold no block, which takes "
-            f"{block_bytes}"
-        )
+    _check_holds_block("--device-bytes", args.device_bytes, block_bytes)
     return int(args.device_bytes // block_bytes)
 
 
@@ -227,10 +223,17 @@ def _choose_sizes(
 def _capacities_of(
     option: str, sizes: list[int], trace: Trace, model: ModelCosts
 ) -> list[int]:
-    try:
-        return planning.capacities_of(sizes, trace, model)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from error
+    block_bytes = planning.block_bytes_of(trace, model)
+    for size in sizes:
+        _check_holds_block(option, size, block_bytes)
+    return planning.capacities_of(sizes, trace, model)
+
+
+def _check_holds_block(option: str, num_bytes: int, block_bytes: int) -> None:
+    if num_bytes < block_bytes:
+        raise UsageError(
+            f"{option}: {num_bytes} bytes hold no block, which takes {block_bytes}"
+        )
 
 
 def _store_sizes(trace: Trace, model: ModelCosts) -> list[int]:

@@ -26,7 +26,7 @@ from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import ReplayResult
-from jaxkv.tools.replay.traces import MAX_TOKENS, Trace
+from jaxkv.tools.replay.traces import Trace
 
 WORTH = 0.01
 """Offloading pays from this share of the prefill time on."""
@@ -187,14 +187,9 @@ def make_plan(
 ) -> Plan:
     """Compute what the results of replays would save, and choose."""
     trace, model, speeds = setting.trace, setting.model, setting.speeds
-    if trace.input_tokens is None or trace.block_size is None:
-        raise ValueError(f"The trace {trace.name!r} must have token counts.")
-    if trace.input_tokens.max() > MAX_TOKENS:
-        raise ValueError(f"Prompts must have at most {MAX_TOKENS} tokens.")
-    size = trace.block_size
     prompt = trace.input_tokens
     start = _device_tokens(trace, results[0])
-    returning = np.minimum(find_returning(trace) * size, prompt)
+    returning = trace.tokens_of(find_returning(trace))
     prefill_s = speeds.prefill_s(model, start, prompt)
     span_s = float(trace.time_ms.max() - trace.time_ms.min()) / 1000
     demand = Demand(
@@ -232,7 +227,6 @@ def add_stores(
     for num_bytes, num_blocks in zip(storage_sizes, sizes_in_blocks, strict=True):
         result = by_size[num_blocks]
         row = _plan_row(setting, plan.demand, start, result, base.host_bytes)
-        assert result.fetches_by_request is not None
         num_fetched = int(result.fetches_by_request.sum())
         rows.append(
             StoreRow(
@@ -249,8 +243,9 @@ def add_stores(
 
 def _device_tokens(trace: Trace, result: ReplayResult) -> NDArray[np.int64]:
     """Return the tokens that the device finds of each request: i64[R]."""
-    tokens = None if result.device is None else trace.tokens_of(result.device.hits)
-    return np.zeros(trace.num_requests, np.int64) if tokens is None else tokens
+    if result.device is None:
+        return np.zeros(trace.num_requests, np.int64)
+    return trace.tokens_of(result.device.hits)
 
 
 def capacities_of(
@@ -258,17 +253,12 @@ def capacities_of(
 ) -> list[int]:
     """Return the blocks that fit each size, at most the trace's unique blocks."""
     block_bytes = block_bytes_of(trace, model)
-    for host_bytes in host_sizes:
-        if host_bytes < block_bytes:
-            raise ValueError(
-                f"{host_bytes} bytes hold no block, which takes {block_bytes}"
-            )
     return [min(size // block_bytes, trace.num_unique_blocks) for size in host_sizes]
 
 
 def block_bytes_of(trace: Trace, model: ModelCosts) -> int:
     """Return the bytes of a block of the trace, on all devices together."""
-    return (trace.block_size or 1) * model.kv_bytes_per_token
+    return trace.block_size * model.kv_bytes_per_token
 
 
 def find_returning(trace: Trace) -> NDArray[np.int64]:
@@ -369,11 +359,8 @@ def _plan_row(
 ) -> PlanRow:
     """Compute a row; i64[R] tokens are `usual` found on the device without a host."""
     trace, model, speeds = setting.trace, setting.model, setting.speeds
-    host_tokens = trace.tokens_of(result.hits_by_request)
-    assert trace.input_tokens is not None
-    assert host_tokens is not None
     start = _device_tokens(trace, result)
-    stop = np.maximum(host_tokens, start)
+    stop = np.maximum(trace.tokens_of(result.hits_by_request), start)
     # The last token of a prompt is computed in any case.
     end = np.maximum(np.minimum(stop, trace.input_tokens - 1), start)
     load_bytes = model.load_bytes(start, end, setting.num_devices)
@@ -383,11 +370,8 @@ def _plan_row(
         saved_s = saved_s + speeds.prefill_s(model, usual, start)
     is_found = end > start
     is_loaded = is_found & (speeds.load_s(load_bytes) <= prefill_s)
-    assert result.stores_by_request is not None
-    block_bytes = (trace.block_size or 1) * model.kv_bytes_per_token_on(
-        setting.num_devices
-    )
-    stored_bytes = result.stores_by_request * block_bytes
+    token_bytes = model.kv_bytes_per_token_on(setting.num_devices)
+    stored_bytes = result.stores_by_request * trace.block_size * token_bytes
     p50_s, p95_s = np.percentile(saved_s, [50, 95], method="inverted_cdf")
     load_use = store_use = peak_use = None
     if demand.span_s is not None:

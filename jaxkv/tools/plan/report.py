@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from jaxkv._util import (
     percent_text,
     rounded_size,
@@ -38,7 +40,6 @@ def print_setting(setting: Setting) -> None:
 def _facts_of(setting: Setting) -> list[tuple[str, str]]:
     """List what a plan is made with, each with a name; without one if it goes on."""
     trace, model, speeds = setting.trace, setting.model, setting.speeds
-    assert trace.input_tokens is not None
     span_s = (trace.time_ms.max() - trace.time_ms.min()) / 1000
     when = f" in {span_s:,.0f} s" if span_s else ""
     kv = f"{rounded_size(model.kv_bytes_per_token)} of KV a token"
@@ -154,7 +155,7 @@ def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
         (
             "store_found",
             "Tokens found beyond hosts alone",
-            [100 * row.added_tokens / (demand.input_tokens or 1) for row in stores],
+            [100 * row.added_tokens / demand.input_tokens for row in stores],
             _PERCENT,
         ),
         (
@@ -379,7 +380,7 @@ def _why_not(setting: Setting, plan: Plan) -> str:
             text += " (try --store-threshold 2, to store only what was asked for twice)"
         return text
     best = max(rows, key=lambda row: (row.saved_s, row.host_tokens))
-    load_s, prefill_s = block_times(setting)
+    load_s, prefill_s = _block_times(setting)
     text = (
         f"loading is too slow; {best.num_declined:,} of "
         f"{best.num_loads + best.num_declined:,} prefixes found take longer to load "
@@ -392,15 +393,12 @@ def _why_not(setting: Setting, plan: Plan) -> str:
     return text
 
 
-def block_times(setting: Setting) -> tuple[float, float]:
+def _block_times(setting: Setting) -> tuple[float, float]:
     """Return the seconds to load a prompt's first block, and to compute it."""
-    import numpy as np
-
     speeds, model = setting.speeds, setting.model
     begin, end = np.array(0), np.array(setting.trace.block_size)
-    load_bytes = model.load_bytes(begin, end, setting.num_devices)
-    load_s = speeds.load_latency_s + float(load_bytes) / speeds.load_bytes_per_s
-    return load_s, float(speeds.prefill_s(model, begin, end))
+    load_s = speeds.load_s(model.load_bytes(begin, end, setting.num_devices))
+    return float(load_s), float(speeds.prefill_s(model, begin, end))
 
 
 def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
@@ -471,9 +469,7 @@ def _row_figures(row: PlanRow, demand: Demand) -> dict[str, Any]:
         "input_tokens": demand.input_tokens,
         "num_requests": demand.num_requests,
         "prefill_s": demand.prefill_s,
-        "found_share": row.host_tokens / demand.input_tokens
-        if demand.input_tokens
-        else 0.0,
+        "found_share": row.host_tokens / demand.input_tokens,
         "saved_mean_s": row.saved_s / demand.num_requests,
         "saved_share": row.saved_s / demand.prefill_s if demand.prefill_s else 0.0,
         "saved_s_per_hour": None if hours is None else row.saved_s / hours,
@@ -502,8 +498,6 @@ def _headline(setting: Setting, plan: Plan) -> str:
 
 def _prefill_text(setting: Setting) -> tuple[str, list[str]]:
     """Return the prefill rate, and the tokens per second that follow."""
-    import numpy as np
-
     speeds, model, sources = setting.speeds, setting.model, setting.sources
     if speeds.prefill_tokens_per_s is not None:
         source = sources["prefill_tokens_per_s"]

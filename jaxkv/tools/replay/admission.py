@@ -81,11 +81,6 @@ def find_admitted(
     """
     limits = (trace.num_asked if admission.prompt_only else trace.num_blocks).copy()
     if admission.max_offload_tokens is not None:
-        if trace.block_size is None:
-            raise ValueError(
-                f"max_offload_tokens={admission.max_offload_tokens} must be None: the "
-                f"trace {trace.name!r} does not say how many tokens a block has."
-            )
         max_blocks = admission.max_offload_tokens // trace.block_size
         limits = np.minimum(limits, max_blocks)
     passes = np.ones(len(trace.ids), np.bool_)

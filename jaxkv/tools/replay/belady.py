@@ -37,8 +37,6 @@ def find_optimum(
     >>> find_optimum(make_trace("t", [[1], [2], [3], [1]]), 2).tolist()
     [0, 0, 0, 1]
     """
-    if capacity_blocks < 1:
-        raise ValueError(f"{capacity_blocks=} must be at least 1.")
     ids, offsets = trace.ids.tolist(), trace.offsets.tolist()
     local = np.zeros(trace.num_requests, np.int64)
     used, findable = trace.num_blocks, trace.num_asked

@@ -15,7 +15,7 @@ from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay import page, report
 from jaxkv.tools.replay.admission import Admission
-from jaxkv.tools.replay.fleet import ONE_ENGINE, ROUTES, Fleet, Route
+from jaxkv.tools.replay.fleet import ONE_ENGINE, ROUTES, Fleet
 from jaxkv.tools.replay.measures import Comparison
 from jaxkv.tools.replay.model_costs import ModelCosts, find_model_costs
 from jaxkv.tools.replay.run import OPTIMUM, STORE_ALONE, sweep
@@ -27,7 +27,7 @@ from jaxkv.tools.usage import (
     Usage,
     UsageError,
     check_belongs,
-    check_names,
+    one_of,
     whole_number_from,
 )
 
@@ -69,10 +69,14 @@ admission, with every policy:
   --prompt-only  do not store blocks that outputs filled; only recordings list them
       (default: store them)"""
 
-PARSERS = dict.fromkeys(
-    ("--device-blocks", "--store-threshold", "--max-unseen-blocks"),
-    whole_number_from(0),
-)
+PARSERS = {
+    **dict.fromkeys(
+        ("--device-blocks", "--store-threshold", "--max-unseen-blocks"),
+        whole_number_from(0),
+    ),
+    "--policy": one_of([*policy_names(), AUTO, ALL]),
+    "--route": one_of(ROUTES),
+}
 
 USAGE = Usage(
     "jaxkv replay",
@@ -154,33 +158,31 @@ def choose_fleet(args: Args, trace: Trace) -> Fleet:
             f"--engines: {num} must be at most {trace.num_requests}, the requests of "
             "the trace"
         )
-    route: Route = ROUTES[0]
-    if args.route is not None:
-        check_names("--route", [args.route], ROUTES)
-        route = args.route
-    return Fleet(num, route) if num > 1 else ONE_ENGINE
+    return Fleet(num, args.route or ROUTES[0]) if num > 1 else ONE_ENGINE
 
 
 def choose_policies(names: list[str] | None) -> list[str]:
     """Return the policies that --policy names; all of them if it is not given."""
-    registered = policy_names()
-    names = check_names("--policy", names or [ALL], [*registered, AUTO, ALL])
-    if ALL not in names:
-        return names
-    first = [name for name in names if name != ALL]
-    return first + [name for name in registered if name not in first]
+    names = names or [ALL]
+    chosen = [name for name in names if name != ALL]
+    return list(dict.fromkeys(chosen + policy_names() * (ALL in names)))
 
 
 def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
     """Return what the tokens of the model of --model cost."""
-    with files.model_errors(text):
+    try:
         return find_model_costs(text, kv_dtype)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None)
+        path = getattr(error, "filename", None) or text
+        text = f"cannot read {shown(path)} ({why})" if why else str(error)
+        raise UsageError(f"--model: {text}") from error
 
 
 def choose_admission(args: Args, trace: Trace) -> Admission | None:
     """Return what to keep out; None for nothing. Refuse what has no effect."""
     num_tokens, block_size = args.max_offload_tokens, trace.block_size
-    if num_tokens is not None and block_size and num_tokens < block_size:
+    if num_tokens is not None and num_tokens < block_size:
         raise UsageError(
             f"--max-offload-tokens: {num_tokens} is less than a block, which has "
             f"{block_size} tokens: nothing would be stored"

@@ -51,7 +51,7 @@ class DeviceHits:
 
     def num_cut(self, trace: Trace) -> int:
         """Count the requests that do not fit the device."""
-        return int((_tokens_of(trace) > self.num_blocks * _size_of(trace)).sum())
+        return int((_tokens_of(trace) > self.num_blocks * trace.block_size).sum())
 
 
 def find_on_device(
@@ -87,10 +87,10 @@ def fit_device(trace: Trace, num_blocks: int) -> DeviceHits:
     """
     if num_blocks < 1:
         raise ValueError(f"{num_blocks=} must be at least 1.")
-    size = _size_of(trace)
+    size = trace.block_size
     num_tokens = np.minimum(_tokens_of(trace), num_blocks * size)
     usable = np.minimum(trace.num_blocks, num_tokens // size)
-    max_tokens = np.minimum(num_tokens, _prompt_tokens_of(trace)) - 1
+    max_tokens = np.minimum(num_tokens, trace.input_tokens) - 1
     findable = np.minimum(usable, trace.num_asked)
     findable = np.minimum(findable, np.maximum(max_tokens, 0) // size)
     # Where the output is known, with a step for each of its tokens but the first.
@@ -133,22 +133,9 @@ class DeviceCache:
         return keys, self._pool.find_prefix(keys[: device.findable[request]])
 
 
-def _size_of(trace: Trace) -> int:
-    """Return the tokens of a block; if they are not known, 2 will do."""
-    return trace.block_size or 2
-
-
 def _tokens_of(trace: Trace) -> NDArray[np.int64]:
     """Return the tokens with KV at each request's end: i64[R]."""
-    tokens = _prompt_tokens_of(trace)
     if trace.recording is None:
-        return tokens
+        return trace.input_tokens
     # The last one that is generated is not read again.
-    return tokens + np.maximum(trace.output_tokens - 1, 0)
-
-
-def _prompt_tokens_of(trace: Trace) -> NDArray[np.int64]:
-    """Return each prompt's tokens, i64[R]: if not known, one after the full blocks."""
-    if trace.input_tokens is None or trace.block_size is None:
-        return trace.num_asked * _size_of(trace) + (trace.num_asked > 0)
-    return trace.input_tokens
+    return trace.input_tokens + np.maximum(trace.output_tokens - 1, 0)

@@ -19,7 +19,6 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import check_whole, shown
 from jaxkv.policies import get_policy_maker
 from jaxkv.tiers.bare import BareTier
 from jaxkv.tiers.executors import Executor, Words, make_executor
@@ -41,14 +40,6 @@ class Fleet:
     num_engines: int = 1
     route: Route = "round-robin"  # Which of them serves a request
     storage_blocks: int = 0  # Blocks of the store behind them; 0 for no store
-
-    def __post_init__(self) -> None:
-        check_whole(1, num_engines=self.num_engines)
-        check_whole(0, storage_blocks=self.storage_blocks)
-        if self.route not in ROUTES:
-            raise ValueError(
-                f"route={shown(self.route)} must be one of {', '.join(ROUTES)}."
-            )
 
 
 ONE_ENGINE = Fleet()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.tools.replay.admission import Admission
-from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet
+from jaxkv.tools.replay.fleet import Fleet
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
 from jaxkv.tools.replay.traces import Trace
@@ -103,10 +103,9 @@ class Comparison:
         return None if device is None else device.num_blocks
 
     @property
-    def fleet(self) -> Fleet | None:
-        """The engines, and the store if there is one; None for one without a store."""
-        fleet = max((r.fleet for r in self.results), key=lambda f: f.storage_blocks)
-        return None if fleet == ONE_ENGINE else fleet
+    def fleet(self) -> Fleet:
+        """The engines, and the store if there is one."""
+        return max((r.fleet for r in self.results), key=lambda f: f.storage_blocks)
 
     @functools.cached_property
     def by_cell(self) -> Mapping[Cell, ReplayResult]:
@@ -115,52 +114,47 @@ class Comparison:
 
     @functools.cached_property
     def prefill_flops(self) -> float | None:
-        """FLOPs to compute all prompts; None without a model or their lengths."""
-        if self.model is None or self.trace.input_tokens is None:
-            return None
-        return float(self.model.prefill_flops(0, self.trace.input_tokens).sum())
+        """FLOPs to compute all prompts; None without a model."""
+        return self._flops_of_tokens(self.trace.input_tokens)
 
     def flops_of(self, hits: NDArray[np.int64]) -> float | None:
-        """Count the prefill that blocks found (i64[R]) save, if that is known."""
-        tokens = self.trace.tokens_of(hits)
-        if tokens is None or self.model is None:
+        """Count the FLOPs that blocks found (i64[R]) save; None without a model."""
+        return self._flops_of_tokens(self.trace.tokens_of(hits))
+
+    def _flops_of_tokens(self, num_tokens: NDArray[np.int64]) -> float | None:
+        if self.model is None:
             return None
-        return float(self.model.prefill_flops(0, tokens).sum())
+        return float(self.model.prefill_flops(0, num_tokens).sum())
 
     @functools.cached_property
     def measures(self) -> list[Measure]:
-        """The measures that are known, blocks first; with a device, each twice."""
+        """The measures, FLOPs only with a model; behind a device, each twice."""
         trace, flops = self.trace, self.prefill_flops
-        num_blocks = trace.num_block_refs
+        num_blocks, num_tokens = trace.num_block_refs, int(trace.input_tokens.sum())
         measures = self._measure(
             *("blocks", "Prefix blocks found", f"{num_blocks:,}", num_blocks),
             lambda hits: float(hits.sum()),
         )
-        if trace.input_tokens is not None and trace.block_size is not None:
-            num_tokens = int(trace.input_tokens.sum())
-            measures += self._measure(
-                *("tokens", "Prefix tokens found", f"{num_tokens:,}", num_tokens),
-                lambda hits: float(_known(trace.tokens_of(hits)).sum()),
-            )
-        if flops is not None and trace.block_size is not None:
+        measures += self._measure(
+            *("tokens", "Prefix tokens found", f"{num_tokens:,}", num_tokens),
+            lambda hits: float(trace.tokens_of(hits).sum()),
+        )
+        if flops is not None:
             measures += self._measure(
                 *("flops", "Prefill FLOPs saved", format_flops(flops), flops),
-                lambda hits: _known(self.flops_of(hits)),
+                lambda hits: self.flops_of(hits) or 0.0,
             )
         return measures
 
     @functools.cached_property
     def main_measures(self) -> list[Measure]:
-        """The measures for charts: tokens, else blocks; and prefill, if known.
+        """The measures for charts.
 
         Blocks and tokens have the same lines, and so have the host alone and the host
         behind a device.
         """
-        kinds = {
-            measure.key.removesuffix("_both"): measure for measure in self.measures
-        }
-        chosen = [kinds.get("tokens", kinds["blocks"])]
-        return [*chosen, kinds["flops"]] if "flops" in kinds else chosen
+        names = "tokens", "tokens_both", "flops", "flops_both"
+        return [measure for measure in self.measures if measure.key in names]
 
     def _measure(
         self,
@@ -188,7 +182,7 @@ class Comparison:
         host = {cell: (amounts[cell] - local[cell]) / whole for cell in amounts}
         alone = set(local.values())
         both, behind = f"{what} {verb} device and host", f"{what} {verb} the host"
-        if self.fleet is not None and self.fleet.storage_blocks:
+        if self.fleet.storage_blocks:
             both, behind = f"{what} {verb} any tier", f"{what} beyond the device"
         share = alone.pop() / whole if len(alone) == 1 else None
         return [
@@ -221,9 +215,3 @@ def format_share(capacity_blocks: int, trace: Trace) -> str:
     """Write a capacity as a share of the trace's different blocks."""
     percent = 100 * capacity_blocks / trace.num_unique_blocks
     return f"{round(percent, 1 if percent >= 0.1 else 4):g}%"
-
-
-def _known(value: Any) -> Any:
-    """Return what was found out to be known."""
-    assert value is not None
-    return value

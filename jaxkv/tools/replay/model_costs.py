@@ -53,6 +53,17 @@ class AttentionLayers:
     # KV heads, which devices share; 0 for a latent, which each has
     num_kv_heads: int = 0
 
+    def bytes_on(self, num_devices: int) -> int:
+        """Return the KV bytes of a token on each device that shares the heads.
+
+        A device has at least one head, and all of a latent.
+        """
+        num_bytes = self.num_layers * self.kv_bytes_per_token
+        if not self.num_kv_heads:
+            return num_bytes
+        heads = -(-self.num_kv_heads // num_devices)
+        return num_bytes // self.num_kv_heads * heads
+
     def count_pairs(self, num_tokens: ArrayLike) -> NDArray[np.int64]:
         """Count the tokens that the first tokens of a prompt see, over all of these.
 
@@ -99,17 +110,11 @@ class ModelCosts:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the KV of a token in all layers."""
-        return sum(layer.num_layers * layer.kv_bytes_per_token for layer in self.layers)
+        return self.kv_bytes_per_token_on(1)
 
     def kv_bytes_per_token_on(self, num_devices: int) -> int:
-        """Return the bytes of a token's KV on each of the devices that share the heads.
-
-        A device has at least one head, and all of a latent.
-        """
-        return sum(
-            layer.num_layers * _share(layer.kv_bytes_per_token, layer, num_devices)
-            for layer in self.layers
-        )
+        """Return the bytes of a token's KV on each of the devices that share it."""
+        return sum(layer.bytes_on(num_devices) for layer in self.layers)
 
     def load_bytes(
         self, start: ArrayLike, stop: ArrayLike, num_devices: int = 1
@@ -124,10 +129,8 @@ class ModelCosts:
         length = np.asarray(stop, np.int64) - np.asarray(start, np.int64)
         total = np.zeros(length.shape, np.int64)
         for layer in self.layers:
-            size = layer.num_layers * _share(
-                layer.kv_bytes_per_token, layer, num_devices
-            )
-            total = total + size * np.minimum(layer.count_needed(stop), length)
+            num_needed = np.minimum(layer.count_needed(stop), length)
+            total = total + layer.bytes_on(num_devices) * num_needed
         return total
 
     def prefill_flops(self, start: ArrayLike, stop: ArrayLike) -> NDArray[np.float64]:
@@ -186,7 +189,9 @@ def make_model_costs(
     """
     kind = config.get("model_type")
     family = kind if isinstance(kind, str) else ""
-    config = {**_DEFAULTS.get(family, {}), **_set_keys(config)}
+    # Null stands for a default.
+    values = {key: value for key, value in config.items() if value is not None}
+    config = {**_DEFAULTS.get(family, {}), **values}
     _refuse(config, family)
     notes = []
     if family not in _FAMILIES:
@@ -280,11 +285,6 @@ _REFUSED: Mapping[str, str] = {
 """Keys of what this file does not know."""
 
 _HINT = "jaxkv plan takes the bytes of a token's KV in its place (--kv-bytes-per-token)"
-
-
-def _set_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is set: null stands for a default."""
-    return {key: value for key, value in config.items() if value is not None}
 
 
 def _refuse(config: Mapping[str, Any], family: str) -> None:
@@ -464,11 +464,3 @@ def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sum of the numbers from 1 to n."""
     total: NDArray[np.int64] = n * (n + 1) // 2
     return total
-
-
-def _share(num_bytes: int, layers: AttentionLayers, num_devices: int) -> int:
-    """Return a device's share of one layer's bytes of a token."""
-    if not layers.num_kv_heads:
-        return num_bytes
-    heads = -(-layers.num_kv_heads // num_devices)
-    return num_bytes // layers.num_kv_heads * heads

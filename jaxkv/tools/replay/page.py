@@ -110,12 +110,12 @@ def _reading(comparison: Comparison) -> Section:
             "the blocks that continue the prefix found on the device."
         )
     fleet = comparison.fleet
-    if fleet is not None and fleet.num_engines > 1:
+    if fleet.num_engines > 1:
         items.append(
             f"<strong>{fleet.num_engines:,} engines</strong> have a host of this "
             f"capacity each; the route, {fleet.route}, says who serves a request."
         )
-    if fleet is not None and fleet.storage_blocks:
+    if fleet.storage_blocks:
         items.append(
             "<strong>+ store</strong>: what has got to a host is in the store behind "
             "all of them, too, and found there. <strong>Store alone</strong>: there "

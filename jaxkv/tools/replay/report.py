@@ -23,6 +23,7 @@ from jaxkv.tools.pictures import (
     look_of,
 )
 from jaxkv.tools.replay.admission import Admission
+from jaxkv.tools.replay.fleet import ONE_ENGINE
 from jaxkv.tools.replay.measures import (
     BASELINE,
     Cell,
@@ -73,10 +74,11 @@ def facts_of(trace: Trace) -> list[tuple[str, str]]:
             "Blocks",
             f"{trace.num_block_refs:,} asked for, {trace.num_unique_blocks:,} unique",
         ),
+        (
+            "Input tokens",
+            f"{trace.input_tokens.sum():,} in blocks of {trace.block_size}",
+        ),
     ]
-    if trace.input_tokens is not None:
-        size = f" in blocks of {trace.block_size}" if trace.block_size else ""
-        facts.append(("Input tokens", f"{trace.input_tokens.sum():,}{size}"))
     if trace.recording is not None:
         facts += _facts_of_run(trace, trace.recording)
     return facts
@@ -84,9 +86,9 @@ def facts_of(trace: Trace) -> list[tuple[str, str]]:
 
 def _facts_of_run(trace: Trace, run: Recording) -> Iterator[tuple[str, str]]:
     """Yield the hits of the recorded run, and what is missing from the trace."""
-    whole = 0 if trace.input_tokens is None else int(trace.input_tokens.sum())
+    whole = int(trace.input_tokens.sum())
     hits = [
-        f"{num:,} tokens on the {tier} ({format_percent(num / (whole or 1))})"
+        f"{num:,} tokens on the {tier} ({format_percent(num / whole)})"
         for tier, num, tokens in (
             ("device", run.num_device_hit_tokens, run.device_tokens),
             ("host", run.num_host_hit_tokens, run.host_tokens),
@@ -115,8 +117,8 @@ def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
         model = comparison.model
         notes = "".join(f"; {note}" for note in model.notes)
         text = f"{model.name}, {model.num_parameters / 1e9:,.1f} billion parameters"
-        if comparison.prefill_flops is not None:
-            text += f"; {format_flops(comparison.prefill_flops)} to prefill all prompts"
+        flops = format_flops(comparison.prefill_flops or 0.0)
+        text += f"; {flops} to prefill all prompts"
         facts.append(("Model", text + notes))
     facts += _parts_of_fleet(comparison)
     device = comparison.results[0].device
@@ -128,7 +130,7 @@ def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
             for what in [_DEVICE_SHARES[measure.key]]
         ]
         text = f"{device.num_blocks:,} blocks, LRU"
-        if comparison.fleet is not None and comparison.fleet.num_engines > 1:
+        if comparison.fleet.num_engines > 1:
             text += " in each engine"
         if shares:
             text += f"; alone {', '.join(shares)}"
@@ -147,8 +149,6 @@ def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
 def _parts_of_fleet(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """Yield the engines, how they share the requests, and the store."""
     fleet, trace = comparison.fleet, comparison.trace
-    if fleet is None:
-        return
     if fleet.num_engines > 1:
         shares = [
             int(np.bincount(result.engines).max()) / trace.num_requests
@@ -206,23 +206,16 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "versions": versions(),
     }
     if trace.recording is not None:
-        run = trace.recording
-        figures["recording"] = {
-            "num_device_hit_tokens": run.num_device_hit_tokens,
-            "num_host_hit_tokens": run.num_host_hit_tokens,
-            "policy": run.policy,
-            "host_blocks": run.host_blocks,
-            "device_blocks": run.device_blocks,
-            "num_lost": run.num_lost,
-            "notes": list(run.notes),
-        }
+        figures["recording"] = _fields(
+            trace.recording,
+            *("num_device_hit_tokens", "num_host_hit_tokens", "policy"),
+            *("host_blocks", "device_blocks", "num_lost", "notes"),
+        )
     if model is not None:
         figures["model"] = {
-            "name": model.name,
-            "num_parameters": model.num_parameters,
-            "num_prefill_parameters": model.num_prefill_parameters,
+            **_fields(model, "name", "num_parameters", "num_prefill_parameters"),
             "prefill_flops": comparison.prefill_flops,
-            "notes": list(model.notes),
+            "notes": model.notes,
         }
     if comparison.admission is not None:
         figures["admission"] = dataclasses.asdict(comparison.admission)
@@ -240,42 +233,29 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
 
 def figures_of_trace(trace: Trace) -> dict[str, Any]:
     """Return what a trace is, for ``json.dump``."""
-    return {
-        "name": trace.name,
-        "num_requests": trace.num_requests,
-        "num_block_refs": trace.num_block_refs,
-        "num_unique_blocks": trace.num_unique_blocks,
-        "block_size": trace.block_size,
-    }
+    names = "name", "num_requests", "num_block_refs", "num_unique_blocks", "block_size"
+    return _fields(trace, *names)
 
 
-_NOT_WRITTEN = {
-    "hits_by_request",
-    "stores_by_request",
-    "fetches_by_request",
-    "device",
-    "fleet",
-    "engines",
-}
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
 
 
 def _figures_of(comparison: Comparison, result: ReplayResult) -> dict[str, Any]:
-    """Return the fields of a result except arrays, and the derived figures."""
-    figures = {
-        field.name: getattr(result, field.name)
-        for field in dataclasses.fields(result)
-        if field.name not in _NOT_WRITTEN
-    } | {
-        "block_hit_ratio": result.block_hit_ratio,
-        "token_hit_ratio": result.token_hit_ratio,
-    }
-    if comparison.fleet is not None:
+    """Return the figures of a result."""
+    figures = _fields(
+        result,
+        *("policy", "capacity_blocks", "num_requests", "num_block_refs"),
+        *("num_hit_blocks", "input_tokens", "hit_tokens", "num_refused"),
+        *("compile_s", "wall_s", "block_hit_ratio", "token_hit_ratio"),
+    )
+    if comparison.fleet != ONE_ENGINE:
         figures |= dataclasses.asdict(result.fleet)
         if result.engines is not None:
             num = result.fleet.num_engines
             counts = np.bincount(result.engines, minlength=num)
             figures["requests_by_engine"] = counts.tolist()
-        if result.fetches_by_request is not None:
+        if result.fleet.storage_blocks and result.policy != STORE_ALONE:
             figures["num_fetched_blocks"] = int(result.fetches_by_request.sum())
     saved = comparison.flops_of(result.hits_by_request)
     if saved is not None:
@@ -293,10 +273,11 @@ def _amounts(
     comparison: Comparison, hits: NDArray[np.int64], where: str
 ) -> dict[str, Any]:
     """Return what blocks found (i64[R]) come to."""
-    amounts: dict[str, Any] = {f"num_{where}hit_blocks": int(hits.sum())}
-    tokens, flops = comparison.trace.tokens_of(hits), comparison.flops_of(hits)
-    if tokens is not None:
-        amounts[f"{where}hit_tokens"] = int(tokens.sum())
+    amounts: dict[str, Any] = {
+        f"num_{where}hit_blocks": int(hits.sum()),
+        f"{where}hit_tokens": int(comparison.trace.tokens_of(hits).sum()),
+    }
+    flops = comparison.flops_of(hits)
     if flops is not None:
         amounts[f"{where}saved_prefill_flops"] = flops
     return amounts

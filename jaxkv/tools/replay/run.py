@@ -61,18 +61,18 @@ class ReplayResult:
     num_requests: int
     num_block_refs: int  # blocks that the requests asked for
     num_hit_blocks: int  # prefix blocks found, on the device or the host
-    input_tokens: int | None  # None if unknown, like the next
-    hit_tokens: int | None
+    input_tokens: int
+    hit_tokens: int
     num_refused: int  # requests with a refused store
     compile_s: float = dataclasses.field(compare=False)
     wall_s: float = dataclasses.field(compare=False)  # without compilation
     hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    # 0 for the optimum.
+    stores_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    # Blocks that came from the store to a host.
+    fetches_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
     # The device's share of the hits; None without one.
     device: DeviceHits | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
-    # None for the optimum.
-    stores_by_request: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
     fleet: Fleet = ONE_ENGINE
@@ -80,20 +80,6 @@ class ReplayResult:
     engines: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
-    # Blocks that came from the store to a host; None without a store.
-    fetches_by_request: NDArray[np.int64] | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
-
-    @property
-    def num_device_hit_blocks(self) -> int:
-        """Blocks found on the device in front, 0 without one."""
-        return 0 if self.device is None else int(self.device.hits.sum())
-
-    @property
-    def num_host_hit_blocks(self) -> int:
-        """Blocks found on the host."""
-        return self.num_hit_blocks - self.num_device_hit_blocks
 
     @property
     def block_hit_ratio(self) -> float:
@@ -101,10 +87,8 @@ class ReplayResult:
         return self.num_hit_blocks / self.num_block_refs
 
     @property
-    def token_hit_ratio(self) -> float | None:
-        """Share of the requested tokens that were found, None if not known."""
-        if self.hit_tokens is None or not self.input_tokens:
-            return None
+    def token_hit_ratio(self) -> float:
+        """Share of the requested tokens that were found."""
         return self.hit_tokens / self.input_tokens
 
 
@@ -138,9 +122,10 @@ def replay(
     if policy == STORE_ALONE and not fleet.storage_blocks:
         raise ValueError(f"{STORE_ALONE!r} needs storage_blocks of at least 1.")
     begun_s = ready_s = time.perf_counter()
-    served = None
     if policy == OPTIMUM:
         num_hits = find_optimum(trace, capacity_blocks, on_progress, device)
+        stores, fetches, engine_of = np.zeros((3, trace.num_requests), np.int64)
+        served = _Served(num_hits, stores, fetches, engine_of, 0)
     else:
         blocks = fleet.storage_blocks if policy == STORE_ALONE else capacity_blocks
         largest = int(trace.num_blocks.max(initial=1))
@@ -154,39 +139,39 @@ def replay(
         engines = _make_engines(policy, trace, blocks, max_batch, fleet, store, first)
         if len(engines) > 1:
             if device is not None:
-                own_hits = np.zeros(trace.num_requests, np.int64)
-                device = dataclasses.replace(device, hits=own_hits)
-            for engine in engines:
-                engine.divide(trace, device, admitted)
+                no_hits = np.zeros(trace.num_requests, np.int64)
+                device = dataclasses.replace(device, hits=no_hits)
+                for engine in engines:
+                    engine.device = DeviceCache(trace, device)
+            if admitted is not None and admitted.make_gate is not None:
+                for engine in engines:
+                    engine.gate = admitted.make_gate()
         if policy == STORE_ALONE:
             store = None  # They use it directly.
         ready_s = time.perf_counter()
         served = _serve_all(
             trace, engines, blocks, device, admitted, fleet, store, on_progress
         )
-        num_hits = served.hits
-    tokens = trace.tokens_of(num_hits)
-    num_hits.flags.writeable = False
+    for counts in served[:4]:
+        counts.flags.writeable = False
     has_both = fleet.storage_blocks and policy != STORE_ALONE
     return ReplayResult(
         policy=f"{name} + store" if has_both else name,
         capacity_blocks=capacity_blocks,
         num_requests=trace.num_requests,
         num_block_refs=trace.num_block_refs,
-        num_hit_blocks=int(num_hits.sum()),
-        input_tokens=None
-        if trace.input_tokens is None
-        else int(trace.input_tokens.sum()),
-        hit_tokens=None if tokens is None else int(tokens.sum()),
-        num_refused=0 if served is None else served.num_refused,
+        num_hit_blocks=int(served.hits.sum()),
+        input_tokens=int(trace.input_tokens.sum()),
+        hit_tokens=int(trace.tokens_of(served.hits).sum()),
+        num_refused=served.num_refused,
         compile_s=ready_s - begun_s,
         wall_s=time.perf_counter() - ready_s,
-        hits_by_request=num_hits,
+        hits_by_request=served.hits,
+        stores_by_request=served.stores,
+        fetches_by_request=served.fetches,
         device=device,
-        stores_by_request=None if served is None else served.stores,
         fleet=fleet,
-        engines=served.engines if served and fleet.num_engines > 1 else None,
-        fetches_by_request=served.fetches if served and has_both else None,
+        engines=served.engines if fleet.num_engines > 1 else None,
     )
 
 
@@ -257,8 +242,6 @@ def _serve_all(
             engine.auto.note(request, facts)
             engine.executor = engine.auto.executor
         num_refused += is_refused
-    for counts in (stores, fetches, served_by):
-        counts.flags.writeable = False
     if device is not None:
         device.hits.flags.writeable = False
     return _Served(hits, stores, fetches, served_by, num_refused)
@@ -353,15 +336,6 @@ class _Engine:
         """Make keys of blocks."""
         return keys_of(ids) if self.auto is None else self.auto.keys_of(ids)
 
-    def divide(
-        self, trace: Trace, device: DeviceHits | None, admitted: Admitted | None
-    ) -> None:
-        """Add this engine's own device and admission, if there are several engines."""
-        if device is not None:
-            self.device = DeviceCache(trace, device)
-        if admitted is not None and admitted.make_gate is not None:
-            self.gate = admitted.make_gate()
-
     def find(self, request: int, ids: NDArray[np.int32]) -> int:
         """Count what it has of a request's blocks, on the device and then the host."""
         num = 0 if self.device is None else self.device.find(request)
@@ -397,12 +371,9 @@ def _make_engines(
 
 
 def _facts_of(trace: Trace, number: int) -> Facts:
-    input_tokens = 1
-    if trace.input_tokens is not None:
-        input_tokens = int(trace.input_tokens[number])
     return Facts(
         int(trace.time_ms[number]) & 0xFFFFFFFF,
-        input_tokens,
+        int(trace.input_tokens[number]),
         int(trace.output_tokens[number]),
         int(trace.stops[number]),
     )

@@ -6,20 +6,17 @@ import itertools
 
 import numpy as np
 
-from jaxkv._util import check_whole
 from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, make_trace
 
-_GAP_MS = 300.0
+_SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 8, 6  # System prompts, and blocks of each
+_MEAN_TURNS, _MEAN_GAP_MS = 5.0, 300.0
 
 
 def make_synthetic_trace(
     num_requests: int,
     seed: int = 0,
     *,
-    num_system_prompts: int = 8,
-    system_blocks: int = 6,
     turn_blocks: float = 8.0,
-    turns: float = 5.0,
     max_open: int = 200,
     block_size: int = BLOCK_SIZE,
 ) -> Trace:
@@ -33,29 +30,17 @@ def make_synthetic_trace(
     >>> trace.num_requests, trace.num_block_refs > trace.num_unique_blocks
     (100, True)
     """
-    check_whole(
-        1,
-        num_requests=num_requests,
-        num_system_prompts=num_system_prompts,
-        system_blocks=system_blocks,
-        max_open=max_open,
-        block_size=block_size,
-    )
-    for name, mean in (("turn_blocks", turn_blocks), ("turns", turns)):
-        if not mean >= 1:
-            raise ValueError(f"{name}={mean} must be at least 1.")
     rng = np.random.default_rng(seed)
-    popularity = _zipf_cdf(num_system_prompts)
-    recency = _zipf_cdf(max_open)
-    fresh = itertools.count(num_system_prompts * system_blocks)
+    popularity, recency = _zipf_cdf(_SYSTEM_PROMPTS), _zipf_cdf(max_open)
+    fresh = itertools.count(_SYSTEM_PROMPTS * _SYSTEM_BLOCKS)
     open_: list[list[int]] = []  # the latest last
     requests, input_tokens = [], []
     for _ in range(num_requests):
         rank = int(np.searchsorted(recency, rng.random()))
-        if rng.random() * turns < 1 or rank >= len(open_):
+        if rng.random() * _MEAN_TURNS < 1 or rank >= len(open_):
             prompt = int(np.searchsorted(popularity, rng.random()))
-            first = prompt * system_blocks
-            said = list(range(first, first + system_blocks))
+            first = prompt * _SYSTEM_BLOCKS
+            said = list(range(first, first + _SYSTEM_BLOCKS))
         else:
             said = open_.pop(-1 - rank)
         num_new = int(rng.geometric(1 / turn_blocks))
@@ -63,7 +48,7 @@ def make_synthetic_trace(
         open_ = [*open_, said][-max_open:]
         requests.append(said)
         input_tokens.append(len(said) * block_size + int(rng.integers(block_size)))
-    time_ms = np.cumsum(rng.exponential(_GAP_MS, num_requests))
+    time_ms = np.cumsum(rng.exponential(_MEAN_GAP_MS, num_requests))
     return make_trace(
         f"synthetic, {num_requests:,} requests, seed {seed}",
         requests,

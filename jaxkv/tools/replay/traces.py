@@ -49,15 +49,13 @@ _OUT_IDS, _DEVICE, _HOST = "out_ids", "device", "host"
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
-MAX_TOKENS = 1 << 30
-"""Tokens of a request at most; beyond, sums of pairs of tokens would not fit int64."""
-
 OnCount: TypeAlias = Callable[[int, int], None]
 """Called with the number of requests that are done, and of all."""
 
 _REQUESTS_PER_REPORT = 256
+_MAX_TOKENS = 1 << 30  # Of a request; sums of pairs of more would not fit int64.
 _MAX_LETTERS = 1 << 26  # Of a line; ten million tokens need a fifth.
-_MOST = (1 << 53) - 1  # Of other numbers, so that a float is exact.
+_MAX_NUMBER = (1 << 53) - 1  # Of other things, so that a float is exact.
 
 
 class TraceError(ValueError):
@@ -102,17 +100,16 @@ class Trace:
     # i64[R + 1]. Request r has ``ids[offsets[r]:offsets[r + 1]]``.
     offsets: NDArray[np.int64]
     time_ms: NDArray[np.float64]  # f64[R]. Arrival of each request.
-    # i64[R]. Length of each prompt, or None if unknown.
-    input_tokens: NDArray[np.int64] | None
-    block_size: int | None  # Tokens per block, or None if unknown
+    input_tokens: NDArray[np.int64]  # i64[R]. Length of each prompt.
+    block_size: int  # Tokens per block
     num_unique_blocks: int  # Number of different blocks
     # i64[R]. Tokens that each generated, -1 where that is unknown.
     output_tokens: NDArray[np.int64]
     # i8[R]. Why each stopped, as an index of `jaxkv.types.STOPS`.
     stops: NDArray[np.int8]
     # i64[R]. How many of each request's blocks, the last ones, it did not ask for, as
-    # its output filled them. None if that is not known.
-    num_output_blocks: NDArray[np.int64] | None = None
+    # its output filled them.
+    num_output_blocks: NDArray[np.int64]
     # What a recorded trace says of its run; None for others
     recording: Recording | None = None
 
@@ -134,18 +131,14 @@ class Trace:
     @property
     def num_asked(self) -> NDArray[np.int64]:
         """Blocks that each request asks for, the first ones of its blocks: i64[R]."""
-        if self.num_output_blocks is None:
-            return self.num_blocks
         return self.num_blocks - self.num_output_blocks
 
     def blocks_of(self, request: int) -> NDArray[np.int32]:
         """Return the blocks of a request: i32[n]."""
         return self.ids[self.offsets[request] : self.offsets[request + 1]]
 
-    def tokens_of(self, hits: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Turn blocks found per request (i64[R]) into tokens; None if unknown."""
-        if self.input_tokens is None or self.block_size is None:
-            return None
+    def tokens_of(self, hits: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Turn blocks found per request (i64[R]) into tokens."""
         return np.minimum(hits * self.block_size, self.input_tokens)
 
     def requests(
@@ -175,13 +168,15 @@ def make_trace(
     requests: Iterable[Sequence[int]],
     time_ms: ArrayLike | None = None,
     input_tokens: ArrayLike | None = None,
-    block_size: int | None = None,
+    block_size: int = BLOCK_SIZE,
     output_tokens: ArrayLike | None = None,
     stops: Iterable[Stop | None] | None = None,
     num_output_blocks: ArrayLike | None = None,
     recording: Recording | None = None,
 ) -> Trace:
     """Make a trace from requests with arbitrary block ids.
+
+    Without `input_tokens`, a prompt has one token after its blocks.
 
     Shapes: time_ms: f64[R]; input_tokens: i64[R]; output_tokens: i64[R];
     num_output_blocks: i64[R].
@@ -197,6 +192,14 @@ def make_trace(
     ids, num_unique = _number(packed)
     if not num_unique:
         raise ValueError(f"The trace {name!r} must have a request with a full block.")
+    output_blocks = np.zeros(len(packed), np.int64)
+    if num_output_blocks is not None:
+        output_blocks[:] = num_output_blocks
+    if time_ms is None:
+        time_ms = np.zeros(len(packed))
+    if input_tokens is None:
+        num_asked = np.diff(offsets) - output_blocks
+        input_tokens = num_asked * block_size + (num_asked > 0)
     if output_tokens is None:
         output_tokens = np.full(len(packed), -1)
     if stops is None:
@@ -205,21 +208,15 @@ def make_trace(
         name=name,
         ids=ids,
         offsets=offsets,
-        time_ms=np.zeros(len(packed))
-        if time_ms is None
-        else np.asarray(time_ms, np.float64),
-        input_tokens=_counts(input_tokens),
+        time_ms=np.asarray(time_ms, np.float64),
+        input_tokens=np.asarray(input_tokens, np.int64),
         block_size=block_size,
         num_unique_blocks=num_unique,
         output_tokens=np.asarray(output_tokens, np.int64),
         stops=np.array([STOPS.index(stop) for stop in stops], np.int8),
-        num_output_blocks=_counts(num_output_blocks),
+        num_output_blocks=output_blocks,
         recording=recording,
     )
-
-
-def _counts(values: ArrayLike | None) -> NDArray[np.int64] | None:
-    return None if values is None else np.asarray(values, np.int64)
 
 
 def _packed(ids: Sequence[int]) -> Sequence[int]:
@@ -235,23 +232,14 @@ def _number(requests: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], int]:
 
     Returns i32[n]. The blocks of all requests in a row; and how many different ones.
     """
-    arrays = [request for request in requests if isinstance(request, array)]
-    if len(arrays) == len(requests):
-        flat_requests = [
-            np.frombuffer(request, np.int64) for request in arrays if request
-        ]
-        flat = np.concatenate([np.zeros(0, np.int64), *flat_requests])
-        _, firsts, ids = np.unique(flat, return_index=True, return_inverse=True)
-        ranks = np.empty(len(firsts), np.int32)
-        ranks[np.argsort(firsts)] = np.arange(len(firsts), dtype=np.int32)
-        return ranks[ids], len(firsts)
-    numbers: dict[int, int] = {}
-    listed = [
-        numbers.setdefault(block, len(numbers))
-        for request in requests
-        for block in request
-    ]
-    return np.asarray(listed, np.int32), len(numbers)
+    is_packed = all(isinstance(request, array) for request in requests)
+    dtype = np.dtype(np.int64 if is_packed else object)
+    arrays = [np.asarray(request, dtype) for request in requests]
+    flat = np.concatenate([np.zeros(0, dtype), *arrays])
+    _, firsts, ids = np.unique(flat, return_index=True, return_inverse=True)
+    ranks = np.empty(len(firsts), np.int32)
+    ranks[np.argsort(firsts)] = np.arange(len(firsts), dtype=np.int32)
+    return ranks[ids], len(firsts)
 
 
 def read_trace(
@@ -281,7 +269,6 @@ def read_trace(
     blocks = ([*request.ids, *request.out_ids] for request in requests)
     if not any(request.ids for request in requests):
         raise TraceError(f"{shown_paths}: no request has a full block of {size} tokens")
-    has_output_blocks = any(request.out_ids for request in requests)
     name = paths[0].name.removesuffix(".gz").removesuffix(".jsonl")
     return make_trace(
         name,
@@ -291,7 +278,7 @@ def read_trace(
         size,
         [request.output_tokens for request in requests],
         [request.stop for request in requests],
-        [len(request.out_ids) for request in requests] if has_output_blocks else None,
+        [len(request.out_ids) for request in requests],
         recording,
     )
 
@@ -512,10 +499,10 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
         raise _BadLineError(f"{missing[0]!r} is missing")
     time_ms = fields[form.time_ms]
     # Larger ones would not be exact, nor could an int of any size be kept.
-    if type(time_ms) not in (int, float) or not 0 <= time_ms <= _MOST:
+    if type(time_ms) not in (int, float) or not 0 <= time_ms <= _MAX_NUMBER:
         raise _BadLineError(
-            f"{form.time_ms!r} must be a number of milliseconds from 0 to {_MOST}, "
-            f"not {_show(time_ms)}"
+            f"{form.time_ms!r} must be a number of milliseconds from 0 to "
+            f"{_MAX_NUMBER}, not {_show(time_ms)}"
         )
     input_tokens = _parse_count(fields, form.input_tokens, "tokens")
     output_tokens = _parse_count(fields, form.output_tokens, "tokens", -1)
@@ -564,7 +551,8 @@ def _parse_count(
     """Read a number of tokens, or of other things; the default if it is absent."""
     if default is not None and name not in fields:
         return default
-    count, max_count = fields.get(name), MAX_TOKENS if unit == "tokens" else _MOST
+    count = fields.get(name)
+    max_count = _MAX_TOKENS if unit == "tokens" else _MAX_NUMBER
     if type(count) is not int or not 0 <= count <= max_count:
         raise _BadLineError(
             f"{name!r} must be a number of {unit} from 0 to {max_count}, not "

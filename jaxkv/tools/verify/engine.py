@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxkv.tools.demo.records import DemoConfig, DemoRecord
+from jaxkv.tools.demo.records import DemoConfig, DemoRecord, EngineConfig
 from jaxkv.tools.verify.records import Check, Turn, UnsupportedError, WrongError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _cut_differently(config: DemoConfig) -> list[tuple[int, ...]]:
     from jaxkv.tools.demo.steps import make_steps
     from jaxkv.tools.demo.workload import make_conversations
 
-    sizes = engine.EngineConfig(
+    sizes = EngineConfig(
         block_size=config.block_size,
         device_blocks=config.device_blocks,
         concurrency=config.concurrency,

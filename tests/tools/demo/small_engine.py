@@ -3,11 +3,15 @@
 import dataclasses
 import functools
 
+import numpy as np
+
 from jaxkv.config import OffloadConfig
 from jaxkv.tools.demo.allocation import max_blocks_held
-from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.engine import Engine
 from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.steps import make_steps
+from tests.rigs.extent_tables import check_table
 
 FULL = ModelConfig(
     num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
@@ -46,3 +50,21 @@ def make_engine(model="full", num_spare=1, **changes):
     needed = max_blocks_held(groups, CONFIG.max_seq_tokens, chunk=16)
     config = {"device_blocks": needed + num_spare} | changes
     return Engine(steps_of(model), config_of(**config))
+
+
+def check_at_rest(engine):
+    """Check that nothing waits, is held or is in flight."""
+    assert not engine.has_work
+    assert engine.blocks.num_free == engine.config.device_blocks - 1
+    offload = engine.offload
+    if offload is None:
+        return
+    assert engine.worker.num_in_flight == 0
+    assert not offload.has_pending_stores()
+    assert not offload.has_pending_loads()
+    for tier in (offload._manager, *(below.tier for below in offload.below)):
+        assert not np.asarray(tier.executor.state.ref_cnt).any()
+    assert engine.transfer._table.num_pins == 0
+    check_table(engine.transfer._table)
+    if engine.has_storage:
+        assert engine.worker.storage.num_in_flight == 0

@@ -9,6 +9,7 @@ from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tools.demo.batcher import Batcher
+from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.request import EngineRequest
 
 NAMESPACE = Namespace("m", "0", "float32", "flat", block_size=4)
@@ -26,9 +27,10 @@ class Engine:
     def __init__(self, **rules):
         self.blocks = DeviceBlockPool(33)
         groups = (FullAttention(4),)
+        config = EngineConfig(4, 33, 4, 72, "0", chunk_sizes=(32,))
         self.offload = OffloadScheduler(groups, 64, rules=OffloadRules(**rules))
         self.offload.bind_device_block_pool(self.blocks)
-        self.batcher = Batcher(self.blocks, groups, 4, 32, self.offload)
+        self.batcher = Batcher(config, groups, self.blocks, self.offload)
         self.events = []
 
     def step(self):

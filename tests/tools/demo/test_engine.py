@@ -1,6 +1,11 @@
-"""The engine end to end: the same tokens with and without offloading."""
+"""The engine end to end: with and without offloading, the tokens of the dense model.
 
-import dataclasses
+`pytest -m long` runs each model with each size of the host, mode and policy, with loads
+that requests wait for and with loads in the step itself, with a store behind the host
+and without one.
+"""
+
+import itertools
 import random
 
 import jax.numpy as jnp
@@ -8,15 +13,22 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxkv.policies import policy_names
 from jaxkv.scheduling.protocol import ConnectorOutput
+from jaxkv.scheduling.whatif.auto import PolicyChoice
 from jaxkv.strict import StrictOffloadWorker
 from jaxkv.tools.demo import engine as demo_engine
-from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.tools.demo.request import Phase
-from jaxkv.tools.demo.run import check_config
 from tests.reference.transformer import reference_forward
 from tests.rigs.own_pool import OwnPool
-from tests.tools.demo.small_engine import CONFIG, MODELS, make_engine, steps_of
+from tests.rigs.traffic import change_in_turn
+from tests.tools.demo.small_engine import (
+    CONFIG,
+    MODELS,
+    check_at_rest,
+    make_engine,
+    steps_of,
+)
 
 HOST_BLOCKS = 40
 
@@ -33,17 +45,6 @@ def finish(engine, *requests):
 
 def random_tokens(seed, num):
     return random.Random(seed).choices(range(256), k=num)
-
-
-def check_at_rest(engine):
-    """Check that nothing waits, is held or is in flight."""
-    assert not engine.has_work
-    assert engine.blocks.num_free == engine.config.device_blocks - 1
-    if engine.offload is not None:
-        assert engine.worker.num_in_flight == 0
-        assert not engine.offload.has_pending_stores()
-        assert not engine.offload.has_pending_loads()
-        assert not np.asarray(engine.offload._manager.executor.state.ref_cnt).any()
 
 
 def check_tokens(model, request):
@@ -98,32 +99,44 @@ def serve_random(engine, seed):
             requests.append(engine.submit(prompt, rng.randrange(1, 19)))
         if requests and rng.random() < 0.05:
             engine.abort(rng.choice(requests[1:] or requests))
-        engine.step()
+        # Later requests may continue those that finished.
+        documents += [request.tokens for request in engine.step()]
         if not unborn and not engine.has_work:
             break
+    assert not engine.has_work, "the engine does not come to an end"
     engine.drain()
+    engine.close()
     return requests
 
 
-@pytest.mark.parametrize(
-    ("variant", "host_blocks", "offload_mode", "seed"),
-    [
-        ("window", 0, "eager", 2),
-        ("hybrid", HOST_BLOCKS, "eager", 3),
-        *(
-            pytest.param(variant, host_blocks, mode, seed, marks=pytest.mark.long)
-            for variant in MODELS
-            for host_blocks in (0, 3, HOST_BLOCKS)
-            for mode in ("eager", "lazy")
-            for seed in range(8)
-            if host_blocks or mode == "eager"
-        ),
-    ],
-)
+IN_STEP, STORED = {"load_in_step": True}, {"storage": "", "storage_write": "through"}
+
+
+def cases():
+    """Yield a model, the size of its host, options of the offloading, and a seed."""
+    yield "window", 0, {}, 2
+    yield "hybrid", HOST_BLOCKS, {}, 3
+    yield "hybrid", HOST_BLOCKS, {"mode": "lazy", "cache_policy": "hazard"}, 5
+    yield "full", HOST_BLOCKS, {"cache_policy": "auto", **IN_STEP, **STORED}, 4
+    long = [(variant, 0, {}) for variant in MODELS]
+    for variant, mode in itertools.product(MODELS, ("eager", "lazy")):
+        long.append((variant, 3, {"mode": mode}))
+        policies = [*policy_names(), "auto"] if variant == "full" else policy_names()
+        for policy, *ways in itertools.product(policies, ({}, IN_STEP), ({}, STORED)):
+            options = {"mode": mode, "cache_policy": policy} | ways[0] | ways[1]
+            long.append((variant, HOST_BLOCKS, options))
+    for case, seed in itertools.product(long, range(8)):
+        yield pytest.param(*case, seed, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("variant", "host_blocks", "options", "seed"), [*cases()])
 def test_preempted_requests_generate_the_right_tokens(
-    variant, host_blocks, offload_mode, seed
+    variant, host_blocks, options, seed, tmp_path, monkeypatch
 ):
-    engine = make_engine(variant, num_host_blocks=host_blocks, mode=offload_mode)
+    monkeypatch.setattr(PolicyChoice, "choose", change_in_turn)
+    if "storage" in options:
+        options = options | {"storage": str(tmp_path)}
+    engine = make_engine(variant, num_host_blocks=host_blocks, **options)
     requests = serve_random(engine, seed)
     check_at_rest(engine)
     phases = [request.phase for request in requests]
@@ -132,7 +145,9 @@ def test_preempted_requests_generate_the_right_tokens(
     assert engine.num_preemptions == sum(r.num_preemptions for r in requests) > 0
     assert requests[0].num_preemptions == 0  # no request is older
     assert bool(host_blocks) == (engine.offload is not None)
-    assert not host_blocks or engine.worker.blocks_loaded > 0
+    assert host_blocks < HOST_BLOCKS or engine.worker.blocks_loaded > 0
+    if options.get("cache_policy") == "auto":
+        assert engine.offload.num_policy_changes > 8
     for request in requests:
         if request.phase is Phase.FINISHED:
             assert len(request.generated) == request.max_new_tokens
@@ -282,13 +297,6 @@ def test_invalid_requests_are_refused():
         with pytest.raises(ValueError, match=match):
             engine.submit([1] * prompt_tokens, new_tokens)
         assert not engine.has_work
-    for changes, match in (
-        ({"turns": 99}, "the last turn would have 14160 tokens, but the model takes"),
-        ({"device_blocks": 20}, "20 device blocks cannot hold one conversation of 35"),
-        ({"host_bytes": 100}, "100 bytes of host memory cannot hold one KV block of"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            check_config(dataclasses.replace(DemoConfig(), **changes))
 
 
 def test_each_step_is_compiled_once_and_a_prefix_stored_once_for_its_weights():

@@ -23,12 +23,11 @@ from jaxkv.scheduling.worker import storage_worker
 from jaxkv.tools.demo.engine import Engine
 from jaxkv.transfer.storage import open_store
 from tests.rigs.children import PIPE, Child
-from tests.rigs.extent_tables import check_table
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.scraping import read
 from tests.rigs.servers import free_port, mooncake_master, redis_server
 from tests.rigs.waiting import Patience, wait_for
-from tests.tools.demo.small_engine import CONFIG, config_of, steps_of
+from tests.tools.demo.small_engine import CONFIG, check_at_rest, config_of, steps_of
 
 MAX_STEPS = 20_000
 
@@ -69,13 +68,7 @@ def settle(engine):
     else:
         raise AssertionError("the engine does not come to rest")
     engine.drain()
-    assert engine.worker.num_in_flight == 0
-    assert engine.worker.storage.num_in_flight == 0
-    assert engine.blocks.num_free == engine.config.device_blocks - 1
-    for tier in (offload._manager, offload.below[0].tier):
-        assert not np.asarray(tier.executor.state.ref_cnt).any()
-    assert engine.transfer._table.num_pins == 0
-    check_table(engine.transfer._table)
+    check_at_rest(engine)
 
 
 def converse(engine, seed, num_turns=3):

@@ -89,11 +89,3 @@ def test_a_text_without_words_has_a_question(monkeypatch):
         DemoConfig(conversations=1, document_tokens=len(PREAMBLE) + 12)
     )
     assert b"what does numbers say about `it`?" in bytes(conversation.questions[0])
-
-
-def test_documents_that_are_too_short_are_refused():
-    size = len(PREAMBLE)
-    with pytest.raises(ValueError, match=r"document_tokens=\d+ must be more than"):
-        make_conversations(DemoConfig(document_tokens=size))
-    with pytest.raises(ValueError, match="conversations=500 unique documents"):
-        make_conversations(DemoConfig(conversations=500, document_tokens=size + 1))

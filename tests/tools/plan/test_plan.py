@@ -300,15 +300,7 @@ def test_the_last_token_is_computed_in_any_case():
     assert row.saved_s == pytest.approx(2 * SIZE - 1)
 
 
-def test_what_cannot_be_planned_is_refused():
-    with pytest.raises(
-        ValueError, match="15999 bytes hold no block, which takes 16000"
-    ):
-        capacities_of([10**6, 15_999], conversations(30), PLAIN)
-    bare = make_trace("bare", [[1], [1]])
-    setting, results = Setting(bare, PLAIN, FAST, {}), [replay("lru", bare, 1)]
-    with pytest.raises(ValueError, match="'bare' must have token counts"):
-        make_plan(setting, [16_000], results)
+def test_speeds_that_make_no_sense_are_refused():
     for changes, message in (
         ({"load_bytes_per_s": 0.0}, "load_bytes_per_s=0.0 must be a number above 0"),
         ({"load_latency_s": -1.0}, "load_latency_s=-1.0 must be"),

@@ -1,6 +1,5 @@
 """A replay with a device in front finds what an engine with the real scheduler does."""
 
-import dataclasses
 import random
 from fractions import Fraction
 
@@ -9,42 +8,25 @@ import pytest
 
 from jaxkv.keys.packed import words_to_keys
 from jaxkv.policies import policy_names
-from jaxkv.scheduling.protocol import (
-    NO_EVENT,
-    ConnectorOutput,
-    SchedulerOutput,
-    TierReport,
-)
-from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.scheduling.protocol import TierReport
 from jaxkv.scheduling.stores import StorePause
 from jaxkv.scheduling.whatif import auto
-from jaxkv.search.tiers import find_cached_prefix
-from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tools.replay.device import find_on_device
 from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import keys_of, make_trace
 from jaxkv.types import STOPS
+from tests.rigs.offload_rig import FakeRequest, Rig
 from tests.rigs.traffic import auto_at_once
 
 SIZE = 16
-
-
-@dataclasses.dataclass
-class Request:
-    request_id: str
-    block_keys: list
-    num_prompt_tokens: int
-    num_tokens: int
-    stop: str | None
-    num_computed_tokens: int = 0
 
 
 def _all_ok(moves):
     return tuple((move.event, (True,) * len(move.keys)) for move in moves)
 
 
-class Engine:
+class Engine(Rig):
     """Serves a trace's requests one after the other, in eager mode.
 
     A prompt is computed in one step, and its first token in a second one, which stores
@@ -52,70 +34,53 @@ class Engine:
     """
 
     def __init__(self, trace, policy, capacity, device_blocks, tiers_below=()):
-        self.trace = trace
-        self.pool = DeviceBlockPool(device_blocks + 1)
-        self.now_s = Fraction(0)
-        self.scheduler = OffloadScheduler(
-            SIZE,
-            capacity,
-            policy,
-            policy_clock=lambda: self.now_s,
+        self.trace, self.now_s = trace, Fraction(0)
+        super().__init__(
+            groups=SIZE,
+            device_blocks=device_blocks + 1,
+            host_blocks=capacity,
+            policy=policy,
+            clock=lambda: self.now_s,
             tiers_below=tiers_below,
         )
-        self.scheduler.bind_device_block_pool(self.pool)
-
-    def step(self, scheduled):
-        return self.scheduler.build_connector_meta(SchedulerOutput(scheduled))
 
     def end_transfers(self, meta):
-        loads = meta.load_event_to_reqs.get(meta.load_event, ())
-        stores = () if meta.store_event == NO_EVENT else (meta.store_event,)
-        below = [
-            TierReport(*(_all_ok(moves) for moves in (plan.fetches, plan.writes)))
-            for plan in meta.below
-        ]
-        self.scheduler.update_connector_output(
-            ConnectorOutput(tuple(loads), (), stores, below=tuple(below))
-        )
+        below = []
+        for plan in meta.below:
+            for batch in plan.fetches:
+                rows = zip(batch.upper_blocks, batch.keys, strict=True)
+                self.host |= {row: [key] for row, key in rows}
+            ended = (_all_ok(moves) for moves in (plan.fetches, plan.writes))
+            below.append(TierReport(*ended))
+        self.report(below=tuple(below))
+        while self.stores:
+            self.store_arrives()
+        while self.loads:
+            self.load_arrives()
 
     def serve(self, number):
         """Serve a request: the blocks found on the device and on the host."""
-        trace, pool, scheduler = self.trace, self.pool, self.scheduler
+        trace, name = self.trace, str(number)
         self.now_s = Fraction(int(trace.time_ms[number]), 1000)
-        num_tokens = min(int(trace.input_tokens[number]), (pool.num_blocks - 1) * SIZE)
-        first = trace.offsets[number]
-        last = min(trace.offsets[number + 1], first + num_tokens // SIZE)
-        keys = words_to_keys(keys_of(trace.ids[first:last]))
-        stop = STOPS[trace.stops[number]]
-        request = Request(str(number), keys, num_tokens, num_tokens, stop)
-
-        limit = request.num_tokens - 1
-        num_local, (table,) = find_cached_prefix(pool, scheduler.groups, [keys], limit)
-        pool.touch(table)
-        offer = request, num_local
-        while (num_found := scheduler.get_num_new_matched_tokens(*offer)[0]) is None:
-            self.end_transfers(self.step({}))
-        table = table + pool.allocate(-(-num_tokens // SIZE) - len(table))
-        scheduler.update_state_after_alloc(request, table, num_found)
-        # The load, which the request waits for.
-        request.num_computed_tokens = num_local
-        self.end_transfers(self.step({}))
-        request.num_computed_tokens += num_found
-        # The prompt.
-        self.end_transfers(
-            self.step({request.request_id: num_tokens - request.num_computed_tokens})
-        )
-        request.num_computed_tokens = num_tokens
-        pool.cache(table[: len(keys)], keys)
+        max_tokens = (self.pool.num_blocks - 1) * SIZE
+        num_tokens = min(int(trace.input_tokens[number]), max_tokens)
+        ids = trace.blocks_of(number)[: num_tokens // SIZE]
+        keys = words_to_keys(keys_of(ids))
+        request = FakeRequest(name, [keys], num_tokens, num_tokens)
+        request.stop = STOPS[trace.stops[number]]
+        while (num_found := self.admit(request)) is None:
+            self.end_transfers(self.step())
+        num_local = request.num_computed_tokens
+        self.end_transfers(self.step())  # The load, which the request waits for.
+        num_left = num_tokens - request.num_computed_tokens
+        self.end_transfers(self.step(tokens={name: num_left}))
         # The first token that is generated, and the end.
-        request.num_tokens += 1
-        meta = self.step({request.request_id: 1})
-        request.num_tokens = num_tokens + max(int(trace.output_tokens[number]), 0)
-        scheduler.request_finished(request, table)
-        pool.free(table[::-1])
+        meta = self.step(tokens={name: 1})
+        request.num_tokens += max(int(trace.output_tokens[number]), 0)
+        self.finish(name)
         self.end_transfers(meta)
-        while scheduler.has_pending_stores():
-            self.end_transfers(self.step({}))
+        while self.scheduler.has_pending_stores():
+            self.end_transfers(self.step())
         return num_local // SIZE, num_found // SIZE
 
 
@@ -165,8 +130,6 @@ def test_every_request_finds_what_it_finds_in_a_real_engine(policy, monkeypatch)
         assert device.hits.tolist() == local.tolist()
         result = replay(policy, trace, capacity, device=device)
         assert (result.hits_by_request - device.hits).tolist() == host.tolist()
-        assert result.num_device_hit_blocks == local.sum()
-        assert result.num_host_hit_blocks == host.sum()
         assert result.num_refused == num_refused
         assert result.stores_by_request.sum() == engine.scheduler.stats.num_stored
         totals += (local.sum(), host.sum(), num_refused)
@@ -208,6 +171,5 @@ def test_a_sweep_counts_the_device_once_and_tells_of_it():
     assert len({id(result.device) for result in results}) == 1
     assert results[0] == replay("lru", trace, 30, device=find_on_device(trace, 50))
     for lru, optimum in zip(results[:2], results[2:], strict=True):
-        assert lru.num_device_hit_blocks == optimum.num_device_hit_blocks > 0
         assert (lru.hits_by_request <= trace.num_blocks).all()
         assert lru.num_hit_blocks < optimum.num_hit_blocks

@@ -152,14 +152,7 @@ def test_the_engine_with_the_longest_prefix_serves_on_device_or_host():
     assert routed.engines.tolist() == [0, 1, 0, 2, 1, 0]
 
 
-def test_what_is_no_fleet_is_refused(trace):
-    for arguments, message in (
-        ((0,), "num_engines=0"),
-        ((2, "fastest"), "'fastest' must be one of round-robin, sticky, prefix"),
-        ((2, "sticky", -1), "storage_blocks=-1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Fleet(*arguments)
+def test_a_policy_that_does_not_fit_the_fleet_is_refused(trace):
     with pytest.raises(ValueError, match="one engine without a store"):
         replay(OPTIMUM, trace, 5, fleet=Fleet(2))
     with pytest.raises(ValueError, match="needs storage_blocks"):

@@ -246,6 +246,7 @@ REFUSED = (
     ),
     ({"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 10000"),
     ({"vocab_size": 10**400}, "vocab_size=1000.*0 must be a whole number"),
+    ({"head_dim": 10**8}, "bytes of KV a token are more than"),
     (
         EXPERTS | {"first_k_dense_replace": "3"},
         "first_k_dense_replace='3' must be a whole number",

@@ -10,7 +10,6 @@ import pytest
 
 from jaxkv.scheduling.record.record import MIN_MAX_BYTES, TraceRecorder
 from jaxkv.tools.replay.admission import Admission, find_admitted
-from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import find_on_device
 from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.traces import TraceError, make_trace, read_trace
@@ -199,22 +198,6 @@ def test_blocks_that_an_output_filled_are_stored_and_not_asked_for():
     prompts = [turn[:n] for turn, n in zip(turns, trace.num_asked, strict=True)]
     plain = make_trace("turns", prompts)
     assert replay("lru", plain, 5).hits_by_request.tolist() == [0, 2, 0, 4]
-
-
-def test_no_policy_finds_more_than_the_optimum_with_outputs():
-    rng = random.Random(11)
-    for _ in range(30):
-        requests, outputs = [], []
-        for _ in range(25):
-            who = rng.randrange(4)
-            num = rng.randrange(1, 6)
-            requests.append([10 * who + depth for depth in range(num)])
-            outputs.append(rng.randrange(num))
-        trace = make_trace("random", requests, num_output_blocks=outputs)
-        best = find_optimum(trace, 7)
-        assert (best <= trace.num_asked).all()
-        for policy in ("lru", "slru"):
-            assert replay(policy, trace, 7).num_hit_blocks <= best.sum()
 
 
 def run_random(path, seed, **options):

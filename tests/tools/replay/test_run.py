@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxkv.policies import make_lru
-from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import keys_of, make_trace, read_trace
@@ -55,14 +54,6 @@ def trace():
     requests = [part.tolist() for part in np.split(made.ids, made.offsets[1:-1])]
     requests[200:202] = [[], [5, 6, 5, 99_999, 6, 99_999]]
     return make_trace("synthetic", requests, made.time_ms, made.input_tokens, 512)
-
-
-def test_an_admission_that_cannot_be_applied_is_refused():
-    with pytest.raises(ValueError, match="max_offload_tokens=64 must be None: the tr"):
-        find_admitted(make_trace("t", [[1]]), Admission(max_offload_tokens=64))
-    for name in ("store_threshold", "max_unseen_blocks", "max_offload_tokens"):
-        with pytest.raises(ValueError, match=f"{name}=-1 must be a whole number from"):
-            Admission(**{name: -1})
 
 
 def test_every_request_agrees_with_the_twin(trace):
