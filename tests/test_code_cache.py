@@ -301,9 +301,9 @@ def test_code_from_before_a_file_was_replaced_is_not_used_after(tmp_path):
 
 def test_machine_code_of_a_changed_policy_is_not_used(tmp_path):
     environ = {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-    for found in (0, -1):
-        program = write(tmp_path, OWN_POLICY.format(found=found))
-        assert run(program, tmp_path, **environ) == [str(found + 1)]
+    for entry in (0, -1):
+        program = write(tmp_path, OWN_POLICY.format(found=entry))
+        assert run(program, tmp_path, **environ) == [str(entry + 1)]
 
 
 def make(text, **names):

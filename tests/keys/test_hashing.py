@@ -155,10 +155,11 @@ def test_a_chain_that_grows_and_is_rewound_has_the_keys_of_its_tokens(data):
         if num_blocks is not None:
             chain.rewind(num_blocks)
             tokens = tokens[: 4 * num_blocks]
-        num_before, more = len(keys), data.draw(st.lists(token_ids, max_size=20))
-        tokens += more
+        num_before = len(keys)
+        new_tokens = data.draw(st.lists(token_ids, max_size=20))
+        tokens += new_tokens
         expected = keys_of(tokens, extra)
-        assert chain.extend(more) == expected[num_before:]
+        assert chain.extend(new_tokens) == expected[num_before:]
         assert (chain.num_tokens, chain.keys) == (len(tokens), expected)
         assert keys is chain.keys, "the list of a request"
 
