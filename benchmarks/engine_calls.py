@@ -14,7 +14,6 @@ from typing import Any
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.search.groups import FullAttention
 from jaxkv.tiers.device import DeviceBlockPool
 from tests.reference.block_pool import BlockPool
 from tests.reference.offload_scheduler import ReferenceScheduler
@@ -47,7 +46,7 @@ class Twin:
     def __init__(self, num_device_blocks: int, num_host_blocks: int, lazy: bool):
         self.pool = BlockPool(num_device_blocks)
         self.scheduler = ReferenceScheduler(
-            (FullAttention(BLOCK_SIZE),),
+            BLOCK_SIZE,
             num_host_blocks + 1,  # The null block has a place there too.
             lazy=lazy,
             max_num_batched_tokens=CHUNK_TOKENS,

@@ -12,10 +12,10 @@ import shutil
 import threading
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
@@ -34,6 +34,7 @@ from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.storage import StoreError, open_store
 from tests.rigs.command_line import run_python
 from tests.rigs.listening import stored
+from tests.rigs.refusals import AWKWARD
 from tests.rigs.scraping import get
 from tests.rigs.servers import free_port
 from tests.rigs.waiting import wait_for
@@ -417,37 +418,14 @@ def test_an_unknown_name_that_cannot_be_printed_is_escaped():
         assert refuse(OffloadConfig.from_json, twice) == fault
 
 
-AWKWARD = [
-    *("x" * 100_000, "\ud800", "two\nlines", "\x00", "\x1b[31m", ""),
-    *(10**400, -(10**5000), float("nan"), float("inf")),
-    *(None, True, b"\xff" * 100_000, [[[]]], {}, np.ma.masked, object()),
-    *(np.zeros((300, 300)), np.arange(2000.0), ["x" * 100_000] * 3, [1.5] * 100_000),
-]
-
-
 def test_long_values_are_cut():
-    nested = []
-    for _ in range(20_000):
-        nested = [nested]
-    value = " " + "x" * 100_000 + " "
     for name in KEYS:
-        for awkward in AWKWARD:
-            fault = fault_of(OffloadConfig.from_dict, {name: awkward}) or ""
+        calls = [(OffloadConfig.from_dict, {name: awkward}) for awkward in AWKWARD]
+        environ = {variable_of(name): "x x" * 100_000}
+        for call in (*calls, (OffloadConfig.from_env, {}, environ)):
+            fault = fault_of(*call) or ""
             assert fault.isprintable(), name
             assert len(fault) < 1000, name
-        fault = refuse(OffloadConfig.from_dict, {name: nested})
-        assert fault.startswith(f"{name}=<list> must be ")
-        if name not in ("events_topic", "storage_secret"):
-            fault = refuse(OffloadConfig.from_dict, {name: value})
-            assert fault.startswith(f"{name}=' xxx")
-            assert "xxx...xxx" in fault
-            environ = {variable_of(name): "x x" * 100_000}
-            fault = refuse(OffloadConfig.from_env, {}, environ)
-            assert fault.startswith(f"{variable_of(name)}='x xx x")
-        fault = refuse(OffloadConfig.from_dict, {name: np.zeros((100, 100))})
-        assert fault.startswith(f"{name}=array([[0., 0., 0., ")
-        fault = refuse(OffloadConfig.from_dict, {name: -(10**5000)})
-        assert fault.startswith(f"{name}=<int> must be ")
 
 
 def test_long_names_and_what_is_no_object_are_cut():
@@ -601,23 +579,11 @@ def test_the_parts_are_made_as_it_says(arguments):
     assert arguments["OffloadWorker"]["deadline_s"] == 1.0
 
 
-def test_several_processes_can_give_their_policy_a_clock(monkeypatch, arguments):
-    def clock():
-        return 1.0
-
-    for values in (
-        *({"retention": True}, {"cache_policy": "hazard"}),
-        {"cache_policy": "auto"},
-    ):
-        config = OffloadConfig(num_host_blocks=8, **values)
-        with monkeypatch.context() as context:
-            context.setattr(jax.distributed, "is_initialized", lambda: True)
-            context.setattr(jax, "process_count", lambda: 2)
-            with pytest.raises(ValueError, match="evicts by time"):
-                config.make_scheduler(4)
-            config.make_scheduler(4, policy_clock=clock)
-        config.connect(make_pool(), 4, policy_clock=clock)
-        assert arguments["OffloadScheduler"]["policy_clock"] is clock
+def test_the_clock_of_the_policy_reaches_the_scheduler(arguments):
+    config = OffloadConfig(num_host_blocks=8, retention=True)
+    clock = lambda: 1.0  # noqa: E731
+    config.connect(make_pool(), 4, policy_clock=clock)
+    assert arguments["OffloadScheduler"]["policy_clock"] is clock
 
 
 def test_parts_are_made_by_themselves_and_with_large_compressed_blocks():
@@ -737,3 +703,60 @@ def test_a_store_that_is_down_at_the_start_is_told_in_an_engine_of_ones_own(capl
     assert record.levelname == "WARNING"
     assert "fails: list unreachable (ConnectionError: " in record.getMessage()
     assert "secret" not in record.getMessage()
+
+
+def test_the_store_gets_its_own_settings_and_no_others(monkeypatch):
+    passed = {}
+
+    def open_storage(engine, url, **named):
+        passed.update(named, url=url)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(config_module, "open_storage", open_storage)
+    settings = OffloadConfig(
+        storage="kv",
+        storage_owner=True,
+        deadline_s=1.0,
+        storage_deadline_s=2.0,
+        storage_await_s=3.0,
+        storage_list_s=4.0,
+        max_storage_blocks=5,
+    )
+    storage = settings.open_storage(None, namespace=b"model", num_blocks=6)
+    assert storage.bound == (6, True)
+    passed.pop("clock")
+    assert passed == {
+        "url": "kv",
+        "namespace": b"model",
+        "secret": None,
+        "shard": 0,
+        "num_shards": 1,
+        "deadline_s": 2.0,
+        "await_s": 3.0,
+        "list_every_s": 4.0,
+        "max_blocks": 5,
+    }
+
+
+def test_of_several_processes_the_first_records(monkeypatch, tmp_path):
+    settings = OffloadConfig(record=str(tmp_path / "trace.jsonl"))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    for process, records in ((1, False), (0, True)):
+        monkeypatch.setattr(jax, "process_index", lambda number=process: number)
+        recorder = settings.make_recorder()
+        assert (recorder is not None) == records
+        if recorder is not None:
+            recorder.close()
+
+
+def test_a_store_is_closed_where_its_worker_is_refused(monkeypatch):
+    closed = []
+
+    def refuse(*_, **__):
+        raise ValueError("refused")
+
+    monkeypatch.setattr(config_module, "OffloadWorker", refuse)
+    storage = SimpleNamespace(close=lambda: closed.append(True))
+    with pytest.raises(ValueError, match="refused"):
+        OffloadConfig().make_worker(None, storage=storage)
+    assert closed

@@ -36,17 +36,22 @@ def serve_turns(engine, num_turns):
     return hits
 
 
-@of_each_kind
-def test_blocks_outside_a_window_that_nobody_wrote_are_not_cached(groups):
-    """The engine had cached them: later requests had other tokens."""
-    engine = Right(12 * len(groups) + 4, 100, groups)
+def skipped_blocks(make, groups):
+    """Serve 40 turns, check their hits, and return the blocks that were not cached."""
+    engine = make(12 * len(groups) + 4, 100, groups)
     cache, skipped = engine.blocks.cache, []
     engine.blocks.cache = lambda *pairs: skipped.extend(cache(*pairs))
     hits = serve_turns(engine, num_turns=40)
     assert sum(hits) > 40 * 10
     assert engine.worker.bytes_stored > 0
     assert engine.worker.bytes_loaded > 0
-    assert skipped == []
+    return skipped
+
+
+@of_each_kind
+def test_blocks_outside_a_window_that_nobody_wrote_are_not_cached(groups):
+    """The engine had cached them: later requests had other tokens."""
+    assert skipped_blocks(Right, groups) == []
 
 
 @of_some
@@ -58,13 +63,8 @@ def test_an_engine_that_ignores_the_returned_tables_is_right_too(groups):
             request, num_tokens, _ = self.loading.pop(request_id)
             request.num_computed_tokens += num_tokens
 
-    engine = CarelessEngine(12 * len(groups) + 4, 100, groups)
-    cache, skipped = engine.blocks.cache, []
-    engine.blocks.cache = lambda *pairs: skipped.extend(cache(*pairs))
-    hits = serve_turns(engine, num_turns=40)
-    assert sum(hits) > 40 * 10
     has_window = any(isinstance(group, SlidingWindow) for group in groups)
-    assert bool(skipped) == has_window
+    assert bool(skipped_blocks(CarelessEngine, groups)) == has_window
 
 
 @of_some

@@ -2,7 +2,6 @@
 
 import os
 import re
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,6 @@ from jaxkv import (
     OffloadingManager,
     OffloadRules,
     OffloadScheduler,
-    SchedulerOutput,
     TransferEngine,
     get_policy_maker,
     make_lru,
@@ -31,24 +29,13 @@ from jaxkv.policies import registry
 from jaxkv.tools import main as cli
 from tests.rigs import children
 from tests.rigs.command_line import LAUNCHER, run_command
+from tests.rigs.refusals import AWKWARD, LONG, SURROGATE, is_short_line
 
-LONG = "x" * 100_000
-SURROGATE = "\ud800"
 SPACE = Namespace("model", "0", "int8", "flat", 2)
-
-AWKWARD = [
-    *(LONG, SURROGATE, "two\nlines", "\x00", "\x1b[31m", ""),
-    *(10**400, -(10**5000), float("nan"), float("inf")),
-    *(None, True, b"\xff" * 100_000, [[[]]], {}, np.ma.masked, object()),
-    *(np.zeros((300, 300)), np.arange(2000.0), [LONG] * 3, [1.5] * 100_000),
-]
 
 
 def check_line(text):
-    """Check for one line, not long, that any stream can print."""
-    text = text.removesuffix("\n")
-    assert text.isprintable(), text[:500]
-    assert len(text) < 1000, text[:500]
+    assert is_short_line(text.removesuffix("\n")), text[:500]
 
 
 def test_the_name_of_a_file_of_two_lines_is_shown_in_one(tmp_path, capsys):
@@ -95,26 +82,9 @@ def test_an_option_of_the_command_line_is_refused_in_one_line(capsys):
         assert out == ""
 
 
-def scheduler_of_four():
-    scheduler = OffloadScheduler(2, 4)
-    scheduler.bind_device_block_pool(DeviceBlockPool(4))
-    return scheduler
-
-
-def with_request(method, *args):
-    """Call a method of a scheduler for a request of four tokens."""
-    keys = KeyChain(SPACE).extend(range(4))
-    request = SimpleNamespace(
-        request_id="r", num_tokens=4, num_computed_tokens=0, block_keys=keys
-    )
-    return getattr(scheduler_of_four(), method)(request, *args)
-
-
 ENTRY_POINTS = {
     "a policy": lambda value: get_policy_maker(value),
     "a mode": lambda value: OffloadRules(mode=value),
-    "a model": lambda value: Namespace(value, "0", "int8", "flat", 2),
-    "a block size": lambda value: Namespace("m", "0", "int8", "flat", value),
     "a salt": lambda value: Extras(cache_salt=value),
     "an item": lambda value: Extras(multimodal=(value,)),
     "a hash": lambda value: MultimodalItem(value, 0),
@@ -123,26 +93,10 @@ ENTRY_POINTS = {
     "tokens": lambda value: KeyChain(SPACE).extend([1, 2, 3, value]),
     "an executor": lambda value: OffloadingManager(16, 4, executor=value),
     "a cache policy": lambda value: OffloadScheduler(16, 4, value),
-    "a key to load": lambda value: OffloadingManager(16, 4).prepare_load([value]),
-    "a key to find": lambda value: DeviceBlockPool(4).find([value]),
-    "block ids": lambda value: DeviceBlockPool(4).pin(value),
-    "a block id": lambda value: DeviceBlockPool(4).pin([value]),
     "groups": lambda value: OffloadScheduler(value, 4),
     "a name to register": lambda value: register_policy(value, make_lru),
     "a flag of rules": lambda value: OffloadRules(prompt_only=value),
     "a number of rules": lambda value: OffloadRules(max_unseen_blocks=value),
-    "a block table": lambda value: with_request("update_state_after_alloc", value, 0),
-    "an id in it": lambda value: with_request("update_state_after_alloc", [value], 0),
-    "new blocks": lambda value: scheduler_of_four().build_connector_meta(
-        SchedulerOutput({}, {"r": value})
-    ),
-    "tokens at hand": lambda value: with_request("get_num_new_matched_tokens", value),
-    "tokens to explain": lambda value: with_request("explain", value),
-    "a namespace": lambda value: KeyChain(value),
-    "extras": lambda value: KeyChain(SPACE, value),
-    "a retention": lambda value: OffloadingManager(16, 4, retention=True).retain(
-        [b"k"], value, 0
-    ),
     "a time to wait": lambda value: EventSubscriber(replay_timeout_s=value).close(),
     "a label": lambda value: OffloadMetrics(
         OffloadScheduler(16, 4), registry=CollectorRegistry(), labels={"e": value}

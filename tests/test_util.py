@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes as people write them, and values in messages."""
 
 import numpy as np
 import pytest
@@ -42,3 +42,19 @@ def test_a_whole_number_is_accepted_between_its_bounds_alone(number):
     else:
         with pytest.raises(ValueError, match=f"blocks={number} must be at"):
             units.check_whole(1, 8, blocks=number)
+
+
+def test_a_long_value_is_cut():
+    nested = []
+    for _ in range(20_000):
+        nested = [nested]
+    for value, start, end in (
+        (nested, "<list>", "<list>"),
+        (-(10**5000), "<int>", "<int>"),
+        (" " + "x" * 100_000 + " ", "' xxx", "xxx '"),
+        (np.zeros((100, 100)), "array([[0., 0., 0., ", ""),
+    ):
+        text = units.shown(value)
+        assert len(text) < 200
+        assert text.startswith(start)
+        assert text.endswith(end)

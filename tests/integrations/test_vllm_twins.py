@@ -15,9 +15,7 @@ import pytest
 from jaxkv import OffloadingManager
 from jaxkv.policies import arc, lru
 from jaxkv.scheduling.protocol import ConnectorOutput, SchedulerOutput
-from jaxkv.search.groups import FullAttention
 from tests.reference.block_pool import BlockPool, PoolEvent
-from tests.reference.hit_search import cdiv
 from tests.reference.offload_scheduler import Copy, Load, ReferenceScheduler
 from tests.rigs.real_vllm import NEEDS_VLLM, tensors_of
 
@@ -227,12 +225,10 @@ class Pool(BlockPool):
 
 
 class Twin(ReferenceScheduler):
-    """The twin of vLLM's scheduler, for one group, with the differences of 0.32."""
+    """The twin of vLLM's scheduler, with the differences of 0.32."""
 
     def __init__(self, num_host_blocks, **options):
-        super().__init__(
-            [FullAttention(BLOCK)], num_host_blocks, enable_events=True, **options
-        )
+        super().__init__(BLOCK, num_host_blocks, enable_events=True, **options)
         self.host_pool = Pool(num_host_blocks, enable_events=True)
         self.pinned = {}  # By request: the host blocks of its hit, and their place.
         self.in_flight = set()
@@ -265,7 +261,7 @@ class Twin(ReferenceScheduler):
         store = self.stores.get(request.request_id)
         if store is not None:
             picked = []
-            self._scan(store, 0, None, picked, self.host_pool.num_free)
+            self._scan(store, None, picked, self.host_pool.num_free)
             if picked:
                 ids = [block.block_id for block in picked]
                 self.finished.append(Copy(ids, self._take_host_blocks(picked)))
@@ -287,9 +283,9 @@ class Twin(ReferenceScheduler):
         self.finished = []
         return stores, request_ids
 
-    def _scan(self, store, group, this_step, picked, num_free):
+    def _scan(self, store, this_step, picked, num_free):
         ready = store.request.num_computed_tokens // BLOCK
-        ids = store.device_blocks[group][store.num_seen[group] : ready]
+        ids = store.device_blocks[store.num_seen : ready]
         for block_id in ids if num_free > 0 else ():
             block = self.device_pool.blocks[block_id]
             is_new = block.key is not None and block_id not in self.in_flight
@@ -298,8 +294,8 @@ class Twin(ReferenceScheduler):
                     break
                 num_free -= 1
                 picked.append(block)
-            store.num_seen[group] += 1
-        return num_free, num_free == 0
+            store.num_seen += 1
+        return num_free
 
     def _take_host_blocks(self, device_blocks):
         host_blocks = self.host_pool.get_new_blocks(len(device_blocks))
@@ -407,7 +403,7 @@ class Schedulers:
         num, _ = offer
         if self.rng.random() < 0.1:
             return  # There is no room for it yet, say: it asks again.
-        wanted = cdiv(request.num_tokens, BLOCK) - len(hits)
+        wanted = -(-request.num_tokens // BLOCK) - len(hits)
         num_idle = sum(self.our_pool.blocks[i].ref_cnt == 0 for i in hits)
         if wanted > self.our_pool.num_free - num_idle:
             return

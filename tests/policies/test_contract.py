@@ -210,16 +210,21 @@ def test_scans_and_vmaps_over_caches_with_donation(policy):
         chex.assert_trees_all_equal(single, (state, np.stack(inserted)))
 
 
-def test_state_survives_pickling(policy):
-    state = filled(policy)
-    copy = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))
-    chex.assert_trees_all_equal(copy, jax.tree.map(np.asarray, state))
+def check_copy(policy, state, copy):
+    """Check that a copy of a state is as it is, and has the same future."""
     assert jax.tree.structure(copy) == jax.tree.structure(state)
+    chex.assert_trees_all_equal(copy, jax.tree.map(np.asarray, state))
     keys, _ = make_keys(10, 12)
     copy = jax.tree.map(jnp.asarray, copy)
     chex.assert_trees_all_equal(
         session(policy, copy, keys), session(policy, state, keys)
     )
+
+
+def test_state_survives_pickling(policy):
+    state = filled(policy)
+    copy = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))
+    check_copy(policy, state, copy)
 
 
 @one_policy
@@ -230,12 +235,7 @@ def test_state_survives_an_orbax_checkpoint(policy, tmp_path):
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         copy = checkpointer.restore(tmp_path / "state", jax.eval_shape(policy.init))
-    assert jax.tree.structure(copy) == jax.tree.structure(state)
-    chex.assert_trees_all_equal(copy, state)
-    keys, _ = make_keys(10, 12)
-    chex.assert_trees_all_equal(
-        session(policy, copy, keys), session(policy, state, keys)
-    )
+    check_copy(policy, state, copy)
 
 
 def held_in_snapshot(policy, state):

@@ -32,16 +32,6 @@ def padded(entries, num_entries):
     return out
 
 
-def test_highest_rank_of_a_repeated_entry_counts():
-    log = recency.init(3, max_batch=WIDTH)
-    # Ranks run backwards, as a reversed touch has them: 0 is used first and last.
-    ranks = np.arange(WIDTH, dtype=np.int32)[::-1] - (WIDTH - 4)
-    log = append(log, padded([0, 1, 2, 0], 3), ranks, np.int32(4))
-    _, popped, ok = pop_oldest(log, np.int32(3), np.zeros(3, np.int32), WIDTH)
-    assert ok
-    assert popped[:3].tolist() == [2, 1, 0]
-
-
 def test_scan_skips_many_pinned_entries():
     num_entries = 1000
     log = recency.init(num_entries, max_batch=num_entries)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxkv import OffloadingManager, get_policy_maker, make_lru, policies
+from jaxkv import OffloadingManager, get_policy_maker, make_lru
 from jaxkv.policies import POLICIES, policy_names, register_policy, registry
 
 
@@ -18,15 +18,6 @@ def restored():
 
 def make_mine(num_blocks, max_batch):
     return make_lru(num_blocks, max_batch)
-
-
-def test_builtin_policies_have_names():
-    assert policy_names()[:5] == ["lru", "arc", "arc_fixed", "slru", "hazard"]
-    assert get_policy_maker("lru") is make_lru
-    assert get_policy_maker("arc") is policies.make_arc
-    assert get_policy_maker("arc_fixed") is policies.make_arc_fixed
-    assert get_policy_maker("slru") is policies.make_slru
-    assert get_policy_maker("hazard") is policies.make_hazard
 
 
 def test_a_size_that_is_no_whole_number_is_refused():

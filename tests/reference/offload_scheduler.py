@@ -1,38 +1,20 @@
 """A plain-Python twin of vLLM 0.19.1's `SimpleCPUOffloadScheduler`, with its faults.
 
-Written from a description of its behaviour, over the values of
-`jaxkv.scheduling.protocol` and the twin pool on both tiers. An oracle where jaxkv does
-the same, and its rival where it does better: nothing is pinned between query and
-allocation, a block in flight is stored again, a request's last blocks are lost at its
-end, the head of a prefix is evicted before its tail, and the lazy cursor leaves blocks
-out.
+Written from a description of its behaviour for one group of full attention, over the
+values of `jaxkv.scheduling.protocol` and the twin pool on both tiers. It is jaxkv's
+rival in benchmarks: nothing is pinned between query and allocation, a block in flight
+is stored again, a request's last blocks are lost at its end, the head of a prefix is
+evicted before its tail, and the lazy cursor leaves blocks out.
 
 As in `jaxkv.scheduling.protocol` the table of a new or resumed request comes with
-`update_state_after_alloc`. Block ids and keys are flat lists if there is one group,
-else a list per group.
+`update_state_after_alloc`.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jaxkv.scheduling.protocol import NO_EVENT
-from jaxkv.search.groups import Mamba, SlidingWindow
+from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
 from tests.reference.block_pool import BlockPool
-from tests.reference.hit_search import cdiv, find_longest_cache_hit, is_full
-
-
-@dataclass
-class Metadata:
-    """The transfers of a step. `load_event_to_reqs` is the scheduler's own dict."""
-
-    load_event: int
-    load_device_blocks: list
-    load_host_blocks: list
-    load_event_to_reqs: dict
-    store_event: int
-    store_device_blocks: list
-    store_host_blocks: list
-    need_flush: bool
 
 
 @dataclass
@@ -49,11 +31,11 @@ class Load:
 
 @dataclass
 class Store:
-    """A request's blocks by group, and how many of each were looked at."""
+    """A request's blocks, and how many of them were looked at."""
 
     request: object
     device_blocks: list
-    num_seen: list
+    num_seen: int = 0
     events: set = field(default_factory=set)
     is_running: bool = False
     is_finished: bool = False
@@ -62,7 +44,7 @@ class Store:
 class ReferenceScheduler:
     def __init__(
         self,
-        specs,
+        block_size,
         num_host_blocks,
         *,
         lazy=False,
@@ -70,16 +52,12 @@ class ReferenceScheduler:
         world_size=1,
         enable_events=False,
     ):
-        self.specs = specs
-        self.full = [is_full(spec) for spec in specs].index(True)
-        self.block_size = specs[self.full].block_size
+        self.block_size = block_size
         self.host_pool = BlockPool(num_host_blocks, enable_events)
         self.device_pool = None
         self.world_size = world_size
         self.lazy = lazy
-        self.target_free = 2 * sum(
-            self._lazy_share(spec, max_num_batched_tokens) for spec in specs
-        )
+        self.target_free = 2 * -(-max_num_batched_tokens // block_size)
         self.cursor = None
         self.loads = {}
         self.load_event_to_reqs = {}
@@ -102,41 +80,30 @@ class ReferenceScheduler:
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         """Match what follows the device's part, as if nothing came before it."""
         first = num_computed_tokens // self.block_size
-        keys = self._keys(request, first * self.block_size)
         max_length = request.num_tokens - 1 - num_computed_tokens
-        if not keys[self.full] or max_length <= 0:
-            return 0, False
-        length, _ = self._find(keys, max_length)
+        max_blocks = max(max_length, 0) // self.block_size
+        keys = request.block_keys[first:][:max_blocks]
+        length = len(self._find(keys)) * self.block_size
         return length, length > 0
 
     def update_state_after_alloc(self, request, block_ids, num_external_tokens):
-        tables = self._by_group(block_ids)
         if not self.lazy:
             store = self.stores.get(request.request_id)
             if store is None:
-                store = self.stores[request.request_id] = Store(request, [], [])
+                store = self.stores[request.request_id] = Store(request, [])
             if not store.is_running:
-                store.device_blocks = [list(table) for table in tables]
-                store.num_seen = [0] * len(tables)
+                store.device_blocks = list(block_ids)
+                store.num_seen = 0
         if num_external_tokens == 0:
             return
         blocks = self.device_pool.blocks
-        num_cached = sum(blocks[i].key is not None for i in tables[self.full])
-        start = num_cached * self.block_size
-        end = start + num_external_tokens
-        keys = self._keys(request, start, end)
-        length, hits_by_group = self._find(keys, len(keys[self.full]) * self.block_size)
-        assert length == num_external_tokens, (
-            f"{num_external_tokens} tokens were promised, {length} are there"
+        start = sum(blocks[i].key is not None for i in block_ids)
+        end = start + num_external_tokens // self.block_size
+        host_blocks = self._find(request.block_keys[start:end])
+        assert len(host_blocks) == end - start, (
+            f"{end - start} blocks were promised, {len(host_blocks)} are there"
         )
-        device_blocks, host_blocks = [], []
-        for spec, table, hits in zip(self.specs, tables, hits_by_group, strict=True):
-            # The hits are the last blocks of what is computed then.
-            place = cdiv(end, spec.block_size) - len(hits)
-            for device_block, hit in zip(table[place:], hits, strict=False):
-                if hit is not None:
-                    device_blocks.append(device_block)
-                    host_blocks.append(hit)
+        device_blocks = block_ids[start:end]
         self.host_pool.touch(host_blocks)
         self.device_pool.touch([blocks[i] for i in device_blocks])
         assert request.request_id not in self.loads
@@ -173,7 +140,7 @@ class ReferenceScheduler:
         for request_id in output.preempted_req_ids:
             if request_id in self.stores:
                 self.stores[request_id].is_running = False
-        return Metadata(
+        return OffloadMetadata(
             load_event=load_event,
             load_device_blocks=device_blocks,
             load_host_blocks=host_blocks,
@@ -204,22 +171,15 @@ class ReferenceScheduler:
             store.is_finished = True
             self._forget_if_done(request.request_id)
 
-    def _by_group(self, block_ids):
-        return [block_ids] if len(self.specs) == 1 else block_ids
-
-    def _keys(self, request, start, end=None):
-        """Each group's keys of the tokens from `start` to `end`."""
-        by_group = getattr(request, "block_keys_by_group", None)
-        if by_group is None:
-            by_group = [request.block_keys]
-        return [
-            keys[start // spec.block_size : end and end // spec.block_size]
-            for spec, keys in zip(self.specs, by_group, strict=True)
-        ]
-
-    def _find(self, keys, max_length):
-        cached = self.host_pool.get_cached_block
-        return find_longest_cache_hit(self.specs, keys, cached, max_length)
+    def _find(self, keys):
+        """Return the host's blocks for a prefix of these keys."""
+        blocks = []
+        for key in keys:
+            block = self.host_pool.get_cached_block(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
 
     def _take_host_blocks(self, device_blocks):
         """Find places for blocks. Their keys are known here but not yet findable."""
@@ -240,20 +200,11 @@ class ReferenceScheduler:
             if store is None or store.is_finished:
                 continue
             store.is_running = True
-            new = output.new_block_ids.get(request_id)
-            if new:
-                groups = zip(store.device_blocks, self._by_group(new), strict=True)
-                for table, new_blocks in groups:
-                    table.extend(new_blocks)
+            store.device_blocks.extend(output.new_block_ids.get(request_id) or ())
             if num_tokens == 0:
                 continue
             picked = []
-            for group in range(len(self.specs)):
-                num_free, ran_out = self._scan(
-                    store, group, this_step, picked, num_free
-                )
-                if ran_out:
-                    break
+            num_free = self._scan(store, this_step, picked, num_free)
             if picked:
                 ids = [block.block_id for block in picked]
                 merged.host_blocks += self._take_host_blocks(picked)
@@ -262,16 +213,14 @@ class ReferenceScheduler:
                 request_ids.append(request_id)
         return merged, request_ids
 
-    def _scan(self, store, group, this_step, picked, num_free):
-        """Go on where the last scan ended; say what room is left, if it ran out."""
+    def _scan(self, store, this_step, picked, num_free):
+        """Go on where the last scan ended; return the room that is left."""
         blocks = self.device_pool.blocks
         is_cached = self.host_pool.get_cached_block
-        seen = store.num_seen[group]
         certain = store.request.num_computed_tokens
         certain -= getattr(store.request, "num_output_placeholders", 0)
-        ready = certain // self.specs[group].block_size
-        ran_out = False
-        for block_id in store.device_blocks[group][seen:ready]:
+        ready = certain // self.block_size
+        for block_id in store.device_blocks[store.num_seen : ready]:
             block = blocks[block_id]
             if not block.is_null:
                 key = block.key
@@ -279,13 +228,11 @@ class ReferenceScheduler:
                     break
                 if block_id not in this_step and is_cached(key) is None:
                     if num_free <= 0:
-                        ran_out = True
                         break
                     num_free -= 1
                     picked.append(block)
-            seen += 1
-        store.num_seen[group] = seen
-        return num_free, ran_out
+            store.num_seen += 1
+        return num_free
 
     def _scan_free_queue(self):
         """Collect from the blocks that are evicted next, on from the last visited."""
@@ -346,13 +293,3 @@ class ReferenceScheduler:
     def _forget_if_done(self, request_id):
         if not self.stores[request_id].events:
             del self.stores[request_id]
-
-    @staticmethod
-    def _lazy_share(spec, max_num_batched_tokens):
-        match spec:
-            case Mamba():
-                return 2
-            case SlidingWindow(block_size, window):
-                return cdiv(window, block_size) + 1
-            case _:
-                return cdiv(max_num_batched_tokens, spec.block_size)

@@ -27,6 +27,11 @@ class Stored:
     evicted: list
 
 
+def idle_keys(blocks, protected):
+    """List the keys whose blocks may be evicted, in the order of `blocks`."""
+    return [k for k, b in blocks.items() if b.ref_cnt == 0 and k not in protected]
+
+
 class ReferenceLRU:
     def __init__(self, num_blocks):
         self.blocks = OrderedDict()  # the least recently used first
@@ -49,11 +54,7 @@ class ReferenceLRU:
                 self.blocks.move_to_end(key)
 
     def evict(self, num, protected):
-        evictable = [
-            key
-            for key, block in self.blocks.items()
-            if block.ref_cnt == 0 and key not in protected
-        ]
+        evictable = idle_keys(self.blocks, protected)
         if len(evictable) < num:
             return None
         return [(key, self.blocks.pop(key)) for key in evictable[:num]]

@@ -1,5 +1,7 @@
 """A plain-Python twin of retention by priority, for the twin of the manager."""
 
+from tests.reference.offloading_manager import idle_keys
+
 HALF_TIME = 2**31
 
 
@@ -86,11 +88,7 @@ class ReferenceRetained:
 
     def evict(self, num, protected):
         priorities = {key: self.priority(key) for key in self.blocks}
-        idle = [
-            key
-            for key, block in self.blocks.items()
-            if block.ref_cnt == 0 and key not in protected
-        ]
+        idle = idle_keys(self.blocks, protected)
         if len(idle) < num:
             return None
         highest = sorted(priorities[key] for key in idle)[num - 1]

@@ -2,6 +2,8 @@
 
 from collections import OrderedDict
 
+from tests.reference.offloading_manager import idle_keys
+
 
 class ReferenceSLRU:
     def __init__(self, num_blocks):
@@ -42,11 +44,7 @@ class ReferenceSLRU:
             self.probation[key] = block
 
     def evict(self, num, protected):
-        evictable = [
-            key
-            for key, block in [*self.probation.items(), *self.protected.items()]
-            if block.ref_cnt == 0 and key not in protected
-        ][:num]
+        evictable = idle_keys(self.blocks, protected)[:num]
         if len(evictable) < num:
             return None
         victims = [(key, self.get(key)) for key in evictable]

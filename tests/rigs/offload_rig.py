@@ -164,23 +164,25 @@ class Rig:
     def admit(self, request, take=None):
         """Allocate blocks; return the accepted tokens, None if it must ask again."""
         num_local, tables = self.find(request)
-        for table in tables:
-            self.pool.touch(table)
+        hits = [block for table in tables for block in table[::-1]]
+        self.pool.touch(hits)
         offer, takes_time = self.query(request, num_local)
         if offer is None:
-            for table in tables:
-                self.pool.free(table[::-1])
+            self.pool.free(hits)
             return None
         if take is not None:
             offer = min(offer, take)
         total = num_local + offer
-        request.tables = []
+        num_missing = []
         for spec, table in zip(self.groups, tables, strict=True):
-            first = first_read(spec, total)
+            table += [NULL_BLOCK] * (first_read(spec, total) - len(table))
             num = -(-request.num_tokens // spec.block_size)
-            skipped = [NULL_BLOCK] * max(first - len(table), 0)
-            table += skipped
-            request.tables.append(table + self.pool.allocate(num - len(table)))
+            num_missing.append(num - len(table))
+        if sum(num_missing) > self.pool.num_free:
+            self.pool.free(hits)
+            return self.give_up(request)
+        pairs = zip(tables, num_missing, strict=True)
+        request.tables = [table + self.pool.allocate(num) for table, num in pairs]
         request.num_computed_tokens = num_local
         after = self.scheduler.update_state_after_alloc(request, request.table, offer)
         # This engine allocates no block that the next token does not read.
@@ -192,6 +194,9 @@ class Rig:
             request.num_computed_tokens += offer
             request.loading_tokens = 0
         return offer
+
+    def give_up(self, request):
+        raise AssertionError(f"the device has no room for {request.request_id}")
 
     def step(self, preempted=(), *, tokens=None, **blocks):
         """Start a step's transfers, then compute blocks or tokens."""

@@ -1,4 +1,4 @@
-"""Calls with every wrong value of every argument."""
+"""Calls with every wrong value of every argument, and values that are long to show."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,20 @@ WRONG = (
     *(None, True, -1, 1.5, float("nan"), 10**30, "x", b"x"),
     *([None], [1.5], ["a"], {}, object(), len, np.ones(3), np.ones((2, 2), int)),
 )
+LONG = "x" * 100_000
+SURROGATE = "\ud800"
+# Messages must show each of them in one short printable line.
+AWKWARD = [
+    *(LONG, SURROGATE, "two\nlines", "\x00", "\x1b[31m", ""),
+    *(10**400, -(10**5000), float("nan"), float("inf")),
+    *(None, True, b"\xff" * 100_000, [[[]]], {}, np.ma.masked, object()),
+    *(np.zeros((300, 300)), np.arange(2000.0), [LONG] * 3, [1.5] * 100_000),
+]
+
+
+def is_short_line(text):
+    """Whether a text is one line, not long, that any stream can print."""
+    return text.isprintable() and len(text) < 1000
 
 
 def wrong_calls(arguments):

@@ -311,12 +311,20 @@ def test_times_never_repeat_and_lines_come_as_requests_end(path):
     assert [line["t"] for line in requests_of(path)] == [0.003, 0.001, 0.002]
 
 
-def test_files_are_rotated_and_bounded(path):
+@pytest.mark.parametrize(
+    ("max_files", "num_requests", "num_blocks", "min_kept"),
+    # Of each file but the newest, less than a piece is left free.
+    [(3, 150, 2000, 60), (1, 5, 20_000, 0)],
+)
+def test_files_are_rotated_and_bounded(
+    path, max_files, num_requests, num_blocks, min_kept
+):
     rng = random.Random(6)
-    with described(path, max_bytes=MIN_BYTES, max_files=3) as recorder:
-        serve(recorder, *range(150), num_blocks=2000, rng=rng)
-    assert recorder.stats == RecordStats(150, 0)
-    names = ["requests.jsonl", "requests.jsonl.1", "requests.jsonl.2"]
+    with described(path, max_bytes=MIN_BYTES, max_files=max_files) as recorder:
+        serve(recorder, *range(num_requests), num_blocks=num_blocks, rng=rng)
+    assert recorder.stats == RecordStats(num_requests, 0)
+    names = [f"requests.jsonl.{number}" for number in range(1, max_files)]
+    names = ["requests.jsonl", *names]
     assert sorted(os.listdir(path.parent)) == names
     lines, part_numbers = [], []
     for name in reversed(names):
@@ -325,23 +333,11 @@ def test_files_are_rotated_and_bounded(path):
         header, *rest = lines_of(file)
         part_numbers.append(header["part"])
         lines += rest
-    assert part_numbers == list(range(part_numbers[0], part_numbers[0] + 3))
+    assert part_numbers == list(range(part_numbers[0], part_numbers[0] + max_files))
     assert part_numbers[0] > 0
     times = [line["t"] for line in lines]
     assert times == sorted(times)
-    # Of each file but the newest, less than a piece is left free.
-    assert len(lines) > 60
-
-
-def test_max_files_1_keeps_one_file(path):
-    rng = random.Random(6)
-    with described(path, max_bytes=MIN_BYTES, max_files=1) as recorder:
-        serve(recorder, *range(5), num_blocks=20_000, rng=rng)
-    assert os.listdir(path.parent) == ["requests.jsonl"]
-    header, last = lines_of(path)
-    assert header["part"] == 2
-    assert last["in"] == 20_000
-    assert recorder.stats == RecordStats(5, 0)
+    assert len(lines) > min_kept
 
 
 def test_a_file_of_an_earlier_run_is_kept_and_a_link_stays_a_link(path, tmp_path):
@@ -565,13 +561,3 @@ def test_a_configuration_makes_the_recorder_of_its_scheduler(path):
     ):
         with pytest.raises(ValueError, match=match):
             OffloadConfig(record=str(path), **wrong)
-
-
-def test_the_first_of_several_processes_records(path, monkeypatch):
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    config = OffloadConfig(record=str(path))
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert config.make_recorder() is None
-    monkeypatch.setattr(jax, "process_index", lambda: 0)
-    config.make_recorder().close()
-    assert path.exists()

@@ -11,6 +11,8 @@ import pytest
 from jaxkv import OffloadWorker, TransferEngine
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
 from jaxkv.transfer.tickets import Piece
+from tests.scheduling.test_worker import Clock
+from tests.transfer.numbered import check_at_rest
 
 NUM_BLOCKS = 64
 EXTENT_BLOCKS = 4
@@ -93,11 +95,6 @@ class Loading:
             seen.append(ConnectorOutput.aggregate(outputs))
         return seen
 
-    def check_idle(self):
-        engine = self.engine
-        assert engine.num_in_flight == engine.num_waiting == engine.bytes_in_flight == 0
-        assert engine._table.num_pins == 0
-
 
 @pytest.fixture
 def piecewise(monkeypatch):
@@ -128,7 +125,7 @@ def test_a_short_load_waits_for_a_long_one_of_its_step(mode, piecewise):
         assert seen[5] == ConnectorOutput(finished_recving=("long",))
         assert loading.blocks(32, 20) == [*range(20)]
         assert loading.blocks(60, 2) == [24, 25]
-        loading.check_idle()
+        check_at_rest(loading.engine)
 
 
 @modes
@@ -154,7 +151,7 @@ def test_a_step_without_sizes_is_reported_together_and_wrong_ones_are_refused():
     for sizes in ([20, 3], [23, -1], [22]):
         with pytest.raises(ValueError, match="sizes="):
             loading.load_each([*range(20), 24], [*range(40, 61)], sizes)
-    loading.check_idle()
+    check_at_rest(loading.engine)
     loading.start(dataclasses.replace(meta, load_sizes=()))
     assert loading.worker.num_in_flight == 1
     assert loading.drain().finished_recving == ("long", "short")
@@ -181,14 +178,7 @@ def test_a_load_that_fails_does_not_fail_those_beside_it(monkeypatch):
     assert sorted(output.failed_recving) == ["bad", "both"]
     assert loading.blocks(32, 1) == [0]
     assert loading.blocks(40, 2) == [40, 41]
-    loading.check_idle()
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
+    check_at_rest(loading.engine)
 
 
 def test_a_deadline_ends_the_long_load_alone(piecewise):
@@ -198,7 +188,7 @@ def test_a_deadline_ends_the_long_load_alone(piecewise):
     loading.next_piece()
     loading.start(plan())
     assert loading.worker.poll() == ConnectorOutput(finished_recving=("short",))
-    clock.now_s = 6.0
+    clock.now_s += 6.0
     assert loading.worker.poll() == ConnectorOutput(failed_recving=("long",))
     assert loading.worker.num_in_flight == 0
     assert loading.blocks(60, 2) == [24, 25]
@@ -287,7 +277,7 @@ def test_random_loads_failures_and_aborts_leave_every_block_right(
             contents = np.asarray(loading.pool[0])[rest, 0, 0]
             np.testing.assert_array_equal(contents, truth[rest])
     loading.pool, _ = engine.drain(loading.pool)
-    loading.check_idle()
+    check_at_rest(loading.engine)
     assert counts["finished"] > 5
     assert counts["abandoned"] > 2
     assert (counts["failed"] > 1) == (mode == "staged")

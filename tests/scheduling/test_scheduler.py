@@ -1,7 +1,6 @@
 """The offload scheduler's contract, one call at a time."""
 
 import itertools
-import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -450,24 +449,6 @@ def test_a_pool_that_is_not_that_of_the_arrays_or_groups_is_refused():
     unbound = OffloadScheduler(BLOCK_SIZE, 4)
     with pytest.raises(RuntimeError, match="bind_device_block_pool"):
         unbound.update_state_after_alloc(make_request("one", 1), [1, 2], 0)
-
-
-def test_a_request_without_attributes_is_refused_with_what_it_lacks():
-    rig = Rig()
-    request = types.SimpleNamespace(request_id="a", num_tokens=5)
-    for name, arguments in {
-        "get_num_new_matched_tokens": (0,),
-        "explain": (),
-        "update_state_after_alloc": ([1], 0),
-        "request_preempted": (),
-        "request_finished": (),
-    }.items():
-        call = getattr(rig.scheduler, name)
-        for wrong, what in (
-            (request, "it lacks block_keys, num_computed_tokens"),
-            (None, "request=None must have the attributes of"),
-        ):
-            check_refused(rig, what, call, wrong, *arguments, error=TypeError)
 
 
 def test_more_blocks_than_ids_are_refused_before_memory_is_asked_for():

@@ -5,11 +5,9 @@ import numpy as np
 import pytest
 
 from jaxkv import ConfigError
-from jaxkv.keys.packed import words_to_keys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.whatif import shadows as shadows_lib
-from jaxkv.tools.replay.traces import keys_of, read_trace
-from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, FakeRequest, Rig, modes
+from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, Rig, modes
 from tests.rigs.traffic import Traffic
 
 
@@ -44,24 +42,6 @@ def test_the_shadow_of_what_serves_is_in_step_with_it(mode, policy, options):
         options |= {"max_num_batched_tokens": 16}
     traffic = Traffic(1, mode=mode, policy=policy, shadow=f"{policy}*1,2", **options)
     check_same(traffic.run(3000))
-
-
-@modes
-def test_the_serving_shadow_keeps_step_over_a_recorded_trace(shared_traces, mode):
-    trace = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
-    rig = Rig(
-        mode=mode,
-        device_blocks=400,
-        host_blocks=2000,
-        max_num_batched_tokens=400,
-        shadow="lru*1,4",
-    )
-    for number in range(trace.num_requests):
-        ids = trace.ids[trace.offsets[number] : trace.offsets[number + 1]]
-        keys = words_to_keys(keys_of(ids))
-        num_tokens = BLOCK_SIZE * len(keys) + 1
-        rig.run(FakeRequest(f"{number}", [keys], num_tokens, num_tokens))
-    check_same(rig.scheduler)
 
 
 @modes

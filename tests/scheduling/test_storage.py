@@ -156,15 +156,13 @@ def test_rates_decide_about_loads_from_every_tier_below():
         assert answer == ((0, False) if is_slow else (None, False)), (num, rates)
 
 
-def test_wrong_rates_are_refused_and_change_nothing():
+def test_wrong_rates_of_tiers_below_are_refused_and_change_nothing():
     scheduler = make_tiers(2)
     scheduler.note_rates(1e9, 1e3, (1e9, 1.0))
     for rates, message in (
-        ((1e9, 1e3, (1.0,)), "has 1 rates for 2 tiers"),
-        ((1e9, 1e3, (1e9, -1.0)), "at least 0"),
-        ((1e9, 1e3, float("nan")), "at least 0"),
-        ((-1.0, 1e3, 1e9), "at least 0"),
+        ((1.0,), "has 1 rates for 2 tiers"),
+        ((1e9, -1.0), "at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            scheduler.note_rates(*rates)
+            scheduler.note_rates(1e9, 1e3, rates)
     assert scheduler.get_num_new_matched_tokens(make_request("a", 1, 2), 0)[0] == 0

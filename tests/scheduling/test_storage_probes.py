@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import signal
-import socket
 import threading
 from types import SimpleNamespace
 
@@ -29,12 +28,7 @@ from tests.rigs.offload_rig import (
     make_keys,
     make_request,
 )
-from tests.rigs.servers import (
-    mooncake_lender,
-    mooncake_master,
-    redis_server,
-    s3_server,
-)
+from tests.rigs.servers import mooncake_master
 from tests.rigs.waiting import wait_for
 
 PROBE_S = 0.005
@@ -400,32 +394,15 @@ def test_of_several_shards_each_process_asks_for_its_own():
 # Two engines on one store.
 
 
-@pytest.fixture(params=["folder", "memory", "redis", "s3", "mooncake"])
-def url(request, tmp_path, monkeypatch):
-    """A store of each kind, which is empty."""
-    with contextlib.ExitStack() as stack:
-        match request.param:
-            case "folder":
-                yield str(tmp_path)
-            case "memory":
-                yield f"memory://{tmp_path}"
-            case "redis":
-                yield stack.enter_context(redis_server(tmp_path))[0]
-            case "mooncake":
-                url, _ = stack.enter_context(mooncake_master())
-                stack.enter_context(mooncake_lender(url))
-                yield url
-            case "s3":
-                monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-                monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-                endpoint, _ = stack.enter_context(s3_server("blocks"))
-                yield f"s3://blocks/model?endpoint={endpoint}"
-
-
-def test_a_second_engine_finds_all_that_the_first_has_written_without_a_listing(url):
+def test_a_second_engine_finds_all_that_the_first_has_written_without_a_listing(
+    tmp_path,
+):
     now_s = [0.0]  # No answer is late.
     options = {"storage_list_s": 0.0, "storage_probe_s": 5.0, "clock": lambda: now_s[0]}
-    with StoredEngine(url, **options) as first, StoredEngine(url, **options) as second:
+    with (
+        StoredEngine(tmp_path, **options) as first,
+        StoredEngine(tmp_path, **options) as second,
+    ):
         path = range(1, 25)
         keys = make_keys(*path)
         assert second.num_found(make_request("early", *path)) == 0
@@ -436,27 +413,6 @@ def test_a_second_engine_finds_all_that_the_first_has_written_without_a_listing(
         assert first.storage.num_probes["found"] == 0
         blocks = np.asarray(first.pool[0])[1:25]
         assert second.bytes_of(keys) == [block.tobytes() for block in blocks]
-
-
-@pytest.fixture(params=["folder", "redis", "s3"])
-def dead_url(request, tmp_path, monkeypatch):
-    """A store of each kind that takes calls and never answers."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "folder":
-            # As of a file server that is gone.
-            is_over = threading.Event()
-            stack.callback(is_over.set)
-            monkeypatch.setattr(LocalStore, "exists", lambda *_: is_over.wait())
-            yield str(tmp_path)
-            return
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        where = f"127.0.0.1:{server.getsockname()[1]}"
-        if request.param == "redis":
-            yield f"redis://{where}/0"
-            return
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        yield f"s3://blocks/model?endpoint=http://{where}"
 
 
 def check_delay(url, before=lambda: None, is_asked_before=False):
@@ -480,8 +436,15 @@ def check_delay(url, before=lambda: None, is_asked_before=False):
         assert engine.scheduler.explain(request).num_offered_tokens == 0
 
 
-def test_a_dead_store_delays_a_request_by_its_deadline_and_no_more(dead_url):
-    check_delay(dead_url)
+def test_a_dead_store_delays_a_request_by_its_deadline_and_no_more(
+    tmp_path, monkeypatch
+):
+    is_over = threading.Event()
+    with contextlib.ExitStack() as stack:
+        stack.callback(is_over.set)
+        # As of a file server that is gone.
+        monkeypatch.setattr(LocalStore, "exists", lambda *_: is_over.wait())
+        check_delay(tmp_path)
 
 
 def test_a_master_of_mooncake_that_hangs_delays_a_request_by_its_deadline():

@@ -4,8 +4,6 @@ import random
 
 import pytest
 
-from jaxkv.types import NULL_BLOCK
-from tests.reference.longest import first_read
 from tests.rigs.offload_rig import BLOCK_SIZE, FULL, HYBRID, StoreRig
 
 NUM_REQUESTS, PREFIX_BLOCKS = 50, 4
@@ -80,39 +78,18 @@ class QueueRig(StoreRig):
         elif self.order == "random":
             self.rng.shuffle(candidates)
         for request in candidates:
-            answer = self.try_to_admit(request)
-            if answer == "no room" and self.after_offer[1] == "stop":
-                return
-            if answer == "ask again" and self.after_none == "stop":
+            self.has_room = True
+            if self.admit(request) is not None:
+                self.waiting.remove(request)
+            elif (self.after_none if self.has_room else self.after_offer[1]) == "stop":
                 return
 
-    def try_to_admit(self, request):
-        num_local, tables = self.find(request)
-        hits = [block for table in tables for block in table[::-1]]
-        self.pool.touch(hits)
-        offer, _ = self.query(request, num_local)
-        if offer is None:
-            self.pool.free(hits)
-            return "ask again"
-        wanted = []
-        for spec, table in zip(self.groups, tables, strict=True):
-            table += [NULL_BLOCK] * (first_read(spec, num_local + offer) - len(table))
-            wanted.append(-(-request.num_tokens // spec.block_size) - len(table))
-        if sum(wanted) > self.pool.num_free:
-            self.pool.free(hits)
-            if self.after_offer[0] == "decline":
-                self.take(request, [], 0)
-            elif self.after_offer[0] == "preempted":
-                self.scheduler.request_preempted(request)
-            return "no room"
-        pairs = zip(tables, wanted, strict=True)
-        request.tables = [table + self.pool.allocate(num) for table, num in pairs]
-        request.num_computed_tokens = num_local
-        self.take(request, request.table, offer)
-        request.loading_tokens = offer
-        self.requests[request.request_id] = request
-        self.waiting.remove(request)
-        return "admitted"
+    def give_up(self, request):
+        self.has_room = False
+        if self.after_offer[0] == "decline":
+            self.take(request, [], 0)
+        elif self.after_offer[0] == "preempted":
+            self.scheduler.request_preempted(request)
 
 
 ENGINES = {

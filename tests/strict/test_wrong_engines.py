@@ -82,15 +82,23 @@ def test_an_engine_with_larger_groups_than_blocks_is_refused_without_strict_part
         serve_twice(engine, prompts, size.num_new)
 
 
+def check_serves(engine, size, prompts):
+    """Serve the prompts twice, and compare all tokens; return the second hits."""
+    expected = [answer(prompt, size.num_new, engine.windows) for prompt in prompts]
+    rounds = serve_twice(engine, prompts, size.num_new)
+    for answers in rounds:
+        assert [tokens for tokens, _ in answers] == expected
+    assert engine.worker.bytes_loaded > 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks - 1
+    return [num_hits for _, num_hits in rounds[1]]
+
+
 def test_a_correct_engine_passes_and_gets_its_blocks_back(setup):
     size, prompts = setup
     engine = Right(size.device_blocks, size.host_blocks)
-    first, second = serve_twice(engine, prompts, size.num_new)
-    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
     # All full blocks except the last token's.
     num_hit = (size.prompt_tokens - 1) // BLOCK * BLOCK
-    assert [hit for _, hit in second] == [num_hit] * size.num_prompts
-    assert engine.worker.bytes_loaded > 0
+    assert check_serves(engine, size, prompts) == [num_hit] * size.num_prompts
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -100,13 +108,7 @@ def test_an_engine_with_a_pool_of_its_own_passes(seed, monkeypatch):
     monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "3")
     monkeypatch.setattr(jaxkv, "DeviceBlockPool", OwnPool)
     engine = Right(SMALL.device_blocks, SMALL.host_blocks)
-    prompts = SMALL.prompts(seed)
-    for answers in serve_twice(engine, prompts, SMALL.num_new):
-        assert [tokens for tokens, _ in answers] == [
-            answer(prompt, SMALL.num_new) for prompt in prompts
-        ]
-    assert engine.worker.bytes_loaded > 0
-    assert engine.blocks.num_free == engine.blocks.num_blocks - 1
+    check_serves(engine, SMALL, SMALL.prompts(seed))
 
 
 def test_a_correct_engine_may_take_each_step_on_another_thread(setup):
@@ -121,11 +123,7 @@ def test_a_correct_engine_may_take_each_step_on_another_thread(setup):
                 thread.submit(super().step, running).result()
 
         engine = StepsOnTwoThreads(size.device_blocks, size.host_blocks)
-        for answers in serve_twice(engine, prompts, size.num_new):
-            assert [tokens for tokens, _ in answers] == [
-                answer(prompt, size.num_new) for prompt in prompts
-            ]
-    assert engine.worker.bytes_loaded > 0
+        check_serves(engine, size, prompts)
 
 
 def test_the_right_engine_computes_what_loads_that_fail_were_to_bring(
@@ -134,11 +132,8 @@ def test_the_right_engine_computes_what_loads_that_fail_were_to_bring(
     monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "2")
     size, prompts = setup
     engine = Right(size.device_blocks, size.host_blocks)
-    first, second = serve_twice(engine, prompts, size.num_new)
-    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
-    stats = engine.scheduler.stats
-    assert stats.num_loads_failed >= 1
-    assert stats.num_loads >= 1
+    check_serves(engine, size, prompts)
+    assert engine.scheduler.stats.num_loads_failed >= 1
 
 
 def test_failed_loads_leave_no_garbage_for_an_engine_that_masks_by_multiplying(
@@ -203,11 +198,8 @@ def test_an_engine_may_preempt_a_request_whose_load_failed(setup, monkeypatch):
 
     monkeypatch.setattr(scheduler, "update_connector_output", preempt_failed)
     monkeypatch.setattr(scheduler, "build_connector_meta", name_preempted)
-    expected = [answer(prompt, size.num_new) for prompt in prompts]
-    for answers in serve_twice(engine, prompts, size.num_new):
-        assert [tokens for tokens, _ in answers] == expected
+    check_serves(engine, size, prompts)
     assert scheduler.stats.num_loads_failed > 0
-    assert engine.blocks.num_free == engine.blocks.num_blocks - 1
 
 
 def test_an_engine_that_goes_on_after_a_failed_load_is_refused(setup, monkeypatch):
@@ -225,6 +217,4 @@ def test_a_correct_hybrid_engine_passes(setup):
     size, prompts = setup
     groups = FullAttention(BLOCK), SlidingWindow(BLOCK, 10)
     engine = Right(2 * size.device_blocks, 2 * size.host_blocks, groups)
-    first, second = serve_twice(engine, prompts, size.num_new)
-    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
-    assert engine.worker.bytes_loaded > 0
+    check_serves(engine, size, prompts)

@@ -1,7 +1,5 @@
 """`DeviceBlockPool` against vLLM's block pool in plain Python, and its refusals."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -228,22 +226,8 @@ def test_what_is_refused_changes_nothing(pool):
         (lambda: pool.cache([1], []), r"len\(ids\)=1 .* len\(keys\)=0"),
         (lambda: pool.holds([1, 2], [b"a"]), r"len\(ids\)=2 .* len\(keys\)=1"),
         (lambda: pool.note_copies([1, 2], [0]), "1 copies must be one for each of 2"),
-    ]
-    calls = [
-        *(pool.touch, pool.free, pool.pin, pool.unpin, pool.evict, pool.counts),
-        lambda ids: pool.cache(ids, [b"k"] * len(ids)),
-        lambda ids: pool.holds(ids, [b"k"] * len(ids)),
-    ]
-    wrong_ids = (24, r"must be in \[0, 24\)"), (-1, "must be in"), (2**70, "64 bits")
-    refused += [
-        (functools.partial(call, [1, wrong]), f"block_id={wrong} .*{why}")
-        for call in calls
-        for wrong, why in wrong_ids
-    ]
-    refused += [
-        (functools.partial(call, ids), "flat list of ints")
-        for call in calls
-        for ids in ([1, "x"], [1.0], [[1]], ["1"])
+        (lambda: pool.pin([1, "x"]), "flat list of ints"),
+        (lambda: pool.pin([1, 2**70]), f"block_id={2**70} has more than 64 bits"),
     ]
     for call, message in refused:
         with pytest.raises((TypeError, ValueError), match=message):

@@ -278,6 +278,18 @@ class Trio:
             assert self.snapshot(real.executor.state.policy) == expected
             assert self.on_arrays(real.snapshot().policy) == expected
         self.compare_blocks()
+        if self.real[0].retains and self.twin.policy.now_ms is not None:
+            self.compare_priorities()
+
+    def compare_priorities(self):
+        for real in self.real:
+            state = real.executor.state.policy
+            priorities, terms = np.asarray(state.priorities), np.asarray(state.terms)
+            for key, block in self.twin.blocks.items():
+                start, half_life, ttl = terms[block.block_id].tolist()
+                retention = int(priorities[block.block_id]), half_life, ttl, start
+                expected = self.twin.policy.priority(key)
+                assert self.twin.policy.left_of(retention) == expected, key
 
     def on_arrays(self, shown):
         return {
@@ -293,8 +305,9 @@ class Trio:
             shown = real.snapshot()
             assert shown.ref_cnt == {key: b.ref_cnt for key, b in blocks.items()}
             assert shown.block_ids == {key: b.block_id for key, b in blocks.items()}
-            all_ids = sorted([*shown.block_ids.values(), *shown.free_ids])
-            assert all_ids == list(range(self.num_blocks))
+            # Free ids are listed as they will be handed out.
+            unused = range(self.twin.num_allocated, self.num_blocks)
+            assert shown.free_ids == [*unused, *reversed(self.twin.freed)]
             assert real.num_held_blocks == len(blocks)
         ready = [key in blocks and blocks[key].ref_cnt >= 0 for key in self.universe]
         assert (self.real[0].find(self.universe) != NO_BLOCK).tolist() == ready

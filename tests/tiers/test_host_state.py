@@ -72,37 +72,37 @@ def requests(num):
     return jnp.stack(keys), jnp.asarray(rng.integers(1, WIDTH + 1, num), jnp.int32)
 
 
-def test_scan_with_donation_equals_calls_one_by_one(policy):
-    keys, counts = requests(20)
+def test_scans_and_vmaps_over_caches_with_donation_equal_calls_one_by_one(policy):
+    num_caches = 3
+    keys, counts = requests(8 * num_caches)
+    keys, counts = (
+        np.asarray(array).reshape(num_caches, 8, *array.shape[1:])
+        for array in (keys, counts)
+    )
 
     def replay(state, keys, counts):
         return jax.lax.scan(
             lambda s, x: request_step(policy, s, *x), state, (keys, counts)
         )
 
-    scanned = jax.jit(replay, donate_argnums=0)(host_state.init(policy), keys, counts)
-    step = jax.jit(chex.assert_max_traces(request_step, n=1), static_argnums=0)
-    state, answers = host_state.init(policy), []
-    for key, count in zip(keys, counts, strict=True):
-        state, answer = step(policy, state, key, count)
-        answers.append(answer)
-    assert any(int(hits) for hits, _, _ in answers)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *answers)
-    chex.assert_trees_all_equal(scanned, (state, stacked))
-
-
-def test_vmap_over_caches_equals_each_alone(policy):
-    keys, counts = requests(8)
     # NumPy, as JAX would compile for every shape.
-    state = jax.tree.map(np.array, host_state.init(policy))
-    states = jax.tree.map(lambda leaf: np.stack([leaf] * 8), state)
-    step = jax.jit(jax.vmap(lambda *args: request_step(policy, *args)))
-    together = jax.tree.map(np.array, step(states, keys, counts))
-    alone_step = jax.jit(request_step, static_argnums=0)
-    for cache in range(8):
-        alone = alone_step(policy, state, keys[cache], counts[cache])
+    first = jax.tree.map(np.array, host_state.init(policy))
+    states = jax.tree.map(lambda leaf: np.stack([leaf] * num_caches), first)
+    together = jax.jit(jax.vmap(replay), donate_argnums=0)
+    together = together(jax.device_put(states), keys, counts)
+    together = jax.tree.map(np.asarray, together)
+    step = jax.jit(chex.assert_max_traces(request_step, n=1), static_argnums=0)
+    num_hits = 0
+    for cache in range(num_caches):
+        state, answers = first, []
+        for key, count in zip(keys[cache], counts[cache], strict=True):
+            state, answer = step(policy, state, key, count)
+            answers.append(answer)
+            num_hits += int(answer[0])
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *answers)
         single = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
-        chex.assert_trees_all_equal(single, alone)
+        chex.assert_trees_all_equal(single, (state, stacked))
+    assert num_hits
 
 
 @pytest.mark.parametrize("name", ["lru", "hazard"])

@@ -32,31 +32,20 @@ def test_equals_a_count_over_the_latest_keys():
 
 
 def test_the_head_of_an_unknown_prompt_passes_and_the_rest_next_time():
-    scans = ReuseFilter(threshold=0, max_size=100, max_unseen=2)
-    prompt = [b"a", b"b", b"c", b"d"]
-    scans.count(prompt)
-    assert scans.passes(prompt) == [True, True, False, False]
-    scans.count(prompt[:3])
-    assert scans.passes(prompt) == [True, True, True, False]
-
-
-def test_known_blocks_of_a_prompt_do_not_count_as_unseen():
-    scans = ReuseFilter(threshold=0, max_size=100, max_unseen=1)
-    scans.count([b"system"])
-    scans.count([b"system", b"a", b"b"])
-    assert scans.passes([b"system", b"a", b"b"]) == [True, True, False]
-
-
-def test_a_key_twice_in_one_prompt_is_not_asked_for_again():
-    scans = ReuseFilter(threshold=0, max_size=100, max_unseen=1)
-    scans.count([b"a", b"b", b"b", b"c"])
-    assert scans.passes([b"a", b"b", b"c"]) == [True, False, False]
-
-
-def test_none_may_pass_at_first_sight():
-    once = ReuseFilter(threshold=0, max_size=100, max_unseen=0)
-    once.count([b"a"])
-    assert once.passes([b"a", b"generated"]) == [False, True]
+    for max_unseen, prompts, keys, expected in (
+        (2, ("abcd",), "abcd", "1100"),
+        (2, ("abcd", "abc"), "abcd", "1110"),
+        # Known blocks do not count as unseen, and a repeated key counts once.
+        (1, ("s", "sab"), "sab", "110"),
+        (1, ("abbc",), "abc", "100"),
+        # What was generated was in no prompt.
+        (0, ("a",), "ag", "01"),
+    ):
+        scans = ReuseFilter(threshold=0, max_size=100, max_unseen=max_unseen)
+        for prompt in prompts:
+            scans.count([key.encode() for key in prompt])
+        passes = scans.passes([key.encode() for key in keys])
+        assert passes == [flag == "1" for flag in expected], (prompts, keys)
 
 
 def test_forgotten_keys_are_not_held_back_indefinitely():

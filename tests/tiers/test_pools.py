@@ -31,8 +31,8 @@ def test_blocks_hold_the_keys_that_the_engine_has_for_them():
         assert [b for b in ids if not pool.are_free([b])[0]] == sorted(held)
         assert pool.num_free == num_free - len(set(pinned) - held - {0})
         pool.unpin(pinned)
-        expected_keys = [pool.keys.get(block, b"none") for block in ids]
-        expected = [block in pool.keys for block in ids]
+        expected_keys = [pool.engine_pool.hashes.get(block, b"none") for block in ids]
+        expected = [block in pool.engine_pool.hashes for block in ids]
         assert pool.holds(ids, expected_keys).tolist() == expected
         assert not pool.holds(ids, [b"other"] * len(ids)).any()
     assert sum(expected) > 5

@@ -52,14 +52,6 @@ def test_long_halvings_end_where_no_time_to_live_does():
         assert Retention(**values).ttl_ms == ttl_ms, values
 
 
-def test_a_key_gets_its_priority_when_its_block_is_stored():
-    manager = OffloadingManager(16, 3, retention=True)
-    manager.retain([b"a", b"gone"], RETAINED, now_ms=0)
-    manager.complete_step(manager.request_step([b"a", b"b", b"c"]))
-    assert manager.snapshot().policy["num_retained"] == 1
-    assert b"a" not in manager.prepare_store([b"d", b"e"]).block_hashes_evicted
-
-
 def test_a_key_stored_after_its_time_is_ordinary():
     manager = OffloadingManager(16, 3, retention=True)
     manager.retain([b"a"], RETAINED, now_ms=0)
@@ -109,14 +101,6 @@ def test_an_unused_tier_keeps_time_over_weeks(days, executor):
     # A clock that goes back is not followed.
     manager.finish_request([b"d"], mark, days * DAY_MS - 5)
     assert int(manager.executor.state.policy.now_ms) == days * DAY_MS % (1 << 32)
-
-
-def test_a_release_holds_for_keys_to_come():
-    manager = full(b"a", b"b", b"c")
-    manager.retain([b"a", b"d"], RETAINED, now_ms=0)
-    manager.retain([b"a", b"d"], None, now_ms=0)
-    assert manager.prepare_store([b"d"]).block_hashes_evicted == [b"a"]
-    assert manager.snapshot().policy["num_retained"] == 0
 
 
 def test_only_the_keys_given_last_are_remembered():
