@@ -102,16 +102,14 @@ _TEXTS = {
     "blocks_per_chunk": "Device blocks per host block, as `blocks_per_host_block` in "
     "[configuration.md](configuration.md#all-settings).",
     "offload_prompt_only": "Do not store generated tokens, as vLLM's own connector "
-    "does by default; the next turn then recomputes the last "
-    "answer.",
+    "does by default; the next turn then recomputes the last answer.",
     "retention": "Let a request say how long its blocks are "
     "[kept](#keep-a-prompt-longer-than-others).",
     "transfer_deadline_s": "Abandon a transfer that takes longer.",
     "skip_slow_loads": "Recompute tokens whose KV would take longer to load, judging "
     "by the measured rates of steps and loads.",
     "storage_secret": "Secret that [signs blocks](storage.md#security). vLLM logs its "
-    "configuration, so set `JAXKV_STORAGE_SECRET` in the "
-    "environment instead.",
+    "configuration, so set `JAXKV_STORAGE_SECRET` in the environment instead.",
 }
 
 
