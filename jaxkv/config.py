@@ -130,14 +130,14 @@ class _HostSettings(Settings):
     host_bytes: int | str | None = settings.size(
         None,
         "engine",
-        "Host memory for blocks in this process, about an eighth spare. Set this or "
-        "`num_host_blocks`.",
+        "Host memory for blocks in this process; about an eighth of it stays spare. "
+        "Set either this or `num_host_blocks`.",
         minimum=_MIN_HOST_BYTES,
     )
     num_host_blocks: int | None = settings.number(
         None,
         "engine, scheduler",
-        "Host blocks, instead of `host_bytes`; spare memory is added.",
+        "Number of host blocks, instead of `host_bytes`; spare memory comes on top.",
         unit="host blocks",
     )
     cache_policy: str = settings.name(
@@ -194,9 +194,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
     transfer_mode: Mode | None = settings.name(
         None,
         "engine",
-        "Copy blocks between device and host in one program (`fused`, only on CPU), or "
-        "through a staging buffer on the device (`staged`). `null`: `fused` on CPU, "
-        "else `staged`.",
+        "Copy blocks between device and host in one program (`fused`, only on CPU), "
+        "or through a staging buffer on the device (`staged`). `null`: `fused` on "
+        "CPU, otherwise `staged`.",
         names=lambda: MODES,
     )
     transfer_kernel: Kernel | None = settings.name(
@@ -218,7 +218,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     layer_groups: int = settings.number(
         1,
         "engine",
-        "Split each load into this many parts by layers, the first layers first.",
+        "Split each load by layers into this many parts; the first layers are loaded "
+        "first.",
         unit="parts",
     )
     compression: Quantised | None = settings.name(
@@ -256,28 +257,27 @@ class OffloadConfig(RuleSettings, _HostSettings):
     storage: str | None = settings.text(
         None,
         "storage",
-        "A store that outlives the process and that engines share: a folder, or a URL "
-        "such as `s3://BUCKET/PREFIX` or `redis://HOST:PORT` "
-        "([storage.md](storage.md)).",
+        "A [store](storage.md) that outlives the process and that engines can share: "
+        "a folder, or a URL such as `s3://BUCKET/PREFIX`.",
         _STORE,
         show=shown_url,
     )
     storage_bytes: int | str = settings.size(
         16 << 30,
         "storage",
-        "Maximum bytes of this model's blocks in the store. If engines share it, the "
-        "largest value applies.",
+        "Maximum bytes of this model's blocks in the store. If engines share the "
+        "store, the largest of their values applies.",
     )
     storage_owner: bool = settings.flag(
         False,
         "storage",
         "Apply this engine's `storage_bytes` to all engines that share the store. Set "
-        "it in only one.",
+        "this in only one engine.",
     )
     storage_deadline_s: float = settings.seconds(
         5.0,
         "storage",
-        "Abandon store reads and writes that take longer; blocks not read are "
+        "Abandon store reads and writes that take longer; blocks not read by then are "
         "recomputed.",
     )
     storage_await_s: float = settings.seconds(
@@ -291,7 +291,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         60.0,
         "storage",
         "List the store at this interval, to find other engines' blocks. `null`: list "
-        "it once; 0: never.",
+        "it once. 0: never list it.",
         or_none=True,
         or_zero=True,
     )
@@ -299,8 +299,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
         None,
         Key(
             "storage",
-            "Secret of at least 16 bytes that signs blocks with an HMAC; blocks "
-            "without its signature are not read. `null`: a checksum only.",
+            "Secret of at least 16 bytes that [signs blocks](storage.md#security); "
+            "other blocks are not read. `null`: blocks have only a checksum.",
             "",
             "a text of at least 16 bytes",
             _check_secret,
@@ -337,8 +337,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
     record: str | None = settings.text(
         None,
         "record",
-        "File to record requests in ([sizing.md](sizing.md)), compressed if its name "
-        "ends in `.gz`.",
+        "File to record requests in ([sizing.md](sizing.md#record-requests)), "
+        "compressed if its name ends in `.gz`.",
         _FILE,
     )
     record_max_bytes: int | str = settings.size(
@@ -350,23 +350,23 @@ class OffloadConfig(RuleSettings, _HostSettings):
     record_max_files: int = settings.number(
         DEFAULT_MAX_FILES,
         "record",
-        "Record files to keep, including the current one.",
+        "Recordings to keep, including the current file.",
         unit="files",
     )
     record_key_file: str | None = settings.text(
         None,
         "record",
-        "File with the secret behind recorded ids, created if missing. Engines whose "
-        "records are replayed together must share it. `null`: a random secret that is "
-        "not kept.",
+        "File with the secret of [recorded ids](sizing.md#privacy-of-recordings), "
+        "created if missing; engines whose recordings are replayed together must "
+        "share it. `null`: a random secret that is not kept.",
         _FILE,
     )
 
     strict: bool = settings.flag(
         False,
         "strict",
-        "For an engine's tests: transfers complete late, as on an accelerator, blocks "
-        "hold garbage until loaded, and errors name the engine's mistakes.",
+        "[Strict mode](integrate.md#test-your-engine), which finds mistakes in an "
+        "engine's tests.",
     )
     strict_seed: int = settings.number(
         0, "strict", "Seed of the delays in strict mode.", minimum=0

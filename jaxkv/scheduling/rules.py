@@ -45,25 +45,25 @@ class RuleSettings(Settings):
     max_num_batched_tokens: int = settings.number(
         8192,
         "scheduler",
-        "Maximum tokens per step. Lazy mode looks ahead over the next blocks to be "
-        "evicted, up to twice as many tokens.",
+        "The engine's maximum tokens per step. Lazy mode stores from the blocks that "
+        "the device evicts next, looking ahead by up to twice as many tokens.",
         unit="tokens",
         minimum=1,
     )
     world_size: int = settings.number(
         1,
         "scheduler",
-        "Workers that report to one scheduler; a transfer is complete once all have "
-        "reported it.",
+        "Workers that report to one scheduler; a transfer is complete once every "
+        "worker has reported it.",
         unit="workers",
         minimum=1,
     )
     blocks_per_host_block: int = settings.number(
         1,
         "engine, scheduler",
-        "Device blocks per host block. More than one makes objects in storage larger, "
-        "but transfers no faster; these blocks are stored and evicted together. Needs "
-        "one full-attention group and eager stores.",
+        "Device blocks per host block, stored and evicted together. More than one "
+        "makes a store's objects larger, but transfers no faster, and needs one "
+        "full-attention group and eager stores.",
         unit="device blocks",
         minimum=1,
     )
@@ -71,27 +71,27 @@ class RuleSettings(Settings):
         0,
         "scheduler",
         "Store only blocks that at least this many requests have asked for; a "
-        "preempted request counts once. 0 or 1 stores all.",
+        "preempted request counts once. 0 or 1: store all blocks.",
         unit="requests",
         minimum=0,
     )
     max_unseen_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "Of a prompt's blocks that no request has asked for before, store only this "
-        "many, from the first on; the rest once asked for again. `null` stores all. "
-        "Generated tokens do not count.",
+        "Of a prompt's blocks that no request has asked for before, store at most "
+        "this many, from the first on; the others once a later request asks for them. "
+        "`null`: store all. Blocks of generated tokens are not limited.",
         unit="host blocks",
         minimum=0,
     )
     prompt_only: bool = settings.flag(
-        False, "scheduler", "Do not store generated tokens. Not with lazy stores."
+        False, "scheduler", "Do not store generated tokens. Not in lazy mode."
     )
     max_offload_tokens: int | None = settings.number(
         None,
         "scheduler",
-        "Maximum tokens to store per request, from the first on; `null` stores all. "
-        "Not with lazy stores.",
+        "Store only this many tokens per request, from the first on. `null`: store "
+        "all. Not in lazy mode.",
         unit="tokens",
         minimum=1,
     )
@@ -112,80 +112,81 @@ class RuleSettings(Settings):
     store_batch_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "Blocks to store at a time. They wait on the device to fill a batch, unless "
-        "device blocks run short, no model runs or their request ends. 0 stores in "
-        "each step; `null`: 32 MiB of blocks, at most 64.",
+        "Blocks per batch of stores. Full blocks wait on the device until a batch is "
+        "complete, device blocks run short, no model runs or their request ends. 0: "
+        "store in each step. `null`: 32 MiB of blocks, at most 64 blocks.",
         unit="device blocks",
         minimum=0,
     )
     store_max_wait_steps: int = settings.number(
         16,
         "scheduler",
-        "Maximum steps that a block waits to fill `store_batch_blocks`.",
+        "Maximum steps that a block waits until its batch is complete.",
         unit="steps",
         minimum=1,
     )
     pause_unused_stores: bool = settings.flag(
         False,
         "scheduler",
-        "After storing twice the host's capacity without one hit, store only 1 request "
-        "in 16 until a hit occurs. Not with lazy stores.",
+        "After storing twice the host's capacity without one hit, store only 1 "
+        "request in 16 until a hit occurs. Not in lazy mode.",
     )
     skip_slow_loads: bool = settings.flag(
         False,
         "scheduler",
-        "Decline loads slower than recomputing, by the rates passed to "
-        "`OffloadScheduler.note_rates`.",
+        "Decline loads that would take longer than recomputing, judging by the rates "
+        "passed to `OffloadScheduler.note_rates`.",
     )
     copy_on_device: bool = settings.flag(
         True,
         "scheduler",
-        "If the device holds a block after a gap in a prefix, copy it rather than load "
-        "it. The block is held from the lookup on: turn this off if offers may stay "
-        "unanswered.",
+        "If the device holds a block after a gap in a prefix, copy it on the device "
+        "rather than load it. The block is held from the lookup on: turn this off if "
+        "your engine may leave offers unanswered.",
     )
     load_in_step: bool = settings.flag(
         False,
         "scheduler",
-        "Write a request's loads in the step that first runs it "
-        "(`OffloadWorker.take_step_loads`): the request does not wait for them, and "
-        "`max_blocks_in_flight` does not delay them.",
+        "Write a request's loaded blocks in the step that first runs it "
+        "(`OffloadWorker.take_step_loads`), so that neither the load nor "
+        "`max_blocks_in_flight` delays it.",
     )
     flush_on_preemption: bool = settings.flag(
         False,
         "scheduler",
-        "Wait for all transfers in flight before a step that preempts; otherwise, "
+        "Before a step that preempts, wait for all transfers in flight; otherwise, "
         "their blocks stay held.",
     )
     storage_write: WriteRule = settings.name(
         "on_reuse",
         "scheduler",
-        "Which blocks go to the store: those requested twice (`on_reuse`), those that "
-        "the host is about to evict (`on_evict`; only with `lru` and without "
-        "`retention`), or all on the host (`through`).",
+        "Which blocks are [written to the "
+        "store](storage.md#how-blocks-are-written-and-read): `on_reuse`, `on_evict` "
+        "or `through`.",
         names=lambda: get_args(WriteRule),
     )
     max_storage_blocks: int = settings.number(
         128,
         "scheduler",
-        "Maximum blocks in flight to the store, and from it; fewer on a small host.",
+        "Maximum blocks being written to the store, and as many being read; fewer if "
+        "the host tier is small.",
         unit="host blocks",
         minimum=1,
     )
     storage_probe_s: float | None = settings.seconds(
         None,
         "scheduler",
-        "How long a request waits while the store is probed for blocks that [others "
-        "have written](storage.md#other-engines); 0: no probes. `null`: 0.005, or 0 "
-        "for a bucket.",
+        "How long a request waits for a [probe of the "
+        "store](storage.md#other-engines). 0: do not probe. `null`: 0.005, or 0 for a "
+        "bucket.",
         or_none=True,
         or_zero=True,
     )
     retention: bool = settings.flag(
         False,
         "scheduler",
-        "Let a request set how long its blocks are kept (`Retention`); otherwise "
-        "ignore `request.retention`.",
+        "Let `request.retention` set [how long blocks are "
+        "kept](policies.md#retention-blocks-to-keep-longer).",
     )
     shadow: str | None = settings.declare(
         None,
@@ -202,8 +203,8 @@ class RuleSettings(Settings):
     remember_drops: int = settings.number(
         0,
         "scheduler",
-        "Remember why up to this many host blocks were evicted or dropped, for "
-        "`OffloadScheduler.explain`.",
+        "Remember for `OffloadScheduler.explain` why up to this many host blocks were "
+        "evicted or dropped.",
         unit="host blocks",
         minimum=0,
     )

@@ -95,18 +95,21 @@ FIELDS = {
 # Descriptions in docs/vllm.md that replace the fields' descriptions.
 _TEXTS = {
     "cpu_bytes_to_use": "Host memory for the blocks of all chips. Spare memory adds "
-    "an eighth: 64 GiB takes 72.",
-    "num_cpu_blocks": "Host blocks, instead of `cpu_bytes_to_use`.",
-    "offload_prompt_only": "Do not store generated tokens (the default of vLLM's own "
-    "connector); the next turn then recomputes the last answer.",
+    'an eighth: `"64GiB"` takes 72 GiB.',
+    "num_cpu_blocks": "Number of host blocks, instead of `cpu_bytes_to_use`.",
+    "eviction_policy": "[Cache policy](policies.md) of the host tier, such as "
+    "`hazard`, [`auto`](shadows.md), or your own.",
+    "blocks_per_chunk": "Device blocks per host block, as `blocks_per_host_block` in "
+    "[configuration.md](configuration.md#all-settings).",
+    "offload_prompt_only": "Do not store generated tokens, as vLLM's own connector "
+    "does by default; the next turn then recomputes the last answer.",
     "retention": "Let a request say how long its blocks are "
     "[kept](#keep-a-prompt-longer-than-others).",
     "transfer_deadline_s": "Abandon a transfer that takes longer.",
-    "skip_slow_loads": "Recompute what would take longer to load, judging by the "
-    "measured rates of steps and loads.",
-    "storage_secret": "Secret of at least 16 bytes that signs blocks; blocks without "
-    "its signature are not read. vLLM logs its configuration: put it in the "
-    "environment as `JAXKV_STORAGE_SECRET` instead.",
+    "skip_slow_loads": "Recompute tokens whose KV would take longer to load, judging "
+    "by the measured rates of steps and loads.",
+    "storage_secret": "Secret that [signs blocks](storage.md#security). vLLM logs its "
+    "configuration, so set `JAXKV_STORAGE_SECRET` in the environment instead.",
 }
 
 
@@ -117,8 +120,8 @@ class VllmSettings(Settings):
     cache_policy_module_path: str | None = settings.text(
         None,
         "scheduler",
-        "Module that registers `eviction_policy`, or has a function of that name that "
-        "makes a [policy of your own](write-a-policy.md).",
+        "Module that registers the policy named by `eviction_policy`, or has a "
+        "function of that name that makes [your policy](write-a-policy.md).",
         settings.Text("the path of a module", r"[^\W\d]\w*(\.[^\W\d]\w*)*"),
     )
     storage_namespace: str | None = settings.text(
@@ -137,8 +140,8 @@ class VllmSettings(Settings):
     keep_on_device_reset: bool = settings.flag(
         False,
         "scheduler",
-        "Keep the host tier when only vLLM's prefix cache is [reset]"
-        "(#when-weights-change). Safe only if the weights stay the same.",
+        "Keep the host tier's blocks if only vLLM's prefix cache is "
+        "[reset](#when-weights-change). Safe only if the weights stay the same.",
     )
     restore_tokens: bool = settings.flag(
         True,
@@ -156,7 +159,7 @@ class VllmSettings(Settings):
     lazy_offload: bool = settings.flag(
         False,
         "scheduler",
-        "Refused if `true`: vLLM's block pool cannot pin a block in place.",
+        "`true` is refused: vLLM's block pool cannot pin a block in place.",
     )
 
     def _contradictions(self) -> Iterator[Fault]:
