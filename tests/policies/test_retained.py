@@ -9,7 +9,7 @@ import pytest
 from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.facts import BEGIN, RETAIN, begun, retained
 from jaxkv.policies.retained import MAX_HALVINGS, MAX_PRIORITY, RELEASE
-from jaxkv.tiers.executors import NativeExecutor, make_executor
+from jaxkv.tiers.executors import make_executor
 
 NUM_BLOCKS = 6
 MINUTE_MS = 60_000
@@ -23,8 +23,7 @@ def keys_of(numbers):
 
 
 class Cache:
-    """Blocks with the keys 0, 1 and so on, in this order of use. Native: the
-    differential test says that the pure functions do the same."""
+    """Blocks with the keys 0, 1 and so on, in this order of use."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -41,9 +40,9 @@ class Cache:
         note = retained(at_ms, priority, half_life_ms, ttl_ms)
         self.executor.note(keys_of(numbers), RETAIN, np.empty(0, np.int32), note)
 
-    def victims(self, num, at_ms=0):
+    def victims(self, num, at_ms=0, executor="native"):
         """Return the blocks evicted at a time; None if refused."""
-        copy = NativeExecutor(self.policy, self.executor.state)
+        copy = make_executor(self.policy, executor, self.executor.state)
         copy.note(keys_of([999]), BEGIN, np.zeros(1, np.int32), begun(at_ms, 1))
         stored = copy.prepare_store(keys_of(range(100, 100 + num)))
         return stored and {int(key[0]) - 1 for key in stored.evicted_keys}
@@ -60,6 +59,15 @@ def test_a_priority_halves_with_every_half_life_and_ends_with_the_time_to_live()
     lru.retain([0, 1], 99, ttl_ms=MINUTE_MS)
     assert not lru.victims(4, at_ms=MINUTE_MS - 1) & {0, 1}
     assert lru.victims(1, at_ms=MINUTE_MS) == {0}
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+def test_blocks_of_a_lower_priority_are_evicted_before_older_ones(executor):
+    lru = Cache(make_retained(get_policy_maker("lru")(NUM_BLOCKS, 64)))
+    lru.retain([0, 1, 2], 20, ttl_ms=MINUTE_MS)
+    lru.retain([3], 10, ttl_ms=MINUTE_MS)
+    lru.retain([4, 5], 30, ttl_ms=MINUTE_MS)
+    assert lru.victims(2, executor=executor) == {3, 0}
 
 
 def test_a_policy_that_refuses_because_of_priorities_is_asked_without_them():
