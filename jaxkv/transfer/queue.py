@@ -104,7 +104,8 @@ class TransferQueue:
         self._in_step: list[LoadPiece] = []
         # `ExtentTable.num_freed` when a save found no room.
         self._no_room_at = -1
-        # Pieces of loads that wait, by extent, as the keys of dicts.
+        # Loads with a piece that waits, and these pieces by extent, as keys of dicts.
+        self._num_waiting_loads = 0
         self._waiting_of_extent: dict[int, dict[LoadPiece, None]] = {}
         # The last save that reads each device block, the last load that writes it.
         self._last_reader = np.full(pool.num_blocks, -1, np.int64)
@@ -118,10 +119,7 @@ class TransferQueue:
     @property
     def num_waiting(self) -> int:
         """Transfers that have not been issued completely."""
-        return len(self._waiting_saves) + sum(
-            not all(piece.is_issued for piece in transfer.unwritten)
-            for transfer in self._transfers.values()
-        )
+        return len(self._waiting_saves) + self._num_waiting_loads
 
     @property
     def has_step_loads(self) -> bool:
@@ -206,12 +204,14 @@ class TransferQueue:
                     of_cut.append(piece)
                     for transfer in loads:
                         transfer.num_pieces += 1
+                        transfer.num_unissued += 1
                         transfer.unwritten[piece] = None
             if in_step:
                 self._for_step += pieces
             else:  # All of the first layers before any of the next.
                 self._waiting_loads += itertools.chain(*zip(*pieces, strict=True))
         for transfer in transfers:
+            self._num_waiting_loads += bool(transfer.num_unissued)
             self._note_if_over(transfer)
         if not in_step:
             self.advance(leaves)
@@ -596,6 +596,9 @@ class TransferQueue:
         """Record that a piece of a load no longer waits."""
         self._stop_waiting(piece)
         piece.is_issued = True
+        for transfer in piece.transfers:
+            transfer.num_unissued -= 1
+            self._num_waiting_loads -= not transfer.num_unissued
         self.bytes_in_flight += piece.num_bytes
 
     def _stage(self, pieces: list[LoadPiece]) -> None:
@@ -754,6 +757,8 @@ class TransferQueue:
             elif not piece.is_issued:
                 self._forget_extent(piece)
         transfer.unwritten.clear()
+        self._num_waiting_loads -= bool(transfer.num_unissued)
+        transfer.num_unissued = 0
         self._for_step = [of_cut for of_cut in self._for_step if of_cut[0].transfers]
         self._skip_dropped()
         self._note_if_over(transfer)

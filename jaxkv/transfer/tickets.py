@@ -80,6 +80,7 @@ class Transfer:
     # Pieces of a load that have not been written into the pool, as the keys of a dict,
     # which keeps their order.
     unwritten: dict[LoadPiece, None] = dataclasses.field(default_factory=dict)
+    num_unissued: int = 0  # Pieces of a load that have not been issued.
     num_pieces: int = 0  # Pieces that have not finished.
     error: Exception | None = None  # The error of the first piece that failed.
     abandoned: bool = False  # Whether it is left out of reports.
