@@ -1,4 +1,4 @@
-"""Way 2 of docs/integrate.md: a paged pool and a prefix cache of your own.
+"""Option 2 of docs/integrate.md: a paged pool and a prefix cache of your own.
 
 `OffloadingManager` maps keys to host blocks, `TransferEngine` moves the
 bytes, and the engine makes each call itself. toy_model.py stands for your model.

@@ -1,4 +1,4 @@
-"""Way 3 of docs/integrate.md, for an engine in the shape of vLLM v1."""
+"""Option 3 of docs/integrate.md, for an engine in the shape of vLLM v1."""
 
 import functools
 

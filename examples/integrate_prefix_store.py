@@ -1,4 +1,4 @@
-"""Way 1 of docs/integrate.md: an engine with one cache per prompt, and a `PrefixStore`.
+"""Option 1 of docs/integrate.md: an engine with a cache per prompt, and `PrefixStore`.
 
 toy_model.py stands for your model. Prompts share the blocks of their common prefix.
 """

@@ -1,4 +1,4 @@
-"""Way 3 of docs/integrate.md: the offload scheduler beside the engine's own."""
+"""Option 3 of docs/integrate.md: the offload scheduler beside the engine's own."""
 
 # A toy in place of your model.
 from toy_model import BLOCK, MAX_TOKENS, answer, new_pool, run_paged
