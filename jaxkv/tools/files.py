@@ -85,7 +85,7 @@ def _check_file(option: str, path: Path) -> None:
             f"file in a folder that exists and that you may write to"
         ) from error
     if not existed:
-        path.unlink()
+        path.resolve().unlink()  # A link to it stays.
 
 
 @contextlib.contextmanager
@@ -174,6 +174,8 @@ def write_file(option: str, path: Path, data: bytes) -> None:
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
+    except BrokenPipeError:
+        raise  # The reader of the pipe has closed it.
     except OSError as error:
         raise UsageError(
             f"{option}: cannot write {shown(str(path))} ({error.strerror})"

@@ -185,6 +185,21 @@ def test_output_is_written_to_a_pipe_without_a_name():
         assert pipe.read() == b"figures"
 
 
+def test_a_link_to_a_file_that_does_not_exist_yet_stays_a_link(tmp_path, capsys):
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    link.symlink_to(target)
+    assert cli.main(["store", "size", str(tmp_path), "-o", str(link)]) == 0
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["namespaces"] == 0
+
+
+def test_a_pipe_whose_reader_has_closed_it_is_no_error_of_the_option():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb"), pytest.raises(BrokenPipeError):
+        write_file("--output", pathlib.Path(f"/dev/fd/{writer}"), b"figures")
+
+
 def test_quiet_commands_show_no_progress(capsys):
     line = "replay synthetic:30 --policy lru --capacity 10%"
     shown = "replaying, 2 runs ... 50% 100%\n"
