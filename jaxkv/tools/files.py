@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,8 @@ HTML_OPTION = """\
   --html FILE  also write a self-contained HTML report"""
 QUIET_OPTION = """\
   -q, --quiet  show no progress"""
-_RESULTS = (
-    "results",
-    "rows",
-    "findings",
-    "namespaces",
-)  # The rows of CSV; else all is one row.
+# The rows of CSV; else all is one row.
+_RESULTS = "results", "rows", "findings", "namespaces"
 
 
 @contextlib.contextmanager
@@ -161,6 +158,11 @@ def write_file(option: str, path: Path, data: bytes) -> None:
     target = path.resolve()  # Of /dev/stdout, a pipe's, which has no name.
     part = target.with_name(f".{target.name[:60]}.{os.getpid()}.part")
     try:
+        has_stdout = sys.__stdout__ is not None and path.exists()
+        if has_stdout and os.path.samestat(path.stat(), os.fstat(1)):
+            with open(1, "wb", closefd=False) as file:  # After what is there already.
+                file.write(data)
+            return
         if path.exists() and (
             not path.is_file() or not os.access(target.parent, os.W_OK)
         ):
