@@ -99,6 +99,7 @@ def measure(args: Any) -> dict[str, Any]:
 def serve(folder: str, max_tokens: str) -> None:
     """Answer prompts as an engine that writes all its blocks through."""
     running_s = time.time()
+    from jaxkv import OffloadConfig
     from jaxkv.tools.demo.engine import Engine
     from jaxkv.tools.demo.model import ModelConfig
     from jaxkv.tools.demo.records import EngineConfig
@@ -111,12 +112,14 @@ def serve(folder: str, max_tokens: str) -> None:
             EngineConfig(
                 block_size=BLOCK_TOKENS,
                 device_blocks=4 * blocks_each + 8,
-                host_blocks=blocks_each * (len(prompts) + 4),
                 concurrency=4,
                 max_seq_tokens=int(max_tokens),
                 weights_epoch="0",
-                storage=folder,
-                storage_write="through",
+                offload=OffloadConfig(
+                    num_host_blocks=blocks_each * (len(prompts) + 4),
+                    storage=folder,
+                    storage_write="through",
+                ),
             ),
         )
         engine.warm_up()

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,8 @@ HTML_OPTION = """\
   --html FILE  also write a self-contained HTML report"""
 QUIET_OPTION = """\
   -q, --quiet  show no progress"""
-_RESULTS = (
-    "results",
-    "rows",
-    "findings",
-    "namespaces",
-)  # The rows of CSV; else all is one row.
+# The rows of CSV; else all is one row.
+_RESULTS = "results", "rows", "findings", "namespaces"
 
 
 def check_files(args: Args) -> None:
@@ -73,7 +70,7 @@ def _check_file(option: str, path: Path) -> None:
             f"file in a folder that exists and that you may write to"
         ) from error
     if not existed:
-        path.unlink()
+        path.resolve().unlink()  # A link to it stays.
 
 
 @contextlib.contextmanager
@@ -149,6 +146,11 @@ def write_file(option: str, path: Path, data: bytes) -> None:
     target = path.resolve()  # Of /dev/stdout, a pipe's, which has no name.
     part = target.with_name(f".{target.name[:60]}.{os.getpid()}.part")
     try:
+        has_stdout = sys.__stdout__ is not None and path.exists()
+        if has_stdout and os.path.samestat(path.stat(), os.fstat(1)):
+            with open(1, "wb", closefd=False) as file:  # After what is there already.
+                file.write(data)
+            return
         if path.exists() and (
             not path.is_file() or not os.access(target.parent, os.W_OK)
         ):
@@ -162,6 +164,8 @@ def write_file(option: str, path: Path, data: bytes) -> None:
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
+    except BrokenPipeError:
+        raise  # The reader of the pipe has closed it.
     except OSError as error:
         raise UsageError(
             f"{option}: cannot write {shown(str(path))} ({error.strerror})"

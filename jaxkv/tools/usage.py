@@ -57,15 +57,17 @@ def whole_number_from(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def number_from(minimum: float, minimum_text: str) -> Callable[[str], float]:
+def number_from(
+    minimum: float, limits_text: str, maximum: float = _MAX_NUMBER
+) -> Callable[[str], float]:
     """Make a parser of numbers."""
 
     def parse(text: str) -> float:
         is_number = re.fullmatch(r"\d{1,18}(\.\d{1,9})?([eE][+-]?\d{1,2})?", text)
-        if is_number and minimum <= float(text) < _MAX_NUMBER:
+        if is_number and minimum <= float(text) < maximum:
             return float(text)
         raise ValueError(
-            f"{shown(text)} must be a number {minimum_text}, such as 25 or 0.4"
+            f"{shown(text)} must be a number {limits_text}, such as 25 or 0.4"
         )
 
     return parse

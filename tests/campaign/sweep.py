@@ -586,7 +586,7 @@ HARMLESS = {
     ("lstat", "scheduling.record.trace_file.TraceFile.__init__"),
     ("lstat", "scheduling.record.trace_file.TraceFile._rotate.<locals>.<genexpr>"),
     ("lstat", "scheduling.whatif.policy_state.PolicyStateFile.__init__"),
-    ("flock", "scheduling.record.trace_file._lock"),  # Some file systems have no locks.
+    ("flock", "scheduling.record.trace_file.lock"),  # Some file systems have no locks.
 }
 
 # A subfolder that an engine must not read is others'.

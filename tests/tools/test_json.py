@@ -4,6 +4,7 @@ A golden file lies in `tests/tools/json` for each case. What depends on the mach
 the clock is left out of it.
 """
 
+import argparse
 import contextlib
 import csv
 import dataclasses
@@ -29,8 +30,9 @@ from jaxkv.tools.doctor import command as doctor
 from jaxkv.tools.doctor.bandwidth import Bandwidth
 from jaxkv.tools.doctor.facts import Backend, Facts
 from jaxkv.tools.doctor.store import Folder, Store
-from jaxkv.tools.files import write_file
+from jaxkv.tools.files import check_files, write_file
 from jaxkv.transfer.limits import HostLimit, PinnedPool
+from tests.rigs.command_line import run_command
 from tests.tools.test_main import fake_run
 
 GOLDEN = pathlib.Path(__file__).parent / "json"
@@ -183,6 +185,36 @@ def test_output_is_written_to_a_pipe_without_a_name():
         write_file("--output", pathlib.Path(f"/dev/fd/{writer}"), b"figures")
         os.close(writer)
         assert pipe.read() == b"figures"
+
+
+def test_output_to_stdout_is_appended_to_the_file_behind_it(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("before\n")
+    with path.open("ab") as log:
+        line = f"store size {tmp_path} --json /dev/stdout"
+        assert run_command(line, stdout=log).returncode == 0
+    text = path.read_text()
+    assert text.startswith("before\n")
+    assert " free.\n" in text
+    assert '"namespaces": 0' in text
+
+
+def test_a_link_to_a_file_that_does_not_exist_yet_stays_a_link(tmp_path):
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    link.symlink_to(target)
+    check_files(argparse.Namespace(output=link))
+    assert link.is_symlink()
+    assert not target.exists()
+    write_file("--output", link, b"figures")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"figures"
+
+
+def test_a_pipe_whose_reader_has_closed_it_is_no_error_of_the_option():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb"), pytest.raises(BrokenPipeError):
+        write_file("--output", pathlib.Path(f"/dev/fd/{writer}"), b"figures")
 
 
 def test_quiet_commands_show_no_progress(capsys):

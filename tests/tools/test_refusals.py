@@ -123,10 +123,15 @@ store rm . --namespace a --yes  | 'a' must be a name as `jaxkv store ls` prints 
 status                          | URL: it is required
 status ftp://x                  | URL: 'ftp://x' must be the address of an engine's
 status x:y                      | URL: 'x:y' must be the address of an engine's metrics
+status a..b:1                   | URL: 'a..b:1' must be the address of an engine's metr
+status x/ä                      | URL: 'x/ä' must be the address of an engine's metrics
+status user:secret@x:1          | URL: give it without user and password: they are not
 status 1 --every 0              | --every: '0' must be a number of at least 0.1
+status 1 --every 1e11           | --every: '1e11' must be a number of at least 0.1
 
 verify --budget 10              | --budget: '10' must be a duration such as 90s or 10m
 verify --only block             | --only: unknown 'block': did you mean blocks?
+verify --folder=                | --folder: '' must be the path of a folder
 verify --resume                 | --resume: cannot use 'jaxkv-verify' (No such file
 """
 STANDS_FOR = {

@@ -102,6 +102,15 @@ def test_engines_of_one_page_are_added_up_and_failures_stand_out():
     assert any(re.match("store +up, 0.0% full", line.text) for line in lines)
 
 
+def test_metrics_without_a_value_or_a_source_are_shown_as_unknown():
+    text = "jaxkv:kv_offload_host_blocks 8\nvllm:prefix_cache_queries_total "
+    page = parse(f"{text}NaN\njaxkv:kv_offload_host_bytes +Inf\n", 2.0)
+    status = measure(page._replace(time_s=0.0), page)
+    assert (status.host_blocks, status.host_bytes) == (8, None)
+    assert status.tokens_since_start == Tokens(0.0, None, None, None)
+    assert status_lines(status)[-1].text.split() == ["failures", "-"]
+
+
 @pytest.mark.parametrize("value", [0.0, 5_678.9])
 def test_figures_of_any_size_fit_a_terminal(value):
     page = parse(text_of(*make_all()), 1.0)

@@ -22,6 +22,7 @@ try:
 except ImportError:  # Only Unix has it; elsewhere nothing is locked.
     fcntl = None  # type: ignore[assignment]
 
+_IN_USE = "another engine or process records to it"
 _GZIP_LEVEL = 6  # Twice as fast as the default, and the files are as small.
 
 
@@ -111,9 +112,10 @@ class TraceFile:
         # Private: a trace shows which requests share a prefix, and when they came.
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            _lock(fd)
+            lock(fd)
             if not os.path.samestat(os.fstat(fd), os.stat(self.path)):
-                raise _in_use()  # Another process has just rotated it.
+                # Another process has just rotated it.
+                raise OSError(errno.EBUSY, _IN_USE)
         except BaseException:
             os.close(fd)
             raise
@@ -129,7 +131,7 @@ class TraceFile:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError("not a regular file")
-            _lock(fd)
+            lock(fd)
             if status.st_size:
                 self._rotate()
             else:
@@ -150,17 +152,13 @@ class TraceFile:
                 os.unlink(self.path)
 
 
-def _lock(fd: int) -> None:
+def lock(fd: int, reason: str = _IN_USE) -> None:
     """Lock a file until it is closed; raise OSError if another process has the lock."""
     if fcntl is None:
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _in_use() from None
+        raise OSError(errno.EBUSY, reason) from None
     except OSError:
         pass  # The file system has no locks, like some network file systems.
-
-
-def _in_use() -> OSError:
-    return OSError(errno.EBUSY, "another engine or process records to it")

@@ -32,7 +32,7 @@ output:
   --once  print the figures of one interval and end
 {JSON_OPTION}
 """,
-    parsers={"--every": number_from(0.1, "of at least 0.1")},
+    parsers={"--every": number_from(0.1, "of at least 0.1 and below 86400", 86_400)},
     defaults={"every": 2.0},
 )
 

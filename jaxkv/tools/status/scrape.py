@@ -18,7 +18,10 @@ from jaxkv.tools.usage import CommandError, UsageError
 
 TIMEOUT_S = 5.0
 _MAX_BYTES = 64 << 20
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?$", re.MULTILINE)
+# A value that is not finite is no sample.
+_SAMPLE = re.compile(
+    r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (-?\d\S*)(?: \d+)?$", re.MULTILINE
+)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # A proxy of the environment does not reach this machine's loopback.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -48,11 +51,14 @@ def full_url(text: str) -> str:
     url = url if "://" in url else f"http://{url}"
     try:
         split = urlsplit(url)
-        is_valid = split.scheme in ("http", "https") and split.hostname is not None
+        host = (split.hostname or "").encode("idna")  # Raises if no host has the name.
+        is_valid = split.scheme in ("http", "https") and bool(host)
         _ = split.port  # Raises if it is not a port.
     except ValueError:
         is_valid = False
-    if not is_valid or not url.isprintable() or " " in url:
+    if is_valid and "@" in split.netloc:
+        raise UsageError("URL: give it without user and password: they are not sent")
+    if not is_valid or not (url.isascii() and url.isprintable()) or " " in url:
         raise UsageError(
             f"URL: {shown(text)} must be the address of an engine's metrics, such as "
             "http://127.0.0.1:9400/metrics, HOST:PORT or PORT"

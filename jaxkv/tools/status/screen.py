@@ -163,7 +163,7 @@ def _failure_lines(status: Status) -> list[Line]:
             phrases.append(f"{what} {_number(failures.since_start)}{new}")
     has_new = any(failures.new for failures in status.failures.values())
     style: Style = "red" if has_new else ""
-    texts = textwrap.wrap(", ".join(phrases), WIDTH - _LABEL_CELLS)
+    texts = textwrap.wrap(", ".join(phrases) or _UNKNOWN, WIDTH - _LABEL_CELLS)
     names = ["failures", *[""] * (len(texts) - 1)]
     return [
         Line(_fact(name, text), style) for name, text in zip(names, texts, strict=True)

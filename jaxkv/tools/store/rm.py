@@ -17,13 +17,7 @@ from jaxkv.tools.store.namespaces import (
     read_namespaces,
     removable_names,
 )
-from jaxkv.tools.usage import (
-    EXIT_OK,
-    Args,
-    CommandError,
-    Usage,
-    UsageError,
-)
+from jaxkv.tools.usage import EXIT_OK, Args, CommandError, Usage, UsageError
 from jaxkv.transfer.storage import BlobStore, LocalStore
 from jaxkv.transfer.storage.objects import ROOT
 from jaxkv.transfer.storage.store import answers_of

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
 import time
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from jaxkv._util import shown
 from jaxkv.tools.files import (
@@ -19,14 +21,7 @@ from jaxkv.tools.files import (
 )
 from jaxkv.tools.machine import versions
 from jaxkv.tools.progress import show_progress
-from jaxkv.tools.usage import (
-    EXIT_FAILED,
-    EXIT_OK,
-    Args,
-    Usage,
-    UsageError,
-    check_names,
-)
+from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, Args, Usage, UsageError, check_names
 from jaxkv.tools.verify import report
 from jaxkv.tools.verify.records import STAGES, Result, Stage
 from jaxkv.tools.verify.supervise import run_stages
@@ -50,6 +45,12 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60}[match[2]]
 
 
+def _parse_folder(text: str) -> Path:
+    if not text:
+        raise ValueError("'' must be the path of a folder")
+    return Path(text)
+
+
 USAGE = Usage(
     "jaxkv verify",
     "Move random blocks of every dtype and layout there and back, beside a model's "
@@ -71,7 +72,7 @@ results:
 {JSON_OPTION}
 {HTML_OPTION}
 """,
-    {"--budget": parse_duration, "--stall": parse_duration, "--folder": Path},
+    {"--budget": parse_duration, "--stall": parse_duration, "--folder": _parse_folder},
     {"folder": Path("jaxkv-verify")},
 )
 
@@ -81,7 +82,6 @@ def run(args: Args) -> int:
     check_files(args)
     check_extra("verify", ("flax", "rich"))
     stages = [stage for stage in STAGES if stage.name in {*names, STAGES[0].name}]
-    _prepare(args.folder, args.resume)
     budget_s, stall_s = args.budget or _BUDGET_S, args.stall or _STALL_S
     start_s = time.monotonic()
     results: dict[Stage, tuple[Result, ...]] = {}
@@ -91,7 +91,7 @@ def run(args: Args) -> int:
         print("\n".join(report.stage_lines(stage, of_stage)))
         return report.reason_of(of_stage)
 
-    with show_progress() as on_progress:
+    with _prepare(args.folder, args.resume), show_progress() as on_progress:
         run_stages(stages, args.folder, budget_s, stall_s, on_progress, on_stage)
     seconds = round(time.monotonic() - start_s, 1)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -102,25 +102,36 @@ def run(args: Args) -> int:
     return EXIT_OK if made.verdict == "PASS" else EXIT_FAILED
 
 
-def _prepare(folder: Path, resume: bool) -> None:
-    """Make the folder of the results; empty it unless the run goes on with them."""
-    have = {"versions": versions("flax", "libtpu")}
-    path = folder / _RUN
+def _prepare(folder: Path, resume: bool) -> IO[str]:
+    """Make the folder of the results; empty it unless the run goes on with them.
+
+    Another run may not use the folder until the file that is returned is closed.
+    """
+    from jaxkv.scheduling.record.trace_file import lock
+
+    have, path = versions("flax", "libtpu"), folder / _RUN
     try:
-        if resume:
-            before = json.loads(path.read_text(encoding="utf-8"))
-            if before != have:
-                raise UsageError(
-                    f"--resume: the results in {shown(str(folder))} are of "
-                    f"{before.get('versions')}; run without --resume"
-                )
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        for stage in STAGES:
-            for suffix in (".jsonl", ".log"):
-                (folder / f"{stage.name}{suffix}").unlink(missing_ok=True)
-        path.write_text(json.dumps(have), encoding="utf-8")
-    except (OSError, ValueError) as error:
+        if not resume:
+            folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            mode = "r+" if resume else "a"
+            file = stack.enter_context(path.open(mode, encoding="utf-8"))
+            lock(file.fileno(), "another jaxkv verify runs in it")
+            if resume:
+                before = json.load(file)["versions"]
+                if before != have:
+                    raise UsageError(
+                        f"--resume: the results in {shown(str(folder))} are of "
+                        f"{before}; run without --resume"
+                    )
+            else:
+                for stage in STAGES:
+                    for suffix in (".jsonl", ".log"):
+                        (folder / f"{stage.name}{suffix}").unlink(missing_ok=True)
+                path.write_text(json.dumps({"versions": have}), encoding="utf-8")
+            stack.pop_all()
+            return file
+    except (OSError, ValueError, TypeError, KeyError) as error:
         option = "--resume" if resume else "--folder"
         why = getattr(error, "strerror", None) or "it is no file of jaxkv verify"
         raise UsageError(

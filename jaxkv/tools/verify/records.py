@@ -107,7 +107,8 @@ class StageLog:
         results: dict[str, Result] = {}
         begins: Counter[str] = Counter()
         current, excuse, num_checks, has_ended = None, "", 0, False
-        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        text = data.decode("utf-8", "replace")  # A crash may leave any bytes.
         for line in filter(None, text.split("\n")):
             try:
                 values = json.loads(line)

@@ -86,10 +86,7 @@ def _run_process(
     with output.open("ab+") as file:
         start = file.tell()
         process = subprocess.Popen(
-            [sys.executable, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
+            [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=file, stderr=file
         )
         try:
             hangs = _follow(process, name, log, stall_s, on_progress)

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from jaxkv.scheduling.record import trace_file
 from jaxkv.tools import main as cli
+from jaxkv.tools.machine import versions
 from jaxkv.tools.verify import command
 from jaxkv.tools.verify.records import NO_TIME, STAGES, Result
 from jaxkv.tools.verify.report import Report, reason_of, to_page
@@ -100,10 +102,27 @@ def test_the_command_writes_the_figures_and_ends_with_the_verdict(
         *("command", "budget_s", "seconds", "stages"),
     ]
     run_line(f"{line} --resume")
-    (tmp_path / "jaxkv-verify" / "run.json").write_text(json.dumps({"versions": 1}))
-    assert cli.main([*line.split(), "--resume"]) == 2
+    path = tmp_path / "jaxkv-verify" / "run.json"
+    for text in (json.dumps({"versions": 1}), "{}", "[]", ""):
+        path.write_text(text)
+        assert cli.main([*line.split(), "--resume"]) == 2
     monkeypatch.setitem(RESULTS, "blocks", [Result("x", "FAIL", "wrong")])
     run_line(line, 1)
+
+
+@pytest.mark.skipif(trace_file.fcntl is None, reason="there are no file locks")
+def test_a_folder_that_another_run_uses_is_refused_and_keeps_its_results(
+    tmp_path, capsys
+):
+    run, log = tmp_path / "run.json", tmp_path / "devices.jsonl"
+    run.write_text(json.dumps({"versions": versions("flax", "libtpu")}))
+    log.write_text("results")
+    with run.open("a") as file:
+        trace_file.lock(file.fileno())
+        for words in ((), ("--resume",)):
+            assert cli.main(["verify", "--folder", str(tmp_path), *words]) == 2
+            assert "another jaxkv verify runs in it" in capsys.readouterr().err
+    assert log.read_text() == "results"
 
 
 @pytest.mark.skipif(find_browser() is None, reason="there is no browser")

@@ -109,8 +109,9 @@ def test_resumption_keeps_results_and_gives_up_a_check_that_ended_the_machine_tw
         log.write(name, "PASS", "before")
     log.append(begin="hangs", excuse="")
     log.append(begin="hangs", excuse="")
-    with log.path.open("a") as file:
-        file.write('\n{"result": {"name"')  # The machine went down as it was written.
+    with log.path.open("ab") as file:
+        # The machine went down as it was written.
+        file.write(b'\n{"result": {"name\xff\0')
     results = fake_stage.run()
     assert [result.detail for result in results.values()] == [
         *["before"] * 3,

@@ -15,12 +15,7 @@ from jaxkv.tools.bench.storage.run import (
     StorageRecord,
 )
 from jaxkv.tools.bench.transfer.records import BytesDifferError
-from jaxkv.tools.files import (
-    JSON_OPTION,
-    check_extra,
-    check_files,
-    write_files,
-)
+from jaxkv.tools.files import JSON_OPTION, check_extra, check_files, write_files
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.usage import (
     EXIT_OK,
@@ -89,11 +84,7 @@ def measure(
         raise UsageError(f"URL: {one_line(str(error))}") from error
     try:
         # A signal ends the process without leaving this block.
-        with (
-            bench,
-            process.at_end(bench.close),
-            show_progress() as on_progress,
-        ):
+        with bench, process.at_end(bench.close), show_progress() as on_progress:
             return bench.run(on_progress)
     except StorageFailedError as error:
         raise CommandError(one_line(str(error))[:_MAX_SHOWN]) from error

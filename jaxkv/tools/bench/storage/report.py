@@ -7,13 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxkv._util import size_text
-from jaxkv.tools.bench.storage.run import (
-    JAXKV,
-    WAYS,
-    StorageRecord,
-    StorageResult,
-    Way,
-)
+from jaxkv.tools.bench.storage.run import JAXKV, WAYS, StorageRecord, StorageResult, Way
 from jaxkv.tools.bench.transfer.records import Ratio, Speed, ratio, speed
 from jaxkv.tools.bench.transfer.report import ratio_text, speed_text, units_note
 from jaxkv.tools.console import print_facts, print_table
