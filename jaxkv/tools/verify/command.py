@@ -23,7 +23,7 @@ from jaxkv.tools.machine import versions
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, Args, Usage, UsageError, check_names
 from jaxkv.tools.verify import report
-from jaxkv.tools.verify.records import STAGES, Result, Stage
+from jaxkv.tools.verify.records import STAGES, Result, Stage, StageLog
 from jaxkv.tools.verify.supervise import run_stages
 
 SUMMARY = "prove that jaxkv works on this machine, in ten minutes"
@@ -124,6 +124,9 @@ def _prepare(folder: Path, resume: bool) -> IO[str]:
                         f"--resume: the results in {shown(str(folder))} are of "
                         f"{before}; run without --resume"
                     )
+                for stage in STAGES:
+                    if (log := StageLog(folder / f"{stage.name}.jsonl")).size():
+                        log.append(resume=True)
             else:
                 for stage in STAGES:
                     for suffix in (".jsonl", ".log"):

@@ -15,7 +15,7 @@ Verdict: TypeAlias = Literal["PASS", "FAIL", "SKIP"]
 START = "start"
 """The check that covers the start of a stage: jax, its backend, the list of checks."""
 
-NO_TIME = "the time budget was used up before it; give a larger --budget"
+NO_TIME = "the time budget was used up before it; run with --resume and a larger --budget"
 """The detail of a check that was left out."""
 
 _BEAT_S = 1.0
@@ -123,6 +123,11 @@ class StageLog:
                 current = None
             num_checks = values.get("num_checks", num_checks)
             has_ended = has_ended or "end" in values
+            if "resume" in values:  # Now there is time for them.
+                late = [name for name in results if results[name].detail == NO_TIME]
+                for name in late:
+                    del results[name]
+                has_ended = has_ended and not late
         done = tuple(results.values())
         return State(done, current, excuse, begins, num_checks, has_ended)
 

@@ -31,6 +31,8 @@ _PAGE = 4096
 _KEPT_BYTES = 128 << 20
 # Errors of opening a link or a pipe
 _NO_FILE_ERRORS = (errno.ELOOP, errno.ENXIO)
+# Spaces and letters of any script stay readable.
+_IN_URLS = str.maketrans({mark: f"%{ord(mark):X}" for mark in "%?#@"})
 # The content of links, pipes and devices, which `decode` refuses as foreign
 _NO_FILE = b"no file"
 
@@ -68,7 +70,7 @@ class LocalStore:
 
     @property
     def url(self) -> str:
-        return f"file://{self._root}"
+        return f"file://{self._root.translate(_IN_URLS)}"
 
     @property
     def path(self) -> str:

@@ -142,6 +142,19 @@ def test_checks_past_the_time_are_left_out_by_name_and_the_first_always_runs(tmp
     ]
 
 
+def test_resumption_runs_the_checks_that_were_left_out_for_time(tmp_path):
+    checks = [Check(name, lambda turn: ("well", {})) for name in ("a", "b")]
+    log = StageLog(tmp_path / "a.jsonl")
+    run_here(log, checks, time.monotonic() - 1)
+    assert log.read().has_ended
+    log.append(resume=True)
+    assert not log.read().has_ended
+    results = run_here(log, checks, time.monotonic() + 1e6)
+    assert [result.detail for result in results] == ["well", "well"]
+    log.append(resume=True)
+    assert log.read().has_ended
+
+
 def test_what_a_check_raises_is_its_verdict(tmp_path, capsys):
     def raise_(error):
         def run(turn):
