@@ -15,7 +15,7 @@ Verdict: TypeAlias = Literal["PASS", "FAIL", "SKIP"]
 START = "start"
 """The check that covers the start of a stage: jax, its backend, the list of checks."""
 
-NO_TIME = "the time budget was used up before it; run with --resume and a larger --budget"
+NO_TIME = "no time was left for it; use --resume with a larger --budget"
 """The detail of a check that was left out."""
 
 _BEAT_S = 1.0
