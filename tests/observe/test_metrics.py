@@ -193,6 +193,7 @@ def test_lookup_and_load_delays_are_measured():
     page = read(rig.scheduler)
     # Two host blocks are held for one load, which has not been issued.
     assert page["vllm:kv_offload_cpu_cache_read_usage_perc"] == 2 / NUM_BLOCKS
+    assert page["vllm:kv_offload_cpu_cache_usage_perc"] == 2 / NUM_BLOCKS
     clock.now_s += 0.03
     assert rig.admit(rig.request("two", 1, 2, 4)) is None
     rig.step()

@@ -407,6 +407,15 @@ def test_the_command_is_on_the_page_and_strange_names_stay_text(browser, tmp_pat
     assert "NaN" not in path.read_text()
 
 
+def test_the_finding_names_the_best_policy_or_the_only_one(comparison, page):
+    assert re.search(r"finds the most \w+ of 7 policies at", page.read_text("utf-8"))
+    results = [r for r in comparison.results if r.policy == "lru"]
+    alone = Comparison(comparison.trace, results)
+    assert re.search(
+        r"lru: .* come to [\d.]+% at [\d,]+ blocks", render_page(alone, "")
+    )
+
+
 def test_the_page_is_the_same_each_time_well_formed_and_has_no_address(
     comparison, page
 ):
