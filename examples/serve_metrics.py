@@ -10,6 +10,8 @@ optional rules are on, so that every panel of the dashboard in grafana.json has 
 
 import argparse
 import itertools
+import signal
+import threading
 
 import numpy as np
 
@@ -64,21 +66,25 @@ print("compiling ...", flush=True)
 engine.warm_up()
 print("serving prompts", flush=True)
 
+# A step that is interrupted midway may take the pool with it: stop between steps.
+stop = threading.Event()
+signal.signal(signal.SIGINT, lambda *_: stop.set())
+
 rng = np.random.default_rng(0)
 documents = rng.integers(256, size=(DOCUMENTS, 600)).tolist()
-try:
-    for number in itertools.count():
-        which = rng.integers(DOCUMENTS)
-        if number % 10 == 9:  # Now and then there is a new document.
-            documents[which] = rng.integers(256, size=600).tolist()
-        for _ in range(USERS):  # They ask about the same document at the same time.
-            question = rng.integers(256, size=40).tolist()
-            engine.submit(documents[which] + question, max_new_tokens=8)
-        while engine.has_work:
-            engine.step()
-        if number % 100 == 99:
-            print(engine.offload.outlook(), metrics.format_line(), sep="\n", flush=True)
-except KeyboardInterrupt:
-    engine.drain()
-    print(metrics.format_line())
-    metrics.close()
+for number in itertools.count():
+    which = rng.integers(DOCUMENTS)
+    if number % 10 == 9:  # Now and then there is a new document.
+        documents[which] = rng.integers(256, size=600).tolist()
+    for _ in range(USERS):  # They ask about the same document at the same time.
+        question = rng.integers(256, size=40).tolist()
+        engine.submit(documents[which] + question, max_new_tokens=8)
+    while engine.has_work:
+        engine.step()
+    if number % 100 == 99:
+        print(engine.offload.outlook(), metrics.format_line(), sep="\n", flush=True)
+    if stop.is_set():
+        break
+engine.drain()
+print(metrics.format_line())
+metrics.close()
