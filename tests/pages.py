@@ -123,7 +123,10 @@ def run_example() -> str:
             if line.startswith("Of "):
                 break
         child.send_signal(signal.SIGINT)
-        child.stdout.read()
+        try:
+            child.communicate(timeout=60)
+        finally:
+            child.kill()  # If it does not end, the check fails, and does not wait.
     return "".join(lines)
 
 
