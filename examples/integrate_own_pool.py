@@ -24,7 +24,6 @@ class OffloadingEngine(Engine):
                 num_free=lambda: len(self.pool.free_blocks),
                 hold=self.pool.touch,
                 release=self.pool.release,
-                content_of=self.pool.hashes.get,
                 count_of=self.pool.counts.__getitem__,
             ),
             NAMESPACE,

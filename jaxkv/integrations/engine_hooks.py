@@ -40,7 +40,8 @@ class EngineHooks:
     The engine must step while `has_pending_transfers`. Its requests have `request_id`,
     `num_tokens`, `num_computed_tokens`, and with asynchronous scheduling
     `num_output_placeholders`. All layers must have full attention. The hooks, not the
-    adapter, call `BorrowedPool.cache`, `request_preempted` and `request_finished`.
+    adapter, call `request_preempted` and `request_finished`. After a change of weights,
+    call `change_namespace`.
 
     Args:
         scheduler: The scheduler; `pool` gets bound to it.
@@ -87,7 +88,7 @@ class EngineHooks:
         self._tracked: dict[str, _Tracked] = {}
         # By request: the offer, None to ask again, and the tokens found by the engine.
         self._offers: dict[str, tuple[int | None, int]] = {}
-        # By request: the tokens computed once it is loaded.
+        # By request: its computed tokens once its load has arrived.
         self._loading: dict[str, int] = {}
         self._loaded: dict[str, int] = {}  # Not planned since; in order of arrival.
         self._preempted: list[str] = []  # Since the last plan.
@@ -119,6 +120,9 @@ class EngineHooks:
         failed = [(name, 0) for name in ended.failed_recving]
         for name, _ in failed:
             del self._loading[name]
+        for name in [n for n in self._loaded if self._tracked[n].is_old]:
+            del self._loaded[name]
+            failed.append((name, 0))
         # The request that loaded first is put there last, and so comes first.
         ready = [*failed, *reversed(self._loaded.items())]
         return [(self._tracked[name].request, num) for name, num in ready]
@@ -135,10 +139,13 @@ class EngineHooks:
             The number of tokens offered beyond these; None to ask in a later step.
         """
         tracked = self._request(request)
+        if tracked.is_old:
+            tracked.chain, tracked.is_old = self._new_chain(request), False
         tracked.chain.follow(self._tokens_of(request))
         num_offered, _ = self.scheduler.get_num_new_matched_tokens(
             tracked, num_computed_tokens
         )
+        tracked.num_followed = num_computed_tokens // self._namespace.block_size
         self._offers[request.request_id] = num_offered, num_computed_tokens
         return num_offered
 
@@ -173,9 +180,10 @@ class EngineHooks:
             )
         if name not in self._offers:
             return allocate_slots(num_tokens, delay_cache_blocks=False)
-        num_offered, num_found = self._offers.pop(name)
+        num_offered, num_found = self._offers[name]
         if num_offered is None:
             return None
+        del self._offers[name]
         if num_offered:
             num_tokens = request.num_tokens - num_found
         slots = allocate_slots(num_tokens, delay_cache_blocks=num_offered > 0)
@@ -208,7 +216,7 @@ class EngineHooks:
         for name, num_tokens in num_scheduled_tokens.items():
             self._loaded.pop(name, None)
             tracked = self._tracked[name]
-            self._cache(tracked)
+            self._follow(tracked)
             if tracked.num_computed_tokens + num_tokens > tracked.num_listed * size:
                 new = list(self._table_of(tracked.request)[tracked.num_listed :])
                 tracked.num_listed += len(new)
@@ -227,7 +235,7 @@ class EngineHooks:
                 False if it is preempted.
         """
         name, tracked = request.request_id, self._request(request)
-        self._cache(tracked)
+        self._follow(tracked)
         for state in (self._offers, self._loading, self._loaded):
             state.pop(name, None)
         if has_ended:
@@ -236,27 +244,56 @@ class EngineHooks:
             return
         self.scheduler.request_preempted(tracked)
         self._preempted.append(name)
-        tracked.num_cached = 0
+        tracked.num_followed = 0
+
+    def change_namespace(self, namespace: Namespace) -> None:
+        """Use other keys from now on, such as for new weights.
+
+        Call it between steps, right after the weights have changed, and reset the
+        engine's prefix cache. Blocks computed before stay findable under their old
+        keys. A request that has blocks now is not stored until it is preempted and
+        queried again; if it loads, `collect` returns it as if its load had failed.
+
+        Args:
+            namespace: The new namespace, of the same block size.
+
+        Raises:
+            ValueError: The block size differs. Then nothing changes.
+        """
+        size = self._namespace.block_size
+        if namespace.block_size != size:
+            raise ValueError(
+                f"namespace.block_size={namespace.block_size} must be {size}, the "
+                "block size of the pool."
+            )
+        self._namespace = namespace
+        for tracked in self._tracked.values():
+            tracked.is_old = True
+        for name, (_, num_found) in self._offers.items():
+            self._offers[name] = None, num_found  # Of the old namespace: ask again.
 
     def _request(self, request: Any) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            chain = KeyChain(self._namespace, self._extras_of(request))
-            tracked = self._tracked[request.request_id] = _Tracked(request, chain)
+            tracked = _Tracked(request, self._new_chain(request))
+            self._tracked[request.request_id] = tracked
         return tracked
 
-    def _cache(self, tracked: _Tracked) -> None:
-        """Record the keys of full, computed blocks in the pool."""
-        request, size = tracked.request, self._namespace.block_size
-        if tracked.num_tokens // size != len(tracked.block_keys):
-            tracked.chain.follow(self._tokens_of(request))
-        num_ahead = getattr(request, "num_output_placeholders", 0)
-        num_full = (tracked.num_computed_tokens - num_ahead) // size
-        new = slice(tracked.num_cached, min(num_full, len(tracked.block_keys)))
-        if keys := tracked.block_keys[new]:
-            skipped = self._pool.cache(self._table_of(request)[new], keys)
-            # The engine's prefix cache may get the last blocks a step later.
-            tracked.num_cached += len(keys) - len(skipped)
+    def _new_chain(self, request: Any) -> KeyChain:
+        return KeyChain(self._namespace, self._extras_of(request))
+
+    def _follow(self, tracked: _Tracked) -> None:
+        """Compute the keys of computed blocks from the tokens that they have now.
+
+        A token may have been replaced after its block got a key, and before it was
+        computed: the keys of blocks that have filled are compared again.
+        """
+        num_ahead = getattr(tracked.request, "num_output_placeholders", 0)
+        num_computed = tracked.num_computed_tokens - num_ahead
+        num_full = num_computed // self._namespace.block_size
+        if num_full > tracked.num_followed:
+            tracked.chain.follow(self._tokens_of(tracked.request))
+        tracked.num_followed = num_full
 
 
 class _Tracked:
@@ -264,12 +301,17 @@ class _Tracked:
 
     def __init__(self, request: Any, chain: KeyChain) -> None:
         self.request, self.chain = request, chain
+        self.is_old = False  # Whether it has computed with an earlier namespace.
         self.num_listed = 0  # Blocks of its table that the scheduler has.
-        self.num_cached = 0  # Blocks whose keys the pool has.
+        self.num_followed = 0  # Computed blocks whose keys have been compared.
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
         return self.chain.keys
+
+    @property
+    def max_offload_tokens(self) -> int | None:
+        return 0 if self.is_old else getattr(self.request, "max_offload_tokens", None)
 
     request_id = property(attrgetter("request.request_id"))
     num_tokens = property(attrgetter("request.num_tokens"))

@@ -21,8 +21,12 @@ class Chooser:
         """Whether stores are paused; None if they never are."""
         return None
 
+    def bind(self, pool: DevicePool) -> None:
+        """Serve the requests of a pool."""
+
     def begun(
         self,
+        pool: DevicePool,
         request: Request,
         keys: Sequence[PackedKeys],
         tables: list[list[int]],
@@ -38,15 +42,26 @@ class Chooser:
         """
 
     def replace_tables(
-        self, request: Request, tables: list[list[int]], limits: tuple[int, int]
+        self,
+        pool: DevicePool,
+        request: Request,
+        tables: list[list[int]],
+        limits: tuple[int, int],
+        *,
+        is_end: bool = False,
     ) -> bool:
-        """Replace the block tables of a known request; return whether it is known."""
+        """Replace the block tables of a known request; return whether it is known.
+
+        With `is_end`, the request overwrites none of its blocks any more.
+        """
         return False
 
     def find_ready(
-        self, scheduled: Mapping[str, int], preempted: Sequence[str]
+        self, scheduled: Mapping[str, int], preempted: Sequence[str], *, is_due: bool
     ) -> Sequence[Any]:
-        """Find the requests that have blocks to offer; nothing changes.
+        """Find the requests to look at in the step that begins; nothing changes.
+
+        If an offer `is_due`, blocks are stored in this step.
 
         Raises:
             TypeError: An attribute of a ready request has the wrong type.
@@ -54,16 +69,22 @@ class Chooser:
         """
         return ()
 
-    def note_step(
+    def record_step(
         self,
+        pool: DevicePool,
         scheduled: Mapping[str, int],
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
         """Record which requests a step computes, their new blocks, and preemptions."""
 
-    def offer_step(self, pool: DevicePool, ready: Sequence[Any]) -> None:
-        """Offer blocks once the step has issued loads; `ready` is from `find_ready`."""
+    def offer_step(
+        self, pool: DevicePool, ready: Sequence[Any], *, is_due: bool
+    ) -> None:
+        """Look at requests once the step has issued loads; offer blocks if it `is_due`.
+
+        `ready` is from `find_ready`.
+        """
 
     def finish(
         self, pool: DevicePool, request: Request, limits: tuple[int, int]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
+from operator import gt
 from typing import TypeAlias
 
 import numpy as np
 
-from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.listening import Listeners, Offer, Passes
+from jaxkv.scheduling.places import Places
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.requests import Requests, Rows, rows_of
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
@@ -21,8 +22,8 @@ from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.bare import REORDER_SHARE
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
-from jaxkv.tiers.pools import DevicePool
-from jaxkv.types import BlockKey
+from jaxkv.tiers.pools import BorrowedPool, DevicePool
+from jaxkv.types import NULL_BLOCK, BlockKey
 
 
 @dataclasses.dataclass
@@ -30,23 +31,33 @@ class _Progress:
     """The stores of a request so far. Lists have one item per group."""
 
     request: Request
-    tables: list[list[int]]  # Its device blocks.
+    tables: list[list[int]]  # Its device blocks; `Places` says which are still its own.
+    keys: Sequence[PackedKeys]  # The keys that its tokens had last.
     num_offered: list[int]  # How many first blocks were hits, or were offered.
-    marks: list[KeyMark]  # The keys of those blocks.
     limits: tuple[int, int]  # The last result of `Requests.check_stores`.
-    next_tokens: int = 0  # It next has blocks to offer when this many are computed.
+    # How many first blocks have the content of `keys`: nothing, before its first step.
+    num_computed: list[int]
+    is_capped: bool = False  # Whether `Requests.caps` holds until it recomputes.
+    # It is looked at once its computed tokens reach `next_tokens`, where a block fills,
+    # or fall below `min_tokens`, so that it overwrites what it has computed.
+    next_tokens: int = 0
+    min_tokens: int = 0
+    is_behind: bool = False  # Whether computed blocks wait to be offered.
     refused_at: int = -1  # `Stores.num_changes` when the host had no room; else -1.
     is_ordered: bool = False  # Whether the host would evict these blocks tail first.
     whole_at: int = -1  # `BlockIndex.num_removed` when the host had all; -1 if unknown.
     is_skipped: bool = False  # Whether it is not stored while stores are paused.
 
 
-Ready: TypeAlias = tuple[_Progress, tuple[int, int], Sequence[PackedKeys]]
-"""A request that has blocks to offer, its limits, and its keys of each group."""
+Ready: TypeAlias = tuple[_Progress, tuple[int, int], Sequence[PackedKeys], int]
+"""A request to look at, its limits, its keys by group, and its scheduled tokens."""
 
 
 class EagerStores(Chooser):
     """Chooses which blocks to store, request by request.
+
+    A block is offered once a step after the one that computed it is planned, if nobody
+    was given the block meanwhile (`Places`) and its key has not changed since.
 
     A block that the host evicts while its request runs is stored again when the request
     ends, because the device will evict it, too.
@@ -63,6 +74,7 @@ class EagerStores(Chooser):
         num_shadow_hit_tokens: Callable[[], int],
     ) -> None:
         self._groups = groups
+        self._min_block_size = min(spec.block_size for spec in groups)
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
@@ -72,7 +84,11 @@ class EagerStores(Chooser):
         self._pause = StorePause(
             rules, host.num_blocks, stores.stats, num_shadow_hit_tokens
         )
+        self._places = Places(1)
         self._progress: dict[str, _Progress] = {}
+        # Requests for which blocks were found on the device since the last plan: the
+        # step that is planned next may have to compute these blocks.
+        self._new: set[str] = set()
         self._scheduled: dict[str, int] = {}  # Requests in steps since the last offer.
 
     @property
@@ -80,8 +96,13 @@ class EagerStores(Chooser):
         """Whether stores are paused; None if they never are."""
         return self._pause.is_on if self._rules.pause_unused_stores else None
 
+    def bind(self, pool: DevicePool) -> None:
+        """Serve the requests of a pool."""
+        self._places = Places(pool.num_blocks)
+
     def begun(
         self,
+        pool: DevicePool,
         request: Request,
         keys: Sequence[PackedKeys],
         tables: list[list[int]],
@@ -91,75 +112,106 @@ class EagerStores(Chooser):
     ) -> None:
         """Track a request; if it already runs, replace its block tables."""
         # After a lookup, a request starts over, even if it declined its offer.
-        if num_local is None and self.replace_tables(request, tables, limits):
+        if num_local is None and self.replace_tables(pool, request, tables, limits):
             return
-        factor = self._factor
-        num_tokens = (num_local or 0) + num_external
-        offered = [
-            num_tokens // spec.block_size // factor * factor for spec in self._groups
-        ]
-        marks = list(map(KeyMark.of, keys, offered))
-        progress = _Progress(request, tables, offered, marks, limits, is_ordered=True)
+        name, factor, groups = request.request_id, self._factor, self._groups
+        num_local = num_local or 0
+        num_found = [num_local // spec.block_size for spec in groups]
+        _clear(pool, self._places.admit(name, tables, num_found))
+        num_tokens = num_local + num_external
+        offered = [num_tokens // spec.block_size // factor * factor for spec in groups]
+        nothing = [0] * len(groups)
+        progress = _Progress(
+            request, tables, tuple(keys), offered, limits, nothing, is_ordered=True
+        )
         if self._rules.pause_unused_stores:
             progress.is_skipped = self._pause.skips(keys[0])
-        progress.next_tokens = self._next_tokens(progress)
-        self._progress[request.request_id] = progress
+        self._progress[name] = progress
+        if num_local:
+            self._new.add(name)
 
     def recompute(self, request_id: str) -> None:
         """Expect a request to recompute the blocks whose load has failed."""
-        self._start_over(self._progress[request_id])
+        progress = self._progress[request_id]
+        assert request_id in self._requests.caps
+        progress.num_computed = [0] * len(self._groups)
+        progress.is_capped = True
+        self._start_over(progress)
 
     def replace_tables(
-        self, request: Request, tables: list[list[int]], limits: tuple[int, int]
+        self,
+        pool: DevicePool,
+        request: Request,
+        tables: list[list[int]],
+        limits: tuple[int, int],
+        *,
+        is_end: bool = False,
     ) -> bool:
         """Replace the block tables of a known request; return whether it is known."""
-        progress = self._progress.get(request.request_id)
+        name = request.request_id
+        progress = self._progress.get(name)
         if progress is None:
             return False
+        _clear(pool, self._places.replace(name, progress.tables, tables))
         progress.request, progress.tables = request, tables
         progress.limits = limits
-        self._current_keys(progress)
-        # The prompt may have grown, and so has the limit of stored tokens.
-        progress.next_tokens = self._next_tokens(progress)
+        keys = self._requests.of(request)
+        self._check_content(pool, progress, keys, is_end=is_end)
         return True
 
-    def note_step(
+    def record_step(
         self,
+        pool: DevicePool,
         scheduled: Mapping[str, int],
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
         """Record which requests a step computes, their new blocks, and preemptions."""
-        for request_id in preempted:
-            self._progress.pop(request_id, None)
-        for request_id, tables in new_tables.items():
-            progress = self._progress.get(request_id)
-            if progress is not None:
+        for name in preempted:
+            self._progress.pop(name, None)
+            self._places.forget(name)
+        for name, tables in new_tables.items():
+            progress = self._progress.get(name)
+            if progress is None:
+                blocks = [block for table in tables for block in table]
+                self._places.give(blocks)
+            else:
+                blocks = self._places.extend(name, tables)
                 for table, new in zip(progress.tables, tables, strict=True):
                     table += new
+            _clear(pool, blocks)
+        self._new.clear()
         self._scheduled.update(scheduled)
 
     def find_ready(
-        self, scheduled: Mapping[str, int], preempted: Sequence[str]
+        self, scheduled: Mapping[str, int], preempted: Sequence[str], *, is_due: bool
     ) -> list[Ready]:
-        """Find requests with blocks to offer, in all steps since the last offer."""
+        """Find the requests to look at: those that filled a block, or overwrite one.
+
+        If an offer `is_due`, these include all that have blocks to offer, in all steps
+        since the last offer.
+        """
         num_changes = self._stores.num_changes
-        due = []
-        names = {**self._scheduled, **scheduled} if self._scheduled else scheduled
+        due, names = [], scheduled
+        if is_due and self._scheduled:
+            names = {**self._scheduled, **scheduled}
         try:
-            for request_id in names:
-                progress = self._progress.get(request_id)
-                if (
-                    progress is not None
-                    and progress.request.num_computed_tokens >= progress.next_tokens
-                    and progress.refused_at != num_changes
-                    and request_id not in preempted
-                ):
-                    due.append(progress)
-            if not due or self._stores.is_congested:
-                return []
+            for name in names:
+                progress = self._progress.get(name)
+                if progress is None:
+                    continue
+                num_tokens = progress.request.num_computed_tokens
+                must_offer = (
+                    progress.is_behind and is_due and progress.refused_at != num_changes
+                )
+                is_quiet = progress.min_tokens <= num_tokens < progress.next_tokens
+                if (must_offer or not is_quiet) and name not in preempted:
+                    due.append((name, progress))
             limits_of, keys_of = self._requests.check_stores, self._requests.of
-            return [(p, limits_of(p.request), keys_of(p.request)) for p in due]
+            return [
+                (p, limits_of(p.request), keys_of(p.request), scheduled.get(name, 0))
+                for name, p in due
+            ]
         except (TypeError, ValueError):  # Comparing an array raises ValueError.
             self._check_all(names)
             raise
@@ -171,13 +223,23 @@ class EagerStores(Chooser):
                 self._requests.check_stores(progress.request)
                 self._requests.checked(progress.request, is_admission=False)
 
-    def offer_step(self, pool: DevicePool, ready: Sequence[Ready]) -> None:
-        """Offer the blocks of requests that `find_ready` has returned."""
-        self._scheduled.clear()
-        for progress, limits, keys in ready:
+    def offer_step(
+        self, pool: DevicePool, ready: Sequence[Ready], *, is_due: bool
+    ) -> None:
+        """Look at the requests of `find_ready`; offer their blocks if it `is_due`."""
+        if is_due:
+            self._scheduled.clear()
+        num_changes = self._stores.num_changes
+        is_due &= not self._stores.is_congested
+        for progress, limits, keys, num_scheduled in ready:
             progress.limits = limits
-            self._restart_if_rewritten(progress, keys)
+            self._check_content(pool, progress, keys, is_step=True)
+            num_tokens = progress.request.num_computed_tokens + num_scheduled
+            progress.min_tokens = num_tokens - num_tokens % self._min_block_size
             num_full, first = self._num_full(progress, keys), progress.num_offered
+            is_refused = progress.refused_at == num_changes
+            if not progress.is_behind or is_refused or not is_due:
+                continue
             num_waiting = len(self._stores.waiting.keys)
             self._offer(pool, progress, keys, num_full)
             if self._listeners.offered:
@@ -188,18 +250,24 @@ class EagerStores(Chooser):
         self, pool: DevicePool, request: Request, limits: tuple[int, int]
     ) -> None:
         """Offer all blocks of a request that is about to lose its device blocks."""
-        progress = self._progress.pop(request.request_id, None)
+        name = request.request_id
+        progress = self._progress.pop(name, None)
         if progress is None:
             return
+        if name in self._new:
+            self._new.remove(name)
+            self._places.forget(name)
+            return
         progress.request, progress.limits = request, limits
-        keys = self._requests.by_request[request.request_id]  # They were just checked.
-        self._restart_if_rewritten(progress, keys)
+        keys = self._requests.by_request[name]  # They were just checked.
+        self._check_content(pool, progress, keys, is_end=True)
         can_store = not self._stores.is_congested
         num_waiting = len(self._stores.waiting.keys)
         self._offer_all(pool, progress, keys)
         if self._listeners.offered:
             blocks = keys[0], 0, self._num_full(progress, keys)[0]
             self._notify(pool, progress, *blocks, num_waiting, True, can_store)
+        self._places.forget(name)
 
     def _notify(
         self,
@@ -233,6 +301,7 @@ class EagerStores(Chooser):
         if (
             progress.is_ordered
             and progress.whole_at == self._host.num_removed
+            and not progress.is_behind
             and progress.request.num_computed_tokens < progress.next_tokens
         ):
             return  # The host has all its blocks.
@@ -274,28 +343,102 @@ class EagerStores(Chooser):
 
     def _start_over(self, progress: _Progress) -> None:
         progress.num_offered = [0] * len(self._groups)
-        progress.marks = [KeyMark()] * len(self._groups)
-        progress.next_tokens = NO_LIMIT if progress.is_skipped else 0
+        progress.is_behind = not progress.is_skipped
+        progress.next_tokens = self._next_tokens(progress)
         progress.refused_at = -1
 
-    def _current_keys(self, progress: _Progress) -> Sequence[PackedKeys]:
-        """Return a request's keys; start over if offered ones were rewritten."""
-        keys = self._requests.of(progress.request)
-        self._restart_if_rewritten(progress, keys)
-        return keys
-
-    def _restart_if_rewritten(
-        self, progress: _Progress, keys: Sequence[PackedKeys]
+    def _check_content(
+        self,
+        pool: DevicePool,
+        progress: _Progress,
+        keys: Sequence[PackedKeys],
+        *,
+        is_step: bool = False,
+        is_end: bool = False,
     ) -> None:
-        """Offer all blocks again if keys of offered blocks were rewritten."""
-        if not all(map(KeyMark.is_in, progress.marks, keys)):
-            self._start_over(progress)
+        """Find which blocks were computed with the keys that they have now."""
+        request, requests = progress.request, self._requests
+        num_tokens = request.num_computed_tokens
+        name = request.request_id
+        if is_step and progress.is_capped and num_tokens <= requests.caps[name]:
+            # It computes all tokens whose content was in doubt.
+            del requests.caps[name]
+            progress.is_capped = False
+            progress.limits = requests.check_stores(request)
+        self._rewind(pool, progress, num_tokens, is_end=is_end)
+        if any(new is not old for new, old in zip(keys, progress.keys, strict=True)):
+            self._check_keys(progress, keys, min(num_tokens, progress.min_tokens))
+            progress.keys = tuple(keys)
+        num_computed = self._num_full(progress, keys, progress.limits[0])
+        if isinstance(pool, BorrowedPool):
+            for group, end in enumerate(num_computed):
+                first, table = progress.num_computed[group], progress.tables[group]
+                if first < end:
+                    blocks = table[first:end]
+                    valid = self._places.are_valid(name, group, first, blocks)
+                    pool.record(blocks, keys[group][first:end], valid)
+        progress.num_computed = list(map(max, progress.num_computed, num_computed))
+        progress.next_tokens = self._next_tokens(progress)
+        offered, num_full = progress.num_offered, self._num_full(progress, keys)
+        progress.is_behind = not progress.is_skipped and any(map(gt, num_full, offered))
+
+    def _rewind(
+        self, pool: DevicePool, progress: _Progress, num_tokens: int, *, is_end: bool
+    ) -> None:
+        """Void the computed blocks that a request overwrites from a token on."""
+        name, factor = progress.request.request_id, self._factor
+        for group, spec in enumerate(self._groups):
+            first = num_tokens // spec.block_size
+            if first >= progress.num_computed[group]:
+                continue
+            kept = first // factor * factor
+            progress.num_computed[group] = kept
+            progress.num_offered[group] = min(progress.num_offered[group], kept)
+            progress.whole_at = progress.refused_at = -1
+            if not is_end:
+                blocks = progress.tables[group][first:]
+                self._places.rewind(name, group, first, blocks)
+                self._stores.void(pool, blocks)
+                _clear(pool, blocks)
+
+    def _check_keys(
+        self, progress: _Progress, keys: Sequence[PackedKeys], num_tokens: int
+    ) -> None:
+        """Stop storing a request whose keys changed without a new computation.
+
+        It has kept its first `num_tokens` computed tokens since its keys were read.
+        """
+        cap = num_tokens
+        for spec, old, new in zip(self._groups, progress.keys, keys, strict=True):
+            num = min(num_tokens // spec.block_size, len(old))
+            pairs = zip(old[:num], [*new[:num], None], strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), num)
+            if same < num:
+                cap = min(cap, same * spec.block_size)
+        if cap == num_tokens:
+            return
+        name, factor = progress.request.request_id, self._factor
+        self._requests.caps[name] = min(cap, self._requests.caps.get(name, cap))
+        progress.is_capped = True
+        progress.limits = self._requests.check_stores(progress.request)
+        for group, spec in enumerate(self._groups):
+            kept = cap // spec.block_size // factor * factor
+            progress.num_computed[group] = min(progress.num_computed[group], kept)
+            progress.num_offered[group] = min(progress.num_offered[group], kept)
+        progress.whole_at = -1
 
     def _num_full(
-        self, progress: _Progress, keys: Sequence[Sequence[BlockKey]]
+        self,
+        progress: _Progress,
+        keys: Sequence[Sequence[BlockKey]],
+        num_tokens: int | None = None,
     ) -> list[int]:
-        """Return how many computed blocks may be stored, for each group."""
-        num_tokens = min(progress.limits)
+        """Return how many blocks `num_tokens` fill, for each group.
+
+        None is for the computed tokens that may be stored.
+        """
+        if num_tokens is None:
+            num_tokens = min(progress.limits)
         factor, num_full = self._factor, []
         for spec, ks, table in zip(self._groups, keys, progress.tables, strict=True):
             num = min(num_tokens // spec.block_size, len(ks), len(table))
@@ -318,15 +461,16 @@ class EagerStores(Chooser):
         progress.refused_at = -1
         if num_done < len(rows.keys):
             progress.refused_at = self._stores.num_changes
-        if is_held and num_skipped == self._host.num_skipped and is_head:
+        if not is_held:
+            progress.whole_at = -1
+        elif num_skipped == self._host.num_skipped and is_head:
             progress.whole_at = self._host.num_removed
         if rows.groups is None:
             progress.num_offered = [first[0] + num_done * self._factor]
         else:
             done = np.bincount(rows.groups[:num_done], minlength=len(first))
             progress.num_offered = (done + first).tolist()
-        progress.marks = list(map(KeyMark.of, keys, progress.num_offered))
-        progress.next_tokens = self._next_tokens(progress)
+        progress.is_behind = num_done < len(rows.keys)
         if not rows.keys:
             return
         progress.is_ordered = is_head
@@ -358,12 +502,14 @@ class EagerStores(Chooser):
         return None if passes.all() else passes
 
     def _next_tokens(self, progress: _Progress) -> int:
-        """Return how many tokens a request must have computed to offer more blocks."""
+        """Return how many tokens a request must have computed to fill more blocks."""
+        if progress.is_capped:
+            return 0
         if progress.is_skipped:
             return NO_LIMIT
         next_tokens = NO_LIMIT
-        for offered, spec in zip(progress.num_offered, self._groups, strict=True):
-            end = (offered + self._factor) * spec.block_size
+        for computed, spec in zip(progress.num_computed, self._groups, strict=True):
+            end = (computed + self._factor) * spec.block_size
             next_tokens = min(next_tokens, end)
         if next_tokens > progress.limits[1]:
             return NO_LIMIT
@@ -376,6 +522,24 @@ class EagerStores(Chooser):
         first: list[int],
         end: list[int],
     ) -> Rows:
-        """Return the blocks [first[g], end[g]) of all groups g as rows."""
-        tables, factor = progress.tables, self._factor
-        return rows_of(self._groups, keys, tables, first, end, factor)
+        """Return the blocks [first[g], end[g]) of all groups g as rows.
+
+        The null block replaces blocks that somebody else was given.
+        """
+        tables, name = list(progress.tables), progress.request.request_id
+        for group, table in enumerate(tables):
+            blocks = table[first[group] : end[group]]
+            valid = self._places.are_valid(name, group, first[group], blocks)
+            if valid is not None:
+                tables[group] = table = list(table)
+                for row in np.flatnonzero(~valid).tolist():
+                    table[first[group] + row] = NULL_BLOCK
+        return rows_of(self._groups, keys, tables, first, end, self._factor)
+
+
+def _clear(pool: DevicePool, block_ids: Sequence[int]) -> None:
+    """Forget what a pool knows of blocks that were given to a request."""
+    if isinstance(pool, BorrowedPool):
+        pool.forget(block_ids)
+    elif pool.unwritten:
+        pool.unwritten.difference_update(block_ids)

@@ -44,9 +44,13 @@ class LazyStores(Chooser):
         # Whether the host had no room for all victims of the last scan.
         self._is_refused = False
 
-    def offer_step(self, pool: DevicePool, ready: Sequence[Any]) -> None:
+    def offer_step(
+        self, pool: DevicePool, ready: Sequence[Any], *, is_due: bool
+    ) -> None:
         """Offer the blocks that the device will evict next."""
         assert isinstance(pool, DeviceBlockPool)
+        if not is_due:
+            return
         while self._host.removed_keys:
             pool.forget_copies(self._host.removed_keys.pop())
         if self._scan_state(pool) == self._seen or self._stores.is_congested:

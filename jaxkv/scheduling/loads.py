@@ -249,8 +249,9 @@ class Loads:
         copying = [load for load in ready if load.copy_sources.size]
         event = self.in_flight.issue(issued)
         for load in ready:
-            if load.event == NO_EVENT:
+            if load.event == NO_EVENT:  # It only copies, in this step.
                 del self.by_request[load.request_id]
+                self._requests.caps.pop(load.request_id, None)
         for load in copying:
             self._stats.num_copied += load.copy_sources.size
             # Whatever overwrites a source is dispatched after the copy.
@@ -298,6 +299,8 @@ class Loads:
             if is_useless:
                 # The request computes all blocks of the offer, even the skipped ones.
                 pool.unwritten.difference_update(load.skipped)
+            else:
+                self._requests.caps.pop(load.request_id, None)
             if load.is_awaited or is_useless:
                 answers[is_useless].append(load.request_id)
         self._end(pool, ended)

@@ -37,6 +37,8 @@ class Move(Generic[Ids]):
     num_reports: int = 0  # Workers that have reported it.
     ok: bool | NDArray[np.bool_] = True  # Whether all, or which, rows arrived.
     is_stale: bool = False  # Whether the tiers, or the request, have forgotten it.
+    # Rows whose source was overwritten after their place was chosen.
+    void: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def name(self) -> Hashable:

@@ -115,6 +115,9 @@ class Requests:
         self.by_request: dict[str, list[_Growing]] = {}
         # The tokens that each request's last lookup found on the device.
         self.num_local: dict[str, int] = {}
+        # The maximum of computed tokens that count, by request: those before its load,
+        # until it has arrived, or those whose keys have not changed since.
+        self.caps: dict[str, int] = {}
         # Requests that use their blocks, and what the policy returned at their begin.
         self.begun: set[str] = set()
         self._policy_marks: dict[str, int] = {}
@@ -189,7 +192,10 @@ class Requests:
                 f"request {shown(name)} lacks num_prompt_tokens, which "
                 "prompt_only=True needs to store only the blocks of prompts."
             )
-        return request.num_computed_tokens - num_ahead, max_tokens
+        num_computed = request.num_computed_tokens - num_ahead
+        if self.caps and name in self.caps:
+            num_computed = min(num_computed, self.caps[name])
+        return num_computed, max_tokens
 
     def check_known_keys(self, request: Request) -> None:
         """Check the keys of a known request before they are read."""
@@ -335,6 +341,7 @@ class Requests:
         """Forget a request that has finished."""
         self.begun.discard(request_id)
         self.by_request.pop(request_id, None)
+        self.caps.pop(request_id, None)
 
     def now_ms(self) -> int:
         """Return the time by the policy's clock."""

@@ -255,6 +255,7 @@ class OffloadScheduler(Reporting):
         self._view = View(
             self.groups, self.rules, self._book, self._gate, *tiers, is_plain
         )
+        self._chooser.bind(pool)
         self._chooser.clear(pool)
 
     def warm_up(self) -> None:
@@ -418,9 +419,13 @@ class OffloadScheduler(Reporting):
         for boundary in self.below:
             (boundary.forget if begins else boundary.decline)(name)
         hits = requests.end_lookup(name), num_external
+        if hits[0] is not None:
+            requests.caps.pop(name, None)
+        if load is not None:
+            requests.caps[name] = load.num_computed_tokens
         if num_external:
             self._store_steps.note_tokens(num_external)
-        self._chooser.begun(request, keys, tables, *hits, limits)
+        self._chooser.begun(pool, request, keys, tables, *hits, limits)
         if begins and name not in requests.begun:
             self._begin(request, keys, *hits)
         if self._is_all_read:
@@ -479,21 +484,21 @@ class OffloadScheduler(Reporting):
             must_store = need_flush or not num_tokens or bool(stores.waiting.keys)
             is_due = self._store_steps.is_due(pool, must_store=must_store)
         # The last call that may raise: it reads attributes of ready requests.
-        ready = self._chooser.find_ready(scheduled, preempted) if is_due else ()
+        ready = self._chooser.find_ready(scheduled, preempted, is_due=is_due)
 
         for name in preempted:
             loads.drop(pool, name)
+            self._book.caps.pop(name, None)
         self._preempted.clear()
         if self._store_steps.batch_blocks:
             self._store_steps.begin(num_tokens, is_due=is_due)
-        self._chooser.note_step(scheduled, tables, preempted)
+        self._chooser.record_step(pool, scheduled, tables, preempted)
         budget, loading, storing = None, NO_LOADS, NO_STORES
         if loads.by_request and loads.has_waiting:
             budget = self._budget()
             loading = loads.issue(pool, budget)
-        if is_due:
-            # After the loads, which have unpinned the sources of their copies.
-            self._chooser.offer_step(pool, ready)
+        # After the loads, which have unpinned the sources of their copies.
+        self._chooser.offer_step(pool, ready, is_due=is_due)
         if stores.waiting.keys:
             storing = stores.issue(budget or self._budget())
         below: tuple[TierMoves, ...] = ()
@@ -594,7 +599,9 @@ class OffloadScheduler(Reporting):
         tables = None if block_ids is None else self._tables(name, block_ids)
         requests.check_known_keys(request)
         if tables is not None:
-            self._chooser.replace_tables(request, tables, limits)
+            self._chooser.replace_tables(
+                self._pool, request, tables, limits, is_end=True
+            )
         self._leave(request, limits)
         has_begun = name in requests.begun
         keys = requests.by_request[name] if has_begun else ()
@@ -625,6 +632,7 @@ class OffloadScheduler(Reporting):
             notify(name)
         self._book.end_lookup(name)
         self._chooser.finish(self._pool, request, limits)
+        self._book.caps.pop(name, None)
 
     def wait_for_storage(
         self, worker: OffloadWorker, timeout_s: float | None = None

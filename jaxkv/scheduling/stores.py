@@ -24,7 +24,7 @@ from jaxkv.tiers.base import Placement, as_ids
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.pools import DevicePool
-from jaxkv.types import NO_BLOCK, BlockKey
+from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 
 _LOG = logging.getLogger(__name__)
 _PAUSE_SAMPLE = 16  # While stores are paused, store one request in this many.
@@ -202,7 +202,7 @@ class Stores:
             if placement is not None:
                 self._queue(placement, blocks)
                 return num, True
-        held = pool.holds(blocks, offer.device_keys)
+        held = pool.holds(blocks, offer.device_keys) & (blocks != NULL_BLOCK)
         blocks = blocks.reshape(-1, self._factor)
         is_held: NDArray[np.bool_] | None = None  # [n]; None if all rows are held.
         if np.count_nonzero(held) < len(held):
@@ -319,22 +319,57 @@ class Stores:
         for store in self.in_flight.report(reports):
             events[not store.ok].append(store.event)
             if not store.is_stale:
-                keys, num_blocks = store.keys, len(store.sources)
-                self._num_known_in_flight -= len(keys)
-                if store.ok:
-                    self._host.publish(store.targets, keys)
+                self._num_known_in_flight -= len(store.keys)
+                keys, targets = store.keys, store.targets
+                if store.void or not store.ok:
+                    rows = store.void if store.ok else range(len(keys))
+                    self._fail([keys[row] for row in sorted(rows)])
+                    kept = sorted(set(range(len(keys))).difference(rows))
+                    keys = [keys[row] for row in kept]
+                    targets = [targets[row] for row in kept]
+                if keys:
+                    self._host.publish(targets, keys)
                     if self._on_arrival is not None:
                         self._on_arrival(keys)
-                    stats.num_stored += num_blocks
-                else:
-                    self._host.complete_store(keys, False)
-                    self._host.drops.note(keys, "store failed")
-                    stats.num_dropped_failed += num_blocks
-                for notify in self._listeners.stored:
-                    notify(keys, bool(store.ok))
+                    stats.num_stored += len(keys) * self._factor
+                    for notify in self._listeners.stored:
+                        notify(keys, True)
             pool.unpin(store.sources)
             self.num_changes += 1
         return events
+
+    def _fail(self, keys: list[BlockKey]) -> None:
+        """Give up the host blocks of stores that have failed."""
+        self._host.complete_store(keys, False)
+        self._host.drops.note(keys, "store failed")
+        self.stats.num_dropped_failed += len(keys) * self._factor
+        for notify in self._listeners.stored:
+            notify(keys, False)
+
+    def void(self, pool: DevicePool, block_ids: Sequence[int]) -> None:
+        """Void the stores of blocks that are about to be overwritten.
+
+        A store in flight may not have read its blocks yet.
+        """
+        overwritten, factor = set(block_ids), self._factor
+        for store in (self.waiting, *self.in_flight.moves.values()):
+            if not store.is_stale and not overwritten.isdisjoint(store.sources):
+                store.void.update(
+                    row // factor
+                    for row, block in enumerate(store.sources)
+                    if block in overwritten
+                )
+        waiting = self.waiting
+        if waiting.void:
+            kept = sorted(set(range(len(waiting.keys))) - waiting.void)
+            rows = as_ids(waiting.sources).reshape(-1, factor)
+            pool.unpin(rows[sorted(waiting.void)].reshape(-1))
+            self.waiting = Move(
+                [waiting.keys[row] for row in kept],
+                rows[kept].reshape(-1).tolist(),
+                [waiting.targets[row] for row in kept],
+            )
+            self._fail([waiting.keys[row] for row in sorted(waiting.void)])
 
     def forget(self, pool: DevicePool) -> None:
         """Drop waiting stores; stores in flight only hold their device blocks."""

@@ -52,7 +52,8 @@ class DevicePool(Protocol):
 class BorrowedPool:
     """The blocks of a pool that an engine owns: free list, counts and prefix cache.
 
-    The engine calls `cache` after a step, with the blocks that are full and their keys.
+    `OffloadScheduler` records which blocks its requests have computed, and forgets a
+    block once it is given to a request. The engine need not call `cache` or `forget`.
 
     Args:
         num_blocks: Blocks of the pool, the null block 0 among them.
@@ -63,8 +64,9 @@ class BorrowedPool:
         release: Takes a list of block ids, each held once less. Those that become free
             go to the end of the free list in this order.
         content_of: Returns what the engine's prefix cache calls a block's content, such
-            as its hash; None if the block has none, as after its eviction. None for an
-            engine that calls `forget` for each block that it allocates.
+            as its hash; None if the block has none. A block that the scheduler does not
+            see allocated loses its key if this changes. None if there are no such
+            blocks, or the engine calls `forget` for them.
         count_of: Returns a block's reference count, for strict mode, which then names
             blocks that are used though they are free; None to leave that out.
 
@@ -121,9 +123,10 @@ class BorrowedPool:
         return bool(self._cached)
 
     def cache(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
-        """Record the keys of n full, computed blocks, which the engine has cached.
+        """Record the keys of n full, computed blocks that the scheduler cannot know.
 
-        The null block is passed over. Returned are the blocks that were skipped: they
+        Such as blocks outside a window, which the prefix cache found for a request. The
+        null block is passed over. Returned are the blocks that were skipped: they
         are `unwritten`, or without content in the engine's prefix cache.
 
         Raises:
@@ -139,8 +142,26 @@ class BorrowedPool:
                 self._cached[block_id] = key, content
         return skipped
 
+    def record(
+        self,
+        block_ids: BlockIds,
+        keys: Sequence[BlockKey],
+        valid: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Record the keys of blocks that a request has computed; bool[n] selects some.
+
+        `OffloadScheduler` calls it.
+        """
+        for row, (block_id, key) in enumerate(self._pairs(block_ids, keys)):
+            is_valid = valid is None or valid[row]
+            if is_valid and block_id != NULL_BLOCK and block_id not in self.unwritten:
+                self._cached[block_id] = key, self._content_of(block_id)
+
     def forget(self, block_ids: BlockIds) -> None:
-        """Record that blocks lose their content, such as when they are allocated."""
+        """Record that blocks lose their content.
+
+        Call it for blocks allocated for anything but requests of the scheduler.
+        """
         for block_id in self._ids(block_ids):
             self._cached.pop(block_id, None)
             self.unwritten.discard(block_id)

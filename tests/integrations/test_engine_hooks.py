@@ -1,6 +1,7 @@
 """`EngineHooks` under the engine of examples/toy_engine.py, and what it refuses."""
 
 import collections
+import dataclasses
 import functools
 import random
 import re
@@ -21,6 +22,7 @@ from jaxkv import (
     SlidingWindow,
 )
 from jaxkv.integrations.engine_hooks import EngineHooks
+from jaxkv.scheduling.protocol import NO_EVENT
 
 # The examples are files to be run, not a package.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -127,15 +129,23 @@ def make_hooks(groups=BLOCK, content_of=None, **rules):
     scheduler = OffloadScheduler(groups, 8, rules=OffloadRules(**rules))
     calls = {"num_free": lambda: 7, "hold": id, "release": id}
     pool = BorrowedPool(8, **calls, content_of=content_of)
-    get = {"tokens_of": lambda r: range(r.num_tokens), "table_of": lambda r: r.table}
+    get = {"tokens_of": lambda r: r.tokens, "table_of": lambda r: r.table}
     return EngineHooks(scheduler, pool, NAMESPACE, **get)
+
+
+def make_request(name="r", num_tokens=9, table=(1, 2, 3)):
+    return types.SimpleNamespace(
+        request_id=name,
+        num_tokens=num_tokens,
+        num_computed_tokens=0,
+        table=table,
+        tokens=[*range(num_tokens)],
+    )
 
 
 def admit(hooks, name="r", num_tokens=9, table=(1, 2, 3)):
     """Query and allocate a request; return it with the calls of `allocate_slots`."""
-    request = types.SimpleNamespace(
-        request_id=name, num_tokens=num_tokens, num_computed_tokens=0, table=table
-    )
+    request = make_request(name, num_tokens, table)
     return request, admit_again(hooks, request)
 
 
@@ -203,6 +213,7 @@ def test_blocks_that_a_running_request_gets_are_stored_once_full():
     assert first.store_device_blocks == (1, 2)
     end_stores(hooks, first)
     request.num_computed_tokens, request.num_tokens = 12, 17
+    request.tokens = [*range(17)]
     request.table = 1, 2, 3, 7, 6
     second = hooks.plan({"r": 4})
     assert second.store_device_blocks == (3,)
@@ -236,15 +247,59 @@ def test_a_preempted_request_caches_its_new_blocks_and_the_step_knows():
     assert hooks.plan({"r": 1}).store_device_blocks == (4, 5)
 
 
-def test_blocks_that_the_prefix_cache_gets_late_are_stored_at_the_end():
-    contents = {}
-    hooks = make_hooks(content_of=contents.get)
+def test_computed_blocks_are_stored_before_the_prefix_cache_has_them():
+    hooks = make_hooks(content_of={}.get)
     request, _ = admit(hooks)
     request.num_computed_tokens = 8
-    assert hooks.plan({"r": 1}).store_device_blocks == ()
-    contents.update({1: "first", 2: "second"})
+    assert hooks.plan({"r": 1}).store_device_blocks == (1, 2)
+
+
+def test_a_token_that_is_taken_back_and_sampled_again_is_in_the_key():
+    """The number of full blocks stays the same, and so did the key."""
+    hooks = make_hooks()
+    request, _ = admit(hooks, num_tokens=11)
+    request.num_computed_tokens = 8
+    hooks.plan({"r": 3})
+    request.num_computed_tokens, request.num_tokens = 11, 12
+    request.tokens = [*range(11), 50]
+    hooks.plan({"r": 1})
+    request.tokens[11] = 60  # A grammar refuses 50, which has been computed.
+    hooks.plan({"r": 1})
+    request.num_computed_tokens = 12
     hooks.free(request, has_ended=True)
-    assert hooks.plan({}).store_device_blocks == (1, 2)
+    assert 3 in hooks.plan({}).store_device_blocks
+    taken_back = make_request("taken back", 13, ())
+    taken_back.tokens[11] = 50
+    resampled = make_request("resampled", 13, ())
+    resampled.tokens[11] = 60
+    hooks.collect(ConnectorOutput(completed_store_events=(0, 1)))
+    assert (hooks.query(taken_back, 0), hooks.query(resampled, 0)) == (8, 12)
+
+
+def test_requests_of_an_earlier_namespace_are_neither_stored_nor_loaded():
+    hooks = hooks_with_blocks()
+    loading, _ = admit(hooks, "loads")
+    hooks.plan({})
+    offered, running = make_request("is offered"), make_request("runs", 13, (4, 5, 6))
+    assert (hooks.query(offered, 0), hooks.query(running, 8)) == (8, 0)
+    hooks.allocate(running, 4, lambda num, *, delay_cache_blocks: num)
+    new = dataclasses.replace(NAMESPACE, weights_epoch="2")
+    with pytest.raises(ValueError, match=r"block_size=5 must be 4, the block size"):
+        hooks.change_namespace(dataclasses.replace(new, block_size=5))
+    hooks.change_namespace(new)
+    assert hooks.allocate(offered, 9, pytest.fail) is None, "it must be queried again"
+    # As if the load had failed, until the engine frees its blocks.
+    ended = ConnectorOutput(finished_recving=("loads",))
+    assert hooks.collect(ended) == [(loading, 0)]
+    hooks.free(loading, has_ended=False)
+    assert hooks.query(loading, 0) == 0, "the host has nothing of the new weights"
+    running.num_computed_tokens = 12
+    assert hooks.plan({"runs": 1}).store_event == NO_EVENT
+    hooks.free(running, has_ended=True)
+    assert hooks.plan({}).store_event == NO_EVENT
+    # Back to the weights of before: what they computed is found again.
+    hooks.change_namespace(NAMESPACE)
+    assert hooks.query(loading, 0) == 8
 
 
 def test_engines_that_the_hooks_do_not_serve_are_refused():
