@@ -36,8 +36,13 @@ class Places:
     def give(self, blocks: Sequence[int]) -> int:
         """Void all entries of blocks; return the time of the entries that follow."""
         self._now += 1
-        self._given[blocks] = self._now
-        self._given[NULL_BLOCK] = _NEVER
+        given = self._given
+        if len(blocks) <= _FEW:
+            for block in blocks:
+                given[block] = self._now
+        else:
+            given[np.frombuffer(array("q", blocks), np.int64)] = self._now
+        given[NULL_BLOCK] = _NEVER
         return self._now
 
     def admit(
