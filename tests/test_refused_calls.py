@@ -28,10 +28,10 @@ from jaxkv import (
     find_cached_prefix,
 )
 from jaxkv._util import shown
-from jaxkv._util.state import snapshot
 from jaxkv.scheduling.protocol import OffloadMetadata, TierReport
 from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, make_keys
 from tests.rigs.refusals import LONG, is_short_line
+from tests.rigs.scheduler_state import snapshot
 
 # What Python and NumPy say by themselves, which does not say what would be right.
 _UNCLEAR = re.compile(

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jaxkv._util import shown, whole
-from jaxkv._util.state import Entry
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     ConnectorOutput,
@@ -181,24 +180,6 @@ def check_bound(pool: DevicePool, mode: str, expected: int | None) -> None:
             "the arrays' block axis: otherwise the wrong blocks would move. Pass "
             f"num_blocks={expected}, or correct block_axis."
         )
-
-
-def check_config(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> None:
-    """Raise ValueError if a state's scheduler was configured differently."""
-    fields = entries["scheduler"].fields
-    names = "groups", "rules", "num_host_blocks", "num_storage_blocks"
-    values = {name: (fields[name], getattr(scheduler, name)) for name in names}
-    if isinstance(pool, DeviceBlockPool):
-        num = entries[fields["_pool"].name].fields.get("num_blocks")
-        values["num_blocks of the bound DeviceBlockPool"] = num, pool.num_blocks
-    else:
-        values["class of the bound pool"] = DeviceBlockPool, type(pool)
-    for name, (saved, current) in values.items():
-        if saved != current:
-            raise ValueError(
-                f"the {name} must be {shown(saved)}, as in the state, to restore it, "
-                f"but is {shown(current)}."
-            )
 
 
 def check_has_shared_clock(setting: str) -> None:

@@ -132,8 +132,6 @@ class OffloadScheduler(Reporting):
         delays: The durations of lookups, and of loads from the lookup to the arrival.
     """
 
-    _NOT_STATE = "recorder", "_view", "_policy_state"
-
     def __new__(cls, *_args: Any, **_named: Any) -> Self:
         """Make a strict scheduler if `JAXKV_STRICT` is set."""
         return super().__new__(strict_class(cls))

@@ -186,8 +186,6 @@ class DeviceBlockPool:
     """
 
     medium = DEVICE_MEDIUM
-    _NOT_STATE = "bound", "_native", "_victims"
-
     def __init__(
         self, num_blocks: int, *, enable_events: bool = False, block_size: int = 0
     ) -> None:
