@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
-from jaxkv._util import shown, whole
+from jaxkv._util import check_type, check_whole, shown, whole
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     ConnectorOutput,
@@ -20,6 +20,18 @@ from jaxkv.scheduling.protocol import (
 )
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.pools import DevicePool
+
+
+def check_arguments(
+    num_storage_blocks: object,
+    num_device_blocks: object,
+    policy_state: object,
+) -> None:
+    """Raise TypeError or ValueError for an argument of a scheduler."""
+    check_whole(0, num_storage_blocks=num_storage_blocks)
+    if num_device_blocks is not None:
+        check_whole(1, num_device_blocks=num_device_blocks)
+    check_type(str | None, "the path of a file or None", policy_state=policy_state)
 
 
 def check_count(
@@ -34,6 +46,14 @@ def check_count(
         raise TypeError(f"{subject} a whole number from 0 on.")
     limit = "at least 0" if number < 0 else f"at most {max_value}"
     raise ValueError(f"{subject} {limit}.")
+
+
+def check_engine(engine: object, attribute: str) -> None:
+    """Raise TypeError for an object that is no transfer engine."""
+    if not hasattr(engine, attribute):
+        raise TypeError(
+            f"engine={shown(engine)} must be a TransferEngine or a MultiPoolEngine."
+        )
 
 
 def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
