@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 import re
 import time
 from collections import Counter
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 import jax
 
-from jaxkv._util import did_you_mean, settings, shown, shown_name
+from jaxkv._util import check_type, did_you_mean, settings, shown, shown_name
+from jaxkv._util.files import read_input
 from jaxkv._util.settings import ConfigError as ConfigError
 from jaxkv._util.settings import Fault, Key, Settings, exclusion, keys_of, table_of
 from jaxkv.observe.start import log_start
@@ -102,7 +102,7 @@ def _closed_on_error(
     try:
         yield
     except BaseException:
-        if part is not None:
+        if part is not None and hasattr(part, "close"):
             part.close()
         raise
 
@@ -399,6 +399,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         Raises:
             ConfigError: Keys are unknown, or values are wrong or contradictory.
         """
+        check_type(Mapping, "a mapping from keys to values", values=values)
         if faults := unknown(values, "key"):
             raise ConfigError(faults)
         return cls(**values)
@@ -420,9 +421,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
             ConfigError: See `from_json`; the message names the file.
             OSError: The file cannot be read.
         """
-        text = pathlib.Path(path).read_bytes()
         try:
-            return cls.from_json(text)
+            return cls.from_json(read_input(path, 1 << 20))
         except ConfigError as error:
             faults = [f"{os.fspath(path)}: {fault}" for fault in error.faults]
             raise ConfigError(faults) from None
@@ -448,6 +448,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             ConfigError: A variable has an unknown name or a wrong value, or see
                 `from_dict`.
         """
+        check_type(Mapping | None, "a mapping", explicit=explicit, environ=environ)
         explicit = dict(explicit or {})
         environ = os.environ if environ is None else environ
         values, faults = read_environment(environ)

@@ -11,6 +11,7 @@ import textwrap
 import numpy as np
 import pytest
 
+from jaxkv._util.files import delete_oldest, trusted_folder
 from jaxkv.compiling import code_cache, compiled, digest_of, inlined
 from tests.campaign.store_faults import StoreFault, disk_of
 from tests.rigs.children import PIPE, Child
@@ -83,14 +84,14 @@ HELD_UP = """
 import os, pathlib, time
 replace = os.replace
 
-def replace_together(source, target):
+def replace_together(source, target, **folders):
     if "ask-" in str(target):
         pathlib.Path("{number} has compiled").touch()
         end = time.monotonic() + 60
         while len(list(pathlib.Path().glob("* has compiled"))) < 2:
             assert time.monotonic() < end
             time.sleep(0.01)
-    replace(source, target)
+    replace(source, target, **folders)
 
 os.replace = replace_together
 """
@@ -355,11 +356,90 @@ def test_a_digest_is_the_same_for_the_same_code():
     assert digest_of([plain]) == digest_of([commented])
 
 
-def test_old_files_do_not_pile_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(code_cache, "_MAX_FOLDER_BYTES", 10)
+class Payload:
+    """Code of a stranger, which runs when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def planted(folder, names, has_run):
+    """Plant code under the names of a cache's files."""
+    folder.mkdir(parents=True)
+    for name in names:
+        body = pickle.dumps(Payload(has_run))
+        (folder / name).write_bytes(code_cache._checksum_of(name, body) + body)
+    return folder
+
+
+def given_away(path):
+    """Give a folder and its files to another user."""
+    for place in (path, *path.rglob("*")):
+        os.lchown(place, 65534, 65534)
+
+
+PLANTS = {
+    "folder of another user": lambda top: given_away(top / "cache"),
+    "file of another user": lambda top: [
+        os.chown(file, 65534, 65534) for file in top.glob("cache/jaxkv/*.code")
+    ],
+    "folder that all may write": lambda top: (top / "cache/jaxkv").chmod(0o1777),
+    "parent that all may write": lambda top: top.chmod(0o777),
+    "file that a group may write": lambda top: [
+        file.chmod(0o664) for file in top.glob("cache/jaxkv/*.code")
+    ],
+    "link of another user": lambda top: given_away(
+        (top / "cache").rename(top / "real") and linked(top / "cache", "real")
+    ),
+}
+
+
+def linked(path, target):
+    path.symlink_to(target)
+    return path
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("plant", PLANTS)
+def test_code_that_another_user_may_have_written_is_not_run(package, plant):
+    program = write_version(package, 1)
+    home = {"XDG_CACHE_HOME": str(package / "home")}
+    run(program, package, NUMBA_CACHE_DIR=str(package / "own"), **home)
+    names = [path.name for path in (package / "own" / "jaxkv").iterdir()]
+    top = package / "open"
+    planted(top / "cache" / "jaxkv", names, package / "has run")
+    top.chmod(0o1777)
+    environ = {"NUMBA_CACHE_DIR": str(top / "cache"), **home}
+    PLANTS[plant](top)
+    words, complaints = result(start(program, package, **environ))
+    assert words == ["1", "0"]
+    assert not (package / "has run").exists()
+    reason = "belongs to user 65534|other users may write"
+    assert len(re.findall(reason, complaints)) == 1, complaints
+    if not plant.startswith("file"):  # Its own file replaces one of a stranger.
+        assert "NUMBA_CACHE_DIR is not used" in complaints
+        assert list((package / "home").glob("**/ask-*.code"))
+    assert run(program, package, **environ) == ["1", "1"]
+
+
+def test_a_sticky_parent_that_all_may_write_is_no_obstacle(package):
+    program = write_version(package, 1)
+    (package / "open").mkdir()
+    (package / "open").chmod(0o1777)  # Like /tmp.
+    (package / "link").symlink_to("open")
+    environ = {"NUMBA_CACHE_DIR": str(package / "link" / "numba")}
+    assert run(program, package, **environ) == ["1", "0"]
+    assert result(start(program, package, **environ)) == (["1", "1"], "")
+
+
+def test_old_files_do_not_pile_up(tmp_path):
     for number in range(5):
         path = tmp_path / f"{number}.code"
         path.write_bytes(bytes(4))
         os.utime(path, (number, number))
-    code_cache._delete_oldest(tmp_path)
+    with trusted_folder(tmp_path) as folder:
+        delete_oldest(folder, 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3.code", "4.code"]

@@ -16,7 +16,8 @@ from typing import TypeGuard
 
 # From the ground up. Rooms of one floor do not see each other.
 FLOORS = [
-    ("types", "_util", "compiling"),
+    ("types", "_util"),
+    ("compiling",),
     ("keys",),
     ("policies", "transfer"),
     ("tiers",),

@@ -7,31 +7,42 @@ says what would be right, and leave all arrays and books as they were.
 import math
 import re
 import types
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from jaxkv import (
+    BorrowedPool,
     ConnectorOutput,
     DeviceBlockPool,
     Extras,
     FullAttention,
     KeyChain,
     Namespace,
+    OffloadConfig,
     OffloadingManager,
     OffloadRules,
     OffloadScheduler,
     OffloadWorker,
     SchedulerOutput,
+    TraceRecorder,
     TransferEngine,
     find_cached_prefix,
+    make_hazard,
+    make_lru,
+    make_retained,
 )
 from jaxkv._util import shown
-from jaxkv._util.state import snapshot
+from jaxkv.observe.metrics import OffloadMetrics
+from jaxkv.observe.publisher import EventPublisher
 from jaxkv.scheduling.protocol import OffloadMetadata, TierReport
+from jaxkv.transfer.storage import LocalStore, ObjectFormat
 from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, make_keys
-from tests.rigs.refusals import LONG, is_short_line
+from tests.rigs.refusals import LONG, WRONG, is_short_line
+from tests.rigs.scheduler_state import snapshot
 
 # What Python and NumPy say by themselves, which does not say what would be right.
 _UNCLEAR = re.compile(
@@ -531,3 +542,96 @@ def test_a_plan_of_which_a_part_is_wrong_is_not_started_in_part():
     pool = worker.start(plan, pool)
     _, output = worker.drain(pool)
     assert set(output.finished_recving) == {"one", "two"}
+
+
+def _constructors(folder):
+    """Public constructors, their right arguments, and those that take no other type."""
+    scheduler = OffloadScheduler(4, 8)
+    pool = {"k": jnp.zeros((8, 4))}
+    engine = TransferEngine(pool, 4)
+    config = OffloadConfig(num_host_blocks=8)
+
+    def zero():
+        return 0
+
+    def closing(make):
+        return lambda **named: make(**named).close()
+
+    functions = dict.fromkeys(("num_free", "hold", "release"), zero)
+    return {
+        OffloadScheduler: (
+            dict(groups=4, num_host_blocks=8),
+            "groups num_host_blocks cache_policy enable_events rules executor clock "
+            "num_storage_blocks is_private policy_clock tiers_below policy_state "
+            "num_device_blocks on_request_finished",
+        ),
+        config.make_scheduler: (
+            dict(groups=4),
+            "groups num_host_blocks num_storage_blocks policy_clock tiers_below "
+            "num_device_blocks block_bytes",
+        ),
+        partial(config.make_worker, engine): ({}, "storage movers clock"),
+        partial(OffloadConfig(storage=str(folder / "store")).open_storage): (
+            {},
+            "engine",
+        ),
+        OffloadWorker: (
+            dict(engine=engine),
+            "engine storage movers clock deadline_s report_after_steps "
+            "agreement_timeout_s",
+        ),
+        TransferEngine: (
+            dict(pool=pool, num_host_blocks=4),
+            "num_host_blocks layer_groups compression mode kernel shared "
+            "blocks_per_host_block staging_bytes block_axis",
+        ),
+        BorrowedPool: (
+            dict(num_blocks=8) | functions,
+            "num_blocks num_free hold release content_of count_of",
+        ),
+        closing(partial(TraceRecorder, folder / "trace")): (
+            {},
+            "clock max_bytes max_files",
+        ),
+        closing(partial(LocalStore, folder / "store")): ({}, "mode"),
+        partial(ObjectFormat, b"m"): (
+            dict(layout="u8", payload_bytes=8),
+            "layout payload_bytes shard num_shards secret",
+        ),
+        make_lru: (dict(num_blocks=4), "num_blocks max_batch"),
+        make_hazard: (dict(num_blocks=4), "num_blocks max_batch"),
+        make_retained: (dict(inner=make_lru(4)), "inner"),
+        Extras: ({}, "cache_salt multimodal"),
+        partial(OffloadMetrics, scheduler, registry=CollectorRegistry()): (
+            {},
+            "labels",
+        ),
+        closing(partial(EventPublisher, "tcp://127.0.0.1:*")): (
+            {},
+            "data_parallel_rank buffer_steps hwm max_queue_size",
+        ),
+    }
+
+
+def test_public_constructors_refuse_every_wrong_type_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    faults = []
+    for make, (right, names) in _constructors(tmp_path).items():
+        subject = getattr(make, "func", make)
+        for name in names.split():
+            num_refused = 0
+            for value in (*WRONG, 10**400, LONG, "\0", b"", {1: 2}):
+                try:
+                    make(**(right | {name: value}))
+                except (TypeError, ValueError, MemoryError) as error:
+                    num_refused += 1
+                    message = str(error)
+                    if _UNCLEAR.search(message) or not is_short_line(message):
+                        faults.append(
+                            f"{subject} {name}={shown(value)}: {message[:200]}"
+                        )
+                except Exception as error:
+                    faults.append(f"{subject} {name}={shown(value)}: {error!r:.200}")
+            if not num_refused:
+                faults.append(f"{subject} takes any {name}")
+    assert not faults, "\n".join(faults)

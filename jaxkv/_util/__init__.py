@@ -5,13 +5,15 @@ from __future__ import annotations
 import abc
 import difflib
 import fractions
+import functools
+import math
+import numbers
 import operator
 import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Self, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, Self, SupportsIndex, TypeVar
 
 _MAX_SHOWN = 100  # Characters of a value or name in a message.
 _MAX_SHORT = 4  # Two valid names of so few letters may be close: int4 and int8.
@@ -32,6 +34,8 @@ FLAGS = {
 """The spellings of flags in the environment, in lower case."""
 
 _Part = TypeVar("_Part")
+_Made = TypeVar("_Made")
+_Args = ParamSpec("_Args")
 
 substitutes: dict[type, type] = {}
 """The strict class of each part; importing `jaxkv.strict` adds them."""
@@ -89,6 +93,28 @@ def check_whole(
             raise ValueError(f"{name}={shown(value)} must be at least {minimum}.")
         if maximum is not None and number > maximum:
             raise ValueError(f"{name}={shown(value)} must be at most {maximum}.")
+
+
+def check_type(kind: Any, expected: str, /, **values: object) -> None:
+    """Raise TypeError unless all values are of a type, or of one of a union.
+
+    >>> check_type(str | None, "a path or None", record=7)
+    Traceback (most recent call last):
+    TypeError: record=7 must be a path or None.
+    """
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}={shown(value)} must be {expected}.")
+
+
+def check_seconds(**values: Any) -> None:
+    """Raise ValueError unless all values are finite numbers above 0."""
+    for name, value in values.items():
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise ValueError(
+                f"{name}={shown(value)} must be a number of seconds above 0."
+            )
 
 
 def whole(value: object) -> int | None:
@@ -225,16 +251,6 @@ def one_line(text: str) -> str:
     )
 
 
-def read_file(path: str, max_bytes: int) -> bytes | None:
-    """Read up to `max_bytes` of a file; None if it is not regular (pipes block)."""
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        return None
-    with os.fdopen(fd, "rb") as file:
-        return file.read(max_bytes)
-
-
 def shown_name(name: object) -> str:
     """Format a name for a message, without quotes if it is printable."""
     is_plain = isinstance(name, str) and name.isprintable()
@@ -246,6 +262,20 @@ def _cut(text: str) -> str:
         return text
     half = _MAX_SHOWN // 2
     return f"{text[:half]}...{text[-half:]}"
+
+
+def kept(make: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
+    """Make a value once per arguments; `make` refuses those that are not hashable."""
+    cached: Callable[..., _Made] = functools.cache(make)
+
+    @functools.wraps(make)
+    def make_or_get(*args: _Args.args, **named: _Args.kwargs) -> _Made:
+        try:
+            return cached(*args, **named)
+        except TypeError:
+            return make(*args, **named)
+
+    return make_or_get
 
 
 class Resource(abc.ABC):

@@ -5,6 +5,9 @@ determines its code. There is no index that could contradict the files, and a fi
 its final name is complete. The folder is `NUMBA_CACHE_DIR`. If that is not set, it is
 in the package or, if the package is not writable, in the user's cache folder. If no
 folder is writable, every process compiles.
+
+Reading a file runs its code, so only this user and root may be able to change it and
+its folder. If others can change `NUMBA_CACHE_DIR`, the user's cache folder replaces it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import os
 import pathlib
 import pickle
 import sys
-import uuid
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -33,18 +35,26 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 from numba.misc.appdirs import AppDirs
 
+from jaxkv._util.files import (
+    UntrustedError,
+    delete_oldest,
+    read_file,
+    replace_file,
+    trusted_folder,
+)
+
 _log = logging.getLogger(__name__)
 
 _FORMAT = 1  # Version of files and their names; a new number invalidates all files.
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 _MAX_FOLDER_BYTES = 256 << 20  # Some ten versions of jaxkv, with all policies.
+_MAX_FILE_BYTES = 16 << 20  # Sixty times the largest.
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_done: set[object] = set()  # Folders without old files, and warnings.
 
 # In a digest, versions of these libraries stand for their code.
 _LIBRARIES = frozenset(("numba", "numpy", "llvmlite", "jax", "jaxlib"))
 _VERSIONS = _FORMAT, numba.__version__, llvmlite.__version__, np.__version__
-
-# `pickle.loads` also raises these, if another program wrote the file.
-_UNREADABLE = AttributeError, EOFError, ImportError, LookupError, TypeError, ValueError
 
 # A digest of this package's code, read at import, before its files can be replaced.
 _MACHINERY = hashlib.sha256(
@@ -161,7 +171,8 @@ class CodeCache(_Cache):
         name = self._file_name(args, target_context.codegen())
         for folder in _folders():
             try:
-                data = (folder / name).read_bytes()
+                with _opened(folder) as fd:
+                    data = read_file(name, _MAX_FILE_BYTES, dir_fd=fd, is_trusted=True)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
@@ -172,7 +183,7 @@ class CodeCache(_Cache):
                 continue  # Damaged, such as by a power loss.
             try:
                 code = CompileResult._rebuild(target_context, *pickle.loads(body))
-            except (pickle.UnpicklingError, *_UNREADABLE):
+            except Exception:  # Another program wrote the file.
                 continue
             if tuple(code.signature.args) == tuple(args):
                 return code
@@ -185,17 +196,19 @@ class CodeCache(_Cache):
         args, _ = sigutils.normalize_signature(sig)
         name = self._file_name(args, data.codegen)
         body = dumps(data._reduce())
-        first_error: OSError | None = None
+        errors = []
         for folder in _folders():
             try:
-                _write(folder, name, _checksum_of(name, body) + body)
-            except OSError as error:
-                first_error = first_error or error
-            else:
-                _delete_oldest(folder)
+                with _opened(folder) as fd:
+                    content = _checksum_of(name, body) + body
+                    replace_file(name, content, 0o644, dir_fd=fd)
+                    if folder not in _done:
+                        _done.add(folder)
+                        delete_oldest(fd, _MAX_FOLDER_BYTES)
                 return
-        assert first_error is not None
-        _warn_once("cached", first_error)
+            except OSError as error:
+                errors.append(error)
+        _warn_once("cached", errors[0])
 
     def enable(self) -> None:
         """Do nothing: the cache is always enabled."""
@@ -227,11 +240,35 @@ class CodeCache(_Cache):
 
 def _folders() -> tuple[pathlib.Path, ...]:
     """Return the possible cache folders, the preferred one first."""
-    if config.CACHE_DIR:
-        return (pathlib.Path(config.CACHE_DIR, "jaxkv"),)
-    package = pathlib.Path(__file__).parents[1]
     user = pathlib.Path(AppDirs("jaxkv").user_cache_dir, "code")
-    return package / "__pycache__" / "code", user
+    if not config.CACHE_DIR:
+        return _PACKAGE / "__pycache__" / "code", user
+    given = pathlib.Path(config.CACHE_DIR, "jaxkv")
+    return (given if _is_trusted(given) else user,)
+
+
+@functools.cache
+def _is_trusted(folder: pathlib.Path) -> bool:
+    """Whether no other user can change a folder; otherwise warn, once per process."""
+    try:
+        with _opened(folder):
+            return True
+    except UntrustedError as error:
+        _log.warning(
+            "NUMBA_CACHE_DIR is not used for machine code, which others could replace "
+            "(%s): set it to a folder that only this user can write.",
+            error,
+        )
+        return False
+    except OSError:  # Such as a full disk: reading and writing report it.
+        return True
+
+
+def _opened(folder: pathlib.Path) -> contextlib.AbstractContextManager[int]:
+    """Open a folder that only this user and root can change; make it if missing."""
+    # Who can change the package can change its code.
+    unchecked = _PACKAGE / "__pycache__" if folder.is_relative_to(_PACKAGE) else "/"
+    return trusted_folder(folder, os.path.realpath(unchecked))
 
 
 def _checksum_of(name: str, body: bytes) -> bytes:
@@ -239,39 +276,10 @@ def _checksum_of(name: str, body: bytes) -> bytes:
     return hashlib.sha256(name.encode() + body).digest()
 
 
-def _write(folder: pathlib.Path, name: str, data: bytes) -> None:
-    """Write a file atomically: a draft is renamed once it is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f"{uuid.uuid4().hex}.draft"
-    try:
-        draft.write_bytes(data)
-        os.replace(draft, folder / name)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
-
-
-@functools.cache
-def _delete_oldest(folder: pathlib.Path) -> None:
-    """Delete the oldest files beyond `_MAX_FOLDER_BYTES`, once per process."""
-    with contextlib.suppress(OSError):
-        files = [(entry.stat(), entry.path) for entry in os.scandir(folder)]
-        files.sort(key=lambda file: file[0].st_mtime_ns, reverse=True)
-        sizes = itertools.accumulate(stat.st_size for stat, _ in files)
-        for total, (_, path) in zip(sizes, files, strict=True):
-            if total > _MAX_FOLDER_BYTES:
-                pathlib.Path(path).unlink(missing_ok=True)
-
-
-_has_warned = False
-
-
 def _warn_once(what: str, error: OSError) -> None:
     """Warn, once per process, that machine code cannot be read or cached."""
-    global _has_warned
-    if not _has_warned:
-        _has_warned = True
+    if "warning" not in _done:
+        _done.add("warning")
         _log.warning(
             "machine code cannot be %s (%s): each process compiles it again, in some "
             "seconds. Free disk space, or set NUMBA_CACHE_DIR to a writable folder.",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._util import shown
+from jaxkv._util.files import places_on, read_file
 
 # Files that loaders read: weights, their layout, code of the model.
 _SUFFIXES = (
@@ -122,7 +123,7 @@ def snapshot_of(
     for folder in folders:
         path = Path(folder, "models--" + model.replace("/", "--"))
         try:
-            commit = path.joinpath("refs", revision).read_text(encoding="utf-8").strip()
+            commit = read_file(path / "refs" / revision, 1 << 10).decode().strip()
         except (OSError, UnicodeDecodeError, ValueError):
             continue
         snapshot = path.joinpath("snapshots", commit)
@@ -158,7 +159,7 @@ def _describe_files(
         if read_since_s is not None and status.st_ctime > read_since_s:
             raise _changed(file)
     if read_since_s is not None:
-        links = itertools.chain.from_iterable(map(_path_to, files))
+        links = itertools.chain.from_iterable(map(places_on, files))
         folders = {os.path.realpath(file.parent) for file in files}
         for place in dict.fromkeys(links):
             # Except folders above: if one is a layer of a container's image, a write
@@ -183,25 +184,6 @@ def _changed(place: str | Path) -> UnknownWeightsError:
         f"{place} has changed since this process began, so that it may have read "
         "other bytes"
     )
-
-
-def _path_to(file: Path) -> Iterator[str]:
-    """Yield the folders and links on the path of a file, and the links' targets."""
-    current = "/"
-    rest = os.path.join(os.getcwd(), file).split("/")[::-1]
-    while rest:
-        name = rest.pop()
-        if name == "..":
-            current = os.path.dirname(current)
-        elif name not in ("", "."):
-            place = os.path.join(current, name)
-            yield place
-            if not os.path.islink(place):
-                current = place
-                continue
-            target = os.readlink(place)
-            current = "/" if os.path.isabs(target) else current
-            rest += target.split("/")[::-1]
 
 
 def _was_moved_after(place: str, time_s: float) -> bool:

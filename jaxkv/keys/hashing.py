@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import shown
+from jaxkv._util import check_type, shown
 from jaxkv.types import KEY_BYTES, BlockKey
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
@@ -154,6 +154,7 @@ class Extras:
         for name in ("cache_salt", "lora_name"):
             if getattr(self, name) is not None:
                 _check_type(name, getattr(self, name), str)
+        check_type(Iterable, "a tuple of MultimodalItems", multimodal=self.multimodal)
         for item in self.multimodal:
             _check_type("multimodal item", item, MultimodalItem)
         items = sorted(self.multimodal, key=lambda i: (i.offset, i.content_hash))

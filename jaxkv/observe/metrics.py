@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 from wsgiref.simple_server import WSGIServer
 
-from jaxkv._util import shown
+from jaxkv._util import check_type, shown
 from jaxkv._util.extras import pip_install
 from jaxkv.observe.families import (
     ALL,
@@ -98,6 +98,7 @@ class OffloadMetrics:
             raise ValueError(
                 "there is nothing to measure: pass the scheduler, the worker, or both."
             )
+        check_type(Mapping | None, "a mapping of texts", labels=labels)
         self.labels = {"engine": "0"} if labels is None else dict(labels)
         reserved = {name for family in ALL for name in family.label.split()} | {"le"}
         for name, value in self.labels.items():

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxkv._util import Resource, shown
+from jaxkv._util import Resource, check_whole, shown
 from jaxkv._util.outage import OutageLog
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.describe import count_unknown, describe, describe_all
@@ -25,6 +25,7 @@ END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
 
 # Larger than any replay request, which is a number.
 _MAX_REQUEST_BYTES = 1024
+_MAX_NUMBER = (1 << 31) - 1
 _MAX_WAIT_MS = 1000  # Until the thread looks by itself, should no bell have rung.
 _RETRY_S = 0.1
 
@@ -115,13 +116,8 @@ class EventPublisher(Resource):
         array_like: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        for name, value, minimum in (
-            ("buffer_steps", buffer_steps, 0),
-            ("hwm", hwm, 1),
-            ("max_queue_size", max_queue_size, 1),
-        ):
-            if value < minimum:
-                raise ValueError(f"{name}={shown(value)} must be at least {minimum}.")
+        check_whole(0, _MAX_NUMBER, buffer_steps=buffer_steps)
+        check_whole(1, _MAX_NUMBER, hwm=hwm, max_queue_size=max_queue_size)
         self.endpoint = offset_endpoint("endpoint", endpoint, data_parallel_rank)
         self.replay_endpoint = replay_endpoint and offset_endpoint(
             "replay_endpoint", replay_endpoint, data_parallel_rank

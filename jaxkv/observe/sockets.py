@@ -12,7 +12,7 @@ import stat
 import sys
 from collections.abc import Iterator
 
-from jaxkv._util import shown
+from jaxkv._util import check_whole, shown
 from jaxkv._util.extras import pip_install
 
 try:
@@ -37,8 +37,7 @@ def offset_endpoint(name: str, endpoint: str, data_parallel_rank: int) -> str:
         >>> offset_endpoint("endpoint", "ipc:///run/events", 2)
         'ipc:///run/events_dp2'
     """
-    if data_parallel_rank < 0:
-        raise ValueError(f"{data_parallel_rank=} must be at least 0.")
+    check_whole(0, data_parallel_rank=data_parallel_rank)
     if isinstance(endpoint, str):
         if _IPC.fullmatch(endpoint):
             rank = data_parallel_rank

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv._util import check_whole
+from jaxkv._util import check_whole, kept
 from jaxkv.compiling import (
     compiled,
     copy_items,
@@ -431,7 +431,7 @@ def snapshot(state: ARCState) -> dict[str, Any]:
     } | {"target": target_as_float(state.target)}
 
 
-@functools.cache
+@kept
 def make_arc(num_blocks: int, max_batch: int = 4096) -> Policy:
     """Make the adaptive replacement policy of vLLM 0.19.1 for `num_blocks`.
 
@@ -460,7 +460,7 @@ def make_arc(num_blocks: int, max_batch: int = 4096) -> Policy:
     return _make(num_blocks, max_batch, fixed=False)
 
 
-@functools.cache
+@kept
 def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
     """Make the adaptive replacement policy without vLLM 0.19.1's defects.
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv._util import check_whole
+from jaxkv._util import check_whole, kept
 from jaxkv.compiling import (
     compiled,
     copy_items,
@@ -664,7 +664,7 @@ def take_over(
     )
 
 
-@functools.cache
+@kept
 def make_hazard(
     num_blocks: int,
     max_batch: int = 4096,

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike, NDArray
 
-from jaxkv._util import check_whole
+from jaxkv._util import check_whole, kept
 from jaxkv.compiling import compiled, copy_items, copy_row
 from jaxkv.keys import words_to_keys
 from jaxkv.policies import directory as directory_lib
@@ -202,7 +202,7 @@ def take_over(
     return LRUState(held.directory, recency.filled(order, held.blocks))
 
 
-@functools.cache
+@kept
 def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
     """Make the least-recently-used policy for a tier of `num_blocks`.
 

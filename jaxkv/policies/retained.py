@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxkv._util import check_type, kept
 from jaxkv.compiling import compiled, empty, filled, functions_of, inlined, lesser
 from jaxkv.policies import clock
 from jaxkv.policies.base import EvictResult, InsertResult, Policy
@@ -459,7 +460,7 @@ def snapshot(inner: Policy, state: RetainedState) -> dict[str, Any]:
     return inner.snapshot(state.inner) | {"num_retained": num_retained}
 
 
-@functools.cache
+@kept
 def make_retained(inner: Policy) -> Policy:
     """Make a policy that evicts by priority, and by `inner` within a priority.
 
@@ -486,6 +487,7 @@ def make_retained(inner: Policy) -> Policy:
         >>> evicted.block_ids.tolist()  # 3 is older, but retained
         [1, -1]
     """
+    check_type(Policy, "a Policy", inner=inner)
     if inner.retains:
         raise ValueError("the policy retains blocks already; wrap it once.")
     native = None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._util import check_whole
+from jaxkv._util import check_whole, kept
 from jaxkv.compiling import compiled, copy_row, empty, greater
 from jaxkv.keys import words_to_keys
 from jaxkv.policies import directory as directory_lib
@@ -218,7 +218,7 @@ def take_over(
     return SLRUState(held.directory, order, num_protected)
 
 
-@functools.cache
+@kept
 def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
     """Make the segmented LRU policy, which protects up to half of the blocks.
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import check_type
 from jaxkv.keys.packed import key_from_foreign
 from jaxkv.scheduling.moves import Ledger, Move
 from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierProbe, TierReport
@@ -681,6 +682,9 @@ def make_boundaries(
     executor: ExecutorName,
 ) -> tuple[Boundary, ...]:
     """Return the boundaries below the host, the nearest first, the store's last."""
+    check_type(Sequence, "a list of TierBelow", tiers_below=tiers_below)
+    for below in tiers_below:
+        check_type(TierBelow, "a list of TierBelow, not of others", tiers_below=below)
     tiers = list(tiers_below)
     if num_storage_blocks:
         size = host.block_size

@@ -9,8 +9,7 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
-from jaxkv._util import shown, whole
-from jaxkv._util.state import Entry
+from jaxkv._util import check_type, check_whole, shown, whole
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     ConnectorOutput,
@@ -21,6 +20,18 @@ from jaxkv.scheduling.protocol import (
 )
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.pools import DevicePool
+
+
+def check_arguments(
+    num_storage_blocks: object,
+    num_device_blocks: object,
+    policy_state: object,
+) -> None:
+    """Raise TypeError or ValueError for an argument of a scheduler."""
+    check_whole(0, num_storage_blocks=num_storage_blocks)
+    if num_device_blocks is not None:
+        check_whole(1, num_device_blocks=num_device_blocks)
+    check_type(str | None, "the path of a file or None", policy_state=policy_state)
 
 
 def check_count(
@@ -35,6 +46,14 @@ def check_count(
         raise TypeError(f"{subject} a whole number from 0 on.")
     limit = "at least 0" if number < 0 else f"at most {max_value}"
     raise ValueError(f"{subject} {limit}.")
+
+
+def check_engine(engine: object, attribute: str) -> None:
+    """Raise TypeError for an object that is no transfer engine."""
+    if not hasattr(engine, attribute):
+        raise TypeError(
+            f"engine={shown(engine)} must be a TransferEngine or a MultiPoolEngine."
+        )
 
 
 def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
@@ -181,24 +200,6 @@ def check_bound(pool: DevicePool, mode: str, expected: int | None) -> None:
             "the arrays' block axis: otherwise the wrong blocks would move. Pass "
             f"num_blocks={expected}, or correct block_axis."
         )
-
-
-def check_config(scheduler: Any, entries: Mapping[str, Entry], pool: object) -> None:
-    """Raise ValueError if a state's scheduler was configured differently."""
-    fields = entries["scheduler"].fields
-    names = "groups", "rules", "num_host_blocks", "num_storage_blocks"
-    values = {name: (fields[name], getattr(scheduler, name)) for name in names}
-    if isinstance(pool, DeviceBlockPool):
-        num = entries[fields["_pool"].name].fields.get("num_blocks")
-        values["num_blocks of the bound DeviceBlockPool"] = num, pool.num_blocks
-    else:
-        values["class of the bound pool"] = DeviceBlockPool, type(pool)
-    for name, (saved, current) in values.items():
-        if saved != current:
-            raise ValueError(
-                f"the {name} must be {shown(saved)}, as in the state, to restore it, "
-                f"but is {shown(current)}."
-            )
 
 
 def check_has_shared_clock(setting: str) -> None:

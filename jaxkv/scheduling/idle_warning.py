@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from jaxkv.scheduling.listening import End, Listener, Listeners
+from jaxkv.scheduling.requests import Requests
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
@@ -24,8 +25,9 @@ class IdleWarning(Listener):
         rules: OffloadRules,
         stats: OffloadStats,
         host: BlockIndex,
+        requests: Requests,
     ) -> None:
-        self._stats, self._host = stats, host
+        self._stats, self._host, self._requests = stats, host, requests
         self._is_lazy = rules.mode == "lazy"
         block_size = min(spec.block_size for spec in groups)
         self._min_tokens = rules.blocks_per_host_block * block_size
@@ -38,8 +40,8 @@ class IdleWarning(Listener):
         self._pool = pool
 
     def finished(self, end: End) -> None:
-        """Count a request with a full block; check after `_MANY_REQUESTS` of them."""
-        if end.request.num_computed_tokens < self._min_tokens:
+        """Count a request with a block to store; check after `_MANY_REQUESTS`."""
+        if min(self._requests.check_stores(end.request)) < self._min_tokens:
             return
         self._num_finished += 1
         if self._num_finished < _MANY_REQUESTS:

@@ -111,8 +111,6 @@ MOMENTS = tuple(name for name in vars(Listener) if not name.startswith("_"))
 class Listeners:
     """For each method name of `Listener`, the overriding methods of all listeners."""
 
-    _NOT_STATE = MOMENTS
-
     bound: tuple[Callable[[Any], None], ...]
     warm_up: tuple[Callable[[], None], ...]
     looked_up: tuple[Callable[[Request, int, int | None, bool, float], None], ...]

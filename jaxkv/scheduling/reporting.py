@@ -1,13 +1,11 @@
-"""The scheduler's statistics, and snapshots of its state."""
+"""The scheduler's statistics, explanations and events."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 
-from jaxkv._util.state import State, restore, snapshot
 from jaxkv.scheduling.boundary import Boundary
-from jaxkv.scheduling.checks import check_config
 from jaxkv.scheduling.chooser import Chooser
 from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.loads import Loads
@@ -153,46 +151,6 @@ class Reporting:
                 bound pool is not a `DeviceBlockPool`.
         """
         return explain(self._view, self._pool, request, num_computed_tokens)
-
-    def snapshot(self) -> State:
-        """Copy all state that decisions depend on, including the tiers and the pool.
-
-        Returns:
-            The state, as plain values and references to the engine's requests.
-
-        Example:
-            >>> from jaxkv import DeviceBlockPool, OffloadScheduler
-            >>> scheduler = OffloadScheduler(16, num_host_blocks=4)
-            >>> scheduler.bind_device_block_pool(DeviceBlockPool(8))
-            >>> before = scheduler.snapshot()
-            >>> before.entries["scheduler._loads.in_flight"].fields["moves"]
-            {}
-            >>> _ = scheduler.reset()
-            >>> scheduler.restore(before)
-            >>> scheduler.digest() == before.digest
-            True
-        """
-        return snapshot(self, "scheduler")
-
-    def digest(self) -> str:
-        """Return a digest of `snapshot`, equal where the same decisions were made."""
-        return self.snapshot().digest
-
-    def restore(self, state: State) -> None:
-        """Restore a state of this scheduler, or of another one configured the same.
-
-        The bound pool is restored, too; files, recordings and measured times are not.
-
-        Args:
-            state: A result of `snapshot`. The engine must restore its requests, to
-                which the state refers.
-
-        Raises:
-            ValueError: The configuration differs, or the bound pool is not a
-                `DeviceBlockPool`. Then nothing changes.
-        """
-        check_config(self, state.entries, self._pool)
-        restore(self, state)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Yield events of the host tier and the tiers below it since the last call."""

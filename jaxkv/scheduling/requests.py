@@ -94,8 +94,6 @@ class Requests:
     keys of its last full blocks.
     """
 
-    _NOT_STATE = ("_has_keys",)
-
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
@@ -375,7 +373,6 @@ class _Growing(PackedKeys):
     """The keys of one group of a request, with room to append more."""
 
     __slots__ = ("_mark", "_room")
-    _NOT_DIGESTED = True  # Any read of a request may append keys.
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Growing, (list(self),)

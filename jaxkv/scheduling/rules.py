@@ -10,7 +10,7 @@ from jaxkv._util import settings, shown
 from jaxkv._util.settings import ConfigError, Fault, Key, Settings, exclusion
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.whatif.shadows import parse_shadows
-from jaxkv.search.groups import FullAttention, GroupSpec
+from jaxkv.search.groups import FullAttention, GroupSpec, alignment
 
 WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]
 """Which blocks of a tier are written to the next one down."""
@@ -293,6 +293,13 @@ def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:
     if factor > 1:
         reason = "blocks of {} cannot be stored and evicted several at a time."
         _check_one_group("blocks_per_host_block", factor, groups, reason)
+    num_tokens, min_tokens = rules.max_offload_tokens, factor * alignment(groups)
+    if num_tokens is not None and num_tokens < min_tokens:
+        text = (
+            "{max_offload_tokens}={} must be at least {}, the tokens of the shortest "
+            "prefix that can be loaded: fewer are never stored whole."
+        )
+        raise ConfigError([Fault(text, num_tokens, min_tokens)])
 
 
 def _check_one_group(

@@ -24,11 +24,12 @@ from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
-from jaxkv._util import strict_class
+from jaxkv._util import check_type, strict_class
 from jaxkv.policies.base import Policy
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.boundary import TierBelow, check_reports, make_boundaries
 from jaxkv.scheduling.checks import (
+    check_arguments,
     check_bound,
     check_count,
     check_has_shared_clock,
@@ -132,8 +133,6 @@ class OffloadScheduler(Reporting):
         delays: The durations of lookups, and of loads from the lookup to the arrival.
     """
 
-    _NOT_STATE = "recorder", "_view", "_policy_state"
-
     def __new__(cls, *_args: Any, **_named: Any) -> Self:
         """Make a strict scheduler if `JAXKV_STRICT` is set."""
         return super().__new__(strict_class(cls))
@@ -158,7 +157,17 @@ class OffloadScheduler(Reporting):
         on_request_finished: Callable[[Summary], None] | None = None,
     ) -> None:
         self.groups = groups = as_groups(groups)
-        rules, is_auto = rules or OffloadRules(), cache_policy == AUTO
+        check_type(OffloadRules | None, "OffloadRules or None", rules=rules)
+        check_arguments(num_storage_blocks, num_device_blocks, policy_state)
+        check_type(Callable, "a function", clock=clock)
+        check_type(
+            *(Callable | None, "a function or None"),
+            policy_clock=policy_clock,
+            is_private=is_private,
+            on_request_finished=on_request_finished,
+        )
+        rules = OffloadRules() if rules is None else rules
+        is_auto = isinstance(cache_policy, str) and cache_policy == AUTO
         self.rules = rules = rules_of_auto(rules, groups) if is_auto else rules
         check_groups(rules, groups)
         self.num_host_blocks = num_host_blocks
@@ -198,7 +207,7 @@ class OffloadScheduler(Reporting):
             listeners.append(
                 Recording(recorder, groups, rules, num_host_blocks, policy)
             )
-        idle_warning = IdleWarning(groups, rules, self._stats, host)
+        idle_warning = IdleWarning(groups, rules, self._stats, host, self._book)
         listeners += self._whatif, idle_warning
         log = log_summary if rules.log_requests else None
         sinks = [sink for sink in (log, on_request_finished) if sink is not None]
@@ -206,7 +215,7 @@ class OffloadScheduler(Reporting):
             listeners.append(RequestSummaries(self.below, clock, sinks))
         if policy_state is not None:
             self._policy_state = open_policy_state(policy_state, host, self._whatif)
-            weakref.finalize(self, self._policy_state.save)
+            weakref.finalize(self, self._policy_state.close)
             listeners.append(self._policy_state)
         self._listeners = Listeners(listeners)
         idle_warning.listeners = weakref.proxy(self._listeners)

@@ -172,9 +172,6 @@ class Histogram:
 class Delays(Listener):
     """Measures lookups, and how long requests wait for deferred or offered blocks."""
 
-    _NOT_STATE = "lookups", "deferrals", "loads"
-    _NOT_DIGESTED = True  # It holds times, which differ between processes.
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self.lookups = Histogram(LOOKUP_BUCKETS)  # Seconds of each single lookup.
         # Seconds from a deferred lookup to the first lookup that is not deferred, or to

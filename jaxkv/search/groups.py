@@ -23,7 +23,9 @@ class _Group:
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
             if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"{name}={shown(size)} of {self} must be an int.")
+                raise TypeError(
+                    f"{name}={shown(size)} of {type(self).__name__} must be an int."
+                )
             if not 1 <= size < 1 << 31:
                 raise ValueError(f"{name}={size} of {self} must be in [1, 2**31).")
 

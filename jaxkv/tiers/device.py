@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import check_whole, shown
+from jaxkv._util import check_type, check_whole, shown
 from jaxkv.compiling import Bound, EntryPoints, copy_to_numpy
 from jaxkv.keys.packed import (
     UnlistedKeys,
@@ -186,7 +186,6 @@ class DeviceBlockPool:
     """
 
     medium = DEVICE_MEDIUM
-    _NOT_STATE = "bound", "_native", "_victims"
 
     def __init__(
         self, num_blocks: int, *, enable_events: bool = False, block_size: int = 0
@@ -202,6 +201,7 @@ class DeviceBlockPool:
         self.num_changes = 0
         self.block_size = block_size
         self.unwritten: set[int] = set()
+        check_type(bool, "True or False", enable_events=enable_events)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         # The caller's keys that are not of 32 bytes, by block.
         self._names: dict[int, bytes] = {}

@@ -382,7 +382,7 @@ def make_executor(
 
     A policy without native functions always gets an `XlaExecutor`.
     """
-    if name not in ("native", "xla"):
+    if not isinstance(name, str) or name not in ("native", "xla"):
         raise ValueError(f"executor={shown(name)} must be 'native' or 'xla'.")
     if state is None:
         with jax.default_device(cpu_device()):

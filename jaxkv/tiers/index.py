@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import check_whole, shown
+from jaxkv._util import check_type, check_whole, shown
 from jaxkv.keys.packed import (
     PackedKeys,
     UnlistedKeys,
@@ -153,6 +153,7 @@ class BlockIndex:
         # Whether the policy or an alternative uses events of requests.
         self.listens = any(policy.listens for policy in self._policies)
         self.retains = self.policy.retains
+        check_type(bool, "True or False", enable_events=enable_events)
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.drops = DropReasons(remember_drops)
         self.num_held_blocks = 0  # Including stores in progress.

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import check_whole
+from jaxkv._util import check_type, check_whole
 from jaxkv.tiers.base import BlockIds, as_ids, refuse_outside
 from jaxkv.types import NULL_BLOCK, BlockKey
 
@@ -103,6 +103,10 @@ class BorrowedPool:
         count_of: Callable[[int], int] | None = None,
     ) -> None:
         check_whole(2, (1 << 31) - 1, num_blocks=num_blocks)
+        needed = {"num_free": num_free, "hold": hold, "release": release}
+        check_type(Callable, "a function", **needed)
+        optional: dict[str, object] = {"content_of": content_of, "count_of": count_of}
+        check_type(Callable | None, "a function or None", **optional)
         self.num_blocks = num_blocks
         self.unwritten: set[int] = set()
         self.count_of = count_of

@@ -8,7 +8,7 @@ import importlib.util
 import io
 import json
 import os
-import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxkv._util import shown
 from jaxkv._util.extras import pip_install
+from jaxkv._util.files import open_file, replace_file, resolved
 from jaxkv.tools.usage import FORMATS, Args, UsageError
 
 JSON_OPTION = """\
@@ -61,8 +62,10 @@ def check_files(args: Args) -> None:
 
 def _check_file(option: str, path: Path) -> None:
     try:
-        existed = path.exists()
-        path.open("ab").close()
+        target, existed = resolved(path), path.exists()
+        is_special = existed and not path.is_file()
+        place, opener = (path, None) if is_special else (target, open_file)
+        open(place, "ab", opener=opener).close()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is no name of a file"
         raise UsageError(
@@ -70,7 +73,7 @@ def _check_file(option: str, path: Path) -> None:
             f"file in a folder that exists and that you may write to"
         ) from error
     if not existed:
-        path.resolve().unlink()  # A link to it stays.
+        os.unlink(target)  # A link to it stays.
 
 
 @contextlib.contextmanager
@@ -143,27 +146,20 @@ def write_files(
 
 def write_file(option: str, path: Path, data: bytes) -> None:
     """Write all of a file, or keep the old one: UsageError if the disk is full."""
-    target = path.resolve()  # Of /dev/stdout, a pipe's, which has no name.
-    part = target.with_name(f".{target.name[:60]}.{os.getpid()}.part")
     try:
         has_stdout = sys.__stdout__ is not None and path.exists()
         if has_stdout and os.path.samestat(path.stat(), os.fstat(1)):
             with open(1, "wb", closefd=False) as file:  # After what is there already.
                 file.write(data)
             return
-        if path.exists() and (
-            not path.is_file() or not os.access(target.parent, os.W_OK)
-        ):
-            # What must not be replaced, such as a pipe, or cannot be.
-            path.write_bytes(data)
-            return
-        try:
-            part.write_bytes(data)
-            if target.exists():
-                shutil.copymode(target, part)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        target, mode = resolved(path), None
+        if path.exists():
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if not path.is_file() or not os.access(os.path.dirname(target), os.W_OK):
+                # What must not be replaced, such as a pipe, or cannot be.
+                path.write_bytes(data)
+                return
+        replace_file(target, data, 0o666, exact_mode=mode)
     except BrokenPipeError:
         raise  # The reader of the pipe has closed it.
     except OSError as error:

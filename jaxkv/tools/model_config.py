@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxkv._util import did_you_mean, shown, shown_name
+from jaxkv._util.files import read_input
 
 _LIMIT = 1 << 30  # Larger than any size of a model.
 _KEYS = (
@@ -77,7 +78,7 @@ def read_config(path: pathlib.Path) -> Mapping[str, Any]:
     """Read a ``config.json``; of a folder, the one in it."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_input(path, 16 << 20).decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{shown(str(path))} is no JSON: {error}") from error
     if not isinstance(config, dict):

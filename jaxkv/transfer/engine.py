@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import check_whole, shown, strict_class
+from jaxkv._util import check_type, check_whole, shown, strict_class
 from jaxkv.transfer import limits, memory
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extent_table import ExtentTable, SharedMemory
@@ -160,8 +160,12 @@ class TransferEngine:
         memory.host_sharding(layout.device)  # Refuses devices without pinned memory.
         memory.check_client(platform)
         memory.check_jit()
+        check_type(str | None, "a name or None", mode=mode, kernel=kernel)
         mode = choose_mode(mode, platform)
         check_whole(1, blocks_per_host_block=blocks_per_host_block)
+        check_whole(1, layer_groups=layer_groups)
+        check_type(Compression | None, "a Compression or None", compression=compression)
+        check_type(SharedMemory | None, "a SharedMemory or None", shared=shared)
         blocks_per_host_block = operator.index(blocks_per_host_block)
         self._staging_bytes = parse_argument("staging_bytes", staging_bytes)
         # An extent of one host block, to compute the size of the others.

@@ -7,7 +7,7 @@ from typing import NamedTuple, SupportsIndex
 
 import jax
 
-from jaxkv._util import check_whole, parse_bytes
+from jaxkv._util import check_whole, parse_bytes, shown
 from jaxkv.transfer import memory
 from jaxkv.transfer.extents import Extent
 from jaxkv.transfer.kernels import Copier
@@ -85,11 +85,12 @@ def parse_size(
     """
     if (num_host_blocks is None) == (host_bytes is None):
         raise ValueError(
-            f"one of {num_host_blocks=} and {host_bytes=} must be given: the size of "
+            f"one of num_host_blocks={shown(num_host_blocks)} and "
+            f"host_bytes={shown(host_bytes)} must be given: the size of "
             "the host tier, in blocks or in bytes."
         )
     if num_host_blocks is not None:
-        check_whole(1, num_host_blocks=num_host_blocks)
+        check_whole(1, (1 << 31) - 1, num_host_blocks=num_host_blocks)
     return (
         None if num_host_blocks is None else operator.index(num_host_blocks),
         None if host_bytes is None else parse_argument("host_bytes", host_bytes),

@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from numpy.typing import NDArray
 
+from jaxkv._util import shown
 from jaxkv.transfer import dma, memory, rows
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
@@ -567,7 +568,7 @@ class Copier:
     def _choose_by_dma(self, kernel: Kernel | None) -> frozenset[int]:
         """Choose the leaves that the kernel ``"dma"`` copies."""
         if kernel not in (None, *KERNELS):
-            raise ValueError(f"{kernel=} must be one of {KERNELS} or None.")
+            raise ValueError(f"kernel={shown(kernel)} must be one of {KERNELS}.")
         works_here = self.mode == "staged" and self._platform != "gpu"
         if kernel == "dma" and not works_here:
             raise ValueError(
@@ -648,7 +649,7 @@ def choose_mode(mode: Mode | None, platform: str) -> Mode:
     if mode is None:
         return "fused" if platform == "cpu" else "staged"
     if mode not in MODES:
-        raise ValueError(f"{mode=} must be one of {MODES} or None.")
+        raise ValueError(f"mode={shown(mode)} must be one of {MODES} or None.")
     if mode == "fused" and platform != "cpu":
         raise ValueError(
             f"{mode=} is for pools on CPU, and this one is on {platform}, where a "

@@ -368,7 +368,7 @@ def _leaf(name: str, array: object, axis: object) -> Leaf:
         or not -array.ndim <= axis < array.ndim
     ):
         raise ValueError(
-            f"block_axis {axis!r} of {name} must be an int in "
+            f"block_axis {shown(axis)} of {name} must be an int in "
             f"[{-array.ndim}, {array.ndim}): the array is {list(array.shape)}."
         )
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):

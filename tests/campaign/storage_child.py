@@ -92,7 +92,7 @@ def record_writes(path):
     def send_all(sock, data):
         (send_slowly if b"SET" in bytes(data[:32]) else send)(sock, data)
 
-    local._write_all = told(write_slowly)
+    local.write_all = told(write_slowly)
     mooncake_store._put = told(mooncake_store._put)
     socket.socket.sendall = send_all  # To Redis.
 

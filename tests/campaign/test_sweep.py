@@ -171,7 +171,7 @@ def test_a_call_to_redis_that_fails_costs_a_computation_at_most(
 def test_it_finds_a_partial_write_that_is_taken_for_a_whole_one(
     calls, folders, monkeypatch
 ):
-    monkeypatch.setattr(local, "_write_all", lambda file, blob: os.writev(file, blob))
+    monkeypatch.setattr(local, "write_all", lambda file, blob: os.writev(file, blob))
     live = live_with_a_folder(calls, folders, begins=True)
     _, _, complaints = sweep(live, {"writev": (SHORT,)})
     assert any("invalid objects (torn)" in line for line in complaints)

@@ -19,6 +19,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 from tests.explorer import branches, search
 from tests.explorer.world import Setup, World, WrongError, pack, unpack
 from tests.explorer.worlds import WORLDS
+from tests.rigs.scheduler_state import snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 # The deadlock of asynchronous loads in vLLM 0.25 (#57841).
@@ -83,7 +84,7 @@ class Planned(World):
     digest_of_plans: bytes
 
     def _start(self, meta):
-        digest = Planned.digest_of_plans + self.scheduler.digest().encode()
+        digest = Planned.digest_of_plans + snapshot(self.scheduler).digest.encode()
         Planned.digest_of_plans = meta.digest(digest)
         super()._start(meta)
 
@@ -178,11 +179,11 @@ def test_a_world_is_come_back_to_as_it_was():
     world = World(WORLDS["store"])
     world.do(("admit", "r0"))
     before, digest = pack(world.save()), world.digest()
-    state = world.scheduler.digest()
+    state = snapshot(world.scheduler).digest
     world.do(("step", "r0"))
     assert world.digest() != digest
     world.restore(unpack(before))
-    assert world.scheduler.digest() == state
+    assert snapshot(world.scheduler).digest == state
     assert world.digest() == digest
 
 

@@ -20,7 +20,6 @@ from unittest import mock
 
 import numpy as np
 
-from jaxkv._util.state import Ref
 from jaxkv.keys.packed import PackedKeys, lay_out
 from jaxkv.policies import Policy, get_policy_maker, make_hazard
 from jaxkv.scheduling import scheduler as scheduler_lib
@@ -40,6 +39,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.retention import Retention
 from jaxkv.types import NO_BLOCK, NULL_BLOCK
 from tests.reference.longest import first_read, longest_prefix
+from tests.rigs.scheduler_state import Ref, restore, snapshot
 
 GARBAGE = ""
 WAITING, LOADING, RUNNING, DONE = "waiting", "loading", "running", "done"
@@ -331,7 +331,7 @@ class World:
     def _snapshot(self):
         """Return the scheduler's state, computed once between two actions."""
         if self._state is None:
-            self._state = self.scheduler.snapshot()
+            self._state = snapshot(self.scheduler)
         return self._state
 
     def restore(self, saved):
@@ -339,7 +339,7 @@ class World:
         if self._state is state:
             return  # Nothing has happened since.
         self._is_at_rest = False
-        self.scheduler.restore(state)
+        restore(self.scheduler, state)
         self._state = state
         requests, engine = pickle.loads(rest)
         for r, values in zip(self.requests, requests, strict=True):
@@ -1439,7 +1439,7 @@ class World:
         for request in self.requests:
             if request.phase == WAITING:
                 scheduler.explain(request)
-        if scheduler.digest() != before:
+        if snapshot(scheduler).digest != before:
             raise WrongError("a refused call, or explain, has changed something")
 
     # Canonical names.

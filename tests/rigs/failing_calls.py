@@ -190,7 +190,10 @@ class FailingCalls:
             raise _error(error, path)
         return error
 
-    def _is_below(self, path):
+    def _is_below(self, path, named=None):
+        named = named or {}
+        if named.get("dir_fd", named.get("src_dir_fd")) in self._files:
+            return True
         if isinstance(path, int):
             return path in self._files
         try:
@@ -226,8 +229,8 @@ class FailingCalls:
     def _of_path(self, name, call):
         def wrapper(path, *args, **named):
             # `os.rename(source, target)` is about the first, if not about both.
-            if self._is_below(path):
-                self._raise(name, path)
+            if self._is_below(path, named):
+                self._raise(name, None if isinstance(path, int) else path)
             return call(path, *args, **named)
 
         return wrapper
@@ -242,7 +245,7 @@ class FailingCalls:
 
     def _open(self, call):
         def wrapper(path, *args, **named):
-            if not self._is_below(path):
+            if not self._is_below(path, named):
                 return call(path, *args, **named)
             self._raise("open", path)
             file = call(path, *args, **named)

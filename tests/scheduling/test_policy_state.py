@@ -1,10 +1,13 @@
 """`hazard` restores its learned counts from a file; a foreign file is refused."""
 
+import contextlib
 import gc
-import json
+import io
 import logging
 import os
 import stat
+import threading
+import zipfile
 from functools import partial
 
 import jax
@@ -12,16 +15,16 @@ import numpy as np
 import pytest
 
 from jaxkv import OffloadConfig
-from jaxkv.policies.hazard import NUM_CLASSES
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.whatif import policy_state
 from jaxkv.scheduling.whatif.policy_state import PolicyStateFile
+from tests.rigs.refused_threads import refused_threads
 from tests.rigs.traffic import Traffic
 
 
 @pytest.fixture
 def path(tmp_path):
-    return str(tmp_path / "learned.json")
+    return str(tmp_path / "learned.npz")
 
 
 def make(path, policy="hazard", num_host_blocks=20, **options):
@@ -40,8 +43,14 @@ def served(path, policy="hazard"):
     scheduler = traffic.run(1000)
     if policy == "auto":
         scheduler._manager.change_policy("lru")
-    scheduler._policy_state.save()
+    save(scheduler)
     return scheduler
+
+
+def save(scheduler):
+    file = scheduler._policy_state
+    file.save()
+    assert file.has_written.wait(60)
 
 
 @pytest.mark.parametrize("executor", ["native", "xla"])
@@ -54,14 +63,9 @@ def test_an_engine_restores_learned_counts(path, executor):
         np.testing.assert_array_equal(getattr(restored, name), getattr(before, name))
     # The policy rebuilds the index from the counts once in 64 requests.
     assert (restored.index != learned(make(None)).index).any()
-    with open(path) as file:
-        assert set(json.load(file)) - {"touches", "reuses"} == {
-            "format",
-            "policy",
-            "host_blocks",
-            "block_size",
-            "unit",
-        }
+    with np.load(path, allow_pickle=False) as file:
+        facts = {name: int(file[name]) for name in file if file[name].ndim == 0}
+    assert facts == {"format": 2, "host_blocks": 20, "block_size": 4, "unit": 16}
 
 
 def test_with_auto_its_shadow_learns_while_another_serves_and_goes_on_too(path):
@@ -113,20 +117,33 @@ def tables_of(scheduler):
 def test_the_file_is_saved_periodically_and_at_the_end(path, monkeypatch):
     monkeypatch.setattr(policy_state, "SAVE_EVERY_MS", 60_000)
     saved = []
-    monkeypatch.setattr(PolicyStateFile, "save", lambda _: saved.append(1))
+    submit = PolicyStateFile._submit
+
+    def record(file, **named):
+        if file._path == path:  # Not of a scheduler that another test has left.
+            saved.append(named)
+        submit(file, **named)
+
+    monkeypatch.setattr(PolicyStateFile, "_submit", record)
+    written = PolicyStateFile.finished
+    monkeypatch.setattr(
+        PolicyStateFile,
+        "finished",
+        lambda file, end: (written(file, end), file.has_written.wait(60)),
+    )
     traffic = Traffic(1, policy="hazard", policy_state=path)
     traffic.run(500)
     assert 3 < len(saved) < 12
     num_saved = len(saved)
     del traffic
     gc.collect()
-    assert len(saved) == num_saved + 1
+    assert saved[num_saved:] == [{"is_last": True}]
 
 
 def test_only_its_owner_may_read_it_and_no_draft_is_left(path, tmp_path):
-    make(path)._policy_state.save()
-    assert stat.S_IMODE((tmp_path / "learned.json").stat().st_mode) == 0o600
-    assert [file.name for file in tmp_path.iterdir()] == ["learned.json"]
+    save(make(path))
+    assert stat.S_IMODE((tmp_path / "learned.npz").stat().st_mode) == 0o600
+    assert [file.name for file in tmp_path.iterdir()] == ["learned.npz"]
 
 
 def test_a_disk_outage_is_two_log_lines(tmp_path, caplog):
@@ -136,7 +153,7 @@ def test_a_disk_outage_is_two_log_lines(tmp_path, caplog):
         for is_there in (False, False, True, True):
             if is_there:
                 folder.mkdir(exist_ok=True)
-            scheduler._policy_state.save()
+            save(scheduler)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "cannot be written" in caplog.messages[0]
     assert "file' is written again after 0 s." in caplog.messages[1]
@@ -148,45 +165,128 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         make(str(tmp_path / "file" / "state"))
 
 
-def test_a_file_of_another_policy_size_or_version_is_refused(path):
-    make(path)._policy_state.save()
-    with open(path) as file:
-        text = file.read()
-    fields = json.loads(text)
+def npz(arrays):
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def zipped(members, method=zipfile.ZIP_STORED):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return file.getvalue()
+
+
+def refuse(path, content, match):
+    with open(path, "wb") as file:
+        file.write(content)
+    with pytest.raises((ValueError, OSError), match=f"policy_state=.*{match}"):
+        make(path)
+
+
+def test_a_file_of_another_size_or_format_is_refused(path):
+    save(make(path))
+    with np.load(path) as file:
+        arrays = dict(file)
     not_whole = "is incomplete or not a policy state"
     for change, match in (
-        ({"host_blocks": 21}, "has .*'host_blocks': 21.* must have .*: 20"),
-        ({"policy": "lru"}, "has .*'policy': 'lru'"),
-        ({"format": "jaxkv policy state 2"}, "policy state 2"),
-        ({"touches": [1] * (NUM_CLASSES - 1)}, not_whole),
-        *[
-            ({"touches": [number] * NUM_CLASSES}, not_whole)
-            for number in (-1, 1 << 40, 0.5, 1 << 70, float("nan"))
-        ],
-        ({"reuses": "none"}, not_whole),
-        ({"touches": [(1 << 62) + 7] * 4 + [0] * (NUM_CLASSES - 4)}, not_whole),
-        ({"touches": [True] + [1] * (NUM_CLASSES - 1)}, not_whole),
-        ({"another": 1}, not_whole),
-        # One that is there twice.
-        (text.replace('"policy"', '"policy": "lru", "policy"').encode(), not_whole),
-        *[(text, not_whole) for text in (b"", b"[]", b"\xff", b"[" * 100_000, b"{}")],
+        ({"host_blocks": np.int64(21)}, "has host_blocks=21, but must have 20"),
+        ({"format": np.int64(3)}, "has format=3, but must have 2"),
+        ({"touches": arrays["touches"][1:]}, not_whole),
+        ({"touches": arrays["touches"] - 1}, not_whole),
+        ({"touches": arrays["touches"] + (1 << 30)}, not_whole),
+        ({"touches": arrays["touches"] * 0.5}, not_whole),
+        ({"touches": arrays["touches"].astype(object)}, not_whole),
+        ({"reuses": np.array("none")}, not_whole),
     ):
-        content = change
-        if isinstance(change, dict):
-            content = json.dumps(fields | change).encode()
-        with open(path, "wb") as file:
-            file.write(content)
-        with pytest.raises(ValueError, match=f"policy_state=.*{match}"):
-            make(path)
+        refuse(path, npz(arrays | change), match)
+    del arrays["unit"]
+    refuse(path, npz(arrays), not_whole)
+    old = b'{"format": "jaxkv policy state 1", "policy": "hazard", "host_blocks": 20}'
+    refuse(path, old, "has format=1, but must have 2: remove it, or name another file")
+    for content in (b"", b"{}", b"\xff", b"PK\x03\x04", bytes(1000)):
+        refuse(path, content, not_whole)
+    refuse(path, bytes(1 << 17), "cannot be read .it has more than 65536 bytes")
+
+
+def test_no_number_in_a_file_decides_how_much_memory_is_allocated(path, monkeypatch):
+    save(make(path))
+    with zipfile.ZipFile(path) as archive:
+        members = {name[:-4]: archive.read(name) for name in archive.namelist()}
+    huge = io.BytesIO()
+    header = {"descr": "<i4", "fortran_order": False, "shape": (1 << 40,)}
+    np.lib.format.write_array_header_1_0(huge, header)
+    bomb = zipped(members | {"touches": bytes(1 << 25)}, zipfile.ZIP_DEFLATED)
+    assert len(bomb) < 1 << 16
+    sizes, real = [], zipfile.ZipExtFile.read
+    monkeypatch.setattr(
+        zipfile.ZipExtFile,
+        "read",
+        lambda file, n=-1: (sizes.append(n), real(file, n))[1],
+    )
+    not_whole = "is incomplete or not a policy state"
+    for content in (
+        zipped(members | {"touches": huge.getvalue()}),
+        huge.getvalue(),
+        bomb,
+    ):
+        refuse(path, content, not_whole)
+    assert sizes
+    assert 0 < min(sizes) <= max(sizes) < 1 << 14
+
+
+def test_a_hook_does_not_wait_for_a_slow_file_system(path, monkeypatch):
+    """The file has the counts of the moment of the hook, though it is written later."""
+    monkeypatch.setattr(policy_state, "SAVE_EVERY_MS", 60_000)
+    begun, goes_on, replace = threading.Event(), threading.Event(), os.replace
+
+    def replace_late(*args, **named):
+        begun.set()
+        assert goes_on.wait(60)
+        replace(*args, **named)
+
+    monkeypatch.setattr(os, "replace", replace_late)
+    kept, submit = [], PolicyStateFile._submit
+
+    def record(file, **named):
+        kept.append(np.array(file.learned().touches))
+        submit(file, **named)
+
+    monkeypatch.setattr(PolicyStateFile, "_submit", record)
+    traffic = Traffic(1, policy="hazard", host_blocks=20, policy_state=path)
+    scheduler = traffic.run(500)  # Every hook returns.
+    assert begun.wait(60)
+    assert len(kept) == 1  # The thread still writes the first ones.
+    assert (np.array(scheduler._policy_state.learned().touches) != kept[0]).any()
+    goes_on.set()
+    assert scheduler._policy_state.has_written.wait(60)
+    with np.load(path) as file:
+        np.testing.assert_array_equal(file["touches"], kept[0])
+
+
+def test_without_a_thread_the_last_counts_are_saved_by_the_caller(path, caplog):
+    scheduler = make(path)
+    with refused_threads(), caplog.at_level(logging.INFO, "jaxkv"):
+        save(scheduler)
+        assert not os.path.exists(path)
+        scheduler._policy_state.close()
+    assert os.path.exists(path)
+    assert "no thread can be started" in caplog.messages[0]
 
 
 def test_a_special_file_is_refused_without_waiting(path):
-    for number, place in enumerate(
-        (os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero"))
+    for place, why in (
+        (os.mkfifo, "it is not a plain file"),
+        (os.mkdir, "Is a directory"),
+        (partial(os.symlink, "/dev/zero"), "it is not a plain file"),
     ):
-        name = f"{path}.{number}"
+        name = f"{path}.{why}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
         place(name)
-        with pytest.raises(ValueError, match="is not a plain file: remove it, or name"):
+        with pytest.raises(OSError, match=rf"{why}\); name another file"):
             make(name)
 
 

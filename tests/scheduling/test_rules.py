@@ -8,7 +8,7 @@ import pytest
 from jaxkv import OffloadScheduler
 from jaxkv.scheduling.protocol import NO_EVENT
 from jaxkv.scheduling.rules import OffloadRules
-from jaxkv.search.groups import SlidingWindow
+from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.types import NO_BLOCK
 from tests.rigs.offload_rig import (
     BLOCK_SIZE,
@@ -70,6 +70,24 @@ def test_limits_on_the_stored_tokens_of_a_request():
         rig.run(request)
         assert on_host(rig) == set(make_keys(1, 2, 3, 4)[:num_stored]), rules
         assert rig.scheduler.stats.num_dropped_full == 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "of_request", "is_blamed"),
+    [({"prompt_only": True}, None, False), ({}, 0, False), ({}, None, True)],
+    ids=str,
+)
+def test_an_engine_is_not_blamed_for_blocks_that_may_not_be_stored(
+    caplog, rules, of_request, is_blamed
+):
+    rig = make_rig(**rules)
+    for number in range(100):
+        request = rig.request(f"request {number}", number)
+        request.num_prompt_tokens, request.max_offload_tokens = 1, of_request
+        rig.admit(request)
+        request.num_computed_tokens = request.num_tokens  # But no step names it.
+        rig.finish(request.request_id)
+    assert ("no block was offered to the host" in caplog.text) == is_blamed
 
 
 def test_a_request_is_offered_no_more_than_it_may_load():
@@ -370,6 +388,17 @@ def test_rules_that_do_not_go_together_are_refused():
         (4, {"blocks_per_host_block": 2, "mode": "lazy"}, "exclude one another"),
         (4, {"prompt_only": True, "mode": "lazy"}, "prompt_only=True and mode"),
         (4, {"max_offload_tokens": 8, "mode": "lazy"}, "max_offload_tokens=8 and"),
+        (4, {"max_offload_tokens": 3}, "max_offload_tokens=3 must be at least 4"),
+        (
+            4,
+            {"max_offload_tokens": 7, "blocks_per_host_block": 2},
+            "max_offload_tokens=7 must be at least 8",
+        ),
+        (
+            (FullAttention(4), SlidingWindow(6, 12)),
+            {"max_offload_tokens": 11},
+            "max_offload_tokens=11 must be at least 12, the tokens of the shortest",
+        ),
     ):
         with pytest.raises(ValueError, match=why):
             OffloadScheduler(groups, 8, rules=OffloadRules(**rules))

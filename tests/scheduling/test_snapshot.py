@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from jaxkv import DeviceBlockPool, OffloadRules, OffloadScheduler
-from jaxkv._util import state as state_lib
+from jaxkv import OffloadRules
 from jaxkv.keys import key_from_int
 from jaxkv.tiers.index import BlockIndex
 from tests.explorer.world import World
 from tests.explorer.worlds import WORLDS
+from tests.rigs.scheduler_state import restore, snapshot
 
 _CALLS = (
     *("get_num_new_matched_tokens", "explain", "update_state_after_alloc"),
@@ -56,7 +56,7 @@ class Recorded(World):
         for action in actions:
             self.answers.clear()
             self.do(action)
-            trail.append((action, tuple(self.answers), self.scheduler.digest()))
+            trail.append((action, tuple(self.answers), snapshot(self.scheduler).digest))
         return trail
 
 
@@ -71,13 +71,13 @@ def test_a_restored_scheduler_answers_as_it_did_before(name):
     twin = Recorded(SETUPS[name])
     for num in (5, 15):
         world.play(choices(world, rng, num))
-        saved, digest = world.save(), world.scheduler.digest()
+        saved, digest = world.save(), snapshot(world.scheduler).digest
         trail = world.play(choices(world, rng, 20))
         actions = [action for action, *_ in trail]
         twin.requests = world.requests  # The state refers to them.
         for restored in (world, world, twin):
             restored.restore(saved)
-            assert restored.scheduler.digest() == digest == saved[0].digest
+            assert snapshot(restored.scheduler).digest == digest == saved[0].digest
             assert restored.play(actions) == trail
 
 
@@ -86,36 +86,12 @@ def test_the_digest_differs_after_whatever_changes_what_may_follow(name):
     rng, world = random.Random(name), World(SETUPS[name])
     num_changes = 0
     for _ in range(60):
-        before, digest = world.canonical()[:3], world.scheduler.digest()
+        before, digest = world.canonical()[:3], snapshot(world.scheduler).digest
         world.do(rng.choice(world.actions()))
         if world.canonical()[:3] != before:
             num_changes += 1
-            assert world.scheduler.digest() != digest
+            assert snapshot(world.scheduler).digest != digest
     assert num_changes > 5
-
-
-def make(*, num_host_blocks=4, num_device_blocks=8, **rules):
-    scheduler = OffloadScheduler(16, num_host_blocks, rules=OffloadRules(**rules))
-    scheduler.bind_device_block_pool(DeviceBlockPool(num_device_blocks))
-    return scheduler
-
-
-def test_a_state_of_another_configuration_is_refused_and_changes_nothing():
-    scheduler = make()
-    scheduler.note_rates(1.0, 1.0)
-    before = scheduler.digest()
-    unbound = OffloadScheduler(16, 4)
-    for foreign, match in (
-        (make(num_host_blocks=5), "num_host_blocks must be 5, as in the state"),
-        (make(num_device_blocks=9), "num_blocks of the bound DeviceBlockPool must be"),
-        (make(prompt_only=True), "rules must be .*, as in the state"),
-        (unbound, "num_blocks of the bound DeviceBlockPool must be None, as"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            scheduler.restore(foreign.snapshot())
-        assert scheduler.digest() == before
-    with pytest.raises(ValueError, match="class of the bound pool must be"):
-        unbound.restore(scheduler.snapshot())
 
 
 @pytest.mark.parametrize("executor", ["native", "xla"])
@@ -123,13 +99,13 @@ def test_a_tier_goes_back_to_an_earlier_policy_and_its_order(executor):
     keys = [key_from_int(number) for number in range(4)]
     index = BlockIndex(16, 2, executor=executor, alternatives=["lru", "slru"])
     index.publish(index.place(keys[:2]).block_ids, keys[:2])
-    saved = state_lib.snapshot(index, "index")
+    saved = snapshot(index, "index")
     for _ in range(2):
         index.touch(keys[:1])
         index.change_policy("slru")
         assert list(index.place(keys[2:3]).evicted_keys) == keys[1:2]
         index.clear()
-        assert state_lib.snapshot(index, "index").digest != saved.digest
-        state_lib.restore(index, saved)
-        assert state_lib.snapshot(index, "index").digest == saved.digest
+        assert snapshot(index, "index").digest != saved.digest
+        restore(index, saved)
+        assert snapshot(index, "index").digest == saved.digest
         assert index.snapshot().policy == {"order": keys[:2]}

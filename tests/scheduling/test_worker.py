@@ -283,8 +283,11 @@ def test_equal_plans_have_equal_digests():
 def test_settings_and_pools_that_a_worker_cannot_serve_are_refused(monkeypatch):
     engine = TransferEngine(make_pool(), 3)
     for arguments, why in (
-        ({"deadline_s": 0.0}, "deadline_s=0.0 must be more than 0"),
-        ({"deadline_s": float("nan")}, "deadline_s=nan must be more than 0"),
+        ({"deadline_s": 0.0}, "deadline_s=0.0 must be a number of seconds above 0"),
+        (
+            {"deadline_s": float("nan")},
+            "deadline_s=nan must be a number of seconds above 0",
+        ),
         ({"report_after_steps": 0}, "report_after_steps=0 must be at least 1"),
     ):
         with pytest.raises(ValueError, match=why):

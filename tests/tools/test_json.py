@@ -31,6 +31,7 @@ from jaxkv.tools.doctor.bandwidth import Bandwidth
 from jaxkv.tools.doctor.facts import Backend, Facts
 from jaxkv.tools.doctor.store import Folder, Store
 from jaxkv.tools.files import check_files, write_file
+from jaxkv.tools.usage import UsageError
 from jaxkv.transfer.limits import HostLimit, PinnedPool
 from tests.rigs.command_line import run_command
 from tests.tools.test_main import fake_run
@@ -208,6 +209,21 @@ def test_a_link_to_a_file_that_does_not_exist_yet_stays_a_link(tmp_path):
     write_file("--output", link, b"figures")
     assert link.is_symlink()
     assert target.read_bytes() == b"figures"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_a_file_behind_a_link_of_another_user_is_not_overwritten(tmp_path):
+    precious, link = tmp_path / "precious", tmp_path / "out.json"
+    precious.write_text("before")
+    link.symlink_to(precious)
+    os.lchown(link, 65534, 65534)
+    for write in (
+        lambda: check_files(argparse.Namespace(output=link)),
+        lambda: write_file("--output", link, b"figures"),
+    ):
+        with pytest.raises(UsageError, match="a link belongs to user 65534"):
+            write()
+        assert precious.read_text() == "before"
 
 
 def test_a_pipe_whose_reader_has_closed_it_is_no_error_of_the_option():

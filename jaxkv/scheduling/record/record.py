@@ -14,8 +14,6 @@ about twice a second, and drops and counts requests that it cannot write.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import logging
@@ -29,7 +27,8 @@ from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
 import jax
 
-from jaxkv._util import Resource, check_whole, parse_bytes, read_file, shown
+from jaxkv._util import Resource, check_type, check_whole, parse_bytes, shown
+from jaxkv._util.files import read_file, replace_file
 from jaxkv._util.outage import OutageLog
 from jaxkv.keys.keyed import SECRET_BYTES, hash_keys
 from jaxkv.keys.packed import pack
@@ -131,6 +130,7 @@ class TraceRecorder(Resource):
         if max_bytes < MIN_MAX_BYTES:
             raise ValueError(f"{max_bytes=} must be at least {MIN_MAX_BYTES}.")
         check_whole(1, max_files=max_files)
+        check_type(Callable, "a function", clock=clock)
         self.path = os.fspath(path)
         secret = _read_secret(os.fspath(key_file)) if key_file is not None else None
         self._clock, self._start_s = clock, clock()
@@ -461,21 +461,10 @@ def _read_secret(path: str) -> bytes:
     """Read the secret from a file; create the file if missing."""
     try:
         if not os.path.exists(path):
-            # Under a temporary name first, because other processes may read `path`.
-            # This name is new, and so not a link to another file.
-            draft = f"{path}.{secrets.token_hex(8)}"
-            new_only = os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-            fd = os.open(draft, os.O_WRONLY | new_only, 0o600)
-            try:
-                with os.fdopen(fd, "w", encoding="ascii") as file:
-                    file.write(secrets.token_hex(32) + "\n")
-                with contextlib.suppress(FileExistsError):
-                    os.link(draft, path)
-            finally:
-                os.unlink(draft)
-        content = read_file(path, 1 << 16)
-        if content is None:
-            raise OSError(errno.EINVAL, "it is not a plain file")
+            # Another process may have made it meanwhile.
+            secret = secrets.token_hex(32) + "\n"
+            replace_file(path, secret.encode(), overwrite=False)
+        content = read_file(path, 1 << 16, is_trusted=True)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is not a file name"
         raise OSError(

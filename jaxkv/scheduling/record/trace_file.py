@@ -12,10 +12,10 @@ import contextlib
 import errno
 import gzip
 import os
-import stat
 from collections.abc import Callable
 
 from jaxkv._util import shown
+from jaxkv._util.files import open_file, resolved, write_all
 
 try:
     import fcntl
@@ -47,7 +47,7 @@ class TraceFile:
         self._fd = -1
         try:
             # Rotate the target of a symbolic link, not the link.
-            self.path = os.path.realpath(path)
+            self.path = resolved(path)
             self._rotate_existing()
             self._begin()
         except (OSError, ValueError) as error:
@@ -87,16 +87,14 @@ class TraceFile:
         return gzip.compress(data, _GZIP_LEVEL, mtime=0) if self._is_zipped else data
 
     def _write(self, packed: bytes) -> None:
-        num_written = 0
         try:
-            while num_written < len(packed):
-                num_written += os.write(self._fd, packed[num_written:])
+            write_all(self._fd, [packed])
         except OSError:
             self._truncate()
             raise
         if not self._num_bytes:
             self._num_begun += 1
-        self._num_bytes += num_written
+        self._num_bytes += len(packed)
 
     def _truncate(self) -> None:
         """Truncate the file to its last whole line; close it if that fails."""
@@ -110,7 +108,7 @@ class TraceFile:
     def _begin(self) -> None:
         """Create and lock the file, which must not exist."""
         # Private: a trace shows which requests share a prefix, and when they came.
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = open_file(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             lock(fd)
             if not os.path.samestat(os.fstat(fd), os.stat(self.path)):
@@ -123,16 +121,12 @@ class TraceFile:
 
     def _rotate_existing(self) -> None:
         try:
-            # Opening a pipe would block otherwise.
-            fd = os.open(self.path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+            fd = open_file(self.path, os.O_WRONLY)
         except FileNotFoundError:
             return
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError("not a regular file")
             lock(fd)
-            if status.st_size:
+            if os.fstat(fd).st_size:
                 self._rotate()
             else:
                 os.unlink(self.path)

@@ -6,16 +6,19 @@ neither keys nor hashes of keys: what the policy knows about single blocks is no
 
 from __future__ import annotations
 
-import json
+import io
 import logging
 import os
-import secrets
-from collections.abc import Callable
+import threading
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jaxkv._util import read_file, shown
+from jaxkv._util import shown
+from jaxkv._util.files import read_file, replace_file, resolved
 from jaxkv._util.outage import OutageLog
 from jaxkv.policies import reuse
 from jaxkv.policies.hazard import NUM_CLASSES, HazardState
@@ -25,19 +28,26 @@ from jaxkv.scheduling.checks import is_multi_process
 from jaxkv.scheduling.listening import End, Listener
 from jaxkv.scheduling.whatif.what_if import WhatIf
 from jaxkv.tiers.index import BlockIndex
+from jaxkv.transfer.storage.store import StoreError
+from jaxkv.transfer.storage.workers import DaemonThread
 
 SAVE_EVERY_MS = 600_000
 
-_FORMAT = "jaxkv policy state 1"
-_MAX_BYTES = 1 << 22
+_FORMAT = 2
+_FACTS = "format", "host_blocks", "block_size", "unit"
+_MAX_BYTES = 1 << 16
+_CLOSE_TIMEOUT_S = 10.0
 
 _LOG = logging.getLogger("jaxkv")
+
+Columns = Mapping[str, Any]  # Arrays by name.
 
 
 class PolicyStateFile(Listener):
     """Reads the statistics of an earlier process, and writes what `learned` returns.
 
-    `learned` must not refer to the scheduler, so that it can be freed.
+    A thread writes, because a file system may be slow. `learned` must not refer to the
+    scheduler, so that it can be freed.
     """
 
     def __init__(
@@ -47,16 +57,15 @@ class PolicyStateFile(Listener):
         block_size: int,
         learned: Callable[[], ReuseTable],
     ) -> None:
-        self._path = os.path.realpath(path)
-        self._facts = {
-            "format": _FORMAT,
-            "policy": "hazard",
-            "host_blocks": num_host_blocks,
-            "block_size": block_size,
-            "unit": UNIT,
-        }
+        self._path = path
+        facts = (_FORMAT, num_host_blocks, block_size, UNIT)
+        self._facts = dict(zip(_FACTS, np.array(facts, np.int64), strict=True))
         self.learned = learned
         self._next_ms: int | None = None
+        self._thread = DaemonThread("jaxkv policy state")
+        self.has_written = threading.Event()  # No write is queued or running.
+        self.has_written.set()
+        self._pid = os.getpid()
         name = f"policy_state={shown(self._path)}"
         texts = f"{name} cannot be written", f"{name} is written"
         self._outage = OutageLog(_LOG, *texts)
@@ -64,30 +73,33 @@ class PolicyStateFile(Listener):
     def read(self) -> ReuseTable | None:
         """Return the statistics in the file; None if there is no file yet."""
         try:
+            self._path = resolved(self._path)
             content = read_file(self._path, _MAX_BYTES)
         except FileNotFoundError:
             return None
-        except OSError as error:
-            why = f"policy_state={shown(self._path)} cannot be read ({error.strerror})"
-            raise OSError(error.errno, f"{why}; name another file") from None
-        if content is None:
-            raise self._error("is not a plain file")
-        try:
-            fields = json.loads(content, object_pairs_hook=_distinct)
-            facts = {name: fields.pop(name) for name in self._facts}
-            touches = _counts(fields.pop("touches"), (NUM_CLASSES,))
-            reuses = _counts(fields.pop("reuses"), (NUM_CLASSES, NUM_BINS))
-            if fields:
-                raise ValueError("unknown fields")
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-            raise self._error("is incomplete or not a policy state") from None
-        wrong = {
-            name: fact for name, fact in facts.items() if fact != self._facts[name]
+        except (OSError, ValueError) as error:  # A name may contain a null.
+            number, why = getattr(error, "errno", 0), getattr(error, "strerror", error)
+            text = f"policy_state={shown(self._path)} cannot be read ({why})"
+            raise OSError(number, f"{text}; name another file") from None
+        if content.startswith(b'{"format": "jaxkv policy state 1"'):
+            raise self._error("has format=1, but must have 2")
+        counts = {
+            "touches": np.zeros(NUM_CLASSES, np.int32),
+            "reuses": np.zeros((NUM_CLASSES, NUM_BINS), np.int32),
         }
-        if wrong:
-            right = {name: self._facts[name] for name in wrong}
-            raise self._error(f"has {shown(wrong)}, but must have {right}")
-        return reuse.from_counts(touches, reuses)
+        try:
+            read = _read_columns(content, self._facts | counts)
+            if any(read[name].min() < 0 for name in counts):
+                raise ValueError
+            if any(read[name].sum(dtype=np.int64) > 2 * MAX_COUNT for name in counts):
+                raise ValueError
+        except Exception:  # `zipfile` and the decoders that it calls raise any.
+            raise self._error("is incomplete or not a policy state") from None
+        for name, expected in self._facts.items():
+            if read[name] != expected:
+                wrong = f"{name}={read[name]}, but must have {expected}"
+                raise self._error(f"has {wrong}")
+        return reuse.from_counts(read["touches"], read["reuses"])
 
     def finished(self, end: End) -> None:
         """Save the statistics if `SAVE_EVERY_MS` have passed."""
@@ -99,24 +111,49 @@ class PolicyStateFile(Listener):
             self.save()
 
     def save(self) -> None:
-        """Replace the file by one with the current statistics, atomically."""
+        """Have the thread replace the file by one with the current statistics.
+
+        If it is still writing, the statistics are saved the next time.
+        """
+        if self.has_written.is_set() and os.getpid() == self._pid:
+            self._submit()
+
+    def close(self) -> None:
+        """Save the statistics; wait for the file system for 10 s at most."""
+        if os.getpid() != self._pid:
+            return  # The file belongs to the parent process.
+        if self.has_written.wait(_CLOSE_TIMEOUT_S / 2):
+            self._submit(is_last=True)
+        self._thread.close()
+        if not self.has_written.wait(_CLOSE_TIMEOUT_S / 2):
+            self._outage.begin("the file system is too slow")
+
+    def _submit(self, is_last: bool = False) -> None:
         table = self.learned()
-        columns = {"touches": table.touches, "reuses": table.reuses}
-        counts = {name: np.asarray(column).tolist() for name, column in columns.items()}
-        draft = f"{self._path}.{secrets.token_hex(8)}"
+        # Copies, which later steps do not change.
+        columns = {"touches": np.array(table.touches), "reuses": np.array(table.reuses)}
+        write = partial(self._write, self._facts | columns)
+        self.has_written.clear()
         try:
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                with os.fdopen(fd, "w", encoding="ascii") as file:
-                    file.write(json.dumps(self._facts | counts))
-                os.replace(draft, self._path)
-            except BaseException:
-                os.unlink(draft)
-                raise
-        except OSError as error:
+            self._thread.submit(write)
+        except StoreError as error:
+            if is_last:  # The interpreter is ending, and starts no threads.
+                write()
+            else:
+                self.has_written.set()
+                self._outage.begin(error)
+
+    def _write(self, columns: Columns) -> None:
+        try:
+            file = io.BytesIO()
+            np.savez(file, **columns)
+            replace_file(self._path, file.getvalue())
+        except Exception as error:  # The thread must go on.
             self._outage.begin(error)
         else:
             self._outage.end()
+        finally:
+            self.has_written.set()
 
     def _error(self, why: str) -> ValueError:
         return ValueError(
@@ -143,19 +180,21 @@ def open_policy_state(path: str, host: BlockIndex, what_if: WhatIf) -> PolicySta
     return file
 
 
-def _counts(listed: Any, shape: tuple[int, ...]) -> Any:
-    """Return a list of counts as i32[shape]; raise ValueError if it is invalid."""
-    counts = np.array(listed, object)
-    if counts.shape != shape or any(type(count) is not int for count in counts.flat):
-        raise ValueError("not an array of counts")
-    # These are Python ints, whose sum cannot wrap around.
-    if min(counts.flat) < 0 or sum(counts.flat) > 2 * MAX_COUNT:
-        raise ValueError("counts out of range")
-    return counts.astype(np.int32)
+def _read_columns(content: bytes, like: Columns) -> Columns:
+    """Read the arrays of an ``.npz`` that have the same dtypes and shapes as `like`.
 
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise ValueError("a field occurs more than once")
-    return fields
+    No number in the file decides how much memory is allocated.
+    """
+    read = {}
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for name, array in like.items():
+            file = io.BytesIO()
+            np.save(file, array)
+            num_bytes = len(file.getvalue())
+            head = file.getvalue()[: num_bytes - array.nbytes]
+            data = archive.open(f"{name}.npy").read(num_bytes + 1)
+            if len(data) != num_bytes or not data.startswith(head):
+                raise ValueError(name)
+            flat = np.frombuffer(data, array.dtype, offset=len(head))
+            read[name] = flat.reshape(array.shape)
+    return read

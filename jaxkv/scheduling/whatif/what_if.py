@@ -65,8 +65,6 @@ class WhatIf(Listener):
 class Shadowed(WhatIf):
     """A tier with shadows. It does not refer to the scheduler, which may be freed."""
 
-    _NOT_STATE = ("_log",)
-
     def __init__(
         self,
         host: BlockIndex,

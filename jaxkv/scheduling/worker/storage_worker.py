@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import check_seconds
+from jaxkv.scheduling.checks import check_engine
 from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierProbe, TierReport
 from jaxkv.scheduling.stats import DELAY_BUCKETS, Histogram
 from jaxkv.transfer import AnyEngine, host_rows
@@ -118,6 +120,7 @@ def open_storage(
     explains the times; a store that cannot list is never listed. ValueError if an
     argument is wrong, ImportError if an extra is missing, StoreError if it fails.
     """
+    check_engine(engine, "host_bytes_description")
     objects = ObjectFormat(
         namespace,
         engine.host_bytes_description,
@@ -172,10 +175,7 @@ class StorageWorker:
         list_every_s: float | None = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 < deadline_s < math.inf:
-            raise ValueError(f"{deadline_s=} must be a number of seconds above 0.")
-        if not await_s > 0:
-            raise ValueError(f"{await_s=} must be a number of seconds above 0.")
+        check_seconds(deadline_s=deadline_s, await_s=await_s)
         if list_every_s is not None and not list_every_s >= 0:
             raise ValueError(f"{list_every_s=} must be at least 0, or None.")
         if storage_io.objects.payload_bytes != engine.host_payload_bytes:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
@@ -14,8 +13,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxkv._util import shown, strict_class
-from jaxkv.scheduling.checks import check_plan
+from jaxkv._util import check_seconds, check_type, check_whole, shown, strict_class
+from jaxkv.scheduling.checks import check_engine, check_plan
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     NO_MOVES,
@@ -125,6 +124,9 @@ class OffloadWorker:
         shares_scheduler: bool = False,
         num_shards: int = 1,
     ) -> None:
+        check_engine(engine, "num_shards")
+        if storage is not None and not hasattr(storage, "shards"):
+            raise TypeError(f"storage={shown(storage)} must be a StorageWorker.")
         must_agree = jax.process_count() > 1 and not shares_scheduler
         shards = (0, 1) if storage is None else storage.shards
         if storage is not None and shards != (jax.process_index(), jax.process_count()):
@@ -133,20 +135,19 @@ class OffloadWorker:
                 f"{jax.process_index()} of {jax.process_count()}: each process must "
                 "open the shard of its own index."
             )
+        check_type(Callable, "a function", clock=clock)
+        check_type(Sequence, "a list of movers", movers=movers)
         if engine.num_shards != num_shards:
             raise ValueError(
                 f"the block axis of the engine's pool has {engine.num_shards} shards, "
                 f"but {num_shards=}; a scheduler does not know which shard holds a "
                 "block: shard another axis."
             )
-        if deadline_s is not None and not deadline_s > 0:
-            raise ValueError(f"{deadline_s=} must be more than 0, or None.")
-        if report_after_steps is not None and report_after_steps < 1:
-            raise ValueError(f"{report_after_steps=} must be at least 1, or None.")
-        if not 0 < agreement_timeout_s < math.inf:
-            raise ValueError(
-                f"{agreement_timeout_s=} must be a number of seconds above 0."
-            )
+        if deadline_s is not None:
+            check_seconds(deadline_s=deadline_s)
+        if report_after_steps is not None:
+            check_whole(1, report_after_steps=report_after_steps)
+        check_seconds(agreement_timeout_s=agreement_timeout_s)
         if report_after_steps is None and must_agree:
             raise ValueError(
                 f"report_after_steps=None is for one process, not {jax.process_count()}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxkv._util import shown
+from jaxkv._util.files import check_folder, open_file
 from jaxkv.tools.files import (
     HTML_OPTION,
     JSON_OPTION,
@@ -112,10 +113,13 @@ def _prepare(folder: Path, resume: bool) -> IO[str]:
     have, path = versions("flax", "libtpu"), folder / _RUN
     try:
         if not resume:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+        check_folder(folder)  # Its files are read back.
         with contextlib.ExitStack() as stack:
             mode = "r+" if resume else "a"
-            file = stack.enter_context(path.open(mode, encoding="utf-8"))
+            file = stack.enter_context(
+                open(path, mode, encoding="utf-8", opener=open_file)
+            )
             lock(file.fileno(), "another jaxkv verify runs in it")
             if resume:
                 before = json.load(file)["versions"]
@@ -131,7 +135,8 @@ def _prepare(folder: Path, resume: bool) -> IO[str]:
                 for stage in STAGES:
                     for suffix in (".jsonl", ".log"):
                         (folder / f"{stage.name}{suffix}").unlink(missing_ok=True)
-                path.write_text(json.dumps({"versions": have}), encoding="utf-8")
+                file.truncate(0)
+                print(json.dumps({"versions": have}), file=file, flush=True)
             stack.pop_all()
             return file
     except (OSError, ValueError, TypeError, KeyError) as error:

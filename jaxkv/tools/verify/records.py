@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from jaxkv._util.files import open_file
+
 Verdict: TypeAlias = Literal["PASS", "FAIL", "SKIP"]
 
 START = "start"
@@ -92,7 +94,7 @@ class StageLog:
 
     def append(self, **line: Any) -> None:
         """Append a line; the newline before it closes one that a crash has cut off."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with open(self.path, "a", encoding="utf-8", opener=open_file) as file:
             file.write(f"\n{json.dumps(line)}")
 
     def write(self, *result: Any) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxkv._util.files import open_file
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.verify.records import START, Result, Stage, StageLog, State
 
@@ -83,7 +84,7 @@ def _run_process(
     """Run the process of a stage; return how it ended, in words."""
     output = log.path.with_suffix(".log")
     words = ["-m", "jaxkv.tools.verify", name, str(log.path.parent), str(seconds)]
-    with output.open("ab+") as file:
+    with open(output, "ab+", opener=open_file) as file:
         start = file.tell()
         process = subprocess.Popen(
             [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=file, stderr=file

@@ -11,7 +11,8 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxkv._util import shown
+from jaxkv._util import check_whole, shown
+from jaxkv._util.files import open_file, open_folder, write_all
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.store import (
     Blob,
@@ -26,11 +27,8 @@ from jaxkv.transfer.storage.store import (
 # No name of an object begins with a dot.
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[0-9]+")
 _STALE_S = 3600.0
-_MAX_PIECES = 512  # POSIX lets `writev` refuse more than 1,024.
 _PAGE = 4096
 _KEPT_BYTES = 128 << 20
-# Errors of opening a link or a pipe
-_NO_FILE_ERRORS = (errno.ELOOP, errno.ENXIO)
 # Spaces and letters of any script stay readable.
 _IN_URLS = str.maketrans({mark: f"%{ord(mark):X}" for mark in "%?#@"})
 # The content of links, pipes and devices, which `decode` refuses as foreign
@@ -50,6 +48,7 @@ class LocalStore:
     """
 
     def __init__(self, path: str, mode: int = 0o600) -> None:
+        check_whole(0, 0o777, mode=mode)
         self._root = os.path.abspath(path)
         self._mode = mode
         self._folder_mode = folder_mode(mode)
@@ -57,8 +56,7 @@ class LocalStore:
         # Unlike a process id, it is unique among machines and later processes.
         self._token = os.urandom(8).hex()
         try:
-            self._make_folders(self._root)
-            with os.scandir(self._root):
+            with self._opened(self._root), os.scandir(self._root):
                 pass
         except OSError as error:
             raise StoreError(
@@ -131,60 +129,67 @@ class LocalStore:
 
     def _server_time_s(self, folder: str) -> float:
         """Return the time by the clock of the file system, perhaps a file server's."""
-        path = f"{folder}/.{self._token}-{next(self._numbers)}"
-        file = self._create(path)
-        try:
-            return os.fstat(file).st_mtime
-        finally:
-            os.close(file)
-            _delete(path)
+        with self._opened(folder) as fd:
+            name, file = self._create(fd)
+            try:
+                return os.fstat(file).st_mtime
+            finally:
+                os.close(file)
+                os.unlink(name, dir_fd=fd)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
 
     def _write(self, path: str, blob: Blob) -> None:
         # In the same folder: renames between folders wait for one another.
-        folder = os.path.dirname(path)
-        temporary = f"{folder}/.{self._token}-{next(self._numbers)}"
-        try:
-            file = self._create(temporary)
-        except FileNotFoundError:
-            self._make_folders(folder)
-            file = self._create(temporary)
-        try:
+        folder, name = os.path.split(path)
+        with self._opened(folder) as fd:
+            temporary, file = self._create(fd)
+            rename = functools.partial(os.rename, src_dir_fd=fd, dst_dir_fd=fd)
             try:
-                if self._mode & 0o077:
-                    os.fchmod(file, self._mode)  # Regardless of the umask.
-                _write_all(file, blob)
-            finally:
-                os.close(file)
-            try:
-                os.rename(temporary, path)
-            except IsADirectoryError:
-                # A folder has this name; keep it, as its content may matter.
-                os.rename(path, f"{temporary}.aside")
-                os.rename(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+                try:
+                    if self._mode & 0o077:
+                        os.fchmod(file, self._mode)  # Regardless of the umask.
+                    write_all(file, blob)
+                finally:
+                    os.close(file)
+                try:
+                    rename(temporary, name)
+                except IsADirectoryError:
+                    # A folder has this name; keep it, as its content may matter.
+                    rename(name, f"{temporary}.aside")
+                    rename(temporary, name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=fd)
+                raise
 
-    def _create(self, path: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.open(path, flags, self._mode)
+    def _create(self, folder: int) -> tuple[str, int]:
+        name = f".{self._token}-{next(self._numbers)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        return name, open_file(name, flags, self._mode, dir_fd=folder)
 
-    def _make_folders(self, path: str) -> None:
-        if os.path.isdir(path):
-            return
-        # `makedirs` would make the parents by the umask: anyone who can write to a
-        # parent can replace this folder.
-        self._make_folders(os.path.dirname(path))
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, self._folder_mode)
-            if self._mode & 0o077:
-                # Keep the bit that makes files inherit the folder's group.
-                inherited = os.stat(path).st_mode & stat.S_ISGID
-                os.chmod(path, self._folder_mode | inherited)
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[int]:
+        """Open a folder; make it and its parents if missing.
+
+        Links below the root are not followed: others may put them into a shared folder.
+        """
+        fd, flags = -1, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        if len(path) <= len(self._root):
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, flags)
+        if fd < 0:
+            # `makedirs` would make the parents by the umask: anyone who can write to a
+            # parent can replace this folder.
+            parent, name = os.path.split(path)
+            mode, is_exact = self._folder_mode, bool(self._mode & 0o077)
+            with self._opened(parent) as above:
+                fd = open_folder(name, dir_fd=above, make_mode=mode, is_exact=is_exact)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
 
 def folder_mode(mode: int) -> int:
@@ -199,20 +204,17 @@ def folder_mode(mode: int) -> int:
 def _read(buffers: Buffers, max_bytes: int, path: str) -> Piece | None:
     # Another user may have put anything there: do not follow a link, wait for a pipe or
     # read a file of terabytes.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        file = os.open(path, flags)
+        file = open_file(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        if error.errno in _NO_FILE_ERRORS:
+        if error.errno in (errno.EINVAL, errno.EISDIR):
             return _NO_FILE
         raise
     try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            return _NO_FILE
-        return _fill(file, buffers.take(min(status.st_size, max_bytes)))
+        num_bytes = min(os.fstat(file).st_size, max_bytes)
+        return _fill(file, buffers.take(num_bytes))
     finally:
         os.close(file)
 
@@ -225,17 +227,6 @@ def _fill(file: int, data: memoryview) -> memoryview:
             break  # The file was truncated meanwhile.
         done += num_bytes
     return data[:done]
-
-
-def _write_all(file: int, blob: Blob) -> None:
-    left = [memoryview(piece) for piece in blob if len(piece)]
-    while left:
-        done = os.writev(file, left[:_MAX_PIECES])
-        while left and done >= len(left[0]):
-            done -= len(left[0])
-            del left[0]
-        if done:
-            left[0] = left[0][done:]
 
 
 def _exists(path: str) -> bool:

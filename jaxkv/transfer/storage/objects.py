@@ -37,7 +37,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from jaxkv._util import check_whole, shown
+from jaxkv._util import check_type, check_whole, shown
 from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.store import Piece
 from jaxkv.types import KEY_BYTES, BlockKey
@@ -135,7 +135,9 @@ class ObjectFormat:
         num_shards: int = 1,
         secret: str | bytes | None = None,
     ) -> None:
-        check_whole(1, payload_bytes=payload_bytes)
+        check_whole(1, (1 << 63) - 1, payload_bytes=payload_bytes)
+        check_type(str, "a text", layout=layout)
+        check_whole(0, shard=shard, num_shards=num_shards)
         if not 0 <= shard < num_shards < 1 << 32:
             raise ValueError(f"{shard=} must be in [0, num_shards={num_shards}).")
         self.payload_bytes = payload_bytes
@@ -339,6 +341,8 @@ def _num_bytes(data: Bytes) -> int:
 def _secret_key(secret: str | bytes | None) -> bytes | None:
     if secret is None:
         return None
+    if not isinstance(secret, str | bytes):  # The message must not contain it.
+        raise TypeError("storage_secret must be a str, bytes or None.")
     # Files with secrets often end in a newline.
     raw = secret.strip().encode() if isinstance(secret, str) else secret.strip()
     if len(raw) < MIN_SECRET_BYTES:

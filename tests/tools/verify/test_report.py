@@ -1,14 +1,16 @@
 """The report: verdicts, advice, the page, and the command line around it."""
 
+import contextlib
 import json
+import os
 
 import pytest
 
 from jaxkv.scheduling.record import trace_file
 from jaxkv.tools import main as cli
 from jaxkv.tools.machine import versions
-from jaxkv.tools.verify import command
-from jaxkv.tools.verify.records import NO_TIME, STAGES, Result
+from jaxkv.tools.verify import command, supervise
+from jaxkv.tools.verify.records import NO_TIME, STAGES, Result, StageLog
 from jaxkv.tools.verify.report import Report, reason_of, to_page
 from tests.rigs.browser import Browser, find_browser
 
@@ -123,6 +125,43 @@ def test_a_folder_that_another_run_uses_is_refused_and_keeps_its_results(
             assert cli.main(["verify", "--folder", str(tmp_path), *words]) == 2
             assert "another jaxkv verify runs in it" in capsys.readouterr().err
     assert log.read_text() == "results"
+
+
+@pytest.mark.parametrize("words", [(), ("--resume",)])
+@pytest.mark.parametrize("name", ["run.json", "devices.jsonl", "devices.log"])
+def test_no_file_behind_a_link_in_the_folder_is_written_or_truncated(
+    tmp_path, monkeypatch, name, words
+):
+    before = json.dumps({"versions": versions("flax", "libtpu")})
+    precious, folder = tmp_path / "precious", tmp_path / "results"
+    folder.mkdir()
+    for path in (precious, folder / "run.json"):
+        path.write_text(before)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(precious)
+
+    def run_stages(stages, folder, *_):
+        log = StageLog(folder / "devices.jsonl")
+        log.append(end=True)
+        with contextlib.suppress(OSError):
+            supervise._run_process("devices", log, 1, 1, print)
+
+    monkeypatch.setattr(command, "run_stages", run_stages)
+    monkeypatch.setattr("sys.executable", "/bin/true")
+    cli.main(["verify", "--folder", str(folder), "--only", "devices", *words])
+    assert precious.read_text() == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_that_others_may_write_is_refused(tmp_path, capsys):
+    for change, why in (
+        (lambda: tmp_path.chmod(0o777), "other users may write to it"),
+        (lambda: os.chown(tmp_path, 65534, -1), "it belongs to user 65534"),
+    ):
+        change()
+        assert cli.main(["verify", "--folder", str(tmp_path)]) == 2
+        assert why in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(find_browser() is None, reason="there is no browser")

@@ -1,5 +1,6 @@
 """A folder as a store: what others, signals and full disks do to it."""
 
+import contextlib
 import errno
 import os
 import pathlib
@@ -53,6 +54,49 @@ def test_a_file_that_is_cut_while_it_is_read_is_read_as_far_as_it_goes(
     # The file ends before the size that it had.
     monkeypatch.setattr(Buffers, "take", lambda self, num: take(self, num + 500))
     assert get(store, "a/1", max_bytes=1000) == [b"x"]
+
+
+def test_a_file_system_that_writes_0_bytes_fails_the_write(store, monkeypatch):
+    monkeypatch.setattr(os, "writev", lambda file, pieces: 0)
+    assert write_error(store, "a/2", bytes(64)) == "other"
+    assert get(store, "a/2") == [None]
+
+
+@pytest.mark.parametrize("place", ["", "/below"])
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_private_folder_that_is_put_in_a_new_ones_place_stays_private(
+    tmp_path, monkeypatch, place, kind
+):
+    """A member of the group wins the race between making a folder and its mode."""
+    victim, share = tmp_path / "victim", tmp_path / "share"
+    victim.mkdir(mode=0o700)
+    (victim / "key").write_text("secret")
+    share.mkdir(mode=0o770)
+    new, mkdir = f"{share}/kv{place}", os.mkdir
+
+    def mkdir_and_lose(path, mode=0o777, *, dir_fd=None):
+        mkdir(path, mode, dir_fd=dir_fd)
+        if os.path.isdir(new) and not os.path.islink(new):
+            os.rmdir(new)
+            if kind == "link":
+                os.symlink(victim, new)
+            else:
+                victim.rename(new)
+
+    monkeypatch.setattr(os, "mkdir", mkdir_and_lose)
+    with contextlib.suppress(StoreError):
+        store = LocalStore(f"{share}/kv", 0o660)
+        write_error(store, "below/1")
+    private = victim if victim.exists() else pathlib.Path(new)
+    assert oct(private.stat().st_mode & 0o777) == "0o700"
+    assert [path.name for path in victim.glob("*")] in ([], ["key"])
+
+
+def test_a_link_in_a_folders_place_is_not_written_through(store, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "b").symlink_to("elsewhere")
+    assert write_error(store, "b/1") == "other"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @pytest.mark.parametrize(

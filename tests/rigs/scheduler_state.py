@@ -2,10 +2,10 @@
 
 A snapshot walks over attributes: a new attribute needs no code here. Objects of jaxkv
 become `Entry` records, which refer to one another by name; arrays and containers are
-copied. Callables and the attributes that a class lists in `_NOT_STATE` (caches, scratch
-memory, files) are skipped. Objects of other packages, such as engines' requests, are
+copied. Callables and the attributes in `_NOT_STATE` (caches, scratch memory, files) are
+skipped. Objects of other packages, such as engines' requests, are
 kept by reference. Objects whose class defines `__reduce__` are rebuilt. The digest
-leaves out classes with `_NOT_DIGESTED`, and objects of other packages.
+leaves out the classes in `_NOT_DIGESTED`, and objects of other packages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,23 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from jaxkv import DeviceBlockPool, OffloadScheduler
+from jaxkv.scheduling.listening import MOMENTS, Listeners
+from jaxkv.scheduling.requests import Requests, _Growing
+from jaxkv.scheduling.stats import Delays
+from jaxkv.scheduling.whatif.what_if import Shadowed
+
+_NOT_STATE: dict[type, tuple[str, ...]] = {
+    Requests: ("_has_keys",),
+    Delays: ("lookups", "deferrals", "loads"),
+    Shadowed: ("_log",),
+    Listeners: MOMENTS,
+    OffloadScheduler: ("recorder", "_view", "_policy_state"),
+    DeviceBlockPool: ("bound", "_native", "_victims"),
+}
+# Any read of a request may append keys, and times differ between processes.
+_NOT_DIGESTED = _Growing, Delays
 
 
 class Ref(NamedTuple):
@@ -54,14 +71,14 @@ class State:
         """A digest of the state; equal states have the same in every process."""
         chunks: list[bytes] = []
         for name, (kind, fields) in self.entries.items():
-            if not getattr(kind, "_NOT_DIGESTED", False):
+            if kind not in _NOT_DIGESTED:
                 _encode((name, kind.__name__), chunks)
                 for pair in sorted(fields.items()):
                     _encode(pair, chunks)
         return hashlib.blake2b(b"".join(chunks), digest_size=16).hexdigest()
 
 
-def snapshot(root: object, name: str) -> State:
+def snapshot(root: object, name: str = "scheduler") -> State:
     """Copy the state of an object; `name` is the name of its entry."""
     entries: dict[str, Entry] = {}
     refs: dict[int, Ref] = {}
@@ -251,7 +268,7 @@ def _attributes(kind: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     skipped: set[str] = set()
     for base in kind.__mro__:
         slots += vars(base).get("__slots__", ())
-        skipped.update(vars(base).get("_NOT_STATE", ()))
+        skipped.update(_NOT_STATE.get(base, ()))
     return tuple(slots), frozenset(skipped)
 
 
@@ -271,7 +288,7 @@ def _encode(value: Any, chunks: list[bytes]) -> None:
         chunks.append(f"{value!r};".encode())
     elif isinstance(value, dict):
         _encode([item for pair in value.items() for item in pair], chunks)
-    elif kind is Rebuilt and getattr(value.make, "_NOT_DIGESTED", False):
+    elif kind is Rebuilt and value.make in _NOT_DIGESTED:
         chunks.append(b"cache;")
     elif isinstance(value, list | tuple | deque):
         chunks.append(f"{kind.__name__}{len(value)}(".encode())
