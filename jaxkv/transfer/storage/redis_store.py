@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 import urllib.parse
@@ -10,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxkv._util import one_line, shown
+from jaxkv._util import hint, one_line, shown
 from jaxkv._util.extras import pip_install
 from jaxkv.transfer.storage.store import (
     Blob,
@@ -58,10 +59,16 @@ class RedisStore:
             # This checks the options without connecting.
             pool = self._redis.ConnectionPool.from_url(self._text, **self._options)
             pool.make_connection()
-        except (ValueError, TypeError, self._redis.RedisError) as error:
+        except TypeError:
+            # Its message names an option, which may be the end of a password.
+            fault = "an option is unknown to redis-py"
+            names = _option_names(pool.connection_class)
+            hints = [hint(name, names) for name in url.options if name not in names]
+            fault += next(filter(None, hints), "")
+        except (ValueError, self._redis.RedisError) as error:
             fault = url.hide(one_line(str(error))).rstrip(".")
         if fault:  # Without the error, which may contain a part of the password.
-            raise ValueError(f"storage={shown(url.shown)}: {fault}.")
+            raise ValueError(f"storage={shown(url.shown)}: {fault}.".replace("?.", "?"))
         self._thread = threading.local()
         # Weak, so that clients of ended threads, such as listers, are closed.
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -252,6 +259,12 @@ class _Packer:
         lines.append(b"$%d\r\n" % sum(map(len, value)))
         pieces: list[Piece] = [b"".join(lines), *value, b"\r\n"]
         return pieces if isinstance(last, list) else [b"".join(pieces)]
+
+
+def _option_names(connection: type) -> list[str]:
+    """Return the parameters of a class of connections."""
+    inits = [kind.__init__ for kind in connection.__mro__]  # type: ignore[misc]
+    return sorted({name for i in inits for name in inspect.signature(i).parameters})
 
 
 def _first_node(url: str) -> str:
