@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxkv._util import one_line, time_text
+from jaxkv.tools.console import print_plain
 from jaxkv.tools.files import JSON_OPTION, check_files, write_files
 from jaxkv.tools.process import at_end
 from jaxkv.tools.status.figures import Figures, measure, status_lines
@@ -50,7 +51,7 @@ def run(args: Args) -> int:
         _watch(url, before, args.every)
     time.sleep(args.every)
     figures = measure(before, read_page(url))
-    print("\n".join(map(one_line, _lines(url, figures))))
+    print_plain(_lines(url, figures))
     write_files(args, lambda: {"url": url, **figures})
     return EXIT_OK
 
