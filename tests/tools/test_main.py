@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxkv.tools import console, progress
 from jaxkv.tools import main as cli
-from jaxkv.tools.demo import run
+from jaxkv.tools.demo import command, run
 from jaxkv.tools.demo.records import (
     BandwidthRecord,
     DemoConfig,
@@ -174,3 +174,16 @@ def test_no_table_line_or_phase_moves_the_cursor(capsys):
     texts = capsys.readouterr()
     assert all(line.isprintable() for text in texts for line in text.split("\n"))
     assert texts.out.count("[bold]") >= 8  # It is no markup.
+
+
+def test_the_command_in_a_report_has_no_password(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        command, "run", lambda args: seen.append(args.command_line) or 0
+    )
+    assert cli.main(["demo", "--storage", "redis://:hunter2@host/0"]) == 0
+    assert cli.main(["demo", "--storage=redis://host?password=hunter2"]) == 0
+    assert seen == [
+        "jaxkv demo --storage redis://host/0",
+        "jaxkv demo --storage=redis://host",
+    ]

@@ -92,8 +92,8 @@ def _grown(before: Page, after: Page) -> Figures:
     }
     tokens = counts["tokens"] or 0.0
     device, host = counts.pop("on_device") or 0.0, counts.pop("from_host") or 0.0
-    found = device, host, max(0.0, tokens - device - host)
-    shares = [min(1.0, num / tokens) if tokens else None for num in found]
+    parts = device, host, max(0.0, tokens - device - host)
+    shares = [min(1.0, num / tokens) if tokens else None for num in parts]
     times = {key: _times(before, after, name) for key, name in _TIMES.items()}
     failures = {key: counts.pop(key) for key in _FAILURES}
     by_tier = dict(zip(_SHARES, shares, strict=True))

@@ -164,7 +164,7 @@ class RedisStore:
                 return
 
     def _allow(self, max_bytes: int = 0) -> None:
-        """Allow a server to answer this thread with so many bytes and a few more."""
+        """Limit the bytes of the answers to this thread's next call."""
         self._thread.num_left = max_bytes + _MAX_ANSWER_BYTES
 
     def _on_connect(self, connection: Any) -> None:
