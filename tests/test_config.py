@@ -279,8 +279,8 @@ JAXKV_HOST_BYTE=8   | unknown variable JAXKV_HOST_BYTE: did you mean JAXKV_HOST_
 JAXKV_host_bytes=8  | unknown variable JAXKV_host_bytes: did you mean JAXKV_HOST_BYTES?
 JAXKV_XYZ=1         | JAXKV_XYZ: choose from JAXKV_HOST_BYTES
 JAXKV_HOST_BYTES=8  | JAXKV_HOST_BYTES='8' SIZE
-JAXKV_STORAGE=s3:/b | storage='s3:/b' must begin with s3:// to be a URL; a folder
-JAXKV_STORAGE=s3:/b | one with ./ before it. (JAXKV_STORAGE in the environment)
+JAXKV_STORAGE=s3:/b | storage='s3:/b' must begin with s3:// to be a URL, or with
+JAXKV_STORAGE=s3:/b | to be a folder. (JAXKV_STORAGE in the environment)
 JAXKV_WORLD_SIZE=none {} | JAXKV_WORLD_SIZE='none' must be a whole number from 1
 JAXKV_WORLD_SIZE=2.0     | JAXKV_WORLD_SIZE='2.0' must be a whole number from 1
 JAXKV_DEADLINE_S=inf     | JAXKV_DEADLINE_S='inf' must be a number of seconds above 0

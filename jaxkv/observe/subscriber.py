@@ -17,6 +17,7 @@ from jaxkv.observe.sockets import bind, connect, offset_endpoint, topic_bytes, z
 
 _END = 1 << 63  # Sequence numbers are signed and have 8 bytes; -1 ends a replay.
 _MAX_WAIT_S = 2_000_000  # ZeroMQ's times are milliseconds of 32 bits.
+_MAX_MESSAGE_BYTES, _MAX_REPLAY_BYTES = 64 << 20, 1 << 30
 _MAX_MALFORMED = 100  # Malformed answers of one replay.
 
 
@@ -151,6 +152,7 @@ class EventSubscriber(Resource):
 
     def _open(self, topic: str, hwm: int, binds: bool) -> None:
         self._sub = self._context.socket(zmq.SUB)
+        self._sub.maxmsgsize = _MAX_MESSAGE_BYTES
         self._sub.set_hwm(hwm)
         self._sub.subscribe(topic_bytes(topic))
         if binds:
@@ -226,20 +228,23 @@ class EventSubscriber(Resource):
         if not self._replay_endpoint:
             return
         # One socket per request, so that no answer to an earlier one arrives.
+        num_left = _MAX_REPLAY_BYTES
         with self._context.socket(zmq.DEALER) as replay:
             replay.linger = 0
+            replay.maxmsgsize = _MAX_MESSAGE_BYTES
             replay.rcvhwm = 0  # A whole replay has to fit, however slow we are.
             connect(replay, "replay_endpoint", self._replay_endpoint)
             replay.send_multipart((b"", start.to_bytes(SEQ_BYTES, "big")))
             while replay.poll(self._replay_timeout_ms):
                 frames = replay.recv_multipart()
+                num_left -= sum(map(len, frames))
                 if len(frames) != 3 or frames[0] or len(frames[1]) != SEQ_BYTES:
                     self._count(num_malformed=1)
                 elif frames[1] == END_OF_REPLAY:
                     return
                 else:
                     yield int.from_bytes(frames[1], "big"), frames[2]
-                if self.stats.num_malformed >= max_malformed:
+                if self.stats.num_malformed >= max_malformed or num_left < 0:
                     return
 
     def _count(self, **nums: int) -> None:

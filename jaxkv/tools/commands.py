@@ -14,6 +14,7 @@ from jaxkv.tools import COMMANDS, SUBCOMMANDS
 from jaxkv.tools.files import formatted_output
 from jaxkv.tools.process import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OUTPUT_ERRORS
 from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, CommandError, UsageError
+from jaxkv.transfer.storage.store_url import shown_url
 
 _HELP = "-h", "--help"
 
@@ -66,7 +67,9 @@ def _run(argv: Sequence[str]) -> int:
     if any(option in words for option in _HELP):
         return _show(command.USAGE.help)
     args = command.USAGE.parse(words)
-    args.command_line = shlex.join(["jaxkv", *argv])
+    # A report has the command; a password in a store's URL stays out of it.
+    words = [shown_url(word) if "://" in word else word for word in argv]
+    args.command_line = shlex.join(["jaxkv", *words])
     with formatted_output(args):
         code: int = command.run(args)
     return code

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from jaxkv._util import one_line
 from jaxkv.tools.pictures import Chart, Line
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
@@ -12,6 +13,16 @@ OnProgress: TypeAlias = Callable[[str, int, int], None]
 
 # The longest figure still fits beside a label.
 _MIN_COLUMNS = 40
+
+
+def plain(text: str) -> str:
+    """Escape all that would move a terminal's cursor or change it, except newlines."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
+def print_plain(lines: Iterable[str]) -> None:
+    """Print lines without control characters, and without rich."""
+    print(plain("\n".join(lines)))
 
 
 def make_console(*, stderr: bool = False) -> Any:
@@ -49,8 +60,12 @@ def print_table(
     from rich.table import Table
 
     console = console or make_console()
-    listed = [(title, [list(row) for row in rows]) for title, rows in sections]
-    every = [list(columns), list(head), *(row for _, rows in listed for row in rows)]
+    columns, head = list(map(plain, columns)), list(map(plain, head))
+    listed = [
+        (title and plain(title), [list(map(plain, row)) for row in rows])
+        for title, rows in sections
+    ]
+    every = [columns, head, *(row for _, rows in listed for row in rows)]
     widths = [
         max(len(row[column]) for row in every if column < len(row)) + gap
         for column in range(len(columns))
@@ -69,11 +84,13 @@ def print_table(
             for row in rows:
                 table.add_row(row[0], *row[shown], style=style_of(row[0]))
         console.print()
-        console.print(table)
+        console.print(table, markup=False)
     for number, line in enumerate(notes):
         if not number:
             console.print()
-        console.print(line, style="dim", highlight=False, soft_wrap=True, markup=False)
+        console.print(
+            plain(line), style="dim", highlight=False, soft_wrap=True, markup=False
+        )
 
 
 def print_charts(
@@ -126,7 +143,7 @@ def print_lines(lines: Iterable[str], *, is_code: bool = False) -> None:
     """Print lines as they are; nothing in them is markup."""
     console = make_console()
     console.print(
-        "\n".join(lines),
+        plain("\n".join(lines)),
         markup=False,
         emoji=False,
         highlight=False,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from jaxkv._util import one_line
 from jaxkv.tools.console import OnProgress, make_console
 from jaxkv.tools.process import is_within_line
 
@@ -41,7 +42,7 @@ def show_progress(*, is_quiet: bool = False) -> Iterator[OnProgress]:
     from rich.table import Column
 
     columns: list[ProgressColumn] = [
-        TextColumn("{task.description}", table_column=Column()),
+        TextColumn("{task.description}", markup=False, table_column=Column()),
         TaskProgressColumn(table_column=Column(no_wrap=True)),
         TimeElapsedColumn(table_column=Column(no_wrap=True)),
     ]
@@ -53,6 +54,7 @@ def show_progress(*, is_quiet: bool = False) -> Iterator[OnProgress]:
     totals: dict[str, int] = {}
 
     def show(label: str, done: int, total: int) -> None:
+        label = one_line(label)
         if label not in tasks:
             # What had no total was a phase, and is over. Bars of other threads stay.
             for phase in [name for name in tasks if not totals[name]]:
@@ -74,6 +76,7 @@ def _show_lines() -> Iterator[OnProgress]:
     quarters: dict[str, int] = {}
 
     def show(label: str, done: int, total: int) -> None:
+        label = one_line(label)
         if label not in quarters:
             start = "\n" if quarters else ""
             print(f"{start}{label} ...", end="", file=sys.stderr, flush=True)

@@ -155,6 +155,23 @@ def test_a_replay_of_nonsense_without_an_end_comes_to_an_end():
         assert subscriber.stats.num_malformed == 100
 
 
+def test_a_replay_of_batches_without_an_end_comes_to_an_end(monkeypatch):
+    monkeypatch.setattr(subscriber_module, "_MAX_REPLAY_BYTES", 100 * len(GOOD))
+    answers = [[b"", number(seq), GOOD] for seq in range(1, 10_000)]
+    with Publisher(answers) as publisher, connect(publisher) as subscriber:
+        assert 0 < subscriber.catch_up() <= 100
+
+
+def test_a_message_of_any_size_is_not_kept(monkeypatch):
+    monkeypatch.setattr(subscriber_module, "_MAX_MESSAGE_BYTES", 1 << 16)
+    with Publisher() as publisher, connect(publisher) as subscriber:
+        publisher.send(b"", number(0), GOOD)
+        assert subscriber.receive(timeout_s=10).seq == 0
+        publisher.send(b"", number(1), bytes(1 << 20))
+        assert subscriber.receive(timeout_s=0.3) is None
+        assert subscriber.stats.num_malformed == 0
+
+
 WRONG_TIMES = [-1, -0.001, float("nan"), float("inf"), 3e6, "1", None]
 
 

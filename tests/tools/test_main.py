@@ -2,14 +2,15 @@
 
 import dataclasses
 import io
+import json
 import socket
 
 import pytest
 from rich.console import Console
 
+from jaxkv.tools import console, progress
 from jaxkv.tools import main as cli
-from jaxkv.tools import progress
-from jaxkv.tools.demo import run
+from jaxkv.tools.demo import command, run
 from jaxkv.tools.demo.records import (
     BandwidthRecord,
     DemoConfig,
@@ -141,3 +142,48 @@ def test_a_phase_leaves_the_progress_when_the_next_one_begins(width, monkeypatch
     assert "compiling" not in shown
     assert "measuring" in shown
     assert "51,269 blocks" in shown
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r[bold]"
+
+
+def test_escape_sequences_of_a_recordings_policy_do_not_reach_the_terminal(
+    tmp_path, run_line
+):
+    path = tmp_path / "recorded.jsonl"
+    header = {"format": "jaxkv trace 1", "block_size": 4, "host_blocks": 8}
+    header |= {"policy": EVIL, "device_kind": EVIL * 1000, "device_blocks": 5}
+    header |= {"began_unix_ms": 1000, "key_id": "one", "part": 0}
+    lines = [
+        {"t": n, "in": 9, "ids": [n % 3, 6], "device": 0, "host": 0} for n in (1, 2)
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in (header, *lines)))
+    out, err, _ = run_line(f"replay {path} --capacity 2", has_figures=False)
+    assert "owned" in out
+    assert all(line.isprintable() for line in [*out.split("\n"), *err.split("\n")])
+    assert len(out) < 10_000
+
+
+def test_no_table_line_or_phase_moves_the_cursor(capsys):
+    rows = [(f"name {EVIL}", f"1 {EVIL}")]
+    console.print_table((EVIL, EVIL), [(EVIL, rows), (None, rows)], [EVIL], head=[EVIL])
+    console.print_facts([(EVIL, EVIL)], 9)
+    console.print_plain([EVIL, f"a\n{EVIL}"])
+    with progress.show_progress() as on_progress:
+        on_progress(EVIL, 0, 0)
+    texts = capsys.readouterr()
+    assert all(line.isprintable() for text in texts for line in text.split("\n"))
+    assert texts.out.count("[bold]") >= 8  # It is no markup.
+
+
+def test_the_command_in_a_report_has_no_password(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        command, "run", lambda args: seen.append(args.command_line) or 0
+    )
+    assert cli.main(["demo", "--storage", "redis://:hunter2@host/0"]) == 0
+    assert cli.main(["demo", "--storage=redis://host?password=hunter2"]) == 0
+    assert seen == [
+        "jaxkv demo --storage redis://host/0",
+        "jaxkv demo --storage=redis://host",
+    ]

@@ -9,6 +9,7 @@ from jaxkv import _util as units
 from jaxkv._util.extras import EXTRAS
 from jaxkv.config import OffloadConfig, storage_fault, variable_of, with_variables
 from jaxkv.tools.bench.transfer.records import BytesDifferError
+from jaxkv.tools.console import print_plain
 from jaxkv.tools.doctor import report
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
 from jaxkv.tools.doctor.facts import Facts, gather_facts
@@ -74,9 +75,7 @@ def run(args: Args) -> int:
     question = Question(host_bytes, source, args.device_pool_bytes, needed)
     best = recommend(facts, question)
     findings = judge(facts, question)
-    print("\n".join(report.fact_lines(facts, best)))
-    print()
-    print("\n".join(report.finding_lines(findings)))
+    print_plain([*report.fact_lines(facts, best), "", *report.finding_lines(findings)])
     diagnosis = report.to_json(facts, best, findings)
     write_files(args, lambda: diagnosis)
     return EXIT_OK if diagnosis["ok"] else EXIT_FAILED

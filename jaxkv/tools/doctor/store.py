@@ -14,7 +14,7 @@ from jaxkv._util import one_line
 from jaxkv._util.extras import missing_packages
 from jaxkv.transfer.storage import BlobStore, LocalStore, StoreError, open_store
 from jaxkv.transfer.storage.objects import ROOT
-from jaxkv.transfer.storage.store import answers_of
+from jaxkv.transfer.storage.store import answers_of, listed_names
 from jaxkv.transfer.storage.store_url import StoreUrl
 
 DEADLINE_S = 15.0
@@ -143,7 +143,7 @@ def _held_bytes(store: LocalStore, enough: int, until_s: float) -> int:
     until_s = min(until_s, time.monotonic() + _COUNT_S)
     held = 0
     with contextlib.suppress(StoreError):
-        for names in store.list(ROOT):
+        for names in listed_names(store, ROOT):
             if held >= enough or time.monotonic() > until_s:
                 break
             held += sum(size or 0 for size in store.sizes(names))

@@ -579,6 +579,7 @@ def _parse_header(fields: dict[str, Any], block_size: int | None) -> _Header:
     for name in ("policy", "device_kind"):
         if not isinstance(value := fields.get(name), str | None):
             raise _BadLineError(f"{name!r} must be a name, not {_show(value)}")
+        fields[name] = value and shown_name(value)
     return _Header(
         own_size,
         _parse_count(fields, "began_unix_ms", "milliseconds", 0),

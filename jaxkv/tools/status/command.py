@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import shutil
+import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxkv._util import one_line, time_text
+from jaxkv.tools.console import print_plain
 from jaxkv.tools.files import JSON_OPTION, check_files, write_files
 from jaxkv.tools.process import at_end
-from jaxkv.tools.status.figures import Status, measure
+from jaxkv.tools.status.figures import Figures, measure, status_lines
 from jaxkv.tools.status.scrape import NoAnswerError, Page, full_url, read_page
-from jaxkv.tools.status.screen import Line, Screen, is_terminal, status_lines
 from jaxkv.tools.usage import EXIT_OK, Args, Usage, number_from
 
 SUMMARY = "show what a running engine is doing, from its metrics"
@@ -35,6 +38,7 @@ output:
     parsers={"--every": number_from(0.1, "of at least 0.1 and below 86400", 86_400)},
     defaults={"every": 2.0},
 )
+_WIDTH = 80
 
 
 def run(args: Args) -> int:
@@ -42,52 +46,56 @@ def run(args: Args) -> int:
     url = full_url(args.url)
     before = read_page(url)
     is_snapshot = args.once or args.format or args.output or args.json
-    if is_terminal() and not is_snapshot:
-        screen = Screen()
-        with at_end(screen.close):
-            try:
-                _watch(screen, url, before, args.every)
-            finally:
-                screen.close()
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    if is_terminal and os.environ.get("TERM") != "dumb" and not is_snapshot:
+        _watch(url, before, args.every)
     time.sleep(args.every)
-    status = measure(before, read_page(url))
-    lines = [*_head(url, status, _clock()), *status_lines(status)]
-    print("\n".join(one_line(line.text) for line in lines))
-    write_files(args, lambda: {"url": url, **dataclasses.asdict(status)})
+    figures = measure(before, read_page(url))
+    print_plain(_lines(url, figures))
+    write_files(args, lambda: {"url": url, **figures})
     return EXIT_OK
 
 
-def _watch(screen: Screen, url: str, page: Page, every_s: float) -> NoReturn:
-    """Draw a frame for each interval, until the process ends."""
-    frame = [Line(f"jaxkv status  {url}", "bold"), Line("reading the first interval")]
-    answered_s, figures = page.time_s, list[Line]()
-    while True:
-        screen.draw(frame)
-        time.sleep(every_s)
-        try:
-            after = read_page(url)
-        except NoAnswerError as error:
-            age = time_text(round(time.monotonic() - answered_s))
-            # What was known last stays, but does not look current.
-            old = [Line(line.text, "dim") for line in figures]
-            reason = [f"no answer for {age}", *textwrap.wrap(str(error), screen.width)]
-            head = [Line(text, "red") for text in reason]
-            frame = [frame[0], *head, Line(""), *old]
-            continue
-        status = measure(page, after)
-        page, answered_s, figures = after, after.time_s, status_lines(status)
-        frame = [*_head(url, status, _clock()), *figures]
+def _watch(url: str, page: Page, every_s: float) -> NoReturn:
+    """Draw a frame for each interval on a screen of its own, until the process ends."""
+    frame = figures = [f"jaxkv status  {url}", "reading the first interval"]
+
+    def close() -> None:  # The last frame stays on the terminal's previous screen.
+        _write("\x1b[?25h\x1b[?1049l" + "".join(f"{one_line(t)}\n" for t in frame))
+
+    _write("\x1b[?1049h\x1b[?25l\x1b[2J")
+    with at_end(close):
+        while True:
+            _draw(frame)
+            time.sleep(every_s)
+            try:
+                after = read_page(url)
+            except NoAnswerError as error:
+                age = time_text(round(time.monotonic() - page.time_s))
+                why = textwrap.wrap(one_line(str(error)), _WIDTH)
+                frame = [frame[0], f"! no answer for {age}", *why, "", *figures[2:]]
+                continue
+            frame = figures = _lines(url, measure(page, after))
+            page = after
 
 
-def _clock() -> str:
-    return time.strftime("%H:%M:%S")
+def _draw(lines: Sequence[str]) -> None:
+    """Draw a frame in place, cut to the terminal's size, by one write."""
+    columns, rows = shutil.get_terminal_size()
+    texts = [one_line(line)[:columns] for line in lines[:rows]]
+    texts[0] = f"\x1b[1m{texts[0]}\x1b[0m"
+    red = [f"\x1b[31m{t}\x1b[0m" if t[:1] == "!" else t for t in texts]
+    _write("\x1b[H" + "\x1b[K\n".join(red) + "\x1b[K\x1b[J")
 
 
-def _head(url: str, status: Status, clock: str) -> list[Line]:
-    engines = f"engine {', '.join(status.engines)}"
-    policies = f"policy {', '.join(status.policies) or 'unknown'}"
-    return [
-        Line(f"jaxkv status  {url}", "bold"),
-        Line(f"{clock}, {engines}, {policies}", "dim"),
-        Line(""),
-    ]
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _lines(url: str, figures: Figures) -> list[str]:
+    about = [time.strftime("%H:%M:%S")]
+    about += [f"engine {name}" for name in figures["engines"]]
+    about += [f"policy {name}" for name in figures["policies"]]
+    head = textwrap.wrap(", ".join(about), _WIDTH)[:2]
+    return [f"jaxkv status  {url}", *head, "", *status_lines(figures)]

@@ -1,236 +1,240 @@
-"""The figures of an engine between two pages of its metrics."""
+"""The figures of an engine between two pages of its metrics, and their lines."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
+from jaxkv._util import rounded_size, three_digits, time_text
 from jaxkv.tools.status.scrape import Page
 
-_KV = "jaxkv:kv_offload_"
-_VLLM_KV = "vllm:kv_offload_"
+Figures: TypeAlias = Mapping[str, Any]
+"""Figures by name; None for one without a source."""
+
+_KV, _VLLM_KV = "jaxkv:kv_offload_", "vllm:kv_offload_"
 _QUANTILE = 0.95
+_MAX_NAMES, _MAX_LETTERS = 8, 40
+_SHARES = ("on_device", "from_host", "computed")
+_COUNTS = {
+    "tokens": "vllm:prefix_cache_queries_total",
+    "on_device": "vllm:prefix_cache_hits_total",
+    "from_host": "vllm:external_prefix_cache_hits_total",
+    "bytes_stored": f"{_VLLM_KV}store_bytes_total",
+    "bytes_loaded": f"{_VLLM_KV}load_bytes_total",
+    "blocks_stored": f"{_KV}blocks_stored_total",
+    "blocks_loaded": f"{_KV}blocks_loaded_total",
+    "host_blocks_evicted": f"{_KV}host_blocks_evicted_total",
+    "blocks_written_to_store": f"{_KV}storage_blocks_written_total",
+    "blocks_read_from_store": f"{_KV}storage_blocks_fetched_total",
+}
+_FAILURES = {
+    "failed_loads": f"{_KV}load_failures_total",
+    "blocks_not_stored": f"{_KV}blocks_dropped_total",
+    "blocks_not_written": f"{_KV}storage_blocks_dropped_total",
+    "blocks_not_read": f"{_KV}storage_blocks_missed_total",
+    "failed_store_calls": f"{_KV}storage_errors_total",
+}
+_TIMES = {
+    "load_wait": f"{_KV}load_delay_seconds",
+    "deferred_lookup": f"{_VLLM_KV}lookup_async_delay_seconds",
+    "lookup": f"{_VLLM_KV}lookup_sync_delay_seconds",
+}
+_GAUGES: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "host_blocks": ("host_blocks", {}),
+    "host_blocks_held": ("host_blocks_held", {}),
+    "host_bytes": ("host_bytes", {}),
+    "stores_in_flight": ("transfers_in_flight", {"direction": "store"}),
+    "loads_in_flight": ("transfers_in_flight", {"direction": "load"}),
+    "blocks_waiting_to_store": ("blocks_waiting", {"direction": "store"}),
+    "blocks_waiting_to_load": ("blocks_waiting", {"direction": "load"}),
+    "store_blocks": ("storage_blocks", {}),
+    "store_blocks_held": ("storage_blocks_held", {}),
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Tokens of new requests; shares are from 0 to 1, None without tokens."""
-
-    num: float
-    device_share: float | None  # Found on the device.
-    host_share: float | None  # Loaded from the host, or copied on the device.
-    computed_share: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfers:
-    """Transfers in one direction; a value without a source is None."""
-
-    bytes_per_s: float | None
-    blocks_per_s: float | None
-    num_in_flight: float | None
-    num_blocks_waiting: float | None  # None without `max_blocks_in_flight`.
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Durations of one kind."""
-
-    num: float
-    total_s: float
-    mean_s: float | None  # None if there were none.
-    # The least bound of a bucket that 95% do not exceed; None if they exceed all.
-    p95_s: float | None
+def measure(before: Page, after: Page) -> Figures:
+    """Return what the engines of a page did between two readings."""
+    # A counter falls only with a new process, whose counts began at 0.
+    has_restarted = any(
+        (_total(after, name) or 0.0) < (_total(before, name) or 0.0)
+        for name in before.samples
+        if name.endswith("_total")
+    )
+    nothing = Page(before.time_s, {})
+    up = after.samples.get(f"{_KV}storage_up", {}).values()
+    return {
+        "engines": _values_of(after, "engine"),
+        "policies": _values_of(after, "policy"),
+        "interval_s": after.time_s - before.time_s,
+        "has_restarted": has_restarted,  # Then `last` is since the start.
+        "last": _grown(nothing if has_restarted else before, after),
+        "since_start": _grown(nothing, after),
+        "now": {
+            **{
+                key: _total(after, f"{_KV}{name}", labels)
+                for key, (name, labels) in _GAUGES.items()
+            },
+            "store_is_up": min(up) > 0 if up else None,
+        },
+    }
 
 
-@dataclasses.dataclass(frozen=True)
-class Failures:
-    """Failures of one kind."""
-
-    since_start: float
-    new: float  # In the interval.
-
-
-@dataclasses.dataclass(frozen=True)
-class Store:
-    """The store behind the host."""
-
-    is_up: bool | None
-    num_blocks: float | None
-    num_blocks_held: float | None
-    blocks_written_per_s: float | None
-    blocks_fetched_per_s: float | None
-    reads: Times
+def _grown(before: Page, after: Page) -> Figures:
+    """Return how much counters have grown, and the durations in between."""
+    counts = {
+        key: None
+        if (num := _total(after, name)) is None
+        else max(0.0, num - (_total(before, name) or 0.0))
+        for key, name in {**_COUNTS, **_FAILURES}.items()
+    }
+    tokens = counts["tokens"] or 0.0
+    device, host = counts.pop("on_device") or 0.0, counts.pop("from_host") or 0.0
+    parts = device, host, max(0.0, tokens - device - host)
+    shares = [min(1.0, num / tokens) if tokens else None for num in parts]
+    times = {key: _times(before, after, name) for key, name in _TIMES.items()}
+    failures = {key: counts.pop(key) for key in _FAILURES}
+    by_tier = dict(zip(_SHARES, shares, strict=True))
+    return {"tokens": counts.pop("tokens"), **by_tier, **counts, **times, **failures}
 
 
-@dataclasses.dataclass(frozen=True)
-class Status:
-    """The figures of all engines of a page; a value without a source is None."""
-
-    engines: tuple[str, ...]
-    policies: tuple[str, ...]
-    interval_s: float
-    has_restarted: bool  # Then the interval's figures are since the start.
-    tokens: Tokens
-    tokens_since_start: Tokens
-    stores: Transfers
-    loads: Transfers
-    host_blocks: float | None
-    host_blocks_held: float | None
-    host_blocks_evicted_per_s: float | None
-    host_bytes: float | None
-    load_waits: Times
-    deferrals: Times
-    lookups: Times
-    failures: Mapping[str, Failures]
-    store: Store | None
+def _times(before: Page, after: Page, name: str) -> Figures:
+    num, total_s = (
+        max(0.0, (_total(after, whole) or 0.0) - (_total(before, whole) or 0.0))
+        for whole in (f"{name}_count", f"{name}_sum")
+    )
+    then = _buckets(before, name)
+    bounds = [
+        bound
+        for bound, count in _buckets(after, name).items()
+        if count - then.get(bound, 0.0) >= _QUANTILE * num
+    ]
+    # The least bound that 95% do not exceed; None if they exceed all.
+    p95_s = min(bounds, default=math.inf) if num else math.inf
+    mean_s = total_s / num if num else None
+    return {
+        "num": num,
+        "mean_s": mean_s,
+        "p95_s": p95_s if math.isfinite(p95_s) else None,
+    }
 
 
-class _Change:
-    """The change from one page to the next."""
-
-    def __init__(self, before: Page | None, after: Page) -> None:
-        self._before, self._after = before, after
-        self.interval_s = after.time_s - before.time_s if before else math.inf
-
-    def now(self, name: str, **labels: str) -> float | None:
-        """Return the sum of a metric over all engines; None without a source."""
-        return _total(self._after, name, labels)
-
-    def grown(self, name: str, **labels: str) -> float | None:
-        """Return how much a counter has grown; None without a source."""
-        now = self.now(name, **labels)
-        if now is None or self._before is None:
-            return now
-        return now - (_total(self._before, name, labels) or 0.0)
-
-    def rate(self, name: str, **labels: str) -> float | None:
-        """Return how much a counter has grown per second."""
-        grown = self.grown(name, **labels)
-        return None if grown is None else grown / self.interval_s
-
-    def times(self, name: str) -> Times:
-        num = self.grown(f"{name}_count") or 0.0
-        total_s = self.grown(f"{name}_sum") or 0.0
-        if num <= 0:
-            return Times(0.0, 0.0, None, None)
-        samples = self._after.samples.get(f"{name}_bucket", ())
-        bounds = [
-            float(le)
-            for le in {labels["le"] for labels, _ in samples}
-            if (self.grown(f"{name}_bucket", le=le) or 0.0) >= _QUANTILE * num
-        ]
-        p95_s = min(bounds, default=math.inf)
-        finite = p95_s if math.isfinite(p95_s) else None
-        return Times(num, total_s, total_s / num, finite)
-
-
-def _total(page: Page, name: str, labels: Mapping[str, str]) -> float | None:
+def _total(page: Page, name: str, labels: Mapping[str, str] = {}) -> float | None:
     values = [
         value
-        for sample_labels, value in page.samples.get(name, ())
-        if labels.items() <= sample_labels.items()
+        for sample_labels, value in page.samples.get(name, {}).items()
+        if labels.items() <= dict(sample_labels).items()
     ]
     return sum(values) if values else None
 
 
-def _values_of(page: Page, label: str) -> tuple[str, ...]:
-    """Return the values of a label of jaxkv's metrics."""
+def _buckets(page: Page, name: str) -> Mapping[float, float]:
+    """Return the counts of a histogram's buckets by their upper bounds."""
+    counts: dict[float, float] = defaultdict(float)
+    for labels, value in page.samples.get(f"{name}_bucket", {}).items():
+        try:
+            bound = float(dict(labels).get("le", "nan"))
+        except ValueError:
+            continue
+        if bound >= 0:
+            counts[bound] += value
+    return counts
+
+
+def _values_of(page: Page, label: str) -> list[str]:
+    """Return the values of a label of jaxkv's metrics, at most a few."""
     values = {
-        labels[label]
+        value[:_MAX_LETTERS]
         for name, samples in page.samples.items()
-        for labels, _ in samples
-        if name.startswith("jaxkv:") and label in labels
+        if name.startswith("jaxkv:") and (label != "policy" or "shadow" not in name)
+        for labels, is_set in samples.items()
+        for key, value in labels
+        if key == label and (is_set or label != "policy")
     }
-    return tuple(sorted(values))
+    rest = len(values) - _MAX_NAMES
+    names = sorted(values)[:_MAX_NAMES]
+    return [*names, f"{rest} more"] if rest > 0 else names
 
 
-def has_restarted(before: Page, after: Page) -> bool:
-    """Whether a counter has fallen, as only a new process lets it."""
-    return any(
-        (_total(after, name, {}) or 0.0) < (_total(before, name, {}) or 0.0)
-        for name in before.samples
-        if name.startswith(("jaxkv:", "vllm:")) and name.endswith("_total")
+def status_lines(figures: Figures) -> Iterator[str]:
+    """Write figures, at most 80 characters a line; an alarm begins with !."""
+    last, total, now = figures["last"], figures["since_start"], figures["now"]
+    interval_s = figures["interval_s"]
+    recent = f"last {interval_s:.1f} s"
+    yield _row(
+        "", "since restart" if figures["has_restarted"] else recent, "since start"
     )
+    for key in last:
+        num, new, label = total[key], last[key], key.replace("_", " ")
+        if num is None and key not in _SHARES:
+            continue
+        if key in _SHARES:
+            yield _row(f"  {label}", _percent(new), _percent(num))
+        elif key in _TIMES:
+            yield _row(label, _times_text(new), _times_text(num))
+        elif key not in _FAILURES:
+            text_of = rounded_size if "bytes" in key else _number
+            yield _row(label, f"{text_of(new / interval_s)}/s", text_of(num))
+    held, num_blocks = now["host_blocks_held"], now["host_blocks"]
+    text = "in another process"
+    if held is not None and num_blocks:
+        text = f"{_percent(held / num_blocks)} of {_size(now['host_bytes'])}, "
+        text += f"{_number(held)} of {_number(num_blocks)} blocks"
+    yield _fact("host tier", text)
+    stores, loads = now["stores_in_flight"], now["loads_in_flight"]
+    text = f"stores {_number(stores)}, loads {_number(loads)}"
+    stores, loads = now["blocks_waiting_to_store"], now["blocks_waiting_to_load"]
+    if stores or loads:
+        text += f"; blocks waiting: {_number(stores)}, {_number(loads)}"
+    yield _fact("in flight", text)
+    if now["store_is_up"] is not None or now["store_blocks"]:
+        text = {True: "up", False: "DOWN", None: "unknown"}[now["store_is_up"]]
+        if now["store_blocks"] and now["store_blocks_held"] is not None:
+            share = now["store_blocks_held"] / now["store_blocks"]
+            text += f", {_percent(share)} full"
+        yield _fact("! store" if now["store_is_up"] is False else "store", text)
+    phrases = [
+        f"{key.replace('_', ' ')} {_number(total[key])} (+{_number(last[key])})"
+        for key in _FAILURES
+        if total[key]
+    ]
+    mark = "! " if any(last[key] for key in _FAILURES) else ""
+    texts = textwrap.wrap(", ".join(phrases) or "none", 80 - 24, max_lines=3)
+    for text in texts:
+        yield _fact(f"{mark}failures", text)
 
 
-def measure(before: Page, after: Page) -> Status:
-    """Return what engines did between two pages."""
-    is_new = has_restarted(before, after)
-    interval_s = after.time_s - before.time_s
-    first = Page(before.time_s, {}) if is_new else before
-    change, start = _Change(first, after), _Change(None, after)
-    return Status(
-        engines=_values_of(after, "engine"),
-        policies=_policies(after),
-        interval_s=interval_s,
-        has_restarted=is_new,
-        tokens=_tokens(change),
-        tokens_since_start=_tokens(start),
-        stores=_transfers(change, "store", "stored"),
-        loads=_transfers(change, "load", "loaded"),
-        host_blocks=change.now(f"{_KV}host_blocks"),
-        host_blocks_held=change.now(f"{_KV}host_blocks_held"),
-        host_blocks_evicted_per_s=change.rate(f"{_KV}host_blocks_evicted_total"),
-        host_bytes=change.now(f"{_KV}host_bytes"),
-        load_waits=change.times(f"{_KV}load_delay_seconds"),
-        deferrals=change.times(f"{_VLLM_KV}lookup_async_delay_seconds"),
-        lookups=change.times(f"{_VLLM_KV}lookup_sync_delay_seconds"),
-        failures=_failures(change),
-        store=_store(change, after),
-    )
+def _row(label: str, last: str, total: str) -> str:
+    return f"{label:<24}{last:>28}{total:>28}"
 
 
-def _policies(page: Page) -> tuple[str, ...]:
-    samples = page.samples.get(f"{_KV}policy_info", ())
-    return tuple(sorted({labels["policy"] for labels, value in samples if value}))
+def _fact(label: str, text: str) -> str:
+    return f"{label:<24}{text}"
 
 
-def _tokens(change: _Change) -> Tokens:
-    num = change.grown("vllm:prefix_cache_queries_total") or 0.0
-    device = change.grown("vllm:prefix_cache_hits_total") or 0.0
-    host = change.grown("vllm:external_prefix_cache_hits_total") or 0.0
-    if num <= 0:
-        return Tokens(0.0, None, None, None)
-    return Tokens(num, device / num, host / num, max(0.0, 1 - (device + host) / num))
+def _percent(share: float | None) -> str:
+    return "-" if share is None else _number(round(100 * share, 1)) + "%"
 
 
-def _transfers(change: _Change, direction: str, past: str) -> Transfers:
-    return Transfers(
-        change.rate(f"{_VLLM_KV}{direction}_bytes_total"),
-        change.rate(f"{_KV}blocks_{past}_total"),
-        change.now(f"{_KV}transfers_in_flight", direction=direction),
-        change.now(f"{_KV}blocks_waiting", direction=direction),
-    )
+def _number(value: float | None) -> str:
+    if value is None or value >= 1e12:
+        return "-" if value is None else f"{value:.3g}"
+    return f"{value:,.0f}" if value == int(value) else three_digits(value)
 
 
-def _failures(change: _Change) -> Mapping[str, Failures]:
-    failures = {}
-    for what, name in (
-        ("loads", "load_failures"),
-        ("blocks not stored", "blocks_dropped"),
-        ("blocks not read", "storage_blocks_missed"),
-        ("blocks not written", "storage_blocks_dropped"),
-        ("store calls", "storage_errors"),
-    ):
-        num = change.now(f"{_KV}{name}_total")
-        if num is not None:
-            new = change.grown(f"{_KV}{name}_total") or 0.0
-            failures[what] = Failures(num, new)
-    return failures
+def _size(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else rounded_size(num_bytes)
 
 
-def _store(change: _Change, page: Page) -> Store | None:
-    up = [value for _, value in page.samples.get(f"{_KV}storage_up", ())]
-    num_blocks = change.now(f"{_KV}storage_blocks")
-    if num_blocks is None and not up:
-        return None
-    return Store(
-        min(up) > 0 if up else None,
-        num_blocks,
-        change.now(f"{_KV}storage_blocks_held"),
-        change.rate(f"{_KV}storage_blocks_written_total"),
-        change.rate(f"{_KV}storage_blocks_fetched_total"),
-        change.times(f"{_KV}storage_read_seconds"),
-    )
+def _times_text(times: Figures) -> str:
+    if times["mean_s"] is None:
+        return "none"
+    p95_s = times["p95_s"]
+    p95 = "5% off scale" if p95_s is None else f"95% in {_time(p95_s)}"
+    return f"{_time(times['mean_s'])}, {p95}"
+
+
+def _time(seconds: float) -> str:
+    return time_text(seconds) if 1e-9 < seconds < 1e6 else f"{seconds:.2g} s"

@@ -1,4 +1,8 @@
-"""A page of metrics, read over HTTP in Prometheus' text format."""
+"""A page of metrics, read over HTTP in Prometheus' text format.
+
+The page may come from anything that listens: its bytes, its time and its values are
+bounded before they are kept.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,27 @@ import contextlib
 import http.client
 import re
 import socket
+import ssl
+import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
-from jaxkv._util import shown
+from jaxkv._util import shown, shown_name
 from jaxkv.tools.usage import CommandError, UsageError
 
-TIMEOUT_S = 5.0
-_MAX_BYTES = 64 << 20
-# A value that is not finite is no sample.
+TIMEOUT_S = 5.0  # To connect, and again for the whole answer
+MAX_BYTES = 16 << 20
+_MAX_LINE = 8192
+_MIN_VALUE, _MAX_VALUE = 1e-12, 1e18
 _SAMPLE = re.compile(
-    r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (-?\d\S*)(?: \d+)?$", re.MULTILINE
+    r"((?:jaxkv|vllm):\w+)(?:\{(.*)\})?[ \t]+([-+.\w]+)(?:[ \t]+-?\d+)?", re.ASCII
 )
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-# A proxy of the environment does not reach this machine's loopback.
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-Samples: TypeAlias = Sequence[tuple[Mapping[str, str], float]]
-"""The samples of a metric: labels and value."""
+Samples: TypeAlias = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
+"""Values from 0 to 1e18, by metric and by sorted labels."""
 
 
 class NoAnswerError(CommandError):
@@ -35,10 +38,10 @@ class NoAnswerError(CommandError):
 
 
 class Page(NamedTuple):
-    """The samples of all metrics, by name."""
+    """The samples of jaxkv's and vLLM's metrics."""
 
     time_s: float  # When it was read, in seconds since some moment.
-    samples: Mapping[str, Samples]
+    samples: Samples
 
 
 def full_url(text: str) -> str:
@@ -69,59 +72,129 @@ def full_url(text: str) -> str:
 def read_page(url: str) -> Page:
     """Read an engine's metrics; raise NoAnswerError with the reason if it cannot."""
     place = urlsplit(url).netloc
-    request = urllib.request.Request(url, headers={"Accept": "text/plain"})
     try:
-        with _OPENER.open(request, timeout=TIMEOUT_S) as answer:
-            text = answer.read(_MAX_BYTES).decode("utf-8", "replace")
-    except urllib.error.HTTPError as error:
-        raise NoAnswerError(
-            f"{url} answers {error.code} {error.reason}: give the URL of the engine's "
-            "metrics, with its path"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:
+        raw = _read(url)
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise NoAnswerError(_reason(place, error)) from error
-    page = parse(text, time.monotonic())
+    page = parse(raw.decode("utf-8", "replace"), time.monotonic())
+    if not raw.endswith(b"\n") and b"\n" in raw:
+        raise NoAnswerError(f"{url} answers with a page that ends within a line")
     if not any(name.startswith("jaxkv:") for name in page.samples):
+        num = len(raw.splitlines())
         raise NoAnswerError(
-            f"{url} is not a jaxkv engine: of the {len(page.samples)} metrics in its "
-            "answer, none begins with jaxkv:"
+            f"{url} is not a jaxkv engine: none of the {num:,} lines in its answer is "
+            "a value of a metric that begins with jaxkv:"
         )
     return page
 
 
 def parse(text: str, time_s: float) -> Page:
     """Read a page in Prometheus' text format; other lines are skipped."""
-    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-    for name, labels, value in _SAMPLE.findall(text):
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for line in text.split("\n"):
+        match = _SAMPLE.fullmatch(line.rstrip()) if len(line) <= _MAX_LINE else None
+        if match is None:
+            continue
         with contextlib.suppress(ValueError):
-            sample = dict(_LABEL.findall(labels)), float(value)
-            samples.setdefault(name, []).append(sample)
+            value = float(match[3])
+            if value == 0 or _MIN_VALUE <= value <= _MAX_VALUE:
+                labels = tuple(sorted(_LABEL.findall(match[2] or "")))
+                samples.setdefault(match[1], {})[labels] = value
     return Page(time_s, samples)
 
 
+def _read(url: str) -> bytes:
+    """Read an answer, which must be complete, uncompressed and from the URL itself."""
+    split = urlsplit(url)
+    is_https, host = split.scheme == "https", split.hostname or ""
+    address = host, split.port or (443 if is_https else 80)
+    # A proxy of the environment would not reach this machine's loopback.
+    connection = http.client.HTTPConnection(*address)
+    with (
+        socket.create_connection(address, TIMEOUT_S) as plain,
+        _ended_in_time(plain),
+        contextlib.closing(connection),
+    ):
+        context = ssl.create_default_context() if is_https else None
+        connection.sock = (
+            context.wrap_socket(plain, server_hostname=host) if context else plain
+        )
+        target = f"{split.path}?{split.query}" if split.query else split.path
+        connection.request("GET", target, headers={"Accept": "text/plain"})
+        with connection.getresponse() as answer:
+            if answer.status != http.client.OK:
+                raise NoAnswerError(
+                    f"{url} answers {answer.status} {shown_name(answer.reason)}: give "
+                    "the URL of the engine's metrics, with its path"
+                )
+            if coding := answer.getheader("Content-Encoding"):
+                raise NoAnswerError(f"{url} answers in {shown(coding)}, not plain text")
+            raw = answer.read(MAX_BYTES + 1)
+            if len(raw) > MAX_BYTES:
+                raise NoAnswerError(
+                    f"{url} answers with over {MAX_BYTES >> 20} MiB: give the URL of "
+                    "one engine's metrics"
+                )
+            if answer.length:
+                raise http.client.IncompleteRead(raw, answer.length)
+    return raw
+
+
+@contextlib.contextmanager
+def _ended_in_time(connection: socket.socket) -> Iterator[None]:
+    """Within this context, end a connection after `TIMEOUT_S`, however it drips."""
+    is_late = threading.Event()
+    guard = connection.dup()  # TLS takes over the descriptor.
+
+    def end() -> None:
+        is_late.set()
+        with contextlib.suppress(OSError):
+            guard.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(TIMEOUT_S, end)
+    timer.daemon = True
+    timer.start()
+    connection.settimeout(2 * TIMEOUT_S)
+    try:
+        yield
+        if is_late.is_set():
+            raise TimeoutError
+    except Exception as error:
+        if is_late.is_set():
+            raise TimeoutError("answer") from error
+        raise
+    finally:
+        timer.cancel()
+        timer.join()
+        guard.close()
+
+
 def _reason(place: str, error: Exception) -> str:
-    is_connected = not isinstance(error, urllib.error.URLError)
-    cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    match cause:
+    match error:
+        case TimeoutError(args=("answer",)):
+            why = (
+                f"accepts connections but has not answered for {TIMEOUT_S:g} s: the "
+                "engine is stopped or hangs"
+            )
+        case TimeoutError():
+            why = f"cannot be reached within {TIMEOUT_S:g} s"
         case ConnectionRefusedError():
             return (
                 f"nothing listens at {place}: the engine has ended or was killed, or "
                 "its metrics are at another port"
             )
-        case TimeoutError() if is_connected:
-            return (
-                f"{place} accepts connections but has not answered for {TIMEOUT_S:g} "
-                "s: the engine is stopped or hangs"
-            )
-        case TimeoutError():
-            return f"{place} cannot be reached within {TIMEOUT_S:g} s"
         case ConnectionResetError() | http.client.RemoteDisconnected():
-            return (
-                f"{place} closed the connection: the engine has ended or was killed, "
-                "or it is not a jaxkv engine"
+            why = (
+                "closed the connection: the engine has ended or was killed, or it is "
+                "not a jaxkv engine"
             )
+        case http.client.IncompleteRead():
+            why = "closed the connection before the end of its page"
         case http.client.BadStatusLine():
-            return f"{place} does not answer in HTTP: it is not a jaxkv engine"
+            why = "does not answer in HTTP: it is not a jaxkv engine"
         case socket.gaierror():
-            return f"{place}: unknown host ({cause.strerror})"
-    return f"{place} cannot be read ({getattr(cause, 'strerror', None) or cause})"
+            why = f"is an unknown host ({error.strerror})"
+        case _:
+            cause = getattr(error, "strerror", None) or shown(error)
+            why = f"cannot be read ({cause})"
+    return f"{place} {why}"

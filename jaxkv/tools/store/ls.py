@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxkv._util import rounded_size
+from jaxkv.tools.console import print_plain
 from jaxkv.tools.files import JSON_OPTION, check_files, write_files
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.store.namespaces import Namespace, opened, read_namespaces
@@ -30,7 +31,7 @@ def run(args: Args) -> int:
     check_files(args)
     with opened(args.url) as store, show_progress() as on_progress:
         namespaces = read_namespaces(store, on_progress)
-    print("\n".join(_lines(namespaces, store.url)))
+    print_plain(_lines(namespaces, store.url))
     write_files(
         args,
         lambda: {

@@ -23,11 +23,12 @@ from jaxkv.transfer.storage.objects import (
     ROOT,
     object_bytes_of,
 )
-from jaxkv.transfer.storage.store import SizedStore, TimedStore, can_list
+from jaxkv.transfer.storage.store import SizedStore, TimedStore, can_list, listed_names
 from jaxkv.transfer.storage.store_url import StoreUrl
 
 _NAME = re.compile(rf"{ROOT}/[0-9a-f]{{32}}/(.+)")
 _MAX_SAMPLES = 8  # Blocks that are tried for the size of a block
+_MAX_NAMESPACES = 10_000
 _MAX_SHOWN = 300
 
 
@@ -122,7 +123,7 @@ def read_namespaces(
     namespaces: dict[str, Namespace] = {}
     seen: set[int] = set()  # Hashes of names: a listing may repeat some.
     on_progress(f"listing {store.url}", 0, 0)
-    for names in store.list(folder):
+    for names in listed_names(store, folder):
         fresh: list[tuple[str, Namespace]] = []
         for name in names:
             if not _is_ours(name) or hash(name) in seen:
@@ -131,6 +132,9 @@ def read_namespaces(
             _, folder_name, rest = name.split("/", 2)
             namespace = namespaces.setdefault(folder_name, Namespace(folder_name))
             namespace.add(name, rest)
+            if len(namespaces) > _MAX_NAMESPACES:
+                why = f"it has over {_MAX_NAMESPACES:,} namespaces"
+                raise StoreError("other", why)
             fresh.append((name, namespace))
         _note_times(store, fresh)
     for namespace in namespaces.values():
@@ -141,7 +145,7 @@ def read_namespaces(
 
 def removable_names(store: BlobStore, namespace: str) -> Iterator[list[str]]:
     """Yield the names of a namespace's objects; files of others stay."""
-    for names in store.list(f"{ROOT}/{namespace}"):
+    for names in listed_names(store, f"{ROOT}/{namespace}"):
         yield [name for name in names if _is_ours(name)]
 
 

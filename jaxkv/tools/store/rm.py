@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from jaxkv.tools.console import OnProgress
+from jaxkv.tools.console import OnProgress, plain
 from jaxkv.tools.files import JSON_OPTION, check_files, write_files
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.store.ls import STORE_OPTIONS, age_text, size_text
@@ -90,7 +90,7 @@ def _check_unused(namespace: Namespace, is_forced: bool) -> None:
 
 def _confirm(namespace: Namespace, url: str) -> None:
     print(
-        f"{ROOT}/{namespace.name} in {url}: {namespace.num_blocks:,} blocks, "
+        f"{ROOT}/{namespace.name} in {plain(url)}: {namespace.num_blocks:,} blocks, "
         f"{size_text(namespace.num_bytes)}, last used {age_text(namespace.age_s)}.\n"
         "Remove it? [y/N] ",
         end="",

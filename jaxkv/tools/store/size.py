@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxkv._util import rounded_size
+from jaxkv.tools.console import print_plain
 from jaxkv.tools.files import JSON_OPTION, check_files, write_files
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.store.ls import STORE_OPTIONS
@@ -45,6 +46,6 @@ def run(args: Args) -> int:
         text += f", without {sizes.count(None)} of unknown size"
     if free_bytes is not None:
         text += f"; {rounded_size(free_bytes)} free"
-    print(f"{store.url}: {text}.")
+    print_plain([f"{store.url}: {text}."])
     write_files(args, lambda: figures)
     return EXIT_OK

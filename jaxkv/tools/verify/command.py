@@ -13,6 +13,7 @@ from typing import IO
 
 from jaxkv._util import shown
 from jaxkv._util.files import check_folder, open_file
+from jaxkv.tools.console import print_plain
 from jaxkv.tools.files import (
     HTML_OPTION,
     JSON_OPTION,
@@ -89,7 +90,7 @@ def run(args: Args) -> int:
 
     def on_stage(stage: Stage, of_stage: tuple[Result, ...]) -> str:
         results[stage] = of_stage
-        print("\n".join(report.stage_lines(stage, of_stage)))
+        print_plain(report.stage_lines(stage, of_stage))
         return report.reason_of(of_stage)
 
     with _prepare(args.folder, args.resume), show_progress() as on_progress:
@@ -97,7 +98,7 @@ def run(args: Args) -> int:
     seconds = round(time.monotonic() - start_s, 1)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     made = report.Report(results, budget_s, seconds, today)
-    print("\n".join(report.last_lines(made, str(args.folder))))
+    print_plain(report.last_lines(made, str(args.folder)))
     page = partial(report.to_page, made)
     write_files(args, lambda: report.to_json(made, args.command_line), page=page)
     return EXIT_OK if made.verdict == "PASS" else EXIT_FAILED

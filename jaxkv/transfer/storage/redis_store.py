@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 import urllib.parse
@@ -10,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxkv._util import one_line, shown
+from jaxkv._util import hint, one_line, shown
 from jaxkv._util.extras import pip_install
 from jaxkv.transfer.storage.store import (
     Blob,
@@ -27,6 +28,7 @@ _PORT = 6379
 _PAGE = 4096
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
+_MAX_ANSWER_BYTES = 4 << 20  # Of a call, in addition to the values that it asks for.
 _RECONNECT_S = 1.0  # Between two connections of a thread that a server refuses.
 
 
@@ -51,6 +53,8 @@ class RedisStore:
             "socket_timeout": _ANSWER_S,
             "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), tries),
         }
+        if not url.is_cluster:
+            self._options["redis_connect_func"] = self._on_connect
         self._nodes = {(host, port or _PORT): None for host, port in url.nodes[1:]}
         self._text = _first_node(url.text) if url.is_cluster else url.text
         fault = ""
@@ -58,10 +62,16 @@ class RedisStore:
             # This checks the options without connecting.
             pool = self._redis.ConnectionPool.from_url(self._text, **self._options)
             pool.make_connection()
-        except (ValueError, TypeError, self._redis.RedisError) as error:
+        except TypeError:
+            # Its message names an option, which may be the end of a password.
+            fault = "an option is unknown to redis-py"
+            names = _option_names(pool.connection_class)
+            hints = [hint(name, names) for name in url.options if name not in names]
+            fault += next(filter(None, hints), "")
+        except (ValueError, self._redis.RedisError) as error:
             fault = url.hide(one_line(str(error))).rstrip(".")
         if fault:  # Without the error, which may contain a part of the password.
-            raise ValueError(f"storage={shown(url.shown)}: {fault}.")
+            raise ValueError(f"storage={shown(url.shown)}: {fault}.".replace("?.", "?"))
         self._thread = threading.local()
         # Weak, so that clients of ended threads, such as listers, are closed.
         self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -75,7 +85,13 @@ class RedisStore:
     ) -> list[Piece | StoreError | None]:
         """Read values; an empty one counts as absent: the server's answer is equal."""
         commands = [("GETRANGE", check_name(name), 0, max_bytes - 1) for name in names]
-        return self._run(commands, lambda value: value or None)
+
+        def convert(value: Any) -> Piece | StoreError | None:
+            if isinstance(value, bytes) and len(value) <= max_bytes:
+                return value or None
+            return StoreError("other", "the server's answer is no part of a value")
+
+        return self._run(commands, convert, len(names) * max_bytes)
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
         # A cluster's client does not take a packer.
@@ -92,18 +108,24 @@ class RedisStore:
         return self._run(commands, lambda _: None)
 
     def _run(
-        self, commands: Sequence[tuple[Any, ...]], convert: Callable[[Any], Any]
+        self,
+        commands: Sequence[tuple[Any, ...]],
+        convert: Callable[[Any], Any],
+        max_bytes: int = 0,
     ) -> list[Any]:
         """Run commands; convert their results, or errors to a StoreError."""
         return [
             self._error_of(result) if isinstance(result, Exception) else convert(result)
-            for result in self._results(commands)
+            for result in self._results(commands, max_bytes)
         ]
 
-    def _results(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _results(
+        self, commands: Sequence[tuple[Any, ...]], max_bytes: int = 0
+    ) -> list[Any]:
         """Run commands as one pipeline; the error of a command is its result."""
         failure = None
         try:
+            self._allow(max_bytes)
             pipeline = self._client().pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
@@ -117,7 +139,7 @@ class RedisStore:
     def _scan_all(self, match: str) -> Iterator[list[str]]:
         client = self._client()
         if not self._store_url.is_cluster:
-            yield from _scan(functools.partial(client.scan, match=match))
+            yield from self._scan(functools.partial(client.scan, match=match))
             return
         for node in client.get_primaries():
 
@@ -127,7 +149,32 @@ class RedisStore:
                 )
                 return cursors[node.name], names
 
-            yield from _scan(scan)
+            yield from self._scan(scan)
+
+    def _scan(
+        self, scan: Callable[..., tuple[int, list[bytes]]]
+    ) -> Iterator[list[str]]:
+        """Yield the names that a server has, a page at a time."""
+        cursor = 0
+        while True:
+            self._allow()
+            cursor, names = scan(cursor, count=_PAGE)
+            yield [name.decode("ascii", "replace") for name in names]
+            if cursor == 0:
+                return
+
+    def _allow(self, max_bytes: int = 0) -> None:
+        """Limit the bytes of the answers to this thread's next call."""
+        self._thread.num_left = max_bytes + _MAX_ANSWER_BYTES
+
+    def _on_connect(self, connection: Any) -> None:
+        self._bound(connection)
+        connection.on_connect()
+
+    def _bound(self, connection: Any) -> None:
+        """Make a connection refuse answers that are longer than allowed."""
+        error = self._redis.exceptions.InvalidResponse
+        connection._sock = _BoundedSocket(connection._sock, self._thread, error)
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """List values, in a cluster one node after the other."""
@@ -185,9 +232,15 @@ class RedisStore:
             options = self._options | {"command_packer": _Packer()}
             return self._redis.Redis.from_url(self._text, **options)
         nodes = [self._redis.cluster.ClusterNode(*node) for node in self._nodes]
-        return self._redis.RedisCluster.from_url(
-            self._text, startup_nodes=nodes, **self._options
-        )
+        bound = self._bound
+
+        class Cluster(self._redis.RedisCluster):  # type: ignore[misc, name-defined]
+            def on_connect(self, connection: Any) -> None:
+                bound(connection)
+                super().on_connect(connection)
+
+        self._allow()
+        return Cluster.from_url(self._text, startup_nodes=nodes, **self._options)
 
     def _error_of(self, error: Exception) -> StoreError:
         errors = self._redis.exceptions
@@ -254,6 +307,12 @@ class _Packer:
         return pieces if isinstance(last, list) else [b"".join(pieces)]
 
 
+def _option_names(connection: type) -> list[str]:
+    """Return the parameters of a class of connections."""
+    inits = [kind.__init__ for kind in connection.__mro__]  # type: ignore[misc]
+    return sorted({name for i in inits for name in inspect.signature(i).parameters})
+
+
 def _first_node(url: str) -> str:
     """Return the URL of a cluster with its first node alone, as redis-py reads it."""
     split = urllib.parse.urlsplit(url.replace("+cluster", "", 1))
@@ -261,15 +320,29 @@ def _first_node(url: str) -> str:
     return split._replace(netloc=f"{user}{at}{nodes.partition(',')[0]}").geturl()
 
 
-def _scan(scan: Callable[..., tuple[int, list[bytes]]]) -> Iterator[list[str]]:
-    """Yield the names that a server has, a page at a time."""
-    cursor = 0
-    while True:
-        cursor, names = scan(cursor, count=_PAGE)
-        if names:
-            yield [name.decode("ascii", "replace") for name in names]
-        if cursor == 0:
-            return
+class _BoundedSocket:
+    """A socket that receives at most what is allowed in a thread."""
+
+    def __init__(self, sock: Any, thread: Any, error: type[Exception]) -> None:
+        self._sock, self._thread, self._error = sock, thread, error
+
+    def recv(self, num_bytes: int) -> bytes:
+        data: bytes = self._sock.recv(num_bytes)
+        self._count(len(data))
+        return data
+
+    def recv_into(self, *args: Any) -> int:
+        num: int = self._sock.recv_into(*args)
+        self._count(num)
+        return num
+
+    def _count(self, num: int) -> None:
+        self._thread.num_left = getattr(self._thread, "num_left", 0) - num
+        if self._thread.num_left < 0:
+            raise self._error("the server's answer is longer than what was asked for")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
 
 
 def _import() -> Any:

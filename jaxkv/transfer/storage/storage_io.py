@@ -26,6 +26,7 @@ from jaxkv.transfer.storage.store import (
     can_list,
     error_of,
     lanes_of,
+    listed_names,
 )
 from jaxkv.transfer.storage.workers import Crew, start_thread
 from jaxkv.types import BlockKey
@@ -38,6 +39,7 @@ _MAX_CALL_ITEMS = 16  # Probes or deletes of one call to the store
 _MAX_DELETES = 1 << 16
 _MAX_PROBES = 1 << 16
 _MAX_LISTED = 1 << 18  # Listed blocks that wait for `take_pages`
+_MAX_RECORDS = 4096  # Bounds of engines that share a store
 _MAX_LATENCIES = 1 << 14
 _HALF_LIFE_S = 10.0
 _MAX_WAIT_S = threading.TIMEOUT_MAX / 2  # Locks refuse longer waits.
@@ -861,10 +863,11 @@ class StorageIO(Resource):
         recorded: list[Bound] = []
         census = Census(self._store, self.objects.order_name)
         try:
-            for names in self._store.list(self.objects.folder):
+            for names in listed_names(self._store, self.objects.folder):
                 page = ListedPage(*self.objects.keys_of(names))
                 if bound is not None:
                     recorded += self.objects.bounds_of(names)
+                    del recorded[_MAX_RECORDS:]
                     pairs = zip(page.keys, page.shards, strict=True)
                     block_names = [self.objects.name_of(*pair) for pair in pairs]
                     census.add_page(page.keys, block_names)

@@ -33,6 +33,7 @@ ERROR_KINDS: tuple[ErrorKind, ...] = get_args(ErrorKind)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _MAX_LETTERS = 240
 _PAGE = 4096
+_MAX_NAMES = 1 << 23  # Of a listing, and of its pages without a name.
 
 
 class StoreError(Exception):
@@ -136,6 +137,20 @@ class SizedStore(Protocol):
 def can_list(store: BlobStore) -> bool:
     """Whether a store lists its objects; otherwise an engine probes for each."""
     return bool(getattr(store, "can_list", True))
+
+
+def listed_names(store: BlobStore, folder: str) -> Iterator[list[str]]:
+    """List the valid names of a folder, but not for ever.
+
+    StoreError: the listing has too many names or pages.
+    """
+    num = 0
+    for names in store.list(folder):
+        num += 1 + len(names)
+        if num > _MAX_NAMES:
+            raise StoreError("other", f"its listing has over {_MAX_NAMES:,} names")
+        if valid := [name for name in names if is_name(name)]:
+            yield valid
 
 
 def lanes_of(store: BlobStore) -> Lanes:

@@ -1,106 +1,109 @@
 """URLs of stores: checked before anything is opened, shown without secrets.
 
-The password of a malformed URL may stand anywhere in it. A message therefore shows only
-what looks like a host, a port, a path or a known option, and "..." for the rest.
+A typo may move a password to any place. A URL is therefore shown up to the first
+character that no host, path or known option has, and "..." stands for the rest.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from urllib.parse import parse_qsl, unquote, urlsplit
 
-from jaxkv._util import did_you_mean, one_line, parse_bytes, shown
+from jaxkv._util import did_you_mean, parse_bytes, shown
 
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
-_HOST = r"(?:[\w.-]+|\[[0-9A-Fa-f:.%]+\])"
+_HOST = r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])"
 _NODE = rf"{_HOST}(?::[0-9]{{1,5}})?"
+_LOCAL = "(?:localhost)?"
+_NODES = f"{_NODE}(?:,{_NODE})*"
 
 
-class _Form(NamedTuple):
+class _Scheme(NamedTuple):
     """The form of the URLs of a scheme."""
 
-    text: str  # The form, for a message
-    place: str  # A pattern of hosts, or a bucket, and the path
-    options: Sequence[str] | None = None  # None: redis-py checks its own options
+    form: str  # For a message
+    host: str  # A pattern of the hosts, or of the bucket
+    # A pattern of the path, or of the beginning of it that is shown.
+    path: str = r"[\w./~$+,() -]*"
+    is_free: bool = True  # Whether a path may go on with other characters
+    options: tuple[str, ...] | None = ()  # None: redis-py checks them.
     extra: str | None = None  # The extra of jaxkv that the store needs
 
 
-_REDIS_TEXT = "{}://HOST:PORT/DB, the port and the DB numbers"
-_CLUSTER_TEXT = "{}://HOST:PORT, or several nodes: HOST:PORT,HOST:PORT"
-_SERVER, _CLUSTER = rf"{_NODE}(/[0-9]*/?)?", rf"{_NODE}(,{_NODE})*/?"
-_PATH = "(localhost)?/.*"
-_FORMS: Mapping[str, _Form] = {
-    "file": _Form(
+_SERVER = _Scheme(
+    "{}://HOST:PORT/DB, the port and the DB numbers",
+    *(_NODE, "(?:/[0-9]*/?)?", False, None, "redis"),
+)
+_CLUSTER = _SERVER._replace(
+    form="{}://HOST:PORT, or several nodes: HOST:PORT,HOST:PORT",
+    host=_NODES,
+    path="/?",
+)
+_SCHEMES: Mapping[str, _Scheme] = {
+    "file": _Scheme(
         "file:///PATH, with ?mode=660 or the like if others than its owner may use "
         "it, and %23 for # in a name",
-        _PATH,
-        ("mode",),
+        _LOCAL,
+        options=("mode",),
     ),
-    "s3": _Form(
+    "s3": _Scheme(
         "s3://BUCKET/PREFIX with ?endpoint= and ?region=, the bucket of at least 3 "
         "letters",
-        r"[\w.-]{3,}(/.*)?",
-        ("endpoint", "region"),
-        "storage",
+        r"[\w.-]+",
+        options=("endpoint", "region"),
+        extra="storage",
     ),
-    "gs": _Form("gs://BUCKET/PREFIX", r"[\w.-]+(/.*)?", (), "storage"),
-    "redis": _Form(_REDIS_TEXT, _SERVER, None, "redis"),
-    "rediss": _Form(_REDIS_TEXT, _SERVER, None, "redis"),
-    "redis+cluster": _Form(_CLUSTER_TEXT, _CLUSTER, None, "redis"),
-    "rediss+cluster": _Form(_CLUSTER_TEXT, _CLUSTER, None, "redis"),
-    "unix": _Form("unix:///PATH of a socket", _PATH, None, "redis"),
-    "mooncake": _Form(
+    "gs": _Scheme("gs://BUCKET/PREFIX", r"[\w.-]+", extra="storage"),
+    "redis": _SERVER,
+    "rediss": _SERVER,
+    "redis+cluster": _CLUSTER,
+    "rediss+cluster": _CLUSTER,
+    "unix": _Scheme("unix:///PATH of a socket", _LOCAL, options=None, extra="redis"),
+    "mooncake": _Scheme(
         "mooncake://HOST:PORT of the master, with segment=, protocol=, device=, "
         "metadata=, host= after ? if needed",
-        rf"{_NODE}/?",
-        ("segment", "protocol", "device", "metadata", "host"),
-        "mooncake",
+        *(_NODE, "/?", False),
+        options=("segment", "protocol", "device", "metadata", "host"),
+        extra="mooncake",
     ),
-    "memory": _Form("memory://NAME", ".*"),
+    "memory": _Scheme("memory://NAME", r"[\w.-]*"),
 }
-SCHEMES = tuple(_FORMS)
-_BUCKET_SCHEMES = ("s3", "gs")
-_REDIS_SCHEMES = tuple(name for name, form in _FORMS.items() if form.extra == "redis")
-# Names that other programs give the same stores.
-_ALIASES: Mapping[str, str] = {
-    "s3a": "s3",
-    "s3n": "s3",
-    "gcs": "gs",
-    "valkey": "redis",
-    "valkeys": "rediss",
-    "redis+ssl": "rediss",
-    "redis+tls": "rediss",
-    "redis+unix": "unix",
+SCHEMES = tuple(_SCHEMES)
+_UNKNOWN = _Scheme("", _NODES, "(?:/[0-9]*/?)?")
+_HINTS: Mapping[str, str] = {  # For names that other programs give the same stores.
+    **dict.fromkeys(("s3a", "s3n"), "did you mean s3?"),
+    **dict.fromkeys(("valkeys", "redis+ssl", "redis+tls"), "did you mean rediss?"),
+    "gcs": "did you mean gs?",
+    "valkey": "did you mean redis?",
+    "redis+unix": "did you mean unix?",
+    "http": "a service like S3 is s3://BUCKET/PREFIX?endpoint=http://HOST:PORT.",
+    "https": "a service like S3 is s3://BUCKET/PREFIX?endpoint=https://HOST.",
 }
 
 _MAX_LETTERS = 2000
-_MAX_PORT = (1 << 16) - 1
-_URL = re.compile(rf"({_SCHEME})://(.*)", re.DOTALL)
-_HOST_PORT = re.compile(rf"({_HOST})(?::([0-9]{{1,5}}))?")
-_NODES = re.compile(rf"{_NODE}(?:,{_NODE})*")
-_BUCKET = re.compile(r"[\w.-]+")
-_ENDPOINT = re.compile(rf"https?://(?:[^\s/?#@]*@)?{_NODE}(?:/[^?#]*)?")
-_HOST_AND_PORT = re.compile(r"[\w.-]+:[0-9]{1,5}(?:/[0-9]*)?")
-_KNOWN = "|".join(map(re.escape, sorted(SCHEMES, key=len, reverse=True)))
-_NEARLY_URL = re.compile(rf"({_KNOWN})(?::/*|//+)(.*)", re.DOTALL | re.IGNORECASE)
 _QUOTES = "\"'`"
-# An assignment, as in a file of environment variables.
-_ASSIGNMENT = re.compile(rf"^-*[A-Za-z_][\w.-]*=(?=[{_QUOTES}]*(?:[./~$]|{_SCHEME}:))")
-_OPTION = re.compile(r"\?\w+=")
-_PATH_AND_OPTION = re.compile(r"[&;]\w+=")
-_HARMLESS = re.compile(r"[^:@?=&;#%]*", re.DOTALL)
-_HARMLESS_PATH = re.compile(r"[\w./%+~-]*")
-_USER_IN_PATH = re.compile(":.*@", re.DOTALL)
-_HARMLESS_VALUE = re.compile(rf"(?:https?://)?{_NODE}/?")
-# The part before the one that may contain a secret.
-_START = re.compile(
-    rf"([\s{_QUOTES}]*(?:{_ASSIGNMENT.pattern[1:]}[{_QUOTES}]*)?"
-    rf"(?:(?:{_SCHEME})://|(?:{_KNOWN})(?::/*|//+))?)(.*)",
+_KNOWN = "|".join(map(re.escape, sorted(SCHEMES, key=len, reverse=True)))
+# Quotes, and an assignment as in a file of environment variables.
+_WRAPPING = re.compile(
+    rf"([{_QUOTES}]*(?:-*[A-Za-z_][\w.-]*=(?=[{_QUOTES}]*(?:[./~$]|{_SCHEME}:)))?"
+    rf"[{_QUOTES}]*)(.*?)[{_QUOTES}]*",
+    re.DOTALL,
+)
+_URL = re.compile(
+    rf"((?:({_SCHEME})://|({_KNOWN})(?::/*|//+))?)([^?#]*)(.?)(.*)",
     re.DOTALL | re.IGNORECASE,
 )
+_HOST_PORT = re.compile(rf"({_HOST})(?::([0-9]{{1,5}}))?")
+_CODED = re.compile("(?:%[0-9A-Fa-f]{2})+|.", re.DOTALL)
+# Options, or a user with a password, in the path of a folder.
+_NO_FOLDER = re.compile(r"[?&;]\s*\w+\s*=|:.*@")
+_VALUE = re.compile(rf"(?:https?://)?{_NODE}/?")
+_ENDPOINT = re.compile(rf"https?://(?:[^\s/?#@]*@)?{_NODE}(?:/[^?#]*)?")
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,11 @@ class StoreUrl:
     scheme: str  # ``"file"`` for a plain path, too
     shown: str  # The URL without secrets, for messages
     text: str = field(repr=False)  # The URL, its scheme in lower case
-    nodes: tuple[tuple[str, int | None], ...] = ()  # Hosts and ports, or the bucket
-    path: str = ""  # Decoded
+    # Hosts and ports, or the bucket
+    nodes: tuple[tuple[str, int | None], ...] = field(default=(), repr=False)
+    path: str = field(default="", repr=False)  # Decoded
     options: Mapping[str, str] = field(default_factory=dict, repr=False)
-    secrets: tuple[str, ...] = field(default=(), repr=False)  # Not for messages
+    secrets: tuple[str, ...] = field(default=(), repr=False)
 
     @classmethod
     def parse(cls, text: str) -> StoreUrl:
@@ -128,24 +132,12 @@ class StoreUrl:
         ValueError: storage='localhost:6379' must begin with the scheme of a URL, such \
 as redis://localhost:6379, or with ./ to be a folder.
         """
-        if not isinstance(text, str) or not 0 < len(text) <= _MAX_LETTERS:
-            raise _refusal(text, " must be a URL or the path of a folder.")
-        if not text.isprintable() or text != text.strip():
-            raise _refusal(
-                text, " must not have what cannot be printed, nor spaces around it."
-            )
-        match = _URL.fullmatch(text)
-        fault = _wrapping_fault(text)
-        if match is None:
-            fault = fault or _folder_fault(text)
-        if fault:
-            raise _refusal(text, fault)
-        if match is None:
-            return cls("file", text, text, path=text)
-        scheme = match[1].lower()
-        if scheme not in _FORMS:
-            raise _refusal(text, _scheme_fault(scheme))
-        return _parse(scheme, f"{scheme}://{match[2]}")
+        is_text = isinstance(text, str)  # Bytes may contain a secret, too.
+        url = _parse(text) if is_text else " must be a URL or the path of a folder"
+        if isinstance(url, str):
+            value = shown(shown_url(text)) if is_text else f"<{type(text).__name__}>"
+            raise ValueError(f"storage={value}{url}{'' if url[-1] in '.?' else '.'}")
+        return url
 
     @property
     def is_folder(self) -> bool:
@@ -155,7 +147,7 @@ as redis://localhost:6379, or with ./ to be a folder.
     @property
     def is_bucket(self) -> bool:
         """Whether the store is a bucket, where each request costs money."""
-        return self.scheme in _BUCKET_SCHEMES
+        return self.scheme in ("s3", "gs")
 
     @property
     def is_cluster(self) -> bool:
@@ -169,26 +161,19 @@ as redis://localhost:6379, or with ./ to be a folder.
 
     @property
     def probe_s(self) -> float:
-        """Seconds that a request may wait for the store by default; 0 for a bucket.
-
-        >>> [StoreUrl.parse(text).probe_s for text in ("/var/cache/kv", "s3://bucket")]
-        [0.005, 0.0]
-        """
+        """Seconds that a request may wait for the store by default; 0 for a bucket."""
         return 0.0 if self.is_bucket else 0.005
 
     @property
     def extra(self) -> str | None:
-        """The extra that the store needs.
-
-        >>> StoreUrl.parse("redis://localhost").extra, StoreUrl.parse("kv").extra
-        ('redis', None)
-        """
-        return _FORMS[self.scheme].extra
+        """The extra that the store needs."""
+        return _SCHEMES[self.scheme].extra
 
     def hide(self, message: str) -> str:
         """Replace the secrets of this URL in a library's message."""
         for secret in self.secrets:
-            message = re.sub(rf"(?<!\w){re.escape(secret)}(?!\w)", "...", message)
+            edges = ("", "") if len(secret) > 5 else (r"(?<!\w)", r"(?!\w)")
+            message = re.sub(re.escape(secret).join(edges), "...", message)
         return message
 
 
@@ -199,212 +184,172 @@ def shown_url(text: str) -> str:
     'redis://localhost:6379/0'
     >>> shown_url("s3://bucket/kv?region=eu"), shown_url("/var/cache/kv")
     ('s3://bucket/kv?region=eu', '/var/cache/kv')
-    >>> shown_url("redis//:secret@localhost"), shown_url("redis://:secret")
-    ('redis//localhost', 'redis://...')
+    >>> shown_url("gs://bucket/kv&token=secret"), shown_url("redis://:secret")
+    ('gs://bucket/kv...', 'redis://...')
     """
-    if _HARMLESS.fullmatch(text) or (_is_explicit(text) and not _OPTION.search(text)):
+    if not text or len(text) > _MAX_LETTERS:
+        return text and "..."
+    if not _folder_fault(text):
         return text
-    match = _START.fullmatch(text)
-    assert match is not None
-    start, rest = match.groups()
-    scheme = start.strip(f"\t\n :/{_QUOTES}").rpartition("=")[2].strip(_QUOTES)
-    return start + _shown_rest(scheme.lower(), rest.rstrip(_QUOTES))
+    wrapping, text = _split(_WRAPPING, text)
+    start, url_scheme, nearly_scheme, place, mark, query = _split(_URL, text)
+    start, scheme = wrapping + start, (url_scheme or nearly_scheme or "").lower()
+    is_path = not scheme and re.match("[.~$]|/(?!/)", place) is not None
+    form = _SCHEMES.get("file" if is_path else scheme, _UNKNOWN)
+    netloc, slash, path = ("", "", place) if is_path else place.partition("/")
+    pairs = [pair.partition("=") for pair in query.split("&")] if mark == "?" else []
+    names = form.options or ()
+    has_options = bool(pairs) and pairs[0][0] in names
+    host, path = netloc.rpartition("@")[2], slash + path
+    # If @ follows any of / ? #, these may stand in a password.
+    is_torn = "@" in _decoded(path + ("" if has_options else query))
+    if is_torn or not re.fullmatch(form.host, host):
+        return f"{start}..."
+    safe = _safe_start(path, form.path)
+    if safe != path:
+        return f"{start}{host}{safe}..."
+    if form.options is None or not mark:
+        return f"{start}{host}{path}"
+    known = [
+        f"{name}={value if _VALUE.fullmatch(value) else '...'}"
+        for name, _, value in pairs
+        if name in names
+    ]
+    rest = ["..."] * (len(known) < len(pairs) or not pairs)
+    return f"{start}{host}{path}{mark}{'&'.join(known + rest)}"
 
 
-def _shown_rest(scheme: str, rest: str) -> str:
-    place, mark, options = rest.partition("?")
-    pairs = [pair.partition("=") for pair in options.split("&") if pair]
-    form = _FORMS.get(scheme)
-    known_options = (form and form.options) or ()
-    first_option = pairs[0][0] if pairs else ""
-    if re.search("@|%40", options) and first_option not in known_options:
-        return "..."  # The question mark stands in a password.
-    host, slash, path = place.partition("/")
-    host, dots = host.rpartition("@")[2], ""
-    is_path = scheme in ("file", "unix", "") and not host and "://" not in path
-    if _has_user(path, is_path and scheme != "unix"):
-        host, slash, path = path.rpartition("@")[2].partition("/")
-        dots, is_path = "...@", False
-    is_bucket = scheme in _BUCKET_SCHEMES
-    if host and not (_BUCKET if is_bucket else _NODES).fullmatch(host):
-        return "..."
-    if not (is_path or _HARMLESS_PATH.fullmatch(path)):
-        path = "..."
-    path, mark_of_fragment, _ = path.partition("#")
-    path += mark_of_fragment and "#..."
-    if scheme in _REDIS_SCHEMES:
-        mark = options = ""
-    else:
-        options = "&".join(
-            f"{name}={value if _HARMLESS_VALUE.fullmatch(value) else '...'}"
-            if name in known_options
-            else "..."
-            for name, _, value in pairs
-        )
-    return f"{dots}{host}{slash}{path}{mark}{options}"
+def _safe_start(path: str, pattern: str) -> str:
+    """Return the beginning of a path up to a character that may precede a secret."""
+    coded = _CODED.findall(path)
+    letters = [unicodedata.normalize("NFKC", unquote(code)) for code in coded]
+    match = re.match(pattern, "".join(letters))
+    end = match.end() if match else 0
+    ends = itertools.accumulate(map(len, letters))
+    return "".join(code for code, num in zip(coded, ends, strict=True) if num <= end)
 
 
-def _has_user(path: str, is_folder: bool) -> bool:
-    """Whether a path seems to contain a user and a password."""
-    return "@" in path and (not is_folder or _USER_IN_PATH.search(path) is not None)
+def _decoded(text: str) -> str:
+    """Decode a text however often it was encoded."""
+    while (decoded := unquote(text)) != text:
+        text = decoded
+    return unicodedata.normalize("NFKC", text)
 
 
-def _refusal(text: object, why: str) -> ValueError:
-    # A value of another type, such as bytes, may contain a secret, too.
-    if not isinstance(text, str):
-        return ValueError(f"storage=<{type(text).__name__}>{why}")
-    return ValueError(f"storage={shown(shown_url(text))}{why}")
-
-
-def _is_explicit(text: str) -> bool:
-    """Whether the beginning of a text shows that it is a path."""
-    is_path = text.startswith(("/", "./", "../")) and not text.startswith("//")
-    return is_path and "://" not in text
-
-
-def _wrapping_fault(text: str) -> str:
-    """Refuse quotes or a variable's name around a URL or a path."""
-    if _is_explicit(text) or _bare(text) == text:
-        return ""
-    return (
-        " must be the URL or path alone, without quotes or a variable's name: did you "
-        f"mean {shown(_bare(shown_url(text)))}?"
-    )
-
-
-def _bare(text: str) -> str:
-    """Remove quotes, and the name of a variable before them."""
-    return _ASSIGNMENT.sub("", text.strip(_QUOTES), count=1).strip(_QUOTES)
+def _split(pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
+    match = pattern.fullmatch(text)
+    assert match is not None  # The patterns match any text.
+    return match.groups()
 
 
 def _folder_fault(text: str) -> str:
     """Return why a text must not be taken for the path of a folder."""
-    first = text.partition("/")[0]
-    if _OPTION.search(text):
-        return (
-            " must be a URL to have options, such as file:///PATH?mode=660; %3F is a "
-            "question mark in its path."
-        )
-    if _is_explicit(text):
+    if _NO_FOLDER.search(_decoded(text)):
+        return " must be a URL to have options, such as file:///PATH?mode=660"
+    if re.match(r"\.{0,2}/(?!/)", text) and "://" not in text:
         return ""
-    if match := _NEARLY_URL.fullmatch(text):
-        scheme = match[1].lower()
-        start = "file:///" if scheme == "file" else f"{scheme}://"
-        return (
-            f" must begin with {start} to be a URL; a folder of this name is one with "
-            "./ before it."
-        )
     if text[0] in "~$":
         return (
             " must be the path itself: ~ and variables are not replaced here; a folder "
-            "of this name is one with ./ before it."
+            "of this name is one with ./ before it"
         )
-    if ":" in first or "@" in text or "//" in text or "\\" in text or "=" in first:
-        likely = text if _HOST_AND_PORT.fullmatch(text) else "HOST:PORT"
+    scheme = (_split(_URL, text)[2] or "").lower()
+    if not scheme and not re.search(r"@|//|\\|^[^/]*[:=?&;#%]", text):
+        return ""
+    likely = text if re.fullmatch(rf"{_NODE}(?:/[0-9]*)?", text) else "HOST:PORT"
+    likely = f"the scheme of a URL, such as redis://{likely}"
+    if scheme:
+        likely = f"{scheme}://{'/' * (scheme in ('file', 'unix'))} to be a URL"
+    return f" must begin with {likely}, or with ./ to be a folder"
+
+
+def _parse(text: str) -> StoreUrl | str:
+    """Parse a text; return what is wrong with it, if anything is."""
+    if not 0 < len(text) <= _MAX_LETTERS:
+        return " must be a URL or the path of a folder"
+    if not text.isprintable() or text != text.strip():
+        return " must not have what cannot be printed, nor spaces around it"
+    _, bare = _split(_WRAPPING, text)
+    if bare != text and text[0] not in "./":
         return (
-            f" must begin with the scheme of a URL, such as redis://{likely}, or with "
-            "./ to be a folder."
+            " must be the URL or path alone, without quotes or a variable's name: did "
+            f"you mean {shown(shown_url(bare))}?"
         )
-    return ""
-
-
-def _scheme_fault(scheme: str) -> str:
-    if scheme in ("http", "https"):
-        return (
-            f": unknown {shown(scheme)}: a service like S3 is "
-            f"s3://BUCKET/PREFIX?endpoint={scheme}://HOST:PORT."
-        )
-    alias = _ALIASES.get(scheme)
-    hint = f"did you mean {alias}?" if alias else did_you_mean(scheme, SCHEMES)
-    return f": unknown {shown(scheme)}: {hint}"
-
-
-def _parse(scheme: str, text: str) -> StoreUrl:
-    """Parse a URL of a known scheme."""
-    if scheme == "memory":
-        return StoreUrl(scheme, shown_url(text), text, path=text.partition("://")[2])
+    start, scheme, *_ = _split(_URL, text)
+    if not scheme:
+        return _folder_fault(text) or StoreUrl("file", text, text, path=text)
+    scheme = scheme.lower()
+    if scheme not in _SCHEMES:
+        hint = _HINTS.get(scheme) or did_you_mean(scheme, SCHEMES)
+        return f": unknown {shown(scheme)}: {hint}"
+    form, text = _SCHEMES[scheme], f"{scheme}://{text[len(start) :]}"
     try:
-        split = urllib.parse.urlsplit(text)
-    except ValueError:
-        split = None
-    if split is None:  # Not inside `except`: the error would show the URL.
-        raise _refusal(text, " cannot be read.")
+        split = urlsplit(text)
+    except ValueError:  # The error would show the URL.
+        return " cannot be read"
     user, _, netloc = split.netloc.rpartition("@")
-    form, is_redis = _FORMS[scheme], scheme in _REDIS_SCHEMES
-    nodes = tuple((host.strip("[]"), port) for host, port in _nodes(netloc))
+    nodes = tuple(
+        (match[1].strip("[]"), int(match[2]) if match[2] else None)
+        for match in _HOST_PORT.finditer(netloc)
+    )
+    pairs = [pair.partition("=") for pair in split.query.split("&") if pair]
+    is_redis, known = form.options is None, form.options or ()
     is_right = (
         (is_redis or not user)
         and "#" not in text
-        and "://" not in netloc + split.path
-        and not _has_user(split.path, scheme == "file")
-        and not _PATH_AND_OPTION.search(split.path)
-        and _are_options(form, split.query)
-        and re.fullmatch(form.place, netloc + split.path, re.DOTALL)
-        and all(port is None or 0 < port <= _MAX_PORT for _, port in nodes)
+        and "@" not in split.path
+        and ";" not in split.query
+        and not re.search("[?&;]|://", _decoded(split.path))
+        and re.fullmatch(form.host, netloc)
+        and (form.host != _LOCAL or split.path)
+        and (scheme != "s3" or len(netloc) > 2)
+        and (form.is_free or re.fullmatch(form.path, split.path))
+        and all(port is None or 0 < port < 1 << 16 for _, port in nodes)
+        and all(mark if is_redis else name in known for name, mark, _ in pairs)
+        and (is_redis or all(value for *_, value in pairs))
+        and len({name for name, *_ in pairs}) == len(pairs)
     )
     if not is_right:
-        fault = f" must be {form.text.format(scheme)}"
-        if "@" in text and not user:
-            fault += "; write / ? # @ in a password or path as %2F %3F %23 %40"
-        raise _refusal(text, f"{fault}.")
+        hint = "; write / ? # @ & ; in a password as %2F %3F %23 %40 %26 %3B"
+        is_hinted = "@" in text and not user
+        return f" must be {form.form.format(scheme)}{hint if is_hinted else ''}"
     try:
-        path = urllib.parse.unquote(split.path, errors="strict")
+        path = unquote(split.path, errors="strict")
     except UnicodeDecodeError:
         path = "\0"
     if not path.isprintable():
-        raise _refusal(text, " must have a path that can be printed, in UTF-8.")
-    options = dict(urllib.parse.parse_qsl(split.query, keep_blank_values=True))
+        return " must have a path that can be printed, in UTF-8"
+    options = dict(parse_qsl(split.query, keep_blank_values=True))
     if fault := _option_fault(scheme, options):
-        raise _refusal(text, f": {fault}.")
-    secrets = _secrets(user, options) if is_redis else ()
+        return f": {fault}"
+    path = netloc + path if scheme == "memory" else path
+    # A library may decode a value once more.
+    values = [user.partition(":")[2]] * is_redis
+    values += [
+        value
+        for name, value in options.items()
+        if is_redis and (name == "password" or not value.isdigit())
+    ]
+    values += [*map(unquote, values), *map(_decoded, values)]
+    secrets = tuple(filter(None, values))
     return StoreUrl(scheme, shown_url(text), text, nodes, path, options, secrets)
-
-
-def _are_options(form: _Form, query: str) -> bool:
-    """Whether a URL may have these options, each once and with a value."""
-    pairs = [pair.partition("=") for pair in query.split("&") if pair]
-    if form.options is None:
-        return all(mark for _, mark, _ in pairs)
-    names = [name for name, _, value in pairs if name in form.options and value]
-    return len(pairs) == len(set(names))
 
 
 def _option_fault(scheme: str, options: Mapping[str, str]) -> str:
     """Return what is wrong with the value of an option."""
-    mode = options.get("mode", "600")
-    if scheme == "file" and not re.fullmatch("0?6[0-6][0-6]", mode):
-        return f"mode={shown(mode)} must be permissions of files such as 600 or 660"
-    endpoint = options.get("endpoint")
-    if scheme == "s3" and endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+    if not re.fullmatch("0?6[0-6][0-6]", options.get("mode", "600")):
+        return "mode= must be permissions of files such as 600 or 660"
+    if not _ENDPOINT.fullmatch(options.get("endpoint", "http://host")):
         return "endpoint= must be http://HOST:PORT or https://HOST"
     if scheme == "mooncake":
-        protocol, device = options.get("protocol", "tcp"), options.get("device")
+        protocol = options.get("protocol", "tcp")
         if protocol not in ("tcp", "rdma"):
-            return f"protocol={shown(protocol)} must be tcp or rdma"
-        if device and protocol != "rdma":
-            return f"device={shown(device)} needs protocol=rdma"
+            return "protocol= must be tcp or rdma"
+        if "device" in options and protocol != "rdma":
+            return "device= needs protocol=rdma"
         try:
             if options.get("segment", "0") != "0":
                 parse_bytes(options["segment"])
-        except ValueError as error:
-            return f"segment={one_line(str(error))}, or 0"
+        except ValueError:
+            return "segment= must be a size such as 64MiB, or 0"
     return ""
-
-
-def _nodes(netloc: str) -> Iterator[tuple[str, int | None]]:
-    """Yield hosts and ports."""
-    for node in netloc.split(","):
-        if match := _HOST_PORT.fullmatch(node):
-            yield match[1], int(match[2]) if match[2] else None
-
-
-def _secrets(user: str, options: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the password, and values of options that may be one."""
-    password = user.partition(":")[2]
-    values = [password, urllib.parse.unquote(password)]
-    values += [
-        value
-        for name, value in options.items()
-        if name == "password" or not value.isdigit()
-    ]
-    return tuple(filter(None, values))

@@ -163,7 +163,7 @@ def open_s3(url: StoreUrl) -> TensorStoreStore:
     if environ.get("AWS_ACCESS_KEY_ID"):
         # Otherwise tensorstore writes to stderr that there are no AWS files.
         spec["aws_credentials"] = {"type": "environment"}
-    return TensorStoreStore(spec, f"s3://{bucket}/{path}")
+    return TensorStoreStore(spec, url.shown)
 
 
 def open_gs(url: StoreUrl) -> TensorStoreStore:
@@ -175,7 +175,7 @@ def open_gs(url: StoreUrl) -> TensorStoreStore:
         "path": path,
         "context": {"gcs_request_retries": _RETRIES},
     }
-    return TensorStoreStore(spec, f"gs://{bucket}/{path}")
+    return TensorStoreStore(spec, url.shown)
 
 
 def error_text(error: BaseException) -> str:

@@ -251,7 +251,7 @@ def test_s3_is_where_the_url_or_the_environment_says(
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
     bucket = "s3://blocks/environment"
     with opened(bucket, f"{bucket}/?region=eu-west-1") as (store, in_region):
-        assert store.url == "s3://blocks/environment/"
+        assert store.url == "s3://blocks/environment"
         put(store, {"a": b"x"})
         assert get(in_region, "a") == [b"x"]
 
