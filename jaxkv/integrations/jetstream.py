@@ -131,11 +131,11 @@ class PrefixCache(Resource):
         if len(self._leaves) != len(jax.tree.leaves(described)):
             raise ValueError("two leaves of the cache have the same path; rename one.")
         _check_rules(sequence_axes)
-        found = {
+        axes = {
             path: _find_axis(path, leaf, sequence_axes)
             for path, leaf in self._leaves.items()
         }
-        self._axes = {path: axis for path, axis in found.items() if axis is not None}
+        self._axes = {path: axis for path, axis in axes.items() if axis is not None}
         if not self._axes:
             raise ValueError(
                 f"no leaf of {shown(list(self._leaves))} has a sequence axis; pass "

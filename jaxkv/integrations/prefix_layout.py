@@ -203,14 +203,11 @@ def _resize(array: jax.Array, axis: int, length: int) -> jax.Array:
 
 
 def arrays_of(
-    name: str, tree: PyTree, treedef: jax.tree_util.PyTreeDef | None = None
+    name: str, tree: PyTree, treedef: jax.tree_util.PyTreeDef
 ) -> list[jax.Array]:
-    """Return the leaves of a pytree; raise unless they are live arrays outside jit.
-
-    With `treedef`, ValueError if the pytree has another structure.
-    """
+    """Return the leaves of a pytree; raise unless they are live arrays outside jit."""
     arrays, structure = jax.tree.flatten(tree)
-    if treedef is not None and treedef != structure:
+    if treedef != structure:
         raise ValueError(f"{name} must have the structure {treedef}, not {structure}.")
     for n, array in enumerate(arrays):
         if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):

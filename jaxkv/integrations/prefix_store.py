@@ -370,8 +370,9 @@ class PrefixStore(Resource):
         """Remove all blocks from the host, and begin a new epoch.
 
         Blocks in flight cannot be hit either, and a prompt of an earlier epoch is not
-        kept, even if the weights stay the same. Call it once the new weights are in
-        place: a prompt that begins after `clear` and reads older weights would be kept.
+        kept, even if the weights stay the same. Call it once new weights are in place,
+        an adapter's under its old name included: a prompt that begins after `clear` and
+        reads older weights would be kept.
 
         Args:
             weights_epoch: Name of the weights from now on, for the keys of a recorder;

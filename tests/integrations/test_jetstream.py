@@ -187,7 +187,7 @@ def test_kv_of_old_weights_is_not_kept_by_a_driver_that_passes_no_epoch(make, ca
     ],
 )
 def test_a_state_of_the_first_prompt_is_never_served_to_another(make, leaf, caplog):
-    """What has no sequence axis would be the state after the whole first prompt."""
+    """A leaf without a sequence axis may be the state after the whole prompt."""
     cache = make()
     assert keep(cache, KEY, engine_cache(KEY, **leaf)) is True, "not known yet"
     assert (cache.load(KEY[:8]), cache.load(KEY)) == (None, None)

@@ -401,8 +401,8 @@ def test_kv_of_old_weights_is_not_kept_whatever_was_loaded_since(
             store.load(tokens, epoch=1)
 
     if num_threads:
-        with concurrent.futures.ThreadPoolExecutor(1) as other:
-            other.submit(load_all).result()
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(load_all).result()
     else:
         load_all()
     with pytest.raises(ValueError, match="epoch=None must be a number, since clear"):

@@ -350,7 +350,9 @@ class StorageWorker:
                 time.sleep(_PAUSE_S)
                 if time.monotonic() > end_s:
                     # Abandon unanswered store calls, but finish copies in memory.
-                    self._abandon_reads()
+                    for fetch in self._fetches.values():
+                        self._cancel(fetch)
+                        fetch.missing.clear()
                     for task in (*self._writes.values(), *self._probes.values()):
                         task.deadline_s = -math.inf
 
@@ -359,11 +361,6 @@ class StorageWorker:
         self._copies.close()
         self.storage_io.close(timeout_s)
         self._observe()
-
-    def _abandon_reads(self) -> None:
-        for fetch in self._fetches.values():
-            self._cancel(fetch)
-            fetch.missing.clear()
 
     def _add(
         self, task: _Task, indices: Iterable[int], tickets: Iterable[int | None]
