@@ -78,7 +78,6 @@ _LONGEST = (
     "tests/scheduling/test_storage_processes.py",
     "tests/transfer/test_sharded.py",
     "tests/transfer/test_cost.py",
-    "tests/integrations/test_prefix_storage.py",
     "tests/tools/demo/test_engine.py",
     "tests/scheduling/test_record_processes.py",
     "tests/integrations/test_vllm.py",

@@ -22,11 +22,13 @@ import jax
 import numpy as np
 
 from common import make_parser, show_machine, write_figures
+from examples.jetstream_prefix_cache import AXES
+from examples.jetstream_prefix_cache import TinyEngine as Engine
+from jaxkv import Extras
 from jaxkv._util import parse_bytes
 from jaxkv.integrations.jetstream import Key, PrefixCache, PrefixValue
 from tests.rigs.jetstream_double import (
     NO_CACHE,
-    Engine,
     Flushing,
     common_length,
     drive,
@@ -117,10 +119,10 @@ def measure(num_prompts: int, host_bytes: int) -> list[dict[str, object]]:
         size: dict[str, Any] = {"host_bytes": room}
         if room is None:
             size = {"num_host_blocks": num_distinct_blocks(prompts)}
-        with PrefixCache(block_size=BLOCK_SIZE, extras_of=None, **size) as blocks:
+        like, sizes = Engine().init_cache(), {"block_size": BLOCK_SIZE} | size
+        with PrefixCache(like, extras=Extras(), sequence_axes=AXES, **sizes) as blocks:
             answers, num_chunks = serve(prompts, Flushing(blocks))
-            assert blocks.store is not None
-            held = blocks.held_bytes, blocks.store.host_bytes
+            held = blocks.store.held_bytes, blocks.store.host_bytes
         whole = WholePrefixCache(1 << 62 if room is None else room)
         answers_whole, num_chunks_whole = serve(prompts, whole)
         if not answers == answers_whole == expected:

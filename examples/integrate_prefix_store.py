@@ -28,9 +28,9 @@ class Engine:
         )
         self.store.warm_up()  # compile before the first user comes
 
-    def prefill(self, prompt, extras):
+    def prefill(self, prompt, extras, epoch):
         """Return the KV of all tokens but the last, and how many the host had."""
-        hit = self.store.load(prompt[:-1], extras)  # waits for the bytes
+        hit = self.store.load(prompt[:-1], extras, epoch=epoch)  # waits for the bytes
         cache, num_loaded = new_cache(), 0
         if hit is not None:
             cache, num_loaded = hit.kv, hit.num_tokens
@@ -41,18 +41,19 @@ class Engine:
     def serve(self, prompt, num_new, tenant):
         """Return the new tokens, and how many tokens came from the host."""
         extras = Extras(cache_salt=tenant)  # tenants never find each other's blocks
-        cache, num_loaded = self.prefill(prompt, extras)
+        epoch = self.store.epoch  # before the weights are read, which may change
+        cache, num_loaded = self.prefill(prompt, extras, epoch)
         tokens = list(prompt)
         while len(tokens) < len(prompt) + num_new:
             cache, new = run(cache, len(tokens) - 1, tokens[-1])
             tokens.append(new)
         # Returns at once, and `cache` may be donated then. The KV of the last token
         # was never computed.
-        self.store.save(tokens, cache, len(tokens) - 1, extras)
+        self.store.save(tokens, cache, len(tokens) - 1, extras, epoch=epoch)
         return tokens[len(prompt) :], num_loaded
 
     def close(self):
-        """Wait for the saves in flight, and end the store's threads."""
+        """Wait for the saves in flight, and end the store's thread."""
         self.store.close()
 
 

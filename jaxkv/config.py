@@ -472,14 +472,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
         """Return all keys and values, for `from_dict` and JSON."""
         return dataclasses.asdict(self)
 
-    def storage_keys(self) -> dict[str, Any]:
-        """Return the keys of the store and their values, for `PrefixStore`.
-
-        >>> OffloadConfig(storage="kv").storage_keys()["storage_write"]
-        'on_reuse'
-        """
-        return {name: getattr(self, name) for name in KEYS if "storage" in name}
-
     def make_engine(
         self, pool: PyTree, *, block_axis: PyTree = 0, head_axis: PyTree = -2
     ) -> TransferEngine:

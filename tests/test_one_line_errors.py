@@ -102,7 +102,7 @@ ENTRY_POINTS = {
         OffloadScheduler(16, 4), registry=CollectorRegistry(), labels={"e": value}
     ),
     "axes of tokens": lambda value: PrefixCache(
-        block_size=2, extras_of=None, num_host_blocks=4, sequence_axes=value
+        [], block_size=2, extras=Extras(), num_host_blocks=4, sequence_axes=value
     ),
     "a size of staging": lambda value: TransferEngine(
         {"k": np.zeros(1)}, 4, staging_bytes=value

@@ -18,7 +18,7 @@ import numpy as np
 from jaxkv import Extras, Namespace
 from jaxkv._util import Resource, check_whole, shown
 from jaxkv.integrations import maxtext_cache, maxtext_guards
-from jaxkv.integrations.prefix_store import PrefixStore, StoreKeys
+from jaxkv.integrations.prefix_store import PrefixStore, StoreKeys, epoch_of
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds, token_bytes
 from jaxkv.transfer import memory
 from jaxkv.types import PyTree
@@ -48,10 +48,11 @@ class MaxTextOffload(Resource):
       first chunk and `save_prefix` after the last, before `insert`.
     * `save_slot` when a request ends, before its slot is reused.
 
-    The saves do not wait for the device. Any thread may call.
+    The saves do not wait for the device. Any thread may call. Parameters have an epoch,
+    as for `PrefixStore`: after the first `store.clear`, each call needs it.
 
     Attributes:
-        store: The blocks, their counters, `flush` and `clear`.
+        store: The blocks, their counters, `epoch`, `flush` and `clear`.
     """
 
     def __init__(
@@ -73,19 +74,18 @@ class MaxTextOffload(Resource):
             cache_like: The cache of a prefill, `prefix["cache"]`, or its shapes; by
                 default the engine's.
             store: As for `PrefixStore`: its size, ``num_host_blocks`` or
-                ``host_bytes``, and perhaps ``cache_policy``, ``storage``, or a
-                ``recorder``, which records each `resume` or `prefill` as a request.
+                ``host_bytes``, and perhaps ``cache_policy``, or a ``recorder``, which
+                records each `resume` or `prefill` as a request.
 
         Raises:
-            ImportError: MaxText is not installed, or an extra that the storage needs.
+            ImportError: MaxText is not installed.
             ValueError: The engine cannot resume, its cache cannot be cut by tokens, or
                 an argument is wrong.
             MemoryError: There is not enough host memory.
-            StoreError: The storage cannot be used.
         """
         check_config(engine.config)
         if cache_like is None:
-            cache_like = _cache_like(engine)
+            cache_like = prefill_cache_like(engine)
         self._engine = engine
         self._cache_like = jax.tree.map(_shape_of, cache_like)
         kv_like = maxtext_cache.prompt_kv(self._cache_like)
@@ -122,16 +122,16 @@ class MaxTextOffload(Resource):
     ) -> Resumption:
         """Load the longest prefix to continue a prefill from. Waits for the bytes.
 
-        It waits at most `storage_deadline_s` for a store behind the host.
-
         Args:
             tokens: int[n]. The prompt. At least its last token must be computed.
             extras: The adapter and salt that its KV depends on.
-            epoch: The epoch from `store.begin`; by default the current one.
+            epoch: The epoch of the parameters of the prefill.
+
+        Raises:
+            ValueError: There is no epoch after a `store.clear`.
         """
         token_bytes(tokens)  # Refuses invalid tokens.
-        if epoch is None:
-            epoch = self.store.begin(tokens, extras)
+        epoch = epoch_of(epoch, self.store.epoch)
         max_tokens = (len(tokens) - 1) // self.chunk_size * self.chunk_size
         hit = None
         if max_tokens > 0:
@@ -162,12 +162,12 @@ class MaxTextOffload(Resource):
             params: As for `MaxEngine.prefill`.
             tokens: int[n]. The prompt.
             extras: The adapter and salt that its KV depends on.
-            epoch: The epoch from `store.begin`, called before `params` were read; by
-                default the current one.
+            epoch: The epoch of `params`.
             arguments: Further arguments for each `MaxEngine.prefill`.
 
         Raises:
-            ValueError: The prompt is empty, or too long for the engine.
+            ValueError: The prompt is empty, or too long for the engine, or there is no
+                epoch after a `store.clear`.
         """
         token_bytes(tokens)  # Refuses invalid tokens.
         chunk, num_tokens = self.chunk_size, len(tokens)
@@ -180,8 +180,7 @@ class MaxTextOffload(Resource):
             )
         padded = np.zeros(end, np.int32)
         padded[:num_tokens] = tokens
-        if epoch is None:
-            epoch = self.store.begin(tokens, extras)
+        epoch = epoch_of(epoch, self.store.epoch)
         existing, start = self.resume(tokens, extras, epoch=epoch)
         prefix = result = None
         for begin in range(start, end, chunk):
@@ -212,14 +211,15 @@ class MaxTextOffload(Resource):
             tokens: int[n]. The whole prompt, with the resumed tokens.
             prefix: The result of its last prefill.
             extras: The adapter and salt that its KV depends on.
-            epoch: The epoch from `store.begin`; by default the epoch when this thread
-                called `resume` for the prompt.
+            epoch: The epoch of the parameters that computed it.
 
         Returns:
-            The number of tokens, from the first on, that are held or in flight.
+            The number of tokens, from the first on, that are held or in flight; 0 if
+            `store.clear` has ended the epoch.
 
         Raises:
-            ValueError: The prefix is not of this engine, or has fewer tokens.
+            ValueError: The prefix is not of this engine, or has fewer tokens, or there
+                is no epoch after a `store.clear`.
             RuntimeError: It has been donated, or the store was closed.
         """
         kv = maxtext_cache.prompt_kv(_entry("prefix", prefix, "cache"))
@@ -247,16 +247,16 @@ class MaxTextOffload(Resource):
             decode_state: The result of the last `generate`.
             slot: The request's slot.
             extras: The adapter and salt that its KV depends on.
-            epoch: The epoch from `store.begin`; by default the epoch when this thread
-                last called `prefill` or `resume` for the prompt. Pass it if several
-                slots have the same prompt.
+            epoch: The epoch of the parameters that computed its prompt.
 
         Returns:
-            The number of tokens, from the first on, that are held or in flight.
+            The number of tokens, from the first on, that are held or in flight; 0 if
+            `store.clear` has ended the epoch.
 
         Raises:
-            ValueError: There is no such slot, or no token. Or the model has attention
-                windows: then MaxText generates other KV than it prefills.
+            ValueError: There is no such slot, no token, or no epoch after a
+                `store.clear`. Or the model has attention windows: then MaxText
+                generates other KV than it prefills.
             RuntimeError: The decode state has been donated, or the store was closed.
         """
         for name in WINDOWS:
@@ -340,8 +340,11 @@ def check_config(config: Any) -> None:
         )
 
 
-def _cache_like(engine: Any) -> PyTree:
-    """Return the shapes and shardings of an engine's prefill cache."""
+def prefill_cache_like(engine: Any) -> PyTree:
+    """Return the shapes and shardings of an engine's prefill cache.
+
+    ValueError if the engine's parameters are not loaded.
+    """
     make = getattr(engine, "_nnx_init_cache_dict", None)
     shardings = getattr(engine, "prefill_kv_cache_shardings", None)
     if make is None or shardings is None:

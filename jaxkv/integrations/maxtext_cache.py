@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxkv.integrations.prefix_blocks import leaf_paths
+from jaxkv.integrations.prefix_layout import leaf_paths
 from jaxkv.types import PyTree
 
 KV: TypeAlias = dict[str, Any]

@@ -1,4 +1,8 @@
-"""The layout of the KV of one prompt, whole and cut into blocks."""
+"""The layout of the KV of one prompt, whole and cut into blocks.
+
+An engine with a contiguous cache holds the KV of a prompt as a pytree of arrays, padded
+along their sequence axes. If it is cut along that axis, an array is a pool of blocks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.integrations.prefix_blocks import cut, join, leaf_paths, path_text
 from jaxkv.transfer import memory
 from jaxkv.transfer.layout import Leaf, PoolLayout
 from jaxkv.types import PyTree
@@ -33,7 +36,7 @@ class PrefixLayout:
         ValueError or TypeError if it cannot be cut along `sequence_axis`, an int or a
         pytree of ints that is a prefix of `kv_like`.
         """
-        described = jax.tree.map_with_path(_describe, kv_like)
+        described = describe(kv_like)
         try:
             whole = PoolLayout.of(described, sequence_axis)
         except ValueError as error:
@@ -157,15 +160,54 @@ class PrefixLayout:
         return program.lower(*args).compile()
 
 
-def arrays_of(
-    name: str, tree: PyTree, treedef: jax.tree_util.PyTreeDef | None = None
-) -> list[jax.Array]:
-    """Return the leaves of a pytree; raise unless they are live arrays outside jit.
+def leaf_paths(tree: PyTree) -> list[tuple[str, Any]]:
+    """Return the leaves of a pytree with their paths, joined by slashes."""
+    return [(_text(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
 
-    With `treedef`, ValueError if the pytree has another structure.
+
+def _text(path: Sequence[Any]) -> str:
+    text: str = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    return text
+
+
+def cut(array: jax.Array, axis: int, block_size: int, num_blocks: int) -> jax.Array:
+    """Cut ``[..., tokens, ...]`` into ``[..., num_blocks, block_size, ...]``.
+
+    Tokens beyond these blocks are dropped; missing tokens are zero. May be traced.
+
+    >>> cut(jnp.arange(5), 0, 2, 3).tolist()
+    [[0, 1], [2, 3], [4, 0]]
     """
+    array = _resize(array, axis, num_blocks * block_size)
+    before, after = array.shape[:axis], array.shape[axis + 1 :]
+    return array.reshape(*before, num_blocks, block_size, *after)
+
+
+def join(blocks: jax.Array, axis: int, length: int) -> jax.Array:
+    """Join ``[..., num_blocks, block_size, ...]`` into ``[..., length, ...]``.
+
+    Missing tokens are zero. May be traced.
+
+    >>> join(jnp.array([[0, 1], [2, 3]]), 0, 5).tolist()
+    [0, 1, 2, 3, 0]
+    """
+    before, after = blocks.shape[:axis], blocks.shape[axis + 2 :]
+    num_tokens = blocks.shape[axis] * blocks.shape[axis + 1]
+    return _resize(blocks.reshape(*before, num_tokens, *after), axis, length)
+
+
+def _resize(array: jax.Array, axis: int, length: int) -> jax.Array:
+    padding = [(0, 0, 0)] * array.ndim
+    padding[axis] = 0, length - array.shape[axis], 0  # Negative to drop tokens.
+    return jax.lax.pad(array, jnp.zeros((), array.dtype), padding)
+
+
+def arrays_of(
+    name: str, tree: PyTree, treedef: jax.tree_util.PyTreeDef
+) -> list[jax.Array]:
+    """Return the leaves of a pytree; raise unless they are live arrays outside jit."""
     arrays, structure = jax.tree.flatten(tree)
-    if treedef is not None and treedef != structure:
+    if treedef != structure:
         raise ValueError(f"{name} must have the structure {treedef}, not {structure}.")
     for n, array in enumerate(arrays):
         if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
@@ -179,10 +221,15 @@ def arrays_of(
     return arrays
 
 
+def describe(tree: PyTree) -> PyTree:
+    """Return the shapes and shardings of arrays, or of their shapes."""
+    return jax.tree.map_with_path(_describe, tree)
+
+
 def _describe(path: Sequence[Any], leaf: Any) -> jax.ShapeDtypeStruct:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         raise TypeError(
-            f"{path_text(path)!r} must be a jax.Array or a jax.ShapeDtypeStruct, not "
+            f"{_text(path)!r} must be a jax.Array or a jax.ShapeDtypeStruct, not "
             f"{type(leaf)}."
         )
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])

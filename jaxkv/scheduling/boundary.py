@@ -132,7 +132,6 @@ class Boundary:
         self.tier = tier = below.tier
         self.name = tier.medium.lower()  # In `Plan.deferral` and explanations.
         self.num_fetched_tokens: dict[str, int] = {}  # Per unfinished request.
-        self.num_lost = 0  # Blocks whose write failed.
         self._write = below.write
         self._is_private = is_private
         self._on_arrival = on_arrival
@@ -200,16 +199,6 @@ class Boundary:
         """Whether writes are in flight, or writes or deletions are unsent."""
         unsent = self._to_write or self._to_delete or self._must_send_last
         return bool(self._writes.moves or unsent)
-
-    def is_awaited(self, request_id: str) -> bool:
-        """Whether a request waits for a fetch or a probe."""
-        wait = self.waits.get(request_id)
-        return bool(wait and wait.events) or self.is_probing(request_id)
-
-    def is_probing(self, request_id: str) -> bool:
-        """Whether a request waits for a probe."""
-        probing = self.probing.get(request_id)
-        return bool(probing and probing.events)
 
     def may_have(self, request_id: str, keys: Sequence[BlockKey]) -> NDArray[np.int32]:
         """Return 0 for each block that the lower tier may have, else NO_BLOCK: i32[n].
@@ -664,7 +653,6 @@ class Boundary:
         self.tier.complete_store(arrived)
         if missing:
             self.tier.complete_store(missing, False)
-        self.num_lost += len(missing) * self.factor
         self.counts.dropped_failed += len(missing) * self.factor
         self.counts.stored += len(arrived) * self.factor
         if arrived and self._on_arrival is not None:

@@ -3,8 +3,7 @@
 What is found has to be the KV of a beginning of the prompt, bit for bit, of the same
 adapter and salt and of the current weights; and where there was room and nothing
 failed, all that was saved has to be found. The weights change at any moment, also while
-prompts are computed. Half of them have a store behind the host, which goes wrong, and
-outlives them.
+prompts are computed.
 """
 
 import threading
@@ -16,11 +15,9 @@ import numpy as np
 from jaxkv import Namespace
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.prefix_store import PrefixStore
-from jaxkv.transfer.storage import MemoryStore
 from tests.campaign import truth
 from tests.campaign.setups import POLICIES
 from tests.campaign.users import EXTRAS, PLAIN, random_prompt
-from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.transfer import faults
 
 LENGTH = 64
@@ -78,8 +75,8 @@ class Store:
     def save(self, tokens, extras, kv, epoch):
         self.store.save(tokens, kv, extras=extras, epoch=epoch)
 
-    def load(self, tokens, extras):
-        hit = self.store.load(tokens, extras)
+    def load(self, tokens, extras, epoch):
+        hit = self.store.load(tokens, extras, epoch=epoch)
         return None if hit is None else (hit.num_tokens, hit.kv)
 
     def contains(self, tokens, extras):
@@ -87,31 +84,30 @@ class Store:
 
 
 class JetStream:
-    """`PrefixCache` with a view for each adapter and salt."""
+    """`PrefixCache`, whose prompts have all one adapter and salt."""
 
     def __init__(self, block_size, weights, **options):
+        axes = {"key": 0, "layers": 1, "index": None}
         self.cache = PrefixCache(
+            self._prefix(kv_of([], PLAIN, 0, 0)),
             block_size=block_size,
-            model="campaign",
-            weights_epoch=weights,
-            extras_of=None,
-            sequence_axes={"key": 0, "layers": 1, "index": None},
+            extras=PLAIN,
+            sequence_axes=axes,
             **options,
         )
-        self.cache.learn(self._prefix(kv_of([], PLAIN, 0, 0)), LENGTH)
         self.store = self.cache.store
-        self.extras = (PLAIN, *(e for e in EXTRAS if not e.multimodal))
-        self.clear, self.flush = self.cache.clear, self.cache.flush
+        self.extras = (PLAIN,)
+        self.clear, self.flush = self.store.clear, self.store.flush
         self.close = self.cache.close
 
     def save(self, tokens, extras, kv, epoch):
-        assert epoch is None, "the driver has none"
-        prefix = self._prefix(kv)
-        value = PrefixValue(prefix, tuple(tokens), len(tokens), LENGTH, 0, None)
-        self._view(extras).save(tuple(tokens), value)
+        value = PrefixValue(
+            self._prefix(kv), tuple(tokens), len(tokens), LENGTH, 0, None
+        )
+        self.cache.save(tuple(tokens), value, epoch=epoch)
 
-    def load(self, tokens, extras):
-        prefix = self._view(extras).load(tuple(tokens))
+    def load(self, tokens, extras, epoch):
+        prefix = self.cache.load(tuple(tokens), epoch=epoch)
         if prefix is None:
             return None
         assert prefix.tokens == tuple(tokens[: prefix.true_length])
@@ -119,12 +115,7 @@ class JetStream:
         return prefix.true_length, kv
 
     def contains(self, tokens, extras):
-        return self._view(extras).contains(tuple(tokens))
-
-    def _view(self, extras):
-        if extras == PLAIN:
-            return self.cache
-        return self.cache.for_adapter(extras.lora_name, extras.cache_salt)
+        return self.cache.contains(tuple(tokens))
 
     @staticmethod
     def _prefix(kv):
@@ -146,59 +137,13 @@ class PrefixUser:
             "num_host_blocks": 4000 if self.is_roomy else rng.choice((5, 20, 60)),
             "extent_bytes": rng.choice((None, self.block_size * 28 * 3)),
         }
-        self.blobs = MemoryStore() if rng.random() < 0.5 else None
-        if self.blobs is not None:
-            writes = "on_reuse", "through", "on_evict"
-            object_bytes = 192 + self.block_size * 28
-            options |= {
-                "storage": "memory://replaced",
-                "storage_bytes": rng.choice((9, 40, 4000)) * object_bytes,
-                "storage_write": rng.choice(writes[: 2 + (policy == "lru")]),
-                "max_storage_blocks": rng.choice((1, 3, 128)),
-                "storage_deadline_s": 1.0,
-                "storage_list_s": rng.choice((0.02, 60.0)),
-                "storage_probe_s": rng.choice((0.0, 0.005, 0.5)),
-            }
         note(f"{make.__name__} {self.block_size=} {options=}")
-        self.make = lambda weights: make(self.block_size, str(weights), **options)
         self.weights = 0
         self.stories, self.saved, self.unsure = [], [], False
-        self.computing = []  # Prompts, with the weights and the epoch of their begin.
-        self.begin()
-
-    def begin(self):
-        """Start a server whose store has random faults."""
-        self.cache = self.make(self.weights)
+        self.computing = []  # Prompts, with their weights and epoch.
+        self.cache = make(self.block_size, str(self.weights), **options)
         copier = self.cache.store._copier
         copier.engine = self.loads = FailingLoads(copier.engine)
-        if self.blobs is not None:
-            rng = self.rng
-            kinds = vars(Faults())
-            chosen = {name: rng.choice((0.0, 0.0, 0.1)) for name in kinds}
-            chosen |= {"late_s": 0.02, "hang": rng.choice((0.0, 0.0, 0.0, 0.01))}
-            if rng.random() < 0.4:
-                chosen = {}
-            self.note(f"begin {chosen}")
-            blobs = FaultyStore(self.blobs, rng.random(), Faults(**chosen))
-            self.cache.store._storage.worker.storage_io._store = blobs
-
-    def restart(self):
-        if self.rng.random() < 0.7:
-            self.cache.flush()
-            self.cache.store.wait_for_storage(0.2)
-        self.count_storage()
-        self.cache.close()
-        self.note("restart")
-        self.begin()
-        self.saved, self.unsure, self.computing = [], False, []
-        if self.rng.random() < 0.7:
-            self.cache.store.wait_for_storage(0.2)
-        self.counts["restarts"] += 1
-
-    def count_storage(self):
-        stats = self.cache.store.stats
-        for name in ("stored", "dropped", "loaded", "failed", "evicted"):
-            self.counts[f"store: {name}"] += getattr(stats, f"num_storage_{name}")
 
     def run(self, num_steps):
         try:
@@ -209,7 +154,6 @@ class PrefixUser:
             if self.counts["saves failed"]:
                 faults.recover(jax.tree.map(jnp.asarray, kv_of([], PLAIN, 0, 0)))
         finally:
-            self.count_storage()
             self.cache.close()
 
     def step(self):
@@ -217,11 +161,6 @@ class PrefixUser:
         chance = rng.random()
         if chance < 0.02:
             self.change_weights()
-        elif chance < 0.03:
-            self.restart()
-        elif chance < 0.04 and self.stories:
-            self.cache.store.prefetch(*self.prompt())
-            self.unsure = self.unsure or self.blobs is not None
         elif chance < 0.05:
             self.flush()
         elif chance < 0.1:
@@ -241,15 +180,12 @@ class PrefixUser:
         """Compute a prompt, others meanwhile, or begin with new weights meanwhile."""
         tokens, extras = self.prompt()
         self.stories = [*self.stories[-12:], (tokens, extras)]
-        epoch = None
-        if isinstance(self.cache, Store) and self.rng.random() < 0.5:
-            epoch = self.cache.store.begin(tokens, extras)
-        else:
+        prompt = tokens, extras, self.weights, self.cache.store.epoch
+        if self.rng.random() < 0.5:
             self.load(tokens, extras)
-        prompt = tokens, extras, self.weights, epoch
         if self.rng.random() < 0.1:
             self.change_weights()
-        if epoch is not None and self.rng.random() < 0.5:
+        if self.rng.random() < 0.5:
             self.computing.append(prompt)
             prompt = self.computing.pop(self.rng.randrange(len(self.computing)))
         self.save_computed(*prompt)
@@ -271,9 +207,7 @@ class PrefixUser:
 
     def load(self, tokens, extras):
         self.loads.fails = self.rng.random() < 0.05
-        hit = self.cache.load(tokens, extras)
-        # A fetch that was late may still be about to fail.
-        self.unsure = self.unsure or self.blobs is not None
+        hit = self.cache.load(tokens, extras, self.cache.store.epoch)
         self.counts["loads"] += 1
         self.note(f"load {tokens} {extras}: {hit and hit[0]}")
         if self.loads.fails:
@@ -298,7 +232,7 @@ class PrefixUser:
         hits = [None] * 4
 
         def load(place):
-            hits[place] = self.cache.load(*prompts[place])
+            hits[place] = self.cache.load(*prompts[place], self.cache.store.epoch)
 
         threads = [
             threading.Thread(target=load, args=(n,)) for n in range(len(prompts))

@@ -32,15 +32,8 @@ from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
 from jaxkv.tools.replay.traces import read_trace
 from jaxkv.transfer.storage import StoreError
-from tests.integrations.test_prefix_store import (
-    LENGTH,
-    NAMESPACE,
-    check_at_rest,
-    make_store,
-)
 from tests.observe.test_tiers_to_subscriber import PublishingRig
 from tests.rigs.failing_calls import ERRORS, HANG, SHORT, faults
-from tests.rigs.known_kv import check_hit, known_kv, to_device
 from tests.rigs.listening import DECODER, Listener, Picture
 from tests.rigs.offload_rig import (
     BLOCK_SIZE,
@@ -50,7 +43,6 @@ from tests.rigs.offload_rig import (
     make_keys,
     make_request,
 )
-from tests.rigs.waiting import wait_for
 
 PATH_BLOCKS = 2
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS, NUM_STORED_BLOCKS = 8, 16, 4
@@ -507,79 +499,11 @@ class EventsLife(Life):
         raise StuckError("a replay")
 
 
-class PrefixLife(Life):
-    """The life of a prefix store with storage behind it, by the clock on the wall."""
-
-    LIST_S = 0.1
-
-    def __init__(self, calls, fault, folder):
-        super().__init__(calls, fault)
-        self.folder = folder
-
-    def begin(self):
-        with self.log.listening():
-            store = self.start(self._store)
-            with self.calls.armed():
-                for prompt in range(2):
-                    self._save(store, prompt)
-                self._forget(store)
-                wait_for(lambda: self._load(store, 0) or self.has_failed)
-                self._save(store, 2)
-                time.sleep(self.LIST_S)
-            if self.must_recover:
-                time.sleep(1.2)  # For so long a full disk is not written to.
-                self._save(store, 3)
-                self._forget(store)
-                wait_for(self._load, store, 3)
-                if self.log.warnings:
-                    wait_for(lambda: self.log.infos)
-            check_at_rest(store)
-            store.close()
-        # A listing goes on for a moment, and its calls would count in the next life.
-        for thread in threading.enumerate():
-            if thread.name == "jaxkv storage list":
-                thread.join()
-
-    def _store(self):
-        return make_store(
-            storage=str(self.folder),
-            storage_bytes="1MiB",
-            storage_write="through",
-            storage_deadline_s=30.0,
-            storage_list_s=self.LIST_S,
-        )
-
-    def _save(self, store, prompt):
-        self._load(store, prompt)
-        store.save(self._tokens(prompt), to_device(self._kv(prompt)))
-        store.flush()
-        store.wait_for_storage()
-
-    def _forget(self, store):
-        store.clear(NAMESPACE.weights_epoch)
-        store.wait_for_storage()
-
-    def _load(self, store, prompt):
-        """Load a prompt, if it is known to be there; return whether it is."""
-        hit = store.load(self._tokens(prompt))
-        if hit is not None:
-            check_hit(hit, self._tokens(prompt))
-        return hit is not None
-
-    def _tokens(self, prompt):
-        return [prompt] * 8  # Two blocks.
-
-    def _kv(self, prompt):
-        return known_kv(self._tokens(prompt), LENGTH)
-
-
 # Calls without which the same comes about.
 HARMLESS = {
     ("lstat", "_util.files.places_on"),
     # Another thread does the work, or the caller itself.
     ("thread", "transfer.storage.workers.start_thread"),
-    ("thread", "integrations.prefix_copier.PrefixCopier._submit"),
-    ("thread", "integrations.prefix_copier.run_uninterrupted"),
     ("stat", "scheduling.record.record._read_secret"),
     ("lstat", "scheduling.record.trace_file.TraceFile._rotate.<locals>.<genexpr>"),
     ("flock", "scheduling.record.trace_file.lock"),  # Some file systems have no locks.

@@ -15,7 +15,6 @@ from jaxkv.transfer.storage import StoreError, local, storage_io, workers
 from tests.campaign.sweep import (
     EventsLife,
     PolicyStateLife,
-    PrefixLife,
     RecordLife,
     StoreLife,
     sweep,
@@ -122,17 +121,12 @@ def in_folders(folders, kind, *options):
             marks=pytest.mark.long,
             id="publisher without replay",
         ),
-        pytest.param(
-            *(PrefixLife, (), False, 0), marks=pytest.mark.long, id="prefix store"
-        ),
     ],
 )
 def test_a_call_that_fails_once_costs_a_request_a_save_or_a_computation_at_most(
     calls, folders, kind, options, all_errors, min_lives
 ):
     live = functools.partial(in_folders(folders, kind, *options), calls)
-    if kind is PrefixLife:
-        live(None)  # It compiles.
     assert check(*sweep(live, all_errors=all_errors)) > min_lives
 
 

@@ -1647,7 +1647,6 @@ _IGNORED = {
     *("_num_asks", "_num_released", "_num_readers", "num_changes", "_num_hit_tokens"),
     *("bytes_per_s", "load_bytes_per_s", "prefill_tokens_per_s", "_is_refused"),
     *(
-        ("Boundary", "num_lost"),
         ("Boundary", "_reuse_filter"),
         ("Load", "keys"),
         ("Requests", "by_request"),

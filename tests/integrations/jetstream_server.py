@@ -20,7 +20,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from jaxkv import Extras
 from jaxkv.integrations.jetstream import PrefixCache
+from jaxkv.integrations.maxtext import prefill_cache_like
 from jaxkv.integrations.maxtext_guards import guard_chunked_prefill
 
 ROOM_BYTES = 10_000_000
@@ -95,7 +97,7 @@ def break_cache(cache):
     def fail(*args, **named):
         raise RuntimeError("broken for a test")
 
-    cache._extras_of = fail
+    cache.store._keys = fail
 
 
 def start(which, folder):
@@ -103,11 +105,17 @@ def start(which, folder):
     import grpc
     from jetstream.core import config_lib, prefix_cache, server_lib
 
-    cache = None
+    caches = []
+
+    def make_cache(hbm_bytes, dram_bytes):
+        """As docs/jetstream.md has it."""
+        like = prefill_cache_like(engines[0])
+        size = {"block_size": 8, "host_bytes": dram_bytes}
+        caches.append(PrefixCache(like, extras=Extras(), **size))
+        return caches[0]
+
     if which == "jaxkv":
-        cache = PrefixCache(block_size=8, host_bytes=ROOM_BYTES, extras_of=None)
-        # As docs/jetstream.md has it.
-        prefix_cache.PrefixCache = lambda hbm_bytes, dram_bytes: cache
+        prefix_cache.PrefixCache = make_cache
     server_lib._HOST = "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -120,7 +128,7 @@ def start(which, folder):
         credentials=grpc.local_server_credentials(),
         prefix_caching_config=None if which == "none" else caching,
     )
-    return server, port, cache, engines
+    return server, port, caches[0] if caches else None, engines
 
 
 def main():
@@ -137,11 +145,11 @@ def main():
         if cache is not None:
             match line.strip():
                 case "flush":
-                    cache.flush()
+                    cache.store.flush()
                 case "break":
                     break_cache(cache)
             state |= {
-                "hit_tokens": cache.stats.num_host_hit_tokens,
+                "hit_tokens": cache.store.stats.num_host_hit_tokens,
                 "errors": dict(cache.errors),
             }
         print("STATE " + json.dumps(state), file=answers, flush=True)

@@ -95,12 +95,12 @@ def test_only_new_tokens_are_computed(make, block_size):
     engine, offload = make("mixed", block_size)
     rng = random.Random(block_size)
     for turn in range(3):
-        prompt = [rng.randrange(1, 9) for _ in range(7)]
-        assert offload.prefill("params", prompt).num_tokens == 0
+        prompt, epoch = [rng.randrange(1, 9) for _ in range(7)], offload.store.epoch
+        assert offload.prefill("params", prompt, epoch=epoch).num_tokens == 0
         offload.store.flush()
         longer = [*prompt, *(20 + turn for _ in range(4))]
         engine.num_computed = 0
-        done = offload.prefill("params", longer)
+        done = offload.prefill("params", longer, epoch=epoch)
         # Full blocks of the first prompt, cut to whole chunks.
         kept = 7 // block_size * block_size // CHUNK * CHUNK
         assert (done.num_tokens, engine.num_computed) == (kept, 11 - kept)
@@ -121,48 +121,46 @@ def test_a_clear_in_the_middle_of_a_prefill_keeps_nothing_of_it(make):
     assert offload.prefill("params", prompt).num_tokens == 0
     offload.store.flush()
     assert (offload.store.held_bytes, offload.store.stats.num_dropped_reset) == (0, 2)
-    assert offload.resume(prompt) == (None, 0)
-    del engine.prefill
-    offload.prefill("params", prompt)
-    offload.store.flush()
-    assert offload.resume(prompt).num_tokens == 8
-
-
-def test_prompts_that_began_before_clear_are_not_kept(make):
-    _, offload = make("mixed")
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    epoch = offload.store.begin(prompt)  # Before the engine's parameters are read.
-    offload.resume(prompt)
-    prefix = offload.prefill("params", prompt).prefix
-    offload.store.flush()
-    offload.store.clear("1")
-    offload.prefill("params", prompt, epoch=epoch)
-    assert offload.save_prefix(prompt, prefix) == 0
-    assert offload.save_prefix(prompt, prefix, epoch=epoch) == 0
+    epoch = offload.store.epoch
     assert offload.resume(prompt, epoch=epoch) == (None, 0)
-    assert (offload.store.held_bytes, offload.store.stats.num_dropped_reset) == (
-        0,
-        3 * 2,
-    )
-    offload.resume(prompt)
-    assert offload.save_prefix(prompt, prefix) == 8
+    del engine.prefill
+    offload.prefill("params", prompt, epoch=epoch)
+    offload.store.flush()
+    assert offload.resume(prompt, epoch=epoch).num_tokens == 8
 
 
 @pytest.mark.parametrize("num_prompt", [2, 6])
-def test_a_slot_belongs_to_the_epoch_of_its_prefill(make, num_prompt):
-    """Also if the prompt is too short to be resumed."""
+def test_a_request_belongs_to_the_epoch_that_each_call_is_given(make, num_prompt):
+    """Also if the prompt is too short to be resumed, and another was loaded since."""
     _, offload = make("mixed")
     engine = Engine("mixed")
     engine.insert(0, num_prompt)
     for _ in range(6):
         engine.step()
-    tokens = [*engine.lists[0], 999]
+    tokens, state = [*engine.lists[0], 999], engine.state()
+    prompt = tokens[:num_prompt]
+    prefix = offload.prefill("params", prompt).prefix
+    offload.store.flush()
     offload.store.clear("1")
-    assert offload.save_slot(tokens, engine.state(), 0) == 0
-    offload.prefill("params", tokens[:num_prompt])
-    assert offload.save_slot(tokens, engine.state(), 0) == len(tokens) // CHUNK * CHUNK
-    offload.store.clear("2")
-    assert offload.save_slot(tokens, engine.state(), 0) == 0
+    offload.resume(prompt, epoch=1)
+    for call in (
+        lambda **epoch: offload.resume(prompt, **epoch),
+        lambda **epoch: offload.prefill("params", prompt, **epoch),
+        lambda **epoch: offload.save_prefix(prompt, prefix, **epoch),
+        lambda **epoch: offload.save_slot(tokens, state, 0, **epoch),
+    ):
+        with pytest.raises(ValueError, match="epoch=None must be a number, since cle"):
+            call()
+    assert offload.prefill("params", prompt, epoch=0).num_tokens == 0
+    assert offload.save_prefix(prompt, prefix, epoch=0) == 0
+    assert offload.save_slot(tokens, state, 0, epoch=0) == 0
+    offload.store.flush()
+    assert offload.store.held_bytes == 0
+    num_saved = len(tokens) // CHUNK * CHUNK
+    assert offload.save_slot(tokens, state, 0, epoch=1) == num_saved
+    offload.store.flush()
+    assert offload.resume([*tokens, 7], epoch=0) == (None, 0)
+    assert offload.resume([*tokens, 7], epoch=1).num_tokens == num_saved
 
 
 def test_a_request_resumes_from_its_generated_tokens(make):
@@ -182,18 +180,6 @@ def test_a_request_resumes_from_its_generated_tokens(make):
     assert prefill_engine.num_computed == 3
     salted = offload.resume([*tokens, 999], Extras(cache_salt="another"))
     assert salted == (None, 0)
-
-
-def test_a_stored_prompt_is_resumed_by_the_next_process(make, tmp_path):
-    storage = {"storage": str(tmp_path), "storage_bytes": "1MiB"}
-    storage |= {"storage_write": "through", "storage_deadline_s": 30.0}
-    for num_tokens in (0, 2 * CHUNK):
-        _, offload = make("mixed", **storage)
-        assert offload.store.wait_for_storage(60)
-        assert offload.prefill("params", range(1, 11)).num_tokens == num_tokens
-        offload.store.flush()
-        assert offload.store.wait_for_storage(60)
-        offload.close()
 
 
 def test_a_slot_of_other_lengths_keeps_nothing_and_is_counted(make):

@@ -1,5 +1,6 @@
 """The KV of prompts comes back bit for bit, and only for its own prompt."""
 
+import collections
 import concurrent.futures
 import contextlib
 import linecache
@@ -12,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import Extras, Namespace, Retention, TraceRecorder, make_lru
-from jaxkv.integrations import prefix_epochs, prefix_store
+from jaxkv import Extras, Namespace, TraceRecorder, make_lru
+from jaxkv.integrations import prefix_store
 from jaxkv.integrations.prefix_store import PrefixStore
 from jaxkv.keys.hashing import NO_EXTRAS
 from jaxkv.policies.reuse import UNIT
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tools.replay.run import replay
 from jaxkv.tools.replay.traces import read_trace
+from tests.rigs.command_line import run_python
 from tests.rigs.known_kv import (
     SEQUENCE_AXIS,
     check_hit,
@@ -27,6 +29,7 @@ from tests.rigs.known_kv import (
     to_device,
 )
 from tests.rigs.refusals import check_refusals
+from tests.rigs.refused_threads import refused_threads
 from tests.rigs.waiting import wait_for
 from tests.transfer import faults
 
@@ -57,7 +60,7 @@ def make(closing):
 
 
 def save(store, tokens, extras=NO_EXTRAS, length=LENGTH, **arguments):
-    epoch = store.begin(tokens, extras)
+    epoch = store.epoch
     kv = to_device(known_kv(tokens, length, extras))
     return store.save(tokens, kv, extras=extras, **{"epoch": epoch} | arguments)
 
@@ -103,44 +106,23 @@ def test_a_policy_is_notified_of_each_load(make):
     assert store.load(tokens) is None
     assert keep(store, tokens) == len(tokens)
     assert store.load(tokens).num_tokens == len(tokens)
-    shown = store._manager.snapshot().policy
+    shown = store._index.snapshot().policy
     assert shown["now_ms"] == 7500
     assert sum(shown["touches"]) == UNIT * 2 * 3
-
-
-def test_a_prompt_is_retained_as_its_caller_requests(make):
-    now_s = [0.0]
-    num = 2
-    store = make(num_host_blocks=num, retention=True, clock=lambda: now_s[0])
-    size = store.block_size
-    prompts = [list(range(start, start + size)) for start in range(0, 9 * size, size)]
-    store.retain(prompts[0] + [7], Retention(ttl_s=60, num_tokens=size))
-    for prompt in prompts[:4]:
-        keep(store, prompt)
-    assert list(map(store.contains, prompts[:4])) == [True, False, False, True]
-    now_s[0] = 60.0
-    for prompt in prompts[4:]:
-        keep(store, prompt)
-    assert store.contains(prompts[0])  # Only a load updates the clock.
-    assert store.load(prompts[8]) is not None
-    keep(store, prompts[4])
-    assert not store.contains(prompts[0])
 
 
 def state_of(store):
     """Return all that a call may change."""
     store.flush()
-    thread = vars(store._begun._thread)
-    notes = tuple(thread.get("values", {}).items()), thread.get("last")
     names = "_epoch", "_namespace", "_num_saves", "_num_loads"
     fields = tuple(getattr(store, name) for name in names)
-    snapshot = repr(store._manager.snapshot())
-    return (store.stats, store.held_bytes, snapshot, *fields, *notes)
+    snapshot = repr(store._index.snapshot())
+    return (store.stats, store.held_bytes, snapshot, *fields)
 
 
 def check_at_rest(store):
-    """Check that nothing is pinned, and that the manager agrees with the engine."""
-    snapshot = store._manager.snapshot()
+    """Check that nothing is pinned, and that the index agrees with the engine."""
+    snapshot = store._index.snapshot()
     assert set(snapshot.ref_cnt.values()) <= {0}
     assert store.held_bytes == len(snapshot.ref_cnt) * store.block_bytes
     engine = store._copier.engine
@@ -232,7 +214,12 @@ def test_random_prompts_agree_with_a_list_of_prefixes(make, seed, mode):
         if action < 0.5:
             forms = (tokens, np.array(tokens, np.int32), jnp.array(tokens, int))
             min_tokens = 12 * (action < 0.1)
-            hit = store.load(forms[num_queried % 3], extras, min_tokens=min_tokens)
+            hit = store.load(
+                forms[num_queried % 3],
+                extras,
+                min_tokens=min_tokens,
+                epoch=store.epoch,
+            )
             num_tokens = BLOCK * oracle.load(keys, min_tokens)
             assert (0 if hit is None else hit.num_tokens) == num_tokens
             if hit is not None:
@@ -318,7 +305,7 @@ def test_a_waiting_save_that_is_cleared_is_not_found(make):
         assert save(store, PROMPT[:12], only_if=lambda: False) == 12
         save(store, OTHER)
     assert not store.contains(PROMPT[:4])
-    check_hit(store.load(OTHER), OTHER)
+    check_hit(store.load(OTHER, epoch=1), OTHER)
     assert store.stats.num_stored == 7
     check_at_rest(store)
 
@@ -335,79 +322,109 @@ def test_a_save_cleared_in_flight_is_not_found(make):
     store.save(PROMPT, kv, only_if=clear_and_begin_anew)
     store.flush()
     assert not store.contains(PROMPT[:4])
-    assert store.load(PROMPT) is None
+    assert store.load(PROMPT, epoch=1) is None
     check_at_rest(store)
 
 
 P, Q, R = list(range(8)), list(range(20, 24)), list(range(30, 34))
 
 
-class EpochOracle:
-    """The epochs of the prompts that a thread has begun, the newest first."""
-
-    def __init__(self):
-        self.begun = []
-
-    def record(self, extras, tokens, epoch):
-        if tokens:
-            self.begun.insert(0, (extras, tokens, epoch))
-
-    def find(self, extras, tokens):
-        """The epoch of a prompt, or of its extension, or of its longest beginning."""
-
-        def score(number, begun_extras, begun):
-            if begun_extras == extras and begun == tokens[: len(begun)]:
-                return len(begun) + (begun == tokens)
-            is_newest = (number, begun_extras) == (0, extras)
-            return is_newest and len(tokens) * (begun[: len(tokens)] == tokens)
-
-        scores = [score(n, *begun[:2]) for n, begun in enumerate(self.begun)]
-        best = max(scores, default=0)
-        return self.begun[scores.index(best)][2] if best else 0
-
-
 @pytest.mark.parametrize("seed", range(3))
-def test_a_save_belongs_to_the_epoch_in_which_its_prompt_was_loaded(make, seed):
-    """Two threads save prompts of two adapters, sometimes with a given epoch."""
+def test_a_save_belongs_to_the_epoch_of_its_weights(make, seed):
+    """Threads compute prompts of two adapters while the weights change."""
     rng, store = np.random.default_rng(seed), make()
     prompts = [[], P[:3], P, P + Q, P + R, P + Q + R, R]
     threads = [concurrent.futures.ThreadPoolExecutor(1) for _ in range(2)]
-    oracles, held, epoch, counts = [EpochOracle(), EpochOracle()], set(), 0, {}
+    held, computing, counts = set(), [], collections.Counter()
     for _ in range(200):
-        thread, tokens = rng.integers(2), prompts[rng.integers(len(prompts))]
-        run, oracle = threads[thread].submit, oracles[thread]
-        extras = TENANTS[rng.integers(2)]
-        given = {"epoch": int(rng.integers(epoch + 1))} if rng.random() < 0.2 else {}
-        ends = range(BLOCK, len(tokens) + 1, BLOCK)
-        keys = {(extras, *tokens[:end]) for end in ends}
+        run, epoch = threads[rng.integers(2)].submit, store.epoch
         action = rng.choice(["load", "save", "clear"], p=[0.4, 0.55, 0.05])
         is_kept = None
         if action == "clear":
             store.clear((None, "1")[rng.integers(2)])
-            held, epoch = set(), epoch + 1
-        elif action == "load":
-            begun = given.get("epoch", epoch)
-            oracle.record(extras, tokens, begun)
-            num_held = len(keys & held) * (begun == epoch)
-            hit = run(store.load, tokens, extras, **given).result()
+            held = set()
+        elif action == "load" or not computing:
+            tokens, extras = (
+                prompts[rng.integers(len(prompts))],
+                TENANTS[rng.integers(2)],
+            )
+            old = int(rng.integers(epoch + 1)) if rng.random() < 0.2 else epoch
+            num_held = len(keys_of(tokens, extras) & held) * (old == epoch)
+            hit = run(store.load, tokens, extras, epoch=old).result()
             assert (0 if hit is None else hit.num_tokens) == num_held * BLOCK
             if is_kept := hit is not None:
                 check_hit(hit, tokens, (extras, epoch))
-        else:
-            begun = given.get("epoch", oracle.find(extras, tokens))
-            is_kept = begun == epoch
-            kv = to_device(known_kv(tokens, LENGTH, (extras, begun)))
-            saved = run(store.save, tokens, kv, extras=extras, **given).result()
+            computing.append((tokens, extras, old))
+        else:  # Of a prompt that any thread has loaded, however long ago.
+            tokens, extras, old = computing.pop(rng.integers(len(computing)))
+            keys, is_kept = keys_of(tokens, extras), old == epoch
+            kv = to_device(known_kv(tokens, LENGTH, (extras, old)))
+            saved = run(store.save, tokens, kv, extras=extras, epoch=old).result()
             assert saved == len(keys) * BLOCK * is_kept
             store.flush()
             held |= keys if is_kept else set()
-        counts[action, is_kept] = counts.get((action, is_kept), 0) + 1
+        counts[action, is_kept] += 1
         assert store.held_bytes == len(held) * store.block_bytes
     assert len(counts) == 5
     assert min(counts.values()) >= 5, counts
     check_at_rest(store)
     for thread in threads:
         thread.shutdown()
+
+
+def keys_of(tokens, extras):
+    ends = range(BLOCK, len(tokens) + 1, BLOCK)
+    return {(extras, *tokens[:end]) for end in ends}
+
+
+ANSWER = list(range(90, 100))
+LATE_SAVES = {
+    "a shorter prompt was loaded since": (P, [P[:4]], P + Q),
+    "many prompts were loaded since": (P, [P, *([n] * 4 for n in range(40)), P], P + R),
+    "the prompt and a part of its answer were": (P, [P + ANSWER[:4]], P + ANSWER),
+}
+
+
+@pytest.mark.parametrize("case", LATE_SAVES)
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_kv_of_old_weights_is_not_kept_whatever_was_loaded_since(
+    make, case, num_threads
+):
+    """The saving thread loads the prompts, or another one."""
+    store, (before, since, saved) = make(), LATE_SAVES[case]
+    kv = to_device(known_kv(saved, LENGTH, "old weights"))
+
+    def load_all():
+        store.load(before)
+        store.clear("v2")
+        for tokens in since:
+            store.load(tokens, epoch=1)
+
+    if num_threads:
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(load_all).result()
+    else:
+        load_all()
+    with pytest.raises(ValueError, match="epoch=None must be a number, since clear"):
+        store.save(saved, kv)
+    assert store.save(saved, kv, epoch=0) == 0
+    store.flush()
+    assert (store.load(saved, epoch=1), store.held_bytes) == (None, 0)
+    assert store.stats.num_dropped_reset == len(saved) // BLOCK
+
+
+def test_a_load_after_a_clear_needs_the_epoch(make):
+    store = make()
+    keep(store, P)
+    store.clear()
+    keep(store, P)
+    with pytest.raises(ValueError, match="epoch=None must be a number, since clear"):
+        store.load(P)
+    assert store.load(P, epoch=0) is None
+    check_hit(store.load(P, epoch=1), P)
+    for call in (store.load, lambda tokens, **named: save(store, tokens, **named)):
+        with pytest.raises(ValueError, match="epoch=2 must be at most 1"):
+            call(P, epoch=2)
 
 
 def test_a_clear_between_the_keys_of_a_call_and_its_effect_is_noticed(
@@ -427,8 +444,8 @@ def test_a_clear_between_the_keys_of_a_call_and_its_effect_is_noticed(
     with monkeypatch.context() as patch:
         patch.setattr(prefix_store.KeyChain, "extend", extend_and_clear)
         assert store.load(P) is None
-        assert store.save(P, kv) == 0
-        assert store.save(P, kv, epoch=store.begin(P)) == 0
+        assert store.save(P, kv, epoch=store.epoch) == 0
+        assert store.load(P, epoch=store.epoch) is None
     store.flush()
     assert not store.contains(P)
     check_at_rest(store)
@@ -459,26 +476,12 @@ def test_a_save_that_waits_for_others_ends_with_its_epoch(make):
     kv = to_device(known_kv(P, LENGTH))
     with concurrent.futures.ThreadPoolExecutor(1) as thread, blocked_thread(store):
         save(store, Q)
-        waiting = thread.submit(store.save, P, kv, epoch=store.begin(P))
+        waiting = thread.submit(store.save, P, kv)
         wait_for(lambda: store._changed._waiters)
         store.clear()
         assert waiting.result(timeout=60) == 0
     assert store.stats.num_dropped_reset == (len(P) + len(Q)) // BLOCK
     assert store.held_bytes == 0
-
-
-def test_prompts_that_are_forgotten_are_not_kept_after_a_clear(
-    make, monkeypatch, caplog
-):
-    monkeypatch.setattr(prefix_epochs, "_MAX_PROMPTS", 2)
-    store = make()
-    store.clear()
-    for tokens in (P, Q, R):
-        store.load(tokens)
-    kv = to_device(known_kv(P, LENGTH))
-    assert [store.save(tokens, kv) for tokens in (P, P, Q, R)] == [0, 0, 4, 4]
-    (warning,) = [entry.message for entry in caplog.records]
-    assert "pass save(epoch=)" in warning
 
 
 def test_a_cleared_load_is_a_miss(make):
@@ -599,29 +602,21 @@ def test_invalid_calls_are_refused_and_change_nothing(make):
             store.save(*arguments)
     with pytest.raises(TypeError, match="only_if=True must be a function, or None"):
         store.save(prompt, kv, only_if=True)
-    for call in (store.load, store.contains, store.prefetch):
+    for call in (store.load, store.contains):
         with pytest.raises(TypeError, match="extras='alice' must be of type Extras"):
             call(prompt, "alice")
     with pytest.raises(ValueError, match="length=35 must be at most 34"):
         store.load(prompt, length=35)
-    with pytest.raises(TypeError, match=r"must be a jaxkv.Retention, or None"):
-        store.retain(prompt, 80)
-    with pytest.raises(ValueError, match="with retention=True"):
-        store.retain(prompt, Retention(ttl_s=60))
     assert (store.stats, store.held_bytes) == (OffloadStats(), 0)
     store.load(prompt)
     store.save(prompt, kv)
     tokens_and_extras = {"tokens": (prompt,), "extras": (NO_EXTRAS,)}
     calls = {
-        "begin": tokens_and_extras,
         "contains": tokens_and_extras,
-        "prefetch": tokens_and_extras,
-        "retain": tokens_and_extras | {"retention": (Retention(ttl_s=60), None)},
         "load": tokens_and_extras
         | {
             "min_tokens": (0, 10**30),
             "length": (LENGTH, None),
-            "remote_prefill": (False, True),
             "epoch": (0, None),
         },
         "save": tokens_and_extras
@@ -632,8 +627,6 @@ def test_invalid_calls_are_refused_and_change_nothing(make):
             "epoch": (0, None),
         },
         "clear": {"weights_epoch": ("1", None, "x")},
-        "note_prefill_rate": {"tokens_per_s": (1.0, 1.5, 10**30, True)},
-        "wait_for_storage": {"timeout_s": (0.0, None, -1, 1.5, 10**30)},
     }
     for name, arguments in calls.items():
         check_refusals(getattr(store, name), arguments, lambda: state_of(store))
@@ -661,6 +654,7 @@ REFUSED = [
     ({"cache_policy": "nonesuch"}, ValueError, "nonesuch"),
     ({"namespace": Namespace("m", "0", "d", "l", 64)}, ValueError, "than a block"),
     ({"namespace": "m"}, TypeError, "namespace='m' must be a jaxkv.Namespace"),
+    ({"storage": "kv"}, TypeError, "unexpected keyword argument 'storage'"),
     (
         {"sequence_axis": 0, "like": {"key": np.zeros((8, 2))}},
         TypeError,
@@ -733,3 +727,44 @@ def test_a_load_that_is_interrupted_at_any_line_leaves_nothing_pinned(make):
     keep(store, [100 + token for token in prompt])
     assert store.stats.num_dropped_full == 0
     check_at_rest(store)
+
+
+def test_a_store_that_no_thread_can_serve_is_refused(make):
+    before = set(threading.enumerate())
+    with refused_threads(0, 1), pytest.raises(RuntimeError, match="can't start new"):
+        make()
+    wait_for(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_load_without_a_thread_for_it_runs_in_the_callers(make, monkeypatch):
+    store, threads = make(), []
+    keep(store, P)
+
+    def refuse(*args):
+        raise RuntimeError("can't start new thread")
+
+    def note_and_load(*args):
+        threads.append(threading.current_thread())
+        return load(*args)
+
+    load = store._load
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_load", note_and_load)
+        patch.setattr("_thread.start_new_thread", refuse)
+        check_hit(store.load(P), P)
+    assert threads == [threading.current_thread()]
+
+
+UNCLOSED = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+from tests.integrations import test_prefix_store as t
+store = t.make_store()
+t.save(store, t.PROMPT)
+print("end")
+"""
+
+
+def test_a_process_that_closes_nothing_ends():
+    done = run_python(UNCLOSED, text=True, timeout=500)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import Namespace
+from jaxkv import Extras, Namespace
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.prefix_store import PrefixStore
 from tests.rigs.known_kv import (
@@ -68,15 +68,16 @@ def test_an_engines_cache_comes_back_where_it_was(axis_type):
     places = spread(SPECS | {"generated": P(None, "heads"), "index": P()}, axis_type)
     fixed = {
         "generated": np.zeros((5, 4), np.float32),
-        "index": np.full((2,), 7, np.float32),
+        "index": np.zeros((2,), np.float32),
     }
-    with PrefixCache(block_size=4, num_host_blocks=16, extras_of=None) as cache:
-        for n in range(2):  # The second is compared with the first.
-            key = (n, *range(1, 16))
-            prefix = jax.device_put(known_kv(key, LENGTH) | fixed, places)
-            assert cache.save(key, PrefixValue(prefix, key, 16, LENGTH, 0, None))
-        cache.flush()
-        assert cache.stats.num_dropped_failed == 0
+    key = tuple(range(16))
+    prefix = jax.device_put(known_kv(key, LENGTH) | fixed, places)
+    axes = {"key": 0, "layers/0": 1, "layers/1": 2, "*": None}
+    sizes = {"block_size": 4, "num_host_blocks": 16}
+    with PrefixCache(prefix, extras=Extras(), sequence_axes=axes, **sizes) as cache:
+        assert cache.save(key, PrefixValue(prefix, key, 16, LENGTH, 0, None))
+        cache.store.flush()
+        assert cache.store.stats.num_dropped_failed == 0
         hit = cache.load(key)
         check_equal(hit.prefix, known_kv(key, LENGTH, rubbish=False) | fixed)
         check_places(hit.prefix, places)

@@ -1,11 +1,9 @@
 """The parts of JetStream's driver and engine that a prefix cache sees.
 
 The example has the engine and the driver's calls of a prefix cache. This file adds a
-thread for each engine, and LoRA adapters that are merged into the weights while a
-prompt is served.
+thread for each engine.
 """
 
-import asyncio
 import concurrent.futures
 import itertools
 import threading
@@ -14,73 +12,28 @@ import types
 import jax
 import numpy as np
 
-from examples.jetstream_prefix_cache import TinyEngine, answer
+from examples.jetstream_prefix_cache import answer
 
 NO_CACHE = types.SimpleNamespace(
     load=lambda *_, **__: None, contains=lambda _: True, save=None
 )
 
 
-class Engine(TinyEngine):
-    """The example's engine, which can merge adapters."""
-
-    def apply_adapter(self, params, config, lora_params):
-        params["q0"] = params["q0"] + lora_params
-        params["k1"] = params["k1"] + lora_params
-
-    def unapply_adapter(self, params, config, lora_params):
-        # Not by subtraction: the weights must be the same to the last bit.
-        params |= config["base"]
-
-
-class AdapterStore:
-    """Weights by name, with coroutines."""
-
-    def __init__(self, params):
-        self.base = {name: params[name] for name in ("q0", "k1")}
-        self.weights = {}
-
-    async def register_adapter(self, adapter_id, path, config):
-        self.weights[adapter_id] = jax.random.normal(
-            jax.random.key(path), self.base["q0"].shape
-        )
-
-    async def get_lora_config(self, adapter_id, load_if_not_loaded=False):
-        return {"base": self.base}
-
-    async def get_lora_weights(self, adapter_id, load_if_not_loaded=False):
-        return self.weights[adapter_id]
-
-
-def drive(engines, params, prompts, cache=NO_CACHE, stores=None, adapter_ids=None):
-    """Answer prompts, with a thread for each engine, and perhaps its adapter store.
+def drive(engines, params, prompts, cache=NO_CACHE):
+    """Answer prompts, with a thread for each engine.
 
     Returns the tokens, and the number of computed chunks.
     """
-    thread = threading.local()
-    setups = iter(zip(engines, stores or [None] * len(engines), strict=True))
+    thread, rest = threading.local(), iter(engines)
 
     def begin():
-        thread.engine, thread.store = next(setups)
-        thread.params = dict(params)
+        thread.engine = next(rest)
 
-    def fetch(*args, **named):
-        weights = asyncio.run(thread.store.get_lora_weights(*args, **named))
-        return asyncio.run(thread.store.get_lora_config(*args, **named)), weights
+    def serve(prompt):
+        return answer(thread.engine, params, prompt, cache)
 
-    def serve(prompt, name):
-        engine = thread.engine
-        if name:
-            fetched = fetch(adapter_id=name, load_if_not_loaded=True)
-            engine.apply_adapter(thread.params, *fetched)
-        answered = answer(engine, thread.params, prompt, cache)
-        if name:
-            engine.unapply_adapter(thread.params, *fetch(name))
-        return answered
-
-    adapter_ids = adapter_ids or [""] * len(prompts)
     with concurrent.futures.ThreadPoolExecutor(len(engines), "", begin) as threads:
-        answered = list(threads.map(serve, prompts, adapter_ids))
+        answered = list(threads.map(serve, prompts))
     return [tokens for tokens, _ in answered], sum(chunks for _, chunks in answered)
 
 
@@ -92,7 +45,7 @@ class Flushing:
 
     def save(self, key, value):
         saved = self._cache.save(key, value)
-        self._cache.flush()
+        self._cache.store.flush()
         return saved
 
 

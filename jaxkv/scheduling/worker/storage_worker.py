@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import time
@@ -155,7 +154,7 @@ class StorageWorker:
     found by then. Blocks in a later answer are reported like listed blocks, except with
     several processes, because each probes only for its own shard.
 
-    Only `wait` and `end_fetches` block. The worker is used on the engine's thread. One
+    Only `wait` blocks. The worker is used on the engine's thread. One
     thread copies between host blocks and buffers; threads of `StorageIO` do the I/O.
 
     A fetch or a write is abandoned after `deadline_s`; the blocks that a fetch lacks
@@ -351,32 +350,17 @@ class StorageWorker:
                 time.sleep(_PAUSE_S)
                 if time.monotonic() > end_s:
                     # Abandon unanswered store calls, but finish copies in memory.
-                    self._abandon_reads()
+                    for fetch in self._fetches.values():
+                        self._cancel(fetch)
+                        fetch.missing.clear()
                     for task in (*self._writes.values(), *self._probes.values()):
                         task.deadline_s = -math.inf
 
-    def end_fetches(self) -> None:
-        """End all fetches with the blocks read so far; wait only for their copies."""
-        self._abandon_reads()
-        while self._fetches:
-            self.advance()
-            if self._fetches:
-                time.sleep(_PAUSE_S)
-
     def close(self, timeout_s: float = 0.0) -> None:
         """Release the store and the threads; wait up to this for writes and deletes."""
-        _close(self._copies, self.storage_io, timeout_s)
+        self._copies.close()
+        self.storage_io.close(timeout_s)
         self._observe()
-
-    @property
-    def closer(self) -> Callable[[], None]:
-        """`close` as a callable that does not keep the worker or the engine alive."""
-        return functools.partial(_close, self._copies, self.storage_io)
-
-    def _abandon_reads(self) -> None:
-        for fetch in self._fetches.values():
-            self._cancel(fetch)
-            fetch.missing.clear()
 
     def _add(
         self, task: _Task, indices: Iterable[int], tickets: Iterable[int | None]
@@ -610,8 +594,3 @@ class StorageWorker:
             if every_s is None:
                 every_s = math.inf if ended.is_whole else _RELIST_S
             self._next_list_s = self._clock() + every_s
-
-
-def _close(copies: DaemonThread, storage_io: StorageIO, timeout_s: float = 0.0) -> None:
-    copies.close()
-    storage_io.close(timeout_s)
