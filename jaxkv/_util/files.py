@@ -121,12 +121,14 @@ def replace_file(
             write_all(fd, [data])
         finally:
             os.close(fd)
-        places = {} if dir_fd is None else dict(src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        if overwrite and dir_fd is None:
+            os.replace(draft, path)
+            return
         if overwrite:
-            os.replace(draft, path, **places)
+            os.replace(draft, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
             return
         with contextlib.suppress(FileExistsError):
-            os.link(draft, path, **places)
+            os.link(draft, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         os.unlink(draft, dir_fd=dir_fd)
     except BaseException:
         with contextlib.suppress(OSError):
