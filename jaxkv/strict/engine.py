@@ -70,8 +70,7 @@ class StrictTransferEngine(TransferEngine):
     outdated pool is detected. The bytes of a load are compared with the bytes saved.
 
     `strict_seed` is the seed of the delays. One load in `strict_fail_loads` fails with
-    an error; 0 for none. Its blocks then hold zeros, since an engine that masks by
-    multiplying reads them before it has written all of them. Loads that the engine's
+    an error; 0 for none. Its blocks then count as not written. Loads that the engine's
     step writes do not fail. An argument of None is read from the environment.
 
     Raises:
@@ -371,11 +370,11 @@ class StrictTransferEngine(TransferEngine):
                     )
 
     def _without_garbage(self, pool: PyTree) -> PyTree:
-        """Empty the blocks that failed or abandoned loads left unwritten."""
+        """Replace the garbage that failed or abandoned loads left in their blocks."""
         garbage, self._garbage = self._garbage, {}
         sums = self._blocks.sums(pool, list(garbage)) or {}
         unwritten = [block for block, now in sums.items() if now == garbage[block]]
-        return self._blocks.emptied(pool, unwritten) if unwritten else pool
+        return self._blocks.unwritten(pool, unwritten) if unwritten else pool
 
     def _forget(self, ticket: Ticket, flight: _Flight) -> None:
         """Forget a save, or note a load's garbage, that failed or was abandoned."""
