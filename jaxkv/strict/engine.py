@@ -302,16 +302,14 @@ class StrictTransferEngine(TransferEngine):
                 raise StrictError(
                     f"device block {block} still has its content from before its load: "
                     "the pool is outdated. Continue with the pool that "
-                    "OffloadWorker.start() (or TransferEngine.load(), advance() and "
-                    "drain()) returned."
+                    "OffloadWorker.start() or drain() returned."
                 )
             if now != garbage:
                 raise StrictError(
                     f"device block {block} was written while a load into it is in "
                     "flight, or the pool is not the one that OffloadWorker.start() "
                     "returned. Write only to blocks that were allocated for the "
-                    "request, and to blocks of a load only after "
-                    "update_connector_output() named its request in finished_recving."
+                    "request, and after update_connector_output() reported its load."
                 )
 
     def _issue(self, pool: PyTree) -> PyTree:

@@ -91,21 +91,19 @@ class StrictOffloadScheduler(OffloadScheduler):
         def checked(block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
             if len(block_ids) < len(keys):
                 raise StrictError(
-                    f"{name}.cache() was given {len(block_ids)} blocks for "
-                    f"{len(keys)} keys: the block table is too short, so allocate a "
-                    "block for each key before the model runs."
+                    f"{name}.cache() was given {len(block_ids)} blocks for {len(keys)} "
+                    "keys: allocate a block for each key before the model runs."
                 )
             block_list = np.asarray(block_ids).tolist()
             if wrong := self._loads.blocks_awaited().intersection(block_list):
                 raise StrictError(
-                    f"{name}.cache() was called for blocks "
-                    f"{sorted(wrong)[:8]}, into which a load is in flight: wait until "
-                    "update_connector_output() names its request in finished_recving."
+                    f"{name}.cache() was called for blocks {sorted(wrong)[:8]}, into "
+                    "which a load is in flight: wait until update_connector_output() "
+                    "names its request in finished_recving."
                 )
             self._has_cached = True
             return cache(block_ids, keys)
 
-        # Replace the method of this pool only, not of its class.
         setattr(pool, "cache", checked)  # noqa: B010
 
     def get_num_new_matched_tokens(
@@ -120,11 +118,9 @@ class StrictOffloadScheduler(OffloadScheduler):
             if self._blocks is not None and is_running:
                 raise StrictError(
                     "get_num_new_matched_tokens() was called for request "
-                    f"{shown(request.request_id)}, which has its blocks. If it is a "
-                    "new request, the earlier one with its id has not ended: call "
-                    "request_finished() first. If it lost its blocks, call "
-                    "request_preempted(), or name it in "
-                    "SchedulerOutput.preempted_req_ids."
+                    f"{shown(request.request_id)}, which has its blocks: call "
+                    "request_finished() if it has ended, and request_preempted() if it "
+                    "lost them."
                 )
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._requests[request.request_id] = _Entry(
@@ -151,9 +147,8 @@ class StrictOffloadScheduler(OffloadScheduler):
             if num_external_tokens or self._blocks is not None:
                 raise StrictError(
                     f"update_state_after_alloc() was called for request {shown(name)} "
-                    "before get_num_new_matched_tokens(): match first, then allocate, "
-                    "then pass the allocated blocks. A preempted request must be "
-                    "matched again."
+                    "before get_num_new_matched_tokens(): match it, also after a "
+                    "preemption, then allocate its blocks."
                 )
             # Engines that bind no pool, such as vLLM, skip the match if nothing loads.
             entry = _Entry(request, request.num_tokens, self._marks(request))
@@ -163,16 +158,13 @@ class StrictOffloadScheduler(OffloadScheduler):
             self._check_held("update_state_after_alloc", name, tables)
         num_found = entry.num_found + num_external_tokens
         is_admitted = entry.phase == "matched" and not is_declined
-        # vLLM's adapter may skip the match if nothing loads.
         if is_admitted and (self._blocks is not None or num_external_tokens):
             self._check_covers(
                 "update_state_after_alloc", name, tables, num_found, "were found for it"
             )
-        allocated: set[int] = set()
-        if not is_declined:
-            num = entry.num_local if is_admitted else request.num_computed_tokens
-            entry.request = request
-            allocated = self._new_blocks("update_state_after_alloc", entry, num, tables)
+        num = entry.num_local if is_admitted else request.num_computed_tokens
+        entry.request = request
+        allocated = self._new_blocks("update_state_after_alloc", entry, num, tables)
         answer = super().update_state_after_alloc(
             request, block_ids, num_external_tokens
         )
@@ -256,7 +248,6 @@ class StrictOffloadScheduler(OffloadScheduler):
         # A load fills its blocks itself.
         filled = self._allocated.difference(meta.load_device_blocks)
         self._allocated = set()
-        # Several workers report a move each in their own step.
         in_flight = frozenset(self._in_flight if self.rules.world_size == 1 else ())
         return StepFacts(tuple(sorted(filled)), unchanged, in_flight)
 
@@ -265,11 +256,9 @@ class StrictOffloadScheduler(OffloadScheduler):
         request, computed = entry.request, {}
         by_group = keys_by_group(request, len(self.groups))
         unwritten = {NULL_BLOCK, *(self._blocks.unwritten if self._blocks else ())}
-        # A request without blocks has no tables.
         for spec, table, keys in zip(self.groups, entry.tables, by_group, strict=False):
             first = first_block_read(spec, request.num_computed_tokens)
             full = slice(first, entry.num_certain // spec.block_size)
-            # The last keys may be missing.
             for block, key in zip(table[full], keys[full], strict=False):
                 if block not in unwritten:
                     computed[block] = request.request_id, key
@@ -296,10 +285,9 @@ class StrictOffloadScheduler(OffloadScheduler):
                 if self._blocks.holds([block], [known])[0]:
                     raise StrictError(
                         f"{call}() was given block {block} as block {place} of request "
-                        f"{shown(entry.request.request_id)}, but it has other content, "
-                        f"which request {shown(name)} has computed: pass tables in the "
-                        "order of tokens, blocks found on the device first, and let "
-                        "the prefix cache forget a block when it is allocated."
+                        f"{shown(entry.request.request_id)}, but it has what request "
+                        f"{shown(name)} computed: pass tables in the order of tokens, "
+                        "and let a prefix cache forget the blocks that are allocated."
                     )
         return allocated
 
@@ -357,8 +345,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         if not is_longer or not all(map(KeyMark.is_in, entry.marks, keys)):
             raise StrictError(
                 f"request {shown(request.request_id)} has other tokens than an earlier "
-                "request with its id, which has not ended: call request_finished() for "
-                "the earlier one first, or use unique ids."
+                "request with its id, which has not ended: call request_finished()."
             )
 
     def _check_held(
@@ -383,8 +370,7 @@ class StrictOffloadScheduler(OffloadScheduler):
                     raise StrictError(
                         f"blocks {free} of request {shown(name)} are free, although it "
                         "has not ended: before you free them, call request_finished() "
-                        "for a request that has ended or was aborted, and "
-                        "request_preempted() for a preempted one."
+                        "or request_preempted()."
                     )
 
     def _free_among(self, block_ids: Sequence[int]) -> list[int]:
@@ -443,8 +429,7 @@ class StrictOffloadScheduler(OffloadScheduler):
                 raise StrictError(
                     f"request {shown(name)} has computed {num_full} full blocks, and "
                     "DeviceBlockPool.cache() was never called: call it after each step "
-                    "with the blocks that are full and their keys. No tier finds other "
-                    "blocks."
+                    "with full blocks and their keys."
                 )
 
 
@@ -456,7 +441,6 @@ def _num_computed(request: Request) -> int:
 
 def _unknown(name: str, where: str) -> str:
     return (
-        f"request {shown(name)} is in SchedulerOutput.{where}, but is not known: call "
-        "get_num_new_matched_tokens() and update_state_after_alloc() first. "
-        "request_finished() makes a request unknown."
+        f"request {shown(name)} is in SchedulerOutput.{where}, but is not known: match "
+        "it and allocate its blocks first. request_finished() makes it unknown."
     )

@@ -17,7 +17,6 @@ from jaxkv.types import PyTree
 MAX_SILENT_STEPS = 16
 """The maximum steps without a poll while transfers are in flight."""
 
-
 _UNWRITTEN_RULE = (
     "nothing wrote it since it was allocated: count tokens in num_computed_tokens, and "
     "pass blocks to a prefix cache, after the step that computes them or the load that "
@@ -44,9 +43,6 @@ def ended_moves(output: ConnectorOutput) -> set[int | str]:
 
 class StrictOffloadWorker(OffloadWorker):
     """Runs transfers, and refuses a pool whose blocks are not as they should be.
-
-    Allocated blocks get finite garbage, by which it recognizes blocks that nothing
-    wrote: an engine that masks by multiplying may read them.
 
     Raises:
         StrictError: By `start` and `drain`: a block is stored or counts as computed
@@ -84,11 +80,10 @@ class StrictOffloadWorker(OffloadWorker):
         sums = None
         if meta.store_event != NO_EVENT:
             sums = self._sums(pool, meta.store_device_blocks)
-            if sums and UNWRITTEN in sums.values():
-                block = min(b for b, crc in sums.items() if crc == UNWRITTEN)
-                raise StrictError(
-                    f"device block {block} is stored, but {_UNWRITTEN_RULE}"
-                )
+            for block, crc in (sums or {}).items():
+                if crc == UNWRITTEN:
+                    message = f"device block {block} is stored, but {_UNWRITTEN_RULE}"
+                    raise StrictError(message)
         pool = super().start(meta, pool)
         self._num_silent += 1
         if sums is not None:
@@ -133,16 +128,14 @@ class StrictOffloadWorker(OffloadWorker):
         for block, crc in sums.items():
             name = shown(facts.computed[block])
             if crc == UNWRITTEN:
-                raise StrictError(
-                    f"request {name} counts device block {block} as computed, but "
-                    f"{_UNWRITTEN_RULE}"
-                )
+                counted = f"request {name} counts device block {block} as computed"
+                raise StrictError(f"{counted}, but {_UNWRITTEN_RULE}")
             if crc != self._computed.get(block, crc):
                 raise StrictError(
                     f"device block {block} was written after request {name} counted it "
-                    "as computed: write only the tokens of the step to the blocks of "
-                    "its requests. A request that was preempted or has ended writes "
-                    "nothing, and a prefix cache has only blocks that are written."
+                    "as computed: write only a step's tokens, nothing for a request "
+                    "that was preempted or has ended, and let a prefix cache have only "
+                    "blocks that are written."
                 )
         self._computed = sums
         return pool

@@ -163,7 +163,7 @@ class PinsNothing(RandomEngine):
         self.pool._hold = self.pool._release = lambda block_ids: None
 
 
-@wrong("has other content", ["own", "hooks"])
+@wrong("but it has what request", ["own", "hooks"])
 class NeverForgets(RandomEngine):
     def __init__(self, *args, **named):
         super().__init__(*args, **named)
@@ -199,7 +199,7 @@ class ReportsTwice(RandomEngine):
 
 
 @wrong(
-    "into which a load is in flight|a prefix cache has only blocks that are",
+    "into which a load is in flight|a prefix cache have only blocks that are",
     ["own", "hooks"],
 )
 class CachesWhatLoads(RandomEngine):
