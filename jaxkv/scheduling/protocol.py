@@ -255,6 +255,7 @@ class OffloadMetadata:
             loaded. Empty to report all requests together.
         load_in_step: Whether the step's compiled program writes the loads.
         below: The moves to and from tiers below the host, one per tier with moves.
+        strict: The facts that strict mode checks; None otherwise. Not in `digest`.
     """
 
     load_event: int
@@ -270,6 +271,7 @@ class OffloadMetadata:
     load_sizes: tuple[int, ...] = ()
     load_in_step: bool = False
     below: tuple[TierMoves, ...] = ()
+    strict: Any = None
 
     @property
     def is_nothing(self) -> bool:

@@ -137,6 +137,22 @@ def alignment(groups: tuple[GroupSpec, ...]) -> int:
     return math.lcm(*(group.block_size for group in groups))
 
 
+def first_block_read(group: GroupSpec, num_tokens: int) -> int:
+    """Return the first block that the token after `num_tokens` reads.
+
+    >>> first_block_read(SlidingWindow(16, 100), 160)
+    3
+    """
+    match group:
+        case SlidingWindow(size, window):
+            return max(num_tokens - window + 1, 0) // size
+        case ChunkedLocal(size, chunk):
+            return num_tokens // chunk * chunk // size
+        case Mamba(size):
+            return max(num_tokens - 1, 0) // size
+    return 0
+
+
 def lazy_target_blocks(
     groups: tuple[GroupSpec, ...], max_num_batched_tokens: int
 ) -> int:

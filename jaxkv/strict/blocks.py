@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from jaxkv.transfer.layout import PoolLayout
 from jaxkv.types import NULL_BLOCK, PyTree
 
+UNWRITTEN = -1
+"""The checksum of a block that nothing wrote since it was allocated."""
+
 _GARBAGE_BYTE = 0xA5  # Of integers.
 
 
@@ -35,10 +38,11 @@ class PoolBlocks:
     def sums(self, pool: PyTree, block_ids: Sequence[int]) -> dict[int, int] | None:
         """Return a checksum by block; None if the pool is lost, such as after an error.
 
-        Waits for the pool. Skips the null block and negative ids.
+        The checksum is `UNWRITTEN` for a block as `unwritten` leaves it. Waits for the
+        pool. Skips the null block and negative ids.
         """
         ids = sorted({block for block in block_ids if block > NULL_BLOCK})
-        sums = [0] * len(ids)
+        sums, unwritten = [0] * len(ids), 0
         if not ids:
             return {}
         try:
@@ -48,8 +52,11 @@ class PoolBlocks:
                     rows = np.ascontiguousarray(rows).reshape(len(ids), -1)
                     for index, row in enumerate(rows):
                         sums[index] = zlib.crc32(row.tobytes(), sums[index])
+                    row = np.resize(_unwritten(leaf.dtype), rows.shape[1:])
+                    unwritten = zlib.crc32(row.tobytes(), unwritten)
         except RuntimeError:  # From JAX: the program that computes the pool failed.
             return None
+        sums = [UNWRITTEN if crc == unwritten else crc for crc in sums]
         return dict(zip(ids, sums, strict=True))
 
     def copied(self, pool: PyTree) -> PyTree:
@@ -60,9 +67,9 @@ class PoolBlocks:
         """Copy a pool, with garbage (NaN if possible) in some blocks of the copy."""
         return self._filled(pool, block_ids, _garbage)
 
-    def emptied(self, pool: PyTree, block_ids: Sequence[int]) -> PyTree:
-        """Copy a pool, with zeros in some blocks of the copy."""
-        return self._filled(pool, block_ids, lambda dtype: 0)
+    def unwritten(self, pool: PyTree, block_ids: Sequence[int]) -> PyTree:
+        """Copy a pool, with the content of unwritten blocks in some blocks."""
+        return self._filled(pool, block_ids, _unwritten)
 
     def _filled(
         self, pool: PyTree, block_ids: Sequence[int], value_of: Callable[[Any], Any]
@@ -84,14 +91,24 @@ class PoolBlocks:
 
 
 def _rebuilt(leaf: jax.Array, axis: int, block_ids: list[int], value: Any) -> jax.Array:
-    """Copy an array, with a value in some of its blocks."""
+    """Copy an array, with a value, or values in turn, in some of its blocks."""
     shards = []
     for shard in leaf.addressable_shards:
         rows: NDArray[Any] = np.array(shard.data)
         if block_ids:
-            np.moveaxis(rows, axis, 0)[block_ids] = value
+            blocks = np.moveaxis(rows, axis, 0)
+            blocks[block_ids] = np.resize(value, blocks.shape[1:])
         shards.append(jax.device_put(rows, shard.data.format, may_alias=False))
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _unwritten(dtype: np.dtype[Any]) -> Any:
+    """Return the values of unwritten blocks, finite for engines that mask by 0."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.array([6.0, 1.5, 3.0]).astype(dtype)
+    if dtype == np.bool_:
+        return np.array([True, False, False])
+    return np.repeat(np.array([0xA5, 0x5A, 0x66], np.uint8), dtype.itemsize).view(dtype)
 
 
 def _garbage(dtype: np.dtype[Any]) -> Any:

@@ -70,8 +70,7 @@ class StrictTransferEngine(TransferEngine):
     outdated pool is detected. The bytes of a load are compared with the bytes saved.
 
     `strict_seed` is the seed of the delays. One load in `strict_fail_loads` fails with
-    an error; 0 for none. Its blocks then hold zeros, since an engine that masks by
-    multiplying reads them before it has written all of them. Loads that the engine's
+    an error; 0 for none. Its blocks then count as not written. Loads that the engine's
     step writes do not fail. An argument of None is read from the environment.
 
     Raises:
@@ -303,16 +302,14 @@ class StrictTransferEngine(TransferEngine):
                 raise StrictError(
                     f"device block {block} still has its content from before its load: "
                     "the pool is outdated. Continue with the pool that "
-                    "OffloadWorker.start() (or TransferEngine.load(), advance() and "
-                    "drain()) returned."
+                    "OffloadWorker.start() or drain() returned."
                 )
             if now != garbage:
                 raise StrictError(
                     f"device block {block} was written while a load into it is in "
                     "flight, or the pool is not the one that OffloadWorker.start() "
                     "returned. Write only to blocks that were allocated for the "
-                    "request, and to blocks of a load only after "
-                    "update_connector_output() named its request in finished_recving."
+                    "request, and after update_connector_output() reported its load."
                 )
 
     def _issue(self, pool: PyTree) -> PyTree:
@@ -371,11 +368,11 @@ class StrictTransferEngine(TransferEngine):
                     )
 
     def _without_garbage(self, pool: PyTree) -> PyTree:
-        """Empty the blocks that failed or abandoned loads left unwritten."""
+        """Replace the garbage that failed or abandoned loads left in their blocks."""
         garbage, self._garbage = self._garbage, {}
         sums = self._blocks.sums(pool, list(garbage)) or {}
         unwritten = [block for block, now in sums.items() if now == garbage[block]]
-        return self._blocks.emptied(pool, unwritten) if unwritten else pool
+        return self._blocks.unwritten(pool, unwritten) if unwritten else pool
 
     def _forget(self, ticket: Ticket, flight: _Flight) -> None:
         """Forget a save, or note a load's garbage, that failed or was abandoned."""

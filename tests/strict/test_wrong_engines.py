@@ -65,6 +65,8 @@ def setup(request, monkeypatch):
 )
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_engine_ends_with_an_error_that_names_the_call(setup, name):
+    if name == "never_caches" and jaxkv.DeviceBlockPool is OwnPool:
+        pytest.skip("An engine's own prefix cache may have the blocks already.")
     size, prompts = setup
     make, message = WRONG[name]
     engine = make(size.device_blocks, size.host_blocks)
@@ -207,9 +209,7 @@ def test_an_engine_that_goes_on_after_a_failed_load_is_refused(setup, monkeypatc
     size, prompts = setup
     engine = Right(size.device_blocks, size.host_blocks)
     takes_loads_that_failed(engine)
-    with pytest.raises(
-        StrictError, match=r"its load has failed, so it has only \d: up"
-    ):
+    with pytest.raises(StrictError, match=r"nothing wrote it .* a failed load"):
         serve_twice(engine, prompts, size.num_new)
 
 
