@@ -695,12 +695,18 @@ def _no_moves(num_lost_pools: int, is_idle: bool) -> StepMetadata:
 
 def _skips_prefix_cache(request: Any) -> bool:
     """Whether vLLM may not read a request's KV from caches."""
-    for owner in (request, getattr(request, "sampling_params", None)):
+    params = getattr(request, "sampling_params", None)
+    # A loaded prefix has no log-probabilities, even if the request accepts caches.
+    if any(
+        getattr(params, name, None) is not None
+        for name in ("prompt_logprobs", "prompt_logprob_token_ids")
+    ):
+        return True
+    for owner in (request, params):
         skips = getattr(owner, "skip_reading_prefix_cache", None)
         if skips is not None:
             return bool(skips)
-    params = getattr(request, "sampling_params", None)
-    return getattr(params, "prompt_logprobs", None) is not None
+    return False
 
 
 def _param(request: Any, name: str, read: Callable[[Any], Value]) -> Value | None:

@@ -24,6 +24,7 @@ from jaxkv.integrations.vllm.hosts import (
     placement,
     with_part,
 )
+from jaxkv.integrations.vllm.prompt_logprobs import guard_prompt_logprobs
 from jaxkv.integrations.vllm.ranks import ALL_LOST, Ranks, RankSteps, StepMetadata
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.tokens import TokenRestorer
@@ -167,6 +168,8 @@ class WorkerHalf:
         config = self._config
         hosts = config.num_hosts
         check_processes(hosts)
+        if self._runner is not runner:
+            guard_prompt_logprobs(runner)
         if config.restore_tokens:
             TokenRestorer.install(runner)
         # The store's namespace may not have the weights of new caches.
