@@ -6,8 +6,8 @@ uninitialized memory each time that it enters the batch, so also after a step wi
 it: if its budget or blocks were spent, while blocks in flight are awaited, or if it was
 preempted. Then
 
-- the rows of the chunks before that step are memory of somebody else. A token id below
-  0 ends vLLM's engine;
+- the rows of the chunks before that step are uninitialized. A token id below 0 ends
+  vLLM's engine;
 - a request that decodes returns the whole buffer again, though no step fills it;
 - a step whose results are in flight during a reset takes the buffer of the request that
   begins again, and a missing buffer ends the engine.
@@ -72,10 +72,10 @@ def guard_prompt_logprobs(runner: Any) -> None:
             for snap in data.req_snaps
             if snap.req_state is manager.requests.get(snap.req_id)
         ]
-        found = collect(dataclasses.replace(data, req_snaps=snaps))
+        collected = collect(dataclasses.replace(data, req_snaps=snaps))
         return {
             name: rows
-            for name, rows in found.items()
+            for name, rows in collected.items()
             if not (rows.logprob_token_ids == _UNKNOWN).any()
         }
 

@@ -321,10 +321,11 @@ def prompt_logprobs(run):
                     top_k=1,
                     n=1 + (user % 8 == 1),
                     ignore_eos=True,
-                    detokenize=False,
                     prompt_logprobs=1 if user % 2 else None,
-                    # A cached prefix then has none to return.
-                    skip_reading_prefix_cache=False if user % 16 == 3 else None,
+                    # A cached prefix then has none to return, and ends vLLM alone.
+                    skip_reading_prefix_cache=(
+                        False if run.has_connector and user % 16 == 3 else None
+                    ),
                 ),
             )
             for user in range(32)
