@@ -817,6 +817,7 @@ def test_changed_weights_are_logged_once(newest, caplog):
         {"skip_reading_prefix_cache": True},
         {"sampling_params": SimpleNamespace(skip_reading_prefix_cache=True)},
         {"sampling_params": SimpleNamespace(prompt_logprobs=0)},
+        {"sampling_params": SimpleNamespace(prompt_logprob_token_ids=[[1]])},
     ],
 )
 def test_a_request_that_must_compute_its_whole_prompt_is_offered_nothing(
@@ -829,7 +830,11 @@ def test_a_request_that_must_compute_its_whole_prompt_is_offered_nothing(
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     vars(request).update(skip_reading_prefix_cache=False)
     connector.request_finished(request, [])
-    assert connector.get_num_new_matched_tokens(request, 0) == (TOKENS, True)
+    # A loaded prefix has no log-probabilities, even if the request would accept it.
+    params = attributes.get("sampling_params", SimpleNamespace())
+    must_compute = vars(params).keys() & {"prompt_logprobs", "prompt_logprob_token_ids"}
+    expected = (0, False) if must_compute else (TOKENS, True)
+    assert connector.get_num_new_matched_tokens(request, 0) == expected
 
 
 def test_a_step_without_a_pool_starts_nothing(newest):

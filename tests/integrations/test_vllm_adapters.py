@@ -1,13 +1,17 @@
 """Adapters that are loaded again, under the name and the path that they had."""
 
 import os
+from functools import reduce
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxkv.integrations.vllm import adapters
 from jaxkv.integrations.vllm.adapters import Adapters
+from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.pool import MARK_BYTES
+from jaxkv.integrations.vllm.worker import WorkerHalf, WorkerReport
 from tests.integrations.test_vllm import (
     TOKENS,
     ask,
@@ -17,7 +21,7 @@ from tests.integrations.test_vllm import (
 )
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import Engine, reference
-from tests.rigs.fake_vllm import BLOCK_SIZE, Request
+from tests.rigs.fake_vllm import BLOCK_SIZE, Request, make_configs
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -279,3 +283,136 @@ def test_a_scheduler_in_another_process_learns_what_was_loaded(monkeypatch, tmp_
     engine.run()
     assert request.tokens == reference(range(18), 3)
     assert ask_twice(engine, lora) == [0, TOKENS]
+
+
+def switch(engine, folder, weights):
+    """Replace an adapter in place, as ``ln -sfn`` does, and load it."""
+    link = folder / "current"
+    (folder / "new").symlink_to(folder / str(weights))
+    os.replace(folder / "new", link)
+    lora = lora_of(link)
+    load(engine, lora, weights)
+    return lora
+
+
+@pytest.fixture(params=[(False, False), (True, False), (False, True), (True, True)])
+def replaceable(request, monkeypatch, tmp_path, settled):
+    """An engine, one process or two, synchronous or not, with batches of stores."""
+    is_apart, is_async = request.param
+    fake_vllm.install(monkeypatch, "0.32")
+    if is_apart:
+        separate_halves(monkeypatch)
+    for weights in (1, 2):
+        write(tmp_path / str(weights), bytes([weights]) * 100)
+    return Engine(num_blocks=40, is_async=is_async, extra={"store_batch_blocks": 2})
+
+
+@pytest.mark.parametrize("end", ["finish", "abort", "preempt"])
+def test_kv_of_an_adapter_that_is_rolled_back_is_never_served(
+    replaceable, tmp_path, end
+):
+    """A request computes a part of its prompt with weights that its keys do not name.
+
+    The replacement comes between two steps, or between a step's plan and its execution.
+    """
+    engine, check = replaceable, replaceable.runner.check_what_is_read
+    execute, number = engine.runner.execute, 0
+    for num_before in (1, 2):
+        for num_replaced in (0, 1, 2, 6):
+            for is_planned in (False, True):
+                number += 1
+                prompt = range(100 * number, 100 * number + 34)
+                lora = switch(engine, tmp_path, 1)
+                # The request may read what the other weights have computed.
+                engine.runner.check_what_is_read = lambda work: None
+                running = Request(f"running {number}", prompt, 3, lora=lora)
+                engine.scheduler.add(running)
+
+                def step(weights, is_planned=is_planned):
+                    def switch_and_execute(output):
+                        switch(engine, tmp_path, weights)
+                        return execute(output)
+
+                    if is_planned:
+                        engine.runner.execute = switch_and_execute
+                    elif weights:
+                        switch(engine, tmp_path, weights)
+                    engine.step()
+                    engine.runner.execute = execute
+
+                for _ in range(num_before):
+                    engine.step()
+                for weights in [2] * bool(num_replaced):
+                    step(weights)
+                for _ in range(num_replaced - 1):
+                    engine.step()
+                if running in engine.scheduler.running and end == "abort":
+                    engine.scheduler.abort(running.request_id)
+                if end == "preempt":
+                    engine.scheduler.reset_running()
+                step(1)
+                # Another finds what the device has of it, and stores what follows.
+                again = Request(f"again {number}", prompt, 3, lora=lora)
+                engine.run(again)
+                forget_device(engine)
+                engine.runner.check_what_is_read = check
+                assert ask(engine, prompt, lora=lora) in range(0, 34, BLOCK_SIZE)
+                forget_device(engine)
+                assert ask(engine, prompt, lora=lora) == 32  # It is stored again.
+                engine.check_nothing_leaked()
+
+
+def test_stores_of_another_adapter_than_their_keys_are_refused(monkeypatch, tmp_path):
+    """The step that is planned before the report, whose request has ended since."""
+    fake_vllm.install(monkeypatch, "0.32")
+    engine = Engine(num_blocks=40, is_async=True, extra={"store_batch_blocks": 0})
+    separate_halves(monkeypatch)
+    for weights in (1, 2):
+        write(tmp_path / str(weights), bytes([weights]) * 100)
+    lora = switch(engine, tmp_path, 1)
+    ask(engine)  # The scheduler learns of the adapter.
+    engine.runner.check_what_is_read = lambda work: None
+    request = Request("running", range(100, 134), 3, lora=lora)
+    engine.scheduler.add(request)
+    engine.step()
+    switch(engine, tmp_path, 2)
+    engine.step()
+    worker = engine.runner.connector._worker
+    assert worker._num_misfits == 1
+    engine.step()
+    engine.scheduler.abort("running")
+    engine.run()
+    assert engine.offload_scheduler.stats.num_dropped_failed > 0
+    # Later stores are not refused.
+    num_misfits, lora = worker._num_misfits, switch(engine, tmp_path, 1)
+    ask(engine, range(200, 218))
+    assert ask_twice(engine, lora) == [0, TOKENS]
+    assert worker._num_misfits == num_misfits
+
+
+def test_hosts_compare_adapters_with_their_own_files(monkeypatch):
+    """Times and inodes of copies differ; reports of all hosts are kept apart."""
+    halves = []
+    for host in (0, 1):
+        half = WorkerHalf(ConnectorConfig.of(*make_configs()))
+        half._step_adapters = frozenset({(1, b"a")})
+        half.adapters = {1: b"a" if host == 0 else b"a of host 1"}
+        halves.append(half)
+
+    def report(host, **marks):
+        half = halves[host]
+        half.adapters = {1: marks["mark"]} if marks else half.adapters
+        half._step_adapters = frozenset({(1, b"a")})
+        monkeypatch.setattr(jax, "process_index", lambda: host)
+        return half.take_report()
+
+    def misfits(*reports):
+        report = reduce(WorkerReport.aggregate, reports)
+        return report.misfits, dict(report.num_misfits)
+
+    assert misfits(report(0), report(1)) == (frozenset(), {0: 0, 1: 0})
+    other = report(1, mark=b"b of host 1")
+    assert report(0) is None
+    assert misfits(other) == ({(1, b"a")}, {1: 1})
+    both = report(0, mark=b"b"), report(1, mark=b"c of host 1")
+    assert misfits(*both)[1] == {0: 1, 1: 1}

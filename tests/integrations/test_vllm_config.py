@@ -429,3 +429,9 @@ def test_the_table_of_the_docs_is_what_is_declared(request):
     _, listed = text.split("These keys mean the same as in", 1)
     names = re.findall(r"`(\w+)`", listed.split("\n\n", 1)[0])
     assert names == names_of_shared_keys()
+
+
+def test_experts_of_prompts_are_refused_because_loaded_ones_are_unknown():
+    assert read(aux_output_config=SimpleNamespace()).num_host_blocks == 32
+    with pytest.raises(ValueError, match="enable_return_routed_experts=True must be"):
+        read(aux_output_config=SimpleNamespace(enable_return_routed_experts=True))

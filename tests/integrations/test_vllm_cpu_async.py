@@ -96,6 +96,35 @@ def test_the_comparison_fails_where_dropped_tokens_are_not_restored(lab):
     assert tokens_of(actual) != expected
 
 
+@pytest.mark.parametrize(
+    "is_async", [True, pytest.param(False, marks=pytest.mark.long)]
+)
+def test_log_probabilities_of_prompts_are_right_or_absent(lab, is_async):
+    """tpu-inference returned memory that no step had written, which ended vLLM."""
+
+    def run(num_blocks, is_async, **options):
+        engine = {"max_num_seqs": 8, "async_scheduling": is_async}
+        options |= {"model": "llama-float32", "num_blocks": num_blocks}
+        return lab.run("prompt_logprobs", engine=engine, **options)
+
+    expected = run(400, False)
+    actual = run(40, is_async, extra={"store_batch_blocks": 4})
+    assert tokens_of(actual) == tokens_of(expected)
+    assert hit_tokens(actual) > 1000
+    assert sum(actual["preemptions"]) > 0
+    num_right, pairs = 0, (r["observed"]["prompt logprobs"] for r in (actual, expected))
+    for user, (ours, right) in enumerate(zip(*pairs, strict=True)):
+        if user % 16 == 3 and ours != right:
+            assert ours == [[None], 1]  # A prefix was cached.
+        elif user % 2:
+            assert ours[1] == right[1] == len(right[0])
+            np.testing.assert_allclose(ours[0][1:], right[0][1:], atol=1e-3)
+            num_right += 1
+        else:
+            assert ours == right == [[], 0]
+    assert num_right >= 28
+
+
 @pytest.mark.long
 def test_latents_are_the_same_under_pressure(lab):
     expected, actual = run_both(lab, "latents", 2)

@@ -57,6 +57,11 @@ _REQUIRED: dict[str, tuple[Any, str]] = {
         "pooling has no KV cache to load into, and its steps do not report which "
         "transfers have ended",
     ),
+    "aux_output_config.enable_return_routed_experts": (
+        False,
+        "the experts of a loaded prefix are unknown, and those of other tokens would "
+        "be returned",
+    ),
     "kv_transfer_config.kv_role": ("kv_both", "the connector stores and loads"),
 }
 _DRAFT_METHODS = ("ngram", "eagle3", "dflash", "mtp")
@@ -470,7 +475,7 @@ def _check_engine(config: Any) -> None:
     """Refuse an engine that the connector cannot serve or was never tested with."""
     for path, (required, reason) in _REQUIRED.items():
         owner, _, name = path.rpartition(".")
-        part = getattr(config, owner) if owner else config
+        part = getattr(config, owner, None) if owner else config
         value = getattr(part, name, required)
         if value != required:
             raise ValueError(f"{name}={shown(value)} must be {required!r}: {reason}.")

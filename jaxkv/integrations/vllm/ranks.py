@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -23,6 +23,7 @@ from jaxkv.scheduling.protocol import (
 from jaxkv.types import NO_BLOCK
 
 Name = TypeVar("Name")
+Adapter: TypeAlias = tuple[int, bytes]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)  # Pickled without names.
@@ -34,6 +35,12 @@ class StepMetadata:
     # may have other weights. `ALL_LOST` while a reset waits for loads.
     num_lost_pools: int = 0
     is_idle: bool = False  # Whether the model computes nothing in the step.
+    # The adapters, by vLLM's integer id and mark, in the keys of the requests that the
+    # step computes, and of those that it begins to load.
+    adapters: frozenset[Adapter] = frozenset()
+    loaded_adapters: frozenset[Adapter] = frozenset()
+    # The reported `WorkerReport.num_misfits` that no planned transfer precedes.
+    num_misfits: tuple[tuple[int, int], ...] = ()
 
 
 ALL_LOST = -1
@@ -85,9 +92,9 @@ class Ranks:
     def merge(self, steps: Sequence[RankStep], shard_blocks: int) -> list[StepMetadata]:
         """Merge the steps of all ranks, each with `shard_blocks` blocks of the caches.
 
-        Ranks notice a lost pool in different steps: each number of lost pools has its
-        own merged step. Those that know of fewer come first, so that an order to
-        abandon transfers in flight spares the new ones.
+        Ranks notice lost pools and misfits in different steps: each pair of their
+        numbers has its own merged step. Those that know of fewer come first, so that an
+        order to abandon transfers in flight spares the new ones.
         """
         ranks = [step.rank for step in steps]
         if sorted(ranks) != list(range(self._num_ranks)):
@@ -97,12 +104,21 @@ class Ranks:
                 "merge the metadata of its ranks as 0.32 does."
             )
         is_idle = all(rank_step.step.is_idle for rank_step in steps)
-        by_loss: dict[int, list[RankStep]] = defaultdict(list)
+        by_numbers: dict[Any, list[RankStep]] = defaultdict(list)
         for rank_step in steps:
-            by_loss[rank_step.step.num_lost_pools].append(rank_step)
+            step = rank_step.step
+            by_numbers[step.num_lost_pools, step.num_misfits].append(rank_step)
+        none: frozenset[Adapter] = frozenset()
         return [
-            StepMetadata(self._merge(equal, shard_blocks), num_lost_pools, is_idle)
-            for num_lost_pools, equal in sorted(by_loss.items())
+            StepMetadata(
+                self._merge(equal, shard_blocks),
+                num_lost_pools,
+                is_idle,
+                none.union(*(rank.step.adapters for rank in equal)),
+                none.union(*(rank.step.loaded_adapters for rank in equal)),
+                num_misfits,
+            )
+            for (num_lost_pools, num_misfits), equal in sorted(by_numbers.items())
         ]
 
     def _merge(self, steps: list[RankStep], shard_blocks: int) -> OffloadMetadata:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -26,7 +27,13 @@ from jaxkv.integrations.vllm.pool import (
     is_private,
     key_in_group,
 )
-from jaxkv.integrations.vllm.ranks import ALL_LOST, RankStep, RankSteps, StepMetadata
+from jaxkv.integrations.vllm.ranks import (
+    ALL_LOST,
+    Adapter,
+    RankStep,
+    RankSteps,
+    StepMetadata,
+)
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.worker import (
     LOST_POOLS,
@@ -278,8 +285,11 @@ class SchedulerHalf:
         self._num_forgotten_pools = LOST_POOLS.get(engine_id, 0)
         self._num_lost_pools = self._num_forgotten_pools
         self._must_reset = False
-        # Whether a load may be of another adapter than its request now has.
-        self._must_abandon = False
+        self._has_adapters = False  # Whether any request had one.
+        # Misfits that workers have reported, by host; and those that precede no store
+        # that waits.
+        self._num_misfits: dict[int, int] = {}
+        self._num_settled: tuple[tuple[int, int], ...] = ()
         self._has_logged_reset = False  # Since the last step.
         self._pool: VllmBlockPool | None = None
         self._requests: dict[str, VllmRequest] = {}
@@ -440,7 +450,8 @@ class SchedulerHalf:
                 hits += table[:num_hits]
                 written += table[num_hits:]
             tracked.has_old_kv = pool.has_old(hits, tracked.adapter)
-        pool.note_written(written, is_old=tracked.has_old_kv, mark=tracked.adapter)
+        is_old = tracked.has_old_kv or tracked.has_unknown_weights
+        pool.note_written(written, is_old=is_old, mark=tracked.adapter)
 
     def build_metadata(self, output: Any) -> StepMetadata | RankSteps:
         """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
@@ -475,12 +486,36 @@ class SchedulerHalf:
         if self._prefill is not None:
             self._prefill.begin_step(sum(output.num_scheduled_tokens.values()))
         is_idle = not output.num_scheduled_tokens
-        num_lost = self._num_forgotten_pools
-        if self._must_reset or self._must_abandon:
-            num_lost, self._must_abandon = ALL_LOST, False
+        num_lost = ALL_LOST if self._must_reset else self._num_forgotten_pools
+        if self._has_adapters:
+            step = StepMetadata(transfers, num_lost, is_idle)
+            return self._with_adapters(step, output)
         if transfers is NO_MOVES:
             return _no_moves(num_lost, is_idle)
         return StepMetadata(transfers, num_lost, is_idle)
+
+    def _with_adapters(self, step: StepMetadata, output: Any) -> StepMetadata:
+        """Add the adapters of a step's requests, for the worker to compare."""
+        num_misfits = self._num_settled
+        if not self.scheduler.in_transit.stores_waiting:
+            self._num_settled = tuple(sorted(self._num_misfits.items()))
+        transfers = step.transfers
+        loading = transfers.load_event_to_reqs.get(transfers.load_event, ())
+        computed, loaded = (
+            frozenset(
+                (lora.lora_int_id, tracked.adapter)
+                for tracked in map(self._requests.get, names)
+                if tracked is not None and tracked.adapter
+                if not tracked.has_unknown_weights
+                for lora in (tracked.request.lora_request,)
+                # A load in place may still have to come.
+                if names is not loading or not getattr(lora, "load_inplace", False)
+            )
+            for names in (output.num_scheduled_tokens, loading)
+        )
+        return dataclasses.replace(
+            step, adapters=computed, loaded_adapters=loaded, num_misfits=num_misfits
+        )
 
     def note_report(self, report: WorkerReport) -> ConnectorOutput:
         """Release the blocks of transfers that the worker reports as ended.
@@ -497,7 +532,10 @@ class SchedulerHalf:
         if report.num_lost_pools > self._num_lost_pools:
             self._note_lost_pools(report.num_lost_pools)
         if report.adapters is not None:
-            self._must_abandon |= self._note_adapters(report.adapters)
+            self._note_adapters(report.adapters)
+        if report.misfits:
+            self._num_misfits |= report.num_misfits
+            self._note_misfits(report.misfits.__contains__, has_computed=True)
         self._awaits_listing &= not report.is_listed
         if self._prefill is not None:
             rate = self._prefill.tokens_per_s
@@ -615,7 +653,7 @@ class SchedulerHalf:
         # The process of a rank has a copy of the worker, which never changes.
         if worker is not None and self._config.num_ranks == 1:
             worker.look()
-            self._must_abandon |= self._note_adapters(worker.adapters)
+            self._note_adapters(worker.adapters)
         num_lost_pools = LOST_POOLS.get(self._engine_id, 0)
         if num_lost_pools > self._num_lost_pools:
             self._note_lost_pools(num_lost_pools)
@@ -626,21 +664,28 @@ class SchedulerHalf:
         self._num_lost_pools = num_lost_pools
         self._begin_reset()
 
-    def _note_adapters(self, loaded: Mapping[int, bytes]) -> bool:
-        """Record the adapters that the worker has loaded.
-
-        Returns whether a request's weights differ from the mark in its keys.
-        """
+    def _note_adapters(self, loaded: Mapping[int, bytes]) -> None:
+        """Record the adapters that the worker has loaded."""
         before, self._loaded_adapters = self._loaded_adapters, loaded
         changed = dict(loaded.items() - before.items()) if loaded is not before else {}
-        is_wrong = False
-        for tracked in self._requests.values() if changed else ():
+        if changed:
+            self._note_misfits(lambda key: changed.get(key[0], key[1]) != key[1])
+
+    def _note_misfits(
+        self, is_misfit: Callable[[Adapter], bool], *, has_computed: bool = False
+    ) -> None:
+        """Store no more blocks of requests whose adapters do not fit their keys.
+
+        The device's blocks then count as old, because some may have other weights' KV.
+        `has_computed` says that they have, perhaps of a request that has ended.
+        """
+        for tracked in self._requests.values():
             lora = getattr(tracked.request, "lora_request", None)
-            mark = changed.get(getattr(lora, "lora_int_id", 0))
-            if mark is not None and mark != tracked.adapter:
-                is_wrong |= not tracked.has_unknown_weights
+            if lora is not None and is_misfit((lora.lora_int_id, tracked.adapter)):
+                has_computed |= not tracked.has_unknown_weights
                 tracked.has_unknown_weights = True
-        return is_wrong
+        if has_computed and self._pool is not None:
+            self._pool.mark_old()
 
     def _mark_of(self, lora: Any) -> bytes | None:
         """Return the mark of an adapter; None if its weights are unknown."""
@@ -675,6 +720,7 @@ class SchedulerHalf:
         if earlier is not None and earlier.request is request:
             return earlier
         lora = getattr(request, "lora_request", None)
+        self._has_adapters |= lora is not None
         mark = b"" if lora is None else self._mark_of(lora)
         adapter = self._unknown_mark(lora) if mark is None else mark
         new = VllmRequest(request, len(self._config.groups), self._events, adapter)
@@ -695,12 +741,18 @@ def _no_moves(num_lost_pools: int, is_idle: bool) -> StepMetadata:
 
 def _skips_prefix_cache(request: Any) -> bool:
     """Whether vLLM may not read a request's KV from caches."""
-    for owner in (request, getattr(request, "sampling_params", None)):
+    params = getattr(request, "sampling_params", None)
+    # A loaded prefix has no log-probabilities, even if the request accepts caches.
+    if any(
+        getattr(params, name, None) is not None
+        for name in ("prompt_logprobs", "prompt_logprob_token_ids")
+    ):
+        return True
+    for owner in (request, params):
         skips = getattr(owner, "skip_reading_prefix_cache", None)
         if skips is not None:
             return bool(skips)
-    params = getattr(request, "sampling_params", None)
-    return getattr(params, "prompt_logprobs", None) is not None
+    return False
 
 
 def _param(request: Any, name: str, read: Callable[[Any], Value]) -> Value | None:

@@ -24,7 +24,14 @@ from jaxkv.integrations.vllm.hosts import (
     placement,
     with_part,
 )
-from jaxkv.integrations.vllm.ranks import ALL_LOST, Ranks, RankSteps, StepMetadata
+from jaxkv.integrations.vllm.prompt_logprobs import guard_prompt_logprobs
+from jaxkv.integrations.vllm.ranks import (
+    ALL_LOST,
+    Adapter,
+    Ranks,
+    RankSteps,
+    StepMetadata,
+)
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.tokens import TokenRestorer
 from jaxkv.integrations.vllm.weights_watch import PHASES, WeightsWatch, worker_of
@@ -75,6 +82,10 @@ class WorkerReport:
     storage_bytes_per_s: float = 0.0
     # Replaces `output` with several ranks, by sender; see `Ranks`.
     by_rank: Mapping[str, ConnectorOutput] = dataclasses.field(default_factory=dict)
+    # Adapters of keys, whose blocks other weights have computed since the last report,
+    # and the number of such steps so far, by the host's process index.
+    misfits: frozenset[Adapter] = frozenset()
+    num_misfits: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Combine the reports of two hosts, the scheduler's first, as executors do."""
@@ -85,6 +96,8 @@ class WorkerReport:
             self.is_listed or other.is_listed,
             min(self.load_bytes_per_s, other.load_bytes_per_s),
             min(self.storage_bytes_per_s, other.storage_bytes_per_s),
+            misfits=self.misfits | other.misfits,
+            num_misfits={**self.num_misfits, **other.num_misfits},
         )
 
 
@@ -136,6 +149,10 @@ class WorkerHalf:
         # Each change replaces the mapping.
         self.adapters: Mapping[int, bytes] = {}
         self._reported_adapters: Mapping[int, bytes] = self.adapters
+        # Adapters of the keys in this step, and their marks on this host.
+        self._step_adapters: frozenset[Adapter] = frozenset()
+        self._own_marks: dict[Adapter, bytes] = {}
+        self._num_misfits = 0
         WORKERS[engine_id] = self
         self._refused = NO_REPORTS  # Since the last poll.
         self._runner: Any = None
@@ -167,6 +184,8 @@ class WorkerHalf:
         config = self._config
         hosts = config.num_hosts
         check_processes(hosts)
+        if self._runner is not runner:
+            guard_prompt_logprobs(runner)
         if config.restore_tokens:
             TokenRestorer.install(runner)
         # The store's namespace may not have the weights of new caches.
@@ -319,6 +338,7 @@ class WorkerHalf:
                 "pass its KV caches to connectors as tpu-inference's does."
             )
         self._is_idle = step.is_idle
+        self._step_adapters |= step.adapters
         if not self._has_looked:
             self.look()
         self._has_looked = False
@@ -340,7 +360,13 @@ class WorkerHalf:
             ):
                 self._targets[request_id] = tuple(islice(blocks, size * factor))
         caches = runner.kv_caches
-        if step.num_lost_pools != self._num_lost_pools or not caches:
+        num_misfits = dict(step.num_misfits).get(jax.process_index(), 0)
+        if (
+            step.num_lost_pools != self._num_lost_pools
+            or num_misfits != self._num_misfits
+            or self._misfits(step.loaded_adapters)
+            or not caches
+        ):
             has_store = meta.store_event != NO_EVENT
             self._refuse(
                 ConnectorOutput(
@@ -354,6 +380,24 @@ class WorkerHalf:
         pool = worker.start(meta, old_pool)
         if pool is not old_pool:
             self._put_back(runner, pool)
+
+    def _misfits(self, adapters: frozenset[Adapter]) -> frozenset[Adapter]:
+        """Return the adapters of keys that are not those that are loaded.
+
+        On other hosts than the scheduler's, the files' marks are not those in the keys:
+        there, each adapter is compared with the first that was loaded for its key.
+        """
+        misfits = set()
+        for adapter in adapters:
+            loaded = self.adapters.get(adapter[0])
+            if loaded is None:
+                continue
+            right = adapter[1]
+            if jax.process_index():
+                right = self._own_marks.setdefault(adapter, loaded)
+            if loaded != right:
+                misfits.add(adapter)
+        return frozenset(misfits)
 
     def _pools(self, caches: Any) -> list[Any]:
         """Return the pool of the engine: the caches, or a list for each pool of blocks.
@@ -431,7 +475,15 @@ class WorkerHalf:
         report, self._report = self._report, NO_REPORTS
         is_listed = not self._is_listing_reported and self._is_listed()
         adapters = None if self.adapters is self._reported_adapters else self.adapters
-        is_known = self._is_loss_reported and adapters is None and not is_listed
+        # Now: an adapter may be loaded in the step that computes with it.
+        misfits, self._step_adapters = self._misfits(self._step_adapters), frozenset()
+        if misfits:
+            self._num_misfits += 1
+            self._must_abandon = True
+            for adapter in misfits:
+                self._own_marks.pop(adapter, None)
+        is_known = self._is_loss_reported and adapters is None
+        is_known &= not (is_listed or misfits)
         if report is NO_REPORTS and is_known:
             return None
         self._is_loss_reported = True
@@ -446,7 +498,13 @@ class WorkerHalf:
         if self._ranks is not None:
             report, by_rank = NO_REPORTS, self._ranks.cut(report)
         head = report, self._num_lost_pools, adapters, is_listed
-        return WorkerReport(*head, *rates, by_rank=by_rank)
+        return WorkerReport(
+            *head,
+            *rates,
+            by_rank=by_rank,
+            misfits=misfits,
+            num_misfits={jax.process_index(): self._num_misfits},
+        )
 
     def _refuse(self, output: ConnectorOutput) -> None:
         """Report transfers as failed, however they ended."""
@@ -494,6 +552,7 @@ class WorkerHalf:
         if mark is None or (before is not None and before != mark):
             mark = b""
         if self.adapters.get(lora.lora_int_id) != mark:
+            self._must_abandon |= lora.lora_int_id in self.adapters
             self.adapters = {**self.adapters, lora.lora_int_id: mark}
 
     def shut_down(self) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -293,6 +294,53 @@ def salts(run):
     for salt in (None, "one", "two", "one"):
         run.ask(prompts_of(0)[:3], salt=salt)
         run.ask(prompts_of(1))  # Evicts the others from the device.
+
+
+def prompt_logprobs(run):
+    """Prompts under pressure, half of them with log-probabilities.
+
+    Memory that tpu-inference does not initialize has token ids below 0.
+    """
+    from tpu_inference.runner import input_batch
+    from vllm import SamplingParams
+
+    def empty(shape, dtype=float):
+        return np.full(shape, -7, dtype)
+
+    input_batch.np = SimpleNamespace(**vars(np) | {"empty": empty})
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 256, 120).tolist() for _ in range(4)]
+    found = run.observed["prompt logprobs"] = []
+    for _ in range(2):
+        asked = [
+            (
+                texts[user % 4] + rng.integers(0, 256, rng.integers(9, 90)).tolist(),
+                SamplingParams(
+                    max_tokens=int(rng.integers(1, 50)),
+                    temperature=int(user % 8 == 1),  # 0 refuses n=2.
+                    top_k=1,
+                    n=1 + (user % 8 == 1),
+                    ignore_eos=True,
+                    prompt_logprobs=1 if user % 2 else None,
+                    # A cached prefix then has none to return, and ends vLLM alone.
+                    skip_reading_prefix_cache=(
+                        False if run.has_connector and user % 16 == 3 else None
+                    ),
+                ),
+            )
+            for user in range(32)
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+        params = [sampling for _, sampling in asked]
+        for output in run.llm.generate(inputs, params, use_tqdm=False):
+            for answer in output.outputs:
+                run.answers.append({"tokens": list(answer.token_ids), "logprobs": []})
+            pairs = zip(
+                output.prompt_token_ids, output.prompt_logprobs or (), strict=False
+            )
+            rows = [row and row[token].logprob for token, row in pairs]
+            found.append([rows, len(output.prompt_logprobs or ())])
+    run.count()
 
 
 def adapters(run):
