@@ -211,11 +211,11 @@ def _open_trace(paths: list[str], block_size: int | None) -> Trace:
 
 def _choose_fleet(args: Args, trace: Trace) -> Fleet:
     """Return the engines that --engines and --route name, without a store."""
-    num: int = args.engines or 1
-    if num > trace.num_requests:
+    num, num_requests = args.engines or 1, trace.num_requests
+    if num > num_requests:
         raise UsageError(
-            f"--engines: {num} must be at most {trace.num_requests}, the requests of "
-            "the trace"
+            f"--engines: {num} must be at most {num_requests}, the requests of the "
+            "trace"
         )
     return Fleet(num, args.route or ROUTES[0]) if num > 1 else ONE_ENGINE
 
@@ -225,13 +225,11 @@ def _choose_policies(names: list[str] | None, fleet: Fleet) -> list[str]:
     names = names or [_ALL]
     chosen = [name for name in names if name not in (_ALL, OPTIMUM)]
     chosen = list(dict.fromkeys(chosen + policy_names() * (_ALL in names)))
-    if OPTIMUM not in names:
-        return chosen
     if not chosen:
         raise UsageError(f"--policy: {OPTIMUM} is only a bound: name a policy, too")
-    if fleet != ONE_ENGINE:
+    if OPTIMUM in names and fleet != ONE_ENGINE:
         raise UsageError(f"--policy: {OPTIMUM} is for one engine: omit --engines")
-    return [*chosen, OPTIMUM]
+    return chosen + [OPTIMUM] * (OPTIMUM in names)
 
 
 def _choose_admission(args: Args, trace: Trace) -> Admission | None:
@@ -242,23 +240,19 @@ def _choose_admission(args: Args, trace: Trace) -> Admission | None:
             f"--max-offload-tokens: {num_tokens} is less than a block, which has "
             f"{block_size} tokens: nothing would be stored"
         )
-    if args.prompt_only and not (trace.num_blocks > trace.num_asked).any():
+    if args.prompt_only and not trace.num_output_blocks.any():
         raise UsageError(
             "--prompt-only: no output of the trace filled a block that could be left "
             "out; only recorded traces have such blocks"
         )
-    threshold = args.store_threshold or 0
-    admission = Admission(
-        store_threshold=threshold if threshold > 1 else 0,
-        max_unseen_blocks=args.max_unseen_blocks,
-        prompt_only=args.prompt_only,
-        max_offload_tokens=num_tokens,
-    )
+    threshold, rest = args.store_threshold or 0, (args.prompt_only, num_tokens)
+    threshold = threshold if threshold > 1 else 0
+    admission = Admission(threshold, args.max_unseen_blocks, *rest)
     return admission if admission.changed else None
 
 
 def _read_model(args: Args) -> ModelCosts | None:
-    """Return what a token costs; None if only tokens are to be counted."""
+    """Return what a token costs; None to count tokens only."""
     if args.kv_dtype is not None:
         try:
             check_dtype(args.kv_dtype)
@@ -319,32 +313,32 @@ def _choose_sizes(
     args: Args, trace: Trace, unit: int, *, has_model: bool
 ) -> tuple[list[int], tuple[str, ...]]:
     """Return the host's sizes in ascending order, and what to note about them."""
-    given = _sizes_of(args, "host_bytes", "capacity", trace, unit)
-    if given is not None:
-        return given, ()
+    sizes = _sizes_of(args, "host_bytes", "capacity", trace, unit)
+    if sizes is not None:
+        return sizes, ()
     num_unique, recording = trace.num_unique_blocks, trace.recording
     if not has_model:
         if recording is None or not recording.host_blocks:
             return _parse_blocks("--capacity", _CAPACITIES, num_unique, unit), ()
         whole = min(recording.host_blocks, num_unique)
-        sizes = {max(1, min(int(share * whole), num_unique)) for share in _SHARES}
-        return sorted(sizes), ()
+        return sorted(
+            {max(1, min(int(share * whole), num_unique)) for share in _SHARES}
+        ), ()
     # A power of two that holds all blocks, or the largest that fits this machine.
-    max_bytes = _power_of_two(2 * num_unique * unit - 1)
-    memory = available_host_bytes()
+    max_bytes, memory = 2 * num_unique * unit - 1, available_host_bytes()
     notes: tuple[str, ...] = ()
-    if memory is not None and memory.num_bytes < max_bytes:
-        max_bytes = _power_of_two(memory.num_bytes)
-        notes = (
-            "sizes go up to this machine's memory: name the server's with --host-bytes",
-        )
-    doubling = [max_bytes >> i for i in reversed(range(_NUM_SIZES))]
-    doubling = [size for size in doubling if size >= unit]
-    if not doubling:
+    if memory is not None and memory.num_bytes < 1 << max_bytes.bit_length() - 1:
+        max_bytes = memory.num_bytes
+        note = "sizes go up to this machine's memory: name the server's with "
+        notes = (f"{note}--host-bytes",)
+    last = max_bytes.bit_length() - 1
+    sizes = [1 << i for i in range(max(last - _NUM_SIZES + 1, 0), last + 1)]
+    sizes = [size for size in sizes if size >= unit]
+    if not sizes:
         raise UsageError(
             "--host-bytes: not even a block fits this machine's memory; name the sizes"
         )
-    return doubling, notes
+    return sizes, notes
 
 
 def _sizes_of(
@@ -353,15 +347,13 @@ def _sizes_of(
     """Return the sizes of one of two options in ascending order; None without them."""
     sizes, texts = getattr(args, in_bytes), getattr(args, in_blocks)
     options = [f"--{name.replace('_', '-')}" for name in (in_bytes, in_blocks)]
-    if sizes is None:
-        if texts is None:
-            return None
-        return _parse_blocks(options[1], texts, trace.num_unique_blocks, unit)
-    if texts is not None:
+    if None not in (sizes, texts):
         raise UsageError(f"{options[0]}: {options[1]} says it already")
-    for size in sizes:
+    if texts is not None:
+        return _parse_blocks(options[1], texts, trace.num_unique_blocks, unit)
+    for size in sizes or ():
         _check_holds_block(options[0], size, unit)
-    return sorted(set(sizes))
+    return sorted(set(sizes)) if sizes else None
 
 
 def _parse_blocks(
@@ -394,8 +386,3 @@ def _check_holds_block(option: str, num_bytes: int, unit: int) -> None:
         raise UsageError(
             f"{option}: {num_bytes} bytes hold no block, which takes {unit}"
         )
-
-
-def _power_of_two(number: int) -> int:
-    """Return the largest power of two that is not more."""
-    return 1 << number.bit_length() - 1

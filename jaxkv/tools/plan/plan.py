@@ -1,14 +1,11 @@
 """Plan a host tier: what each size and policy finds on a trace, and which to take.
 
 A replay says which tokens of each prompt the host holds beyond those that the device
-holds anyway. With a model and the speeds of a server, that is time: to load the tokens
-takes a latency, and their bytes at the link's rate; to compute them takes their
-prefill. A request saves the difference, or nothing where the load would take longer
-(`OffloadRules.skip_slow_loads` declines it). The rule that chooses, `recommend`, sees
-the sums only.
-
-Requests wait neither for one another nor for the link. Where prefill takes longer than
-the trace lasts, it is taken for the traffic of as many servers as that needs.
+holds anyway. With a model and the speeds of a server, that is time: a request saves the
+prefill of these tokens less their load, or nothing where the load would take longer
+(`OffloadRules.skip_slow_loads` declines it). Requests wait neither for one another nor
+for the link. Where prefill takes longer than the trace lasts, it is taken for the
+traffic of as many servers as that needs.
 """
 
 from __future__ import annotations
@@ -48,12 +45,11 @@ Reason = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What turns tokens into time: a model on a server."""
+    """A model on a server, for the times of tokens."""
 
     model: ModelCosts
-    speeds: Speeds  # Of the server
-    # Where each speed is from, by the name of its field, for display
-    sources: Mapping[str, str]
+    speeds: Speeds
+    sources: Mapping[str, str]  # Where each speed is from, by its field, for display
     num_devices: int = 1  # Devices that the model is divided among
     machine: Accelerator | None = None  # Each device; None if its speeds are given
 
@@ -64,11 +60,9 @@ class Setting:
 
     trace: Trace
     timing: Timing | None = None  # None counts tokens only
-    # Blocks of the device's prefix cache; None if it keeps none
-    device_blocks: int | None = None
+    device_blocks: int | None = None  # Of its prefix cache; None if it keeps none
     notes: tuple[str, ...] = ()  # Further assumptions
-    # What is kept out of the host tier; None for nothing
-    admission: Admission | None = None
+    admission: Admission | None = None  # None keeps nothing out of the host tier
     fleet: Fleet = ONE_ENGINE  # The engines that share the requests, without a store
 
     @property
@@ -92,10 +86,8 @@ class Demand:
     input_tokens: int  # Tokens of all prompts
     device_tokens: int  # Tokens that the device's own prefix cache finds
     returning_tokens: int  # Tokens that an unlimited host tier would find beyond those
-    # Seconds of prefill of all that the device does not find; 0 without a timing
-    prefill_s: float
-    # Seconds from the first request to the last; None if the trace has no times
-    span_s: float | None
+    prefill_s: float  # Of all that the device does not find; 0 without a timing
+    span_s: float | None  # From the first request to the last; None without times
     num_engines: int = 1  # Engines that share the requests
 
     @property
@@ -124,14 +116,13 @@ class PlanRow:
     store_bytes: int = 0  # Bytes of all stores, on each device
     saved_s: float = 0.0  # Seconds of prefill saved, less the time of the loads
     saved_p50_s: float = 0.0  # The median of the requests, also those that save nothing
-    saved_p95_s: float = 0.0  # The 95th percentile; 19 of 20 requests save no more
-    saved_max_s: float = 0.0  # The most that a request saves
-    # Share of the time that a server's link loads; None without times
+    saved_p95_s: float = 0.0
+    saved_max_s: float = 0.0
+    # Shares of the time that a server's link loads and stores; None without times.
+    # Above 1, it cannot keep up with the stores.
     load_use: float | None = None
-    # Share of the time that it stores, were it fast enough; above 1 it cannot keep up.
-    # None without times.
     store_use: float | None = None
-    peak_store_use: float | None = None  # The same in the busiest minute
+    peak_store_use: float | None = None  # In the busiest minute
 
     @property
     def is_eligible(self) -> bool:
@@ -143,12 +134,10 @@ class PlanRow:
 class Recommendation:
     """The recommended row, and its neighbours in size."""
 
-    reason: Reason  # Why
+    reason: Reason
     row: PlanRow | None = None  # What to take; None if offloading does not pay
-    # The best row of the next smaller size, if there is one
-    smaller: PlanRow | None = None
-    # The best row of the next larger size, if there is one
-    larger: PlanRow | None = None
+    smaller: PlanRow | None = None  # The best row of the next smaller size
+    larger: PlanRow | None = None  # The best row of the next larger size
 
     @property
     def pays(self) -> bool:
@@ -164,9 +153,7 @@ class StoreRow:
     storage_blocks: int  # The blocks that fit, at most the trace's unique blocks
     base: PlanRow  # What there is without it
     added_tokens: int  # Tokens found beyond that
-    # Seconds of prefill saved beyond that, less the time of loads from the host, but
-    # not of the reads from the store.
-    added_s: float
+    added_s: float  # Seconds saved beyond that, without the time of the store's reads
     num_fetched_blocks: int  # Blocks read from the store
     fetch_bytes: int  # Their bytes, of all devices together
 
@@ -183,15 +170,15 @@ class Plan:
     demand: Demand  # What is asked for
     rows: tuple[PlanRow, ...]  # The first policy at every size, then the next
     recommendation: Recommendation | None = None  # What to do; None without a timing
-    # The gain from stores over `base`; smallest first. Empty if that was not asked for.
-    stores: tuple[StoreRow, ...] = ()
+    stores: tuple[StoreRow, ...] = ()  # Their gain over `base`, the smallest first
 
     @property
     def base(self) -> PlanRow:
         """The recommended row, or the one that saves and finds most."""
         if self.recommendation is not None and self.recommendation.row is not None:
             return self.recommendation.row
-        return max(self.rows, key=lambda row: (row.saved_s, row.host_tokens))
+        rows = (row for row in self.rows if row.policy != OPTIMUM)
+        return max(rows, key=lambda row: (row.saved_s, row.host_tokens))
 
 
 def make_plan(
@@ -241,14 +228,13 @@ def add_stores(
         result = by_size[num_blocks]
         row = _plan_row(setting, plan.demand, start, result, base.size)
         num_fetched = int(result.fetches_by_request.sum())
-        found = row.host_tokens - base.host_tokens, row.saved_s - base.saved_s
+        gain = row.host_tokens - base.host_tokens, row.saved_s - base.saved_s
         fetched = num_fetched, num_fetched * setting.block_size
-        rows.append(StoreRow(size, num_blocks, base, *found, *fetched))
+        rows.append(StoreRow(size, num_blocks, base, *gain, *fetched))
     return dataclasses.replace(plan, stores=tuple(rows))
 
 
 def _device_tokens(trace: Trace, result: ReplayResult) -> NDArray[np.int64]:
-    """Return the tokens that the device finds of each request: i64[R]."""
     if result.device is None:
         return np.zeros(trace.num_requests, np.int64)
     return trace.tokens_of(result.device.hits)

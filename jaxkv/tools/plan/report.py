@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING
@@ -32,13 +33,34 @@ from jaxkv.tools.pictures import (
     look_of,
 )
 from jaxkv.tools.plan import plan as planning
-from jaxkv.tools.plan.plan import Demand, Plan, PlanRow, Setting, StoreRow, Timing
+from jaxkv.tools.plan.plan import (
+    Demand,
+    Plan,
+    PlanRow,
+    Reason,
+    Setting,
+    StoreRow,
+    Timing,
+)
 from jaxkv.tools.replay.run import OPTIMUM
 from jaxkv.tools.replay.traces import Recording
 
 _COUNT = Scale("{:,.0f}".format, "{:,.0f}".format, "{:,.0f}".format)
 _PERCENT = Scale("{:g}%".format, "{:.1f}%".format, "{:.1f}%".format)
-_SECONDS = Scale(time_text, time_text, time_text)
+
+
+def _signed_time(seconds: float) -> str:
+    return time_text(seconds) if seconds >= 0 else f"-{time_text(-seconds)}"
+
+
+def _rate_text(bytes_per_s: float | None) -> str:
+    if bytes_per_s is None or bytes_per_s == math.inf:
+        return "none"
+    return f"{three_digits(bytes_per_s / 1e9)} GB/s"
+
+
+_SECONDS = Scale(_signed_time, _signed_time, _signed_time)
+_RATE = Scale(_rate_text, _rate_text, _rate_text)
 
 _FIGURES = (
     ("found", "Tokens found", "found_share", _PERCENT),
@@ -64,29 +86,19 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
     trace, timing, fleet = setting.trace, setting.timing, setting.fleet
     span_s = (trace.time_ms.max() - trace.time_ms.min()) / 1000
     when = f" in {span_s:,.0f} s" if span_s else ""
+    prompts = (
+        f"{trace.input_tokens.sum():,} tokens, {trace.num_block_refs:,} blocks of "
+        f"{trace.block_size}, {trace.num_unique_blocks:,} unique"
+    )
     facts = [
         ("Trace", f"{trace.name}: {trace.num_requests:,} requests{when}"),
-        (
-            "Prompts",
-            f"{trace.input_tokens.sum():,} tokens, {trace.num_block_refs:,} blocks of "
-            f"{trace.block_size}, {trace.num_unique_blocks:,} unique",
-        ),
+        ("Prompts", prompts),
     ]
     if trace.recording is not None:
         facts += _facts_of_run(trace.recording, int(trace.input_tokens.sum()))
-    if timing is not None:
-        model = timing.model
-        kv = f"{rounded_size(model.kv_bytes_per_token)} of KV a token"
-        dtype = f" ({model.kv_dtype})" if model.kv_dtype else ""
-        block = f"{rounded_size(setting.block_size)} a block"
-        facts.append(("Model", f"{model.name}: {kv}{dtype}, {block}"))
-        if timing.num_devices > 1:
-            facts.append(("", f"{timing.num_devices} devices share it"))
     if fleet.num_engines > 1:
-        each = f"{fleet.route}; each has the host and the device"
-        facts.append(("Engines", f"{fleet.num_engines:,}, {each}"))
-    if timing is not None and timing.machine is not None:
-        facts.append(("Machine", timing.machine.text))
+        text = f"{fleet.num_engines:,}, {fleet.route}; each has the host and the device"
+        facts.append(("Engines", text))
     device = "keeps no prefixes (--device-blocks, --device-bytes)"
     if setting.device_blocks is not None:
         device = f"keeps {setting.device_blocks:,} blocks"
@@ -95,9 +107,10 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
     facts.append(("Device", device))
     if setting.admission is not None:
         facts.append(("Rules", setting.admission.text))
+    notes = setting.notes
     if timing is not None:
-        facts += _facts_of_speeds(timing)
-    notes = setting.notes + (() if timing is None else timing.model.notes)
+        facts += _facts_of_timing(setting, timing)
+        notes += timing.model.notes
     return [*facts, *(("Note", note) for note in notes)]
 
 
@@ -124,25 +137,31 @@ def _facts_of_run(run: Recording, num_tokens: int) -> Iterator[tuple[str, str]]:
         yield "Note", note
 
 
-def _facts_of_speeds(timing: Timing) -> Iterator[tuple[str, str]]:
-    speeds, sources = timing.speeds, timing.sources
-    load, store = speeds.load_bytes_per_s / 1e9, speeds.store_bytes_per_s / 1e9
+def _facts_of_timing(setting: Setting, timing: Timing) -> Iterator[tuple[str, str]]:
+    model, speeds, sources = timing.model, timing.speeds, timing.sources
+    kv = f"{rounded_size(model.kv_bytes_per_token)} of KV a token"
+    dtype = f" ({model.kv_dtype})" if model.kv_dtype else ""
     yield (
-        "Load",
-        f"{three_digits(load)} GB/s ({sources['load_bytes_per_s']}) after "
-        f"{three_digits(1e3 * speeds.load_latency_s)} ms "
-        f"({sources['load_latency_s']})",
+        "Model",
+        f"{model.name}: {kv}{dtype}, {rounded_size(setting.block_size)} a block",
     )
+    if timing.num_devices > 1:
+        yield "", f"{timing.num_devices} devices share it"
+    if timing.machine is not None:
+        yield "Machine", timing.machine.text
+    load, store = speeds.load_bytes_per_s / 1e9, speeds.store_bytes_per_s / 1e9
+    latency = f"{three_digits(1e3 * speeds.load_latency_s)} ms"
+    text = f"{three_digits(load)} GB/s ({sources['load_bytes_per_s']}) after {latency}"
+    yield "Load", f"{text} ({sources['load_latency_s']})"
     yield "Store", f"{three_digits(store)} GB/s ({sources['store_bytes_per_s']})"
-    if speeds.prefill_tokens_per_s is not None:
+    if speeds.prefill_flops_per_s is None:
         source = sources["prefill_tokens_per_s"]
         yield "Prefill", f"{speeds.prefill_tokens_per_s:,.0f} tokens/s ({source})"
         return
-    assert speeds.prefill_flops_per_s is not None
     rate = f"{three_digits(speeds.prefill_flops_per_s / 1e12)} TFLOP/s"
     yield "Prefill", f"{rate} ({sources['prefill_flops_per_s']})"
     at = np.array([0, 32 << 10])
-    near, far = 1024 / speeds.prefill_s(timing.model, at, at + 1024)
+    near, far = 1024 / speeds.prefill_s(model, at, at + 1024)
     yield "", f"{near:,.0f} tokens/s at the beginning of a prompt, {far:,.0f} after 32k"
 
 
@@ -182,13 +201,11 @@ def _marked(plan: Plan) -> list[PlanRow]:
     """Return the recommended row, or without a timing the best ones of each size."""
     if plan.recommendation is not None:
         return [plan.recommendation.row] if plan.recommendation.row else []
-    columns = zip(
-        *(r for p, r in _by_policy(plan).items() if p != OPTIMUM), strict=True
-    )
     marked = []
-    for rows in columns:
-        most = max(row.host_tokens for row in rows)
-        best = [row for row in rows if row.host_tokens == most]
+    for size in {row.size for row in plan.rows}:
+        rows = [r for r in plan.rows if r.size == size and r.policy != OPTIMUM]
+        max_tokens = max(row.host_tokens for row in rows)
+        best = [row for row in rows if row.host_tokens == max_tokens]
         marked += best if len(best) < len(rows) else []
     return marked
 
@@ -248,44 +265,19 @@ def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
     """Show what stores of several sizes would add."""
     stores, demand, base = plan.stores, plan.demand, plan.base
     places = _places_of(setting, "Shared store", [row.size for row in stores])
-    figures = [
-        (
-            "store_found",
-            "Tokens found beyond hosts alone",
-            [100 * row.added_tokens / demand.input_tokens for row in stores],
-            _PERCENT,
-        ),
-        (
-            "store_saved",
-            "Time saved per request beyond that, mean",
-            [row.added_s / demand.num_requests for row in stores],
-            Scale(_signed_time, _signed_time, _signed_time),
-        ),
-        (
-            "store_rate",
-            "Least rate of reads that pays",
-            [_least_gb_per_s(row) for row in stores],
-            Scale(_rate_text, _rate_text, _rate_text),
-        ),
-    ]
     name = f"{base.policy}, {_size_text(setting, base.size)}"
+    found = [100 * row.added_tokens / demand.input_tokens for row in stores]
+    saved = [row.added_s / demand.num_requests for row in stores]
+    rates = [row.least_bytes_per_s or math.inf for row in stores]
+    figures = [
+        ("store_found", "Tokens found beyond hosts alone", found, _PERCENT),
+        ("store_saved", "Time saved per request beyond that, mean", saved, _SECONDS),
+        ("store_rate", "Least rate of reads that pays", rates, _RATE),
+    ]
     return [
         Chart(key, title, title, title, places, [Line(name, values)], scale)
         for key, title, values, scale in figures[: 1 if setting.timing is None else 3]
     ]
-
-
-def _least_gb_per_s(row: StoreRow) -> float:
-    rate = row.least_bytes_per_s
-    return float("inf") if rate is None else rate / 1e9
-
-
-def _rate_text(gb_per_s: float) -> str:
-    return "none" if gb_per_s == float("inf") else f"{three_digits(gb_per_s)} GB/s"
-
-
-def _signed_time(seconds: float) -> str:
-    return time_text(seconds) if seconds >= 0 else f"-{time_text(-seconds)}"
 
 
 def store_sentence(setting: Setting, plan: Plan) -> str:
@@ -319,7 +311,7 @@ def store_sentence(setting: Setting, plan: Plan) -> str:
         f"{text}{found(row)}, and save {time_text(row.added_s / demand.num_requests)} "
         f"more a request, {percent_text(row.added_s, demand.prefill_s)} of the prefill "
         "time, less the time to read from it: reads below "
-        f"{_rate_text(_least_gb_per_s(row))} take longer than they save."
+        f"{_rate_text(row.least_bytes_per_s)} take longer than they save."
     )
 
 
@@ -346,10 +338,8 @@ def render_page(setting: Setting, plan: Plan, command: str) -> str:
             Section("store", "A shared store", text),
             *(page.section(chart, "") for chart in _store_charts_of(setting, plan)),
         ]
-    sections.append(Section("reading", "How to read this", page.bullets(_READING)))
-    if plan.recommendation is not None:
-        rule = page.bullets(_RULE)
-        sections.append(Section("rule", "How the recommendation is made", rule))
+    notes = _READING if plan.recommendation is None else (*_READING, *_RULE)
+    sections.append(Section("reading", "How to read this", page.bullets(notes)))
     title = f"Host memory for {setting.trace.name}"
     return page.render_page(title, finding, facts, sections, command)
 
@@ -392,7 +382,9 @@ def sentence(setting: Setting, plan: Plan) -> str:
         return _finding(setting, plan)
     row = choice.row
     if row is None:
-        return f"Offloading does not pay here: {_why_not(setting, plan)}."
+        return (
+            f"Offloading does not pay here: {_why_not(setting, plan, choice.reason)}."
+        )
     where = " in each engine" if demand.num_engines > 1 else ""
     text = (
         f"Take {rounded_size(row.size)}{where} with {row.policy}: it finds "
@@ -404,36 +396,33 @@ def sentence(setting: Setting, plan: Plan) -> str:
     first = next(r for r in plan.rows if r.size == row.size and r.is_eligible)
     if first != row:
         text += f"; with {first.policy} it would save {_change(first, row)}"
-    other = choice.larger or choice.smaller
-    if other is not None:
-        text += f"; {rounded_size(other.size)} would save {_change(other, row)}"
-    max_host_tokens = max(candidate.host_tokens for candidate in plan.rows)
-    if max_host_tokens < planning.ENOUGH * demand.returning_tokens:
+    neighbour = choice.larger or choice.smaller
+    if neighbour is not None:
+        size = rounded_size(neighbour.size)
+        text += f"; {size} would save {_change(neighbour, row)}"
+    max_tokens = max(r.host_tokens for r in plan.rows if r.policy != OPTIMUM)
+    if max_tokens < planning.ENOUGH * demand.returning_tokens:
         text += "; more memory than was planned for may save more"
     return f"{text}."
 
 
 def _finding(setting: Setting, plan: Plan) -> str:
     """Return a sentence on the policy that finds most at each size."""
-    places, demand = [], plan.demand
     best: dict[int, PlanRow] = {}
     for row in plan.rows:
-        if row.policy != OPTIMUM:
-            best.setdefault(row.size, row)
-            if row.host_tokens > best[row.size].host_tokens:
-                best[row.size] = row
-    for row in best.values():
-        share = percent_text(row.host_tokens, demand.input_tokens)
-        places.append(f"{_size_text(setting, row.size)} with {row.policy} find {share}")
-    return f"Of the prompt tokens{_beyond(demand)}, {', '.join(places)}."
+        before = best.setdefault(row.size, row)
+        if row.policy != OPTIMUM and row.host_tokens > before.host_tokens:
+            best[row.size] = row
+    places = ", ".join(
+        f"{_size_text(setting, row.size)} with {row.policy} find "
+        + percent_text(row.host_tokens, plan.demand.input_tokens)
+        for row in best.values()
+    )
+    return f"Of the prompt tokens{_beyond(plan.demand)}, {places}."
 
 
 def _beyond(demand: Demand) -> str:
     return " beyond what the device holds" if demand.device_tokens else ""
-
-
-def _settings_text(setting: Setting, plan: Plan) -> str:
-    return " ".join(f"{n}={text}" for n, text in settings_of(setting, plan).items())
 
 
 def settings_of(setting: Setting, plan: Plan) -> dict[str, str]:
@@ -441,78 +430,68 @@ def settings_of(setting: Setting, plan: Plan) -> dict[str, str]:
     row = plan.recommendation.row if plan.recommendation else None
     if row is None:
         return {}
-    settings = {
-        variable_of("host_bytes"): size_text(row.size, "").removesuffix(" bytes"),
-        variable_of("cache_policy"): row.policy,
-    }
-    if setting.admission is not None:
-        for name, value in setting.admission.changed.items():
-            settings[variable_of(name)] = str(value).lower()
+    size = size_text(row.size, "").removesuffix(" bytes")
+    settings = {"host_bytes": size, "cache_policy": row.policy}
+    changed = setting.admission.changed if setting.admission else {}
+    settings |= {name: str(value).lower() for name, value in changed.items()}
     if row.num_declined:
-        settings[variable_of("skip_slow_loads")] = "true"
-    return settings
+        settings["skip_slow_loads"] = "true"
+    return {variable_of(name): value for name, value in settings.items()}
 
 
-def _why_not(setting: Setting, plan: Plan) -> str:
+def _settings_text(setting: Setting, plan: Plan) -> str:
+    return " ".join(f"{n}={text}" for n, text in settings_of(setting, plan).items())
+
+
+def _why_not(setting: Setting, plan: Plan, reason: Reason) -> str:
     """Return why offloading does not pay."""
-    demand, timing, choice = plan.demand, setting.timing, plan.recommendation
-    assert timing is not None
-    assert choice is not None
-    rows, reason = [r for r in plan.rows if r.policy != OPTIMUM], choice.reason
+    demand, timing, admission = plan.demand, setting.timing, setting.admission
+    rows = [row for row in plan.rows if row.policy != OPTIMUM]
     returning = percent_text(demand.returning_tokens, demand.input_tokens)
-    best_row = max(rows, key=lambda row: row.host_tokens)
-    if reason == "nothing returns":
-        return (
-            "nothing comes back; even an unlimited host tier would find only "
-            f"{returning} of the prompt tokens"
-        )
-    if reason == "device suffices":
-        return (
-            "the device already holds what comes back; it finds "
-            f"{percent_text(demand.device_tokens, demand.input_tokens)} of the prompt "
-            f"tokens, and an unlimited host tier only {returning} more"
-        )
-    if reason == "too small":
-        return (
-            f"tokens come back too late for these sizes; {rounded_size(best_row.size)} "
-            f"finds {percent_text(best_row.host_tokens, demand.input_tokens)} of the "
-            f"prompt tokens, of the {returning} that an unlimited host tier would find"
-            + (f" without {setting.admission.text}" if setting.admission else "")
-            + "; more memory than was planned for may find more"
-        )
-    if reason == "cheap prefill":
-        share = percent_text(max(row.found_s for row in rows), demand.prefill_s)
-        return (
-            "prefill of what comes back is cheap; loads with unlimited bandwidth would "
-            f"save only {share} of the prefill time"
-        )
-    if reason == "slow stores":
-        use = min(row.store_use or 0.0 for row in rows)
-        text = f"the link is too slow; stores alone take {use:.1f} times as long as the"
-        text += " trace"
-        if setting.admission is None:
-            text += " (try --store-threshold 2, to store only what was asked for twice)"
-        return text
+    top = max(rows, key=lambda row: row.host_tokens)
+    match reason:
+        case "nothing returns":
+            text = "nothing comes back; even an unlimited host tier would find only "
+            return f"{text}{returning} of the prompt tokens"
+        case "device suffices":
+            share = percent_text(demand.device_tokens, demand.input_tokens)
+            text = f"the device already holds what comes back; it finds {share} of the "
+            text += "prompt tokens, and an unlimited host tier only "
+            return f"{text}{returning} more"
+        case "too small":
+            share = percent_text(top.host_tokens, demand.input_tokens)
+            text = "tokens come back too late for these sizes; "
+            text += f"{rounded_size(top.size)} finds {share} of the prompt tokens, of "
+            text += f"the {returning} that an unlimited host tier would find"
+            text += f" without {admission.text}" if admission else ""
+            return f"{text}; more memory than was planned for may find more"
+        case "cheap prefill":
+            share = percent_text(max(row.found_s for row in rows), demand.prefill_s)
+            text = "prefill of what comes back is cheap; loads with unlimited bandwidth"
+            return f"{text} would save only {share} of the prefill time"
+        case "slow stores":
+            use = min(row.store_use or 0.0 for row in rows)
+            text = f"the link is too slow; stores alone take {use:.1f} times as long as"
+            hint = "to store only what was asked for twice"
+            hint = "" if admission else f" (try --store-threshold 2, {hint})"
+            return f"{text} the trace{hint}"
+    assert timing is not None
     best = max(rows, key=lambda row: (row.saved_s, row.host_tokens))
-    load_s, prefill_s = _block_times(timing, setting.trace.block_size)
+    num_tokens = setting.trace.block_size
+    begin, end = np.array(0), np.array(num_tokens)
+    load_bytes = timing.model.load_bytes(begin, end, timing.num_devices)
+    load_s = float(timing.speeds.load_s(load_bytes))
+    prefill_s = float(timing.speeds.prefill_s(timing.model, begin, end))
     text = (
         f"loading is too slow; {best.num_declined:,} of "
         f"{best.num_loads + best.num_declined:,} prefixes found take longer to load "
-        f"than to compute (a block of {setting.trace.block_size} tokens "
-        f"{time_text(load_s)} beside {time_text(prefill_s)})"
+        f"than to compute (a block of {num_tokens} tokens {time_text(load_s)} beside "
+        f"{time_text(prefill_s)})"
     )
     if best.num_loads:
         saved = percent_text(best.saved_s, demand.prefill_s)
         text += f", and the others save {saved} of the prefill time"
     return text
-
-
-def _block_times(timing: Timing, num_tokens: int) -> tuple[float, float]:
-    """Return the seconds to load a prompt's first block, and to compute it."""
-    speeds, model = timing.speeds, timing.model
-    begin, end = np.array(0), np.array(num_tokens)
-    load_s = speeds.load_s(model.load_bytes(begin, end, timing.num_devices))
-    return float(load_s), float(speeds.prefill_s(model, begin, end))
 
 
 def _fields(value: object, *names: str) -> dict[str, Any]:
@@ -530,18 +509,26 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
             *("num_device_hit_tokens", "num_host_hit_tokens", "policy"),
             *("host_blocks", "device_blocks", "num_lost", "notes"),
         )
-    notes, asked = list(setting.notes), dataclasses.asdict(demand)
-    if setting.timing is None:
-        del asked["prefill_s"]
+    timing, demanded = setting.timing, dataclasses.asdict(demand)
+    if timing is None:
+        del demanded["prefill_s"]
     else:
-        notes += setting.timing.model.notes
-        asked["num_servers"] = demand.num_servers
-        figures |= _figures_of_timing(setting, setting.timing)
+        demanded["num_servers"] = demand.num_servers
+        figures["model"] = dataclasses.asdict(timing.model) | {
+            "kv_bytes_per_token": timing.model.kv_bytes_per_token,
+            "block_bytes": setting.block_size,
+            "num_devices": timing.num_devices,
+        }
+        figures["speeds"] = {
+            name: {"value": value, "source": timing.sources.get(name)}
+            for name, value in dataclasses.asdict(timing.speeds).items()
+            if value is not None
+        }
     figures |= {
         "device_blocks": setting.device_blocks,
         "admission": setting.admission and dataclasses.asdict(setting.admission),
-        "notes": notes,
-        "demand": asked,
+        "notes": [*setting.notes, *(timing.model.notes if timing else ())],
+        "demand": demanded,
         "rows": [_row_figures(setting, row, demand) for row in plan.rows],
         "machine": {"num_cpus": num_cpus(), **versions()},
     }
@@ -569,22 +556,6 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
             "settings": settings_of(setting, plan),
         }
     return figures
-
-
-def _figures_of_timing(setting: Setting, timing: Timing) -> dict[str, Any]:
-    """Return a plan's model and speeds."""
-    model = timing.model
-    sizes = {
-        "kv_bytes_per_token": model.kv_bytes_per_token,
-        "block_bytes": setting.block_size,
-        "num_devices": timing.num_devices,
-    }
-    speeds = {
-        name: {"value": value, "source": timing.sources.get(name)}
-        for name, value in dataclasses.asdict(timing.speeds).items()
-        if value is not None
-    }
-    return {"model": dataclasses.asdict(model) | sizes, "speeds": speeds}
 
 
 def _row_figures(setting: Setting, row: PlanRow, demand: Demand) -> dict[str, Any]:

@@ -16,8 +16,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,18 +64,16 @@ class ReplayResult:
     input_tokens: int
     hit_tokens: int
     num_refused: int  # requests with a refused store
-    hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    fleet: Fleet
+    hits_by_request: NDArray[np.int64] = field(compare=False, repr=False)
     # 0 for the optimum.
-    stores_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    stores_by_request: NDArray[np.int64] = field(compare=False, repr=False)
     # Blocks that came from the store to a host.
-    fetches_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    fetches_by_request: NDArray[np.int64] = field(compare=False, repr=False)
     # The engine that served each request.
-    engines: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
-    # The device's share of the hits; None without one.
-    device: DeviceHits | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
-    fleet: Fleet = ONE_ENGINE
+    engines: NDArray[np.int64] = field(compare=False, repr=False)
+    # What the device found; None without one.
+    device: DeviceHits | None = field(compare=False, repr=False)
 
     @property
     def block_hit_ratio(self) -> float:
@@ -120,9 +119,12 @@ def replay(
             device = dataclasses.replace(device, hits=np.zeros_like(hits))
         run = _Run(policy, trace, capacity_blocks, device, admitted, fleet)
         for number in trace.requests(on_progress):
-            engine_of[number] = run.choose(number)
-            served = run.engines[engine_of[number]].serve(number)
-            hits[number], stores[number], fetches[number], is_refused = served
+            chosen = engine_of[number] = run.choose(number)
+            engine = run.engines[chosen]
+            request = engine.make_request(number)
+            if run.store is not None:
+                fetches[number] = engine.fetch(request, run.store)
+            hits[number], stores[number], is_refused = engine.serve(request)
             num_refused += is_refused
     for counts in (
         hits,
@@ -141,12 +143,12 @@ def replay(
         input_tokens=int(trace.input_tokens.sum()),
         hit_tokens=int(trace.tokens_of(hits).sum()),
         num_refused=num_refused,
+        fleet=fleet,
         hits_by_request=hits,
         stores_by_request=stores,
         fetches_by_request=fetches,
         engines=engine_of,
         device=device,
-        fleet=fleet,
     )
 
 
@@ -198,10 +200,6 @@ def sweep(
         report(0, 0)
         return replay(policy, trace, capacity, report, device, admitted, fleet)
 
-    # A thread per core: LRU at four capacities took 11.6 s on two cores and 16.8 s on
-    # one, mostly to compile. Capacities differ in shape, so they cannot share a
-    # program; with equal ones, four caches took 0.98 of the time of four loops under
-    # `lax.map`, and 1.5 times as long under `vmap` (CPU).
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(run, number) for number in range(len(runs))]
         try:
@@ -212,13 +210,8 @@ def sweep(
             raise
 
 
-class _Served(NamedTuple):
-    """The blocks of a request that were found, stored, and fetched from the store."""
-
-    num_hits: int
-    num_stored: int
-    num_fetched: int
-    is_refused: bool
+_Served: TypeAlias = tuple[int, int, bool]
+"""Blocks of a request found and stored, and whether its store was refused."""
 
 
 class _Request(NamedTuple):
@@ -235,7 +228,7 @@ class _Request(NamedTuple):
 
 
 class _Run:
-    """The engines of a replay, with what they share."""
+    """The engines of a replay, and their shared inputs and store."""
 
     def __init__(
         self,
@@ -248,9 +241,9 @@ class _Run:
     ) -> None:
         self.trace, self.num_blocks, self.device = trace, num_blocks, device
         self.admitted = admitted
-        used, asked = np.minimum(trace.num_blocks, num_blocks), trace.num_asked
-        self.used = used if device is None else device.usable
-        self.asked = np.minimum(asked, self.used)
+        fitting = np.minimum(trace.num_blocks, num_blocks)
+        self.used = fitting if device is None else device.usable
+        self.num_asked = np.minimum(trace.num_asked, self.used)
         # Without a device, a request uses no more blocks than fit the cache.
         max_keys = num_blocks if device is None else device.num_blocks
         max_batch = max(min(int(trace.num_blocks.max(initial=1)), max_keys), 2)
@@ -279,7 +272,7 @@ class _Run:
     def findable(self, number: int) -> int:
         """Return the blocks of a request that may be found."""
         return int(
-            (self.asked if self.device is None else self.device.findable)[number]
+            (self.num_asked if self.device is None else self.device.findable)[number]
         )
 
 
@@ -309,29 +302,30 @@ class _Engine:
             return num
         return num + self.host.executor.lookup(self._keys_of(ids[num:]))
 
-    def serve(self, number: int) -> _Served:
+    def fetch(self, request: _Request, store: SharedStore) -> int:
+        """Fetch blocks from the store; return how many."""
+        missing = request.keys[request.num_local : request.num_findable]
+        max_fetched = max(self.run.num_blocks // 2, 1)
+        num_fetched = store.fetch(self.host.executor, missing, max_fetched)
+        store.touch(request.keys[: request.num_asked])
+        return num_fetched
+
+    def serve(self, request: _Request) -> _Served:
         """Serve a request."""
-        request = self._request(number)
-        store, keys = self.run.store, request.keys
-        num_fetched = 0
-        if store is not None:
-            missing = keys[request.num_local : request.num_findable]
-            max_fetched = max(self.run.num_blocks // 2, 1)
-            num_fetched = store.fetch(self.host.executor, missing, max_fetched)
-            store.touch(keys[: request.num_asked])
-        served = _Served(0, 0, 0, False)
-        if len(keys):
+        served = 0, 0, False
+        if len(request.keys):
             is_alone = self.run.device is None
             served = (self._serve_alone if is_alone else self._serve_behind)(request)
         if self.auto is not None:
             self.auto.note(request)
             self.host = self.auto.host
-        return served._replace(num_fetched=num_fetched)
+        return served
 
-    def _request(self, number: int) -> _Request:
+    def make_request(self, number: int) -> _Request:
+        """Make a request of the trace, after its device has served it."""
         run, device = self.run, self.run.device
         ids = run.trace.blocks_of(number)[: run.used[number]]
-        num_asked, num_keys, passes = int(run.asked[number]), len(ids), None
+        num_asked, num_keys, passes = int(run.num_asked[number]), len(ids), None
         num_local, num_running = 0, num_asked
         if device is not None:
             if self.device is not None:
@@ -344,10 +338,9 @@ class _Engine:
             if self.gate is not None:
                 passes = np.array(self.gate.note(number)[: len(ids)], np.bool_)
             num_keys = min(num_keys, int(run.admitted.limits[number]))
+        keys = self._keys_of(ids)
         blocks = num_local, run.findable(number), num_running
-        return _Request(
-            number, self._keys_of(ids), num_asked, num_keys, passes, *blocks
-        )
+        return _Request(number, keys, num_asked, num_keys, passes, *blocks)
 
     def _begin(self, course: Course, request: _Request) -> None:
         trace, at = self.run.trace, request.number
@@ -365,7 +358,8 @@ class _Engine:
     def _serve_alone(self, request: _Request) -> _Served:
         keys, passes = request.keys, request.passes
         executor, store, course = self.host.executor, self.run.store, Course()
-        self._begin(course, request)
+        if self.host.listens:
+            self._begin(course, request)
         offered = keys
         if passes is None:
             step = executor.request_step(keys)
@@ -384,9 +378,10 @@ class _Engine:
                 is_hit = np.arange(len(keys)) < step.num_hits
                 placed = np.where(is_hit, NO_BLOCK, placed)
             store.write(offered[placed != NO_BLOCK])
-        self._finish(course, request)
+        if self.host.listens:
+            self._finish(course, request)
         num_hits = min(step.num_hits, request.num_asked)
-        return _Served(num_hits, 0 if is_refused else step.num_stored, 0, is_refused)
+        return num_hits, 0 if is_refused else step.num_stored, is_refused
 
     def _serve_behind(self, request: _Request) -> _Served:
         _, keys, num_asked, num_keys, passes, num_local, num_findable, running = request
@@ -409,8 +404,7 @@ class _Engine:
             host.executor.complete_step(store.block_ids, 0)
             if self.run.store is not None:
                 self.run.store.write(offered[store.block_ids != NO_BLOCK])
-        num_stored = host.num_stored - num_stored
-        return _Served(num_hits, num_stored, 0, course.is_refused)
+        return num_hits, host.num_stored - num_stored, course.is_refused
 
 
 def _request_step(executor: Executor, keys: Words, admitted: Words) -> Step:

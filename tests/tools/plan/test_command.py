@@ -17,7 +17,6 @@ from jaxkv._util.extras import pip_install
 from jaxkv.config import OffloadConfig
 from jaxkv.policies import policy_names
 from jaxkv.tools import main as cli
-from jaxkv.tools.plan import report as plan_report
 from jaxkv.tools.plan.accelerators import ACCELERATORS, measure_flops_per_s
 from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.device import fit_device
@@ -82,6 +81,9 @@ def test_it_prints_draws_and_writes(plan, tmp_path):
     line = f"synthetic:200 --model {MODEL} --policy lru,slru --host-bytes 2GiB,512MiB"
     figures, out = plan(f"{line} --plot {picture} --html {report}")
     assert picture.read_text().count('class="ring"') == 2  # A chart each.
+    assert re.search(
+        r">2 GiB with \w+ \(ringed\) saves [\d.]+ m?s", picture.read_text()
+    )
     page = report.read_text()
     # The recommendation, what to set, what it rests on; then the figures.
     sentence = html.escape(figures["recommendation"]["sentence"])
@@ -289,6 +291,14 @@ def test_without_a_model_a_store_is_measured_in_blocks(run_line):
     assert figures["store_sentence"].startswith(
         f"A store of {fleet.storage_blocks} blocks that the 3 engines share would find"
     )
+
+
+def test_a_store_behind_one_engine_is_not_compared_with_the_optimum(run_line):
+    line = f"plan synthetic:60 --policy lru,{OPTIMUM} --capacity 5%"
+    _, _, figures = run_line(f"{line} --engines 1 --storage-blocks 50%")
+    (store,) = figures["stores"]
+    assert store["base"]["policy"] == "lru"
+    assert store["added_tokens"] > 0
 
 
 def test_a_store_that_adds_nothing_is_not_praised(plan, tmp_path):
@@ -578,15 +588,3 @@ def test_slow_loads_are_to_be_skipped(plan, tmp_path):
         "JAXKV_CACHE_POLICY": "lru",
         "JAXKV_SKIP_SLOW_LOADS": "true",
     }
-
-
-def test_the_headline_of_the_picture_is_the_recommendation():
-    def headline(row):
-        recommendation = types.SimpleNamespace(row=row, reason="nothing comes back")
-        demand = types.SimpleNamespace(num_requests=4)
-        plan = types.SimpleNamespace(recommendation=recommendation, demand=demand)
-        return plan_report._headline(plan)
-
-    row = types.SimpleNamespace(size=64 << 30, policy="lru", saved_s=8.0)
-    assert headline(None) == "Offloading does not pay: nothing comes back"
-    assert headline(row).startswith("64 GiB with lru (ringed) saves 2")
