@@ -49,7 +49,7 @@ class Shown(NamedTuple):
 
 _BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SIZE = re.compile(r'viewBox="([^"]*)"')
-_POLICIES = "--policy all --capacity 1%,3%,5%,10%,30% --model llama-3.1-8b"
+_POLICIES = "--policy all,optimum --capacity 1%,3%,5%,10%,30%"
 EXAMPLE = "python examples/serve_metrics.py"
 SHOWN = (
     Shown(
@@ -58,8 +58,8 @@ SHOWN = (
         "plan.svg",
         "docs/sizing.md",
     ),
-    Shown(f"jaxkv replay {CHATS} {_POLICIES}", "replay.svg"),
-    Shown(f"jaxkv replay {AGENTS} {_POLICIES}", "replay-agents.svg"),
+    Shown(f"jaxkv plan {CHATS} {_POLICIES}", "policies.svg"),
+    Shown(f"jaxkv plan {AGENTS} {_POLICIES}", "policies-agents.svg"),
     Shown(EXAMPLE, page="docs/shadows.md", is_timed=True),
     # Less than on the pages: the pictures are as large.
     Shown("jaxkv demo --conversations 1 --turns 2", "ttft.svg", is_timed=True),

@@ -38,12 +38,12 @@ CEILINGS = {
     "transfer": 9_935,
     "tiers": 4_480,
     "search": 570,
-    "scheduling": 10_175,
+    "scheduling": 10_170,
     "observe": 1_895,
     "strict": 1_010,
     "config": 960,
     "jaxkv": 95,
-    "tools": 14_885,
+    "tools": 13_856,
     "integrations": 8_180,
 }
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}

@@ -1,7 +1,7 @@
-"""A host tier without bytes, to simulate its hits, stores and evictions.
+"""The simulator: a host tier without bytes, with the hits, stores and evictions of one.
 
-It follows the rules of eager stores (`jaxkv.scheduling.eager`). `jaxkv replay` serves
-traces with it, and `jaxkv.scheduling.whatif.shadows` live requests.
+It follows the rules of `jaxkv.scheduling.eager`. `jaxkv.tools.replay.run` feeds it with
+a file's requests, `jaxkv.scheduling.whatif.shadows` with those that an engine serves.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.policies.facts import BEGIN, FINISH, Facts, begun, finished
 from jaxkv.tiers.executors import Executor, Store, Words
 from jaxkv.types import NO_BLOCK
 
+_TIMES = 1 << 32  # Policies count ms in 32 bits, which wrap around.
+
 REORDER_SHARE = 4
-"""Reorder a request's prefix if at least 1 / REORDER_SHARE of its blocks are new. More
-reorders would take too long: each takes time per block of the prefix."""
+"""Reorder a prefix if 1 in this many of its blocks is new: a reorder visits all."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,14 +40,32 @@ class BareTier:
     """A tier without bytes, around the executor of an empty index.
 
     Keys are u32[n, 8], C-contiguous and read-only. `passes` (bool[n]) marks the keys
-    that may be stored; None for all.
+    that may be stored; None for all. Only a policy that `listens` is notified.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, *, listens: bool = False) -> None:
         self.executor = executor
+        self.listens = listens
         self.num_stored = 0
         self.num_evicted = 0
         self.num_removed = 0  # Blocks evicted, discarded, or whose stores failed.
+
+    def begin(self, course: Course, keys: Words, now_ms: int, num_tokens: int) -> None:
+        """Notify the policy that a request begins, with `num_tokens` tokens so far."""
+        if self.listens and len(keys):
+            course.mark = self._note(BEGIN, keys, begun(now_ms % _TIMES, num_tokens))
+
+    def finish(
+        self, course: Course, keys: Words, now_ms: int, num_output: int, stop: int
+    ) -> None:
+        """Notify the policy that a request has finished: see `facts.finished`."""
+        if self.listens:
+            facts = finished(now_ms % _TIMES, num_output, stop, course.mark)
+            self._note(FINISH, keys, facts)
+
+    def _note(self, event: int, keys: Words, facts: Facts) -> int:
+        positions_alone = np.arange(len(keys), dtype=np.int32)
+        return self.executor.note(keys, event, positions_alone, facts)
 
     def offer(
         self,
@@ -55,10 +75,7 @@ class BareTier:
         passes: NDArray[np.bool_] | None = None,
         start: int = 0,
     ) -> None:
-        """Offer the keys of a request up to `end` that were not offered before.
-
-        `passes` begins at key `start`, which must not be beyond the first new key.
-        """
+        """Offer the keys up to `end` that were not; `passes` begins at key `start`."""
         first_new = course.num_known
         if first_new >= end:
             return
@@ -99,10 +116,9 @@ class BareTier:
     def place(
         self, keys: Words, passes: NDArray[np.bool_] | None = None
     ) -> tuple[int, tuple[Words, Store] | None]:
-        """Store all keys; if there is no room, the first half of them, and so on.
+        """Store all keys, or if there is no room their first half, and so on.
 
-        Returns the number of these keys, and the admitted ones with their store; None
-        if none is stored.
+        Returns the number of these keys, and the stored ones with their store or None.
         """
         num = len(keys)
         while num:
@@ -125,16 +141,6 @@ class BareTier:
             self.num_evicted += len(store.evicted_keys)
             self.num_removed += len(store.evicted_keys)
         return store
-
-    def complete(self, keys: Words, *, ok: bool) -> None:
-        """End the stores of keys; unless `ok`, free their blocks."""
-        ended = self.executor.complete_store(keys, ok)
-        if not ok:
-            self.num_removed += int(ended.sum())
-
-    def discard(self, keys: Words) -> None:
-        """Remove blocks that are not in flight."""
-        self.num_removed += int(self.executor.discard(keys).sum())
 
 
 def select_keys(keys: Words, passes: NDArray[np.bool_]) -> Words:

@@ -1,11 +1,12 @@
 """Built on jaxkv: the programs of the command line, a folder a command.
 
-Each has its `command.py`, the options and what becomes of them.
+Each has its `command.py`, the options and what becomes of them. `replay` is no command:
+it reads traces and runs them through simulated tiers, for `plan` and for benchmarks.
 """
 
 COMMANDS = (
-    *("demo", "replay", "plan", "bench"),
-    *("doctor", "status", "store", "verify"),
+    *("demo", "plan", "bench", "doctor"),
+    *("status", "store", "verify"),
 )
 BENCHMARKS = ("transfer", "storage")
 SUBCOMMANDS = {"bench": BENCHMARKS, "store": ("ls", "size", "rm")}

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("plain_output")
 # A command line after `jaxkv`, and words of the error.
 REFUSED = """
 dmeo                            | error: unknown command 'dmeo': did you mean demo?
-xyz                             | error: unknown command 'xyz': choose from demo, replay
+xyz                             | error: unknown command 'xyz': choose from demo, plan
 --versoin                       | unknown option '--versoin': did you mean --version?
 
 demo --turn 3                   | unknown option '--turn': did you mean --turns?
@@ -46,31 +46,28 @@ bench transfer --format xml     | --format: unknown 'xml': choose from table, js
 demo --serve-metrics 65536      | '65536' must be a port, from 0 (any that is
 demo --seconds 9                | --seconds: it belongs to --serve-metrics
 
-replay                          | TRACE: it is required
-replay none.jsonl               | TRACE: cannot read 'none.jsonl' (No such file or dir
-replay .                        | TRACE: cannot read '.' (Is a directory)
-replay synthetic:0              | TRACE: 'synthetic:0' must be synthetic:REQUESTS, such
-replay bad.jsonl                | error: bad.jsonl:2: 'ids' is missing
-replay SMALL --policy lru,      | --policy: unknown '': choose from lru, arc
-replay SMALL --capacity x       | --capacity: 'x' must be a number of blocks, such
-replay SMALL --capacity 5,0%    | --capacity: '0%' must be more than 0
-replay SMALL --capacity 101%    | '101%' is more than the
-replay SMALL --capacity 9999999 | unique blocks of the trace
-replay SMALL --max-offload-tokens 511 | 511 is less than a block, which has 512 tokens
-replay SMALL --prompt-only      | no output of the trace filled a block that could be
-replay SMALL --device-blocks 100000 | 100000 is more than the trace would ever fill: it
-replay SMALL --engines 0         | --engines: '0' must be a whole number from 1 to
-replay SMALL --engines 61        | --engines: 61 must be at most 60, the requests of
-replay SMALL --engines 2 --route fastest | --route: unknown 'fastest': choose from round
-replay SMALL --route sticky      | --route: it belongs to --engines
-replay SMALL --storage-blocks 5% | --storage-blocks: it belongs to --engines
-replay SMALL --engines 2 --storage-blocks 0% | --storage-blocks: '0%' must be more than
-replay SMALL --model llama-3-8b | a known model: did you mean llama-3.1-8b?
-replay SMALL --model no.json    | --model: cannot read 'no.json' (No such file
-replay SMALL --model empty.json | jaxkv plan takes the bytes of a token's KV in its pl
-replay SMALL --html no/a        | --html: cannot write 'no/a' (No such file
-
-plan SMALL                      | give --model, a config.json or a name such as llama
+plan                            | TRACE: it is required
+plan none.jsonl               | TRACE: cannot read 'none.jsonl' (No such file or dir
+plan .                        | TRACE: cannot read '.' (Is a directory)
+plan synthetic:0              | TRACE: 'synthetic:0' must be synthetic:REQUESTS, such
+plan bad.jsonl                | error: bad.jsonl:2: 'ids' is missing
+plan SMALL --policy lru,      | --policy: unknown '': choose from lru, arc
+plan SMALL --capacity x       | --capacity: 'x' must be a number of blocks, such
+plan SMALL --capacity 5,0%    | --capacity: '0%' must be more than 0
+plan SMALL --capacity 101%    | '101%' is more than the
+plan SMALL --capacity 9999999 | unique blocks of the trace
+plan SMALL --max-offload-tokens 511 | 511 is less than a block, which has 512 tokens
+plan SMALL --prompt-only      | no output of the trace filled a block that could be
+plan SMALL --engines 0         | --engines: '0' must be a whole number from 1 to
+plan SMALL --engines 61        | --engines: 61 must be at most 60, the requests of
+plan SMALL --engines 2 --route fastest | --route: unknown 'fastest': choose from round
+plan SMALL --route sticky      | --route: it belongs to --engines
+plan SMALL --storage-blocks 5% | --storage-blocks: it belongs to --engines
+plan SMALL --engines 2 --storage-blocks 0% | --storage-blocks: '0%' must be more than
+plan SMALL --model llama-3-8b | a known model: did you mean llama-3.1-8b?
+plan SMALL --model no.json    | --model: cannot read 'no.json' (No such file
+plan SMALL --model empty.json | jaxkv plan takes the bytes of a token's KV in its pl
+plan SMALL --html no/a        | --html: cannot write 'no/a' (No such file
 plan TOKENS                     | --kv-bytes-per-token: it does not say how long pref
 plan TOKENS --mfu 0.3           | --mfu: it belongs to --model
 plan TOKENS --tensor-parallel 2 | --tensor-parallel: it belongs to --model
@@ -89,6 +86,11 @@ plan MODEL --measure --load-gb-per-s 5 | --measure: the speeds are given already
 plan MODEL --prefill-tokens-per-s 5 --mfu 0.5 | --mfu: --prefill-tokens-per-s says it
 plan MODEL --policy lur         | unknown 'lur': did you mean lru?
 plan long.jsonl --model llama-3.1-8b | 'in' must be a number of tokens from 0 to
+plan SMALL --host-bytes 1GiB     | --host-bytes: it belongs to --model, so give that
+plan SMALL --measure             | --measure: it belongs to --model, so give that too
+plan SMALL --policy optimum      | --policy: optimum is only a bound: name a policy, t
+plan SMALL --policy lru,optimum --engines 2 | --policy: optimum is for one engine: omi
+plan MODEL --host-bytes 1GiB --capacity 5 | --host-bytes: --capacity says it already
 
 bench                           | name one of these: transfer, storage
 bench trasnfer                  | unknown command 'trasnfer': did you mean transfer?
@@ -186,11 +188,11 @@ def test_help_has_at_most_two_lines_for_an_option_and_fits_a_terminal():
 
 def test_every_option_with_a_number_refuses_what_is_none():
     num_refused = 0
-    for words, usage in usages():
+    for _, usage in usages():
         for option in usage.options.values():
             if option.value.removesuffix(",...") not in ("N", "X", "SIZE", "PORT"):
                 continue
-            if words == "replay" and option.field in ("capacity", "storage_blocks"):
+            if option.field in ("capacity", "storage_blocks"):
                 continue  # They are checked against the trace.
             for text in ("?", "", "-1", "many"):
                 message = f"^{option.name}: '.*' must be "
@@ -218,10 +220,9 @@ def test_a_file_that_describes_no_model_is_refused(refused, tmp_path):
         if isinstance(text, dict):
             text = json.dumps({**LLAMA, **text})
         (tmp_path / "config.json").write_text(text)
-        for command in ("plan", "replay"):
-            err = refused(f"{command} synthetic:20 --model config.json")
-            assert err.startswith(f"jaxkv {command}: error: --model: ")
-            assert message in err
+        err = refused("plan synthetic:20 --model config.json")
+        assert err.startswith("jaxkv plan: error: --model: ")
+        assert message in err
 
 
 def test_a_file_that_is_read_or_written_already(refused, tmp_path):
@@ -237,6 +238,6 @@ def test_a_file_that_is_read_or_written_already(refused, tmp_path):
         ("--model config.json --json config.json", "is the file of --model too"),
         ("--plot a.svg --html a.svg", "--html: 'a.svg' is the file of --plot too"),
     ):
-        err = refused(f"replay t.jsonl {options}")
+        err = refused(f"plan t.jsonl {options}")
         assert f"{what}, which would be lost; name another\n" in err
     assert trace.read_text().startswith('{"t": 0')

@@ -25,7 +25,6 @@ PLAN = "--kv-bytes-per-token 128KiB --prefill-tokens-per-s 20000 --policy arc"
 LINES = {
     "demo": "demo --conversations 4 --turns 2",
     "bench": "bench transfer --sizes 1MiB,8MiB --rounds 50",
-    "replay": "replay synthetic:20000 --policy arc",
     "plan": f"plan synthetic:20000 {PLAN}",
     "doctor": "doctor",
 }

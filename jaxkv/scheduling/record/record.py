@@ -1,4 +1,4 @@
-"""Records the requests of an engine as a trace that `jaxkv replay` reads.
+"""Records the requests of an engine as a trace that `jaxkv plan` reads.
 
 A file has one JSON object per line: a header, then one object per request:
 

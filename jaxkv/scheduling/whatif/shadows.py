@@ -35,7 +35,6 @@ from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
-from jaxkv.policies.facts import BEGIN, FINISH, begun, finished
 from jaxkv.policies.reuse import ReuseTable, from_counts
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, select_keys
@@ -59,7 +58,6 @@ OFF = "off"
 
 _MAX_SHADOWS = 16
 _MAX_KEYS = 4096  # Per request; later keys are ignored.
-_TIMES = 1 << 32  # Policies count ms in 32 bits, which wrap around.
 _NO_IDS = np.empty(0, np.int64)
 _, _NO_WORDS = pack([])
 _FACTOR = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -145,11 +143,6 @@ class _Visit:
         self.first = self.last = 0
         self.start = self.end = 0  # `words[start:end]` are keys of these blocks.
 
-    @property
-    def positions(self) -> NDArray[np.int32]:
-        """The positions of `words`, as if the request had no other keys: i32[n]."""
-        return np.arange(len(self.words), dtype=np.int32)
-
     def cut(self, num_blocks: int) -> int:
         """Return how many of `words` are keys of the first `num_blocks` blocks."""
         if self.rows is None:
@@ -164,8 +157,8 @@ class _Tier(BareTier):
         max_batch = max(_MAX_KEYS, 2 * num_blocks)
         self.policy = get_policy_maker(policy)(num_blocks, max_batch)
         self._executor_name: ExecutorName = executor
-        super().__init__(make_executor(self.policy, executor))
-        self.listens = self.policy.listens
+        listens = self.policy.listens
+        super().__init__(make_executor(self.policy, executor), listens=listens)
         self.hits = [0] * NUM_GROUPS  # Hits in blocks, by group of the sample.
         self.num_loads = 0  # Requests with a hit.
 
@@ -201,6 +194,16 @@ class _Tier(BareTier):
             ids = ids[rows][[key not in placed for key in words_to_keys(keys[rows])]]
         if ids.size:
             self.executor.complete_step(ids, 0)
+
+    def complete(self, keys: Words, *, ok: bool) -> None:
+        """End the stores of keys; unless `ok`, free their blocks."""
+        ended = self.executor.complete_store(keys, ok)
+        if not ok:
+            self.num_removed += int(ended.sum())
+
+    def discard(self, keys: Words) -> None:
+        """Remove blocks that are not in flight."""
+        self.num_removed += int(self.executor.discard(keys).sum())
 
     def clear(self) -> None:
         """Forget all blocks, but keep the counts and the policy's statistics."""
@@ -389,9 +392,7 @@ class Shadows:
         if not visit.courses:
             return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
-            if tier.listens:
-                facts = begun(now_ms % _TIMES, num_tokens)
-                course.mark = tier.executor.note(words, BEGIN, visit.positions, facts)
+            tier.begin(course, words, now_ms, num_tokens)
             tier.executor.touch(words, True)
 
     def first_open_block(self, name: str, keys: Sequence[BlockKey]) -> int:
@@ -498,9 +499,7 @@ class Shadows:
         output = -1 if num_output_tokens is None else num_output_tokens
         reason = STOPS.index(stop)
         for tier, course in zip(self._tiers, visit.courses, strict=True):
-            if tier.listens:
-                facts = finished(now_ms % _TIMES, output, reason, course.mark)
-                tier.executor.note(visit.words, FINISH, visit.positions, facts)
+            tier.finish(course, visit.words, now_ms, output, reason)
 
     def forget(self, name: str, *, is_held: bool = False) -> None:
         """Forget a request; `is_held` keeps its hits held, for a load in flight."""

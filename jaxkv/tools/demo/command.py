@@ -78,7 +78,7 @@ offloading:
   --storage-bytes SIZE  capacity of the store
 
 output:
-  --record FILE  record the requests for `jaxkv replay`
+  --record FILE  record the requests for `jaxkv plan`
   --serve-metrics PORT  serve Prometheus metrics on 127.0.0.1 (0: any free port)
       during the run (default: off)
   --seconds N  keep serving metrics, with more requests, for N seconds in all
@@ -173,7 +173,7 @@ def _next_commands(recorder: TraceRecorder, record: DemoRecord) -> list[str]:
         "",
         f"Recorded {stats.num_written:,} requests{dropped}. To compare policies and "
         "sizes on them:",
-        f"  jaxkv replay {path}",
+        f"  jaxkv plan {path}",
         "To choose the host memory for this traffic, at the speeds measured here:",
         f"  jaxkv plan {path} --html plan.html --kv-bytes-per-token "
         f"{model_config(record.config).kv_bytes_per_token} --prefill-tokens-per-s "

@@ -1,22 +1,14 @@
 """A device's own prefix cache in front of the host's: what it leaves to be found there.
 
-Requests are served one after the other, as an engine with `OffloadScheduler` in eager
-mode serves them when each is alone:
+Requests are served as an engine with `OffloadScheduler` in eager mode serves them when
+each is alone. The device's prefix is looked up and held, then what continues it on the
+host. The host's blocks of the prompt are touched, and those found are loaded. The rest
+is computed, and offered to the host with the first token that is generated; then the
+blocks that a recorded request's output filled. At its end the request is offered as a
+whole again, which stores what the host has evicted although the device still had it.
 
-1. the device's prefix is looked up and held, then what continues it on the host,
-2. the host's blocks of the whole prompt are touched, and those found are loaded,
-3. the rest is computed; the new blocks are offered to the host with the first token
-   that is generated,
-4. at its end the request is offered once more as a whole, so that what the host has
-   evicted although the device still had it is stored again,
-5. the device's blocks are released, the tail of the prefix first.
-
-Blocks that a recorded request's output filled are offered between 3 and 4, and take
-room on the device.
-
-A device block goes by no policy's decision: whether a prefix was loaded or computed, it
-is there afterwards. So what the device finds is the same whatever the host does, and is
-counted once for all policies and capacities.
+Whether a prefix was loaded or computed, the device has it afterwards. So what the
+device finds is the same whatever the host does, and is counted once.
 """
 
 from __future__ import annotations
@@ -33,25 +25,19 @@ from jaxkv.tools.replay.traces import OnCount, Trace, keys_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceHits:
-    """The blocks of R requests that a device finds by itself."""
+    """The blocks of R requests that a device finds by itself: i64[R], read-only."""
 
     num_blocks: int  # Blocks of the device
-    # i64[R], read-only like the others. Blocks found there, from the first on.
-    hits: NDArray[np.int64]
-    held: NDArray[np.int64]  # i64[R]. Blocks that a request holds there while it runs.
-    # i64[R]. Full blocks that take part; fewer than there are if the request does not
-    # fit the device.
+    hits: NDArray[np.int64]  # Blocks found there, from the first on.
+    held: NDArray[np.int64]  # Blocks that a request holds there while it runs.
+    # Full blocks that take part; fewer than there are if the request does not fit.
     usable: NDArray[np.int64]
-    # i64[R]. Blocks that may be found, on the device or on the host: none with the last
-    # token, whose logits are needed.
+    # Blocks that may be found, on the device or on the host: none with the last token,
+    # whose logits are needed.
     findable: NDArray[np.int64]
-    # i64[R]. Blocks that are offered to the host before the request's end: not one that
-    # the last step fills.
+    # Blocks that are offered to the host before the request's end: not one that the
+    # last step fills.
     running: NDArray[np.int64]
-
-    def num_cut(self, trace: Trace) -> int:
-        """Count the requests that do not fit the device."""
-        return int((_tokens_of(trace) > self.num_blocks * trace.block_size).sum())
 
 
 def find_on_device(
@@ -62,9 +48,8 @@ def find_on_device(
     """Count what a device finds of each request, by the rules of `DeviceBlockPool`.
 
     A request holds a block for each of its full ones and one for the rest of its
-    prompt. What it generates takes room if the trace was recorded, so that it is known
-    to run on a device like this. Of one that does not fit, as many tokens take part as
-    do.
+    prompt. What it generates takes room if the trace was recorded. Of a request that
+    does not fit, as many tokens take part as do.
 
     >>> from jaxkv.tools.replay.traces import make_trace
     >>> trace = make_trace("four", [[1, 2], [3, 4], [1, 2], [1, 2]])
@@ -81,10 +66,7 @@ def find_on_device(
 
 
 def fit_device(trace: Trace, num_blocks: int) -> DeviceHits:
-    """Compute how many blocks of each request take part on a device.
-
-    Returns as `find_on_device` returns it, with no hits.
-    """
+    """Compute how many blocks of each request take part on a device, without hits."""
     if num_blocks < 1:
         raise ValueError(f"{num_blocks=} must be at least 1.")
     size = trace.block_size

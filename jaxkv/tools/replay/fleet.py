@@ -1,14 +1,11 @@
 """Several engines in a replay: who serves a request, and the store behind them all.
 
-Each engine has a device and a host of its own. The store is one LRU of blocks, which
-all write through: a block stored on a host is also written to the store. As
-`jaxkv.scheduling.boundary` does, a request fetches to its host what continues its
-prefix only in the store, half of the host at most; and its use of a block counts as a
-use in the store, wherever the block was found. A block that a host has and the store
-has lost is not written again.
-
-In reality, which is left out here, each engine has its own index of the store, learns
-of others' use only by their writes, and moves few blocks at a time.
+Each engine has a device and a host of its own. The store is one LRU of blocks: what is
+stored on a host is also written to it. As `jaxkv.scheduling.boundary` does, a request
+fetches to its host what continues its prefix only in the store, half of the host at
+most, and its use of a block counts as a use in the store. In reality, each engine has
+its own index of the store, learns of others' use only by their writes, and moves few
+blocks at a time.
 """
 
 from __future__ import annotations
@@ -62,14 +59,12 @@ def find_conversations(trace: Trace) -> NDArray[np.int64]:
 
     A request continues the conversation of the deepest block that it shares with
     earlier requests, if nothing has followed that block so far, or if it asks for
-    nothing beyond it (the policy `hazard` counts turns alike). Else it begins one:
-    requests that share a system prompt are different conversations.
+    nothing beyond it (the policy `hazard` counts turns alike). Else it begins one.
 
-    Example:
-        >>> from jaxkv.tools.replay.traces import make_trace
-        >>> trace = make_trace("four", [[1, 2], [1, 3], [1, 2, 4], [1, 3]])
-        >>> find_conversations(trace).tolist()
-        [0, 1, 0, 1]
+    >>> from jaxkv.tools.replay.traces import make_trace
+    >>> trace = make_trace("four", [[1, 2], [1, 3], [1, 2, 4], [1, 3]])
+    >>> find_conversations(trace).tolist()
+    [0, 1, 0, 1]
     """
     ids, offsets = trace.ids.tolist(), trace.offsets.tolist()
     of_block: dict[int, int] = {}

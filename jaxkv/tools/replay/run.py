@@ -1,13 +1,12 @@
 """Replay a trace against a cache policy: how much of each prefix would be found.
 
-`jaxkv.tools.replay.serve` serves a request; the next one follows. A request whose store
-is refused stores nothing and does not touch again. A request with more blocks than the
-cache uses only the first that fit, but all count.
-
-With a device in front, requests are served as `jaxkv.tools.replay.device` says. With an
-`Admission`, what it keeps out is not stored. With a `Fleet`, each engine has a cache of
-its own, and perhaps a device; `jaxkv.tools.replay.fleet` says who serves a request, and
-what a store behind them adds.
+Requests are served one after the other, each on the simulated host of one engine
+(`jaxkv.tiers.bare`). Alone, a request looks its blocks up (the prefix before the first
+missing block is the hit), touches them, stores the missing ones, and touches them again
+while the store is in flight; then the store completes. If its store is refused, it
+stores nothing and does not touch again. If it has more blocks than the host, it uses
+only the first that fit, but all count. `jaxkv.tools.replay.device` describes requests
+behind a device, `jaxkv.tools.replay.fleet` engines that share the requests.
 """
 
 from __future__ import annotations
@@ -15,25 +14,29 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.keys.packed import PackedKeys, key_from_int, keys_to_words, words_to_keys
 from jaxkv.policies import PolicyMaker, get_policy_maker
 from jaxkv.policies.registry import AUTO
-from jaxkv.tiers.executors import Executor, Words, make_executor
+from jaxkv.scheduling.whatif.auto import CANDIDATES, PolicyChoice, with_candidates
+from jaxkv.scheduling.whatif.shadows import Shadows
+from jaxkv.tiers.bare import BareTier, Course, select_keys
+from jaxkv.tiers.change_over import change_over
+from jaxkv.tiers.executors import Executor, Step, Words, make_executor
 from jaxkv.tools.replay.admission import (
     Admission,
     Admitted,
     AskedGate,
     find_admitted,
 )
-from jaxkv.tools.replay.auto import AutoHost
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import (
     DeviceCache,
@@ -42,14 +45,11 @@ from jaxkv.tools.replay.device import (
     fit_device,
 )
 from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet, SharedStore, choose_engines
-from jaxkv.tools.replay.serve import Facts, OnDevice, Request, serve
 from jaxkv.tools.replay.traces import OnCount, Trace, keys_of
+from jaxkv.types import NO_BLOCK, STOPS
 
 OPTIMUM = "optimum"
 """The name of Belady's rule (`jaxkv.tools.replay.belady`) among the policies."""
-
-STORE_ALONE = "store alone"
-"""The name of no host at all, but the shared store, among the policies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,22 +64,16 @@ class ReplayResult:
     input_tokens: int
     hit_tokens: int
     num_refused: int  # requests with a refused store
-    compile_s: float = dataclasses.field(compare=False)
-    wall_s: float = dataclasses.field(compare=False)  # without compilation
-    hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    fleet: Fleet
+    hits_by_request: NDArray[np.int64] = field(compare=False, repr=False)
     # 0 for the optimum.
-    stores_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    stores_by_request: NDArray[np.int64] = field(compare=False, repr=False)
     # Blocks that came from the store to a host.
-    fetches_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
-    # The device's share of the hits; None without one.
-    device: DeviceHits | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
-    fleet: Fleet = ONE_ENGINE
-    # The engine that served each request; None if there is one engine.
-    engines: NDArray[np.int64] | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
+    fetches_by_request: NDArray[np.int64] = field(compare=False, repr=False)
+    # The engine that served each request.
+    engines: NDArray[np.int64] = field(compare=False, repr=False)
+    # What the device found; None without one.
+    device: DeviceHits | None = field(compare=False, repr=False)
 
     @property
     def block_hit_ratio(self) -> float:
@@ -103,10 +97,10 @@ def replay(
 ) -> ReplayResult:
     """Replay a trace against one policy at one capacity, in blocks of each engine.
 
-    `policy` is a registered name, `OPTIMUM`, "auto", `STORE_ALONE` or a maker of
-    policies. `device` is what a device in front finds; of several engines, only its
-    size and what takes part count (`fit_device`). `OPTIMUM` stores all blocks, whatever
-    is `admitted`, and is for one engine without a store; `STORE_ALONE` needs a store.
+    `policy` is a registered name, `OPTIMUM`, "auto" or a maker of policies. `device` is
+    what a device in front finds; of several engines, only its size and what takes part
+    count (`fit_device`). `OPTIMUM` stores all blocks, whatever is `admitted`, and is
+    for one engine without a store.
 
     >>> from jaxkv.tools.replay.traces import make_trace
     >>> trace = make_trace("three", [[1, 2], [1, 3], [1, 2]])
@@ -116,135 +110,46 @@ def replay(
     """
     if capacity_blocks < 1:
         raise ValueError(f"{capacity_blocks=} must be at least 1.")
-    name = _check_name(policy)
-    if policy == OPTIMUM and fleet != ONE_ENGINE:
-        raise ValueError(f"{OPTIMUM!r} is for one engine without a store.")
-    if policy == STORE_ALONE and not fleet.storage_blocks:
-        raise ValueError(f"{STORE_ALONE!r} needs storage_blocks of at least 1.")
-    begun_s = ready_s = time.perf_counter()
+    name, num_refused = _check_name(policy, fleet), 0
+    hits, stores, fetches, engine_of = np.zeros((4, trace.num_requests), np.int64)
     if policy == OPTIMUM:
-        num_hits = find_optimum(trace, capacity_blocks, on_progress, device)
-        stores, fetches, engine_of = np.zeros((3, trace.num_requests), np.int64)
-        served = _Served(num_hits, stores, fetches, engine_of, 0)
+        hits = find_optimum(trace, capacity_blocks, on_progress, device)
     else:
-        blocks = fleet.storage_blocks if policy == STORE_ALONE else capacity_blocks
-        largest = int(trace.num_blocks.max(initial=1))
-        # Without a device, a request uses no more blocks than fit the cache.
-        max_keys = blocks if device is None else device.num_blocks
-        max_batch = max(min(largest, max_keys), 2)
-        store = None
-        if fleet.storage_blocks:
-            store = SharedStore(fleet.storage_blocks, max_batch)
-        first = None if device is None else OnDevice(0, 1, 1)
-        engines = _make_engines(policy, trace, blocks, max_batch, fleet, store, first)
-        if len(engines) > 1:
-            if device is not None:
-                no_hits = np.zeros(trace.num_requests, np.int64)
-                device = dataclasses.replace(device, hits=no_hits)
-                for engine in engines:
-                    engine.device = DeviceCache(trace, device)
-            if admitted is not None and admitted.make_gate is not None:
-                for engine in engines:
-                    engine.gate = admitted.make_gate()
-        if policy == STORE_ALONE:
-            store = None  # They use it directly.
-        ready_s = time.perf_counter()
-        served = _serve_all(
-            trace, engines, blocks, device, admitted, fleet, store, on_progress
-        )
-    for counts in served[:4]:
+        if device is not None and fleet.num_engines > 1:
+            device = dataclasses.replace(device, hits=np.zeros_like(hits))
+        run = _Run(policy, trace, capacity_blocks, device, admitted, fleet)
+        for number in trace.requests(on_progress):
+            chosen = engine_of[number] = run.choose(number)
+            engine = run.engines[chosen]
+            request = engine.make_request(number)
+            if run.store is not None:
+                fetches[number] = engine.fetch(request, run.store)
+            hits[number], stores[number], is_refused = engine.serve(request)
+            num_refused += is_refused
+    for counts in (
+        hits,
+        stores,
+        fetches,
+        engine_of,
+        *([device.hits] if device else []),
+    ):
         counts.flags.writeable = False
-    has_both = fleet.storage_blocks and policy != STORE_ALONE
     return ReplayResult(
-        policy=f"{name} + store" if has_both else name,
+        policy=name,
         capacity_blocks=capacity_blocks,
         num_requests=trace.num_requests,
         num_block_refs=trace.num_block_refs,
-        num_hit_blocks=int(served.hits.sum()),
+        num_hit_blocks=int(hits.sum()),
         input_tokens=int(trace.input_tokens.sum()),
-        hit_tokens=int(trace.tokens_of(served.hits).sum()),
-        num_refused=served.num_refused,
-        compile_s=ready_s - begun_s,
-        wall_s=time.perf_counter() - ready_s,
-        hits_by_request=served.hits,
-        stores_by_request=served.stores,
-        fetches_by_request=served.fetches,
-        device=device,
+        hit_tokens=int(trace.tokens_of(hits).sum()),
+        num_refused=num_refused,
         fleet=fleet,
-        engines=served.engines if fleet.num_engines > 1 else None,
+        hits_by_request=hits,
+        stores_by_request=stores,
+        fetches_by_request=fetches,
+        engines=engine_of,
+        device=device,
     )
-
-
-class _Served(NamedTuple):
-    """The outcome of the requests: i64[R] each."""
-
-    hits: NDArray[np.int64]
-    stores: NDArray[np.int64]
-    fetches: NDArray[np.int64]  # from the store
-    engines: NDArray[np.int64]
-    num_refused: int
-
-
-def _serve_all(
-    trace: Trace,
-    engines: list[_Engine],
-    capacity_blocks: int,
-    device: DeviceHits | None,
-    admitted: Admitted | None,
-    fleet: Fleet,
-    store: SharedStore | None,
-    on_progress: OnCount,
-) -> _Served:
-    """Serve all requests, one after the other."""
-    hits, stores, fetches, served_by = np.zeros((4, trace.num_requests), np.int64)
-    num_refused, num_served = 0, [0] * len(engines)
-    used, num_asked = np.minimum(trace.num_blocks, capacity_blocks), trace.num_asked
-    if device is not None:
-        used = device.usable
-    routed = choose_engines(trace, fleet)
-    on_arrival = None if store is None else store.write
-    for number in trace.requests(on_progress):
-        ids = trace.blocks_of(number)[: used[number]]
-        asked_here = min(int(num_asked[number]), len(ids))
-        findable = asked_here if device is None else int(device.findable[number])
-        if routed is not None:
-            chosen = int(routed[number])
-        else:
-            lengths = [engine.find(number, ids[:findable]) for engine in engines]
-            chosen = min(
-                range(len(engines)), key=lambda e: (-lengths[e], num_served[e], e)
-            )
-            num_served[chosen] += 1
-        served_by[number] = chosen
-        engine = engines[chosen]
-        executor, keys = engine.executor, engine.keys_of(ids)
-        facts, part = _facts_of(trace, number), None
-        if device is not None:
-            if engine.device is not None:
-                device.hits[number] = engine.device.serve(number)
-            running = int(device.running[number])
-            part = OnDevice(int(device.hits[number]), findable, running)
-        request = Request(keys, asked_here, facts if engine.listens else None, part)
-        if admitted is not None:
-            start = trace.offsets[number]
-            passes = admitted.passes[start : start + len(ids)]
-            if engine.gate is not None:
-                passes = np.array(engine.gate.note(number)[: len(ids)], np.bool_)
-            limit = int(admitted.limits[number])
-            request = request._replace(passes=passes, limit=limit)
-        if store is not None:
-            missing = keys[part.num_found if part else 0 : findable]
-            max_fetched = max(capacity_blocks // 2, 1)
-            fetches[number] = store.fetch(executor, missing, max_fetched)
-            store.touch(keys[:asked_here])
-        hits[number], stores[number], is_refused = serve(executor, request, on_arrival)
-        if engine.auto is not None:
-            engine.auto.note(request, facts)
-            engine.executor = engine.auto.executor
-        num_refused += is_refused
-    if device is not None:
-        device.hits.flags.writeable = False
-    return _Served(hits, stores, fetches, served_by, num_refused)
 
 
 def sweep(
@@ -263,7 +168,7 @@ def sweep(
     """
     policies = list(policies)
     for policy in policies:
-        _check_name(policy)
+        _check_name(policy, fleets[0])
     if min(capacities, default=1) < 1:
         raise ValueError(f"{capacities=} must be at least 1 each.")
     device = admitted = None
@@ -277,12 +182,7 @@ def sweep(
         report_admission = partial(on_progress, "admission")
         admitted = find_admitted(trace, admission, report_admission, device)
     runs = [
-        (policy, fleet, capacity)
-        for policy in policies
-        for fleet in fleets
-        if fleet.storage_blocks or policy != STORE_ALONE
-        # Without hosts their capacity is nothing.
-        for capacity in capacities[: 1 if policy == STORE_ALONE else None]
+        (p, f, capacity) for p in policies for f in fleets for capacity in capacities
     ]
     label, total = f"replaying, {len(runs)} runs", len(runs) * trace.num_requests
     num_done, lock, stopped = [0] * len(runs), threading.Lock(), threading.Event()
@@ -300,89 +200,290 @@ def sweep(
         report(0, 0)
         return replay(policy, trace, capacity, report, device, admitted, fleet)
 
-    # A thread per core: LRU at four capacities took 11.6 s on two cores and 16.8 s on
-    # one, mostly to compile. Capacities differ in shape, so they cannot share a
-    # program; with equal ones, four caches took 0.98 of the time of four loops under
-    # `lax.map`, and 1.5 times as long under `vmap` (CPU).
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(run, number) for number in range(len(runs))]
         try:
-            results = [future.result() for future in futures]
+            return [future.result() for future in futures]
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [
-        dataclasses.replace(result, capacity_blocks=capacity)
-        for result in results
-        for capacity in (
-            capacities if result.policy == STORE_ALONE else [result.capacity_blocks]
+
+
+_Served: TypeAlias = tuple[int, int, bool]
+"""Blocks of a request found and stored, and whether its store was refused."""
+
+
+class _Request(NamedTuple):
+    """A request as a host sees it, in blocks from the first on."""
+
+    number: int
+    keys: Words  # u32[n, 8]
+    num_asked: int  # The output fills the blocks after these.
+    num_keys: int  # Blocks that may be stored
+    passes: NDArray[np.bool_] | None  # bool[n]. None admits all.
+    num_local: int  # Found on the device
+    num_findable: int  # On the device or the host
+    num_running: int  # Offered to the host before the request's end
+
+
+class _Run:
+    """The engines of a replay, and their shared inputs and store."""
+
+    def __init__(
+        self,
+        policy: str | PolicyMaker,
+        trace: Trace,
+        num_blocks: int,
+        device: DeviceHits | None,
+        admitted: Admitted | None,
+        fleet: Fleet,
+    ) -> None:
+        self.trace, self.num_blocks, self.device = trace, num_blocks, device
+        self.admitted = admitted
+        fitting = np.minimum(trace.num_blocks, num_blocks)
+        self.used = fitting if device is None else device.usable
+        self.num_asked = np.minimum(trace.num_asked, self.used)
+        # Without a device, a request uses no more blocks than fit the cache.
+        max_keys = num_blocks if device is None else device.num_blocks
+        max_batch = max(min(int(trace.num_blocks.max(initial=1)), max_keys), 2)
+        self.store: SharedStore | None = None
+        if fleet.storage_blocks:
+            self.store = SharedStore(fleet.storage_blocks, max_batch)
+        self._routed = choose_engines(trace, fleet)
+        self._num_served = [0] * fleet.num_engines
+        self.engines = [_Engine(self, policy, max_batch) for _ in self._num_served]
+        for engine in self.engines if fleet.num_engines > 1 else ():
+            if device is not None:
+                engine.device = DeviceCache(trace, device)
+            if admitted is not None and admitted.make_gate is not None:
+                engine.gate = admitted.make_gate()
+
+    def choose(self, number: int) -> int:
+        """Choose the engine that serves a request."""
+        if self._routed is not None:
+            return int(self._routed[number])
+        lengths = [engine.find(number) for engine in self.engines]
+        order = zip(lengths, self._num_served, range(len(lengths)), strict=True)
+        chosen = min(order, key=lambda row: (-row[0], *row[1:]))[2]
+        self._num_served[chosen] += 1
+        return chosen
+
+    def findable(self, number: int) -> int:
+        """Return the blocks of a request that may be found."""
+        return int(
+            (self.num_asked if self.device is None else self.device.findable)[number]
         )
-    ]
 
 
-@dataclasses.dataclass
 class _Engine:
-    """An engine of a replay."""
+    """An engine of a replay: its host, and of several its own device and admission."""
 
-    executor: Executor  # Its host's index
-    listens: bool = False  # Whether the policy is notified of requests
-    auto: AutoHost | None = None  # The host, if its policy changes
-    # Its device, if there are several engines and they have any
-    device: DeviceCache | None = None
-    gate: AskedGate | None = None  # In a fleet, admits blocks of its requests.
+    def __init__(self, run: _Run, policy: str | PolicyMaker, max_batch: int) -> None:
+        self.run, self.auto = run, None
+        self.device: DeviceCache | None = None
+        self.gate: AskedGate | None = None
+        if policy == AUTO:
+            self.auto = _AutoHost(run.trace, run.num_blocks, max_batch)
+            self.host = self.auto.host
+            return
+        make = policy if callable(policy) else get_policy_maker(policy)
+        cache = make(run.num_blocks, max_batch)
+        self.host = BareTier(make_executor(cache), listens=cache.listens)
 
-    def keys_of(self, ids: NDArray[np.int32]) -> Words:
-        """Make keys of blocks."""
+    def _keys_of(self, ids: NDArray[np.int32]) -> Words:
         return keys_of(ids) if self.auto is None else self.auto.keys_of(ids)
 
-    def find(self, request: int, ids: NDArray[np.int32]) -> int:
+    def find(self, number: int) -> int:
         """Count what it has of a request's blocks, on the device and then the host."""
-        num = 0 if self.device is None else self.device.find(request)
+        ids = self.run.trace.blocks_of(number)[: self.run.findable(number)]
+        num = 0 if self.device is None else self.device.find(number)
         if num == len(ids):
             return num
-        return num + self.executor.lookup(self.keys_of(ids[num:]))
+        return num + self.host.executor.lookup(self._keys_of(ids[num:]))
+
+    def fetch(self, request: _Request, store: SharedStore) -> int:
+        """Fetch blocks from the store; return how many."""
+        missing = request.keys[request.num_local : request.num_findable]
+        max_fetched = max(self.run.num_blocks // 2, 1)
+        num_fetched = store.fetch(self.host.executor, missing, max_fetched)
+        store.touch(request.keys[: request.num_asked])
+        return num_fetched
+
+    def serve(self, request: _Request) -> _Served:
+        """Serve a request."""
+        served = 0, 0, False
+        if len(request.keys):
+            is_alone = self.run.device is None
+            served = (self._serve_alone if is_alone else self._serve_behind)(request)
+        if self.auto is not None:
+            self.auto.note(request)
+            self.host = self.auto.host
+        return served
+
+    def make_request(self, number: int) -> _Request:
+        """Make a request of the trace, after its device has served it."""
+        run, device = self.run, self.run.device
+        ids = run.trace.blocks_of(number)[: run.used[number]]
+        num_asked, num_keys, passes = int(run.num_asked[number]), len(ids), None
+        num_local, num_running = 0, num_asked
+        if device is not None:
+            if self.device is not None:
+                device.hits[number] = self.device.serve(number)
+            num_local = int(device.hits[number])
+            num_running = int(device.running[number])
+        if run.admitted is not None:
+            start = run.trace.offsets[number]
+            passes = run.admitted.passes[start : start + len(ids)]
+            if self.gate is not None:
+                passes = np.array(self.gate.note(number)[: len(ids)], np.bool_)
+            num_keys = min(num_keys, int(run.admitted.limits[number]))
+        keys = self._keys_of(ids)
+        blocks = num_local, run.findable(number), num_running
+        return _Request(number, keys, num_asked, num_keys, passes, *blocks)
+
+    def _begin(self, course: Course, request: _Request) -> None:
+        trace, at = self.run.trace, request.number
+        keys, num_tokens = (
+            request.keys[: request.num_asked],
+            int(trace.input_tokens[at]),
+        )
+        self.host.begin(course, keys, int(trace.time_ms[at]), num_tokens)
+
+    def _finish(self, course: Course, request: _Request) -> None:
+        trace, at = self.run.trace, request.number
+        ended = int(trace.output_tokens[at]), int(trace.stops[at])
+        self.host.finish(course, request.keys, int(trace.time_ms[at]), *ended)
+
+    def _serve_alone(self, request: _Request) -> _Served:
+        keys, passes = request.keys, request.passes
+        executor, store, course = self.host.executor, self.run.store, Course()
+        if self.host.listens:
+            self._begin(course, request)
+        offered = keys
+        if passes is None:
+            step = executor.request_step(keys)
+        else:
+            num = request.num_keys
+            offered = select_keys(keys[:num], passes[:num])
+            step = _request_step(executor, keys, offered)
+        is_refused = step.evicted_keys is None
+        if not is_refused:
+            # The second touch comes before the blocks are ready, which matters to ARC.
+            executor.touch(keys, True)
+        executor.complete_step(step.block_ids, step.num_hits)
+        if store is not None and step.num_stored:
+            placed = step.block_ids[-len(offered) :]
+            if passes is None:
+                is_hit = np.arange(len(keys)) < step.num_hits
+                placed = np.where(is_hit, NO_BLOCK, placed)
+            store.write(offered[placed != NO_BLOCK])
+        if self.host.listens:
+            self._finish(course, request)
+        num_hits = min(step.num_hits, request.num_asked)
+        return num_hits, 0 if is_refused else step.num_stored, is_refused
+
+    def _serve_behind(self, request: _Request) -> _Served:
+        _, keys, num_asked, num_keys, passes, num_local, num_findable, running = request
+        host, course, num_stored = self.host, Course(), self.host.num_stored
+        if num_local < num_findable:
+            course.num_found = host.executor.lookup(keys[num_local:num_findable])
+        self._begin(course, request)
+        if num_asked:
+            host.executor.touch(keys[:num_asked], True)
+        # No other request is served meanwhile, so loaded blocks need no pin.
+        num_hits = course.num_known = num_local + course.num_found
+        for end in range(min(num_asked, num_keys), min(running, num_keys) + 1):
+            if course.num_known < end:
+                host.offer(course, keys, end, passes)
+                # Refused blocks are offered again at the end.
+                course.num_known = end
+        host.end(course, keys, num_keys, passes)
+        self._finish(course, request)
+        for offered, store in course.in_flight:
+            host.executor.complete_step(store.block_ids, 0)
+            if self.run.store is not None:
+                self.run.store.write(offered[store.block_ids != NO_BLOCK])
+        return num_hits, host.num_stored - num_stored, course.is_refused
 
 
-def _make_engines(
-    policy: str | PolicyMaker,
-    trace: Trace,
-    num_blocks: int,
-    max_batch: int,
-    fleet: Fleet,
-    store: SharedStore | None,
-    device: OnDevice | None,
-) -> list[_Engine]:
-    """Make empty engines, whose functions are compiled."""
-    num = range(fleet.num_engines)
-    if policy == AUTO:
-        autos = [AutoHost(trace, num_blocks, max_batch) for _ in num]
-        return [_Engine(auto.executor, True, auto) for auto in autos]
-    if policy == STORE_ALONE:
-        assert store is not None
-        return [_Engine(store.executor) for _ in num]
-    make = policy if callable(policy) else get_policy_maker(policy)
-    cache = make(num_blocks, max_batch)
-    executor, listens = make_executor(cache), cache.listens
-    # Compiles; then start empty.
-    keys, facts = keys_of(np.zeros(1, np.int64)), Facts() if listens else None
-    serve(executor, Request(keys, 1, facts, device))
-    return [_Engine(make_executor(cache), listens) for _ in num]
+def _request_step(executor: Executor, keys: Words, admitted: Words) -> Step:
+    """`Executor.request_step` that stores only admitted blocks."""
+    num_hits = executor.lookup(keys)
+    executor.touch(keys, True)
+    block_ids = np.empty(0, np.int64)
+    if num_hits:
+        _, block_ids = executor.prepare_load(keys[:num_hits])
+    if not len(admitted):
+        return Step(num_hits, 0, block_ids, keys[:0])
+    stored = executor.prepare_store(admitted)
+    if stored is None:
+        return Step(num_hits, 0, block_ids, None)
+    block_ids = np.concatenate([block_ids, stored.block_ids])
+    return Step(num_hits, stored.num_stored, block_ids, stored.evicted_keys)
 
 
-def _facts_of(trace: Trace, number: int) -> Facts:
-    return Facts(
-        int(trace.time_ms[number]) & 0xFFFFFFFF,
-        int(trace.input_tokens[number]),
-        int(trace.output_tokens[number]),
-        int(trace.stops[number]),
-    )
+class _AutoHost:
+    """A host whose policy shadows choose, which see each request once it was served."""
+
+    def __init__(self, trace: Trace, num_blocks: int, max_batch: int) -> None:
+        self._trace = trace
+        self._shadows = Shadows(with_candidates(()), num_blocks, 1)
+        self._choice = PolicyChoice(self._shadows)
+        self._policies = {
+            name: get_policy_maker(name)(num_blocks, max_batch) for name in CANDIDATES
+        }
+        serving = self._policies[self._choice.policy]
+        # Each call of `note` may replace it.
+        self.host = BareTier(make_executor(serving), listens=True)
+        # Hashes, as an engine's keys are: a sample goes by their bits.
+        keys = list(map(key_from_int, range(trace.num_unique_blocks)))
+        self._words = keys_to_words(keys)
+
+    def keys_of(self, ids: NDArray[np.int32]) -> Words:
+        """Make keys of a trace's blocks (int[n])."""
+        words: Words = self._words[ids]
+        words.flags.writeable = False
+        return words
+
+    def note(self, request: _Request) -> None:
+        """Show a served request to the shadows, and change the policy if due."""
+        shadows, trace, at = self._shadows, self._trace, request.number
+        packed, passes = PackedKeys(words_to_keys(request.keys), request.keys), None
+        asked_keys, num_keys = packed[: request.num_asked], request.num_keys
+        time_ms, num_tokens = int(trace.time_ms[at]), int(trace.input_tokens[at])
+        shadows.look_up("", asked_keys, request.num_local, request.num_findable)
+        begun = num_tokens, time_ms
+        shadows.begin("", asked_keys, *begun, has_lookup=True, has_load=False)
+        first, last = (
+            min(num, num_keys) for num in (request.num_asked, request.num_running)
+        )
+        for end in (*range(first, last + 1), None):
+            num = num_keys if end is None else end
+            if request.passes is not None:
+                passes = request.passes[:num]
+            shadows.offer("", packed, num, (), passes, is_end=end is None)
+        output = int(trace.output_tokens[at])
+        ended = None if output < 0 else output, STOPS[trace.stops[at]]
+        shadows.finish("", packed, time_ms, *ended)
+        shadows.forget("")
+        before = self._policies[self._choice.policy]
+        chosen = self._choice.choose()
+        if chosen is not None:
+            learned, scale = shadows.learned_by(chosen)
+            after = self._policies[chosen]
+            executor = change_over(
+                self.host.executor, before, after, learned=learned, scale=scale
+            )
+            self.host = BareTier(executor, listens=True)
 
 
-def _check_name(policy: str | PolicyMaker) -> str:
-    """Return the name of a policy; refuse an unknown one."""
+def _check_name(policy: str | PolicyMaker, fleet: Fleet) -> str:
+    """Return the name of a policy; refuse one that is unknown or not for the fleet."""
     if not isinstance(policy, str):
         return getattr(policy, "__name__", repr(policy)).removeprefix("make_")
-    if policy not in (OPTIMUM, STORE_ALONE, AUTO):
+    if policy == OPTIMUM and fleet != ONE_ENGINE:
+        raise ValueError(f"{OPTIMUM!r} is for one engine without a store.")
+    if policy not in (OPTIMUM, AUTO):
         get_policy_maker(policy)
     return policy

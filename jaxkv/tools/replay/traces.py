@@ -7,13 +7,11 @@ decides which:
                   "hash_ids": [0, 1, 2]}
     normalised   {"t": 0, "in": 6758, "out": 500, "ids": [0, 1, 2]}
 
-Times are in milliseconds, lengths in tokens. The output's may be left out, and there
-may be a "stop", "tool_use" or "end_turn", which says why the request stopped. Equal ids
-are equal blocks after equal prefixes; the numbers have no other meaning. In shapes, R
-is the number of requests.
-
+Times are in ms, lengths in tokens. The output's may be left out, and there may be a
+"stop", "tool_use" or "end_turn". Equal ids are equal blocks after equal prefixes.
 `TraceRecorder` writes the normalised format, with a first line about the file, and
-fields for the blocks that a request's output filled and for its hits when it ran.
+fields for the blocks that a request's output filled and for its hits when it ran. In
+shapes, R is the number of requests.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recording:
-    """The recorded run that a trace comes from."""
+    """The recorded run that a trace comes from; None for what is not known of it."""
 
     # i64[R]. Tokens that each request found on the device, -1 where unknown.
     device_tokens: NDArray[np.int64]
@@ -72,11 +70,10 @@ class Recording:
     host_tokens: NDArray[np.int64]
     num_lost: int = 0  # Requests missing from the files
     notes: tuple[str, ...] = ()  # What else is not as it should be, each in a sentence
-    # The cache policy of the run; None if it is not known, or not one
-    policy: str | None = None
-    host_blocks: int | None = None  # Blocks of its host tier, if known
-    device_blocks: int | None = None  # Blocks of its device, if known
-    device_kind: str | None = None  # What JAX calls its device, if known
+    policy: str | None = None  # Its cache policy, if there was one
+    host_blocks: int | None = None
+    device_blocks: int | None = None
+    device_kind: str | None = None  # What JAX calls its device
 
     @property
     def num_device_hit_tokens(self) -> int:
@@ -192,28 +189,28 @@ def make_trace(
     ids, num_unique = _number(packed)
     if not num_unique:
         raise ValueError(f"The trace {name!r} must have a request with a full block.")
-    output_blocks = np.zeros(len(packed), np.int64)
-    if num_output_blocks is not None:
-        output_blocks[:] = num_output_blocks
-    if time_ms is None:
-        time_ms = np.zeros(len(packed))
-    if input_tokens is None:
-        num_asked = np.diff(offsets) - output_blocks
-        input_tokens = num_asked * block_size + (num_asked > 0)
-    if output_tokens is None:
-        output_tokens = np.full(len(packed), -1)
-    if stops is None:
-        stops = [None] * len(packed)
+
+    def filled(values: ArrayLike | None, default: ArrayLike) -> NDArray[np.int64]:
+        array = np.empty(len(packed), np.int64)
+        array[:] = default if values is None else values
+        return array
+
+    output_blocks = filled(num_output_blocks, 0)
+    num_asked = np.diff(offsets) - output_blocks
     return Trace(
         name=name,
         ids=ids,
         offsets=offsets,
-        time_ms=np.asarray(time_ms, np.float64),
-        input_tokens=np.asarray(input_tokens, np.int64),
+        time_ms=np.asarray(
+            np.zeros(len(packed)) if time_ms is None else time_ms, float
+        ),
+        input_tokens=filled(input_tokens, num_asked * block_size + (num_asked > 0)),
         block_size=block_size,
         num_unique_blocks=num_unique,
-        output_tokens=np.asarray(output_tokens, np.int64),
-        stops=np.array([STOPS.index(stop) for stop in stops], np.int8),
+        output_tokens=filled(output_tokens, -1),
+        stops=np.array(
+            [STOPS.index(stop) for stop in stops or [None] * len(packed)], np.int8
+        ),
         num_output_blocks=output_blocks,
         recording=recording,
     )
@@ -248,10 +245,8 @@ def read_trace(
 ) -> Trace:
     """Read a trace from a file, in either format, or from several recorded ones.
 
-    Only full blocks count: the id of a partial last block, as in Mooncake's files, is
-    left out.
-
-    Returns the requests in the order of the file; recorded ones by their times.
+    Only full blocks count. Requests are in the order of the file, or recorded ones by
+    their times.
     """
     if block_size is not None and block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1.")
@@ -266,13 +261,11 @@ def read_trace(
     size = files[0].block_size
     if not requests:
         raise TraceError(f"{shown_paths}: the file has no request")
-    blocks = ([*request.ids, *request.out_ids] for request in requests)
     if not any(request.ids for request in requests):
         raise TraceError(f"{shown_paths}: no request has a full block of {size} tokens")
-    name = paths[0].name.removesuffix(".gz").removesuffix(".jsonl")
     return make_trace(
-        name,
-        blocks,
+        paths[0].name.removesuffix(".gz").removesuffix(".jsonl"),
+        ([*request.ids, *request.out_ids] for request in requests),
         [request.time_ms for request in requests],
         [request.input_tokens for request in requests],
         size,
@@ -339,19 +332,16 @@ def _join(
     ]
     requests.sort(key=lambda request: request.time_ms)
     facts = {
-        name: value
-        for name, value in headers[0].facts.items()
-        if all(header.facts.get(name) == value for header in headers)
+        name: headers[0].facts.get(name)
+        for name in ("policy", "host_blocks", "device_blocks", "device_kind")
+        if len({header.facts.get(name) for header in headers}) == 1
     }
     return requests, Recording(
         np.array([request.device_tokens for request in requests], np.int64),
         np.array([request.host_tokens for request in requests], np.int64),
         sum(part.num_lost for part in files),
         tuple(_notes(paths, files, headers)),
-        facts.get("policy"),
-        facts.get("host_blocks"),
-        facts.get("device_blocks"),
-        facts.get("device_kind"),
+        **facts,
     )
 
 
@@ -397,13 +387,9 @@ class _Format(NamedTuple):
     ids: str
 
 
-_FORMATS = (
-    _Format("timestamp", "input_length", "output_length", "hash_ids"),
-    _Format("t", "in", "out", "ids"),
-)
-
-
-_NORMALISED = _FORMATS[1]
+_NORMALISED = _Format("t", "in", "out", "ids")
+_MOONCAKE = _Format("timestamp", "input_length", "output_length", "hash_ids")
+_FORMATS = _MOONCAKE, _NORMALISED
 
 
 class _BadLineError(Exception):

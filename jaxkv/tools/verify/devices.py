@@ -102,7 +102,7 @@ def _try_transfers(facts: Facts, turn: Turn) -> Any:
     if facts.refusals or facts.mode is None:
         raise UnsupportedError(
             f"{'; '.join(facts.refusals).rstrip('.')}. No block can move. What decides "
-            "works: OffloadingManager, OffloadScheduler, jaxkv replay and jaxkv plan"
+            "works: OffloadingManager, OffloadScheduler and jaxkv plan"
         )
     pool = [jnp.zeros((8, 16, 8, 128), jnp.bfloat16)]
     engine = TransferEngine(pool, 8)

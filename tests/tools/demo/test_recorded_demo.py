@@ -1,4 +1,4 @@
-"""A recorded demo: the replay finds what the demo counted."""
+"""A recorded demo: a plan finds what the demo counted."""
 
 import json
 import re
@@ -24,8 +24,8 @@ CONFIG = DemoConfig(
 def test_a_recorded_demo_is_replayed_with_the_hits_that_it_counted(
     tmp_path, capsys, plain_output
 ):
-    path, counted, planned, replayed = (
-        tmp_path / name for name in ("trace.gz", "demo", "plan", "replay")
+    path, counted, timed, planned = (
+        tmp_path / name for name in ("trace.gz", "demo", "timed", "counted")
     )
     options = ["--record", str(path), "--json", str(counted)]
     for name in ("conversations", "turns", "document_tokens", "answer_tokens"):
@@ -37,21 +37,21 @@ def test_a_recorded_demo_is_replayed_with_the_hits_that_it_counted(
     assert (
         err == "compiling ...\nasking ... 25% 50% 75% 100%\nmeasuring transfers ...\n"
     )
-    replay_command, plan_command = re.findall(r"^  jaxkv (.+)$", out, re.MULTILINE)
+    plan_command, timed_command = re.findall(r"^  jaxkv (.+)$", out, re.MULTILINE)
     demo = json.loads(counted.read_text())
     check_figures(demo)
 
     # Without its page, which takes long to draw.
-    words = shlex.split(plan_command.replace(" --html plan.html", ""))
-    assert cli.main([*words, "--policy", "lru", "--json", str(planned)]) == 0
-    assert json.loads(planned.read_text())["rows"]
+    words = shlex.split(timed_command.replace(" --html plan.html", ""))
+    assert cli.main([*words, "--policy", "lru", "--json", str(timed)]) == 0
+    assert json.loads(timed.read_text())["rows"]
 
-    words = [*shlex.split(replay_command), "--json", str(replayed)]
+    words = [*shlex.split(plan_command), "--json", str(planned)]
     assert cli.main(words) == 0
-    figures = json.loads(replayed.read_text())
-    assert figures["device"]["num_blocks"] == DEVICE_BLOCKS - 1
-    results = {(r["policy"], r["capacity_blocks"]): r for r in figures["results"]}
-    hits = {cell: result["num_host_hit_blocks"] for cell, result in results.items()}
+    figures = json.loads(planned.read_text())
+    assert figures["device_blocks"] == DEVICE_BLOCKS - 1
+    results = {(r["policy"], r["capacity_blocks"]): r for r in figures["rows"]}
+    hits = {cell: result["host_tokens"] for cell, result in results.items()}
     unique = figures["trace"]["num_unique_blocks"]
     capacities = [n * HOST_BLOCKS // 4 for n in range(1, 5)]
     capacities.append(min(2 * HOST_BLOCKS, unique))
@@ -65,15 +65,14 @@ def test_a_recorded_demo_is_replayed_with_the_hits_that_it_counted(
     assert figures["trace"]["num_requests"] == len(turns) == 15
     result, recording = results["lru", HOST_BLOCKS], figures["recording"]
     assert result["input_tokens"] == sum(turn["prompt_tokens"] for turn in turns)
-    for tier in ("device", "host"):
+    num_found = figures["demand"]["device_tokens"], result["host_tokens"]
+    for tier, found in zip(("device", "host"), num_found, strict=True):
         num = sum(turn[f"{tier}_hit_tokens"] for turn in turns)
-        assert result[f"{tier}_hit_tokens"] == num > 0
+        assert found == num > 0
         assert recording[f"num_{tier}_hit_tokens"] == num
     assert (recording["policy"], recording["host_blocks"]) == ("lru", HOST_BLOCKS)
     # What the policy evicts matters here.
-    assert result["host_hit_tokens"] < 0.9 * (
-        result["input_tokens"] - result["device_hit_tokens"]
-    )
+    assert num_found[1] < 0.9 * (result["input_tokens"] - num_found[0])
 
 
 def check_figures(demo):

@@ -1,20 +1,27 @@
 """`jaxkv plan`: what it prints, draws and writes, and how it refuses."""
 
 import html
+import importlib.util
 import json
+import os
 import pathlib
 import re
+import resource
+import signal
 import types
 
 import jax
 import pytest
 
+from jaxkv._util.extras import pip_install
 from jaxkv.config import OffloadConfig
-from jaxkv.tools.plan import report as plan_report
+from jaxkv.policies import policy_names
+from jaxkv.tools import main as cli
 from jaxkv.tools.plan.accelerators import ACCELERATORS, measure_flops_per_s
+from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.device import fit_device
 from jaxkv.tools.replay.fleet import Fleet
-from jaxkv.tools.replay.run import replay
+from jaxkv.tools.replay.run import OPTIMUM, replay
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 
 pytestmark = pytest.mark.usefixtures("plain_output")
@@ -49,6 +56,8 @@ def plan(run_line):
         assert choice["pays"] == (choice["reason"] == "pays")
         assert choice["sentence"] in out
         for row in figures["rows"]:
+            num_hits, num_refs = row["num_hit_blocks"], row["num_block_refs"]
+            assert row["block_hit_ratio"] == num_hits / num_refs
             assert row["found_share"] == row["host_tokens"] / row["input_tokens"]
             assert row["saved_mean_s"] == row["saved_s"] / row["num_requests"]
         settings = choice["settings"]
@@ -72,6 +81,9 @@ def test_it_prints_draws_and_writes(plan, tmp_path):
     line = f"synthetic:200 --model {MODEL} --policy lru,slru --host-bytes 2GiB,512MiB"
     figures, out = plan(f"{line} --plot {picture} --html {report}")
     assert picture.read_text().count('class="ring"') == 2  # A chart each.
+    assert re.search(
+        r">2 GiB with \w+ \(ringed\) saves [\d.]+ m?s", picture.read_text()
+    )
     page = report.read_text()
     # The recommendation, what to set, what it rests on; then the figures.
     sentence = html.escape(figures["recommendation"]["sentence"])
@@ -80,6 +92,7 @@ def test_it_prints_draws_and_writes(plan, tmp_path):
     assert places == sorted(places)
     # The recommended cell of each section.
     assert page.count("<strong>recommended</strong>") == out.count("*") == 5
+    assert f"jaxkv plan {line} " in page
     assert max(len(line) for line in out.splitlines() if "  " in line) <= 80
     for words in (
         "llama-3.1-8b: 128 KiB of KV a token (bfloat16), 64 MiB a block",
@@ -103,6 +116,130 @@ def test_it_prints_draws_and_writes(plan, tmp_path):
         assert cells == [f"{share:.1f}%" for share in shares]
 
 
+WITHOUT_A_MODEL = "synthetic:60 --policy lru --capacity 20%,100%"
+
+
+def test_without_a_model_it_counts_what_is_found(run_line, tmp_path):
+    picture, page = tmp_path / "a.svg", tmp_path / "a.html"
+    line = f"plan {WITHOUT_A_MODEL} --policy slru,{OPTIMUM} --plot {picture}"
+    out, err, figures = run_line(f"{line} --html {page}")
+    assert err == "replaying, 6 runs ... 25% 50% 75% 100%\n"
+    unique, trace = figures["trace"]["num_unique_blocks"], make_synthetic_trace(60)
+    rows = {(r["policy"], r["capacity_blocks"]): r for r in figures["rows"]}
+    sizes = unique // 5, unique
+    assert list(rows) == [(p, size) for p in ("lru", "slru", OPTIMUM) for size in sizes]
+    for (policy, size), row in rows.items():
+        result = replay(policy, trace, size)
+        for name in ("num_hit_blocks", "hit_tokens", "num_refused", "block_hit_ratio"):
+            assert row[name] == getattr(result, name)
+        assert row["host_tokens"] == row["hit_tokens"]
+    assert {"speeds", "model", "rule"}.isdisjoint(figures)
+    assert not [name for name in row if name.endswith(("_s", "bytes"))]
+    for label, policy in (("lru", "lru"), ("optimum (ceiling)", OPTIMUM)):
+        (text,) = (li for li in out.splitlines() if li.startswith(f"  {label} "))
+        shares = [100 * rows[policy, size]["found_share"] for size in sizes]
+        cells = [cell.rstrip("*") for cell in text.split()[-2:]]
+        assert cells == [f"{share:.1f}%" for share in shares]
+    # Equal at the largest size, where nothing is evicted: neither is marked.
+    assert page.read_text().count("<strong>best</strong>") == out.count("*") == 1
+    assert "Stores refused" not in out
+    sentence = figures["recommendation"]["sentence"]
+    assert sentence.startswith(f"Of the prompt tokens, {sizes[0]} blocks with ")
+    assert sentence in out
+    assert sentence in html.unescape(page.read_text())
+    assert re.search(r">\w+ finds most at 1 of 2 sizes<", picture.read_text())
+    out, _, figures = run_line(f"{line} --device-blocks 80 --store-threshold 2")
+    device = figures["demand"]["device_tokens"]
+    assert f"The device finds {100 * device / trace.input_tokens.sum():.1f}%" in out
+    assert "optimum (stores all)" in out
+    assert (
+        figures["rows"][0]["hit_tokens"] - figures["rows"][0]["host_tokens"] == device
+    )
+
+
+def test_policies_and_capacities_may_be_chosen(run_line):
+    out, _, figures = run_line("plan synthetic:60")
+    assert re.search(r"sizes below \d\d blocks hold only part of the largest req", out)
+    names = list(dict.fromkeys(row["policy"] for row in figures["rows"]))
+    assert names == policy_names()
+    refused = [row["num_refused"] for row in figures["rows"] if row["policy"] == "arc"]
+    _, _, table = out.partition("Stores refused")
+    assert table.split()[:4] == ["arc", *map(str, refused)]
+    line = "plan synthetic:60 --capacity 30 --capacity 20,30"
+    out, _, figures = run_line(f"{line} --policy slru,all")
+    assert out.split("Host memory, blocks")[1].split()[:2] == ["20", "30"]
+    names = list(dict.fromkeys(row["policy"] for row in figures["rows"]))
+    assert names == ["slru", *(name for name in policy_names() if name != "slru")]
+    # With a model, too, and in bytes.
+    line = f"plan synthetic:60 --policy lru --model {MODEL}"
+    for size in ("--capacity 20,30", "--host-bytes 1280MiB,1920MiB"):
+        rows = run_line(f"{line} {size}")[2]["rows"]
+        assert [(r["capacity_blocks"], r["host_bytes"] / BLOCK) for r in rows] == [
+            *((20, 20), (30, 30))
+        ]
+
+
+def test_options_that_change_nothing_are_not_named(run_line):
+    plain = run_line(f"plan {WITHOUT_A_MODEL}")
+    for options in (
+        *("--engines 1", "--engines 1 --route prefix"),
+        *("--store-threshold 0", "--store-threshold 1"),
+    ):
+        assert run_line(f"plan {WITHOUT_A_MODEL} {options}") == plain, options
+
+
+def test_what_cannot_be_written_whole_is_not_written(run_line, tmp_path):
+    path, line = tmp_path / "a.svg", f"plan {WITHOUT_A_MODEL}"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    on_limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # No file of this process may grow beyond, as if the disk were full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        for option in ("--html", "--json", "--plot"):
+            for before in ([], [b"what was there"]):
+                for data in before:
+                    path.write_bytes(data)
+                _, err, _ = run_line(f"{line} {option} {path}", 2, has_figures=False)
+                assert f"{option}: cannot write '{path}' (File too large)" in err
+                assert [file.read_bytes() for file in tmp_path.iterdir()] == before
+            path.unlink()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, on_limit)
+    for option in ("--html", "--json"):
+        _, err, _ = run_line(f"{line} {option} /dev/full", 2, has_figures=False)
+        assert f"{option}: cannot write '/dev/full' (No space left on device)" in err
+    assert cli.main(f"{line} --json /dev/null --html /dev/null".split()) == 0
+
+
+def test_a_file_is_replaced_and_a_link_is_followed(tmp_path):
+    path, link = tmp_path / "a.json", tmp_path / "b.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    assert cli.main(f"plan {WITHOUT_A_MODEL} --json {link}".split()) == 0
+    assert link.is_symlink()
+    assert json.loads(path.read_text())["trace"]["num_requests"] == 60
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
+
+
+def test_without_the_extra_the_error_names_it(refused, monkeypatch):
+    find_spec, missing = importlib.util.find_spec, {"rich"}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in missing else find_spec(name),
+    )
+    assert refused(f"plan {WITHOUT_A_MODEL} --plot a.svg") == (
+        f"jaxkv plan: error: plan needs rich: {pip_install('demo')}\n"
+    )
+    missing |= {"flax"}
+    assert refused("demo") == (
+        f"jaxkv demo: error: the demo needs flax, rich: {pip_install('demo')}\n"
+    )
+
+
 def test_it_says_what_a_store_would_add_to_engines(plan, tmp_path):
     report, route = tmp_path / "a.html", "prefix"
     options = f"--host-bytes 3GiB,1GiB --policy lru --device-blocks 60 --model {MODEL}"
@@ -118,8 +255,8 @@ def test_it_says_what_a_store_would_add_to_engines(plan, tmp_path):
         result = replay("lru", trace, blocks, device=device, fleet=fleet)
         assert row["host_tokens"] == result.hit_tokens - demand["device_tokens"]
     base = stores[0]["base"]
-    (row,) = (row for row in rows if row["host_bytes"] == base["host_bytes"])
-    assert [store["storage_bytes"] >> 30 for store in stores] == [4, 20]
+    (row,) = (row for row in rows if row["host_bytes"] == base["size"])
+    assert [store["size"] >> 30 for store in stores] == [4, 20]
     for store in stores:
         fleet = Fleet(3, route, store["storage_blocks"])
         blocks = row["capacity_blocks"]
@@ -132,15 +269,42 @@ def test_it_says_what_a_store_would_add_to_engines(plan, tmp_path):
     assert text.startswith("A store of 20 GiB that the 3 engines share would find ")
     assert text in out
     assert text in html.unescape(report.read_text())
-    # Nothing is said of a store where no engines are given.
-    figures, out = plan(f"synthetic:200 {options}")
+    # Nothing is said of a store where none is given.
+    figures, out = plan(f"synthetic:200 {options} --engines 3")
     assert "stores" not in figures
     assert "store of" not in out
 
 
+def test_without_a_model_a_store_is_measured_in_blocks(run_line):
+    line = f"plan {WITHOUT_A_MODEL} --engines 3 --route sticky --storage-blocks 60%"
+    out, _, figures = run_line(line)
+    assert {sum(row["requests_by_engine"]) for row in figures["rows"]} == {60}
+    (store,), unique = figures["stores"], figures["trace"]["num_unique_blocks"]
+    fleet, trace = Fleet(3, "sticky", unique * 60 // 100), make_synthetic_trace(60)
+    result = replay("lru", trace, unique, fleet=fleet)
+    alone = replay("lru", trace, unique, fleet=Fleet(3, "sticky"))
+    assert store["storage_blocks"] == fleet.storage_blocks
+    assert store["added_tokens"] == result.hit_tokens - alone.hit_tokens > 0
+    assert store["num_fetched_blocks"] == result.fetches_by_request.sum() > 0
+    assert "Least rate" not in out
+    assert figures["store_sentence"] in out
+    assert figures["store_sentence"].startswith(
+        f"A store of {fleet.storage_blocks} blocks that the 3 engines share would find"
+    )
+
+
+def test_a_store_behind_one_engine_is_not_compared_with_the_optimum(run_line):
+    line = f"plan synthetic:60 --policy lru,{OPTIMUM} --capacity 5%"
+    _, _, figures = run_line(f"{line} --engines 1 --storage-blocks 50%")
+    (store,) = figures["stores"]
+    assert store["base"]["policy"] == "lru"
+    assert store["added_tokens"] > 0
+
+
 def test_a_store_that_adds_nothing_is_not_praised(plan, tmp_path):
     trace = made_up_trace(tmp_path, [[i] for i in range(20)])
-    figures, out = plan(f"{trace} --model {MODEL} --host-bytes 1GiB --engines 1")
+    line = f"{trace} --model {MODEL} --host-bytes 1GiB --engines 1"
+    figures, out = plan(f"{line} --storage-bytes 512MiB")
     assert figures["store_sentence"] in out
     assert figures["store_sentence"] == (
         "A store that the engine has to itself would add little here: 512 MiB would "
@@ -290,7 +454,9 @@ def test_sizes_go_up_to_what_the_trace_needs_or_the_machine_has(
         figures, out = plan(line)
         assert [row["host_bytes"] >> 20 for row in figures["rows"]] == sizes_mib
         is_limited = sizes_mib[0] == 64
-        assert bool(figures["notes"]) == ("this machine's memory" in out) == is_limited
+        notes = " ".join(figures["notes"])
+        for text in (notes, out):
+            assert ("up to this machine's memory" in text) == is_limited
     limit_memory(1000)
     assert "not even a block fits this machine's memory" in refused(f"plan {line}")
 
@@ -334,7 +500,7 @@ def test_an_admission_is_planned_with_and_recommended(plan, refused, tmp_path):
     assert f"{words} (try --store-threshold 2, to store" in out
     line += " --store-threshold 2"
     figures, out = plan(line)
-    assert "Rules    store_threshold=2\n" in out
+    assert "Rules     store_threshold=2\n" in out
     assert figures["admission"]["store_threshold"] == 2
     (before,), (after,) = without["rows"], figures["rows"]
     # The four shared blocks, when they are asked for again; found from then on.
@@ -346,6 +512,15 @@ def test_an_admission_is_planned_with_and_recommended(plan, refused, tmp_path):
     assert OffloadConfig.from_env(environ=settings).store_threshold == 2
     err = refused(f"plan {line} --prompt-only")
     assert "--prompt-only: no output of the trace" in err
+    # Every option of admission has its effect.
+    words = "--store-threshold 2 --max-unseen-blocks 4 --max-offload-tokens 20000"
+    figures, _ = plan(f"synthetic:300 {REST} {words}")
+    admission = Admission(2, 4, False, 20_000)
+    assert Admission(**figures["admission"]) == admission
+    made_up = make_synthetic_trace(300)
+    admitted = find_admitted(made_up, admission)
+    expected = replay("lru", made_up, 16, admitted=admitted)
+    assert figures["rows"][0]["num_hit_blocks"] == expected.num_hit_blocks
 
 
 def test_the_device_in_front_is_counted_in_bytes_too(plan, tmp_path):
@@ -359,7 +534,7 @@ def test_the_device_in_front_is_counted_in_bytes_too(plan, tmp_path):
     trace = made_up_trace(tmp_path, [range(9), range(9)], name="[red]a:smile:")
     figures, out = plan(f"{trace} {REST} --device-bytes 50GiB")
     assert figures["recommendation"]["reason"] == "device suffices"
-    assert "Trace    [red]a:smile:: 2 requests in 1 s" in out
+    assert "Trace     [red]a:smile:: 2 requests in 1 s" in out
 
 
 def test_figures_per_second_need_times(plan, tmp_path):
@@ -413,15 +588,3 @@ def test_slow_loads_are_to_be_skipped(plan, tmp_path):
         "JAXKV_CACHE_POLICY": "lru",
         "JAXKV_SKIP_SLOW_LOADS": "true",
     }
-
-
-def test_the_headline_of_the_picture_is_the_recommendation():
-    def headline(row):
-        recommendation = types.SimpleNamespace(row=row, reason="nothing comes back")
-        demand = types.SimpleNamespace(num_requests=4)
-        plan = types.SimpleNamespace(recommendation=recommendation, demand=demand)
-        return plan_report._headline(None, plan)
-
-    row = types.SimpleNamespace(host_bytes=64 << 30, policy="lru", saved_s=8.0)
-    assert headline(None) == "Offloading does not pay: nothing comes back"
-    assert headline(row).startswith("64 GiB with lru (ringed) saves 2")

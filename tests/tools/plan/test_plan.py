@@ -3,25 +3,28 @@
 import dataclasses
 import math
 import random
+import re
 
 import numpy as np
 import pytest
 
 from jaxkv.scheduling.whatif.speeds import Speeds
+from jaxkv.tools.plan.model_costs import make_model_costs, plain_costs
 from jaxkv.tools.plan.plan import (
     Demand,
+    Plan,
     PlanRow,
     Setting,
-    capacities_of,
+    Timing,
     find_returning,
     make_plan,
     recommend,
 )
-from jaxkv.tools.replay.model_costs import make_model_costs, plain_costs
-from jaxkv.tools.replay.run import replay, sweep
+from jaxkv.tools.plan.report import sentence
+from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import make_trace
-from tests.tools.replay.test_model_costs import config
+from tests.tools.plan.test_model_costs import config
 
 SIZE = 16
 GQA = make_model_costs(
@@ -34,17 +37,13 @@ def conversations(num_requests=120, seed=1):
     return make_synthetic_trace(num_requests, seed, turn_blocks=4, block_size=SIZE)
 
 
-def block_bytes(model):
-    return SIZE * model.kv_bytes_per_token
-
-
 def plan_of(
     trace, model, speeds, blocks, policies=("lru",), device_blocks=None, num_devices=1
 ):
-    sizes = [num * block_bytes(model) for num in blocks]
-    capacities = sorted(set(capacities_of(sizes, trace, model)))
+    setting = Setting(trace, Timing(model, speeds, {}, num_devices))
+    sizes = [num * setting.block_size for num in blocks]
+    capacities = sorted(set(setting.capacities_of(sizes)))
     results = sweep(trace, policies, capacities, device_blocks=device_blocks)
-    setting = Setting(trace, model, speeds, {}, num_devices=num_devices)
     return make_plan(setting, sizes, results), results
 
 
@@ -127,8 +126,10 @@ def test_rows_are_those_of_plain_python(by_flops, device_blocks, num_devices):
     plan, results = plan_of(
         trace, GQA, speeds, sizes, policies, device_blocks, num_devices
     )
-    assert [(row.policy, row.host_bytes) for row in plan.rows] == [
-        (policy, blocks * block_bytes(GQA)) for policy in policies for blocks in sizes
+    assert [(row.policy, row.size) for row in plan.rows] == [
+        (policy, blocks * SIZE * GQA.kv_bytes_per_token)
+        for policy in policies
+        for blocks in sizes
     ]
     assert plan.rows[2].capacity_blocks == trace.num_unique_blocks
     for row, result in zip(plan.rows, results, strict=True):
@@ -170,48 +171,38 @@ def test_what_returns_is_what_a_set_of_all_blocks_has():
             assert find_returning(trace).tolist() == expected
 
 
-def worst_share(kept, policy, size):
-    """The least share of the best that a policy saves at the sizes below one."""
-    worst = 1.0
-    for smaller in {r.host_bytes for r in kept if r.host_bytes < size}:
-        top = max(r.saved_s for r in kept if r.host_bytes == smaller)
-        for row in kept:
-            if (row.policy, row.host_bytes) == (policy, smaller) and top:
-                worst = min(worst, row.saved_s / top)
-    return worst
-
-
 def choose_plainly(demand, rows):
     """The rule of docs/sizing.md in other words: the reason, the size, the policy."""
-    kept = [r for r in rows if r.store_use is None or r.store_use <= 1]
+    policies = [r for r in rows if r.policy != OPTIMUM]
+    kept = [r for r in policies if r.store_use is None or r.store_use <= 1]
     if kept:
         best = max(r.saved_s for r in kept)
         if best > 0 and best / demand.prefill_s >= 0.01:
-            for size in sorted({r.host_bytes for r in kept}):
-                same_size = [r for r in kept if r.host_bytes == size]
-                top = max(r.saved_s for r in same_size)
-                if top < 0.9 * best:
-                    continue
-                alike = [r for r in same_size if r.saved_s >= 0.98 * top]
-                worst = [worst_share(kept, r.policy, size) for r in alike]
-                at = worst.index(max(worst, key=lambda share: min(share, 0.98)))
-                ahead = worst[at] if worst[at] <= 0.5 else None
-                return "pays", size, alike[at].policy, ahead
-    share = max(r.host_tokens for r in rows) / demand.input_tokens
+            columns = {
+                size: {r.policy: r.saved_s for r in kept if r.size == size}
+                for size in sorted({r.size for r in kept})
+            }
+            at = min(s for s, c in columns.items() if max(c.values()) >= 0.9 * best)
+            left = list(columns[at])
+            # As long as several are equal, the next smaller size decides.
+            for size in sorted((s for s in columns if s <= at), reverse=True):
+                saved = {name: columns[size].get(name, 0.0) for name in left}
+                left = [name for name in left if saved[name] == max(saved.values())]
+            return "pays", at, left[0]
+    share = max(r.host_tokens for r in policies) / demand.input_tokens
     device = demand.device_tokens / demand.input_tokens
     returning = demand.returning_tokens / demand.input_tokens
-    saved = max(r.saved_s for r in rows)
     if device + returning < 0.01:
-        return "nothing returns", None, None, None
+        return "nothing returns", None, None
     if returning < 0.01:
-        return "device suffices", None, None, None
+        return "device suffices", None, None
     if share < 0.01:
-        return "too small", None, None, None
-    if max(r.found_s for r in rows) / demand.prefill_s < 0.01:
-        return "cheap prefill", None, None, None
-    if saved / demand.prefill_s >= 0.01:
-        return "slow stores", None, None, None
-    return "slow loads", None, None, None
+        return "too small", None, None
+    if max(r.found_s for r in policies) / demand.prefill_s < 0.01:
+        return "cheap prefill", None, None
+    if max(r.saved_s for r in policies) / demand.prefill_s >= 0.01:
+        return "slow stores", None, None
+    return "slow loads", None, None
 
 
 EMPTY = PlanRow(*[0] * len(dataclasses.fields(PlanRow)))
@@ -230,7 +221,7 @@ def random_case(rng):
     )
     rows = []
     is_cheap = rng.random() < 0.3
-    for policy in ("lru", "arc", "hazard")[: rng.randrange(1, 4)]:
+    for policy in ("lru", "arc", "hazard", OPTIMUM)[: rng.randrange(1, 5)]:
         for size in (1 << 30, 2 << 30, 4 << 30):
             uses = [None] * 3
             if demand.span_s:
@@ -239,7 +230,7 @@ def random_case(rng):
             figures["host_tokens"] = rng.choice((0, 9, 10, 200))
             figures["found_s"] = 0.39 if is_cheap else rng.choice((1.0, 12.0))
             figures["saved_s"] = rng.choice((0.0, 0.4, 0.5, 9.0, 9.8, 10.0, 11.0))
-            row = dataclasses.replace(EMPTY, policy=policy, host_bytes=size, **figures)
+            row = dataclasses.replace(EMPTY, policy=policy, size=size, **figures)
             rows.append(row)
     return demand, rows
 
@@ -251,14 +242,25 @@ def test_the_choice_is_the_rules_on_random_rows():
         demand, rows = random_case(rng)
         choice = recommend(demand, rows)
         row = choice.row
-        expected = choose_plainly(demand, rows)
-        assert (
-            *(choice.reason, row and row.host_bytes),
-            *(row and row.policy, choice.ahead and choice.share),
-        ) == expected
-        assert choice.pays == (expected[0] == "pays")
+        found = choice.reason, row and row.size, row and row.policy
+        assert found == choose_plainly(demand, rows)
         seen.add(choice.reason)
     assert len(seen) == 7
+
+
+def test_no_row_of_the_recommended_size_or_a_smaller_one_saves_more():
+    rng, num_paid = random.Random(4), 0
+    for _ in range(1000):
+        demand, rows = random_case(rng)
+        row = recommend(demand, rows).row
+        if row is not None:
+            num_paid += 1
+            for other in rows:
+                if other.size <= row.size and other.is_eligible:
+                    assert other.saved_s <= row.saved_s
+            text = sentence(None, Plan(demand, tuple(rows), recommend(demand, rows)))
+            assert not re.search(r"with \w+ it would save \d+% more", text)
+    assert num_paid > 100
 
 
 FAST = Speeds(1e9, 1e9, prefill_tokens_per_s=1000.0)

@@ -58,10 +58,3 @@ def test_no_other_choice_of_victims_finds_more():
 def test_a_request_larger_than_the_cache_is_held_until_the_next():
     trace = make_trace("large", [[1, 2, 3], [1, 2, 3], [9], [1, 2, 3]])
     assert find_optimum(trace, 2).tolist() == [0, 3, 0, 1]
-
-
-def test_the_end_is_reported():
-    reports = []
-    trace = make_trace("t", [[1], [1]])
-    find_optimum(trace, 1, lambda done, total: reports.append((done, total)))
-    assert reports[-1] == (2, 2)

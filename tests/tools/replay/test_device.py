@@ -146,9 +146,7 @@ def test_the_device_keeps_what_was_used_last_and_of_that_the_head():
     # A request larger than the device takes part as far as it fits.
     trace = make_trace("t", [[1, 2, 3, 4]] * 2, None, [4 * SIZE + 3] * 2, SIZE)
     device = find_on_device(trace, 3)
-    assert device.num_cut(trace) == 2
     assert (device.hits.tolist(), device.usable.tolist()) == ([0, 2], [3, 3])
-    assert find_on_device(trace, 5).num_cut(trace) == 0
     for call in (
         lambda: find_on_device(trace, 0),
         lambda: sweep(trace, [], [], device_blocks=0),

@@ -10,9 +10,9 @@ from jaxkv.tiers.index import BlockIndex
 from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.device import find_on_device, fit_device
 from jaxkv.tools.replay.fleet import ROUTES, Fleet, find_conversations
-from jaxkv.tools.replay.run import OPTIMUM, STORE_ALONE, replay
+from jaxkv.tools.replay.run import OPTIMUM, replay
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
-from jaxkv.tools.replay.traces import make_trace, read_trace
+from jaxkv.tools.replay.traces import make_trace
 from tests.tools.replay.test_device import SIZE, Engine, make_mixed_trace
 
 
@@ -91,17 +91,6 @@ def test_a_fleet_finds_what_plain_lists_do(route, trace):
         assert len(set(engines)) > 1
 
 
-def test_without_hosts_a_store_is_one_lru(trace, shared_traces):
-    real = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
-    for requests, storage_blocks in ((trace, 90), (real, 6000)):
-        single = replay("lru", requests, storage_blocks)
-        fleet = Fleet(4, "prefix", storage_blocks)
-        alone = replay(STORE_ALONE, requests, 1, fleet=fleet)
-        assert (alone.hits_by_request == single.hits_by_request).all()
-        assert (alone.stores_by_request == single.stores_by_request).all()
-        assert 0 < single.num_hit_blocks < requests.num_block_refs
-
-
 @pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("hazard", 2)])
 def test_a_fleet_finds_what_real_schedulers_over_one_store_do(policy, seed):
     trace, fleet = make_mixed_trace(seed), Fleet(3, "sticky", 230)
@@ -155,5 +144,3 @@ def test_the_engine_with_the_longest_prefix_serves_on_device_or_host():
 def test_a_policy_that_does_not_fit_the_fleet_is_refused(trace):
     with pytest.raises(ValueError, match="one engine without a store"):
         replay(OPTIMUM, trace, 5, fleet=Fleet(2))
-    with pytest.raises(ValueError, match="needs storage_blocks"):
-        replay(STORE_ALONE, trace, 5, fleet=Fleet(2))

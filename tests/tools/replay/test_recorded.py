@@ -155,11 +155,13 @@ def test_files_that_do_not_go_together_are_refused(tmp_path):
 def test_the_command_tells_what_the_run_had_found(tmp_path, run_line, plain_output):
     first = write(tmp_path / "a.jsonl.1", *LINES[1:], {"dropped": 3})
     second = write(tmp_path / "a.jsonl", LINES[0], part=1, tail='{"t"')
-    out, _, figures = run_line(f"replay {first} {second} --capacity 2")
-    assert "4 tokens on the device (19.05%), 4 tokens on the host (19.05%); " in out
+    out, _, figures = run_line(f"plan {first} {second}")
+    assert "4 tokens on the device (19.0%), 4 tokens on the host (19.0%); " in out
     assert "lru, 8 host blocks, 5 device blocks" in out
     assert "3 requests that could not be recorded" in out
-    assert "21 in blocks of 4" in out
+    assert "21 tokens, 5 blocks of 4, 3 unique" in out
+    # 1/4 to 2 times the recorded host, as far as there are blocks.
+    assert {row["capacity_blocks"] for row in figures["rows"]} == {1, 2, 3}
     (note,) = figures["recording"].pop("notes")
     assert note.startswith(f"{second} ends within a line")
     assert note[:40] in out
@@ -180,8 +182,8 @@ def test_prompt_only_leaves_out_what_outputs_filled(tmp_path, run_line, plain_ou
     ]
     trace = write(tmp_path / "a.jsonl", *lines, device_blocks=None)
     for option, num_found in (("", 2), ("--prompt-only", 1)):
-        line = f"replay {trace} --policy lru --capacity 3 --no-optimum {option}"
-        (result,) = run_line(line)[2]["results"]
+        line = f"plan {trace} --policy lru --capacity 3 {option}"
+        (result,) = run_line(line)[2]["rows"]
         assert result["num_hit_blocks"] == num_found, option
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.tools.model_config import NAMED_MODELS
-from jaxkv.tools.replay.model_costs import (
+from jaxkv.tools.plan.model_costs import (
     find_model_costs,
     make_model_costs,
     plain_costs,

@@ -1,14 +1,9 @@
 """The cost of a model's tokens: bytes of KV, parameters, FLOPs of prefill.
 
-All of it follows from the shapes in a Hugging Face ``config.json``:
-
-* the KV of a token is a key and a value for each KV head of each layer, or with MLA a
-  layer's latent and the key's rotary part;
-* each parameter of a matrix that a token passes is a multiplication and an addition;
-* beyond that, attention multiplies a token's query with the key of each token that it
-  sees, and the weights with their values, which grows with the token's position.
-
-Left out, each well under 1%: norms, biases, activations, softmax, and the output layer,
+All of it follows from the shapes in a Hugging Face ``config.json``. Each parameter of a
+matrix that a token passes is a multiplication and an addition; attention multiplies its
+query with the key of each token that it sees, and the weights with their values. Left
+out, each well under 1%: norms, biases, activations, softmax, and the output layer,
 which a prefill needs for its last token only.
 """
 
@@ -45,13 +40,9 @@ class AttentionLayers:
     num_layers: int
     kv_bytes_per_token: int  # Bytes of KV of a token in one layer
     pair_flops: int  # FLOPs of one layer for a token and one that it sees
-    # Tokens that a token sees at most, itself included; None for all
-    window: int | None = None
-    # Whether the window begins at multiples of its size (Llama 4), rather than to end
-    # at the token.
-    is_chunked: bool = False
-    # KV heads, which devices share; 0 for a latent, which each has
-    num_kv_heads: int = 0
+    window: int | None = None  # Tokens that a token sees, with itself; None for all
+    is_chunked: bool = False  # Whether windows begin at multiples of their size
+    num_kv_heads: int = 0  # Which devices share; 0 for a latent, which each has
 
     def bytes_on(self, num_devices: int) -> int:
         """Return the KV bytes of a token on each device that shares the heads.
@@ -97,15 +88,11 @@ class ModelCosts:
     name: str  # For display
     kv_dtype: str
     num_parameters: int  # Parameters of all matrices
-    # Those that a token uses: of the experts only the chosen ones. Embedding and output
-    # layer count, as in the published figures.
-    num_active_parameters: int
-    # Those that a token of a prompt is multiplied with: without embedding and output
-    # layer.
+    # That a token of a prompt uses: of the experts the chosen ones, and neither
+    # embedding nor output layer.
     num_prefill_parameters: int
     layers: tuple[AttentionLayers, ...]  # The layers, by attention
-    # What the configuration does not say and was taken for granted
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # What the configuration does not say
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -154,7 +141,7 @@ def plain_costs(kv_bytes_per_token: int) -> ModelCosts:
     if not 1 <= kv_bytes_per_token <= _MAX_KV_BYTES:
         raise ValueError(f"{kv_bytes_per_token=} must be from 1 to {_MAX_KV_BYTES}")
     layers = (AttentionLayers(1, kv_bytes_per_token, 0),)
-    return ModelCosts("a model", "", 0, 0, 0, layers)
+    return ModelCosts("a model", "", 0, 0, layers)
 
 
 def find_model_costs(model: str, kv_dtype: str | None = None) -> ModelCosts:
@@ -223,7 +210,6 @@ def make_model_costs(
         name=name,
         kv_dtype=dtype,
         num_parameters=ends + num_layers * per_layer + all_mlp,
-        num_active_parameters=ends + num_layers * per_layer + active_mlp,
         num_prefill_parameters=num_layers * per_layer + active_mlp,
         layers=layers,
         notes=tuple(notes),
@@ -351,7 +337,6 @@ def _attention_of(
 
 
 def _layer_kinds(config: Mapping[str, Any], family: str, num_layers: int) -> list[Any]:
-    """Return each layer's attention."""
     layers = range(num_layers)
     if "layer_types" in config:
         return _per_layer(config, "layer_types", num_layers)
@@ -436,7 +421,6 @@ def _sparse_layers(
 
 
 def _per_layer(config: Mapping[str, Any], key: str, num_layers: int) -> list[Any]:
-    """Return a list that has an entry for each layer."""
     values = config[key]
     if not isinstance(values, list) or len(values) != num_layers:
         raise ValueError(
@@ -447,7 +431,6 @@ def _per_layer(config: Mapping[str, Any], key: str, num_layers: int) -> list[Any
 
 
 def _list(config: Mapping[str, Any], key: str) -> list[Any]:
-    """Return a list that may be missing."""
     value = config.get(key, [])
     if not isinstance(value, list):
         raise ValueError(f"{key}={shown(value)} must be a list of layers")
@@ -461,6 +444,5 @@ def _count(config: Mapping[str, Any], key: str, default: int = 0) -> int:
 
 
 def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sum of the numbers from 1 to n."""
     total: NDArray[np.int64] = n * (n + 1) // 2
     return total

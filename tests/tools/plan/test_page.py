@@ -1,4 +1,4 @@
-"""The report of a replay, as a real browser shows it."""
+"""The report of a plan, as a real browser shows it."""
 
 import itertools
 import json
@@ -8,20 +8,24 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from jaxkv._util import time_text
 from jaxkv.policies import make_hazard, make_slru, policy_names
+from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.pictures import spread
-from jaxkv.tools.replay.measures import Comparison, format_percent
-from jaxkv.tools.replay.model_costs import find_model_costs
-from jaxkv.tools.replay.page import render_page
-from jaxkv.tools.replay.report import label_of, to_json
+from jaxkv.tools.plan.model_costs import find_model_costs
+from jaxkv.tools.plan.plan import Setting, Timing, make_plan
+from jaxkv.tools.plan.report import render_page, to_json
 from jaxkv.tools.replay.run import OPTIMUM, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from tests.rigs.browser import VARIABLE, Browser, find_browser
 
-COMMAND = "jaxkv replay 'a <b> & c.jsonl' --policy all"
+COMMAND = "jaxkv plan 'a <b> & c.jsonl' --policy all"
 SCHEMES = ("light", "dark")
 WIDTHS = (360, 1280)
-CHARTS = ["tokens_both", "gain", "flops_both"]  # The others have the same lines.
+# The charts, and what their figures are called in JSON.
+CHARTS = {"saved": "saved_mean_s", "found": "found_share"}
+TABLES = CHARTS | {"p95": "saved_p95_s", "prefill": "saved_share", "link": "store_use"}
+CEILING = "optimum (ceiling)"
 
 
 def make_hazard_flops(num_blocks, max_batch):
@@ -32,27 +36,36 @@ def make_slru_again(num_blocks, max_batch):
     return make_slru(num_blocks, max_batch)
 
 
+def plan_of(trace, policies, capacities, device_blocks=None, timing=None):
+    setting = Setting(trace, timing, device_blocks)
+    results = sweep(trace, policies, capacities, device_blocks=device_blocks)
+    sizes = [capacity * setting.block_size for capacity in capacities]
+    return setting, make_plan(setting, sizes, results)
+
+
 @pytest.fixture(scope="module")
-def comparison():
-    """Seven policies and the optimum, behind a device, with a model."""
+def made():
+    """A plan of seven policies and the optimum, behind a device, with a model."""
     trace = make_synthetic_trace(300, seed=4, max_open=40)
     unique = trace.num_unique_blocks
     assert len(policy_names()) >= 5
     policies = [*policy_names()[:5], make_hazard_flops, make_slru_again, OPTIMUM]
     capacities = [unique * percent // 100 for percent in (1, 3, 5, 10, 30)]
-    results = sweep(trace, policies, capacities, device_blocks=unique // 30)
-    return Comparison(trace, results, find_model_costs("llama-3.1-8b"))
+    speeds = Speeds(64e9, 64e9, 1e-3, prefill_flops_per_s=4e14)
+    sources = dict.fromkeys(vars(speeds), "given")
+    timing = Timing(find_model_costs("llama-3.1-8b"), speeds, sources)
+    return plan_of(trace, policies, capacities, unique // 30, timing)
 
 
 @pytest.fixture(scope="module")
-def figures(comparison):
-    return json.loads(json.dumps(to_json(comparison)))
+def figures(made):
+    return json.loads(json.dumps(to_json(*made)))
 
 
 @pytest.fixture(scope="module")
-def page(comparison, tmp_path_factory):
+def page(made, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(render_page(comparison, COMMAND), encoding="utf-8")
+    path.write_text(render_page(*made, COMMAND), encoding="utf-8")
     return path
 
 
@@ -65,22 +78,17 @@ def browser():
         yield opened
 
 
-def ratio_of(figures, key, policy, capacity):
-    """Return the measure that the JSON implies."""
-    (result,) = (
-        r
-        for r in figures["results"]
-        if (r["policy"], r["capacity_blocks"]) == (policy, capacity)
-    )
-    kind, _, where = key.partition("_")
-    total, name = {
-        "blocks": (figures["trace"]["num_block_refs"], "num_{}hit_blocks"),
-        "tokens": (result["input_tokens"], "{}hit_tokens"),
-        "flops": (figures["model"]["prefill_flops"], "{}saved_prefill_flops"),
-    }[kind]
-    host, device, both = (result[name.format(x)] for x in ("host_", "device_", ""))
-    assert host + device == pytest.approx(both, rel=1e-12)
-    return (host if where == "host" else both) / total
+def values_of(figures, key):
+    """Return a table's figures by row and by column, and as a page writes them."""
+    rows = {}
+    for row in figures["rows"]:
+        value, name = row[TABLES[key]] or 0.0, row["policy"]
+        text = time_text(value) if key in ("saved", "p95") else f"{100 * value:.1f}%"
+        label = CEILING if name == OPTIMUM else name
+        rows.setdefault(label, []).append((row["host_bytes"], value, text))
+    if key == "link":
+        del rows[CEILING]
+    return rows
 
 
 READ_TABLES = """
@@ -89,57 +97,27 @@ READ_TABLES = """
   columns: [...table.tHead.rows[0].cells].map(cell => cell.textContent),
   rows: [...table.tBodies[0].rows].map(row => [...row.cells].map(c => c.innerText)),
   scopes: [...table.querySelectorAll('th')].map(cell => cell.scope),
-  caption: table.caption.textContent,
 }))
 """
 
 
-def test_the_tables_have_the_figures_of_the_json_and_name_the_best(
-    browser, page, comparison, figures
+def test_the_tables_have_the_figures_of_the_json_and_mark_the_choice(
+    browser, page, figures
 ):
     browser.open(page, 1280)
     tables = {table["id"]: table for table in browser.evaluate(READ_TABLES)}
-    keys = [
-        f"{kind}_{where}"
-        for kind in ("tokens", "blocks", "flops")
-        for where in ("both", "host")
-    ]
-    assert {f"{key}-t" for key in keys} < set(tables)
-    capacities = comparison.capacities
-    for key in keys:
-        table = tables[f"{key}-t"]
-        assert [re.sub(r" [\d.]+%$", "", c) for c in table["columns"]] == [
-            "Capacity, blocks",
-            *(f"{capacity:,}" for capacity in capacities),
-        ]
+    assert list(tables) == [f"{key}-t" for key in TABLES]
+    choice = figures["recommendation"]
+    assert choice["pays"]
+    for key in TABLES:
+        table, values = tables[f"{key}-t"], values_of(figures, key)
+        assert len(table["columns"]) == 6
         assert set(table["scopes"]) == {"row", "col"}
-        rows = {row[0]: row[1:] for row in table["rows"]}
-        names = comparison.policies
-        assert set(rows) - {"device alone"} == set(map(label_of, names))
-        for at, capacity in enumerate(capacities):
-            ratios = {n: ratio_of(figures, key, n, capacity) for n in names}
-            rivals = [ratios[name] for name in names if name != OPTIMUM]
-            for name in names:
-                text, *mark = rows[label_of(name)][at].split()
-                assert text == format_percent(ratios[name])
-                is_best = name != OPTIMUM and ratios[name] == max(rivals)
-                assert bool(mark) == (is_best and min(rivals) < max(rivals)), (
-                    key,
-                    name,
-                )
-                assert mark in ([], ["best"])
-    share = figures["device"]["num_hit_blocks"] / figures["trace"]["num_block_refs"]
-    row = ["device alone", *[format_percent(share)] * len(capacities)]
-    assert tables["blocks_both-t"]["rows"][0] == row
-    # The gains are differences from LRU.
-    for name, *cells in tables["gain-t"]["rows"]:
-        for text, capacity in zip(cells, capacities, strict=True):
-            ours, lru = (
-                ratio_of(figures, "tokens_both", policy, capacity)
-                for policy in (name, "lru")
-            )
-            shown = float(text.split()[0].replace("\N{MINUS SIGN}", "-"))
-            assert shown == pytest.approx(100 * (ours - lru), abs=0.00501)
+        assert [row[0] for row in table["rows"]] == list(values)
+        for label, *cells in table["rows"]:
+            for cell, (size, _, text) in zip(cells, values[label], strict=True):
+                chosen = (label, size) == (choice["policy"], choice["host_bytes"])
+                assert cell.split("\n") == [text, *["recommended"] * chosen], key
 
 
 READ_MARKS = """
@@ -159,30 +137,28 @@ def test_the_marks_of_the_charts_lie_where_their_values_are(browser, page, figur
     for width in WIDTHS:
         browser.open(page, width)
         charts += browser.evaluate(READ_MARKS)
-    assert [chart["chart"] for chart in charts] == CHARTS * len(WIDTHS)
+    assert [chart["chart"] for chart in charts] == [*CHARTS] * len(WIDTHS)
     for chart in charts:
-        values, at = [], []
-        for title, x, y in chart["marks"]:
-            name, capacity, shown = re.fullmatch(
-                r"(.+), ([\d,]+) blocks: (\S+)", title
-            ).groups()
-            capacity = int(capacity.replace(",", ""))
-            values.append(float(shown.rstrip("%").replace("\N{MINUS SIGN}", "-")))
-            at.append((np.log(capacity), x, y))
-            if chart["chart"] != "gain":
-                policy = OPTIMUM if name == label_of(OPTIMUM) else name
-                ratio = ratio_of(figures, chart["chart"], policy, capacity)
-                assert shown == format_percent(ratio)
+        by_label, values, at = values_of(figures, chart["chart"]), [], []
+        drawn = iter(chart["marks"])
+        for label, cells in by_label.items():
+            for size, value, text in cells:
+                title, x, y = next(drawn)
+                assert title.startswith(f"{label}, ")
+                assert title.endswith(f": {text}")
+                values.append(value)
+                at.append((np.log(size), x, y))
+        assert next(drawn, None) is None
         logs, xs, ys = np.array(at).T
-        for expected, drawn in ((values, ys), (logs, xs)):
-            line = np.polyfit(expected, drawn, 1)
+        for expected, placed in ((values, ys), (logs, xs)):
+            line = np.polyfit(expected, placed, 1)
             # Within two pixels, as the corners of a triangle are not about its centre.
-            assert np.abs(np.polyval(line, expected) - drawn).max() < 2
+            assert np.abs(np.polyval(line, expected) - placed).max() < 2
         assert np.polyfit(values, ys, 1)[0] < 0
 
 
 READ_LINES = """
-[...document.querySelectorAll('#tokens_both .line')].map(line => {
+[...document.querySelectorAll('#found .line')].map(line => {
   const mark = line.closest('g').querySelector('.mark');
   return [mark.textContent.split(',')[0], mark.getAttribute('d'),
           getComputedStyle(line).stroke];
@@ -195,9 +171,7 @@ def test_eight_lines_differ_by_shape_and_by_colour(browser, page):
         browser.open(page, 1280, 900, scheme)
         names, shapes, strokes = zip(*browser.evaluate(READ_LINES), strict=True)
         assert len(set(names)) == len(set(shapes)) == len(set(strokes)) == 8, shapes
-        browser.evaluate(
-            "document.querySelector('#tokens_both figure').scrollIntoView()"
-        )
+        browser.evaluate("document.querySelector('#found figure').scrollIntoView()")
         pixels, _ = browser.screenshot(whole=False)
         seen, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
         drawn = set(map(tuple, seen.tolist()))
@@ -268,7 +242,7 @@ READ_BOXES = """
 def check_contrast(browser):
     """Check that all text stands out from its background, and lines from the paper."""
     texts = browser.evaluate(READ_TEXTS)
-    assert len(texts) > 300
+    assert len(texts) > 200
     for text, colour, behind, size in texts:
         assert contrast(rgb(colour), background(behind)) >= 4.5, (text, colour, behind)
         assert size >= 11, text
@@ -350,8 +324,7 @@ def test_tab_goes_to_every_chart_and_table_in_order_and_is_seen(browser, page):
         assert browser.evaluate(READ_FOCUS) == [element, "solid", True, True]
     ids = re.findall(r'<figure id="([\w-]+)"', "\n".join(wanted))
     assert ids == [f"{key}-f" for key in CHARTS]
-    # Six measures, the gains, the stores refused.
-    assert sum("scroll" in element for element in wanted) == 8
+    assert sum("scroll" in element for element in wanted) == len(TABLES)
     # The first link leads to the results.
     browser.open(page, 1280)
     browser.press("Tab", 9)
@@ -392,35 +365,22 @@ def test_what_is_read_aloud_has_names(browser, page):
 def test_the_command_is_on_the_page_and_strange_names_stay_text(browser, tmp_path):
     trace = make_synthetic_trace(30, seed=1)
     object.__setattr__(trace, "name", "<script>document.title='x'</script>&amp;\udc80")
-    comparison = Comparison(trace, sweep(trace, ["lru"], [20]))
     path = tmp_path / "odd.html"
-    path.write_bytes(render_page(comparison, COMMAND).encode("utf-8", "replace"))
+    odd = plan_of(trace, ["lru"], [20])
+    path.write_bytes(render_page(*odd, COMMAND).encode("utf-8", "replace"))
     browser.open(path, 360)
     assert browser.evaluate("document.querySelector('pre').innerText") == COMMAND
-    title = "Cache policies on <script>document.title='x'</script>&amp;?"
+    title = "Host memory for <script>document.title='x'</script>&amp;?"
     assert browser.evaluate("document.querySelector('h1').innerText") == title
     assert browser.evaluate("document.title") == title
     assert browser.evaluate("document.querySelectorAll('script').length") == 0
     assert browser.evaluate("document.documentElement.scrollWidth") <= 360
-    # One policy at one capacity: no rivals and no gains.
-    assert browser.evaluate("document.querySelector('#gain')") is None
     assert "NaN" not in path.read_text()
 
 
-def test_the_finding_names_the_best_policy_or_the_only_one(comparison, page):
-    assert re.search(r"finds the most \w+ of 7 policies at", page.read_text("utf-8"))
-    results = [r for r in comparison.results if r.policy == "lru"]
-    alone = Comparison(comparison.trace, results)
-    assert re.search(
-        r"lru: .* come to [\d.]+% at [\d,]+ blocks", render_page(alone, "")
-    )
-
-
-def test_the_page_is_the_same_each_time_well_formed_and_has_no_address(
-    comparison, page
-):
+def test_the_page_is_the_same_each_time_well_formed_and_has_no_address(made, page):
     text = page.read_text(encoding="utf-8")
-    assert render_page(comparison, COMMAND) == text
+    assert render_page(*made, COMMAND) == text
     closed = re.sub(r"<((?:meta|link)\b[^>]*|wbr)>", r"<\1/>", text)
     ElementTree.fromstring(closed.removeprefix("<!doctype html>").strip())
     assert not re.search(r"https?:|//|url\(|@import|<script|<img|<iframe", text)
