@@ -3,9 +3,5 @@
 Each has its `command.py`, the options and what becomes of them.
 """
 
-COMMANDS = (
-    *("demo", "replay", "plan", "bench"),
-    *("doctor", "status", "store", "verify"),
-)
-BENCHMARKS = ("transfer", "storage")
-SUBCOMMANDS = {"bench": BENCHMARKS, "store": ("ls", "size", "rm")}
+COMMANDS = "demo", "replay", "plan", "doctor", "status", "store", "verify"
+SUBCOMMANDS = {"store": ("ls", "size", "rm")}

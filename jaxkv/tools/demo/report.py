@@ -15,6 +15,7 @@ from jaxkv.tools.console import print_table
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
 from jaxkv.tools.machine import system, versions
 from jaxkv.tools.pictures import Chart, Line, Places, Scale, draw_picture, look_of
+from jaxkv.tools.speed import Speed
 from jaxkv.transfer.storage.store_url import shown_url
 
 NONE = "-"
@@ -192,16 +193,17 @@ def _transfer_rows(record: DemoRecord) -> Rows:
     def moved(blocks: int, num_bytes: int) -> str:
         return f"{blocks:,} ({rounded_size(num_bytes)})"
 
-    def rate(gb_per_s: float) -> str:
-        return f"{gb_per_s:.2f} ({gb_per_s / speed.copyto_gb_per_s:.2f}x np.copyto)"
+    def rate(speed: Speed, limit: Speed) -> str:
+        share = speed.p50_gb_per_s / limit.p50_gb_per_s
+        return f"{speed.p50_gb_per_s:.2f} ({share:.2f}x {record.bandwidth.limit})"
 
     capacity = record.host_capacity_bytes
     return [
         ("Blocks stored", NONE, moved(on.blocks_stored, on.bytes_stored)),
         ("Blocks loaded", NONE, moved(on.blocks_loaded, on.bytes_loaded)),
         *_storage_rows(on),
-        ("Store bandwidth when idle, GB/s", NONE, rate(speed.store_gb_per_s)),
-        ("Load bandwidth when idle, GB/s", NONE, rate(speed.load_gb_per_s)),
+        ("Store bandwidth when idle, GB/s", NONE, rate(speed.save, speed.limit_save)),
+        ("Load bandwidth when idle, GB/s", NONE, rate(speed.load, speed.limit_load)),
         (
             "Peak host memory",
             NONE,

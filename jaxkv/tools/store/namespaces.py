@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxkv._util import one_line
+from jaxkv._util import one_line, shown
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.usage import UsageError
 from jaxkv.transfer.storage import BlobStore, StoreError, open_store
@@ -98,7 +98,7 @@ def opened(text: str) -> Iterator[BlobStore]:
     try:
         url = StoreUrl.parse(text)
         if url.is_folder and not os.path.isdir(url.path):
-            raise UsageError(f"URL: there is no folder {url.shown}")
+            raise UsageError(f"URL: there is no folder {shown(url.shown)}")
         if url.scheme == "memory":
             raise UsageError(f"URL: {url.shown} is the memory of another process")
         store = open_store(text)

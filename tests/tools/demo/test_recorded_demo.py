@@ -93,5 +93,6 @@ def check_figures(demo):
             assert turn["prefilled_tokens"] == turn["prompt_tokens"] - num_hits > 0
             assert turn["ttft_s"] > 0
             assert len(turn["generated"]) == CONFIG.answer_tokens
-    for way in ("store", "load", "copyto"):
-        assert 0 < demo["bandwidth"][f"{way}_gb_per_s"] < 1000
+    assert demo["bandwidth"]["block_bytes"] == block_bytes(CONFIG)
+    for way in ("save", "load", "limit_save", "limit_load"):
+        assert 0 < demo["bandwidth"][way]["p50_gb_per_s"] < 1000

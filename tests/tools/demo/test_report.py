@@ -7,14 +7,9 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from jaxkv.tools.demo import report
-from jaxkv.tools.demo.records import (
-    BandwidthRecord,
-    DemoConfig,
-    DemoRecord,
-    RunRecord,
-    TurnRecord,
-)
+from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
 from jaxkv.tools.demo.report import Difference
+from jaxkv.tools.speed import Bandwidth, Speed
 
 
 def make_turn(conversation, turn, device, host, ttft_s, generated=(7, 8, 9)):
@@ -40,11 +35,12 @@ ON = RunRecord(
     ),
     *(6.0, 50, 1500, 50 << 16, 1500 << 16, 3 << 20),
 )
+SAVE, LOAD, LIMIT = (Speed(9.0, p50, []) for p50 in (2.0, 3.0, 8.0))
 RECORD = DemoRecord(
     config=DemoConfig(conversations=2, turns=2),
     off=OFF,
     on=ON,
-    bandwidth=BandwidthRecord(2.0, 3.0, 8.0, 1 << 20),
+    bandwidth=Bandwidth(1 << 20, 1 << 16, SAVE, LOAD, "np.copyto", LIMIT, LIMIT),
     host_capacity_bytes=8 << 20,
 )
 
