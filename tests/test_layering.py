@@ -42,7 +42,7 @@ CEILINGS = {
     "strict": 1_010,
     "config": 960,
     "jaxkv": 95,
-    "tools": 13_485,
+    "tools": 13_230,
     "integrations": 8_180,
 }
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite", "xxhash"}

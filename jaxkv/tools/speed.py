@@ -1,4 +1,4 @@
-"""How fast blocks move on this machine, next to the fastest copies that it can make."""
+"""The speed of transfers on this machine, next to its fastest possible copies."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from jaxkv.config import OffloadConfig
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tools.console import OnProgress
-from jaxkv.tools.demo.allocation import max_blocks_held
-from jaxkv.tools.demo.engine import Engine
+from jaxkv.tools.demo.engine import Engine, EngineRequest, max_blocks_held
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.records import (
     DemoConfig,
@@ -23,7 +22,6 @@ from jaxkv.tools.demo.records import (
     RunRecord,
     TurnRecord,
 )
-from jaxkv.tools.demo.request import EngineRequest
 from jaxkv.tools.demo.steps import make_steps
 from jaxkv.tools.demo.workload import (
     Conversation,

@@ -34,8 +34,9 @@ def test_a_recorded_demo_is_replayed_with_the_hits_that_it_counted(
     assert cli.main(["demo", *options, "--host-bytes", str(CONFIG.host_bytes)]) == 0
     out, err = capsys.readouterr()
     assert "Recorded 15 requests." in out
-    assert (
-        err == "compiling ...\nasking ... 25% 50% 75% 100%\nmeasuring transfers ...\n"
+    assert err == (
+        "compiling ...\nasking ... 25% 50% 75% 100%\n"
+        "moving blocks ... 25% 50% 75% 100%\n"
     )
     replay_command, plan_command = re.findall(r"^  jaxkv (.+)$", out, re.MULTILINE)
     demo = json.loads(counted.read_text())
