@@ -100,7 +100,7 @@ store                           | name one of these: ls, size, rm
 store ls x --yes                | --yes: it belongs to jaxkv store rm
 store list .                    | unknown command 'list': did you mean ls?
 store ls                        | URL: it is required
-store ls memory://x             | URL: memory://x is the memory of another process
+store ls memory://x             | URL: 'memory://x' is the memory of another process
 store ls nowhere                | URL: there is no folder 'nowhere'
 store size s3://                | URL: 's3://' must be s3://BUCKET/PREFIX
 store rm . --yes                | --namespace: it is required
