@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import pytest
 from prometheus_client import REGISTRY
 
+from examples.event_subscriber import EventSubscriber
 from jaxkv import ConfigError, OffloadConfig
 from jaxkv import config as config_module
 from jaxkv._util import parse_bytes
 from jaxkv.config import KEYS, table_of_keys, variable_of
-from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.policies import registry
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.worker.worker import OffloadWorker

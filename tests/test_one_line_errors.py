@@ -24,7 +24,6 @@ from jaxkv import (
 )
 from jaxkv.integrations.jetstream import PrefixCache
 from jaxkv.observe.metrics import OffloadMetrics
-from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.policies import registry
 from jaxkv.tools import main as cli
 from tests.rigs import children
@@ -55,7 +54,7 @@ OPTIONS = [
     *(["replay", "synthetic", "--policy", LONG], [LONG], ["--" + LONG]),
     *(["replay", "synthetic", "--capacity", LONG], ["replay", "a", LONG]),
     *(["replay", "synthetic", "--block-size", LONG], ["store", LONG]),
-    *(["store", "ls", url] for url in (LONG, "s3://" + LONG, "redis://" + LONG)),
+    *(["store", "ls", url] for url in (LONG, "s3://" + LONG, "memory://" + LONG)),
     *(["store", "ls", url] for url in (SURROGATE, "two\nlines", "a" * 1000)),
     *(["store", "ls", "s3://" + "a" * 1000], ["demo", "--seed=" + LONG]),
     *(["verify", option, LONG] for option in ("--only", "--budget")),
@@ -92,7 +91,6 @@ ENTRY_POINTS = {
     "a name to register": lambda value: register_policy(value, make_lru),
     "a flag of rules": lambda value: OffloadRules(prompt_only=value),
     "a number of rules": lambda value: OffloadRules(max_unseen_blocks=value),
-    "a time to wait": lambda value: EventSubscriber(replay_timeout_s=value).close(),
     "a label": lambda value: OffloadMetrics(
         OffloadScheduler(16, 4), registry=CollectorRegistry(), labels={"e": value}
     ),

@@ -53,7 +53,7 @@ USAGE = Usage(
     f"""
 store:
   URL  a folder, s3://BUCKET/PREFIX, gs://, redis://HOST:PORT,
-      unix:///SOCKET or mooncake://HOST:PORT
+      unix:///SOCKET or mooncake://HOST:PORT (examples/mooncake)
   --sealed  authenticate blocks with a secret, as storage_secret does
       (default: a checksum)
 

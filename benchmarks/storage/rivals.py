@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from benchmarks.storage.run import Blocks, Side, StorageBench, StoreAlone
 from jaxkv.transfer.storage import BlobStore, LocalStore, ObjectFormat, StoreError
-from jaxkv.transfer.storage.mooncake_store import MooncakeStore
 from jaxkv.transfer.storage.objects import HEADER_BYTES
 from jaxkv.transfer.storage.redis_store import RedisStore
 from jaxkv.transfer.storage.store_url import StoreUrl
@@ -79,8 +78,8 @@ def make_client(
     """Make a client of a store's library; None for stores without a plain one."""
     if isinstance(store, RedisStore) and not StoreUrl.parse(url).is_cluster:
         return _redis(url)
-    if isinstance(store, MooncakeStore):
-        return _mooncake(store.client(), shape, num_in_flight)
+    if StoreUrl.parse(url).scheme == "mooncake":
+        return _mooncake(getattr(store, "client")(), shape, num_in_flight)  # noqa: B009
     return None
 
 

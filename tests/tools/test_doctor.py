@@ -333,14 +333,14 @@ def test_a_failing_probe_is_wrong(diagnose, monkeypatch):
 def test_the_doctor_names_missing_extras_and_runs_without_rich(
     diagnose, monkeypatch, tmp_path
 ):
-    for name in ("zmq", "rich", "mooncake"):
+    for name in ("zmq", "rich"):
         monkeypatch.setitem(sys.modules, name, None)
     figures = tmp_path / "a.json"
     code, out, err = diagnose(f"--need events --json {figures}")
     assert code == 1
     assert (
         "Extras       metrics, storage, redis, events (pyzmq missing), demo (rich "
-        "missing), mooncake (mooncake-transfer-engine-non-cuda missing)\n"
+        "missing)\n"
     ) in out
     assert "WRONG  the extra events is needed, but pyzmq is not installed" in out
     assert f"  1. {pip_install('events')}" in out
@@ -630,7 +630,7 @@ def test_a_store_whose_extra_is_missing_or_cannot_be_loaded_is_wrong(
     monkeypatch.setattr(OPEN, fail)
     monkeypatch.setattr("jaxkv.tools.doctor.store.missing_packages", lambda extra: ())
     text = f"{UNUSABLE}libibverbs.so.1 is not there -> "
-    look(tmp_path, "mooncake://127.0.0.1", text)
+    look(tmp_path, "redis://127.0.0.1", text)
 
 
 def test_the_command_tries_the_store_of_the_settings(diagnose, tmp_path, monkeypatch):

@@ -328,7 +328,7 @@ class Batcher:
         return True
 
     def _fits(self, request: EngineRequest, planned: dict[EngineRequest, int]) -> bool:
-        """Return whether a request can be admitted beside those of a plan."""
+        """Return whether a request fits next to the planned ones."""
         wanted = planned | {request: self._first_end(request)}
         num_blocks = sum(self._num_missing(r, end) for r, end in wanted.items())
         return num_blocks <= self._blocks.num_free

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxkv._util import did_you_mean, one_line, parse_bytes, shown
+from jaxkv._util import did_you_mean, shown
+from jaxkv.transfer.storage.registered import registered_store
 
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
 _HOST = r"(?:[\w.-]+|\[[0-9A-Fa-f:.%]+\])"
@@ -24,7 +25,7 @@ class _Form(NamedTuple):
 
     text: str  # The form, for a message
     place: str  # A pattern of hosts, or a bucket, and the path
-    options: Sequence[str] | None = None  # None: redis-py checks its own options
+    options: Sequence[str] | None = None  # None: the store checks its own options
     extra: str | None = None  # The extra of jaxkv that the store needs
 
 
@@ -52,16 +53,11 @@ _FORMS: Mapping[str, _Form] = {
     "redis+cluster": _Form(_CLUSTER_TEXT, _CLUSTER, None, "redis"),
     "rediss+cluster": _Form(_CLUSTER_TEXT, _CLUSTER, None, "redis"),
     "unix": _Form("unix:///PATH of a socket", _PATH, None, "redis"),
-    "mooncake": _Form(
-        "mooncake://HOST:PORT of the master, with segment=, protocol=, device=, "
-        "metadata=, host= after ? if needed",
-        rf"{_NODE}/?",
-        ("segment", "protocol", "device", "metadata", "host"),
-        "mooncake",
-    ),
     "memory": _Form("memory://NAME", ".*"),
 }
 SCHEMES = tuple(_FORMS)
+# Of a store of another package, which checks its own options.
+_REGISTERED = _Form("{}://HOST:PORT/PATH", rf"{_NODE}(,{_NODE})*(/.*)?")
 _BUCKET_SCHEMES = ("s3", "gs")
 _REDIS_SCHEMES = tuple(name for name, form in _FORMS.items() if form.extra == "redis")
 # Names that other programs give the same stores.
@@ -143,7 +139,7 @@ as redis://localhost:6379, or with ./ to be a folder.
         if match is None:
             return cls("file", text, text, path=text)
         scheme = match[1].lower()
-        if scheme not in _FORMS:
+        if scheme not in _FORMS and registered_store(scheme) is None:
             raise _refusal(text, _scheme_fault(scheme))
         return _parse(scheme, f"{scheme}://{match[2]}")
 
@@ -183,7 +179,7 @@ as redis://localhost:6379, or with ./ to be a folder.
         >>> StoreUrl.parse("redis://localhost").extra, StoreUrl.parse("kv").extra
         ('redis', None)
         """
-        return _FORMS[self.scheme].extra
+        return _FORMS.get(self.scheme, _REGISTERED).extra
 
     def hide(self, message: str) -> str:
         """Replace the secrets of this URL in a library's message."""
@@ -330,7 +326,7 @@ def _parse(scheme: str, text: str) -> StoreUrl:
     if split is None:  # Not inside `except`: the error would show the URL.
         raise _refusal(text, " cannot be read.")
     user, _, netloc = split.netloc.rpartition("@")
-    form, is_redis = _FORMS[scheme], scheme in _REDIS_SCHEMES
+    form, is_redis = _FORMS.get(scheme, _REGISTERED), scheme in _REDIS_SCHEMES
     nodes = tuple((host.strip("[]"), port) for host, port in _nodes(netloc))
     is_right = (
         (is_redis or not user)
@@ -356,7 +352,7 @@ def _parse(scheme: str, text: str) -> StoreUrl:
     options = dict(urllib.parse.parse_qsl(split.query, keep_blank_values=True))
     if fault := _option_fault(scheme, options):
         raise _refusal(text, f": {fault}.")
-    secrets = _secrets(user, options) if is_redis else ()
+    secrets = _secrets(user, options) if form.options is None else ()
     return StoreUrl(scheme, shown_url(text), text, nodes, path, options, secrets)
 
 
@@ -377,17 +373,6 @@ def _option_fault(scheme: str, options: Mapping[str, str]) -> str:
     endpoint = options.get("endpoint")
     if scheme == "s3" and endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
         return "endpoint= must be http://HOST:PORT or https://HOST"
-    if scheme == "mooncake":
-        protocol, device = options.get("protocol", "tcp"), options.get("device")
-        if protocol not in ("tcp", "rdma"):
-            return f"protocol={shown(protocol)} must be tcp or rdma"
-        if device and protocol != "rdma":
-            return f"device={shown(device)} needs protocol=rdma"
-        try:
-            if options.get("segment", "0") != "0":
-                parse_bytes(options["segment"])
-        except ValueError as error:
-            return f"segment={one_line(str(error))}, or 0"
     return ""
 
 
