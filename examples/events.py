@@ -4,10 +4,11 @@ Needs the extra "events". The subscriber starts too late on purpose, and request
 replay of everything.
 """
 
+from event_subscriber import EventSubscriber
+
 from jaxkv import Extras, KeyChain, Namespace, OffloadingManager
 from jaxkv.observe.kv_events import BlockRemoved, BlockStored
 from jaxkv.observe.publisher import EventPublisher
-from jaxkv.observe.subscriber import EventSubscriber
 
 namespace = Namespace("my-model", "v1", "float32", "NHD", block_size=16)
 manager = OffloadingManager(block_size=16, num_blocks=4, enable_events=True)

@@ -63,11 +63,6 @@ SHOWN = (
     Shown(EXAMPLE, page="docs/shadows.md", is_timed=True),
     # Less than on the pages: the pictures are as large.
     Shown("jaxkv demo --conversations 1 --turns 2", "ttft.svg", is_timed=True),
-    Shown(
-        "jaxkv bench transfer --sizes 4MiB --rounds 3",
-        "transfer.svg",
-        is_timed=True,
-    ),
 )
 # Pictures and outputs that others make, and who compares them.
 ELSEWHERE = {

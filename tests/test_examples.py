@@ -33,6 +33,7 @@ EXPECTED = {
 }
 # Those that need packages of their own, or do not end by themselves, and their tests.
 ELSEWHERE = {
+    "event_subscriber.py": "tests/observe/test_subscriber_faults.py",
     "maxtext_offload.py": "tests/integrations/test_maxtext_engine.py",
     "prefill_proxy.py": "tests/test_prefill_proxy.py",
     "serve_metrics.py": "tests/observe/test_prometheus.py",

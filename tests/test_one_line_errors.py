@@ -24,7 +24,6 @@ from jaxkv import (
 )
 from jaxkv.integrations.jetstream import PrefixCache
 from jaxkv.observe.metrics import OffloadMetrics
-from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.policies import registry
 from jaxkv.tools import main as cli
 from tests.rigs import children
@@ -54,16 +53,11 @@ OPTIONS = [
     *(["plan", LONG], ["plan", "synthetic:" + LONG], ["plan", SURROGATE]),
     *(["plan", "synthetic", "--policy", LONG], [LONG], ["--" + LONG]),
     *(["plan", "synthetic", "--capacity", LONG], ["plan", "a", LONG]),
-    *(["plan", "synthetic", "--block-size", LONG], ["bench", LONG]),
-    *(["bench", "transfer", option, LONG] for option in ("--sizes", "--mode")),
-    *(
-        ["bench", "transfer", "--designs", SURROGATE],
-        ["bench", "transfer", "--" + LONG],
-    ),
-    *(["bench", "storage", url] for url in (LONG, "s3://" + LONG, "redis://" + LONG)),
-    *(["bench", "storage", url] for url in (SURROGATE, "two\nlines", "a" * 1000)),
-    *(["bench", "storage", "s3://" + "a" * 1000], ["demo", "--seed=" + LONG]),
-    ["bench", "storage", "x", "--per-round", LONG],
+    *(["plan", "synthetic", "--block-size", LONG], ["store", LONG]),
+    *(["store", "ls", url] for url in (LONG, "s3://" + LONG, "memory://" + LONG)),
+    *(["store", "ls", url] for url in (SURROGATE, "two\nlines", "a" * 1000)),
+    *(["store", "ls", "s3://" + "a" * 1000], ["demo", "--seed=" + LONG]),
+    *(["verify", option, LONG] for option in ("--only", "--budget")),
     *(["demo", "--" + word, LONG] for word in ("host-bytes", "json", "plot", "mode")),
     *(["demo", "--" + word, LONG] for word in ("layers", "seed")),
     *(["doctor", "--need", LONG], ["doctor", "--host-bytes", SURROGATE]),
@@ -97,7 +91,6 @@ ENTRY_POINTS = {
     "a name to register": lambda value: register_policy(value, make_lru),
     "a flag of rules": lambda value: OffloadRules(prompt_only=value),
     "a number of rules": lambda value: OffloadRules(max_unseen_blocks=value),
-    "a time to wait": lambda value: EventSubscriber(replay_timeout_s=value).close(),
     "a label": lambda value: OffloadMetrics(
         OffloadScheduler(16, 4), registry=CollectorRegistry(), labels={"e": value}
     ),

@@ -28,7 +28,7 @@ TIERS = (
     Tier("Host", "pinned memory", "many times as large", 8, 4, 275, 230, (9, 10, 11)),
     Tier(
         "Store",
-        "folder, S3, Redis, Mooncake",
+        "folder, S3, Redis, ...",
         "shared, and survives restarts",
         10,
         5,

@@ -15,7 +15,6 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "demo": {"flax": "flax>=0.12", "rich": "rich>=13"},
     "storage": {"tensorstore": "tensorstore>=0.1.86"},
     "redis": {"redis": "redis>=5.1"},
-    "mooncake": {"mooncake": "mooncake-transfer-engine-non-cuda>=0.3.13"},
 }
 """For each extra of a feature, its modules and the requirement of each module."""
 

@@ -4,9 +4,5 @@ Each has its `command.py`, the options and what becomes of them. `replay` is no 
 it reads traces and runs them through simulated tiers, for `plan` and for benchmarks.
 """
 
-COMMANDS = (
-    *("demo", "plan", "bench", "doctor"),
-    *("status", "store", "verify"),
-)
-BENCHMARKS = ("transfer", "storage")
-SUBCOMMANDS = {"bench": BENCHMARKS, "store": ("ls", "size", "rm")}
+COMMANDS = "demo", "plan", "doctor", "status", "store", "verify"
+SUBCOMMANDS = {"store": ("ls", "size", "rm")}

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from jaxkv import __version__
-from jaxkv.transfer import available_host_bytes
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -84,16 +83,6 @@ def last_level_cache_bytes() -> int | None:
         if match:
             sizes.append(int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]])
     return max(sizes, default=None)
-
-
-def available_memory_bytes() -> int | None:
-    """Return the available memory of host or device, the smaller; None if unknown."""
-    host = available_host_bytes()
-    limits = [] if host is None else [host.num_bytes]
-    device = jax.devices()[0].memory_stats() or {}  # None on CPU.
-    if "bytes_limit" in device:
-        limits.append(device["bytes_limit"] - device.get("bytes_in_use", 0))
-    return min(limits, default=None)
 
 
 def _read(path: str | pathlib.Path) -> str:

@@ -155,24 +155,20 @@ def draw_picture(
     grid: Sequence[Sequence[Chart]],
     below: str,
     *,
-    panel: tuple[int, int] = (640, 380),
     has_rings: bool = False,
-    has_one_scale: bool = False,
 ) -> str:
     """Draw rows of charts as an SVG file, with a title, and facts below it.
 
-    Marked values have rings. With one scale all charts have the same y axis.
+    Marked values have rings.
     """
-    (width, height), top = panel, 44
-    lows, highs = zip(*(chart.bounds for row in grid for chart in row), strict=True)
+    width, height, top = 640, 380, 44
     inside = _tag("title", escape(title)) + _tag("style", PALETTE)
     inside += _tag("rect", width="100%", height="100%", style="fill:var(--paper)")
     inside += _tag("text", escape(title), class_="name", x=8, y=28, font_size=18)
     for row, charts in enumerate(grid):
         for column, chart in enumerate(charts):
-            bounds = (min(lows), max(highs)) if has_one_scale else chart.bounds
             below_px = 56 if chart.places.notes else 40
-            plot = _Plot(chart, width, height - below_px - 46, bounds)
+            plot = _Plot(chart, width, height - below_px - 46)
             inside += _tag(
                 "svg",
                 _tag("text", escape(chart.what), class_="name", x=8 - plot.left, y=-18)
@@ -197,7 +193,7 @@ def draw_inline(chart: Chart, head: str, **attributes: str) -> str:
 
     The element is the plot. What surrounds it lies in its margins.
     """
-    plot = _Plot(chart, 760, 300, chart.bounds)
+    plot = _Plot(chart, 760, 300)
     style = f"--left:{plot.left}px;--wide:{plot.left + plot.wide}px;"
     style += f"--narrow:{plot.left + plot.narrow}px"
     sized = {"class_": "chart", "height": plot.height, "style": style, **attributes}
@@ -224,10 +220,8 @@ _OPEN = {"overflow": "visible"}
 class _Plot:
     """The area of a chart where its lines are, and its margins, in pixels."""
 
-    def __init__(
-        self, chart: Chart, width: int, height: int, bounds: tuple[float, float]
-    ) -> None:
-        low, high = bounds
+    def __init__(self, chart: Chart, width: int, height: int) -> None:
+        low, high = chart.bounds
         high = high if high > low else low + 1
         room = 0.08 * (high - low)
         self.chart, self.height = chart, height

@@ -5,7 +5,6 @@ the clock is left out of it.
 """
 
 import argparse
-import contextlib
 import csv
 import dataclasses
 import json
@@ -16,21 +15,12 @@ import pytest
 
 from jaxkv.config import OffloadConfig
 from jaxkv.tools import main as cli
-from jaxkv.tools.bench.storage import command as bench_storage
-from jaxkv.tools.bench.storage.run import JAXKV, StorageRecord, StorageResult
-from jaxkv.tools.bench.transfer import command as bench_transfer
-from jaxkv.tools.bench.transfer.records import (
-    Case,
-    CaseResult,
-    Speed,
-    TransferRecord,
-)
 from jaxkv.tools.demo import run as demo_run
 from jaxkv.tools.doctor import command as doctor
-from jaxkv.tools.doctor.bandwidth import Bandwidth
 from jaxkv.tools.doctor.facts import Backend, Facts
-from jaxkv.tools.doctor.store import Folder, Store
+from jaxkv.tools.doctor.store import Folder, Store, StoreSpeed
 from jaxkv.tools.files import check_files, write_file
+from jaxkv.tools.speed import Bandwidth, Speed
 from jaxkv.tools.usage import UsageError
 from jaxkv.transfer.limits import HostLimit, PinnedPool
 from tests.rigs.command_line import run_command
@@ -44,38 +34,11 @@ LINES = {
     "16GiB,64GiB --device-blocks 200 --engines 2 --storage-bytes 256GiB "
     "--flops-per-s 989e12 --load-gb-per-s 25",
     "demo": "demo --conversations 1 --turns 2 --storage redis://:pw@host:1",
-    "bench-transfer": "bench transfer --sizes 1MiB --block-sizes 64KiB --layers 2",
-    "bench-storage": "bench storage somewhere --rounds 3",
     "doctor": "doctor --no-probe --host-bytes 60GiB --need events",
 }
 # Of the machine, or the clock.
 KEYS_ALONE = {"machine", "versions"}
 LEFT_OUT = {"wall_s"}
-
-
-def measure_transfer(config, plan, on_progress):
-    times = {"save": [0.001, 0.002, 0.004], "load": [0.002, 0.003, 0.003]}
-    engine = {"save": [0.002, 0.003, 0.004], "load": [0.004, 0.003, 0.005]}
-    result = CaseResult(Case(64 << 10, 16), times, {"engine": engine})
-    return TransferRecord(config, "np.copyto", "fused", 1 << 25, ("x",), (result,))
-
-
-class FakeStorage(contextlib.AbstractContextManager):
-    def __init__(self, config):
-        self._config = config
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self):
-        pass
-
-    def run(self, on_progress):
-        times = {"write": [0.1, 0.2, 0.4], "read": [0.2, 0.2, 0.3]}
-        alone = {"write": [0.1, 0.1, 0.2], "read": [0.3, 0.2, 0.1]}
-        seconds = {JAXKV: times, "store alone": alone}
-        result = StorageResult(1 << 20, 16, seconds)
-        return StorageRecord(self._config, "file:///somewhere", (result,))
 
 
 def gather_facts():
@@ -101,7 +64,8 @@ def gather_facts():
 
 def look_at_store(facts, args):
     folder = Folder("/x", 0o777, 0o600, 1 << 40, 1 << 30)
-    store = Store("file:///x", 2 << 40, is_sealed=False, folder=folder)
+    speed = StoreSpeed(350.0, 1200.0)
+    store = Store("file:///x", 2 << 40, is_sealed=False, folder=folder, speed=speed)
     return dataclasses.replace(facts, store=store)
 
 
@@ -110,9 +74,6 @@ def fixed(monkeypatch):
     # The keys are the same whichever extras are installed.
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1")
     monkeypatch.setattr(demo_run, "run_demo", lambda c, p, *_: fake_run(c, p))
-    monkeypatch.setattr("jaxkv.transfer.storage.open_store", lambda url: FakeStorage(0))
-    monkeypatch.setattr(bench_transfer, "run_transfer", measure_transfer)
-    monkeypatch.setattr(bench_storage, "StorageBench", FakeStorage)
     monkeypatch.setattr(doctor, "gather_facts", gather_facts)
     monkeypatch.setattr(doctor, "_look_at_store", look_at_store)
 
@@ -144,7 +105,7 @@ def test_the_json_of_a_command_is_as_it_was(name, tmp_path, capsys):
 
 
 def test_the_output_goes_to_a_file_whose_name_says_the_format(tmp_path, capsys):
-    line = LINES["bench-storage"].split()
+    line = LINES["demo"].split()
     assert cli.main(line) == 0
     table = capsys.readouterr().out
     texts = {}
@@ -153,12 +114,11 @@ def test_the_output_goes_to_a_file_whose_name_says_the_format(tmp_path, capsys):
         assert capsys.readouterr().out == ""
         texts[name] = (tmp_path / name).read_text()
     assert texts["a.txt"] == table
-    (result,) = json.loads(texts["a.json"])["results"]
+    figures = json.loads(texts["a.json"])
     head, row = texts["a.CSV"].splitlines()
     cells = dict(zip(head.split(","), row.split(","), strict=True))
-    assert cells["block_bytes"] == str(result["block_bytes"])
-    speed = result["ways"]["store alone"]["read"]["p50_gb_per_s"]
-    assert cells["ways.store alone.read.p50_gb_per_s"] == str(speed)
+    speed = figures["bandwidth"]["limit_load"]["p50_gb_per_s"]
+    assert cells["bandwidth.limit_load.p50_gb_per_s"] == str(speed)
     assert not any("quartiles" in name for name in cells)
     # A name that says nothing is a table, unless the format is given.
     assert cli.main([*line, "-o", str(tmp_path / "b"), "--format=csv"]) == 0

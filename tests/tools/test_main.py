@@ -11,13 +11,8 @@ from rich.console import Console
 from jaxkv.tools import console, progress
 from jaxkv.tools import main as cli
 from jaxkv.tools.demo import command, run
-from jaxkv.tools.demo.records import (
-    BandwidthRecord,
-    DemoConfig,
-    DemoRecord,
-    RunRecord,
-    TurnRecord,
-)
+from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
+from jaxkv.tools.speed import Bandwidth, Speed
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
@@ -30,11 +25,12 @@ def fake_run(config, on_progress, answer=(1, 2, 3)):
     for done in range(3):
         on_progress("offloading off", done, 2)
     on_progress("measuring transfers", 0, 0)
+    speed, limit = Speed(1.0, 1.0, []), Speed(2.0, 2.0, [])
     return DemoRecord(
         config,
         half((1, 2, 3)),
         half(answer),
-        BandwidthRecord(1.0, 1.0, 2.0, 1),
+        Bandwidth(1, 1, speed, speed, "np.copyto", limit, limit),
         config.host_bytes,
     )
 
@@ -68,7 +64,7 @@ def test_help_lists_the_commands_their_parts_and_their_options(capsys):
         ("", "demo "),
         ("--version", "jaxkv 0."),
         ("--help", "doctor"),
-        ("bench --help", "storage"),
+        ("store --help", "size"),
         ("store ls -h", "--json"),
     ):
         assert cli.main(words.split()) == 0

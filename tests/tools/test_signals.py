@@ -24,7 +24,6 @@ from tests.rigs.waiting import wait_for
 PLAN = "--kv-bytes-per-token 128KiB --prefill-tokens-per-s 20000 --policy arc"
 LINES = {
     "demo": "demo --conversations 4 --turns 2",
-    "bench": "bench transfer --sizes 1MiB,8MiB --rounds 50",
     "plan": f"plan synthetic:20000 {PLAN}",
     "doctor": "doctor",
 }
@@ -45,7 +44,7 @@ def cases(num):
         end = [*ENDS][number % len(ENDS)]
         # As many in the first moments as later: imports begin there.
         moment_s = round(rng.uniform(0, rng.choice([0.1, 2.0, 8.0])), 3)
-        command = rng.choice([*LINES]) if number > 1 else ("demo", "bench")[number]
+        command = rng.choice([*LINES]) if number > 1 else ("demo", "doctor")[number]
         is_stopped = end is None or rng.random() < 0.5
         marks = () if number < 2 else pytest.mark.long
         case = command, end, moment_s, is_stopped

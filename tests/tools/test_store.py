@@ -149,11 +149,11 @@ def test_a_store_that_cannot_list_or_fails_is_a_one_line_error(
 
     memory = MemoryStore()
     monkeypatch.setattr(namespaces, "open_store", lambda text: NoList(memory, 0))
-    expected = "URL: faulty+memory:// cannot list its objects"
+    expected = "URL: 'faulty+memory://' cannot list its objects"
     assert expected in refused("store ls .")
     memory.put([(OLD.order_name, [b"x"])])
     store = FaultyStore(memory, 0, Faults(error=1.0))
     monkeypatch.setattr(namespaces, "open_store", lambda text: store)
     assert cli.main(["store", "size", "."]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
-    assert "URL: faulty+memory:// fails (other): injected" in err
+    assert "URL: 'faulty+memory://' fails (other): injected" in err

@@ -177,8 +177,8 @@ def _next_commands(recorder: TraceRecorder, record: DemoRecord) -> list[str]:
         "To choose the host memory for this traffic, at the speeds measured here:",
         f"  jaxkv plan {path} --html plan.html --kv-bytes-per-token "
         f"{model_config(record.config).kv_bytes_per_token} --prefill-tokens-per-s "
-        f"{rate:.0f} --load-gb-per-s {speed.load_gb_per_s:.2f} --store-gb-per-s "
-        f"{speed.store_gb_per_s:.2f}",
+        f"{rate:.0f} --load-gb-per-s {speed.load.p50_gb_per_s:.2f} --store-gb-per-s "
+        f"{speed.save.p50_gb_per_s:.2f}",
     ]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from jaxkv.config import OffloadConfig
+from jaxkv.tools.speed import Bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,23 +85,13 @@ class RunRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class BandwidthRecord:
-    """Speed of transfers when nothing else runs; medians of interleaved trials."""
-
-    store_gb_per_s: float  # Device pool to host memory, up to completion
-    load_gb_per_s: float  # Host memory to device pool, up to completion
-    copyto_gb_per_s: float  # `np.copyto` of the same bytes between two warm buffers
-    num_bytes: int  # Bytes moved in a trial
-
-
-@dataclasses.dataclass(frozen=True)
 class DemoRecord:
     """The same conversations with offloading off and on."""
 
     config: DemoConfig
     off: RunRecord  # The run without a host tier
     on: RunRecord  # The run with a host tier
-    bandwidth: BandwidthRecord  # Transfer speed on this machine, in this process
+    bandwidth: Bandwidth  # Transfer speed on this machine, in this process
     host_capacity_bytes: int  # Size of the host tier of `on`
 
     @property

@@ -44,20 +44,6 @@ def first_difference(record: DemoRecord) -> Difference | None:
     return None
 
 
-def hit_tokens(run: RunRecord) -> dict[str, dict[str, int]]:
-    """Count the prompt tokens queried and found on each tier.
-
-    The device is queried for every prompt token, the host for those not on the device.
-    """
-    prompt = sum(t.prompt_tokens for t in run.turns)
-    device = sum(t.device_hit_tokens for t in run.turns)
-    host = sum(t.host_hit_tokens for t in run.turns)
-    return {
-        "device": {"hit_tokens": device, "queried_tokens": prompt},
-        "host": {"hit_tokens": host, "queried_tokens": prompt - device},
-    }
-
-
 def ttft_percentile_s(turns: Iterable[TurnRecord], percentile: float) -> float | None:
     """Return a percentile of the time to first token in seconds; None without turns."""
     seconds = [t.ttft_s for t in turns]
@@ -124,7 +110,6 @@ def _run_json(run: RunRecord) -> dict[str, Any]:
             str(turn): ttft_percentile_s((t for t in run.turns if t.turn == turn), 50)
             for turn in _turn_numbers(run)
         },
-        "tiers": hit_tokens(run),
         "turns": [dataclasses.asdict(t) for t in run.turns],
     }
 
@@ -135,8 +120,7 @@ def _turn_numbers(run: RunRecord) -> list[int]:
 
 def print_report(record: DemoRecord, console: Console) -> None:
     """Print the figures of both runs side by side."""
-    groups = (_ttft_rows, _token_rows, _transfer_rows)
-    sections = [(None, rows(record)) for rows in groups]
+    sections = [(None, rows(record)) for rows in (_ttft_rows, _token_rows, _rows)]
     print_table(("KV offloading", "off", "on"), sections, console=console)
     console.print()
     _print_verdict(record, console)
@@ -167,12 +151,6 @@ def _token_rows(record: DemoRecord) -> Rows:
     def total(run: RunRecord, field: str) -> str:
         return f"{sum(getattr(t, field) for t in run.turns):,}"
 
-    def rate(run: RunRecord, tier: str) -> str:
-        counts = hit_tokens(run)[tier]
-        queried = counts["queried_tokens"]
-        return f"{_percent(counts['hit_tokens'], queried)} of {queried:,}"
-
-    off, on = record.off, record.on
     fields = {
         "Prompt tokens": "prompt_tokens",
         "  hit on the device": "device_hit_tokens",
@@ -180,50 +158,28 @@ def _token_rows(record: DemoRecord) -> Rows:
         "  prefilled": "prefilled_tokens",
     }
     return [
-        *((label, total(off, name), total(on, name)) for label, name in fields.items()),
-        ("Device hit rate", rate(off, "device"), rate(on, "device")),
-        ("Host hit rate, of device misses", NONE, rate(on, "host")),
+        (label, total(record.off, name), total(record.on, name))
+        for label, name in fields.items()
     ]
 
 
-def _transfer_rows(record: DemoRecord) -> Rows:
-    on, speed = record.on, record.bandwidth
-
-    def moved(blocks: int, num_bytes: int) -> str:
-        return f"{blocks:,} ({rounded_size(num_bytes)})"
-
-    def rate(gb_per_s: float) -> str:
-        return f"{gb_per_s:.2f} ({gb_per_s / speed.copyto_gb_per_s:.2f}x np.copyto)"
-
-    capacity = record.host_capacity_bytes
+def _rows(record: DemoRecord) -> Rows:
+    off, on, speed = record.off, record.on, record.bandwidth
+    stored = {
+        "Blocks in the store at start": on.blocks_found,
+        "Blocks written to the store": on.blocks_written,
+        "Blocks fetched from the store": on.blocks_fetched,
+    }
+    blocks = {"Blocks stored": on.blocks_stored, "Blocks loaded": on.blocks_loaded}
+    if record.config.storage is not None:
+        blocks |= stored
     return [
-        ("Blocks stored", NONE, moved(on.blocks_stored, on.bytes_stored)),
-        ("Blocks loaded", NONE, moved(on.blocks_loaded, on.bytes_loaded)),
-        *_storage_rows(on),
-        ("Store bandwidth when idle, GB/s", NONE, rate(speed.store_gb_per_s)),
-        ("Load bandwidth when idle, GB/s", NONE, rate(speed.load_gb_per_s)),
-        (
-            "Peak host memory",
-            NONE,
-            f"{_percent(on.peak_host_bytes, capacity)} of {rounded_size(capacity)}",
-        ),
-        ("Preemptions", f"{record.off.num_preemptions:,}", f"{on.num_preemptions:,}"),
-        ("Wall time", f"{record.off.wall_s:.1f} s", f"{on.wall_s:.1f} s"),
-    ]
-
-
-def _storage_rows(on: RunRecord) -> Rows:
-    """Make rows of the blocks moved between host and store, if there is a store."""
-    block_bytes = on.storage_bytes_per_block
-    if not block_bytes:
-        return []
-    return [
-        (label, NONE, f"{blocks:,} ({rounded_size(blocks * block_bytes)})")
-        for label, blocks in (
-            ("Blocks in the store at start", on.blocks_found),
-            ("Blocks written to the store", on.blocks_written),
-            ("Blocks fetched from the store", on.blocks_fetched),
-        )
+        *((label, NONE, f"{number:,}") for label, number in blocks.items()),
+        ("Store bandwidth when idle, GB/s", NONE, f"{speed.save.p50_gb_per_s:.2f}"),
+        ("Load bandwidth when idle, GB/s", NONE, f"{speed.load.p50_gb_per_s:.2f}"),
+        ("Peak host memory", NONE, rounded_size(on.peak_host_bytes)),
+        ("Preemptions", f"{off.num_preemptions:,}", f"{on.num_preemptions:,}"),
+        ("Wall time", f"{off.wall_s:.1f} s", f"{on.wall_s:.1f} s"),
     ]
 
 
@@ -237,19 +193,18 @@ def _print_verdict(record: DemoRecord, console: Console) -> None:
     difference = first_difference(record)
     if difference is None:
         num_tokens = sum(len(t.generated) for t in record.off.turns)
-        console.print(
+        text, style = (
             f"All {num_tokens:,} generated tokens are identical with offloading off "
-            f"and on.",
-            style="green",
-            highlight=False,
+            "and on.",
+            "green",
         )
     else:
-        console.print(
+        text, style = (
             f"The answers differ: conversation {difference.conversation}, turn "
             f"{difference.turn}, first at token {difference.position} of the answer.",
-            style="red",
-            highlight=False,
+            "red",
         )
+    console.print(text, style=style, highlight=False)
 
 
 def draw_ttft(record: DemoRecord) -> str:
@@ -280,7 +235,3 @@ def draw_ttft(record: DemoRecord) -> str:
 
 
 _SECONDS = Scale("{:g} s".format, "{:.2f} s".format, "{:.3f} s".format)
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else NONE

@@ -9,37 +9,29 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import numpy as np
-
 from jaxkv.config import OffloadConfig
 from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tools.console import OnProgress
-from jaxkv.tools.demo.allocation import max_blocks_held
-from jaxkv.tools.demo.engine import Engine
-from jaxkv.tools.demo.model import ModelConfig, init_pool
+from jaxkv.tools.demo.engine import Engine, EngineRequest, max_blocks_held
+from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.records import (
-    BandwidthRecord,
     DemoConfig,
     DemoRecord,
     EngineConfig,
     RunRecord,
     TurnRecord,
 )
-from jaxkv.tools.demo.request import EngineRequest
-from jaxkv.tools.demo.steps import Steps, make_steps
+from jaxkv.tools.demo.steps import make_steps
 from jaxkv.tools.demo.workload import (
     Conversation,
     arrival_order,
     make_conversations,
 )
-from jaxkv.transfer import TransferEngine
+from jaxkv.tools.speed import measure_bandwidth
 
 OnEngine: TypeAlias = Callable[[Engine], None]
 """Gets the engine with a host tier, compiled, before it has answered anything."""
-
-_BANDWIDTH_TRIALS = 15
-_BANDWIDTH_BYTES = 16 << 20
 
 
 def check_config(config: DemoConfig) -> None:
@@ -144,12 +136,11 @@ def run_demo(
     for session in sessions:
         session.close()
     off, on = (session.record() for session in sessions)
-    on_progress("measuring transfers", 0, 0)
     return DemoRecord(
         config=config,
         off=off,
         on=on,
-        bandwidth=measure_bandwidth(steps, config),
+        bandwidth=measure_bandwidth(on_progress, block_bytes=block_bytes(config)),
         host_capacity_bytes=host_blocks * block_bytes(config),
     )
 
@@ -233,38 +224,6 @@ class Session:
             blocks_found=self._num_found,
             storage_bytes_per_block=storage.object_bytes if storage else 0,
         )
-
-
-def measure_bandwidth(steps: Steps, config: DemoConfig) -> BandwidthRecord:
-    """Time stores, loads and `np.copyto` of the same bytes, in turn."""
-    bytes_each = block_bytes(config)
-    num_blocks = max(1, _BANDWIDTH_BYTES // bytes_each)
-    # Several sets of host blocks in turn, so that no trial finds its bytes in cache.
-    num_sets = 4
-    pool = init_pool(steps.config, num_blocks, config.block_size)
-    engine = TransferEngine(pool, num_sets * num_blocks)
-    engine.warm_up()
-    device_ids = np.arange(num_blocks)
-    source = np.ones(num_blocks * bytes_each, np.uint8)
-    targets = [np.zeros_like(source) for _ in range(num_sets)]
-    seconds: dict[str, list[float]] = {"store": [], "load": [], "copyto": []}
-    for trial in range(num_sets + _BANDWIDTH_TRIALS):
-        host_ids = device_ids + trial % num_sets * num_blocks
-        times_s = [time.perf_counter()]
-        engine.save(pool, device_ids, host_ids)
-        pool, _ = engine.drain(pool)
-        times_s.append(time.perf_counter())
-        pool, _ = engine.load(pool, host_ids, device_ids)
-        pool, _ = engine.drain(pool)
-        times_s.append(time.perf_counter())
-        np.copyto(targets[trial % num_sets], source)
-        times_s.append(time.perf_counter())
-        if trial >= num_sets:  # the first round only touches the memory
-            for name, duration_s in zip(seconds, np.diff(times_s), strict=True):
-                seconds[name].append(float(duration_s))
-    num_bytes = num_blocks * bytes_each
-    speed = {n: num_bytes / float(np.median(s)) / 1e9 for n, s in seconds.items()}
-    return BandwidthRecord(speed["store"], speed["load"], speed["copyto"], num_bytes)
 
 
 def _turn_record(conversation: int, turn: int, request: EngineRequest) -> TurnRecord:

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from jaxkv.tools.demo.model import ModelConfig, Pool, Transformer, paged_hidden
 from jaxkv.tools.demo.records import EngineConfig
-from jaxkv.tools.demo.request import EngineRequest
 from jaxkv.transfer import StepLoads
 from jaxkv.types import NULL_BLOCK
 
 Weights: TypeAlias = tuple[Array, ...]
+Tables: TypeAlias = Sequence[Sequence[int]]
+"""Block ids of a sequence for each group of layers."""
 
 
 class StepResult(NamedTuple):
@@ -107,7 +108,7 @@ def make_steps(config: ModelConfig, seed: int) -> Steps:
 
 
 class Runner:
-    """Runs the model on requests, in few shapes. Does not allocate blocks."""
+    """Runs the model in few shapes. Does not allocate blocks."""
 
     def __init__(self, steps: Steps, config: EngineConfig) -> None:
         self._steps, self._config = steps, config
@@ -115,42 +116,42 @@ class Runner:
         largest = -(-config.max_seq_tokens // config.block_size)
         self._table_sizes = sorted({-(-largest // 2), largest})
 
-    def next_chunk(self, request: EngineRequest) -> list[int]:
-        """Return the tokens that a request computes next: one after its prompt."""
-        start = request.num_computed_tokens
-        return request.tokens[start : start + self._config.chunk_sizes[-1]]
-
     def prefill(
-        self, pool: Pool, request: EngineRequest, loads: StepLoads | None
+        self,
+        pool: Pool,
+        chunk: Sequence[int],
+        start: int,
+        tables: Tables,
+        loads: StepLoads | None,
     ) -> StepResult:
-        """Compute the next chunk of a prompt; returns before that is done."""
-        start = request.num_computed_tokens
-        chunk = self.next_chunk(request)
+        """Compute tokens of a sequence, the first at `start`; do not wait for them."""
         size = next(size for size in self._config.chunk_sizes if size >= len(chunk))
-        tokens = np.zeros(size, np.int32)
-        tokens[: len(chunk)] = chunk
         return self._steps.prefill_chunk(
             pool,
-            tokens,
+            np.array([*chunk, *[0] * (size - len(chunk))], np.int32),
             np.int32(start),
             np.int32(len(chunk)),
-            self._tables([request], start + len(chunk), rows=1)[:, 0],
+            self._pad([tables], start + len(chunk), rows=1)[:, 0],
             loads,
         )
 
     def decode(
-        self, pool: Pool, requests: Sequence[EngineRequest]
+        self,
+        pool: Pool,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        tables: Sequence[Tables],
     ) -> tuple[Pool, list[int]]:
-        """Compute the newest token of each request, and wait for them."""
+        """Compute one token of each sequence; wait for the next ones."""
         rows = self._config.concurrency
-        tokens = np.zeros(rows, np.int32)
-        positions = np.full(rows, -1, np.int32)
-        for row, request in enumerate(requests):
-            tokens[row] = request.tokens[-1]
-            positions[row] = request.num_computed_tokens
-        tables = self._tables(requests, int(positions.max()) + 1, rows)
-        result = self._steps.decode(pool, tokens, positions, tables)
-        return result.pool, np.asarray(result.next_token).tolist()[: len(requests)]
+        num_padding = rows - len(tokens)
+        result = self._steps.decode(
+            pool,
+            np.array([*tokens, *[0] * num_padding], np.int32),
+            np.array([*positions, *[-1] * num_padding], np.int32),
+            self._pad(tables, max(positions) + 1, rows),
+        )
+        return result.pool, np.asarray(result.next_token).tolist()[: len(tokens)]
 
     def warm_up(self, pool: Pool, loads: Sequence[StepLoads | None]) -> Pool:
         """Compile everything that a run needs. Writes only the null block."""
@@ -171,15 +172,15 @@ class Runner:
     def _num_groups(self) -> int:
         return len(self._steps.config.windows)
 
-    def _tables(
-        self, requests: Sequence[EngineRequest], num_tokens: int, rows: int
+    def _pad(
+        self, tables: Sequence[Tables], num_tokens: int, rows: int
     ) -> NDArray[np.int32]:
         """Make block tables i32[C, rows, M], with M enough for `num_tokens`."""
         needed = -(-num_tokens // self._config.block_size)
         size = next(size for size in self._table_sizes if size >= needed)
-        tables = np.full((self._num_groups, rows, size), NULL_BLOCK, np.int32)
-        for row, request in enumerate(requests):
-            for group, block_ids in enumerate(request.block_ids_by_group):
+        padded = np.full((self._num_groups, rows, size), NULL_BLOCK, np.int32)
+        for row, by_group in enumerate(tables):
+            for group, block_ids in enumerate(by_group):
                 block_ids = block_ids[:size]
-                tables[group, row, : len(block_ids)] = block_ids
-        return tables
+                padded[group, row, : len(block_ids)] = block_ids
+        return padded

@@ -8,15 +8,14 @@ import os
 from jaxkv import _util as units
 from jaxkv._util.extras import EXTRAS
 from jaxkv.config import OffloadConfig, storage_fault, variable_of, with_variables
-from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.console import print_plain
 from jaxkv.tools.doctor import report
-from jaxkv.tools.doctor.bandwidth import measure_bandwidth
 from jaxkv.tools.doctor.facts import Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
 from jaxkv.tools.doctor.store import Store, look_at
 from jaxkv.tools.files import JSON_OPTION, check_files, write_files
 from jaxkv.tools.progress import show_progress
+from jaxkv.tools.speed import BytesDifferError, measure_bandwidth
 from jaxkv.tools.usage import (
     EXIT_FAILED,
     EXIT_OK,
@@ -114,7 +113,7 @@ def _probe(facts: Facts) -> Facts:
         return facts
     try:
         with show_progress() as on_progress:
-            bandwidth = measure_bandwidth(facts.mode, on_progress)
+            bandwidth = measure_bandwidth(on_progress, facts.mode)
     except MemoryError as error:
         return dataclasses.replace(facts, probe_left_out=str(error))
     except (BytesDifferError, RuntimeError) as error:

@@ -23,9 +23,9 @@ from jaxkv.config import (
     with_variables,
 )
 from jaxkv.tiers.executors import cpu_device
-from jaxkv.tools.doctor.bandwidth import Bandwidth
 from jaxkv.tools.doctor.store import Store
 from jaxkv.tools.machine import cpu_model, num_cpus, versions
+from jaxkv.tools.speed import Bandwidth
 from jaxkv.transfer import limits, memory
 from jaxkv.transfer.kernels import Mode, choose_mode
 from jaxkv.transfer.limits import HostLimit, PinnedPool

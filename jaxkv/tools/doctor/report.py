@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxkv._util import rounded_size, size_text
+from jaxkv._util import rounded_size, size_text, three_digits
 from jaxkv.config import KEYS
-from jaxkv.tools.bench.transfer.records import Speed
-from jaxkv.tools.bench.transfer.report import speed_text
 from jaxkv.tools.doctor.facts import HIDDEN, Facts
 from jaxkv.tools.doctor.findings import Finding, Recommendation, room_text
+from jaxkv.tools.doctor.store import BLOCK_BYTES, NUM_BLOCKS, SPEED_S
+from jaxkv.tools.speed import Speed
 from jaxkv.transfer.storage.store_url import shown_url
 from jaxkv.transfer.tiling import LANES, lane_padding
 
@@ -140,7 +140,7 @@ def _speed_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _speed_text(speed: Speed, limit: str, limit_speed: Speed) -> str:
-    return f"{speed_text(speed)} GB/s; {limit} {speed_text(limit_speed)} GB/s"
+    return f"{speed.text} GB/s; {limit} {limit_speed.text} GB/s"
 
 
 def _store_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -151,6 +151,18 @@ def _store_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if store.folder is not None:
         text += f"; {room_text(store.folder.free_bytes)} free"
     yield "Storage tier", text
+    if store.speed is not None:
+        speeds = [("written", store.speed.write_mb_per_s)]
+        if store.speed.write_mb_per_s is not None:
+            speeds.append(("read", store.speed.read_mb_per_s))
+        num_bytes = NUM_BLOCKS * BLOCK_BYTES
+        slowest = f"less than {three_digits(num_bytes / 1e6 / SPEED_S)}"
+        texts = (
+            f"{what} at {three_digits(value) if value else slowest} MB/s"
+            for what, value in speeds
+        )
+        blocks = f"{NUM_BLOCKS} blocks of {size_text(BLOCK_BYTES)}"
+        yield "", f"{blocks}: {', '.join(texts)}"
 
 
 def _extras_text(facts: Facts) -> str:

@@ -1,24 +1,36 @@
-"""A look at the store of the storage tier: an object goes there and comes back."""
+"""A look at the store of the storage tier: objects go there and come back, timed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import stat
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from jaxkv._util import one_line
 from jaxkv._util.extras import missing_packages
-from jaxkv.transfer.storage import BlobStore, LocalStore, StoreError, open_store
+from jaxkv.transfer.storage import (
+    BlobStore,
+    LocalStore,
+    ObjectFormat,
+    StorageIO,
+    StoreError,
+    open_store,
+)
 from jaxkv.transfer.storage.objects import ROOT
-from jaxkv.transfer.storage.store import answers_of, listed_names
+from jaxkv.transfer.storage.store import ERROR_KINDS, answers_of, listed_names
 from jaxkv.transfer.storage.store_url import StoreUrl
+from jaxkv.types import KEY_BYTES
 
-DEADLINE_S = 15.0
-_COUNT_S = 5.0  # For adding up what a folder holds, at most.
+DEADLINE_S = 20.0
+SPEED_S = 4.0  # For writing the blocks, and for reading them, at most.
+NUM_BLOCKS, BLOCK_BYTES = 16, 1 << 20
+_COUNT_S = 5.0  # For adding up what a folder holds, or a late write, at most.
 _NUM_BYTES = 4096
 _MAX_LETTERS = 300
 _ADVICE = {
@@ -40,6 +52,14 @@ class Folder:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoreSpeed:
+    """10^6 bytes per second of `NUM_BLOCKS`, through the storage tier."""
+
+    write_mb_per_s: float | None  # None if `SPEED_S` was not enough
+    read_mb_per_s: float | None = None  # The same; None if they were not written
+
+
+@dataclasses.dataclass(frozen=True)
 class Store:
     """The result of examining a store."""
 
@@ -54,12 +74,13 @@ class Store:
     advice: str = ""  # What to do about that; may be empty
     # The folder that it is; None if it is none, or cannot be used
     folder: Folder | None = None
+    speed: StoreSpeed | None = None  # None if it cannot be used
 
 
 def look_at(url: str, store: Store, *, deadline_s: float = DEADLINE_S) -> Store:
-    """Open a store; write, read and delete a small object.
+    """Open a store; write, read and delete a small object, then some blocks.
 
-    Nothing stays there: neither the object nor new folders.
+    Nothing stays there: neither objects nor new folders.
     """
     answer: Future[Store] = Future()
     until_s = time.monotonic() + deadline_s
@@ -97,6 +118,8 @@ def _look_at(url: str, store: Store, until_s: float) -> Store:
             return dataclasses.replace(store, lacks_extra=place.extra)
         with contextlib.closing(opened):
             _try(opened)
+            speed = _measure(opened, StorageIO(open_store(url), _format(store)))
+            store = dataclasses.replace(store, speed=speed)
             if not isinstance(opened, LocalStore):
                 return store
             free = opened.free_bytes
@@ -122,6 +145,54 @@ def _try(store: BlobStore) -> None:
     finally:
         deleted = store.delete([name])
     answers_of(deleted)
+
+
+def _format(store: Store) -> ObjectFormat:
+    """Make a format of a folder that no engine reads."""
+    secret = os.urandom(32).hex() if store.is_sealed else None
+    return ObjectFormat(os.urandom(16), "jaxkv doctor", BLOCK_BYTES, secret=secret)
+
+
+def _measure(store: BlobStore, storage: StorageIO) -> StoreSpeed:
+    """Time blocks that the storage tier writes and reads; `store` deletes them."""
+    keys = [os.urandom(KEY_BYTES) for _ in range(NUM_BLOCKS)]
+    blocks = [(key, [memoryview(os.urandom(BLOCK_BYTES))]) for key in keys]
+
+    def mb_per_s(submit: Callable[[], Sequence[int | None]]) -> float | None:
+        start_s = time.monotonic()
+        tickets = submit()
+        ended = storage.wait(SPEED_S, NUM_BLOCKS)
+        took_s = time.monotonic() - start_s
+        storage.cancel(ticket for ticket in tickets if ticket is not None)
+        for completion in ended:
+            if completion.outcome != "done":
+                text = storage.stats.last_error or "written blocks do not read back"
+                kinds = (kind for kind in ERROR_KINDS if kind == completion.reason)
+                raise StoreError(next(kinds, "other"), text)
+        is_done = len(ended) == NUM_BLOCKS
+        return NUM_BLOCKS * BLOCK_BYTES / 1e6 / took_s if is_done else None
+
+    try:
+        write = mb_per_s(lambda: storage.submit_writes(blocks))
+        if write is None:
+            return StoreSpeed(None)
+        return StoreSpeed(write, mb_per_s(lambda: storage.submit_reads(keys, math.inf)))
+    finally:
+        # A write that is under way must not come after its delete.
+        storage.close(_COUNT_S)
+        names = [storage.objects.name(key) for key in keys]
+        with contextlib.suppress(StoreError):
+            store.delete(names)
+        if isinstance(store, LocalStore):
+            for name in names:
+                _remove_empty_folders(store.path, name)
+
+
+def _remove_empty_folders(root: str, name: str) -> None:
+    """Remove the folders of an object that was deleted, if they are empty."""
+    with contextlib.suppress(OSError):
+        while name := os.path.dirname(name):
+            os.rmdir(f"{root}/{name}")
 
 
 def _failed(store: Store, error: StoreError) -> Store:

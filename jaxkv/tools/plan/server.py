@@ -6,8 +6,6 @@ import jax
 
 from jaxkv._util import rounded_size, shown
 from jaxkv.scheduling.whatif.speeds import Speeds
-from jaxkv.tools.bench.transfer.records import BytesDifferError
-from jaxkv.tools.doctor.bandwidth import Bandwidth, measure_bandwidth
 from jaxkv.tools.plan.accelerators import (
     ACCELERATORS,
     Accelerator,
@@ -16,8 +14,8 @@ from jaxkv.tools.plan.accelerators import (
 )
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay.traces import Recording
+from jaxkv.tools.speed import Bandwidth, BytesDifferError, measure_bandwidth
 from jaxkv.tools.usage import Args, UsageError, check_absent
-from jaxkv.transfer.kernels import choose_mode
 
 LATENCY_MS = 1.0
 MFU = 0.4
@@ -141,9 +139,8 @@ def _measured_here() -> str:
 
 
 def _measure_link(is_quiet: bool) -> Bandwidth:
-    mode = choose_mode(None, jax.devices()[0].platform)
     try:
         with show_progress(is_quiet=is_quiet) as on_progress:
-            return measure_bandwidth(mode, on_progress)
+            return measure_bandwidth(on_progress)
     except (BytesDifferError, MemoryError, RuntimeError) as error:
         raise UsageError(f"--measure: {error}") from error

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxkv._util import one_line
+from jaxkv._util import one_line, shown
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.usage import UsageError
 from jaxkv.transfer.storage import BlobStore, StoreError, open_store
@@ -99,21 +99,25 @@ def opened(text: str) -> Iterator[BlobStore]:
     try:
         url = StoreUrl.parse(text)
         if url.is_folder and not os.path.isdir(url.path):
-            raise UsageError(f"URL: there is no folder {url.shown}")
+            raise UsageError(f"URL: there is no folder {shown(url.shown)}")
         if url.scheme == "memory":
-            raise UsageError(f"URL: {url.shown} is the memory of another process")
+            raise UsageError(
+                f"URL: {shown(url.shown)} is the memory of another process"
+            )
         store = open_store(text)
     except (ValueError, ImportError, StoreError) as error:
         why = one_line(str(error)).removeprefix("storage=")
         raise UsageError(f"URL: {why[:_MAX_SHOWN]}") from error
     with contextlib.closing(store):
         if not can_list(store):
-            raise UsageError(f"URL: {store.url} cannot list its objects")
+            raise UsageError(f"URL: {shown(store.url)} cannot list its objects")
         try:
             yield store
         except StoreError as error:
             why = one_line(str(error))[:_MAX_SHOWN]
-            raise UsageError(f"URL: {store.url} fails ({error.kind}): {why}") from error
+            raise UsageError(
+                f"URL: {shown(store.url)} fails ({error.kind}): {why}"
+            ) from error
 
 
 def read_namespaces(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jaxkv._util import one_line
 from jaxkv.tools.process import end_process
+from jaxkv.tools.speed import BytesDifferError
 from jaxkv.tools.verify.records import (
     NO_TIME,
     START,
@@ -54,7 +55,7 @@ def _run_check(check: Check, turn: Turn) -> tuple[str, str, object]:
         return "PASS", "; ".join(texts), figures
     except UnsupportedError as error:
         return "SKIP", f"not supported: {error}", {}
-    except WrongError as error:
+    except (BytesDifferError, WrongError) as error:
         return "FAIL", str(error), {}
     except Exception as error:
         traceback.print_exc()

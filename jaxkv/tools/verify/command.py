@@ -7,20 +7,13 @@ import datetime
 import json
 import re
 import time
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 from jaxkv._util import shown
 from jaxkv._util.files import check_folder, open_file
 from jaxkv.tools.console import print_plain
-from jaxkv.tools.files import (
-    HTML_OPTION,
-    JSON_OPTION,
-    check_extra,
-    check_files,
-    write_files,
-)
+from jaxkv.tools.files import JSON_OPTION, check_extra, check_files, write_files
 from jaxkv.tools.machine import versions
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, Args, Usage, UsageError, check_names
@@ -72,7 +65,6 @@ results:
   --folder PATH  where the results of each stage are kept
   --resume  go on with the results in that folder, after a crash of the machine
 {JSON_OPTION}
-{HTML_OPTION}
 """,
     {"--budget": parse_duration, "--stall": parse_duration, "--folder": _parse_folder},
     {"folder": Path("jaxkv-verify")},
@@ -99,8 +91,7 @@ def run(args: Args) -> int:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     made = report.Report(results, budget_s, seconds, today)
     print_plain(report.last_lines(made, str(args.folder)))
-    page = partial(report.to_page, made)
-    write_files(args, lambda: report.to_json(made, args.command_line), page=page)
+    write_files(args, lambda: report.to_json(made, args.command_line))
     return EXIT_OK if made.verdict == "PASS" else EXIT_FAILED
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.tools.bench.transfer.records import DIRECTIONS
+from jaxkv.tools.speed import DIRECTIONS
 from jaxkv.tools.verify.blocks import Way, ways_here
 from jaxkv.tools.verify.engine import SMALL, converse
 from jaxkv.tools.verify.oracle import Oracle, random_array, run_to_end, to_device

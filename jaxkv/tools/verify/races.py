@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.tools.bench.transfer.paged_pool import make_bits
+from jaxkv.tools.speed import make_bits
 from jaxkv.tools.verify.blocks import Way, ways_here
 from jaxkv.tools.verify.busy import BusyStep
 from jaxkv.tools.verify.oracle import Ids, Oracle, check_successful, to_device

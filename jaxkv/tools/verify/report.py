@@ -1,14 +1,12 @@
-"""The results as lines, as JSON and as a page."""
+"""The results as lines and as JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 from jaxkv.tools.machine import versions
-from jaxkv.tools.page import Section, bullets, paragraphs, render_page
 from jaxkv.tools.verify.devices import DEVICE, TRANSFERS
 from jaxkv.tools.verify.records import NO_TIME, STAGES, START, Result, Stage, Verdict
 
@@ -149,68 +147,3 @@ def to_json(report: Report, command: str) -> dict[str, Any]:
             for stage, results in report.stages.items()
         ],
     }
-
-
-def to_page(report: Report, command: str) -> str:
-    finding = paragraphs([f"{report.verdict}: {count(report.results)}."], "finding")
-    failed = [
-        result._replace(name=f"{stage.name}: {result.name}")
-        for stage, results in report.stages.items()
-        for result in results
-        if result.verdict == "FAIL"
-    ]
-    if failed:
-        finding += paragraphs(["What failed:"]) + _list(failed)
-    finding += paragraphs(report.summary)
-    facts = [
-        ("Machine", report.machine),
-        ("Runtime", str(report.device.get("runtime", "unknown"))),
-        ("Software", ", ".join(map(" ".join, versions("flax", "libtpu").items()))),
-        ("Date", report.date),
-        ("Time", f"{report.seconds / 60:.1f} minutes"),
-    ]
-    sections = [  # Measurements first
-        Section(
-            stage.name,
-            f"{stage.name}: {stage.title}",
-            paragraphs([count(results)]) + _list(results) + _speed_table(results),
-        )
-        for stage, results in reversed([*report.stages.items()])
-    ]
-    return render_page("jaxkv verify", finding, facts, sections, command)
-
-
-def _list(results: Sequence[Result]) -> str:
-    """Write results as a list, which fits a phone."""
-    return bullets(
-        f"<strong>{result.verdict} {escape(result.name)}</strong><br>"
-        f"{escape(result.detail)}"
-        for result in results
-    )
-
-
-def _speed_table(results: Sequence[Result]) -> str:
-    """Write the speeds of transfers as a table that scrolls by itself."""
-    speeds = [
-        (f"{result.name}: {side}", values)
-        for result in results
-        for side, values in result.figures.get("gb_per_s", {}).items()
-    ]
-    if not speeds:
-        return ""
-    rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f"<td>{value:.2f}</td>" for value in values.values())
-        + "</tr>"
-        for name, values in speeds
-    )
-    head = "".join(
-        f'<th scope="col">{name.replace("_", ", ")}</th>' for name in speeds[0][1]
-    )
-    return (
-        '<div class="scroll" role="region" tabindex="0" aria-labelledby="speeds">'
-        '<table><caption id="speeds"><span>GB/s of all devices together: '
-        "the engine, whole arrays (device_put), large contiguous copies (bus)</span>"
-        f'</caption><thead><tr><th scope="col">side</th>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jaxkv.transfer.storage.local import LocalStore
-from jaxkv.transfer.storage.mooncake_store import MooncakeStore
 from jaxkv.transfer.storage.redis_store import RedisStore
+from jaxkv.transfer.storage.registered import registered_store
 from jaxkv.transfer.storage.store import BlobStore, memory_store
-from jaxkv.transfer.storage.store_url import StoreUrl
+from jaxkv.transfer.storage.store_url import SCHEMES, StoreUrl
 from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 
 
@@ -26,6 +26,9 @@ def open_store(text: str) -> BlobStore:
         return memory_store(url.path)
     if url.is_bucket:
         return open_s3(url) if url.scheme == "s3" else open_gs(url)
-    if url.scheme == "mooncake":
-        return MooncakeStore(url)
-    return RedisStore(url)
+    if url.scheme in SCHEMES:
+        return RedisStore(url)
+    entry = registered_store(url.scheme)
+    assert entry is not None
+    store: BlobStore = entry.load()(url)
+    return store

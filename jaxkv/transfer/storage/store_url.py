@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from jaxkv._util import did_you_mean, parse_bytes, shown
+from jaxkv._util import did_you_mean, shown
+from jaxkv.transfer.storage.registered import registered_store
 
 _SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
 _HOST = r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])"
@@ -31,7 +32,7 @@ class _Scheme(NamedTuple):
     # A pattern of the path, or of the beginning of it that is shown.
     path: str = r"[\w./~$+,() -]*"
     is_free: bool = True  # Whether a path may go on with other characters
-    options: tuple[str, ...] | None = ()  # None: redis-py checks them.
+    options: tuple[str, ...] | None = ()  # None: the store checks them.
     extra: str | None = None  # The extra of jaxkv that the store needs
 
 
@@ -64,16 +65,11 @@ _SCHEMES: Mapping[str, _Scheme] = {
     "redis+cluster": _CLUSTER,
     "rediss+cluster": _CLUSTER,
     "unix": _Scheme("unix:///PATH of a socket", _LOCAL, options=None, extra="redis"),
-    "mooncake": _Scheme(
-        "mooncake://HOST:PORT of the master, with segment=, protocol=, device=, "
-        "metadata=, host= after ? if needed",
-        *(_NODE, "/?", False),
-        options=("segment", "protocol", "device", "metadata", "host"),
-        extra="mooncake",
-    ),
     "memory": _Scheme("memory://NAME", r"[\w.-]*"),
 }
 SCHEMES = tuple(_SCHEMES)
+# Of a store of another package, which checks its own options.
+_REGISTERED = _Scheme("{}://HOST:PORT/PATH", _NODES, options=None)
 _UNKNOWN = _Scheme("", _NODES, "(?:/[0-9]*/?)?")
 _HINTS: Mapping[str, str] = {  # For names that other programs give the same stores.
     **dict.fromkeys(("s3a", "s3n"), "did you mean s3?"),
@@ -167,7 +163,7 @@ as redis://localhost:6379, or with ./ to be a folder.
     @property
     def extra(self) -> str | None:
         """The extra that the store needs."""
-        return _SCHEMES[self.scheme].extra
+        return _SCHEMES.get(self.scheme, _REGISTERED).extra
 
     def hide(self, message: str) -> str:
         """Replace the secrets of this URL in a library's message."""
@@ -279,10 +275,11 @@ def _parse(text: str) -> StoreUrl | str:
     if not scheme:
         return _folder_fault(text) or StoreUrl("file", text, text, path=text)
     scheme = scheme.lower()
-    if scheme not in _SCHEMES:
+    if scheme not in _SCHEMES and registered_store(scheme) is None:
         hint = _HINTS.get(scheme) or did_you_mean(scheme, SCHEMES)
         return f": unknown {shown(scheme)}: {hint}"
-    form, text = _SCHEMES[scheme], f"{scheme}://{text[len(start) :]}"
+    form = _SCHEMES.get(scheme, _REGISTERED)
+    text = f"{scheme}://{text[len(start) :]}"
     try:
         split = urlsplit(text)
     except ValueError:  # The error would show the URL.
@@ -293,9 +290,9 @@ def _parse(text: str) -> StoreUrl | str:
         for match in _HOST_PORT.finditer(netloc)
     )
     pairs = [pair.partition("=") for pair in split.query.split("&") if pair]
-    is_redis, known = form.options is None, form.options or ()
+    is_open, known = form.options is None, form.options or ()
     is_right = (
-        (is_redis or not user)
+        (is_open or not user)
         and "#" not in text
         and "@" not in split.path
         and ";" not in split.query
@@ -305,8 +302,8 @@ def _parse(text: str) -> StoreUrl | str:
         and (scheme != "s3" or len(netloc) > 2)
         and (form.is_free or re.fullmatch(form.path, split.path))
         and all(port is None or 0 < port < 1 << 16 for _, port in nodes)
-        and all(mark if is_redis else name in known for name, mark, _ in pairs)
-        and (is_redis or all(value for *_, value in pairs))
+        and all(mark if is_open else name in known for name, mark, _ in pairs)
+        and (is_open or all(value for *_, value in pairs))
         and len({name for name, *_ in pairs}) == len(pairs)
     )
     if not is_right:
@@ -320,36 +317,25 @@ def _parse(text: str) -> StoreUrl | str:
     if not path.isprintable():
         return " must have a path that can be printed, in UTF-8"
     options = dict(parse_qsl(split.query, keep_blank_values=True))
-    if fault := _option_fault(scheme, options):
+    if form.options and (fault := _option_fault(options)):
         return f": {fault}"
     path = netloc + path if scheme == "memory" else path
     # A library may decode a value once more.
-    values = [user.partition(":")[2]] * is_redis
+    values = [user.partition(":")[2]] * is_open
     values += [
         value
         for name, value in options.items()
-        if is_redis and (name == "password" or not value.isdigit())
+        if is_open and (name == "password" or not value.isdigit())
     ]
     values += [*map(unquote, values), *map(_decoded, values)]
     secrets = tuple(filter(None, values))
     return StoreUrl(scheme, shown_url(text), text, nodes, path, options, secrets)
 
 
-def _option_fault(scheme: str, options: Mapping[str, str]) -> str:
+def _option_fault(options: Mapping[str, str]) -> str:
     """Return what is wrong with the value of an option."""
     if not re.fullmatch("0?6[0-6][0-6]", options.get("mode", "600")):
         return "mode= must be permissions of files such as 600 or 660"
     if not _ENDPOINT.fullmatch(options.get("endpoint", "http://host")):
         return "endpoint= must be http://HOST:PORT or https://HOST"
-    if scheme == "mooncake":
-        protocol = options.get("protocol", "tcp")
-        if protocol not in ("tcp", "rdma"):
-            return "protocol= must be tcp or rdma"
-        if "device" in options and protocol != "rdma":
-            return "device= needs protocol=rdma"
-        try:
-            if options.get("segment", "0") != "0":
-                parse_bytes(options["segment"])
-        except ValueError:
-            return "segment= must be a size such as 64MiB, or 0"
     return ""

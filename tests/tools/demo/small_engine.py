@@ -6,8 +6,7 @@ import functools
 import numpy as np
 
 from jaxkv.config import OffloadConfig
-from jaxkv.tools.demo.allocation import max_blocks_held
-from jaxkv.tools.demo.engine import Engine
+from jaxkv.tools.demo.engine import Engine, max_blocks_held
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.steps import make_steps

@@ -8,9 +8,8 @@ from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tools.demo.batcher import Batcher
+from jaxkv.tools.demo.engine import Batcher, EngineRequest
 from jaxkv.tools.demo.records import EngineConfig
-from jaxkv.tools.demo.request import EngineRequest
 
 NAMESPACE = Namespace("m", "0", "float32", "flat", block_size=4)
 

@@ -18,7 +18,7 @@ from jaxkv.scheduling.protocol import ConnectorOutput
 from jaxkv.scheduling.whatif.auto import PolicyChoice
 from jaxkv.strict import StrictOffloadWorker
 from jaxkv.tools.demo import engine as demo_engine
-from jaxkv.tools.demo.request import Phase
+from jaxkv.tools.demo.engine import Phase
 from tests.reference.transformer import reference_forward
 from tests.rigs.own_pool import OwnPool
 from tests.rigs.traffic import change_in_turn

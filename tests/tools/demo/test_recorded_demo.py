@@ -34,8 +34,9 @@ def test_a_recorded_demo_is_replayed_with_the_hits_that_it_counted(
     assert cli.main(["demo", *options, "--host-bytes", str(CONFIG.host_bytes)]) == 0
     out, err = capsys.readouterr()
     assert "Recorded 15 requests." in out
-    assert (
-        err == "compiling ...\nasking ... 25% 50% 75% 100%\nmeasuring transfers ...\n"
+    assert err == (
+        "compiling ...\nasking ... 25% 50% 75% 100%\n"
+        "moving blocks ... 25% 50% 75% 100%\n"
     )
     plan_command, timed_command = re.findall(r"^  jaxkv (.+)$", out, re.MULTILINE)
     demo = json.loads(counted.read_text())
@@ -92,5 +93,6 @@ def check_figures(demo):
             assert turn["prefilled_tokens"] == turn["prompt_tokens"] - num_hits > 0
             assert turn["ttft_s"] > 0
             assert len(turn["generated"]) == CONFIG.answer_tokens
-    for way in ("store", "load", "copyto"):
-        assert 0 < demo["bandwidth"][f"{way}_gb_per_s"] < 1000
+    assert demo["bandwidth"]["block_bytes"] == block_bytes(CONFIG)
+    for way in ("save", "load", "limit_save", "limit_load"):
+        assert 0 < demo["bandwidth"][way]["p50_gb_per_s"] < 1000

@@ -7,14 +7,9 @@ from xml.etree import ElementTree
 from rich.console import Console
 
 from jaxkv.tools.demo import report
-from jaxkv.tools.demo.records import (
-    BandwidthRecord,
-    DemoConfig,
-    DemoRecord,
-    RunRecord,
-    TurnRecord,
-)
+from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
 from jaxkv.tools.demo.report import Difference
+from jaxkv.tools.speed import Bandwidth, Speed
 
 
 def make_turn(conversation, turn, device, host, ttft_s, generated=(7, 8, 9)):
@@ -40,11 +35,12 @@ ON = RunRecord(
     ),
     *(6.0, 50, 1500, 50 << 16, 1500 << 16, 3 << 20),
 )
+SAVE, LOAD, LIMIT = (Speed(9.0, p50, []) for p50 in (2.0, 3.0, 8.0))
 RECORD = DemoRecord(
     config=DemoConfig(conversations=2, turns=2),
     off=OFF,
     on=ON,
-    bandwidth=BandwidthRecord(2.0, 3.0, 8.0, 1 << 20),
+    bandwidth=Bandwidth(1 << 20, 1 << 16, SAVE, LOAD, "np.copyto", LIMIT, LIMIT),
     host_capacity_bytes=8 << 20,
 )
 
@@ -94,10 +90,6 @@ def test_json_has_the_figures_that_matter():
     assert {key: got[key] for key in want} == want
     assert got["off"]["ttft_p50_s_by_turn"] == {"1": 1.5, "2": 2.5}
     assert got["on"]["ttft_p50_s_by_turn"] == {"1": 1.25, "2": 0.5}
-    assert got["on"]["tiers"] == {
-        "device": {"hit_tokens": 400, "queried_tokens": 4000},
-        "host": {"hit_tokens": 1500, "queried_tokens": 3600},
-    }
     assert got["on"]["prefilled_tokens"] == 4000 - 400 - 1500
     assert got["on"]["turns"][2]["host_hit_tokens"] == 700
     assert got["config"]["device_blocks"] == DemoConfig().device_blocks
@@ -113,13 +105,11 @@ Prompt tokens             | 4,000 4,000
   hit on the device       | 300 400
   loaded from the host    | 0 1,500
   prefilled               | 3,700 2,100
-Device hit rate           | 7.5% of 4,000 10.0% of 4,000
-Host hit rate, of device misses | - 41.7% of 3,600
-Blocks stored             | - 50 (3.12 MiB)
-Blocks loaded             | - 1,500 (93.8 MiB)
-Store bandwidth when idle, GB/s | - 2.00 (0.25x np.copyto)
-Load bandwidth when idle, GB/s | - 3.00 (0.38x np.copyto)
-Peak host memory          | - 37.5% of 8 MiB
+Blocks stored             | - 50
+Blocks loaded             | - 1,500
+Store bandwidth when idle, GB/s | - 2.00
+Load bandwidth when idle, GB/s | - 3.00
+Peak host memory          | - 3 MiB
 Wall time                 | 10.0 s 6.0 s
 """
 

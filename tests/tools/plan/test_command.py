@@ -338,8 +338,7 @@ def test_what_is_given_counts(plan):
 
 
 def test_speeds_are_measured_if_asked(plan, refused, monkeypatch):
-    def measure(mode, on_progress):
-        assert mode in ("fused", "staged")
+    def measure(on_progress):
         on_progress("measuring", 1, 1)
         speeds = {"load": 6.0, "save": 3.0}
         return types.SimpleNamespace(
@@ -352,7 +351,7 @@ def test_speeds_are_measured_if_asked(plan, refused, monkeypatch):
     assert figures["speeds"]["store_bytes_per_s"]["value"] == 3e9
     assert "6 GB/s (measured here, on " in out
 
-    def fail(mode, on_progress):
+    def fail(on_progress):
         raise MemoryError("too little")
 
     monkeypatch.setattr(f"{SERVER}.measure_bandwidth", fail)

@@ -64,11 +64,9 @@ def test_each_fault_of_the_engine_fails_its_stage(fault, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("flags", ["", EIGHT])
 def test_all_stages_pass_without_a_fault(flags, tmp_path):
-    words = ("--json", "a.json", "--html", "a.html")
-    figures = verify(tmp_path, "", *words, code=0, XLA_FLAGS=flags)
+    figures = verify(tmp_path, "", "--json", "a.json", code=0, XLA_FLAGS=flags)
     assert figures["verdict"] == "PASS"
     assert not {*figures["unchecked"]} & {stage["name"] for stage in figures["stages"]}
-    assert "<script" not in (tmp_path / "a.html").read_text()
 
 
 @pytest.mark.long

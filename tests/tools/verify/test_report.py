@@ -1,4 +1,4 @@
-"""The report: verdicts, advice, the page, and the command line around it."""
+"""The report: verdicts, advice, and the command line around it."""
 
 import contextlib
 import json
@@ -11,8 +11,7 @@ from jaxkv.tools import main as cli
 from jaxkv.tools.machine import versions
 from jaxkv.tools.verify import command, supervise
 from jaxkv.tools.verify.records import NO_TIME, STAGES, Result, StageLog
-from jaxkv.tools.verify.report import Report, reason_of, to_page
-from tests.rigs.browser import Browser, find_browser
+from jaxkv.tools.verify.report import Report, reason_of
 
 DEVICE = {
     "name": "8 x tpu TPU v6 lite",
@@ -72,15 +71,6 @@ def test_one_failure_is_the_verdict_and_a_device_without_transfers_is_none():
     report = report_of(devices=refused)
     assert report.verdict == "SKIP"
     assert reason_of(refused) == "no block can move here; `transfers` says why"
-
-
-def test_the_page_has_every_result_as_text_and_nothing_of_others():
-    page = to_page(report_of(), "jaxkv verify --html a.html")
-    for text in ("bfloat16 (staged)", "&lt;less&gt; than a byte", "12.35", "<runtime>"):
-        assert (text in page) == (text != "<runtime>"), text
-    assert "http" not in page.replace("http-equiv", "")
-    assert "PASS: 4 passed, 2 not supported." in page
-    assert page.index('id="speed"') < page.index('id="blocks"')
 
 
 def test_the_command_writes_the_figures_and_ends_with_the_verdict(
@@ -162,14 +152,3 @@ def test_a_folder_that_others_may_write_is_refused(tmp_path, capsys):
         assert cli.main(["verify", "--folder", str(tmp_path)]) == 2
         assert why in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(find_browser() is None, reason="there is no browser")
-def test_the_page_fits_a_phone_and_fetches_nothing(tmp_path):
-    path = tmp_path / "a.html"
-    path.write_text(to_page(report_of(), "jaxkv verify --html a.html"))
-    with Browser(find_browser()) as browser:
-        for width in (360, 1200):
-            browser.open(path, width)
-            assert browser.evaluate("document.documentElement.scrollWidth") <= width
-            assert browser.requested_urls() == [path.as_uri()]

@@ -16,7 +16,7 @@ SECRET = "hunter2"
 PASSWORDS = [SECRET, f"pa/{SECRET}", f"pa?{SECRET}", f"pa#{SECRET}", f"pa@{SECRET}"]
 PASSWORDS += [f"pa:{SECRET}", f"12/{SECRET}", f"%2F{SECRET}", f"{SECRET}/x"]
 SCHEMES = ["redis", "rediss", "redis+cluster", "valkey", "s3", "gs", "https"]
-SCHEMES += ["mooncake", "unix", "postgres"]
+SCHEMES += ["unix", "postgres"]
 
 
 # A text, and what the message about it has.
@@ -87,18 +87,6 @@ NEARLY = [
     ("unix://", "must be unix:///PATH"),
     ("unix://run/redis.sock", "must be unix:///PATH"),
     ("unix://me:of\u2100others@host/x", "storage='unix://...' cannot be read"),
-    # Mooncake.
-    ("mooncake://", "must be mooncake://HOST:PORT of the master, with segment="),
-    ("mooncake://me@host", "storage='mooncake://host' must be mooncake://HOST:"),
-    ("mooncake://host:port", "must be mooncake://HOST:PORT"),
-    ("mooncake://host:1/kv", "must be mooncake://HOST:PORT"),
-    ("mooncake://host?segmnt=1GiB", "must be mooncake://HOST:PORT"),
-    (
-        "mooncake://host?segment=few",
-        "segment=few': segment= must be a size such as 64MiB",
-    ),
-    ("mooncake://host?protocol=ib", "protocol=ib': protocol= must be tcp or rdma"),
-    ("mooncake://host?device=mlx5_0", "device=mlx5_0': device= needs protocol=rdma"),
 ]
 
 

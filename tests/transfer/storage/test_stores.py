@@ -230,7 +230,6 @@ def test_a_missing_extra_is_named_in_one_line(monkeypatch):
         ("gs://bucket", "tensorstore", "storage"),
         ("redis://host", "redis", "redis"),
         ("unix:///socket", "redis", "redis"),
-        ("mooncake://host", "mooncake.store", "mooncake"),
     ):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError) as info:
@@ -507,19 +506,6 @@ def test_mooncake_is_used_again_once_its_master_is_back():
         assert get(store, "a") == [b"y"]
         wait_for(lambda: errors_of(lambda: late.exists(["a"])) == {None})
         assert get(late, "a") == [b"y"]
-
-
-def test_libraries_that_a_client_of_mooncake_needs_are_named(tmp_path, monkeypatch):
-    package = tmp_path / "mooncake"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "store.py").write_text("raise ImportError('libnuma.so.1: not there')")
-    for name in ("mooncake", "mooncake.store"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"libnuma.so.1: not.*apt-get install"):
-        open_store("mooncake://host")
-    sys.modules.pop("mooncake", None)
 
 
 # Processes that end while their stores hang or are written.

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import Resource, size_text
-from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.console import OnProgress
+from jaxkv.tools.speed import BytesDifferError, timed
 from jaxkv.transfer.storage import (
     BlobStore,
     Completion,
@@ -356,9 +356,7 @@ def _time(
         for way, place in itertools.product(WAYS, range(len(names))):
             name = names[(number + place) % len(names)]
             move = sides[name].write if way == "write" else sides[name].read
-            start_s = time.perf_counter()
-            move()
-            duration_s = time.perf_counter() - start_s
+            duration_s = timed(move)
             if number >= 0:
                 seconds[name][way].append(duration_s)
         for side in sides.values():

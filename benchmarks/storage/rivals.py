@@ -1,11 +1,4 @@
-"""Speed of a store, next to plain files or the store's own client.
-
-The options of ``jaxkv bench storage``. A folder is compared with plain files: opened,
-written or read whole, and closed. Redis and Mooncake are compared with their client
-libraries as well, called without jaxkv.
-
-    python -m benchmarks.storage URL [--block-sizes SIZE,...] [--json FILE] ...
-"""
+"""Plain files, and the client libraries of stores, called without jaxkv."""
 
 from __future__ import annotations
 
@@ -13,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,13 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import run_command
-from jaxkv.tools.bench.storage import command, report
-from jaxkv.tools.bench.storage.run import Blocks, Side, StorageBench, StoreAlone
-from jaxkv.tools.files import write_files
-from jaxkv.tools.usage import EXIT_OK, Args, Usage
+from benchmarks.storage.run import Blocks, Side, StorageBench, StoreAlone
 from jaxkv.transfer.storage import BlobStore, LocalStore, ObjectFormat, StoreError
-from jaxkv.transfer.storage.mooncake_store import MooncakeStore
 from jaxkv.transfer.storage.objects import HEADER_BYTES
 from jaxkv.transfer.storage.redis_store import RedisStore
 from jaxkv.transfer.storage.store_url import StoreUrl
@@ -91,8 +78,8 @@ def make_client(
     """Make a client of a store's library; None for stores without a plain one."""
     if isinstance(store, RedisStore) and not StoreUrl.parse(url).is_cluster:
         return _redis(url)
-    if isinstance(store, MooncakeStore):
-        return _mooncake(store.client(), shape, num_in_flight)
+    if StoreUrl.parse(url).scheme == "mooncake":
+        return _mooncake(getattr(store, "client")(), shape, num_in_flight)  # noqa: B009
     return None
 
 
@@ -240,28 +227,3 @@ NOTES = {
     CLIENT: "The client alone calls the store's library without jaxkv: Redis one block "
     "at a time, Mooncake as many as are in flight, with memory registered.",
 }
-
-
-USAGE = Usage(
-    "python -m benchmarks.storage",
-    str(__doc__).partition("\n")[0],
-    command.OPTIONS,
-    command.PARSERS,
-    command.DEFAULTS,
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(USAGE, _run, argv)
-
-
-def _run(args: Args) -> int:
-    record = command.measure(args, RivalBench)
-    used = record.results[0].seconds
-    report.print_results(record, [NOTES[name] for name in NOTES if name in used])
-    write_files(args, partial(report.to_json, record))
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
 from jaxkv.tools.machine import quartiles
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.tickets import Direction
 
-DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
-
 ENGINE = "engine"
-"""The name of the transfer engine among designs; `benchmarks/transfer.py` has more."""
-
-
-class BytesDifferError(Exception):
-    """A block has other bytes than were saved."""
+"""The name of the transfer engine among designs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +23,6 @@ class TransferConfig:
     rounds: int = 15
     mode: Mode | None = None  # None for the engine's default
     designs: tuple[str, ...] = (ENGINE,)
-    overlap: bool = False  # kept for readers of the JSON
     working_set_bytes: int | None = None  # None for the size of the last-level cache
     mean_run: int | None = None  # None for 128, or a sixteenth of all if that is less
 
@@ -49,23 +40,6 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Speed:
-    """A transfer speed, in 10^9 bytes per second."""
-
-    best_gb_per_s: float
-    p50_gb_per_s: float
-    quartiles_s: list[float]  # of a round's time
-
-
-def speed(num_bytes: int, seconds: Sequence[float]) -> Speed:
-    return Speed(
-        best_gb_per_s=num_bytes / min(seconds) / 1e9,
-        p50_gb_per_s=num_bytes / statistics.median(seconds) / 1e9,
-        quartiles_s=quartiles(seconds),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
 class Ratio:
     """The speed of one side relative to another; above 1 it is the faster one."""
 
@@ -73,8 +47,9 @@ class Ratio:
     quartiles: list[float]  # of the ratios by round
 
     @property
-    def p50(self) -> float:
-        return self.quartiles[1]
+    def text(self) -> str:
+        """Both figures, ``best / p50``."""
+        return f"{self.best:.2f} / {self.quartiles[1]:.2f}"
 
 
 def ratio(seconds: Sequence[float], baseline_s: Sequence[float]) -> Ratio:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.transfer.records import Case, TransferConfig
 from jaxkv._util import size_text
-from jaxkv.tools.bench.transfer.records import Case, TransferConfig
+from jaxkv.transfer import available_host_bytes
 
 BLOCK_ROW_BYTES = 512
 """Keys and values of one token in one layer: bfloat16[2, 128]."""
@@ -65,6 +67,16 @@ def make_plan(
                 cases.append(Case(block_bytes, size // block_bytes))
     working_set = max([min_bytes, *sizes])
     return Plan(tuple(dict.fromkeys(cases)), working_set, tuple(left_out))
+
+
+def available_memory_bytes() -> int | None:
+    """Return the available memory of host or device, the smaller; None if unknown."""
+    host = available_host_bytes()
+    limits = [] if host is None else [host.num_bytes]
+    device = jax.devices()[0].memory_stats() or {}  # None on CPU.
+    if "bytes_limit" in device:
+        limits.append(device["bytes_limit"] - device.get("bytes_in_use", 0))
+    return min(limits, default=None)
 
 
 def memory_needed_bytes(

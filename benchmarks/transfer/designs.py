@@ -1,49 +1,22 @@
-"""Transfer speed of the engine next to other designs.
-
-The options of ``jaxkv bench transfer``, and --designs. The designs:
-
-- engine: `TransferEngine`;
-- per-block: one pinned host array per block, all layers in it;
-- numpy: one NumPy array of host blocks.
-
-All have the same pool and ids, compiled programs, and on CPU the compiler options
-without which a scatter into a bfloat16 pool costs as much as a copy of the pool.
-`docs/internals/benchmarks.md` describes the method.
-
-    python -m benchmarks.transfer [--sizes SIZE,...] [--designs NAME,...]
-        [--plot FILE.svg] [--json FILE] ...
-"""
+"""The transfer engine, and other ways to keep blocks in host memory."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.common import run_command
-from jaxkv.tools.bench.transfer import command, report
-from jaxkv.tools.bench.transfer.designs import EngineDesign, Ids
-from jaxkv.tools.bench.transfer.paged_pool import Pool
-from jaxkv.tools.bench.transfer.records import (
-    DIRECTIONS,
-    ENGINE,
-    CaseResult,
-    TransferConfig,
-    TransferRecord,
-    ratio,
-)
-from jaxkv.tools.bench.transfer.run import run_transfer
-from jaxkv.tools.files import write_files
-from jaxkv.tools.progress import show_progress
-from jaxkv.tools.usage import EXIT_OK, Args, Usage, check_names
-from jaxkv.transfer import PoolLayout, memory
+from benchmarks.transfer.paged_pool import Pool
+from benchmarks.transfer.records import ENGINE
+from jaxkv.transfer import PoolLayout, TransferEngine, memory
+from jaxkv.transfer.kernels import Mode
+
+Ids: TypeAlias = NDArray[np.int32]
 
 PER_BLOCK, NUMPY = "per-block", "numpy"
 
@@ -52,6 +25,44 @@ PER_BLOCK, NUMPY = "per-block", "numpy"
 # blocks of 16 and 64 KiB (16 MiB, two CPU cores); with 256 it is faster for some and
 # slower for others, and compiles for a minute.
 _LARGEST_BUCKET = 64
+
+
+class Design(Protocol):
+    """A way to keep blocks in host memory. Both calls return when the copy is done."""
+
+    def save(self, pool: Pool, device_ids: Ids, host_ids: Ids) -> None:
+        """Copy blocks to the host. `pool` is only read."""
+
+    def load(self, pool: Pool, host_ids: Ids, device_ids: Ids) -> Pool:
+        """Copy blocks to the device. `pool` is donated; the new one is returned."""
+
+
+MakeDesign: TypeAlias = Callable[[Pool, int, Mode | None], Design]
+"""Makes a design for pools of this layout, with so many host blocks."""
+
+
+class EngineDesign:
+    """`TransferEngine`."""
+
+    def __init__(self, pool: Pool, num_host_blocks: int, mode: Mode | None):
+        self.engine = TransferEngine(pool, num_host_blocks, mode=mode)
+        self.engine.warm_up()
+
+    def save(self, pool: Pool, device_ids: Ids, host_ids: Ids) -> None:
+        self.engine.save(pool, device_ids, host_ids)
+        self.drain(pool)
+
+    def load(self, pool: Pool, host_ids: Ids, device_ids: Ids) -> Pool:
+        pool, _ = self.engine.load(pool, host_ids, device_ids)
+        return self.drain(pool)
+
+    def drain(self, pool: Pool) -> Pool:
+        """Wait for all transfers; return the pool, or raise the error of one."""
+        pool, completions = self.engine.drain(pool)
+        for completion in completions:
+            if completion.error is not None:
+                raise completion.error
+        return pool
 
 
 class PerBlockDesign:
@@ -158,75 +169,8 @@ def _scatter_stacked(pool: Pool, ids: jax.Array, rows: jax.Array) -> Pool:
     ]
 
 
-DESIGNS = {ENGINE: EngineDesign, PER_BLOCK: PerBlockDesign, NUMPY: NumpyDesign}
-
-
-def rivals(result: CaseResult) -> list[str]:
-    """List the designs that the engine is compared with."""
-    return [name for name in result.designs_s if name != ENGINE] * (
-        ENGINE in result.designs_s
-    )
-
-
-def print_results(record: TransferRecord) -> None:
-    """Print the speed of each design, and the engine's next to theirs."""
-
-    def rows(result: CaseResult) -> Iterator[list[str]]:
-        seconds = result.designs_s
-        for name in rivals(result):
-            engine_s, rival_s = seconds[ENGINE], seconds[name]
-            yield report.make_row(
-                f"{ENGINE} : {name}",
-                lambda d, a=engine_s, b=rival_s: report.ratio_text(ratio(a[d], b[d])),
-            )
-
-    report.print_results(record, rows)
-
-
-def to_json(record: TransferRecord) -> dict[str, Any]:
-    figures = report.to_json(record)
-    for row, result in zip(figures["results"], record.results, strict=True):
-        seconds = result.designs_s
-        row["engine_over"] = {
-            name: {
-                d: dataclasses.asdict(ratio(seconds[ENGINE][d], seconds[name][d]))
-                for d in DIRECTIONS
-            }
-            for name in rivals(result)
-        }
-    return figures
-
-
-USAGE = Usage(
-    "python -m benchmarks.transfer",
-    str(__doc__).partition("\n")[0],
-    f"""{command.OPTIONS}
-designs:
-  --designs NAME,...  designs to measure (default: {", ".join(DESIGNS)})
-""",
-    command.PARSERS,
-    command.DEFAULTS,
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(USAGE, _run, argv)
-
-
-def _run(args: Args) -> int:
-    names = check_names("--designs", args.designs or list(DESIGNS), list(DESIGNS))
-    config: TransferConfig = dataclasses.replace(
-        command.config_of(args), designs=tuple(names)
-    )
-    plan = command.check_plan(args, config)
-    report.print_plan(config, plan)
-    with show_progress() as on_progress:
-        record = run_transfer(config, plan, on_progress, DESIGNS)
-    print_results(record)
-    draw = partial(report.draw_results, record)
-    write_files(args, partial(to_json, record), draw)
-    return EXIT_OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+DESIGNS: dict[str, MakeDesign] = {
+    ENGINE: EngineDesign,
+    PER_BLOCK: PerBlockDesign,
+    NUMPY: NumpyDesign,
+}

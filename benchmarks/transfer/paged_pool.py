@@ -7,14 +7,13 @@ bits with the tags.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.tools.bench.transfer.plan import BLOCK_ROW_BYTES
+from benchmarks.transfer.plan import BLOCK_ROW_BYTES
+from jaxkv.tools.speed import make_bits
 from jaxkv.transfer.memory import compiler_options
 
 Pool = list[jax.Array]
@@ -68,17 +67,6 @@ class PagedPool:
         bits = make_bits(jnp, tags, layer, int(np.prod(self.block_shape)))
         high = (bits >> 16).astype(jnp.uint16).reshape(-1, *self.block_shape)
         return jax.lax.bitcast_convert_type(high, jnp.bfloat16)
-
-
-def make_bits(xp: Any, tags: Any, leaf: int, num_elements: int) -> Any:
-    """Make the bits of a leaf's blocks, u32[n, num_elements], from their tags, u32[n].
-
-    `xp` is NumPy or `jax.numpy`.
-    """
-    element = xp.arange(num_elements, dtype=xp.uint32)
-    # Odd factors near 2^32 times a golden ratio spread even neighbouring tags.
-    start = tags * np.uint32(2654435761) + np.uint32(leaf * 2246822519 % 2**32)
-    return start[:, None] + (element * np.uint32(3266489917))[None, :]
 
 
 def _bits(array: jax.Array) -> jax.Array:

@@ -1,4 +1,10 @@
-"""Mooncake Store: the memory of a fleet's machines as one pool."""
+"""Mooncake Store: the memory of a fleet's machines as one pool.
+
+A worked example of a store that its own package registers (`pyproject.toml`).
+`pip install examples/mooncake` makes ``mooncake://MASTER:50051?segment=64GiB`` a store.
+Options: segment, the bytes of this process's memory that the pool gets (default: 0);
+protocol, ``tcp`` or ``rdma``; device; metadata; host, this machine's address.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import one_line, parse_bytes
-from jaxkv._util.extras import pip_install
+from jaxkv._util import did_you_mean, one_line, parse_bytes, shown
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.store import (
     Blob,
@@ -29,8 +34,10 @@ from jaxkv.transfer.storage.store import (
 from jaxkv.transfer.storage.store_url import StoreUrl
 from jaxkv.transfer.storage.workers import start_thread
 
+_OPTIONS = "segment", "protocol", "device", "metadata", "host"
 _PORT = 50051
 _NO_METADATA_SERVER = "P2PHANDSHAKE"  # Clients ask one another.
+_CLIENT = "mooncake-transfer-engine-non-cuda>=0.3.13"
 _INSTALL_LIBRARIES = "apt-get install libibverbs1 libnuma1 libcurl4"
 _CONNECT_S = 5.0
 _RETRY_S = 1.0  # Between two attempts to connect,
@@ -55,6 +62,37 @@ _NOT_FOUND = -704
 _TRANSFER_FAILED = -800  # Its owner is gone, or slow.
 _LEASE_EXPIRED = -707
 _ABSENT = (_NOT_READY, _NOT_FOUND)
+
+
+def open_store(url: StoreUrl) -> MooncakeStore:
+    """Open the pool of a master; ValueError if an option or the place is wrong."""
+    if fault := _fault_of(url):
+        raise ValueError(f"storage={shown(url.shown)}: {fault}.")
+    return MooncakeStore(url)
+
+
+def _fault_of(url: StoreUrl) -> str:
+    """Return what is wrong with a URL."""
+    if len(url.nodes) != 1 or url.path.strip("/"):
+        return "it must be mooncake://HOST:PORT of the master"
+    for name in url.options:
+        if name not in _OPTIONS:
+            return f"unknown option {shown(name)}: {did_you_mean(name, _OPTIONS)}"
+    protocol, device = url.options.get("protocol", "tcp"), url.options.get("device")
+    if protocol not in ("tcp", "rdma"):
+        return f"protocol={shown(protocol)} must be tcp or rdma"
+    if device and protocol != "rdma":
+        return f"device={shown(device)} needs protocol=rdma"
+    try:
+        _segment_bytes(url)
+    except ValueError as error:
+        return f"segment={one_line(str(error))}, or 0"
+    return ""
+
+
+def _segment_bytes(url: StoreUrl) -> int:
+    segment = url.options.get("segment", "0")
+    return 0 if segment == "0" else parse_bytes(segment)
 
 
 class _Client(NamedTuple):
@@ -211,13 +249,12 @@ class MooncakeStore:
 
     def _connect(self) -> _Client:
         host, options = self._reach(), self._store_url.options
-        segment = options.get("segment", "0")
         theirs = self._mooncake.MooncakeDistributedStore()
         with _environment(_LIMITS):
             code = theirs.setup(
                 options.get("host", host),
                 options.get("metadata", _NO_METADATA_SERVER),
-                0 if segment == "0" else parse_bytes(segment),
+                _segment_bytes(self._store_url),
                 0,
                 options.get("protocol", "tcp"),
                 options.get("device", ""),
@@ -293,7 +330,7 @@ def _import() -> Any:
         import mooncake.store
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"Storage in Mooncake needs its client: {pip_install('mooncake')}"
+            f'Storage in Mooncake needs its client: pip install "{_CLIENT}"'
         ) from error
     except ImportError as error:
         raise ImportError(

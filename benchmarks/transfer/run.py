@@ -5,35 +5,25 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 
-from jaxkv._util import size_text
-from jaxkv.tools.bench.transfer.designs import (
-    Design,
-    EngineDesign,
-    Ids,
-    MakeDesign,
-    make_limit,
-)
-from jaxkv.tools.bench.transfer.paged_pool import PagedPool
-from jaxkv.tools.bench.transfer.plan import Plan, device_cycle, host_cycle
-from jaxkv.tools.bench.transfer.records import (
-    DIRECTIONS,
+from benchmarks.transfer.designs import DESIGNS, Design, EngineDesign, Ids, MakeDesign
+from benchmarks.transfer.paged_pool import PagedPool
+from benchmarks.transfer.plan import Plan, device_cycle, host_cycle
+from benchmarks.transfer.records import (
     ENGINE,
-    BytesDifferError,
     Case,
     CaseResult,
     TransferConfig,
     TransferRecord,
 )
+from jaxkv._util import size_text
 from jaxkv.tools.console import OnProgress
+from jaxkv.tools.speed import DIRECTIONS, BytesDifferError, make_limit, timed
 from jaxkv.transfer.tickets import Direction
-
-DESIGNS: Mapping[str, MakeDesign] = {ENGINE: EngineDesign}
 
 _LIMIT = "limit"
 _WARM_ROUNDS = 2
@@ -82,7 +72,7 @@ class Bench:
     def measure(self, case: Case, title: str, on_progress: OnProgress) -> CaseResult:
         """Time one case: all designs in every round, in rotating order."""
         on_progress(title, 0, 0)
-        limit = make_limit(self._working_set_bytes, case.num_bytes)
+        limit = make_limit(case.num_bytes, self._working_set_bytes)
         for _ in range(_WARM_ROUNDS):
             for direction in DIRECTIONS:
                 limit.copy(direction)
@@ -190,13 +180,6 @@ def run_transfer(
         left_out=plan.left_out,
         results=tuple(results),
     )
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
-    start_s = time.perf_counter()
-    call()
-    return time.perf_counter() - start_s
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Blocks on their way between device and host, next to other designs."""

@@ -1,1 +1,0 @@
-"""The measurement of blocks on their way to a store and back."""

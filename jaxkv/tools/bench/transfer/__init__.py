@@ -1,1 +1,0 @@
-"""The measurement of transfers between device and host."""
