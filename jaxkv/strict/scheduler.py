@@ -163,6 +163,14 @@ class StrictOffloadScheduler(OffloadScheduler):
                 "update_state_after_alloc", name, tables, num_found, "were found for it"
             )
         num = entry.num_local if is_admitted else request.num_computed_tokens
+        for spec, table in zip(self.groups, tables, strict=True):
+            found = table[: num // spec.block_size] if is_admitted else ()
+            if wrong := self._loads.blocks_awaited().intersection(found):
+                raise StrictError(
+                    f"request {shown(name)} was found blocks {sorted(wrong)[:8]}, into "
+                    "which a load is in flight: let a prefix cache have them once "
+                    "update_connector_output() names their request in finished_recving."
+                )
         entry.request = request
         allocated = self._new_blocks("update_state_after_alloc", entry, num, tables)
         answer = super().update_state_after_alloc(
@@ -282,6 +290,10 @@ class StrictOffloadScheduler(OffloadScheduler):
                 name, known = self._computed.get(block, ("", b""))
                 if not known or known in keys[place : place + 1] or block in old:
                     continue
+                if isinstance(self._blocks, BorrowedPool) and (
+                    place >= first or not self._blocks.has_contents
+                ):
+                    continue  # It has not forgotten the blocks of this step yet.
                 if self._blocks.holds([block], [known])[0]:
                     raise StrictError(
                         f"{call}() was given block {block} as block {place} of request "

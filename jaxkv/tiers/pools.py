@@ -111,6 +111,7 @@ class BorrowedPool:
         self.unwritten: set[int] = set()
         self.count_of = count_of
         self._num_free, self._hold, self._release = num_free, hold, release
+        self.has_contents = content_of is not None
         self._content_of = content_of or (lambda block_id: True)
         # The key of each block, and what the engine called its content then.
         self._cached: dict[int, tuple[BlockKey, Hashable]] = {}

@@ -138,8 +138,11 @@ class SaysNothingOfPreemption(RandomEngine):
         self.waiting.insert(0, request)
 
 
-@wrong("in the order of tokens")
+@wrong("in the order of tokens|counted it as computed|nothing wrote it|while its store")
 class PassesTablesInAnotherOrder(RandomEngine):
+    def read(self, request, kv):
+        """Do not end before strict mode sees the next step."""
+
     def __init__(self, *args, **named):
         super().__init__(*args, **named)
         tell = self.scheduler.update_state_after_alloc
@@ -163,10 +166,11 @@ class PinsNothing(RandomEngine):
         self.pool._hold = self.pool._release = lambda block_ids: None
 
 
-@wrong("but it has what request", ["own", "hooks"])
-class NeverForgets(RandomEngine):
+@wrong(None, ["own", "hooks"])
+class SaysNothingOfContents(RandomEngine):
     def __init__(self, *args, **named):
         super().__init__(*args, **named)
+        self.pool.has_contents = False
         self.pool._content_of = lambda block_id: True
 
 
