@@ -171,10 +171,17 @@ def delete_oldest(folder: int, max_bytes: int) -> None:
 
 def resolved(path: str | os.PathLike[str]) -> str:
     """Return a path without links; UntrustedError if another user has made a link."""
+    has_link = False
     for place in places_on(path):
-        if os.path.islink(place):
-            _check_owner(place, os.lstat(place), "a link")
-    return os.path.realpath(path)
+        try:
+            status = os.lstat(place)
+        except (FileNotFoundError, NotADirectoryError):
+            break
+        if stat.S_ISLNK(status.st_mode):
+            _check_owner(place, status, "a link")
+            has_link = True
+    # `realpath` ignores errors.
+    return os.path.realpath(path) if has_link else os.path.abspath(path)
 
 
 @contextlib.contextmanager

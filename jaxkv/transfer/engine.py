@@ -163,7 +163,7 @@ class TransferEngine:
         check_type(str | None, "a name or None", mode=mode, kernel=kernel)
         mode = choose_mode(mode, platform)
         check_whole(1, blocks_per_host_block=blocks_per_host_block)
-        check_whole(1, layer_groups=layer_groups)
+        check_whole(None, layer_groups=layer_groups)
         check_type(Compression | None, "a Compression or None", compression=compression)
         check_type(SharedMemory | None, "a SharedMemory or None", shared=shared)
         blocks_per_host_block = operator.index(blocks_per_host_block)

@@ -71,7 +71,7 @@ def test_redis_is_compared_with_its_client_and_keeps_nothing(tmp_path, capsys):
         assert f"{JAXKV} : {ALONE}" in out
         assert f"{JAXKV} : {CLIENT}" in out
         store = open_store(url)
-        assert list(store.list("jaxkv1")) == []
+        assert not any(store.list("jaxkv1"))
         store.close()
 
 
@@ -79,7 +79,7 @@ def test_redis_is_compared_with_its_client_and_keeps_nothing(tmp_path, capsys):
     ("line", "code", "message"),
     [
         ("ftp://x", 2, "URL: storage='ftp://x': unknown 'ftp'"),
-        ("s3://", 2, "URL: storage='s3://' must be s3://BUCKET/PREFIX"),
+        ("s3://", 2, "URL: storage='s3://...' must be s3://BUCKET/PREFIX"),
         ("taken", 1, ""),
         ("other", 1, "bytes differ: block"),
     ],

@@ -37,7 +37,7 @@ OUTSIDE = {
         *("eager.py EagerStores._notify", "eager.py EagerStores._passes"),
     ),
     "a request of a world keeps its history": (
-        *("eager.py EagerStores._restart_if_rewritten", "requests.py _Growing.updated"),
+        *("eager.py EagerStores._check_keys", "requests.py _Growing.updated"),
     ),
     "it runs before any event": (
         "boundary.py make_boundaries",

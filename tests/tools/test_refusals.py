@@ -95,7 +95,7 @@ plan MODEL --host-bytes 1GiB --capacity 5 | --host-bytes: --capacity says it alr
 
 doctor --need event             | --need: unknown 'event': did you mean events?
 doctor --storage ftp://x        | --storage: 'ftp://x': unknown 'ftp': choose
-doctor --storage s3://          | --storage: 's3://' must be s3://BUCKET/PREFIX
+doctor --storage s3://          | --storage: 's3://...' must be s3://BUCKET/PREFIX
 doctor --storage-bytes 1GiB     | --storage-bytes: it belongs to --storage
 
 store                           | name one of these: ls, size, rm
@@ -104,7 +104,7 @@ store list .                    | unknown command 'list': did you mean ls?
 store ls                        | URL: it is required
 store ls memory://x             | URL: 'memory://x' is the memory of another process
 store ls nowhere                | URL: there is no folder 'nowhere'
-store size s3://                | URL: 's3://' must be s3://BUCKET/PREFIX
+store size s3://                | URL: 's3://...' must be s3://BUCKET/PREFIX
 store rm . --yes                | --namespace: it is required
 store rm . --namespace a --yes  | 'a' must be a name as `jaxkv store ls` prints it
 status                          | URL: it is required

@@ -207,24 +207,24 @@ def test_output_to_a_full_disk_is_one_line():
 
 
 def test_output_that_is_or_was_closed_is_no_error():
-    replay = "replay synthetic:9 --policy lru --capacity 10"
+    plan = "plan synthetic:9 --policy lru --host 10"
     reader, writer = os.pipe()
     os.close(reader)
     done = run_command("--help", stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
     close_reader = "r, w = os.pipe(); os.close(r); sys.stdout = open(w, 'w')"
-    done = fork_command(close_reader, replay)
+    done = fork_command(close_reader, plan)
     assert (done.returncode, done.stderr) == (141, "")
     code = "import os, sys\nfor fd in {}: os.close(fd)\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
-    for line, closed in (("--version", (1,)), ("replay nowhere", (2,))):
+    for line, closed in (("--version", (1,)), ("plan nowhere", (2,))):
         done = run_python(code.format(closed), *LAUNCHER, *line.split())
         assert done.returncode == (2 if "nowhere" in line else 0)
         assert b"Traceback" not in done.stdout + done.stderr
     # A new interpreter whose streams are closed has no objects for them.
     close_all = "sys.stdin = sys.stdout = sys.stderr = None; os.closerange(0, 3)"
-    done = fork_command(close_all, replay)
+    done = fork_command(close_all, plan)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

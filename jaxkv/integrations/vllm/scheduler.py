@@ -503,7 +503,7 @@ class SchedulerHalf:
         loading = transfers.load_event_to_reqs.get(transfers.load_event, ())
         computed, loaded = (
             frozenset(
-                (lora.lora_int_id, tracked.adapter)
+                (getattr(lora, "lora_int_id", 0), tracked.adapter)
                 for tracked in map(self._requests.get, names)
                 if tracked is not None and tracked.adapter
                 if not tracked.has_unknown_weights
@@ -681,7 +681,9 @@ class SchedulerHalf:
         """
         for tracked in self._requests.values():
             lora = getattr(tracked.request, "lora_request", None)
-            if lora is not None and is_misfit((lora.lora_int_id, tracked.adapter)):
+            if lora is not None and is_misfit(
+                (getattr(lora, "lora_int_id", 0), tracked.adapter)
+            ):
                 has_computed |= not tracked.has_unknown_weights
                 tracked.has_unknown_weights = True
         if has_computed and self._pool is not None:

@@ -191,7 +191,7 @@ def shown_url(text: str) -> str:
     start, url_scheme, nearly_scheme, place, mark, query = _split(_URL, text)
     start, scheme = wrapping + start, (url_scheme or nearly_scheme or "").lower()
     is_path = not scheme and re.match("[.~$]|/(?!/)", place) is not None
-    form = _SCHEMES.get("file" if is_path else scheme, _UNKNOWN)
+    form = _form_of("file" if is_path else scheme) or _UNKNOWN
     netloc, slash, path = ("", "", place) if is_path else place.partition("/")
     pairs = [pair.partition("=") for pair in query.split("&")] if mark == "?" else []
     names = form.options or ()
@@ -213,6 +213,12 @@ def shown_url(text: str) -> str:
     ]
     rest = ["..."] * (len(known) < len(pairs) or not pairs)
     return f"{start}{host}{path}{mark}{'&'.join(known + rest)}"
+
+
+def _form_of(scheme: str) -> _Scheme | None:
+    if scheme not in _SCHEMES and scheme and registered_store(scheme) is not None:
+        return _REGISTERED
+    return _SCHEMES.get(scheme)
 
 
 def _safe_start(path: str, pattern: str) -> str:
@@ -275,10 +281,10 @@ def _parse(text: str) -> StoreUrl | str:
     if not scheme:
         return _folder_fault(text) or StoreUrl("file", text, text, path=text)
     scheme = scheme.lower()
-    if scheme not in _SCHEMES and registered_store(scheme) is None:
+    form = _form_of(scheme)
+    if form is None:
         hint = _HINTS.get(scheme) or did_you_mean(scheme, SCHEMES)
         return f": unknown {shown(scheme)}: {hint}"
-    form = _SCHEMES.get(scheme, _REGISTERED)
     text = f"{scheme}://{text[len(start) :]}"
     try:
         split = urlsplit(text)
@@ -291,8 +297,9 @@ def _parse(text: str) -> StoreUrl | str:
     )
     pairs = [pair.partition("=") for pair in split.query.split("&") if pair]
     is_open, known = form.options is None, form.options or ()
+    is_redis = form.extra == "redis"
     is_right = (
-        (is_open or not user)
+        (is_redis or not user)
         and "#" not in text
         and "@" not in split.path
         and ";" not in split.query

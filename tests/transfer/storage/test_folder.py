@@ -269,7 +269,7 @@ def test_a_failed_write_leaves_nothing_and_only_a_full_disk_is_full(
 
 def test_a_folder_of_any_name_can_be_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("s p", "%41", "~", "$HOME", "file:", "a#b", "a?b@c", "é", "."):
+    for name in ("s p", "%41", "~", "$HOME", "file:", "a#b", "a@b", "é", "."):
         quoted = f"file://{tmp_path}/{urllib.parse.quote(name)}"
         for number, url in enumerate((f"./{name}", f"{tmp_path}/{name}", quoted)):
             with closing(open_store(url)) as store:
