@@ -1,13 +1,12 @@
 """A random engine that owns its pool, and gives blocks their hashes at allocation.
 
-It is in the shape of vLLM: a prefix cache, sliding windows, chunked prefill, preemption,
+It is in the shape of vLLM: prefix cache, sliding windows, chunked prefill, preemption,
 tokens taken back, asynchronous steps, and a worker that may be in another process. Its
 KV is a number per token, which depends on the weights, the adapter and all tokens up to
 it, so that each read is compared with its right value, whatever a key says.
 """
 
 import collections
-import functools
 import multiprocessing
 from typing import Any, NamedTuple
 
@@ -92,7 +91,7 @@ def random_setup(rng, *, has_process=None):
         counts_loads=rng.random() < 0.5,
         caches_late=rng.random() < 0.3,
         has_content_of=rng.random() < 0.6,
-        reads_late=rng.random() < 0.4,
+        reads_late=rng.random() < 0.6,
         is_roomy=is_roomy,
         failures=0.0 if is_roomy else rng.choice((0.0, 0.2, 0.5)),
     )
@@ -165,7 +164,7 @@ def _serve(pipe, setup, seed):
 
 
 class Link:
-    """Messages to a worker here or in another process; replies come `lag` steps late."""
+    """Messages to a worker, here or in another process; replies come late."""
 
     def __init__(self, setup, seed):
         self.lag, self.replies, self.process = setup.lag, collections.deque(), None
@@ -410,7 +409,7 @@ class BorrowedEngine:
         held = [r for r in self.requests.values() if r.phase != "waiting"]
         if held and chance() < 0.06:
             self.preempt(rng.choice(held))
-        if self.running and chance() < 0.3 and not self.setup.is_roomy:
+        if self.running and not self.setup.is_roomy:
             self.rewrite(rng.choice(self.running))
         # A block whose `content_of` changes is not stored, as the documents say.
         if chance() < 0.25 and not (self.setup.is_roomy and self.setup.has_content_of):
@@ -479,9 +478,9 @@ class BorrowedEngine:
     def rewrite(self, request):
         """Take back tokens that were sampled, and sample others."""
         rng, num_prompt = self.rng, len(request.prompt)
-        if request.num_running or request.phase != "running":
+        if request.num_running or rng.random() < 0.2:
             return
-        num_kept = request.num_tokens - rng.choice((1, 1, 2, 3, 6))
+        num_kept = request.num_tokens - rng.choice((1, 1, 2, 4, 6))
         if num_kept < num_prompt:
             return
         first = num_kept // SIZE
@@ -786,7 +785,7 @@ class BorrowedEngine:
                 reads.append(np.vstack([rows[:, ~is_new], owner]))
                 # Later steps read the same blocks again: only the first time counts.
                 num_read = -(-start // SIZE)
-                first = max(request.num_read[group], at[0] // SIZE)
+                first = max(request.num_read[group], int(at[0]) // SIZE)
                 self.counts["block reads compared"] += max(num_read - first, 0)
                 request.num_read[group] = max(num_read, request.num_read[group])
                 names.append(
