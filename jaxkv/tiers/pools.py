@@ -176,7 +176,11 @@ class BorrowedPool:
         held = []
         for block_id, key in self._pairs(block_ids, keys):
             known_key, content = self._cached.get(block_id, _NOTHING)
-            held.append(known_key == key and content == self._content_of(block_id))
+            is_held = known_key == key
+            if is_held and content != (now := self._content_of(block_id)):
+                is_held = content is None  # The prefix cache names it now, for good.
+                self._cached[block_id] = key, now if is_held else content
+            held.append(is_held)
         return np.array(held, np.bool_)
 
     def are_free(self, block_ids: BlockIds) -> NDArray[np.bool_]:

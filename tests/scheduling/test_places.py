@@ -211,6 +211,24 @@ def test_a_block_that_the_prefix_cache_gets_late_is_stored():
     assert engine.step(request) == request.table[2:3]
 
 
+def test_a_block_that_waits_for_room_is_stored_though_it_gets_its_hash_meanwhile():
+    engine = Engine(FullAttention(SIZE), 1)
+    first, second = engine.request("first", range(5)), engine.request("second", "abcde")
+    for request in (first, second):
+        engine.scheduler.get_num_new_matched_tokens(request, 0)
+        request.table = engine.allocate([None] * 2)
+        engine.scheduler.update_state_after_alloc(request, request.table, 0)
+        engine.step(request, num_tokens=5)
+    assert engine.step(first) == first.table[:1]
+    assert engine.step(second) == [], "the host is full"
+    block = engine.blocks.blocks[second.table[0]]
+    block.block_hash = key_in_group(second.block_keys[0], 0)
+    engine.settle()
+    assert engine.step(second) == second.table[:1]
+    block.block_hash = None
+    assert not engine.pool.holds([block.block_id], second.block_keys)[0]
+
+
 def test_what_a_request_was_found_is_not_stored_before_the_step_that_may_compute_it():
     """Its hits may be blocks of a request that computes them in the same step."""
     engine = Engine(FullAttention(SIZE), 8)
