@@ -38,7 +38,6 @@ FULL, WINDOW, WIDE = (
 GROUPS = ((FULL,), (WINDOW,), (WIDE,), (FULL, WINDOW), (WIDE, FULL))
 MAX_RUNNING, MAX_REQUESTS, MAX_TOKENS, STEP_TOKENS = 4, 8, 30, 24
 _MASK = (1 << 62) - 1
-HAS_CURE = hasattr(EngineHooks, "change_namespace")
 
 
 def extend(value, token, weights):
@@ -67,7 +66,7 @@ class Setup(NamedTuple):
 def random_setup(rng, *, has_process=None):
     by_hooks, is_roomy = rng.random() < 0.5, rng.random() < 0.25
     groups = (FULL,) if by_hooks else rng.choice(GROUPS)
-    is_async = rng.random() < 0.6
+    is_async = rng.random() < 0.5
     is_plain = groups == (FULL,)
     if has_process is None:
         has_process = rng.random() < 0.05
@@ -262,7 +261,7 @@ class Request:
         self.first_held = [0] * len(self.groups)
         self.num_computed_tokens = self.num_output_placeholders = 0
         self.num_cached, self.num_loading, self.phase = 0, 0, "waiting"
-        self.num_recorded, self.num_read = 0, [0] * len(self.groups)
+        self.num_read = [0] * len(self.groups)
         self.unknown, self.new_blocks = [], [[] for _ in self.groups]
         self.kv = []  # The KV of its tokens, of those that are in its blocks.
 
@@ -379,7 +378,6 @@ class BorrowedEngine:
             self.counts["blocks loaded"] += num // SIZE
             request.fill(request.num_computed_tokens, request.weights)
             self.cache(request, request.num_computed_tokens)
-            self.record(request, request.num_computed_tokens)
             self.running.append(request)
             return
         self.counts["loads failed"] += 1
@@ -423,8 +421,8 @@ class BorrowedEngine:
         rng = self.rng
         if tokens is None:
             tokens, adapter = (), rng.choice((0,) * 6 + tuple(self.adapters))
-            if self.taken_back and rng.random() < 0.3:
-                tokens, adapter = self.taken_back.pop()
+            if self.taken_back and rng.random() < 0.5:
+                tokens, adapter = self.taken_back.pop(0)
             elif rng.random() < 0.9:
                 tokens = rng.choice(self.stories)
                 tokens = tokens[: rng.randint(1, len(tokens))]
@@ -432,7 +430,7 @@ class BorrowedEngine:
             tokens = tokens[: MAX_TOKENS - 6]
         self.num_requests += 1
         if max_tokens is None:
-            max_tokens = min(len(tokens) + rng.randint(1, 10), MAX_TOKENS)
+            max_tokens = min(len(tokens) + rng.randint(1, 12), MAX_TOKENS)
         name = f"r{self.num_requests}"
         options = tokens, max_tokens, adapter, self.weights, self.groups
         request = self.requests[name] = Request(name, *options)
@@ -458,8 +456,6 @@ class BorrowedEngine:
 
     def change_weights(self):
         """Change the model's weights, or roll them back."""
-        if self.hooks and not HAS_CURE:
-            return None
         self.update(self.last)
         self.last = []
         self.num_weights += self.rng.random() < 0.5
@@ -480,7 +476,7 @@ class BorrowedEngine:
         rng, num_prompt = self.rng, len(request.prompt)
         if request.num_running or rng.random() < 0.2:
             return
-        num_kept = request.num_tokens - rng.choice((1, 1, 2, 4, 6))
+        num_kept = request.num_tokens - rng.choice((1, 2, 4, 5, 6))
         if num_kept < num_prompt:
             return
         first = num_kept // SIZE
@@ -496,11 +492,12 @@ class BorrowedEngine:
         new = [rng.randrange(3) for _ in range(max(num_added, 1))]
         self.note(f"{request.request_id}: tokens from {num_kept} on become {new}")
         self.counts["rewrites"] += 1
-        self.taken_back = [*self.taken_back[-4:], (request.tokens[:], request.adapter)]
+        if first < request.num_computed_tokens // SIZE:  # A full block is overwritten.
+            old = request.tokens[:], request.adapter
+            self.taken_back = [*self.taken_back[-3:], old]
         request.tokens[num_kept:] = new
         request.num_computed_tokens = min(request.num_computed_tokens, num_kept)
         request.num_cached = min(request.num_cached, first)
-        request.num_recorded = min(request.num_recorded, first)
         del request.kv[request.num_computed_tokens :]
         for block in lost:
             self.pool.uncache(block)
@@ -515,7 +512,6 @@ class BorrowedEngine:
                 self.give_back(table[first:])
                 table[first:] = self.pool.allocate(len(table) - first)
             request.new_blocks = [[] for _ in self.groups]
-            self.forget([b for table in request.tables for b in table[first:]])
             self.scheduler.update_state_after_alloc(request, self.table(request), 0)
 
     # Requests get blocks and lose them.
@@ -541,23 +537,6 @@ class BorrowedEngine:
                     self.pool.cache(block, self.content(request, group, place))
         request.num_cached = max(request.num_cached, num_full)
 
-    def forget(self, blocks):
-        """Nothing: the scheduler sees what its requests get."""
-        if not HAS_CURE and not self.setup.has_content_of:
-            self.borrowed.forget(blocks)
-
-    def record(self, request, end):
-        """Nothing: the scheduler records what its requests have computed."""
-        if HAS_CURE or self.hooks or request.is_mixed:
-            return
-        for group, table in enumerate(request.tables):
-            num = min(end, request.num_tokens) // SIZE
-            first = min(request.first_held[group], num)
-            first = max(first, request.num_recorded)
-            keys = request.block_keys_by_group[group][first:num]
-            self.borrowed.cache(table[first:num], keys)
-        request.num_recorded = max(request.num_recorded, end // SIZE)
-
     def give_back(self, blocks):
         for block in blocks:
             self.pool.users[block] -= bool(block)
@@ -565,6 +544,9 @@ class BorrowedEngine:
 
     def find(self, request):
         """Return the device's longest prefix, in tokens, and its blocks by group."""
+        # A window's block that is found before it is recorded is not stored.
+        if self.setup.is_roomy and self.groups != (FULL,):
+            return 0, [[] for _ in self.groups]
         for num in range((request.num_tokens - 1) // SIZE, 0, -1):
             tables = []
             for group, spec in enumerate(self.groups):
@@ -613,7 +595,6 @@ class BorrowedEngine:
             for block in blocks:
                 self.pool.users[block] += 1
             new = self.pool.allocate(len(holes))
-            self.forget(new)
             for (group, place), block in zip(holes, new, strict=True):
                 tables[group][place] = block
             request.tables = tables
@@ -732,7 +713,6 @@ class BorrowedEngine:
             return False
         for group, num in enumerate(wanted):
             new = self.pool.allocate(num)
-            self.forget(new)
             request.tables[group] += new
             request.new_blocks[group] += new
         if not self.setup.caches_late:
@@ -815,7 +795,6 @@ class BorrowedEngine:
                     chain.extend(request.tokens[-1:])
             num = request.num_computed_tokens - request.num_output_placeholders
             self.cache(request, num)
-            self.record(request, num)
             if request.num_tokens >= request.max_tokens:
                 self.counts["requests served"] += 1
                 self.stories = [
