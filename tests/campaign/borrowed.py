@@ -8,7 +8,7 @@ it, so that each read is compared with its right value, whatever a key says.
 
 import collections
 import multiprocessing
-from typing import Any, NamedTuple
+import types
 
 import numpy as np
 
@@ -30,11 +30,8 @@ from tests.campaign import truth
 from tests.campaign.model import WrongBytesError
 
 SIZE = 4  # Tokens per block.
-FULL, WINDOW, WIDE = (
-    FullAttention(SIZE),
-    SlidingWindow(SIZE, 5),
-    SlidingWindow(SIZE, 10),
-)
+FULL, WINDOW = FullAttention(SIZE), SlidingWindow(SIZE, 5)
+WIDE = SlidingWindow(SIZE, 10)
 GROUPS = ((FULL,), (WINDOW,), (WIDE,), (FULL, WINDOW), (WIDE, FULL))
 MAX_RUNNING, MAX_REQUESTS, MAX_TOKENS, STEP_TOKENS = 4, 8, 30, 24
 _MASK = (1 << 62) - 1
@@ -46,23 +43,6 @@ def extend(value, token, weights):
     return value ^ value >> 29
 
 
-class Setup(NamedTuple):
-    groups: tuple
-    by_hooks: bool
-    num_blocks: int
-    num_host_blocks: int
-    rules: OffloadRules
-    is_async: bool
-    has_process: bool
-    lag: int  # Steps until the scheduler has a report.
-    counts_loads: bool  # Whether tokens count as computed once their load begins.
-    caches_late: bool  # Whether the prefix cache gets blocks a step late.
-    has_content_of: bool
-    reads_late: bool  # Whether a store may read its blocks until it is reported.
-    is_roomy: bool  # Nothing fails and the host has room: all must be stored.
-    failures: float
-
-
 def random_setup(rng, *, has_process=None):
     by_hooks, is_roomy = rng.random() < 0.5, rng.random() < 0.25
     groups = (FULL,) if by_hooks else rng.choice(GROUPS)
@@ -70,9 +50,9 @@ def random_setup(rng, *, has_process=None):
     is_plain = groups == (FULL,)
     if has_process is None:
         has_process = rng.random() < 0.05
-    return Setup(
-        groups,
-        by_hooks,
+    return types.SimpleNamespace(
+        groups=groups,
+        by_hooks=by_hooks,
         num_blocks=rng.choice((10, 12, 16, 24)) * len(groups),
         num_host_blocks=6000 if is_roomy else rng.choice((3, 8, 24, 200)),
         rules=OffloadRules(
@@ -86,11 +66,16 @@ def random_setup(rng, *, has_process=None):
         ),
         is_async=is_async,
         has_process=has_process,
+        # Steps until the scheduler has a report.
         lag=rng.choice((0, 1, 3)),
+        # Whether tokens count as computed once their load begins.
         counts_loads=rng.random() < 0.5,
+        # Whether the prefix cache gets blocks a step late.
         caches_late=rng.random() < 0.3,
         has_content_of=rng.random() < 0.6,
+        # Whether a store may read its blocks until it is reported.
         reads_late=rng.random() < 0.6,
+        # Nothing fails and the host has room: all must be stored.
         is_roomy=is_roomy,
         failures=0.0 if is_roomy else rng.choice((0.0, 0.2, 0.5)),
     )
@@ -130,9 +115,8 @@ class Worker:
             ids = np.array(meta.store_device_blocks).reshape(-1, factor)
             now = None if self.setup.reads_late else self.kv[ids].copy()
             targets = list(meta.store_host_blocks)
-            self.in_flight.append(
-                (due, "store", fails, meta.store_event, ids, targets, now)
-            )
+            event = meta.store_event
+            self.in_flight.append((due, "store", fails, event, ids, targets, now))
         if meta.load_host_blocks:
             ids = np.array(meta.load_device_blocks).reshape(-1, factor)
             self.kv[ids[ids != NO_BLOCK]] = -3  # A load may write at any time.
@@ -145,11 +129,9 @@ class Worker:
         if kind == "store":
             report[3 if fails else 2].append(event)
             values = self.kv[device] if values is None else values
-            self.host[host] = (
-                -4
-                if fails
-                else np.where(device[..., None] == NO_BLOCK, self.host[host], values)
-            )
+            is_meant = device[..., None] != NO_BLOCK
+            values = np.where(is_meant, values, self.host[host])
+            self.host[host] = -4 if fails else values
             return
         report[1 if fails else 0].extend(event)
         is_meant = device != NO_BLOCK
@@ -177,15 +159,13 @@ class Link:
             self.worker = Worker(setup, seed)
 
     def send(self, message):
-        reply = self.pipe if self.process else self.worker.step(message)
         if self.process:
             self.pipe.send(message)
-        self.replies.append(reply)
+        self.replies.append(None if self.process else self.worker.step(message))
 
     def receive(self):
         while len(self.replies) > self.lag:
-            reply = self.replies.popleft()
-            yield reply.recv() if self.process else reply
+            yield self.replies.popleft() or self.pipe.recv()
 
     def close(self):
         if self.process:
@@ -245,7 +225,7 @@ class Request:
         # Tokens that have been sampled but that the scheduler does not know yet.
         self.unknown = []
         self.num_running = 0  # Steps in flight that compute it.
-        self.is_mixed = self.has_ended = False
+        self.is_mixed = False
         self.extras = Extras(lora_name=f"adapter {adapter}" if adapter else None)
         self.chains = [
             KeyChain(namespace(weights), self.extras, group=group)
@@ -257,6 +237,7 @@ class Request:
         self.lose_blocks()
 
     def lose_blocks(self):
+        self.life = object()  # A step that ends may belong to an earlier life.
         self.tables = [[] for _ in self.groups]
         self.first_held = [0] * len(self.groups)
         self.num_computed_tokens = self.num_output_placeholders = 0
@@ -269,13 +250,10 @@ class Request:
     block_keys = property(lambda self: self.chains[0].keys)
     block_keys_by_group = property(lambda self: [chain.keys for chain in self.chains])
 
-    def start(self):
-        return extend(17, self.adapter, 0)
-
     def fill(self, num_tokens, weights):
         """Compute the KV of its tokens so far, which it may read."""
         tokens = self.tokens + self.unknown
-        value = self.kv[-1] if self.kv else self.start()
+        value = self.kv[-1] if self.kv else extend(17, self.adapter, 0)
         for token in tokens[len(self.kv) : num_tokens]:
             value = extend(value, token, weights)
             self.kv.append(value)
@@ -283,12 +261,6 @@ class Request:
 
 def namespace(weights):
     return Namespace("driver", str(weights), "int64", "tokens", SIZE)
-
-
-class Share(NamedTuple):
-    request: Request
-    is_sampled: bool
-    life: Any
 
 
 class BorrowedEngine:
@@ -302,13 +274,12 @@ class BorrowedEngine:
         self.scheduler = OffloadScheduler(
             setup.groups, setup.num_host_blocks, rules=setup.rules
         )
-        content_of = self.pool.hashes.get if setup.has_content_of else None
         self.borrowed = BorrowedPool(
             setup.num_blocks,
             num_free=lambda: len(self.pool.free),
             hold=self.pool.hold,
             release=self.pool.release,
-            content_of=content_of,
+            content_of=self.pool.hashes.get if setup.has_content_of else None,
             count_of=self.pool.counts.__getitem__,
         )
         self.hooks = None
@@ -345,12 +316,9 @@ class BorrowedEngine:
             self.collect(output)
         if not self.is_calm:
             self.act_at_random()
-        shares = self.schedule()
-        self.dispatch(shares)
+        shares = self.dispatch(self.schedule())
         if self.setup.is_async:
-            self.last, shares = shares_of(shares), self.last
-        else:
-            shares = shares_of(shares)
+            self.last, shares = shares, self.last
         self.update(shares)
 
     # Transfers that have ended.
@@ -358,9 +326,8 @@ class BorrowedEngine:
     def collect(self, output):
         if self.hooks:
             for request, num_tokens in self.hooks.collect(output):
-                if request.phase == "ready":
-                    continue
-                self.arrive(request, bool(num_tokens))
+                if request.phase != "ready":
+                    self.arrive(request, bool(num_tokens))
             return
         done = self.scheduler.update_connector_output(output)
         for name in done.finished_recving:
@@ -617,10 +584,7 @@ class BorrowedEngine:
             truth.first_block_read(spec, num_found + offer) for spec in self.groups
         ]
         request.num_cached = num_found // SIZE
-        self.note(
-            f"{request.request_id}: {num_found} tokens found, {offer} offered, "
-            f"tables {request.tables}"
-        )
+        self.note(f"{request.request_id}: {num_found} + {offer} in {request.tables}")
         if is_loading:
             request.phase, request.num_loading = "loading", offer
             if self.setup.counts_loads:
@@ -647,7 +611,6 @@ class BorrowedEngine:
 
     def end(self, request):
         self.note(f"{request.request_id}: ends, {request.phase}")
-        request.has_ended = True
         if self.hooks:
             self.hooks.free(request, has_ended=True)
         else:
@@ -663,7 +626,6 @@ class BorrowedEngine:
         for table in request.tables:
             self.give_back(table)
         request.lose_blocks()
-        request.life = object()
 
     # A step.
 
@@ -722,9 +684,8 @@ class BorrowedEngine:
     def trim(self, request):
         """Free blocks that no later token reads; the prefix cache still finds them."""
         num = request.num_computed_tokens - request.num_output_placeholders
-        for group, (spec, table) in enumerate(
-            zip(self.groups, request.tables, strict=True)
-        ):
+        for group, table in enumerate(request.tables):
+            spec = self.groups[group]
             first = min(truth.first_block_read(spec, num), len(table))
             self.give_back(table[:first])
             table[:first] = [0] * first
@@ -745,16 +706,15 @@ class BorrowedEngine:
                 SchedulerOutput(tokens, new, tuple(self.preempted))
             )
         self.preempted = []
-        reads, writes, names = [], [], []
+        running, reads, writes, names = [], [], [], []
         for request, num in shares.values():
             request.new_blocks = [[] for _ in self.groups]
             start, end = request.num_computed_tokens, request.num_computed_tokens + num
             request.fill(end, self.weights)
             assert len(request.kv) == end, (request.request_id, len(request.kv), end)
             kv = np.array(request.kv)
-            for group, (spec, table) in enumerate(
-                zip(self.groups, request.tables, strict=True)
-            ):
+            for group, table in enumerate(request.tables):
+                spec = self.groups[group]
                 at = np.arange(truth.first_token_read(spec, start), end)
                 blocks = np.array(table)[at // SIZE]
                 values, is_new = kv[at] ^ group, at >= start
@@ -778,15 +738,17 @@ class BorrowedEngine:
             if request.is_sampled:
                 request.unknown.append(self.rng.randrange(3))
                 request.num_output_placeholders += 1
+            running.append((request, request.is_sampled, request.life))
         reads = np.hstack(reads) if reads else np.zeros((4, 0), int)
         writes = np.hstack(writes) if writes else np.zeros((3, 0), int)
         self.link.send((meta, writes, reads, names))
+        return running
 
     def update(self, shares):
         """Add the tokens of a step that has run."""
         for request, is_sampled, life in shares:
             request.num_running -= 1
-            if request.has_ended or getattr(request, "life", None) is not life:
+            if request.life is not life:
                 continue
             if is_sampled:
                 request.num_output_placeholders -= 1
@@ -797,11 +759,7 @@ class BorrowedEngine:
             self.cache(request, num)
             if request.num_tokens >= request.max_tokens:
                 self.counts["requests served"] += 1
-                self.stories = [
-                    *self.stories[:2],
-                    *self.stories[2:][-2:],
-                    request.tokens,
-                ]
+                self.stories[2:] = [*self.stories[2:][-2:], request.tokens]
                 if not request.is_mixed:
                     self.served.append((request.adapter, tuple(request.tokens), num))
                 self.end(request)
@@ -810,16 +768,13 @@ class BorrowedEngine:
 
     def settle(self):
         """Serve the remaining requests; then nothing may be left behind."""
-        self.is_calm = True
-        pending = self.scheduler
+        self.is_calm, scheduler = True, self.scheduler
         for _ in range(3000):
-            if not (*self.requests, *self.last) and not (
-                pending.has_pending_stores() or pending.has_pending_loads()
-            ):
-                break
             self.step()
-        else:
-            raise AssertionError(f"never served: {sorted(self.requests)}")
+            is_moving = scheduler.has_pending_stores() or scheduler.has_pending_loads()
+            if not (self.requests or self.last or is_moving):
+                break
+        assert not self.requests, f"never served: {sorted(self.requests)}"
         self.link.lag = 0
         self.step()
         left = [block for block, count in enumerate(self.pool.counts) if count]
@@ -841,14 +796,6 @@ class BorrowedEngine:
             num = num_computed // SIZE * SIZE
             assert offer >= num, f"never stored: {offer} of {num} tokens of {tokens}"
             self.counts["served requests found on the host"] += 1
-
-
-def shares_of(shares):
-    """The shares of a step that runs."""
-    return [
-        Share(request, request.is_sampled, getattr(request, "life", None))
-        for request, _ in shares.values()
-    ]
 
 
 def run_borrowed(rng, counts, note, steps, **options):
