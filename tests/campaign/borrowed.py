@@ -74,7 +74,7 @@ def random_setup(rng, *, has_process=None):
         caches_late=rng.random() < 0.3,
         has_content_of=rng.random() < 0.6,
         # Whether a store may read its blocks until it is reported.
-        reads_late=rng.random() < 0.6,
+        reads_late=rng.random() < 0.5,
         # Nothing fails and the host has room: all must be stored.
         is_roomy=is_roomy,
         failures=0.0 if is_roomy else rng.choice((0.0, 0.2, 0.5)),
@@ -364,7 +364,7 @@ class BorrowedEngine:
         rng, chance = self.rng, self.rng.random
         if chance() < 0.7 and len(self.requests) < MAX_REQUESTS:
             self.submit()
-            if chance() < 0.3:  # Its twin hits blocks that are not computed yet.
+            if chance() < 0.4:  # Its twin hits blocks that are not computed yet.
                 twin = self.waiting[-1]
                 self.submit(twin.tokens, twin.adapter)
         alive = list(self.requests.values())
@@ -593,8 +593,9 @@ class BorrowedEngine:
         request.phase = "running"
         request.fill(num_found, request.weights)
         self.running.append(request)
-        if self.rng.random() < 0.1:  # Between its admission and the plan.
-            self.rng.choice((self.end, self.preempt))(request)
+        # Between its admission and the plan; its hits may not be computed yet.
+        if self.rng.random() < (0.3 if num_found and not self.is_calm else 0.05):
+            self.rng.choice((self.end, self.end, self.preempt))(request)
         return True
 
     def preempt(self, request):
