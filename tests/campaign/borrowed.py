@@ -7,7 +7,6 @@ it, so that each read is compared with its right value, whatever a key says.
 """
 
 import collections
-import multiprocessing
 import types
 
 import numpy as np
@@ -28,6 +27,7 @@ from jaxkv.integrations.engine_hooks import EngineHooks
 from jaxkv.types import NO_BLOCK
 from tests.campaign import truth
 from tests.campaign.model import WrongBytesError
+from tests.rigs.children import FORKS
 
 SIZE = 4  # Tokens per block.
 FULL, WINDOW = FullAttention(SIZE), SlidingWindow(SIZE, 5)
@@ -47,7 +47,7 @@ def random_setup(rng, *, has_process=None):
     by_hooks, is_roomy = rng.random() < 0.5, rng.random() < 0.25
     groups = (FULL,) if by_hooks else rng.choice(GROUPS)
     is_async = rng.random() < 0.5
-    is_plain = groups == (FULL,)
+    has_pairs = groups == (FULL,) and not is_roomy
     if has_process is None:
         has_process = rng.random() < 0.05
     return types.SimpleNamespace(
@@ -59,9 +59,7 @@ def random_setup(rng, *, has_process=None):
             max_blocks_in_flight=None if is_roomy else rng.choice((None, 2, 6)),
             store_batch_blocks=rng.choice((0, 0, 3, None)),
             store_max_wait_steps=rng.choice((1, 4)),
-            blocks_per_host_block=rng.choice((1, 2))
-            if is_plain and not is_roomy
-            else 1,
+            blocks_per_host_block=rng.choice((1, 2)) if has_pairs else 1,
             delay_shared_loads=rng.random() < 0.3,
         ),
         is_async=is_async,
@@ -150,9 +148,8 @@ class Link:
     def __init__(self, setup, seed):
         self.lag, self.replies, self.process = setup.lag, collections.deque(), None
         if setup.has_process:
-            context = multiprocessing.get_context("spawn")
-            self.pipe, other = context.Pipe()
-            self.process = context.Process(target=_serve, args=(other, setup, seed))
+            self.pipe, other = FORKS.Pipe()
+            self.process = FORKS.Process(target=_serve, args=(other, setup, seed))
             self.process.start()
             other.close()
         else:
@@ -339,24 +336,24 @@ class BorrowedEngine:
         num, request.num_loading = request.num_loading, 0
         self.note(f"{request.request_id}: load of {num} tokens, arrived: {is_loaded}")
         if is_loaded:
-            request.phase = "ready"
-            if not self.setup.counts_loads:
-                request.num_computed_tokens += num
+            request.num_computed_tokens += 0 if self.setup.counts_loads else num
             self.counts["blocks loaded"] += num // SIZE
-            request.fill(request.num_computed_tokens, request.weights)
             self.cache(request, request.num_computed_tokens)
-            self.running.append(request)
-            return
+            return self.start(request, "ready")
         self.counts["loads failed"] += 1
         can_go_on = not self.hooks and not any(0 in table for table in request.tables)
         if can_go_on and self.rng.random() < 0.5:
-            if self.setup.counts_loads:
-                request.num_computed_tokens -= num
-            request.phase = "running"
-            request.fill(request.num_computed_tokens, request.weights)
-            self.running.append(request)
+            request.num_computed_tokens -= num if self.setup.counts_loads else 0
+            self.start(request, "running")
         else:
             self.preempt(request)
+
+        return None
+
+    def start(self, request, phase):
+        request.phase = phase
+        request.fill(request.num_computed_tokens, request.weights)
+        self.running.append(request)
 
     # What may come at any time.
 
@@ -498,10 +495,9 @@ class BorrowedEngine:
         if request.is_mixed:
             return
         for group, table in enumerate(request.tables):
-            for place in range(request.num_cached, min(num_full, len(table))):
-                block = table[place]
-                if place >= request.first_held[group]:
-                    self.pool.cache(block, self.content(request, group, place))
+            first = max(request.num_cached, request.first_held[group])
+            for place in range(first, min(num_full, len(table))):
+                self.pool.cache(table[place], self.content(request, group, place))
         request.num_cached = max(request.num_cached, num_full)
 
     def give_back(self, blocks):
@@ -518,10 +514,8 @@ class BorrowedEngine:
             tables = []
             for group, spec in enumerate(self.groups):
                 first = truth.first_block_read(spec, num * SIZE)
-                blocks = [
-                    self.pool.by_hash.get(self.content(request, group, place))
-                    for place in range(first, num)
-                ]
+                hashes = [self.content(request, group, n) for n in range(first, num)]
+                blocks = [self.pool.by_hash.get(content) for content in hashes]
                 if None in blocks:
                     break
                 tables.append([0] * first + blocks)
@@ -529,13 +523,21 @@ class BorrowedEngine:
                 return num * SIZE, tables
         return 0, [[] for _ in self.groups]
 
+    def query(self, request, num_found):
+        if self.hooks:
+            return self.hooks.query(request, num_found)
+        return self.scheduler.get_num_new_matched_tokens(request, num_found)[0]
+
+    def free(self, request):
+        if self.hooks:
+            self.hooks.free(request, has_ended=True)
+        else:
+            self.scheduler.request_finished(request, self.table(request))
+
     def admit(self, request, num_left):
         """Admit a request; return whether the next may follow."""
         num_found, found = self.find(request)
-        if self.hooks:
-            offer = self.hooks.query(request, num_found)
-        else:
-            offer, _ = self.scheduler.get_num_new_matched_tokens(request, num_found)
+        offer = self.query(request, num_found)
         if offer is None:
             return True
         if self.rng.random() < 0.03:
@@ -572,10 +574,9 @@ class BorrowedEngine:
             is_loading, is_allocated = self.hooks.is_loading(request), request.tables[0]
         else:
             is_allocated = allocate(num, offer > 0) is not None
-            table = self.table(request) if is_allocated else []
-            num_new = offer if is_allocated else 0
+            table, num_new = (self.table(request), offer) if is_allocated else ([], 0)
             self.scheduler.update_state_after_alloc(request, table, num_new)
-            is_loading = is_allocated and offer > 0
+            is_loading = num_new > 0
         if not is_allocated:
             return False
         self.waiting.remove(request)
@@ -590,9 +591,7 @@ class BorrowedEngine:
             if self.setup.counts_loads:
                 request.num_computed_tokens += offer
             return True
-        request.phase = "running"
-        request.fill(num_found, request.weights)
-        self.running.append(request)
+        self.start(request, "running")
         # Between its admission and the plan; its hits may not be computed yet.
         if self.rng.random() < (0.3 if num_found and not self.is_calm else 0.05):
             self.rng.choice((self.end, self.end, self.preempt))(request)
@@ -612,10 +611,7 @@ class BorrowedEngine:
 
     def end(self, request):
         self.note(f"{request.request_id}: ends, {request.phase}")
-        if self.hooks:
-            self.hooks.free(request, has_ended=True)
-        else:
-            self.scheduler.request_finished(request, self.table(request))
+        self.free(request)
         if request in self.waiting:
             self.waiting.remove(request)
         del self.requests[request.request_id]
@@ -698,21 +694,19 @@ class BorrowedEngine:
         if self.hooks:
             meta = self.hooks.plan(tokens)
         else:
-            new = {}
-            for request in self.running:
-                if any(request.new_blocks):
-                    blocks = request.new_blocks
-                    new[request.request_id] = blocks if len(blocks) > 1 else blocks[0]
-            meta = self.scheduler.build_connector_meta(
-                SchedulerOutput(tokens, new, tuple(self.preempted))
-            )
+            new = {
+                r.request_id: r.new_blocks if len(self.groups) > 1 else r.new_blocks[0]
+                for r in self.running
+                if any(r.new_blocks)
+            }
+            output = SchedulerOutput(tokens, new, tuple(self.preempted))
+            meta = self.scheduler.build_connector_meta(output)
         self.preempted = []
         running, reads, writes, names = [], [], [], []
         for request, num in shares.values():
             request.new_blocks = [[] for _ in self.groups]
             start, end = request.num_computed_tokens, request.num_computed_tokens + num
             request.fill(end, self.weights)
-            assert len(request.kv) == end, (request.request_id, len(request.kv), end)
             kv = np.array(request.kv)
             for group, table in enumerate(request.tables):
                 spec = self.groups[group]
@@ -778,8 +772,7 @@ class BorrowedEngine:
         assert not self.requests, f"never served: {sorted(self.requests)}"
         self.link.lag = 0
         self.step()
-        left = [block for block, count in enumerate(self.pool.counts) if count]
-        assert not left, f"blocks left behind: {left}"
+        assert not any(self.pool.counts), "blocks left behind"
         if self.setup.is_roomy:
             self.check_all_is_stored()
 
@@ -788,12 +781,8 @@ class BorrowedEngine:
         for number, (adapter, tokens, num_computed) in enumerate(self.served):
             options = (*tokens, 0), MAX_TOKENS, adapter, self.weights, self.groups
             request = Request(f"after {number}", *options)
-            if self.hooks:
-                offer = self.hooks.query(request, 0)
-                self.hooks.free(request, has_ended=True)
-            else:
-                offer, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
-                self.scheduler.request_finished(request, [])
+            offer = self.query(request, 0)
+            self.free(request)
             num = num_computed // SIZE * SIZE
             assert offer >= num, f"never stored: {offer} of {num} tokens of {tokens}"
             self.counts["served requests found on the host"] += 1
