@@ -36,7 +36,7 @@ CEILINGS = {
     "keys": 775,
     "policies": 4_710,
     "transfer": 9_615,
-    "tiers": 4_510,
+    "tiers": 4_515,
     "search": 585,
     "scheduling": 10_490,
     "observe": 1_630,
