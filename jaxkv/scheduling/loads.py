@@ -19,7 +19,7 @@ from jaxkv.scheduling.protocol import NO_EVENT, Request
 from jaxkv.scheduling.requests import Requests
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.search.groups import FullAttention, GroupSpec, alignment
+from jaxkv.search.groups import FullAttention, GroupSpec, alignment, first_block_read
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.pools import DevicePool
@@ -459,7 +459,9 @@ def mark_skipped(
         is_unwritten = ~np.isin(head, [NULL_BLOCK, *written.tolist(), *tail])
         # Device hits are written if the pool holds their keys. Where none is read, an
         # engine may have put other blocks in their place.
-        local = np.flatnonzero(is_unwritten[: min(start, len(group_keys))])
+        first = min(first_block_read(spec, num_local + num_external), start)
+        is_unwritten[first:start] = False
+        local = np.flatnonzero(is_unwritten[: min(first, len(group_keys))])
         if local.size:
             local_keys = [group_keys[index] for index in local.tolist()]
             is_unwritten[local] = ~pool.holds(head[local], local_keys)

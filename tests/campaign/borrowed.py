@@ -507,9 +507,6 @@ class BorrowedEngine:
 
     def find(self, request):
         """Return the device's longest prefix, in tokens, and its blocks by group."""
-        # A window's block that is found before it is recorded is not stored.
-        if self.setup.is_roomy and self.groups != (FULL,):
-            return 0, [[] for _ in self.groups]
         for num in range((request.num_tokens - 1) // SIZE, 0, -1):
             tables = []
             for group, spec in enumerate(self.groups):

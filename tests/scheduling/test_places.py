@@ -245,6 +245,22 @@ def test_what_a_request_was_found_is_not_stored_before_the_step_that_may_compute
     assert engine.step(first) == first.table[:2]
 
 
+def test_a_hit_in_a_window_is_no_mark_on_a_block_that_is_computed_in_this_step():
+    """Its key is not recorded yet: it counted as left out, for the first one too."""
+    engine = Engine(SlidingWindow(SIZE, 2 * SIZE), 8)
+    first = engine.request("first", range(5))
+    engine.admit(first)
+    hit = engine.request("hit", range(5))
+    engine.scheduler.get_num_new_matched_tokens(hit, SIZE)
+    engine.blocks.touch(engine.blocks.named(first.table[:1]))
+    hit.table = [first.table[0], *engine.allocate([None])]
+    engine.scheduler.update_state_after_alloc(hit, hit.table, 0)
+    hit.num_computed_tokens = SIZE
+    assert engine.pool.unwritten == set()
+    engine.step(first, num_tokens=5)
+    assert engine.step(first) == first.table[:1]
+
+
 def test_a_store_of_a_block_that_is_overwritten_is_void():
     """A request takes tokens back while their block waits, or is in flight."""
     for limit, is_in_flight in ((1, False), (None, True)):
