@@ -154,7 +154,7 @@ def test_escape_sequences_of_a_recordings_policy_do_not_reach_the_terminal(
         {"t": n, "in": 9, "ids": [n % 3, 6], "device": 0, "host": 0} for n in (1, 2)
     ]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in (header, *lines)))
-    out, err, _ = run_line(f"plan {path} --host 2", has_figures=False)
+    out, err, _ = run_line(f"plan {path} --capacity 2", has_figures=False)
     assert "owned" in out
     assert all(line.isprintable() for line in [*out.split("\n"), *err.split("\n")])
     assert len(out) < 10_000

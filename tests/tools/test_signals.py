@@ -207,7 +207,7 @@ def test_output_to_a_full_disk_is_one_line():
 
 
 def test_output_that_is_or_was_closed_is_no_error():
-    plan = "plan synthetic:9 --policy lru --host 10"
+    plan = "plan synthetic:9 --policy lru --capacity 10"
     reader, writer = os.pipe()
     os.close(reader)
     done = run_command("--help", stdout=writer)
