@@ -38,7 +38,7 @@ CEILINGS = {
     "transfer": 9_625,
     "tiers": 4_515,
     "search": 585,
-    "scheduling": 10_495,
+    "scheduling": 10_500,
     "observe": 1_630,
     "strict": 1_175,
     "config": 955,

@@ -98,7 +98,9 @@ class EagerStores(Chooser):
 
     def bind(self, pool: DevicePool) -> None:
         """Serve the requests of a pool."""
-        self._places = Places(pool.num_blocks)
+        if pool.num_blocks != self._places.num_blocks:
+            self._places = Places(pool.num_blocks)
+            self._progress.clear()  # Their tables are of another pool.
 
     def begun(
         self,
@@ -133,7 +135,6 @@ class EagerStores(Chooser):
     def recompute(self, request_id: str) -> None:
         """Expect a request to recompute the blocks whose load has failed."""
         progress = self._progress[request_id]
-        assert request_id in self._requests.caps
         progress.num_computed = [0] * len(self._groups)
         progress.is_capped = True
         self._start_over(progress)

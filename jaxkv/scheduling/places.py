@@ -26,7 +26,7 @@ class Places:
     _NOT_DIGESTED = True
 
     def __init__(self, num_blocks: int) -> None:
-        self._now = 0
+        self.num_blocks, self._now = num_blocks, 0
         # i64[B]. The last time at which each block was given to a request.
         self._given = np.zeros(num_blocks, np.int64)
         self._given[NULL_BLOCK] = _NEVER  # The null block holds nothing.

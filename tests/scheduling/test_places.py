@@ -286,6 +286,19 @@ def test_a_store_of_a_block_that_is_overwritten_is_void():
         assert (stats.num_stored, stats.num_dropped_failed) == (3, 1)
 
 
+def test_a_pool_that_is_bound_again_keeps_the_places_of_running_requests():
+    engine = Engine(FullAttention(SIZE), 8)
+    request = engine.request("r", range(9))
+    engine.admit(request)
+    engine.step(request, num_tokens=9)
+    engine.scheduler.bind_device_block_pool(engine.pool)
+    assert engine.step(request) == request.table[:2]
+    engine.scheduler.bind_device_block_pool(Blocks(8).borrowed())
+    request.table = []
+    engine.finish(request)
+    assert engine.step() == []
+
+
 def test_keys_that_change_without_a_computation_store_nothing_more():
     """Such as the keys of new weights for blocks that the old weights have computed."""
     engine = Engine(FullAttention(SIZE), 8)
