@@ -42,6 +42,7 @@ from tests.reference.longest import first_read, longest_prefix
 from tests.rigs.scheduler_state import Ref, restore, snapshot
 
 GARBAGE = ""
+TORN = "torn"  # What a store reads of a block that is overwritten meanwhile.
 WAITING, LOADING, RUNNING, DONE = "waiting", "loading", "running", "done"
 # Long enough for the batches here; the longer a log, the more there is to copy.
 _MIN_MAX_BATCH = 8
@@ -130,6 +131,9 @@ class Request:
         self.offer = 0  # What is being loaded, ...
         self.after = None  # ... and its tables once it is there.
         self.needs = 0  # Missing blocks, with `holds_waiting`.
+        self.num_written = (
+            0  # Tokens; those taken back stay until they are computed again.
+        )
 
     @property
     def block_keys_by_group(self):
@@ -219,7 +223,7 @@ def unpack(packed):
 # What changes of a request, and of the engine around the scheduler.
 _OF_REQUEST = (
     *("phase", "num_tokens", "num_computed_tokens", "num_output_placeholders"),
-    *("tables", "offer", "after", "needs"),
+    *("tables", "offer", "after", "needs", "num_written"),
 )
 _OF_ENGINE = (
     *("device", "host", "objects", "transfers", "preempted", "silent", "is_listed"),
@@ -360,11 +364,11 @@ class World:
         ("together"); a request takes a part of an offer ("less"), is preempted
         ("preempt", and "lose" where only the next step says so), is aborted ("abort"),
         asks as if the device had nothing ("blind"), gets its blocks without asking
-        ("unasked") or names them again ("again"); the host is reset ("reset"), the
-        device's cache forgotten ("forget") or only its first block ("gap"), the store
-        left ("leave"), listed once more ("relist") or not listable ("unlist"); the
-        host's policy changes ("change"). A store is listed ("list"); rates are
-        measured ("rates").
+        ("unasked"), names them again ("again") or takes back its last token, to compute
+        it again ("back"); the host is reset ("reset"), the device's cache forgotten
+        ("forget") or only its first block ("gap"), the store left ("leave"), listed
+        once more ("relist") or not listable ("unlist"); the host's policy changes
+        ("change"). A store is listed ("list"); rates are measured ("rates").
         """
         acts, actions = self.setup.acts, []
         for n in range(len(self.transfers)):
@@ -388,6 +392,9 @@ class World:
             name = r.request_id
             if r.phase == DONE:
                 continue
+            is_new = r.num_computed_tokens > self.starts.get(name, 0)
+            if "back" in acts and r.phase == RUNNING and is_new:
+                actions.append(("back", name))
             if r.phase == WAITING and name not in self.silent:
                 if not self.is_to_reset:
                     hows = [how for how in ("less", "blind") if how in acts]
@@ -724,6 +731,9 @@ class World:
         r.phase = RUNNING
         self._do_again(name)
 
+    def _do_back(self, name):
+        self._named(name).num_computed_tokens -= 1
+
     def _do_again(self, name):
         r = self._named(name)
         tables = self.scheduler.update_state_after_alloc(r, r.table, 0)
@@ -793,8 +803,10 @@ class World:
                         f"{r.request_id} reads {contents!r} in block {i}, not {right!r}"
                     )
             for i in range(start // size, -(-end // size)):
-                self._write(table[i], content(g, r.text, min((i + 1) * size, end)))
+                what = content(g, r.text, min((i + 1) * size, end))
+                self._write(table[i], what, is_again=i * size < r.num_written)
         r.num_computed_tokens, is_ahead = end, self.setup.is_ahead
+        r.num_written = max(r.num_written, end)
         is_growing = end == r.num_tokens < len(r.text)
         r.num_tokens += is_growing
         is_uncertain = is_ahead and is_growing and end > r.num_prompt_tokens
@@ -813,14 +825,19 @@ class World:
             raise WrongError(f"block {block} is read while it is loaded")
         return self.device[block]
 
-    def _write(self, block, what):
+    def _write(self, block, what, *, is_again=False):
         if block == NULL_BLOCK:
             raise WrongError("the null block is written")
+        for t in self.transfers * is_again:
+            if t.kind == "store":
+                for n, (source, _) in enumerate(t.pairs):
+                    if source == block:
+                        t.contents[n] = TORN
         busy = [
             t.kind
             for t in self.transfers
             for source, target in t.pairs
-            if (t.kind == "store" and source == block)
+            if (t.kind == "store" and source == block and not is_again)
             or (t.kind == "load" and target == block and not t.is_written)
         ]
         if busy:
@@ -993,7 +1010,7 @@ class World:
     def _check_sources(self, t):
         for (source, target), what in zip(t.pairs, t.contents, strict=True):
             if t.kind == "store":
-                if self.device[source] != what:
+                if what not in (self.device[source], TORN):
                     raise WrongError(f"block {source} was written while stored")
             elif t.kind == "load":
                 if what not in self.host[source].split("|") or not what:
@@ -1060,7 +1077,7 @@ class World:
             self.pool.free(table[::-1])
         r.tables = [[] for _ in self.groups]
         r.phase, r.offer, r.after, r.needs = phase, 0, None, 0
-        r.num_output_placeholders = 0
+        r.num_output_placeholders = r.num_written = 0
 
     def _do_preempt(self, name, is_told=True):
         r = self._named(name)
@@ -1127,7 +1144,7 @@ class World:
         return (
             *(stats.num_store_refusals, stats.num_evicted, self._num_dropped()),
             *(stats.num_dropped_failed, stats.num_dropped_reset),
-            *(self.seen[kind] for kind in ("reset", "forget", "gap")),
+            *(self.seen[kind] for kind in ("reset", "forget", "gap", "back")),
         )
 
     def _num_dropped(self):
@@ -1471,7 +1488,7 @@ class World:
             [
                 (
                     *(r.phase, r.num_tokens, r.num_computed_tokens, r.offer, r.needs),
-                    r.num_output_placeholders,
+                    *(r.num_output_placeholders, r.num_written),
                     self._show(r.tables, "device"),
                     self._show(r.after, "device"),
                 )

@@ -14,6 +14,7 @@ ACTS = ("fail", "preempt", "abort", "reset")
 # Three requests that share a block or two: two are equal, the third continues.
 SHORT = (("aab", 3), ("aab", 2), ("aac", 3))
 LONG = (("aabb", 4), ("aabb", 3), ("aacc", 4))
+GROWING = (("aabbc", 1), ("aabbd", 2))
 
 _PAIR = Setup(
     (("ab", 2), ("ab", 2)),
@@ -114,6 +115,16 @@ WORLDS = {
     "together": _with(
         replace(_WARM, num_device_blocks=7),
         "less",
+        store_batch_blocks=3,
+        store_max_wait_steps=2,
+    ),
+    "overwritten": _with(
+        replace(_SMALL, requests=GROWING, num_device_blocks=7, num_host_blocks=5),
+        *("back", "lose"),
+    ),
+    "overwritten, together": _with(
+        replace(_SMALL, requests=GROWING, num_device_blocks=9, num_host_blocks=6),
+        *("back", "together", "less"),
         store_batch_blocks=3,
         store_max_wait_steps=2,
     ),

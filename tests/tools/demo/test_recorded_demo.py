@@ -59,7 +59,7 @@ def test_a_recorded_demo_is_replayed_with_the_hits_that_it_counted(
     assert sorted({capacity for _, capacity in hits}) == capacities
     # The command shows something: policies differ, and more memory finds more.
     at_host = {num for (_, capacity), num in hits.items() if capacity == HOST_BLOCKS}
-    assert len(at_host) > 2
+    assert len(at_host) > 1
     assert hits["lru", HOST_BLOCKS // 4] < max(at_host)
 
     turns = demo["on"]["turns"]
