@@ -114,9 +114,9 @@ def test_log_probabilities_of_prompts_are_right_or_absent(lab, is_async):
     assert sum(actual["preemptions"]) > 0
     num_right, pairs = 0, (r["observed"]["prompt logprobs"] for r in (actual, expected))
     for user, (ours, right) in enumerate(zip(*pairs, strict=True)):
-        if user % 16 == 3 and ours != right:
-            assert ours == [[None], 1]  # A prefix was cached.
-        elif user % 2:
+        if user % 16 == 3 and ours == [[None], 1]:
+            continue  # A prefix was cached.
+        if user % 2:
             assert ours[1] == right[1] == len(right[0])
             np.testing.assert_allclose(ours[0][1:], right[0][1:], atol=1e-3)
             num_right += 1

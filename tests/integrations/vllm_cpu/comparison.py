@@ -6,15 +6,20 @@ import fcntl
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
+from multiprocessing import forkserver
+from unittest import mock
 
 import numpy as np
 
@@ -150,15 +155,41 @@ class Lab:
             # Forked workers need not import vLLM again.
             "VLLM_WORKER_MULTIPROC_METHOD": "fork" if num_hosts > 1 else "spawn",
         }
+        own = json.loads(options).get("variables", {})
+        variables = self.environ(**variables | own)
+        arguments = "+".join(names), ".", options
+        if not own and num_hosts == 1:
+            return self._fork(variables, arguments)
         return subprocess.run(
-            [sys.executable, "-m", "vllm_cpu.run", "+".join(names), ".", options],
+            [sys.executable, "-m", "vllm_cpu.run", *arguments],
             cwd=self.folder,
-            env=self.environ(**variables | json.loads(options).get("variables", {})),
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=WAIT_S,
         )
+
+    def _fork(self, variables, arguments):
+        """Run in a process that has imported vLLM already."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["vllm_cpu.forked"])
+        with mock.patch.dict(os.environ, self.environ()):
+            forkserver.ensure_running()
+        with tempfile.NamedTemporaryFile("r") as output:
+            job = {"JOB": (self.folder, variables, arguments, output.name)}
+            # Another package `tests` hides this one there.
+            process = context.Process(
+                target=runpy.run_module, args=("vllm_cpu.forked", job, "__main__")
+            )
+            process.start()
+            process.join(WAIT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            return subprocess.CompletedProcess(
+                arguments, process.exitcode, output.read()
+            )
 
 
 def tokens_of(result):
