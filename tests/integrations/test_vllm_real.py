@@ -191,6 +191,7 @@ SERVED = {
     "drafts": {"num_drafts": 3},
     "asynchronous drafts": {"is_async": True, "num_drafts": 3},
     "hybrid": {"windows": (None, 6)},
+    "windows, asynchronous": {"windows": (None, 6), "is_async": True},
     "states": {"num_state_groups": 2},
     "states, asynchronous": {"num_state_groups": 2, "is_async": True},
     "many states": {"num_state_groups": 3, "windows": (None, 6), "retention_tokens": 4},
@@ -203,7 +204,7 @@ def test_every_token_read_in_vllm_equals_the_computed_one(make_engine, seed, nam
     from vllm.v1.request import RequestStatus
 
     rng = np.random.default_rng(seed)
-    if name == "hybrid" and refuses_windows():
+    if "windows" in SERVED[name] and refuses_windows():
         with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
             make_engine(**SERVED[name])
         return
