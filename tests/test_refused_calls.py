@@ -450,8 +450,6 @@ def test_arguments_of_a_wrong_type_are_refused_by_the_engine():
         yield from one_wrong(engine.load_each, (*load, [1, 1]), wrong)
         wrong = no_pools, no_devices, [*no_devices, [1, 1]]
         yield from one_wrong(engine.copy, (pool, [1, 2], [3, 4]), wrong)
-        yield from one_wrong(engine.take_step_loads, (pool, 1), (no_pools, _NO_COUNTS))
-        yield from one_wrong(engine.idle_step_loads, (1,), (_NO_COUNTS,))
         yield from one_wrong(engine.drain, (pool,), (no_pools,))
         yield from one_wrong(engine.abandon, ("?",), ([None, 7, "load 1", ["?"]],))
         yield from one_wrong(engine.forget, ([1],), ([*_NO_IDS, [9]],))
@@ -582,8 +580,8 @@ def _constructors(folder):
         ),
         TransferEngine: (
             dict(pool=pool, num_host_blocks=4),
-            "num_host_blocks layer_groups compression mode kernel shared "
-            "blocks_per_host_block staging_bytes block_axis",
+            "num_host_blocks compression mode kernel shared blocks_per_host_block "
+            "staging_bytes block_axis",
         ),
         BorrowedPool: (
             dict(num_blocks=8) | functions,

@@ -105,7 +105,6 @@ class Loads:
         self._listeners = listeners
         self._groups = groups
         self._host = host
-        self._rules = rules
         self._stats = stats
         self._requests = requests
         self.by_request: dict[str, Load] = {}  # Each request's offer or load.
@@ -234,9 +233,7 @@ class Loads:
         self._copying.clear()
         while self._waiting:
             load = next(iter(self._waiting.values()))
-            is_too_large = load.num_blocks > budget.num_left and budget.in_flight
-            # Loads in the step cannot be delayed: their requests run in it.
-            if is_too_large and not self._rules.load_in_step:
+            if load.num_blocks > budget.num_left and budget.in_flight:
                 budget.num_left = 0  # Neither loads nor stores may overtake it.
                 break
             budget.take(load.num_blocks)
@@ -267,7 +264,6 @@ class Loads:
             "copy_from_blocks": _flat([load.copy_sources for load in copying]),
             "copy_to_blocks": _flat([load.copy_targets for load in copying]),
             "load_sizes": tuple([len(load.sources) for load in issued]),
-            "load_in_step": self._rules.load_in_step and bool(names),
         }
 
     def report(

@@ -433,10 +433,7 @@ def _plan_load(
     speed = view.gate.judge_load(load.num_tokens, num_blocks, ahead)
     if speed == "slow":
         return Plan(0, deferral="gate", load_speed=speed)
-    # Copies end before the step's model runs. With `load_in_step`, the model waits for
-    # transfers as well; otherwise the request waits for them.
-    is_awaited = not view.rules.load_in_step
-    return Plan(load.num_tokens, is_awaited, load=load, load_speed=speed)
+    return Plan(load.num_tokens, is_awaited=True, load=load, load_speed=speed)
 
 
 def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set[int]:

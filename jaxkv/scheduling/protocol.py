@@ -253,7 +253,6 @@ class OffloadMetadata:
         load_sizes: How many of `load_host_blocks` each request of `load_event` loads,
             in order, so that each request is reported as soon as its blocks are
             loaded. Empty to report all requests together.
-        load_in_step: Whether the step's compiled program writes the loads.
         below: The moves to and from tiers below the host, one per tier with moves.
         strict: The facts that strict mode checks; None otherwise. Not in `digest`.
     """
@@ -269,7 +268,6 @@ class OffloadMetadata:
     copy_from_blocks: tuple[int, ...] = ()
     copy_to_blocks: tuple[int, ...] = ()
     load_sizes: tuple[int, ...] = ()
-    load_in_step: bool = False
     below: tuple[TierMoves, ...] = ()
     strict: Any = None
 
@@ -291,7 +289,7 @@ class OffloadMetadata:
         requests = self.load_event_to_reqs.get(self.load_event, ())
         for ids in (
             (self.load_event, self.store_event, len(requests)),
-            (self.need_flush, self.load_in_step),
+            (self.need_flush,),
             self.load_device_blocks,
             self.load_host_blocks,
             self.store_device_blocks,

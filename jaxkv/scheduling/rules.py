@@ -144,13 +144,6 @@ class RuleSettings(Settings):
         "rather than load it. The block is held from the lookup on: turn this off if "
         "your engine may leave offers unanswered.",
     )
-    load_in_step: bool = settings.flag(
-        False,
-        "scheduler",
-        "Write a request's loaded blocks in the step that first runs it "
-        "(`OffloadWorker.take_step_loads`), so that neither the load nor "
-        "`max_blocks_in_flight` delays it.",
-    )
     flush_on_preemption: bool = settings.flag(
         False,
         "scheduler",

@@ -78,7 +78,6 @@ def random_setup(rng, *, groups=None, **fixed):
         "cache_policy": rng.choice(POLICIES),
         "executor": "xla" if rng.random() < 0.1 else "native",
         "transfer_mode": rng.choice(("fused", "staged")),
-        "layer_groups": rng.choice((1, 1, 2)),
         "extent_bytes": rng.choice((None, 2 * BLOCK_BYTES, 6 * BLOCK_BYTES)),
         "store_threshold": rng.choice((0, 0, 0, 0, 2)),
         "max_unseen_blocks": rng.choice((None, None, None, 0, 2)),

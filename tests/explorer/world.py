@@ -163,7 +163,6 @@ class Transfer:
     num_reports: int = 0
     is_owner: bool = True  # Its host blocks were not given to another transfer.
     is_flushed: bool = False  # A flush has waited for it.
-    is_written: bool = False  # The step that began it has written its blocks.
     is_forgotten: bool = False  # A reset has made the tiers forget it.
 
 
@@ -373,7 +372,7 @@ class World:
         acts, actions = self.setup.acts, []
         for n in range(len(self.transfers)):
             actions.append(("land", n))
-            if self.transfers[n].is_flushed or self.transfers[n].is_written:
+            if self.transfers[n].is_flushed:
                 continue
             if "fail" in acts:
                 actions.append(("fail", n))
@@ -838,14 +837,14 @@ class World:
             for t in self.transfers
             for source, target in t.pairs
             if (t.kind == "store" and source == block and not is_again)
-            or (t.kind == "load" and target == block and not t.is_written)
+            or (t.kind == "load" and target == block)
         ]
         if busy:
             raise WrongError(f"block {block} is written during a {busy[0]}")
         self.device[block] = what
 
     def _loading(self):
-        return [t for t in self.transfers if t.kind == "load" and not t.is_written]
+        return [t for t in self.transfers if t.kind == "load"]
 
     def _start(self, meta):
         if meta.need_flush:
@@ -876,11 +875,9 @@ class World:
                 pairs = [(hosts[n // factor], targets[n]) for n in written]
                 contents = [self._held(hosts[n // factor], n % factor) for n in written]
                 start += size
-                for (_, target), what in zip(pairs, contents, strict=True):
-                    self._write(target, what if meta.load_in_step else GARBAGE)
+                for _, target in pairs:
+                    self._write(target, GARBAGE)
                 self._begin("load", name, pairs, contents)
-                # The step's own program writes them, or fails with all of it.
-                self.transfers[-1].is_written = meta.load_in_step
         for moves in meta.below:
             self._start_below(moves)
         for name, hold in list(self.holds.items()):
@@ -1031,7 +1028,7 @@ class World:
                     self.host[host] = "|".join(contents) if all(t.oks) else GARBAGE
             return
         for (source, target), what, ok in zip(t.pairs, t.contents, t.oks, strict=True):
-            if t.kind == "load" and not t.is_written:
+            if t.kind == "load":
                 self.device[target] = what if ok else GARBAGE
             elif t.kind == "fetch" and t.is_owner:
                 self.host[target] = what if ok else GARBAGE
@@ -1508,7 +1505,7 @@ class World:
                     *(t.kind, t.name if t.kind == "load" else "", t.num_reports),
                     self._show(sources, of_sources),
                     self._show(targets, of_targets),
-                    *(t.contents, t.oks, t.is_owner, t.is_flushed, t.is_written),
+                    *(t.contents, t.oks, t.is_owner, t.is_flushed),
                 )
             )
         readers = self._fields("_loads")["_num_readers"][hosts].tolist()

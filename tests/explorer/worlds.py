@@ -141,11 +141,6 @@ WORLDS = {
         replace(_WARM, num_host_blocks=1), "less", pause_unused_stores=True
     ),
     "flush": _with(_WARM, "less", "unasked", flush_on_preemption=True),
-    "in step": replace(
-        _with(_SMALL, "forget", "gap", load_in_step=True),
-        served=(0,),
-        num_host_blocks=4,
-    ),
     "rows": replace(
         _SMALL,
         requests=LONG,

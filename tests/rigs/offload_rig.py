@@ -226,8 +226,6 @@ class Rig:
                     if block != NO_BLOCK:
                         assert block not in copies
                         copies[block] = key
-            if meta.load_in_step:
-                self.device |= copies  # By the program of this step.
             names = meta.load_event_to_reqs[meta.load_event]
             self.loads.append((names, copies))
         for name, num_tokens in scheduled.items():

@@ -29,7 +29,7 @@ def check_same(scheduler):
     ("policy", "options"),
     [
         ("lru", {}),
-        ("hazard", {"load_in_step": True}),
+        ("hazard", {}),
         ("arc", {"host_blocks": 7}),
         ("slru", {"max_blocks_in_flight": 3}),
         ("arc_fixed", {"copy_on_device": False}),

@@ -57,8 +57,7 @@ def kinds_of_saves(fresh_programs, monkeypatch):
 
 def test_leaves_are_copied_by_whichever_kernel_can(kinds_of_saves):
     pool, shadow = mixed()
-    options = {"staging_bytes": ONE_EXTENT, "layer_groups": 2}
-    moves = Moves("staged", pool, kernel="dma", **options)
+    moves = Moves("staged", pool, kernel="dma", staging_bytes=ONE_EXTENT)
     assert moves.engine.kernel == "dma"
     assert sorted(moves.engine._copier._by_dma) == [1, 2]  # Not "flags", nor "scale".
     check_moves(moves, shadow, rounds=4)
@@ -190,7 +189,7 @@ def test_wide_rows_are_copied_one_by_one_in_loops_of_known_length(
     moves = Moves(mode, pool, staging_bytes=ONE_EXTENT)
     check_moves(moves, shadow)
     copier = moves.engine._copier
-    for program in (copier.save_program("gather"), copier.load_program(0)):
+    for program in (copier.save_program("gather"), copier.load_program()):
         text = program.as_text()
         assert text.count(" while(") >= 1
         assert text.count("known_trip_count") >= text.count(" while(")

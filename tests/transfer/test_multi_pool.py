@@ -174,7 +174,6 @@ def test_a_refused_call_of_several_pools_changes_none(pools):
         "more than once": lambda: pools.save([1, 2], [0, 0]),
         r"host blocks \[1\] must go back": lambda: pools.load([0, 1], [2, 3]),
         "sizes=": lambda: pools.load([0, 1], [2, first[1]], [1]),
-        "one pool": lambda: engine.load_each(pools.pools, [0], [2], [1], in_step=True),
         "must ": lambda: engine.save(pools.pools[:1] * 3, [1], [2]),
         "of its own pool": lambda: engine.copy(pools.pools, [1], [first[1]]),
     }

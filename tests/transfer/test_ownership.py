@@ -75,9 +75,6 @@ def test_only_the_first_thread_that_passes_a_pool_may_call_the_engine(new, threa
     if new is not several_pools:
         calls += [
             lambda: engine.load(pool, [0], [3]),
-            lambda: engine.take_step_loads(pool, 1),
-            lambda: engine.step_started(jnp.zeros(1)),
-            lambda: engine.idle_step_loads(1),
             lambda: engine.forget([0]),
         ]
     for call in calls:

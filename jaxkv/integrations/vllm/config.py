@@ -84,10 +84,9 @@ _RENAMED = {
 # tested with vLLM.
 _NOT_SERVED = {
     *("executor", "mode", "max_num_batched_tokens", "world_size", "enable_events"),
-    *("max_blocks_in_flight", "copy_on_device", "load_in_step"),
+    *("max_blocks_in_flight", "copy_on_device"),
     *("flush_on_preemption", "remember_drops", "transfer_mode", "transfer_kernel"),
-    *("extent_bytes", "layer_groups", "report_after_steps"),
-    *("check_plans", "agreement_timeout_s"),
+    *("extent_bytes", "report_after_steps", "check_plans", "agreement_timeout_s"),
     *(name for name in KEYS if KEYS[name].scope in ("events", "metrics", "strict")),
 }
 
