@@ -175,8 +175,6 @@ def _make_copier(target: Target, pool: PoolShape, rows: int) -> Copier:
 def _compiled(copier: Copier, program: Program) -> jax.stages.Compiled:
     if program.kind == "load":
         return copier.load_program()
-    if program.kind == "copy":
-        return copier.copy_program(program.num_blocks)
     return copier.save_program(program.kind)
 
 

@@ -33,7 +33,7 @@ tier below the host (`Boundary.name`); in flight ("pending"); not read by the ne
 Reason: TypeAlias = (
     DropReason
     | Literal["storing", "loading", "fetching", "window", "last token", "gap"]
-    | Literal["other group", "no room", "no copy", "capped", "rare", "left out"]
+    | Literal["other group", "no copy", "capped", "rare", "left out"]
     | Literal["part", "absent", "never"]
 )
 """Why a block has its verdict; `_REASON_TEXTS` spells it out."""
@@ -47,8 +47,7 @@ _REASON_TEXTS: dict[Reason | None, str] = {
     "last token": "has the last token, which is always computed for its logits",
     "gap": "resident, but a block before it is missing",
     "other group": "resident, but some group of layers lacks a prefix this long",
-    "no room": "resident, but the device has no room for copies",
-    "no copy": "resident, but no block is copied on the device (copy_on_device)",
+    "no copy": "on the device alone, behind a block that is not",
     "capped": "resident, but the request may load no more (max_load_tokens)",
     "rare": "not stored: looked up too rarely (store_threshold, max_unseen_blocks)",
     "left out": "excluded from stores (prompt_only, max_offload_tokens)",
@@ -79,7 +78,7 @@ _DEFERRALS: dict[Deferral, str] = {
 
 
 # Reasons to recompute a block although the device or the host may have it.
-_MAY_BE_RESIDENT = ("last token", "gap", "other group", "no room", "no copy", "capped")
+_MAY_BE_RESIDENT = ("last token", "gap", "other group", "no copy", "capped")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +264,7 @@ def _verdicts(
         elif (index + 1) * spec.block_size > max_tokens:
             yield "missed", "capped"
         elif index < resident_end:
-            yield "missed", "no copy" if view.device is None else "no room"
+            yield "missed", "no copy"
         else:
             yield "missed", "other group" if index < alone_end else "gap"
 
@@ -300,8 +299,7 @@ def _indices_in(load: Load | None, group: int) -> set[int]:
     if load is None:
         return set()
     indices = load.row_indices[load.row_groups == group].reshape(-1).tolist()
-    copied = load.copy_indices[load.copy_groups == group].tolist()
-    return {*indices, *copied} - {NO_BLOCK}
+    return {*indices} - {NO_BLOCK}
 
 
 def _span(first: int, last: int) -> str:

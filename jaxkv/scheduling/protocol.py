@@ -247,9 +247,6 @@ class OffloadMetadata:
         store_device_blocks: Device blocks that the stores read.
         store_host_blocks: Host blocks that the stores write.
         need_flush: Whether the worker must first wait for all transfers in flight.
-        copy_from_blocks: Device blocks to copy on the device, after the stores and
-            before the loads.
-        copy_to_blocks: The device blocks that these copies write.
         load_sizes: How many of `load_host_blocks` each request of `load_event` loads,
             in order, so that each request is reported as soon as its blocks are
             loaded. Empty to report all requests together.
@@ -265,8 +262,6 @@ class OffloadMetadata:
     store_device_blocks: tuple[int, ...]
     store_host_blocks: tuple[int, ...]
     need_flush: bool
-    copy_from_blocks: tuple[int, ...] = ()
-    copy_to_blocks: tuple[int, ...] = ()
     load_sizes: tuple[int, ...] = ()
     below: tuple[TierMoves, ...] = ()
     strict: Any = None
@@ -294,8 +289,6 @@ class OffloadMetadata:
             self.load_host_blocks,
             self.store_device_blocks,
             self.store_host_blocks,
-            self.copy_from_blocks,
-            self.copy_to_blocks,
             self.load_sizes,
         ):
             hasher.update(len(ids).to_bytes(8, "little"))

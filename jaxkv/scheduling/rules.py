@@ -137,13 +137,6 @@ class RuleSettings(Settings):
         "Decline loads that would take longer than recomputing, judging by the rates "
         "passed to `OffloadScheduler.note_rates`.",
     )
-    copy_on_device: bool = settings.flag(
-        True,
-        "scheduler",
-        "If the device holds a block after a gap in a prefix, copy it on the device "
-        "rather than load it. The block is held from the lookup on: turn this off if "
-        "your engine may leave offers unanswered.",
-    )
     flush_on_preemption: bool = settings.flag(
         False,
         "scheduler",

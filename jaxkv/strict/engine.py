@@ -178,17 +178,6 @@ class StrictTransferEngine(TransferEngine):
         return pool, tickets
 
     @owned
-    def copy(
-        self,
-        pool: PyTree,
-        source_block_ids: Sequence[int],
-        target_block_ids: Sequence[int],
-    ) -> PyTree:
-        """Copy device blocks to other device blocks; see `TransferEngine.copy`."""
-        pool = self._blocks.copied(pool)
-        return super().copy(pool, source_block_ids, target_block_ids)
-
-    @owned
     def advance(self, pool: PyTree) -> PyTree:
         """Execute the transfers that are due; see `TransferEngine.advance`."""
         self._check(pool)

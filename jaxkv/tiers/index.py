@@ -427,19 +427,13 @@ class BlockIndex:
             return np.empty(0, np.int32)
         return self.executor.find_readable(words)
 
-    def find_beside(
-        self, pool: DeviceBlockPool, keys: Iterable[BlockKey]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Find the longest prefix whose blocks are on the device or readable here.
-
-        Returns the device blocks and this tier's blocks of its n keys, i32[n] each.
-        Each key has NO_BLOCK in at most one of them.
-        """
-        names, words = pack(keys)
-        if not names:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
-        num, on_device, on_host = self.executor.find_beside(pool.bound, words)
-        return on_device[:num], on_host[:num]
+    def find_prefix(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
+        """Return the readable blocks of the first n keys that all have one: i32[n]."""
+        _, words = pack(keys)
+        num = self.executor.lookup(words) if len(words) else 0
+        if not num:
+            return np.empty(0, np.int32)
+        return self.executor.find_readable(words[:num])
 
     def contains(self, keys: Iterable[bytes]) -> NDArray[np.bool_]:
         """Whether each key has a block, stores in progress included: bool[n]."""
@@ -676,7 +670,6 @@ class BlockIndex:
         for policy in self._policies:
             scratch = make_executor(policy, self._executor_name)
             _, words = pack([bytes(KEY_BYTES)])
-            scratch.find_beside(pool.bound, words)
             if is_lazy:
                 pool.next_victims(0, scratch.next_victims)
             elif isinstance(scratch, NativeExecutor):

@@ -25,7 +25,6 @@ from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
     check_sizes,
-    copy_pairs,
     host_ids_of,
     transfer_pairs,
 )
@@ -64,8 +63,8 @@ class TransferEngine:
 
     A pool is a pytree of arrays with a block axis, on one device or sharded over a
     mesh. The engine knows its layout and owns pinned host memory. The caller owns the
-    pool, passes it to every call and must continue with the pool that `load`, `copy`,
-    `advance` and `drain` return.
+    pool, passes it to every call and must continue with the pool that `load`, `advance`
+    and `drain` return.
 
     A step of a serving loop::
 
@@ -433,37 +432,6 @@ class TransferEngine:
         extents, places = self._table.find(host_ids, device_ids != NOTHING)
         self._plans.check_shards(device_ids, places)
         return _CheckedLoad(leaves, device_ids, host_ids, extents, places, sizes)
-
-    @owned
-    def copy(
-        self,
-        pool: PyTree,
-        source_block_ids: Sequence[int],
-        target_block_ids: Sequence[int],
-    ) -> PyTree:
-        """Copy device blocks to other device blocks, before any later program runs.
-
-        Args:
-            pool: The current pool. Donated, if something is copied.
-            source_block_ids: int[n]. Blocks of `pool`.
-            target_block_ids: int[n]. Where each goes; distinct, and none is a source.
-
-        Returns:
-            The pool to continue with.
-
-        Raises:
-            ValueError: The pool has another layout or a sharded block axis, or the ids
-                are wrong.
-        """
-        leaves = self._leaves(pool)
-        sources, targets = copy_pairs(
-            source_block_ids, target_block_ids, self._layout.num_blocks
-        )
-        if self.num_shards > 1:
-            raise ValueError("copy needs a pool whose block axis is not sharded.")
-        if len(sources):
-            self._copier.copy(leaves, sources, targets)
-        return self._layout.unflatten(leaves)
 
     @owned
     def advance(self, pool: PyTree) -> PyTree:

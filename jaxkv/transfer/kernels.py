@@ -19,13 +19,12 @@ from jaxkv.transfer import dma, memory, rows
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
 from jaxkv.transfer.jax_internals import Carrier, Putter
-from jaxkv.transfer.layout import Leaf, PoolLayout
+from jaxkv.transfer.layout import PoolLayout
 from jaxkv.transfer.plans import NOTHING, SavePlan
 
 _log = logging.getLogger(__name__)
 
 _DEVICE = jax.memory.Space.Device
-_SMALLEST_COPY = 16
 # To start a program costs the thread that owns the engine the same for one extent or
 # several. Each number is one more program to compile, so pools of many leaves have few.
 MAX_EXTENTS_PER_PROGRAM = 4
@@ -84,19 +83,6 @@ class RowCopier(Protocol):
 
         `targets`, i32[rows], has the block for each row, distinct; NOTHING for none.
         `bundles` have all arrays of their leaves.
-        """
-
-    def copy_blocks(
-        self,
-        layouts: Mapping[int, Leaf],
-        leaves: Mapping[int, jax.Array],
-        plan: jax.Array,
-        platform: str,
-    ) -> dict[int, jax.Array]:
-        """Return the leaves of `layouts` after copying blocks within them.
-
-        `plan`, i32[2 * n], has the blocks to read, then the block that each goes to:
-        distinct, and none is read; NOTHING for none.
         """
 
 
@@ -169,7 +155,6 @@ class Copier:
         """How many extents a program can copy, in descending order."""
         self.save_program = functools.cache(self._compile_save)
         self.load_program = functools.cache(self._compile_load)
-        self.copy_program = functools.cache(self._compile_copy)
         self.new_extent = functools.cache(self._compile_zeros)
 
     @property
@@ -178,15 +163,13 @@ class Copier:
         return "dma" if self._by_dma else "xla"
 
     def warm_up(self) -> None:
-        """Compile every program, of the copies only the smallest."""
+        """Compile every program."""
         for kind in SAVE_KINDS[self.mode]:
             self.save_program(kind)
         self.load_program()
         for number in self.extents_per_program[:-1]:
             self.save_program("gather", number)
             self.load_program(number)
-        if self._pool.num_shards == 1:
-            self.copy_program(_SMALLEST_COPY)
 
     def _compile_zeros(self) -> Callable[[], Extent]:
         """Compile a program that allocates an extent of zeros on the host."""
@@ -278,25 +261,6 @@ class Copier:
         token: jax.Array
         leaves[:], token = self._run(program, leaves, plan, *extents)
         return token
-
-    def copy(
-        self,
-        leaves: list[jax.Array],
-        sources: NDArray[np.int32],
-        targets: NDArray[np.int32],
-    ) -> None:
-        """Copy blocks i32[n] to distinct blocks i32[n], none of which is a source.
-
-        The block axis is not sharded. The pool's leaves are donated, and replaced in
-        the list.
-        """
-        size = _SMALLEST_COPY
-        while size < len(sources):
-            size *= 4
-        plan = np.full((1, 2 * size), NOTHING, np.int32)
-        plan[0, : len(sources)] = sources
-        plan[0, size : size + len(targets)] = targets
-        leaves[:], _ = self._run(self.copy_program(size), leaves, plan)
 
     def _run(
         self,
@@ -429,22 +393,6 @@ class Copier:
 
         return self._compile(lower)
 
-    def _compile_copy(self, size: int) -> jax.stages.Compiled:
-        def copy(
-            leaves: list[jax.Array], plan: jax.Array
-        ) -> tuple[list[jax.Array], jax.Array]:
-            return self._copy_blocks(leaves, plan[0]), self._token(plan)
-
-        def lower() -> jax.stages.Lowered:
-            specs = (self._leaf_specs(), self._shard_spec())
-            return _new_jit(
-                self._per_shard(copy, in_specs=specs, out_specs=specs),
-                donate_argnums=0,
-                out_shardings=(self._placements(), self._plan),
-            ).lower(self._pool.pool_specs(), self._plan_spec(2 * size))
-
-        return self._compile(lower)
-
     def _compile(self, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compile a program, if need be without the kernel ``"dma"``."""
         if self._by_dma and self._may_fall_back:
@@ -489,14 +437,6 @@ class Copier:
             pool |= copier.scatter_rows(
                 self.extents, [bundles[n] for n in numbers], pool, targets, arrays
             )
-        return list(pool.values())
-
-    def _copy_blocks(self, leaves: list[jax.Array], plan: jax.Array) -> list[jax.Array]:
-        """Copy blocks within the leaves."""
-        pool = dict(enumerate(leaves))
-        for copier, numbers in self._by_copier([(n,) for n in pool]):
-            layouts = {n: self._pool.leaves[n] for n in numbers}
-            pool |= copier.copy_blocks(layouts, pool, plan, self._platform)
         return list(pool.values())
 
     def _by_copier(

@@ -23,7 +23,6 @@ from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
     check_sizes,
-    copy_pairs,
     host_ids_of,
     transfer_pairs,
 )
@@ -266,24 +265,6 @@ class MultiPoolEngine:
             engine.check_load(pools[number], *load)
             loads.append((number, load))
         return host_ids, loads
-
-    @owned
-    def copy(
-        self,
-        pools: Sequence[PyTree],
-        source_block_ids: Sequence[int],
-        target_block_ids: Sequence[int],
-    ) -> PyTree:
-        ids = source_block_ids, target_block_ids
-        sources, targets = copy_pairs(*ids, self.num_device_blocks)
-        of_block = self._pools_of(sources)
-        if (of_block != self._pools_of(targets)).any():
-            raise ValueError("a block must be copied to one of its own pool.")
-        new = list(pools)
-        for number, engine, rows in self._by_pool(of_block):
-            pairs = np.array([sources[rows], targets[rows]]) - self.first_blocks[number]
-            new[number] = engine.copy(new[number], *pairs.tolist())
-        return _like(pools, new)
 
     @owned
     def advance(self, pools: Sequence[PyTree]) -> PyTree:

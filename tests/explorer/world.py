@@ -172,7 +172,6 @@ class Hold:
 
     rows: dict  # Host blocks, by the place of their first part in the request.
     places: dict  # The loaded places of each of these host blocks.
-    copies: dict  # Device blocks that are copied, by the place of their copy.
     num_tokens: int  # Of the offer.
     targets: list | None = None  # Device blocks to write, once the offer is accepted.
     has_left: bool = False  # A step has begun it.
@@ -477,9 +476,7 @@ class World:
 
     def _fits(self, r):
         """Whether there is room for a request that finds nothing on the device."""
-        hold = self.holds.get(r.request_id)
-        num_own = len(hold.copies) if hold is not None else 0
-        return sum(self._num_blocks(r)) <= self.pool.num_free + num_own
+        return sum(self._num_blocks(r)) <= self.pool.num_free
 
     def _num_blocks(self, r):
         return [-(-r.num_tokens // spec.block_size) for spec in self.groups]
@@ -595,26 +592,12 @@ class World:
     def _offered(self, r, local, num):
         """Return which blocks an offer must hold."""
         factor, end = self.setup.rules.blocks_per_host_block, local + num
-        where = self._where(r)
-        num_offers = self.pool.state.offers.sum() - sum(
-            len(hold.copies) for hold in self.holds.values() if hold.targets is None
-        )
-        for is_copying in (True, False):
-            hold = Hold({}, {}, {}, num)
-            for g, spec in enumerate(self.groups):
-                start = local // spec.block_size
-                for i in range(
-                    max(first_read(spec, end), start), end // spec.block_size
-                ):
-                    block, row = where[g, i]
-                    if is_copying and block != NO_BLOCK:
-                        hold.copies[g, i] = block
-                    else:
-                        hold.rows[g, i // factor] = row
-                        hold.places.setdefault((g, i // factor), []).append(i)
-            # Without room for all copies nothing is copied.
-            if len(hold.copies) == num_offers:
-                break
+        where, hold = self._where(r), Hold({}, {}, num)
+        for g, spec in enumerate(self.groups):
+            start = max(first_read(spec, end), local // spec.block_size)
+            for i in range(start, end // spec.block_size):
+                hold.rows[g, i // factor] = where[g, i][1]
+                hold.places.setdefault((g, i // factor), []).append(i)
         return hold
 
     def _row_key(self, name, at):
@@ -640,7 +623,6 @@ class World:
         """Record which blocks a request has taken of its offer."""
         hold = self.holds[r.request_id]
         ends = [end // spec.block_size for spec in self.groups]
-        hold.copies = {at: b for at, b in hold.copies.items() if at[1] < ends[at[0]]}
         loaded_places = {
             at: [i for i in places if i < ends[at[0]]]
             for at, places in hold.places.items()
@@ -648,7 +630,7 @@ class World:
         hold.places = {at: places for at, places in loaded_places.items() if places}
         hold.rows = {at: hold.rows[at] for at in hold.places}
         loaded = [(g, i) for (g, _), places in hold.places.items() for i in places]
-        hold.targets = [r.tables[g][i] for g, i in [*loaded, *hold.copies]]
+        hold.targets = [r.tables[g][i] for g, i in loaded]
 
     def _drop_hold(self, name, *, is_put_back=False):
         """Record that a request abandons its offer and the loads not begun."""
@@ -662,11 +644,7 @@ class World:
             self.num_vain.pop(name, None)
 
     def _offers(self, r, local, is_blind):
-        """Return how many tokens may be offered beyond the device's.
-
-        All that both tiers have, or, where blocks of the device are not copied, without
-        those behind a gap.
-        """
+        """Return how many tokens may be offered: the host's beyond the device's."""
         where = self._where(r)
 
         def longest(has):
@@ -681,22 +659,16 @@ class World:
         num_local = longest(lambda g, i: where[g, i][0] != NO_BLOCK)
         if not is_blind and local != num_local:
             raise WrongError(f"the device has {num_local}, not {local}")
-        offers = {
-            max(longest(lambda g, i: where[g, i] != (NO_BLOCK, NO_BLOCK)) - local, 0),
-            max(
-                longest(
-                    lambda g, i: (
-                        where[g, i][1] != NO_BLOCK
-                        or (
-                            where[g, i][0] != NO_BLOCK
-                            and i < local // self.groups[g].block_size
-                        )
-                    )
+        end = longest(
+            lambda g, i: (
+                where[g, i][1] != NO_BLOCK
+                or (
+                    where[g, i][0] != NO_BLOCK
+                    and i < local // self.groups[g].block_size
                 )
-                - local,
-                0,
-            ),
-        }
+            )
+        )
+        offers = {max(end - local, 0)}
         return offers | {0} if self.setup.rules.skip_slow_loads else offers
 
     def _check_verdicts(self, r, explained):
@@ -714,7 +686,7 @@ class World:
                 is_right &= on_device
             elif block.verdict == "host":
                 is_right &= on_host
-            elif block.reason in ("gap", "other group", "no room", "no copy"):
+            elif block.reason in ("gap", "other group", "no copy"):
                 is_right &= on_device or on_host
             elif block.reason not in ("last token", "window", "loading"):
                 is_right &= not (on_device or on_host)
@@ -850,7 +822,7 @@ class World:
         if meta.need_flush:
             for transfer in self.transfers:
                 transfer.is_flushed = True
-        factor, copied = self.setup.rules.blocks_per_host_block, []
+        factor = self.setup.rules.blocks_per_host_block
         if meta.store_event != NO_EVENT:
             blocks = meta.store_device_blocks
             hosts = [host for host in meta.store_host_blocks for _ in range(factor)]
@@ -858,12 +830,6 @@ class World:
             self._give(meta.store_host_blocks, "store")
             contents = [self._read(block) for block in blocks]
             self._begin("store", meta.store_event, pairs, contents)
-        for source, target in zip(
-            meta.copy_from_blocks, meta.copy_to_blocks, strict=True
-        ):
-            self._write(target, self._read(source))
-            self.seen["copies"] += 1
-            copied.append((source, target))
         if meta.load_event != NO_EVENT:
             start, names = 0, meta.load_event_to_reqs[meta.load_event]
             for name in names:
@@ -880,18 +846,6 @@ class World:
                 self._begin("load", name, pairs, contents)
         for moves in meta.below:
             self._start_below(moves)
-        for name, hold in list(self.holds.items()):
-            # What is copied is there when the step's model has run.
-            targets = hold.targets or [NO_BLOCK]
-            num = len(hold.copies)
-            pairs = list(
-                zip(hold.copies.values(), targets[len(targets) - num :], strict=True)
-            )
-            if num and hold.targets is not None and set(pairs) <= set(copied):
-                if hold.has_left:
-                    hold.copies = {}
-                elif not hold.rows:
-                    del self.holds[name]
 
     def _start_below(self, moves):
         asks = moves.fetches or moves.writes or moves.deletes or moves.probes
@@ -1263,17 +1217,14 @@ class World:
         """Check that each block is held exactly as often as it is used."""
         device, host = self.pool.state, self.host_tier.executor.state
         used, pinned = [0] * self.pool.num_blocks, [0] * self.pool.num_blocks
-        offered, read = [0] * self.pool.num_blocks, [0] * self.host_tier.num_blocks
+        read = [0] * self.host_tier.num_blocks
         for r in self.requests:
             for table in r.tables:
                 for block in table:
                     used[block] += block != NULL_BLOCK
         for hold in self.holds.values():
-            for block in [*hold.copies.values(), *(hold.targets or ())]:
+            for block in hold.targets or ():
                 pinned[block] += 1
-            if hold.targets is None:
-                for block in hold.copies.values():
-                    offered[block] += 1
             for row in hold.rows.values():
                 read[row] += 1
         written = set()
@@ -1321,13 +1272,12 @@ class World:
         unheld = [
             pinned[block] + waiting[block] > 0
             for block in range(1, self.pool.num_blocks)
-            if not used[block] and not offered[block]
+            if not used[block]
         ]
         checks = [
             ("pending", self.pool.num_pending_free, sum(unheld)),
             ("free", self.pool.num_free, len(unheld) - sum(unheld)),
             ("held", device.ref_cnt.tolist(), used),
-            ("offered", device.offers.tolist(), offered),
         ]
         if not self.is_left:  # A store that was left still holds what it moves.
             checks += [
@@ -1428,7 +1378,7 @@ class World:
                 continue
             num = request.num_tokens // size
             tables = [[], [NULL_BLOCK] * num]
-            if len(hold.rows) + len(hold.copies) > 1:
+            if len(hold.rows) > 1:
                 tables.append([1] * num)
             if len(self.groups) > 1:
                 tables = [[column] * len(self.groups) for column in tables]
@@ -1646,10 +1596,7 @@ _REMEMBERED = {
 }
 # Fields of ids, and of whose.
 _IDS = {
-    **dict.fromkeys(
-        ("tables", "copy_sources", "copy_targets", "skipped", "written_blocks"),
-        "device",
-    ),
+    **dict.fromkeys(("tables", "skipped", "written_blocks"), "device"),
     **dict.fromkeys(("rows", "holds"), "host"),
     "_awaited": "fetches",
 }
@@ -1764,7 +1711,6 @@ _RELATIVE = {
     ("Stores", "waiting"): lambda world, ref, _: world._canonical_entry(ref.name),
     ("EagerStores", "_scheduled"): lambda world, names, _: list(names),
     ("Loads", "_waiting"): lambda world, names, _: list(names),
-    ("Loads", "_copying"): lambda world, names, _: list(names),
     ("Load", "event"): lambda world, event, _: event != NO_EVENT,
     ("Move", "event"): lambda world, event, _: None,
     ("Ledger", "moves"): _moves,

@@ -134,9 +134,7 @@ WORLDS = {
         store_batch_blocks=2,
         store_max_wait_steps=3,
     ),
-    "no copies": _with(
-        _SMALL, "forget", "gap", copy_on_device=False, store_threshold=2
-    ),
+    "reused": _with(_SMALL, "forget", "gap", store_threshold=2),
     "paused": _with(
         replace(_WARM, num_host_blocks=1), "less", pause_unused_stores=True
     ),
@@ -206,7 +204,7 @@ WORLDS = {
         retentions=(Retention(50, ttl_s=60), Retention(20, ttl_s=60, num_tokens=1)),
     ),
     "bound": replace(
-        _with(_STORE, "relist", "unlist", "part", "leave", copy_on_device=False),
+        _with(_STORE, "relist", "unlist", "part", "leave"),
         bound=2,
         has_events=True,
     ),

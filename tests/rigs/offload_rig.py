@@ -213,11 +213,6 @@ class Rig:
                 copies[host] = [self.device[block] for block in row]
                 self.host.pop(host, None)  # Unreadable until the bytes have arrived.
             self.stores.append((meta.store_event, copies))
-        for source, target in zip(
-            meta.copy_from_blocks, meta.copy_to_blocks, strict=True
-        ):
-            assert source not in meta.copy_to_blocks
-            self.device[target] = self.device[source]
         if meta.load_event != NO_EVENT:
             blocks = np.array(meta.load_device_blocks).reshape(-1, rows).tolist()
             copies = {}

@@ -207,18 +207,13 @@ def test_windows_and_groups_without_a_common_prefix_are_explained():
     assert of(rig, request, group=1) == ["never", "gap", "never"]
 
 
-def test_device_copies_without_room_or_switched_off_are_explained():
+def test_blocks_of_the_device_behind_a_gap_are_explained():
     """The host has the first block of a request, the device the two that follow."""
-    for copies, reason in ((True, "no room"), (False, "no copy")):
-        rig = known(1, 2, 3, max_offload_tokens=BLOCK_SIZE, copy_on_device=copies)
-        request = rig.request("?", 1, 2, 3)
-        rig.pool.evict(rig.pool.find(request.block_keys[:1]))
-        if copies:
-            assert of(rig, request) == ["host", "device", "device"]
-            # Two of the free blocks left are the sources of the copies.
-            rig.pool.allocate(rig.pool.num_free - 5)
-        assert of(rig, request) == ["host", reason, reason]
-        assert rig.offer(request) == (BLOCK_SIZE, True)
+    rig = known(1, 2, 3, max_offload_tokens=BLOCK_SIZE)
+    request = rig.request("?", 1, 2, 3)
+    rig.pool.evict(rig.pool.find(request.block_keys[:1]))
+    assert of(rig, request) == ["host", "no copy", "no copy"]
+    assert rig.offer(request) == (BLOCK_SIZE, True)
 
 
 @pytest.mark.parametrize("num_pinned", [15, 16])

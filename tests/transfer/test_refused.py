@@ -157,9 +157,8 @@ def test_refused_calls_change_nothing(make):
     calls = [
         *((m, lambda d=d, h=h: engine.save(pool, d, h)) for d, h, m in IDS),
         *((m, lambda d=d, h=h: engine.load(pool, h, d)) for d, h, m in IDS),
-        *((m, lambda s=s, t=t: engine.copy(pool, s, t)) for s, t, m in COPIES),
         *host_calls(engine, held),
-        (r"\['k'\] must be float32", lambda: engine.copy(as_ints, [1], [2])),
+        (r"\['k'\] must be float32", lambda: engine.save(as_ints, [1], [2])),
         (r"has \[5\] more than once", lambda: engine.save(pool, [0, 1], [5, 5])),
         (r"\[4, 5\] have no bytes", lambda: engine.load(pool, [1, 4, 5], [0, 1, 2])),
         (r"\[3\] .* reported as completed", lambda: engine.load(pool, [3], [0])),
@@ -210,7 +209,6 @@ def calls_with(engine, pool):
     return {
         "save": lambda: engine.save(pool, [2], [1]),
         "load": lambda: engine.load(pool, [1], [2]),
-        "copy": lambda: engine.copy(pool, [1], [2]),
         "drain": lambda: engine.drain(pool),
         "advance": lambda: engine.advance(pool),
     }
@@ -235,14 +233,10 @@ def test_a_stale_pool_is_refused_by_every_call(make):
     assert moves.read([1]) == [7]
 
 
-def test_a_pool_over_sharded_blocks_is_not_copied_nor_written_as_bytes(mode):
+def test_a_pool_over_sharded_blocks_is_not_written_as_bytes(mode):
     pool = spread(numbered_pool(), 2, "x")
     engine = TransferEngine(pool, 4, mode=mode)
     payload = np.zeros(engine.host_payload_bytes, np.uint8)
-    for call in (
-        lambda: engine.copy(pool, [1], [2]),
-        lambda: engine.write_host([0], [payload]),
-    ):
-        with pytest.raises(ValueError, match="block axis is not sharded"):
-            call()
+    with pytest.raises(ValueError, match="block axis is not sharded"):
+        engine.write_host([0], [payload])
     assert not pool["k"].is_deleted()

@@ -139,10 +139,6 @@ def round_trips(num_devices, spec, axis_type, mode, m=1, rounds=4, **options):
         device_ids = np.array([row for _, row in pairs], int).reshape(-1, m)
         moves.load_now(host_ids, device_ids)
         shadow.load(host_ids, device_ids)
-        if num_shards == 1:
-            ids = rng.permutation(NUM_BLOCKS)[:4]
-            moves.pool = engine.copy(moves.pool, ids[:2], ids[2:])
-            shadow.copy(ids[:2], ids[2:])
         pool = moves.pool
         for leaf, place in zip(*map(jax.tree.leaves, (pool, places)), strict=True):
             assert leaf.sharding.is_equivalent_to(place, leaf.ndim), leaf.sharding

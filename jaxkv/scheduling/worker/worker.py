@@ -38,7 +38,6 @@ from jaxkv.scheduling.worker.exchange import open_exchanges
 from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.scheduling.worker.tier_agreement import KEYS_PER_STEP, TierAgreement
 from jaxkv.transfer import AnyEngine, Completion, Ticket
-from jaxkv.transfer.ids import copy_pairs
 from jaxkv.transfer.ownership import owned
 from jaxkv.types import PyTree
 
@@ -236,7 +235,7 @@ class OffloadWorker:
 
         Args:
             meta: The plan of the step.
-            pool: The device pool. Donated if the plan has loads or copies.
+            pool: The device pool. Donated if the plan has loads.
 
         Returns:
             The pool to run the model on.
@@ -291,11 +290,6 @@ class OffloadWorker:
                 device_blocks = _rows(meta.store_device_blocks, rows)
                 engine.check_save(device_blocks, meta.store_host_blocks)
             is_first = False
-        if meta.copy_from_blocks or meta.copy_to_blocks:
-            if not is_first:
-                ids = meta.copy_from_blocks, meta.copy_to_blocks
-                copy_pairs(*ids, engine.num_device_blocks)
-            is_first = False
         if meta.load_event != NO_EVENT and not is_first:
             device_blocks = _rows(meta.load_device_blocks, rows)
             _, sizes = _split_loads(meta)
@@ -320,8 +314,6 @@ class OffloadWorker:
                 pool, _rows(meta.store_device_blocks, rows), meta.store_host_blocks
             )
             self._add([ticket], [meta.store_event])
-        if meta.copy_from_blocks:
-            pool = self._engine.copy(pool, meta.copy_from_blocks, meta.copy_to_blocks)
         if meta.load_event != NO_EVENT:
             names, sizes = _split_loads(meta)
             pool, tickets = self._engine.load_each(
