@@ -190,7 +190,7 @@ _ENDED = {
 }
 _CALLS = {
     "get_num_new_matched_tokens": (_LOOKED_UP, lambda request: (0,)),
-    "explain": (_LOOKED_UP | _STORED, lambda request: (0,)),
+    "explain": (_LOOKED_UP, lambda request: (0,)),
     "update_state_after_alloc": (_STORED, lambda request: (request.blocks, 0)),
     "request_preempted": (_STORED, lambda request: ()),
     "request_finished": (_STORED | _ENDED, lambda request: (request.blocks,)),

@@ -174,9 +174,6 @@ class Plan(NamedTuple):
     searched: tuple[Boundary, ...] = ()  # Not searched again until new blocks come.
     load_speed: Speed = None
     fetch_speeds: tuple[Speed, ...] = ()
-    current: Load | None = None  # The load that the request has in flight.
-    # Host blocks that other requests load, and that the request waits for.
-    shared: frozenset[int] = frozenset()
 
 
 _NOTHING = Plan(0)
@@ -203,7 +200,7 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
     current = view.loads.by_request.get(request.request_id)
     if current is not None and current.event != NO_EVENT:
         # The request was preempted during this load, which is still in flight.
-        return Plan(None, deferral="loading", current=current)
+        return Plan(None, deferral="loading")
     searched: tuple[Boundary, ...] = ()
     speeds: tuple[Speed, ...] = ()
     for boundary in reversed(view.below):
@@ -413,14 +410,15 @@ def _plan_load(
     if view.is_plain:
         load = _find_plain_load(view, request, keys, num_computed_tokens)
     else:
-        _, load = find_load(view, request, keys, num_computed_tokens)
+        load = _find_load(view, request, keys, num_computed_tokens)
     if load is None:
         return _NOTHING
     rows = load.sources
-    if view.rules.delay_shared_loads:
-        shared = _rows_loaded_by_others(view.loads, rows, current)
-        if shared:
-            return Plan(None, deferral="shared", shared=frozenset(shared))
+    is_shared = view.rules.delay_shared_loads and _are_loaded_by_others(
+        view.loads, rows, current
+    )
+    if is_shared:
+        return Plan(None, deferral="shared")
     if not rows.size:
         return Plan(load.num_tokens, load=load)
     num_blocks = rows.size * view.rules.blocks_per_host_block
@@ -431,8 +429,8 @@ def _plan_load(
     return Plan(load.num_tokens, is_awaited=True, load=load, load_speed=speed)
 
 
-def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set[int]:
-    """Return the part of `rows` that loads of other requests will read.
+def _are_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> bool:
+    """Whether loads of other requests will read some of `rows`.
 
     Offers do not count: a request with an offer may get no device blocks, and queue
     behind the request that would wait for it.
@@ -441,7 +439,7 @@ def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set
     for load in loads.by_request.values():
         if load is not current and load.is_taken:
             loaded.update(load.sources.tolist())
-    return loaded.intersection(rows.tolist())
+    return not loaded.isdisjoint(rows.tolist())
 
 
 def max_hit_tokens(request: Request, num_computed_tokens: int) -> int:
@@ -458,21 +456,18 @@ def is_prefilled_elsewhere(request: Request) -> bool:
     return bool(getattr(request, "remote_prefill", False))
 
 
-def find_load(
+def _find_load(
     view: View, request: Request, keys: Keys, num_computed_tokens: int
-) -> tuple[Match, Load | None]:
-    """Find the longest prefix on the device and the host, and the load that it needs.
-
-    The load is None if the request has the whole prefix.
-    """
+) -> Load | None:
+    """Return the load that the longest prefix of device and host needs, if any."""
     groups, factor = view.groups, view.rules.blocks_per_host_block
     sources = first_tokens(num_computed_tokens), source_of(view.host, factor)
     max_tokens = max_hit_tokens(request, num_computed_tokens)
     match = search(groups, keys, max_tokens, sources)
     if match.num_tokens <= num_computed_tokens:
-        return match, None
+        return None
     name = request.request_id
-    return match, _load_of(groups, name, keys, match, num_computed_tokens, factor)
+    return _load_of(groups, name, keys, match, num_computed_tokens, factor)
 
 
 def _find_plain_load(
@@ -481,7 +476,7 @@ def _find_plain_load(
     keys: Sequence[list[BlockKey]],
     num_computed_tokens: int,
 ) -> Load | None:
-    """Fast `find_load` for most models: one full-attention group, one block per row."""
+    """Fast `_find_load` for one full-attention group, one block per row."""
     (spec,), (group_keys,) = view.groups, keys
     usable = max(max_hit_tokens(request, num_computed_tokens), 0) // spec.block_size
     start = num_computed_tokens // spec.block_size

@@ -186,14 +186,6 @@ class RuleSettings(Settings):
             _checked_shadow,
         ),
     )
-    remember_drops: int = settings.number(
-        0,
-        "scheduler",
-        "Remember for `OffloadScheduler.explain` why up to this many host blocks were "
-        "evicted or dropped.",
-        unit="host blocks",
-        minimum=0,
-    )
     log_requests: bool = settings.flag(
         False,
         "scheduler",

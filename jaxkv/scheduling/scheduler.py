@@ -181,7 +181,6 @@ class OffloadScheduler(Reporting):
             store_threshold=rules.store_threshold,
             max_unseen_blocks=rules.max_unseen_blocks,
             retention=rules.retention,
-            remember_drops=rules.remember_drops,
             executor=executor,
             alternatives=CANDIDATES if is_auto else (),
         )

@@ -47,7 +47,6 @@ from jaxkv.tiers.executors import (
 )
 from jaxkv.tiers.key_memory import (
     MAX_TRACKED,
-    DropReasons,
     RetentionNotes,
     ReuseFilter,
 )
@@ -86,7 +85,6 @@ class BlockIndex:
             keys whose priority is kept until they are stored. The oldest are forgotten.
         retention: Whether `retain` can set priorities, with any policy; see
             `jaxkv.make_retained`.
-        remember_drops: Max absent keys whose drop reason is kept in `drops`.
         executor: "native" for compiled functions that update NumPy arrays, if the
             policy has them; "xla" for the pure functions as XLA programs.
         medium: The tier's name in events.
@@ -118,7 +116,6 @@ class BlockIndex:
         max_unseen_blocks: int | None = None,
         max_tracker_size: int = MAX_TRACKED,
         retention: bool = False,
-        remember_drops: int = 0,
         executor: ExecutorName = "native",
         medium: str = HOST_MEDIUM,
         alternatives: Sequence[str] = (),
@@ -129,7 +126,6 @@ class BlockIndex:
             ("store_threshold", store_threshold, 0),
             ("max_unseen_blocks", max_unseen_blocks, 0),
             ("max_tracker_size", max_tracker_size, 1),
-            ("remember_drops", remember_drops, 0),
         ):
             if not (value is None and name == "max_unseen_blocks"):
                 check_whole(min_value, **{name: value})
@@ -155,7 +151,6 @@ class BlockIndex:
         self.retains = self.policy.retains
         check_type(bool, "True or False", enable_events=enable_events)
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
-        self.drops = DropReasons(remember_drops)
         self.num_held_blocks = 0  # Including stores in progress.
         self.num_evicted = 0
         self.num_removed = 0  # Evicted, discarded, cleared, or failed to store.
@@ -511,7 +506,6 @@ class BlockIndex:
         discarded = list(compress(names, self.executor.discard(words).tolist()))
         self._record_removal(discarded)
         self._add_event(discarded, removed=True)
-        self.drops.note(discarded, "load failed")
 
     def clear(self) -> None:
         """Remove all blocks at once, including those in flight.
@@ -524,7 +518,6 @@ class BlockIndex:
             self.removed_keys.clear()
         self.num_held_blocks = 0
         self._names.clear()
-        self.drops.clear()
         self._notes.clear()
         if self.events is not None:
             self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
@@ -770,10 +763,9 @@ class BlockIndex:
         self.num_removed += num_evicted
         if self.removed_keys is not None and num_evicted:
             self.removed_keys.append(evicted_keys.copy())
-        if self.events is not None or self.drops.is_enabled:
+        if self.events is not None:
             evicted = list(evicted)
             self._add_event(evicted, removed=True)
-            self.drops.note(evicted, "evicted")
         return Placement(to_store, rows, block_ids, evicted)
 
     def _record_removal(self, names: list[bytes]) -> None:

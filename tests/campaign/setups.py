@@ -86,7 +86,6 @@ def random_setup(rng, *, groups=None, **fixed):
         "max_blocks_in_flight": rng.choice((None, None, None, 2, 8)),
         "skip_slow_loads": rng.random() < 0.15,
         "flush_on_preemption": rng.random() < 0.15,
-        "remember_drops": rng.choice((0, 0, 20)),
         "world_size": rng.choice((1, 1, 1, 2)),
         "enable_events": rng.random() < 0.5,
         "report_after_steps": rng.choice((None, None, None, 1, 2)),

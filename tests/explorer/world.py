@@ -677,20 +677,13 @@ class World:
         where = self._where(r)
         if list(said) != list(where):
             raise WrongError(f"{explained} is not all")
-        for at, places in where.items():
-            on_device, on_host = (place != NO_BLOCK for place in places)
-            block = said[at]
-            is_past = block.first_token + block.num_tokens >= r.num_tokens
-            is_right = (block.reason == "last token") == is_past
-            if block.verdict == "device":
-                is_right &= on_device
-            elif block.verdict == "host":
-                is_right &= on_host
-            elif block.reason in ("gap", "other group", "no copy"):
-                is_right &= on_device or on_host
-            elif block.reason not in ("last token", "window", "loading"):
-                is_right &= not (on_device or on_host)
-            if not is_right:
+        for at, (device, host) in where.items():
+            block, right = said[at], {"none", *(b.name for b in self.scheduler.below)}
+            if device != NO_BLOCK:
+                right = {"device"}
+            elif host != NO_BLOCK:
+                right = {"host"}
+            if block.verdict not in right:
                 raise WrongError(f"{block} of {r.request_id} is wrong")
 
     def _do_unasked(self, name):
@@ -1591,7 +1584,7 @@ _ENDS = {
 _LEDGERS = {"fetches": "fetches", "_writes": "writes", "probes": "probe"}
 # What is remembered when all requests have ended, and constants.
 _REMEMBERED = {
-    *("_counts", "_held_back", "_reasons", "_notes", "_absent", "unwritten"),
+    *("_counts", "_held_back", "_notes", "unwritten"),
     *("_alternatives", "removed_keys", "_preempted", "_scheduled"),
 }
 # Fields of ids, and of whose.
@@ -1600,7 +1593,7 @@ _IDS = {
     **dict.fromkeys(("rows", "holds"), "host"),
     "_awaited": "fetches",
 }
-_ORDERED = {"_overdue", "waiters", "_to_write", "_reasons"}
+_ORDERED = {"_overdue", "waiters", "_to_write"}
 # What no decision depends on, or what follows from the rest.
 _IGNORED = {
     *("request", "limits", "marks", "fetch_of", "_probe_of", "_lookup_marks"),

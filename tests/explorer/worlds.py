@@ -152,9 +152,7 @@ WORLDS = {
         served=(0,),
     ),
     "prompts": _with(_SMALL, prompt_only=True, max_unseen_blocks=1),
-    "heads": _with(
-        replace(_WARM, requests=LONG), max_offload_tokens=2, remember_drops=4
-    ),
+    "heads": _with(replace(_WARM, requests=LONG), max_offload_tokens=2),
     # What is rare.
     "two workers": _with(_WARM, "part", "together", world_size=2),
     "two workers, store": _with(
@@ -179,7 +177,7 @@ WORLDS = {
     "wide rows": Setup(
         (("aabbccd", 7), ("aabbccd", 5)),
         (FullAttention(2),),
-        OffloadRules(blocks_per_host_block=2, remember_drops=4),
+        OffloadRules(blocks_per_host_block=2),
         num_device_blocks=6,
         num_host_blocks=3,
         acts=("fail", "preempt", "forget", "gap", "less", "again"),

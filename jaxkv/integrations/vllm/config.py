@@ -84,7 +84,7 @@ _RENAMED = {
 # tested with vLLM.
 _NOT_SERVED = {
     *("executor", "mode", "max_num_batched_tokens", "world_size", "enable_events"),
-    *("max_blocks_in_flight", "flush_on_preemption", "remember_drops"),
+    *("max_blocks_in_flight", "flush_on_preemption"),
     *("transfer_mode", "transfer_kernel", "extent_bytes", "report_after_steps"),
     *("check_plans", "agreement_timeout_s"),
     *(name for name in KEYS if KEYS[name].scope in ("events", "metrics", "strict")),
