@@ -1560,7 +1560,7 @@ _SHOWN = frozenset(
     (
         *("OffloadScheduler", "Gate", "Loads", "Stores", "StoreSteps", "EagerStores"),
         *("StorePause", "LazyStores", "Requests", "Boundary", "ReuseFilter"),
-        *("DropReasons", "RetentionNotes", "Ledger"),
+        *("RetentionNotes", "Ledger"),
     )
 )
 # The fields of reports: of failures and successes, or of all.
