@@ -39,7 +39,6 @@ _MAX_WAITING_PER_WRITE = 4  # Blocks that may be queued, per block in flight.
 # How many keys the reuse filter counts: at least this many, or this many per block of
 # the upper tier. Evicted blocks count as well, because they may be stored again.
 _MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK = 1 << 16, 4
-_MAX_ABSENT_KEYS = 1 << 12  # Keys remembered as missing from the lower tier.
 
 # A request without room for its fetch asks again at each lookup. After this many vain
 # asks without progress of any holder, the blocks held for requests that stopped asking
@@ -179,8 +178,6 @@ class Boundary:
         self.probing: dict[str, Probing] = {}
         self._probe_of: dict[BlockKey, _TierMove] = {}
         self._to_probe: list[TierProbe] = []
-        # Keys that the lower tier lacked when last probed, the oldest first.
-        self._absent: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_fetch: list[_TierMove] = []
         self._to_delete: list[BlockKey] = []
@@ -212,10 +209,6 @@ class Boundary:
         if self._is_private is not None:
             ids[[self._is_private(key) for key in keys]] = NO_BLOCK
         return ids
-
-    def was_absent(self, key: BlockKey) -> bool:
-        """Whether the last probe for a block did not find it in the tier."""
-        return key in self._absent
 
     def limit_held(self, num_blocks: int) -> None:
         """Hold at most `num_blocks`, the device's capacity in host blocks."""
@@ -425,7 +418,7 @@ class Boundary:
         content: Any
         for content in (
             *(self._to_probe, self._to_fetch, self._to_write, self._to_delete),
-            *(self.probing, self._probe_of, self._absent, self.fetch_of),
+            *(self.probing, self._probe_of, self.fetch_of),
             *(self.waits, self.holds, self._num_holders, self.looked_up),
             *(self._queued, self._overdue, self.tier),
         ):
@@ -618,8 +611,6 @@ class Boundary:
             wait.arrived_ends.update(wait.ends[key] for key in keys if key in wait.ends)
             if is_awaited:  # A request waits only once.
                 self.probing.setdefault(request_id, Probing()).absent.update(missing)
-        if is_awaited:
-            self._remember_absent(missing)
 
     def _end_probe(self, move: _TierMove) -> None:
         if move.is_stale:
@@ -629,20 +620,10 @@ class Boundary:
         resident, absent = _split(move)
         self.tier.note_resident(resident)
         self.counts.found += len(resident) * self.factor
-        for key in resident:
-            self._absent.pop(key, None)
-        self._remember_absent(absent)
         for request_id in move.waiters:
             probing = self.probing[request_id]
             probing.events.discard(move.event)
             probing.absent.update(absent)
-
-    def _remember_absent(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys:
-            self._absent[key] = None
-            self._absent.move_to_end(key)
-        while len(self._absent) > _MAX_ABSENT_KEYS:
-            self._absent.popitem(last=False)
 
     def _end_write(self, move: _TierMove) -> None:
         if move.is_stale:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, NamedTuple, SupportsFloat, TypeAlias
+from typing import Any, Literal, NamedTuple, SupportsFloat, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
 from jaxkv.search.tiers import Match, Source, first_tokens, search, source_of
-from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import NO_BLOCK, BlockKey
 
@@ -152,7 +151,6 @@ class View(NamedTuple):
     rules: OffloadRules
     requests: Requests
     gate: Gate
-    device: DeviceBlockPool | None  # The pool, if blocks are copied on the device.
     host: BlockIndex
     loads: Loads
     below: tuple[Boundary, ...]  # From the host downwards.
@@ -176,9 +174,6 @@ class Plan(NamedTuple):
     searched: tuple[Boundary, ...] = ()  # Not searched again until new blocks come.
     load_speed: Speed = None
     fetch_speeds: tuple[Speed, ...] = ()
-    current: Load | None = None  # The load that the request has in flight.
-    # Host blocks that other requests load, and that the request waits for.
-    shared: frozenset[int] = frozenset()
 
 
 _NOTHING = Plan(0)
@@ -205,7 +200,7 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
     current = view.loads.by_request.get(request.request_id)
     if current is not None and current.event != NO_EVENT:
         # The request was preempted during this load, which is still in flight.
-        return Plan(None, deferral="loading", current=current)
+        return Plan(None, deferral="loading")
     searched: tuple[Boundary, ...] = ()
     speeds: tuple[Speed, ...] = ()
     for boundary in reversed(view.below):
@@ -241,8 +236,6 @@ def _plan_fetch(
     if is_searched or not (tier.num_held_blocks or can_probe or is_expected):
         return _NOTHING
     device = first_tokens(num_computed_tokens)
-    if view.device is not None:
-        device = source_of(view.device)
     above = view.below[: boundary.number]
     nearer = device, *[source_of(tier.upper, tier.factor) for tier in above]
     max_tokens = max_hit_tokens(request, num_computed_tokens)
@@ -413,19 +406,19 @@ def _plan_load(
     num_computed_tokens: int,
     current: Load | None,
 ) -> Plan:
-    """Plan the load from the host, and the copies on the device."""
-    load, is_plain = None, False
+    """Plan the load from the host of the blocks that continue the device's prefix."""
     if view.is_plain:
-        load, is_plain = _find_plain_load(view, request, keys, num_computed_tokens)
-    if not is_plain:
-        _, load = find_load(view, request, keys, num_computed_tokens)
+        load = _find_plain_load(view, request, keys, num_computed_tokens)
+    else:
+        load = _find_load(view, request, keys, num_computed_tokens)
     if load is None:
         return _NOTHING
     rows = load.sources
-    if view.rules.delay_shared_loads:
-        shared = _rows_loaded_by_others(view.loads, rows, current)
-        if shared:
-            return Plan(None, deferral="shared", shared=frozenset(shared))
+    is_shared = view.rules.delay_shared_loads and _are_loaded_by_others(
+        view.loads, rows, current
+    )
+    if is_shared:
+        return Plan(None, deferral="shared")
     if not rows.size:
         return Plan(load.num_tokens, load=load)
     num_blocks = rows.size * view.rules.blocks_per_host_block
@@ -433,14 +426,11 @@ def _plan_load(
     speed = view.gate.judge_load(load.num_tokens, num_blocks, ahead)
     if speed == "slow":
         return Plan(0, deferral="gate", load_speed=speed)
-    # Copies end before the step's model runs. With `load_in_step`, the model waits for
-    # transfers as well; otherwise the request waits for them.
-    is_awaited = not view.rules.load_in_step
-    return Plan(load.num_tokens, is_awaited, load=load, load_speed=speed)
+    return Plan(load.num_tokens, is_awaited=True, load=load, load_speed=speed)
 
 
-def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set[int]:
-    """Return the part of `rows` that loads of other requests will read.
+def _are_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> bool:
+    """Whether loads of other requests will read some of `rows`.
 
     Offers do not count: a request with an offer may get no device blocks, and queue
     behind the request that would wait for it.
@@ -449,7 +439,7 @@ def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set
     for load in loads.by_request.values():
         if load is not current and load.is_taken:
             loaded.update(load.sources.tolist())
-    return loaded.intersection(rows.tolist())
+    return not loaded.isdisjoint(rows.tolist())
 
 
 def max_hit_tokens(request: Request, num_computed_tokens: int) -> int:
@@ -466,49 +456,18 @@ def is_prefilled_elsewhere(request: Request) -> bool:
     return bool(getattr(request, "remote_prefill", False))
 
 
-def find_load(
+def _find_load(
     view: View, request: Request, keys: Keys, num_computed_tokens: int
-) -> tuple[Match, Load | None]:
-    """Find the longest prefix on the device and the host, and the load that it needs.
-
-    The load is None if the request has the whole prefix.
-    """
+) -> Load | None:
+    """Return the load that the longest prefix of device and host needs, if any."""
     groups, factor = view.groups, view.rules.blocks_per_host_block
-
-    def find(device: Source) -> tuple[Match, Load | None]:
-        sources = device, source_of(view.host, factor)
-        max_tokens = max_hit_tokens(request, num_computed_tokens)
-        match = search(groups, keys, max_tokens, sources)
-        if match.num_tokens <= num_computed_tokens:
-            return match, None
-        name = request.request_id
-        return match, _load_of(groups, name, keys, match, num_computed_tokens, factor)
-
-    if view.device is None:
-        return find(first_tokens(num_computed_tokens))
-    match, load = find(source_of(view.device))
-    if load is not None and load.copy_sources.size:
-        # The pool must have room for the request's blocks next to the copy sources.
-        # Otherwise the request might hold the sources and ask again indefinitely.
-        nums = (-(-request.num_tokens // spec.block_size) for spec in groups)
-        offer = view.loads.by_request.get(request.request_id)
-        if _num_free_with_held(view.device, offer, load.copy_sources) < sum(nums):
-            return find(source_of(view.device)._replace(max_tokens=num_computed_tokens))
-    return match, load
-
-
-def _num_free_with_held(pool: DeviceBlockPool, load: Load | None, sources: Ids) -> int:
-    """Count the blocks that would be free with `sources` pinned, `load` dropped."""
-    dropped = NO_IDS
-    if load is not None and load.event == NO_EVENT:
-        blocks_of = load.copy_sources, load.written_blocks, load.copy_targets
-        dropped = np.concatenate(blocks_of)
-    blocks = np.union1d(sources, dropped)
-    held, pins = pool.counts(blocks)
-    pins_then = pins - (blocks[:, None] == dropped).sum(axis=1)
-    is_free_then = (held == 0) & (pins_then == 0) & ~np.isin(blocks, sources)
-    num_free_now = int(((held == 0) & (pins == 0)).sum())
-    return pool.num_free + int(is_free_then.sum()) - num_free_now
+    sources = first_tokens(num_computed_tokens), source_of(view.host, factor)
+    max_tokens = max_hit_tokens(request, num_computed_tokens)
+    match = search(groups, keys, max_tokens, sources)
+    if match.num_tokens <= num_computed_tokens:
+        return None
+    name = request.request_id
+    return _load_of(groups, name, keys, match, num_computed_tokens, factor)
 
 
 def _find_plain_load(
@@ -516,36 +475,17 @@ def _find_plain_load(
     request: Request,
     keys: Sequence[list[BlockKey]],
     num_computed_tokens: int,
-) -> tuple[Load | None, bool]:
-    """Fast `find_load` for most models: one full-attention group, one block per row.
-
-    One call searches both tiers, or only the host after the computed tokens if nothing
-    may be copied on the device.
-
-    Returns:
-        The load, None if the request has the whole prefix; and whether this result is
-        valid: if blocks must be copied, call `find_load` instead.
-    """
+) -> Load | None:
+    """Fast `_find_load` for one full-attention group, one block per row."""
     (spec,), (group_keys,) = view.groups, keys
     usable = max(max_hit_tokens(request, num_computed_tokens), 0) // spec.block_size
-    if usable < len(group_keys):
-        group_keys = group_keys[:usable]
     start = num_computed_tokens // spec.block_size
-    if view.device is not None:
-        on_device, on_host = view.host.find_beside(view.device, group_keys)
-        rows = on_host[start:]
-    else:
-        rows = view.host.find(group_keys[start:])
-        absent = (rows == NO_BLOCK).nonzero()[0]
-        if absent.size:
-            rows = rows[: absent[0]]
+    rows = view.host.find_prefix(group_keys[start:usable])
     if not rows.size:
-        return None, True
-    if view.device is not None and (on_device[start:] != NO_BLOCK).any():
-        return None, False
+        return None
     num = start + rows.size
     num_tokens = rows.size * spec.block_size
-    load = Load(
+    return Load(
         group_keys[start:num],
         rows,
         NO_IDS,
@@ -555,11 +495,7 @@ def _find_plain_load(
         marks=[KeyMark(num, group_keys[num - 1])],
         row_groups=np.zeros(rows.size, np.int32),
         row_indices=np.arange(start, num, dtype=np.int32)[:, None],
-        copy_sources=NO_IDS,
-        copy_groups=NO_IDS,
-        copy_indices=NO_IDS,
     )
-    return load, True
 
 
 def _load_of(
@@ -571,23 +507,16 @@ def _load_of(
     factor: int,
 ) -> Load:
     """Return the load of the blocks that a request needs for its longest prefix."""
-    rows, row_indices, sources, copies = [], [], [], []
+    rows: list[Ids] = []
+    row_indices: list[Ids] = []
     row_keys: list[BlockKey] = []
-    for spec, group_keys, needed, on_device, on_host in zip(
-        groups, keys, match.needed, *match.block_ids, strict=True
+    for spec, group_keys, needed, on_host in zip(
+        groups, keys, match.needed, match.block_ids[-1], strict=True
     ):
         start = num_computed_tokens // spec.block_size
-        missing = needed[start:].nonzero()[0].astype(np.int32) + np.int32(start)
-        # A copy on the device is much cheaper than a transfer.
-        device_blocks = on_device[missing]
-        is_copied = device_blocks != NO_BLOCK
-        if is_copied.any():
-            copies.append(missing[is_copied])
-            sources.append(device_blocks[is_copied])
-            missing = missing[~is_copied]
-        else:
-            copies.append(NO_IDS)
-            sources.append(NO_IDS)
+        missing: NDArray[Any] = needed[start:].nonzero()[0].astype(np.int32) + np.int32(
+            start
+        )
         indices = missing[:, None]
         if factor > 1:
             is_missing = np.zeros(-(-needed.size // factor) * factor, np.bool_)
@@ -611,9 +540,6 @@ def _load_of(
         ],
         row_groups=_array_numbers(rows),
         row_indices=joined(row_indices),
-        copy_sources=joined(sources),
-        copy_groups=_array_numbers(copies),
-        copy_indices=joined(copies),
     )
 
 

@@ -136,7 +136,7 @@ class Reporting:
     def explain(
         self, request: Request, num_computed_tokens: int | None = None
     ) -> Explanation:
-        """Return, for each block of a request, where it is or why it is missing.
+        """Return what a request would be offered, and the tier of each of its blocks.
 
         Nothing changes. If the request's keys were rewritten since its last lookup, the
         next lookup drops its fetches and probes; the explanation still counts them.

@@ -341,7 +341,6 @@ class Stores:
     def _fail(self, keys: list[BlockKey]) -> None:
         """Give up the host blocks of stores that have failed."""
         self._host.complete_store(keys, False)
-        self._host.drops.note(keys, "store failed")
         self.stats.num_dropped_failed += len(keys) * self._factor
         for notify in self._listeners.stored:
             notify(keys, False)

@@ -233,15 +233,6 @@ class NativeExecutor(_Operations):
             refuse_outside(block_ids, len(self._ref_cnt), min_id)
         return ok
 
-    def find_beside(self, device: Bound, keys: Words) -> tuple[int, Blocks, Blocks]:
-        """Find the longest prefix whose blocks are on the device or readable here.
-
-        Return its length n, and each key's device and host block; valid for n rows.
-        """
-        on_device, on_host = np.empty((2, len(keys)), np.int32)
-        num = self._call("find_beside", device, self._bound, keys, on_device, on_host)
-        return num, on_device, on_host
-
     def place_from(
         self, device: Bound, keys: Words, sources: Ids, is_head: bool
     ) -> Store | None:
@@ -345,13 +336,6 @@ class XlaExecutor(_Operations):
         padded = _pad(block_ids, NO_BLOCK)
         self.state, ok = _complete_step(self.state, padded, np.int32(num_hits))
         return bool(ok)
-
-    def find_beside(self, device: Bound, keys: Words) -> tuple[int, Blocks, Blocks]:
-        on_device, on_host = np.empty(len(keys), np.int32), self.find_readable(keys)
-        device_native.find(device, keys, on_device)
-        is_missing = (on_device == NO_BLOCK) & (on_host == NO_BLOCK)
-        num = int(is_missing.argmax()) if is_missing.any() else len(keys)
-        return num, on_device, on_host
 
     def next_victims(
         self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any

@@ -50,36 +50,6 @@ def find_readable(state: Any, keys: Any, block_ids: Any) -> None:
 
 
 @compiled
-def find_beside(
-    device: Any, state: Any, keys: Any, on_device: Any, on_host: Any
-) -> Any:
-    """Find the longest prefix whose blocks are on the device, or readable on the host.
-
-    Write each key's device block and host block (i32[K] each), NO_BLOCK for none.
-    Return the length n of the prefix. Only the first n rows are valid.
-    """
-    policy = state.policy
-    num_keys = keys.shape[0]
-    entries = empty(num_keys, np.int32)
-    start, width = 0, 8
-    # Look up growing parts: no key after the first miss needs a look-up.
-    while start < num_keys:
-        stop = lesser(start + width, num_keys)
-        part = keys[start:stop]
-        directory_lib.native_find(device.directory, part, on_device[start:stop])
-        functions_of(policy).find(
-            policy, part, entries[start:stop], on_host[start:stop]
-        )
-        for row in range(start, stop):
-            if not _is_readable(state, on_host[row]):
-                on_host[row] = NO_BLOCK
-                if on_device[row] == NO_BLOCK:
-                    return row
-        start, width = stop, 4 * width
-    return num_keys
-
-
-@compiled
 def lookup(state: Any, keys: Any) -> Any:
     """Return how many leading keys have readable blocks."""
     num_keys = keys.shape[0]
@@ -240,7 +210,7 @@ def place_from(
         return 0, -1
     for row in range(keys.shape[0]):
         if block_ids[row] != NO_BLOCK:
-            device_native.add_pins(device, sources[row], 1, False)
+            device_native.add_pins(device, sources[row], 1)
     if is_head:
         touch(state, variant, keys, False)
     return num_stored, num_evicted

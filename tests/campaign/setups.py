@@ -78,7 +78,6 @@ def random_setup(rng, *, groups=None, **fixed):
         "cache_policy": rng.choice(POLICIES),
         "executor": "xla" if rng.random() < 0.1 else "native",
         "transfer_mode": rng.choice(("fused", "staged")),
-        "layer_groups": rng.choice((1, 1, 2)),
         "extent_bytes": rng.choice((None, 2 * BLOCK_BYTES, 6 * BLOCK_BYTES)),
         "store_threshold": rng.choice((0, 0, 0, 0, 2)),
         "max_unseen_blocks": rng.choice((None, None, None, 0, 2)),
@@ -86,9 +85,7 @@ def random_setup(rng, *, groups=None, **fixed):
         "delay_shared_loads": rng.random() < 0.25,
         "max_blocks_in_flight": rng.choice((None, None, None, 2, 8)),
         "skip_slow_loads": rng.random() < 0.15,
-        "copy_on_device": rng.random() < 0.8,
         "flush_on_preemption": rng.random() < 0.15,
-        "remember_drops": rng.choice((0, 0, 20)),
         "world_size": rng.choice((1, 1, 1, 2)),
         "enable_events": rng.random() < 0.5,
         "report_after_steps": rng.choice((None, None, None, 1, 2)),
@@ -148,7 +145,7 @@ def random_setup(rng, *, groups=None, **fixed):
         max_steps=rng.choice((1, 2, 5)),
         habits=Habits(
             *(rng.random() < share for share in (0.6, 0.6, 0.7, 0.5, 0.4, 0.8)),
-            keeps_offers=not values["copy_on_device"] and rng.random() < 0.5,
+            keeps_offers=rng.random() < 0.5,
             # What a store has of other weights is found again, under the same keys.
             renames_weights=rng.random() < 0.6 or values.get("storage") is not None,
         ),

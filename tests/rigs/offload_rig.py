@@ -213,11 +213,6 @@ class Rig:
                 copies[host] = [self.device[block] for block in row]
                 self.host.pop(host, None)  # Unreadable until the bytes have arrived.
             self.stores.append((meta.store_event, copies))
-        for source, target in zip(
-            meta.copy_from_blocks, meta.copy_to_blocks, strict=True
-        ):
-            assert source not in meta.copy_to_blocks
-            self.device[target] = self.device[source]
         if meta.load_event != NO_EVENT:
             blocks = np.array(meta.load_device_blocks).reshape(-1, rows).tolist()
             copies = {}
@@ -226,8 +221,6 @@ class Rig:
                     if block != NO_BLOCK:
                         assert block not in copies
                         copies[block] = key
-            if meta.load_in_step:
-                self.device |= copies  # By the program of this step.
             names = meta.load_event_to_reqs[meta.load_event]
             self.loads.append((names, copies))
         for name, num_tokens in scheduled.items():

@@ -65,9 +65,7 @@ def test_a_request_finds_what_another_engine_has_just_written():
     assert rig.found(request) == (3, 0)
     assert rig.scheduler.stats.num_storage_found == 3
     explained = rig.scheduler.explain(request)
-    assert [block.verdict for block in explained.blocks] == ["host"] * 3 + ["missed"]
-    assert explained.blocks[3].reason == "absent"
-    assert "not in the store when last probed" in str(explained)
+    assert [block.verdict for block in explained.blocks] == ["host"] * 3 + ["none"]
 
 
 def test_only_unknown_blocks_are_probed():

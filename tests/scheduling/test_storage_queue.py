@@ -142,7 +142,7 @@ def test_requests_that_queue_read_each_block_once(engine):
     [
         {"groups": HYBRID, "device_blocks": 33},
         {"max_storage_blocks": 4, "fetch_steps": 20, "mode": "lazy"},
-        {"device_blocks": 65, "host_blocks": 40, "copy_on_device": False},
+        {"device_blocks": 65, "host_blocks": 40},
     ],
     ids=["windows", "slow store", "large device"],
 )

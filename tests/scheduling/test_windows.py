@@ -69,17 +69,6 @@ def test_one_group_has_one_table_and_older_states_are_left_out_too():
     assert rig.pool.unwritten == {*request.tables[1][:3]}
 
 
-def test_copied_blocks_are_written():
-    rig = Rig(groups=HYBRID, device_blocks=32)
-    rig.run(rig.request("before", *PROMPT))
-    rig.pool.evict(rig.pool.find(rig.request("?", *PROMPT).block_keys[:1]))
-    request, (full, window) = take_offer(rig, "one")
-    meta = rig.step()
-    assert meta.load_device_blocks == (full[0],)
-    assert meta.copy_to_blocks == (*full[1:4], *window[2:4])
-    assert rig.pool.unwritten == {*request.tables[1][:2]}
-
-
 def test_a_request_computes_all_of_what_was_not_loaded(rig):
     request, _ = take_offer(rig, "one")
     rig.step()

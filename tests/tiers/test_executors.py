@@ -59,38 +59,6 @@ def test_xla_programs_are_traced_once_for_each_padded_size():
     assert executors._compiled._cache_size() == traced
 
 
-@pytest.mark.parametrize("executor", ["native", "xla"])
-def test_a_prefix_goes_on_as_long_as_either_tier_has_its_blocks(executor):
-    policy = get_policy_maker("lru")(60, 64)  # One, so that XLA compiles once.
-    rng = np.random.default_rng(0)
-    keys = [key_from_int(n) for n in range(60)]
-    lengths = set()
-    for _ in range(30):
-        pool = DeviceBlockPool(61)
-        host = OffloadingManager(16, 60, policy, executor=executor)
-        # On the device, on the host, still on the way there, or nowhere.
-        places = rng.choice(4, 60, p=[0.5, 0.46, 0.02, 0.02]).tolist()
-        near, far, under_way = (
-            [key for key, p in zip(keys, places, strict=True) if p == place]
-            for place in range(3)
-        )
-        pool.cache(pool.allocate(len(near)), near)
-        # Some are on both.
-        host.prepare_store(far + near[::7])
-        host.complete_store(far + near[::7])
-        host.prepare_store(under_way)
-        on_device, on_host = pool.find(keys), host.find(keys)
-        num = next((row for row, place in enumerate(places) if place >= 2), 60)
-        columns = host.find_beside(pool, keys)
-        assert [ids.tolist() for ids in columns] == [
-            on_device[:num].tolist(),
-            on_host[:num].tolist(),
-        ]
-        lengths.add(num)
-    assert len(lengths) > 10
-    assert [ids.size for ids in host.find_beside(pool, [])] == [0, 0]
-
-
 def test_a_wrong_mark_counts_for_the_same_class_in_both_executors():
     """Native functions wrote past the end of their arrays."""
     keys = [key_from_int(number) for number in range(3)]

@@ -72,7 +72,6 @@ offloading:
   --host-bytes SIZE  host memory for KV
   --mode NAME  eager: store blocks when computed; lazy: just before eviction
   --policy NAME  eviction policy: {", ".join([*policy_names(), AUTO])}
-  --load-in-step  write loaded blocks inside the prefill step, layer by layer
       (default: finish the load first)
   --storage URL  folder or URL of a store behind host memory, kept for later runs
   --storage-bytes SIZE  capacity of the store
@@ -252,8 +251,7 @@ def _facts_of(config: DemoConfig) -> list[tuple[str, str]]:
         (
             "Host memory",
             f"{rounded_size(config.host_bytes)}, {config.mode} stores, policy "
-            f"{config.cache_policy}"
-            f"{', loads inside the prefill step' * config.load_in_step}",
+            f"{config.cache_policy}",
         ),
     ]
     if config.storage is not None:

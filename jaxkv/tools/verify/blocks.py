@@ -97,14 +97,13 @@ LAYOUTS = {
     "token rows, 4 in a host block": Pool(
         _layers((96, 8, 128)), options={"blocks_per_host_block": 4}
     ),
-    "mixed leaves in 2 layer groups": Pool(
+    "mixed leaves": Pool(
         {
             "k": _layers((24, 3, 128)),
             "q": (_leaf((24, 5), "int8"), _leaf((24, 3, 4), "float8_e5m2")),
             "scalar": _leaf((24,), "float32"),
             "flag": _leaf((24, 2, 2), "bool"),
         },
-        options={"layer_groups": 2},
     ),
     "one extent in flight at a time": Pool(
         _layers((24, 16, 8, 128)),
