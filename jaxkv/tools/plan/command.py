@@ -35,8 +35,6 @@ from jaxkv.tools.usage import (
 )
 from jaxkv.transfer import available_host_bytes
 
-SUMMARY = "replay a trace: what host memory of each size and policy would save"
-
 _SYNTHETIC = "synthetic"
 _SYNTHETIC_REQUESTS = 2000
 _CAPACITIES = ["1%", "3%", "10%"]
@@ -105,9 +103,8 @@ admission, with every policy except {OPTIMUM}:
 
 output:
 {files.PLOT_OPTION.format("tokens found and time saved against the size")}
-{files.JSON_OPTION}
+{files.OUTPUT_OPTIONS}
 {files.HTML_OPTION}
-{files.QUIET_OPTION}
 """,
     {
         **dict.fromkeys(

@@ -13,15 +13,13 @@ from typing import IO
 from jaxkv._util import shown
 from jaxkv._util.files import check_folder, open_file
 from jaxkv.tools.console import print_plain
-from jaxkv.tools.files import JSON_OPTION, check_extra, check_files, write_files
+from jaxkv.tools.files import OUTPUT_OPTIONS, check_extra, check_files, write_files
 from jaxkv.tools.machine import versions
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, Args, Usage, UsageError, check_names
 from jaxkv.tools.verify import report
 from jaxkv.tools.verify.records import STAGES, Result, Stage, StageLog
 from jaxkv.tools.verify.supervise import run_stages
-
-SUMMARY = "prove that jaxkv works on this machine, in ten minutes"
 
 _NAMES = [stage.name for stage in STAGES]
 _RUN = "run.json"
@@ -64,7 +62,7 @@ checks:
 results:
   --folder PATH  where the results of each stage are kept
   --resume  go on with the results in that folder, after a crash of the machine
-{JSON_OPTION}
+{OUTPUT_OPTIONS}
 """,
     {"--budget": parse_duration, "--stall": parse_duration, "--folder": _parse_folder},
     {"folder": Path("jaxkv-verify")},
@@ -85,7 +83,10 @@ def run(args: Args) -> int:
         print_plain(report.stage_lines(stage, of_stage))
         return report.reason_of(of_stage)
 
-    with _prepare(args.folder, args.resume), show_progress() as on_progress:
+    with (
+        _prepare(args.folder, args.resume),
+        show_progress(is_quiet=args.quiet) as on_progress,
+    ):
         run_stages(stages, args.folder, budget_s, stall_s, on_progress, on_stage)
     seconds = round(time.monotonic() - start_s, 1)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
