@@ -41,7 +41,7 @@ host memory:
       {variable_of("host_bytes")}, if set)
   --device-pool-bytes SIZE  size of the device pool, which the host tier should exceed
       (default: unknown)
-  --no-probe  move no blocks (default: measure their speed for some seconds)
+  --no-probe  measure no speed of blocks (default: do, for some seconds)
 
 store and extras:
   --storage URL  folder or URL to check as the storage tier (default:
