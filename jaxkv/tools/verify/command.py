@@ -16,14 +16,24 @@ from jaxkv.tools.console import print_plain
 from jaxkv.tools.files import OUTPUT_OPTIONS, check_extra, check_files, write_files
 from jaxkv.tools.machine import versions
 from jaxkv.tools.progress import show_progress
-from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, Args, Usage, UsageError, check_names
+from jaxkv.tools.usage import (
+    EXIT_FAILED,
+    EXIT_OK,
+    Args,
+    Usage,
+    UsageError,
+    check_absent,
+    check_names,
+)
 from jaxkv.tools.verify import report
 from jaxkv.tools.verify.records import STAGES, Result, Stage, StageLog
 from jaxkv.tools.verify.supervise import run_stages
 
 _NAMES = [stage.name for stage in STAGES]
 _RUN = "run.json"
-_BUDGET_S, _STALL_S = 600.0, 180.0
+_BUDGET_S, _QUICK_S, _STALL_S = 600.0, 60.0, 180.0
+_QUICK = "devices", "blocks", "engine"
+_EXIT_PARTIAL = 3
 
 
 def parse_duration(text: str) -> float:
@@ -51,11 +61,13 @@ USAGE = Usage(
     "small serving engine; measure bandwidth and time to first token. Each stage runs "
     "in a process of its own, so that a runtime that crashes or hangs costs one check. "
     "Stop your engine first: verify needs the devices for itself. "
-    "The exit status is 1 if a check failed, or if no block can move here.",
+    "The exit status is 1 if a check failed or no block can move here, and 3 if checks "
+    "were left out: by --only, --quick or the budget.",
     f"""
 checks:
   --only STAGE,...  of {", ".join(_NAMES)} (default: all)
-  --budget TIME  about how long all may take, such as 90s; what is left out is named
+  --quick  the stages {", ".join(_QUICK)} in a minute
+  --budget TIME  how long all may take, such as 90s; what is left out is named
       (default: 10m)
   --stall TIME  end a check that makes no progress for this long (default: 3m)
 
@@ -71,10 +83,14 @@ results:
 
 def run(args: Args) -> int:
     names = check_names("--only", args.only or _NAMES, _NAMES)
+    if args.quick:
+        check_absent(args, ("only", "budget"), "{}: --quick says it already")
+        names = list(_QUICK)
     check_files(args)
     check_extra("verify", ("flax", "rich"))
     stages = [stage for stage in STAGES if stage.name in {*names, STAGES[0].name}]
-    budget_s, stall_s = args.budget or _BUDGET_S, args.stall or _STALL_S
+    budget_s = args.budget or (_QUICK_S if args.quick else _BUDGET_S)
+    stall_s = args.stall or _STALL_S
     start_s = time.monotonic()
     results: dict[Stage, tuple[Result, ...]] = {}
 
@@ -83,6 +99,9 @@ def run(args: Args) -> int:
         print_plain(report.stage_lines(stage, of_stage))
         return report.reason_of(of_stage)
 
+    print_plain(
+        [f"{len(stages)} of {len(STAGES)} stages, at most {budget_s / 60:.3g} min", ""]
+    )
     with (
         _prepare(args.folder, args.resume),
         show_progress(is_quiet=args.quiet) as on_progress,
@@ -93,7 +112,8 @@ def run(args: Args) -> int:
     made = report.Report(results, budget_s, seconds, today)
     print_plain(report.last_lines(made, str(args.folder)))
     write_files(args, lambda: report.to_json(made, args.command_line))
-    return EXIT_OK if made.verdict == "PASS" else EXIT_FAILED
+    codes = {"PASS": EXIT_OK, "PARTIAL": _EXIT_PARTIAL}
+    return codes.get(made.verdict, EXIT_FAILED)
 
 
 def _prepare(folder: Path, resume: bool) -> IO[str]:
