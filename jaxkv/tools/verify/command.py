@@ -58,7 +58,7 @@ USAGE = Usage(
     "jaxkv verify",
     "Move random blocks of every dtype and layout there and back, beside a model's "
     "writes and through failures, and compare every bit; compare every token of a "
-    "small serving engine; measure bandwidth and time to first token. Each stage runs "
+    "small serving engine; measure bandwidth. Each stage runs "
     "in a process of its own, so that a runtime that crashes or hangs costs one check. "
     "Stop your engine first: verify needs the devices for itself. "
     "The exit status is 1 if a check failed or no block can move here, and 3 if checks "

@@ -33,12 +33,11 @@ class Stage(NamedTuple):
 
 STAGES = (
     Stage("devices", "Devices, memory and limits", 0.02),
-    Stage("blocks", "Random blocks there and back, every bit compared", 0.28),
-    Stage("races", "Transfers against the model's writes", 0.14),
-    Stage("failures", "Failures are reported, and nothing wrong is served", 0.14),
-    Stage("engine", "A serving engine, every token compared", 0.14),
-    Stage("speed", "Bandwidth, overlap with compute, the engine's thread", 0.13),
-    Stage("ttft", "Time to first token, with and without offloading", 0.15),
+    Stage("blocks", "Random blocks there and back, every bit compared", 0.32),
+    Stage("races", "Transfers against the model's writes", 0.16),
+    Stage("failures", "Failures are reported, and nothing wrong is served", 0.17),
+    Stage("engine", "A serving engine, every token compared", 0.17),
+    Stage("speed", "Bandwidth, overlap with compute, the engine's thread", 0.16),
 )
 
 

@@ -39,7 +39,6 @@ RESULTS = {
             },
         )
     ],
-    "ttft": [Result("returning prompts", "SKIP", command.USAGE.name)],
 }
 NOT_RUN = ["races", "failures", "engine"]
 
@@ -52,17 +51,17 @@ def report_of(**changes):
 
 def test_a_report_names_the_machine_the_counts_and_what_was_not_checked():
     report = report_of()
-    assert (report.verdict, report.unchecked) == ("PARTIAL", [*NOT_RUN, "ttft"])
+    assert (report.verdict, report.unchecked) == ("PARTIAL", NOT_RUN)
     assert report.advice == ["Extents of 32 MiB are faster"]
     late = report_of(blocks=[Result("x", "PASS", ""), Result("y", "SKIP", NO_TIME)])
     assert ", 1 out of time" in late.row
-    assert late.summary[0] == f"Not checked: y (blocks); {'; '.join(NOT_RUN)}; ttft."
+    assert late.summary[0] == f"Not checked: y (blocks); {'; '.join(NOT_RUN)}."
     assert "Not shown: several hosts" in late.summary[-1]
     on_cpu = Result("device", "PASS", "", 0.1, DEVICE | {"name": "8 x cpu"})
     on_cpu = report_of(devices=[on_cpu])
     assert "Not shown: an accelerator, several hosts" in on_cpu.summary[-1]
     assert report.row.startswith("| 8 x tpu TPU v6 lite, 180 cores of AMD EPYC | jax")
-    assert report.row.endswith("| 2026-11-26 | PARTIAL: 4 passed, 2 not supported |")
+    assert report.row.endswith("| 2026-11-26 | PARTIAL: 4 passed, 1 not supported |")
 
 
 def test_pass_means_that_no_check_was_left_out_and_only_pass_has_a_row():
@@ -99,7 +98,7 @@ def test_the_command_writes_the_figures_and_ends_with_the_verdict(
     monkeypatch.chdir(tmp_path)
     line = "verify --only blocks --budget 90s --stall 1m"
     out, _, figures = run_line(line, 3)
-    assert out.startswith("2 of 7 stages, at most 1.5 min\n")
+    assert out.startswith("2 of 6 stages, at most 1.5 min\n")
     assert "SKIP  int4 (staged): not supported" in out
     assert "PARTIAL: 3 passed, 1 not supported, in " in out
     assert "| jaxkv " not in out
