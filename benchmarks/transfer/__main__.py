@@ -33,7 +33,7 @@ from benchmarks.transfer.records import (
 from benchmarks.transfer.run import run_transfer
 from jaxkv._util import size_text
 from jaxkv.tools.console import print_facts, print_table
-from jaxkv.tools.files import JSON_OPTION, check_extra, check_files, write_files
+from jaxkv.tools.files import OUTPUT_OPTIONS, check_extra, check_files, write_files
 from jaxkv.tools.machine import last_level_cache_bytes, machine
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.speed import DIRECTIONS, BytesDifferError, speed
@@ -72,7 +72,7 @@ memory:
       of all blocks)
 
 output:
-{JSON_OPTION}
+{OUTPUT_OPTIONS}
 """,
     {
         "--rounds": whole_number_from(3),  # Fewer have no useful quartiles.

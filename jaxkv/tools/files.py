@@ -17,9 +17,10 @@ from typing import Any
 from jaxkv._util import shown
 from jaxkv._util.extras import pip_install
 from jaxkv._util.files import open_file, replace_file, resolved
-from jaxkv.tools.usage import FORMATS, Args, UsageError
+from jaxkv.tools.usage import FORMATS, Args, CommandError, UsageError
 
-JSON_OPTION = """\
+OUTPUT_OPTIONS = """\
+  -q, --quiet  show no progress
   -o, --output FILE  write the output to a file (default: stdout)
   --format FORMAT  table, json or csv (default: by the suffix of FILE, else table)
   --json FILE  also write all figures as JSON"""
@@ -27,8 +28,6 @@ PLOT_OPTION = """\
   --plot FILE.svg  also draw {}"""
 HTML_OPTION = """\
   --html FILE  also write a self-contained HTML report"""
-QUIET_OPTION = """\
-  -q, --quiet  show no progress"""
 # The rows of CSV; else all is one row.
 _RESULTS = "results", "rows", "findings", "namespaces"
 
@@ -174,4 +173,4 @@ def check_extra(
     """Refuse to continue without the packages of an extra that `what` needs."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"{what} needs {', '.join(missing)}: {pip_install(extra)}")
+        raise CommandError(f"{what} needs {', '.join(missing)}: {pip_install(extra)}")

@@ -72,6 +72,7 @@ _FIGURES = (
 )
 """What is shown of each size and policy: key, title, name in JSON, and scale."""
 
+_HOURS_PER_MONTH = 730
 _OF_TOKENS = "found", "refused"
 _DRAWN = "found", "saved"
 
@@ -100,7 +101,7 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
         text = f"{fleet.num_engines:,}, {fleet.route}; each has the host and the device"
         facts.append(("Engines", text))
     device = "keeps no prefixes (--device-blocks, --device-bytes)"
-    if setting.device_blocks is not None:
+    if setting.device_blocks:
         device = f"keeps {setting.device_blocks:,} blocks"
         if timing is not None:
             device += f" ({rounded_size(setting.device_blocks * setting.block_size)})"
@@ -348,7 +349,7 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
     """Return lines on the most that can be found, and on the load of the link."""
     demand, choice = plan.demand, plan.recommendation
     device = ""
-    if setting.device_blocks is not None:
+    if setting.device_blocks:
         share = percent_text(demand.device_tokens, demand.input_tokens)
         who = "The devices find" if demand.num_engines > 1 else "The device finds"
         device = f"{who} {share} of the prompt tokens. "
@@ -360,11 +361,10 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
             "The trace has no times, so how busy the link would be is unknown."
         )
     elif demand.num_servers > demand.num_engines:
-        digits = 1 if demand.num_servers < 100 else 0
-        num_servers = f"{demand.num_servers:,.{digits}f}"
+        times = demand.prefill_s / (demand.span_s or 1.0)
         lines.append(
-            f"Without offloading, prefill takes {num_servers} times as long "
-            "as the trace: this traffic needs that many servers."
+            f"Without offloading, prefill takes {times:,.1f} times as long as the "
+            f"trace: this traffic needs {demand.num_servers:,} servers."
         )
     row = None if choice is None else choice.row
     if row is not None and (row.peak_store_use or 0.0) > 1:
@@ -372,7 +372,25 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
             f"In the busiest minute, stores need {row.peak_store_use:.1f} minutes; "
             "the engine will drop some blocks as too slow."
         )
+    money = saved_per_month(setting, plan)
+    if money is not None:
+        saved, memory = money
+        lines.append(
+            f"Over a month of this traffic, the prefill saved is worth {saved:,.0f} of "
+            f"server time, and the host memory costs {memory:,.0f}."
+        )
     return lines
+
+
+def saved_per_month(setting: Setting, plan: Plan) -> tuple[float, float] | None:
+    """Return the price of the server time saved, and of the memory; None if unknown."""
+    demand, price = plan.demand, setting.price_per_hour
+    row = None if plan.recommendation is None else plan.recommendation.row
+    if price is None or row is None or demand.span_s is None:
+        return None
+    gib = row.size / (1 << 30) * demand.num_servers
+    saved = row.saved_s / demand.span_s * _HOURS_PER_MONTH * price
+    return saved, gib * setting.price_per_gib_month
 
 
 def sentence(setting: Setting, plan: Plan) -> str:
@@ -460,7 +478,7 @@ def _why_not(setting: Setting, plan: Plan, reason: Reason) -> str:
             return f"{text}{returning} more"
         case "too small":
             share = percent_text(top.host_tokens, demand.input_tokens)
-            text = "tokens come back too late for these sizes; "
+            text = "reuse distances exceed these sizes; "
             text += f"{rounded_size(top.size)} finds {share} of the prompt tokens, of "
             text += f"the {returning} that an unlimited host tier would find"
             text += f" without {admission.text}" if admission else ""
@@ -554,6 +572,7 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
             "host_bytes": choice.row and choice.row.size,
             "policy": choice.row and choice.row.policy,
             "settings": settings_of(setting, plan),
+            "saved_and_memory_per_month": saved_per_month(setting, plan),
         }
     return figures
 
