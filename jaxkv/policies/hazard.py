@@ -28,13 +28,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jaxkv._util import check_whole, kept
 from jaxkv.compiling import (
+    Bound,
     compiled,
     copy_items,
     copy_row,
+    copy_to_numpy,
     empty,
     filled,
     greater,
@@ -46,9 +48,8 @@ from jaxkv.policies import clock
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import ghosts as ghosts_lib
 from jaxkv.policies import reuse as reuse_lib
-from jaxkv.policies.base import EvictResult, Held, InsertResult, Learned, Policy
-from jaxkv.policies.clock import later
-from jaxkv.policies.directory import SLOTS_PER_BUCKET, Directory
+from jaxkv.policies.base import Held, Learned, Policy
+from jaxkv.policies.directory import Directory
 from jaxkv.policies.facts import (
     BEGIN,
     FINISH,
@@ -59,10 +60,10 @@ from jaxkv.policies.facts import (
     STOP,
 )
 from jaxkv.policies.ghosts import Ghosts
-from jaxkv.policies.lru import find, native_find
+from jaxkv.policies.lru import native_find
 from jaxkv.policies.native import NativePolicy, register_native
-from jaxkv.policies.reuse import UNIT, ReuseTable
-from jaxkv.policies.xla import after, full, running_count
+from jaxkv.policies.reuse import ReuseTable
+from jaxkv.policies.xla import full
 from jaxkv.types import NO_BLOCK
 
 NUM_SHARES = 4
@@ -163,27 +164,13 @@ def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
     )
 
 
-def touch(state: HazardState, keys: Array, count: Array, ready: Array) -> HazardState:
-    """Record a use of each key; see `Policy.touch`.
+@compiled
+def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+    """Record a use of each entry.
 
     The policy learns from `note` only. Until the first `note` sets the time, each call
     advances the clock, so that eviction is close to LRU.
     """
-    del ready
-    tick = jnp.where(state.has_time | (count == 0), 0, TICK_MS).astype(jnp.uint32)
-    now_ms = state.now_ms + tick
-    entries = directory_lib.find_first(state.directory, keys, count)
-    return dataclasses.replace(
-        state,
-        now_ms=now_ms,
-        last_ms=state.last_ms.at[entries].set(now_ms, mode="drop"),
-        is_queued=state.is_queued.at[entries].set(False, mode="drop"),
-    )
-
-
-@compiled
-def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
-    """In-place form of `touch`."""
     if not state.has_time[()] and entries.shape[0] > 0:
         state.now_ms[()] = (np.int64(state.now_ms[()]) + TICK_MS) & clock.TIME_MASK
     for entry in entries:
@@ -192,78 +179,15 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
             state.is_queued[entry] = False
 
 
-def note(
-    state: HazardState,
-    kind: int,
-    keys: Array,
-    count: Array,
-    positions: Array,
-    facts: Array,
-) -> tuple[HazardState, Array]:
-    """Learn from the beginning or the end of a request; see `Policy.note`."""
-    if kind == BEGIN:
-        return _begin(state, keys, count, positions, facts)
-    if kind == FINISH:
-        state = _finish(state, keys, count, positions, facts)
-    return state, facts[MARK]
-
-
 @compiled
 def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
-    """In-place form of `note`."""
+    """Learn from the beginning or the end of a request."""
     mark: Any = np.int64(facts[MARK])
     if kind == BEGIN:
         mark = np.int64(_native_begin(state, keys, positions, facts))
     elif kind == FINISH:
         _native_finish(state, keys, positions, facts)
     return mark
-
-
-def _begin(
-    state: HazardState, keys: Array, count: Array, positions: Array, facts: Array
-) -> tuple[HazardState, Array]:
-    """Count the known blocks as reused; label all blocks with the request's class."""
-    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    is_valid = rows < count
-    now_ms = later(state.now_ms, state.has_time, facts[NOW_MS])
-    num_begun = state.num_begun + 1
-    reuse = lax.cond(
-        num_begun == REBUILD_EVERY, reuse_lib.rebuild, lambda table: table, state.reuse
-    )
-    num_blocks = jnp.max(jnp.where(is_valid, positions + 1, 1))
-    block_tokens = jnp.maximum(facts[NUM_TOKENS] // num_blocks, 1)
-    block_tokens = jnp.where(count > 0, block_tokens, UNKNOWN_BLOCK_TOKENS)
-
-    labels, last_ms, entries, tags = _find_labels(state, keys, is_valid)
-    reads = labels, last_ms
-    is_known = labels >= 0
-    classes = jnp.where(is_known, labels & CLASS_MASK, 0)
-    reuse = reuse_lib.count(reuse, classes, now_ms - last_ms, is_known)
-
-    is_leading = is_known & ((positions > 0) | (rows == 0))
-    num_known = jnp.min(jnp.where(is_leading, rows.size, rows))
-    deepest = labels[jnp.maximum(num_known - 1, 0)]
-    is_continued = (num_known > 0) & (deepest & CHILD == 0)
-    next_turn = ((deepest >> TURN_SHIFT) & TURN_MASK) + 1
-    turn = jnp.where(is_continued, jnp.minimum(next_turn, MAX_TURNS), 1)
-    num_new = jnp.sum(is_valid & ~is_known, dtype=jnp.int32)
-    share = NUM_SHARES * num_new // jnp.maximum(count, 1)
-    share = jnp.minimum(share, NUM_SHARES - 1)
-    buckets = jnp.asarray(TURN_BUCKETS)
-    mark = buckets[turn] * NUM_SHARES + share | turn << TURN_SHIFT
-
-    new_labels = _labels_of_request(labels, positions, count, mark)
-    state = dataclasses.replace(
-        state,
-        reuse=reuse,
-        now_ms=now_ms,
-        has_time=jnp.ones_like(state.has_time),
-        num_begun=jnp.where(num_begun == REBUILD_EVERY, 0, num_begun),
-        current=mark,
-        block_tokens=jnp.minimum(state.block_tokens, block_tokens),
-    )
-    is_absent = is_valid & (entries == _num_blocks(state))
-    return _write_labels(state, entries, is_absent, tags, new_labels, mark, reads), mark
 
 
 @compiled
@@ -328,39 +252,6 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     return mark
 
 
-def _finish(
-    state: HazardState, keys: Array, count: Array, positions: Array, facts: Array
-) -> HazardState:
-    """Relabel a request's blocks with its final class."""
-    num_blocks = _num_blocks(state)
-    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    is_valid = rows < count
-    now_ms = later(state.now_ms, state.has_time, facts[NOW_MS])
-    steps, mark = jnp.asarray(OUTPUT_STEPS, jnp.int32), facts[MARK]
-    output = 1 + jnp.sum(facts[NUM_OUTPUT] >= steps, dtype=jnp.int32)
-    output = jnp.where(facts[NUM_OUTPUT] < 0, 0, output)
-    class_id = (facts[STOP] * NUM_OUTPUTS + output) * NUM_BEGIN + (mark & BEGIN_MASK)
-    mark = class_id | (mark & TURN_MASK << TURN_SHIFT)
-    touches = state.reuse.touches.at[class_id].add(UNIT * count)
-
-    labels, _, entries, tags = _find_labels(state, keys, is_valid)
-    reads = (labels,)
-    new_labels = _labels_of_request(labels, positions, count, mark)
-    previous = jnp.roll(entries, 1)
-    has_parent = (rows > 0) & (positions > 0) & (previous < num_blocks)
-    parents = jnp.where(has_parent, previous, NO_PARENT)
-    state = dataclasses.replace(
-        state,
-        reuse=dataclasses.replace(state.reuse, touches=touches),
-        now_ms=now_ms,
-        has_time=jnp.ones_like(state.has_time),
-        depths=_scatter_max(state.depths, entries, positions),
-        parents=_scatter_max(state.parents, entries, parents),
-    )
-    is_absent = is_valid & (entries == num_blocks)
-    return _write_labels(state, entries, is_absent, tags, new_labels, mark, reads)
-
-
 @compiled
 def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
     num_rows = keys.shape[0]
@@ -404,41 +295,9 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
     _native_write_labels(state, positions, entries, slots, tags, labels, mark)
 
 
-def insert(state: HazardState, keys: Array, block_ids: Array) -> InsertResult:
-    """Add new keys; see `Policy.insert`.
-
-    The block of a key with a ghost gets the ghost's label and time.
-    """
-    num_blocks = _num_blocks(state)
-    entries = jnp.where(block_ids != NO_BLOCK, block_ids, num_blocks)
-    directory, inserted = directory_lib.insert(state.directory, keys, entries)
-    entries = jnp.where(inserted, entries, num_blocks)
-    slots = ghosts_lib.find(state.ghosts, directory_lib.tags_of(keys))
-    slots = jnp.where(inserted, slots, state.ghosts.num_slots)
-    ghost_labels, ghost_ms = ghosts_lib.read(state.ghosts, slots)
-    is_ghost = slots < state.ghosts.num_slots
-    labels = jnp.where(is_ghost, ghost_labels, state.current)
-    last_ms = jnp.where(is_ghost & state.has_time, ghost_ms, state.now_ms)
-    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    previous = jnp.roll(jnp.where(inserted, block_ids, NO_PARENT), 1)
-    parents = jnp.where(rows > 0, previous, NO_PARENT)
-    return InsertResult(
-        dataclasses.replace(
-            state,
-            directory=directory,
-            labels=state.labels.at[entries].set(labels, mode="drop"),
-            last_ms=state.last_ms.at[entries].set(last_ms, mode="drop"),
-            depths=state.depths.at[entries].set(rows, mode="drop"),
-            parents=state.parents.at[entries].set(parents, mode="drop"),
-            ghosts=ghosts_lib.clear(state.ghosts, after(slots, ghost_labels, ghost_ms)),
-        ),
-        inserted,
-    )
-
-
 @compiled
 def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
-    """In-place form of `insert`."""
+    """Add new keys; the block of a key with a ghost gets its label and time."""
     directory_lib.native_insert(state.directory, keys, block_ids)
     num_rows = block_ids.shape[0]
     slots = filled(num_rows, -1, np.int64)
@@ -461,16 +320,9 @@ def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
             ghosts_lib.clear_at(state.ghosts, slot)
 
 
-def remove(state: HazardState, keys: Array, block_ids: Array) -> HazardState:
-    """Forget keys without leaving ghosts; see `Policy.remove`."""
-    del keys  # An entry is its block id.
-    entries = jnp.where(block_ids != NO_BLOCK, block_ids, _num_blocks(state))
-    return _remove(state, entries)
-
-
 @compiled
 def native_remove(state: Any, entries: Any) -> None:
-    """In-place form of `remove`."""
+    """Forget keys without leaving ghosts."""
     for entry in entries:
         if entry >= 0:
             directory_lib.native_remove(state.directory, entry)
@@ -478,76 +330,11 @@ def native_remove(state: Any, entries: Any) -> None:
             state.is_queued[entry] = False
 
 
-def evict(state: HazardState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
-    """Evict the blocks with the lowest values; see `Policy.evict`."""
-    num_blocks, queue_size = _num_blocks(state), state.queue.size
-    queue = jnp.minimum(state.queue, num_blocks - 1)
-    positions = jnp.arange(queue_size, dtype=jnp.int32)
-    is_usable = (positions >= state.queue_ends[0]) & (positions < state.queue_ends[1])
-    is_usable &= state.is_queued[queue] & (ref_cnt[queue] == 0)
-    rank = running_count(is_usable) - 1
-    is_short = num > rank[-1] + 1
-    size = max(width, queue_size)
-    chosen, num_idle = lax.cond(
-        is_short,
-        lambda: _choose_lowest(state, jnp.maximum(num, queue_size), ref_cnt, size),
-        lambda: (jnp.full((size,), num_blocks, jnp.int32), num),
-    )
-    ok = num_idle >= num
-
-    is_taken = is_usable & (rank < num) & ~is_short
-    row = jnp.arange(width, dtype=jnp.int32)
-    from_queue = jnp.full((width,), num_blocks, jnp.int32)
-    from_queue = from_queue.at[jnp.where(is_taken, rank, width)].set(queue, mode="drop")
-    victims = jnp.where(is_short, chosen[:width], from_queue)
-    victims = jnp.where(ok & (row < num), victims, num_blocks)
-
-    is_refilled = is_short & ok
-    padded = jnp.concatenate([chosen, jnp.full((queue_size,), num_blocks, jnp.int32)])
-    new_queue = lax.dynamic_slice(padded, (jnp.minimum(num, size),), (queue_size,))
-    head = jnp.max(jnp.where(is_taken, positions + 1, state.queue_ends[0]))
-    ends = jnp.stack([head, state.queue_ends[1]])
-    num_queued = jnp.minimum(num_idle, jnp.maximum(num, queue_size)) - num
-    refilled_ends = jnp.stack([jnp.zeros_like(num_queued), num_queued])
-    dequeued = jnp.where(is_refilled, state.queue, num_blocks)
-    is_queued = state.is_queued.at[dequeued].set(False, mode="drop")
-    enqueued = jnp.where(is_refilled, new_queue, num_blocks)
-
-    slot = state.directory.slots.at[victims].get(mode="fill", fill_value=0)
-    tags = state.directory.tags[slot // SLOTS_PER_BUCKET, slot % SLOTS_PER_BUCKET]
-    labels = state.labels.at[victims].get(mode="fill", fill_value=0)
-    last_ms = state.last_ms.at[victims].get(mode="fill", fill_value=0)
-    chosen_slots = ghosts_lib.choose(state.ghosts, tags, state.now_ms)
-    ghosts = ghosts_lib.write(
-        state.ghosts,
-        jnp.where(victims < num_blocks, chosen_slots, state.ghosts.num_slots),
-        tags,
-        labels,
-        last_ms,
-    )
-    keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
-    state = dataclasses.replace(
-        state,
-        queue=jnp.where(is_refilled, new_queue, state.queue),
-        queue_ends=jnp.where(is_refilled, refilled_ends, ends),
-        is_queued=is_queued.at[enqueued].set(True, mode="drop"),
-        ghosts=ghosts,
-    )
-    # Read the rows of the victims before they are overwritten.
-    victims = after(victims, slot, tags, labels, last_ms, keys)
-    return EvictResult(
-        state=_remove(state, victims),
-        block_ids=jnp.where(victims < num_blocks, victims, NO_BLOCK),
-        keys=keys,
-        ok=ok,
-    )
-
-
 @compiled
 def native_evict(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
-    """In-place form of `evict`."""
+    """Evict the blocks with the lowest values."""
     victims = block_ids[:num]
     num_found, position = 0, np.int64(state.queue_ends[0])
     while num_found < num and position < state.queue_ends[1]:
@@ -606,7 +393,8 @@ def snapshot(state: HazardState) -> dict[str, Any]:
         number of evicted keys remembered; and "touches", the decayed number of blocks
         that requests of each class used, in sixteenths.
     """
-    values = np.asarray(_final_values(state))
+    values = np.empty(_num_blocks(state), np.int64)
+    _write_values(Bound(copy_to_numpy(state)), values)
     held = np.flatnonzero(np.asarray(state.labels) >= 0)
     depths = np.asarray(state.depths)
     in_order = held[np.lexsort((held, -depths[held], values[held]))]
@@ -689,13 +477,8 @@ def make_hazard(
         ValueError: If a number is less than 1, or the objective is unknown.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> hazard = make_hazard(num_blocks=4)
-        >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
-        >>> state, inserted = hazard.insert(hazard.init(), keys, jnp.array([3, 1]))
-        >>> evicted = hazard.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
-        >>> evicted.block_ids.tolist()  # the deeper one
-        [1, -1]
+        >>> make_hazard(num_blocks=4).listens
+        True
     """
     check_whole(1, num_blocks=num_blocks, max_batch=max_batch, num_ghosts=num_ghosts)
     if objective not in ("hits", "flops"):
@@ -704,15 +487,9 @@ def make_hazard(
         num_blocks=num_blocks,
         max_batch=max_batch,
         init=functools.partial(init, num_blocks, num_ghosts, objective == "flops"),
-        find=find,
-        touch=touch,
-        insert=insert,
-        remove=remove,
-        evict=evict,
         snapshot=snapshot,
         native=NATIVE,
         always_evicts=True,
-        note=note,
         hand_over=hand_over,
         take_over=functools.partial(
             take_over, num_blocks, num_ghosts, objective == "flops"
@@ -722,58 +499,6 @@ def make_hazard(
 
 def _num_blocks(state: HazardState) -> int:
     return state.labels.shape[0]
-
-
-def _find_labels(
-    state: HazardState, keys: Array, is_valid: Array
-) -> tuple[Array, Array, Array, Array]:
-    """Return each key's label (-1 for none), time, entry and tag, all [K]."""
-    tags = directory_lib.tags_of(keys)
-    entries = directory_lib.find(state.directory, keys, is_valid)
-    is_resident = entries < _num_blocks(state)
-    slots = ghosts_lib.find(state.ghosts, tags)
-    slots = jnp.where(is_valid & ~is_resident, slots, state.ghosts.num_slots)
-    labels, last_ms = ghosts_lib.read(state.ghosts, slots)
-    labels = jnp.where(slots < state.ghosts.num_slots, labels, NO_LABEL)
-    resident = state.labels.at[entries].get(mode="fill", fill_value=NO_LABEL)
-    resident_ms = state.last_ms.at[entries].get(mode="fill", fill_value=0)
-    labels = jnp.where(is_resident, resident, labels)
-    return labels, jnp.where(is_resident, resident_ms, last_ms), entries, tags
-
-
-def _labels_of_request(
-    labels: Array, positions: Array, count: Array, mark: Array
-) -> Array:
-    """Return a request's new labels (i32[K]), from the old `labels` and its `mark`."""
-    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
-    is_followed = (rows + 1 < count) & (jnp.roll(positions, -1) > 0)
-    return jnp.where(is_followed, CHILD, jnp.maximum(labels, 0) & CHILD) | mark
-
-
-def _write_labels(
-    state: HazardState,
-    entries: Array,
-    is_absent: Array,
-    tags: Array,
-    labels: Array,
-    mark: Array,
-    reads: tuple[Array, ...],
-) -> HazardState:
-    """Write a request's labels and time to its blocks, and to ghosts of absent keys.
-
-    `reads` were read from the arrays that this overwrites; see `xla.after`.
-    """
-    slots = ghosts_lib.choose(state.ghosts, tags, state.now_ms)
-    slots = after(jnp.where(is_absent, slots, state.ghosts.num_slots), *reads)
-    entries = after(entries, *reads)
-    labels_of_blocks = state.labels.at[entries].set(mark, mode="drop")
-    return dataclasses.replace(
-        state,
-        labels=labels_of_blocks.at[entries].max(labels, mode="drop"),
-        last_ms=state.last_ms.at[entries].set(state.now_ms, mode="drop"),
-        is_queued=state.is_queued.at[entries].set(False, mode="drop"),
-        ghosts=ghosts_lib.write(state.ghosts, slots, tags, labels, state.now_ms),
-    )
 
 
 @compiled
@@ -786,7 +511,10 @@ def _native_write_labels(
     labels: Any,
     mark: int,
 ) -> None:
-    """In-place form of `_write_labels`; `labels` (i32[K]) are read and written."""
+    """Write a request's labels and time to its blocks, and to ghosts of absent keys.
+
+    `labels` (i32[K]) are read and written.
+    """
     num_rows = entries.shape[0]
     now_ms = state.now_ms[()]
     num_absent = 0
@@ -817,11 +545,9 @@ def _fetch_ghosts(state: Any, keys: Any, entries: Any, tags: Any) -> None:
 
 
 @compiled
-def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
-    """Write the `num` idle blocks of the lowest values (i32[num]); queue the next."""
-    num_blocks, queue_size = ref_cnt.shape[0], state.queue.shape[0]
-    values = empty(num_blocks, np.int64)
-    num_idle = 0
+def _write_values(state: Any, values: Any) -> None:
+    """Write each block's value, with later blocks (i64[B]); -1 for no key."""
+    num_blocks = values.shape[0]
     now: Any = np.int64(state.now_ms[()])
     block_tokens: Any = np.int64(state.block_tokens[()])
     base = empty(1, np.float32)
@@ -833,15 +559,13 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
         values[block] = -1
         if label < 0:
             continue
-        num_idle += ref_cnt[block] == 0
         age = clock.age_of(now, state.last_ms[block])
         values[block] = reuse_lib.native_value_of(state.reuse, label & CLASS_MASK, age)
         if state.by_flops[()]:
+            # Bits of floats are nearly their logarithms: adding them multiplies.
             tokens: Any = lesser(np.int64(state.depths[block]) * block_tokens, 1 << 29)
             base[0] = np.float32(FLOPS_TOKENS + tokens)
             values[block] += bits[0] - base_bits
-    if num_idle < num:
-        return False
     for block in range(num_blocks):
         value = values[block]
         if value < 0:
@@ -851,6 +575,18 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
             values[parent] = value
             parent = parent_of(state, parent)
 
+
+@compiled
+def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
+    """Write the `num` idle blocks of the lowest values (i32[num]); queue the next."""
+    num_blocks, queue_size = ref_cnt.shape[0], state.queue.shape[0]
+    num_idle = 0
+    for block in range(num_blocks):
+        num_idle += state.labels[block] >= 0 and ref_cnt[block] == 0
+    if num_idle < num:
+        return False
+    values = empty(num_blocks, np.int64)
+    _write_values(state, values)
     num_chosen = lesser(num_idle, greater(num, queue_size))
     chosen = _native_choose_lowest(state, values, ref_cnt, num_chosen)
     for position in range(queue_size):
@@ -865,96 +601,6 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
             state.is_queued[block] = True
     state.queue_ends[0], state.queue_ends[1] = 0, num_chosen - num
     return True
-
-
-def _scatter_max(table: Array, entries: Array, values: Array) -> Array:
-    """Set each row of `entries` (i32[K]) to its highest new value (i32[K], min -1)."""
-    return table.at[entries].set(-1, mode="drop").at[entries].max(values, mode="drop")
-
-
-def _remove(state: HazardState, entries: Array) -> HazardState:
-    return dataclasses.replace(
-        state,
-        directory=directory_lib.remove(state.directory, entries),
-        labels=state.labels.at[entries].set(NO_LABEL, mode="drop"),
-        is_queued=state.is_queued.at[entries].set(False, mode="drop"),
-    )
-
-
-def _raw_values(state: HazardState) -> Array:
-    """Compute each block's value, without later blocks: i32[B], -1 for no key."""
-    classes = jnp.maximum(state.labels, 0) & CLASS_MASK
-    values = reuse_lib.value_of(state.reuse, classes, state.now_ms - state.last_ms)
-    # Values are the bits of floats, nearly their logarithms: adding bits multiplies.
-    max_depth = (1 << 29) // state.block_tokens
-    tokens = jnp.minimum(state.depths, max_depth) * state.block_tokens
-    costs = (FLOPS_TOKENS + tokens).astype(jnp.float32)
-    bits = lax.bitcast_convert_type(costs, jnp.int32)
-    base = np.float32(FLOPS_TOKENS).view(np.int32)
-    values += jnp.where(state.by_flops, bits - base, 0)
-    return jnp.where(state.labels >= 0, values, -1)
-
-
-def _raise_parents(state: HazardState, values: Array) -> Array:
-    """Raise each value to at least the values of the blocks after it: i32[B]."""
-    num_blocks = _num_blocks(state)
-    parents = jnp.where(state.parents >= 0, state.parents, num_blocks)
-    # Since then, the parent's block may have been reused for another key.
-    has_parent = state.labels.at[parents].get(mode="fill", fill_value=NO_LABEL) >= 0
-    depths = state.depths.at[parents].get(mode="fill", fill_value=-1)
-    has_parent &= (depths == state.depths - 1) & (state.labels >= 0)
-    parents = jnp.where(has_parent, parents, num_blocks)
-
-    def double(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        values, ancestors = carry
-        values = values.at[ancestors].max(values, mode="drop")
-        return values, ancestors.at[ancestors].get(mode="fill", fill_value=num_blocks)
-
-    return lax.while_loop(
-        lambda carry: jnp.any(carry[1] < num_blocks), double, (values, parents)
-    )[0]
-
-
-@jax.jit
-def _final_values(state: HazardState) -> Array:
-    """Compute each block's value, with later blocks: i32[B], -1 for no key."""
-    return _raise_parents(state, _raw_values(state))
-
-
-def _choose_lowest(
-    state: HazardState, num: Array, ref_cnt: Array, width: int
-) -> tuple[Array, Array]:
-    """Find the `num` (i32[]) idle blocks of the lowest values, or all if fewer.
-
-    A block is idle if it holds a key and its `ref_cnt` (i32[B]) is 0. Returns the
-    blocks in order, the deepest of equal ones first, padded with B (i32[width]), and
-    the number of idle blocks (i32[]).
-    """
-    num_blocks = _num_blocks(state)
-    values = _raise_parents(state, _raw_values(state))
-    is_idle = (values >= 0) & (ref_cnt == 0)
-    num_idle = jnp.sum(is_idle, dtype=jnp.int32)
-    num = jnp.minimum(num, num_idle)
-    # Sorting all blocks would take far longer than finding the last value and depth
-    # that are taken, and sorting up to these.
-    heights = _MAX_VALUE - state.depths
-    last_value = _find_lowest(values, is_idle, num)
-    is_sure = is_idle & (values < last_value)
-    is_equal = is_idle & (values == last_value)
-    num_left = num - jnp.sum(is_sure, dtype=jnp.int32)
-    last_height = _find_lowest(heights, is_equal, num_left)
-    is_sure |= is_equal & (heights < last_height)
-    is_equal &= heights == last_height
-    num_left = num - jnp.sum(is_sure, dtype=jnp.int32)
-    is_taken = is_sure | (is_equal & (running_count(is_equal) <= num_left))
-
-    rank = running_count(is_taken) - 1
-    at = jnp.where(is_taken, rank, width)
-    blocks = jnp.full((width,), num_blocks, jnp.int32)
-    blocks = blocks.at[at].set(jnp.arange(num_blocks, dtype=jnp.int32), mode="drop")
-    value = values.at[blocks].get(mode="fill", fill_value=_MAX_VALUE)
-    height = heights.at[blocks].get(mode="fill", fill_value=_MAX_VALUE)
-    return lax.sort((value, height, blocks), num_keys=3)[2], num_idle
 
 
 @compiled
@@ -1064,21 +710,6 @@ def _sort(ranks: Any, blocks: Any, start: int, stop: int) -> None:
                     ranks[at], blocks[at] = left_ranks[row], left_blocks[row]
                     row += 1
         width *= 2
-
-
-def _find_lowest(values: Array, mask: Array, num: Array) -> Array:
-    """Find the `num`-th lowest of `values` (i32[B], at least 0) under a mask: i32[]."""
-
-    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
-        middle = low + (high - low) // 2
-        is_enough = jnp.sum(mask & (values <= middle), dtype=jnp.int32) >= num
-        low = jnp.where(is_enough, low, middle + 1)
-        return low, jnp.where(is_enough, middle, high)
-
-    ends = jnp.int32(0), jnp.int32(_MAX_VALUE)
-    _, lowest = lax.fori_loop(0, 31, halve, ends)
-    return jnp.asarray(lowest)
 
 
 NATIVE = NativePolicy(

@@ -9,10 +9,10 @@ it until some age `stop`:
 This is the Gittins index (1979), which generalises the hit density of LHD (NSDI 2018).
 The statistics of a class with few uses are shrunk towards the rates of all classes.
 
-The pure and native functions must agree to the bit, but compilers may round sums of
-products differently. So counts are integers, bins are half octaves whose widths are
-powers of two, and the index is stored as the bits of a float32. The bits, as integers,
-sort like the float and are nearly its logarithm; they are interpolated between bins.
+All processes of an engine must decide alike, whatever compiled their code. So counts
+are integers, bins are half octaves whose widths are powers of two, and the index is
+stored as the bits of a float32. The bits, as integers, sort like the float and are
+nearly its logarithm; they are interpolated between bins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jaxkv.compiling import compiled, empty, filled, greater, highest_bit, inlined
 from jaxkv.policies.xla import full
@@ -78,23 +78,9 @@ def init(num_classes: int) -> ReuseTable:
     )
 
 
-def bin_of(age_ms: Array) -> tuple[Array, Array]:
-    """Return the bin of each age (u32[K]) and its position there in 1/256: i32[K]."""
-    top = jnp.maximum(31 - lax.clz(age_ms | 1).astype(jnp.int32), 10)
-    shift = (top - 1).astype(jnp.uint32)
-    half = ((age_ms >> shift) & 1).astype(jnp.int32)
-    age_bin = 2 * (top - 10) + half + 1
-    offset_ms = age_ms & ((jnp.uint32(1) << shift) - 1)
-    fraction = (offset_ms >> (shift - _FRACTION_BITS)).astype(jnp.int32)
-    is_first, is_last = age_ms < 1024, age_bin >= NUM_BINS - 1
-    age_bin = jnp.where(is_first, 0, jnp.minimum(age_bin, NUM_BINS - 1))
-    first_fraction = (age_ms >> 2).astype(jnp.int32)
-    return age_bin, jnp.where(is_first, first_fraction, jnp.where(is_last, 0, fraction))
-
-
 @inlined
 def native_bin_of(age_ms: int) -> Any:
-    """In-place form of `bin_of`, for one age."""
+    """Return the bin of an age, and its position there in 1/256."""
     bits, age_bin, fraction = np.int64(age_ms), np.int64(0), np.int64(0)
     if bits < 1024:
         fraction = bits >> 2
@@ -108,56 +94,25 @@ def native_bin_of(age_ms: int) -> Any:
     return age_bin, fraction
 
 
-def count(
-    table: ReuseTable, classes: Array, ages_ms: Array, is_reused: Array
-) -> ReuseTable:
-    """Add the blocks of rows where `is_reused` (bool[K]), at their ages (u32[K])."""
-    age_bin, _ = bin_of(ages_ms)
-    cells = jnp.where(is_reused, classes * NUM_BINS + age_bin, table.reuses.size)
-    reuses = table.reuses.reshape(-1).at[cells].add(UNIT, mode="drop")
-    return dataclasses.replace(table, reuses=reuses.reshape(table.reuses.shape))
-
-
 @inlined
 def native_count(table: Any, class_id: int, age_ms: int) -> None:
-    """In-place form of `count`, for one block."""
+    """Count a reuse of a block of a class, at its age."""
     age_bin, _ = native_bin_of(age_ms)
     table.reuses[class_id, age_bin] += UNIT
 
 
-def value_of(table: ReuseTable, classes: Array, ages_ms: Array) -> Array:
-    """Return the values of blocks by class (i32[K]) and age (u32[K]): i32[K]."""
-    age_bin, fraction = bin_of(ages_ms)
-    cells = classes * (NUM_BINS + 1) + age_bin
-    index = table.index.reshape(-1)
-    start = index.at[cells].get(mode="promise_in_bounds")
-    end = index.at[cells + 1].get(mode="promise_in_bounds")
-    return start + ((end - start) >> _FRACTION_BITS) * fraction
-
-
 @inlined
 def native_value_of(table: Any, class_id: int, age_ms: int) -> Any:
-    """In-place form of `value_of`, for one block."""
+    """Return the value of a block by its class and age."""
     age_bin, fraction = native_bin_of(age_ms)
     start = np.int64(table.index[class_id, age_bin])
     end = np.int64(table.index[class_id, age_bin + 1])
     return start + ((end - start) >> _FRACTION_BITS) * fraction
 
 
-def rebuild(table: ReuseTable) -> ReuseTable:
-    """Decay the counts, and compute the values of blocks from them."""
-    # Halve before summing, as the sum may not fit into 32 bits.
-    total = jnp.maximum(jnp.sum(table.touches >> 1), jnp.sum(table.reuses >> 1))
-    halving = (total > MAX_COUNT >> 1).astype(jnp.int32)
-    touches, reuses = table.touches >> halving, table.reuses >> halving
-    touches -= touches >> DECAY_BITS
-    reuses -= reuses >> DECAY_BITS
-    return ReuseTable(touches, reuses, _index(touches, reuses, jnp))
-
-
 @compiled
 def native_rebuild(table: Any) -> None:
-    """In-place form of `rebuild`."""
+    """Decay the counts, and compute the values of blocks from them."""
     num_classes = table.touches.shape[0]
     total_touches, total_reuses = np.int64(0), np.int64(0)
     for class_id in range(num_classes):
@@ -228,33 +183,31 @@ def scaled(table: ReuseTable, scale: int) -> ReuseTable:
 
 def from_counts(touches: Any, reuses: Any) -> ReuseTable:
     """Make a table from counts (i32[C] and i32[C, 28]). For the host, not for jit."""
-    return ReuseTable(touches, reuses, _index(touches, reuses, np))
+    return ReuseTable(touches, reuses, _index(touches, reuses))
 
 
-def _index(touches: Any, reuses: Any, np_: Any) -> Any:
-    """Compute the index with `np_`, NumPy or JAX, in the order of `_fill_row`."""
-    all_touches = np_.sum(touches) + PRIOR_TOUCHES
-    all_reuses = np_.sum(reuses, axis=0) + PRIOR
+def _index(touches: Any, reuses: Any) -> Any:
+    """Compute the index in the order of `_fill_row`."""
+    all_touches = np.sum(touches) + PRIOR_TOUCHES
+    all_reuses = np.sum(reuses, axis=0) + PRIOR
     share = all_reuses.astype(np.float32) / all_touches.astype(np.float32)
     shares = (share * np.float32(SHRINK)).astype(np.int32)
     num = reuses + shares[None]
-    survivors = (touches + SHRINK)[:, None] - (np_.cumsum(num, axis=1) - num)
-    num_held = np_.maximum(survivors - (num >> 1), (num >> 1) + 1)
+    survivors = (touches + SHRINK)[:, None] - (np.cumsum(num, axis=1) - num)
+    num_held = np.maximum(survivors - (num >> 1), (num >> 1) + 1)
     held_time = num_held.astype(np.float32) * WIDTHS[None]
-    best = np_.zeros(num.shape, np.float32)
-    sum_num, sum_time = np_.zeros_like(num), np_.zeros_like(held_time)
+    best = np.zeros(num.shape, np.float32)
+    sum_num, sum_time = np.zeros_like(num), np.zeros_like(held_time)
     for ahead in range(NUM_BINS):
         pad = ((0, 0), (0, ahead))
-        sum_num = sum_num + np_.pad(num[:, ahead:], pad)
-        sum_time = sum_time + np_.pad(held_time[:, ahead:], pad)
-        best = np_.maximum(best, sum_num.astype(np.float32) / sum_time)
-    best = np_.concatenate([best, best[:, -1:]], axis=1)
-    if np_ is np:
-        return best.view(np.int32)
-    return lax.bitcast_convert_type(best, jnp.int32)
+        sum_num = sum_num + np.pad(num[:, ahead:], pad)
+        sum_time = sum_time + np.pad(held_time[:, ahead:], pad)
+        best = np.maximum(best, sum_num.astype(np.float32) / sum_time)
+    best = np.concatenate([best, best[:, -1:]], axis=1)
+    return best.view(np.int32)
 
 
 @functools.cache
 def _first_row() -> Any:
     touches, reuses = np.zeros(1, np.int32), np.zeros((1, NUM_BINS), np.int32)
-    return _index(touches, reuses, np)
+    return _index(touches, reuses)

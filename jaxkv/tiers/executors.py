@@ -389,6 +389,12 @@ def make_executor(
             state = host_state.init(policy)
     if name == "native" and policy.native is not None:
         return NativeExecutor(policy, state)
+    if not policy.is_pure:
+        name_of_policy = type(state.policy).__name__.removesuffix("State").lower()
+        raise ValueError(
+            "executor='xla' runs policies with pure functions, such as 'lru' and "
+            f"'arc', not {name_of_policy!r}: use executor='native'."
+        )
     return XlaExecutor(policy, state)
 
 

@@ -53,10 +53,9 @@ def save(scheduler):
     assert file.has_written.wait(60)
 
 
-@pytest.mark.parametrize("executor", ["native", "xla"])
-def test_an_engine_restores_learned_counts(path, executor):
+def test_an_engine_restores_learned_counts(path):
     before = learned(served(path))
-    after = make(path, executor=executor)
+    after = make(path)
     assert before.touches.sum() > 1000
     restored = learned(after)
     for name in ("touches", "reuses"):

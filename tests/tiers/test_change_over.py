@@ -19,15 +19,12 @@ PAIRS = list(itertools.permutations(CANDIDATES, 2))
 
 
 class Pair:
-    """A host by each executor, given the same calls, beside what must be in it."""
+    """A host beside what must be in it."""
 
     def __init__(self, policy, seed):
         self.rng = random.Random(seed)
         self.hosts = [
-            OffloadingManager(
-                16, NUM_BLOCKS, policy, executor=executor, alternatives=CANDIDATES
-            )
-            for executor in ("native", "xla")
+            OffloadingManager(16, NUM_BLOCKS, policy, alternatives=CANDIDATES)
         ]
         self.blocks = {}  # of each key
         self.storing, self.loading = [], []

@@ -91,22 +91,24 @@ def test_a_prefix_goes_on_as_long_as_either_tier_has_its_blocks(executor):
     assert [ids.size for ids in host.find_beside(pool, [])] == [0, 0]
 
 
-def test_a_wrong_mark_counts_for_the_same_class_in_both_executors():
-    """Native functions wrote past the end of their arrays."""
+@pytest.mark.parametrize("mark", [-1, 15, 16, 255, 10**6, 2**31 - 1, -(2**31)])
+def test_a_wrong_mark_counts_for_some_class(mark):
+    """It was written past the end of the arrays."""
     keys = [key_from_int(number) for number in range(3)]
-    managers = [
-        OffloadingManager(16, 4, "hazard", executor=executor)
-        for executor in ("native", "xla")
-    ]
-    num_rows = 0
-    for mark in (-1, 15, 16, 255, 10**6, (1 << 31) - 1, -(1 << 31)):
-        for manager in managers:
-            manager.complete_step(manager.request_step(keys))
-            manager.finish_request(keys, mark, 1000, 5000, "end_turn")
-        num_rows += len(keys)
-        states = [manager.executor.state.policy for manager in managers]
-        assert as_lists(states[0]) == as_lists(states[1])
-        assert np.asarray(states[0].reuse.touches).sum() == 16 * num_rows
+    manager = OffloadingManager(16, 4, "hazard")
+    manager.complete_step(manager.request_step(keys))
+    manager.finish_request(keys, mark, 1000, 5000, "end_turn")
+    touches = manager.executor.state.policy.reuse.touches
+    assert touches.sum() == 16 * len(keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("hazard", {"cache_policy": "hazard"}), ("retained", {"retention": True})],
+)
+def test_xla_refuses_what_has_no_pure_functions_by_its_name(name, options):
+    with pytest.raises(ValueError, match=f"not '{name}': use executor='native'"):
+        OffloadingManager(16, 4, executor="xla", **options)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
