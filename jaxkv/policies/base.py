@@ -101,6 +101,10 @@ class Policy(NamedTuple):
             the blocks before each key in its prefix; 0 begins another prefix. `FINISH`
             gets the `mark` (i32[]) that `BEGIN` returned, as a fact. None if the policy
             ignores events, which then cost nothing.
+        admit: ``(state, keys, wanted, num_free, ref_cnt) -> bool[K]``. Which of the
+            `wanted` keys (bool[K]) are to be stored, given `num_free` (i32[]) blocks
+            without eviction; the others are declined, and count as not stored. Facts
+            about them come by `note`. None if all are to be stored.
         native: In-place functions, for callers in Python, who run the pure ones if it
             is None.
         retains: Whether `note` handles `RETAIN`, which gives blocks a priority;
@@ -125,6 +129,7 @@ class Policy(NamedTuple):
     evict: Callable[[PyTree, jax.Array, jax.Array, int], EvictResult] = _absent
     native: NativePolicy | None = None
     note: Callable[..., tuple[PyTree, jax.Array]] | None = None
+    admit: Callable[..., jax.Array] | None = None
     retains: bool = False
     always_evicts: bool = False
     hand_over: Callable[[PyTree], Held] | None = None

@@ -23,7 +23,7 @@ from jaxkv.policies.xla import full
 WAYS = 4
 """Ghosts in a set."""
 
-LABEL_BITS = 12
+LABEL_BITS = 15
 """Low bits of a ghost's word that hold its label; the others are from its key's tag."""
 
 LABEL_MASK = (1 << LABEL_BITS) - 1

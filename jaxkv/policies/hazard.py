@@ -1,12 +1,13 @@
-"""Hazard: evicts the blocks with the lowest expected hit rate.
+"""Hazard: evicts, and declines to store, the blocks with the lowest expected hit rate.
 
 LRU knows only when a block was last used. This policy learns from requests how soon the
-blocks of each class of request are used again, and evicts accordingly.
+blocks of each class are used again, and evicts accordingly.
 
-* The class of a request: its turn in the conversation (1; 2; 3 or 4; 5 or more); the
-  share of its blocks that are new, in quarters; the tokens it generated (unknown; less
-  than 64, 256 or 1024; more); and its stop reason, if known. The last two are known
-  when it finishes. All blocks of a request get its class and its time.
+* The class of a block: of its last request, the turn in the conversation (1; 2; 3 or 4;
+  5 or more), the share of its blocks that are new, in quarters, the tokens it generated
+  (unknown; less than 64, 256 or 1024; more) and its stop reason, if known. Then whether
+  the block was known before, and how long the conversation had paused. Output and stop
+  reason are known when the request finishes; until then, a block has a class without.
 * The turn: if no block has followed the request's deepest known block yet, the request
   continues that block's conversation, one turn later. Otherwise its turn is 1.
 * Learning: `jaxkv.policies.reuse` counts reuse by class and age. It also counts reuse
@@ -14,9 +15,13 @@ blocks of each class of request are used again, and evicts accordingly.
 * Eviction: the block with the lowest value is evicted first; of equal values, the
   deepest block. A block's value is at least the value of each block after it in its
   prefix, because these are useless without it.
+* Admission: of a batch of new blocks, in order, each is stored if it is worth more than
+  the next victim; from the first that is not, all are declined. Both are valued now: a
+  victim's value in the queue would be out of date, and too high.
 
-A queue holds the next victims, up to 1/16 of all blocks; a block that is used leaves
-it. If too few are left, all values are computed anew. An entry is a block id.
+A queue holds the next victims, as many as are wanted and 1/16 of all blocks; a block
+that is used leaves it. If too few are left, all values are computed anew. An entry is a
+block id.
 """
 
 from __future__ import annotations
@@ -26,9 +31,8 @@ import functools
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from numpy.typing import NDArray
 
 from jaxkv._util import check_whole, kept
 from jaxkv.compiling import (
@@ -40,6 +44,7 @@ from jaxkv.compiling import (
     empty,
     filled,
     greater,
+    highest_bit,
     inlined,
     lesser,
 )
@@ -63,7 +68,6 @@ from jaxkv.policies.ghosts import Ghosts
 from jaxkv.policies.lru import native_find
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.reuse import ReuseTable
-from jaxkv.policies.xla import full
 from jaxkv.types import NO_BLOCK
 
 NUM_SHARES = 4
@@ -73,23 +77,35 @@ MAX_TURNS = 5
 TURN_BUCKETS = np.array([0, 0, 1, 2, 2, 3], np.int32)
 """i32[6]. Class by turn: 1; 2; 3 or 4; 5 or more."""
 
-NUM_BEGIN = 4 * NUM_SHARES
-"""Classes of a request that begins: by its turn and its share of new blocks."""
-
-BEGIN_MASK = NUM_BEGIN - 1
-"""Selects the bits of a mark that are one of these classes."""
-
 OUTPUT_STEPS = (64, 256, 1024)
 NUM_OUTPUTS = 2 + len(OUTPUT_STEPS)
 """Classes by tokens generated: unknown; less than 64, 256 or 1024; more."""
 
-NUM_CLASSES = 3 * NUM_OUTPUTS * NUM_BEGIN
+MAX_PAUSE_LOG = 11
+"""A conversation's pause counts by its seconds: less than 1, 3, 15, 63, 255, 1023 or
+more; 0 is for none."""
 
-# A label: class (8 bits), turn (3 bits), and whether a block ever followed (1 bit).
-CLASS_MASK = 255
-TURN_SHIFT = 8
+# The mark of a request: pause (3 bits), share (2), class by turn (2), turn (3).
+PAUSE_MASK = 7
+SHARE_SHIFT = 3
+SHARE_MASK = NUM_SHARES - 1
+BUCKET_SHIFT = 5
+BUCKET_MASK = 3
+MARK_TURN_SHIFT = 7
+
+# The code of a class: its request's facts plus 1, then 2 bits for `NEW` or `KNOWN` and
+# 4 for the pause plus 1; 0 for a class without that fact. Negative for a class by the
+# facts that are known when a request begins.
+NEW, KNOWN = 1, 2
+KNOWN_SHIFT = 4
+REQUEST_SHIFT = 6
+
+# A label: the row of a class (11 bits), turn (3 bits), and whether a block ever
+# followed (1 bit).
+ROW_MASK = reuse_lib.NUM_ROWS - 1
+TURN_SHIFT = 11
 TURN_MASK = 7
-CHILD = 1 << 11
+CHILD = 1 << 14
 
 NO_LABEL = -1
 NO_PARENT = -1
@@ -120,47 +136,49 @@ _MAX_VALUE = 0x7FFFFFFF
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HazardState:
-    """The resident blocks, and reuse statistics. B blocks, a queue of Q = B / 16."""
+    """The resident blocks, and reuse statistics. B blocks."""
 
     directory: Directory  # Maps each key to its block.
-    labels: Array
+    labels: NDArray[np.int32]
     """i32[B]. Class and turn of the last request that used the block, and whether a
     block ever followed; -1 where the block holds no key."""
-    last_ms: Array  # u32[B]. The time of the block's last use.
-    depths: Array  # i32[B]. Blocks before it in its prefix; at first, in its insert.
-    parents: Array  # i32[B]. The block before it in its prefix, or -1.
-    ghosts: Ghosts  # The labels of evicted keys.
+    last_ms: NDArray[np.uint32]  # u32[B]. The time of the block's last use.
+    depths: NDArray[np.int32]
+    """i32[B]. Blocks before it in its prefix; at first, in its insert."""
+    parents: NDArray[np.int32]  # i32[B]. The block before it in its prefix, or -1.
+    ghosts: Ghosts  # The labels of evicted and declined keys.
     reuse: ReuseTable  # Reuse statistics of each class.
-    queue: Array  # i32[Q]. The next victims, in order; B as padding.
-    queue_ends: Array  # i32[2]. The queue's positions of the next victim and the end.
-    is_queued: Array  # bool[B]. Whether the block is queued, and not used since.
-    now_ms: Array  # u32[]. The time of the last `note`.
-    has_time: Array  # bool[]. Whether `note` has set the time.
-    num_begun: Array  # i32[]. Requests that have begun since the last rebuild.
-    current: Array  # i32[]. The label of the request that began last.
-    block_tokens: Array  # i32[]. Tokens per block, estimated from requests.
-    by_flops: Array  # bool[]. Whether a block's depth raises its value.
+    queue: NDArray[np.int32]  # i32[B]. The next victims, in order.
+    queue_ends: NDArray[np.int32]  # i32[2]. The positions of the next victim, the end.
+    is_queued: NDArray[np.bool_]
+    """bool[B]. Whether the block is queued, and not used since."""
+    now_ms: NDArray[np.uint32]  # u32[]. The time of the last `note`.
+    has_time: NDArray[np.bool_]  # bool[]. Whether `note` has set the time.
+    num_begun: NDArray[np.int32]  # i32[]. Requests begun since the last rebuild.
+    current: NDArray[np.int32]  # i32[]. The label of the request that began last.
+    block_tokens: NDArray[np.int32]  # i32[]. Tokens per block, estimated from requests.
+    by_flops: NDArray[np.bool_]  # bool[]. Whether a block's depth raises its value.
 
 
 def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
     """Make an empty cache of `num_blocks`."""
     return HazardState(
         directory=directory_lib.init(num_blocks),
-        labels=full((num_blocks,), NO_LABEL, jnp.int32),
-        last_ms=full((num_blocks,), 0, jnp.uint32),
-        depths=full((num_blocks,), 0, jnp.int32),
-        parents=full((num_blocks,), NO_PARENT, jnp.int32),
+        labels=np.full(num_blocks, NO_LABEL, np.int32),
+        last_ms=np.zeros(num_blocks, np.uint32),
+        depths=np.zeros(num_blocks, np.int32),
+        parents=np.full(num_blocks, NO_PARENT, np.int32),
         ghosts=ghosts_lib.init(num_ghosts),
-        reuse=reuse_lib.init(NUM_CLASSES),
-        queue=full((-(-num_blocks // _QUEUE_SHARE),), num_blocks, jnp.int32),
-        queue_ends=full((2,), 0, jnp.int32),
-        is_queued=full((num_blocks,), False, jnp.bool_),
-        now_ms=full((), 0, jnp.uint32),
-        has_time=full((), False, jnp.bool_),
-        num_begun=full((), 0, jnp.int32),
-        current=full((), FIRST_LABEL, jnp.int32),
-        block_tokens=full((), UNKNOWN_BLOCK_TOKENS, jnp.int32),
-        by_flops=full((), by_flops, jnp.bool_),
+        reuse=reuse_lib.init(),
+        queue=np.zeros(num_blocks, np.int32),
+        queue_ends=np.zeros(2, np.int32),
+        is_queued=np.zeros(num_blocks, np.bool_),
+        now_ms=np.array(0, np.uint32),
+        has_time=np.array(False, np.bool_),
+        num_begun=np.array(0, np.int32),
+        current=np.array(FIRST_LABEL, np.int32),
+        block_tokens=np.array(UNKNOWN_BLOCK_TOKENS, np.int32),
+        by_flops=np.array(by_flops, np.bool_),
     )
 
 
@@ -198,7 +216,7 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     state.num_begun[()] += 1
     if state.num_begun[()] == REBUILD_EVERY:
         state.num_begun[()] = 0
-        reuse_lib.native_rebuild(state.reuse)
+        reuse_lib.rebuild(state.reuse)
     num_blocks: Any = 0
     for row in range(num_rows):
         num_blocks = greater(num_blocks, positions[row] + 1)
@@ -215,6 +233,8 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     labels = empty(num_rows, np.int32)
     num_new, num_known, is_leading = 0, 0, True
     deepest: Any = np.int64(0)
+    deepest_ms: Any = np.int64(0)
+    is_known = empty(num_rows, np.bool_)
     _fetch_ghosts(state, keys, entries, tags)
     for row in range(num_rows):
         entry = entries[row]
@@ -234,22 +254,70 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
         is_leading &= label >= 0 and (positions[row] > 0 or row == 0)
         if label >= 0:
             age = clock.age_of(now, last)
-            reuse_lib.native_count(state.reuse, label & CLASS_MASK, age)
+            reuse_lib.count(state.reuse, label & ROW_MASK, age)
             if is_leading:
                 num_known += 1
-                deepest = label
+                deepest, deepest_ms = label, last
         else:
             num_new += 1
+        is_known[row] = label >= 0
         labels[row] = greater(label, 0) & CHILD
 
     turn: Any = np.int64(1)
-    if num_known and not deepest & CHILD:
-        turn = lesser(((deepest >> TURN_SHIFT) & TURN_MASK) + 1, MAX_TURNS)
+    pause: Any = np.int64(0)
+    if num_known:
+        seconds = clock.age_of(now, deepest_ms) // 1000 + 1
+        pause = (
+            1 + lesser(np.int64(highest_bit(np.uint64(seconds))), MAX_PAUSE_LOG) // 2
+        )
+        if not deepest & CHILD:
+            turn = lesser(((deepest >> TURN_SHIFT) & TURN_MASK) + 1, MAX_TURNS)
     share = lesser(NUM_SHARES * num_new // greater(num_rows, 1), NUM_SHARES - 1)
-    mark = TURN_BUCKETS[turn] * NUM_SHARES + share | turn << TURN_SHIFT
-    state.current[()] = mark
-    _native_write_labels(state, positions, entries, slots, tags, labels, mark)
+    facts_of_turn = TURN_BUCKETS[turn] << BUCKET_SHIFT | turn << MARK_TURN_SHIFT
+    mark = pause | share << SHARE_SHIFT | facts_of_turn
+    for row in range(num_rows):
+        was_known = KNOWN if is_known[row] else NEW
+        labels[row] |= _begin_row(state, mark, was_known) | turn << TURN_SHIFT
+    state.current[()] = _begin_row(state, mark, NEW) | turn << TURN_SHIFT
+    _native_write_labels(state, positions, entries, slots, tags, labels)
     return mark
+
+
+@compiled
+def _begin_row(state: Any, mark: int, was_known: int) -> Any:
+    """Return the row of a block's class by what is known when its request begins."""
+    bucket, share = mark >> BUCKET_SHIFT & BUCKET_MASK, mark >> SHARE_SHIFT & SHARE_MASK
+    code = -((bucket * NUM_SHARES + share + 1) << REQUEST_SHIFT)
+    return _nested_row(state, code, -1, mark, was_known, -1)
+
+
+@compiled
+def _final_row(state: Any, mark: int, stop: int, output: int, was_known: int) -> Any:
+    """Return the row of a block's class when its request has finished."""
+    bucket, share = mark >> BUCKET_SHIFT & BUCKET_MASK, mark >> SHARE_SHIFT & SHARE_MASK
+    number = ((stop * NUM_OUTPUTS + output) * 4 + bucket) * NUM_SHARES + share
+    begin = _begin_row(state, mark, was_known)
+    return _nested_row(state, (number + 1) << REQUEST_SHIFT, 1, mark, was_known, begin)
+
+
+@compiled
+def _nested_row(
+    state: Any, code: int, sign: int, mark: int, was_known: int, begin: int
+) -> Any:
+    """Return the row of a class by the request, the block and the pause."""
+    row = reuse_lib.row_of(state.reuse, code, reuse_lib.ROOT, -1)
+    code += sign * (was_known << KNOWN_SHIFT)
+    row = reuse_lib.row_of(state.reuse, code, row, -1)
+    code += sign * ((mark & PAUSE_MASK) + 1)
+    return reuse_lib.row_of(state.reuse, code, row, begin)
+
+
+@inlined
+def _was_known(state: Any, label: int) -> Any:
+    """Return whether a block of this label was known when its request began."""
+    code = np.int64(state.reuse.codes[label & ROW_MASK])
+    code = greater(code, -code)
+    return KNOWN if code >> KNOWN_SHIFT & 3 == KNOWN else NEW
 
 
 @compiled
@@ -262,10 +330,9 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
         output = np.int64(1)
         for step in OUTPUT_STEPS:
             output += facts[NUM_OUTPUT] >= step
-    mark = facts[MARK]
-    class_id = (facts[STOP] * NUM_OUTPUTS + output) * NUM_BEGIN + (mark & BEGIN_MASK)
-    mark = class_id | (mark & TURN_MASK << TURN_SHIFT)
-    state.reuse.touches[class_id] += reuse_lib.UNIT * num_rows
+    mark: Any = np.int64(facts[MARK])
+    stop: Any = np.int64(facts[STOP])
+    turn = mark >> MARK_TURN_SHIFT & TURN_MASK
 
     entries = empty(num_rows, np.int32)
     directory_lib.native_find(state.directory, keys, entries)
@@ -277,6 +344,7 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
         entry = entries[row]
         label: Any = np.int64(NO_LABEL)
         if entry >= 0:
+            label = np.int64(state.labels[entry])
             state.depths[entry] = -1
             state.parents[entry] = NO_PARENT
         else:
@@ -285,14 +353,19 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
                 label = ghosts_lib.label_at(state.ghosts, slots[row])
             else:
                 slots[row] = ghosts_lib.native_choose(state.ghosts, tags[row], now)
-        labels[row] = greater(label, 0) & CHILD
+        was_known = NEW
+        if label >= 0:
+            was_known = _was_known(state, label)
+        of_class = _final_row(state, mark, stop, output, was_known)
+        state.reuse.touches[of_class] += 1.0
+        labels[row] = greater(label, 0) & CHILD | of_class | turn << TURN_SHIFT
     for row in range(num_rows):
         entry = entries[row]
         if entry >= 0:
             state.depths[entry] = greater(state.depths[entry], positions[row])
             if row > 0 and positions[row] > 0:
                 state.parents[entry] = greater(state.parents[entry], entries[row - 1])
-    _native_write_labels(state, positions, entries, slots, tags, labels, mark)
+    _native_write_labels(state, positions, entries, slots, tags, labels)
 
 
 @compiled
@@ -331,23 +404,96 @@ def native_remove(state: Any, entries: Any) -> None:
 
 
 @compiled
+def native_admit(
+    state: Any, variant: int, keys: Any, wanted: Any, num_free: int, ref_cnt: Any
+) -> Any:
+    """Decline blocks that are worth no more than what they would evict."""
+    num_rows = wanted.shape[0]
+    num_wanted = 0
+    for row in range(num_rows):
+        num_wanted += wanted[row]
+    if not state.has_time[()]:
+        return num_wanted
+    values = filled(num_rows, -1, np.int64)
+    highest: Any = np.int64(-1)
+    for row in range(num_rows - 1, -1, -1):
+        if wanted[row]:
+            tag = directory_lib.tag_of(state.directory, keys, row)
+            slot = ghosts_lib.native_find(state.ghosts, tag)
+            label: Any = np.int64(state.current[()])
+            last: Any = np.int64(state.now_ms[()])
+            if slot >= 0:
+                label = ghosts_lib.label_at(state.ghosts, slot)
+                last = ghosts_lib.last_ms_at(state.ghosts, slot)
+            highest = greater(highest, _value_now(state, label, last))
+            values[row] = highest
+    is_fresh = False
+    row, num_admitted = 0, 0
+    position = np.int64(state.queue_ends[0])
+    while row < num_rows:
+        if wanted[row] and num_admitted >= num_free:
+            position = _next_victim(state, position, ref_cnt)
+            if position >= state.queue_ends[1]:
+                if is_fresh or not _refill(state, num_wanted - num_free, ref_cnt):
+                    return num_wanted  # Too few idle blocks: `evict` will refuse.
+                is_fresh = True
+                row, num_admitted = 0, 0
+                position = np.int64(state.queue_ends[0])
+                continue
+            victim = state.queue[position]
+            label = np.int64(state.labels[victim])
+            last = np.int64(state.last_ms[victim])
+            if values[row] <= _value_now(state, label, last):
+                break
+            position += 1
+        num_admitted += wanted[row]
+        row += 1
+    for declined in range(row, num_rows):
+        wanted[declined] = False
+    return num_admitted
+
+
+@inlined
+def _value_now(state: Any, label: int, last_ms: Any) -> Any:
+    """Return the value of a block, without later blocks and its depth."""
+    now: Any = np.int64(state.now_ms[()])
+    age = clock.age_of(now, last_ms)
+    return reuse_lib.value_of(state.reuse, label & ROW_MASK, age)
+
+
+@compiled
+def _next_victim(state: Any, position: Any, ref_cnt: Any) -> Any:
+    """Return the queue's next position with an idle block, or its end."""
+    while position < state.queue_ends[1]:
+        block = state.queue[position]
+        if state.is_queued[block] and ref_cnt[block] == 0:
+            break
+        position += 1
+    return position
+
+
+@compiled
 def native_evict(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
     """Evict the blocks with the lowest values."""
+    if num == 0:
+        return True
     victims = block_ids[:num]
+    is_fresh = False
     num_found, position = 0, np.int64(state.queue_ends[0])
-    while num_found < num and position < state.queue_ends[1]:
-        block = state.queue[position]
-        if state.is_queued[block] and ref_cnt[block] == 0:
-            victims[num_found] = block
+    while num_found < num:
+        position = _next_victim(state, position, ref_cnt)
+        if position < state.queue_ends[1]:
+            victims[num_found] = state.queue[position]
             num_found += 1
-        position += 1
-    if num_found == num:
-        if num:
-            state.queue_ends[0] = position
-    elif not _refill(state, num, ref_cnt, victims):
-        return False
+            position += 1
+        else:
+            if is_fresh or not _refill(state, num, ref_cnt):
+                return False
+            is_fresh = True
+            num_found, position = 0, np.int64(state.queue_ends[0])
+    state.queue_ends[0] = position
 
     now: Any = np.int64(state.now_ms[()])
     slots = empty(num, np.int64)
@@ -390,8 +536,8 @@ def snapshot(state: HazardState) -> dict[str, Any]:
 
     Returns:
         "order", the keys in the order of eviction; "now_ms", the time; "ghosts", the
-        number of evicted keys remembered; and "touches", the decayed number of blocks
-        that requests of each class used, in sixteenths.
+        number of evicted and declined keys remembered; and "touches", the decayed
+        number of blocks used by class, as a code.
     """
     values = np.empty(_num_blocks(state), np.int64)
     _write_values(Bound(copy_to_numpy(state)), values)
@@ -402,7 +548,7 @@ def snapshot(state: HazardState) -> dict[str, Any]:
         "order": words_to_keys(np.asarray(state.directory.keys)[in_order]),
         "now_ms": int(state.now_ms),
         "ghosts": ghosts_lib.count(state.ghosts),
-        "touches": tuple(np.asarray(state.reuse.touches).tolist()),
+        "touches": reuse_lib.touches_of(state.reuse),
     }
 
 
@@ -498,7 +644,7 @@ def make_hazard(
 
 
 def _num_blocks(state: HazardState) -> int:
-    return state.labels.shape[0]
+    return len(state.labels)
 
 
 @compiled
@@ -509,7 +655,6 @@ def _native_write_labels(
     slots: Any,
     tags: Any,
     labels: Any,
-    mark: int,
 ) -> None:
     """Write a request's labels and time to its blocks, and to ghosts of absent keys.
 
@@ -523,11 +668,11 @@ def _native_write_labels(
         entry = entries[row]
         if entry >= 0:
             # A key that occurs twice is followed if any of its rows is.
-            state.labels[entry] = (state.labels[entry] & CHILD) | followed | mark
+            state.labels[entry] = state.labels[entry] & CHILD | followed | labels[row]
             state.last_ms[entry] = now_ms
             state.is_queued[entry] = False
         else:
-            labels[row] |= followed | mark
+            labels[row] |= followed
             num_absent += 1
     if num_absent:
         ghosts_lib.native_write(
@@ -560,7 +705,7 @@ def _write_values(state: Any, values: Any) -> None:
         if label < 0:
             continue
         age = clock.age_of(now, state.last_ms[block])
-        values[block] = reuse_lib.native_value_of(state.reuse, label & CLASS_MASK, age)
+        values[block] = reuse_lib.value_of(state.reuse, label & ROW_MASK, age)
         if state.by_flops[()]:
             # Bits of floats are nearly their logarithms: adding them multiplies.
             tokens: Any = lesser(np.int64(state.depths[block]) * block_tokens, 1 << 29)
@@ -577,9 +722,9 @@ def _write_values(state: Any, values: Any) -> None:
 
 
 @compiled
-def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
-    """Write the `num` idle blocks of the lowest values (i32[num]); queue the next."""
-    num_blocks, queue_size = ref_cnt.shape[0], state.queue.shape[0]
+def _refill(state: Any, num: int, ref_cnt: Any) -> Any:
+    """Queue the idle blocks of the lowest values, `num` and more; False if too few."""
+    num_blocks = ref_cnt.shape[0]
     num_idle = 0
     for block in range(num_blocks):
         num_idle += state.labels[block] >= 0 and ref_cnt[block] == 0
@@ -587,19 +732,14 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
         return False
     values = empty(num_blocks, np.int64)
     _write_values(state, values)
-    num_chosen = lesser(num_idle, greater(num, queue_size))
+    num_chosen = lesser(num_idle, num + 1 + (num_blocks - 1) // _QUEUE_SHARE)
     chosen = _native_choose_lowest(state, values, ref_cnt, num_chosen)
-    for position in range(queue_size):
-        if state.queue[position] < num_blocks:
-            state.is_queued[state.queue[position]] = False
-    copy_items(victims, 0, chosen, num)
-    for position in range(queue_size):
-        state.queue[position] = num_blocks
-        if num + position < num_chosen:
-            block = chosen[num + position]
-            state.queue[position] = block
-            state.is_queued[block] = True
-    state.queue_ends[0], state.queue_ends[1] = 0, num_chosen - num
+    for block in range(num_blocks):
+        state.is_queued[block] = False
+    copy_items(state.queue, 0, chosen, num_chosen)
+    for position in range(num_chosen):
+        state.is_queued[chosen[position]] = True
+    state.queue_ends[0], state.queue_ends[1] = 0, num_chosen
     return True
 
 
@@ -719,6 +859,7 @@ NATIVE = NativePolicy(
     native_remove,
     native_evict,
     note=native_note,
+    admit=native_admit,
 )
 
 

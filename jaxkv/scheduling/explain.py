@@ -56,6 +56,7 @@ _REASON_TEXTS: dict[Reason | None, str] = {
     "absent": "not in the store when last probed",
     "never": "never stored, or dropped for an unknown reason (remember_drops)",
     "evicted": "evicted from the host",
+    "declined": "not stored: worth less than the blocks that it would evict",
     "full": "not stored: the host had no room",
     "slow": "not stored: too many stores were in flight",
     "paused": "not stored: no stored block was used (pause_unused_stores)",

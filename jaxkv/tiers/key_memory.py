@@ -19,10 +19,11 @@ MAX_TRACKED = 64_000
 """The default number of keys whose look-ups are counted."""
 
 DropReason: TypeAlias = Literal[
-    "evicted", "full", "slow", "paused", "store failed", "load failed"
+    "evicted", "declined", "full", "slow", "paused", "store failed", "load failed"
 ]
-"""Why a block is not on the host. It was evicted; or not stored because the host had no
-room, too much was in flight or stores were paused; or its store or its load failed."""
+"""Why a block is not on the host. It was evicted; or not stored because it was worth
+less than what it would evict, the host had no room, too much was in flight or stores
+were paused; or its store or its load failed."""
 
 
 class ReuseFilter:

@@ -98,8 +98,7 @@ def test_a_wrong_mark_counts_for_some_class(mark):
     manager = OffloadingManager(16, 4, "hazard")
     manager.complete_step(manager.request_step(keys))
     manager.finish_request(keys, mark, 1000, 5000, "end_turn")
-    touches = manager.executor.state.policy.reuse.touches
-    assert touches.sum() == 16 * len(keys)
+    assert manager.executor.state.policy.reuse.touches.sum() == len(keys)
 
 
 @pytest.mark.parametrize(

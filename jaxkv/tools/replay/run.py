@@ -420,7 +420,13 @@ def _request_step(executor: Executor, keys: Words, admitted: Words) -> Step:
     if stored is None:
         return Step(num_hits, 0, block_ids, None)
     block_ids = np.concatenate([block_ids, stored.block_ids])
-    return Step(num_hits, stored.num_stored, block_ids, stored.evicted_keys)
+    return Step(
+        num_hits,
+        stored.num_stored,
+        block_ids,
+        stored.evicted_keys,
+        stored.num_declined,
+    )
 
 
 class _AutoHost:
