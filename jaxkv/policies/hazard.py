@@ -275,9 +275,12 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     share = lesser(NUM_SHARES * num_new // greater(num_rows, 1), NUM_SHARES - 1)
     facts_of_turn = TURN_BUCKETS[turn] << BUCKET_SHIFT | turn << MARK_TURN_SHIFT
     mark = pause | share << SHARE_SHIFT | facts_of_turn
+    of_class = filled(KNOWN + 1, -1, np.int64)
     for row in range(num_rows):
         was_known = KNOWN if is_known[row] else NEW
-        labels[row] |= _begin_row(state, mark, was_known) | turn << TURN_SHIFT
+        if of_class[was_known] < 0:
+            of_class[was_known] = _begin_row(state, mark, was_known)
+        labels[row] |= of_class[was_known] | turn << TURN_SHIFT
     state.current[()] = _begin_row(state, mark, NEW) | turn << TURN_SHIFT
     _native_write_labels(state, positions, entries, slots, tags, labels)
     return mark
@@ -338,6 +341,7 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
     directory_lib.native_find(state.directory, keys, entries)
     slots = filled(num_rows, -1, np.int64)
     tags = empty(num_rows, np.uint32)
+    of_class = filled(KNOWN + 1, -1, np.int64)
     labels = empty(num_rows, np.int32)
     _fetch_ghosts(state, keys, entries, tags)
     for row in range(num_rows):
@@ -356,9 +360,11 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
         was_known = NEW
         if label >= 0:
             was_known = _was_known(state, label)
-        of_class = _final_row(state, mark, stop, output, was_known)
-        state.reuse.touches[of_class] += 1.0
-        labels[row] = greater(label, 0) & CHILD | of_class | turn << TURN_SHIFT
+        if of_class[was_known] < 0:
+            of_class[was_known] = _final_row(state, mark, stop, output, was_known)
+        state.reuse.touches[of_class[was_known]] += 1.0
+        followed = greater(label, 0) & CHILD
+        labels[row] = followed | of_class[was_known] | turn << TURN_SHIFT
     for row in range(num_rows):
         entry = entries[row]
         if entry >= 0:
@@ -416,6 +422,7 @@ def native_admit(
         return num_wanted
     values = filled(num_rows, -1, np.int64)
     highest: Any = np.int64(-1)
+    last_label, last_last = np.int64(-1), np.int64(-1)
     for row in range(num_rows - 1, -1, -1):
         if wanted[row]:
             tag = directory_lib.tag_of(state.directory, keys, row)
@@ -425,7 +432,9 @@ def native_admit(
             if slot >= 0:
                 label = ghosts_lib.label_at(state.ghosts, slot)
                 last = ghosts_lib.last_ms_at(state.ghosts, slot)
-            highest = greater(highest, _value_now(state, label, last))
+            if label != last_label or last != last_last:  # Else it is the same again.
+                highest = greater(highest, _value_now(state, label, last))
+                last_label, last_last = label, last
             values[row] = highest
     is_fresh = False
     row, num_admitted = 0, 0

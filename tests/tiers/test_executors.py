@@ -40,6 +40,23 @@ def test_a_policy_with_pure_functions_alone_is_served():
     assert manager.lookup([b"b"]) == 1
 
 
+def test_a_pure_policy_may_decline_what_needs_an_eviction():
+    """A policy that never stores a key that begins with an odd word."""
+
+    def admit(state, keys, wanted, num_free, ref_cnt):
+        return wanted & (keys[:, 0] % 2 == 0)
+
+    lru = get_policy_maker("lru")(2, 16)
+    executor = make_executor(lru._replace(native=None, admit=admit))
+    keys = np.arange(4, dtype=np.uint32)[:, None] + np.zeros(8, np.uint32)
+    store = executor.prepare_store(keys[[0, 2]])
+    executor.complete_step(store.block_ids, 0)
+    store = executor.prepare_store(keys[[1, 3]])
+    assert (store.num_stored, store.num_declined) == (0, 2)
+    assert store.block_ids.tolist() == [NO_BLOCK] * 2
+    assert executor.lookup(keys[[0, 2]]) == 2
+
+
 def test_xla_programs_are_traced_once_for_each_padded_size():
     policy = get_policy_maker("lru")(40, 64)
     executor = XlaExecutor(policy, make_executor(policy).state)

@@ -91,10 +91,9 @@ class PolicyStateFile(Listener):
             read = _read_columns(content, self._facts)
         except Exception:  # `zipfile` and the decoders that it calls raise any.
             raise unreadable from None
-        for name, expected in self._facts.items():
-            if read[name] != expected:
-                wrong = f"{name}={read[name]}, but must have {expected}"
-                raise self._error(f"has {wrong}")
+        for name, value in self._facts.items():
+            if read[name] != value:
+                raise self._error(f"has {name}={read[name]}, but must have {value}")
         try:
             read = _read_columns(content, columns)
             if not 1 <= read["num_rows"] <= reuse.NUM_ROWS:
