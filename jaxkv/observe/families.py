@@ -181,6 +181,9 @@ counter vllm:kv_offload_allocation_failure = stats.num_store_refusals
 counter vllm:kv_offload_stores_skipped = num_skipped
     Host blocks that were not stored because too few requests had asked for them
     (store_threshold, max_unseen_blocks).
+counter jaxkv:kv_offload_blocks_declined = stats.num_declined
+    Host blocks that the cache policy did not store, as worth less than what they would
+    evict.
 gauge jaxkv:kv_offload_stores_paused = scheduler.is_storing_paused
     1 while stores are paused because no stored block is used, else 0.
 counter jaxkv:kv_offload_blocks_paused = num_paused

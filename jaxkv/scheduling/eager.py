@@ -451,7 +451,8 @@ class EagerStores(Chooser):
         """Offer the blocks from `progress.num_offered` up to `num_full`."""
         first = progress.num_offered
         rows = self._rows(progress, keys, first, num_full)
-        num_skipped = self._host.num_skipped
+        host = self._host
+        num_left_out = host.num_skipped + host.num_declined
         is_head = not any(first)
         num_done, is_held = self._stores.place(pool, rows, is_head=is_head)
         progress.refused_at = -1
@@ -459,8 +460,8 @@ class EagerStores(Chooser):
             progress.refused_at = self._stores.num_changes
         if not is_held:
             progress.whole_at = -1
-        elif num_skipped == self._host.num_skipped and is_head:
-            progress.whole_at = self._host.num_removed
+        elif num_left_out == host.num_skipped + host.num_declined and is_head:
+            progress.whole_at = host.num_removed
         if rows.groups is None:
             progress.num_offered = [first[0] + num_done * self._factor]
         else:

@@ -55,7 +55,10 @@ class Reporting:
         """Counts of stores and loads that have ended so far."""
         host = self._manager
         stats = dataclasses.replace(
-            self._stats, num_evicted=host.num_evicted, num_skipped=host.num_skipped
+            self._stats,
+            num_evicted=host.num_evicted,
+            num_skipped=host.num_skipped,
+            num_declined=host.num_declined,
         )
         for boundary in self._storage:
             stats = stats.with_storage(boundary.counts, boundary.tier.num_evicted)

@@ -44,6 +44,7 @@ class OffloadStats:
     # Times that a host block was not stored because too few requests had asked for it
     # (`OffloadRules.store_threshold`, `max_unseen_blocks`).
     num_skipped: int = 0
+    num_declined: int = 0  # Host blocks that the cache policy did not store.
     num_paused: int = 0  # Blocks not stored because of `pause_unused_stores`.
     num_evicted: int = 0  # Host blocks that were evicted to make room for others.
     num_loads: int = 0  # Loads that arrived, each for one request.

@@ -56,6 +56,8 @@ class Store(NamedTuple):
     """i64[n]. NO_BLOCK where the key is already known or repeats an earlier one."""
     evicted_keys: Words
     """u32[m, 8]. In the order of eviction. Valid until the next call."""
+    num_declined: int = 0
+    """Keys that the policy does not want to store."""
 
 
 class Step(NamedTuple):
@@ -68,20 +70,24 @@ class Step(NamedTuple):
     """i64[n]. The blocks of the hits, then those of `Store`."""
     evicted_keys: Words | None
     """u32[m, 8]. The same as in `Store`; None if there was no room."""
+    num_declined: int = 0
+    """The same as in `Store`."""
 
 
-def _as_store(counts: tuple[int, int], block_ids: Ids, evicted: Words) -> Store | None:
-    num_stored, num_evicted = counts
+def _as_store(
+    counts: tuple[int, int, int], block_ids: Ids, evicted: Words
+) -> Store | None:
+    num_stored, num_evicted, num_declined = counts
     if num_evicted < 0:
         return None
-    return Store(num_stored, block_ids, evicted[:num_evicted])
+    return Store(num_stored, block_ids, evicted[:num_evicted], num_declined)
 
 
-def _as_step(counts: tuple[int, int, int], block_ids: Ids, evicted: Words) -> Step:
-    num_hits, num_stored, num_evicted = counts
+def _as_step(counts: tuple[int, int, int, int], block_ids: Ids, evicted: Words) -> Step:
+    num_hits, num_stored, num_evicted, num_declined = counts
     if num_evicted < 0:
         return Step(num_hits, num_stored, block_ids, None)
-    return Step(num_hits, num_stored, block_ids, evicted[:num_evicted])
+    return Step(num_hits, num_stored, block_ids, evicted[:num_evicted], num_declined)
 
 
 class Op(Generic[Arguments, Answer]):
@@ -373,6 +379,12 @@ def make_executor(
             state = host_state.init(policy)
     if name == "native" and policy.native is not None:
         return NativeExecutor(policy, state)
+    if not policy.is_pure:
+        name_of_policy = type(state.policy).__name__.removesuffix("State").lower()
+        raise ValueError(
+            "executor='xla' runs policies with pure functions, such as 'lru' and "
+            f"'arc', not {name_of_policy!r}: use executor='native'."
+        )
     return XlaExecutor(policy, state)
 
 

@@ -39,9 +39,9 @@ from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.executors import (
     Executor,
     ExecutorName,
-    Ids,
     NativeExecutor,
     Positions,
+    Store,
     Words,
     make_executor,
 )
@@ -159,7 +159,8 @@ class BlockIndex:
         self.removed_keys: list[Words] | None = None
         self.num_found = 0  # Added by listings and probes.
         self.num_unindexed = 0  # In the medium, but without room in this index.
-        self.num_skipped = 0  # Keys that a look-up filter kept from being stored.
+        # Keys that a look-up filter, or the policy, kept from being stored.
+        self.num_skipped = self.num_declined = 0
         self._executor_name: ExecutorName = executor
         self.executor: Executor = make_executor(self.policy, executor)
         # Callers' keys of other lengths than 32 bytes, by their hash.
@@ -350,7 +351,7 @@ class BlockIndex:
         store = self.executor.prepare_store(words)
         if store is None:
             return None
-        placement = self._record_placement(names, words, any_foreign, *store)
+        placement = self._record_placement(names, words, any_foreign, store)
         if rows is not None:
             placed = slice(None) if placement.rows is None else placement.rows
             placement = placement._replace(rows=np.array(rows, np.int64)[placed])
@@ -383,7 +384,7 @@ class BlockIndex:
         store = executor.place_from(pool.bound, keys.words, ids, is_head)
         if store is None:
             return None
-        return self._record_placement(keys, keys.words, keys.has_foreign, *store)
+        return self._record_placement(keys, keys.words, keys.has_foreign, store)
 
     def next_device_victims(self, pool: DeviceBlockPool, num: int) -> Victims:
         """Return `DeviceBlockPool.next_victims`, with their copies in this tier.
@@ -733,12 +734,12 @@ class BlockIndex:
         names: Sequence[bytes],
         words: Words,
         any_foreign: bool,
-        num_stored: int,
-        block_ids: Ids,
-        evicted_keys: Words,
+        store: Store,
     ) -> Placement:
         """Record a store; `block_ids` has NO_BLOCK for each key that is not stored."""
+        num_stored, block_ids, evicted_keys, num_declined = store
         to_store, rows = names, None
+        self.num_declined += num_declined
         if num_stored < len(names):
             rows = np.flatnonzero(block_ids != NO_BLOCK)
             if isinstance(names, UnlistedKeys):

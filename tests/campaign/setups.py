@@ -76,7 +76,6 @@ def random_setup(rng, *, groups=None, **fixed):
     values = {
         "num_host_blocks": rng.choice((6, 12, 30, 80)) * num_groups,
         "cache_policy": rng.choice(POLICIES),
-        "executor": "xla" if rng.random() < 0.1 else "native",
         "transfer_mode": rng.choice(("fused", "staged")),
         "extent_bytes": rng.choice((None, 2 * BLOCK_BYTES, 6 * BLOCK_BYTES)),
         "store_threshold": rng.choice((0, 0, 0, 0, 2)),
@@ -91,6 +90,9 @@ def random_setup(rng, *, groups=None, **fixed):
         "report_after_steps": rng.choice((None, None, None, 1, 2)),
         "deadline_s": 12.0,
     }
+    is_pure = not is_auto and values["cache_policy"] != "hazard"
+    if is_pure and not values["retention"] and rng.random() < 0.2:
+        values["executor"] = "xla"
     if rng.random() < 0.3:
         values |= {"mode": "lazy", "max_num_batched_tokens": rng.choice((8, 16, 32))}
     else:

@@ -34,7 +34,7 @@ from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
-from jaxkv.policies.reuse import ReuseTable, from_counts
+from jaxkv.policies.reuse import ReuseTable, scaled
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, select_keys
 from jaxkv.tiers.change_over import make_emptied, resume
@@ -327,7 +327,7 @@ class Shadows:
     def resume(self, policy: str, table: ReuseTable) -> None:
         """Restore statistics of `policy` at the serving size, from unscaled counts."""
         tier, bits = self._tier_of(policy), self._bits
-        table = from_counts(table.touches >> bits, table.reuses >> bits)
+        table = scaled(table, 1 / (1 << bits))
         tier.executor = resume(tier.executor, tier.policy, self._executor_name, table)
 
     def look_up(

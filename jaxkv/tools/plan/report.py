@@ -183,11 +183,8 @@ def _head_of(setting: Setting) -> str:
     return "of the unique blocks" if setting.timing is None else "blocks"
 
 
-def _label_of(setting: Setting, policy: str) -> str:
-    if policy != OPTIMUM:
-        return policy
-    # To leave blocks out can be better than to store all of them.
-    return f"{OPTIMUM} ({'ceiling' if setting.admission is None else 'stores all'})"
+def _label_of(policy: str) -> str:
+    return f"{OPTIMUM} (ceiling)" if policy == OPTIMUM else policy
 
 
 def _by_policy(plan: Plan) -> dict[str, list[PlanRow]]:
@@ -230,7 +227,7 @@ def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
                 continue
             lines.append(
                 Line(
-                    _label_of(setting, policy),
+                    _label_of(policy),
                     [factor * (figure or 0.0) for figure in figures],
                     LIMIT if policy == OPTIMUM else look_of(number),
                     [place for place, row in enumerate(rows) if row in marked],
@@ -246,7 +243,7 @@ def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
 
 def print_plan(setting: Setting, plan: Plan) -> None:
     """Print what every size and policy would do, and the recommendation."""
-    optimum, head = f"  {_label_of(setting, OPTIMUM)}", _head_of(setting)
+    optimum, head = f"  {_label_of(OPTIMUM)}", _head_of(setting)
     print_charts(
         _charts_of(setting, plan),
         head,
@@ -648,7 +645,7 @@ _READING = (
     "<strong>The device</strong>, if it keeps prefixes, keeps the most recently used "
     "blocks and is searched first. The host is searched for the blocks that continue "
     "the prefix found there.",
-    "<strong>The optimum</strong> knows the future requests and stores all blocks.",
+    "<strong>The optimum</strong> knows the future requests: no cache finds more.",
 )
 _RULE = (
     "Sizes whose stores take longer than the trace lasts are left out.",

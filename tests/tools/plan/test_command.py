@@ -151,7 +151,7 @@ def test_without_a_model_it_counts_what_is_found(run_line, tmp_path):
     out, _, figures = run_line(f"{line} --device-blocks 80 --store-threshold 2")
     device = figures["demand"]["device_tokens"]
     assert f"The device finds {100 * device / trace.input_tokens.sum():.1f}%" in out
-    assert "optimum (stores all)" in out
+    assert "optimum (ceiling)" in out
     assert (
         figures["rows"][0]["hit_tokens"] - figures["rows"][0]["host_tokens"] == device
     )
