@@ -104,13 +104,12 @@ def run(args: Args) -> int:
         print_plain(report.stage_lines(stage, of_stage))
         return report.reason_of(of_stage)
 
-    print_plain(
-        [f"{len(stages)} of {len(STAGES)} stages, at most {budget_s / 60:.3g} min", ""]
-    )
     with (
         _prepare(args.folder, args.resume),
         show_progress(is_quiet=args.quiet) as on_progress,
     ):
+        minutes = f"{budget_s / 60:.3g} min"
+        print_plain([f"{len(stages)} of {len(STAGES)} stages, at most {minutes}", ""])
         run_stages(stages, args.folder, budget_s, stall_s, on_progress, on_stage)
     seconds = round(time.monotonic() - start_s, 1)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
