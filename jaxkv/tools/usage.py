@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jaxkv._util import did_you_mean, parse_bytes, shown, size_text
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-FORMATS = ("table", "json", "csv")
+FORMATS = ("table", "json")
 _MAX_NUMBER = 1e24
 _ENTRY = re.compile(r"^  (\S.*?)  +(.*(?:\n   .*)*)$", re.MULTILINE)
 _ENTRY_PARTS = re.compile(r"(?:(-\w), )?(\S+)(?: (.*))?")  # Short name, name and value.
@@ -269,16 +269,6 @@ def sizes_text(sizes: Iterable[int]) -> str:
     '64KiB,1MiB'
     """
     return ",".join(size_text(size, "") for size in sizes)
-
-
-def check_names(option: str, names: Sequence[str], choices: Sequence[str]) -> list[str]:
-    """Refuse unknown names; return the names without repetitions."""
-    for name in names:
-        if name not in choices:
-            raise UsageError(
-                f"{option}: unknown {shown(name)}: {did_you_mean(name, choices)}"
-            )
-    return list(dict.fromkeys(names))
 
 
 def check_belongs(args: Args, names: Sequence[str], to: str, value: object) -> None:

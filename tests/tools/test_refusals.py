@@ -43,7 +43,7 @@ demo --record .                 | --record: cannot record to '.' (Is a directory
 demo --json .                   | --json: cannot write '.' (Is a directory); name a file
 demo -o .                       | --output: cannot write '.' (Is a directory); name a 
 doctor -o a --json a            | --json: 'a' is the file of --output too, which would
-doctor --format xml             | --format: unknown 'xml': choose from table, json, csv
+doctor --format xml             | --format: unknown 'xml': choose from table, json
 demo --serve-metrics 65536      | '65536' must be a port, from 0 (any that is
 demo --seconds 9                | --seconds: it belongs to --serve-metrics
 

@@ -214,11 +214,6 @@ def test_the_url_may_come_from_the_environment(tmp_path, monkeypatch, run_line):
     assert run_line("store size")[2]["blocks"] == NUM_OLD + NUM_NEW
 
 
-def test_the_csv_of_no_namespaces_has_no_line(capsys, tmp_path):
-    assert cli.main(["store", "ls", str(tmp_path), "--format", "csv"]) == 0
-    assert capsys.readouterr().out == ""
-
-
 def test_a_store_that_cannot_list_or_fails_is_a_one_line_error(
     refused, monkeypatch, capsys
 ):

@@ -23,7 +23,7 @@ from jaxkv.tools.usage import (
     Usage,
     UsageError,
     check_belongs,
-    check_names,
+    one_of,
 )
 from jaxkv.transfer.storage.store_url import shown_url
 
@@ -54,11 +54,11 @@ store and extras:
 output:
 {OUTPUT_OPTIONS}
 """,
+    {"--need": one_of(list(EXTRAS))},
 )
 
 
 def run(args: Args) -> int:
-    needed = check_names("--need", args.need or [], list(EXTRAS))
     check_files(args)
     # A server may be running on the device; set before jax starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -69,7 +69,7 @@ def run(args: Args) -> int:
     if host_bytes is None and facts.config and facts.config.host_bytes:
         host_bytes = units.parse_bytes(facts.config.host_bytes)
         source = variable_of("host_bytes")
-    question = Question(host_bytes, source, args.device_pool_bytes, needed)
+    question = Question(host_bytes, source, args.device_pool_bytes, args.need or [])
     best = recommend(facts, question)
     findings = judge(facts, question)
     print_plain([*report.fact_lines(facts, best), "", *report.finding_lines(findings)])

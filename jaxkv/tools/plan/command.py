@@ -64,7 +64,7 @@ tiers and policies:
   --policy NAME,...  {", ".join(_POLICIES)}
       (default: {_ALL}, which leaves out {AUTO} and {OPTIMUM})
   --device-blocks N  device prefix cache of N blocks, 0 for none (default: the
-      recording's, else what HBM leaves beside a model's weights)
+      recorded, else what weights leave of HBM)
   --device-bytes SIZE  the same in bytes, over all devices (default: as
       --device-blocks)
   --engines N  engines that share the requests (default: 1)

@@ -23,7 +23,7 @@ from jaxkv.tools.usage import (
     Usage,
     UsageError,
     check_absent,
-    check_names,
+    one_of,
 )
 from jaxkv.tools.verify import report
 from jaxkv.tools.verify.records import STAGES, Result, Stage, StageLog
@@ -76,13 +76,18 @@ results:
   --resume  go on with the results in that folder, after a crash of the machine
 {OUTPUT_OPTIONS}
 """,
-    {"--budget": parse_duration, "--stall": parse_duration, "--folder": _parse_folder},
+    {
+        "--only": one_of(_NAMES),
+        "--budget": parse_duration,
+        "--stall": parse_duration,
+        "--folder": _parse_folder,
+    },
     {"folder": Path("jaxkv-verify")},
 )
 
 
 def run(args: Args) -> int:
-    names = check_names("--only", args.only or _NAMES, _NAMES)
+    names = args.only or _NAMES
     if args.quick:
         check_absent(args, ("only", "budget"), "{}: --quick says it already")
         names = list(_QUICK)
@@ -99,13 +104,12 @@ def run(args: Args) -> int:
         print_plain(report.stage_lines(stage, of_stage))
         return report.reason_of(of_stage)
 
-    print_plain(
-        [f"{len(stages)} of {len(STAGES)} stages, at most {budget_s / 60:.3g} min", ""]
-    )
     with (
         _prepare(args.folder, args.resume),
         show_progress(is_quiet=args.quiet) as on_progress,
     ):
+        minutes = f"{budget_s / 60:.3g} min"
+        print_plain([f"{len(stages)} of {len(STAGES)} stages, at most {minutes}", ""])
         run_stages(stages, args.folder, budget_s, stall_s, on_progress, on_stage)
     seconds = round(time.monotonic() - start_s, 1)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
