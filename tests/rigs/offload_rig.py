@@ -190,7 +190,7 @@ class Rig:
         self.requests[request.request_id] = request
         request.loading_tokens = offer
         if offer and not takes_time:
-            # Copies are done when the step's model runs.
+            # The next token reads none of these blocks.
             request.num_computed_tokens += offer
             request.loading_tokens = 0
         return offer

@@ -6,7 +6,8 @@ marks them in the pool, which then does not cache them.
 
 import pytest
 
-from jaxkv.search.groups import FullAttention, Mamba
+from jaxkv.scheduling.protocol import NO_MOVES
+from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba
 from jaxkv.types import NULL_BLOCK
 from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, Rig
 
@@ -67,6 +68,18 @@ def test_one_group_has_one_table_and_older_states_are_left_out_too():
     request, (_, states) = take_offer(rig, "one")
     assert states == [NULL_BLOCK] * 3 + request.tables[1][3:]
     assert rig.pool.unwritten == {*request.tables[1][:3]}
+
+
+def test_an_offer_that_the_next_token_does_not_read_needs_no_load():
+    rig = Rig(groups=[ChunkedLocal(BLOCK_SIZE, 2 * BLOCK_SIZE)])
+    request = rig.request("one", 1, 2)
+    assert rig.query(request) == (2 * BLOCK_SIZE, False)
+    table = rig.pool.allocate(3)
+    after = rig.take(request, table, 2 * BLOCK_SIZE)
+    assert after == [[NULL_BLOCK, NULL_BLOCK, table[2]]]
+    assert not rig.scheduler.has_pending_loads()
+    assert rig.step() == NO_MOVES
+    assert rig.pool.unwritten == {*table[:2]}
 
 
 def test_a_request_computes_all_of_what_was_not_loaded(rig):
