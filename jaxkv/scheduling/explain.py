@@ -173,8 +173,8 @@ def explain(
         offer = plan(view._replace(below=below), request, num_computed_tokens)
         if offer.fetch is None:
             break
-        boundary, fetch, num = offer.fetch
-        if boundary.would_fetch(fetch, num):
+        boundary, fetch = offer.fetch
+        if boundary.would_fetch(fetch):
             break
         # This fetch would not start: plan without its tier, as the scheduler does.
         below, offer = offer.nearer, host_plan

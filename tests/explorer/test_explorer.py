@@ -78,6 +78,15 @@ def test_nothing_goes_wrong_on_a_random_walk(name):
         assert seen["write lands"] > 0
 
 
+@pytest.mark.parametrize("name", ["store, in windows", "hybrid, in windows"])
+def test_a_prefix_is_fetched_in_windows_to_its_end(name):
+    world = World(WORLDS[name])
+    world.do(("list",))
+    search.go_on_calmly(world)
+    lands = {"store, in windows": 4, "hybrid, in windows": 5}
+    assert world.seen["fetch lands"] == lands[name]
+
+
 class Planned(World):
     """A world that digests all plans and states."""
 

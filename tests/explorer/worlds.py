@@ -68,6 +68,27 @@ WORLDS = {
         "lose",
         max_storage_blocks=1,
     ),
+    "store, in windows": _with(
+        replace(
+            _STORE,
+            requests=(("aabbc", 5), ("aabbd", 4)),
+            num_device_blocks=8,
+            num_host_blocks=6,
+            num_storage_blocks=6,
+        ),
+        *("part", "lose", "leave"),
+        max_storage_blocks=1,
+    ),
+    "hybrid, in windows": replace(
+        _HYBRID,
+        requests=(("aabb", 4), ("aabb", 3)),
+        num_device_blocks=10,
+        num_host_blocks=8,
+        rules=replace(THROUGH, max_storage_blocks=1),
+        num_storage_blocks=8,
+        listed=(0,),
+        acts=(*_HYBRID.acts, "part", "lose"),
+    ),
     "store, asked": _with(
         replace(_STORE, private="c"),
         *("part", "together", "leave"),

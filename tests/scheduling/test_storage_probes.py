@@ -151,12 +151,12 @@ def test_the_gate_says_how_long_to_wait_and_whether_at_all():
         assert rig.scheduler.stats.num_fetches_declined == (not wait_s)
 
 
-def test_what_is_never_written_is_not_asked_for_nor_a_part_that_cannot_be_fetched():
+def test_what_is_never_written_is_not_asked_for_and_all_of_a_long_prompt_is():
     private = make_keys(1, 2, 3)[1:]
     rig = probed(is_private=private.__contains__)
     assert runs_asked(rig, make_request("a", 1, 2, 3)) == [((make_keys(1)[0],),)]
     long = make_request("long", *range(300))
-    assert runs_asked(probed(), long) == [(tuple(make_keys(*range(256))),)]
+    assert runs_asked(probed(), long) == [(tuple(make_keys(*range(300))),)]
 
 
 def test_outstanding_probes_are_limited():
