@@ -182,6 +182,7 @@ class Boundary:
         self._overdue: dict[str, None] = {}  # Overdue requests in `_queued`, in order.
         self._num_released = 0  # How often blocks held for a request were released.
         self._last_fetch_arrived = True  # Whether the last fetch brought any block.
+        self._num_down = 0  # Workers that do not reach the lower tier.
         # `BlockIndex.num_found` when each request was last looked up.
         self.looked_up: dict[str, int] = {}
         # Without full attention, the length of a prefix decides which blocks are read:
@@ -201,6 +202,11 @@ class Boundary:
         self._awaited: set[int] = set()
         # The state of the upper tier at the last `_offer_victims`.
         self._seen: tuple[int, int, int] | None = None
+
+    @property
+    def is_down(self) -> bool:
+        """Whether nothing is asked of the lower tier, which a worker cannot reach."""
+        return self._num_down > 0
 
     @property
     def has_fetches(self) -> bool:
@@ -260,7 +266,7 @@ class Boundary:
         """Whether a request whose wait has ended may fetch another prefix's blocks."""
         wait = self.waits[request_id]
         may_search = wait.has_missing and wait.num_searches < _MAX_SEARCHES
-        return may_search and not self.can_truncate
+        return may_search and not (self.can_truncate or self.is_down)
 
     def num_left(self, request_id: str) -> tuple[int, int]:
         """Return how many blocks a waiting request lacks, and the tokens they span."""
@@ -394,7 +400,7 @@ class Boundary:
         """Return the moves and probes to start in this step; None for none."""
         fetches, self._to_fetch = self._to_fetch, []
         probes, self._to_probe = self._to_probe, []
-        if self._write == "on_evict":
+        if self._write == "on_evict" and not self.is_down:
             self._offer_victims()
         writes = self._begin_writes()
         deletes, self._to_delete = self._to_delete, []
@@ -425,6 +431,7 @@ class Boundary:
         for report in reports:
             if report.tier != self.number:
                 continue
+            self._note_down(report.num_down)
             for move in self.fetches.report(report.fetched):
                 self._end_fetch(move)
             if report.fetched:
@@ -439,6 +446,18 @@ class Boundary:
                 self._to_delete += self.tier.note_listing(*listing)
                 if report.num_full:
                     self._to_delete += self.tier.note_full(report.num_full)
+
+    def _note_down(self, num_down: int) -> None:
+        """Count a worker that no longer reaches the lower tier, or does again."""
+        self._num_down += num_down
+        if num_down > 0:
+            for wait in self.waits.values():
+                wait.rest.clear()
+            self.counts.dropped_failed += len(self._to_write) * self.factor
+            self._to_write.clear()
+        elif num_down < 0:
+            self.looked_up.clear()
+            self._last_fetch_arrived = True
 
     def reset(self) -> None:
         """Forget the blocks of the lower tier, after the upper tier has been cleared.
@@ -657,7 +676,9 @@ class Boundary:
         for key in _select(keys, ~self.tier.contains(keys)):
             if key in self._to_write:
                 continue
-            if len(self._to_write) >= max_waiting:
+            if self.is_down:
+                self.counts.dropped_failed += self.factor
+            elif len(self._to_write) >= max_waiting:
                 self.counts.dropped_slow += self.factor
             else:
                 self._to_write[key] = None
@@ -717,8 +738,9 @@ class Boundary:
         self.upper.publish(arrived, keys)
         self.upper.complete_store(missing, False)
         self.tier.unpin(move.sources)
-        # The next request must not wait for these; a listing may find them again.
-        self.tier.discard(missing)
+        if is_awaited or not self.is_down:
+            # The next request must not wait for these; a listing may find them again.
+            self.tier.discard(missing)
         self.counts.loaded += len(arrived) * self.factor
         self.counts.failed += len(missing) * self.factor
         for request_id in move.waiters:

@@ -232,7 +232,7 @@ def _plan_fetch(
         if judge_rest(view.gate, boundary, name) != "slow":
             return Plan(None, deferral=boundary.name)
         return Plan(0, fetch_speeds=("slow",))
-    if wait is not None and not boundary.may_search_again(name):
+    if boundary.is_down or (wait is not None and not boundary.may_search_again(name)):
         return _NOTHING
     probing = boundary.probing.get(name)
     if probing is not None and probing.events:

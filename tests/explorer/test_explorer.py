@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from jaxkv.scheduling.boundary import Boundary
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tiers import index
@@ -204,6 +205,13 @@ def found(setup, **limits):
     assert error is not None
     assert search.what_goes_wrong(setup, actions)[0] == error
     return actions, error
+
+
+def test_a_store_that_is_asked_although_it_is_down_is_found(monkeypatch):
+    monkeypatch.setattr(Boundary, "is_down", False)
+    actions, error = found(WORLDS["down"], max_states=2000)
+    assert "a store that is down is asked" in error
+    assert ("down",) in actions
 
 
 def test_the_deadlock_of_requests_that_wait_with_what_they_have_loaded_is_found():

@@ -94,6 +94,12 @@ WORLDS = {
         *("part", "together", "leave"),
         storage_probe_s=0.005,
     ),
+    "down": _with(
+        replace(_STORE, num_host_blocks=4),
+        *("part", "down"),
+        storage_probe_s=0.005,
+        max_storage_blocks=1,
+    ),
     "store, awaited": _with(
         # No engine computes the prompt of the last one.
         replace(

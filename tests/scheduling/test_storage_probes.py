@@ -353,14 +353,17 @@ def test_a_silent_store_gets_no_more_probes(store):
     num = store.num_requests
     assert store.oks(make_keys(100)) == [0], "at once"
     assert store.num_requests == num
-    # At the store's deadline the probe is abandoned, and the next one is sent.
+    # At the store's deadline it counts as down, until it answers.
     store.now_s += 5.0
-    store.faulty.faults.hang = 0.0
     store.write(*make_keys(200))
     store.worker.advance()
     assert store.worker.storage_io.stats.errors["probe late"] == 16
-    assert not store.worker.storage_io.is_up
-    assert store.faulty.let_go() == 16
+    assert store.worker.storage_io.is_down
+    assert [report.num_down for report in store.worker.take_reports()] == [1]
+    store.faulty.faults.hang = 0.0
+    assert store.faulty.let_go() >= 16
+    wait_for(lambda: not store.worker.storage_io.is_down)
+    assert [report.num_down for report in store.worker.take_reports()] == [-1]
     assert store.oks(make_keys(200)) == [1]
     assert store.worker.storage_io.is_up
 
