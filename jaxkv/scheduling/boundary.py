@@ -36,6 +36,7 @@ Ids: TypeAlias = NDArray[np.int64]
 _TierMove: TypeAlias = Move[Ids]
 
 _MAX_WAITING_PER_WRITE = 4  # Blocks that may be queued, per block in flight.
+_MAX_VICTIMS_PER_WRITE = 8  # Next victims that may be written, per block in flight.
 # How many keys the reuse filter counts: at least this many, or this many per block of
 # the upper tier. Evicted blocks count as well, because they may be stored again.
 _MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK = 1 << 16, 4
@@ -390,6 +391,7 @@ class Boundary:
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
         """Offer blocks that have arrived in the upper tier, by the write rule."""
+        self._seen = None  # They may be among the next victims.
         if self._write == "through":
             self._offer(keys)
         elif self._reuse_filter is not None:
@@ -696,8 +698,12 @@ class Boundary:
         if state != self._seen:
             self._seen = state
             room = self._max_written - len(self._to_write)
-            victims = self._public(upper.next_victims(2 * self._max_written))
-            self._offer(victims[: max(room, 0)])
+            num = min(_MAX_VICTIMS_PER_WRITE * self._max_written, upper.num_blocks // 2)
+            victims = self._public(upper.next_victims(num))
+            new = _select(victims, ~self.tier.contains(victims))
+            # The tail of a prefix is evicted first, and is worth nothing without its
+            # head.
+            self._offer(new[::-1][: max(room, 0)])
 
     def _begin_writes(self) -> list[_TierMove]:
         """Begin one write of the queued blocks that are still resident."""
@@ -784,6 +790,7 @@ class Boundary:
             self.counts.dropped_reset += len(move.keys) * self.factor
             return
         self.upper.unpin(move.sources)
+        self._seen = None  # There is room for more.
         arrived, missing = _split(move)
         self.tier.complete_store(arrived)
         if missing:

@@ -151,6 +151,12 @@ class RuleSettings(Settings):
         "(`OffloadWorker.take_step_loads`), so that neither the load nor "
         "`max_blocks_in_flight` delays it.",
     )
+    keep_heads: bool = settings.flag(
+        True,
+        "scheduler",
+        "Refuse to store a block that would evict an earlier block of its own prefix, "
+        "and store as much of a prefix as fits. `false`: as vLLM does.",
+    )
     flush_on_preemption: bool = settings.flag(
         False,
         "scheduler",

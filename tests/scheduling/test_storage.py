@@ -70,6 +70,17 @@ def test_what_a_store_that_is_down_would_have_got_is_counted():
     assert rig.written == make_keys(3, 4)
 
 
+def test_of_blocks_about_to_be_evicted_heads_are_written_first():
+    """The tail of a prefix goes first, and is worth nothing without its head."""
+    rig = StoreRig(storage_write="on_evict", max_storage_blocks=1, host_blocks=8)
+    rig.run(make_request("a", *range(8)))
+    for _ in range(12):
+        rig.step()
+        rig.answer()
+    tail = make_keys(*range(8))[4:]
+    assert [key for key in rig.written if key in tail] == tail
+
+
 def test_a_disabled_store_gets_no_more_tasks():
     rig = StoreRig()
     rig.serve("a", 1, 2)
