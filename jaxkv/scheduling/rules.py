@@ -175,7 +175,7 @@ class RuleSettings(Settings):
         128,
         "scheduler",
         "Maximum blocks being written to the store, and as many being read; fewer if "
-        "the host tier is small.",
+        "the host tier is small. No limit on what a request gets.",
         unit="host blocks",
         minimum=1,
     )
