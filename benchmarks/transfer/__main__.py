@@ -43,7 +43,6 @@ from jaxkv.tools.usage import (
     CommandError,
     Usage,
     UsageError,
-    check_names,
     one_of,
     whole_number_from,
 )
@@ -76,6 +75,7 @@ output:
 """,
     {
         "--rounds": whole_number_from(3),  # Fewer have no useful quartiles.
+        "--designs": one_of(list(DESIGNS)),
         "--mode": one_of(MODES),
     },
     {
@@ -99,7 +99,7 @@ def _run(args: Args) -> int:
         num_layers=args.layers,
         rounds=args.rounds,
         mode=args.mode,
-        designs=tuple(check_names("--designs", args.designs, list(DESIGNS))),
+        designs=tuple(dict.fromkeys(args.designs)),
         working_set_bytes=args.working_set,
         mean_run=args.run,
     )

@@ -454,7 +454,20 @@ class EagerStores(Chooser):
         host = self._host
         num_left_out = host.num_skipped + host.num_declined
         is_head = not any(first)
-        num_done, is_held = self._stores.place(pool, rows, is_head=is_head)
+
+        def head() -> list[BlockKey]:
+            return [
+                key
+                for group_keys, end in zip(keys, first, strict=True)
+                for key in group_keys[self._factor - 1 : end : self._factor]
+            ]
+
+        num_done, is_held = self._stores.place(
+            pool,
+            rows,
+            is_head=is_head,
+            head=head if self._rules.keep_heads and not is_head else None,
+        )
         progress.refused_at = -1
         if num_done < len(rows.keys):
             progress.refused_at = self._stores.num_changes

@@ -111,8 +111,8 @@ def explain(
         num_computed_tokens, _ = find_cached_prefix(pool, groups, keys, max_tokens)
     offer = plan(view, request, num_computed_tokens)
     while offer.fetch is not None:
-        boundary, fetch, num = offer.fetch
-        if boundary.would_fetch(fetch, num):
+        boundary, fetch = offer.fetch
+        if boundary.would_fetch(fetch):
             break
         # This fetch would not start: plan without its tier, as the scheduler does.
         view = view._replace(below=offer.nearer)

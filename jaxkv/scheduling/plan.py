@@ -42,9 +42,8 @@ but admitted to measure the rate), or None (not known to be slower)."""
 _PROBE_INTERVAL = 32  # Admit one slow load in this many, to measure the rate.
 # Maximum wait for a probe of a tier, as a share of the time to recompute its blocks.
 _MAX_WAIT_SHARE = 0.1
-# Maximum blocks of each group in one probe, or a tier's maximum in flight if larger.
-# So this limits the unindexed blocks that a request can get from a tier.
-_MAX_PROBED_BLOCKS = 256
+# Maximum blocks of each group in one probe: a request can get no more unindexed blocks.
+_MAX_PROBED_BLOCKS = 1 << 16
 _MAX_PROBES = 64  # Probes of one tier in flight.
 
 
@@ -164,9 +163,8 @@ class Plan(NamedTuple):
     is_awaited: bool = False  # Whether the request must wait for the load.
     deferral: Deferral | None = None  # Why the tiers hold more than the offer.
     load: Load | None = None  # The offer, which must be held.
-    # The fetch to start before the offer, if the upper tier has room: its boundary, the
-    # fetch, and the maximum of its first blocks to fetch.
-    fetch: tuple[Boundary, Fetch, int] | None = None
+    # The fetch to start before the offer, if the upper tier has room.
+    fetch: tuple[Boundary, Fetch] | None = None
     nearer: tuple[Boundary, ...] = ()  # The boundaries above the fetch's boundary.
     # The probe to send before a fetch: its boundary, runs of keys, and wait in seconds.
     probe: tuple[Boundary, list[list[BlockKey]], float] | None = None
@@ -210,7 +208,7 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
         if fetch_plan.deferral is not None:
             return fetch_plan._replace(searched=searched, fetch_speeds=speeds)
     load_plan = _plan_load(view, request, keys, num_computed_tokens, current)
-    if not searched:
+    if not (searched or speeds):
         return load_plan
     return load_plan._replace(searched=searched, fetch_speeds=speeds)
 
@@ -225,14 +223,18 @@ def _plan_fetch(
     """Plan a fetch or probe; with a deferral if the request must wait for it."""
     name, tier = request.request_id, boundary.tier
     wait = boundary.waits.get(name)
-    if wait is not None:
-        return Plan(None, deferral=boundary.name) if wait.events else _NOTHING
+    if wait is not None and wait.is_open:
+        if judge_rest(view.gate, boundary, name) != "slow":
+            return Plan(None, deferral=boundary.name)
+        return Plan(0, fetch_speeds=("slow",))
+    if boundary.is_down or (wait is not None and not boundary.may_search_again(name)):
+        return _NOTHING
     probing = boundary.probing.get(name)
     if probing is not None and probing.events:
         return Plan(None, deferral="asked")
     is_expected = boundary.has_other_writers and is_prefilled_elsewhere(request)
-    can_probe = not is_expected and may_probe(boundary, probing)
-    is_searched = boundary.looked_up.get(name) == tier.num_found
+    can_probe = not is_expected and wait is None and may_probe(boundary, probing)
+    is_searched = wait is None and boundary.looked_up.get(name) == tier.num_found
     if is_searched or not (tier.num_held_blocks or can_probe or is_expected):
         return _NOTHING
     device = first_tokens(num_computed_tokens)
@@ -250,18 +252,17 @@ def _plan_fetch(
     searched = Plan(0, searched=(boundary,), fetch_speeds=speeds)
     if fetch is None:
         return searched
-    if not boundary.has_room(name, fetch):
+    if wait is None and not boundary.has_room(name, fetch):
         if boundary.may_queue(name):
             return Plan(None, deferral="queued", queue=boundary)
         return Plan(0, fetch_speeds=speeds)
-    num, speed = size_fetch(view.gate, boundary, fetch)
+    speed = judge_fetch(view.gate, boundary, fetch)
     speeds += () if speed is None else (speed,)
     searched = searched._replace(fetch_speeds=speeds)
-    if not num:
+    if speed == "slow":
         return searched
-    fetched = boundary, fetch, num
     deferred = searched._replace(num_tokens=None, deferral=boundary.name)
-    return deferred._replace(fetch=fetched, nearer=above)
+    return deferred._replace(fetch=(boundary, fetch), nearer=above)
 
 
 class PrefixQuery(NamedTuple):
@@ -313,8 +314,31 @@ def find_fetch(query: PrefixQuery, expected_by: str | None = None) -> Fetch | No
     """Find the blocks of the longest prefix that only the lower tier has, if any.
 
     `expected_by` names a request whose blocks another engine writes to the lower tier,
-    which then counts as having all blocks except those that it reported missing.
+    which then counts as having all blocks except those that it reported missing. If the
+    prefix does not fit into the upper tier, a shorter one is fetched.
     """
+    fetch, num_blocks = _find_fetch(query, expected_by), query.boundary.upper.num_blocks
+    if fetch is None or len(fetch.keys) + len(fetch.upper_rows) <= num_blocks:
+        return fetch
+    if query.boundary.can_truncate:
+        if (num := num_blocks - len(fetch.upper_rows)) <= 0:
+            return None
+        keys, end_tokens = fetch.keys[:num], fetch.end_tokens[:num]
+        return fetch._replace(
+            num_tokens=end_tokens[-1], keys=keys, end_tokens=end_tokens
+        )
+    # Without full attention, a shorter prefix needs other blocks.
+    low, high, found = query.num_computed_tokens, fetch.num_tokens, None
+    while (max_tokens := (low + high) // 2) > low:
+        fetch = _find_fetch(query._replace(max_tokens=max_tokens), expected_by)
+        if fetch and len(fetch.keys) + len(fetch.upper_rows) > num_blocks:
+            high = max_tokens
+        else:
+            low, found = max_tokens, fetch or found
+    return found
+
+
+def _find_fetch(query: PrefixQuery, expected_by: str | None) -> Fetch | None:
     groups, factor = query.boundary.groups, query.boundary.factor
     missing = _find_missing(query, expected_by)
     if missing.num_tokens <= query.num_computed_tokens:
@@ -358,13 +382,12 @@ def find_probe(
     """
     boundary, factor = query.boundary, query.boundary.factor
     missing = _find_missing(query, request_id)
-    max_rows = max(_MAX_PROBED_BLOCKS, boundary.max_fetched)
     runs: list[list[BlockKey]] = []
     starts, num_rows = [], 0
     for spec, keys, unknown in zip(
         boundary.groups, query.keys, missing.unknown, strict=True
     ):
-        if rows := unknown[:max_rows]:
+        if rows := unknown[:_MAX_PROBED_BLOCKS]:
             num_rows += len(rows)
             starts.append(rows[0] * factor * spec.block_size)
             runs.append([keys[(row + 1) * factor - 1] for row in rows])
@@ -379,24 +402,19 @@ def find_probe(
     return (runs, gate.probe_s(boundary.probe_s, num_tokens)), None
 
 
-def size_fetch(gate: Gate, boundary: Boundary, fetch: Fetch) -> tuple[int, Speed]:
-    """Return how many first blocks to fetch now (0 if slow), and the judgement."""
-    room = boundary.max_fetched - boundary.fetches.num_blocks
-    num = len(fetch.keys)
-    for index, key in enumerate(fetch.keys):
-        room -= key not in boundary.fetch_of
-        if room < 0:
-            num = index if boundary.can_truncate else 0
-            break
-    if not num:
-        return 0, None
-    end = fetch.num_tokens
-    if num < len(fetch.keys):
-        end = fetch.end_tokens[num] - fetch.row_tokens
-    num_tokens = max(end - (fetch.end_tokens[0] - fetch.row_tokens), 0)
-    blocks = num * boundary.factor, boundary.fetches.num_blocks * boundary.factor
-    speed = gate.judge_fetch(num_tokens, *blocks, boundary.bytes_per_s)
-    return (0 if speed == "slow" else num), speed
+def judge_fetch(gate: Gate, boundary: Boundary, fetch: Fetch) -> Speed:
+    """Judge the fetch of a whole prefix, after the blocks in flight."""
+    num_tokens = fetch.num_tokens - max(fetch.end_tokens[0] - fetch.row_tokens, 0)
+    blocks = len(fetch.keys) * boundary.factor
+    num_ahead = boundary.fetches.num_blocks * boundary.factor
+    return gate.judge_fetch(num_tokens, blocks, num_ahead, boundary.bytes_per_s)
+
+
+def judge_rest(gate: Gate, boundary: Boundary, request_id: str) -> Speed:
+    """Judge the part of a fetch that has not arrived."""
+    num_blocks, num_tokens = boundary.num_left(request_id)
+    blocks = num_blocks * boundary.factor
+    return gate.judge_fetch(num_tokens, blocks, 0, boundary.bytes_per_s)
 
 
 def _plan_load(

@@ -209,6 +209,9 @@ class TierReport:
     # Ended probes: the event, and whether each block is in the tier, run after run.
     probed: tuple[tuple[int, tuple[bool, ...]], ...] = ()
     num_full: int = 0  # Blocks that were not written because the medium is full.
+    # 1 if the worker no longer reaches the medium, -1 if it does again: meanwhile it
+    # answers all moves as failed.
+    num_down: int = 0
 
 
 class Mover(Protocol):

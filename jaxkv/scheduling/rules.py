@@ -137,6 +137,12 @@ class RuleSettings(Settings):
         "Decline loads that would take longer than recomputing, judging by the rates "
         "passed to `OffloadScheduler.note_rates`.",
     )
+    keep_heads: bool = settings.flag(
+        True,
+        "scheduler",
+        "Refuse to store a block that would evict an earlier block of its own prefix, "
+        "and store as much of a prefix as fits. `false`: as vLLM does.",
+    )
     flush_on_preemption: bool = settings.flag(
         False,
         "scheduler",
@@ -155,7 +161,7 @@ class RuleSettings(Settings):
         128,
         "scheduler",
         "Maximum blocks being written to the store, and as many being read; fewer if "
-        "the host tier is small.",
+        "the host tier is small. No limit on what a request gets.",
         unit="host blocks",
         minimum=1,
     )

@@ -369,8 +369,8 @@ class OffloadScheduler(Reporting):
             boundary, runs, wait_s = planned.probe
             boundary.probe(name, runs, wait_s)
         if planned.fetch is not None:
-            boundary, fetch, num = planned.fetch
-            if not boundary.fetch(name, fetch, num):
+            boundary, fetch = planned.fetch
+            if not boundary.fetch(name, fetch):
                 return False
             for nearer in planned.nearer:  # These tiers will have more blocks.
                 nearer.looked_up.pop(name, None)

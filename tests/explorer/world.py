@@ -49,6 +49,7 @@ _MIN_MAX_BATCH = 8
 _NUM_GHOSTS = 16
 # Actions that do another one in a certain way.
 _VARIANTS = {
+    "up": ("down", {"num": -1}),
     "less": ("admit", {"is_less": True}),
     "blind": ("admit", {"is_blind": True}),
     "fail": ("land", {"ok": False}),
@@ -225,7 +226,16 @@ _OF_REQUEST = (
 )
 _OF_ENGINE = (
     *("device", "host", "objects", "transfers", "preempted", "silent", "is_listed"),
-    *("is_left", "is_to_reset", "rates", "serving", "event_keys", "holds", "querying"),
+    *(
+        "is_left",
+        "is_down",
+        "is_to_reset",
+        "rates",
+        "serving",
+        "event_keys",
+        "holds",
+        "querying",
+    ),
     *("begun", "num_asked_tokens", "fetched", "num_vain", "marks", "starts"),
 )
 
@@ -282,7 +292,7 @@ class World:
         self.transfers = []
         self.preempted = []
         self.silent = []  # Of these, the ones that only the next step reports.
-        self.is_listed = not setup.listed
+        self.is_listed, self.is_down = not setup.listed, False
         self.is_left = False
         self.serving = setup.policy
         self.is_to_reset = False  # Before anything is asked for again.
@@ -365,8 +375,9 @@ class World:
         ("unasked"), names them again ("again") or takes back its last token, to compute
         it again ("back"); the host is reset ("reset"), the device's cache forgotten
         ("forget") or only its first block ("gap"), the store left ("leave"), listed
-        once more ("relist") or not listable ("unlist"); the host's policy changes
-        ("change"). A store is listed ("list"); rates are measured ("rates").
+        once more ("relist"), not listable ("unlist") or not reachable for a while
+        ("down"); the host's policy changes ("change"). A store is listed ("list");
+        rates are measured ("rates").
         """
         acts, actions = self.setup.acts, []
         for n in range(len(self.transfers)):
@@ -422,6 +433,8 @@ class World:
             ("leave", "leave" in acts and not self.is_left),
             ("list", "relist" in acts or not self.is_listed),
             ("unlist", "unlist" in acts),
+            ("down", "down" in acts and not self.is_down),
+            ("up", self.is_down),
             ("change", self.setup.policies),
         ):
             if is_possible:
@@ -516,6 +529,10 @@ class World:
         elif kind not in _OUTSIDE and not (kind == "step" and self._is_at_rest):
             self._is_at_rest = self._check_end()
 
+    def _num_asked_below(self):
+        below = self.scheduler.below
+        return sum(len(b.fetches.moves) + len(b.probes.moves) for b in below)
+
     def _named(self, name):
         return self.requests[int(name[1:])]
 
@@ -530,7 +547,10 @@ class World:
         explained = scheduler.explain(r, local)
         offers = self._offers(r, local, is_blind)
         self._check_verdicts(r, explained)
+        num_asked = self._num_asked_below()
         offer = scheduler.get_num_new_matched_tokens(r, local)
+        if self.is_down and self._num_asked_below() > num_asked:
+            raise WrongError("a store that is down is asked for blocks")
         self.querying = sorted({*self.querying, name})
         if offer != (explained.num_offered_tokens, explained.is_awaited):
             raise WrongError(f"explain says {explained}, and the query {offer}")
@@ -910,6 +930,10 @@ class World:
 
     def _do_unlist(self):
         self._report([ConnectorOutput(below=(TierReport(listed=False),))])
+
+    def _do_down(self, num=1):
+        self.is_down = num > 0
+        self._report([ConnectorOutput(below=(TierReport(num_down=num),))])
 
     def _do_rates(self, n):
         self.rates = n

@@ -68,10 +68,37 @@ WORLDS = {
         "lose",
         max_storage_blocks=1,
     ),
+    "store, in windows": _with(
+        replace(
+            _STORE,
+            requests=(("aabbc", 5), ("aabbd", 4)),
+            num_device_blocks=8,
+            num_host_blocks=6,
+            num_storage_blocks=6,
+        ),
+        *("part", "lose", "leave"),
+        max_storage_blocks=1,
+    ),
+    "hybrid, in windows": replace(
+        _HYBRID,
+        requests=(("aabb", 4), ("aabb", 3)),
+        num_device_blocks=10,
+        num_host_blocks=8,
+        rules=replace(THROUGH, max_storage_blocks=1),
+        num_storage_blocks=8,
+        listed=(0,),
+        acts=(*_HYBRID.acts, "part", "lose"),
+    ),
     "store, asked": _with(
         replace(_STORE, private="c"),
         *("part", "together", "leave"),
         storage_probe_s=0.005,
+    ),
+    "down": _with(
+        replace(_STORE, num_host_blocks=4),
+        *("part", "down"),
+        storage_probe_s=0.005,
+        max_storage_blocks=1,
     ),
     "store, awaited": _with(
         # No engine computes the prompt of the last one.

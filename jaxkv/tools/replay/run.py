@@ -305,8 +305,7 @@ class _Engine:
     def fetch(self, request: _Request, store: SharedStore) -> int:
         """Fetch blocks from the store; return how many."""
         missing = request.keys[request.num_local : request.num_findable]
-        max_fetched = max(self.run.num_blocks // 2, 1)
-        num_fetched = store.fetch(self.host.executor, missing, max_fetched)
+        num_fetched = store.fetch(self.host.executor, missing, self.run.num_blocks)
         store.touch(request.keys[: request.num_asked])
         return num_fetched
 
