@@ -101,26 +101,28 @@ class Tier:
     def told(self, keys: Keys) -> int:
         manager = self.manager
         if not manager.listens:
-            return len(self.request(keys))
+            self.request(keys)
+            return len(keys)
         self.now_ms += 500
         mark = manager.begin_request(keys, 16 * len(keys), self.now_ms)
-        num = len(self.request(keys))
+        self.request(keys)  # A policy may decline some.
         manager.finish_request(keys, mark, self.now_ms, num_output_tokens=100)
         self._wait()
-        return num
+        return len(keys)
 
     def told_packed(self, keys: PackedKeys) -> int:
         manager, executor = self.manager, self.manager.executor
         if not manager.listens:
-            return len(self.packed(keys))
+            self.packed(keys)
+            return len(keys)
         self.now_ms += 500
         where, words = np.arange(len(keys), dtype=np.int32), keys.words
         about = begun(self.now_ms, 16 * len(keys))
         mark = executor.note(words, BEGIN, where, about)
-        num = len(self.packed(keys))
+        self.packed(keys)
         executor.note(words, FINISH, where, finished(self.now_ms, 100, 0, mark))
         self._wait()
-        return num
+        return len(keys)
 
     def packed(self, keys: PackedKeys) -> Any:
         step = self.manager.executor.request_step(keys.words)

@@ -215,13 +215,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "Bytes per copy between device and host. `null`: 8 MiB per device, less for "
         "small blocks or a small host tier.",
     )
-    layer_groups: int = settings.number(
-        1,
-        "engine",
-        "Split each load by layers into this many parts; the first layers are loaded "
-        "first.",
-        unit="parts",
-    )
     compression: Quantised | None = settings.name(
         None,
         "engine",
@@ -510,7 +503,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
             kernel=self.transfer_kernel,
             block_axis=block_axis,
             blocks_per_host_block=self.blocks_per_host_block,
-            layer_groups=self.layer_groups,
             staging_bytes=self.staging_bytes,
             extent_bytes=self.extent_bytes,
             compression=compression,

@@ -13,10 +13,7 @@ _ON_GPU = (
     "tools/demo/test_engine.py",
 )
 # These touch no device, or the CPU's alone, in processes of their own.
-_NOT_ON_GPU = (
-    *("bits", "extent_table", "limits", "processes", "sharded"),
-    "step_schedule",
-)
+_NOT_ON_GPU = (*("bits", "extent_table", "limits", "processes", "sharded"),)
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m` looks at the marks.

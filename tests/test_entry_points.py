@@ -137,7 +137,7 @@ ROWS = {
     **{
         f"host_native.{name}": refuse_words
         for name in (
-            *("find", "find_readable", "find_beside", "lookup", "touch", "discard"),
+            *("find", "find_readable", "lookup", "touch", "discard"),
             *("prepare_load", "complete_load", "prepare_store", "complete_store"),
             "request_step",
         )

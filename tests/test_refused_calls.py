@@ -190,7 +190,7 @@ _ENDED = {
 }
 _CALLS = {
     "get_num_new_matched_tokens": (_LOOKED_UP, lambda request: (0,)),
-    "explain": (_LOOKED_UP | _STORED, lambda request: (0,)),
+    "explain": (_LOOKED_UP, lambda request: (0,)),
     "update_state_after_alloc": (_STORED, lambda request: (request.blocks, 0)),
     "request_preempted": (_STORED, lambda request: ()),
     "request_finished": (_STORED | _ENDED, lambda request: (request.blocks,)),
@@ -448,10 +448,6 @@ def test_arguments_of_a_wrong_type_are_refused_by_the_engine():
         no_sizes = ["2", 2, None, [2.5], ["2"], [3], [-1, 3], object()]
         wrong = no_pools, [*_NO_IDS, [9]], no_devices, no_sizes
         yield from one_wrong(engine.load_each, (*load, [1, 1]), wrong)
-        wrong = no_pools, no_devices, [*no_devices, [1, 1]]
-        yield from one_wrong(engine.copy, (pool, [1, 2], [3, 4]), wrong)
-        yield from one_wrong(engine.take_step_loads, (pool, 1), (no_pools, _NO_COUNTS))
-        yield from one_wrong(engine.idle_step_loads, (1,), (_NO_COUNTS,))
         yield from one_wrong(engine.drain, (pool,), (no_pools,))
         yield from one_wrong(engine.abandon, ("?",), ([None, 7, "load 1", ["?"]],))
         yield from one_wrong(engine.forget, ([1],), ([*_NO_IDS, [9]],))
@@ -492,8 +488,6 @@ def test_a_plan_of_which_a_part_is_wrong_is_not_started_in_part():
         store_device_blocks=(5, 6),
         store_host_blocks=(2, 3),
         need_flush=False,
-        copy_from_blocks=(1,),
-        copy_to_blocks=(7,),
         load_sizes=(1, 1),
     )
     no_events = ["0", None, 0.5, True, object()]
@@ -505,8 +499,6 @@ def test_a_plan_of_which_a_part_is_wrong_is_not_started_in_part():
         "load_event_to_reqs": [None, [], {}, {0: "one"}, {0: ("one",)}, {0: (1, 2)}],
         "store_device_blocks": [*_NO_IDS, (5,), (5, 5), (5, 8)],
         "store_host_blocks": [*_NO_IDS, (2,), (2, 2), (2, 8)],
-        "copy_from_blocks": [*_NO_IDS, (1, 2), (8,)],
-        "copy_to_blocks": [*_NO_IDS, (1,), (8,)],
         "load_sizes": ["11", [2.5], [None], (1,), (1, 2), (3, -1), 7, None],
         "below": [7, None, "below", (None,), ((),)],
     }
@@ -519,13 +511,11 @@ def test_a_plan_of_which_a_part_is_wrong_is_not_started_in_part():
         for field, values in wrong.items()
         for value in values
     ]
-    nothing = dict(copy_from_blocks=(), copy_to_blocks=())
     no_load = dict(load_event=-1, load_device_blocks=(), load_host_blocks=())
     no_store = dict(store_event=-1, store_device_blocks=(), store_host_blocks=())
     alone = [
-        right | nothing | no_load | dict(store_host_blocks=(2, 8)),
-        right | nothing | no_store | dict(load_host_blocks=(0, 7)),
-        right | no_load | no_store | dict(copy_to_blocks=(8,)),
+        right | no_load | dict(store_host_blocks=(2, 8)),
+        right | no_store | dict(load_host_blocks=(0, 7)),
     ]
     cases += [
         (f"alone, {fields}", worker.start, (OffloadMetadata(**fields), pool))
@@ -582,8 +572,8 @@ def _constructors(folder):
         ),
         TransferEngine: (
             dict(pool=pool, num_host_blocks=4),
-            "num_host_blocks layer_groups compression mode kernel shared "
-            "blocks_per_host_block staging_bytes block_axis",
+            "num_host_blocks compression mode kernel shared blocks_per_host_block "
+            "staging_bytes block_axis",
         ),
         BorrowedPool: (
             dict(num_blocks=8) | functions,

@@ -1,7 +1,7 @@
 """Files of an earlier version are read: small ones are kept.
 
 `tests/data/e817121` has a store of two blocks, a recording and a configuration, all
-written by the tree at e817121.
+written by the tree at e817121, the configuration without settings removed since.
 """
 
 import pathlib

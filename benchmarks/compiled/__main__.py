@@ -28,7 +28,7 @@ from benchmarks.compiled.targets import (
     parse_target,
     pip_install,
 )
-from jaxkv.tools.files import JSON_OPTION, check_files, write_files
+from jaxkv.tools.files import OUTPUT_OPTIONS, check_files, write_files
 from jaxkv.tools.model_config import NAMED_MODELS, check_dtype, find_config
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.usage import (
@@ -68,7 +68,7 @@ one pool instead of the known engines':
 output:
   --markdown FILE  write tables, between {report.MARKERS[0]} and
       {report.MARKERS[1]} if the file has these lines
-{JSON_OPTION}
+{OUTPUT_OPTIONS}
 """,
     {
         "--target": parse_target,

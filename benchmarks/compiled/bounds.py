@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from benchmarks.compiled.plan import Kind, Program
 from benchmarks.compiled.records import Figures
 from benchmarks.compiled.targets import Backend
 
 MIB = 1 << 20
-
-MOVES: tuple[Kind, ...] = ("gather", "write", "merge", "load")
-"""The programs of saves and loads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +37,16 @@ class Bounds:
 
 _TPU = Bounds(bytes_ratio=4.0, temp_ratio=1.1)
 _TPU_DMA = dataclasses.replace(_TPU, bytes_ratio=1.5, kernels=4)
-_GPU = Bounds(temp_ratio=1.1, unknown_loops=0)
-_GPU_MOVE = dataclasses.replace(_GPU, kernels=2, kernels_per_leaf=1)
+_GPU = Bounds(temp_ratio=1.1, unknown_loops=0, kernels=2, kernels_per_leaf=1)
 # An emulated accelerator need not be fast: only the general bounds.
 _CPU = Bounds()
 
-# By compiler, what moves the rows, and whether it is a save or a load.
-_BOUNDS: dict[tuple[Backend, str, Literal["move", "copy"]], Bounds] = {
-    ("tpu", "xla", "move"): _TPU,
-    ("tpu", "xla", "copy"): _TPU,
-    ("tpu", "dma", "move"): _TPU_DMA,
-    ("tpu", "dma", "copy"): _TPU,
-    ("gpu", "xla", "move"): _GPU_MOVE,
-    ("gpu", "xla", "copy"): _GPU,
-    ("cpu", "xla", "move"): _CPU,
-    ("cpu", "xla", "copy"): _CPU,
+# By compiler, and by what moves the rows.
+_BOUNDS: dict[tuple[Backend, str], Bounds] = {
+    ("tpu", "xla"): _TPU,
+    ("tpu", "dma"): _TPU_DMA,
+    ("gpu", "xla"): _GPU,
+    ("cpu", "xla"): _CPU,
 }
 
 # What a merge carries over lies on the device beside what it gathers.
@@ -73,7 +64,6 @@ class KnownBreak:
     backend: Backend  # Their compiler
     from_blocks: int  # The least blocks that they move
     reason: str  # Why, and why it does no harm
-    has_moves: bool = True  # Whether saves and loads are among them
 
 
 KNOWN_BREAKS = (
@@ -83,14 +73,6 @@ KNOWN_BREAKS = (
         128,
         "XLA lays an extent of 128 padded rows or more out along its rows, and turns "
         "it around; the engine's extents have at most 64",
-    ),
-    KnownBreak(
-        ("80 layers, one of 8 devices", "int8, all scales in one leaf"),
-        "tpu",
-        1,
-        "XLA copies whole leaves of v5p around copies on the device, and a leaf of "
-        "scales on tpu7x; saves and loads have no such copies",
-        has_moves=False,
     ),
 )
 """The broken bounds that fail no run."""
@@ -103,17 +85,16 @@ def known_break(program: Program) -> str | None:
             program.pool.name in entry.pools
             and program.target.backend == entry.backend
             and program.num_blocks >= entry.from_blocks
-            and (entry.has_moves or program.kind == "copy")
         ):
             return entry.reason
     return None
 
 
 def bounds_of(backend: Backend, kernel: str, kind: Kind) -> Bounds:
-    bounds = _BOUNDS[backend, kernel, "move" if kind in MOVES else "copy"]
+    bounds = _BOUNDS[backend, kernel]
     if kind == "merge" and bounds.temp_ratio is not None:
         bounds = dataclasses.replace(bounds, temp_ratio=_MERGE_TEMP_RATIO)
-    if kind in ("load", "copy"):
+    if kind == "load":
         bounds = dataclasses.replace(bounds, alias_whole_pool=True)
     return bounds
 

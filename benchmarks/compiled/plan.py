@@ -11,15 +11,12 @@ from benchmarks.compiled.pools import PoolShape, costly_pools, default_pools
 from benchmarks.compiled.targets import TARGETS, Target
 from jaxkv.transfer.kernels import SAVE_KINDS, SaveKind
 
-Kind: TypeAlias = SaveKind | Literal["load", "copy"]
+Kind: TypeAlias = SaveKind | Literal["load"]
 
 BLOCKS = (1, 8, 64, 512)
 """Blocks moved by one program, each in turn."""
 
 _FEW_LAYERS = 4
-
-_COPY_SIZES = (16, 64, 256, 1024)
-"""Blocks of a program that copies on the device: it is padded to one of these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +82,3 @@ def _programs(
     kinds: tuple[Kind, ...] = (*SAVE_KINDS["staged"], "load")
     for size, kind in itertools.product(sizes, kinds):
         yield Program(target, pool, kind, size)
-    if pool.num_shards == pool.blocks_per_host_block == 1:
-        for size in _copy_sizes(sizes, pool.shard_blocks):
-            yield Program(target, pool, "copy", size)
-
-
-def _copy_sizes(sizes: Sequence[int], shard_blocks: int) -> list[int]:
-    """Return the sizes of the programs that copy a number of blocks within a pool."""
-    fitting = [n for n in _COPY_SIZES if n <= shard_blocks] or [_COPY_SIZES[0]]
-    chosen = [next((n for n in fitting if n >= size), fitting[-1]) for size in sizes]
-    return list(dict.fromkeys(chosen))

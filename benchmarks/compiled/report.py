@@ -183,7 +183,7 @@ def to_markdown(record: CompileRecord) -> str:
             *padded,
         ]
     judged = [r for r in record.results if not r.program.is_example]
-    numbers = sorted({r.program.num_blocks for r in judged if r.program.kind != "copy"})
+    numbers = sorted({r.program.num_blocks for r in judged})
     broken = len(record.broken)
     outcome = f"{broken} of them break a bound" if broken else "they keep every bound"
     if record.known:

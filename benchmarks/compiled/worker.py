@@ -174,9 +174,7 @@ def _make_copier(target: Target, pool: PoolShape, rows: int) -> Copier:
 
 def _compiled(copier: Copier, program: Program) -> jax.stages.Compiled:
     if program.kind == "load":
-        return copier.load_program(0)
-    if program.kind == "copy":
-        return copier.copy_program(program.num_blocks)
+        return copier.load_program()
     return copier.save_program(program.kind)
 
 

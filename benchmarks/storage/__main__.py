@@ -30,7 +30,7 @@ from benchmarks.transfer.records import Ratio, ratio
 from jaxkv._util import one_line, size_text
 from jaxkv.tools import process
 from jaxkv.tools.console import print_facts, print_table
-from jaxkv.tools.files import JSON_OPTION, check_extra, check_files, write_files
+from jaxkv.tools.files import OUTPUT_OPTIONS, check_extra, check_files, write_files
 from jaxkv.tools.machine import machine, versions
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.speed import BytesDifferError, Speed, speed
@@ -64,7 +64,7 @@ blocks:
   --in-flight N  concurrent writes, or reads
 
 output:
-{JSON_OPTION}
+{OUTPUT_OPTIONS}
 """,
     {"--rounds": whole_number_from(3)},
     {

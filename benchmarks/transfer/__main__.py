@@ -33,7 +33,7 @@ from benchmarks.transfer.records import (
 from benchmarks.transfer.run import run_transfer
 from jaxkv._util import size_text
 from jaxkv.tools.console import print_facts, print_table
-from jaxkv.tools.files import JSON_OPTION, check_extra, check_files, write_files
+from jaxkv.tools.files import OUTPUT_OPTIONS, check_extra, check_files, write_files
 from jaxkv.tools.machine import last_level_cache_bytes, machine
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.speed import DIRECTIONS, BytesDifferError, speed
@@ -43,7 +43,6 @@ from jaxkv.tools.usage import (
     CommandError,
     Usage,
     UsageError,
-    check_names,
     one_of,
     whole_number_from,
 )
@@ -72,10 +71,11 @@ memory:
       of all blocks)
 
 output:
-{JSON_OPTION}
+{OUTPUT_OPTIONS}
 """,
     {
         "--rounds": whole_number_from(3),  # Fewer have no useful quartiles.
+        "--designs": one_of(list(DESIGNS)),
         "--mode": one_of(MODES),
     },
     {
@@ -99,7 +99,7 @@ def _run(args: Args) -> int:
         num_layers=args.layers,
         rounds=args.rounds,
         mode=args.mode,
-        designs=tuple(check_names("--designs", args.designs, list(DESIGNS))),
+        designs=tuple(dict.fromkeys(args.designs)),
         working_set_bytes=args.working_set,
         mean_run=args.run,
     )

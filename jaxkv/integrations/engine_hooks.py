@@ -53,8 +53,8 @@ class EngineHooks:
             None for requests that share all blocks.
 
     Raises:
-        ValueError: The scheduler has several groups, other attention, another block
-            size than `namespace`, or `OffloadRules.load_in_step`.
+        ValueError: The scheduler has several groups, other attention, or another block
+            size than `namespace`.
 
     Attributes:
         scheduler: The scheduler.
@@ -75,11 +75,6 @@ class EngineHooks:
             raise ValueError(
                 f"groups={scheduler.groups} must be ({expected},), the one group that "
                 "EngineHooks serves: for others call OffloadScheduler yourself."
-            )
-        if scheduler.rules.load_in_step:
-            raise ValueError(
-                "load_in_step=True must be False with EngineHooks, which has requests "
-                "wait until their load has arrived."
             )
         scheduler.bind_device_block_pool(pool)
         self.scheduler, self._pool, self._namespace = scheduler, pool, namespace

@@ -171,7 +171,7 @@ counter vllm:prefix_cache_hits = stats.num_device_hit_tokens
 counter vllm:external_prefix_cache_queries = stats.num_host_query_tokens
     Tokens of new requests that were not in a prefix on the device.
 counter vllm:external_prefix_cache_hits = stats.num_host_hit_tokens
-    Of these, tokens loaded from the host or copied on the device.
+    Of these, tokens loaded from the host.
 lookups vllm:kv_offload_lookup_sync_delay_seconds = scheduler.delays.lookups
     Duration of a single lookup.
 delays vllm:kv_offload_lookup_async_delay_seconds = scheduler.delays.deferrals
@@ -181,6 +181,9 @@ counter vllm:kv_offload_allocation_failure = stats.num_store_refusals
 counter vllm:kv_offload_stores_skipped = num_skipped
     Host blocks that were not stored because too few requests had asked for them
     (store_threshold, max_unseen_blocks).
+counter jaxkv:kv_offload_blocks_declined = stats.num_declined
+    Host blocks that the cache policy did not store, as worth less than what they would
+    evict.
 gauge jaxkv:kv_offload_stores_paused = scheduler.is_storing_paused
     1 while stores are paused because no stored block is used, else 0.
 counter jaxkv:kv_offload_blocks_paused = num_paused
@@ -205,8 +208,6 @@ counter jaxkv:kv_offload_blocks_dropped (reason) = dropped
     Device blocks that were offered and not stored on the host, by reason.
 counter jaxkv:kv_offload_blocks_loaded = stats.num_loaded
     Device blocks that were loaded from the host.
-counter jaxkv:kv_offload_blocks_copied = stats.num_copied
-    Device blocks that were copied on the device instead of loaded.
 gauge jaxkv:kv_offload_blocks_waiting (direction) = waiting
     Device blocks whose transfer waits because of max_blocks_in_flight.
 gauge jaxkv:kv_offload_blocks_in_flight (direction) = in_flight

@@ -61,14 +61,20 @@ class Learned(NamedTuple):
     scale: int  # Keys of the tier per key of the shadow.
 
 
+def _absent(*_: Any) -> Any:
+    raise TypeError("this policy has no pure functions: call its `native` ones.")
+
+
 class Policy(NamedTuple):
     """A cache policy: which block to evict when the host tier is full.
 
     A policy maps keys to host block ids and keeps them in an order. It does not see
-    bytes; `evict` gets the reference counts. Every function except `snapshot`,
-    `hand_over` and `take_over` is pure and may be traced; none raises, and each depends
-    only on its arguments. A batch is `keys: u32[K, 8]`, of which the first
-    `count: i32[]` are valid and the others are padding.
+    bytes; `evict` gets the reference counts. It has pure functions, `native` ones that
+    update the state in place, or both with the same results. The pure ones are `find`,
+    `touch`, `insert`, `remove` and `evict`, all or none, and perhaps `note`: they may
+    be traced, none raises, and each depends only on its arguments. A batch is
+    `keys: u32[K, 8]`, of which the first `count: i32[]` are valid and the others are
+    padding.
 
     Attributes:
         num_blocks: Blocks of the tier that the policy was made for, B.
@@ -95,8 +101,12 @@ class Policy(NamedTuple):
             the blocks before each key in its prefix; 0 begins another prefix. `FINISH`
             gets the `mark` (i32[]) that `BEGIN` returned, as a fact. None if the policy
             ignores events, which then cost nothing.
-        native: In-place forms of these functions, for callers in Python. If None, these
-            callers run the pure functions.
+        admit: ``(state, keys, wanted, num_free, ref_cnt) -> bool[K]``. Which of the
+            `wanted` keys (bool[K]) are to be stored, given `num_free` (i32[]) blocks
+            without eviction; the others are declined, and count as not stored. Facts
+            about them come by `note`. None if all are to be stored.
+        native: In-place functions, for callers in Python, who run the pure ones if it
+            is None.
         retains: Whether `note` handles `RETAIN`, which gives blocks a priority;
             `jaxkv.policies.make_retained` makes such a policy.
         always_evicts: Whether `evict` always succeeds if `num` blocks hold a key and
@@ -111,14 +121,15 @@ class Policy(NamedTuple):
     num_blocks: int
     max_batch: int
     init: Callable[[], PyTree]
-    find: Callable[[PyTree, jax.Array, jax.Array], jax.Array]
-    touch: Callable[[PyTree, jax.Array, jax.Array, jax.Array], PyTree]
-    insert: Callable[[PyTree, jax.Array, jax.Array], InsertResult]
-    remove: Callable[[PyTree, jax.Array, jax.Array], PyTree]
-    evict: Callable[[PyTree, jax.Array, jax.Array, int], EvictResult]
     snapshot: Callable[[PyTree], dict[str, Any]]
+    find: Callable[[PyTree, jax.Array, jax.Array], jax.Array] = _absent
+    touch: Callable[[PyTree, jax.Array, jax.Array, jax.Array], PyTree] = _absent
+    insert: Callable[[PyTree, jax.Array, jax.Array], InsertResult] = _absent
+    remove: Callable[[PyTree, jax.Array, jax.Array], PyTree] = _absent
+    evict: Callable[[PyTree, jax.Array, jax.Array, int], EvictResult] = _absent
     native: NativePolicy | None = None
     note: Callable[..., tuple[PyTree, jax.Array]] | None = None
+    admit: Callable[..., jax.Array] | None = None
     retains: bool = False
     always_evicts: bool = False
     hand_over: Callable[[PyTree], Held] | None = None
@@ -127,4 +138,10 @@ class Policy(NamedTuple):
     @property
     def listens(self) -> bool:
         """Whether the policy uses events of requests."""
-        return self.note is not None
+        has_native = self.native is not None and self.native.note is not None
+        return has_native or self.note is not None
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether the policy has pure functions, and can be traced."""
+        return self.find is not _absent

@@ -7,21 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jaxkv.compiling import inlined
 
 TIME_MASK = (1 << 32) - 1
 _HALF_TIME = np.uint32(1 << 31)
-
-
-def later(before_ms: Array, has_time: Array, now_ms: Array) -> Array:
-    """Return the later of both times; `now_ms` if there is no time before: u32[]."""
-    now_ms = jnp.asarray(now_ms, jnp.uint32)
-    is_ahead = now_ms - before_ms < _HALF_TIME
-    return jnp.where(~has_time | is_ahead, now_ms, before_ms)
 
 
 @inlined

@@ -1,12 +1,13 @@
-"""Hazard: evicts the blocks with the lowest expected hit rate.
+"""Hazard: evicts, and declines to store, the blocks with the lowest expected hit rate.
 
 LRU knows only when a block was last used. This policy learns from requests how soon the
-blocks of each class of request are used again, and evicts accordingly.
+blocks of each class are used again, and evicts accordingly.
 
-* The class of a request: its turn in the conversation (1; 2; 3 or 4; 5 or more); the
-  share of its blocks that are new, in quarters; the tokens it generated (unknown; less
-  than 64, 256 or 1024; more); and its stop reason, if known. The last two are known
-  when it finishes. All blocks of a request get its class and its time.
+* The class of a block: of its last request, the turn in the conversation (1; 2; 3 or 4;
+  5 or more), the share of its blocks that are new, in quarters, the tokens it generated
+  (unknown; less than 64, 256 or 1024; more) and its stop reason, if known. Then whether
+  the block was known before, and how long the conversation had paused. Output and stop
+  reason are known when the request finishes; until then, a block has a class without.
 * The turn: if no block has followed the request's deepest known block yet, the request
   continues that block's conversation, one turn later. Otherwise its turn is 1.
 * Learning: `jaxkv.policies.reuse` counts reuse by class and age. It also counts reuse
@@ -14,9 +15,13 @@ blocks of each class of request are used again, and evicts accordingly.
 * Eviction: the block with the lowest value is evicted first; of equal values, the
   deepest block. A block's value is at least the value of each block after it in its
   prefix, because these are useless without it.
+* Admission: of a batch of new blocks, in order, each is stored if it is worth more than
+  the next victim; from the first that is not, all are declined. Both are valued now: a
+  victim's value in the queue would be out of date, and too high.
 
-A queue holds the next victims, up to 1/16 of all blocks; a block that is used leaves
-it. If too few are left, all values are computed anew. An entry is a block id.
+A queue holds the next victims, as many as are wanted and 1/16 of all blocks; a block
+that is used leaves it. If too few are left, all values are computed anew. An entry is a
+block id.
 """
 
 from __future__ import annotations
@@ -26,18 +31,20 @@ import functools
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from numpy.typing import NDArray
 
 from jaxkv._util import check_whole, kept
 from jaxkv.compiling import (
+    Bound,
     compiled,
     copy_items,
     copy_row,
+    copy_to_numpy,
     empty,
     filled,
     greater,
+    highest_bit,
     inlined,
     lesser,
 )
@@ -46,9 +53,8 @@ from jaxkv.policies import clock
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import ghosts as ghosts_lib
 from jaxkv.policies import reuse as reuse_lib
-from jaxkv.policies.base import EvictResult, Held, InsertResult, Learned, Policy
-from jaxkv.policies.clock import later
-from jaxkv.policies.directory import SLOTS_PER_BUCKET, Directory
+from jaxkv.policies.base import Held, Learned, Policy
+from jaxkv.policies.directory import Directory
 from jaxkv.policies.facts import (
     BEGIN,
     FINISH,
@@ -59,10 +65,9 @@ from jaxkv.policies.facts import (
     STOP,
 )
 from jaxkv.policies.ghosts import Ghosts
-from jaxkv.policies.lru import find, native_find
+from jaxkv.policies.lru import native_find
 from jaxkv.policies.native import NativePolicy, register_native
-from jaxkv.policies.reuse import UNIT, ReuseTable
-from jaxkv.policies.xla import after, full, running_count
+from jaxkv.policies.reuse import ReuseTable
 from jaxkv.types import NO_BLOCK
 
 NUM_SHARES = 4
@@ -72,23 +77,35 @@ MAX_TURNS = 5
 TURN_BUCKETS = np.array([0, 0, 1, 2, 2, 3], np.int32)
 """i32[6]. Class by turn: 1; 2; 3 or 4; 5 or more."""
 
-NUM_BEGIN = 4 * NUM_SHARES
-"""Classes of a request that begins: by its turn and its share of new blocks."""
-
-BEGIN_MASK = NUM_BEGIN - 1
-"""Selects the bits of a mark that are one of these classes."""
-
 OUTPUT_STEPS = (64, 256, 1024)
 NUM_OUTPUTS = 2 + len(OUTPUT_STEPS)
 """Classes by tokens generated: unknown; less than 64, 256 or 1024; more."""
 
-NUM_CLASSES = 3 * NUM_OUTPUTS * NUM_BEGIN
+MAX_PAUSE_LOG = 11
+"""A conversation's pause counts by its seconds: less than 1, 3, 15, 63, 255, 1023 or
+more; 0 is for none."""
 
-# A label: class (8 bits), turn (3 bits), and whether a block ever followed (1 bit).
-CLASS_MASK = 255
-TURN_SHIFT = 8
+# The mark of a request: pause (3 bits), share (2), class by turn (2), turn (3).
+PAUSE_MASK = 7
+SHARE_SHIFT = 3
+SHARE_MASK = NUM_SHARES - 1
+BUCKET_SHIFT = 5
+BUCKET_MASK = 3
+MARK_TURN_SHIFT = 7
+
+# The code of a class: its request's facts plus 1, then 2 bits for `NEW` or `KNOWN` and
+# 4 for the pause plus 1; 0 for a class without that fact. Negative for a class by the
+# facts that are known when a request begins.
+NEW, KNOWN = 1, 2
+KNOWN_SHIFT = 4
+REQUEST_SHIFT = 6
+
+# A label: the row of a class (11 bits), turn (3 bits), and whether a block ever
+# followed (1 bit).
+ROW_MASK = reuse_lib.NUM_ROWS - 1
+TURN_SHIFT = 11
 TURN_MASK = 7
-CHILD = 1 << 11
+CHILD = 1 << 14
 
 NO_LABEL = -1
 NO_PARENT = -1
@@ -119,71 +136,59 @@ _MAX_VALUE = 0x7FFFFFFF
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HazardState:
-    """The resident blocks, and reuse statistics. B blocks, a queue of Q = B / 16."""
+    """The resident blocks, and reuse statistics. B blocks."""
 
     directory: Directory  # Maps each key to its block.
-    labels: Array
+    labels: NDArray[np.int32]
     """i32[B]. Class and turn of the last request that used the block, and whether a
     block ever followed; -1 where the block holds no key."""
-    last_ms: Array  # u32[B]. The time of the block's last use.
-    depths: Array  # i32[B]. Blocks before it in its prefix; at first, in its insert.
-    parents: Array  # i32[B]. The block before it in its prefix, or -1.
-    ghosts: Ghosts  # The labels of evicted keys.
+    last_ms: NDArray[np.uint32]  # u32[B]. The time of the block's last use.
+    depths: NDArray[np.int32]
+    """i32[B]. Blocks before it in its prefix; at first, in its insert."""
+    parents: NDArray[np.int32]  # i32[B]. The block before it in its prefix, or -1.
+    ghosts: Ghosts  # The labels of evicted and declined keys.
     reuse: ReuseTable  # Reuse statistics of each class.
-    queue: Array  # i32[Q]. The next victims, in order; B as padding.
-    queue_ends: Array  # i32[2]. The queue's positions of the next victim and the end.
-    is_queued: Array  # bool[B]. Whether the block is queued, and not used since.
-    now_ms: Array  # u32[]. The time of the last `note`.
-    has_time: Array  # bool[]. Whether `note` has set the time.
-    num_begun: Array  # i32[]. Requests that have begun since the last rebuild.
-    current: Array  # i32[]. The label of the request that began last.
-    block_tokens: Array  # i32[]. Tokens per block, estimated from requests.
-    by_flops: Array  # bool[]. Whether a block's depth raises its value.
+    queue: NDArray[np.int32]  # i32[B]. The next victims, in order.
+    queue_ends: NDArray[np.int32]  # i32[2]. The positions of the next victim, the end.
+    is_queued: NDArray[np.bool_]
+    """bool[B]. Whether the block is queued, and not used since."""
+    now_ms: NDArray[np.uint32]  # u32[]. The time of the last `note`.
+    has_time: NDArray[np.bool_]  # bool[]. Whether `note` has set the time.
+    num_begun: NDArray[np.int32]  # i32[]. Requests begun since the last rebuild.
+    current: NDArray[np.int32]  # i32[]. The label of the request that began last.
+    block_tokens: NDArray[np.int32]  # i32[]. Tokens per block, estimated from requests.
+    by_flops: NDArray[np.bool_]  # bool[]. Whether a block's depth raises its value.
 
 
 def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
     """Make an empty cache of `num_blocks`."""
     return HazardState(
         directory=directory_lib.init(num_blocks),
-        labels=full((num_blocks,), NO_LABEL, jnp.int32),
-        last_ms=full((num_blocks,), 0, jnp.uint32),
-        depths=full((num_blocks,), 0, jnp.int32),
-        parents=full((num_blocks,), NO_PARENT, jnp.int32),
+        labels=np.full(num_blocks, NO_LABEL, np.int32),
+        last_ms=np.zeros(num_blocks, np.uint32),
+        depths=np.zeros(num_blocks, np.int32),
+        parents=np.full(num_blocks, NO_PARENT, np.int32),
         ghosts=ghosts_lib.init(num_ghosts),
-        reuse=reuse_lib.init(NUM_CLASSES),
-        queue=full((-(-num_blocks // _QUEUE_SHARE),), num_blocks, jnp.int32),
-        queue_ends=full((2,), 0, jnp.int32),
-        is_queued=full((num_blocks,), False, jnp.bool_),
-        now_ms=full((), 0, jnp.uint32),
-        has_time=full((), False, jnp.bool_),
-        num_begun=full((), 0, jnp.int32),
-        current=full((), FIRST_LABEL, jnp.int32),
-        block_tokens=full((), UNKNOWN_BLOCK_TOKENS, jnp.int32),
-        by_flops=full((), by_flops, jnp.bool_),
-    )
-
-
-def touch(state: HazardState, keys: Array, count: Array, ready: Array) -> HazardState:
-    """Record a use of each key; see `Policy.touch`.
-
-    The policy learns from `note` only. Until the first `note` sets the time, each call
-    advances the clock, so that eviction is close to LRU.
-    """
-    del ready
-    tick = jnp.where(state.has_time | (count == 0), 0, TICK_MS).astype(jnp.uint32)
-    now_ms = state.now_ms + tick
-    entries = directory_lib.find_first(state.directory, keys, count)
-    return dataclasses.replace(
-        state,
-        now_ms=now_ms,
-        last_ms=state.last_ms.at[entries].set(now_ms, mode="drop"),
-        is_queued=state.is_queued.at[entries].set(False, mode="drop"),
+        reuse=reuse_lib.init(),
+        queue=np.zeros(num_blocks, np.int32),
+        queue_ends=np.zeros(2, np.int32),
+        is_queued=np.zeros(num_blocks, np.bool_),
+        now_ms=np.array(0, np.uint32),
+        has_time=np.array(False, np.bool_),
+        num_begun=np.array(0, np.int32),
+        current=np.array(FIRST_LABEL, np.int32),
+        block_tokens=np.array(UNKNOWN_BLOCK_TOKENS, np.int32),
+        by_flops=np.array(by_flops, np.bool_),
     )
 
 
 @compiled
 def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
-    """In-place form of `touch`."""
+    """Record a use of each entry.
+
+    The policy learns from `note` only. Until the first `note` sets the time, each call
+    advances the clock, so that eviction is close to LRU.
+    """
     if not state.has_time[()] and entries.shape[0] > 0:
         state.now_ms[()] = (np.int64(state.now_ms[()]) + TICK_MS) & clock.TIME_MASK
     for entry in entries:
@@ -192,78 +197,15 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
             state.is_queued[entry] = False
 
 
-def note(
-    state: HazardState,
-    kind: int,
-    keys: Array,
-    count: Array,
-    positions: Array,
-    facts: Array,
-) -> tuple[HazardState, Array]:
-    """Learn from the beginning or the end of a request; see `Policy.note`."""
-    if kind == BEGIN:
-        return _begin(state, keys, count, positions, facts)
-    if kind == FINISH:
-        state = _finish(state, keys, count, positions, facts)
-    return state, facts[MARK]
-
-
 @compiled
 def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
-    """In-place form of `note`."""
+    """Learn from the beginning or the end of a request."""
     mark: Any = np.int64(facts[MARK])
     if kind == BEGIN:
         mark = np.int64(_native_begin(state, keys, positions, facts))
     elif kind == FINISH:
         _native_finish(state, keys, positions, facts)
     return mark
-
-
-def _begin(
-    state: HazardState, keys: Array, count: Array, positions: Array, facts: Array
-) -> tuple[HazardState, Array]:
-    """Count the known blocks as reused; label all blocks with the request's class."""
-    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    is_valid = rows < count
-    now_ms = later(state.now_ms, state.has_time, facts[NOW_MS])
-    num_begun = state.num_begun + 1
-    reuse = lax.cond(
-        num_begun == REBUILD_EVERY, reuse_lib.rebuild, lambda table: table, state.reuse
-    )
-    num_blocks = jnp.max(jnp.where(is_valid, positions + 1, 1))
-    block_tokens = jnp.maximum(facts[NUM_TOKENS] // num_blocks, 1)
-    block_tokens = jnp.where(count > 0, block_tokens, UNKNOWN_BLOCK_TOKENS)
-
-    labels, last_ms, entries, tags = _find_labels(state, keys, is_valid)
-    reads = labels, last_ms
-    is_known = labels >= 0
-    classes = jnp.where(is_known, labels & CLASS_MASK, 0)
-    reuse = reuse_lib.count(reuse, classes, now_ms - last_ms, is_known)
-
-    is_leading = is_known & ((positions > 0) | (rows == 0))
-    num_known = jnp.min(jnp.where(is_leading, rows.size, rows))
-    deepest = labels[jnp.maximum(num_known - 1, 0)]
-    is_continued = (num_known > 0) & (deepest & CHILD == 0)
-    next_turn = ((deepest >> TURN_SHIFT) & TURN_MASK) + 1
-    turn = jnp.where(is_continued, jnp.minimum(next_turn, MAX_TURNS), 1)
-    num_new = jnp.sum(is_valid & ~is_known, dtype=jnp.int32)
-    share = NUM_SHARES * num_new // jnp.maximum(count, 1)
-    share = jnp.minimum(share, NUM_SHARES - 1)
-    buckets = jnp.asarray(TURN_BUCKETS)
-    mark = buckets[turn] * NUM_SHARES + share | turn << TURN_SHIFT
-
-    new_labels = _labels_of_request(labels, positions, count, mark)
-    state = dataclasses.replace(
-        state,
-        reuse=reuse,
-        now_ms=now_ms,
-        has_time=jnp.ones_like(state.has_time),
-        num_begun=jnp.where(num_begun == REBUILD_EVERY, 0, num_begun),
-        current=mark,
-        block_tokens=jnp.minimum(state.block_tokens, block_tokens),
-    )
-    is_absent = is_valid & (entries == _num_blocks(state))
-    return _write_labels(state, entries, is_absent, tags, new_labels, mark, reads), mark
 
 
 @compiled
@@ -274,7 +216,7 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     state.num_begun[()] += 1
     if state.num_begun[()] == REBUILD_EVERY:
         state.num_begun[()] = 0
-        reuse_lib.native_rebuild(state.reuse)
+        reuse_lib.rebuild(state.reuse)
     num_blocks: Any = 0
     for row in range(num_rows):
         num_blocks = greater(num_blocks, positions[row] + 1)
@@ -291,6 +233,8 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
     labels = empty(num_rows, np.int32)
     num_new, num_known, is_leading = 0, 0, True
     deepest: Any = np.int64(0)
+    deepest_ms: Any = np.int64(0)
+    is_known = empty(num_rows, np.bool_)
     _fetch_ghosts(state, keys, entries, tags)
     for row in range(num_rows):
         entry = entries[row]
@@ -310,55 +254,73 @@ def _native_begin(state: Any, keys: Any, positions: Any, facts: Any) -> Any:
         is_leading &= label >= 0 and (positions[row] > 0 or row == 0)
         if label >= 0:
             age = clock.age_of(now, last)
-            reuse_lib.native_count(state.reuse, label & CLASS_MASK, age)
+            reuse_lib.count(state.reuse, label & ROW_MASK, age)
             if is_leading:
                 num_known += 1
-                deepest = label
+                deepest, deepest_ms = label, last
         else:
             num_new += 1
+        is_known[row] = label >= 0
         labels[row] = greater(label, 0) & CHILD
 
     turn: Any = np.int64(1)
-    if num_known and not deepest & CHILD:
-        turn = lesser(((deepest >> TURN_SHIFT) & TURN_MASK) + 1, MAX_TURNS)
+    pause: Any = np.int64(0)
+    if num_known:
+        seconds = clock.age_of(now, deepest_ms) // 1000 + 1
+        pause = (
+            1 + lesser(np.int64(highest_bit(np.uint64(seconds))), MAX_PAUSE_LOG) // 2
+        )
+        if not deepest & CHILD:
+            turn = lesser(((deepest >> TURN_SHIFT) & TURN_MASK) + 1, MAX_TURNS)
     share = lesser(NUM_SHARES * num_new // greater(num_rows, 1), NUM_SHARES - 1)
-    mark = TURN_BUCKETS[turn] * NUM_SHARES + share | turn << TURN_SHIFT
-    state.current[()] = mark
-    _native_write_labels(state, positions, entries, slots, tags, labels, mark)
+    facts_of_turn = TURN_BUCKETS[turn] << BUCKET_SHIFT | turn << MARK_TURN_SHIFT
+    mark = pause | share << SHARE_SHIFT | facts_of_turn
+    of_class = filled(KNOWN + 1, -1, np.int64)
+    for row in range(num_rows):
+        was_known = KNOWN if is_known[row] else NEW
+        if of_class[was_known] < 0:
+            of_class[was_known] = _begin_row(state, mark, was_known)
+        labels[row] |= of_class[was_known] | turn << TURN_SHIFT
+    state.current[()] = _begin_row(state, mark, NEW) | turn << TURN_SHIFT
+    _native_write_labels(state, positions, entries, slots, tags, labels)
     return mark
 
 
-def _finish(
-    state: HazardState, keys: Array, count: Array, positions: Array, facts: Array
-) -> HazardState:
-    """Relabel a request's blocks with its final class."""
-    num_blocks = _num_blocks(state)
-    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    is_valid = rows < count
-    now_ms = later(state.now_ms, state.has_time, facts[NOW_MS])
-    steps, mark = jnp.asarray(OUTPUT_STEPS, jnp.int32), facts[MARK]
-    output = 1 + jnp.sum(facts[NUM_OUTPUT] >= steps, dtype=jnp.int32)
-    output = jnp.where(facts[NUM_OUTPUT] < 0, 0, output)
-    class_id = (facts[STOP] * NUM_OUTPUTS + output) * NUM_BEGIN + (mark & BEGIN_MASK)
-    mark = class_id | (mark & TURN_MASK << TURN_SHIFT)
-    touches = state.reuse.touches.at[class_id].add(UNIT * count)
+@compiled
+def _begin_row(state: Any, mark: int, was_known: int) -> Any:
+    """Return the row of a block's class by what is known when its request begins."""
+    bucket, share = mark >> BUCKET_SHIFT & BUCKET_MASK, mark >> SHARE_SHIFT & SHARE_MASK
+    code = -((bucket * NUM_SHARES + share + 1) << REQUEST_SHIFT)
+    return _nested_row(state, code, -1, mark, was_known, -1)
 
-    labels, _, entries, tags = _find_labels(state, keys, is_valid)
-    reads = (labels,)
-    new_labels = _labels_of_request(labels, positions, count, mark)
-    previous = jnp.roll(entries, 1)
-    has_parent = (rows > 0) & (positions > 0) & (previous < num_blocks)
-    parents = jnp.where(has_parent, previous, NO_PARENT)
-    state = dataclasses.replace(
-        state,
-        reuse=dataclasses.replace(state.reuse, touches=touches),
-        now_ms=now_ms,
-        has_time=jnp.ones_like(state.has_time),
-        depths=_scatter_max(state.depths, entries, positions),
-        parents=_scatter_max(state.parents, entries, parents),
-    )
-    is_absent = is_valid & (entries == num_blocks)
-    return _write_labels(state, entries, is_absent, tags, new_labels, mark, reads)
+
+@compiled
+def _final_row(state: Any, mark: int, stop: int, output: int, was_known: int) -> Any:
+    """Return the row of a block's class when its request has finished."""
+    bucket, share = mark >> BUCKET_SHIFT & BUCKET_MASK, mark >> SHARE_SHIFT & SHARE_MASK
+    number = ((stop * NUM_OUTPUTS + output) * 4 + bucket) * NUM_SHARES + share
+    begin = _begin_row(state, mark, was_known)
+    return _nested_row(state, (number + 1) << REQUEST_SHIFT, 1, mark, was_known, begin)
+
+
+@compiled
+def _nested_row(
+    state: Any, code: int, sign: int, mark: int, was_known: int, begin: int
+) -> Any:
+    """Return the row of a class by the request, the block and the pause."""
+    row = reuse_lib.row_of(state.reuse, code, reuse_lib.ROOT, -1)
+    code += sign * (was_known << KNOWN_SHIFT)
+    row = reuse_lib.row_of(state.reuse, code, row, -1)
+    code += sign * ((mark & PAUSE_MASK) + 1)
+    return reuse_lib.row_of(state.reuse, code, row, begin)
+
+
+@inlined
+def _was_known(state: Any, label: int) -> Any:
+    """Return whether a block of this label was known when its request began."""
+    code = np.int64(state.reuse.codes[label & ROW_MASK])
+    code = greater(code, -code)
+    return KNOWN if code >> KNOWN_SHIFT & 3 == KNOWN else NEW
 
 
 @compiled
@@ -371,21 +333,22 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
         output = np.int64(1)
         for step in OUTPUT_STEPS:
             output += facts[NUM_OUTPUT] >= step
-    mark = facts[MARK]
-    class_id = (facts[STOP] * NUM_OUTPUTS + output) * NUM_BEGIN + (mark & BEGIN_MASK)
-    mark = class_id | (mark & TURN_MASK << TURN_SHIFT)
-    state.reuse.touches[class_id] += reuse_lib.UNIT * num_rows
+    mark: Any = np.int64(facts[MARK])
+    stop: Any = np.int64(facts[STOP])
+    turn = mark >> MARK_TURN_SHIFT & TURN_MASK
 
     entries = empty(num_rows, np.int32)
     directory_lib.native_find(state.directory, keys, entries)
     slots = filled(num_rows, -1, np.int64)
     tags = empty(num_rows, np.uint32)
+    of_class = filled(KNOWN + 1, -1, np.int64)
     labels = empty(num_rows, np.int32)
     _fetch_ghosts(state, keys, entries, tags)
     for row in range(num_rows):
         entry = entries[row]
         label: Any = np.int64(NO_LABEL)
         if entry >= 0:
+            label = np.int64(state.labels[entry])
             state.depths[entry] = -1
             state.parents[entry] = NO_PARENT
         else:
@@ -394,51 +357,26 @@ def _native_finish(state: Any, keys: Any, positions: Any, facts: Any) -> None:
                 label = ghosts_lib.label_at(state.ghosts, slots[row])
             else:
                 slots[row] = ghosts_lib.native_choose(state.ghosts, tags[row], now)
-        labels[row] = greater(label, 0) & CHILD
+        was_known = NEW
+        if label >= 0:
+            was_known = _was_known(state, label)
+        if of_class[was_known] < 0:
+            of_class[was_known] = _final_row(state, mark, stop, output, was_known)
+        state.reuse.touches[of_class[was_known]] += 1.0
+        followed = greater(label, 0) & CHILD
+        labels[row] = followed | of_class[was_known] | turn << TURN_SHIFT
     for row in range(num_rows):
         entry = entries[row]
         if entry >= 0:
             state.depths[entry] = greater(state.depths[entry], positions[row])
             if row > 0 and positions[row] > 0:
                 state.parents[entry] = greater(state.parents[entry], entries[row - 1])
-    _native_write_labels(state, positions, entries, slots, tags, labels, mark)
-
-
-def insert(state: HazardState, keys: Array, block_ids: Array) -> InsertResult:
-    """Add new keys; see `Policy.insert`.
-
-    The block of a key with a ghost gets the ghost's label and time.
-    """
-    num_blocks = _num_blocks(state)
-    entries = jnp.where(block_ids != NO_BLOCK, block_ids, num_blocks)
-    directory, inserted = directory_lib.insert(state.directory, keys, entries)
-    entries = jnp.where(inserted, entries, num_blocks)
-    slots = ghosts_lib.find(state.ghosts, directory_lib.tags_of(keys))
-    slots = jnp.where(inserted, slots, state.ghosts.num_slots)
-    ghost_labels, ghost_ms = ghosts_lib.read(state.ghosts, slots)
-    is_ghost = slots < state.ghosts.num_slots
-    labels = jnp.where(is_ghost, ghost_labels, state.current)
-    last_ms = jnp.where(is_ghost & state.has_time, ghost_ms, state.now_ms)
-    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    previous = jnp.roll(jnp.where(inserted, block_ids, NO_PARENT), 1)
-    parents = jnp.where(rows > 0, previous, NO_PARENT)
-    return InsertResult(
-        dataclasses.replace(
-            state,
-            directory=directory,
-            labels=state.labels.at[entries].set(labels, mode="drop"),
-            last_ms=state.last_ms.at[entries].set(last_ms, mode="drop"),
-            depths=state.depths.at[entries].set(rows, mode="drop"),
-            parents=state.parents.at[entries].set(parents, mode="drop"),
-            ghosts=ghosts_lib.clear(state.ghosts, after(slots, ghost_labels, ghost_ms)),
-        ),
-        inserted,
-    )
+    _native_write_labels(state, positions, entries, slots, tags, labels)
 
 
 @compiled
 def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
-    """In-place form of `insert`."""
+    """Add new keys; the block of a key with a ghost gets its label and time."""
     directory_lib.native_insert(state.directory, keys, block_ids)
     num_rows = block_ids.shape[0]
     slots = filled(num_rows, -1, np.int64)
@@ -461,16 +399,9 @@ def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
             ghosts_lib.clear_at(state.ghosts, slot)
 
 
-def remove(state: HazardState, keys: Array, block_ids: Array) -> HazardState:
-    """Forget keys without leaving ghosts; see `Policy.remove`."""
-    del keys  # An entry is its block id.
-    entries = jnp.where(block_ids != NO_BLOCK, block_ids, _num_blocks(state))
-    return _remove(state, entries)
-
-
 @compiled
 def native_remove(state: Any, entries: Any) -> None:
-    """In-place form of `remove`."""
+    """Forget keys without leaving ghosts."""
     for entry in entries:
         if entry >= 0:
             directory_lib.native_remove(state.directory, entry)
@@ -478,89 +409,100 @@ def native_remove(state: Any, entries: Any) -> None:
             state.is_queued[entry] = False
 
 
-def evict(state: HazardState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
-    """Evict the blocks with the lowest values; see `Policy.evict`."""
-    num_blocks, queue_size = _num_blocks(state), state.queue.size
-    queue = jnp.minimum(state.queue, num_blocks - 1)
-    positions = jnp.arange(queue_size, dtype=jnp.int32)
-    is_usable = (positions >= state.queue_ends[0]) & (positions < state.queue_ends[1])
-    is_usable &= state.is_queued[queue] & (ref_cnt[queue] == 0)
-    rank = running_count(is_usable) - 1
-    is_short = num > rank[-1] + 1
-    size = max(width, queue_size)
-    chosen, num_idle = lax.cond(
-        is_short,
-        lambda: _choose_lowest(state, jnp.maximum(num, queue_size), ref_cnt, size),
-        lambda: (jnp.full((size,), num_blocks, jnp.int32), num),
-    )
-    ok = num_idle >= num
+@compiled
+def native_admit(
+    state: Any, variant: int, keys: Any, wanted: Any, num_free: int, ref_cnt: Any
+) -> Any:
+    """Decline blocks that are worth no more than what they would evict."""
+    num_rows = wanted.shape[0]
+    num_wanted = 0
+    for row in range(num_rows):
+        num_wanted += wanted[row]
+    if not state.has_time[()]:
+        return num_wanted
+    values = filled(num_rows, -1, np.int64)
+    highest: Any = np.int64(-1)
+    last_label, last_last = np.int64(-1), np.int64(-1)
+    for row in range(num_rows - 1, -1, -1):
+        if wanted[row]:
+            tag = directory_lib.tag_of(state.directory, keys, row)
+            slot = ghosts_lib.native_find(state.ghosts, tag)
+            label: Any = np.int64(state.current[()])
+            last: Any = np.int64(state.now_ms[()])
+            if slot >= 0:
+                label = ghosts_lib.label_at(state.ghosts, slot)
+                last = ghosts_lib.last_ms_at(state.ghosts, slot)
+            if label != last_label or last != last_last:  # Else it is the same again.
+                highest = greater(highest, _value_now(state, label, last))
+                last_label, last_last = label, last
+            values[row] = highest
+    is_fresh = False
+    row, num_admitted = 0, 0
+    position = np.int64(state.queue_ends[0])
+    while row < num_rows:
+        if wanted[row] and num_admitted >= num_free:
+            position = _next_victim(state, position, ref_cnt)
+            if position >= state.queue_ends[1]:
+                if is_fresh or not _refill(state, num_wanted - num_free, ref_cnt):
+                    return num_wanted  # Too few idle blocks: `evict` will refuse.
+                is_fresh = True
+                row, num_admitted = 0, 0
+                position = np.int64(state.queue_ends[0])
+                continue
+            victim = state.queue[position]
+            label = np.int64(state.labels[victim])
+            last = np.int64(state.last_ms[victim])
+            if values[row] <= _value_now(state, label, last):
+                break
+            position += 1
+        num_admitted += wanted[row]
+        row += 1
+    for declined in range(row, num_rows):
+        wanted[declined] = False
+    return num_admitted
 
-    is_taken = is_usable & (rank < num) & ~is_short
-    row = jnp.arange(width, dtype=jnp.int32)
-    from_queue = jnp.full((width,), num_blocks, jnp.int32)
-    from_queue = from_queue.at[jnp.where(is_taken, rank, width)].set(queue, mode="drop")
-    victims = jnp.where(is_short, chosen[:width], from_queue)
-    victims = jnp.where(ok & (row < num), victims, num_blocks)
 
-    is_refilled = is_short & ok
-    padded = jnp.concatenate([chosen, jnp.full((queue_size,), num_blocks, jnp.int32)])
-    new_queue = lax.dynamic_slice(padded, (jnp.minimum(num, size),), (queue_size,))
-    head = jnp.max(jnp.where(is_taken, positions + 1, state.queue_ends[0]))
-    ends = jnp.stack([head, state.queue_ends[1]])
-    num_queued = jnp.minimum(num_idle, jnp.maximum(num, queue_size)) - num
-    refilled_ends = jnp.stack([jnp.zeros_like(num_queued), num_queued])
-    dequeued = jnp.where(is_refilled, state.queue, num_blocks)
-    is_queued = state.is_queued.at[dequeued].set(False, mode="drop")
-    enqueued = jnp.where(is_refilled, new_queue, num_blocks)
+@inlined
+def _value_now(state: Any, label: int, last_ms: Any) -> Any:
+    """Return the value of a block, without later blocks and its depth."""
+    now: Any = np.int64(state.now_ms[()])
+    age = clock.age_of(now, last_ms)
+    return reuse_lib.value_of(state.reuse, label & ROW_MASK, age)
 
-    slot = state.directory.slots.at[victims].get(mode="fill", fill_value=0)
-    tags = state.directory.tags[slot // SLOTS_PER_BUCKET, slot % SLOTS_PER_BUCKET]
-    labels = state.labels.at[victims].get(mode="fill", fill_value=0)
-    last_ms = state.last_ms.at[victims].get(mode="fill", fill_value=0)
-    chosen_slots = ghosts_lib.choose(state.ghosts, tags, state.now_ms)
-    ghosts = ghosts_lib.write(
-        state.ghosts,
-        jnp.where(victims < num_blocks, chosen_slots, state.ghosts.num_slots),
-        tags,
-        labels,
-        last_ms,
-    )
-    keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
-    state = dataclasses.replace(
-        state,
-        queue=jnp.where(is_refilled, new_queue, state.queue),
-        queue_ends=jnp.where(is_refilled, refilled_ends, ends),
-        is_queued=is_queued.at[enqueued].set(True, mode="drop"),
-        ghosts=ghosts,
-    )
-    # Read the rows of the victims before they are overwritten.
-    victims = after(victims, slot, tags, labels, last_ms, keys)
-    return EvictResult(
-        state=_remove(state, victims),
-        block_ids=jnp.where(victims < num_blocks, victims, NO_BLOCK),
-        keys=keys,
-        ok=ok,
-    )
+
+@compiled
+def _next_victim(state: Any, position: Any, ref_cnt: Any) -> Any:
+    """Return the queue's next position with an idle block, or its end."""
+    while position < state.queue_ends[1]:
+        block = state.queue[position]
+        if state.is_queued[block] and ref_cnt[block] == 0:
+            break
+        position += 1
+    return position
 
 
 @compiled
 def native_evict(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
-    """In-place form of `evict`."""
+    """Evict the blocks with the lowest values."""
+    if num == 0:
+        return True
     victims = block_ids[:num]
+    is_fresh = False
     num_found, position = 0, np.int64(state.queue_ends[0])
-    while num_found < num and position < state.queue_ends[1]:
-        block = state.queue[position]
-        if state.is_queued[block] and ref_cnt[block] == 0:
-            victims[num_found] = block
+    while num_found < num:
+        position = _next_victim(state, position, ref_cnt)
+        if position < state.queue_ends[1]:
+            victims[num_found] = state.queue[position]
             num_found += 1
-        position += 1
-    if num_found == num:
-        if num:
-            state.queue_ends[0] = position
-    elif not _refill(state, num, ref_cnt, victims):
-        return False
+            position += 1
+        else:
+            if is_fresh or not _refill(state, num, ref_cnt):
+                return False
+            is_fresh = True
+            num_found, position = 0, np.int64(state.queue_ends[0])
+    state.queue_ends[0] = position
 
     now: Any = np.int64(state.now_ms[()])
     slots = empty(num, np.int64)
@@ -603,10 +545,11 @@ def snapshot(state: HazardState) -> dict[str, Any]:
 
     Returns:
         "order", the keys in the order of eviction; "now_ms", the time; "ghosts", the
-        number of evicted keys remembered; and "touches", the decayed number of blocks
-        that requests of each class used, in sixteenths.
+        number of evicted and declined keys remembered; and "touches", the decayed
+        number of blocks used by class, as a code.
     """
-    values = np.asarray(_final_values(state))
+    values = np.empty(_num_blocks(state), np.int64)
+    _write_values(Bound(copy_to_numpy(state)), values)
     held = np.flatnonzero(np.asarray(state.labels) >= 0)
     depths = np.asarray(state.depths)
     in_order = held[np.lexsort((held, -depths[held], values[held]))]
@@ -614,7 +557,7 @@ def snapshot(state: HazardState) -> dict[str, Any]:
         "order": words_to_keys(np.asarray(state.directory.keys)[in_order]),
         "now_ms": int(state.now_ms),
         "ghosts": ghosts_lib.count(state.ghosts),
-        "touches": tuple(np.asarray(state.reuse.touches).tolist()),
+        "touches": reuse_lib.touches_of(state.reuse),
     }
 
 
@@ -689,13 +632,8 @@ def make_hazard(
         ValueError: If a number is less than 1, or the objective is unknown.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> hazard = make_hazard(num_blocks=4)
-        >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
-        >>> state, inserted = hazard.insert(hazard.init(), keys, jnp.array([3, 1]))
-        >>> evicted = hazard.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
-        >>> evicted.block_ids.tolist()  # the deeper one
-        [1, -1]
+        >>> make_hazard(num_blocks=4).listens
+        True
     """
     check_whole(1, num_blocks=num_blocks, max_batch=max_batch, num_ghosts=num_ghosts)
     if objective not in ("hits", "flops"):
@@ -704,15 +642,9 @@ def make_hazard(
         num_blocks=num_blocks,
         max_batch=max_batch,
         init=functools.partial(init, num_blocks, num_ghosts, objective == "flops"),
-        find=find,
-        touch=touch,
-        insert=insert,
-        remove=remove,
-        evict=evict,
         snapshot=snapshot,
         native=NATIVE,
         always_evicts=True,
-        note=note,
         hand_over=hand_over,
         take_over=functools.partial(
             take_over, num_blocks, num_ghosts, objective == "flops"
@@ -721,59 +653,7 @@ def make_hazard(
 
 
 def _num_blocks(state: HazardState) -> int:
-    return state.labels.shape[0]
-
-
-def _find_labels(
-    state: HazardState, keys: Array, is_valid: Array
-) -> tuple[Array, Array, Array, Array]:
-    """Return each key's label (-1 for none), time, entry and tag, all [K]."""
-    tags = directory_lib.tags_of(keys)
-    entries = directory_lib.find(state.directory, keys, is_valid)
-    is_resident = entries < _num_blocks(state)
-    slots = ghosts_lib.find(state.ghosts, tags)
-    slots = jnp.where(is_valid & ~is_resident, slots, state.ghosts.num_slots)
-    labels, last_ms = ghosts_lib.read(state.ghosts, slots)
-    labels = jnp.where(slots < state.ghosts.num_slots, labels, NO_LABEL)
-    resident = state.labels.at[entries].get(mode="fill", fill_value=NO_LABEL)
-    resident_ms = state.last_ms.at[entries].get(mode="fill", fill_value=0)
-    labels = jnp.where(is_resident, resident, labels)
-    return labels, jnp.where(is_resident, resident_ms, last_ms), entries, tags
-
-
-def _labels_of_request(
-    labels: Array, positions: Array, count: Array, mark: Array
-) -> Array:
-    """Return a request's new labels (i32[K]), from the old `labels` and its `mark`."""
-    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
-    is_followed = (rows + 1 < count) & (jnp.roll(positions, -1) > 0)
-    return jnp.where(is_followed, CHILD, jnp.maximum(labels, 0) & CHILD) | mark
-
-
-def _write_labels(
-    state: HazardState,
-    entries: Array,
-    is_absent: Array,
-    tags: Array,
-    labels: Array,
-    mark: Array,
-    reads: tuple[Array, ...],
-) -> HazardState:
-    """Write a request's labels and time to its blocks, and to ghosts of absent keys.
-
-    `reads` were read from the arrays that this overwrites; see `xla.after`.
-    """
-    slots = ghosts_lib.choose(state.ghosts, tags, state.now_ms)
-    slots = after(jnp.where(is_absent, slots, state.ghosts.num_slots), *reads)
-    entries = after(entries, *reads)
-    labels_of_blocks = state.labels.at[entries].set(mark, mode="drop")
-    return dataclasses.replace(
-        state,
-        labels=labels_of_blocks.at[entries].max(labels, mode="drop"),
-        last_ms=state.last_ms.at[entries].set(state.now_ms, mode="drop"),
-        is_queued=state.is_queued.at[entries].set(False, mode="drop"),
-        ghosts=ghosts_lib.write(state.ghosts, slots, tags, labels, state.now_ms),
-    )
+    return len(state.labels)
 
 
 @compiled
@@ -784,9 +664,11 @@ def _native_write_labels(
     slots: Any,
     tags: Any,
     labels: Any,
-    mark: int,
 ) -> None:
-    """In-place form of `_write_labels`; `labels` (i32[K]) are read and written."""
+    """Write a request's labels and time to its blocks, and to ghosts of absent keys.
+
+    `labels` (i32[K]) are read and written.
+    """
     num_rows = entries.shape[0]
     now_ms = state.now_ms[()]
     num_absent = 0
@@ -795,11 +677,11 @@ def _native_write_labels(
         entry = entries[row]
         if entry >= 0:
             # A key that occurs twice is followed if any of its rows is.
-            state.labels[entry] = (state.labels[entry] & CHILD) | followed | mark
+            state.labels[entry] = state.labels[entry] & CHILD | followed | labels[row]
             state.last_ms[entry] = now_ms
             state.is_queued[entry] = False
         else:
-            labels[row] |= followed | mark
+            labels[row] |= followed
             num_absent += 1
     if num_absent:
         ghosts_lib.native_write(
@@ -817,11 +699,9 @@ def _fetch_ghosts(state: Any, keys: Any, entries: Any, tags: Any) -> None:
 
 
 @compiled
-def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
-    """Write the `num` idle blocks of the lowest values (i32[num]); queue the next."""
-    num_blocks, queue_size = ref_cnt.shape[0], state.queue.shape[0]
-    values = empty(num_blocks, np.int64)
-    num_idle = 0
+def _write_values(state: Any, values: Any) -> None:
+    """Write each block's value, with later blocks (i64[B]); -1 for no key."""
+    num_blocks = values.shape[0]
     now: Any = np.int64(state.now_ms[()])
     block_tokens: Any = np.int64(state.block_tokens[()])
     base = empty(1, np.float32)
@@ -833,15 +713,13 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
         values[block] = -1
         if label < 0:
             continue
-        num_idle += ref_cnt[block] == 0
         age = clock.age_of(now, state.last_ms[block])
-        values[block] = reuse_lib.native_value_of(state.reuse, label & CLASS_MASK, age)
+        values[block] = reuse_lib.value_of(state.reuse, label & ROW_MASK, age)
         if state.by_flops[()]:
+            # Bits of floats are nearly their logarithms: adding them multiplies.
             tokens: Any = lesser(np.int64(state.depths[block]) * block_tokens, 1 << 29)
             base[0] = np.float32(FLOPS_TOKENS + tokens)
             values[block] += bits[0] - base_bits
-    if num_idle < num:
-        return False
     for block in range(num_blocks):
         value = values[block]
         if value < 0:
@@ -851,110 +729,27 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
             values[parent] = value
             parent = parent_of(state, parent)
 
-    num_chosen = lesser(num_idle, greater(num, queue_size))
+
+@compiled
+def _refill(state: Any, num: int, ref_cnt: Any) -> Any:
+    """Queue the idle blocks of the lowest values, `num` and more; False if too few."""
+    num_blocks = ref_cnt.shape[0]
+    num_idle = 0
+    for block in range(num_blocks):
+        num_idle += state.labels[block] >= 0 and ref_cnt[block] == 0
+    if num_idle < num:
+        return False
+    values = empty(num_blocks, np.int64)
+    _write_values(state, values)
+    num_chosen = lesser(num_idle, num + 1 + (num_blocks - 1) // _QUEUE_SHARE)
     chosen = _native_choose_lowest(state, values, ref_cnt, num_chosen)
-    for position in range(queue_size):
-        if state.queue[position] < num_blocks:
-            state.is_queued[state.queue[position]] = False
-    copy_items(victims, 0, chosen, num)
-    for position in range(queue_size):
-        state.queue[position] = num_blocks
-        if num + position < num_chosen:
-            block = chosen[num + position]
-            state.queue[position] = block
-            state.is_queued[block] = True
-    state.queue_ends[0], state.queue_ends[1] = 0, num_chosen - num
+    for block in range(num_blocks):
+        state.is_queued[block] = False
+    copy_items(state.queue, 0, chosen, num_chosen)
+    for position in range(num_chosen):
+        state.is_queued[chosen[position]] = True
+    state.queue_ends[0], state.queue_ends[1] = 0, num_chosen
     return True
-
-
-def _scatter_max(table: Array, entries: Array, values: Array) -> Array:
-    """Set each row of `entries` (i32[K]) to its highest new value (i32[K], min -1)."""
-    return table.at[entries].set(-1, mode="drop").at[entries].max(values, mode="drop")
-
-
-def _remove(state: HazardState, entries: Array) -> HazardState:
-    return dataclasses.replace(
-        state,
-        directory=directory_lib.remove(state.directory, entries),
-        labels=state.labels.at[entries].set(NO_LABEL, mode="drop"),
-        is_queued=state.is_queued.at[entries].set(False, mode="drop"),
-    )
-
-
-def _raw_values(state: HazardState) -> Array:
-    """Compute each block's value, without later blocks: i32[B], -1 for no key."""
-    classes = jnp.maximum(state.labels, 0) & CLASS_MASK
-    values = reuse_lib.value_of(state.reuse, classes, state.now_ms - state.last_ms)
-    # Values are the bits of floats, nearly their logarithms: adding bits multiplies.
-    max_depth = (1 << 29) // state.block_tokens
-    tokens = jnp.minimum(state.depths, max_depth) * state.block_tokens
-    costs = (FLOPS_TOKENS + tokens).astype(jnp.float32)
-    bits = lax.bitcast_convert_type(costs, jnp.int32)
-    base = np.float32(FLOPS_TOKENS).view(np.int32)
-    values += jnp.where(state.by_flops, bits - base, 0)
-    return jnp.where(state.labels >= 0, values, -1)
-
-
-def _raise_parents(state: HazardState, values: Array) -> Array:
-    """Raise each value to at least the values of the blocks after it: i32[B]."""
-    num_blocks = _num_blocks(state)
-    parents = jnp.where(state.parents >= 0, state.parents, num_blocks)
-    # Since then, the parent's block may have been reused for another key.
-    has_parent = state.labels.at[parents].get(mode="fill", fill_value=NO_LABEL) >= 0
-    depths = state.depths.at[parents].get(mode="fill", fill_value=-1)
-    has_parent &= (depths == state.depths - 1) & (state.labels >= 0)
-    parents = jnp.where(has_parent, parents, num_blocks)
-
-    def double(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        values, ancestors = carry
-        values = values.at[ancestors].max(values, mode="drop")
-        return values, ancestors.at[ancestors].get(mode="fill", fill_value=num_blocks)
-
-    return lax.while_loop(
-        lambda carry: jnp.any(carry[1] < num_blocks), double, (values, parents)
-    )[0]
-
-
-@jax.jit
-def _final_values(state: HazardState) -> Array:
-    """Compute each block's value, with later blocks: i32[B], -1 for no key."""
-    return _raise_parents(state, _raw_values(state))
-
-
-def _choose_lowest(
-    state: HazardState, num: Array, ref_cnt: Array, width: int
-) -> tuple[Array, Array]:
-    """Find the `num` (i32[]) idle blocks of the lowest values, or all if fewer.
-
-    A block is idle if it holds a key and its `ref_cnt` (i32[B]) is 0. Returns the
-    blocks in order, the deepest of equal ones first, padded with B (i32[width]), and
-    the number of idle blocks (i32[]).
-    """
-    num_blocks = _num_blocks(state)
-    values = _raise_parents(state, _raw_values(state))
-    is_idle = (values >= 0) & (ref_cnt == 0)
-    num_idle = jnp.sum(is_idle, dtype=jnp.int32)
-    num = jnp.minimum(num, num_idle)
-    # Sorting all blocks would take far longer than finding the last value and depth
-    # that are taken, and sorting up to these.
-    heights = _MAX_VALUE - state.depths
-    last_value = _find_lowest(values, is_idle, num)
-    is_sure = is_idle & (values < last_value)
-    is_equal = is_idle & (values == last_value)
-    num_left = num - jnp.sum(is_sure, dtype=jnp.int32)
-    last_height = _find_lowest(heights, is_equal, num_left)
-    is_sure |= is_equal & (heights < last_height)
-    is_equal &= heights == last_height
-    num_left = num - jnp.sum(is_sure, dtype=jnp.int32)
-    is_taken = is_sure | (is_equal & (running_count(is_equal) <= num_left))
-
-    rank = running_count(is_taken) - 1
-    at = jnp.where(is_taken, rank, width)
-    blocks = jnp.full((width,), num_blocks, jnp.int32)
-    blocks = blocks.at[at].set(jnp.arange(num_blocks, dtype=jnp.int32), mode="drop")
-    value = values.at[blocks].get(mode="fill", fill_value=_MAX_VALUE)
-    height = heights.at[blocks].get(mode="fill", fill_value=_MAX_VALUE)
-    return lax.sort((value, height, blocks), num_keys=3)[2], num_idle
 
 
 @compiled
@@ -1066,21 +861,6 @@ def _sort(ranks: Any, blocks: Any, start: int, stop: int) -> None:
         width *= 2
 
 
-def _find_lowest(values: Array, mask: Array, num: Array) -> Array:
-    """Find the `num`-th lowest of `values` (i32[B], at least 0) under a mask: i32[]."""
-
-    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
-        middle = low + (high - low) // 2
-        is_enough = jnp.sum(mask & (values <= middle), dtype=jnp.int32) >= num
-        low = jnp.where(is_enough, low, middle + 1)
-        return low, jnp.where(is_enough, middle, high)
-
-    ends = jnp.int32(0), jnp.int32(_MAX_VALUE)
-    _, lowest = lax.fori_loop(0, 31, halve, ends)
-    return jnp.asarray(lowest)
-
-
 NATIVE = NativePolicy(
     native_find,
     native_touch,
@@ -1088,6 +868,7 @@ NATIVE = NativePolicy(
     native_remove,
     native_evict,
     note=native_note,
+    admit=native_admit,
 )
 
 

@@ -33,6 +33,10 @@ class NativePolicy(NamedTuple):
             share their machine code.
         note: ``(state, kind, keys, positions, facts) -> mark``. Learn from an event of
             a request; see `Policy.note`. None if the policy ignores events.
+        admit: ``(state, variant, keys, wanted, num_free, ref_cnt) -> num``. Clear rows
+            of `wanted` (bool[K]) whose keys are not to be stored, and return how many
+            stay set. Called if these keys need more than the `num_free` free blocks,
+            before `evict` with the same `ref_cnt`. None if all are to be stored.
         remove_blocks: ``(state, entries, block_ids)``. Replaces `remove` for a policy
             that needs the blocks (i32[K]) of the entries; usually None.
     """
@@ -44,6 +48,7 @@ class NativePolicy(NamedTuple):
     evict: Callable[..., Any]
     variant: int = 0
     note: Callable[..., Any] | None = None
+    admit: Callable[..., Any] | None = None
     remove_blocks: Callable[..., None] | None = None
 
     @property
@@ -80,6 +85,16 @@ def _note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
 
 
 @compiled
+def _admit(
+    state: Any, variant: int, keys: Any, wanted: Any, num_free: int, ref_cnt: Any
+) -> Any:
+    num_wanted = 0
+    for row in range(wanted.shape[0]):
+        num_wanted += wanted[row]
+    return num_wanted
+
+
+@compiled
 def _remove_blocks(state: Any, entries: Any, block_ids: Any) -> None:
     functions_of(state).remove(state, entries)
 
@@ -87,5 +102,6 @@ def _remove_blocks(state: Any, entries: Any, block_ids: Any) -> None:
 # For policies that do not define these functions.
 _DEFAULTS: dict[str, Callable[..., Any]] = {
     "note": _note,
+    "admit": _admit,
     "remove_blocks": _remove_blocks,
 }

@@ -27,13 +27,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jaxkv._util import check_type, kept
-from jaxkv.compiling import compiled, empty, filled, functions_of, inlined, lesser
+from jaxkv.compiling import (
+    Bound,
+    compiled,
+    copy_to_numpy,
+    empty,
+    filled,
+    functions_of,
+    inlined,
+    lesser,
+)
 from jaxkv.policies import clock
-from jaxkv.policies.base import EvictResult, InsertResult, Policy
-from jaxkv.policies.clock import later
+from jaxkv.policies.base import Policy
 from jaxkv.policies.facts import (
     HALF_LIFE_MS,
     MARK,
@@ -43,7 +51,7 @@ from jaxkv.policies.facts import (
     TTL_MS,
 )
 from jaxkv.policies.native import NativePolicy, register_native
-from jaxkv.policies.xla import after, full
+from jaxkv.policies.xla import full
 from jaxkv.types import NO_BLOCK, PyTree
 
 MAX_PRIORITY = 99
@@ -67,8 +75,6 @@ SHIELD = 1 << 29
 """The reference count that hides a block from the inner policy's eviction."""
 
 _NUM_PRIORITIES = MAX_PRIORITY + 1
-
-_PRIORITY_BITS = MAX_PRIORITY.bit_length()
 
 
 @jax.tree_util.register_dataclass
@@ -100,90 +106,39 @@ def init(inner: Policy) -> RetainedState:
     )
 
 
-def find(inner: Policy, state: RetainedState, keys: Array, count: Array) -> Array:
-    """Find the block of each key; see `Policy.find`."""
-    return inner.find(state.inner, keys, count)
-
-
 @compiled
 def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
-    """In-place form of `find`."""
+    """Find the block of each key."""
     functions_of(state.inner).find(state.inner, keys, entries, block_ids)
-
-
-def touch(
-    inner: Policy, state: RetainedState, keys: Array, count: Array, ready: Array
-) -> RetainedState:
-    """Record a use of each key; see `Policy.touch`."""
-    touched = inner.touch(state.inner, keys, count, ready)
-    return dataclasses.replace(state, inner=touched)
 
 
 @compiled
 def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
-    """In-place form of `touch`."""
+    """Record a use of each entry."""
     functions_of(state.inner).touch(state.inner, variant >> 1, entries, is_use)
-
-
-def insert(
-    inner: Policy, state: RetainedState, keys: Array, block_ids: Array
-) -> InsertResult:
-    """Add new keys, with priority 0; see `Policy.insert`."""
-    result = inner.insert(state.inner, keys, block_ids)
-    blocks = jnp.where(result.inserted, block_ids, state.priorities.shape[0])
-    priorities = state.priorities.at[blocks].set(ORDINARY, mode="drop")
-    state = dataclasses.replace(state, inner=result.state, priorities=priorities)
-    return InsertResult(state, result.inserted)
 
 
 @compiled
 def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
-    """In-place form of `insert`."""
+    """Add new keys, with priority 0."""
     functions_of(state.inner).insert(state.inner, variant >> 1, keys, block_ids)
     for block in block_ids:
         if block != NO_BLOCK:
             state.priorities[block] = ORDINARY
 
 
-def remove(
-    inner: Policy, state: RetainedState, keys: Array, block_ids: Array
-) -> RetainedState:
-    """Forget keys; see `Policy.remove`."""
-    removed = inner.remove(state.inner, keys, block_ids)
-    return _drop(dataclasses.replace(state, inner=removed), block_ids)
-
-
 @compiled
 def native_remove(state: Any, entries: Any, block_ids: Any) -> None:
-    """In-place form of `remove`."""
+    """Forget keys."""
     functions_of(state.inner).remove_blocks(state.inner, entries, block_ids)
     for row in range(entries.shape[0]):
         if entries[row] >= 0:
             _set_priority(state, block_ids[row], NOT_HELD)
 
 
-def note(
-    inner: Policy,
-    state: RetainedState,
-    kind: int,
-    keys: Array,
-    count: Array,
-    positions: Array,
-    facts: Array,
-) -> tuple[RetainedState, Array]:
-    """Set priorities, or pass the event to the inner policy; see `Policy.note`."""
-    state = _set_time(state, facts[NOW_MS])
-    if kind == RETAIN:
-        return _retain(inner, state, keys, count, facts), facts[MARK]
-    if inner.note is None:
-        return state, facts[MARK]
-    after_note, mark = inner.note(state.inner, kind, keys, count, positions, facts)
-    return dataclasses.replace(state, inner=after_note), mark
-
-
 @compiled
 def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) -> Any:
-    """In-place form of `note`."""
+    """Set priorities, or pass the event to the inner policy."""
     inner, mark = state.inner, np.int64(facts[MARK])
     clock.set_time(state, facts[NOW_MS])
     if kind == RETAIN:
@@ -191,32 +146,6 @@ def native_note(state: Any, kind: int, keys: Any, positions: Any, facts: Any) ->
     else:
         mark = np.int64(functions_of(inner).note(inner, kind, keys, positions, facts))
     return mark
-
-
-def _retain(
-    inner: Policy, state: RetainedState, keys: Array, count: Array, facts: Array
-) -> RetainedState:
-    """Set the priority of the keys' blocks: 0 to 99, or `RELEASE`."""
-    num_blocks = state.priorities.shape[0]
-    blocks = inner.find(state.inner, keys, count)
-    blocks = jnp.where(blocks == NO_BLOCK, num_blocks, blocks)
-    old = state.priorities.at[blocks].get(mode="fill", fill_value=ORDINARY)
-    old_terms = state.terms.at[blocks].get(mode="fill", fill_value=0)
-    terms = jnp.stack([facts[NOW_MS], facts[HALF_LIFE_MS], facts[TTL_MS]])
-    terms, priority = terms.astype(jnp.uint32), facts[PRIORITY]
-    current = _decayed(priority, terms, state.now_ms)
-    is_higher = (current > 0) & (current >= _decayed(old, old_terms, state.now_ms))
-    is_set = is_higher | (priority < 0)
-    blocks = after(jnp.where(is_set, blocks, num_blocks), old, old_terms)
-    with_terms = jnp.where(is_higher, blocks, num_blocks)
-    new = jnp.maximum(priority, ORDINARY)
-    priorities = state.priorities.at[blocks].set(new, mode="drop")
-    return dataclasses.replace(
-        state,
-        priorities=priorities,
-        terms=state.terms.at[with_terms].set(terms, mode="drop"),
-        counts=_counts(priorities),
-    )
 
 
 @compiled
@@ -240,66 +169,11 @@ def _native_retain(state: Any, keys: Any, facts: Any) -> None:
             state.terms[block, TIME_TO_LIVE] = ttl_ms
 
 
-def evict(
-    inner: Policy, state: RetainedState, num: Array, ref_cnt: Array, width: int
-) -> EvictResult:
-    """Evict the idle blocks of the lowest priorities; see `Policy.evict`."""
-    priorities_now = _decayed(state.priorities, state.terms, state.now_ms)
-    is_idle = (priorities_now >= 0) & (ref_cnt == 0)
-    is_enough = jnp.sum(is_idle, dtype=jnp.int32) >= num
-
-    # Find the highest priority among the victims by bisection.
-    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
-        middle = (low + high) // 2
-        reaches = jnp.sum(is_idle & (priorities_now <= middle), dtype=jnp.int32) >= num
-        low = jnp.where(reaches, low, middle + 1)
-        return low, jnp.where(reaches, middle, high)
-
-    ends = jnp.int32(ORDINARY), jnp.int32(MAX_PRIORITY)
-    _, limit = lax.fori_loop(0, _PRIORITY_BITS, halve, ends)
-    num_below = jnp.sum(is_idle & (priorities_now < limit), dtype=jnp.int32)
-    if inner.always_evicts:
-        limits = limit - 1, limit
-    else:
-        num_below, limits = num, (limit, jnp.int32(MAX_PRIORITY))
-    rows = jnp.arange(width, dtype=jnp.int32)
-
-    # A loop of two rounds, so that the inner policy is compiled once.
-    def evict_part(
-        step: Array, carry: tuple[PyTree, Array, Array, Array]
-    ) -> tuple[PyTree, Array, Array, Array]:
-        inner_state, block_ids, keys, num_left = carry
-        wanted = jnp.where(step == 0, jnp.minimum(num_below, num_left), num_left)
-        is_above = (ref_cnt == 0) & (priorities_now > jnp.where(step == 0, *limits))
-        shielded = jnp.where(is_above, SHIELD, ref_cnt)
-        result = inner.evict(inner_state, wanted, shielded, width)
-        num_evicted = jnp.where(result.ok, wanted, 0)
-        at = jnp.where(rows < num_evicted, rows + num - num_left, width)
-        return (
-            result.state,
-            block_ids.at[at].set(result.block_ids, mode="drop"),
-            keys.at[at].set(result.keys, mode="drop"),
-            num_left - num_evicted,
-        )
-
-    no_blocks = jnp.full((width,), NO_BLOCK, jnp.int32)
-    no_keys = jnp.zeros((width, 8), jnp.uint32)
-    start = state.inner, no_blocks, no_keys, jnp.where(is_enough, num, 0)
-    inner_state, block_ids, keys, num_left = lax.fori_loop(0, 2, evict_part, start)
-    ok = is_enough & (num_left == 0)
-    # Drop priorities that have ended, so that later evictions need not decay them.
-    has_ended = (state.priorities > 0) & (priorities_now == ORDINARY) & ok & (num > 0)
-    priorities = jnp.where(has_ended, ORDINARY, state.priorities)
-    state = dataclasses.replace(state, inner=inner_state, priorities=priorities)
-    return EvictResult(_drop(state, block_ids), block_ids, keys, ok)
-
-
 @compiled
 def native_evict(
     state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
 ) -> Any:
-    """In-place form of `evict`."""
+    """Evict the idle blocks of the lowest priorities."""
     inner = state.inner
     inner_variant = variant >> 1
     num_retained = 0
@@ -447,6 +321,12 @@ def _drop_ended(state: Any) -> None:
                     _set_priority(state, block, ORDINARY)
 
 
+@compiled
+def _priority_now(state: Any, block: int) -> Any:
+    now: Any = np.int64(state.now_ms[()])
+    return priority_of(state, block, now)
+
+
 def snapshot(inner: Policy, state: RetainedState) -> dict[str, Any]:
     """Describe a state. For the host, not for jit.
 
@@ -454,9 +334,9 @@ def snapshot(inner: Policy, state: RetainedState) -> dict[str, Any]:
         The inner policy's snapshot, and "num_retained", the blocks whose priority is
         above 0 now.
     """
-    terms = jnp.asarray(state.terms), jnp.asarray(state.now_ms)
-    priorities_now = _decayed(jnp.asarray(state.priorities), *terms)
-    num_retained = int((priorities_now > 0).sum())
+    bound = Bound(copy_to_numpy(state))
+    retained = np.flatnonzero(bound.state.priorities > 0).tolist()
+    num_retained = sum(_priority_now(bound, block) > 0 for block in retained)
     return inner.snapshot(state.inner) | {"num_retained": num_retained}
 
 
@@ -472,81 +352,27 @@ def make_retained(inner: Policy) -> Policy:
         same object.
 
     Raises:
-        ValueError: If `inner` retains blocks already.
+        ValueError: If `inner` retains blocks already, or has no native functions.
 
     Example:
-        >>> import jax.numpy as jnp
         >>> from jaxkv.policies import make_lru
-        >>> from jaxkv.policies.facts import RETAIN, retained
-        >>> lru = make_retained(make_lru(num_blocks=4))
-        >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
-        >>> state, _ = lru.insert(lru.init(), keys, jnp.array([3, 1]))
-        >>> facts = jnp.array(retained(0, 80, half_life_ms=60_000, ttl_ms=0))
-        >>> state, _ = lru.note(state, RETAIN, keys, jnp.int32(1), facts[:2], facts)
-        >>> evicted = lru.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
-        >>> evicted.block_ids.tolist()  # 3 is older, but retained
-        [1, -1]
+        >>> make_retained(make_lru(num_blocks=4)).retains
+        True
     """
     check_type(Policy, "a Policy", inner=inner)
     if inner.retains:
         raise ValueError("the policy retains blocks already; wrap it once.")
-    native = None
-    if inner.native is not None:
-        variant = inner.native.variant << 1 | inner.always_evicts
-        native = NATIVE._replace(variant=variant)
-    functions: dict[str, Any] = {
-        function.__name__: functools.partial(function, inner)
-        for function in (
-            init,
-            find,
-            touch,
-            insert,
-            remove,
-            evict,
-            snapshot,
-            note,
-        )
-    }
+    if inner.native is None:
+        raise ValueError("the policy has no native functions, which retention needs.")
     return Policy(
         num_blocks=inner.num_blocks,
         max_batch=inner.max_batch,
-        native=native,
-        always_evicts=inner.always_evicts,
+        init=functools.partial(init, inner),
+        snapshot=functools.partial(snapshot, inner),
+        native=NATIVE._replace(variant=inner.native.variant << 1 | inner.always_evicts),
         retains=True,
-        **functions,
+        always_evicts=inner.always_evicts,
     )
-
-
-def _decayed(priorities: Array, terms: Array, now_ms: Array) -> Array:
-    """Return priorities at `now_ms` under `terms` (u32[..., 3]): i32[...]."""
-    age_ms = now_ms - terms[..., START]
-    half_life_ms, ttl_ms = terms[..., HALF_LIFE], terms[..., TIME_TO_LIVE]
-    halvings = jnp.minimum(age_ms // jnp.maximum(half_life_ms, 1), MAX_HALVINGS)
-    halvings = jnp.where(half_life_ms > 0, halvings, 0).astype(jnp.int32)
-    has_ended = (ttl_ms > 0) & (age_ms >= ttl_ms)
-    current = jnp.where(has_ended, ORDINARY, priorities >> halvings)
-    return jnp.where(priorities > 0, current, priorities)
-
-
-def _set_time(state: RetainedState, now_ms: Array) -> RetainedState:
-    return dataclasses.replace(
-        state,
-        now_ms=later(state.now_ms, state.has_time, now_ms),
-        has_time=jnp.ones_like(state.has_time),
-    )
-
-
-def _drop(state: RetainedState, block_ids: Array) -> RetainedState:
-    """Record that blocks (i32[K]; NO_BLOCK is skipped) hold no key any more."""
-    blocks = jnp.where(block_ids == NO_BLOCK, state.priorities.shape[0], block_ids)
-    priorities = state.priorities.at[blocks].set(NOT_HELD, mode="drop")
-    return dataclasses.replace(state, priorities=priorities, counts=_counts(priorities))
-
-
-def _counts(priorities: Array) -> Array:
-    """Count the retained blocks of each chunk: i32[B / 64]."""
-    is_retained = jnp.pad(priorities > 0, (0, -priorities.size % CHUNK))
-    return jnp.sum(is_retained.reshape(-1, CHUNK), axis=1, dtype=jnp.int32)
 
 
 NATIVE = NativePolicy(

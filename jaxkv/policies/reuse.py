@@ -7,94 +7,134 @@ it until some age `stop`:
     max over stop of  (reuses up to stop) / (time that blocks are held up to stop)
 
 This is the Gittins index (1979), which generalises the hit density of LHD (NSDI 2018).
-The statistics of a class with few uses are shrunk towards the rates of all classes.
 
-The pure and native functions must agree to the bit, but compilers may round sums of
-products differently. So counts are integers, bins are half octaves whose widths are
-powers of two, and the index is stored as the bits of a float32. The bits, as integers,
-sort like the float and are nearly its logarithm; they are interpolated between bins.
+Classes form a tree: each fact about a block splits a class. Blocks are counted in the
+finest one. The statistics of a class are its own and, with a fixed weight, its parent's
+share: what is seldom seen is judged by what it has in common with the rest. So a fact
+that stops to matter costs little.
+
+A second tree has the classes by the facts that are known when a request begins. Each
+class of the first tree also counts for one of these (`begins`).
+
+All processes of an engine must decide alike, whatever compiled their code. So counts
+change by whole numbers, factors are powers of two, and sums have a fixed order. Values
+are the bits of a float32. The bits, as integers, sort like the float and are nearly its
+logarithm; they are interpolated between bins.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from numpy.typing import NDArray
 
-from jaxkv.compiling import compiled, empty, filled, greater, highest_bit, inlined
-from jaxkv.policies.xla import full
+from jaxkv.compiling import (
+    Bound,
+    compiled,
+    empty,
+    filled,
+    greater,
+    highest_bit,
+    inlined,
+)
 
 NUM_BINS = 28
 """Bins of the age at reuse: half octaves, the last unbounded."""
 
-UNIT = 16
-"""The weight of one use, so that decay does not round few uses to 0."""
+NUM_ROWS = 2048
+"""Classes that have statistics. Others count for their parents."""
 
-SHRINK = 200 * UNIT
-"""The weight of the statistics of all classes in each class."""
+ROOT = 0
+"""The row of the class of all blocks."""
 
-PRIOR = 1 * UNIT
+SHRINK = 128
+"""The weight of the parent's statistics, in uses."""
+
+PRIOR = 1
 """The prior weight of reuses in each bin."""
 
 PRIOR_TOUCHES = 2 * NUM_BINS * PRIOR
 """The prior weight of uses, so high that a block's value falls with its age."""
 
-DECAY_BITS = 8
-"""Each rebuild lowers all counts by 1/256."""
+DECAY = 1 / 256
+"""The part of all counts that each rebuild takes away."""
 
-MAX_COUNT = 1 << 28
-"""Counts are halved if their total exceeds this."""
-
-WIDTHS = np.array([2] + [1 << (b - 1) // 2 for b in range(1, NUM_BINS)], np.float32)
-"""f32[28]. The width of each bin in 512 ms: powers of two, so that products are exact
+WIDTHS = np.array([2] + [1 << (b - 1) // 2 for b in range(1, NUM_BINS)], np.float64)
+"""f64[28]. The width of each bin in 512 ms: powers of two, so that products are exact
 and no compiler can round sums of them differently."""
 
 _FRACTION_BITS = 8  # Of an age's position in its bin.
+_NUM_PLACES = 2 * NUM_ROWS  # Of the hash table of rows.
+_MULTIPLIER = 0x9E3779B1
+_PLACE_SHIFT = 32 - (_NUM_PLACES.bit_length() - 1)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ReuseTable:
-    """Counts of C classes, and the values computed from them."""
+    """Counts of classes, one row each, and the values computed from them. R rows."""
 
-    touches: Array  # i32[C]. Blocks that were used, `UNIT` for each.
-    reuses: Array  # i32[C, 28]. Blocks used again by age at that time, `UNIT` for each.
-    index: Array
-    """i32[C, 29]. The value of a block at the start of each bin, in uses per 512 ms, as
+    num_rows: NDArray[np.int32]  # i32[]. Rows in use; a parent's is before its child's.
+    codes: NDArray[np.int32]  # i32[R]. The caller's code of the class.
+    parents: NDArray[np.int32]  # i32[R]. The row of the class without one fact.
+    begins: NDArray[np.int32]
+    """i32[R]. The row of the other tree that the class counts for, -1 for none."""
+    places: NDArray[np.int32]  # i32[2 R]. A hash table from codes to rows; 0 is empty.
+    touches: NDArray[np.float64]  # f64[R]. Blocks that were used.
+    reuses: NDArray[np.float64]  # f64[R, 28]. Blocks used again, by age at that time.
+    index: NDArray[np.int32]
+    """i32[R, 29]. The value of a block at the start of each bin, in uses per 512 ms, as
     the bits of a float32; the last column repeats the one before."""
 
 
-def init(num_classes: int) -> ReuseTable:
-    """Make a table without counts."""
-    return ReuseTable(
-        touches=full((num_classes,), 0, jnp.int32),
-        reuses=full((num_classes, NUM_BINS), 0, jnp.int32),
-        index=jax.device_put(np.tile(_first_row(), (num_classes, 1))),
+def init() -> ReuseTable:
+    """Make a table without counts, with one row for all blocks."""
+    table = ReuseTable(
+        num_rows=np.array(1, np.int32),
+        codes=np.zeros(NUM_ROWS, np.int32),
+        parents=np.zeros(NUM_ROWS, np.int32),
+        begins=np.full(NUM_ROWS, -1, np.int32),
+        places=np.zeros(_NUM_PLACES, np.int32),
+        touches=np.zeros(NUM_ROWS),
+        reuses=np.zeros((NUM_ROWS, NUM_BINS)),
+        index=np.zeros((NUM_ROWS, NUM_BINS + 1), np.int32),
     )
+    fill_index(Bound(table))
+    return table
 
 
-def bin_of(age_ms: Array) -> tuple[Array, Array]:
-    """Return the bin of each age (u32[K]) and its position there in 1/256: i32[K]."""
-    top = jnp.maximum(31 - lax.clz(age_ms | 1).astype(jnp.int32), 10)
-    shift = (top - 1).astype(jnp.uint32)
-    half = ((age_ms >> shift) & 1).astype(jnp.int32)
-    age_bin = 2 * (top - 10) + half + 1
-    offset_ms = age_ms & ((jnp.uint32(1) << shift) - 1)
-    fraction = (offset_ms >> (shift - _FRACTION_BITS)).astype(jnp.int32)
-    is_first, is_last = age_ms < 1024, age_bin >= NUM_BINS - 1
-    age_bin = jnp.where(is_first, 0, jnp.minimum(age_bin, NUM_BINS - 1))
-    first_fraction = (age_ms >> 2).astype(jnp.int32)
-    return age_bin, jnp.where(is_first, first_fraction, jnp.where(is_last, 0, fraction))
+@compiled
+def row_of(table: Any, code: int, parent: int, begin: int) -> Any:
+    """Return the row of a class by its code, not 0; add it if there is room.
+
+    Without room, return `parent`. `begin` is the row that the class counts for, or -1.
+    """
+    hashed = (np.int64(code) * _MULTIPLIER) & 0xFFFFFFFF
+    place = hashed >> _PLACE_SHIFT
+    row: Any = np.int64(table.places[place])
+    while row > 0 and table.codes[row] != code:
+        place = (place + 1) & (_NUM_PLACES - 1)
+        row = np.int64(table.places[place])
+    if row == 0:
+        row = np.int64(table.num_rows[()])
+        if row == table.codes.shape[0]:
+            return np.int64(parent)
+        table.num_rows[()] += 1
+        table.places[place] = row
+        table.codes[row] = code
+        table.parents[row] = parent
+        table.begins[row] = begin
+        for age_bin in range(NUM_BINS + 1):
+            table.index[row, age_bin] = table.index[parent, age_bin]
+    return row
 
 
 @inlined
-def native_bin_of(age_ms: int) -> Any:
-    """In-place form of `bin_of`, for one age."""
+def bin_of(age_ms: int) -> Any:
+    """Return the bin of an age, and its position there in 1/256."""
     bits, age_bin, fraction = np.int64(age_ms), np.int64(0), np.int64(0)
     if bits < 1024:
         fraction = bits >> 2
@@ -108,153 +148,139 @@ def native_bin_of(age_ms: int) -> Any:
     return age_bin, fraction
 
 
-def count(
-    table: ReuseTable, classes: Array, ages_ms: Array, is_reused: Array
-) -> ReuseTable:
-    """Add the blocks of rows where `is_reused` (bool[K]), at their ages (u32[K])."""
-    age_bin, _ = bin_of(ages_ms)
-    cells = jnp.where(is_reused, classes * NUM_BINS + age_bin, table.reuses.size)
-    reuses = table.reuses.reshape(-1).at[cells].add(UNIT, mode="drop")
-    return dataclasses.replace(table, reuses=reuses.reshape(table.reuses.shape))
+@inlined
+def count(table: Any, row: int, age_ms: int) -> None:
+    """Count a reuse of a block of a class, at its age."""
+    age_bin, _ = bin_of(age_ms)
+    table.reuses[row, age_bin] += 1.0
 
 
 @inlined
-def native_count(table: Any, class_id: int, age_ms: int) -> None:
-    """In-place form of `count`, for one block."""
-    age_bin, _ = native_bin_of(age_ms)
-    table.reuses[class_id, age_bin] += UNIT
-
-
-def value_of(table: ReuseTable, classes: Array, ages_ms: Array) -> Array:
-    """Return the values of blocks by class (i32[K]) and age (u32[K]): i32[K]."""
-    age_bin, fraction = bin_of(ages_ms)
-    cells = classes * (NUM_BINS + 1) + age_bin
-    index = table.index.reshape(-1)
-    start = index.at[cells].get(mode="promise_in_bounds")
-    end = index.at[cells + 1].get(mode="promise_in_bounds")
+def value_of(table: Any, row: int, age_ms: int) -> Any:
+    """Return the value of a block by its class and age."""
+    age_bin, fraction = bin_of(age_ms)
+    start = np.int64(table.index[row, age_bin])
+    end = np.int64(table.index[row, age_bin + 1])
     return start + ((end - start) >> _FRACTION_BITS) * fraction
 
 
-@inlined
-def native_value_of(table: Any, class_id: int, age_ms: int) -> Any:
-    """In-place form of `value_of`, for one block."""
-    age_bin, fraction = native_bin_of(age_ms)
-    start = np.int64(table.index[class_id, age_bin])
-    end = np.int64(table.index[class_id, age_bin + 1])
-    return start + ((end - start) >> _FRACTION_BITS) * fraction
-
-
-def rebuild(table: ReuseTable) -> ReuseTable:
+@compiled
+def rebuild(table: Any) -> None:
     """Decay the counts, and compute the values of blocks from them."""
-    # Halve before summing, as the sum may not fit into 32 bits.
-    total = jnp.maximum(jnp.sum(table.touches >> 1), jnp.sum(table.reuses >> 1))
-    halving = (total > MAX_COUNT >> 1).astype(jnp.int32)
-    touches, reuses = table.touches >> halving, table.reuses >> halving
-    touches -= touches >> DECAY_BITS
-    reuses -= reuses >> DECAY_BITS
-    return ReuseTable(touches, reuses, _index(touches, reuses, jnp))
+    for row in range(table.num_rows[()]):
+        table.touches[row] -= table.touches[row] * DECAY
+        for age_bin in range(NUM_BINS):
+            table.reuses[row, age_bin] -= table.reuses[row, age_bin] * DECAY
+    fill_index(table)
 
 
 @compiled
-def native_rebuild(table: Any) -> None:
-    """In-place form of `rebuild`."""
-    num_classes = table.touches.shape[0]
-    total_touches, total_reuses = np.int64(0), np.int64(0)
-    for class_id in range(num_classes):
-        total_touches += table.touches[class_id] >> 1
+def fill_index(table: Any) -> None:
+    """Compute the values of blocks: classes add up to parents, then shrink to them."""
+    num_rows = np.int64(table.num_rows[()])
+    touches = empty(num_rows, np.float64)
+    shares = empty(num_rows * NUM_BINS, np.float64)  # At first, sums of reuses.
+    for row in range(num_rows):
+        touches[row] = table.touches[row]
         for age_bin in range(NUM_BINS):
-            total_reuses += table.reuses[class_id, age_bin] >> 1
-    halving = 1 if greater(total_touches, total_reuses) > MAX_COUNT >> 1 else 0
-    shares = filled(NUM_BINS, 0, np.int64)
-    touches = np.int64(PRIOR_TOUCHES)
-    for class_id in range(num_classes):
-        num = table.touches[class_id] >> halving
-        table.touches[class_id] = num - (num >> DECAY_BITS)
-        touches += table.touches[class_id]
+            shares[row * NUM_BINS + age_bin] = table.reuses[row, age_bin]
+    for row in range(num_rows - 1, ROOT, -1):
+        parent: Any = table.parents[row]
+        begin: Any = table.begins[row]
+        # The second tree does not count for all blocks again.
+        if parent != ROOT or table.codes[row] > 0:
+            _add(touches, shares, parent, row)
+        if begin >= 0:
+            _add(touches, shares, begin, row)
+    for row in range(num_rows):
+        has_touches = touches[row] > 0
         for age_bin in range(NUM_BINS):
-            num = table.reuses[class_id, age_bin] >> halving
-            table.reuses[class_id, age_bin] = num - (num >> DECAY_BITS)
-            shares[age_bin] += table.reuses[class_id, age_bin]
-    for age_bin in range(NUM_BINS):
-        share = np.float32(shares[age_bin] + PRIOR) / np.float32(touches)
-        shares[age_bin] = np.int64(share * np.float32(SHRINK))
-    empty: Any = np.int64(-1)  # First class without counts, whose row others copy.
-    for class_id in range(num_classes):
-        is_empty = table.touches[class_id] == 0
-        for age_bin in range(NUM_BINS):
-            is_empty &= table.reuses[class_id, age_bin] == 0
-        if is_empty and empty >= 0:
-            for age_bin in range(NUM_BINS + 1):
-                table.index[class_id, age_bin] = table.index[empty, age_bin]
+            at = row * NUM_BINS + age_bin
+            if row == ROOT:
+                shares[at] = (shares[at] + PRIOR) / (touches[row] + PRIOR_TOUCHES)
+            else:
+                above = shares[table.parents[row] * NUM_BINS + age_bin]
+                if has_touches:
+                    total = touches[row] + SHRINK
+                    shares[at] = (shares[at] + SHRINK * above) / total
+                else:
+                    shares[at] = above
+        if row == ROOT or has_touches:
+            _fill_row(table, row, shares)
         else:
-            _fill_row(table, class_id, shares)
-            if is_empty:
-                empty = class_id
+            for age_bin in range(NUM_BINS + 1):
+                table.index[row, age_bin] = table.index[table.parents[row], age_bin]
 
 
 @compiled
-def _fill_row(table: Any, class_id: int, shares: Any) -> None:
-    """Compute a class's row of the index. `shares` (i64[28]) are its prior reuses."""
-    reuses = empty(NUM_BINS, np.int64)
-    held_time = empty(NUM_BINS, np.float32)
-    survivors: Any = np.int64(table.touches[class_id] + SHRINK)
+def _add(touches: Any, sums: Any, to: int, row: int) -> None:
+    touches[to] += touches[row]
     for age_bin in range(NUM_BINS):
-        num = table.reuses[class_id, age_bin] + shares[age_bin]
-        reuses[age_bin] = num
-        num_held = greater(survivors - (num >> 1), (num >> 1) + 1)
-        held_time[age_bin] = np.float32(num_held) * WIDTHS[age_bin]
-        survivors -= num
+        sums[to * NUM_BINS + age_bin] += sums[row * NUM_BINS + age_bin]
+
+
+@compiled
+def _fill_row(table: Any, row: int, shares: Any) -> None:
+    """Compute a class's row of the index from its `shares` (f64[R * 28])."""
+    held_time = empty(NUM_BINS, np.float64)
+    survivors = 1.0
+    for age_bin in range(NUM_BINS):
+        half = shares[row * NUM_BINS + age_bin] / 2
+        num_held = greater(survivors - half, half + 2.0**-20)
+        held_time[age_bin] = num_held * WIDTHS[age_bin]
+        survivors -= 2 * half
     best = filled(NUM_BINS + 1, 0, np.float32)
     for age_bin in range(NUM_BINS):
-        num, time = np.int64(0), np.float32(0)
+        num, time, highest = 0.0, 0.0, 0.0
         for stop in range(age_bin, NUM_BINS):
-            num += reuses[stop]
+            num += shares[row * NUM_BINS + stop]
             time += held_time[stop]
-            best[age_bin] = greater(best[age_bin], np.float32(num) / time)
+            highest = greater(highest, num / time)
+        best[age_bin] = np.float32(highest)
     best[NUM_BINS] = best[NUM_BINS - 1]
     bits = best.view(np.int32)
     for age_bin in range(NUM_BINS + 1):
-        table.index[class_id, age_bin] = bits[age_bin]
+        table.index[row, age_bin] = bits[age_bin]
 
 
-def scaled(table: ReuseTable, scale: int) -> ReuseTable:
-    """Scale counts by at most `scale`, within MAX_COUNT. For the host, not for jit."""
-    touches: Any = np.asarray(table.touches)
-    reuses: Any = np.asarray(table.reuses)
-    total = int(max(touches.sum(dtype=np.int64), reuses.sum(dtype=np.int64), 1))
-    factor = np.int32(max(min(scale, MAX_COUNT // total), 1))
-    return from_counts(touches * factor, reuses * factor)
+def touches_of(table: ReuseTable) -> dict[int, float]:
+    """Return the blocks used by the code of their class, where there were some."""
+    used = np.flatnonzero(table.touches)
+    return dict(
+        zip(table.codes[used].tolist(), table.touches[used].tolist(), strict=True)
+    )
 
 
-def from_counts(touches: Any, reuses: Any) -> ReuseTable:
-    """Make a table from counts (i32[C] and i32[C, 28]). For the host, not for jit."""
-    return ReuseTable(touches, reuses, _index(touches, reuses, np))
+def restored(
+    num_rows: int, codes: Any, parents: Any, begins: Any, touches: Any, reuses: Any
+) -> ReuseTable:
+    """Make a table from the arrays of an earlier one, which are not trusted.
+
+    Raises:
+        ValueError: If they are not those of a table.
+    """
+    table = init()
+    is_count = np.isfinite(touches).all() and np.isfinite(reuses).all()
+    if not is_count or min(touches.min(), reuses.min()) < 0:
+        raise ValueError("a count is not a number from 0.")
+    bound = Bound(table)
+    for row in range(1, num_rows):
+        code, parent, begin = (int(array[row]) for array in (codes, parents, begins))
+        if not (code and 0 <= parent < row and -1 <= begin < row):
+            raise ValueError(f"row {row} is no class.")
+        if row_of(bound, code, parent, begin) != row:
+            raise ValueError(f"row {row} is of a class that another row has.")
+    table.touches[:num_rows] = touches[:num_rows]
+    table.reuses[:num_rows] = reuses[:num_rows]
+    fill_index(bound)
+    return table
 
 
-def _index(touches: Any, reuses: Any, np_: Any) -> Any:
-    """Compute the index with `np_`, NumPy or JAX, in the order of `_fill_row`."""
-    all_touches = np_.sum(touches) + PRIOR_TOUCHES
-    all_reuses = np_.sum(reuses, axis=0) + PRIOR
-    share = all_reuses.astype(np.float32) / all_touches.astype(np.float32)
-    shares = (share * np.float32(SHRINK)).astype(np.int32)
-    num = reuses + shares[None]
-    survivors = (touches + SHRINK)[:, None] - (np_.cumsum(num, axis=1) - num)
-    num_held = np_.maximum(survivors - (num >> 1), (num >> 1) + 1)
-    held_time = num_held.astype(np.float32) * WIDTHS[None]
-    best = np_.zeros(num.shape, np.float32)
-    sum_num, sum_time = np_.zeros_like(num), np_.zeros_like(held_time)
-    for ahead in range(NUM_BINS):
-        pad = ((0, 0), (0, ahead))
-        sum_num = sum_num + np_.pad(num[:, ahead:], pad)
-        sum_time = sum_time + np_.pad(held_time[:, ahead:], pad)
-        best = np_.maximum(best, sum_num.astype(np.float32) / sum_time)
-    best = np_.concatenate([best, best[:, -1:]], axis=1)
-    if np_ is np:
-        return best.view(np.int32)
-    return lax.bitcast_convert_type(best, jnp.int32)
-
-
-@functools.cache
-def _first_row() -> Any:
-    touches, reuses = np.zeros(1, np.int32), np.zeros((1, NUM_BINS), np.int32)
-    return _index(touches, reuses, np)
+def scaled(table: ReuseTable, scale: float) -> ReuseTable:
+    """Return a copy with all counts multiplied by `scale`."""
+    arrays = {name: np.array(array) for name, array in vars(table).items()}
+    scaled_table = ReuseTable(**arrays)
+    scaled_table.touches[...] *= scale
+    scaled_table.reuses[...] *= scale
+    fill_index(Bound(scaled_table))
+    return scaled_table

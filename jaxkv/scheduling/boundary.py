@@ -2,18 +2,18 @@
 
 Blocks that only the lower tier has are fetched to the upper tier while their request
 waits. Then they are ordinary hits, held until the request has device blocks, so that
-other requests do not evict them. No more is fetched than can be held. The lower tier
-may first be probed for blocks that no tier is known to have. Blocks worth keeping are
-written to the lower tier in the background. A move ends when every worker has reported
-it; no method blocks.
+other requests do not evict them. A prefix of more blocks than may be in flight is
+fetched in windows. The lower tier may first be probed for blocks that no tier is known
+to have. Blocks worth keeping are written to the lower tier in the background. A move
+ends when every worker has reported it; no method blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress, filterfalse
+from itertools import compress, filterfalse, islice
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -36,16 +36,19 @@ Ids: TypeAlias = NDArray[np.int64]
 _TierMove: TypeAlias = Move[Ids]
 
 _MAX_WAITING_PER_WRITE = 4  # Blocks that may be queued, per block in flight.
+_MAX_VICTIMS_PER_WRITE = 8  # Next victims that may be written, per block in flight.
 # How many keys the reuse filter counts: at least this many, or this many per block of
 # the upper tier. Evicted blocks count as well, because they may be stored again.
 _MIN_REMEMBERED_KEYS, _REMEMBERED_PER_BLOCK = 1 << 16, 4
-_MAX_ABSENT_KEYS = 1 << 12  # Keys remembered as missing from the lower tier.
 
 # A request without room for its fetch asks again at each lookup. After this many vain
 # asks without progress of any holder, the blocks held for requests that stopped asking
 # are released. If this makes no room, the request does not fetch.
 _MAX_VAIN_ASKS = 8
 _OVERDUE_ASKS = 64  # After this many vain asks, a request goes before all others.
+_NUM_WINDOWS = 4  # Windows in flight of a prefix that is fetched in windows.
+# Without full attention, a missing block changes which blocks a prefix needs.
+_MAX_SEARCHES = 16
 _NO_IDS = np.empty(0, np.int64)
 
 
@@ -53,10 +56,19 @@ _NO_IDS = np.empty(0, np.int64)
 class _Wait:
     """The fetches that a request waits for, and the blocks that it holds meanwhile."""
 
-    events: set[int]  # The events of fetches in flight.
     rows: list[int]  # Upper-tier block ids, pinned once per entry.
     ends: dict[BlockKey, int]  # The end, in tokens, of each block that it waits for.
+    rest: deque[BlockKey]  # The part of `ends` that later windows fetch.
+    is_awaited: bool  # Whether other engines may still be writing some.
+    events: set[int] = dataclasses.field(default_factory=set)  # Of fetches in flight.
     arrived_ends: set[int] = dataclasses.field(default_factory=set)
+    has_missing: bool = False  # Whether a block has not arrived.
+    num_searches: int = 1
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more blocks may arrive."""
+        return bool(self.events or self.rest)
 
 
 @dataclasses.dataclass(eq=False)
@@ -142,6 +154,7 @@ class Boundary:
         max_blocks, num_blocks = below.max_blocks, upper.num_blocks
         self._max_written = min(max_blocks, max(1, num_blocks // 8))
         self.max_fetched = min(max_blocks, max(1, num_blocks // 2))
+        self._window = max(1, self.max_fetched // _NUM_WINDOWS)
         # Maximum blocks held for requests without device blocks; one may exceed it.
         self.max_held = max(1, num_blocks // 2)
         # Whether a fetch may be truncated: with full attention, the first blocks of a
@@ -169,6 +182,7 @@ class Boundary:
         self._overdue: dict[str, None] = {}  # Overdue requests in `_queued`, in order.
         self._num_released = 0  # How often blocks held for a request were released.
         self._last_fetch_arrived = True  # Whether the last fetch brought any block.
+        self._num_down = 0  # Workers that do not reach the lower tier.
         # `BlockIndex.num_found` when each request was last looked up.
         self.looked_up: dict[str, int] = {}
         # Without full attention, the length of a prefix decides which blocks are read:
@@ -179,8 +193,6 @@ class Boundary:
         self.probing: dict[str, Probing] = {}
         self._probe_of: dict[BlockKey, _TierMove] = {}
         self._to_probe: list[TierProbe] = []
-        # Keys that the lower tier lacked when last probed, the oldest first.
-        self._absent: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_fetch: list[_TierMove] = []
         self._to_delete: list[BlockKey] = []
@@ -188,6 +200,11 @@ class Boundary:
         self._awaited: set[int] = set()
         # The state of the upper tier at the last `_offer_victims`.
         self._seen: tuple[int, int, int] | None = None
+
+    @property
+    def is_down(self) -> bool:
+        """Whether nothing is asked of the lower tier, which a worker cannot reach."""
+        return self._num_down > 0
 
     @property
     def has_fetches(self) -> bool:
@@ -213,10 +230,6 @@ class Boundary:
             ids[[self._is_private(key) for key in keys]] = NO_BLOCK
         return ids
 
-    def was_absent(self, key: BlockKey) -> bool:
-        """Whether the last probe for a block did not find it in the tier."""
-        return key in self._absent
-
     def limit_held(self, num_blocks: int) -> None:
         """Hold at most `num_blocks`, the device's capacity in host blocks."""
         self.max_held = min(self.max_held, max(1, num_blocks))
@@ -229,18 +242,33 @@ class Boundary:
         """
         if request_id in self._queued and not self._last_fetch_arrived:
             return False
-        keys = fetch.keys[: self.max_fetched] if self.can_truncate else fetch.keys
-        num_new = len(self._not_in_flight(fetch, len(keys)))
+        num_new = self._count_new(fetch.keys)
         num_fetched = self.fetches.num_blocks
-        if not num_new or num_new > self.max_fetched:
-            return True  # All blocks are in flight, or too many to ever fit.
+        if not num_new:
+            return True  # All blocks are in flight.
         if next(iter(self._overdue), request_id) != request_id:
             return False
-        if num_fetched and num_fetched + num_new > self.max_fetched:
+        num_first = num_new if num_new <= self.max_fetched else self._window
+        if num_fetched and num_fetched + num_first > self.max_fetched:
             return False
         num_held = len(self._num_holders) + num_fetched
+        num_held += sum(len(wait.rest) for wait in self.waits.values())
         num_new += sum(row not in self._num_holders for row in fetch.upper_rows)
         return not num_held or num_held + num_new <= self.max_held
+
+    def may_search_again(self, request_id: str) -> bool:
+        """Whether a request whose wait has ended may fetch another prefix's blocks."""
+        wait = self.waits[request_id]
+        may_search = wait.has_missing and wait.num_searches < _MAX_SEARCHES
+        return may_search and not (self.can_truncate or self.is_down)
+
+    def num_left(self, request_id: str) -> tuple[int, int]:
+        """Return how many blocks a waiting request lacks, and the tokens they span."""
+        ends = self.waits[request_id].ends
+        if not ends:
+            return 0, 0
+        num_tokens = next(reversed(ends.values())) - next(iter(ends.values()))
+        return len(ends), num_tokens + self.factor * self.groups[0].block_size
 
     def may_queue(self, request_id: str) -> bool:
         """Whether a request without room for its fetch may wait for room.
@@ -271,7 +299,7 @@ class Boundary:
         if queued.num_asks == _MAX_VAIN_ASKS:
             for name in {**self.holds, **self.waits, **self._queued}:
                 wait = self.waits.get(name)
-                has_ended = wait is None or not wait.events
+                has_ended = wait is None or not wait.is_open
                 if has_ended and self._last_ask[name] < queued.first_ask:
                     self.forget(name)
 
@@ -356,6 +384,7 @@ class Boundary:
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
         """Offer blocks that have arrived in the upper tier, by the write rule."""
+        self._seen = None  # They may be among the next victims.
         if self._write == "through":
             self._offer(keys)
         elif self._reuse_filter is not None:
@@ -366,7 +395,7 @@ class Boundary:
         """Return the moves and probes to start in this step; None for none."""
         fetches, self._to_fetch = self._to_fetch, []
         probes, self._to_probe = self._to_probe, []
-        if self._write == "on_evict":
+        if self._write == "on_evict" and not self.is_down:
             self._offer_victims()
         writes = self._begin_writes()
         deletes, self._to_delete = self._to_delete, []
@@ -397,8 +426,12 @@ class Boundary:
         for report in reports:
             if report.tier != self.number:
                 continue
+            self._note_down(report.num_down)
             for move in self.fetches.report(report.fetched):
                 self._end_fetch(move)
+            if report.fetched:
+                for request_id, wait in self.waits.items():
+                    self._extend(request_id, wait, self._window)
             for move in self._writes.report(report.written):
                 self._end_write(move)
             for move in self.probes.report(report.probed):
@@ -408,6 +441,18 @@ class Boundary:
                 self._to_delete += self.tier.note_listing(*listing)
                 if report.num_full:
                     self._to_delete += self.tier.note_full(report.num_full)
+
+    def _note_down(self, num_down: int) -> None:
+        """Count a worker that no longer reaches the lower tier, or does again."""
+        self._num_down += num_down
+        if num_down > 0:
+            for wait in self.waits.values():
+                wait.rest.clear()
+            self.counts.dropped_failed += len(self._to_write) * self.factor
+            self._to_write.clear()
+        elif num_down < 0:
+            self.looked_up.clear()
+            self._last_fetch_arrived = True
 
     def reset(self) -> None:
         """Forget the blocks of the lower tier, after the upper tier has been cleared.
@@ -425,7 +470,7 @@ class Boundary:
         content: Any
         for content in (
             *(self._to_probe, self._to_fetch, self._to_write, self._to_delete),
-            *(self.probing, self._probe_of, self._absent, self.fetch_of),
+            *(self.probing, self._probe_of, self.fetch_of),
             *(self.waits, self.holds, self._num_holders, self.looked_up),
             *(self._queued, self._overdue, self.tier),
         ):
@@ -447,52 +492,128 @@ class Boundary:
         self._to_write.clear()
         self._to_delete.clear()
 
-    def fetch(self, request_id: str, fetch: Fetch, num: int) -> bool:
-        """Begin a planned fetch of at most `num` blocks; return if the request waits.
+    def fetch(self, request_id: str, fetch: Fetch) -> bool:
+        """Begin a planned fetch; return whether the request waits for it.
 
         The request must not be waiting for another fetch.
         """
+        wait = _Wait(
+            fetch.upper_rows,
+            dict(zip(fetch.keys, fetch.end_tokens, strict=True)),
+            deque(fetch.keys),
+            fetch.is_awaited,
+        )
+        ended = self.waits.get(request_id)
+        if ended is not None:
+            held = set(ended.rows)
+            wait.rows = [row for row in fetch.upper_rows if row not in held]
+            wait.arrived_ends = ended.arrived_ends
+            wait.num_searches = ended.num_searches + 1
+        self._pin(wait.rows)  # Making room must not evict the prefix's blocks.
+        if ended is not None:
+            wait.rows += ended.rows
+        self.waits[request_id] = wait
+        self._extend(request_id, wait, self._first_size(fetch))
+        if not wait.is_open:
+            if ended is None:
+                self._unpin(self.waits.pop(request_id).rows)
+            return False
+        self._leave_queue(request_id)
+        self._record_ask(request_id)
+        return True
+
+    def _first_size(self, fetch: Fetch) -> int:
+        """Return the blocks of a prefix's first fetch: all of them if they fit."""
+        if self._count_new(fetch.keys) <= self.max_fetched:
+            return len(fetch.keys)
+        return self.max_fetched if fetch.is_awaited else self._window
+
+    def _extend(self, request_id: str, wait: _Wait, size: int) -> None:
+        """Start fetches of at most `size` blocks of a wait's rest, if there is room."""
+        if wait.is_awaited:
+            size = max(size, self.max_fetched)  # One at a time, which waits as a whole.
+        while wait.rest and self._has_window(wait, list(islice(wait.rest, size))):
+            keys = [wait.rest.popleft() for _ in range(min(size, len(wait.rest)))]
+            keys = self._skip_known(wait, keys)
+            num = self._start_fetch(request_id, wait, keys)
+            wait.rest.extendleft(reversed(keys[num:]))
+            if keys and not num:
+                if not wait.events:  # No event will make room.
+                    wait.rest.clear()
+                return
+
+    def _has_window(self, wait: _Wait, keys: Sequence[BlockKey]) -> bool:
+        """Whether the next window of a wait fits next to other blocks in flight."""
+        num_fetched, num_new = self.fetches.num_blocks, self._count_new(keys)
+        moves = self.fetches.moves
+        num_own = sum(len(moves[event].keys) for event in wait.events)
+        if num_own and self._queued and num_own + num_new > self.max_fetched // 2:
+            return False  # Other requests are about to begin.
+        return not num_fetched or num_fetched + num_new <= self.max_fetched
+
+    def _skip_known(self, wait: _Wait, keys: list[BlockKey]) -> list[BlockKey]:
+        """Return the keys to fetch: a tier may have changed since the search."""
+        rows = self.upper.find(keys)
+        is_resident = rows != NO_BLOCK
+        if is_resident.any():
+            arrived = rows[is_resident].tolist()
+            self._pin(arrived)
+            wait.rows += arrived
+            for key in _select(keys, is_resident):
+                del wait.ends[key]
+            keys = _select(keys, ~is_resident)
+        if wait.is_awaited:
+            return keys
+        is_lost = ~self.tier.contains(keys)
+        is_lost[[key in self.fetch_of for key in keys]] = False
+        if is_lost.any():
+            self._note_missing(wait, _select(keys, is_lost))
+            keys = keys[: int(is_lost.argmax())]
+        return keys
+
+    def _note_missing(self, wait: _Wait, keys: Sequence[BlockKey]) -> None:
+        """Record blocks that do not arrive: blocks after them are of no use."""
+        missing = [key for key in keys if wait.ends.pop(key, None) is not None]
+        if missing:
+            wait.has_missing = True
+            wait.rest.clear()
+
+    def _start_fetch(
+        self, request_id: str, wait: _Wait, keys: Sequence[BlockKey]
+    ) -> int:
+        """Fetch the first keys that the upper tier has room for; return how many."""
         expected: list[BlockKey] = []
-        if fetch.is_awaited:
-            keys = fetch.keys[:num]
+        if wait.is_awaited:
             expected = _select(keys, ~self.tier.contains(keys))
             if not self.tier.has_room(keys):
-                return False
+                return 0
             self.tier.note_resident(keys)
-        self._pin(fetch.upper_rows)  # Making room must not evict the prefix's blocks.
         placed = None
-        for size in self._fetch_sizes(num):
-            new = self._not_in_flight(fetch, size)
-            placed = self.upper.place(new, filtered=False)
+        for num in self._fetch_sizes(len(keys)):
+            placed = self.upper.place(self._not_in_flight(keys[:num]), filtered=False)
             if placed is not None:
                 break
         else:
-            size = 0
+            num = 0
         if placed is not None and placed.keys:
-            keys = list(placed.keys)
-            sources = self.tier.find(keys).astype(np.int64)
+            new = list(placed.keys)
+            sources = self.tier.find(new).astype(np.int64)
             self.tier.pin(sources)
-            move = Move(keys, sources, placed.block_ids)
+            move = Move(new, sources, placed.block_ids)
             self.fetches.issue([move])
-            self.fetch_of.update(dict.fromkeys(keys, move))
+            self.fetch_of.update(dict.fromkeys(new, move))
             self._to_fetch.append(move)
-            if fetch.is_awaited:
+            if wait.is_awaited:
                 self._awaited.add(move.event)
         if expected:
-            awaited = set(fetch.keys[:size])
+            awaited = set(keys[:num])
             self.tier.discard([key for key in expected if key not in awaited])
         fetch_of = self.fetch_of
-        events = {fetch_of[key].event for key in fetch.keys[:size] if key in fetch_of}
-        if not events:
-            self._unpin(fetch.upper_rows)
-            return False
-        ends = dict(zip(fetch.keys[:size], fetch.end_tokens[:size], strict=True))
-        self._leave_queue(request_id)
-        self._record_ask(request_id)
-        self.waits[request_id] = _Wait(events, fetch.upper_rows, ends)
+        events = {fetch_of[key].event for key in keys[:num] if key in fetch_of}
+        wait.events |= events
         for event in events:
             self.fetches.moves[event].waiters[request_id] = None
-        return True
+        return num
 
     def probe(
         self, request_id: str, runs: Sequence[Sequence[BlockKey]], wait_s: float
@@ -516,13 +637,14 @@ class Boundary:
         for event in probing.events:
             self.probes.moves[event].waiters[request_id] = None
 
-    def would_fetch(self, fetch: Fetch, num: int) -> bool:
+    def would_fetch(self, fetch: Fetch) -> bool:
         """Return what `fetch` would return, without changes."""
-        if fetch.is_awaited and not self.tier.has_room(fetch.keys[:num]):
+        size = self._first_size(fetch)
+        if fetch.is_awaited and not self.tier.has_room(fetch.keys[:size]):
             return False
-        for size in self._fetch_sizes(num):
-            if self.upper.has_room(self._not_in_flight(fetch, size), fetch.upper_rows):
-                keys = fetch.keys[:size]
+        for num in self._fetch_sizes(size):
+            keys = fetch.keys[:num]
+            if self.upper.has_room(self._not_in_flight(keys), fetch.upper_rows):
                 is_in_flight = any(key in self.fetch_of for key in keys)
                 return is_in_flight or not bool(self.upper.contains(keys).all())
         return False
@@ -533,9 +655,12 @@ class Boundary:
             yield num
             num = num // 2 if self.can_truncate else 0
 
-    def _not_in_flight(self, fetch: Fetch, num: int) -> list[BlockKey]:
-        """Return which of the first `num` keys of a fetch are not in flight."""
-        return [key for key in fetch.keys[:num] if key not in self.fetch_of]
+    def _not_in_flight(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Return which keys of a fetch are not in flight."""
+        return [key for key in keys if key not in self.fetch_of]
+
+    def _count_new(self, keys: Sequence[BlockKey]) -> int:
+        return sum(key not in self.fetch_of for key in keys)
 
     def _offer(self, keys: Sequence[BlockKey]) -> None:
         """Queue blocks of the upper tier to be written, except private ones."""
@@ -546,7 +671,9 @@ class Boundary:
         for key in _select(keys, ~self.tier.contains(keys)):
             if key in self._to_write:
                 continue
-            if len(self._to_write) >= max_waiting:
+            if self.is_down:
+                self.counts.dropped_failed += self.factor
+            elif len(self._to_write) >= max_waiting:
                 self.counts.dropped_slow += self.factor
             else:
                 self._to_write[key] = None
@@ -564,8 +691,12 @@ class Boundary:
         if state != self._seen:
             self._seen = state
             room = self._max_written - len(self._to_write)
-            victims = self._public(upper.next_victims(2 * self._max_written))
-            self._offer(victims[: max(room, 0)])
+            num = min(_MAX_VICTIMS_PER_WRITE * self._max_written, upper.num_blocks // 2)
+            victims = self._public(upper.next_victims(num))
+            new = _select(victims, ~self.tier.contains(victims))
+            # The tail of a prefix is evicted first, and is worth nothing without its
+            # head.
+            self._offer(new[::-1][: max(room, 0)])
 
     def _begin_writes(self) -> list[_TierMove]:
         """Begin one write of the queued blocks that are still resident."""
@@ -606,8 +737,9 @@ class Boundary:
         self.upper.publish(arrived, keys)
         self.upper.complete_store(missing, False)
         self.tier.unpin(move.sources)
-        # The next request must not wait for these; a listing may find them again.
-        self.tier.discard(missing)
+        if is_awaited or not self.is_down:
+            # The next request must not wait for these; a listing may find them again.
+            self.tier.discard(missing)
         self.counts.loaded += len(arrived) * self.factor
         self.counts.failed += len(missing) * self.factor
         for request_id in move.waiters:
@@ -615,11 +747,11 @@ class Boundary:
             wait.events.discard(move.event)
             self._pin(rows)
             wait.rows += rows
-            wait.arrived_ends.update(wait.ends[key] for key in keys if key in wait.ends)
+            ends = [wait.ends.pop(key) for key in keys if key in wait.ends]
+            wait.arrived_ends.update(ends)
+            self._note_missing(wait, missing)
             if is_awaited:  # A request waits only once.
                 self.probing.setdefault(request_id, Probing()).absent.update(missing)
-        if is_awaited:
-            self._remember_absent(missing)
 
     def _end_probe(self, move: _TierMove) -> None:
         if move.is_stale:
@@ -629,26 +761,17 @@ class Boundary:
         resident, absent = _split(move)
         self.tier.note_resident(resident)
         self.counts.found += len(resident) * self.factor
-        for key in resident:
-            self._absent.pop(key, None)
-        self._remember_absent(absent)
         for request_id in move.waiters:
             probing = self.probing[request_id]
             probing.events.discard(move.event)
             probing.absent.update(absent)
-
-    def _remember_absent(self, keys: Sequence[BlockKey]) -> None:
-        for key in keys:
-            self._absent[key] = None
-            self._absent.move_to_end(key)
-        while len(self._absent) > _MAX_ABSENT_KEYS:
-            self._absent.popitem(last=False)
 
     def _end_write(self, move: _TierMove) -> None:
         if move.is_stale:
             self.counts.dropped_reset += len(move.keys) * self.factor
             return
         self.upper.unpin(move.sources)
+        self._seen = None  # There is room for more.
         arrived, missing = _split(move)
         self.tier.complete_store(arrived)
         if missing:

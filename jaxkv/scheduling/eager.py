@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
 from operator import gt
 from typing import TypeAlias
 
@@ -312,7 +311,6 @@ class EagerStores(Chooser):
         rows = self._rows(progress, keys, from_head, num_full)
         if progress.is_skipped and self._pause.is_on:
             stats.num_paused += len(rows.keys) * factor
-            self._host.drops.note(rows.keys, "paused")
             return
         is_known = self._host.contains(rows.keys)
         if 0 not in is_known.tobytes():  # `all()` takes 40 us with cold caches.
@@ -323,7 +321,6 @@ class EagerStores(Chooser):
             num_dropped = int((~is_known).sum()) * factor
             stats.num_offered += num_dropped
             stats.num_dropped_slow += num_dropped
-            self._host.drops.note(compress(rows.keys, ~is_known), "slow")
             return
         # From the head on: the tail must not evict the head.
         progress.num_offered = from_head
@@ -334,8 +331,6 @@ class EagerStores(Chooser):
         num_dropped = int((~is_known[num_done:]).sum()) * factor
         stats.num_offered += num_dropped
         stats.num_dropped_full += num_dropped
-        dropped = compress(rows.keys[num_done:], ~is_known[num_done:])
-        self._host.drops.note(dropped, "full")
 
     def clear(self, pool: DevicePool) -> None:
         """Offer all blocks again."""
@@ -456,16 +451,30 @@ class EagerStores(Chooser):
         """Offer the blocks from `progress.num_offered` up to `num_full`."""
         first = progress.num_offered
         rows = self._rows(progress, keys, first, num_full)
-        num_skipped = self._host.num_skipped
+        host = self._host
+        num_left_out = host.num_skipped + host.num_declined
         is_head = not any(first)
-        num_done, is_held = self._stores.place(pool, rows, is_head=is_head)
+
+        def head() -> list[BlockKey]:
+            return [
+                key
+                for group_keys, end in zip(keys, first, strict=True)
+                for key in group_keys[self._factor - 1 : end : self._factor]
+            ]
+
+        num_done, is_held = self._stores.place(
+            pool,
+            rows,
+            is_head=is_head,
+            head=head if self._rules.keep_heads and not is_head else None,
+        )
         progress.refused_at = -1
         if num_done < len(rows.keys):
             progress.refused_at = self._stores.num_changes
         if not is_held:
             progress.whole_at = -1
-        elif num_skipped == self._host.num_skipped and is_head:
-            progress.whole_at = self._host.num_removed
+        elif num_left_out == host.num_skipped + host.num_declined and is_head:
+            progress.whole_at = host.num_removed
         if rows.groups is None:
             progress.num_offered = [first[0] + num_done * self._factor]
         else:

@@ -20,7 +20,6 @@ from jaxkv.scheduling.requests import Requests
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import FullAttention, GroupSpec, alignment, first_block_read
-from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.pools import DevicePool
 from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
@@ -39,11 +38,11 @@ _ONE = np.int32(1)
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Load(Move[Ids]):
-    """The blocks that one request loads from the host, or copies on the device.
+    """The blocks that one request loads from the host.
 
-    It has r rows (host blocks) of m device blocks each, and c copies. `sources` are
-    i32[r]; `targets` are i32[r, m], empty until the allocation, with NO_BLOCK for
-    device blocks that are not loaded.
+    It has r rows (host blocks) of m device blocks each. `sources` are i32[r];
+    `targets` are i32[r, m], empty until the allocation, with NO_BLOCK for device blocks
+    that are not loaded.
     """
 
     request_id: str
@@ -52,14 +51,7 @@ class Load(Move[Ids]):
     marks: list[KeyMark]  # For each group, the keys up to the end of the offer.
     row_groups: Ids  # i32[r], the group of each row.
     row_indices: Ids  # i32[r, m], indices into the block table of the group.
-    copy_sources: Ids  # i32[c], device blocks to copy.
-    copy_groups: Ids  # i32[c], the group of each copy.
-    copy_indices: Ids  # i32[c], indices into the block table of the group.
-    # i32[c], device blocks to copy to; empty until the allocation.
-    copy_targets: Ids = dataclasses.field(default_factory=lambda: NO_IDS)
     request: Request | None = None  # Set once the request has taken the offer.
-    # Whether the request waits for a report, even if it takes only copies.
-    is_awaited: bool = False
     is_taken: bool = False  # Whether the request has its device blocks.
     skipped: Sequence[int] = ()  # Device blocks of the offer that stay unwritten.
     # i32[w], device blocks that the transfer writes.
@@ -79,9 +71,9 @@ class Load(Move[Ids]):
         """Whether the load still fits its request, whose current keys are `keys`."""
         return all(map(KeyMark.is_in, self.marks, keys))
 
-    def set_targets(self, targets: Ids, copy_targets: Ids) -> None:
+    def set_targets(self, targets: Ids) -> None:
         """Set the device blocks to write, and mark the load as taken."""
-        self.targets, self.copy_targets = targets, copy_targets
+        self.targets = targets
         self.written_blocks = targets[targets != NO_BLOCK]
         self.is_taken = True
 
@@ -105,14 +97,11 @@ class Loads:
         self._listeners = listeners
         self._groups = groups
         self._host = host
-        self._rules = rules
         self._stats = stats
         self._requests = requests
         self.by_request: dict[str, Load] = {}  # Each request's offer or load.
-        # Loads that were taken and not yet issued, in the order of taking: `_waiting`
-        # need a transfer, `_copying` only copies.
+        # Loads that were taken and not yet issued, in the order of taking.
         self._waiting: OrderedDict[str, Load] = OrderedDict()
-        self._copying: dict[str, Load] = {}
         self.in_flight: Ledger[Load] = Ledger("the load of request", rules.world_size)
         # How many loads read each host block; how many device blocks `_waiting` has.
         self._num_readers = np.zeros(host.num_blocks, np.int32)
@@ -133,16 +122,10 @@ class Loads:
 
     def blocks_awaited(self) -> set[int]:
         """Return the device blocks of loads that requests wait for."""
-        awaited = [load for load in self.by_request.values() if load.is_awaited]
-        return {block for load in awaited for block in load.written_blocks.tolist()}
+        loads = self.by_request.values()
+        return {block for load in loads for block in load.written_blocks.tolist()}
 
-    def offer(
-        self,
-        pool: DevicePool,
-        request_id: str,
-        load: Load | None,
-        is_awaited: bool,
-    ) -> None:
+    def offer(self, pool: DevicePool, request_id: str, load: Load | None) -> None:
         """Hold a load (None for none) as an offer, in place of the previous one.
 
         The request must have no load in flight.
@@ -152,9 +135,6 @@ class Loads:
             return
         self._host.pin(load.sources)
         np.add.at(self._num_readers, load.sources, _ONE)
-        if load.copy_sources.size:
-            _copying(pool).pin(load.copy_sources, is_offer=True)
-        load.is_awaited = is_awaited
         self.by_request[request_id] = load
 
     def take(
@@ -196,47 +176,39 @@ class Loads:
         num_tokens = load.num_computed_tokens + num_external_tokens
         targets = find_targets(load, self._groups, tables, num_tokens)
         declined: Load | None = None
-        offer = load
         if num_external_tokens < offered:
-            load, declined = split_load(offer, *targets)
+            load, declined = split_load(load, targets)
         else:
-            load.set_targets(*targets)
+            load.set_targets(targets)
+        if not load.num_blocks:  # The next token reads none of the offer's blocks.
+            del self.by_request[request.request_id]
+            return load
         load.request = request
         pool.pin(load.written_blocks)
-        if load.copy_targets.size:
-            pool.pin(load.copy_targets)
-        if offer.copy_sources.size:
-            pool.pin(load.copy_sources)
-            _copying(pool).unpin(offer.copy_sources, is_offer=True)
         if declined is not None:
             self._release([declined])
         self.by_request[request.request_id] = load
-        queue = self._waiting if load.num_blocks else self._copying
-        queue[request.request_id] = load
+        self._waiting[request.request_id] = load
         self._num_blocks_waiting += load.num_blocks
         return load
 
     @property
     def has_waiting(self) -> bool:
         """Whether a load has been taken and not yet issued."""
-        return bool(self._waiting or self._copying)
+        return bool(self._waiting)
 
-    def issue(self, pool: DevicePool, budget: Budget) -> dict[str, Any]:
+    def issue(self, budget: Budget) -> dict[str, Any]:
         """Issue taken loads, in the order of taking, within the budget.
 
         A load larger than the whole budget is issued if nothing else is in flight.
 
         Returns:
-            The fields of `OffloadMetadata` for loads, and for copies, which end in this
-            step.
+            The fields of `OffloadMetadata` for loads.
         """
-        ready = list(self._copying.values())
-        self._copying.clear()
+        ready: list[Load] = []
         while self._waiting:
             load = next(iter(self._waiting.values()))
-            is_too_large = load.num_blocks > budget.num_left and budget.in_flight
-            # Loads in the step cannot be delayed: their requests run in it.
-            if is_too_large and not self._rules.load_in_step:
+            if load.num_blocks > budget.num_left and budget.in_flight:
                 budget.num_left = 0  # Neither loads nor stores may overtake it.
                 break
             budget.take(load.num_blocks)
@@ -245,29 +217,13 @@ class Loads:
             ready.append(load)
         if not ready:
             return NO_LOADS
-        issued = [load for load in ready if load.is_awaited or load.sources.size]
-        copying = [load for load in ready if load.copy_sources.size]
-        event = self.in_flight.issue(issued)
-        for load in ready:
-            if load.event == NO_EVENT:  # It only copies, in this step.
-                del self.by_request[load.request_id]
-                self._requests.caps.pop(load.request_id, None)
-        for load in copying:
-            self._stats.num_copied += load.copy_sources.size
-            # Whatever overwrites a source is dispatched after the copy.
-            pool.unpin(load.copy_sources)
-            if load.event == NO_EVENT:
-                pool.unpin(load.copy_targets)
-        names = tuple([load.request_id for load in issued])
+        event = self.in_flight.issue(ready)
         return {
             "load_event": event,
-            "load_device_blocks": _flat([load.targets for load in issued]),
-            "load_host_blocks": _flat([load.sources for load in issued]),
-            "load_event_to_reqs": {event: names} if names else {},
-            "copy_from_blocks": _flat([load.copy_sources for load in copying]),
-            "copy_to_blocks": _flat([load.copy_targets for load in copying]),
-            "load_sizes": tuple([len(load.sources) for load in issued]),
-            "load_in_step": self._rules.load_in_step and bool(names),
+            "load_device_blocks": _flat([load.targets for load in ready]),
+            "load_host_blocks": _flat([load.sources for load in ready]),
+            "load_event_to_reqs": {event: tuple([load.request_id for load in ready])},
+            "load_sizes": tuple([len(load.sources) for load in ready]),
         }
 
     def report(
@@ -276,8 +232,8 @@ class Loads:
         """Apply the reports of workers.
 
         Returns:
-            The requests whose awaited load has arrived; and the requests whose load
-            failed on any worker, or whose keys were rewritten meanwhile.
+            The requests whose load has arrived; and the requests whose load failed on
+            any worker, or whose keys were rewritten meanwhile.
 
         Raises:
             ValueError: A report is not of a load in flight. Then nothing changes.
@@ -294,15 +250,14 @@ class Loads:
             if load.is_stale:
                 continue
             is_useless = not load.ok
-            if load.is_awaited and load.request is not None:
+            if load.request is not None:
                 is_useless |= not load.is_of(self._requests.of(load.request))
             if is_useless:
                 # The request computes all blocks of the offer, even the skipped ones.
                 pool.unwritten.difference_update(load.skipped)
             else:
                 self._requests.caps.pop(load.request_id, None)
-            if load.is_awaited or is_useless:
-                answers[is_useless].append(load.request_id)
+            answers[is_useless].append(load.request_id)
         self._end(pool, ended)
         for notify in self._listeners.loaded:
             notify(*answers)
@@ -316,26 +271,19 @@ class Loads:
         if load.event != NO_EVENT:
             load.is_stale = True
             return
-        if load.copy_sources.size:
-            _copying(pool).unpin(load.copy_sources, is_offer=not load.is_taken)
         self._end(pool, [load])
 
     def _end(self, pool: DevicePool, loads: Sequence[Load]) -> None:
-        """End loads: release all their blocks except the sources of copies."""
+        """End loads: release all their blocks."""
         if not loads:
             return
         self._release(loads)
         for notify in self._listeners.released:
             unloaded = [load.keys for load in loads if not load.ok]
             notify([load.request_id for load in loads], unloaded)
-        targets = [
-            ids
-            for load in loads
-            for ids in (load.written_blocks, load.copy_targets)
-            if ids.size
-        ]
-        if targets:
-            pool.unpin(joined(targets))
+        written = [load.written_blocks for load in loads if load.num_blocks]
+        if written:
+            pool.unpin(joined(written))
         for load in loads:
             del self.by_request[load.request_id]
             if not load.ok:
@@ -343,7 +291,6 @@ class Loads:
                 self._host.discard(load.keys)
             if self._waiting.pop(load.request_id, None) is not None:
                 self._num_blocks_waiting -= load.num_blocks
-            self._copying.pop(load.request_id, None)
 
     def _release(self, loads: Sequence[Load]) -> None:
         """Release the host blocks of loads."""
@@ -363,8 +310,8 @@ def find_targets(
     groups: tuple[GroupSpec, ...],
     block_ids: Sequence[Sequence[int]],
     num_tokens: int,
-) -> tuple[Ids, Ids]:
-    """Return the targets and copy targets of a load up to the token `num_tokens`.
+) -> Ids:
+    """Return the targets i32[r, m] of a load up to the token `num_tokens`.
 
     `block_ids` are the request's device blocks, for each group.
 
@@ -373,39 +320,24 @@ def find_targets(
     """
     tables = [np.array(ids, np.int32) for ids in block_ids]
 
-    # Whether the whole offer is taken, with one group and one device block per row.
-    num_offered = load.num_computed_tokens + load.num_tokens
-    is_plain = len(groups) == load.row_indices.shape[1] == 1
-    is_plain &= num_tokens == num_offered
-
-    def blocks_at(index_groups: Ids, indices: Ids) -> Ids:
-        if not indices.size:
-            return indices
-        if is_plain and indices.max() < tables[0].size:
-            blocks = tables[0][indices]
-            if (blocks != NULL_BLOCK).all():
-                return blocks
-        blocks = np.full(indices.shape, NO_BLOCK, np.int32)
-        for group, (spec, table) in enumerate(zip(groups, tables, strict=True)):
-            is_loaded = (indices >= 0) & (indices < num_tokens // spec.block_size)
-            if len(groups) > 1:
-                is_loaded &= index_groups == group
-            loaded = indices[is_loaded]
-            is_absent = loaded >= table.size
-            if not is_absent.any():
-                blocks[is_loaded] = ids = table[loaded]
-                is_absent = ids == NULL_BLOCK
-            if is_absent.any():
-                raise ValueError(
-                    f"block {loaded[is_absent][0]} of group {group} of request "
-                    f"{shown(load.request_id)} cannot be loaded: its block table of "
-                    f"{table.size} blocks has none there."
-                )
-        return blocks
-
-    targets = blocks_at(load.row_groups[:, None], load.row_indices)
-    copy_targets = blocks_at(load.copy_groups, load.copy_indices)
-    written = np.sort(np.concatenate([targets.ravel(), copy_targets]))
+    indices = load.row_indices
+    targets = np.full(indices.shape, NO_BLOCK, np.int32)
+    for group, (spec, table) in enumerate(zip(groups, tables, strict=True)):
+        is_loaded = (indices >= 0) & (indices < num_tokens // spec.block_size)
+        if len(groups) > 1:
+            is_loaded &= load.row_groups[:, None] == group
+        loaded = indices[is_loaded]
+        is_absent = loaded >= table.size
+        if not is_absent.any():
+            targets[is_loaded] = ids = table[loaded]
+            is_absent = ids == NULL_BLOCK
+        if is_absent.any():
+            raise ValueError(
+                f"block {loaded[is_absent][0]} of group {group} of request "
+                f"{shown(load.request_id)} cannot be loaded: its block table of "
+                f"{table.size} blocks has none there."
+            )
+    written = np.sort(targets, axis=None)
     is_repeated = (written[1:] == written[:-1]) & (written[1:] != NO_BLOCK)
     if is_repeated.any():
         raise ValueError(
@@ -413,13 +345,7 @@ def find_targets(
             f"of request {shown(load.request_id)}, where blocks would be loaded: each "
             "needs its own device block."
         )
-    return targets, copy_targets
-
-
-def _copying(pool: DevicePool) -> DeviceBlockPool:
-    """Return the pool as a `DeviceBlockPool`: only it allows copies."""
-    assert isinstance(pool, DeviceBlockPool)
-    return pool
+    return targets
 
 
 def mark_skipped(
@@ -434,7 +360,7 @@ def mark_skipped(
     """Find the blocks of a prefix that stay unwritten; mark them in the pool.
 
     The next token does not read them: they are outside the window, in another chunk,
-    or hold older states. So they are not loaded, copied or computed. Of the blocks in
+    or hold older states. So they are neither loaded nor computed. Of the blocks in
     `tables`, exactly these are `unwritten` in the pool afterwards. A request that
     already runs (`num_local` is None) has none.
 
@@ -443,9 +369,7 @@ def mark_skipped(
     """
     if num_local is None:
         return [list(table) for table in tables]
-    written = NO_IDS
-    if load is not None:
-        written = np.concatenate([load.written_blocks, load.copy_targets])
+    written = NO_IDS if load is None else load.written_blocks
     new_tables = []
     unwritten: list[int] = []
     skipped: list[int] = []
@@ -484,25 +408,22 @@ def _flat(arrays: Sequence[Ids]) -> tuple[int, ...]:
     return tuple(flat)
 
 
-def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load | None]:
+def split_load(load: Load, targets: Ids) -> tuple[Load, Load | None]:
     """Split a load: the blocks that have targets, and the others (None if none)."""
 
-    def select(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
+    def select(rows: NDArray[np.bool_]) -> Load:
         selected = dataclasses.replace(
             load,
             keys=list(compress(load.keys, rows.tolist())),
             sources=load.sources[rows],
             row_groups=load.row_groups[rows],
             row_indices=load.row_indices[rows],
-            copy_sources=load.copy_sources[copies],
-            copy_groups=load.copy_groups[copies],
-            copy_indices=load.copy_indices[copies],
         )
-        selected.set_targets(targets[rows], copy_targets[copies])
+        selected.set_targets(targets[rows])
         return selected
 
-    rows, copies = (targets != NO_BLOCK).any(axis=1), copy_targets != NO_BLOCK
-    if rows.all() and copies.all():
-        load.set_targets(targets, copy_targets)
+    rows = (targets != NO_BLOCK).any(axis=1)
+    if rows.all():
+        load.set_targets(targets)
         return load, None
-    return select(rows, copies), select(~rows, ~copies)
+    return select(rows), select(~rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, NamedTuple, SupportsFloat, TypeAlias
+from typing import Any, Literal, NamedTuple, SupportsFloat, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
 from jaxkv.search.tiers import Match, Source, first_tokens, search, source_of
-from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import NO_BLOCK, BlockKey
 
@@ -43,9 +42,8 @@ but admitted to measure the rate), or None (not known to be slower)."""
 _PROBE_INTERVAL = 32  # Admit one slow load in this many, to measure the rate.
 # Maximum wait for a probe of a tier, as a share of the time to recompute its blocks.
 _MAX_WAIT_SHARE = 0.1
-# Maximum blocks of each group in one probe, or a tier's maximum in flight if larger.
-# So this limits the unindexed blocks that a request can get from a tier.
-_MAX_PROBED_BLOCKS = 256
+# Maximum blocks of each group in one probe: a request can get no more unindexed blocks.
+_MAX_PROBED_BLOCKS = 1 << 16
 _MAX_PROBES = 64  # Probes of one tier in flight.
 
 
@@ -152,7 +150,6 @@ class View(NamedTuple):
     rules: OffloadRules
     requests: Requests
     gate: Gate
-    device: DeviceBlockPool | None  # The pool, if blocks are copied on the device.
     host: BlockIndex
     loads: Loads
     below: tuple[Boundary, ...]  # From the host downwards.
@@ -166,9 +163,8 @@ class Plan(NamedTuple):
     is_awaited: bool = False  # Whether the request must wait for the load.
     deferral: Deferral | None = None  # Why the tiers hold more than the offer.
     load: Load | None = None  # The offer, which must be held.
-    # The fetch to start before the offer, if the upper tier has room: its boundary, the
-    # fetch, and the maximum of its first blocks to fetch.
-    fetch: tuple[Boundary, Fetch, int] | None = None
+    # The fetch to start before the offer, if the upper tier has room.
+    fetch: tuple[Boundary, Fetch] | None = None
     nearer: tuple[Boundary, ...] = ()  # The boundaries above the fetch's boundary.
     # The probe to send before a fetch: its boundary, runs of keys, and wait in seconds.
     probe: tuple[Boundary, list[list[BlockKey]], float] | None = None
@@ -176,9 +172,6 @@ class Plan(NamedTuple):
     searched: tuple[Boundary, ...] = ()  # Not searched again until new blocks come.
     load_speed: Speed = None
     fetch_speeds: tuple[Speed, ...] = ()
-    current: Load | None = None  # The load that the request has in flight.
-    # Host blocks that other requests load, and that the request waits for.
-    shared: frozenset[int] = frozenset()
 
 
 _NOTHING = Plan(0)
@@ -205,7 +198,7 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
     current = view.loads.by_request.get(request.request_id)
     if current is not None and current.event != NO_EVENT:
         # The request was preempted during this load, which is still in flight.
-        return Plan(None, deferral="loading", current=current)
+        return Plan(None, deferral="loading")
     searched: tuple[Boundary, ...] = ()
     speeds: tuple[Speed, ...] = ()
     for boundary in reversed(view.below):
@@ -215,7 +208,7 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
         if fetch_plan.deferral is not None:
             return fetch_plan._replace(searched=searched, fetch_speeds=speeds)
     load_plan = _plan_load(view, request, keys, num_computed_tokens, current)
-    if not searched:
+    if not (searched or speeds):
         return load_plan
     return load_plan._replace(searched=searched, fetch_speeds=speeds)
 
@@ -230,19 +223,21 @@ def _plan_fetch(
     """Plan a fetch or probe; with a deferral if the request must wait for it."""
     name, tier = request.request_id, boundary.tier
     wait = boundary.waits.get(name)
-    if wait is not None:
-        return Plan(None, deferral=boundary.name) if wait.events else _NOTHING
+    if wait is not None and wait.is_open:
+        if judge_rest(view.gate, boundary, name) != "slow":
+            return Plan(None, deferral=boundary.name)
+        return Plan(0, fetch_speeds=("slow",))
+    if boundary.is_down or (wait is not None and not boundary.may_search_again(name)):
+        return _NOTHING
     probing = boundary.probing.get(name)
     if probing is not None and probing.events:
         return Plan(None, deferral="asked")
     is_expected = boundary.has_other_writers and is_prefilled_elsewhere(request)
-    can_probe = not is_expected and may_probe(boundary, probing)
-    is_searched = boundary.looked_up.get(name) == tier.num_found
+    can_probe = not is_expected and wait is None and may_probe(boundary, probing)
+    is_searched = wait is None and boundary.looked_up.get(name) == tier.num_found
     if is_searched or not (tier.num_held_blocks or can_probe or is_expected):
         return _NOTHING
     device = first_tokens(num_computed_tokens)
-    if view.device is not None:
-        device = source_of(view.device)
     above = view.below[: boundary.number]
     nearer = device, *[source_of(tier.upper, tier.factor) for tier in above]
     max_tokens = max_hit_tokens(request, num_computed_tokens)
@@ -257,18 +252,17 @@ def _plan_fetch(
     searched = Plan(0, searched=(boundary,), fetch_speeds=speeds)
     if fetch is None:
         return searched
-    if not boundary.has_room(name, fetch):
+    if wait is None and not boundary.has_room(name, fetch):
         if boundary.may_queue(name):
             return Plan(None, deferral="queued", queue=boundary)
         return Plan(0, fetch_speeds=speeds)
-    num, speed = size_fetch(view.gate, boundary, fetch)
+    speed = judge_fetch(view.gate, boundary, fetch)
     speeds += () if speed is None else (speed,)
     searched = searched._replace(fetch_speeds=speeds)
-    if not num:
+    if speed == "slow":
         return searched
-    fetched = boundary, fetch, num
     deferred = searched._replace(num_tokens=None, deferral=boundary.name)
-    return deferred._replace(fetch=fetched, nearer=above)
+    return deferred._replace(fetch=(boundary, fetch), nearer=above)
 
 
 class PrefixQuery(NamedTuple):
@@ -320,8 +314,31 @@ def find_fetch(query: PrefixQuery, expected_by: str | None = None) -> Fetch | No
     """Find the blocks of the longest prefix that only the lower tier has, if any.
 
     `expected_by` names a request whose blocks another engine writes to the lower tier,
-    which then counts as having all blocks except those that it reported missing.
+    which then counts as having all blocks except those that it reported missing. If the
+    prefix does not fit into the upper tier, a shorter one is fetched.
     """
+    fetch, num_blocks = _find_fetch(query, expected_by), query.boundary.upper.num_blocks
+    if fetch is None or len(fetch.keys) + len(fetch.upper_rows) <= num_blocks:
+        return fetch
+    if query.boundary.can_truncate:
+        if (num := num_blocks - len(fetch.upper_rows)) <= 0:
+            return None
+        keys, end_tokens = fetch.keys[:num], fetch.end_tokens[:num]
+        return fetch._replace(
+            num_tokens=end_tokens[-1], keys=keys, end_tokens=end_tokens
+        )
+    # Without full attention, a shorter prefix needs other blocks.
+    low, high, found = query.num_computed_tokens, fetch.num_tokens, None
+    while (max_tokens := (low + high) // 2) > low:
+        fetch = _find_fetch(query._replace(max_tokens=max_tokens), expected_by)
+        if fetch and len(fetch.keys) + len(fetch.upper_rows) > num_blocks:
+            high = max_tokens
+        else:
+            low, found = max_tokens, fetch or found
+    return found
+
+
+def _find_fetch(query: PrefixQuery, expected_by: str | None) -> Fetch | None:
     groups, factor = query.boundary.groups, query.boundary.factor
     missing = _find_missing(query, expected_by)
     if missing.num_tokens <= query.num_computed_tokens:
@@ -365,13 +382,12 @@ def find_probe(
     """
     boundary, factor = query.boundary, query.boundary.factor
     missing = _find_missing(query, request_id)
-    max_rows = max(_MAX_PROBED_BLOCKS, boundary.max_fetched)
     runs: list[list[BlockKey]] = []
     starts, num_rows = [], 0
     for spec, keys, unknown in zip(
         boundary.groups, query.keys, missing.unknown, strict=True
     ):
-        if rows := unknown[:max_rows]:
+        if rows := unknown[:_MAX_PROBED_BLOCKS]:
             num_rows += len(rows)
             starts.append(rows[0] * factor * spec.block_size)
             runs.append([keys[(row + 1) * factor - 1] for row in rows])
@@ -386,24 +402,19 @@ def find_probe(
     return (runs, gate.probe_s(boundary.probe_s, num_tokens)), None
 
 
-def size_fetch(gate: Gate, boundary: Boundary, fetch: Fetch) -> tuple[int, Speed]:
-    """Return how many first blocks to fetch now (0 if slow), and the judgement."""
-    room = boundary.max_fetched - boundary.fetches.num_blocks
-    num = len(fetch.keys)
-    for index, key in enumerate(fetch.keys):
-        room -= key not in boundary.fetch_of
-        if room < 0:
-            num = index if boundary.can_truncate else 0
-            break
-    if not num:
-        return 0, None
-    end = fetch.num_tokens
-    if num < len(fetch.keys):
-        end = fetch.end_tokens[num] - fetch.row_tokens
-    num_tokens = max(end - (fetch.end_tokens[0] - fetch.row_tokens), 0)
-    blocks = num * boundary.factor, boundary.fetches.num_blocks * boundary.factor
-    speed = gate.judge_fetch(num_tokens, *blocks, boundary.bytes_per_s)
-    return (0 if speed == "slow" else num), speed
+def judge_fetch(gate: Gate, boundary: Boundary, fetch: Fetch) -> Speed:
+    """Judge the fetch of a whole prefix, after the blocks in flight."""
+    num_tokens = fetch.num_tokens - max(fetch.end_tokens[0] - fetch.row_tokens, 0)
+    blocks = len(fetch.keys) * boundary.factor
+    num_ahead = boundary.fetches.num_blocks * boundary.factor
+    return gate.judge_fetch(num_tokens, blocks, num_ahead, boundary.bytes_per_s)
+
+
+def judge_rest(gate: Gate, boundary: Boundary, request_id: str) -> Speed:
+    """Judge the part of a fetch that has not arrived."""
+    num_blocks, num_tokens = boundary.num_left(request_id)
+    blocks = num_blocks * boundary.factor
+    return gate.judge_fetch(num_tokens, blocks, 0, boundary.bytes_per_s)
 
 
 def _plan_load(
@@ -413,19 +424,19 @@ def _plan_load(
     num_computed_tokens: int,
     current: Load | None,
 ) -> Plan:
-    """Plan the load from the host, and the copies on the device."""
-    load, is_plain = None, False
+    """Plan the load from the host of the blocks that continue the device's prefix."""
     if view.is_plain:
-        load, is_plain = _find_plain_load(view, request, keys, num_computed_tokens)
-    if not is_plain:
-        _, load = find_load(view, request, keys, num_computed_tokens)
+        load = _find_plain_load(view, request, keys, num_computed_tokens)
+    else:
+        load = _find_load(view, request, keys, num_computed_tokens)
     if load is None:
         return _NOTHING
     rows = load.sources
-    if view.rules.delay_shared_loads:
-        shared = _rows_loaded_by_others(view.loads, rows, current)
-        if shared:
-            return Plan(None, deferral="shared", shared=frozenset(shared))
+    is_shared = view.rules.delay_shared_loads and _are_loaded_by_others(
+        view.loads, rows, current
+    )
+    if is_shared:
+        return Plan(None, deferral="shared")
     if not rows.size:
         return Plan(load.num_tokens, load=load)
     num_blocks = rows.size * view.rules.blocks_per_host_block
@@ -433,14 +444,11 @@ def _plan_load(
     speed = view.gate.judge_load(load.num_tokens, num_blocks, ahead)
     if speed == "slow":
         return Plan(0, deferral="gate", load_speed=speed)
-    # Copies end before the step's model runs. With `load_in_step`, the model waits for
-    # transfers as well; otherwise the request waits for them.
-    is_awaited = not view.rules.load_in_step
-    return Plan(load.num_tokens, is_awaited, load=load, load_speed=speed)
+    return Plan(load.num_tokens, is_awaited=True, load=load, load_speed=speed)
 
 
-def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set[int]:
-    """Return the part of `rows` that loads of other requests will read.
+def _are_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> bool:
+    """Whether loads of other requests will read some of `rows`.
 
     Offers do not count: a request with an offer may get no device blocks, and queue
     behind the request that would wait for it.
@@ -449,7 +457,7 @@ def _rows_loaded_by_others(loads: Loads, rows: Ids, current: Load | None) -> set
     for load in loads.by_request.values():
         if load is not current and load.is_taken:
             loaded.update(load.sources.tolist())
-    return loaded.intersection(rows.tolist())
+    return not loaded.isdisjoint(rows.tolist())
 
 
 def max_hit_tokens(request: Request, num_computed_tokens: int) -> int:
@@ -466,49 +474,18 @@ def is_prefilled_elsewhere(request: Request) -> bool:
     return bool(getattr(request, "remote_prefill", False))
 
 
-def find_load(
+def _find_load(
     view: View, request: Request, keys: Keys, num_computed_tokens: int
-) -> tuple[Match, Load | None]:
-    """Find the longest prefix on the device and the host, and the load that it needs.
-
-    The load is None if the request has the whole prefix.
-    """
+) -> Load | None:
+    """Return the load that the longest prefix of device and host needs, if any."""
     groups, factor = view.groups, view.rules.blocks_per_host_block
-
-    def find(device: Source) -> tuple[Match, Load | None]:
-        sources = device, source_of(view.host, factor)
-        max_tokens = max_hit_tokens(request, num_computed_tokens)
-        match = search(groups, keys, max_tokens, sources)
-        if match.num_tokens <= num_computed_tokens:
-            return match, None
-        name = request.request_id
-        return match, _load_of(groups, name, keys, match, num_computed_tokens, factor)
-
-    if view.device is None:
-        return find(first_tokens(num_computed_tokens))
-    match, load = find(source_of(view.device))
-    if load is not None and load.copy_sources.size:
-        # The pool must have room for the request's blocks next to the copy sources.
-        # Otherwise the request might hold the sources and ask again indefinitely.
-        nums = (-(-request.num_tokens // spec.block_size) for spec in groups)
-        offer = view.loads.by_request.get(request.request_id)
-        if _num_free_with_held(view.device, offer, load.copy_sources) < sum(nums):
-            return find(source_of(view.device)._replace(max_tokens=num_computed_tokens))
-    return match, load
-
-
-def _num_free_with_held(pool: DeviceBlockPool, load: Load | None, sources: Ids) -> int:
-    """Count the blocks that would be free with `sources` pinned, `load` dropped."""
-    dropped = NO_IDS
-    if load is not None and load.event == NO_EVENT:
-        blocks_of = load.copy_sources, load.written_blocks, load.copy_targets
-        dropped = np.concatenate(blocks_of)
-    blocks = np.union1d(sources, dropped)
-    held, pins = pool.counts(blocks)
-    pins_then = pins - (blocks[:, None] == dropped).sum(axis=1)
-    is_free_then = (held == 0) & (pins_then == 0) & ~np.isin(blocks, sources)
-    num_free_now = int(((held == 0) & (pins == 0)).sum())
-    return pool.num_free + int(is_free_then.sum()) - num_free_now
+    sources = first_tokens(num_computed_tokens), source_of(view.host, factor)
+    max_tokens = max_hit_tokens(request, num_computed_tokens)
+    match = search(groups, keys, max_tokens, sources)
+    if match.num_tokens <= num_computed_tokens:
+        return None
+    name = request.request_id
+    return _load_of(groups, name, keys, match, num_computed_tokens, factor)
 
 
 def _find_plain_load(
@@ -516,36 +493,17 @@ def _find_plain_load(
     request: Request,
     keys: Sequence[list[BlockKey]],
     num_computed_tokens: int,
-) -> tuple[Load | None, bool]:
-    """Fast `find_load` for most models: one full-attention group, one block per row.
-
-    One call searches both tiers, or only the host after the computed tokens if nothing
-    may be copied on the device.
-
-    Returns:
-        The load, None if the request has the whole prefix; and whether this result is
-        valid: if blocks must be copied, call `find_load` instead.
-    """
+) -> Load | None:
+    """Fast `_find_load` for one full-attention group, one block per row."""
     (spec,), (group_keys,) = view.groups, keys
     usable = max(max_hit_tokens(request, num_computed_tokens), 0) // spec.block_size
-    if usable < len(group_keys):
-        group_keys = group_keys[:usable]
     start = num_computed_tokens // spec.block_size
-    if view.device is not None:
-        on_device, on_host = view.host.find_beside(view.device, group_keys)
-        rows = on_host[start:]
-    else:
-        rows = view.host.find(group_keys[start:])
-        absent = (rows == NO_BLOCK).nonzero()[0]
-        if absent.size:
-            rows = rows[: absent[0]]
+    rows = view.host.find_prefix(group_keys[start:usable])
     if not rows.size:
-        return None, True
-    if view.device is not None and (on_device[start:] != NO_BLOCK).any():
-        return None, False
+        return None
     num = start + rows.size
     num_tokens = rows.size * spec.block_size
-    load = Load(
+    return Load(
         group_keys[start:num],
         rows,
         NO_IDS,
@@ -555,11 +513,7 @@ def _find_plain_load(
         marks=[KeyMark(num, group_keys[num - 1])],
         row_groups=np.zeros(rows.size, np.int32),
         row_indices=np.arange(start, num, dtype=np.int32)[:, None],
-        copy_sources=NO_IDS,
-        copy_groups=NO_IDS,
-        copy_indices=NO_IDS,
     )
-    return load, True
 
 
 def _load_of(
@@ -571,23 +525,16 @@ def _load_of(
     factor: int,
 ) -> Load:
     """Return the load of the blocks that a request needs for its longest prefix."""
-    rows, row_indices, sources, copies = [], [], [], []
+    rows: list[Ids] = []
+    row_indices: list[Ids] = []
     row_keys: list[BlockKey] = []
-    for spec, group_keys, needed, on_device, on_host in zip(
-        groups, keys, match.needed, *match.block_ids, strict=True
+    for spec, group_keys, needed, on_host in zip(
+        groups, keys, match.needed, match.block_ids[-1], strict=True
     ):
         start = num_computed_tokens // spec.block_size
-        missing = needed[start:].nonzero()[0].astype(np.int32) + np.int32(start)
-        # A copy on the device is much cheaper than a transfer.
-        device_blocks = on_device[missing]
-        is_copied = device_blocks != NO_BLOCK
-        if is_copied.any():
-            copies.append(missing[is_copied])
-            sources.append(device_blocks[is_copied])
-            missing = missing[~is_copied]
-        else:
-            copies.append(NO_IDS)
-            sources.append(NO_IDS)
+        missing: NDArray[Any] = needed[start:].nonzero()[0].astype(np.int32) + np.int32(
+            start
+        )
         indices = missing[:, None]
         if factor > 1:
             is_missing = np.zeros(-(-needed.size // factor) * factor, np.bool_)
@@ -611,9 +558,6 @@ def _load_of(
         ],
         row_groups=_array_numbers(rows),
         row_indices=joined(row_indices),
-        copy_sources=joined(sources),
-        copy_groups=_array_numbers(copies),
-        copy_indices=joined(copies),
     )
 
 

@@ -209,6 +209,9 @@ class TierReport:
     # Ended probes: the event, and whether each block is in the tier, run after run.
     probed: tuple[tuple[int, tuple[bool, ...]], ...] = ()
     num_full: int = 0  # Blocks that were not written because the medium is full.
+    # 1 if the worker no longer reaches the medium, -1 if it does again: meanwhile it
+    # answers all moves as failed.
+    num_down: int = 0
 
 
 class Mover(Protocol):
@@ -247,13 +250,9 @@ class OffloadMetadata:
         store_device_blocks: Device blocks that the stores read.
         store_host_blocks: Host blocks that the stores write.
         need_flush: Whether the worker must first wait for all transfers in flight.
-        copy_from_blocks: Device blocks to copy on the device, after the stores and
-            before the loads.
-        copy_to_blocks: The device blocks that these copies write.
         load_sizes: How many of `load_host_blocks` each request of `load_event` loads,
             in order, so that each request is reported as soon as its blocks are
             loaded. Empty to report all requests together.
-        load_in_step: Whether the step's compiled program writes the loads.
         below: The moves to and from tiers below the host, one per tier with moves.
         strict: The facts that strict mode checks; None otherwise. Not in `digest`.
     """
@@ -266,10 +265,7 @@ class OffloadMetadata:
     store_device_blocks: tuple[int, ...]
     store_host_blocks: tuple[int, ...]
     need_flush: bool
-    copy_from_blocks: tuple[int, ...] = ()
-    copy_to_blocks: tuple[int, ...] = ()
     load_sizes: tuple[int, ...] = ()
-    load_in_step: bool = False
     below: tuple[TierMoves, ...] = ()
     strict: Any = None
 
@@ -291,13 +287,11 @@ class OffloadMetadata:
         requests = self.load_event_to_reqs.get(self.load_event, ())
         for ids in (
             (self.load_event, self.store_event, len(requests)),
-            (self.need_flush, self.load_in_step),
+            (self.need_flush,),
             self.load_device_blocks,
             self.load_host_blocks,
             self.store_device_blocks,
             self.store_host_blocks,
-            self.copy_from_blocks,
-            self.copy_to_blocks,
             self.load_sizes,
         ):
             hasher.update(len(ids).to_bytes(8, "little"))

@@ -55,7 +55,10 @@ class Reporting:
         """Counts of stores and loads that have ended so far."""
         host = self._manager
         stats = dataclasses.replace(
-            self._stats, num_evicted=host.num_evicted, num_skipped=host.num_skipped
+            self._stats,
+            num_evicted=host.num_evicted,
+            num_skipped=host.num_skipped,
+            num_declined=host.num_declined,
         )
         for boundary in self._storage:
             stats = stats.with_storage(boundary.counts, boundary.tier.num_evicted)
@@ -136,7 +139,7 @@ class Reporting:
     def explain(
         self, request: Request, num_computed_tokens: int | None = None
     ) -> Explanation:
-        """Return, for each block of a request, where it is or why it is missing.
+        """Return what a request would be offered, and the tier of each of its blocks.
 
         Nothing changes. If the request's keys were rewritten since its last lookup, the
         next lookup drops its fetches and probes; the explanation still counts them.

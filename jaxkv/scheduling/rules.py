@@ -137,19 +137,11 @@ class RuleSettings(Settings):
         "Decline loads that would take longer than recomputing, judging by the rates "
         "passed to `OffloadScheduler.note_rates`.",
     )
-    copy_on_device: bool = settings.flag(
+    keep_heads: bool = settings.flag(
         True,
         "scheduler",
-        "If the device holds a block after a gap in a prefix, copy it on the device "
-        "rather than load it. The block is held from the lookup on: turn this off if "
-        "your engine may leave offers unanswered.",
-    )
-    load_in_step: bool = settings.flag(
-        False,
-        "scheduler",
-        "Write a request's loaded blocks in the step that first runs it "
-        "(`OffloadWorker.take_step_loads`), so that neither the load nor "
-        "`max_blocks_in_flight` delays it.",
+        "Refuse to store a block that would evict an earlier block of its own prefix, "
+        "and store as much of a prefix as fits. `false`: as vLLM does.",
     )
     flush_on_preemption: bool = settings.flag(
         False,
@@ -169,7 +161,7 @@ class RuleSettings(Settings):
         128,
         "scheduler",
         "Maximum blocks being written to the store, and as many being read; fewer if "
-        "the host tier is small.",
+        "the host tier is small. No limit on what a request gets.",
         unit="host blocks",
         minimum=1,
     )
@@ -199,14 +191,6 @@ class RuleSettings(Settings):
             "size, from 0.01 to 100, as in lru*0.5,2;hazard*1;off",
             _checked_shadow,
         ),
-    )
-    remember_drops: int = settings.number(
-        0,
-        "scheduler",
-        "Remember for `OffloadScheduler.explain` why up to this many host blocks were "
-        "evicted or dropped.",
-        unit="host blocks",
-        minimum=0,
     )
     log_requests: bool = settings.flag(
         False,

@@ -181,7 +181,6 @@ class OffloadScheduler(Reporting):
             store_threshold=rules.store_threshold,
             max_unseen_blocks=rules.max_unseen_blocks,
             retention=rules.retention,
-            remember_drops=rules.remember_drops,
             executor=executor,
             alternatives=CANDIDATES if is_auto else (),
         )
@@ -242,8 +241,6 @@ class OffloadScheduler(Reporting):
     def bind_device_block_pool(self, pool: DevicePool) -> None:
         """Bind the engine's pool of device blocks, which are held during transfers.
 
-        Blocks are copied on the device only if it is a `DeviceBlockPool`.
-
         Raises:
             TypeError: `pool` is not a `DevicePool`.
             ValueError: Stores are lazy and `pool` is not a `DeviceBlockPool`; its block
@@ -258,9 +255,7 @@ class OffloadScheduler(Reporting):
         for boundary in self.below:
             boundary.limit_held(pool.num_blocks // factor)
         is_plain = len(self.groups) == factor == 1 and self._is_all_read
-        device = pool if isinstance(pool, DeviceBlockPool) else None
-        copying = device if self.rules.copy_on_device else None
-        tiers = copying, self._manager, self._loads, self.below
+        tiers = self._manager, self._loads, self.below
         self._view = View(
             self.groups, self.rules, self._book, self._gate, *tiers, is_plain
         )
@@ -328,8 +323,8 @@ class OffloadScheduler(Reporting):
 
         Returns:
             The number of tokens offered, or None if the request must ask again in a
-            later step; and whether the request must wait for the load. If not, the KV
-            is on the device when this step's model runs.
+            later step; and whether the request must wait for the load: False if the
+            next token reads none of the offered blocks.
 
         Raises:
             ValueError: `num_computed_tokens` is not whole blocks, or the keys do not
@@ -353,7 +348,7 @@ class OffloadScheduler(Reporting):
             view = view._replace(below=planned.nearer)
         had_offer = name in self._loads.by_request and planned.deferral != "loading"
         if had_offer or planned.load is not None:
-            self._loads.offer(self._pool, name, planned.load, planned.is_awaited)
+            self._loads.offer(self._pool, name, planned.load)
         if planned.num_tokens is not None:
             # The device may have no room for the request: keep its fetched blocks.
             for boundary in self.below:
@@ -374,8 +369,8 @@ class OffloadScheduler(Reporting):
             boundary, runs, wait_s = planned.probe
             boundary.probe(name, runs, wait_s)
         if planned.fetch is not None:
-            boundary, fetch, num = planned.fetch
-            if not boundary.fetch(name, fetch, num):
+            boundary, fetch = planned.fetch
+            if not boundary.fetch(name, fetch):
                 return False
             for nearer in planned.nearer:  # These tiers will have more blocks.
                 nearer.looked_up.pop(name, None)
@@ -430,7 +425,7 @@ class OffloadScheduler(Reporting):
         hits = requests.end_lookup(name), num_external
         if hits[0] is not None:
             requests.caps.pop(name, None)
-        if load is not None:
+        if load is not None and load.num_blocks:
             requests.caps[name] = load.num_computed_tokens
         if num_external:
             self._store_steps.note_tokens(num_external)
@@ -505,8 +500,7 @@ class OffloadScheduler(Reporting):
         budget, loading, storing = None, NO_LOADS, NO_STORES
         if loads.by_request and loads.has_waiting:
             budget = self._budget()
-            loading = loads.issue(pool, budget)
-        # After the loads, which have unpinned the sources of their copies.
+            loading = loads.issue(budget)
         self._chooser.offer_step(pool, ready, is_due=is_due)
         if stores.waiting.keys:
             storing = stores.issue(budget or self._budget())
@@ -529,8 +523,7 @@ class OffloadScheduler(Reporting):
             output: The transfers that workers have completed since the last call.
 
         Returns:
-            The transfers that all workers have completed, except loads that no request
-            waits for.
+            The transfers that all workers have completed.
 
         Raises:
             TypeError: A field of `output` has the wrong type. Then nothing changes.

@@ -44,13 +44,13 @@ class OffloadStats:
     # Times that a host block was not stored because too few requests had asked for it
     # (`OffloadRules.store_threshold`, `max_unseen_blocks`).
     num_skipped: int = 0
+    num_declined: int = 0  # Host blocks that the cache policy did not store.
     num_paused: int = 0  # Blocks not stored because of `pause_unused_stores`.
     num_evicted: int = 0  # Host blocks that were evicted to make room for others.
     num_loads: int = 0  # Loads that arrived, each for one request.
     num_loads_failed: int = 0
     num_loads_declined: int = 0  # Lookups with a load slower than recomputing.
     num_loaded: int = 0  # Blocks loaded from the host.
-    num_copied: int = 0  # Blocks copied on the device instead of loaded.
     num_storage_stored: int = 0  # Blocks written to the store.
     # Blocks not written to the store: too many were in flight; the host had evicted
     # them; the write failed or timed out; the host was reset.
@@ -66,8 +66,8 @@ class OffloadStats:
     num_fetches_declined: int = 0
     num_device_hit_tokens: int = 0  # Tokens of new requests found on the device.
     num_device_query_tokens: int = 0  # Tokens of new requests, found or not.
-    # Tokens of new requests after the device's own prefix: those loaded from the host
-    # or copied on the device; and all of them.
+    # Tokens of new requests after the device's own prefix: those loaded from the host;
+    # and all of them.
     num_host_hit_tokens: int = 0
     num_host_query_tokens: int = 0
 

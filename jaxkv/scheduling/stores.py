@@ -179,13 +179,18 @@ class Stores:
         return max_blocks is not None and len(self.waiting.sources) >= max_blocks
 
     def place(
-        self, pool: DevicePool, offer: Rows, *, is_head: bool
+        self,
+        pool: DevicePool,
+        offer: Rows,
+        *,
+        is_head: bool,
+        head: Callable[[], Sequence[BlockKey]] | None = None,
     ) -> tuple[int, bool]:
         """Place the offered blocks that the host lacks, and queue them to be stored.
 
         Rows that the device does not hold, or that the host has, need no place. If the
         offer begins with the first block of a prefix (`is_head`), the host also evicts
-        its tail first.
+        its tail first. No block of `head`, the keys before the offer, is evicted.
 
         Returns:
             How many of the first rows are placed or need no place, and whether the
@@ -196,6 +201,13 @@ class Stores:
             return 0, True
         blocks = as_ids(offer.device_blocks)
         keys = offer.keys if self._factor == 1 else None
+        kept: NDArray[np.int64] | None = None
+        if (
+            head is not None
+            and num > self._host.num_blocks - self._host.num_held_blocks
+        ):
+            found = self._host.find(head())
+            kept, keys = found[found != NO_BLOCK].astype(np.int64), None
         if isinstance(keys, PackedKeys) and isinstance(pool, DeviceBlockPool):
             # `holds`, `place`, `pin` and `reorder` in one call.
             placement = self._host.place_from(pool, keys, blocks, is_head)
@@ -215,9 +227,17 @@ class Stores:
             if is_held is not None:
                 held_rows = is_held[:num]
                 keys, rows = list(compress(keys, held_rows.tolist())), rows[held_rows]
-            return self._pin_and_queue(pool, self._host.place(keys), rows)
+            if kept is None:
+                placement = self._host.place(keys)
+            else:
+                placement = self._host.place_keeping(keys, kept)
+            return self._pin_and_queue(pool, placement, rows)
 
-        num = self._place_or_halve(num, place_first)
+        end, num = num, self._place_or_halve(num, place_first)
+        if self._rules.keep_heads and 0 < num < end:
+            end = min(end, 2 * num + 1)
+            while (middle := (num + end) // 2) > num:
+                num, end = (middle, end) if place_first(middle) else (num, middle)
         if is_head:
             # The host must evict the tail of a prefix before its head.
             self._host.reorder(offer.keys)
@@ -341,7 +361,6 @@ class Stores:
     def _fail(self, keys: list[BlockKey]) -> None:
         """Give up the host blocks of stores that have failed."""
         self._host.complete_store(keys, False)
-        self._host.drops.note(keys, "store failed")
         self.stats.num_dropped_failed += len(keys) * self._factor
         for notify in self._listeners.stored:
             notify(keys, False)

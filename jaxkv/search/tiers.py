@@ -2,7 +2,7 @@
 
 vLLM 0.19.1 searches the device first, and the host only after the device's prefix. If
 the device evicted a block in the middle of a prefix, reuse ends there unless the host
-has all later blocks. Here a block may be in any tier.
+has all later blocks. Here each later block may be in any tier below the device.
 """
 
 from __future__ import annotations

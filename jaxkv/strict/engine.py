@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.strict.blocks import PoolBlocks, StrictError
-from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
+from jaxkv.transfer import Completion, Ticket, TransferEngine
 from jaxkv.transfer.ids import BlockIdsLike
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.ownership import owned
@@ -152,51 +152,30 @@ class StrictTransferEngine(TransferEngine):
         host_block_ids: BlockIdsLike,
         device_block_ids: BlockIdsLike,
         sizes: Sequence[int] | None,
-        in_step: bool,
     ) -> tuple[PyTree, list[Ticket]]:
-        if in_step:
-            pool = self._blocks.copied(pool)
-            ids = host_block_ids, device_block_ids
-            pool, tickets = super()._load(pool, *ids, sizes, in_step)
-        else:
-            checked = self._checked_load(pool, host_block_ids, device_block_ids, sizes)
-            sizes = checked.sizes
-            tickets = [Ticket("load", self._queue.next_number()) for _ in sizes]
+        checked = self._checked_load(pool, host_block_ids, device_block_ids, sizes)
+        tickets = [Ticket("load", self._queue.next_number()) for _ in checked.sizes]
         host = np.asarray(host_block_ids, np.int64)
         device = np.asarray(device_block_ids, np.int64).reshape(len(host), -1)
         first = 0
-        for ticket, size in zip(tickets, sizes or [len(host)], strict=True):
+        for ticket, size in zip(tickets, checked.sizes, strict=True):
             rows = slice(first, first + size)
             first += size
             flight = self._begin(ticket, device[rows], host[rows])
-            if in_step:
-                flight.issued = ticket
-            elif self._fail_loads:
+            if self._fail_loads:
                 self._num_loads += 1
                 flight.must_fail = self._num_loads % self._fail_loads == 0
         self._num_calls += 1
-        if not in_step:
-            pool = self._without_garbage(pool)
-            flights = [self._flights[ticket] for ticket in tickets]
-            blocks = [block for flight in flights for block in flight.blocks]
-            before = self._blocks.sums(pool, blocks) or {}
-            pool = self._blocks.spoiled(pool, blocks)
-            sums = self._blocks.sums(pool, blocks) or {}
-            for flight in flights:
-                both = sums.keys() & before.keys() & set(flight.blocks)
-                flight.sums = {block: (sums[block], before[block]) for block in both}
+        pool = self._without_garbage(pool)
+        flights = [self._flights[ticket] for ticket in tickets]
+        blocks = [block for flight in flights for block in flight.blocks]
+        before = self._blocks.sums(pool, blocks) or {}
+        pool = self._blocks.spoiled(pool, blocks)
+        sums = self._blocks.sums(pool, blocks) or {}
+        for flight in flights:
+            both = sums.keys() & before.keys() & set(flight.blocks)
+            flight.sums = {block: (sums[block], before[block]) for block in both}
         return pool, tickets
-
-    @owned
-    def copy(
-        self,
-        pool: PyTree,
-        source_block_ids: Sequence[int],
-        target_block_ids: Sequence[int],
-    ) -> PyTree:
-        """Copy device blocks to other device blocks; see `TransferEngine.copy`."""
-        pool = self._blocks.copied(pool)
-        return super().copy(pool, source_block_ids, target_block_ids)
 
     @owned
     def advance(self, pool: PyTree) -> PyTree:
@@ -250,15 +229,6 @@ class StrictTransferEngine(TransferEngine):
         if flight is not None:
             del self._flights[ticket]
             self._forget(ticket, flight)
-
-    @owned
-    def take_step_loads(
-        self, pool: PyTree, num_extents: int
-    ) -> tuple[PyTree, StepLoads]:
-        """Return the loads for the next program; see `TransferEngine`."""
-        if self.has_step_loads:
-            pool = self._blocks.copied(pool)
-        return super().take_step_loads(pool, num_extents)
 
     @owned
     def write_host(
@@ -334,7 +304,7 @@ class StrictTransferEngine(TransferEngine):
         device = device[:, 0] if device.shape[1] == 1 else device
         host = np.concatenate([flight.host_ids for flight in flights])
         sizes = [len(flight.host_ids) for flight in flights]
-        pool, tickets = super()._load(pool, host, device, sizes, False)
+        pool, tickets = super()._load(pool, host, device, sizes)
         for flight, ticket in zip(flights, tickets, strict=True):
             flight.issued = ticket
         return pool

@@ -231,7 +231,7 @@ class StrictOffloadScheduler(OffloadScheduler):
     ) -> StepFacts:
         """Return the facts of a step; forget blocks that others may write."""
         in_tables: set[int] = set()
-        written = {*meta.load_device_blocks, *meta.copy_to_blocks}
+        written = {*meta.load_device_blocks}
         uncomputed = set(self._allocated)
         computed: dict[int, tuple[str, BlockKey]] = {}
         for name, entry in self._requests.items():

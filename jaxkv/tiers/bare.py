@@ -48,6 +48,7 @@ class BareTier:
         self.listens = listens
         self.num_stored = 0
         self.num_evicted = 0
+        self.num_declined = 0
         self.num_removed = 0  # Blocks evicted, discarded, or whose stores failed.
 
     def begin(self, course: Course, keys: Words, now_ms: int, num_tokens: int) -> None:
@@ -81,6 +82,7 @@ class BareTier:
             return
         if passes is not None:
             passes = passes[first_new - start : end - start]
+        num_declined = self.num_declined
         num_done, stored = self.place(keys[first_new:end], passes)
         if stored is not None:
             course.in_flight.append(stored)
@@ -89,7 +91,8 @@ class BareTier:
         course.is_ordered = (end - first_new) * REORDER_SHARE >= end
         if course.is_ordered:
             self.executor.touch(keys[:end], False)
-        if first_new == 0 and course.num_known == end and passes is None:
+        has_all = passes is None and num_declined == self.num_declined
+        if first_new == 0 and course.num_known == end and has_all:
             course.whole_at = self.num_removed
 
     def end(
@@ -138,6 +141,7 @@ class BareTier:
         store = self.executor.prepare_store(keys)
         if store is not None:
             self.num_stored += store.num_stored
+            self.num_declined += store.num_declined
             self.num_evicted += len(store.evicted_keys)
             self.num_removed += len(store.evicted_keys)
         return store

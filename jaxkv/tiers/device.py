@@ -55,9 +55,7 @@ class DeviceTier:
     ref_cnt: NDArray[np.int32]
     """i32[B]. Holders (requests) of each block; always 0 for the null block."""
     pins: NDArray[np.int32]
-    """i32[B]. Transfers and offers that keep each block from being allocated."""
-    offers: NDArray[np.int32]
-    """i32[B]. Unanswered offers among the `pins`."""
+    """i32[B]. Transfers that keep each block from being allocated."""
     newer: NDArray[np.int32]
     """i32[B]. The next block in the free queue; the null block after the last, -1 for a
     held block."""
@@ -66,7 +64,7 @@ class DeviceTier:
     for a held block."""
     num_free: NDArray[np.int32]  # i32[]. Blocks neither held nor pinned.
     num_pending_free: NDArray[np.int32]
-    """i32[]. Blocks without holders that transfers pin, but no offer does."""
+    """i32[]. Blocks without holders that transfers pin."""
 
 
 def init(num_blocks: int) -> DeviceTier:
@@ -80,7 +78,6 @@ def init(num_blocks: int) -> DeviceTier:
         preceding=np.full(num_blocks, NO_LINK, np.int32),
         ref_cnt=np.zeros(num_blocks, np.int32),
         pins=np.zeros(num_blocks, np.int32),
-        offers=np.zeros(num_blocks, np.int32),
         # The null block closes the ring.
         newer=np.roll(blocks, -1),
         older=np.roll(blocks, 1),
@@ -93,8 +90,7 @@ def check(tier: DeviceTier) -> None:
     """Raise AssertionError if the state breaks an invariant."""
     num_blocks = len(tier.ref_cnt)
     assert tier.ref_cnt.min() >= 0
-    assert tier.offers.min() >= 0
-    assert (tier.pins >= tier.offers).all()
+    assert tier.pins.min() >= 0
     assert tier.ref_cnt[NULL_BLOCK] == tier.pins[NULL_BLOCK] == 0
     assert not tier.has_key[NULL_BLOCK]
     assert (tier.copies[~tier.has_key] == NO_BLOCK).all()
@@ -107,9 +103,9 @@ def check(tier: DeviceTier) -> None:
         block = int(tier.newer[block])
     unheld = np.flatnonzero(tier.ref_cnt == 0)[1:].tolist()
     assert sorted(queue) == unheld
-    pins, offers = tier.pins[queue], tier.offers[queue]
+    pins = tier.pins[queue]
     assert int(tier.num_free) == np.count_nonzero(pins == 0)
-    assert int(tier.num_pending_free) == np.count_nonzero((pins > 0) & (offers == 0))
+    assert int(tier.num_pending_free) == np.count_nonzero(pins)
 
     directory = tier.directory
     used = np.flatnonzero(directory.entries < num_blocks)
@@ -227,8 +223,8 @@ class DeviceBlockPool:
                 "allocate": (bound, 1, ids, flags, keys),
                 "touch": (bound, ids),
                 "free": (bound, ids),
-                "pin": (bound, ids, False),
-                "unpin": (bound, ids, False),
+                "pin": (bound, ids),
+                "unpin": (bound, ids),
                 "cache": (bound, ids, input_keys, flags),
                 "evict": (bound, ids, flags, keys),
             },
@@ -243,8 +239,7 @@ class DeviceBlockPool:
     def num_pending_free(self) -> int:
         """Blocks that become free once transfers in flight end.
 
-        An engine that preempts until it has enough blocks counts these, too. Blocks
-        pinned by an unanswered offer do not count.
+        An engine that preempts until it has enough blocks counts these, too.
         """
         return int(self.state.num_pending_free)
 
@@ -403,25 +398,24 @@ class DeviceBlockPool:
             )
         self.num_changes += 1
 
-    def pin(self, block_ids: BlockIds, *, is_offer: bool = False) -> None:
+    def pin(self, block_ids: BlockIds) -> None:
         """Keep blocks that a transfer reads from being allocated.
 
         A pinned block keeps its place in the free queue: once unpinned, it is allocated
-        as early as if there had been no transfer. `is_offer` marks the pins of an
-        offer, which may never be answered: `num_pending_free` excludes such blocks.
+        as early as if there had been no transfer.
         """
         ids = as_ids(block_ids)
-        if self._native.pin(self.bound, ids, is_offer) >= 0:
+        if self._native.pin(self.bound, ids) >= 0:
             self._refuse_outside(ids)
 
-    def unpin(self, block_ids: BlockIds, *, is_offer: bool = False) -> None:
-        """Remove pins that were added with the same `is_offer`.
+    def unpin(self, block_ids: BlockIds) -> None:
+        """Remove pins.
 
         Raises:
-            ValueError: If a block has too few such pins; then none is removed.
+            ValueError: If a block has too few pins; then none is removed.
         """
         ids = as_ids(block_ids)
-        bad_row = self._native.unpin(self.bound, ids, is_offer)
+        bad_row = self._native.unpin(self.bound, ids)
         if bad_row >= 0:
             self._refuse_outside(ids)
             raise ValueError(

@@ -177,19 +177,19 @@ def free(tier: Any, block_ids: Any) -> Any:
 
 
 @compiled
-def pin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
+def pin(tier: Any, block_ids: Any) -> Any:
     """Add a pin for each time that a block is listed."""
     bad_row = find_outside(tier, block_ids)
     if bad_row >= 0:
         return bad_row
     for block in block_ids:
         if block > NULL_BLOCK:
-            add_pins(tier, block, 1, is_offer)
+            add_pins(tier, block, 1)
     return -1
 
 
 @compiled
-def unpin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
+def unpin(tier: Any, block_ids: Any) -> Any:
     """Remove a pin for each time that a block is listed.
 
     A row is bad if its block has too few pins.
@@ -200,22 +200,19 @@ def unpin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         if block > NULL_BLOCK:
-            num_offers = tier.offers[block]
-            if (num_offers if is_offer else tier.pins[block] - num_offers) == 0:
-                pin(tier, block_ids[:row], is_offer)
+            if tier.pins[block] == 0:
+                pin(tier, block_ids[:row])
                 return row
-            add_pins(tier, block, -1, is_offer)
+            add_pins(tier, block, -1)
     return -1
 
 
 @inlined
-def add_pins(tier: Any, block: int, num: int, is_offer: bool) -> None:
+def add_pins(tier: Any, block: int, num: int) -> None:
     """Change the pins of a block by `num`, 1 or -1."""
     if tier.ref_cnt[block] == 0:
         _count_free(tier, block, -1)
     tier.pins[block] += num
-    if is_offer:
-        tier.offers[block] += num
     if tier.ref_cnt[block] == 0:
         _count_free(tier, block, 1)
 
@@ -225,7 +222,7 @@ def _count_free(tier: Any, block: int, num: int) -> None:
     """Add `num` to `num_free` or `num_pending_free`, for a block without holders."""
     if tier.pins[block] == 0:
         tier.num_free[()] += num
-    elif tier.offers[block] == 0:
+    else:
         tier.num_pending_free[()] += num
 
 

@@ -56,6 +56,8 @@ class Store(NamedTuple):
     """i64[n]. NO_BLOCK where the key is already known or repeats an earlier one."""
     evicted_keys: Words
     """u32[m, 8]. In the order of eviction. Valid until the next call."""
+    num_declined: int = 0
+    """Keys that the policy does not want to store."""
 
 
 class Step(NamedTuple):
@@ -68,20 +70,24 @@ class Step(NamedTuple):
     """i64[n]. The blocks of the hits, then those of `Store`."""
     evicted_keys: Words | None
     """u32[m, 8]. The same as in `Store`; None if there was no room."""
+    num_declined: int = 0
+    """The same as in `Store`."""
 
 
-def _as_store(counts: tuple[int, int], block_ids: Ids, evicted: Words) -> Store | None:
-    num_stored, num_evicted = counts
+def _as_store(
+    counts: tuple[int, int, int], block_ids: Ids, evicted: Words
+) -> Store | None:
+    num_stored, num_evicted, num_declined = counts
     if num_evicted < 0:
         return None
-    return Store(num_stored, block_ids, evicted[:num_evicted])
+    return Store(num_stored, block_ids, evicted[:num_evicted], num_declined)
 
 
-def _as_step(counts: tuple[int, int, int], block_ids: Ids, evicted: Words) -> Step:
-    num_hits, num_stored, num_evicted = counts
+def _as_step(counts: tuple[int, int, int, int], block_ids: Ids, evicted: Words) -> Step:
+    num_hits, num_stored, num_evicted, num_declined = counts
     if num_evicted < 0:
         return Step(num_hits, num_stored, block_ids, None)
-    return Step(num_hits, num_stored, block_ids, evicted[:num_evicted])
+    return Step(num_hits, num_stored, block_ids, evicted[:num_evicted], num_declined)
 
 
 class Op(Generic[Arguments, Answer]):
@@ -233,15 +239,6 @@ class NativeExecutor(_Operations):
             refuse_outside(block_ids, len(self._ref_cnt), min_id)
         return ok
 
-    def find_beside(self, device: Bound, keys: Words) -> tuple[int, Blocks, Blocks]:
-        """Find the longest prefix whose blocks are on the device or readable here.
-
-        Return its length n, and each key's device and host block; valid for n rows.
-        """
-        on_device, on_host = np.empty((2, len(keys)), np.int32)
-        num = self._call("find_beside", device, self._bound, keys, on_device, on_host)
-        return num, on_device, on_host
-
     def place_from(
         self, device: Bound, keys: Words, sources: Ids, is_head: bool
     ) -> Store | None:
@@ -346,13 +343,6 @@ class XlaExecutor(_Operations):
         self.state, ok = _complete_step(self.state, padded, np.int32(num_hits))
         return bool(ok)
 
-    def find_beside(self, device: Bound, keys: Words) -> tuple[int, Blocks, Blocks]:
-        on_device, on_host = np.empty(len(keys), np.int32), self.find_readable(keys)
-        device_native.find(device, keys, on_device)
-        is_missing = (on_device == NO_BLOCK) & (on_host == NO_BLOCK)
-        num = int(is_missing.argmax()) if is_missing.any() else len(keys)
-        return num, on_device, on_host
-
     def next_victims(
         self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
     ) -> tuple[int, int]:
@@ -389,6 +379,12 @@ def make_executor(
             state = host_state.init(policy)
     if name == "native" and policy.native is not None:
         return NativeExecutor(policy, state)
+    if not policy.is_pure:
+        name_of_policy = type(state.policy).__name__.removesuffix("State").lower()
+        raise ValueError(
+            "executor='xla' runs policies with pure functions, such as 'lru' and "
+            f"'arc', not {name_of_policy!r}: use executor='native'."
+        )
     return XlaExecutor(policy, state)
 
 

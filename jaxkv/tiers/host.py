@@ -16,7 +16,7 @@ from jaxkv.tiers.base import (
     PrepareStoreOutput,
     RequestStepOutput,
 )
-from jaxkv.tiers.executors import make_executor
+from jaxkv.tiers.executors import Store, make_executor
 from jaxkv.tiers.index import NO_IDS, BlockIndex
 from jaxkv.types import KEY_BYTES, NO_BLOCK
 
@@ -111,12 +111,18 @@ class OffloadingManager(BlockIndex):
         names, words, any_foreign = lay_out(block_hashes)
         if self._reuse is not None or not 0 < len(names) <= self.policy.max_batch:
             return self._step_by_step(names)
-        num_hits, num_stored, block_ids, evicted = self.executor.request_step(words)
+        step = self.executor.request_step(words)
+        num_hits, block_ids = step.num_hits, step.block_ids
         store = None
-        if evicted is not None:
+        if step.evicted_keys is not None:
             misses = list(islice(names, num_hits, None)), words[num_hits:], any_foreign
-            answer = num_stored, block_ids[num_hits:], evicted
-            store = _as_output(self._record_placement(*misses, *answer))
+            placed = Store(
+                step.num_stored,
+                block_ids[num_hits:],
+                step.evicted_keys,
+                step.num_declined,
+            )
+            store = _as_output(self._record_placement(*misses, placed))
             store.rows += num_hits
         loads = LoadStoreSpec(block_ids[:num_hits])
         return RequestStepOutput(num_hits, loads, store, (self.executor, block_ids))

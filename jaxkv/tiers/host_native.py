@@ -50,36 +50,6 @@ def find_readable(state: Any, keys: Any, block_ids: Any) -> None:
 
 
 @compiled
-def find_beside(
-    device: Any, state: Any, keys: Any, on_device: Any, on_host: Any
-) -> Any:
-    """Find the longest prefix whose blocks are on the device, or readable on the host.
-
-    Write each key's device block and host block (i32[K] each), NO_BLOCK for none.
-    Return the length n of the prefix. Only the first n rows are valid.
-    """
-    policy = state.policy
-    num_keys = keys.shape[0]
-    entries = empty(num_keys, np.int32)
-    start, width = 0, 8
-    # Look up growing parts: no key after the first miss needs a look-up.
-    while start < num_keys:
-        stop = lesser(start + width, num_keys)
-        part = keys[start:stop]
-        directory_lib.native_find(device.directory, part, on_device[start:stop])
-        functions_of(policy).find(
-            policy, part, entries[start:stop], on_host[start:stop]
-        )
-        for row in range(start, stop):
-            if not _is_readable(state, on_host[row]):
-                on_host[row] = NO_BLOCK
-                if on_device[row] == NO_BLOCK:
-                    return row
-        start, width = stop, 4 * width
-    return num_keys
-
-
-@compiled
 def lookup(state: Any, keys: Any) -> Any:
     """Return how many leading keys have readable blocks."""
     num_keys = keys.shape[0]
@@ -202,7 +172,7 @@ def prepare_store(
 
     Write each key's new block, NO_BLOCK if the key is present or repeats an earlier
     one, and the evicted keys (u32[K, 8]) in the order of eviction. Return the number of
-    keys to store, and of evicted keys, -1 if there was no room.
+    keys to store, of evicted keys, -1 if there was no room, and of declined keys.
     """
     entries, present = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, present)
@@ -223,7 +193,7 @@ def place_from(
     """Run `prepare_store`, and pin the device blocks of the keys to store.
 
     `sources` (i64[K]) has each key's device block. If one does not have its key, change
-    nothing and return 0, -1. If the keys begin a prefix (`is_head`), reorder them.
+    nothing and return 0, -1, 0. If the keys begin a prefix (`is_head`), reorder them.
     """
     for row in range(keys.shape[0]):
         block = sources[row]
@@ -232,18 +202,18 @@ def place_from(
             and device.has_key[block]
             and same_row(device.directory.keys, block, keys, row)
         ):
-            return 0, -1
-    num_stored, num_evicted = prepare_store(
+            return 0, -1, 0
+    num_stored, num_evicted, num_declined = prepare_store(
         state, variant, keys, block_ids, evicted_keys
     )
     if num_evicted < 0:
-        return 0, -1
+        return 0, -1, 0
     for row in range(keys.shape[0]):
         if block_ids[row] != NO_BLOCK:
-            device_native.add_pins(device, sources[row], 1, False)
+            device_native.add_pins(device, sources[row], 1)
     if is_head:
         touch(state, variant, keys, False)
-    return num_stored, num_evicted
+    return num_stored, num_evicted, num_declined
 
 
 @compiled
@@ -325,7 +295,8 @@ def request_step(
     """Serve a request: pin the hits, its readable prefix; allocate for other keys.
 
     Write the blocks of the hits, and then what `prepare_store` writes. Return the
-    number of hits, of keys to store, and of evicted keys, -1 if there was no room.
+    number of hits, of keys to store, of evicted keys, -1 if there was no room, and of
+    declined keys.
     """
     num_keys = keys.shape[0]
     entries, present = _two_rows(num_keys)
@@ -336,11 +307,11 @@ def request_step(
     while num_hits < num_keys and is_ready[num_hits]:
         num_hits += 1
     functions_of(state.policy).touch(state.policy, variant, entries, is_ready)
-    num_stored, num_evicted = _store(
+    num_stored, num_evicted, num_declined = _store(
         state, variant, keys, present, num_hits, block_ids, evicted_keys
     )
     copy_items(block_ids, 0, present, num_hits)
-    return num_hits, num_stored, num_evicted
+    return num_hits, num_stored, num_evicted, num_declined
 
 
 @inlined
@@ -406,15 +377,22 @@ def _store(
     num_missing = directory_lib.mark_first(keys, is_missing)
     num_blocks = ref_cnt.shape[0]
     num_free = pool.num_freed[()] + num_blocks - pool.num_allocated[()]
-    num_evicted = greater(num_missing - num_free, 0)
     for row in range(num_hits):
         ref_cnt[present[row]] += 1
+    num_declined = 0
+    num_evicted = greater(num_missing - num_free, 0)
     victims = empty(num_evicted, np.int32)
     if num_evicted:
         # Protect the blocks of this batch's keys. A block in flight stays at -1.
         for block in present:
             if block != NO_BLOCK:
                 ref_cnt[block] |= _PROTECTION
+        num_admitted = functions_of(state.policy).admit(
+            state.policy, variant, keys, is_missing, num_free, ref_cnt
+        )
+        num_declined = num_missing - num_admitted
+        num_missing = num_admitted
+        num_evicted = greater(num_missing - num_free, 0)
         has_evicted = functions_of(state.policy).evict(
             state.policy, variant, num_evicted, ref_cnt, victims, evicted_keys
         )
@@ -424,7 +402,7 @@ def _store(
         if not has_evicted:
             for row in range(num_keys):
                 block_ids[row] = NO_BLOCK
-            return 0, -1
+            return 0, -1, 0
 
     # Allocate never-used blocks first, then victims, then freed blocks.
     num_fresh = lesser(num_missing, num_blocks - pool.num_allocated[()])
@@ -454,7 +432,7 @@ def _store(
             num_stored += 1
         elif allocated[row] != NO_BLOCK:
             _free(pool, allocated[row])
-    return num_stored, num_evicted
+    return num_stored, num_evicted, num_declined
 
 
 @compiled

@@ -66,6 +66,8 @@ class StoreAnswer(NamedTuple):
     """i32[]. Keys to store."""
     num_evicted: Array
     """i32[]. Evicted keys; -1 if there was no room, and nothing changed."""
+    num_declined: Array
+    """i32[]. Keys that the policy does not want to store."""
     block_ids: Array
     """i32[K]. The block for each key, NO_BLOCK where the key is already known, repeats
     an earlier one, or is padding."""
@@ -82,6 +84,8 @@ class StepAnswer(NamedTuple):
     """i32[]. Keys to store after the prefix."""
     num_evicted: Array
     """i32[]. Evicted keys; -1 if there was no room, and no key is stored."""
+    num_declined: Array
+    """i32[]. Keys that the policy does not want to store."""
     block_ids: Array
     """i32[K]. Blocks to load for the first `num_hits` keys, blocks to store for the
     others; NO_BLOCK where a later key is already known, repeats an earlier one, or is
@@ -304,18 +308,23 @@ def _store(
     (bool[K] or bool[]).
     """
     missing &= first_occurrence(keys, missing)
-    rank = running_count(missing) - 1
-    num_missing = rank[-1] + 1
-    num_short = jnp.maximum(num_missing - _num_free(state.pool), 0)
+    num_free = _num_free(state.pool)
     # During the eviction, `protection` makes blocks in `present` look like being read,
     # even at NOT_READY. Counts fit 32 bits even if all rows have the same block.
     protection = _PROTECTION // keys.shape[0]
     batch = _index(state, present)
     readers = jnp.broadcast_to(is_hit, present.shape).astype(jnp.int32)
     ref_cnt = state.ref_cnt.at[batch].add(readers + protection, mode="drop")
+    wanted = missing
+    if policy.admit is not None:
+        wanted &= policy.admit(state.policy, keys, missing, num_free, ref_cnt)
+    num_declined = jnp.sum(missing & ~wanted, dtype=jnp.int32)
+    rank = running_count(wanted) - 1
+    num_missing = rank[-1] + 1
+    num_short = jnp.maximum(num_missing - num_free, 0)
     evicted = policy.evict(state.policy, num_short, ref_cnt, keys.shape[0])
 
-    rank = jnp.where(missing & evicted.ok, rank, NO_BLOCK)
+    rank = jnp.where(wanted & evicted.ok, rank, NO_BLOCK)
     num_new = jnp.where(evicted.ok, num_missing, 0)
     num_evicted = jnp.where(evicted.ok, num_short, 0)
     pool, block_ids = _allocate(
@@ -331,7 +340,8 @@ def _store(
     )
     num_stored = jnp.sum(inserted.inserted, dtype=jnp.int32)
     num_evicted = jnp.where(evicted.ok, num_short, -1)
-    answer = StoreAnswer(num_stored, num_evicted, stored, evicted.keys)
+    num_declined = jnp.where(evicted.ok, num_declined, 0)
+    answer = StoreAnswer(num_stored, num_evicted, num_declined, stored, evicted.keys)
     return HostState(inserted.state, ref_cnt, pool), answer
 
 

@@ -39,15 +39,14 @@ from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.executors import (
     Executor,
     ExecutorName,
-    Ids,
     NativeExecutor,
     Positions,
+    Store,
     Words,
     make_executor,
 )
 from jaxkv.tiers.key_memory import (
     MAX_TRACKED,
-    DropReasons,
     RetentionNotes,
     ReuseFilter,
 )
@@ -86,7 +85,6 @@ class BlockIndex:
             keys whose priority is kept until they are stored. The oldest are forgotten.
         retention: Whether `retain` can set priorities, with any policy; see
             `jaxkv.make_retained`.
-        remember_drops: Max absent keys whose drop reason is kept in `drops`.
         executor: "native" for compiled functions that update NumPy arrays, if the
             policy has them; "xla" for the pure functions as XLA programs.
         medium: The tier's name in events.
@@ -118,7 +116,6 @@ class BlockIndex:
         max_unseen_blocks: int | None = None,
         max_tracker_size: int = MAX_TRACKED,
         retention: bool = False,
-        remember_drops: int = 0,
         executor: ExecutorName = "native",
         medium: str = HOST_MEDIUM,
         alternatives: Sequence[str] = (),
@@ -129,7 +126,6 @@ class BlockIndex:
             ("store_threshold", store_threshold, 0),
             ("max_unseen_blocks", max_unseen_blocks, 0),
             ("max_tracker_size", max_tracker_size, 1),
-            ("remember_drops", remember_drops, 0),
         ):
             if not (value is None and name == "max_unseen_blocks"):
                 check_whole(min_value, **{name: value})
@@ -155,7 +151,6 @@ class BlockIndex:
         self.retains = self.policy.retains
         check_type(bool, "True or False", enable_events=enable_events)
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
-        self.drops = DropReasons(remember_drops)
         self.num_held_blocks = 0  # Including stores in progress.
         self.num_evicted = 0
         self.num_removed = 0  # Evicted, discarded, cleared, or failed to store.
@@ -164,7 +159,8 @@ class BlockIndex:
         self.removed_keys: list[Words] | None = None
         self.num_found = 0  # Added by listings and probes.
         self.num_unindexed = 0  # In the medium, but without room in this index.
-        self.num_skipped = 0  # Keys that a look-up filter kept from being stored.
+        # Keys that a look-up filter, or the policy, kept from being stored.
+        self.num_skipped = self.num_declined = 0
         self._executor_name: ExecutorName = executor
         self.executor: Executor = make_executor(self.policy, executor)
         # Callers' keys of other lengths than 32 bytes, by their hash.
@@ -355,7 +351,7 @@ class BlockIndex:
         store = self.executor.prepare_store(words)
         if store is None:
             return None
-        placement = self._record_placement(names, words, any_foreign, *store)
+        placement = self._record_placement(names, words, any_foreign, store)
         if rows is not None:
             placed = slice(None) if placement.rows is None else placement.rows
             placement = placement._replace(rows=np.array(rows, np.int64)[placed])
@@ -388,7 +384,7 @@ class BlockIndex:
         store = executor.place_from(pool.bound, keys.words, ids, is_head)
         if store is None:
             return None
-        return self._record_placement(keys, keys.words, keys.has_foreign, *store)
+        return self._record_placement(keys, keys.words, keys.has_foreign, store)
 
     def next_device_victims(self, pool: DeviceBlockPool, num: int) -> Victims:
         """Return `DeviceBlockPool.next_victims`, with their copies in this tier.
@@ -427,19 +423,13 @@ class BlockIndex:
             return np.empty(0, np.int32)
         return self.executor.find_readable(words)
 
-    def find_beside(
-        self, pool: DeviceBlockPool, keys: Iterable[BlockKey]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Find the longest prefix whose blocks are on the device or readable here.
-
-        Returns the device blocks and this tier's blocks of its n keys, i32[n] each.
-        Each key has NO_BLOCK in at most one of them.
-        """
-        names, words = pack(keys)
-        if not names:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
-        num, on_device, on_host = self.executor.find_beside(pool.bound, words)
-        return on_device[:num], on_host[:num]
+    def find_prefix(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
+        """Return the readable blocks of the first n keys that all have one: i32[n]."""
+        _, words = pack(keys)
+        num = self.executor.lookup(words) if len(words) else 0
+        if not num:
+            return np.empty(0, np.int32)
+        return self.executor.find_readable(words[:num])
 
     def contains(self, keys: Iterable[bytes]) -> NDArray[np.bool_]:
         """Whether each key has a block, stores in progress included: bool[n]."""
@@ -517,7 +507,6 @@ class BlockIndex:
         discarded = list(compress(names, self.executor.discard(words).tolist()))
         self._record_removal(discarded)
         self._add_event(discarded, removed=True)
-        self.drops.note(discarded, "load failed")
 
     def clear(self) -> None:
         """Remove all blocks at once, including those in flight.
@@ -530,7 +519,6 @@ class BlockIndex:
             self.removed_keys.clear()
         self.num_held_blocks = 0
         self._names.clear()
-        self.drops.clear()
         self._notes.clear()
         if self.events is not None:
             self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
@@ -676,7 +664,6 @@ class BlockIndex:
         for policy in self._policies:
             scratch = make_executor(policy, self._executor_name)
             _, words = pack([bytes(KEY_BYTES)])
-            scratch.find_beside(pool.bound, words)
             if is_lazy:
                 pool.next_victims(0, scratch.next_victims)
             elif isinstance(scratch, NativeExecutor):
@@ -747,12 +734,12 @@ class BlockIndex:
         names: Sequence[bytes],
         words: Words,
         any_foreign: bool,
-        num_stored: int,
-        block_ids: Ids,
-        evicted_keys: Words,
+        store: Store,
     ) -> Placement:
         """Record a store; `block_ids` has NO_BLOCK for each key that is not stored."""
+        num_stored, block_ids, evicted_keys, num_declined = store
         to_store, rows = names, None
+        self.num_declined += num_declined
         if num_stored < len(names):
             rows = np.flatnonzero(block_ids != NO_BLOCK)
             if isinstance(names, UnlistedKeys):
@@ -777,10 +764,9 @@ class BlockIndex:
         self.num_removed += num_evicted
         if self.removed_keys is not None and num_evicted:
             self.removed_keys.append(evicted_keys.copy())
-        if self.events is not None or self.drops.is_enabled:
+        if self.events is not None:
             evicted = list(evicted)
             self._add_event(evicted, removed=True)
-            self.drops.note(evicted, "evicted")
         return Placement(to_store, rows, block_ids, evicted)
 
     def _record_removal(self, names: list[bytes]) -> None:

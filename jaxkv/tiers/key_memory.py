@@ -1,8 +1,7 @@
 """Bounded memory of keys, resident or not.
 
 `ReuseFilter` counts look-ups, so that only reused keys are stored. `RetentionNotes`
-keeps the priorities of blocks until they are stored. `DropReasons` keeps the reasons
-why blocks are not on the host.
+keeps the priorities of blocks until they are stored.
 """
 
 from __future__ import annotations
@@ -10,19 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Literal, TypeAlias
 
 from jaxkv.tiers.retention import Retention
 from jaxkv.types import BlockKey
 
 MAX_TRACKED = 64_000
 """The default number of keys whose look-ups are counted."""
-
-DropReason: TypeAlias = Literal[
-    "evicted", "full", "slow", "paused", "store failed", "load failed"
-]
-"""Why a block is not on the host. It was evicted; or not stored because the host had no
-room, too much was in flight or stores were paused; or its store or its load failed."""
 
 
 class ReuseFilter:
@@ -142,41 +134,3 @@ class RetentionNotes:
     def clear(self) -> None:
         """Forget all keys."""
         self._notes.clear()
-
-
-class DropReasons:
-    """The latest reason why each block was dropped.
-
-    Beyond `max_size` keys, the oldest drop is forgotten; 0 records none.
-
-    Example:
-        >>> drops = DropReasons(max_size=2)
-        >>> drops.note([b"a", b"b"], "evicted")
-        >>> drops.note([b"c"], "slow")
-        >>> [drops.reason_of(key) for key in (b"a", b"b", b"c")]
-        [None, 'evicted', 'slow']
-    """
-
-    def __init__(self, max_size: int) -> None:
-        self.is_enabled = max_size > 0
-        self._max_size = max_size
-        # The oldest drop comes first.
-        self._reasons: OrderedDict[BlockKey, DropReason] = OrderedDict()
-
-    def note(self, keys: Iterable[BlockKey], reason: DropReason) -> None:
-        """Record why blocks are not on the host."""
-        if not self.is_enabled:
-            return
-        for key in keys:
-            self._reasons[key] = reason
-            self._reasons.move_to_end(key)
-            if len(self._reasons) > self._max_size:
-                self._reasons.popitem(last=False)
-
-    def reason_of(self, key: BlockKey) -> DropReason | None:
-        """Return why a block is not on the host; None if unknown."""
-        return self._reasons.get(key)
-
-    def clear(self) -> None:
-        """Forget all keys."""
-        self._reasons.clear()

@@ -20,7 +20,7 @@ class DevicePool(Protocol):
     """The device blocks of an engine. Block 0 is the null block.
 
     `DeviceBlockPool` is the engine's allocator and prefix cache as well, and what lazy
-    stores and copies on the device need. With any other pool the engine keeps its own.
+    stores need. With any other pool the engine keeps its own.
     """
 
     num_blocks: int

@@ -6,24 +6,21 @@ import importlib
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 
 from jaxkv import __version__
 from jaxkv._util import did_you_mean, one_line, shown
-from jaxkv.tools import COMMANDS, SUBCOMMANDS
+from jaxkv.tools import COMMANDS, SUBCOMMANDS, command_name
 from jaxkv.tools.files import formatted_output
 from jaxkv.tools.process import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OUTPUT_ERRORS
-from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, CommandError, UsageError
-from jaxkv.transfer.storage.store_url import shown_url
+from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, Command, CommandError, UsageError
 
 _HELP = "-h", "--help"
+_VERSION = "-V", "--version"
 
 
 def run(argv: Sequence[str]) -> int:
     """Run a command; see `jaxkv.tools.main.main`."""
-    name = " ".join(["jaxkv", *[word for word in argv[:1] if word in COMMANDS]])
-    if argv[1:] and argv[1] in SUBCOMMANDS.get(argv[0], ()):
-        name += f" {argv[1]}"
+    name = command_name(argv)
     try:
         code = _run(argv)
         # Flush here, to report write errors. stdout is None if it was closed at start.
@@ -49,38 +46,47 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    modules = import_commands()
-    word = argv[0] if argv else "--help"
+    words = list(argv) or ["--help"]
+    if words[0] == "help":
+        words = [*words[1:], "--help"]
+    word, *rest = words
     if word in _HELP:
-        text = _list_commands("jaxkv", "KV-cache offloading for JAX.", modules)
+        text = _list_commands("jaxkv", "KV-cache offloading for JAX.", COMMANDS)
         return _show(f"{text}\n`jaxkv --version` prints the version.")
-    if word == "--version":
+    if word in _VERSION:
         return _show(f"jaxkv {__version__}")
-    if word not in modules:
-        raise _unknown("command", word, [*modules], [*_HELP, "--version"])
-    command, words = modules[word], argv[1:]
-    if siblings := getattr(command, "COMMANDS", None):
-        if words and words[0] in _HELP:
-            text = _list_commands(f"jaxkv {word}", command.DESCRIPTION, siblings)
-            return _show(text)
-        command, words = _choose(siblings, words), words[1:]
-    if any(option in words for option in _HELP):
-        return _show(command.USAGE.help)
-    args = command.USAGE.parse(words)
-    # A report has the command; a password in a store's URL stays out of it.
-    words = [shown_url(word) if "://" in word else word for word in argv]
-    args.command_line = shlex.join(["jaxkv", *words])
+    if word not in COMMANDS:
+        raise _unknown(word, [*COMMANDS], [*_HELP, *_VERSION])
+    if siblings := SUBCOMMANDS.get(word):
+        if rest[:1] and rest[0] in _HELP:
+            text = "A namespace has the blocks of one model, layout and secret."
+            return _show(_list_commands(f"jaxkv {word}", text, siblings))
+        command, rest = _choose(word, rest), rest[1:]
+    else:
+        command = load_commands(word)[""]
+    if any(option in rest for option in _HELP):
+        return _show(command.usage.help)
+    args = command.usage.parse(rest)
+    args.command_line = shlex.join(["jaxkv", *map(_without_password, argv)])
     with formatted_output(args):
-        code: int = command.run(args)
-    return code
+        return command.run(args)
 
 
-def import_commands() -> Mapping[str, ModuleType]:
-    """Import the modules of all commands, by name."""
-    return {
-        name: importlib.import_module(f"jaxkv.tools.{name}.command")
-        for name in COMMANDS
-    }
+def load_commands(word: str) -> Mapping[str, Command]:
+    """Import a command; return it, or its subcommands by name."""
+    module = importlib.import_module(f"jaxkv.tools.{word}.command")
+    if word in SUBCOMMANDS:
+        commands: Mapping[str, Command] = module.COMMANDS
+        return commands
+    return {"": Command(module.USAGE, module.run)}
+
+
+def _without_password(word: str) -> str:
+    if "://" not in word:
+        return word
+    from jaxkv.transfer.storage.store_url import shown_url
+
+    return shown_url(word)
 
 
 def _show(text: str) -> int:
@@ -88,32 +94,30 @@ def _show(text: str) -> int:
     return EXIT_OK
 
 
-def _list_commands(
-    name: str, description: str, modules: Mapping[str, ModuleType]
-) -> str:
-    lines = [f"usage: {name} COMMAND [options]", "", description, "", "commands:"]
-    lines += [f"  {name:10}{module.SUMMARY}" for name, module in modules.items()]
+def _list_commands(name: str, about: str, commands: Mapping[str, str]) -> str:
+    lines = [f"usage: {name} COMMAND [options]", "", about, "", "commands:"]
+    lines += [f"  {word:10}{summary}" for word, summary in commands.items()]
     return "\n".join([*lines, "", f"`{name} COMMAND --help` lists the options."])
 
 
-def _choose(siblings: Mapping[str, ModuleType], words: Sequence[str]) -> ModuleType:
+def _choose(word: str, words: Sequence[str]) -> Command:
     """Return the subcommand that the first word names."""
-    word = words[0] if words else ""
-    if not word or (word.startswith("-") and word not in siblings):
-        raise UsageError(f"name one of these: {', '.join(siblings)}")
-    if word not in siblings:
-        raise _unknown("command", word, [*siblings], [])
-    command = siblings[word]
-    for sibling in siblings.values():
-        for option in (word.partition("=")[0] for word in words[1:]):
-            if option in sibling.USAGE.options and option not in command.USAGE.options:
-                raise UsageError(f"{option}: it belongs to {sibling.USAGE.name}")
-    return command
+    names, name = SUBCOMMANDS[word], words[0] if words else ""
+    if not name or (name.startswith("-") and name not in names):
+        raise UsageError(f"name one of these: {', '.join(names)}")
+    if name not in names:
+        raise _unknown(name, [*names], [])
+    commands = load_commands(word)
+    options = commands[name].usage.options
+    for sibling in commands.values():
+        for option in (text.partition("=")[0] for text in words[1:]):
+            if option in sibling.usage.options and option not in options:
+                raise UsageError(f"{option}: it belongs to {sibling.usage.name}")
+    return commands[name]
 
 
-def _unknown(
-    kind: str, word: str, names: Sequence[str], options: Sequence[str]
-) -> UsageError:
+def _unknown(word: str, names: Sequence[str], options: Sequence[str]) -> UsageError:
+    kind = "command"
     if word.startswith("-"):
         kind, names, word = "option", options, word.partition("=")[0]
     return UsageError(f"unknown {kind} {shown(word)}: {did_you_mean(word, names)}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxkv._util import one_line
-from jaxkv.tools.pictures import Chart, Line
+
+if TYPE_CHECKING:
+    from jaxkv.tools.pictures import Chart, Line
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with a label, the amount done and the total; 0 of 0 if that is not known."""

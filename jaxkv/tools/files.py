@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import importlib.util
 import io
 import json
@@ -17,20 +16,17 @@ from typing import Any
 from jaxkv._util import shown
 from jaxkv._util.extras import pip_install
 from jaxkv._util.files import open_file, replace_file, resolved
-from jaxkv.tools.usage import FORMATS, Args, UsageError
+from jaxkv.tools.usage import FORMATS, Args, CommandError, UsageError
 
-JSON_OPTION = """\
+OUTPUT_OPTIONS = """\
+  -q, --quiet  show no progress
   -o, --output FILE  write the output to a file (default: stdout)
-  --format FORMAT  table, json or csv (default: by the suffix of FILE, else table)
+  --format FORMAT  table or json (default: by the suffix of FILE, else table)
   --json FILE  also write all figures as JSON"""
 PLOT_OPTION = """\
   --plot FILE.svg  also draw {}"""
 HTML_OPTION = """\
   --html FILE  also write a self-contained HTML report"""
-QUIET_OPTION = """\
-  -q, --quiet  show no progress"""
-# The rows of CSV; else all is one row.
-_RESULTS = "results", "rows", "findings", "namespaces"
 
 
 def check_files(args: Args) -> None:
@@ -91,37 +87,15 @@ def formatted_output(args: Args) -> Iterator[None]:
         yield
     text = printed.getvalue()
     if format_name != "table":
-        text = _format(args.figures() if args.figures else {}, format_name)
+        text = _as_json(args.figures() if args.figures else {})
     if path is None:
         print(text, end="")
     else:
         write_file("--output", path, text.encode("utf-8", "replace"))
 
 
-def _format(figures: Mapping[str, Any], name: str) -> str:
-    """Write figures as JSON, or their results as CSV, nested names joined by dots."""
-    if name == "json":
-        return f"{json.dumps(figures, indent=2)}\n"
-    results = next(
-        (figures[key] for key in _RESULTS if isinstance(figures.get(key), list)),
-        [figures],
-    )
-    rows = [dict(_flatten(result)) for result in results]
-    file, columns = io.StringIO(), dict.fromkeys(key for row in rows for key in row)
-    writer = csv.DictWriter(file, list(columns), lineterminator="\n")
-    if rows:  # The header of no columns would be an empty line.
-        writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
-
-
-def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the figures except lists."""
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{name}.")
-        elif not isinstance(value, list | tuple):
-            yield prefix + name, value
+def _as_json(figures: Mapping[str, Any]) -> str:
+    return f"{json.dumps(figures, indent=2)}\n"
 
 
 def write_files(
@@ -138,7 +112,7 @@ def write_files(
         write_file("--plot", args.plot, draw().encode("utf-8", "replace"))
     args.figures = figures
     if args.json:
-        write_file("--json", args.json, _format(figures(), "json").encode())
+        write_file("--json", args.json, _as_json(figures()).encode())
     if page is not None and args.html:
         text = page(args.command_line)
         write_file("--html", args.html, text.encode("utf-8", "replace"))
@@ -174,4 +148,4 @@ def check_extra(
     """Refuse to continue without the packages of an extra that `what` needs."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"{what} needs {', '.join(missing)}: {pip_install(extra)}")
+        raise CommandError(f"{what} needs {', '.join(missing)}: {pip_install(extra)}")

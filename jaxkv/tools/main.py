@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxkv.tools import COMMANDS
+from jaxkv.tools import command_name
 from jaxkv.tools.process import (
     EXIT_INTERRUPTED,
     end_on_signals,
@@ -21,9 +21,9 @@ from jaxkv.tools.process import (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    Returns the exit code: 0 on success, 1 if offloading changed an answer or a byte,
-    the doctor found a problem or the output could not be written, 2 for a wrong
-    command line, 130 after an interrupt.
+    Returns the exit code: 0 on success; 1 if a check failed, or a store, an engine or
+    the output; 2 for a wrong command line; 3 if `verify` left checks out; 130 after an
+    interrupt.
     """
     if argv is None:
         _run_as_process(sys.argv[1:])
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_as_process(argv: list[str]) -> NoReturn:
     """Run a command, and end this process with its exit code."""
-    name = " ".join(["jaxkv", *[word for word in argv[:1] if word in COMMANDS]])
+    name = command_name(argv)
     try:
         end_on_signals(name)
         write_lines_at_once()

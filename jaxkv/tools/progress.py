@@ -16,9 +16,10 @@ _MIN_COLUMNS_FOR_BARS = 60
 
 @contextmanager
 def show_progress(*, is_quiet: bool = False) -> Iterator[OnProgress]:
-    """Show the progress of a run: a bar on a terminal with rich, else a line per label.
+    """Show the progress of a run: a bar on a terminal with rich, else a line each.
 
-    Yields a function to call with a label, the amount done and the total.
+    Yields a function to call with a label, the amount done and the total. Labels that
+    differ only after ": " share a bar or line.
     """
     if is_quiet:
         yield lambda label, done, total: None
@@ -55,16 +56,20 @@ def show_progress(*, is_quiet: bool = False) -> Iterator[OnProgress]:
 
     def show(label: str, done: int, total: int) -> None:
         label = one_line(label)
-        if label not in tasks:
+        name = label.partition(": ")[0]
+        if name not in tasks:
             # What had no total was a phase, and is over. Bars of other threads stay.
             for phase in [name for name in tasks if not totals[name]]:
                 progress.remove_task(tasks.pop(phase))
             for task in progress.tasks:
                 progress.update(task.id, visible=not task.finished)
-            tasks[label] = progress.add_task(label, total=None)
-        totals[label] = total
+            tasks[name] = progress.add_task(label, total=None)
+        totals[name] = total
         # Without a total the bar pulses.
-        progress.update(tasks[label], completed=done, total=total if done else None)
+        shown_total = total if done else None
+        progress.update(
+            tasks[name], description=label, completed=done, total=shown_total
+        )
 
     with progress:
         yield show
@@ -76,7 +81,7 @@ def _show_lines() -> Iterator[OnProgress]:
     quarters: dict[str, int] = {}
 
     def show(label: str, done: int, total: int) -> None:
-        label = one_line(label)
+        label = one_line(label.partition(": ")[0])
         if label not in quarters:
             start = "\n" if quarters else ""
             print(f"{start}{label} ...", end="", file=sys.stderr, flush=True)

@@ -4,8 +4,8 @@ A line such as ``  --port PORT  where to listen (default: 9400)`` declares an op
 that takes a value. The name of the value chooses its parser (`_PARSERS`, or one that
 the command names), and ``NAME,...`` takes several values, which may be repeated. An
 option without a value is a flag. ``  -q, --quiet  text`` gives one a short name, too.
-``  TRACE...  text`` declares arguments. The text goes on in lines that are indented
-further.
+``  TRACE...  text`` declares arguments, ``  [URL]  text`` one that may be missing. The
+text goes on in lines that are indented further.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jaxkv._util import did_you_mean, parse_bytes, shown, size_text
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-FORMATS = ("table", "json", "csv")
+FORMATS = ("table", "json")
 _MAX_NUMBER = 1e24
 _ENTRY = re.compile(r"^  (\S.*?)  +(.*(?:\n   .*)*)$", re.MULTILINE)
 _ENTRY_PARTS = re.compile(r"(?:(-\w), )?(\S+)(?: (.*))?")  # Short name, name and value.
@@ -41,6 +41,13 @@ class UsageError(CommandError):
 
 class Args(SimpleNamespace):
     """A parsed command line: an attribute for each option and argument."""
+
+
+class Command(NamedTuple):
+    """A command: its options, and a function that returns its exit code."""
+
+    usage: Usage
+    run: Callable[[Args], int]
 
 
 def whole_number_from(minimum: int) -> Callable[[str], int]:
@@ -216,10 +223,11 @@ class Usage:
             unexpected = arguments[max_arguments]
             raise UsageError(f"unexpected argument {shown(unexpected)}")
         if self._argument:
-            if not arguments:
-                raise UsageError(f"{self._argument.rstrip('.')}: it is required")
-            field = self._argument.rstrip(".").lower()
-            values[field] = arguments if self._takes_many else arguments[0]
+            name = self._argument.strip("[.]")
+            if not arguments and not self._argument.startswith("["):
+                raise UsageError(f"missing {name}: `{self.name} --help` explains it")
+            one = arguments[0] if arguments else None
+            values[name.lower()] = arguments if self._takes_many else one
         return Args(**values)
 
     def _find(self, name: str) -> Option:
@@ -261,16 +269,6 @@ def sizes_text(sizes: Iterable[int]) -> str:
     '64KiB,1MiB'
     """
     return ",".join(size_text(size, "") for size in sizes)
-
-
-def check_names(option: str, names: Sequence[str], choices: Sequence[str]) -> list[str]:
-    """Refuse unknown names; return the names without repetitions."""
-    for name in names:
-        if name not in choices:
-            raise UsageError(
-                f"{option}: unknown {shown(name)}: {did_you_mean(name, choices)}"
-            )
-    return list(dict.fromkeys(names))
 
 
 def check_belongs(args: Args, names: Sequence[str], to: str, value: object) -> None:

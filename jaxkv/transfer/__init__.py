@@ -7,7 +7,6 @@ from jaxkv.transfer.limits import available_host_bytes as available_host_bytes
 from jaxkv.transfer.memory import memory_kinds as memory_kinds
 from jaxkv.transfer.multi_pool import AnyEngine as AnyEngine
 from jaxkv.transfer.multi_pool import MultiPoolEngine as MultiPoolEngine
-from jaxkv.transfer.step_loads import StepLoads as StepLoads
 from jaxkv.transfer.tickets import Completion as Completion
 from jaxkv.transfer.tickets import Ticket as Ticket
 from jaxkv.transfer.tiling import CostlyLayoutWarning as CostlyLayoutWarning

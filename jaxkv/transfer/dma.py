@@ -111,34 +111,9 @@ def scatter_rows(
     }
 
 
-def copy_blocks(
-    layouts: Mapping[int, Leaf],
-    leaves: Mapping[int, jax.Array],
-    plan: jax.Array,
-    platform: str,
-) -> dict[int, jax.Array]:
-    """Copy blocks within leaves, in place."""
-    num = plan.size // 2
-    rows = [_Rows(n, (), _axis(leaf)) for n, leaf in enumerate(layouts.values())]
-    written = _copy_rows(
-        plan,
-        (),
-        [_as_it_lies(leaves[n], leaf) for n, leaf in layouts.items()],
-        [(row, row) for row in rows],
-        lambda plan, row: (plan[row], plan[num + row]),
-        num,
-        _row_bytes(layouts.values()),
-        platform,
-    )
-    return {
-        n: array.transpose(np.argsort(leaf.order))
-        for (n, leaf), array in zip(layouts.items(), written, strict=True)
-    }
-
-
 def _copy_rows(
     plan: jax.Array,  # i32[...]. NOTHING in its first `num_rows` for unwanted rows.
-    inputs: Sequence[jax.Array],  # Arrays to read; if empty, the targets are read.
+    inputs: Sequence[jax.Array],  # Arrays to read.
     targets: Sequence[_Array],  # Arrays to write in place, or specs of new ones.
     pairs: Sequence[tuple[_Rows, _Rows]],  # The copies of a row: input, target.
     # The plan and a row -> its positions in the inputs and in the targets.
@@ -162,7 +137,7 @@ def _copy_rows(
     def kernel(plan: Any, *refs: Any) -> None:
         semaphores = refs[-1]
         written = refs[-1 - len(targets) : -1]
-        read = refs[: len(inputs)] or written
+        read = refs[: len(inputs)]
 
         # Each row has a semaphore: a wait ends after some number of bytes, which other
         # copies could deliver.

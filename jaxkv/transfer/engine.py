@@ -25,7 +25,6 @@ from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
     check_sizes,
-    copy_pairs,
     host_ids_of,
     transfer_pairs,
 )
@@ -41,7 +40,6 @@ from jaxkv.transfer.layout import PoolLayout
 from jaxkv.transfer.ownership import Owner, owned
 from jaxkv.transfer.plans import NOTHING, Plans
 from jaxkv.transfer.queue import TransferQueue
-from jaxkv.transfer.step_loads import StepLoads
 from jaxkv.transfer.tickets import Completion, HostWrite, Ticket
 from jaxkv.transfer.tiling import pads_rows, warn_of_costly_layouts
 from jaxkv.types import PyTree
@@ -65,8 +63,8 @@ class TransferEngine:
 
     A pool is a pytree of arrays with a block axis, on one device or sharded over a
     mesh. The engine knows its layout and owns pinned host memory. The caller owns the
-    pool, passes it to every call and must continue with the pool that `load`, `copy`,
-    `advance` and `drain` return.
+    pool, passes it to every call and must continue with the pool that `load`, `advance`
+    and `drain` return.
 
     A step of a serving loop::
 
@@ -115,7 +113,6 @@ class TransferEngine:
         mode: Mode | None = None,
         block_axis: PyTree = 0,
         blocks_per_host_block: int = 1,
-        layer_groups: int = 1,
         staging_bytes: str | SupportsIndex = DEFAULT_STAGING_BYTES,
         extent_bytes: str | SupportsIndex | None = None,
         compression: Compression | None = None,
@@ -136,9 +133,6 @@ class TransferEngine:
             block_axis: The axis that counts the blocks: an int, or a pytree of ints
                 that is a prefix of `pool`.
             blocks_per_host_block: Number of device blocks that a host block holds.
-            layer_groups: Number of parts of a load, which arrive in the order of the
-                leaves, so that a model that runs layer by layer can begin early: once
-                `is_waiting` is False for a load, each leaf is ready by itself.
             staging_bytes: Bytes that may be in flight at a time; at least one extent.
                 Blocks that a save carries over from another extent do not count.
             extent_bytes: Bytes that move in one piece; by default 8 MiB for each device
@@ -163,15 +157,12 @@ class TransferEngine:
         check_type(str | None, "a name or None", mode=mode, kernel=kernel)
         mode = choose_mode(mode, platform)
         check_whole(1, blocks_per_host_block=blocks_per_host_block)
-        check_whole(None, layer_groups=layer_groups)
         check_type(Compression | None, "a Compression or None", compression=compression)
         check_type(SharedMemory | None, "a SharedMemory or None", shared=shared)
         blocks_per_host_block = operator.index(blocks_per_host_block)
         self._staging_bytes = parse_argument("staging_bytes", staging_bytes)
         # An extent of one host block, to compute the size of the others.
-        spec = CopierSpec(
-            *(layout, blocks_per_host_block, layer_groups, compression, mode, kernel)
-        )
+        spec = CopierSpec(*(layout, blocks_per_host_block, compression, mode, kernel))
         max_blocks = MAX_EXTENT_BLOCKS
         if pads_rows(layout):
             max_blocks //= blocks_per_host_block
@@ -289,11 +280,6 @@ class TransferEngine:
         """Transfers that wait for others before they can be issued completely."""
         return self._queue.num_waiting
 
-    @property
-    def has_step_loads(self) -> bool:
-        """Whether loads wait for `take_step_loads`."""
-        return self._queue.has_step_loads
-
     def is_waiting(self, ticket: Ticket) -> bool:
         """Whether a transfer still has to read or write the pool in a later call."""
         return self._queue.is_waiting(ticket)
@@ -355,8 +341,6 @@ class TransferEngine:
         pool: PyTree,
         host_block_ids: BlockIdsLike,
         device_block_ids: BlockIdsLike,
-        *,
-        in_step: bool = False,
     ) -> tuple[PyTree, Ticket]:
         """Copy host blocks to device blocks.
 
@@ -369,8 +353,6 @@ class TransferEngine:
             host_block_ids: int[n]. Blocks that hold bytes; ids may repeat.
             device_block_ids: int[n]. Where each goes in `pool`, distinct. With m blocks
                 per host block int[n, m], with -1 for blocks not to load.
-            in_step: Whether the caller's next program writes the blocks; they wait for
-                `take_step_loads`.
 
         Returns:
             The pool to continue with, and the ticket of the transfer.
@@ -381,8 +363,7 @@ class TransferEngine:
             RuntimeError: The pool has been deleted or donated, or another thread owns
                 the engine.
         """
-        ids = host_block_ids, device_block_ids
-        pool, (ticket,) = self._load(pool, *ids, None, in_step)
+        pool, (ticket,) = self._load(pool, host_block_ids, device_block_ids, None)
         return pool, ticket
 
     @owned
@@ -392,8 +373,6 @@ class TransferEngine:
         host_block_ids: BlockIdsLike,
         device_block_ids: BlockIdsLike,
         sizes: Sequence[int],
-        *,
-        in_step: bool = False,
     ) -> tuple[PyTree, list[Ticket]]:
         """Copy host blocks to device blocks, for several users who wait by themselves.
 
@@ -406,14 +385,13 @@ class TransferEngine:
             host_block_ids: int[n]. As for `load`, the blocks of each load in a row.
             device_block_ids: int[n] or int[n, m]. As for `load`; distinct over all.
             sizes: How many of the host blocks each load has; n in all.
-            in_step: As for `load`.
 
         Returns:
             The pool to continue with, and a ticket for each load. It refuses what
             `load` refuses, and sizes that do not add up.
         """
         sizes = () if sizes is None else sizes
-        return self._load(pool, host_block_ids, device_block_ids, sizes, in_step)
+        return self._load(pool, host_block_ids, device_block_ids, sizes)
 
     def _load(
         self,
@@ -421,10 +399,9 @@ class TransferEngine:
         host_block_ids: BlockIdsLike,
         device_block_ids: BlockIdsLike,
         sizes: Sequence[int] | None,
-        in_step: bool,
     ) -> tuple[PyTree, list[Ticket]]:
         load = self._checked_load(pool, host_block_ids, device_block_ids, sizes)
-        tickets = self._queue.load(*load, in_step)
+        tickets = self._queue.load(*load)
         return self._layout.unflatten(load.leaves), tickets
 
     @owned
@@ -457,87 +434,6 @@ class TransferEngine:
         return _CheckedLoad(leaves, device_ids, host_ids, extents, places, sizes)
 
     @owned
-    def take_step_loads(
-        self, pool: PyTree, num_extents: int
-    ) -> tuple[PyTree, StepLoads]:
-        """Return the loads of `in_step`, which the next program must write.
-
-        The program calls `StepLoads.write` on the pool, layer group by layer group, so
-        that the first layers run while the bytes of the next ones arrive. It must be
-        the next one on the pool, and `step_started` must follow; until then all calls
-        except `poll` are refused::
-
-            pool, loads = engine.take_step_loads(pool, 4)
-            pool, output = prefill(pool, loads, ...)
-            engine.step_started(output)
-
-        Args:
-            pool: The current pool. Donated, if something is written into it.
-            num_extents: How many extents the program takes. The engine's own programs
-                write the other loads before it; with 0, all of them.
-
-        Returns:
-            The pool to continue with, and the loads for the program: of either
-            `num_extents` extents or none, so that jit sees two structures. Do not
-            donate them.
-
-        Raises:
-            ValueError: The pool has another layout, or `num_extents` is negative.
-            RuntimeError: See `load`.
-        """
-        leaves = self._leaves(pool)
-        check_whole(0, num_extents=num_extents)
-        loads = self._queue.take_step_loads(leaves, num_extents)
-        return self._layout.unflatten(leaves), loads
-
-    @owned
-    def idle_step_loads(self, num_extents: int) -> StepLoads:
-        """Make loads that write nothing, to compile a program with."""
-        check_whole(0, num_extents=num_extents)
-        return self._queue.idle_step_loads(num_extents)
-
-    @owned
-    def step_started(self, result: jax.Array) -> None:
-        """Record that the program with the loads of `take_step_loads` has started.
-
-        Args:
-            result: An array that it returns and that is not donated afterwards: when it
-                is ready, these loads are over. If the program fails, they have failed.
-        """
-        self._queue.start_step(result)
-
-    @owned
-    def copy(
-        self,
-        pool: PyTree,
-        source_block_ids: Sequence[int],
-        target_block_ids: Sequence[int],
-    ) -> PyTree:
-        """Copy device blocks to other device blocks, before any later program runs.
-
-        Args:
-            pool: The current pool. Donated, if something is copied.
-            source_block_ids: int[n]. Blocks of `pool`.
-            target_block_ids: int[n]. Where each goes; distinct, and none is a source.
-
-        Returns:
-            The pool to continue with.
-
-        Raises:
-            ValueError: The pool has another layout or a sharded block axis, or the ids
-                are wrong.
-        """
-        leaves = self._leaves(pool)
-        sources, targets = copy_pairs(
-            source_block_ids, target_block_ids, self._layout.num_blocks
-        )
-        if self.num_shards > 1:
-            raise ValueError("copy needs a pool whose block axis is not sharded.")
-        if len(sources):
-            self._copier.copy(leaves, sources, targets)
-        return self._layout.unflatten(leaves)
-
-    @owned
     def advance(self, pool: PyTree) -> PyTree:
         """Write loads that have landed into the pool, and issue waiting transfers.
 
@@ -551,7 +447,6 @@ class TransferEngine:
             The pool to continue with.
         """
         if not self._queue.wants_pool:
-            self._check_step()
             self._queue.collect()
             return pool
         leaves = self._leaves(pool)
@@ -670,17 +565,9 @@ class TransferEngine:
         return host_ids_of(host_block_ids, self.num_host_blocks)
 
     def _leaves(self, pool: PyTree) -> list[jax.Array]:
-        self._check_step()
         leaves = self._layout.flatten(pool)
         self.owner.take()
         return leaves
-
-    def _check_step(self) -> None:
-        if self._queue.step_is_due:
-            raise RuntimeError(
-                "take_step_loads() gave loads to the caller's next program; start it, "
-                "and call step_started() with an array of its results."
-            )
 
     def _pairs(
         self, device_ids: BlockIdsLike, host_ids: BlockIdsLike, may_share: bool

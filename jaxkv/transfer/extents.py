@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import TypeAlias
 
@@ -36,7 +35,7 @@ class ExtentLayout:
     rows: int  # Device blocks per extent and shard.
     stacked: bool  # Whether bundles stack leaves; if not, each is a single leaf.
     codecs: tuple[Codec, ...]  # For each leaf.
-    layer_groups: tuple[tuple[Bundle, ...], ...]  # Groups are loaded in turn.
+    bundles: tuple[Bundle, ...]  # In the order of an extent's arrays.
 
     @classmethod
     def of(
@@ -45,65 +44,26 @@ class ExtentLayout:
         rows: int,
         *,
         stacked: bool,
-        num_layer_groups: int = 1,
         compression: Compression | None = None,
     ) -> ExtentLayout:
-        """Lay out extents of `rows` blocks, whose leaves are split into groups.
+        """Lay out extents of `rows` blocks.
 
         If `stacked`, equal leaves share an array: fewer arrays are copied faster, but
-        on CPU, a program that unstacks an array copies it. ValueError if there are
-        fewer leaves than groups.
+        on CPU, a program that unstacks an array copies it.
         """
-        num_leaves = len(pool.leaves)
-        if not 1 <= num_layer_groups <= num_leaves:
-            raise ValueError(
-                f"layer_groups={num_layer_groups} must be in [1, {num_leaves}]: the "
-                f"pool has {num_leaves} leaves, and a leaf is not split."
-            )
         codecs = tuple(codecs_of(pool, compression))
-        bounds = [num_leaves * n // num_layer_groups for n in range(num_layer_groups)]
-        layer_groups = []
-        for start, stop in itertools.pairwise([*bounds, num_leaves]):
-            alike: dict[object, list[int]] = {}
-            for index in range(start, stop):
-                leaf = pool.leaves[index]
-                look = (leaf.shape, leaf.dtype, leaf.spec, leaf.block_axis, leaf.layout)
-                # A codec also depends on the head axis, which its parts' shapes show.
-                key = (look, codecs[index].parts) if stacked else index
-                alike.setdefault(key, []).append(index)
-            layer_groups.append(
-                tuple(
-                    Bundle(tuple(indices), part)
-                    for indices in alike.values()
-                    for part in range(len(codecs[indices[0]].parts))
-                )
-            )
-        return cls(pool, rows, stacked, codecs, tuple(layer_groups))
-
-    @functools.cached_property
-    def bundles(self) -> tuple[Bundle, ...]:
-        """Bundles of all groups, in the order of an extent's arrays."""
-        return tuple(itertools.chain.from_iterable(self.layer_groups))
-
-    def arrays_of(self, layer_group: int) -> slice:
-        """Return the range of an extent's arrays in a layer group."""
-        return self._ranges[layer_group][0]
-
-    def leaves_of(self, layer_group: int) -> slice:
-        """Return the range of the pool's leaves in a layer group."""
-        return self._ranges[layer_group][1]
-
-    @functools.cached_property
-    def _ranges(self) -> list[tuple[slice, slice]]:
-        """The ranges of arrays and leaves of each layer group."""
-        ranges = []
-        start = 0
-        for group in self.layer_groups:
-            leaves = [leaf for bundle in group for leaf in bundle.leaves]
-            arrays = slice(start, start + len(group))
-            ranges.append((arrays, slice(min(leaves), max(leaves) + 1)))
-            start += len(group)
-        return ranges
+        alike: dict[object, list[int]] = {}
+        for index, leaf in enumerate(pool.leaves):
+            look = (leaf.shape, leaf.dtype, leaf.spec, leaf.block_axis, leaf.layout)
+            # A codec also depends on the head axis, which its parts' shapes show.
+            key = (look, codecs[index].parts) if stacked else index
+            alike.setdefault(key, []).append(index)
+        bundles = tuple(
+            Bundle(tuple(indices), part)
+            for indices in alike.values()
+            for part in range(len(codecs[indices[0]].parts))
+        )
+        return cls(pool, rows, stacked, codecs, bundles)
 
     def axis(self, bundle: Bundle) -> int:
         """Return the block axis of a bundle's array."""
@@ -145,7 +105,12 @@ class ExtentLayout:
     @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of one extent in this process, replicas included."""
-        return sum(self.group_bytes)
+        return sum(
+            math.prod(spec.sharding.shard_shape(spec.shape))
+            * spec.dtype.itemsize
+            * len(spec.sharding.addressable_devices)
+            for spec in self.specs(None)
+        )
 
     @functools.cached_property
     def host_bytes(self) -> int:
@@ -159,18 +124,6 @@ class ExtentLayout:
             * len(spec.sharding.addressable_devices)
             for spec in self.specs(memory.HOST_KIND)
         )
-
-    @functools.cached_property
-    def group_bytes(self) -> tuple[int, ...]:
-        """The bytes of each layer group."""
-        num_bytes = [
-            math.prod(spec.sharding.shard_shape(spec.shape))
-            * spec.dtype.itemsize
-            * len(spec.sharding.addressable_devices)
-            for spec in self.specs(None)
-        ]
-        groups = range(len(self.layer_groups))
-        return tuple(sum(num_bytes[self.arrays_of(group)]) for group in groups)
 
     def _part(self, bundle: Bundle) -> Part:
         return self.codecs[bundle.leaves[0]].parts[bundle.part]

@@ -90,32 +90,6 @@ def transfer_pairs(
     return device, host
 
 
-def copy_pairs(
-    sources: Sequence[int], targets: Sequence[int], num_blocks: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Check the ids of device blocks to copy on the device.
-
-    They go in pairs; a target must not repeat, nor be a source.
-    """
-    read, written = (
-        _in_range(name, _copy(name, ids), num_blocks, 0)
-        for name, ids in (("source_block_ids", sources), ("target_block_ids", targets))
-    )
-    if read.shape != written.shape or read.ndim != 1:
-        raise ValueError(
-            f"source_block_ids of shape {list(read.shape)} and target_block_ids of "
-            f"shape {list(written.shape)} must be flat and go in pairs."
-        )
-    check_distinct("target_block_ids", written)
-    both = np.intersect1d(read, written)
-    if both.size:
-        raise ValueError(
-            f"target_block_ids has {both.tolist()}, which are sources too: a block "
-            "must not be both read and written."
-        )
-    return read, written
-
-
 def check_sizes(sizes: Sequence[int], num_host_blocks: int) -> None:
     """Check the numbers of host blocks of several loads, and their sum."""
     is_listed = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)

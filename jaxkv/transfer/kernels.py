@@ -19,14 +19,12 @@ from jaxkv.transfer import dma, memory, rows
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
 from jaxkv.transfer.jax_internals import Carrier, Putter
-from jaxkv.transfer.layout import Leaf, PoolLayout
+from jaxkv.transfer.layout import PoolLayout
 from jaxkv.transfer.plans import NOTHING, SavePlan
-from jaxkv.types import PyTree
 
 _log = logging.getLogger(__name__)
 
 _DEVICE = jax.memory.Space.Device
-_SMALLEST_COPY = 16
 # To start a program costs the thread that owns the engine the same for one extent or
 # several. Each number is one more program to compile, so pools of many leaves have few.
 MAX_EXTENTS_PER_PROGRAM = 4
@@ -87,19 +85,6 @@ class RowCopier(Protocol):
         `bundles` have all arrays of their leaves.
         """
 
-    def copy_blocks(
-        self,
-        layouts: Mapping[int, Leaf],
-        leaves: Mapping[int, jax.Array],
-        plan: jax.Array,
-        platform: str,
-    ) -> dict[int, jax.Array]:
-        """Return the leaves of `layouts` after copying blocks within them.
-
-        `plan`, i32[2 * n], has the blocks to read, then the block that each goes to:
-        distinct, and none is read; NOTHING for none.
-        """
-
 
 _ROW_COPIERS: dict[bool, RowCopier] = {True: dma, False: rows}
 """By whether asynchronous copies are used."""
@@ -153,10 +138,6 @@ class Copier:
         self._device = extents.shardings(None)
         self._to_host = Carrier(self._host)
         self._to_device = Carrier(self._device)
-        self._groups_to_device = [
-            Carrier(self._device[extents.arrays_of(group)])
-            for group in range(len(extents.layer_groups))
-        ]
         self._token = _token if self._platform == "cpu" else _first
         self._may_fall_back = kernel is None
         self._by_dma = self._choose_by_dma(kernel)
@@ -174,7 +155,6 @@ class Copier:
         """How many extents a program can copy, in descending order."""
         self.save_program = functools.cache(self._compile_save)
         self.load_program = functools.cache(self._compile_load)
-        self.copy_program = functools.cache(self._compile_copy)
         self.new_extent = functools.cache(self._compile_zeros)
 
     @property
@@ -182,23 +162,14 @@ class Copier:
         """``"dma"`` if some leaves are copied by it, else ``"xla"``."""
         return "dma" if self._by_dma else "xla"
 
-    @property
-    def num_layer_groups(self) -> int:
-        """Number of programs that load an extent."""
-        return len(self.extents.layer_groups)
-
     def warm_up(self) -> None:
-        """Compile every program, of the copies only the smallest."""
+        """Compile every program."""
         for kind in SAVE_KINDS[self.mode]:
             self.save_program(kind)
-        for group in range(self.num_layer_groups):
-            self.load_program(group)
+        self.load_program()
         for number in self.extents_per_program[:-1]:
             self.save_program("gather", number)
-            for group in range(self.num_layer_groups):
-                self.load_program(group, number)
-        if self._pool.num_shards == 1:
-            self.copy_program(_SMALLEST_COPY)
+            self.load_program(number)
 
     def _compile_zeros(self) -> Callable[[], Extent]:
         """Compile a program that allocates an extent of zeros on the host."""
@@ -263,12 +234,10 @@ class Copier:
         )
         return saved
 
-    def stage(self, extents: Sequence[Extent], layer_group: int) -> list[Extent]:
-        """Copy the arrays of a layer group of extents to the device, in one call."""
-        group = self.extents.arrays_of(layer_group)
-        size = group.stop - group.start
-        arrays = tuple(array for extent in extents for array in extent[group])
-        copied = self._groups_to_device[layer_group].copy(arrays)
+    def stage(self, extents: Sequence[Extent]) -> list[Extent]:
+        """Copy extents to the device, in one call."""
+        size = len(self._device)
+        copied = self._to_device.copy(tuple(itertools.chain(*extents)))
         return [copied[n : n + size] for n in range(0, len(copied), size)]
 
     def load(
@@ -276,76 +245,22 @@ class Copier:
         leaves: list[jax.Array],
         targets: Sequence[NDArray[np.int32]],
         extents: Sequence[Extent],
-        layer_group: int,
     ) -> jax.Array:
-        """Copy blocks of extents into the leaves of a layer group.
+        """Copy blocks of extents into the pool.
 
-        The group's `leaves` of the pool are donated, and replaced in the list.
-        `targets` has i32[shards, rows] for each extent: the device block for each row,
-        counted within its shard, NOTHING for none. `extents` has the arrays of the
-        group: from `stage`, or on the host in the mode ``"fused"``. As many as
-        `extents_per_program` has; the later ones are written last. Returns an array
-        that is ready when the copies are done.
+        The pool's leaves are donated, and replaced in the list. `targets` has
+        i32[shards, rows] for each extent: the device block for each row, counted within
+        its shard, NOTHING for none. `extents` are from `stage`, or on the host in the
+        mode ``"fused"``. As many as `extents_per_program` has; the later ones are
+        written last. Returns an array that is ready when the copies are done.
         """
-        group = self.extents.leaves_of(layer_group)
         number = len(extents)
         several = (number,) if number > 1 else ()
-        program = self.load_program(layer_group, *several)
+        program = self.load_program(*several)
         plan = np.concatenate(targets, axis=1) if several else targets[0]
         token: jax.Array
-        leaves[group], token = self._run(program, leaves[group], plan, *extents)
+        leaves[:], token = self._run(program, leaves, plan, *extents)
         return token
-
-    def write_group(
-        self,
-        leaves: list[jax.Array],
-        targets: NDArray[np.int32] | jax.Array,
-        arrays: Extent,
-        layer_group: int,
-        after: PyTree,
-    ) -> list[jax.Array]:
-        """Return the leaves of a layer group with an extent's blocks. Inside jit.
-
-        `targets` as for `load`; `arrays` of this group, on the host. The copy is waited
-        for once `after` is computed.
-        """
-
-        def scatter(
-            leaves: list[jax.Array], targets: jax.Array, arrays: Extent
-        ) -> list[jax.Array]:
-            return self._scatter(layer_group, leaves, targets[0], arrays)
-
-        leaf_specs = self._leaf_specs()[self.extents.leaves_of(layer_group)]
-        extent = self.extents.partition_specs()[self.extents.arrays_of(layer_group)]
-        # Nothing else would keep XLA from waiting for all groups before the first.
-        arrived, _ = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]
-            (jax.device_put(arrays, _DEVICE), after)
-        )
-        written: list[jax.Array] = self._per_shard(
-            scatter,
-            in_specs=(leaf_specs, self._shard_spec(), extent),
-            out_specs=leaf_specs,
-        )(leaves, targets, arrived)
-        return written
-
-    def copy(
-        self,
-        leaves: list[jax.Array],
-        sources: NDArray[np.int32],
-        targets: NDArray[np.int32],
-    ) -> None:
-        """Copy blocks i32[n] to distinct blocks i32[n], none of which is a source.
-
-        The block axis is not sharded. The pool's leaves are donated, and replaced in
-        the list.
-        """
-        size = _SMALLEST_COPY
-        while size < len(sources):
-            size *= 4
-        plan = np.full((1, 2 * size), NOTHING, np.int32)
-        plan[0, : len(sources)] = sources
-        plan[0, size : size + len(targets)] = targets
-        leaves[:], _ = self._run(self.copy_program(size), leaves, plan)
 
     def _run(
         self,
@@ -441,10 +356,8 @@ class Copier:
 
         return self._compile(lower)
 
-    def _compile_load(self, layer_group: int, number: int = 1) -> jax.stages.Compiled:
+    def _compile_load(self, number: int = 1) -> jax.stages.Compiled:
         fused = self.mode == "fused"
-        group = self.extents.leaves_of(layer_group)
-        arrays = self.extents.arrays_of(layer_group)
 
         def scatter(
             leaves: list[jax.Array], plan: jax.Array, *extents: Extent
@@ -452,47 +365,31 @@ class Copier:
             for targets, extent in zip(
                 jnp.split(plan[0], number), extents, strict=True
             ):
-                leaves = self._scatter(layer_group, leaves, targets, extent)
+                leaves = self._scatter(leaves, targets, extent)
             return leaves, self._token(plan)
 
         def program(
             leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[list[jax.Array], jax.Array]:
             extents = jax.device_put(extents, _DEVICE) if fused else extents
-            specs = (self._leaf_specs()[group], self._shard_spec())
-            extent = self.extents.partition_specs()[arrays]
+            specs = (self._leaf_specs(), self._shard_spec())
+            extent = self.extents.partition_specs()
             result: tuple[list[jax.Array], jax.Array] = self._per_shard(
                 scatter, in_specs=(*specs, *[extent] * number), out_specs=specs
             )(leaves, plan, *extents)
             return result
 
         def lower() -> jax.stages.Lowered:
-            extent = self.extents.specs(memory.HOST_KIND if fused else None)[arrays]
+            extent = self.extents.specs(memory.HOST_KIND if fused else None)
             return _new_jit(
                 program,
                 donate_argnums=0,
-                out_shardings=(self._placements()[group], self._plan),
+                out_shardings=(self._placements(), self._plan),
             ).lower(
-                self._pool.pool_specs()[group],
+                self._pool.pool_specs(),
                 self._plan_spec(self.extents.rows * number),
                 *[extent] * number,
             )
-
-        return self._compile(lower)
-
-    def _compile_copy(self, size: int) -> jax.stages.Compiled:
-        def copy(
-            leaves: list[jax.Array], plan: jax.Array
-        ) -> tuple[list[jax.Array], jax.Array]:
-            return self._copy_blocks(leaves, plan[0]), self._token(plan)
-
-        def lower() -> jax.stages.Lowered:
-            specs = (self._leaf_specs(), self._shard_spec())
-            return _new_jit(
-                self._per_shard(copy, in_specs=specs, out_specs=specs),
-                donate_argnums=0,
-                out_shardings=(self._placements(), self._plan),
-            ).lower(self._pool.pool_specs(), self._plan_spec(2 * size))
 
         return self._compile(lower)
 
@@ -530,29 +427,16 @@ class Copier:
         return tuple(gathered[n] for n in range(len(bundles)))
 
     def _scatter(
-        self,
-        layer_group: int,
-        leaves: list[jax.Array],
-        targets: jax.Array,
-        extent: Extent,
+        self, leaves: list[jax.Array], targets: jax.Array, extent: Extent
     ) -> list[jax.Array]:
-        """Write the arrays of a layer group into its leaves."""
-        indices = self.extents.leaves_of(layer_group)
-        pool = dict(zip(range(indices.start, indices.stop), leaves, strict=True))
-        bundles = self.extents.layer_groups[layer_group]
+        """Write the arrays of an extent into the leaves."""
+        pool = dict(enumerate(leaves))
+        bundles = self.extents.bundles
         for copier, numbers in self._by_copier([bundle.leaves for bundle in bundles]):
             arrays = tuple(extent[n] for n in numbers)
             pool |= copier.scatter_rows(
                 self.extents, [bundles[n] for n in numbers], pool, targets, arrays
             )
-        return list(pool.values())
-
-    def _copy_blocks(self, leaves: list[jax.Array], plan: jax.Array) -> list[jax.Array]:
-        """Copy blocks within the leaves."""
-        pool = dict(enumerate(leaves))
-        for copier, numbers in self._by_copier([(n,) for n in pool]):
-            layouts = {n: self._pool.leaves[n] for n in numbers}
-            pool |= copier.copy_blocks(layouts, pool, plan, self._platform)
         return list(pool.values())
 
     def _by_copier(
@@ -663,7 +547,6 @@ class CopierSpec(NamedTuple):
 
     pool: PoolLayout
     rows: int
-    num_layer_groups: int
     compression: Compression | None
     mode: Mode
     kernel: Kernel | None
@@ -675,7 +558,6 @@ class CopierSpec(NamedTuple):
             self.pool,
             self.rows,
             stacked=self.mode == "staged",
-            num_layer_groups=self.num_layer_groups,
             compression=self.compression,
         )
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +23,6 @@ from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
     check_sizes,
-    copy_pairs,
     host_ids_of,
     transfer_pairs,
 )
@@ -123,7 +121,6 @@ class MultiPoolEngine:
     mode: Mode = "staged"
     blocks_per_host_block = 1
     num_shards = 1
-    has_step_loads = False
 
     def __init__(
         self,
@@ -224,11 +221,7 @@ class MultiPoolEngine:
         host_block_ids: BlockIdsLike,
         device_block_ids: BlockIdsLike,
         sizes: Sequence[int],
-        *,
-        in_step: bool = False,
     ) -> tuple[PyTree, list[Ticket]]:
-        if in_step:
-            raise ValueError("in_step=True needs an engine of one pool.")
         ids = host_block_ids, device_block_ids
         host_ids, loads = self.check_load(pools, *ids, sizes)
         ends = np.cumsum(sizes)
@@ -272,31 +265,6 @@ class MultiPoolEngine:
             engine.check_load(pools[number], *load)
             loads.append((number, load))
         return host_ids, loads
-
-    @owned
-    def copy(
-        self,
-        pools: Sequence[PyTree],
-        source_block_ids: Sequence[int],
-        target_block_ids: Sequence[int],
-    ) -> PyTree:
-        ids = source_block_ids, target_block_ids
-        sources, targets = copy_pairs(*ids, self.num_device_blocks)
-        of_block = self._pools_of(sources)
-        if (of_block != self._pools_of(targets)).any():
-            raise ValueError("a block must be copied to one of its own pool.")
-        new = list(pools)
-        for number, engine, rows in self._by_pool(of_block):
-            pairs = np.array([sources[rows], targets[rows]]) - self.first_blocks[number]
-            new[number] = engine.copy(new[number], *pairs.tolist())
-        return _like(pools, new)
-
-    def take_step_loads(self, pools: Sequence[PyTree], num_extents: int) -> NoReturn:
-        """Refuse: no load waits for a step's program."""
-        raise RuntimeError("loads within a step need an engine of one pool.")
-
-    def step_started(self, result: jax.Array) -> NoReturn:
-        self.take_step_loads([], 0)
 
     @owned
     def advance(self, pools: Sequence[PyTree]) -> PyTree:

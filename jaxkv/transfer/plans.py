@@ -94,7 +94,7 @@ def _are_distinct(values: NDArray[np.integer[Any]]) -> bool:
     return len(set(values.tolist())) == len(values)
 
 
-def shortest_first(cuts: list[Cut], num_transfers: int) -> Iterator[list[Cut]]:
+def shortest_first(cuts: list[Cut], num_transfers: int) -> Iterator[Cut]:
     """Order a load's cuts so that a transfer does not wait for a longer one.
 
     Yields for each transfer, in the order of their numbers of cuts, the cuts that no
@@ -106,10 +106,10 @@ def shortest_first(cuts: list[Cut], num_transfers: int) -> Iterator[list[Cut]]:
             of_each[transfer].append(number)
     is_done = np.zeros(len(cuts), np.bool_)
     for numbers in sorted(of_each, key=len):
-        left = [number for number in numbers if not is_done[number]]
-        is_done[left] = True
-        if left:
-            yield [cuts[number] for number in left]
+        for number in numbers:
+            if not is_done[number]:
+                is_done[number] = True
+                yield cuts[number]
 
 
 class Plans(NamedTuple):

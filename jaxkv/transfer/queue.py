@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -18,7 +17,6 @@ from jaxkv.transfer.host_bytes import HostBytes
 from jaxkv.transfer.host_memory import HostMemory
 from jaxkv.transfer.kernels import Copier
 from jaxkv.transfer.plans import NOTHING, Plans, SavePlan, cut_load, shortest_first
-from jaxkv.transfer.step_loads import StepLoads
 from jaxkv.transfer.tickets import (
     TRANSFER_ERRORS,
     Bytes,
@@ -55,9 +53,6 @@ class TransferQueue:
     In the mode ``"staged"`` a load has two steps: its bytes are copied to the device,
     and once they have landed, `advance` scatters them into the pool. So no program
     waits for the bus, and a failed copy leaves the pool as it was.
-
-    A load may be left to the caller's own program instead (`take_step_loads`): it is
-    written there whole, whatever the budget, and is over when that program is.
 
     A host write is a save whose bytes come from the host. Another thread copies them,
     and they do not count in the budget. It waits only for room, and is not reported.
@@ -98,10 +93,6 @@ class TransferQueue:
         self._waiting_loads: collections.deque[LoadPiece] = collections.deque()
         self._landing: collections.deque[LoadPiece] = collections.deque()
         self._loading: collections.deque[LoadPiece] = collections.deque()
-        # Pieces for the caller's next program, the pieces of an extent together; and
-        # pieces that were taken for a program that has not started.
-        self._for_step: list[list[LoadPiece]] = []
-        self._in_step: list[LoadPiece] = []
         # `ExtentTable.num_freed` when a save found no room.
         self._no_room_at = -1
         # Loads with a piece that waits, and these pieces by extent, as keys of dicts.
@@ -121,16 +112,6 @@ class TransferQueue:
         """Transfers that have not been issued completely."""
         return len(self._waiting_saves) + self._num_waiting_loads
 
-    @property
-    def has_step_loads(self) -> bool:
-        """Whether loads wait for `take_step_loads`."""
-        return bool(self._for_step)
-
-    @property
-    def step_is_due(self) -> bool:
-        """Whether the caller took loads for a program and has not started it."""
-        return bool(self._in_step)
-
     def is_waiting(self, ticket: Ticket) -> bool:
         """Whether a transfer still has to read or write the pool in a later call."""
         transfer = self._transfers.get(ticket)
@@ -145,7 +126,7 @@ class TransferQueue:
         """Begin a save of ids that have been checked."""
         touched = self._touched(device_ids)
         after = -1  # What older loads write is in the pool.
-        if self._waiting_loads or self._landing or self._for_step:
+        if self._waiting_loads or self._landing:
             after = int(self._last_writer[touched].max(initial=-1))
         call = Call(self._num_issued, after)
         transfer = self._begin("save", call, host_ids, device_ids)
@@ -167,12 +148,10 @@ class TransferQueue:
         extents: NDArray[np.int32],
         places: NDArray[np.int32],
         sizes: Sequence[int],
-        in_step: bool,
     ) -> list[Ticket]:
         """Begin loads of the checked blocks at `places` of `extents`.
 
-        Each load has as many of them, in their order, as `sizes` says. If `in_step`,
-        they wait for `take_step_loads`.
+        Each load has as many of them, in their order, as `sizes` says.
         """
         touched = self._touched(device_ids)
         after = -1  # Older saves have read what they need.
@@ -188,33 +167,21 @@ class TransferQueue:
         ]
         self._last_writer[touched] = call.number
         cuts = cut_load(extents, places, np.repeat(np.arange(len(sizes)), sizes))
-        for part in shortest_first(cuts, len(sizes)):
-            plans = [
-                self._plans.load(device_ids[cut.rows], places[cut.rows]) for cut in part
-            ]
-            pieces: list[list[LoadPiece]] = [[] for _ in part]
-            for group, num_bytes in enumerate(self._copier.extents.group_bytes):
-                for cut, targets, of_cut in zip(part, plans, pieces, strict=True):
-                    loads = [transfers[number] for number in cut.transfers]
-                    # A copy for each, as some of its rows may be dropped later.
-                    piece = LoadPiece(
-                        loads, num_bytes, call, cut.extent, targets.copy(), group
-                    )
-                    self._hold_extent(piece)
-                    of_cut.append(piece)
-                    for transfer in loads:
-                        transfer.num_pieces += 1
-                        transfer.num_unissued += 1
-                        transfer.unwritten[piece] = None
-            if in_step:
-                self._for_step += pieces
-            else:  # All of the first layers before any of the next.
-                self._waiting_loads += itertools.chain(*zip(*pieces, strict=True))
+        num_bytes = self._copier.extents.num_bytes
+        for cut in shortest_first(cuts, len(sizes)):
+            loads = [transfers[number] for number in cut.transfers]
+            targets = self._plans.load(device_ids[cut.rows], places[cut.rows])
+            piece = LoadPiece(loads, num_bytes, call, cut.extent, targets)
+            self._hold_extent(piece)
+            self._waiting_loads.append(piece)
+            for transfer in loads:
+                transfer.num_pieces += 1
+                transfer.num_unissued += 1
+                transfer.unwritten[piece] = None
         for transfer in transfers:
             self._num_waiting_loads += bool(transfer.num_unissued)
             self._note_if_over(transfer)
-        if not in_step:
-            self.advance(leaves)
+        self.advance(leaves)
         return [transfer.ticket for transfer in transfers]
 
     def _touched(self, device_ids: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -272,46 +239,6 @@ class TransferQueue:
         self._num_issued += 1
         return self._num_issued - 1
 
-    def take_step_loads(self, leaves: list[jax.Array], num_extents: int) -> StepLoads:
-        """Return the loads that the caller's next program must write.
-
-        The engine's own programs first write the loads that do not fit. If an older
-        save still has to read what a load writes, this waits for it.
-        """
-        while not all(self._may_write(pieces[0]) for pieces in self._for_step):
-            if not self._wait():
-                # That save waits for the first of these loads, which goes before it.
-                for piece in self._for_step.pop(0):
-                    self._load_now(leaves, piece)
-            self.advance(leaves)
-        # The first ones are written before the step, to keep the order.
-        num_now = max(len(self._for_step) - num_extents, 0)
-        now, in_step = self._for_step[:num_now], self._for_step[num_now:]
-        self._for_step = []
-        for group in range(self._copier.num_layer_groups):
-            for of_cut in now:
-                self._load_now(leaves, of_cut[group])
-        for piece in itertools.chain(*in_step):
-            self._note_issued(piece)
-            self._in_step.append(piece)
-        firsts = [of_cut[0] for of_cut in in_step]
-        extents = [self._memory.get(piece.extent) for piece in firsts]
-        targets = [piece.targets for piece in firsts]
-        if firsts:  # Always `num_extents`, so that the program is traced once.
-            num_spare = num_extents - len(firsts)
-            extents += extents[:1] * num_spare
-            targets += [np.full_like(targets[0], NOTHING)] * num_spare
-        placed = tuple(map(self._copier.placed, targets))
-        return StepLoads(tuple(extents), placed, self._copier)
-
-    def idle_step_loads(self, num_extents: int) -> StepLoads:
-        """Make loads that write nothing."""
-        num_shards, num_rows = self._plans.num_shards, self._plans.num_rows
-        nothing = np.full((num_shards, num_rows), NOTHING, np.int32)
-        targets = self._copier.placed(nothing)
-        extents = [self._copier.new_extent()()] * num_extents if num_extents else []
-        return StepLoads(tuple(extents), (targets,) * num_extents, self._copier)
-
     @property
     def wants_pool(self) -> bool:
         """Whether `advance` has something to read from the pool, or to write there."""
@@ -321,15 +248,6 @@ class TransferQueue:
             or self._waiting_saves
             or (landing and landing[0].is_ready())
         )
-
-    def start_step(self, token: jax.Array) -> None:
-        """Record that the program with the step's loads runs; `token` is a result."""
-        for piece in self._in_step:
-            for transfer in piece.transfers:
-                del transfer.unwritten[piece]
-            piece.watched = [token]
-            self._loading.append(piece)
-        self._in_step = []
 
     def advance(self, leaves: list[jax.Array]) -> None:
         """Scatter what has landed, and issue what may go next."""
@@ -377,8 +295,6 @@ class TransferQueue:
 
     def drain(self, leaves: list[jax.Array]) -> None:
         """Issue everything and wait for it."""
-        if self._for_step:
-            self.take_step_loads(leaves, 0)
         self.advance(leaves)
         while self._wait():
             self.advance(leaves)
@@ -442,13 +358,12 @@ class TransferQueue:
                 self._waiting_saves.remove(transfer)
 
     def _next_loads(self) -> list[LoadPiece]:
-        """Return the loads that may go next, of one layer group; none without room."""
+        """Return the loads that may go next; none without room."""
         waiting, pieces = self._waiting_loads, list[LoadPiece]()
         while (
             waiting
             and len(pieces) < self._copier.extents_per_program[0]
             and self._may_write(waiting[0])
-            and (not pieces or waiting[0].layer_group == pieces[0].layer_group)
             and self._has_room(waiting[0].num_bytes)
         ):
             piece = waiting.popleft()
@@ -464,10 +379,8 @@ class TransferQueue:
 
     def _may_read(self, transfer: Transfer) -> bool:
         """Whether no older load still has to write what a save reads."""
-        # Loads for the caller's program have no order with the others.
-        oldest = [*itertools.islice(self._landing or self._waiting_loads, 1)]
-        oldest += [pieces[0] for pieces in self._for_step[:1]]
-        return all(piece.call.number > transfer.call.after for piece in oldest)
+        unwritten = self._landing or self._waiting_loads
+        return not unwritten or unwritten[0].call.number > transfer.call.after
 
     def _has_room(self, num_bytes: int) -> bool:
         in_flight = self.bytes_in_flight
@@ -567,30 +480,13 @@ class TransferQueue:
                     piece.extent, piece.watched = extent, watched
 
     def _issue_loads(self, leaves: list[jax.Array], pieces: list[LoadPiece]) -> None:
-        """Issue pieces of loads, all of one layer group."""
         if self._copier.mode == "fused":
             for piece in pieces:
-                self._scatter_from_host(leaves, piece)
+                piece.arrays = self._memory.get(piece.extent)
+                self._scatter(leaves, [piece])
             return
         self._landing += pieces
         self._stage(pieces)
-
-    def _load_now(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
-        """Write a piece into the pool before the next program on it, in either mode."""
-        self._note_issued(piece)
-        if self._copier.mode == "fused":
-            self._scatter_from_host(leaves, piece)
-            return
-        self._stage([piece])
-        if piece.error is None:
-            self._scatter(leaves, [piece])
-        else:
-            self._loading.append(piece)
-
-    def _scatter_from_host(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
-        extent = self._memory.get(piece.extent)
-        piece.arrays = extent[self._copier.extents.arrays_of(piece.layer_group)]
-        self._scatter(leaves, [piece])
 
     def _note_issued(self, piece: LoadPiece) -> None:
         """Record that a piece of a load no longer waits."""
@@ -602,11 +498,11 @@ class TransferQueue:
         self.bytes_in_flight += piece.num_bytes
 
     def _stage(self, pieces: list[LoadPiece]) -> None:
-        """Start to copy pieces of one layer group to the device."""
+        """Start to copy pieces to the device."""
         extents = [self._memory.get(piece.extent) for piece in pieces]
         with _ended_by_errors(pieces):
             try:
-                staged = self._copier.stage(extents, pieces[0].layer_group)
+                staged = self._copier.stage(extents)
             except TRANSFER_ERRORS:
                 if len(pieces) == 1:
                     raise
@@ -621,12 +517,7 @@ class TransferQueue:
         landing, max_pieces = self._landing, self._copier.extents_per_program[0]
         while landing and landing[0].is_ready():
             landed: list[LoadPiece] = []
-            while (
-                landing
-                and len(landed) < max_pieces
-                and (not landed or landing[0].layer_group == landed[0].layer_group)
-                and landing[0].is_ready()
-            ):
+            while landing and len(landed) < max_pieces and landing[0].is_ready():
                 piece = landing.popleft()
                 error = piece.wait()
                 if error or not piece.transfers:
@@ -638,7 +529,7 @@ class TransferQueue:
                 self._scatter(leaves, landed)
 
     def _scatter(self, leaves: list[jax.Array], pieces: list[LoadPiece]) -> None:
-        """Write pieces of one layer group into the pool."""
+        """Write pieces into the pool."""
         for piece in pieces:
             for transfer in piece.transfers:
                 del transfer.unwritten[piece]
@@ -653,8 +544,7 @@ class TransferQueue:
         arrays = [piece.arrays for piece in pieces if piece.arrays is not None]
         with _ended_by_errors(pieces):
             try:
-                group = pieces[0].layer_group
-                token = self._copier.load(leaves, targets, arrays, group)
+                token = self._copier.load(leaves, targets, arrays)
             except TRANSFER_ERRORS:
                 if len(pieces) == 1:
                     raise
@@ -759,7 +649,6 @@ class TransferQueue:
         transfer.unwritten.clear()
         self._num_waiting_loads -= bool(transfer.num_unissued)
         transfer.num_unissued = 0
-        self._for_step = [of_cut for of_cut in self._for_step if of_cut[0].transfers]
         self._skip_dropped()
         self._note_if_over(transfer)
 

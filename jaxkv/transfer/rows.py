@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
-from jaxkv.transfer.layout import Leaf
 from jaxkv.transfer.plans import NOTHING
 
 # XLA:TPU gathers wider rows from a copy of the whole leaf.
@@ -132,22 +131,6 @@ def scatter_rows(
         blocks = extents.codecs[index].decode(tuple(encoded[index]))
         written[index] = _write(leaves[index], axis, targets, blocks, platform)
     return written
-
-
-def copy_blocks(
-    layouts: Mapping[int, Leaf],
-    leaves: Mapping[int, jax.Array],
-    plan: jax.Array,
-    platform: str,
-) -> dict[int, jax.Array]:
-    """Copy blocks within leaves."""
-    sources, targets = jnp.split(plan, 2)
-    copied = {}
-    for index, layout in layouts.items():
-        leaf, axis = leaves[index], layout.block_axis
-        blocks = _read(leaf, axis, sources, platform)
-        copied[index] = _write(leaf, axis, targets, blocks, platform)
-    return copied
 
 
 def _read(leaf: jax.Array, axis: int, sources: jax.Array, platform: str) -> jax.Array:

@@ -173,8 +173,7 @@ class LoadPiece(Piece):
     call: Call
     extent: int  # The extent that holds its blocks.
     targets: NDArray[np.int32]  # i32[shards, rows]. The device block of each row.
-    layer_group: int  # Which of the pool's leaves it writes.
     is_issued: bool = False
-    # The extent's arrays of this group until they are scattered: on the device, once a
-    # staged copy has been issued, or on the host.
+    # The extent's arrays until they are scattered: on the device once a staged copy has
+    # been issued, or on the host.
     arrays: Extent | None = None

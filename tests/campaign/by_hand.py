@@ -29,8 +29,9 @@ class ByHand:
     def __init__(self, rng, counts, note):
         self.rng, self.counts, self.note = rng, counts, note
         num_host_blocks = rng.choice((6, 20, 60))
-        executor = "xla" if rng.random() < 0.1 else "native"
         policy = rng.choice(POLICIES)
+        is_xla = policy != "hazard" and rng.random() < 0.1
+        executor = "xla" if is_xla else "native"
         mode = rng.choice(("fused", "staged"))
         note(f"{num_host_blocks=} {executor=} {policy=} {mode=}")
         self.manager = OffloadingManager(4, num_host_blocks, policy, executor=executor)

@@ -21,12 +21,11 @@ class Overlaps:
         loaded = {b for blocks, _ in self._loads.values() for b in blocks}
         stores, loads = set(meta.store_host_blocks), set(meta.load_host_blocks)
         busy = {block for block in meta.load_device_blocks if block >= 0} | loaded
-        saved, copied = set(meta.store_device_blocks), set(meta.copy_from_blocks)
+        saved = set(meta.store_device_blocks)
         for what, blocks in (
             ("a host block is stored while it is loaded", stores & (read | loads)),
             ("a host block is loaded while it is stored", loads & written),
             ("a block is stored while it is loaded", busy & saved),
-            ("a block is copied while it is loaded", busy & copied),
             ("a block is loaded twice", loaded & set(meta.load_device_blocks)),
         ):
             if blocks:
@@ -51,7 +50,7 @@ class Overlaps:
         for names in (reports.finished_recving, reports.failed_recving):
             for name in names:
                 if self._is_last(("load", name), num_workers, counts):
-                    self._loads.pop(name, None)  # It may have been copies alone.
+                    del self._loads[name]
 
     def _is_last(self, what, num_workers, counts):
         counts[what] = counts.get(what, 0) + 1

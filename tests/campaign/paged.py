@@ -489,12 +489,11 @@ class PagedEngine:
             for block in table
         }
         self.overlaps.start(meta, owner_of)
-        if meta.store_host_blocks or meta.load_host_blocks or meta.copy_to_blocks:
+        if meta.store_host_blocks or meta.load_host_blocks:
             self.note(
                 f"step {int(self.now_s)}: "
                 f"store {meta.store_device_blocks}->{meta.store_host_blocks}, "
-                f"load {meta.load_host_blocks}->{meta.load_device_blocks}, "
-                f"copy {meta.copy_from_blocks}->{meta.copy_to_blocks}"
+                f"load {meta.load_host_blocks}->{meta.load_device_blocks}"
             )
         for number, worker in enumerate(self.workers):
             self.pools[number] = worker.start(meta, self.pools[number])

@@ -76,9 +76,7 @@ def random_setup(rng, *, groups=None, **fixed):
     values = {
         "num_host_blocks": rng.choice((6, 12, 30, 80)) * num_groups,
         "cache_policy": rng.choice(POLICIES),
-        "executor": "xla" if rng.random() < 0.1 else "native",
         "transfer_mode": rng.choice(("fused", "staged")),
-        "layer_groups": rng.choice((1, 1, 2)),
         "extent_bytes": rng.choice((None, 2 * BLOCK_BYTES, 6 * BLOCK_BYTES)),
         "store_threshold": rng.choice((0, 0, 0, 0, 2)),
         "max_unseen_blocks": rng.choice((None, None, None, 0, 2)),
@@ -86,14 +84,15 @@ def random_setup(rng, *, groups=None, **fixed):
         "delay_shared_loads": rng.random() < 0.25,
         "max_blocks_in_flight": rng.choice((None, None, None, 2, 8)),
         "skip_slow_loads": rng.random() < 0.15,
-        "copy_on_device": rng.random() < 0.8,
         "flush_on_preemption": rng.random() < 0.15,
-        "remember_drops": rng.choice((0, 0, 20)),
         "world_size": rng.choice((1, 1, 1, 2)),
         "enable_events": rng.random() < 0.5,
         "report_after_steps": rng.choice((None, None, None, 1, 2)),
         "deadline_s": 12.0,
     }
+    is_pure = not is_auto and values["cache_policy"] != "hazard"
+    if is_pure and not values["retention"] and rng.random() < 0.2:
+        values["executor"] = "xla"
     if rng.random() < 0.3:
         values |= {"mode": "lazy", "max_num_batched_tokens": rng.choice((8, 16, 32))}
     else:
@@ -148,7 +147,7 @@ def random_setup(rng, *, groups=None, **fixed):
         max_steps=rng.choice((1, 2, 5)),
         habits=Habits(
             *(rng.random() < share for share in (0.6, 0.6, 0.7, 0.5, 0.4, 0.8)),
-            keeps_offers=not values["copy_on_device"] and rng.random() < 0.5,
+            keeps_offers=rng.random() < 0.5,
             # What a store has of other weights is found again, under the same keys.
             renames_weights=rng.random() < 0.6 or values.get("storage") is not None,
         ),

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import TraceRecorder
-from jaxkv.keys.keyed import hash_keys
 from jaxkv.keys.packed import pack
 from jaxkv.observe.publisher import END_OF_REPLAY, EventPublisher
 from jaxkv.scheduling.record import record
+from jaxkv.scheduling.record.keyed import hash_keys
 from jaxkv.scheduling.whatif.policy_state import SAVE_EVERY_MS
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent

@@ -60,12 +60,10 @@ class UnreliableEngine:
         self._note(ticket, fails, is_stuck, [block for block in rows if block >= 0])
         return pool, ticket
 
-    def load_each(
-        self, pool, host_block_ids, device_block_ids, sizes, *, in_step=False
-    ):
+    def load_each(self, pool, host_block_ids, device_block_ids, sizes):
         chosen = [self._choose() for _ in sizes]
         pool, tickets = self._engine.load_each(
-            pool, host_block_ids, device_block_ids, sizes, in_step=in_step
+            pool, host_block_ids, device_block_ids, sizes
         )
         rows = iter(_listed(device_block_ids))
         for ticket, size, (fails, is_stuck) in zip(tickets, sizes, chosen, strict=True):

@@ -47,8 +47,7 @@ OUTSIDE = {
     ),
     "it is text, or a record for a reader of logs, metrics or files": (
         *("explain.py Explanation.__str__", "explain.py Explanation._rows"),
-        *("explain.py _span", "stats.py Histogram.keep_samples"),
-        "stats.py Histogram.take_samples",
+        *("stats.py Histogram.keep_samples", "stats.py Histogram.take_samples"),
     ),
     "it is about several processes, or several tiers": (
         *("protocol.py OffloadMetadata.digest", "protocol.py _items_of"),

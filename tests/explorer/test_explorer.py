@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from jaxkv.scheduling.boundary import Boundary
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tiers import index
@@ -76,6 +77,15 @@ def test_nothing_goes_wrong_on_a_random_walk(name):
     if "store" in name:
         assert seen["fetch lands"] > 0
         assert seen["write lands"] > 0
+
+
+@pytest.mark.parametrize("name", ["store, in windows", "hybrid, in windows"])
+def test_a_prefix_is_fetched_in_windows_to_its_end(name):
+    world = World(WORLDS[name])
+    world.do(("list",))
+    search.go_on_calmly(world)
+    lands = {"store, in windows": 4, "hybrid, in windows": 5}
+    assert world.seen["fetch lands"] == lands[name]
 
 
 class Planned(World):
@@ -195,6 +205,13 @@ def found(setup, **limits):
     assert error is not None
     assert search.what_goes_wrong(setup, actions)[0] == error
     return actions, error
+
+
+def test_a_store_that_is_asked_although_it_is_down_is_found(monkeypatch):
+    monkeypatch.setattr(Boundary, "is_down", False)
+    actions, error = found(WORLDS["down"], max_states=2000)
+    assert "a store that is down is asked" in error
+    assert ("down",) in actions
 
 
 def test_the_deadlock_of_requests_that_wait_with_what_they_have_loaded_is_found():

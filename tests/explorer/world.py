@@ -49,6 +49,7 @@ _MIN_MAX_BATCH = 8
 _NUM_GHOSTS = 16
 # Actions that do another one in a certain way.
 _VARIANTS = {
+    "up": ("down", {"num": -1}),
     "less": ("admit", {"is_less": True}),
     "blind": ("admit", {"is_blind": True}),
     "fail": ("land", {"ok": False}),
@@ -163,7 +164,6 @@ class Transfer:
     num_reports: int = 0
     is_owner: bool = True  # Its host blocks were not given to another transfer.
     is_flushed: bool = False  # A flush has waited for it.
-    is_written: bool = False  # The step that began it has written its blocks.
     is_forgotten: bool = False  # A reset has made the tiers forget it.
 
 
@@ -173,7 +173,6 @@ class Hold:
 
     rows: dict  # Host blocks, by the place of their first part in the request.
     places: dict  # The loaded places of each of these host blocks.
-    copies: dict  # Device blocks that are copied, by the place of their copy.
     num_tokens: int  # Of the offer.
     targets: list | None = None  # Device blocks to write, once the offer is accepted.
     has_left: bool = False  # A step has begun it.
@@ -227,7 +226,16 @@ _OF_REQUEST = (
 )
 _OF_ENGINE = (
     *("device", "host", "objects", "transfers", "preempted", "silent", "is_listed"),
-    *("is_left", "is_to_reset", "rates", "serving", "event_keys", "holds", "querying"),
+    *(
+        "is_left",
+        "is_down",
+        "is_to_reset",
+        "rates",
+        "serving",
+        "event_keys",
+        "holds",
+        "querying",
+    ),
     *("begun", "num_asked_tokens", "fetched", "num_vain", "marks", "starts"),
 )
 
@@ -284,7 +292,7 @@ class World:
         self.transfers = []
         self.preempted = []
         self.silent = []  # Of these, the ones that only the next step reports.
-        self.is_listed = not setup.listed
+        self.is_listed, self.is_down = not setup.listed, False
         self.is_left = False
         self.serving = setup.policy
         self.is_to_reset = False  # Before anything is asked for again.
@@ -367,13 +375,14 @@ class World:
         ("unasked"), names them again ("again") or takes back its last token, to compute
         it again ("back"); the host is reset ("reset"), the device's cache forgotten
         ("forget") or only its first block ("gap"), the store left ("leave"), listed
-        once more ("relist") or not listable ("unlist"); the host's policy changes
-        ("change"). A store is listed ("list"); rates are measured ("rates").
+        once more ("relist"), not listable ("unlist") or not reachable for a while
+        ("down"); the host's policy changes ("change"). A store is listed ("list");
+        rates are measured ("rates").
         """
         acts, actions = self.setup.acts, []
         for n in range(len(self.transfers)):
             actions.append(("land", n))
-            if self.transfers[n].is_flushed or self.transfers[n].is_written:
+            if self.transfers[n].is_flushed:
                 continue
             if "fail" in acts:
                 actions.append(("fail", n))
@@ -424,6 +433,8 @@ class World:
             ("leave", "leave" in acts and not self.is_left),
             ("list", "relist" in acts or not self.is_listed),
             ("unlist", "unlist" in acts),
+            ("down", "down" in acts and not self.is_down),
+            ("up", self.is_down),
             ("change", self.setup.policies),
         ):
             if is_possible:
@@ -478,9 +489,7 @@ class World:
 
     def _fits(self, r):
         """Whether there is room for a request that finds nothing on the device."""
-        hold = self.holds.get(r.request_id)
-        num_own = len(hold.copies) if hold is not None else 0
-        return sum(self._num_blocks(r)) <= self.pool.num_free + num_own
+        return sum(self._num_blocks(r)) <= self.pool.num_free
 
     def _num_blocks(self, r):
         return [-(-r.num_tokens // spec.block_size) for spec in self.groups]
@@ -520,6 +529,10 @@ class World:
         elif kind not in _OUTSIDE and not (kind == "step" and self._is_at_rest):
             self._is_at_rest = self._check_end()
 
+    def _num_asked_below(self):
+        below = self.scheduler.below
+        return sum(len(b.fetches.moves) + len(b.probes.moves) for b in below)
+
     def _named(self, name):
         return self.requests[int(name[1:])]
 
@@ -534,7 +547,10 @@ class World:
         explained = scheduler.explain(r, local)
         offers = self._offers(r, local, is_blind)
         self._check_verdicts(r, explained)
+        num_asked = self._num_asked_below()
         offer = scheduler.get_num_new_matched_tokens(r, local)
+        if self.is_down and self._num_asked_below() > num_asked:
+            raise WrongError("a store that is down is asked for blocks")
         self.querying = sorted({*self.querying, name})
         if offer != (explained.num_offered_tokens, explained.is_awaited):
             raise WrongError(f"explain says {explained}, and the query {offer}")
@@ -596,26 +612,12 @@ class World:
     def _offered(self, r, local, num):
         """Return which blocks an offer must hold."""
         factor, end = self.setup.rules.blocks_per_host_block, local + num
-        where = self._where(r)
-        num_offers = self.pool.state.offers.sum() - sum(
-            len(hold.copies) for hold in self.holds.values() if hold.targets is None
-        )
-        for is_copying in (True, False):
-            hold = Hold({}, {}, {}, num)
-            for g, spec in enumerate(self.groups):
-                start = local // spec.block_size
-                for i in range(
-                    max(first_read(spec, end), start), end // spec.block_size
-                ):
-                    block, row = where[g, i]
-                    if is_copying and block != NO_BLOCK:
-                        hold.copies[g, i] = block
-                    else:
-                        hold.rows[g, i // factor] = row
-                        hold.places.setdefault((g, i // factor), []).append(i)
-            # Without room for all copies nothing is copied.
-            if len(hold.copies) == num_offers:
-                break
+        where, hold = self._where(r), Hold({}, {}, num)
+        for g, spec in enumerate(self.groups):
+            start = max(first_read(spec, end), local // spec.block_size)
+            for i in range(start, end // spec.block_size):
+                hold.rows[g, i // factor] = where[g, i][1]
+                hold.places.setdefault((g, i // factor), []).append(i)
         return hold
 
     def _row_key(self, name, at):
@@ -641,7 +643,6 @@ class World:
         """Record which blocks a request has taken of its offer."""
         hold = self.holds[r.request_id]
         ends = [end // spec.block_size for spec in self.groups]
-        hold.copies = {at: b for at, b in hold.copies.items() if at[1] < ends[at[0]]}
         loaded_places = {
             at: [i for i in places if i < ends[at[0]]]
             for at, places in hold.places.items()
@@ -649,7 +650,7 @@ class World:
         hold.places = {at: places for at, places in loaded_places.items() if places}
         hold.rows = {at: hold.rows[at] for at in hold.places}
         loaded = [(g, i) for (g, _), places in hold.places.items() for i in places]
-        hold.targets = [r.tables[g][i] for g, i in [*loaded, *hold.copies]]
+        hold.targets = [r.tables[g][i] for g, i in loaded]
 
     def _drop_hold(self, name, *, is_put_back=False):
         """Record that a request abandons its offer and the loads not begun."""
@@ -663,11 +664,7 @@ class World:
             self.num_vain.pop(name, None)
 
     def _offers(self, r, local, is_blind):
-        """Return how many tokens may be offered beyond the device's.
-
-        All that both tiers have, or, where blocks of the device are not copied, without
-        those behind a gap.
-        """
+        """Return how many tokens may be offered: the host's beyond the device's."""
         where = self._where(r)
 
         def longest(has):
@@ -682,22 +679,16 @@ class World:
         num_local = longest(lambda g, i: where[g, i][0] != NO_BLOCK)
         if not is_blind and local != num_local:
             raise WrongError(f"the device has {num_local}, not {local}")
-        offers = {
-            max(longest(lambda g, i: where[g, i] != (NO_BLOCK, NO_BLOCK)) - local, 0),
-            max(
-                longest(
-                    lambda g, i: (
-                        where[g, i][1] != NO_BLOCK
-                        or (
-                            where[g, i][0] != NO_BLOCK
-                            and i < local // self.groups[g].block_size
-                        )
-                    )
+        end = longest(
+            lambda g, i: (
+                where[g, i][1] != NO_BLOCK
+                or (
+                    where[g, i][0] != NO_BLOCK
+                    and i < local // self.groups[g].block_size
                 )
-                - local,
-                0,
-            ),
-        }
+            )
+        )
+        offers = {max(end - local, 0)}
         return offers | {0} if self.setup.rules.skip_slow_loads else offers
 
     def _check_verdicts(self, r, explained):
@@ -706,20 +697,13 @@ class World:
         where = self._where(r)
         if list(said) != list(where):
             raise WrongError(f"{explained} is not all")
-        for at, places in where.items():
-            on_device, on_host = (place != NO_BLOCK for place in places)
-            block = said[at]
-            is_past = block.first_token + block.num_tokens >= r.num_tokens
-            is_right = (block.reason == "last token") == is_past
-            if block.verdict == "device":
-                is_right &= on_device
-            elif block.verdict == "host":
-                is_right &= on_host
-            elif block.reason in ("gap", "other group", "no room", "no copy"):
-                is_right &= on_device or on_host
-            elif block.reason not in ("last token", "window", "loading"):
-                is_right &= not (on_device or on_host)
-            if not is_right:
+        for at, (device, host) in where.items():
+            block, right = said[at], {"none", *(b.name for b in self.scheduler.below)}
+            if device != NO_BLOCK:
+                right = {"device"}
+            elif host != NO_BLOCK:
+                right = {"host"}
+            if block.verdict not in right:
                 raise WrongError(f"{block} of {r.request_id} is wrong")
 
     def _do_unasked(self, name):
@@ -838,20 +822,20 @@ class World:
             for t in self.transfers
             for source, target in t.pairs
             if (t.kind == "store" and source == block and not is_again)
-            or (t.kind == "load" and target == block and not t.is_written)
+            or (t.kind == "load" and target == block)
         ]
         if busy:
             raise WrongError(f"block {block} is written during a {busy[0]}")
         self.device[block] = what
 
     def _loading(self):
-        return [t for t in self.transfers if t.kind == "load" and not t.is_written]
+        return [t for t in self.transfers if t.kind == "load"]
 
     def _start(self, meta):
         if meta.need_flush:
             for transfer in self.transfers:
                 transfer.is_flushed = True
-        factor, copied = self.setup.rules.blocks_per_host_block, []
+        factor = self.setup.rules.blocks_per_host_block
         if meta.store_event != NO_EVENT:
             blocks = meta.store_device_blocks
             hosts = [host for host in meta.store_host_blocks for _ in range(factor)]
@@ -859,12 +843,6 @@ class World:
             self._give(meta.store_host_blocks, "store")
             contents = [self._read(block) for block in blocks]
             self._begin("store", meta.store_event, pairs, contents)
-        for source, target in zip(
-            meta.copy_from_blocks, meta.copy_to_blocks, strict=True
-        ):
-            self._write(target, self._read(source))
-            self.seen["copies"] += 1
-            copied.append((source, target))
         if meta.load_event != NO_EVENT:
             start, names = 0, meta.load_event_to_reqs[meta.load_event]
             for name in names:
@@ -876,25 +854,11 @@ class World:
                 pairs = [(hosts[n // factor], targets[n]) for n in written]
                 contents = [self._held(hosts[n // factor], n % factor) for n in written]
                 start += size
-                for (_, target), what in zip(pairs, contents, strict=True):
-                    self._write(target, what if meta.load_in_step else GARBAGE)
+                for _, target in pairs:
+                    self._write(target, GARBAGE)
                 self._begin("load", name, pairs, contents)
-                # The step's own program writes them, or fails with all of it.
-                self.transfers[-1].is_written = meta.load_in_step
         for moves in meta.below:
             self._start_below(moves)
-        for name, hold in list(self.holds.items()):
-            # What is copied is there when the step's model has run.
-            targets = hold.targets or [NO_BLOCK]
-            num = len(hold.copies)
-            pairs = list(
-                zip(hold.copies.values(), targets[len(targets) - num :], strict=True)
-            )
-            if num and hold.targets is not None and set(pairs) <= set(copied):
-                if hold.has_left:
-                    hold.copies = {}
-                elif not hold.rows:
-                    del self.holds[name]
 
     def _start_below(self, moves):
         asks = moves.fetches or moves.writes or moves.deletes or moves.probes
@@ -967,6 +931,10 @@ class World:
     def _do_unlist(self):
         self._report([ConnectorOutput(below=(TierReport(listed=False),))])
 
+    def _do_down(self, num=1):
+        self.is_down = num > 0
+        self._report([ConnectorOutput(below=(TierReport(num_down=num),))])
+
     def _do_rates(self, n):
         self.rates = n
         self.scheduler.note_rates(*self.setup.rates[n])
@@ -1031,7 +999,7 @@ class World:
                     self.host[host] = "|".join(contents) if all(t.oks) else GARBAGE
             return
         for (source, target), what, ok in zip(t.pairs, t.contents, t.oks, strict=True):
-            if t.kind == "load" and not t.is_written:
+            if t.kind == "load":
                 self.device[target] = what if ok else GARBAGE
             elif t.kind == "fetch" and t.is_owner:
                 self.host[target] = what if ok else GARBAGE
@@ -1266,17 +1234,14 @@ class World:
         """Check that each block is held exactly as often as it is used."""
         device, host = self.pool.state, self.host_tier.executor.state
         used, pinned = [0] * self.pool.num_blocks, [0] * self.pool.num_blocks
-        offered, read = [0] * self.pool.num_blocks, [0] * self.host_tier.num_blocks
+        read = [0] * self.host_tier.num_blocks
         for r in self.requests:
             for table in r.tables:
                 for block in table:
                     used[block] += block != NULL_BLOCK
         for hold in self.holds.values():
-            for block in [*hold.copies.values(), *(hold.targets or ())]:
+            for block in hold.targets or ():
                 pinned[block] += 1
-            if hold.targets is None:
-                for block in hold.copies.values():
-                    offered[block] += 1
             for row in hold.rows.values():
                 read[row] += 1
         written = set()
@@ -1324,13 +1289,12 @@ class World:
         unheld = [
             pinned[block] + waiting[block] > 0
             for block in range(1, self.pool.num_blocks)
-            if not used[block] and not offered[block]
+            if not used[block]
         ]
         checks = [
             ("pending", self.pool.num_pending_free, sum(unheld)),
             ("free", self.pool.num_free, len(unheld) - sum(unheld)),
             ("held", device.ref_cnt.tolist(), used),
-            ("offered", device.offers.tolist(), offered),
         ]
         if not self.is_left:  # A store that was left still holds what it moves.
             checks += [
@@ -1431,7 +1395,7 @@ class World:
                 continue
             num = request.num_tokens // size
             tables = [[], [NULL_BLOCK] * num]
-            if len(hold.rows) + len(hold.copies) > 1:
+            if len(hold.rows) > 1:
                 tables.append([1] * num)
             if len(self.groups) > 1:
                 tables = [[column] * len(self.groups) for column in tables]
@@ -1508,7 +1472,7 @@ class World:
                     *(t.kind, t.name if t.kind == "load" else "", t.num_reports),
                     self._show(sources, of_sources),
                     self._show(targets, of_targets),
-                    *(t.contents, t.oks, t.is_owner, t.is_flushed, t.is_written),
+                    *(t.contents, t.oks, t.is_owner, t.is_flushed),
                 )
             )
         readers = self._fields("_loads")["_num_readers"][hosts].tolist()
@@ -1620,7 +1584,7 @@ _SHOWN = frozenset(
     (
         *("OffloadScheduler", "Gate", "Loads", "Stores", "StoreSteps", "EagerStores"),
         *("StorePause", "LazyStores", "Requests", "Boundary", "ReuseFilter"),
-        *("DropReasons", "RetentionNotes", "Ledger"),
+        *("RetentionNotes", "Ledger"),
     )
 )
 # The fields of reports: of failures and successes, or of all.
@@ -1644,19 +1608,16 @@ _ENDS = {
 _LEDGERS = {"fetches": "fetches", "_writes": "writes", "probes": "probe"}
 # What is remembered when all requests have ended, and constants.
 _REMEMBERED = {
-    *("_counts", "_held_back", "_reasons", "_notes", "_absent", "unwritten"),
+    *("_counts", "_held_back", "_notes", "unwritten"),
     *("_alternatives", "removed_keys", "_preempted", "_scheduled"),
 }
 # Fields of ids, and of whose.
 _IDS = {
-    **dict.fromkeys(
-        ("tables", "copy_sources", "copy_targets", "skipped", "written_blocks"),
-        "device",
-    ),
+    **dict.fromkeys(("tables", "skipped", "written_blocks"), "device"),
     **dict.fromkeys(("rows", "holds"), "host"),
     "_awaited": "fetches",
 }
-_ORDERED = {"_overdue", "waiters", "_to_write", "_reasons"}
+_ORDERED = {"_overdue", "waiters", "_to_write"}
 # What no decision depends on, or what follows from the rest.
 _IGNORED = {
     *("request", "limits", "marks", "fetch_of", "_probe_of", "_lookup_marks"),
@@ -1767,7 +1728,6 @@ _RELATIVE = {
     ("Stores", "waiting"): lambda world, ref, _: world._canonical_entry(ref.name),
     ("EagerStores", "_scheduled"): lambda world, names, _: list(names),
     ("Loads", "_waiting"): lambda world, names, _: list(names),
-    ("Loads", "_copying"): lambda world, names, _: list(names),
     ("Load", "event"): lambda world, event, _: event != NO_EVENT,
     ("Move", "event"): lambda world, event, _: None,
     ("Ledger", "moves"): _moves,

@@ -68,10 +68,37 @@ WORLDS = {
         "lose",
         max_storage_blocks=1,
     ),
+    "store, in windows": _with(
+        replace(
+            _STORE,
+            requests=(("aabbc", 5), ("aabbd", 4)),
+            num_device_blocks=8,
+            num_host_blocks=6,
+            num_storage_blocks=6,
+        ),
+        *("part", "lose", "leave"),
+        max_storage_blocks=1,
+    ),
+    "hybrid, in windows": replace(
+        _HYBRID,
+        requests=(("aabb", 4), ("aabb", 3)),
+        num_device_blocks=10,
+        num_host_blocks=8,
+        rules=replace(THROUGH, max_storage_blocks=1),
+        num_storage_blocks=8,
+        listed=(0,),
+        acts=(*_HYBRID.acts, "part", "lose"),
+    ),
     "store, asked": _with(
         replace(_STORE, private="c"),
         *("part", "together", "leave"),
         storage_probe_s=0.005,
+    ),
+    "down": _with(
+        replace(_STORE, num_host_blocks=4),
+        *("part", "down"),
+        storage_probe_s=0.005,
+        max_storage_blocks=1,
     ),
     "store, awaited": _with(
         # No engine computes the prompt of the last one.
@@ -134,18 +161,11 @@ WORLDS = {
         store_batch_blocks=2,
         store_max_wait_steps=3,
     ),
-    "no copies": _with(
-        _SMALL, "forget", "gap", copy_on_device=False, store_threshold=2
-    ),
+    "reused": _with(_SMALL, "forget", "gap", store_threshold=2),
     "paused": _with(
         replace(_WARM, num_host_blocks=1), "less", pause_unused_stores=True
     ),
     "flush": _with(_WARM, "less", "unasked", flush_on_preemption=True),
-    "in step": replace(
-        _with(_SMALL, "forget", "gap", load_in_step=True),
-        served=(0,),
-        num_host_blocks=4,
-    ),
     "rows": replace(
         _SMALL,
         requests=LONG,
@@ -159,9 +179,7 @@ WORLDS = {
         served=(0,),
     ),
     "prompts": _with(_SMALL, prompt_only=True, max_unseen_blocks=1),
-    "heads": _with(
-        replace(_WARM, requests=LONG), max_offload_tokens=2, remember_drops=4
-    ),
+    "heads": _with(replace(_WARM, requests=LONG), max_offload_tokens=2),
     # What is rare.
     "two workers": _with(_WARM, "part", "together", world_size=2),
     "two workers, store": _with(
@@ -186,7 +204,7 @@ WORLDS = {
     "wide rows": Setup(
         (("aabbccd", 7), ("aabbccd", 5)),
         (FullAttention(2),),
-        OffloadRules(blocks_per_host_block=2, remember_drops=4),
+        OffloadRules(blocks_per_host_block=2),
         num_device_blocks=6,
         num_host_blocks=3,
         acts=("fail", "preempt", "forget", "gap", "less", "again"),
@@ -211,7 +229,7 @@ WORLDS = {
         retentions=(Retention(50, ttl_s=60), Retention(20, ttl_s=60, num_tokens=1)),
     ),
     "bound": replace(
-        _with(_STORE, "relist", "unlist", "part", "leave", copy_on_device=False),
+        _with(_STORE, "relist", "unlist", "part", "leave"),
         bound=2,
         has_events=True,
     ),

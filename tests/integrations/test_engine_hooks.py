@@ -306,8 +306,6 @@ def test_engines_that_the_hooks_do_not_serve_are_refused():
     for groups in (2 * BLOCK, SlidingWindow(BLOCK, 9), [FullAttention(BLOCK)] * 2):
         with pytest.raises(ValueError, match=r"must be \(FullAttention\(block_size=4"):
             make_hooks(groups)
-    with pytest.raises(ValueError, match="load_in_step=True must be False"):
-        make_hooks(load_in_step=True)
     request = collections.namedtuple("Request", "request_id")("r1")
     with pytest.raises(
         ValueError, match=r"allocate.. was called for request 'r1' before"

@@ -98,7 +98,6 @@ def test_the_keys_set_rules_and_sizes(monkeypatch):
         "num_host_blocks": 7,
         "cache_policy": "arc",
         "prompt_only": True,
-        "copy_on_device": False,
         "deadline_s": 5.0,
         "staging_bytes": 1 << 20,
         "record_max_bytes": 2 << 20,

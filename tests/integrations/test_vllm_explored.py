@@ -82,7 +82,6 @@ class StubHalf:
 
     def start(self, step):
         meta = step.transfers
-        assert not meta.copy_from_blocks
         assert not meta.need_flush
         cells = self.runner.cells
         if meta.store_event != NO_EVENT:

@@ -96,11 +96,11 @@ def prometheus(target, tmp_path):
 
 
 def dashboard_panels():
-    """The panels, with the queries that Grafana asks with all engines chosen."""
+    """The panels, with the queries that Grafana asks with all servers chosen."""
     text = (EXAMPLES / "grafana.json").read_text(encoding="utf-8")
     panels = json.loads(text)["panels"]
     for panel in panels:
         for target in panel.get("targets", ()):
             query = target["expr"].replace("$__rate_interval", "20s")
-            target["expr"] = query.replace("$engine", ".*")
+            target["expr"] = re.sub(r"\$(job|instance|engine)\b", ".*", query)
     return panels

@@ -89,17 +89,20 @@ def test_every_dashboard_query_names_existing_metrics_and_labels(all_families):
     for family in all_families.values():
         for sample in family.samples:
             samples.setdefault(sample.name, set()).update(sample.labels)
-    engines = BOARD["templating"]["list"][1]["query"]
-    name, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", engines).groups()
-    assert label in samples[name]
+    targets = {"job", "instance"}  # Prometheus' own labels of a server.
+    for variable in BOARD["templating"]["list"][1:]:
+        pattern = r"label_values\(([\w:]+)(\{.*\})?, (\w+)\)"
+        name, _, label = re.fullmatch(pattern, variable["query"]).groups()
+        assert label == variable["name"]
+        assert label in samples[name] | targets
     queries = [t["expr"] for p in BOARD["panels"] for t in p.get("targets", ())]
     assert len(queries) > 20
     for query in queries:
         metrics, grouped = selected(query)
         assert metrics
         for name, labels in metrics:
-            assert labels == {"engine"}, query
-            assert labels | grouped <= samples[name], query
+            assert labels == {"job", "instance", "engine"}, query
+            assert labels | grouped <= samples[name] | targets, query
     legends = [t["legendFormat"] for p in BOARD["panels"] for t in p.get("targets", ())]
     for query, legend in zip(queries, legends, strict=True):
         assert set(re.findall(r"{{(\w+)}}", legend)) <= selected(query)[1]
@@ -109,9 +112,10 @@ def test_the_dashboard_is_well_formed(all_families):
     assert BOARD["title"]
     assert BOARD["uid"]
     assert BOARD["schemaVersion"] >= 36
-    source, engine = BOARD["templating"]["list"]
+    source, *variables = BOARD["templating"]["list"]
     assert (source["name"], source["type"]) == ("datasource", "datasource")
-    assert (engine["name"], engine["type"]) == ("engine", "query")
+    assert [v["name"] for v in variables] == ["job", "instance", "engine"]
+    assert {v["type"] for v in variables} == {"query"}
     ids = [panel["id"] for panel in BOARD["panels"]]
     assert len(set(ids)) == len(ids)
     cells = Counter()

@@ -40,9 +40,9 @@ class Cache:
         note = retained(at_ms, priority, half_life_ms, ttl_ms)
         self.executor.note(keys_of(numbers), RETAIN, np.empty(0, np.int32), note)
 
-    def victims(self, num, at_ms=0, executor="native"):
+    def victims(self, num, at_ms=0):
         """Return the blocks evicted at a time; None if refused."""
-        copy = make_executor(self.policy, executor, self.executor.state)
+        copy = make_executor(self.policy, state=self.executor.state)
         copy.note(keys_of([999]), BEGIN, np.zeros(1, np.int32), begun(at_ms, 1))
         stored = copy.prepare_store(keys_of(range(100, 100 + num)))
         return stored and {int(key[0]) - 1 for key in stored.evicted_keys}
@@ -61,13 +61,12 @@ def test_a_priority_halves_with_every_half_life_and_ends_with_the_time_to_live()
     assert lru.victims(1, at_ms=MINUTE_MS) == {0}
 
 
-@pytest.mark.parametrize("executor", ["native", "xla"])
-def test_blocks_of_a_lower_priority_are_evicted_before_older_ones(executor):
+def test_blocks_of_a_lower_priority_are_evicted_before_older_ones():
     lru = Cache(make_retained(get_policy_maker("lru")(NUM_BLOCKS, 64)))
     lru.retain([0, 1, 2], 20, ttl_ms=MINUTE_MS)
     lru.retain([3], 10, ttl_ms=MINUTE_MS)
     lru.retain([4, 5], 30, ttl_ms=MINUTE_MS)
-    assert lru.victims(2, executor=executor) == {3, 0}
+    assert lru.victims(2) == {3, 0}
 
 
 def test_a_policy_that_refuses_because_of_priorities_is_asked_without_them():
@@ -78,6 +77,12 @@ def test_a_policy_that_refuses_because_of_priorities_is_asked_without_them():
     arc.retain([0], 99, ttl_ms=MINUTE_MS)
     assert arc.victims(1) == {0}
     assert arc.victims(2) is None  # as without priorities
+
+
+def test_a_policy_without_native_functions_is_refused():
+    pure = get_policy_maker("lru")(4, 64)._replace(native=None)
+    with pytest.raises(ValueError, match="has no native functions"):
+        make_retained(pure)
 
 
 def test_wrapping_twice_is_refused():

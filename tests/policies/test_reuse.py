@@ -1,46 +1,86 @@
-"""The table of reuses: native functions leave, to the bit, what pure ones do."""
+"""The table of reuses: classes that share what they learn with their parents."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.compiling import Bound
+from jaxkv.compiling import Bound, compiled
 from jaxkv.policies import reuse
-from jaxkv.policies.reuse import NUM_BINS, ReuseTable
-
-NUM_CLASSES = 6
-# As one program: by itself, each step would be one.
-REBUILD, VALUE_OF = jax.jit(reuse.rebuild), jax.jit(reuse.value_of)
 
 
-def make_tables(seed, max_count):
+def make_table(*counts):
+    """A table of classes: (code, parent, begin, uses, reuses at 0 ms) each."""
+    table = reuse.init()
+    bound = Bound(table)
+    for code, parent, begin, num_uses, num_reuses in counts:
+        row = reuse.row_of(bound, code, parent, begin)
+        table.touches[row] += num_uses
+        table.reuses[row, 0] += num_reuses
+    reuse.fill_index(bound)
+    return table
+
+
+@compiled
+def bin_of(age_ms):
+    return reuse.bin_of(age_ms)
+
+
+def values(table):
+    return table.index[: table.num_rows, 0].tolist()
+
+
+def test_a_class_without_uses_is_worth_what_its_parent_is():
+    table = make_table((5, 0, -1, 0, 0), (6, 1, -1, 900, 800))
+    row = reuse.row_of(Bound(table), 7, 1, -1)
+    root, above, used, new = values(table)
+    assert (row, new) == (3, above)
+    assert root < above < used
+
+
+def test_few_uses_are_judged_by_the_parent_and_many_by_their_own():
+    parent = (5, 0, -1, 0, 0)
+    best = (8, 1, -1, 10_000, 9_000)
+    few, many = (make_table(parent, best, (9, 1, -1, num, 0)) for num in (10, 100_000))
+    assert np.array(values(many)[3:], np.int32).view(np.float32) < 0.01
+    assert np.array(values(few)[3:], np.int32).view(np.float32) > 0.2
+
+
+def test_a_final_class_counts_for_the_class_of_its_beginning_and_once_for_all():
+    begin, final = (-5, 0, -1, 0, 0), (5, 0, 1, 900, 800)
+    table = make_table(begin, final)
+    root, at_begin, at_end = values(table)
+    assert at_begin == at_end
+    assert root == values(make_table((5, 0, -1, 900, 800)))[0]
+
+
+def test_without_room_a_class_counts_for_its_parent():
+    table = reuse.init()
+    bound = Bound(table)
+    for code in range(1, reuse.NUM_ROWS):
+        assert reuse.row_of(bound, code, 0, -1) == code
+    assert reuse.row_of(bound, reuse.NUM_ROWS, 7, -1) == 7
+    assert reuse.row_of(bound, 3, 0, -1) == 3
+    assert table.num_rows == reuse.NUM_ROWS
+
+
+def test_a_table_that_is_scaled_up_trusts_its_classes_more():
+    table = make_table((5, 0, -1, 10, 9), (6, 0, -1, 10, 0))
+    more = reuse.scaled(table, 64)
+    assert (more.touches == 64 * table.touches).all()
+    assert values(more)[1] > values(table)[1] > values(table)[2] > values(more)[2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ages_are_in_half_octaves(seed):
     rng = np.random.default_rng(seed)
-    touches = rng.integers(0, max_count, NUM_CLASSES, np.int32)
-    reuses = rng.integers(0, max_count, (NUM_CLASSES, NUM_BINS), np.int32)
-    touches[::2], reuses[::2] = 0, 0
-    reuses[2, 3] = max_count // 2
-    index = rng.integers(0, 1 << 30, (NUM_CLASSES, NUM_BINS + 1), np.int32)
-    arrays = touches, reuses, index
-    return ReuseTable(*map(jnp.asarray, arrays)), ReuseTable(*arrays)
-
-
-@pytest.mark.parametrize("high", [3, 5000, reuse.MAX_COUNT // 50, reuse.MAX_COUNT // 8])
-def test_a_rebuild_leaves_the_same_table(high):
-    pure, native = make_tables(high, high)
-    reuse.native_rebuild(Bound(native))
-    pure = REBUILD(pure)
-    for name, array in vars(native).items():
-        np.testing.assert_array_equal(array, getattr(pure, name), err_msg=name)
-
-
-def test_blocks_of_every_age_are_worth_the_same():
-    pure, native = make_tables(1, 5000)
-    edges = [1 << bit for bit in range(32)]
-    ages = {age + step for age in edges for step in (-1, 0, 1, age // 3)}
-    ages = np.array(sorted(ages), np.uint32)
-    for of_class in range(NUM_CLASSES):
-        classes = jnp.full(len(ages), of_class)
-        worth = VALUE_OF(pure, classes, jnp.asarray(ages)).tolist()
-        value_of = reuse.native_value_of.py_func
-        assert worth == [int(value_of(native, of_class, int(age))) for age in ages]
+    edges = [0, *(part << octave + 9 for octave in range(14) for part in (2, 3))]
+    for age in [
+        *edges,
+        *(edge - 1 for edge in edges[1:]),
+        *rng.integers(1 << 32, size=50),
+    ]:
+        age_bin, fraction = bin_of(int(age))
+        expected = min(sum(edge <= age for edge in edges) - 1, reuse.NUM_BINS - 1)
+        assert age_bin == expected, age
+        if age_bin < reuse.NUM_BINS - 1:
+            width = edges[age_bin + 1] - edges[age_bin]
+            assert fraction == int(256 * (age - edges[age_bin]) / width), age

@@ -10,11 +10,13 @@ import numpy as np
 from jaxkv.keys import key_from_foreign
 
 NUM_BINS = 28
-UNIT = 16
-F = np.float32
 STOPS = (None, "tool_use", "end_turn")
-NUM_CLASSES = 3 * 5 * 16
-TURN_BUCKET = (None, 0, 1, 2, 2, 3)
+TURN_BUCKET = (0, 0, 1, 2, 2, 3)
+# A class is a tuple of facts, each of which splits the class without it: those of the
+# request, whether the block was known, and the conversation's pause. The request's are
+# (stop, output, bucket of turns, share), or (bucket, share) when it begins.
+ALL = ()
+NEW, KNOWN = 1, 2
 # Where bins begin, in units of 512 ms, and how long they are.
 STARTS = [0, *[part << octave for octave in range(14) for part in (2, 3)][:27]]
 WIDTHS = [2, *[1 << (i // 2) for i in range(NUM_BINS - 1)]]
@@ -30,7 +32,14 @@ def bin_of(age_ms):
 
 
 def bits_of(number):
-    return int(F(number).view(np.int32))
+    return int(np.float32(number).view(np.int32))
+
+
+def code_of(of_class):
+    """The code of a class of a block whose request has finished."""
+    (stop, output, bucket, share), known, pause = of_class
+    number = ((stop * 5 + output) * 4 + bucket) * 4 + share
+    return number + 1 << 6 | known << 4 | pause + 1
 
 
 def tag_of(key):
@@ -61,10 +70,6 @@ class Known:
         self.depth = 0
         self.parent = None  # a block id
 
-    @property
-    def word(self):
-        return self.of_class | self.turn << 8 | self.has_child << 11
-
 
 class ReferenceHazard:
     def __init__(self, num_blocks, num_ghosts=1 << 16, by_flops=False):
@@ -76,13 +81,16 @@ class ReferenceHazard:
         self.notes = {}  # key -> Known, of keys with a block
         self.ghosts = {}  # (set, way) -> [tag, Known]
         self.times = {}  # (set, way) -> the last time that was written there
-        self.touches = [0] * NUM_CLASSES
-        self.reuses = [[0] * NUM_BINS for _ in range(NUM_CLASSES)]
+        self.classes = [ALL]  # in the order in which they were first seen
+        self.begins = {}  # class -> the class by what is known at the beginning
+        self.touches = {ALL: 0.0}
+        self.reuses = {ALL: [0.0] * NUM_BINS}
+        self.index = {}
         self.queue = []
         self.now_ms = None
         self.clock_ms = 0
         self.num_begun = 0
-        self.current = (0, 1)  # class and turn of the request that began last
+        self.current = (ALL, 1)  # class and turn of the request that began last
         self.rebuild()
 
     def get(self, key):
@@ -93,7 +101,7 @@ class ReferenceHazard:
             "order": self.in_order(list(self.blocks)),
             "now_ms": self.clock_ms,
             "ghosts": len(self.ghosts),
-            "touches": tuple(self.touches),
+            "touches": {code_of(c): num for c, num in self.touches.items() if num},
         }
 
     # --- notifications ---
@@ -124,31 +132,46 @@ class ReferenceHazard:
             if note is None or (row and positions[row] == 0):
                 break
             deepest = note
-        turn = 1
-        if deepest is not None and not deepest.has_child:
-            turn = min(deepest.turn + 1, 5)
+        turn, pause = 1, 0
+        if deepest is not None:
+            seconds = self.age(deepest) // 1000 + 1
+            pause = 1 + min(seconds.bit_length() - 1, 11) // 2
+            if not deepest.has_child:
+                turn = min(deepest.turn + 1, 5)
         for note in notes:
             if note is not None:
-                self.reuses[note.of_class][bin_of(self.age(note))[0]] += UNIT
+                self.reuses[note.of_class][bin_of(self.age(note))[0]] += 1
         share = min(4 * notes.count(None) // len(keys), 3)
-        of_class = TURN_BUCKET[turn] * 4 + share
-        self.current = of_class, turn
+        bucket = TURN_BUCKET[turn]
+        classes = [
+            self.find_class((bucket, share), NEW if note is None else KNOWN, pause)
+            for note in notes
+        ]
+        self.current = self.find_class((bucket, share), NEW, pause), turn
         chosen = [None if key in self.notes else self.choose_slot(key) for key in keys]
-        self.note(keys, positions, notes, chosen, of_class, turn)
-        return of_class | turn << 8
+        self.note(keys, positions, notes, chosen, classes, turn)
+        return pause | share << 3 | bucket << 5 | turn << 7
 
     def finish(self, keys, mark, now_ms, num_output_tokens, stop, positions):
         self.tell_time(now_ms)
         output = 0
         if num_output_tokens is not None:
             output = 1 + sum(num_output_tokens >= step for step in (64, 256, 1024))
-        of_class = (STOPS.index(stop) * 5 + output) * 16 + mark % 256
-        self.touches[of_class] += UNIT * len(keys)
+        pause, share, bucket = mark & 7, mark >> 3 & 3, mark >> 5 & 3
         slots = [None if key in self.notes else self.find_slot(key) for key in keys]
         notes = [
             self.notes.get(key) or (self.ghosts[slot][1] if slot else None)
             for key, slot in zip(keys, slots, strict=True)
         ]
+        classes = []
+        for note in notes:
+            known = NEW if note is None or note.of_class == ALL else note.of_class[1]
+            begin = self.find_class((bucket, share), known, pause)
+            request = STOPS.index(stop), output, bucket, share
+            of_class = self.find_class(request, known, pause)
+            self.begins.setdefault(of_class, begin)
+            self.touches[of_class] += 1
+            classes.append(of_class)
         for key in set(keys) & set(self.notes):
             rows = [row for row, k in enumerate(keys) if k == key]
             self.notes[key].depth = max(positions[row] for row in rows)
@@ -156,10 +179,20 @@ class ReferenceHazard:
             parents = [self.blocks[k].block_id for k in before if k in self.blocks]
             self.notes[key].parent = max(parents, default=None)
         chosen = [None if key in self.notes else self.choose_slot(key) for key in keys]
-        self.note(keys, positions, notes, chosen, of_class, mark >> 8 & 7)
+        self.note(keys, positions, notes, chosen, classes, mark >> 7 & 7)
 
-    def note(self, keys, positions, notes, slots, of_class, turn):
-        """Set the class of a request on its keys."""
+    def find_class(self, *facts):
+        """Add a class and those that it is part of, unless they are there."""
+        for num in range(1, len(facts) + 1):
+            part = facts[:num]
+            if part not in self.touches:
+                self.classes.append(part)
+                self.touches[part], self.reuses[part] = 0.0, [0.0] * NUM_BINS
+                self.index[part] = self.index[part[:-1]]
+        return facts
+
+    def note(self, keys, positions, notes, slots, classes, turn):
+        """Set the classes of a request's blocks on its keys."""
         followed = [
             row + 1 < len(keys) and positions[row + 1] > 0 for row in range(len(keys))
         ]
@@ -171,13 +204,13 @@ class ReferenceHazard:
         for row, key in enumerate(keys):
             block_note = self.notes.get(key)
             if block_note is not None:
-                block_note.of_class, block_note.turn = of_class, turn
+                block_note.of_class, block_note.turn = classes[row], turn
                 block_note.last_ms = self.clock_ms
                 block_note.has_child = any(
                     child for k, child in zip(keys, children, strict=True) if k == key
                 )
             elif slots[row] is not None:
-                ghost = Known(of_class, turn, children[row], self.clock_ms)
+                ghost = Known(classes[row], turn, children[row], self.clock_ms)
                 ghosts.append((slots[row], tag_of(key), ghost))
         self.queue = [key for key in self.queue if key not in keys]
         self.write_ghosts(ghosts)
@@ -188,7 +221,7 @@ class ReferenceHazard:
         tag = tag_of(key)
         for way in range(4):
             slot = tag % self.num_sets, way
-            if slot in self.ghosts and self.ghosts[slot][0] >> 12 == tag >> 12:
+            if slot in self.ghosts and self.ghosts[slot][0] >> 15 == tag >> 15:
                 return slot
         return None
 
@@ -209,55 +242,74 @@ class ReferenceHazard:
         """Write all ghosts; of several for one slot, the highest word stays."""
         for slot in {slot for slot, _, _ in ghosts}:
             of_slot = [ghost for ghost in ghosts if ghost[0] == slot]
-            _, tag, note = max(of_slot, key=lambda g: g[1] >> 12 << 12 | g[2].word)
+            _, tag, note = max(of_slot, key=lambda g: (g[1] >> 15, *self.word(g[2])))
             note.last_ms = max(ghost.last_ms for _, _, ghost in of_slot)
             self.ghosts[slot] = [tag, note]
             self.times[slot] = note.last_ms
 
+    def word(self, note):
+        return note.has_child, note.turn, self.classes.index(note.of_class)
+
     # --- what is learned ---
 
     def decay(self):
-        for counts in (self.touches, *self.reuses):
-            counts[:] = [count - (count >> 8) for count in counts]
+        for of_class, reuses in self.reuses.items():
+            self.touches[of_class] -= self.touches[of_class] / 256
+            self.reuses[of_class] = [num - num / 256 for num in reuses]
 
     def rebuild(self):
-        total = sum(self.touches) + 2 * NUM_BINS * UNIT
-        shares = [
-            int(F(sum(of_bin) + UNIT) / F(total) * F(200 * UNIT))
-            for of_bin in zip(*self.reuses, strict=True)
-        ]
-        rows = {}
-        self.index = []
-        for touches, reuses in zip(self.touches, self.reuses, strict=True):
-            seen = (touches, *reuses)
-            if seen not in rows:
-                rows[seen] = self.make_row(touches, reuses, shares)
-            self.index.append(rows[seen])
+        touches = dict(self.touches)
+        reuses = {of_class: list(nums) for of_class, nums in self.reuses.items()}
+        for of_class in reversed(self.classes[1:]):
+            wholes = [of_class[:-1], self.begins.get(of_class)]
+            if len(of_class) == 1 and len(of_class[0]) == 2:
+                wholes.remove(ALL)  # It would count twice.
+            for whole in wholes:
+                if whole is not None:
+                    touches[whole] += touches[of_class]
+                    pairs = zip(reuses[whole], reuses[of_class], strict=True)
+                    reuses[whole] = [num + more for num, more in pairs]
+        shares = {}
+        for of_class in self.classes:
+            num, nums = touches[of_class], reuses[of_class]
+            if of_class == ALL:
+                shares[ALL] = [(n + 1) / (num + 2 * NUM_BINS) for n in nums]
+            elif num == 0:
+                shares[of_class] = shares[of_class[:-1]]
+                self.index[of_class] = self.index[of_class[:-1]]
+                continue
+            else:
+                pairs = zip(nums, shares[of_class[:-1]], strict=True)
+                shares[of_class] = [(n + 128 * s) / (num + 128) for n, s in pairs]
+            self.index[of_class] = self.make_row(shares[of_class])
 
     @staticmethod
-    def make_row(touches, reuses, shares):
-        left, uses, held = touches + 200 * UNIT, [], []
-        for reused, share, width in zip(reuses, shares, WIDTHS, strict=True):
-            num = reused + share
-            uses.append(num)
-            held.append(F(max(left - num // 2, num // 2 + 1)) * F(width))
-            left -= num
+    def make_row(shares):
+        left, held = 1.0, []
+        for share, width in zip(shares, WIDTHS, strict=True):
+            held.append(max(left - share / 2, share / 2 + 2**-20) * width)
+            left -= share
         row = []
         for start in range(NUM_BINS):
-            best, time = F(0), F(0)
+            best, num, time = 0.0, 0.0, 0.0
             for stop in range(start, NUM_BINS):
+                num += shares[stop]
                 time += held[stop]
-                best = max(best, F(sum(uses[start : stop + 1])) / time)
+                best = max(best, num / time)
             row.append(bits_of(best))
         return [*row, row[-1]]
+
+    def value(self, note):
+        """Return what a block is worth now by its class, without later blocks."""
+        number, part = bin_of(self.age(note))
+        low, high = self.index[note.of_class][number : number + 2]
+        return low + (high - low >> 8) * part
 
     def values(self):
         """Return each block's value, which is at least the value of its successors."""
         values = {}
         for key, note in self.notes.items():
-            number, part = bin_of(self.age(note))
-            low, high = self.index[note.of_class][number : number + 2]
-            values[key] = low + (high - low >> 8) * part
+            values[key] = self.value(note)
             if self.by_flops:  # times 1 + tokens before it / 30,000, as logarithms
                 tokens = note.depth * self.block_tokens
                 values[key] += bits_of(30_000 + tokens) - bits_of(30_000)
@@ -306,21 +358,48 @@ class ReferenceHazard:
         del self.blocks[key], self.notes[key]
         self.queue = [k for k in self.queue if k != key]
 
-    def evict(self, num, protected):
-        def is_idle(key):
-            return self.blocks[key].ref_cnt == 0 and key not in protected
+    def idle(self, keys, protected):
+        return [k for k in keys if self.blocks[k].ref_cnt == 0 and k not in protected]
 
-        usable = [key for key in self.queue if is_idle(key)][:num]
-        if len(usable) == num:
+    def refill(self, num, protected):
+        idle = self.idle(self.blocks, protected)
+        if len(idle) < num:
+            return False
+        self.queue = self.in_order(idle)[: num + -(-self.num_blocks // 16)]
+        return True
+
+    def admit(self, missing, num_free, protected):
+        """Return the first keys that are worth more than what they would evict."""
+        if self.now_ms is None:
+            return missing
+        worth, highest = {}, -1
+        for key in reversed(missing):
+            slot = self.find_slot(key)
+            note = Known(self.current[0], 1, False, self.clock_ms)
+            note = self.ghosts[slot][1] if slot else note
+            worth[key] = highest = max(highest, self.value(note))
+        num_short = len(missing) - num_free
+        for is_fresh in (False, True):
+            victims = self.idle(self.queue, protected)
+            for num, key in enumerate(missing[num_free:]):
+                if num == len(victims):
+                    break
+                if worth[key] <= self.value(self.notes[victims[num]]):
+                    return missing[: num_free + num]
+            else:
+                return missing
+            if is_fresh or not self.refill(num_short, protected):
+                return missing
+
+    def evict(self, num, protected):
+        usable = self.idle(self.queue, protected)[:num]
+        if len(usable) < num:
+            if not self.refill(num, protected):
+                return None
+            usable = self.queue[:num]
+        if num:
             # What was passed over is not looked at again until the next time.
             self.queue = self.queue[self.queue.index(usable[-1]) + 1 :]
-        else:
-            idle = [key for key in self.blocks if is_idle(key)]
-            if len(idle) < num:
-                return None
-            room = -(-self.num_blocks // 16)
-            lowest = self.in_order(idle)[: max(num, room)]
-            usable, self.queue = lowest[:num], lowest[num:]
         ghosts = [
             (self.choose_slot(key), tag_of(key), self.notes[key]) for key in usable
         ]

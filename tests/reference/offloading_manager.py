@@ -146,6 +146,9 @@ class ReferenceManager:
         missing = [k for k in dict.fromkeys(keys) if self.policy.get(k) is None]
         num_short = len(missing) - self.num_free()
         evicted = []
+        if num_short > 0 and hasattr(self.policy, "admit"):
+            missing = self.policy.admit(missing, self.num_free(), set(keys))
+            num_short = len(missing) - self.num_free()
         if num_short > 0:
             victims = self.policy.evict(num_short, protected=set(keys))
             if victims is None:

@@ -190,7 +190,7 @@ class Rig:
         self.requests[request.request_id] = request
         request.loading_tokens = offer
         if offer and not takes_time:
-            # Copies are done when the step's model runs.
+            # The next token reads none of these blocks.
             request.num_computed_tokens += offer
             request.loading_tokens = 0
         return offer
@@ -213,11 +213,6 @@ class Rig:
                 copies[host] = [self.device[block] for block in row]
                 self.host.pop(host, None)  # Unreadable until the bytes have arrived.
             self.stores.append((meta.store_event, copies))
-        for source, target in zip(
-            meta.copy_from_blocks, meta.copy_to_blocks, strict=True
-        ):
-            assert source not in meta.copy_to_blocks
-            self.device[target] = self.device[source]
         if meta.load_event != NO_EVENT:
             blocks = np.array(meta.load_device_blocks).reshape(-1, rows).tolist()
             copies = {}
@@ -226,8 +221,6 @@ class Rig:
                     if block != NO_BLOCK:
                         assert block not in copies
                         copies[block] = key
-            if meta.load_in_step:
-                self.device |= copies  # By the program of this step.
             names = meta.load_event_to_reqs[meta.load_event]
             self.loads.append((names, copies))
         for name, num_tokens in scheduled.items():

@@ -78,7 +78,7 @@ class Caller:
             *[of_host(name, keys) for name in ("prepare_store", "complete_store")],
             *[of_host(name, keys) for name in ("prepare_load", "complete_load")],
             *[of_host(name, keys) for name in ("lookup", "touch", "discard", "find")],
-            lambda: rng.choice(self.hosts).find_beside(pool, keys()),
+            of_host("find_prefix", keys),
             begin_step,
             end_step,
             *[of_pool(name, ids) for name in ("touch", "free", "pin", "unpin")] * 3,

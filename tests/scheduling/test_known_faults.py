@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxkv import OffloadWorker, TransferEngine
-from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
+from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.types import NO_BLOCK
 from tests.rigs.offload_rig import (
@@ -196,58 +196,15 @@ def test_lazy_stores_evict_nothing_that_the_device_is_about_to_evict():
     assert rig.hit(1, 2, 5) == 2
 
 
-def test_lazy_stores_do_not_pass_over_what_a_load_copied_or_an_offer_held():
-    for is_admitted in (True, False):
-        rig = Rig(mode="lazy", device_blocks=12, max_num_batched_tokens=8)
-        blocks = rig.pool.allocate(2)
-        rig.pool.cache(blocks, make_keys(1, 2))
-        rig.pool.free(blocks[::-1])
-        rig.pool.free(rig.pool.allocate(9))  # The two are the next to go.
-        request = rig.request("one", 1, 2)
-        plan = rig.scheduler.build_connector_meta
-        assert rig.query(request) == (8, False)
-        if is_admitted:
-            rig.take(request, rig.pool.allocate(3), 8)
-            meta = plan(SchedulerOutput({}))
-            assert meta.copy_from_blocks == tuple(blocks)
-        else:
-            assert plan(SchedulerOutput({})).store_event == NO_EVENT
-            rig.scheduler.request_finished(request)
-            meta = plan(SchedulerOutput({}))
-        assert sorted(meta.store_device_blocks) == blocks, is_admitted
-
-
-# Copies on the device.
-
-
-def test_a_part_of_an_offer_that_is_all_copies_is_reported_too():
-    """The request waits for a report, as its offer said."""
-    rig = Rig()
-    rig.run(rig.request("before", 1, 2, 3))
-    blocks = rig.pool.find(make_keys(1, 2, 3)).tolist()
-    rig.pool.evict(blocks[2:])
-    request = rig.request("one", 1, 2, 3)
-    # The engine ignores its device hits: two copies, then a load.
-    assert rig.query(request) == (12, True)
-    rig.take(request, rig.pool.allocate(4), 8)
-    meta = rig.step()
-    assert meta.copy_from_blocks == tuple(blocks[:2])
-    assert meta.load_event_to_reqs == {meta.load_event: ("one",)}
-    assert not meta.load_device_blocks
-    report = ConnectorOutput(finished_recving=("one",))
-    assert rig.scheduler.update_connector_output(report) == report
-    assert not rig.scheduler.has_pending_loads()
-
-
 # Loads.
 
 
 @pytest.mark.parametrize("groups", [BLOCK_SIZE, HYBRID], ids=["full", "hybrid"])
-@pytest.mark.parametrize("has_copies", [False, True])
-def test_a_failed_load_is_computed_again_on_both_tiers(groups, has_copies):
+@pytest.mark.parametrize("has_gap", [False, True])
+def test_a_failed_load_is_computed_again_on_both_tiers(groups, has_gap):
     rig = Rig(groups=groups)
     rig.run(rig.request("one", 1, 2, 3))
-    if has_copies:
+    if has_gap:
         evicted = [keys[1] for keys in rig.request("?", 1, 2).block_keys_by_group]
         rig.pool.evict(rig.pool.find(evicted))
     else:
@@ -255,12 +212,11 @@ def test_a_failed_load_is_computed_again_on_both_tiers(groups, has_copies):
     num_held = rig.scheduler.num_host_blocks_held
     request = rig.request("two", 1, 2, 3, 4)
     local, _ = rig.find(request)
-    assert local == BLOCK_SIZE * has_copies
+    assert local == BLOCK_SIZE * has_gap
     assert rig.admit(request) == 3 * BLOCK_SIZE - local
     meta = rig.step()
     num_loaded = len(meta.load_host_blocks)
     assert num_loaded > 0
-    assert bool(meta.copy_to_blocks) == has_copies
     rig.load_arrives(ok=False)
     assert request.num_computed_tokens == local
     # What could not be read is forgotten, whatever else was held stays.

@@ -1,10 +1,12 @@
 """Notifying a cache policy of requests, and when no notification is sent."""
 
+from collections import Counter
+
 import jax
+import numpy as np
 import pytest
 
-from jaxkv.policies.hazard import NUM_BEGIN, NUM_OUTPUTS
-from jaxkv.policies.reuse import UNIT
+from jaxkv.policies.hazard import REQUEST_SHIFT
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow
@@ -16,9 +18,12 @@ SHARE_ALL_NEW = 3  # The share class of a first turn with new blocks only.
 
 
 def classes_of(rig):
-    """The classes that blocks were used in, and how many blocks."""
+    """The stop, output, turn and share of requests, and how many blocks they used."""
     touches = rig.host_tier.snapshot().policy["touches"]
-    return {number: count // UNIT for number, count in enumerate(touches) if count}
+    found = Counter()
+    for code, count in touches.items():
+        found[np.unravel_index((code >> REQUEST_SHIFT) - 1, (3, 5, 4, 4))] += count
+    return found
 
 
 def test_a_policy_is_notified_of_time_output_and_stop_reason():
@@ -27,8 +32,7 @@ def test_a_policy_is_notified_of_time_output_and_stop_reason():
     request.num_prompt_tokens = request.num_tokens - 2
     request.stop = "tool_use"
     rig.run(request)
-    of_class = (1 * NUM_OUTPUTS + 1) * NUM_BEGIN + SHARE_ALL_NEW
-    assert classes_of(rig) == {of_class: 3}
+    assert classes_of(rig) == {(1, 1, 0, SHARE_ALL_NEW): 3}
     assert rig.host_tier.snapshot().policy["now_ms"] == 12_500
 
 
@@ -39,7 +43,7 @@ def test_a_request_that_comes_back_is_a_second_turn():
     rig.forget_device()
     rig.run(make_request("two", 1, 2, 3, 4, 5, 6))
     (second,) = classes_of(rig).keys() - before.keys()
-    assert second % NUM_BEGIN == 1 * 4 + 2  # the second turn; half of it is new
+    assert second[2:] == (1, 2)  # the second turn; half of it is new
 
 
 def test_groups_are_notified_as_separate_prefixes():

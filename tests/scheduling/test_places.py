@@ -70,7 +70,7 @@ class Engine:
 
     def __init__(self, group, num_host_blocks, pool="borrowed", **rules):
         self.blocks = blocks = Blocks(16)
-        rules = OffloadRules(copy_on_device=False, **rules)
+        rules = OffloadRules(**rules)
         self.scheduler = OffloadScheduler([group], num_host_blocks, rules=rules)
         self.pool = VllmBlockPool(blocks, 1) if pool == "vllm" else blocks.borrowed()
         self.scheduler.bind_device_block_pool(self.pool)

@@ -28,16 +28,14 @@ def preempt_until(rig, num_wanted):
 
 
 @modes
-@pytest.mark.parametrize("copy_on_device", [True, False])
 @pytest.mark.parametrize("groups", [FULL, HYBRID])
 @pytest.mark.parametrize("num_in_flight", [None, 3])
 @pytest.mark.parametrize("stores", ["arrived", "in flight", "of the next step"])
-def test_one_preemption_stays_one(mode, copy_on_device, groups, num_in_flight, stores):
+def test_one_preemption_stays_one(mode, groups, num_in_flight, stores):
     rig = make_rig(
         4,
         groups=groups,
         mode=mode,
-        copy_on_device=copy_on_device,
         max_blocks_in_flight=num_in_flight,
     )
     if stores == "arrived":

@@ -16,9 +16,9 @@ import pytest
 from jax._src import xla_bridge
 
 from jaxkv import OffloadConfig, TraceRecorder
-from jaxkv.keys.keyed import ID_BITS, hash_keys
 from jaxkv.keys.packed import pack
 from jaxkv.scheduling.record import record as record_module
+from jaxkv.scheduling.record.keyed import ID_BITS, hash_keys
 from jaxkv.scheduling.record.record import MIN_MAX_BYTES as MIN_BYTES
 from jaxkv.scheduling.record.record import RecordStats
 from jaxkv.search.groups import FullAttention, SlidingWindow

@@ -54,7 +54,7 @@ def test_a_missing_remote_block_is_computed_and_not_awaited_again():
         assert rig.found(request) == (1, 0)
         assert rig.unanswered == []
     explained = rig.scheduler.explain(request)
-    assert [block.reason for block in explained.blocks[1:]] == ["absent"] * 2
+    assert [block.verdict for block in explained.blocks[1:]] == ["none"] * 2
     # Nor does the index say to others that they are there.
     assert rig.scheduler.num_storage_blocks_held == 1
     assert rig.found(make_request("b", 1, 2, 3)) == (1, 1)

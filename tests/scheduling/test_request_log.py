@@ -3,8 +3,6 @@
 import json
 import logging
 
-import pytest
-
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, StoreRig, make_keys, make_request
 from tests.scheduling.test_worker import Clock
 
@@ -63,11 +61,10 @@ def test_a_failed_load_is_logged_as_computed_and_a_request_without_blocks_not(ca
     assert len(lines(caplog)) == 2
 
 
-@pytest.mark.parametrize("in_step", [False, True])
-def test_only_the_first_load_counts_as_a_wait_and_none_within_a_step(caplog, in_step):
+def test_only_the_first_load_counts_as_a_wait(caplog):
     caplog.set_level(logging.INFO, "jaxkv.requests")
     clock = Clock()
-    rig = Rig(log_requests=True, clock=clock, load_in_step=in_step)
+    rig = Rig(log_requests=True, clock=clock)
     rig.store(1, 2)
     request = rig.request("one", 1, 2, 3)
     for wait_s in (0.5, 8.0):
@@ -80,4 +77,4 @@ def test_only_the_first_load_counts_as_a_wait_and_none_within_a_step(caplog, in_
             rig.forget_device()
     rig.finish("one")
     (_, line) = lines(caplog)
-    assert (line["host"], line["waited_s"]) == (8, 0.0 if in_step else 0.5)
+    assert (line["host"], line["waited_s"]) == (8, 0.5)

@@ -313,6 +313,40 @@ def test_one_warning_says_that_a_hundred_requests_have_offered_nothing(caplog):
     assert "JAXKV_STRICT=1 to find the missing call" in warning.getMessage()
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as vLLM does"])
+def test_a_conversation_that_outgrows_the_host_keeps_its_head(policy, is_kept):
+    rig = Rig(device_blocks=65, host_blocks=16, policy=policy, keep_heads=is_kept)
+    for num in range(10, 40, 3):
+        request = rig.request(f"turn {num}", *range(num))
+        rig.admit(request)
+        if request.loading_tokens:
+            rig.step()
+            rig.load_arrives()
+        while request.num_computed_tokens < request.num_tokens:
+            rig.step(tokens={request.request_id: 2 * BLOCK_SIZE})
+            while rig.stores:
+                rig.store_arrives()
+        rig.finish(request.request_id)
+        rig.settle()
+        rig.forget_device()
+    assert (rig.hit(*range(60)) == 16) == is_kept
+    other = rig.request("another", *range(100, 112))
+    rig.run(other)
+    rig.forget_device()
+    assert rig.hit(*range(100, 112)) == 12, "others may evict it"
+
+
+def test_a_prompt_that_is_larger_than_the_host_is_stored_as_far_as_it_fits():
+    rigs = [
+        Rig(device_blocks=65, host_blocks=16, keep_heads=is_kept)
+        for is_kept in (True, False)
+    ]
+    for rig in rigs:
+        rig.store(*range(18))
+    assert [rig.hit(*range(18)) for rig in rigs] == [16, 9]
+
+
 # What is refused.
 
 

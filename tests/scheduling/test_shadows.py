@@ -29,10 +29,10 @@ def check_same(scheduler):
     ("policy", "options"),
     [
         ("lru", {}),
-        ("hazard", {"load_in_step": True}),
+        ("hazard", {}),
         ("arc", {"host_blocks": 7}),
         ("slru", {"max_blocks_in_flight": 3}),
-        ("arc_fixed", {"copy_on_device": False}),
+        ("arc_fixed", {}),
         ("lru", {"store_threshold": 2, "delay_shared_loads": True}),
     ],
 )

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from jaxkv.scheduling.boundary import TierBelow
+from jaxkv.scheduling.protocol import TierReport
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stats import OffloadStats
@@ -33,6 +34,51 @@ def leave(rig):
     assert rig.scheduler.has_pending_stores(), "the worker is to be told"
     (moves,) = rig.step().below
     assert (moves.is_last, moves.writes, moves.deletes) == (True, (), ())
+
+
+def test_a_store_that_is_down_costs_only_its_hits():
+    """The index keeps its blocks, so that they are hits once it is up again."""
+    rig = StoreRig(world_size=2)
+    first, second = make_request("a", 1, 2, 3), make_request("b", 5, 6)
+    rig.has(*first.block_keys, *second.block_keys)
+    assert rig.offer(first)[0] is None
+    (batch,) = rig.fetches()
+    rig.unanswered.clear()
+    fetched = ((batch.event, (False,) * 3),)
+    rig.report(below=(TierReport(fetched=fetched, num_down=1), TierReport(num_down=1)))
+    assert rig.offer(first)[0] is None, "one worker has not reported its part"
+    rig.report_below(fetched=fetched)
+    rig.report_below(num_down=-1)
+    for request in (first, second):
+        assert rig.offer(request) == (0, False), "the other worker's part is down"
+    assert rig.fetches() == []
+    assert rig.scheduler.num_storage_blocks_held == 5
+    rig.report_below(num_down=-1)
+    assert [rig.offer(request)[0] for request in (first, second)] == [None] * 2
+    assert sum(len(batch.keys) for batch in rig.fetches()) == 5
+
+
+def test_what_a_store_that_is_down_would_have_got_is_counted():
+    rig = StoreRig()
+    rig.report_below(num_down=1)
+    rig.run(make_request("a", 1, 2))
+    assert not rig.scheduler.has_pending_stores()
+    assert rig.scheduler.stats.num_storage_dropped_failed == 2
+    rig.report_below(num_down=-1)
+    rig.run(make_request("b", 3, 4))
+    rig.answer()
+    assert rig.written == make_keys(3, 4)
+
+
+def test_of_blocks_about_to_be_evicted_heads_are_written_first():
+    """The tail of a prefix goes first, and is worth nothing without its head."""
+    rig = StoreRig(storage_write="on_evict", max_storage_blocks=1, host_blocks=8)
+    rig.run(make_request("a", *range(8)))
+    for _ in range(12):
+        rig.step()
+        rig.answer()
+    tail = make_keys(*range(8))[4:]
+    assert [key for key in rig.written if key in tail] == tail
 
 
 def test_a_disabled_store_gets_no_more_tasks():

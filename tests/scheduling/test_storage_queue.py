@@ -142,7 +142,7 @@ def test_requests_that_queue_read_each_block_once(engine):
     [
         {"groups": HYBRID, "device_blocks": 33},
         {"max_storage_blocks": 4, "fetch_steps": 20, "mode": "lazy"},
-        {"device_blocks": 65, "host_blocks": 40, "copy_on_device": False},
+        {"device_blocks": 65, "host_blocks": 40},
     ],
     ids=["windows", "slow store", "large device"],
 )
@@ -263,14 +263,109 @@ def test_fetched_blocks_leave_half_of_the_host_to_stores():
     assert rig.scheduler.stats.num_stored == rig.scheduler.stats.num_offered == 16
 
 
-def test_a_prefix_longer_than_the_limit_is_fetched_in_part_and_not_queued_for():
-    rig = QueueRig(*ASKS_ALL, host_blocks=8)
-    (request,) = queued(rig, paths(1, num_blocks=9))
-    assert offers(rig, request, 1) == [None]
-    rig.step()
-    rig.answer()
-    assert offers(rig, request, 3) == [4 * BLOCK_SIZE] * 3
-    rig.take(request, [], 0)
-    assert offers(rig, request, 1) == [4 * BLOCK_SIZE], "it holds what it has"
+def fetched(rig, request):
+    """Return what a request is offered in the end, and the sizes of its fetches."""
+    sizes = []
+    while (offer := rig.offer(request)[0]) is None:
+        assert rig.scheduler.explain(request).num_offered_tokens is None
+        sizes.append([len(batch.keys) for batch in rig.fetches()])
+        assert sum(sizes[-1]) + len(rig.unanswered) <= 5
+        rig.answer()
+    return offer // BLOCK_SIZE, sizes
+
+
+def test_all_of_a_long_prompt_is_fetched_in_windows():
+    rig = StoreRig(
+        num_storage_blocks=64, host_blocks=64, device_blocks=65, max_storage_blocks=4
+    )
+    request = rig.request("a", *range(30))
+    rig.has(*request.block_keys)
+    num, sizes = fetched(rig, request)
+    assert (num, sizes) == (30, [[1] * 4] * 7 + [[1] * 2])
+    assert rig.scheduler.num_fetched_tokens("a") == 30 * BLOCK_SIZE
     rig.scheduler.request_finished(request)
     rig.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("group", [0, 1], ids=["full", "window"])
+def test_a_missing_block_of_one_group_costs_only_what_depends_on_it(group):
+    """The store lacks a block of one group; both groups have a shorter prefix."""
+    rig = StoreRig(
+        groups=HYBRID,
+        num_storage_blocks=64,
+        host_blocks=64,
+        device_blocks=65,
+        max_storage_blocks=4,
+    )
+    request = rig.request("a", *range(12))
+    rig.has(*(key for keys in request.block_keys_by_group for key in keys))
+    lost = request.block_keys_by_group[group][10]
+    while (offer := rig.offer(request)[0]) is None:
+        for batch in rig.fetches():
+            oks = [key != lost for key in batch.keys]
+            rig.report_below(fetched=((batch.event, tuple(oks)),))
+    assert offer == 10 * BLOCK_SIZE
+    rig.unanswered.clear()
+    rig.scheduler.request_finished(request)
+    rig.check_nothing_leaked()
+
+
+def test_a_request_takes_what_has_arrived_when_the_rest_is_slower_than_computing():
+    rig = StoreRig(
+        num_storage_blocks=64,
+        host_blocks=64,
+        device_blocks=65,
+        max_storage_blocks=4,
+        skip_slow_loads=True,
+        block_bytes=1000,
+    )
+    request = rig.request("a", *range(30))
+    rig.has(*request.block_keys)
+    assert rig.offer(request)[0] is None
+    rig.step()
+    rig.answer()
+    assert rig.offer(request)[0] is None
+    rig.scheduler.note_rates(1e9, 1e6, 1.0)
+    assert rig.offer(request)[0] == 4 * BLOCK_SIZE
+    assert rig.scheduler.stats.num_fetches_declined == 1
+
+
+def test_a_short_prefix_does_not_wait_for_all_windows_of_a_long_one():
+    rig = StoreRig(
+        num_storage_blocks=64, host_blocks=96, device_blocks=65, max_storage_blocks=4
+    )
+    long, short = rig.request("a", *range(30)), rig.request("b", 99)
+    rig.has(*long.block_keys, *short.block_keys)
+    for num in range(6):
+        if rig.offer(short)[0] is not None and num:
+            break
+        assert rig.offer(long)[0] is None
+        rig.step()
+        rig.answer()
+    assert num < 5
+    assert rig.offer(long)[0] is None
+
+
+def test_a_prefix_longer_than_the_host_is_fetched_in_part_and_not_queued_for():
+    rig = QueueRig(*ASKS_ALL, host_blocks=8)
+    (request,) = queued(rig, paths(1, num_blocks=9))
+    while rig.offer(request)[0] is None:
+        rig.step()
+        rig.answer()
+    assert offers(rig, request, 3) == [8 * BLOCK_SIZE] * 3
+    rig.take(request, [], 0)
+    assert offers(rig, request, 1) == [8 * BLOCK_SIZE], "it holds what it has"
+    rig.scheduler.request_finished(request)
+    rig.check_nothing_leaked()
+
+
+def test_a_hybrid_prefix_longer_than_the_host_is_fetched_as_far_as_it_fits():
+    rig = StoreRig(
+        groups=HYBRID, num_storage_blocks=64, host_blocks=8, device_blocks=65
+    )
+    request = rig.request("a", *range(12))
+    rig.has(*(key for keys in request.block_keys_by_group for key in keys))
+    while (offer := rig.offer(request)[0]) is None:
+        rig.step()
+        rig.answer()
+    assert offer == 6 * BLOCK_SIZE, "6 blocks of full attention, 2 of the window"

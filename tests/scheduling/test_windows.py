@@ -6,7 +6,8 @@ marks them in the pool, which then does not cache them.
 
 import pytest
 
-from jaxkv.search.groups import FullAttention, Mamba
+from jaxkv.scheduling.protocol import NO_MOVES
+from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba
 from jaxkv.types import NULL_BLOCK
 from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, Rig
 
@@ -69,15 +70,16 @@ def test_one_group_has_one_table_and_older_states_are_left_out_too():
     assert rig.pool.unwritten == {*request.tables[1][:3]}
 
 
-def test_copied_blocks_are_written():
-    rig = Rig(groups=HYBRID, device_blocks=32)
-    rig.run(rig.request("before", *PROMPT))
-    rig.pool.evict(rig.pool.find(rig.request("?", *PROMPT).block_keys[:1]))
-    request, (full, window) = take_offer(rig, "one")
-    meta = rig.step()
-    assert meta.load_device_blocks == (full[0],)
-    assert meta.copy_to_blocks == (*full[1:4], *window[2:4])
-    assert rig.pool.unwritten == {*request.tables[1][:2]}
+def test_an_offer_that_the_next_token_does_not_read_needs_no_load():
+    rig = Rig(groups=[ChunkedLocal(BLOCK_SIZE, 2 * BLOCK_SIZE)])
+    request = rig.request("one", 1, 2)
+    assert rig.query(request) == (2 * BLOCK_SIZE, False)
+    table = rig.pool.allocate(3)
+    after = rig.take(request, table, 2 * BLOCK_SIZE)
+    assert after == [[NULL_BLOCK, NULL_BLOCK, table[2]]]
+    assert not rig.scheduler.has_pending_loads()
+    assert rig.step() == NO_MOVES
+    assert rig.pool.unwritten == {*table[:2]}
 
 
 def test_a_request_computes_all_of_what_was_not_loaded(rig):

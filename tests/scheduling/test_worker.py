@@ -202,24 +202,6 @@ def test_a_thread_that_adopts_the_worker_continues_with_what_is_in_flight(mode, 
     np.testing.assert_array_equal(pool["k"][0], [8, 9])
 
 
-def test_copies_come_after_stores_and_before_loads():
-    pool = make_pool()
-    worker = OffloadWorker(TransferEngine(pool, 3))
-    pool = worker.start(metadata(store=[(5, 0)], store_event=0), pool)
-    pool, _ = worker.drain(pool)
-    plan = metadata(store=[(1, 1)], load=[(2, 0)], store_event=1)
-    plan = dataclasses.replace(plan, copy_from_blocks=(2, 3), copy_to_blocks=(1, 4))
-    pool = worker.start(plan, pool)
-    # There when the model of this step runs.
-    np.testing.assert_array_equal(pool["k"][1], [4, 5])
-    np.testing.assert_array_equal(pool["v"][4], [-6, -7])
-    pool, _ = worker.drain(pool)
-    np.testing.assert_array_equal(pool["k"][2], [10, 11])
-    pool = worker.start(metadata(load=[(0, 1)]), pool)
-    pool, _ = worker.drain(pool)
-    np.testing.assert_array_equal(pool["k"][0], [2, 3])
-
-
 @pytest.mark.parametrize("mode", ["fused", "staged"])
 def test_host_blocks_of_several_device_blocks_in_part(mode):
     pool = make_pool()

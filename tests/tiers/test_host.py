@@ -126,7 +126,6 @@ def test_refuses_bad_arguments(monkeypatch):
         ({"store_threshold": None}, "store_threshold=None must be a whole number"),
         ({"max_unseen_blocks": "2"}, "max_unseen_blocks='2' must be a whole number"),
         ({"max_tracker_size": 0}, "max_tracker_size=0 must be at least 1"),
-        ({"remember_drops": -1}, "remember_drops=-1 must be at least 0"),
         ({"executor": "numba"}, "executor='numba' must be 'native' or 'xla'"),
     ):
         with pytest.raises((TypeError, ValueError), match=match):
@@ -277,15 +276,6 @@ def test_a_request_step_is_one_call_of_the_executor(monkeypatch):
         monkeypatch.setattr(manager.executor, name, None)
     step = manager.request_step(keys(1, 2))
     assert step.store.block_hashes_to_store == keys(1, 2)
-
-
-def test_drops_say_why_a_block_is_not_here():
-    manager = OffloadingManager(16, 2, remember_drops=8)
-    stored(manager, 1, 2)
-    stored(manager, 3)
-    manager.discard(keys(2))
-    reasons = [manager.drops.reason_of(key) for key in keys(1, 2, 3)]
-    assert reasons == ["evicted", "load failed", None]
 
 
 def test_rows_say_which_of_the_keys_given_are_stored():

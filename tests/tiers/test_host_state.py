@@ -105,7 +105,7 @@ def test_scans_and_vmaps_over_caches_with_donation_equal_calls_one_by_one(policy
     assert num_hits
 
 
-@pytest.mark.parametrize("name", ["lru", "hazard"])
+@pytest.mark.parametrize("name", ["lru", "arc"])
 def test_a_request_step_equals_its_parts(name):
     policy = get_policy_maker(name)(NUM_BLOCKS, 64)
     keys, counts = requests(30)

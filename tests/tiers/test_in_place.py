@@ -1,6 +1,5 @@
 """The manager's functions update a donated state in place: no copy of a large array."""
 
-import functools
 import re
 
 import jax
@@ -9,12 +8,11 @@ import numpy as np
 import pytest
 
 from jaxkv.policies import get_policy_maker
-from jaxkv.policies.facts import BEGIN, FINISH, begun
 from jaxkv.tiers import host_state
 
 NUM_BLOCKS = 1 << 14
 BATCH = 16
-POLICIES = ("lru", "arc", "arc_fixed", "slru", "hazard")
+POLICIES = ("lru", "arc", "arc_fixed", "slru")
 COPY = re.compile(r"= \w+\[([\d,]+)\]\S* copy\(")
 
 
@@ -29,17 +27,13 @@ def large_copies(compiled):
     ]
 
 
-def compile_with(function, policy, kind=None):
+def compile_with(function, policy):
     state = jax.eval_shape(lambda: host_state.init(policy))
     keys = jax.ShapeDtypeStruct((BATCH, 8), np.uint32)
     count = jax.ShapeDtypeStruct((), np.int32)
     arguments = [keys, count]
     if function is host_state.complete_store:
         arguments.append(jax.ShapeDtypeStruct((), np.bool_))
-    if kind is not None:
-        function = functools.partial(function, kind=kind)
-        arguments.append(jax.ShapeDtypeStruct((BATCH,), np.int32))
-        arguments.append(jax.ShapeDtypeStruct((len(begun(0, 0)),), np.int32))
     jitted = jax.jit(function, static_argnums=0, donate_argnums=1)
     return jitted.lower(policy, state, *arguments).compile()
 
@@ -49,7 +43,7 @@ def compile_with(function, policy, kind=None):
     ("function", "policy"),
     [
         *[(host_state.request_step, policy) for policy in POLICIES],
-        *[(host_state.complete_store, policy) for policy in ("arc", "hazard")],
+        (host_state.complete_store, "arc"),
         (host_state.touch, "lru"),
         (host_state.prepare_store, "lru"),
         (host_state.complete_load, "lru"),
@@ -58,15 +52,6 @@ def compile_with(function, policy, kind=None):
 def test_a_donated_state_is_updated_in_place(function, policy):
     compiled = compile_with(function, get_policy_maker(policy)(NUM_BLOCKS, 4096))
     assert large_copies(compiled) == []
-
-
-@pytest.mark.parametrize("kind", [BEGIN, FINISH])
-def test_facts_about_a_request_are_noted_in_place(kind):
-    def note(policy, state, keys, count, positions, facts, *, kind):
-        return host_state.note(policy, state, keys, count, kind, positions, facts)
-
-    policy = get_policy_maker("hazard")(NUM_BLOCKS, 4096)
-    assert large_copies(compile_with(note, policy, kind)) == []
 
 
 def test_a_copy_would_be_seen():

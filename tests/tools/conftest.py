@@ -26,9 +26,9 @@ def refused(capsys, tmp_path, monkeypatch):
     """Runs a command line that must be refused, in an empty folder; gives the error."""
     monkeypatch.chdir(tmp_path)
 
-    def run(line):
+    def run(line, code=2):
         before = sorted(tmp_path.rglob("*"))
-        assert cli.main(line.split()) == 2
+        assert cli.main(line.split()) == code
         out, err = capsys.readouterr()
         assert out == ""
         assert err.endswith("\n")

@@ -314,6 +314,25 @@ def test_the_command_prints_in_columns(machine, diagnose, monkeypatch):
     assert (code, out[-21:]) == (0, "\n\nNo problems found.\n")
 
 
+def test_an_address_space_without_room_is_wrong_even_without_a_probe(tmp_path):
+    # In a process of its own, whose limit leaves less than the doctor allocates.
+    result = run_python(
+        "import resource, sys, jax\n"
+        "jax.devices()\n"
+        "from jaxkv.tools.main import main\n"
+        "from jaxkv.tools.doctor import command\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "limit = pages * resource.getpagesize() + (4 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "sys.exit(main(['doctor', '--no-probe']))\n",
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    out = result.stdout.decode()
+    assert result.returncode == 1, out + result.stderr.decode()
+    assert "WRONG  jax cannot allocate 8 MiB: " in out
+    assert "no room for a host tier: the address space of this process (ulimit" in out
+
+
 def test_a_failing_probe_is_wrong(diagnose, monkeypatch):
     for error, code, message in (
         (BytesDifferError("3 blocks differ"), 1, "WRONG  blocks do not move: 3 bl"),

@@ -13,6 +13,7 @@ from jaxkv.tools import main as cli
 from jaxkv.tools.demo import command, run
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
 from jaxkv.tools.speed import Bandwidth, Speed
+from tests.rigs.command_line import run_python
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
@@ -63,6 +64,9 @@ def test_help_lists_the_commands_their_parts_and_their_options(capsys):
     for words, expected in (
         ("", "demo "),
         ("--version", "jaxkv 0."),
+        ("-V", "jaxkv 0."),
+        ("help store", "size"),
+        ("help store ls", "--json"),
         ("--help", "doctor"),
         ("store --help", "size"),
         ("store ls -h", "--json"),
@@ -138,6 +142,31 @@ def test_a_phase_leaves_the_progress_when_the_next_one_begins(width, monkeypatch
     assert "compiling" not in shown
     assert "measuring" in shown
     assert "51,269 blocks" in shown
+
+
+def test_the_checks_of_a_stage_share_one_bar_and_brackets_are_shown(monkeypatch):
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True)
+    monkeypatch.setattr(progress, "make_console", lambda stderr: console)
+    with progress.show_progress() as on_progress:
+        for done, name in enumerate(["bfloat16", "int8", "[blocks, tokens]"]):
+            on_progress(f"blocks: {name}", done, 9)
+        console.file = file = io.StringIO()
+        on_progress("blocks: [blocks, heads]", 3, 9)
+    frame = file.getvalue()
+    assert "blocks: [blocks, heads]" in frame
+    assert "int8" not in frame
+    assert "tokens" not in frame
+
+
+def test_help_and_a_typing_error_import_neither_jax_nor_numba():
+    for words in (["--help"], ["dmeo"], ["store", "rm", "--help"], ["status"]):
+        script = (
+            "import sys; from jaxkv.tools.main import main; main(sys.argv[1:]); "
+            "print({'jax', 'numba', 'numpy'} & set(sys.modules), file=sys.stderr)"
+        )
+        result = run_python(script, *words)
+        assert result.stderr.decode().endswith("set()\n"), words
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r[bold]"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxkv.tools import COMMANDS, SUBCOMMANDS, commands
+from jaxkv.tools import COMMANDS, command_name, commands
 from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.usage import UsageError
 
@@ -43,11 +43,11 @@ demo --record .                 | --record: cannot record to '.' (Is a directory
 demo --json .                   | --json: cannot write '.' (Is a directory); name a file
 demo -o .                       | --output: cannot write '.' (Is a directory); name a 
 doctor -o a --json a            | --json: 'a' is the file of --output too, which would
-doctor --format xml             | --format: unknown 'xml': choose from table, json, csv
+doctor --format xml             | --format: unknown 'xml': choose from table, json
 demo --serve-metrics 65536      | '65536' must be a port, from 0 (any that is
 demo --seconds 9                | --seconds: it belongs to --serve-metrics
 
-plan                            | TRACE: it is required
+plan                            | missing TRACE: `jaxkv plan --help` explains it
 plan none.jsonl               | TRACE: cannot read 'none.jsonl' (No such file or dir
 plan .                        | TRACE: cannot read '.' (Is a directory)
 plan synthetic:0              | TRACE: 'synthetic:0' must be synthetic:REQUESTS, such
@@ -101,13 +101,13 @@ doctor --storage-bytes 1GiB     | --storage-bytes: it belongs to --storage
 store                           | name one of these: ls, size, rm
 store ls x --yes                | --yes: it belongs to jaxkv store rm
 store list .                    | unknown command 'list': did you mean ls?
-store ls                        | URL: it is required
+store ls                        | missing URL of the store: name it, or set JAXKV
 store ls memory://x             | URL: 'memory://x' is the memory of another process
 store ls nowhere                | URL: there is no folder 'nowhere'
 store size s3://                | URL: 's3://...' must be s3://BUCKET/PREFIX
-store rm . --yes                | --namespace: it is required
+store rm . --yes                | missing --namespace: `jaxkv store ls` prints th
 store rm . --namespace a --yes  | 'a' must be a name as `jaxkv store ls` prints it
-status                          | URL: it is required
+status                          | missing URL: `jaxkv status --help` explains it
 status ftp://x                  | URL: 'ftp://x' must be the address of an engine's
 status x:y                      | URL: 'x:y' must be the address of an engine's metrics
 status a..b:1                   | URL: 'a..b:1' must be the address of an engine's metr
@@ -138,18 +138,15 @@ def test_a_refusal_is_one_line_and_nothing_is_done(refused, tmp_path):
         for name, text in STANDS_FOR.items():
             line = line.replace(name, text)
         err = refused(line)
-        words = ["jaxkv", *[word for word in line.split()[:1] if word in COMMANDS]]
-        kinds = SUBCOMMANDS.get(words[-1], ())
-        words += [word for word in line.split()[1:2] if word in kinds]
-        assert err.startswith(f"{' '.join(words)}: error: "), row
+        assert err.startswith(f"{command_name(line.split())}: error: "), row
         assert message in err, row
 
 
 def usages():
     """Every command's options, by the words that choose it."""
-    for name, module in commands.import_commands().items():
-        for word, command in getattr(module, "COMMANDS", {"": module}).items():
-            yield f"{name} {word}".rstrip(), command.USAGE
+    for name in COMMANDS:
+        for word, command in commands.load_commands(name).items():
+            yield f"{name} {word}".rstrip(), command.usage
 
 
 def test_help_has_at_most_two_lines_for_an_option_and_fits_a_terminal():

@@ -150,6 +150,19 @@ def test_one_interval_is_printed_where_there_is_no_terminal(run_line):
     assert figures["now"]["store_is_up"] is True
 
 
+def test_one_of_several_engines_that_is_down_is_named_beside_the_figures_of_the_rest(
+    run_line,
+):
+    text = text_of(*make_all())
+    with http_server(lambda: (200, text)) as port:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            down = closed.getsockname()[1]
+        out, _, figures = run_line(f"status {port} {down} --every 0.1", code=1)
+    assert [row.get("engines") for row in figures["rows"]] == [["0"], None]
+    assert f"nothing listens at 127.0.0.1:{down}" in out
+    assert out.count("jaxkv status  http://") == 2
+
+
 LINE = "jaxkv:kv_offload_host_blocks 4\n"
 DELAY = "jaxkv:kv_offload_load_delay_seconds"
 TIMES = f"{DELAY}_count 5\n{DELAY}_sum 1\n{DELAY}_bucket"

@@ -45,7 +45,7 @@ def programs_of(engine):
     """The programs of an engine, first for saves, then for loads."""
     copier = engine._copier
     saves = [copier.save_program(kind) for kind in SAVE_KINDS[copier.mode]]
-    return saves + [copier.load_program(g) for g in range(copier.num_layer_groups)]
+    return [*saves, copier.load_program()]
 
 
 class Moves:

@@ -34,8 +34,7 @@ def main(address, num_processes, process):
         if name == "int8":
             test_sharded.compressed(4, specs["by both"], name, mode)
         else:
-            options = {"layer_groups": 2, "rounds": 3}
-            test_sharded.round_trips(4, specs[name], "Auto", mode, **options)
+            test_sharded.round_trips(4, specs[name], "Auto", mode, rounds=3)
         print(f"{mode}, {name}: as it should be", flush=True)
     in_a_row, mixed, swapped = (
         bytes_description(order) for order in ([0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1])

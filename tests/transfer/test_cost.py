@@ -48,7 +48,7 @@ def test_without_the_compiler_options_a_load_converts_the_pool(
     # If this fails, XLA has fixed it: the options may go, with their test above.
     monkeypatch.setattr(memory, "compiler_options", lambda platform: None)
     copier = TransferEngine(new_pool("float8_e5m2"), 4)._copier
-    assert whole_pool_converts(copier.load_program(0))
+    assert whole_pool_converts(copier.load_program())
 
 
 def test_a_load_updates_the_pool_in_place(make):

@@ -94,27 +94,3 @@ def test_advance_with_nothing_to_do_looks_at_no_leaf(make, monkeypatch):
         # A save that has been issued reads no more.
         wait_for(lambda: moves.advance() or not moves.engine.num_in_flight)
         assert moves.engine.advance(moves.pool) is moves.pool
-
-
-def test_a_pool_is_copied_in_place_and_each_size_compiled_once(make):
-    moves = make()
-    engine, expected = moves.engine, moves.numbers
-    assert engine.copy(moves.pool, [], [])["k"] is moves.pool["k"]
-    where = moves.pool["k"].unsafe_buffer_pointer()
-    for num in (1, 2, 7, 8, 3):
-        before = moves.pool["k"]
-        moves.pool = engine.copy(moves.pool, range(num), range(8, 8 + num))
-        expected[8 : 8 + num] = expected[:num]
-        assert before.is_deleted()
-        assert moves.numbers == expected
-        assert moves.pool["k"].unsafe_buffer_pointer() == where
-    assert engine._copier.copy_program.cache_info().currsize == 1
-
-
-def test_a_save_before_a_copy_saves_the_old_bytes(make):
-    moves = make()
-    moves.save([5], [0])
-    moves.pool = moves.engine.copy(moves.pool, [6], [5])
-    moves.drain()
-    moves.load_now([0], [6])
-    assert moves.numbers[5:7] == [6, 5]

@@ -69,16 +69,13 @@ def payload_of(engine):
 @pytest.mark.parametrize(
     "platforms", [pytest.param(("cpu",), marks=only_on_cpu), ()], ids=["cpu", "none"]
 )
-@pytest.mark.parametrize(
-    ("layer_groups", "compression"), [(1, None), (2, None), (1, Compression("int8"))]
-)
+@pytest.mark.parametrize("compression", [None, Compression("int8")])
 def test_bytes_of_one_engine_are_right_in_another(
-    make, monkeypatch, platforms, layer_groups, compression
+    make, monkeypatch, platforms, compression
 ):
     # Also as where memory is not read and written at its address.
     monkeypatch.setattr(host_bytes, "_ADDRESSED_PLATFORMS", platforms)
-    kinds = {"layer_groups": layer_groups, "compression": compression}
-    first, second = (make(1, **kinds) for _ in range(2))
+    first, second = (make(1, compression=compression) for _ in range(2))
     description = first.engine.host_bytes_description
     assert description == second.engine.host_bytes_description
     ids = list(range(10, 10 + NUM_BLOCKS))

@@ -4,13 +4,10 @@ Pools of other engines are in miniature, with the order of their axes.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxkv._util import parse_bytes
-from tests.transfer import faults
-from tests.transfer.numbered import NUM_BLOCKS
 from tests.transfer.shadow import Shadow, exercise, random_array, to_device
 
 
@@ -93,41 +90,10 @@ def test_blocks_of_any_layout_keep_every_bit(make_layout, name):
     block_bytes = make_layout(name)[0].engine.block_bytes
     # With one extent in flight there are programs for one only.
     sizes = {"extent_bytes": 2 * block_bytes, "staging_bytes": 2 * block_bytes}
-    moves, shadow, rng = make_layout(name, **sizes, layer_groups=min(m, 2))
+    moves, shadow, rng = make_layout(name, **sizes)
     leaf_bytes = [leaf[0].nbytes for leaf in shadow.leaves]
     assert block_bytes == m * sum(leaf_bytes)
     exercise(moves, shadow, rng)
-
-
-def test_all_of_a_layer_group_is_issued_before_the_next(make, monkeypatch):
-    moves = make(layer_groups=2)
-    moves.save_now(range(NUM_BLOCKS), range(NUM_BLOCKS))
-    copier, groups = moves.engine._copier, []
-    load = copier.load
-
-    def spy(leaves, targets, extents, layer_group):
-        groups.extend([layer_group] * len(extents))
-        return load(leaves, targets, extents, layer_group)
-
-    monkeypatch.setattr(copier, "load", spy)
-    moves.load_now(range(NUM_BLOCKS), range(NUM_BLOCKS)[::-1])
-    assert groups == [0] * 6 + [1] * 6
-    assert moves.numbers == [*range(NUM_BLOCKS)][::-1]
-
-
-def test_the_first_layers_can_be_used_before_the_others_arrive(make, broken):
-    moves = make([jnp.full((4, 8), 1.0), jnp.full((4, 8), 2.0)], layer_groups=2)
-    moves.engine.warm_up()
-    moves.save_now([0], [5])
-    # The second layer never arrives, and the first is usable.
-    moves.pool = [jnp.zeros((4, 8)), broken(moves.pool[1])]
-    ticket = moves.load([5], [3])
-    [done] = moves.drain()
-    assert np.array(moves.pool[0]).tolist() == [[0.0] * 8] * 3 + [[1.0] * 8]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=faults.FAULT):
-        moves.pool[1].block_until_ready()
-    assert done.ticket == ticket
-    assert faults.FAULT in str(done.error)
 
 
 def test_host_bytes_are_not_exceeded(make_layout):

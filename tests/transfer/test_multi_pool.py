@@ -174,9 +174,7 @@ def test_a_refused_call_of_several_pools_changes_none(pools):
         "more than once": lambda: pools.save([1, 2], [0, 0]),
         r"host blocks \[1\] must go back": lambda: pools.load([0, 1], [2, 3]),
         "sizes=": lambda: pools.load([0, 1], [2, first[1]], [1]),
-        "one pool": lambda: engine.load_each(pools.pools, [0], [2], [1], in_step=True),
         "must ": lambda: engine.save(pools.pools[:1] * 3, [1], [2]),
-        "of its own pool": lambda: engine.copy(pools.pools, [1], [first[1]]),
     }
     for message, call in refusals.items():
         with pytest.raises(ValueError, match=message):
@@ -220,12 +218,3 @@ def test_bytes_of_all_pools_are_right_in_another_engine(pools):
     second.engine.poll()
     for engine in second.engine.engines:
         check_at_rest(engine)
-
-
-def test_blocks_are_copied_within_each_pool(pools):
-    third = pools.first[2]
-    pools.write(1, 5)
-    pools.write(third + 3, 6)
-    pools.pools = list(pools.engine.copy(pools.pools, [1, third + 3], [2, third + 4]))
-    assert pools.numbers[2] == 5
-    assert pools.numbers[third + 4] == 6

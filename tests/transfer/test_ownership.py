@@ -64,7 +64,6 @@ def test_only_the_first_thread_that_passes_a_pool_may_call_the_engine(new, threa
     calls = [
         lambda: engine.save(pool, [2], [0]),
         lambda: engine.load_each(pool, [0], [3], [1]),
-        lambda: engine.copy(pool, [1], [2]),
         lambda: engine.advance(pool),
         lambda: engine.drain(pool),
         lambda: engine.read_host([0]),
@@ -75,9 +74,6 @@ def test_only_the_first_thread_that_passes_a_pool_may_call_the_engine(new, threa
     if new is not several_pools:
         calls += [
             lambda: engine.load(pool, [0], [3]),
-            lambda: engine.take_step_loads(pool, 1),
-            lambda: engine.step_started(jnp.zeros(1)),
-            lambda: engine.idle_step_loads(1),
             lambda: engine.forget([0]),
         ]
     for call in calls:

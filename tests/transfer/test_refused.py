@@ -65,8 +65,6 @@ ARGUMENTS = [
     ({"host_bytes": "plenty"}, "must be a size such as 64MiB"),
     ({"mode": "eager"}, "mode='eager' must be one of"),
     ({"blocks_per_host_block": 0}, "blocks_per_host_block=0 must be at least 1"),
-    ({"layer_groups": 0}, r"layer_groups=0 must be in \[1, 2\]: the pool has 2"),
-    ({"layer_groups": 3}, r"layer_groups=3 must be in \[1, 2\]: the pool has 2"),
     ({"staging_bytes": 1063}, "staging_bytes=1063 must be at least the 1064 by"),
     ({"block_axis": 2}, r"2 of pool\['ids'\] must be an int in \[-2, 2\): .* \[6, 10"),
     ({"block_axis": {"ids": 1.0, "k": 0}}, r"block_axis 1.0 of pool\['ids'\] must be"),
@@ -159,9 +157,8 @@ def test_refused_calls_change_nothing(make):
     calls = [
         *((m, lambda d=d, h=h: engine.save(pool, d, h)) for d, h, m in IDS),
         *((m, lambda d=d, h=h: engine.load(pool, h, d)) for d, h, m in IDS),
-        *((m, lambda s=s, t=t: engine.copy(pool, s, t)) for s, t, m in COPIES),
         *host_calls(engine, held),
-        (r"\['k'\] must be float32", lambda: engine.copy(as_ints, [1], [2])),
+        (r"\['k'\] must be float32", lambda: engine.save(as_ints, [1], [2])),
         (r"has \[5\] more than once", lambda: engine.save(pool, [0, 1], [5, 5])),
         (r"\[4, 5\] have no bytes", lambda: engine.load(pool, [1, 4, 5], [0, 1, 2])),
         (r"\[3\] .* reported as completed", lambda: engine.load(pool, [3], [0])),
@@ -169,7 +166,6 @@ def test_refused_calls_change_nothing(make):
         (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.load(shared, [1], [2])),
         (r"\['v'\] must be bfloat16\[24, 8\]", lambda: engine.drain(shared)),
         ("must have the structure", lambda: engine.drain([*pool.values()])),
-        ("num_extents=-1 must be at least", lambda: engine.take_step_loads(pool, -1)),
         (r"Ticket\(.*\) is not in flight", lambda: engine.abandon(Ticket("load", 1))),
         (r"Ticket\(.*\) is not in flight", lambda: engine.abandon(Ticket("save", 0))),
         (r"Ticket\(.*\) is not in flight", lambda: engine.abandon(stranger)),
@@ -213,9 +209,7 @@ def calls_with(engine, pool):
     return {
         "save": lambda: engine.save(pool, [2], [1]),
         "load": lambda: engine.load(pool, [1], [2]),
-        "copy": lambda: engine.copy(pool, [1], [2]),
         "drain": lambda: engine.drain(pool),
-        "take_step_loads": lambda: engine.take_step_loads(pool, 1),
         "advance": lambda: engine.advance(pool),
     }
 
@@ -239,33 +233,10 @@ def test_a_stale_pool_is_refused_by_every_call(make):
     assert moves.read([1]) == [7]
 
 
-def test_calls_between_the_taking_of_step_loads_and_their_start_are_refused(make):
-    moves = make()
-    engine = moves.engine
-    moves.save_now([4], [4])
-    ticket = moves.load([4], [8], in_step=True)
-    pool, loads = engine.take_step_loads(moves.pool, 1)
-    check_refused(calls_with(engine, pool).values(), "call step_started")
-    with pytest.raises(ValueError, match=r"layer_group=1 must be in \[0, 1\)"):
-        loads.write(pool, 1)
-    with pytest.raises(ValueError, match="must have the structure"):
-        loads.write([pool["k"]])
-    assert engine.poll() == []
-    assert engine.is_waiting(ticket)
-    moves.pool = jax.jit(loads.write, donate_argnums=0)(pool)
-    engine.step_started(moves.pool["k"])
-    assert [completion.ticket for completion in moves.drain()] == [ticket]
-    assert moves.numbers[8] == 4
-
-
-def test_a_pool_over_sharded_blocks_is_not_copied_nor_written_as_bytes(mode):
+def test_a_pool_over_sharded_blocks_is_not_written_as_bytes(mode):
     pool = spread(numbered_pool(), 2, "x")
     engine = TransferEngine(pool, 4, mode=mode)
     payload = np.zeros(engine.host_payload_bytes, np.uint8)
-    for call in (
-        lambda: engine.copy(pool, [1], [2]),
-        lambda: engine.write_host([0], [payload]),
-    ):
-        with pytest.raises(ValueError, match="block axis is not sharded"):
-            call()
+    with pytest.raises(ValueError, match="block axis is not sharded"):
+        engine.write_host([0], [payload])
     assert not pool["k"].is_deleted()

@@ -107,52 +107,15 @@ def check_no_collectives(*programs):
         assert not COLLECTIVES.findall(program.as_text())
 
 
-def load(moves, host_ids, device_ids, step):
-    """Load by the engine's programs, or in a step of the caller's."""
-    moves.load(host_ids, device_ids, in_step=step is not None)
-    if step is not None:
-        moves.pool, loads = moves.engine.take_step_loads(moves.pool, 2)
-        if not step._cache_size():
-            check_no_collectives(step.lower(moves.pool, loads).compile())
-        moves.pool, result = step(moves.pool, loads)
-        moves.engine.step_started(result)
-    [done] = moves.drain()
-    assert done.error is None
-
-
-def make_step(num_groups):
-    """A program that writes its loads itself."""
-
-    def step(pool, loads):
-        for group in range(num_groups):
-            pool = loads.write(pool, group)
-        return pool, jnp.zeros(())
-
-    return jax.jit(step, donate_argnums=0)
-
-
-def round_trips(
-    num_devices,
-    spec,
-    axis_type,
-    mode,
-    m=1,
-    layer_groups=1,
-    rounds=4,
-    in_step=False,
-    **options,
-):
+def round_trips(num_devices, spec, axis_type, mode, m=1, rounds=4, **options):
     mesh = mesh_of(num_devices, axis_type)
     rng = np.random.default_rng(num_devices)
-    # XLA:CPU quietens bfloat16's signalling NaNs in a program with its usual passes.
-    dtype = "uint16" if in_step else "bfloat16"
-    arrays, places = random_arrays(rng, dtype), shardings(mesh, spec)
+    arrays, places = random_arrays(rng), shardings(mesh, spec)
     pool, shadow = to_devices(arrays, places), Shadow(arrays, BLOCK_AXIS)
     num_shards = shards_of(mesh, spec)
-    kinds = {"blocks_per_host_block": m, "layer_groups": layer_groups}
-    moves = Moves(mode, pool, 32 // m, block_axis=BLOCK_AXIS, **kinds, **options)
+    options |= {"blocks_per_host_block": m, "block_axis": BLOCK_AXIS}
+    moves = Moves(mode, pool, 32 // m, **options)
     engine = moves.engine
-    step = make_step(layer_groups) if in_step else None
     assert engine.kernel == options.get("kernel", "xla")
     check_no_collectives(*programs_of(engine))
     pool_memory, host_memory = pointers(pool), pointers(extents(engine))
@@ -174,12 +137,8 @@ def round_trips(
                 pairs.append((int(rng.choice(in_shard)), row))
         host_ids = [host_id for host_id, _ in pairs]
         device_ids = np.array([row for _, row in pairs], int).reshape(-1, m)
-        load(moves, host_ids, device_ids, step)
+        moves.load_now(host_ids, device_ids)
         shadow.load(host_ids, device_ids)
-        if num_shards == 1:
-            ids = rng.permutation(NUM_BLOCKS)[:4]
-            moves.pool = engine.copy(moves.pool, ids[:2], ids[2:])
-            shadow.copy(ids[:2], ids[2:])
         pool = moves.pool
         for leaf, place in zip(*map(jax.tree.leaves, (pool, places)), strict=True):
             assert leaf.sharding.is_equivalent_to(place, leaf.ndim), leaf.sharding
@@ -241,10 +200,6 @@ def test_blocks_spread_in_any_way_keep_every_bit(number, mode):
     [
         (1, "Auto", {}),
         (4, "Auto", {"m": 2}),
-        *(
-            (4, axis_type, {"layer_groups": 3, "in_step": True})
-            for axis_type in AXIS_TYPES
-        ),
     ],
 )
 def test_blocks_spread_by_both_axes_keep_every_bit(

@@ -74,7 +74,6 @@ class Soak:
             self.num_host_blocks,
             block_axis=BLOCK_AXIS,
             blocks_per_host_block=self.m,
-            layer_groups=(1, 2)[seed // 2 % 2],
             extent_bytes=extent_bytes,
             staging_bytes=self.budget_bytes,
         )

@@ -56,7 +56,7 @@ def test_without_the_compiler_options_bits_change(make, fresh_programs, monkeypa
 
 
 def test_no_program_donates_across_memories_and_no_save_the_pool(make):
-    programs = programs_of(make(layer_groups=2).engine)
+    programs = programs_of(make().engine)
     for program in programs:
         donated = [info.donated for info in jax.tree.leaves(program.args_info)]
         inputs = kinds(program.input_shardings)
@@ -64,7 +64,7 @@ def test_no_program_donates_across_memories_and_no_save_the_pool(make):
         outputs = kinds(program.output_shardings)
         for kind in donated_kinds:  # Each is matched with a result in its own memory.
             outputs.remove(kind)
-    for program in programs[:-2]:
+    for program in programs[:-1]:
         (leaves, *_), _ = program.args_info
         assert not any(info.donated for info in jax.tree.leaves(leaves))
 
@@ -233,7 +233,7 @@ def test_the_source_has_no_call_that_fails_on_other_backends():
 
 
 def test_staged_programs_stay_on_the_device():
-    engine = TransferEngine(numbered_pool(), 32, mode="staged", layer_groups=2)
+    engine = TransferEngine(numbered_pool(), 32, mode="staged")
     for program in programs_of(engine):
         used = kinds((program.input_shardings, program.output_shardings))
         assert set(used) == {"device"}

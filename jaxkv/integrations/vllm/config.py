@@ -84,9 +84,8 @@ _RENAMED = {
 # tested with vLLM.
 _NOT_SERVED = {
     *("executor", "mode", "max_num_batched_tokens", "world_size", "enable_events"),
-    *("max_blocks_in_flight", "copy_on_device", "load_in_step"),
-    *("flush_on_preemption", "remember_drops", "transfer_mode", "transfer_kernel"),
-    *("extent_bytes", "layer_groups", "report_after_steps"),
+    *("max_blocks_in_flight", "flush_on_preemption"),
+    *("transfer_mode", "transfer_kernel", "extent_bytes", "report_after_steps"),
     *("check_plans", "agreement_timeout_s"),
     *(name for name in KEYS if KEYS[name].scope in ("events", "metrics", "strict")),
 }
@@ -374,9 +373,7 @@ def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSett
     if vllm.cache_policy_module_path is not None:
         _import_policy(vllm.cache_policy_module_path, extra.get("eviction_policy"))
     with names_of_vllm():
-        # vLLM may leave an offer unanswered and ask for others first. Device blocks
-        # held for such an offer could not be used.
-        return OffloadConfig(copy_on_device=False, **values), vllm
+        return OffloadConfig(**values), vllm
 
 
 def _num_host_blocks(offload: OffloadConfig, block_bytes: int, num_ranks: int) -> int:

@@ -52,9 +52,8 @@ def is_private(key: BlockKey) -> bool:
 class VllmBlockPool:
     """Holds blocks of a pool that vLLM owns.
 
-    It replaces a `DeviceBlockPool` if nothing is copied on the device
-    (`OffloadRules.copy_on_device`). One difference: vLLM's pool has no pins, so a block
-    that is free when its transfer ends moves to the end of vLLM's eviction order.
+    vLLM's pool has no pins: a block that is free when its transfer ends moves to the
+    end of vLLM's eviction order.
     """
 
     def __init__(self, pool: Any, num_groups: int) -> None:

@@ -281,7 +281,7 @@ class WorkerHalf:
         if storage is None:
             return
         storage.wait()
-        self._refuse(ConnectorOutput(below=storage.take_reports()))
+        self._refuse(ConnectorOutput(below=storage.take_reports(is_last=True)))
         storage.close(self._config.offload.storage_deadline_s)
 
     def lose_pool(self) -> None:

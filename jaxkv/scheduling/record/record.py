@@ -7,9 +7,9 @@ A file has one JSON object per line: a header, then one object per request:
      "ids": [4711, 815, ...], "out_ids": [42, 99]}
 
 Neither tokens nor keys are written: an id is a hash of a block's key with a random
-secret that is not kept (`jaxkv.keys.keyed`). docs/sizing.md describes the fields, and
-what a file reveals. A step only queues requests and never waits. A thread writes them
-about twice a second, and drops and counts requests that it cannot write.
+secret that is not kept (`jaxkv.scheduling.record.keyed`). docs/sizing.md describes the
+fields, and what a file reveals. A step only queues requests and never waits. A thread
+writes them about twice a second, and drops and counts requests that it cannot write.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import jax
 from jaxkv._util import Resource, check_type, check_whole, parse_bytes, shown
 from jaxkv._util.files import read_file, replace_file
 from jaxkv._util.outage import OutageLog
-from jaxkv.keys.keyed import SECRET_BYTES, hash_keys
 from jaxkv.keys.packed import pack
+from jaxkv.scheduling.record.keyed import SECRET_BYTES, hash_keys
 from jaxkv.scheduling.record.trace_file import TraceFile
 from jaxkv.types import STOPS, BlockKey, Stop
 

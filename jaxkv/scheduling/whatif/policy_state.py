@@ -21,9 +21,9 @@ from jaxkv._util import shown
 from jaxkv._util.files import read_file, replace_file, resolved
 from jaxkv._util.outage import OutageLog
 from jaxkv.policies import reuse
-from jaxkv.policies.hazard import NUM_CLASSES, HazardState
+from jaxkv.policies.hazard import HazardState
 from jaxkv.policies.registry import AUTO
-from jaxkv.policies.reuse import MAX_COUNT, NUM_BINS, UNIT, ReuseTable
+from jaxkv.policies.reuse import ReuseTable
 from jaxkv.scheduling.checks import is_multi_process
 from jaxkv.scheduling.listening import End, Listener
 from jaxkv.scheduling.whatif.what_if import WhatIf
@@ -33,9 +33,10 @@ from jaxkv.transfer.storage.workers import DaemonThread
 
 SAVE_EVERY_MS = 600_000
 
-_FORMAT = 2
-_FACTS = "format", "host_blocks", "block_size", "unit"
-_MAX_BYTES = 1 << 16
+_FORMAT = 3
+_FACTS = "format", "host_blocks", "block_size"
+_COLUMNS = "num_rows", "codes", "parents", "begins", "touches", "reuses"
+_MAX_BYTES = 1 << 19
 _CLOSE_TIMEOUT_S = 10.0
 
 _LOG = logging.getLogger("jaxkv")
@@ -58,7 +59,7 @@ class PolicyStateFile(Listener):
         learned: Callable[[], ReuseTable],
     ) -> None:
         self._path = path
-        facts = (_FORMAT, num_host_blocks, block_size, UNIT)
+        facts = (_FORMAT, num_host_blocks, block_size)
         self._facts = dict(zip(_FACTS, np.array(facts, np.int64), strict=True))
         self.learned = learned
         self._next_ms: int | None = None
@@ -82,24 +83,24 @@ class PolicyStateFile(Listener):
             text = f"policy_state={shown(self._path)} cannot be read ({why})"
             raise OSError(number, f"{text}; name another file") from None
         if content.startswith(b'{"format": "jaxkv policy state 1"'):
-            raise self._error("has format=1, but must have 2")
-        counts = {
-            "touches": np.zeros(NUM_CLASSES, np.int32),
-            "reuses": np.zeros((NUM_CLASSES, NUM_BINS), np.int32),
-        }
+            raise self._error(f"has format=1, but must have {_FORMAT}")
+        empty = reuse.init()
+        columns = {name: getattr(empty, name) for name in _COLUMNS}
+        unreadable = self._error("is incomplete or not a policy state")
         try:
-            read = _read_columns(content, self._facts | counts)
-            if any(read[name].min() < 0 for name in counts):
-                raise ValueError
-            if any(read[name].sum(dtype=np.int64) > 2 * MAX_COUNT for name in counts):
-                raise ValueError
+            read = _read_columns(content, self._facts)
         except Exception:  # `zipfile` and the decoders that it calls raise any.
-            raise self._error("is incomplete or not a policy state") from None
-        for name, expected in self._facts.items():
-            if read[name] != expected:
-                wrong = f"{name}={read[name]}, but must have {expected}"
-                raise self._error(f"has {wrong}")
-        return reuse.from_counts(read["touches"], read["reuses"])
+            raise unreadable from None
+        for name, value in self._facts.items():
+            if read[name] != value:
+                raise self._error(f"has {name}={read[name]}, but must have {value}")
+        try:
+            read = _read_columns(content, columns)
+            if not 1 <= read["num_rows"] <= reuse.NUM_ROWS:
+                raise ValueError
+            return reuse.restored(**read)
+        except Exception:
+            raise unreadable from None
 
     def finished(self, end: End) -> None:
         """Save the statistics if `SAVE_EVERY_MS` have passed."""
@@ -131,7 +132,7 @@ class PolicyStateFile(Listener):
     def _submit(self, is_last: bool = False) -> None:
         table = self.learned()
         # Copies, which later steps do not change.
-        columns = {"touches": np.array(table.touches), "reuses": np.array(table.reuses)}
+        columns = {name: np.array(getattr(table, name)) for name in _COLUMNS}
         write = partial(self._write, self._facts | columns)
         self.has_written.clear()
         try:

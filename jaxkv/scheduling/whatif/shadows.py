@@ -3,8 +3,7 @@
 A shadow gets the lookups, uses, stores and ends of the requests that the engine serves,
 at the same times:
 
-- A lookup hits the blocks that continue the device's own prefix, on the device or in
-  the shadow.
+- A lookup hits the shadow's blocks that continue the device's own prefix.
 - When the serving tier is offered blocks, the shadow is offered all computed blocks
   that it lacks, whether the serving tier has them or not.
 - A block that both tiers store becomes a hit when its transfer arrives, and never if it
@@ -35,11 +34,10 @@ from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
-from jaxkv.policies.reuse import ReuseTable, from_counts
+from jaxkv.policies.reuse import ReuseTable, scaled
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, select_keys
 from jaxkv.tiers.change_over import make_emptied, resume
-from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import (
     Executor,
     ExecutorName,
@@ -257,18 +255,12 @@ class Shadows:
         self._visits: dict[str, _Visit] = {}
         # The block ids held for each request: i64[n] per tier.
         self._held: dict[str, list[Ids]] = {}
-        self._pool: DeviceBlockPool | None = None
-
-    def bind(self, pool: object) -> None:
-        """Bind the pool if it is a `DeviceBlockPool`; no other can be searched."""
-        self._pool = pool if isinstance(pool, DeviceBlockPool) else None
 
     def warm_up(self) -> None:
         """Load or compile the code of all methods, so that no later call waits."""
         policies = {shadow.policy for shadow in self._shadows} - {OFF}
         shadows = [Shadow(policy, 1.0) for policy in sorted(policies)]
         scratch = Shadows(shadows, 4, 1, self._executor_name)
-        scratch.bind(self._pool)
         keys = [bytes(KEY_BYTES), bytes(KEY_BYTES - 1) + b"1"]
         for placed in (keys, ()):
             scratch.look_up("", keys, 0, 1)
@@ -335,7 +327,7 @@ class Shadows:
     def resume(self, policy: str, table: ReuseTable) -> None:
         """Restore statistics of `policy` at the serving size, from unscaled counts."""
         tier, bits = self._tier_of(policy), self._bits
-        table = from_counts(table.touches >> bits, table.reuses >> bits)
+        table = scaled(table, 1 / (1 << bits))
         tier.executor = resume(tier.executor, tier.policy, self._executor_name, table)
 
     def look_up(
@@ -523,16 +515,9 @@ class Shadows:
 
     def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
         """Return how many first keys are hits, and the ids held (none if sampled)."""
-        if self._pool is None:
-            num, ids = tier.executor.lookup(words), _NO_IDS
-            if num and self.sample is None:
-                _, ids = tier.executor.prepare_load(words[:num])
-            return num, ids
-        num, on_device, on_host = tier.executor.find_beside(self._pool.bound, words)
-        if not num or self.sample is not None:
-            return num, _NO_IDS
-        ids = on_host[:num][on_device[:num] == NO_BLOCK].astype(np.int64)
-        tier.executor.pin(ids)
+        num, ids = tier.executor.lookup(words), _NO_IDS
+        if num and self.sample is None:
+            _, ids = tier.executor.prepare_load(words[:num])
         return num, ids
 
     def _visit(self, name: str, keys: Sequence[BlockKey]) -> _Visit:

@@ -142,10 +142,6 @@ class Shadowed(WhatIf):
         if self._choice is not None:
             self.shadows.resume("hazard", learned)
 
-    def bound(self, pool: Any) -> None:
-        """Bind the device's pool, if blocks may be copied on the device."""
-        self.shadows.bind(pool if self._rules.copy_on_device else None)
-
     def warm_up(self) -> None:
         """Load or compile the code of the shadows."""
         self.shadows.warm_up()

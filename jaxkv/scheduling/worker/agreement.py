@@ -45,7 +45,6 @@ class Batch:
 
     start_s: float
     num_left: int  # Transfers not reported yet.
-    in_step: bool = False  # Whether the step's program writes these loads.
     num_bytes: int = 0  # Of the transfers that succeeded.
     end_s: float | None = None  # Last report of a transfer that succeeded.
 

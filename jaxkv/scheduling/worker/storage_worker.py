@@ -213,6 +213,7 @@ class StorageWorker:
         self._ended: defaultdict[str, list[tuple[int, tuple[bool, ...]]]]
         self._ended = defaultdict(list)
         self._num_full = 0  # Writes since the last report that found the store full.
+        self._is_down = False  # Whether the last report said so.
         # Blocks not to probe for, and until when; the earliest time first.
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         self._listed_keys: list[BlockKey] = []  # Not reported yet.
@@ -225,6 +226,7 @@ class StorageWorker:
         self._lists = storage_io.objects.shard == 0
         self._next_list_s = -math.inf
         self._is_listing, self._has_listed = False, list_every_s == 0
+        self._is_whole = True  # Whether the last listing has ended without a failure.
         if list_every_s == 0:
             self._next_list_s, self._listed = math.inf, False
 
@@ -301,11 +303,12 @@ class StorageWorker:
         self._observe()
 
     def take_reports(
-        self, max_found_keys: int = _KEYS_PER_REPORT
+        self, max_found_keys: int = _KEYS_PER_REPORT, *, is_last: bool = False
     ) -> tuple[TierReport, ...]:
         """Return the moves that have ended since the last call, and listed keys.
 
         At most `max_found_keys` keys are returned; the rest waits for later calls.
+        After the last call, the store no longer counts as down.
         """
         keys, deleted = self._listed_keys, self._deleted_keys
         room = max(max_found_keys - len(keys), 0)
@@ -324,11 +327,20 @@ class StorageWorker:
             bound=bound,
             gone=tuple(deleted[:room]),
             num_full=self._num_full,
+            num_down=self._note_state(is_last),
             **ended,
         )
         self._ended.clear()
         self._num_full = 0
         return () if report == _NO_REPORT else (report,)
+
+    def _note_state(self, is_last: bool) -> int:
+        """Return 1 if the store went down since the last report, -1 if it came back."""
+        was_down = self._is_down
+        self._is_down = self.storage_io.is_down and not is_last
+        if was_down and not self._is_down and not self._is_whole:
+            self._next_list_s = min(self._next_list_s, self._clock())
+        return self._is_down - was_down
 
     @property
     def is_listing_due(self) -> bool:
@@ -586,7 +598,7 @@ class StorageWorker:
         if ended is not None:
             self._shards.clear()
             self._is_listing, self._has_listed = False, True
-            self._listed = ended.is_whole
+            self._listed = self._is_whole = ended.is_whole
             self._deleted_keys += ended.deleted
             if ended.bound is not None:
                 self._bound = ended.bound, ended.num_blocks

@@ -48,7 +48,8 @@ class TierAgreement:
                 for listed in (report.found, report.gone)
             ]
             listing = *keys, report.listed, report.bound
-            rows.append([report.tier, ended, *listing, report.num_full])
+            nums = report.num_full, report.num_down
+            rows.append([report.tier, ended, *listing, *nums])
         self._exchange.send(json.dumps(rows), step)
         self._steps.append(step)
 
@@ -60,7 +61,8 @@ class TierAgreement:
             subject = f"the moves below the host that ended by step {step}"
             for text in self._exchange.receive(subject):
                 rows = json.loads(text)
-                for tier, ended, keys, deleted, listed, bound, num_full in rows:
+                for tier, ended, keys, deleted, listed, bound, *nums in rows:
+                    num_full, num_down = nums
                     report = merged.get(tier, TierReport(tier=tier))
                     for kind, event, oks in ended:
                         outcome = self._join((tier, kind, event), oks)
@@ -74,6 +76,7 @@ class TierAgreement:
                         listed=report.listed if listed is None else listed,
                         bound=report.bound if bound is None else tuple(bound),
                         num_full=max(report.num_full, num_full),
+                        num_down=report.num_down + num_down,
                     )
         reports = (merged[tier] for tier in sorted(merged))
         return tuple(r for r in reports if r != TierReport(tier=r.tier))

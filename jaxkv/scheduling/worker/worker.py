@@ -37,8 +37,7 @@ from jaxkv.scheduling.worker.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.worker.exchange import open_exchanges
 from jaxkv.scheduling.worker.storage_worker import StorageWorker
 from jaxkv.scheduling.worker.tier_agreement import KEYS_PER_STEP, TierAgreement
-from jaxkv.transfer import AnyEngine, Completion, StepLoads, Ticket
-from jaxkv.transfer.ids import copy_pairs
+from jaxkv.transfer import AnyEngine, Completion, Ticket
 from jaxkv.transfer.ownership import owned
 from jaxkv.types import PyTree
 
@@ -236,7 +235,7 @@ class OffloadWorker:
 
         Args:
             meta: The plan of the step.
-            pool: The device pool. Donated if the plan has loads or copies.
+            pool: The device pool. Donated if the plan has loads.
 
         Returns:
             The pool to run the model on.
@@ -244,18 +243,11 @@ class OffloadWorker:
         Raises:
             TypeError: If `meta` is not a plan. Nothing is started.
             ValueError: If any transfer of the plan is invalid. Nothing is started.
-            RuntimeError: If `take_step_loads` or `step_started` was not called in the
-                previous step.
             PlanMismatchError: If another process has another plan. `check_plans` finds
                 it before any transfer starts, else it is found when a transfer is due.
             AgreementError: If this process waits longer than `agreement_timeout_s` for
                 another one, or for a transfer that is due.
         """
-        if self._engine.has_step_loads:
-            raise RuntimeError(
-                "the loads of the last step were not taken: with load_in_step, call "
-                "take_step_loads() after start(), then step_started()."
-            )
         if not isinstance(meta, OffloadMetadata):
             raise TypeError(
                 f"meta={shown(meta)} must be an OffloadMetadata, such as "
@@ -298,11 +290,6 @@ class OffloadWorker:
                 device_blocks = _rows(meta.store_device_blocks, rows)
                 engine.check_save(device_blocks, meta.store_host_blocks)
             is_first = False
-        if meta.copy_from_blocks or meta.copy_to_blocks:
-            if not is_first:
-                ids = meta.copy_from_blocks, meta.copy_to_blocks
-                copy_pairs(*ids, engine.num_device_blocks)
-            is_first = False
         if meta.load_event != NO_EVENT and not is_first:
             device_blocks = _rows(meta.load_device_blocks, rows)
             _, sizes = _split_loads(meta)
@@ -327,8 +314,6 @@ class OffloadWorker:
                 pool, _rows(meta.store_device_blocks, rows), meta.store_host_blocks
             )
             self._add([ticket], [meta.store_event])
-        if meta.copy_from_blocks:
-            pool = self._engine.copy(pool, meta.copy_from_blocks, meta.copy_to_blocks)
         if meta.load_event != NO_EVENT:
             names, sizes = _split_loads(meta)
             pool, tickets = self._engine.load_each(
@@ -336,41 +321,14 @@ class OffloadWorker:
                 meta.load_host_blocks,
                 _rows(meta.load_device_blocks, rows),
                 sizes,
-                in_step=meta.load_in_step,
             )
-            self._add(tickets, names, meta.load_in_step)
+            self._add(tickets, names)
         if self._movers:
             by_tier = {moves.tier: moves for moves in meta.below}
             for number, mover in enumerate(self._movers):
                 mover.start(by_tier.get(number))
             self._settle_below(self._last_due)
         return pool
-
-    def take_step_loads(
-        self, pool: PyTree, num_extents: int
-    ) -> tuple[PyTree, StepLoads]:
-        """Return this step's loads, which the step's program writes into the pool.
-
-        With `OffloadRules.load_in_step`, call it after `start`; call `step_started`
-        when the program has been dispatched (see `TransferEngine.take_step_loads`).
-        These loads have no deadline; they fail if the program fails.
-
-        Args:
-            pool: The device pool. Donated if this call itself writes loads into it.
-            num_extents: Maximum extents that the program accepts; 0 for none.
-
-        Returns:
-            The pool to run the program on, and the loads that it must write.
-        """
-        return self._engine.take_step_loads(pool, num_extents)
-
-    def step_started(self, result: jax.Array) -> None:
-        """Record that the program which writes the loads has been dispatched.
-
-        Args:
-            result: An array that the program returns. Must not be donated afterwards.
-        """
-        self._engine.step_started(result)
 
     def poll(self) -> ConnectorOutput:
         """Report the transfers that have ended since the last call; never wait."""
@@ -460,14 +418,9 @@ class OffloadWorker:
         self._record(completions)
         return pool
 
-    def _add(
-        self,
-        tickets: Sequence[Ticket],
-        names: Sequence[EventName],
-        in_step: bool = False,
-    ) -> None:
+    def _add(self, tickets: Sequence[Ticket], names: Sequence[EventName]) -> None:
         """Add the transfers of a step in one direction."""
-        batch = Batch(self._clock(), len(tickets), in_step)
+        batch = Batch(self._clock(), len(tickets))
         for ticket, name in zip(tickets, names, strict=True):
             transfer = Transfer(ticket, name, batch, self._step)
             self._pending[ticket] = transfer
@@ -551,8 +504,7 @@ class OffloadWorker:
             for transfer in self._pending.values():
                 if not transfer.batch.start_s < start_s:
                     break
-                # Loads that the step's program writes have no deadline.
-                if not (transfer.has_ended or transfer.batch.in_step):
+                if not transfer.has_ended:
                     self._engine.abandon(transfer.ticket)
                     transfer.end(None)
                     due.append(transfer)
@@ -602,8 +554,6 @@ class OffloadWorker:
         duration_s = batch.end_s - batch.start_s
         self.load_s += duration_s
         self.load_sizes.add(batch.num_bytes)
-        if batch.in_step:
-            return
         rate = batch.num_bytes / max(duration_s, 1e-9)
         if self.load_bytes_per_s:
             rate = (1 - _RATE_WEIGHT) * self.load_bytes_per_s + _RATE_WEIGHT * rate

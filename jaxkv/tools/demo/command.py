@@ -17,7 +17,7 @@ from jaxkv.scheduling.record.record import TraceRecorder
 from jaxkv.tools.console import make_console, print_facts, print_lines
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord
 from jaxkv.tools.files import (
-    JSON_OPTION,
+    OUTPUT_OPTIONS,
     PLOT_OPTION,
     check_extra,
     check_files,
@@ -38,8 +38,6 @@ from jaxkv.transfer.storage.store_url import shown_url
 
 if TYPE_CHECKING:
     from jaxkv.tools.demo.engine import Engine
-
-SUMMARY = "show the effect of offloading on this machine, in about a minute"
 
 _LAYERS = {
     "full": "full attention in all layers",
@@ -72,7 +70,6 @@ offloading:
   --host-bytes SIZE  host memory for KV
   --mode NAME  eager: store blocks when computed; lazy: just before eviction
   --policy NAME  eviction policy: {", ".join([*policy_names(), AUTO])}
-  --load-in-step  write loaded blocks inside the prefill step, layer by layer
       (default: finish the load first)
   --storage URL  folder or URL of a store behind host memory, kept for later runs
   --storage-bytes SIZE  capacity of the store
@@ -84,7 +81,7 @@ output:
   --seconds N  keep serving metrics, with more requests, for N seconds in all
       (default: until the comparison ends)
 {PLOT_OPTION.format("time to first token by turn")}
-{JSON_OPTION}
+{OUTPUT_OPTIONS}
 """,
     {
         "--seed": whole_number_from(0),
@@ -142,7 +139,7 @@ def run(args: Args) -> int:
             watched.append((engine, time.monotonic()))
 
         try:
-            with show_progress() as on_progress:
+            with show_progress(is_quiet=args.quiet) as on_progress:
                 record = demo_run.run_demo(config, on_progress, watch, recorder)
         except MemoryError as error:
             raise UsageError(f"{_ASK_FOR_LESS}: {error}") from error
@@ -155,7 +152,7 @@ def run(args: Args) -> int:
         if args.seconds is not None:
             ((engine, began_s),) = watched
             end_s = began_s + args.seconds
-            with show_progress() as on_progress:
+            with show_progress(is_quiet=args.quiet) as on_progress:
                 on_progress("serving metrics", 0, 0)
                 demo_run.keep_serving(engine, config, lambda: time.monotonic() > end_s)
     return EXIT_OK if record.tokens_identical else EXIT_FAILED
@@ -252,8 +249,7 @@ def _facts_of(config: DemoConfig) -> list[tuple[str, str]]:
         (
             "Host memory",
             f"{rounded_size(config.host_bytes)}, {config.mode} stores, policy "
-            f"{config.cache_policy}"
-            f"{', loads inside the prefill step' * config.load_in_step}",
+            f"{config.cache_policy}",
         ),
     ]
     if config.storage is not None:

@@ -34,15 +34,12 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tools.demo.model import ModelConfig, init_pool
 from jaxkv.tools.demo.records import EngineConfig
 from jaxkv.tools.demo.steps import Runner, Steps
-from jaxkv.transfer import StepLoads, TransferEngine
+from jaxkv.transfer import TransferEngine
 from jaxkv.types import NULL_BLOCK, BlockKey
 
 _IDLE_S = 50e-6
 # The timeout at the end for pending deletions in the store.
 _CLOSE_S = 5.0
-# Of a prefill that writes its loads itself: each more is more to compile, and the
-# engine writes those that are left over.
-_STEP_EXTENTS = 4
 
 Tables: TypeAlias = list[list[int]]
 """Block ids for each group of layers; the null block where no later token attends."""
@@ -431,13 +428,10 @@ class Engine:
         self.worker: OffloadWorker | None = None
         self._groups = steps.config.groups(config.block_size)
         self._namespace = _namespace(steps.config, config)
-        self._loads_in_step = False
         if config.offload is not None:
-            self._loads_in_step = config.offload.load_in_step
             offload = dataclasses.replace(
                 config.offload,
                 max_num_batched_tokens=config.chunk_sizes[-1] + config.concurrency,
-                layer_groups=len(self.pool) if self._loads_in_step else 1,
             )
             self.transfer = offload.make_engine(self.pool)
             self.worker = offload.make_worker(
@@ -530,8 +524,6 @@ class Engine:
         self._batcher.release_unneeded(computed)
         for request in batch.prefill:
             self._prefill(request)
-        if not batch.prefill:
-            self._take_loads(0)
         if batch.decode:
             self._decode(batch.decode)
         if not computed:
@@ -574,11 +566,8 @@ class Engine:
 
         XLA compiles the model in a thread of its own, beside what Numba compiles.
         """
-        loads: list[StepLoads | None] = [None]
-        if self.transfer is not None and self._loads_in_step:
-            loads = [self.transfer.idle_step_loads(num) for num in (0, _STEP_EXTENTS)]
         with ThreadPoolExecutor(max_workers=1) as beside:
-            model = beside.submit(self._runner.warm_up, self.pool, loads)
+            model = beside.submit(self._runner.warm_up, self.pool)
             if self.offload is not None and self.transfer is not None:
                 self.offload.warm_up()
                 self.transfer.warm_up()
@@ -597,23 +586,13 @@ class Engine:
         self.peak_host_blocks = max(self.peak_host_blocks, held)
         self.pool = self.worker.start(meta, self.pool)
 
-    def _take_loads(self, num_extents: int) -> StepLoads | None:
-        """Return the loads that the next program on the pool writes, if any."""
-        if self.worker is None or not self._loads_in_step:
-            return None
-        self.pool, loads = self.worker.take_step_loads(self.pool, num_extents)
-        return loads
-
     def _prefill(self, request: EngineRequest) -> None:
         """Compute one chunk of a prompt, and the next token if it is the last."""
         start = request.num_computed_tokens
         chunk = request.tokens[start : start + self.config.chunk_sizes[-1]]
-        loads = self._take_loads(_STEP_EXTENTS)
         tables = request.block_ids_by_group
-        result = self._runner.prefill(self.pool, chunk, start, tables, loads)
+        result = self._runner.prefill(self.pool, chunk, start, tables)
         self.pool = result.pool
-        if loads is not None and self.worker is not None:
-            self.worker.step_started(result.next_token)
         # Always waits, so that the time of a chunk is counted in its step.
         token = int(result.next_token)
         request.num_computed_tokens += len(chunk)

@@ -34,7 +34,6 @@ from flax import nnx
 from jax import Array
 
 from jaxkv.search.groups import FullAttention, GroupSpec, SlidingWindow
-from jaxkv.transfer import StepLoads
 
 Pool: TypeAlias = tuple[dict[str, Array], ...]
 """A layer slot's ``{"k", "v"}``, each f32[num_blocks, block_size, K, D]."""
@@ -255,7 +254,6 @@ def paged_hidden(
     tokens: Array,
     positions: Array,
     tables: Array,
-    loads: StepLoads | None = None,
 ) -> tuple[Pool, Array]:
     """Run all layers on sequences with their KV in the pool; write their new KV.
 
@@ -282,8 +280,6 @@ def paged_hidden(
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         slot, group = divmod(layer, C)
-        if loads is not None and group == 0:
-            new_pool[:] = loads.write(tuple(new_pool), slot, after=q)
         leaves = {
             name: new_pool[slot][name].at[block[group], offset].set(value, mode="drop")
             for name, value in (("k", k), ("v", v))

@@ -26,7 +26,6 @@ class DemoConfig:
     cache_policy: str = "lru"  # Policy that chooses the host blocks to evict
     # When blocks are stored: "eager" or "lazy"; see `OffloadRules.mode`
     mode: Literal["eager", "lazy"] = "eager"
-    load_in_step: bool = False  # Whether prefill steps write what is loaded themselves
     # Attention of the layers: "full", "window" or "hybrid"; see `ModelConfig.layers`
     layers: Literal["full", "window", "hybrid"] = "full"
     window_tokens: int = 512  # Window of the layers with a sliding window

@@ -96,7 +96,6 @@ def run_demo(
         num_host_blocks=host_blocks,
         cache_policy=config.cache_policy,
         mode=config.mode,
-        load_in_step=config.load_in_step,
         storage=config.storage,
         storage_bytes=config.storage_bytes,
     )

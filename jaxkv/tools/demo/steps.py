@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 from jaxkv.tools.demo.model import ModelConfig, Pool, Transformer, paged_hidden
 from jaxkv.tools.demo.records import EngineConfig
-from jaxkv.transfer import StepLoads
 from jaxkv.types import NULL_BLOCK
 
 Weights: TypeAlias = tuple[Array, ...]
@@ -42,12 +40,11 @@ class Steps(NamedTuple):
 
     config: ModelConfig  # The shape of the model
     model: Transformer  # The model itself, for `reference_forward`
-    # ``(pool, tokens, start, num_tokens, block_table, loads=None)``. Compute T tokens
-    # of one sequence. `tokens` is i32[T]; its first `num_tokens` (i32[], at least 1)
-    # count; the first is at position `start` (i32[]); `block_table` is i32[C,
-    # M], a row for each group of layers, with arbitrary entries past the sequence and
-    # where no window reaches; `loads` is what comes from the host meanwhile.
-    # `StepResult.logits` is f32[V], for the token after the last.
+    # ``(pool, tokens, start, num_tokens, block_table)``. Compute T tokens of one
+    # sequence. `tokens` is i32[T]; its first `num_tokens` (i32[], at least 1) count;
+    # the first is at position `start` (i32[]); `block_table` is i32[C, M], a row for
+    # each group of layers, with arbitrary entries past the sequence and where no window
+    # reaches. `StepResult.logits` is f32[V], for the token after the last.
     prefill_chunk: Callable[..., StepResult]
     # ``(pool, tokens, positions, block_tables)``. Compute one token, i32[N], of each of
     # N sequences, at `positions` (i32[N], negative in rows of padding); `block_tables`
@@ -78,13 +75,12 @@ def make_steps(config: ModelConfig, seed: int) -> Steps:
         start: Array,
         num_tokens: Array,
         block_table: Array,
-        loads: StepLoads | None = None,
     ) -> StepResult:
         model = restore(weights)
         index = jnp.arange(tokens.size, dtype=jnp.int32)
         positions = jnp.where(index < num_tokens, start + index, -1)
         pool, hidden = paged_hidden(
-            model, pool, tokens[None], positions[None], block_table[:, None], loads
+            model, pool, tokens[None], positions[None], block_table[:, None]
         )
         last = jax.lax.dynamic_slice_in_dim(hidden[0], num_tokens - 1, 1)
         return result(pool, model.logits(last)[0])
@@ -117,12 +113,7 @@ class Runner:
         self._table_sizes = sorted({-(-largest // 2), largest})
 
     def prefill(
-        self,
-        pool: Pool,
-        chunk: Sequence[int],
-        start: int,
-        tables: Tables,
-        loads: StepLoads | None,
+        self, pool: Pool, chunk: Sequence[int], start: int, tables: Tables
     ) -> StepResult:
         """Compute tokens of a sequence, the first at `start`; do not wait for them."""
         size = next(size for size in self._config.chunk_sizes if size >= len(chunk))
@@ -132,7 +123,6 @@ class Runner:
             np.int32(start),
             np.int32(len(chunk)),
             self._pad([tables], start + len(chunk), rows=1)[:, 0],
-            loads,
         )
 
     def decode(
@@ -153,15 +143,15 @@ class Runner:
         )
         return result.pool, np.asarray(result.next_token).tolist()[: len(tokens)]
 
-    def warm_up(self, pool: Pool, loads: Sequence[StepLoads | None]) -> Pool:
+    def warm_up(self, pool: Pool) -> Pool:
         """Compile everything that a run needs. Writes only the null block."""
         rows, chunk_sizes = self._config.concurrency, self._config.chunk_sizes
         for size in self._table_sizes:
             tables = np.full((self._num_groups, rows, size), NULL_BLOCK, np.int32)
-            for num_tokens, step_loads in itertools.product(chunk_sizes, loads):
+            for num_tokens in chunk_sizes:
                 tokens = np.zeros(num_tokens, np.int32)
                 pool = self._steps.prefill_chunk(
-                    pool, tokens, np.int32(0), np.int32(1), tables[:, 0], step_loads
+                    pool, tokens, np.int32(0), np.int32(1), tables[:, 0]
                 ).pool
             pool = self._steps.decode(
                 pool, np.zeros(rows, np.int32), np.full(rows, -1, np.int32), tables

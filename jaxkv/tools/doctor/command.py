@@ -13,7 +13,7 @@ from jaxkv.tools.doctor import report
 from jaxkv.tools.doctor.facts import Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
 from jaxkv.tools.doctor.store import Store, look_at
-from jaxkv.tools.files import JSON_OPTION, check_files, write_files
+from jaxkv.tools.files import OUTPUT_OPTIONS, check_files, write_files
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.speed import BytesDifferError, measure_bandwidth
 from jaxkv.tools.usage import (
@@ -23,11 +23,9 @@ from jaxkv.tools.usage import (
     Usage,
     UsageError,
     check_belongs,
-    check_names,
+    one_of,
 )
 from jaxkv.transfer.storage.store_url import shown_url
-
-SUMMARY = "check the setup of this machine and recommend settings"
 
 _STORAGE_BYTES = units.parse_bytes(OffloadConfig().storage_bytes)
 
@@ -43,7 +41,7 @@ host memory:
       {variable_of("host_bytes")}, if set)
   --device-pool-bytes SIZE  size of the device pool, which the host tier should exceed
       (default: unknown)
-  --no-probe  move no blocks (default: measure their speed for some seconds)
+  --no-probe  measure no speed of blocks (default: do, for some seconds)
 
 store and extras:
   --storage URL  folder or URL to check as the storage tier (default:
@@ -54,24 +52,24 @@ store and extras:
       {", ".join(EXTRAS)} (default: none)
 
 output:
-{JSON_OPTION}
+{OUTPUT_OPTIONS}
 """,
+    {"--need": one_of(list(EXTRAS))},
 )
 
 
 def run(args: Args) -> int:
-    needed = check_names("--need", args.need or [], list(EXTRAS))
     check_files(args)
     # A server may be running on the device; set before jax starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     facts = _look_at_store(gather_facts(), args)
     if not args.no_probe:
-        facts = _probe(facts)
+        facts = _probe(facts, args)
     host_bytes, source = args.host_bytes, "--host-bytes"
     if host_bytes is None and facts.config and facts.config.host_bytes:
         host_bytes = units.parse_bytes(facts.config.host_bytes)
         source = variable_of("host_bytes")
-    question = Question(host_bytes, source, args.device_pool_bytes, needed)
+    question = Question(host_bytes, source, args.device_pool_bytes, args.need or [])
     best = recommend(facts, question)
     findings = judge(facts, question)
     print_plain([*report.fact_lines(facts, best), "", *report.finding_lines(findings)])
@@ -107,12 +105,12 @@ def _look_at_store(facts: Facts, args: Args) -> Facts:
         return dataclasses.replace(facts, config_faults=faults)
 
 
-def _probe(facts: Facts) -> Facts:
+def _probe(facts: Facts, args: Args) -> Facts:
     """Measure transfers, if an engine can be made."""
     if facts.mode is None or facts.refusals:
         return facts
     try:
-        with show_progress() as on_progress:
+        with show_progress(is_quiet=args.quiet) as on_progress:
             bandwidth = measure_bandwidth(on_progress, facts.mode)
     except MemoryError as error:
         return dataclasses.replace(facts, probe_left_out=str(error))

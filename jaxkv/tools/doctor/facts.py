@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import jax
+import numpy as np
 
+from jaxkv._util import rounded_size
 from jaxkv._util.extras import EXTRAS, missing_packages
 from jaxkv.config import (
     KEYS,
@@ -31,6 +34,9 @@ from jaxkv.transfer.kernels import Mode, choose_mode
 from jaxkv.transfer.limits import HostLimit, PinnedPool
 
 _T = TypeVar("_T")
+
+_ALLOCATED_BYTES = 8 << 20
+_ADDRESS_SPACE = "the address space of this process (ulimit -v)"
 
 HIDDEN = "..."
 """What stands for a secret."""
@@ -85,7 +91,8 @@ class Facts:
 
     @property
     def cgroup_limits(self) -> tuple[HostLimit, ...]:
-        return tuple(limit for limit in self.limits if limit.source != limits.MACHINE)
+        sources = limits.MACHINE, _ADDRESS_SPACE
+        return tuple(limit for limit in self.limits if limit.source not in sources)
 
 
 def gather_facts(
@@ -127,6 +134,7 @@ def gather_facts(
         backend = _backend_of(device)
         name = backend.platform
         attempt(lambda: memory.host_sharding(device))
+        attempt(lambda: _allocate(device))
         attempt(lambda: memory.check_client(name, environ))
         attempt(memory.check_jit)
         pool = attempt(lambda: limits.pinned_pool(name, environ))
@@ -135,7 +143,10 @@ def gather_facts(
         system=_system(),
         versions=versions(),
         total_bytes=limits.total_host_bytes(proc_root),
-        limits=tuple(limits.system_limits(proc_root, cgroup_root)),
+        limits=(
+            *limits.system_limits(proc_root, cgroup_root),
+            *_address_space_limits(proc_root),
+        ),
         has_nvidia_driver=(proc_root / "driver/nvidia/version").exists(),
         chosen_platforms=platforms,
         backend=backend,
@@ -147,6 +158,30 @@ def gather_facts(
         config=config,
         config_faults=tuple(config_faults),
     )
+
+
+def _allocate(device: jax.Device) -> None:
+    """Put a block of some size there; ValueError if it does not fit."""
+    try:
+        data = np.zeros(_ALLOCATED_BYTES, np.uint8)
+        jax.device_put(data, device).block_until_ready()
+    except (MemoryError, RuntimeError) as error:
+        size = rounded_size(_ALLOCATED_BYTES)
+        raise ValueError(f"jax cannot allocate {size}: {error}") from error
+
+
+def _address_space_limits(proc_root: Path) -> Iterator[HostLimit]:
+    """Yield what `ulimit -v` leaves this process; mapped libraries count, too."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return
+    try:
+        text = (proc_root / "self" / "statm").read_text(encoding="ascii")
+    except OSError:
+        return
+    used_bytes = int(text.split()[0]) * resource.getpagesize()
+    left_bytes = max(0, soft - used_bytes)
+    yield HostLimit(left_bytes, _ADDRESS_SPACE, "raise ulimit -v")
 
 
 def _shown_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -35,8 +35,6 @@ from jaxkv.tools.usage import (
 )
 from jaxkv.transfer import available_host_bytes
 
-SUMMARY = "replay a trace: what host memory of each size and policy would save"
-
 _SYNTHETIC = "synthetic"
 _SYNTHETIC_REQUESTS = 2000
 _CAPACITIES = ["1%", "3%", "10%"]
@@ -66,7 +64,7 @@ tiers and policies:
   --policy NAME,...  {", ".join(_POLICIES)}
       (default: {_ALL}, which leaves out {AUTO} and {OPTIMUM})
   --device-blocks N  device prefix cache of N blocks, 0 for none (default: the
-      recording's, else none)
+      recorded, else what weights leave of HBM)
   --device-bytes SIZE  the same in bytes, over all devices (default: as
       --device-blocks)
   --engines N  engines that share the requests (default: 1)
@@ -93,6 +91,8 @@ speeds:
   --prefill-tokens-per-s X  prefill throughput (default: from FLOPs)
   --flops-per-s X  peak FLOP/s of a device (default: the accelerator's, in bfloat16)
   --mfu X  share of the peak that prefill reaches (default: {server.MFU:g})
+  --price-per-hour X  price of a server, for what is saved (default: none)
+  --price-per-gib-month X  price of host memory (default: 0)
 
 admission, with every policy except {OPTIMUM}:
   --store-threshold N  store a block once N requests have asked for it (default: 0,
@@ -105,9 +105,8 @@ admission, with every policy except {OPTIMUM}:
 
 output:
 {files.PLOT_OPTION.format("tokens found and time saved against the size")}
-{files.JSON_OPTION}
+{files.OUTPUT_OPTIONS}
 {files.HTML_OPTION}
-{files.QUIET_OPTION}
 """,
     {
         **dict.fromkeys(
@@ -124,7 +123,7 @@ output:
 _OF_MODEL = (
     *("host_bytes", "device_bytes", "storage_bytes", "kv_dtype", "tensor_parallel"),
     *("accelerator", "load_gb_per_s", "store_gb_per_s", "load_latency_ms"),
-    *("prefill_tokens_per_s", "flops_per_s", "mfu"),
+    *("prefill_tokens_per_s", "flops_per_s", "mfu", "price_per_hour"),
 )
 
 
@@ -136,6 +135,9 @@ def run(args: Args) -> int:
     check_belongs(args, names, "--engines", args.engines)
     model = _read_model(args)
     server.check_speeds(args)
+    check_belongs(
+        args, ("price_per_gib_month",), "--price-per-hour", args.price_per_hour
+    )
     trace = _open_trace(args.trace, args.block_size)
     fleet = _choose_fleet(args, trace)
     policies = _choose_policies(args.policy, fleet)
@@ -147,9 +149,13 @@ def run(args: Args) -> int:
     stores = _sizes_of(args, "storage_bytes", "storage_blocks", trace, unit) or []
     timing = None
     if model is not None:
-        timing = _time(args, trace, model, (device_blocks or 0) * unit)
+        timing = _time(args, trace, model, device_blocks)
+        if device_blocks is None:
+            device_blocks = server.device_blocks_of(
+                timing.machine, model, timing.num_devices, trace.block_size
+            )
         if timing.machine == ACCELERATORS["cpu"] and args.accelerator is None:
-            note = "the server is taken to be a CPU: --accelerator names another"
+            note = "the server is assumed to be this CPU: set --accelerator"
             notes = *notes, note
     largest = int(trace.num_blocks.max(initial=0))
     if sizes[0] // unit < largest:
@@ -157,7 +163,8 @@ def run(args: Args) -> int:
             *notes,
             f"sizes below {largest:,} blocks hold only part of the largest request",
         )
-    setting = Setting(trace, timing, device_blocks, notes, admission, fleet)
+    prices = args.price_per_hour, args.price_per_gib_month or 0.0
+    setting = Setting(trace, timing, device_blocks, notes, admission, fleet, *prices)
     report.print_setting(setting)
     # A larger device would hold no more. Each prompt may end with a block that is not
     # full, and is not listed.
@@ -286,18 +293,22 @@ def _read_model(args: Args) -> ModelCosts | None:
         raise UsageError(f"--kv-bytes-per-token: {error}") from error
 
 
-def _time(args: Args, trace: Trace, model: ModelCosts, device_bytes: int) -> Timing:
+def _time(
+    args: Args, trace: Trace, model: ModelCosts, device_blocks: int | None
+) -> Timing:
     """Return the model on a server, whose speeds may be measured."""
     machine = server.find_machine(args, trace.recording)
     num_devices = args.tensor_parallel or 1
     if args.device_bytes is not None or args.device_blocks is not None:
-        server.check_hbm(args, machine, num_devices, device_bytes)
+        option = f"--device-{'blocks' if args.device_bytes is None else 'bytes'}"
+        num_tokens = (device_blocks or 0) * trace.block_size
+        server.check_hbm(machine, model, num_devices, num_tokens, option)
     speeds, sources = server.choose_speeds(args, machine, num_devices)
     return Timing(model, speeds, sources, num_devices, machine)
 
 
 def _choose_device_blocks(args: Args, trace: Trace, unit: int) -> int | None:
-    """Return the blocks of the device's prefix cache; None if it keeps none."""
+    """Return the blocks of the device's prefix cache; None if that is not said."""
     if args.device_bytes is not None:
         if args.device_blocks is not None:
             raise UsageError("--device-bytes: --device-blocks says it already")
@@ -306,7 +317,7 @@ def _choose_device_blocks(args: Args, trace: Trace, unit: int) -> int | None:
     blocks: int | None = args.device_blocks
     if blocks is None and trace.recording is not None:
         blocks = trace.recording.device_blocks
-    return blocks or None
+    return blocks
 
 
 def _choose_sizes(

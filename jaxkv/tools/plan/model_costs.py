@@ -92,6 +92,7 @@ class ModelCosts:
     # embedding nor output layer.
     num_prefill_parameters: int
     layers: tuple[AttentionLayers, ...]  # The layers, by attention
+    weight_bytes: int | None = None  # Bytes of all parameters; None if unknown
     notes: tuple[str, ...] = ()  # What the configuration does not say
 
     @property
@@ -206,14 +207,27 @@ def make_model_costs(
     vocabulary = number_of(config, "vocab_size") * hidden
     is_tied = config.get("tie_word_embeddings", family.startswith(_TIED))
     ends = vocabulary if is_tied else 2 * vocabulary
+    num_parameters = ends + num_layers * per_layer + all_mlp
     return ModelCosts(
         name=name,
         kv_dtype=dtype,
-        num_parameters=ends + num_layers * per_layer + all_mlp,
+        num_parameters=num_parameters,
         num_prefill_parameters=num_layers * per_layer + active_mlp,
         layers=layers,
+        weight_bytes=num_parameters * _weight_bits(config) // 8,
         notes=tuple(notes),
     )
+
+
+def _weight_bits(config: Mapping[str, Any]) -> int:
+    """Return the bits of a parameter: of the model's dtype, unless it is quantized."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return 8 * jnp.dtype(dtype_of(config)).itemsize
+    bits = quantization.get("bits")
+    if isinstance(bits, int) and 1 <= bits <= 32:
+        return bits
+    return 4 if quantization.get("quant_method") in ("awq", "gptq", "mxfp4") else 8
 
 
 _FAMILIES = frozenset(

@@ -11,6 +11,7 @@ traffic of as many servers as that needs.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -64,6 +65,8 @@ class Setting:
     notes: tuple[str, ...] = ()  # Further assumptions
     admission: Admission | None = None  # None keeps nothing out of the host tier
     fleet: Fleet = ONE_ENGINE  # The engines that share the requests, without a store
+    price_per_hour: float | None = None  # Of a server; None leaves money out
+    price_per_gib_month: float = 0.0  # Of host memory
 
     @property
     def block_size(self) -> int:
@@ -91,10 +94,10 @@ class Demand:
     num_engines: int = 1  # Engines that share the requests
 
     @property
-    def num_servers(self) -> float:
+    def num_servers(self) -> int:
         """Servers that the prefill takes, which each have a link; at least one each."""
         needed = 0.0 if self.span_s is None else self.prefill_s / self.span_s
-        return max(float(self.num_engines), needed)
+        return max(self.num_engines, math.ceil(needed))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,6 +72,7 @@ _FIGURES = (
 )
 """What is shown of each size and policy: key, title, name in JSON, and scale."""
 
+_HOURS_PER_MONTH = 730
 _OF_TOKENS = "found", "refused"
 _DRAWN = "found", "saved"
 
@@ -100,7 +101,7 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
         text = f"{fleet.num_engines:,}, {fleet.route}; each has the host and the device"
         facts.append(("Engines", text))
     device = "keeps no prefixes (--device-blocks, --device-bytes)"
-    if setting.device_blocks is not None:
+    if setting.device_blocks:
         device = f"keeps {setting.device_blocks:,} blocks"
         if timing is not None:
             device += f" ({rounded_size(setting.device_blocks * setting.block_size)})"
@@ -182,11 +183,8 @@ def _head_of(setting: Setting) -> str:
     return "of the unique blocks" if setting.timing is None else "blocks"
 
 
-def _label_of(setting: Setting, policy: str) -> str:
-    if policy != OPTIMUM:
-        return policy
-    # To leave blocks out can be better than to store all of them.
-    return f"{OPTIMUM} ({'ceiling' if setting.admission is None else 'stores all'})"
+def _label_of(policy: str) -> str:
+    return f"{OPTIMUM} (ceiling)" if policy == OPTIMUM else policy
 
 
 def _by_policy(plan: Plan) -> dict[str, list[PlanRow]]:
@@ -229,7 +227,7 @@ def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
                 continue
             lines.append(
                 Line(
-                    _label_of(setting, policy),
+                    _label_of(policy),
                     [factor * (figure or 0.0) for figure in figures],
                     LIMIT if policy == OPTIMUM else look_of(number),
                     [place for place, row in enumerate(rows) if row in marked],
@@ -245,7 +243,7 @@ def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
 
 def print_plan(setting: Setting, plan: Plan) -> None:
     """Print what every size and policy would do, and the recommendation."""
-    optimum, head = f"  {_label_of(setting, OPTIMUM)}", _head_of(setting)
+    optimum, head = f"  {_label_of(OPTIMUM)}", _head_of(setting)
     print_charts(
         _charts_of(setting, plan),
         head,
@@ -348,7 +346,7 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
     """Return lines on the most that can be found, and on the load of the link."""
     demand, choice = plan.demand, plan.recommendation
     device = ""
-    if setting.device_blocks is not None:
+    if setting.device_blocks:
         share = percent_text(demand.device_tokens, demand.input_tokens)
         who = "The devices find" if demand.num_engines > 1 else "The device finds"
         device = f"{who} {share} of the prompt tokens. "
@@ -360,11 +358,10 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
             "The trace has no times, so how busy the link would be is unknown."
         )
     elif demand.num_servers > demand.num_engines:
-        digits = 1 if demand.num_servers < 100 else 0
-        num_servers = f"{demand.num_servers:,.{digits}f}"
+        times = demand.prefill_s / (demand.span_s or 1.0)
         lines.append(
-            f"Without offloading, prefill takes {num_servers} times as long "
-            "as the trace: this traffic needs that many servers."
+            f"Without offloading, prefill takes {times:,.1f} times as long as the "
+            f"trace: this traffic needs {demand.num_servers:,} servers."
         )
     row = None if choice is None else choice.row
     if row is not None and (row.peak_store_use or 0.0) > 1:
@@ -372,7 +369,25 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
             f"In the busiest minute, stores need {row.peak_store_use:.1f} minutes; "
             "the engine will drop some blocks as too slow."
         )
+    money = saved_per_month(setting, plan)
+    if money is not None:
+        saved, memory = money
+        lines.append(
+            f"Over a month of this traffic, the prefill saved is worth {saved:,.0f} of "
+            f"server time, and the host memory costs {memory:,.0f}."
+        )
     return lines
+
+
+def saved_per_month(setting: Setting, plan: Plan) -> tuple[float, float] | None:
+    """Return the price of the server time saved, and of the memory; None if unknown."""
+    demand, price = plan.demand, setting.price_per_hour
+    row = None if plan.recommendation is None else plan.recommendation.row
+    if price is None or row is None or demand.span_s is None:
+        return None
+    gib = row.size / (1 << 30) * demand.num_servers
+    saved = row.saved_s / demand.span_s * _HOURS_PER_MONTH * price
+    return saved, gib * setting.price_per_gib_month
 
 
 def sentence(setting: Setting, plan: Plan) -> str:
@@ -460,7 +475,7 @@ def _why_not(setting: Setting, plan: Plan, reason: Reason) -> str:
             return f"{text}{returning} more"
         case "too small":
             share = percent_text(top.host_tokens, demand.input_tokens)
-            text = "tokens come back too late for these sizes; "
+            text = "reuse distances exceed these sizes; "
             text += f"{rounded_size(top.size)} finds {share} of the prompt tokens, of "
             text += f"the {returning} that an unlimited host tier would find"
             text += f" without {admission.text}" if admission else ""
@@ -554,6 +569,7 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
             "host_bytes": choice.row and choice.row.size,
             "policy": choice.row and choice.row.policy,
             "settings": settings_of(setting, plan),
+            "saved_and_memory_per_month": saved_per_month(setting, plan),
         }
     return figures
 
@@ -629,7 +645,7 @@ _READING = (
     "<strong>The device</strong>, if it keeps prefixes, keeps the most recently used "
     "blocks and is searched first. The host is searched for the blocks that continue "
     "the prefix found there.",
-    "<strong>The optimum</strong> knows the future requests and stores all blocks.",
+    "<strong>The optimum</strong> knows the future requests: no cache finds more.",
 )
 _RULE = (
     "Sizes whose stores take longer than the trace lasts are left out.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxkv._util import rounded_size, shown
+from jaxkv._util import shown
 from jaxkv.scheduling.whatif.speeds import Speeds
 from jaxkv.tools.plan.accelerators import (
     ACCELERATORS,
@@ -12,6 +12,7 @@ from jaxkv.tools.plan.accelerators import (
     find_accelerator,
     measure_flops_per_s,
 )
+from jaxkv.tools.plan.model_costs import ModelCosts
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay.traces import Recording
 from jaxkv.tools.speed import Bandwidth, BytesDifferError, measure_bandwidth
@@ -19,6 +20,8 @@ from jaxkv.tools.usage import Args, UsageError, check_absent
 
 LATENCY_MS = 1.0
 MFU = 0.4
+_LINK_SHARE = 0.8  # Of its peak, which transfers of blocks reach
+_RESERVE_SHARE = 0.1  # Of HBM: compiled programs, activations, the runtime
 
 
 def check_speeds(args: Args) -> None:
@@ -53,18 +56,43 @@ def find_machine(args: Args, recording: Recording | None) -> Accelerator | None:
     return accelerator
 
 
+def device_blocks_of(
+    machine: Accelerator | None, model: ModelCosts, num_devices: int, block_size: int
+) -> int | None:
+    """Return the blocks that fit HBM beside weights and a reserve; None if unknown."""
+    weight_bytes = model.weight_bytes
+    if machine is None or machine.hbm_bytes is None or weight_bytes is None:
+        return None
+    check_hbm(machine, model, num_devices, 0, "--model")
+    room_bytes = (1 - _RESERVE_SHARE) * machine.hbm_bytes - weight_bytes / num_devices
+    return int(room_bytes / model.kv_bytes_per_token_on(num_devices) / block_size)
+
+
 def check_hbm(
-    args: Args, machine: Accelerator | None, num_devices: int, device_bytes: int
+    machine: Accelerator | None,
+    model: ModelCosts,
+    num_devices: int,
+    num_tokens: int,
+    option: str,
 ) -> None:
-    """Refuse a device cache that is larger than the devices' memory."""
+    """Refuse weights, KV and a reserve that are more than the HBM of a device."""
     if machine is None or machine.hbm_bytes is None:
         return
-    hbm_bytes = num_devices * machine.hbm_bytes
-    if device_bytes > hbm_bytes:
-        option = "blocks" if args.device_bytes is None else "bytes"
+    parts = {
+        "weights": (model.weight_bytes or 0) / num_devices,
+        "KV": num_tokens * model.kv_bytes_per_token_on(num_devices),
+        "reserve": _RESERVE_SHARE * machine.hbm_bytes,
+    }
+    if sum(parts.values()) > machine.hbm_bytes:
+        texts = [
+            f"{size / 1e9:,.1f} GB of {name}" for name, size in parts.items() if size
+        ]
         raise UsageError(
-            f"--device-{option}: {rounded_size(device_bytes)} are more than the HBM of "
-            f"{num_devices} x {machine.name}, {rounded_size(hbm_bytes)}"
+            f"{option}: {' + '.join(texts)} are {sum(parts.values()) / 1e9:,.1f} GB, "
+            f"more than the {machine.hbm_bytes / 1e9:,.1f} GB of HBM of each of "
+            f"{num_devices} x {machine.name}: name more devices by --tensor-parallel"
+            + ", or less KV"
+            * bool(num_tokens)
         )
 
 
@@ -79,8 +107,8 @@ def choose_speeds(
         load = store = 1e9 * args.load_gb_per_s
         sources |= {"load_bytes_per_s": "given", "store_bytes_per_s": "as loads"}
     elif machine is not None and machine.link_bytes_per_s and not args.measure:
-        load = store = machine.link_bytes_per_s
-        peak_source = f"the peak of {machine.name}"
+        load = store = _LINK_SHARE * machine.link_bytes_per_s
+        peak_source = f"{100 * _LINK_SHARE:g}% of the peak of {machine.name}"
         sources |= {"load_bytes_per_s": peak_source, "store_bytes_per_s": "as loads"}
     else:
         if not args.measure:

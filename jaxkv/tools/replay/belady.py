@@ -1,9 +1,13 @@
-"""The offline optimum: the hits of a cache that knows the future.
+"""The offline optimum: the most prefix blocks that any cache can find.
 
-Belady's rule evicts the block whose next use is farthest away. Here every missing block
-must be stored, as under the policies, and hits are prefixes. Of blocks with the same
-next use, the deepest in the prompt is evicted first, so that the rest of a prefix can
-still be found.
+After each request, the cache keeps what it holds or declines it: of the blocks that it
+had and of those of the request, those with the nearest next use (Belady's rule). Among
+blocks with the same next use, it gives up the deepest in the prompt first.
+
+This is exact. Keeping a block until its next use is an interval, and of intervals of
+which at most `capacity` may overlap, giving up the one that ends last keeps the most.
+Each use of a block is also a use of those before it in its prompt. So their intervals
+end no later, and none that is kept waits for one that was given up.
 """
 
 from __future__ import annotations
@@ -25,17 +29,14 @@ def find_optimum(
 ) -> NDArray[np.int64]:
     """Count the prefix blocks that the optimum finds for each request.
 
-    A request with more blocks than the cache is held completely until the next one
-    needs room. No real cache can do that; the result is an upper bound.
-
     With a device in front, a block is of use to a request only beyond what the device
-    has found by itself. All that the request holds is stored nevertheless.
+    has found by itself. The cache can store all that the request has there.
 
     Returns i64[R]. The length of the prefix found, on the device or in the cache.
 
     >>> from jaxkv.tools.replay.traces import make_trace
-    >>> find_optimum(make_trace("t", [[1], [2], [3], [1]]), 2).tolist()
-    [0, 0, 0, 1]
+    >>> find_optimum(make_trace("t", [[1], [2], [3], [1], [2]]), 1).tolist()
+    [0, 0, 0, 1, 0]
     """
     ids, offsets = trace.ids.tolist(), trace.offsets.tolist()
     local = np.zeros(trace.num_requests, np.int64)
@@ -55,32 +56,16 @@ def find_optimum(
         num_hits[request] = next((i for i, b in beyond if b not in held), last)
         for depth, block in enumerate(blocks):
             use = next_uses[start + depth]
-            if held.get(block) != use:  # Else it has its entry.
+            if use == trace.num_requests:
+                held.pop(block, None)
+            elif held.get(block) != use:  # Else it has its entry.
                 held[block] = use
                 heapq.heappush(farthest, (-use, -depth, block))
-        _evict(held, farthest, capacity_blocks, set(blocks))
+        while len(held) > capacity_blocks:
+            use, _, block = heapq.heappop(farthest)
+            if held.get(block) == -use:  # Not used or given up since.
+                del held[block]
     return num_hits
-
-
-def _evict(
-    held: dict[int, int],
-    farthest: list[tuple[int, int, int]],
-    capacity_blocks: int,
-    pinned: set[int],
-) -> None:
-    """Evict down to the capacity, sparing the request's own blocks."""
-    spared = []
-    while len(held) > capacity_blocks and farthest:
-        entry = heapq.heappop(farthest)
-        block = entry[2]
-        if held.get(block) != -entry[0]:
-            continue  # used or evicted since
-        if block in pinned:
-            spared.append(entry)
-        else:
-            del held[block]
-    for entry in spared:
-        heapq.heappush(farthest, entry)
 
 
 def _next_uses(

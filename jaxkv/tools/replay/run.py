@@ -99,7 +99,7 @@ def replay(
 
     `policy` is a registered name, `OPTIMUM`, "auto" or a maker of policies. `device` is
     what a device in front finds; of several engines, only its size and what takes part
-    count (`fit_device`). `OPTIMUM` stores all blocks, whatever is `admitted`, and is
+    count (`fit_device`). `OPTIMUM` may store any block, whatever is `admitted`, and is
     for one engine without a store.
 
     >>> from jaxkv.tools.replay.traces import make_trace
@@ -305,8 +305,7 @@ class _Engine:
     def fetch(self, request: _Request, store: SharedStore) -> int:
         """Fetch blocks from the store; return how many."""
         missing = request.keys[request.num_local : request.num_findable]
-        max_fetched = max(self.run.num_blocks // 2, 1)
-        num_fetched = store.fetch(self.host.executor, missing, max_fetched)
+        num_fetched = store.fetch(self.host.executor, missing, self.run.num_blocks)
         store.touch(request.keys[: request.num_asked])
         return num_fetched
 
@@ -420,7 +419,13 @@ def _request_step(executor: Executor, keys: Words, admitted: Words) -> Step:
     if stored is None:
         return Step(num_hits, 0, block_ids, None)
     block_ids = np.concatenate([block_ids, stored.block_ids])
-    return Step(num_hits, stored.num_stored, block_ids, stored.evicted_keys)
+    return Step(
+        num_hits,
+        stored.num_stored,
+        block_ids,
+        stored.evicted_keys,
+        stored.num_declined,
+    )
 
 
 class _AutoHost:

@@ -1,21 +1,19 @@
 """Request traces: the blocks of each request's prompt, in order of arrival.
 
-Two formats are read, plain or gzip-compressed, one JSON object per line; the first line
-decides which:
+Files have one JSON object per line, plain or gzip-compressed. What the first line holds
+decides the format; `_FORMATS` lists those that are read, and `_REFUSED` those that are
+known to lack something. Lengths are in tokens. The output's may be left out, and there
+may be a "stop", "tool_use" or "end_turn". Equal ids are equal blocks after equal
+prefixes.
 
-    Mooncake     {"timestamp": 0, "input_length": 6758, "output_length": 500,
-                  "hash_ids": [0, 1, 2]}
-    normalised   {"t": 0, "in": 6758, "out": 500, "ids": [0, 1, 2]}
-
-Times are in ms, lengths in tokens. The output's may be left out, and there may be a
-"stop", "tool_use" or "end_turn". Equal ids are equal blocks after equal prefixes.
-`TraceRecorder` writes the normalised format, with a first line about the file, and
-fields for the blocks that a request's output filled and for its hits when it ran. In
-shapes, R is the number of requests.
+`TraceRecorder` writes jaxkv's format, with a first line about the file, and fields for
+the blocks that a request's output filled and for its hits when it ran. In shapes, R is
+the number of requests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import io
@@ -53,6 +51,7 @@ OnCount: TypeAlias = Callable[[int, int], None]
 _REQUESTS_PER_REPORT = 256
 _MAX_TOKENS = 1 << 30  # Of a request; sums of pairs of more would not fit int64.
 _MAX_LETTERS = 1 << 26  # Of a line; ten million tokens need a fifth.
+_MAX_HASH_DIGITS = 130  # Of a hash of 512 bits.
 _MAX_NUMBER = (1 << 53) - 1  # Of other things, so that a float is exact.
 
 
@@ -379,17 +378,54 @@ class _Request(NamedTuple):
 
 
 class _Format(NamedTuple):
-    """Names of the fields of a line."""
+    """The names of a format's fields, and what is not the same in all formats."""
 
-    time_ms: str
+    name: str
+    time: str
     input_tokens: str
     output_tokens: str
     ids: str
+    block_size: int | str = BLOCK_SIZE  # Tokens per block, or the field that says it.
+    time_unit: str = "milliseconds"
+    marks: tuple[str, ...] = ()  # Some field that tells it from formats before it.
+
+    @property
+    def needed(self) -> tuple[str, str, str]:
+        """The fields without which a line is not of this format."""
+        return self.time, self.input_tokens, self.ids
 
 
-_NORMALISED = _Format("t", "in", "out", "ids")
-_MOONCAKE = _Format("timestamp", "input_length", "output_length", "hash_ids")
-_FORMATS = _MOONCAKE, _NORMALISED
+_JAXKV = _Format("jaxkv", "t", "in", "out", "ids")
+_LENGTHS = "input_length", "output_length", "hash_ids"
+_FORMATS = (
+    _Format("Mooncake", "timestamp", *_LENGTHS),
+    _JAXKV,
+    _Format(
+        *("Qwen-Bailian", "timestamp", *_LENGTHS, 16, "seconds"),
+        marks=("chat_id", "parent_chat_id", "turn"),
+    ),
+    _Format(
+        *("LMCache's lookup log", "timestamp", "seq_len", "output_length"),
+        *("chunk_hashes", "chunk_size", "seconds"),
+        marks=("chunk_hashes",),
+    ),
+)
+_TEXTS = (
+    "has texts and no blocks, which depend on the tokenizer; docs/sizing.md#prompts-as-"
+    "texts shows how to make a trace of them"
+)
+_NO_BLOCKS = "has lengths and no blocks: which prompts share a prefix is not known"
+# By a field of the first line: what is known of such a file.
+_REFUSED = {
+    "ContextTokens": f"Azure's LLM inference trace {_NO_BLOCKS}",
+    "num_prefill_tokens": f"this trace {_NO_BLOCKS}",
+    "turns": f"a file of sessions (AIPerf, inference-perf) {_TEXTS}",
+    "delay": "a session without timestamps (AIPerf) does not say when a turn comes: "
+    "that depends on the answers before it",
+    "requests": f"an AIBrix workload {_TEXTS}",
+    **dict.fromkeys(("messages", "body", "request"), f"an OpenAI request log {_TEXTS}"),
+    **dict.fromkeys(("prompt", "text_input", "text"), f"this file {_TEXTS}"),
+}
 
 
 class _BadLineError(Exception):
@@ -400,6 +436,7 @@ def _read_part(path: pathlib.Path, block_size: int | None) -> _Part:
     """Read a file."""
     part = _Part(block_size or BLOCK_SIZE)
     form: _Format | None = None
+    start_ms: float | None = None
     name, number, line = shown_name(str(path)), 0, ""
     try:
         for line in _open_lines(path):
@@ -408,17 +445,23 @@ def _read_part(path: pathlib.Path, block_size: int | None) -> _Part:
                 raise _BadLineError("is not UTF-8 text, but perhaps UTF-16")
             if line.isspace():
                 continue
-            fields = _parse_json(line)
+            fields = _parse_json(line, is_first=form is None)
             if form is None and "format" in fields:
                 part.header = _parse_header(fields, block_size)
                 part.block_size = part.header.block_size
-                form = _NORMALISED
+                form = _JAXKV
                 continue
             if part.header is not None and "dropped" in fields:
                 part.num_lost += _parse_count(fields, "dropped", "requests")
                 continue
-            form = form or _detect_format(fields)
-            part.requests.append(_parse_request(fields, form, part.block_size))
+            if form is None:
+                form = _detect_format(fields)
+                part.block_size = block_size or _own_block_size(fields, form)
+            request = _parse_request(fields, form, part.block_size)
+            if form.time_unit == "seconds":  # Perhaps since 1970.
+                start_ms = request.time_ms if start_ms is None else start_ms
+                request = request._replace(time_ms=request.time_ms - start_ms)
+            part.requests.append(request)
     except _BadLineError as error:
         if part.header is None or line.endswith("\n"):
             raise TraceError(f"{name}:{number}: {error}") from None
@@ -458,10 +501,13 @@ def _open_lines(path: pathlib.Path) -> Iterator[str]:
                 yield line
 
 
-def _parse_json(line: str) -> dict[str, Any]:
+def _parse_json(line: str, *, is_first: bool) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
+        for name, reason in _REFUSED.items() if is_first else ():
+            if name in line.split(","):  # The header of a table.
+                raise _BadLineError(reason) from None
         why = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise _BadLineError(f"is not JSON ({why})") from None
     if not isinstance(fields, dict):
@@ -470,33 +516,48 @@ def _parse_json(line: str) -> dict[str, Any]:
 
 
 def _detect_format(fields: dict[str, Any]) -> _Format:
-    """Return the format with the most of these fields."""
-    form = max(_FORMATS, key=lambda form: len(fields.keys() & set(form)))
-    if not fields.keys() & set(form):
-        formats = " or ".join(", ".join(form) for form in _FORMATS)
-        raise _BadLineError(f"no known format: the fields must be {formats}")
-    return form
+    """Return the format of which a line has most fields, and a mark if it has marks."""
+    names = fields.keys()
+    fitting = [form for form in _FORMATS if not form.marks or names & set(form.marks)]
+    form = max(reversed(fitting), key=lambda form: len(names & set(form.needed)))
+    if names >= set(form.needed):
+        return form
+    for name, reason in _REFUSED.items():
+        if name in fields:
+            raise _BadLineError(reason)
+    if names & set(form.needed):
+        return form  # What is missing is named.
+    formats = "; ".join(f"{form.name}: {', '.join(form.needed)}" for form in _FORMATS)
+    raise _BadLineError(f"no known format, whose fields are ({formats})")
+
+
+def _own_block_size(fields: dict[str, Any], form: _Format) -> int:
+    if isinstance(form.block_size, int):
+        return form.block_size
+    return max(_parse_count(fields, form.block_size, "tokens"), 1)
 
 
 def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _Request:
-    may_lack = {form.output_tokens}
-    missing = [name for name in form if name not in fields.keys() | may_lack]
-    if missing:
+    if missing := [name for name in form.needed if name not in fields]:
         raise _BadLineError(f"{missing[0]!r} is missing")
-    time_ms = fields[form.time_ms]
+    time = fields[form.time]
     # Larger ones would not be exact, nor could an int of any size be kept.
-    if type(time_ms) not in (int, float) or not 0 <= time_ms <= _MAX_NUMBER:
+    if type(time) not in (int, float) or not 0 <= time <= _MAX_NUMBER:
         raise _BadLineError(
-            f"{form.time_ms!r} must be a number of milliseconds from 0 to "
-            f"{_MAX_NUMBER}, not {_show(time_ms)}"
+            f"{form.time!r} must be a number of {form.time_unit} from 0 to "
+            f"{_MAX_NUMBER}, not {_show(time)}"
         )
     input_tokens = _parse_count(fields, form.input_tokens, "tokens")
     output_tokens = _parse_count(fields, form.output_tokens, "tokens", -1)
     ids = _parse_ids(fields, form.ids)
     num_full, rest = divmod(input_tokens, block_size)
-    if len(ids) > num_full + (rest > 0):
+    # A recorded request may have blocks that nobody can share, at its end.
+    too = "many" if len(ids) > num_full + (rest > 0) else ""
+    if len(ids) < num_full and form is not _JAXKV:
+        too = "few"
+    if too:
         raise _BadLineError(
-            f"{form.ids!r} has {len(ids)} blocks, too many for {input_tokens} tokens "
+            f"{form.ids!r} has {len(ids)} blocks, too {too} for {input_tokens} tokens "
             f"in blocks of {block_size}; is the block size right?"
         )
     stop = fields.get(_STOP)
@@ -504,10 +565,11 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
         raise _BadLineError(
             f"{_STOP!r} must be 'tool_use' or 'end_turn', not {_show(stop)}"
         )
+    time_ms = float(time) * (1000 if form.time_unit == "seconds" else 1)
     request = _Request(
-        float(time_ms), input_tokens, output_tokens, _packed(ids[:num_full]), stop
+        time_ms, input_tokens, output_tokens, _packed(ids[:num_full]), stop
     )
-    if form is not _NORMALISED:
+    if form is not _JAXKV:
         return request
     out_ids = _parse_ids(fields, _OUT_IDS) if _OUT_IDS in fields else []
     num_more = (input_tokens + max(output_tokens, 0)) // block_size - num_full
@@ -526,6 +588,9 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
 
 def _parse_ids(fields: dict[str, Any], name: str) -> list[int]:
     ids = fields[name]
+    if isinstance(ids, list) and set(map(type, ids)) == {str}:
+        with contextlib.suppress(ValueError):  # Hashes in hexadecimal digits.
+            return [int(text[:_MAX_HASH_DIGITS], 16) for text in ids]
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise _BadLineError(f"{name!r} must be a list of ints, not {_show(ids)}")
     return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import textwrap
 from collections import defaultdict
@@ -19,39 +20,39 @@ _QUANTILE = 0.95
 _MAX_NAMES, _MAX_LETTERS = 8, 40
 _SHARES = ("on_device", "from_host", "computed")
 _COUNTS = {
-    "tokens": "vllm:prefix_cache_queries_total",
-    "on_device": "vllm:prefix_cache_hits_total",
-    "from_host": "vllm:external_prefix_cache_hits_total",
-    "bytes_stored": f"{_VLLM_KV}store_bytes_total",
-    "bytes_loaded": f"{_VLLM_KV}load_bytes_total",
-    "blocks_stored": f"{_KV}blocks_stored_total",
-    "blocks_loaded": f"{_KV}blocks_loaded_total",
-    "host_blocks_evicted": f"{_KV}host_blocks_evicted_total",
-    "blocks_written_to_store": f"{_KV}storage_blocks_written_total",
-    "blocks_read_from_store": f"{_KV}storage_blocks_fetched_total",
+    "tokens": "vllm:prefix_cache_queries",
+    "on_device": "vllm:prefix_cache_hits",
+    "from_host": "vllm:external_prefix_cache_hits",
+    "bytes_stored": f"{_VLLM_KV}store_bytes",
+    "bytes_loaded": f"{_VLLM_KV}load_bytes",
+    "blocks_stored": f"{_KV}blocks_stored",
+    "blocks_loaded": f"{_KV}blocks_loaded",
+    "host_blocks_evicted": f"{_KV}host_blocks_evicted",
+    "blocks_written_to_store": f"{_KV}storage_blocks_written",
+    "blocks_read_from_store": f"{_KV}storage_blocks_fetched",
 }
 _FAILURES = {
-    "failed_loads": f"{_KV}load_failures_total",
-    "blocks_not_stored": f"{_KV}blocks_dropped_total",
-    "blocks_not_written": f"{_KV}storage_blocks_dropped_total",
-    "blocks_not_read": f"{_KV}storage_blocks_missed_total",
-    "failed_store_calls": f"{_KV}storage_errors_total",
+    "failed_loads": f"{_KV}load_failures",
+    "blocks_not_stored": f"{_KV}blocks_dropped",
+    "blocks_not_written": f"{_KV}storage_blocks_dropped",
+    "blocks_not_read": f"{_KV}storage_blocks_missed",
+    "failed_store_calls": f"{_KV}storage_errors",
 }
 _TIMES = {
     "load_wait": f"{_KV}load_delay_seconds",
     "deferred_lookup": f"{_VLLM_KV}lookup_async_delay_seconds",
     "lookup": f"{_VLLM_KV}lookup_sync_delay_seconds",
 }
-_GAUGES: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "host_blocks": ("host_blocks", {}),
-    "host_blocks_held": ("host_blocks_held", {}),
-    "host_bytes": ("host_bytes", {}),
-    "stores_in_flight": ("transfers_in_flight", {"direction": "store"}),
-    "loads_in_flight": ("transfers_in_flight", {"direction": "load"}),
-    "blocks_waiting_to_store": ("blocks_waiting", {"direction": "store"}),
-    "blocks_waiting_to_load": ("blocks_waiting", {"direction": "load"}),
-    "store_blocks": ("storage_blocks", {}),
-    "store_blocks_held": ("storage_blocks_held", {}),
+_GAUGES = {
+    "host_blocks": ("host_blocks", ""),
+    "host_blocks_held": ("host_blocks_held", ""),
+    "host_bytes": ("host_bytes", ""),
+    "stores_in_flight": ("transfers_in_flight", "store"),
+    "loads_in_flight": ("transfers_in_flight", "load"),
+    "blocks_waiting_to_store": ("blocks_waiting", "store"),
+    "blocks_waiting_to_load": ("blocks_waiting", "load"),
+    "store_blocks": ("storage_blocks", ""),
+    "store_blocks_held": ("storage_blocks_held", ""),
 }
 
 
@@ -64,6 +65,10 @@ def measure(before: Page, after: Page) -> Figures:
         if name.endswith("_total")
     )
     nothing = Page(before.time_s, {})
+    now = {
+        key: _total(after, f"{_KV}{name}", direction)
+        for key, (name, direction) in _GAUGES.items()
+    }
     up = after.samples.get(f"{_KV}storage_up", {}).values()
     return {
         "engines": _values_of(after, "engine"),
@@ -72,39 +77,28 @@ def measure(before: Page, after: Page) -> Figures:
         "has_restarted": has_restarted,  # Then `last` is since the start.
         "last": _grown(nothing if has_restarted else before, after),
         "since_start": _grown(nothing, after),
-        "now": {
-            **{
-                key: _total(after, f"{_KV}{name}", labels)
-                for key, (name, labels) in _GAUGES.items()
-            },
-            "store_is_up": min(up) > 0 if up else None,
-        },
+        "now": {**now, "store_is_up": min(up) > 0 if up else None},
     }
 
 
 def _grown(before: Page, after: Page) -> Figures:
     """Return how much counters have grown, and the durations in between."""
     counts = {
-        key: None
-        if (num := _total(after, name)) is None
-        else max(0.0, num - (_total(before, name) or 0.0))
-        for key, name in {**_COUNTS, **_FAILURES}.items()
+        key: None if _total(after, name) is None else _growth(before, after, name)
+        for key, name in ((k, f"{n}_total") for k, n in (_COUNTS | _FAILURES).items())
     }
-    tokens = counts["tokens"] or 0.0
+    tokens = counts.pop("tokens")
     device, host = counts.pop("on_device") or 0.0, counts.pop("from_host") or 0.0
-    parts = device, host, max(0.0, tokens - device - host)
+    parts = device, host, max(0.0, (tokens or 0.0) - device - host)
     shares = [min(1.0, num / tokens) if tokens else None for num in parts]
+    by_tier = dict(zip(_SHARES, shares, strict=True))
     times = {key: _times(before, after, name) for key, name in _TIMES.items()}
     failures = {key: counts.pop(key) for key in _FAILURES}
-    by_tier = dict(zip(_SHARES, shares, strict=True))
-    return {"tokens": counts.pop("tokens"), **by_tier, **counts, **times, **failures}
+    return {"tokens": tokens, **by_tier, **counts, **times, **failures}
 
 
 def _times(before: Page, after: Page, name: str) -> Figures:
-    num, total_s = (
-        max(0.0, (_total(after, whole) or 0.0) - (_total(before, whole) or 0.0))
-        for whole in (f"{name}_count", f"{name}_sum")
-    )
+    num, total_s = (_growth(before, after, f"{name}_{of}") for of in ("count", "sum"))
     then = _buckets(before, name)
     bounds = [
         bound
@@ -113,19 +107,22 @@ def _times(before: Page, after: Page, name: str) -> Figures:
     ]
     # The least bound that 95% do not exceed; None if they exceed all.
     p95_s = min(bounds, default=math.inf) if num else math.inf
-    mean_s = total_s / num if num else None
     return {
         "num": num,
-        "mean_s": mean_s,
+        "mean_s": total_s / num if num else None,
         "p95_s": p95_s if math.isfinite(p95_s) else None,
     }
 
 
-def _total(page: Page, name: str, labels: Mapping[str, str] = {}) -> float | None:
+def _growth(before: Page, after: Page, name: str) -> float:
+    return max(0.0, (_total(after, name) or 0.0) - (_total(before, name) or 0.0))
+
+
+def _total(page: Page, name: str, direction: str = "") -> float | None:
     values = [
         value
-        for sample_labels, value in page.samples.get(name, {}).items()
-        if labels.items() <= dict(sample_labels).items()
+        for labels, value in page.samples.get(name, {}).items()
+        if not direction or ("direction", direction) in labels
     ]
     return sum(values) if values else None
 
@@ -134,13 +131,9 @@ def _buckets(page: Page, name: str) -> Mapping[float, float]:
     """Return the counts of a histogram's buckets by their upper bounds."""
     counts: dict[float, float] = defaultdict(float)
     for labels, value in page.samples.get(f"{name}_bucket", {}).items():
-        try:
-            bound = float(dict(labels).get("le", "nan"))
-        except ValueError:
-            continue
-        if bound >= 0:
-            counts[bound] += value
-    return counts
+        with contextlib.suppress(ValueError):
+            counts[float(dict(labels).get("le", "nan"))] += value
+    return {bound: count for bound, count in counts.items() if bound >= 0}
 
 
 def _values_of(page: Page, label: str) -> list[str]:

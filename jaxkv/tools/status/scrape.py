@@ -13,14 +13,15 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from jaxkv._util import shown, shown_name
 from jaxkv.tools.usage import CommandError, UsageError
 
-TIMEOUT_S = 5.0  # To connect, and again for the whole answer
+TIMEOUT_S = 5.0  # For the whole answer
 MAX_BYTES = 16 << 20
 _MAX_LINE = 8192
 _MIN_VALUE, _MAX_VALUE = 1e-12, 1e18
@@ -71,11 +72,25 @@ def full_url(text: str) -> str:
 
 def read_page(url: str) -> Page:
     """Read an engine's metrics; raise NoAnswerError with the reason if it cannot."""
-    place = urlsplit(url).netloc
+    answer, sockets = Future[bytes](), list[socket.socket]()
+
+    def read() -> None:
+        try:
+            answer.set_result(_read(url, sockets))
+        except Exception as error:
+            answer.set_exception(error)
+
+    # A server may drip: every byte comes in time, and the answer never ends.
+    threading.Thread(target=read, name="jaxkv status", daemon=True).start()
     try:
-        raw = _read(url)
+        raw = answer.result(TIMEOUT_S)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise NoAnswerError(_reason(place, error)) from error
+        place = urlsplit(url).netloc
+        raise NoAnswerError(_reason(place, error, bool(sockets))) from error
+    finally:
+        for guard in sockets:
+            with contextlib.suppress(OSError), guard:
+                guard.shutdown(socket.SHUT_RDWR)
     page = parse(raw.decode("utf-8", "replace"), time.monotonic())
     if not raw.endswith(b"\n") and b"\n" in raw:
         raise NoAnswerError(f"{url} answers with a page that ends within a line")
@@ -103,75 +118,45 @@ def parse(text: str, time_s: float) -> Page:
     return Page(time_s, samples)
 
 
-def _read(url: str) -> bytes:
+def _read(url: str, sockets: list[socket.socket]) -> bytes:
     """Read an answer, which must be complete, uncompressed and from the URL itself."""
     split = urlsplit(url)
     is_https, host = split.scheme == "https", split.hostname or ""
     address = host, split.port or (443 if is_https else 80)
+    target = f"{split.path}?{split.query}" if split.query else split.path
     # A proxy of the environment would not reach this machine's loopback.
     connection = http.client.HTTPConnection(*address)
     with (
         socket.create_connection(address, TIMEOUT_S) as plain,
-        _ended_in_time(plain),
         contextlib.closing(connection),
     ):
-        context = ssl.create_default_context() if is_https else None
-        connection.sock = (
-            context.wrap_socket(plain, server_hostname=host) if context else plain
-        )
-        target = f"{split.path}?{split.query}" if split.query else split.path
+        sockets.append(plain.dup())  # TLS takes over the descriptor.
+        connection.sock = plain
+        if is_https:
+            context = ssl.create_default_context()
+            connection.sock = context.wrap_socket(plain, server_hostname=host)
         connection.request("GET", target, headers={"Accept": "text/plain"})
         with connection.getresponse() as answer:
-            if answer.status != http.client.OK:
-                raise NoAnswerError(
-                    f"{url} answers {answer.status} {shown_name(answer.reason)}: give "
-                    "the URL of the engine's metrics, with its path"
-                )
-            if coding := answer.getheader("Content-Encoding"):
-                raise NoAnswerError(f"{url} answers in {shown(coding)}, not plain text")
-            raw = answer.read(MAX_BYTES + 1)
-            if len(raw) > MAX_BYTES:
-                raise NoAnswerError(
-                    f"{url} answers with over {MAX_BYTES >> 20} MiB: give the URL of "
-                    "one engine's metrics"
-                )
-            if answer.length:
-                raise http.client.IncompleteRead(raw, answer.length)
+            coding = answer.getheader("Content-Encoding")
+            raw = b"" if coding else answer.read(MAX_BYTES + 1)
+    fault = ""
+    if answer.status != http.client.OK:
+        fault = f"{answer.status} {shown_name(answer.reason)}: give the URL of the "
+        fault += "engine's metrics, with its path"
+    elif coding:
+        fault = f"in {shown(coding)}, not plain text"
+    elif len(raw) > MAX_BYTES:
+        fault = f"with over {MAX_BYTES >> 20} MiB: give the URL of one engine's metrics"
+    elif answer.length:
+        raise http.client.IncompleteRead(raw, answer.length)
+    if fault:
+        raise NoAnswerError(f"{url} answers {fault}")
     return raw
 
 
-@contextlib.contextmanager
-def _ended_in_time(connection: socket.socket) -> Iterator[None]:
-    """Within this context, end a connection after `TIMEOUT_S`, however it drips."""
-    is_late = threading.Event()
-    guard = connection.dup()  # TLS takes over the descriptor.
-
-    def end() -> None:
-        is_late.set()
-        with contextlib.suppress(OSError):
-            guard.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(TIMEOUT_S, end)
-    timer.daemon = True
-    timer.start()
-    connection.settimeout(2 * TIMEOUT_S)
-    try:
-        yield
-        if is_late.is_set():
-            raise TimeoutError
-    except Exception as error:
-        if is_late.is_set():
-            raise TimeoutError("answer") from error
-        raise
-    finally:
-        timer.cancel()
-        timer.join()
-        guard.close()
-
-
-def _reason(place: str, error: Exception) -> str:
+def _reason(place: str, error: Exception, is_connected: bool) -> str:
     match error:
-        case TimeoutError(args=("answer",)):
+        case TimeoutError() if is_connected:
             why = (
                 f"accepts connections but has not answered for {TIMEOUT_S:g} s: the "
                 "engine is stopped or hangs"

@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxkv._util import one_line, shown
 from jaxkv.tools.console import OnProgress
-from jaxkv.tools.usage import UsageError
-from jaxkv.transfer.storage import BlobStore, StoreError, open_store
+from jaxkv.tools.usage import CommandError, UsageError
+from jaxkv.transfer.storage import BlobStore, LocalStore, StoreError, open_store
 from jaxkv.transfer.storage.objects import (
     BLOCK_NAME,
     BOUND_NAME,
@@ -40,7 +40,8 @@ class Namespace:
     num_objects: Counter[int] = field(default_factory=Counter)  # Blocks, by shard
     num_records: int = 0  # Limits and the order of blocks
     samples: list[str] = field(default_factory=list)  # Names of some blocks
-    block_bytes: int | None = None  # Of a block's object; None if unknown
+    num_bytes: int | None = 0  # Of all shards of all blocks; None if unknown
+    is_estimated: bool = False  # Whether that is from some blocks alone
     used_us: int | None = None  # When an object was last used; None if unknown
     limit: int | None = None  # The largest recorded number of blocks
     owner_limit: int | None = None  # The owner's, which overrides others
@@ -51,12 +52,8 @@ class Namespace:
         return min(self.num_objects.values(), default=0)
 
     @property
-    def num_bytes(self) -> int | None:
-        """Bytes of all shards of all blocks."""
-        num_objects = self.num_objects.total()
-        if not num_objects:
-            return 0
-        return None if self.block_bytes is None else num_objects * self.block_bytes
+    def folder(self) -> str:
+        return f"{ROOT}/{self.name}"
 
     @property
     def age_s(self) -> float | None:
@@ -82,11 +79,12 @@ class Namespace:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "namespace": f"{ROOT}/{self.name}",
+            "namespace": self.folder,
             "blocks": self.num_blocks,
             "objects": self.num_objects.total(),
             "shards": len(self.num_objects),
             "bytes": self.num_bytes,
+            "bytes_are_estimated": self.is_estimated,
             "last_used_s_ago": self.age_s,
             "limit_blocks": self.owner_limit or self.limit,
             "limit_is_owners": self.owner_limit is not None,
@@ -107,7 +105,8 @@ def opened(text: str) -> Iterator[BlobStore]:
         store = open_store(text)
     except (ValueError, ImportError, StoreError) as error:
         why = one_line(str(error)).removeprefix("storage=")
-        raise UsageError(f"URL: {why[:_MAX_SHOWN]}") from error
+        kind = UsageError if isinstance(error, ValueError) else CommandError
+        raise kind(f"URL: {why[:_MAX_SHOWN]}") from error
     with contextlib.closing(store):
         if not can_list(store):
             raise UsageError(f"URL: {shown(store.url)} cannot list its objects")
@@ -115,7 +114,7 @@ def opened(text: str) -> Iterator[BlobStore]:
             yield store
         except StoreError as error:
             why = one_line(str(error))[:_MAX_SHOWN]
-            raise UsageError(
+            raise CommandError(
                 f"URL: {shown(store.url)} fails ({error.kind}): {why}"
             ) from error
 
@@ -140,9 +139,11 @@ def read_namespaces(
                 why = f"it has over {_MAX_NAMESPACES:,} namespaces"
                 raise StoreError("other", why)
             fresh.append((name, namespace))
-        _note_times(store, fresh)
-    for namespace in namespaces.values():
-        namespace.block_bytes = _block_bytes(store, namespace.samples)
+        _record_times(store, fresh)
+        _record_sizes(store, fresh)
+    if not isinstance(store, SizedStore):
+        for namespace in namespaces.values():
+            _estimate_size(store, namespace)
     by_name = sorted(namespaces.values(), key=lambda namespace: namespace.name)
     return sorted(by_name, key=lambda namespace: -(namespace.used_us or 0))
 
@@ -164,7 +165,7 @@ def _is_ours(name: str) -> bool:
     )
 
 
-def _note_times(store: BlobStore, fresh: list[tuple[str, Namespace]]) -> None:
+def _record_times(store: BlobStore, fresh: list[tuple[str, Namespace]]) -> None:
     if not (isinstance(store, TimedStore) and fresh):
         return
     times = store.times([name for name, _ in fresh])
@@ -172,18 +173,65 @@ def _note_times(store: BlobStore, fresh: list[tuple[str, Namespace]]) -> None:
         namespace.used_us = max(used_us, namespace.used_us or 0) or None
 
 
-def _block_bytes(store: BlobStore, samples: list[str]) -> int | None:
-    """Return the bytes of a block's object: all of a namespace have one size."""
-    if not samples:
-        return None
-    if isinstance(store, SizedStore):
-        sizes = store.sizes(samples)
-    else:
-        headers = store.get(samples, HEADER_BYTES)
-        sizes = [
-            None
-            if header is None or isinstance(header, StoreError)
-            else object_bytes_of(header)
-            for header in headers
-        ]
-    return max((size for size in sizes if size is not None), default=None)
+def _record_sizes(store: BlobStore, fresh: list[tuple[str, Namespace]]) -> None:
+    """Add the bytes of blocks as they are; objects may be cut or planted."""
+    blocks = [(name, owner) for name, owner in fresh if name[-1].isdigit()]
+    blocks = [row for row in blocks if BLOCK_NAME.fullmatch(row[0].split("/", 2)[2])]
+    if not (isinstance(store, SizedStore) and blocks):
+        return
+    sizes = store.sizes([name for name, _ in blocks])
+    for (_, namespace), num_bytes in zip(blocks, sizes, strict=True):
+        namespace.num_bytes = (namespace.num_bytes or 0) + (num_bytes or 0)
+
+
+def _estimate_size(store: BlobStore, namespace: Namespace) -> None:
+    """Take the size of a namespace's blocks from the headers of some."""
+    if not namespace.samples:
+        return
+    headers = store.get(namespace.samples, HEADER_BYTES)
+    sizes = [
+        object_bytes_of(header)
+        for header in headers
+        if header is not None and not isinstance(header, StoreError)
+    ]
+    num_bytes = max((size for size in sizes if size is not None), default=None)
+    namespace.is_estimated = num_bytes is not None
+    if num_bytes is not None:
+        num_bytes *= namespace.num_objects.total()
+    namespace.num_bytes = num_bytes
+
+
+def unread_folders(store: BlobStore, folder: str = ROOT) -> list[str]:
+    """List the folders at and below a folder that this user cannot read.
+
+    The listing of a store skips them.
+    """
+    if not isinstance(store, LocalStore):
+        return []
+    unread: list[str] = []
+    folders = [folder]
+    while folders:
+        name = folders.pop()
+        try:
+            with os.scandir(os.path.join(store.path, name)) as entries:
+                # Blocks lie in the third folder: ROOT/NAMESPACE/XX.
+                if name.count("/") < 2:
+                    folders += [
+                        f"{name}/{entry.name}"
+                        for entry in entries
+                        if entry.is_dir(follow_symlinks=False)
+                    ]
+        except FileNotFoundError:
+            continue
+        except OSError:
+            unread.append(name)
+    return sorted(unread)
+
+
+def count_left(store: BlobStore, namespace: str) -> tuple[int | None, list[str]]:
+    """Count a namespace's objects, None if unknown; list its unreadable folders."""
+    unread = unread_folders(store, f"{ROOT}/{namespace}")
+    try:
+        return sum(map(len, removable_names(store, namespace))), unread
+    except StoreError:
+        return None, unread

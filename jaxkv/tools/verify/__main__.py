@@ -30,7 +30,7 @@ def run_stage(checks: Sequence[Check], log: StageLog, end_s: float) -> None:
     """Run the checks that have no result; those past `end_s` are left out by name."""
     finished = {result.name for result in log.read().results}
     waiting = [check for check in checks if check.name not in finished]
-    log.append(num_checks=len(checks))
+    log.append(names=[check.name for check in checks])
     for number, check in enumerate(waiting):
         left_s = end_s - time.monotonic()
         if left_s <= 0 and (number or finished):

@@ -83,7 +83,7 @@ def _layers(shape: tuple[int, ...], dtype: str = "bfloat16") -> list[Any]:
 
 
 LAYOUTS = {
-    "[blocks, tokens, heads, dim], a leaf a layer": Pool(_layers((24, 16, 8, 128))),
+    "[blocks, tokens, heads, dim], one leaf per layer": Pool(_layers((24, 16, 8, 128))),
     "tpu-inference, bfloat16": Pool(_layers((24, 16, 8, 2, 128))),
     "tpu-inference, float8": Pool(_layers((24, 16, 4, 4, 128), "float8_e4m3fn")),
     "MaxText pages [heads, pages, tokens, dim]": Pool(_layers((4, 24, 16, 128)), 1),
@@ -97,14 +97,13 @@ LAYOUTS = {
     "token rows, 4 in a host block": Pool(
         _layers((96, 8, 128)), options={"blocks_per_host_block": 4}
     ),
-    "mixed leaves in 2 layer groups": Pool(
+    "mixed leaves": Pool(
         {
             "k": _layers((24, 3, 128)),
             "q": (_leaf((24, 5), "int8"), _leaf((24, 3, 4), "float8_e5m2")),
             "scalar": _leaf((24,), "float32"),
             "flag": _leaf((24, 2, 2), "bool"),
         },
-        options={"layer_groups": 2},
     ),
     "one extent in flight at a time": Pool(
         _layers((24, 16, 8, 128)),
@@ -184,7 +183,7 @@ def _check_layout(pool: Pool, way: Way, turn: Turn) -> Any:
 def _check_sharded(spec: tuple[str | None, ...], way: Way, turn: Turn) -> Any:
     devices = np.array(jax.local_devices())
     if len(devices) < 2:
-        raise UnsupportedError("there is one device; on it all other checks hold")
+        raise UnsupportedError("there is only one device")
     across = 2 if len(devices) % 2 == 0 else 1
     mesh = jax.sharding.Mesh(devices.reshape(across, -1), ("blocks", "heads"))
     place = jax.sharding.NamedSharding(mesh, partition_spec(*spec))

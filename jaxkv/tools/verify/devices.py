@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxkv._util import gib
 from jaxkv.tools.doctor.facts import Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
+from jaxkv.tools.doctor.report import to_json
 from jaxkv.tools.machine import machine
 from jaxkv.tools.verify.oracle import run_to_end
 from jaxkv.tools.verify.records import Check, Turn, UnsupportedError, WrongError
@@ -36,8 +37,7 @@ def list_checks() -> Sequence[Check]:
     facts = gather_facts()
     checks = {
         DEVICE: _look_at_device,
-        "memory": _look_at_memory,
-        "settings": _look_at_settings,
+        "jaxkv doctor": _ask_doctor,
         TRANSFERS: _try_transfers,
     }
     return [Check(name, functools.partial(run, facts)) for name, run in checks.items()]
@@ -61,41 +61,20 @@ def _look_at_device(facts: Facts, turn: Turn) -> Any:
     return f"{text}; runtime {runtime}", figures
 
 
-def _look_at_memory(facts: Facts, turn: Turn) -> Any:
-    if facts.backend is None:
-        raise UnsupportedError("jax does not start")
-    best = recommend(facts, Question())
-    left = min((limit.num_bytes for limit in facts.limits), default=None)
-    figures = {
-        "memory_kinds": facts.backend.memory_kinds,
-        "device_bytes": facts.backend.memory_bytes,
-        "host_bytes_left": left,
-        "pinned_pool_bytes": facts.pool and facts.pool.num_bytes,
-        "recommended_host_tier_bytes": best and best.num_bytes,
-    }
-    sizes = [
-        f"{name.removesuffix('_bytes').replace('_', ' ')} {gib(size)}"
-        for name, size in figures.items()
-        if isinstance(size, int)
-    ]
-    return f"{', '.join(facts.backend.memory_kinds)}; {', '.join(sizes)}", figures
-
-
-def _look_at_settings(facts: Facts, turn: Turn) -> Any:
-    """Judge the settings as `jaxkv doctor` does."""
-    wrong = [
-        finding.what
-        for finding in judge(facts, Question())
-        if finding.level == "wrong" and finding.what not in facts.refusals
-    ]
+def _ask_doctor(facts: Facts, turn: Turn) -> Any:
+    """Judge memory, limits and settings as `jaxkv doctor` does."""
+    best, findings = recommend(facts, Question()), judge(facts, Question())
+    wrong = [f.what for f in findings if f.level == "wrong"]
+    wrong = [what for what in wrong if what not in facts.refusals]
     if wrong:
         raise WrongError("; ".join(wrong))
     chosen = {
         name: value for name, value in os.environ.items() if _SETTINGS.match(name)
     }
-    chosen |= facts.variables
     text = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
-    return text[:_MAX_CHARS] or "all defaults", {"variables": chosen}
+    figures = to_json(facts, best, findings) | {"runtime_settings": chosen}
+    size = "no host tier" if best is None else f"host tier {gib(best.num_bytes)}"
+    return f"{size}; runtime settings {text[:_MAX_CHARS] or 'all defaults'}", figures
 
 
 def _try_transfers(facts: Facts, turn: Turn) -> Any:

@@ -28,9 +28,6 @@ _VARIANTS = {
     "windows beside full attention, lazy stores": dataclasses.replace(
         SMALL, layers="hybrid", window_tokens=128, mode="lazy", device_blocks=96
     ),
-    "loads written by the prefill, layer by layer": dataclasses.replace(
-        SMALL, load_in_step=True
-    ),
 }
 _MAX_ROUNDS = 3
 

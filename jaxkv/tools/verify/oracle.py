@@ -16,7 +16,6 @@ from jaxkv.types import PyTree
 
 Ids: TypeAlias = NDArray[np.int32]
 _MAX_NAMED = 6
-_NUM_COPIED = 3
 
 
 def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> Any:
@@ -87,10 +86,6 @@ class Oracle:
                     for leaf, array in zip(self.leaves, arrays, strict=True):
                         leaf[block] = array
 
-    def copy(self, source_ids: Ids, target_ids: Ids) -> None:
-        for leaf in self.leaves:
-            leaf[target_ids] = leaf[source_ids]
-
     def check(self, pool: PyTree, when: str) -> None:
         """Compare every bit on every device; WrongError names the leaf and the blocks.
 
@@ -151,7 +146,7 @@ def exercise(
     rng: np.random.Generator,
     rounds: Iterable[int],
 ) -> tuple[PyTree, int, int]:
-    """Save, load elsewhere and copy random blocks; compare every bit each round.
+    """Save random blocks, load them elsewhere; compare every bit each round.
 
     Returns the pool, the number of rounds, and of the blocks that came back.
     """
@@ -196,11 +191,6 @@ def exercise(
         pool, _ = engine.load(pool, sources, target_ids)
         pool = run_to_end(engine, pool)
         oracle.load(np.array(sources), target_ids)
-        if shards == 1:
-            copied = rng.permutation(device_ids)[: 2 * _NUM_COPIED].reshape(2, -1)
-            copied[0, 1] = copied[0, 0]  # One of them twice
-            pool = engine.copy(pool, *copied.tolist())
-            oracle.copy(*copied)
         oracle.check(pool, f"after round {number + 1}")
         num_rounds += 1
         num_blocks += int((target_ids >= 0).sum())

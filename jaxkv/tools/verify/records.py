@@ -17,8 +17,8 @@ Verdict: TypeAlias = Literal["PASS", "FAIL", "SKIP"]
 START = "start"
 """The check that covers the start of a stage: jax, its backend, the list of checks."""
 
-NO_TIME = "no time was left for it; use --resume with a larger --budget"
-"""The detail of a check that was left out."""
+NO_TIME = "out of time; use --resume with a larger --budget"
+"""The detail of a check that did not run to its end within the budget."""
 
 _BEAT_S = 1.0
 
@@ -33,12 +33,11 @@ class Stage(NamedTuple):
 
 STAGES = (
     Stage("devices", "Devices, memory and limits", 0.02),
-    Stage("blocks", "Random blocks there and back, every bit compared", 0.28),
-    Stage("races", "Transfers against the model's writes", 0.14),
-    Stage("failures", "Failures are reported, and nothing wrong is served", 0.14),
-    Stage("engine", "A serving engine, every token compared", 0.14),
-    Stage("speed", "Bandwidth, overlap with compute, the engine's thread", 0.13),
-    Stage("ttft", "Time to first token, with and without offloading", 0.15),
+    Stage("blocks", "Random blocks there and back, every bit compared", 0.32),
+    Stage("races", "Transfers against the model's writes", 0.16),
+    Stage("failures", "Failures are reported, and nothing wrong is served", 0.17),
+    Stage("engine", "A serving engine, every token compared", 0.17),
+    Stage("speed", "Bandwidth, overlap with compute, the engine's thread", 0.16),
 )
 
 
@@ -79,7 +78,7 @@ class State(NamedTuple):
     current: str | None  # The check that has begun and has no result
     excuse: str  # The excuse of the current check
     begins: Counter[str]  # How often each check has begun
-    num_checks: int  # 0 until the checks are listed
+    names: tuple[str, ...]  # Of all checks; empty until they are listed
     has_ended: bool  # Whether all checks have results
 
 
@@ -108,7 +107,7 @@ class StageLog:
     def read(self) -> State:
         results: dict[str, Result] = {}
         begins: Counter[str] = Counter()
-        current, excuse, num_checks, has_ended = None, "", 0, False
+        current, excuse, names, has_ended = None, "", (), False
         data = self.path.read_bytes() if self.path.exists() else b""
         text = data.decode("utf-8", "replace")  # A crash may leave any bytes.
         for line in filter(None, text.split("\n")):
@@ -123,7 +122,7 @@ class StageLog:
                 result = Result(**values["result"])
                 results[result.name] = result
                 current = None
-            num_checks = values.get("num_checks", num_checks)
+            names = tuple(values.get("names", names))
             has_ended = has_ended or "end" in values
             if "resume" in values:  # Now there is time for them.
                 late = [name for name in results if results[name].detail == NO_TIME]
@@ -131,7 +130,7 @@ class StageLog:
                     del results[name]
                 has_ended = has_ended and not late
         done = tuple(results.values())
-        return State(done, current, excuse, begins, num_checks, has_ended)
+        return State(done, current, excuse, begins, names, has_ended)
 
 
 class Turn:

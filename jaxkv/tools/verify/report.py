@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 
 from jaxkv.tools.machine import versions
 from jaxkv.tools.verify.devices import DEVICE, TRANSFERS
-from jaxkv.tools.verify.records import NO_TIME, STAGES, START, Result, Stage, Verdict
+from jaxkv.tools.verify.records import NO_TIME, STAGES, START, Result, Stage
 
 _LIMITS = (
-    "PASS means that all compared bytes, tokens and error reports were right, at any "
-    "speed. Not shown: {}several hosts, your model and its engine (vLLM, MaxText, "
-    "JetStream), hours of load, and a host tier as large as yours."
+    "PASS means that this machine passed every check that it supports, at any speed; "
+    "PARTIAL, that some were left out. Not shown: {}several hosts, your model and its "
+    "engine (vLLM, MaxText, JetStream), hours of load, and a host tier as large as "
+    "yours."
 )
+
+
+_MAX_NAMED = 5
 
 
 class Report(NamedTuple):
@@ -30,11 +34,14 @@ class Report(NamedTuple):
         return [result for results in self.stages.values() for result in results]
 
     @property
-    def verdict(self) -> Verdict:
-        """FAIL if a check failed, SKIP if no block can move, else PASS."""
+    def verdict(self) -> str:
+        """FAIL if a check failed, SKIP if no block can move, else PASS or PARTIAL."""
         if any(result.verdict == "FAIL" for result in self.results):
             return "FAIL"
-        return "SKIP" if any(map(reason_of, self.stages.values())) else "PASS"
+        if any(map(reason_of, self.stages.values())):
+            return "SKIP"
+        is_late = any(result.detail == NO_TIME for result in self.results)
+        return "PARTIAL" if is_late or len(self.stages) < len(STAGES) else "PASS"
 
     @property
     def device(self) -> Mapping[str, Any]:
@@ -71,7 +78,12 @@ class Report(NamedTuple):
         for stage in STAGES:
             results = self.stages.get(stage, ())
             late = [f"{r.name} ({stage.name})" for r in results if r.detail == NO_TIME]
-            names += [stage.name] if {r.verdict for r in results} <= {"SKIP"} else late
+            if {r.verdict for r in results} <= {"SKIP"}:
+                names.append(stage.name)
+            elif len(late) > _MAX_NAMED:
+                names.append(f"{len(late)} of {len(results)} checks of {stage.name}")
+            else:
+                names += late
         return names
 
     @property
@@ -94,7 +106,7 @@ def count(results: Sequence[Result]) -> str:
         "PASS": "passed",
         "FAIL": "failed",
         "SKIP": "not supported",
-        "TIME": "left out for want of time",
+        "TIME": "out of time",
     }
     return ", ".join(f"{counts[k]} {word}" for k, word in words.items() if counts[k])
 
@@ -102,6 +114,8 @@ def count(results: Sequence[Result]) -> str:
 def reason_of(results: Sequence[Result]) -> str:
     """Return why later stages cannot run: transfers that do not work, or jax."""
     for result in results:
+        if result.detail == NO_TIME:
+            continue
         if result.name == TRANSFERS and result.verdict != "PASS":
             return f"no block can move here; `{TRANSFERS}` says why"
         if result.name == START and result.verdict == "FAIL":
@@ -122,8 +136,9 @@ def last_lines(report: Report, folder: str) -> Iterator[str]:
     yield from report.summary
     if report.verdict == "FAIL":
         yield f"The output of each stage is in {folder}."
-    yield "For the table of reports in docs/support.md:"
-    yield report.row
+    if report.verdict == "PASS":
+        yield "For the table of reports in docs/support.md:"
+        yield report.row
 
 
 def to_json(report: Report, command: str) -> dict[str, Any]:

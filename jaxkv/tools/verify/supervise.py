@@ -8,14 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from jaxkv._util.files import open_file
 from jaxkv.tools.console import OnProgress
-from jaxkv.tools.verify.records import START, Result, Stage, StageLog, State
+from jaxkv.tools.verify.records import (
+    NO_TIME,
+    START,
+    Result,
+    Stage,
+    StageLog,
+    State,
+)
 
 _PAUSE_S = 0.05
 _MAX_STARTS = 6
-_MIN_STAGE_S = 5.0
+_MAX_LATE_SHARE = 0.2  # Of the time left, for a check that began in time
 _ABORT_S = 5.0
 
 
@@ -29,39 +37,54 @@ def run_stages(
 ) -> None:
     """Run stages one after another: only one process at a time may hold a TPU.
 
-    `on_stage` gets the results of each. If it returns text, no later stage can run, and
-    the text says why.
+    The budget is a limit: a check that exceeds it is ended. `on_stage` gets the results
+    of each stage. If it returns text, no later stage can run, and the text says why.
     """
     end_s = time.monotonic() + budget_s
     reason = ""
     for number, stage in enumerate(stages):
-        if reason:
-            on_stage(stage, (Result(START, "SKIP", reason),))
+        left_s = end_s - time.monotonic()
+        if reason or left_s <= 0:
+            on_stage(stage, (Result(START, "SKIP", reason or NO_TIME),))
             continue
-        seconds = end_s - time.monotonic()
+        seconds = left_s
         if number:  # The first stage is short, and all others need it whole.
             seconds *= stage.share / sum(later.share for later in stages[number:])
-        seconds = max(_MIN_STAGE_S, seconds)
+        limit_s = min(left_s, seconds + _MAX_LATE_SHARE * left_s)
         log = StageLog(folder / f"{stage.name}.jsonl")
-        _run_stage(stage.name, log, seconds, stall_s, on_progress)
+        _run_stage(stage.name, log, seconds, limit_s, stall_s, on_progress)
+        on_progress(stage.name, 1, 1)
         reason = on_stage(stage, log.read().results)
 
 
 def _run_stage(
-    name: str, log: StageLog, seconds: float, stall_s: float, on_progress: OnProgress
+    name: str,
+    log: StageLog,
+    seconds: float,
+    limit_s: float,
+    stall_s: float,
+    on_progress: OnProgress,
 ) -> None:
     """Run a stage until each check has a result; those with one are not repeated."""
-    end_s = time.monotonic() + seconds
+    start_s = time.monotonic()
     state = log.read()
     if state.current not in (None, START) and state.begins[state.current] > 1:
         _give_up(log, state, "the machine or the command ended in it, twice")
     for _ in range(_MAX_STARTS):
         if log.read().has_ended:
             return
-        left_s = max(_MIN_STAGE_S, end_s - time.monotonic())
-        why = _run_process(name, log, left_s, stall_s, on_progress)
+        used_s = time.monotonic() - start_s
+        times = max(0.0, seconds - used_s), limit_s - used_s, stall_s
+        why = _run_process(name, log, *times, on_progress)
         state = log.read()
         if state.has_ended:
+            return
+        if why == NO_TIME:
+            finished = {result.name for result in state.results}
+            for check in state.names or (START,):
+                if check not in finished:
+                    log.write(check, "SKIP", NO_TIME)
+            log.append(end=True)
             return
         _give_up(log, state, why)
         if state.current in (None, START):
@@ -79,7 +102,12 @@ def _give_up(log: StageLog, state: State, why: str) -> None:
 
 
 def _run_process(
-    name: str, log: StageLog, seconds: float, stall_s: float, on_progress: OnProgress
+    name: str,
+    log: StageLog,
+    seconds: float,
+    limit_s: float,
+    stall_s: float,
+    on_progress: OnProgress,
 ) -> str:
     """Run the process of a stage; return how it ended, in words."""
     output = log.path.with_suffix(".log")
@@ -90,8 +118,8 @@ def _run_process(
             [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=file, stderr=file
         )
         try:
-            hangs = _follow(process, name, log, stall_s, on_progress)
-            if hangs:
+            end = _follow(process, name, log, limit_s, stall_s, on_progress)
+            if end == "hang":
                 process.send_signal(signal.SIGABRT)  # The output gets the stacks.
                 process.wait(_ABORT_S)
         except subprocess.TimeoutExpired:
@@ -104,7 +132,9 @@ def _run_process(
         text = file.read().decode("utf-8", "replace").partition("Fatal Python error")[0]
     last = [f": {line.strip()[:300]}" for line in text.splitlines() if line.strip()]
     code = process.returncode
-    if hangs:
+    if end == "late":
+        return NO_TIME
+    if end == "hang":
         why = f"it hangs: no progress for {stall_s:.0f} s"
     elif code < 0:
         why = f"the process crashed ({signal.Signals(-code).name})"
@@ -117,19 +147,24 @@ def _follow(
     process: subprocess.Popen[bytes],
     name: str,
     log: StageLog,
+    limit_s: float,
     stall_s: float,
     on_progress: OnProgress,
-) -> bool:
-    """Wait for a process and show its progress; return whether it hangs."""
-    size, changed_s = -1, time.monotonic()
+) -> Literal["end", "late", "hang"]:
+    """Wait for a process and show its progress; return why the wait is over."""
+    start_s = changed_s = time.monotonic()
+    size = -1
     while process.poll() is None:
+        now_s = time.monotonic()
         if log.size() != size:
-            size, changed_s = log.size(), time.monotonic()
+            size, changed_s = log.size(), now_s
             state = log.read()
             if state.current:
                 label = f"{name}: {state.current}"
-                on_progress(label, len(state.results), state.num_checks)
-        elif time.monotonic() - changed_s > stall_s:
-            return True
+                on_progress(label, len(state.results), len(state.names))
+        elif now_s - changed_s > stall_s:
+            return "hang"
+        if now_s - start_s > limit_s:
+            return "late"
         time.sleep(_PAUSE_S)
-    return False
+    return "end"

@@ -79,6 +79,15 @@ class StoreHealth:
                 if failure.reason == _UNREACHABLE:
                     del self._failing[kind]
 
+    def note_down(self) -> None:
+        """Record that the store is not called until it answers again."""
+        if self._warning is not None:
+            self._warning += ". Until it answers, requests do not wait for it"
+
+    def note_up(self) -> None:
+        """Record that the store answers again."""
+        self._failing.clear()
+
     def note_refusal(self, reason: str) -> None:
         """Record an object that was not valid, from a store that has answered."""
         if reason not in self._refused:

@@ -24,8 +24,8 @@ from jaxkv.transfer.storage.store import (
     is_name,
 )
 
-# No name of an object begins with a dot.
-_TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[0-9]+")
+TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[0-9]+")
+"""Files that are being written. No name of an object begins with a dot."""
 _STALE_S = 3600.0
 _PAGE = 4096
 _KEPT_BYTES = 128 << 20
@@ -280,7 +280,7 @@ def _remove_if_stale(
     entry: os.DirEntry[str], server_time_s: Callable[[], float]
 ) -> None:
     """Remove a file that a killed process was writing."""
-    if not _TEMPORARY.fullmatch(entry.name):
+    if not TEMPORARY.fullmatch(entry.name):
         return
     with contextlib.suppress(OSError):
         status = entry.stat(follow_symlinks=False)

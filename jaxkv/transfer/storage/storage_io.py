@@ -16,6 +16,7 @@ from jaxkv._util import Resource, check_whole
 from jaxkv.transfer.storage.census import Bound, Census, agreed_bound
 from jaxkv.transfer.storage.health import StoreHealth, log_line
 from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
+from jaxkv.transfer.storage.outage import Outage
 from jaxkv.transfer.storage.run_search import RunSearch
 from jaxkv.transfer.storage.store import (
     BlobStore,
@@ -45,6 +46,7 @@ _HALF_LIFE_S = 10.0
 _MAX_WAIT_S = threading.TIMEOUT_MAX / 2  # Locks refuse longer waits.
 # Between writes to a full store, unless a delete makes room
 _FULL_RETRY_S = 1.0
+_NUM_ASKED = 8  # Names of a call that finds out if the store answers: of several nodes
 
 
 class Completion(NamedTuple):
@@ -168,7 +170,7 @@ class _Job:
     search: RunSearch  # Of a probe
     indices: Sequence[int] = ()  # Blocks of the run in the current call
     is_out: bool = False  # A call to the store has it.
-    out_s: float = 0.0  # When its first call began
+    since_s: float = 0.0  # When it was submitted, or its first call began
     is_over: bool = False  # No caller waits for it any more.
 
     @property
@@ -196,9 +198,12 @@ class _Operation(NamedTuple):
 class StorageIO(Resource):
     """Reads and writes the blocks of one shard in a store, in the background.
 
-    No method waits for the store. If the store hangs, the queues fill up; then writes
-    are dropped and reads fail at once. Any thread may call any method. `close` closes
-    the store, too.
+    No method waits for the store. Any thread may call any method. `close` closes the
+    store, too.
+
+    A store that cannot be reached, or answers no call until a deadline, is down: what
+    it has to answer fails, and so does each new operation, as ``"down"``, until an
+    `Outage` or a late answer shows that it is up again.
 
     At most `write_bytes` of writes are open (queued or with the store), and at most
     `read_bytes` of reads (queued, with the store, or not polled; an abandoned read
@@ -265,6 +270,9 @@ class StorageIO(Resource):
         self._failed: collections.Counter[str] = collections.Counter()
         self._last_error: str | None = None
         self._health = StoreHealth(store.url)
+        self._is_down = False
+        self._answered_s = float("-inf")  # Latest answer to any call
+        self._outage = Outage("jaxkv storage", self._ask_store, self._note_up)
         # Seconds that recent operations took, until `take_latencies`
         self._latencies: dict[str, collections.deque[float]] = {
             kind: collections.deque(maxlen=_MAX_LATENCIES)
@@ -319,8 +327,9 @@ class StorageIO(Resource):
         tickets: list[int | None] = []
         with self._lock:
             is_full = self._is_full and not self._has_deletes
+            is_refused = self._is_closed or self._is_down or is_full
             for key, payload in items:
-                if self._is_closed or is_full or not self._reserve("write"):
+                if is_refused or not self._reserve("write"):
                     self._counts["dropped"] += 1
                     tickets.append(None)
                     continue
@@ -384,6 +393,9 @@ class StorageIO(Resource):
             self._fresh, self._listed = [], None
             undeleted, self._undeleted = self._undeleted, {}
             self._delete(undeleted)
+            if self._is_down:
+                self._listed = Listed(False)
+                return
             try:
                 self._lister = start_thread("jaxkv storage list", self._list, bound)
             except StoreError as error:
@@ -435,15 +447,18 @@ class StorageIO(Resource):
 
     def cancel(self, tickets: Iterable[int], *, is_late: bool = False) -> None:
         """Abandon operations without a report; `is_late` counts them as failures."""
-        cancelled = set(tickets)
+        cancelled, is_silent = set(tickets), False
         with self._lock:
             for ticket in cancelled:
                 job = self._jobs.pop(ticket, None)
                 if job is not None:
+                    self._give_up(job)
                     if is_late:
                         self._failed[f"{job.kind} late"] += 1
                         self._note_late(job)
-                    self._give_up(job)
+                        is_silent |= self._answered_s <= job.since_s
+            if is_silent:
+                self._note_down()
             kept: collections.deque[Completion] = collections.deque()
             for completion in self._completions:
                 if completion.ticket not in cancelled:
@@ -478,6 +493,11 @@ class StorageIO(Resource):
     def is_up(self) -> bool:
         """Whether the latest call of every kind succeeded."""
         return self._health.is_up
+
+    @property
+    def is_down(self) -> bool:
+        """Whether operations fail at once, until the store answers again."""
+        return self._is_down
 
     def take_latencies(self) -> dict[str, list[float]]:
         """Return the seconds that operations took since the last call, by kind."""
@@ -537,6 +557,7 @@ class StorageIO(Resource):
                 num_ended = self._end_queue(kind, "closed")
                 self._counts["dropped"] += num_ended * (kind == "write")
             self._deletes.clear()
+            self._outage.end()
             for wakes in (*self._wakes.values(), self._wakes_waiters):
                 wakes.notify_all()
         self._store.close()
@@ -551,12 +572,13 @@ class StorageIO(Resource):
         tickets = []
         with self._lock:
             for run in runs:
-                if self._is_closed or not self._reserve(kind):
+                if self._is_closed or self._is_down or not self._reserve(kind):
                     ticket = self._next_ticket
                     self._next_ticket += 1
-                    self._failed[f"{kind} busy"] += 1
+                    reason = "down" if self._is_down else "busy"
+                    self._failed[f"{kind} {reason}"] += 1
                     self._completions.append(
-                        Completion(ticket, kind, run[0], "failed", "busy")
+                        Completion(ticket, kind, run[0], "failed", reason)
                     )
                 else:
                     ticket = self._add(kind, run)
@@ -605,7 +627,8 @@ class StorageIO(Resource):
         ticket = self._next_ticket
         self._next_ticket += 1
         search = RunSearch(len(run)) if kind == "probe" else _NO_SEARCH
-        job = self._jobs[ticket] = _Job(ticket, kind, run, payload, search)
+        job = _Job(ticket, kind, run, payload, search, since_s=self._clock())
+        self._jobs[ticket] = job
         self._queues[kind].append(job)
         return ticket
 
@@ -626,7 +649,7 @@ class StorageIO(Resource):
             self._num_idle[job.kind] = 0
 
     def _poll(self) -> list[Completion]:
-        now_s = self._clock()
+        now_s, is_silent = self._clock(), False
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, ticket = heapq.heappop(self._deadlines)
             job = self._jobs.pop(ticket, None)
@@ -637,7 +660,10 @@ class StorageIO(Resource):
                 else:
                     self._counts["late"] += 1
                 self._note_late(job)
+                is_silent |= self._answered_s <= job.since_s
                 self._completions.append(job.ended("late"))
+        if is_silent:
+            self._note_down()
         completions, self._completions = self._completions, collections.deque()
         for completion in completions:
             if completion.payload is not None:
@@ -663,6 +689,8 @@ class StorageIO(Resource):
     def _take(self, what: _What) -> Sequence[Any]:
         """Remove the items of one call: jobs from a queue, or names to delete."""
         max_items = self._operations[what].max_items
+        if what == "delete" and self._is_down and not self._is_closed:
+            return ()
         if what == "delete":
             names = list(itertools.islice(self._deletes, max_items))
             for name in names:
@@ -680,23 +708,24 @@ class StorageIO(Resource):
             if job.is_over:
                 self._num_idle[what] -= 1
                 continue
-            # A probe may have had an earlier round.
-            job.is_out, job.out_s = True, job.out_s or self._clock()
+            if not job.search.num_found:  # A probe may have had an earlier round.
+                job.since_s = self._clock()
+            job.is_out = True
             jobs.append(job)
             if what == "read":
-                self._read_rate.start(job.out_s)
+                self._read_rate.start(job.since_s)
         return jobs
 
     def _end(self, job: _Job, outcome: Outcome, **fields: Any) -> None:
         """Report a job that the store has answered, if a caller waits for it."""
         num_bytes = fields.get("num_bytes", 0)
         if outcome != "failed":
-            self._health.note_answer(job.kind)
+            self._note_answer(job.kind)
         now_s = self._clock()
         if job.kind == "read":
             self._read_rate.stop(now_s, 0 if job.is_over else num_bytes)
         if outcome != "failed":
-            self._latencies[job.kind].append(now_s - job.out_s)
+            self._latencies[job.kind].append(now_s - job.since_s)
         if job.is_over:
             fields["payload"] = None
         else:
@@ -755,7 +784,52 @@ class StorageIO(Resource):
         why = "no answer in time"
         self._health.note_failure(job.kind, "late", why, self._clock())
 
+    def _note_answer(self, what: str) -> None:
+        self._answered_s = self._clock()
+        self._health.note_answer(what)
+        if self._is_down:
+            self._set_up()
+
+    def _note_down(self) -> None:
+        """End all operations, and let later ones fail until the store answers."""
+        if self._is_down or self._is_closed:
+            return
+        try:
+            self._outage.begin()
+        except StoreError:  # Without a thread, each operation waits for the store.
+            return
+        self._is_down = True
+        self._health.note_down()
+        for kind in self._queues:
+            num_ended = self._end_queue(kind, "down")
+            self._counts["dropped"] += num_ended * (kind == "write")
+        for job in self._jobs.values():
+            self._give_up(job)
+            self._completions.append(job.ended("failed", reason="down"))
+        self._jobs.clear()
+        self._wake_waiters()
+
+    def _set_up(self) -> None:
+        self._is_down = False
+        self._outage.end()
+        self._health.note_up()
+        self._wakes["delete"].notify_all()
+
     # The methods below run in this object's threads, without the lock.
+
+    def _ask_store(self) -> bool:
+        """Whether the store answers."""
+        names = [f"{self.objects.folder}/up.{number}" for number in range(_NUM_ASKED)]
+        answers = attempt(self._store.exists, names)
+        if isinstance(answers, StoreError):
+            return False
+        return not all(isinstance(answer, StoreError) for answer in answers)
+
+    def _note_up(self) -> None:
+        with self._lock:
+            if self._is_down:
+                self._answered_s = self._clock()
+                self._set_up()
 
     def _serve_all(self, what: _What) -> None:
         """Call the store until it is closed; runs in a thread."""
@@ -778,6 +852,13 @@ class StorageIO(Resource):
         if not isinstance(answers, StoreError) and len(answers) != len(items):
             answers = StoreError("other", f"{len(answers)} answers for {len(items)}")
         if isinstance(answers, StoreError):
+            if answers.kind == "unreachable":
+                error = answers
+                with self._lock:
+                    for item in items:
+                        operation.fail(item, error)
+                    self._note_down()
+                return
             answers = [answers] * len(items)
         for item, answer in zip(items, answers, strict=True):
             failure = answer
@@ -854,7 +935,7 @@ class StorageIO(Resource):
 
     def _note_deleted(self, _name: str, _: None) -> None:
         with self._lock:
-            self._health.note_answer("delete")
+            self._note_answer("delete")
             self._counts["deleted"] += 1
             self._end_delete()
 
@@ -881,13 +962,16 @@ class StorageIO(Resource):
                         self._pages.append(page)
                         self._num_listed += len(page.keys)
             with self._lock:
-                self._health.note_answer("list")
+                self._note_answer("list")
             listed = Listed(True)
             if bound is not None:
                 listed = self._keep_bound(bound, recorded, census)
         except Exception as error:
             with self._lock:
-                self._note_error("list", error_of(error))
+                failure = error_of(error)
+                self._note_error("list", failure)
+                if failure.kind == "unreachable":
+                    self._note_down()
         finally:
             with self._lock:
                 self._listed = listed

@@ -20,7 +20,7 @@ def broken(changes, **of):
 def test_good_figures_break_nothing():
     for target in TARGETS:
         kernel = "dma" if target.backend == "tpu" else "xla"
-        for kind in ("gather", "write", "merge", "load", "copy"):
+        for kind in ("gather", "write", "merge", "load"):
             case = {"target": target.name, "kind": kind}
             assert broken({"kernel": kernel}, **case) == [], case
 

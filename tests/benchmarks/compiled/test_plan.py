@@ -37,14 +37,6 @@ def test_every_program_is_compiled_for_every_target_and_number_of_blocks():
     for layers in (4, 32):
         (pool,) = (p for p in default_pools(layers) if p.name == "one array")
         assert pool.shape == (32, 2, 2048, 16, 8, 128)
-    # Copies are padded, and only within one shard.
-    copies = [p for p in plan if p.kind == "copy" and p.target.name == "v5e"]
-    assert {p.num_blocks for p in copies if p.pool.name == "one array"} == {
-        16,
-        64,
-        1024,
-    }
-    assert "blocks over 4" not in {p.pool.name for p in copies}
 
 
 def test_costly_pools_are_compiled_for_tpus_for_comparison():
@@ -105,9 +97,3 @@ def test_targets_go_by_name_or_topology():
         parse_target("h200:2")
     for backend in ("tpu", "gpu", "cpu"):  # A compiling process finds no accelerator.
         assert environment(backend)["JAX_PLATFORMS"] == "cpu"
-
-
-def test_in_a_small_pool_copies_are_padded_to_the_smallest_program():
-    small = PoolShape("small", (8, 16, 8, 2, 128), 4)
-    plan = programs(CompileConfig(pools=(small,), targets=TARGETS[:1]))
-    assert {p.num_blocks for p in plan if p.kind == "copy"} == {16}

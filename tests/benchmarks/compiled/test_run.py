@@ -37,7 +37,7 @@ def test_programs_are_compiled_for_this_cpu():
     assert record.broken == ()
     figures = figures_of(record)
     kinds = [kind for pool, kind in figures if pool == "small"]
-    assert kinds == ["gather", "merge", "load", "copy"]
+    assert kinds == ["gather", "merge", "load"]
     small = figures["small", "load"]
     assert (small.leaves, small.kernel) == (2, "xla")
     assert small.block_bytes == 2 * 4 * 2 * 16 * 4
@@ -50,7 +50,6 @@ def test_programs_are_compiled_for_this_cpu():
     # Of a sharded pool the figures are one device's.
     assert figures["heads", "gather"].pool_bytes == 64 * 4 * 8 * 8 * 2 * 2 // 4
     assert figures["blocks", "gather"].moved_bytes == 4 * 4 * 8 * 8 * 2 * 2
-    assert ("blocks", "copy") not in figures
     # Blocks that move together, and their scales, are counted.
     block_bytes = 4 * (2 * 4 * 16 * 2 + 3 * 2 * 4)
     for kind in ("gather", "merge", "load"):
@@ -71,7 +70,7 @@ def test_a_process_compiles_all_programs_and_one_that_ends_costs_one(monkeypatch
     record = compile_all(THIS_CPU, SMALL)
     died = "the process ended with 3: F0000 compiler.cc:1] Check failed: no merges"
     errors = {result.program.kind: result.error for result in record.results}
-    refused = {kind: f"refused {kind}" for kind in ("gather", "load", "copy")}
+    refused = {kind: f"refused {kind}" for kind in ("gather", "load")}
     assert errors == refused | {"merge": died}
     assert all(r.broken == (f"did not compile: {r.error}",) for r in record.results)
     assert len(started) == 2  # Another one for what is left.

@@ -109,7 +109,7 @@ def serve_random(engine, seed):
     return requests
 
 
-IN_STEP, STORED = {"load_in_step": True}, {"storage": "", "storage_write": "through"}
+STORED = {"storage": "", "storage_write": "through"}
 
 
 def cases():
@@ -117,13 +117,13 @@ def cases():
     yield "window", 0, {}, 2
     yield "hybrid", HOST_BLOCKS, {}, 3
     yield "hybrid", HOST_BLOCKS, {"mode": "lazy", "cache_policy": "hazard"}, 5
-    yield "full", HOST_BLOCKS, {"cache_policy": "auto", **IN_STEP, **STORED}, 4
+    yield "full", HOST_BLOCKS, {"cache_policy": "auto", **STORED}, 4
     long = [(variant, 0, {}) for variant in MODELS]
     for variant, mode in itertools.product(MODELS, ("eager", "lazy")):
         long.append((variant, 3, {"mode": mode}))
         policies = [*policy_names(), "auto"] if variant == "full" else policy_names()
-        for policy, *ways in itertools.product(policies, ({}, IN_STEP), ({}, STORED)):
-            options = {"mode": mode, "cache_policy": policy} | ways[0] | ways[1]
+        for policy, stored in itertools.product(policies, ({}, STORED)):
+            options = {"mode": mode, "cache_policy": policy} | stored
             long.append((variant, HOST_BLOCKS, options))
     for case, seed in itertools.product(long, range(8)):
         yield pytest.param(*case, seed, marks=pytest.mark.long)

@@ -122,7 +122,7 @@ def test_a_new_engine_finds_what_the_last_one_wrote(
     }
     lives = [{}, {}] if not few else [{"num_host_blocks": 400}]
     # A host of few blocks is no obstacle.
-    lives += [{"num_host_blocks": number, "load_in_step": True} for number in few]
+    lives += [{"num_host_blocks": number} for number in few]
     for number, changes in enumerate(lives):
         answers, stats = run(1, model, **config | changes)
         assert answers == expected(1, model)

@@ -1,4 +1,4 @@
-"""Traces in both formats, and errors with file, line and reason."""
+"""Traces in all formats, and errors with file, line and reason."""
 
 import gzip
 import itertools
@@ -17,7 +17,7 @@ MOONCAKE = [
     {"timestamp": 9, "input_length": 600, "output_length": 1, "hash_ids": [7, -8]},
     {"timestamp": 9, "input_length": 1024, "output_length": 1, "hash_ids": [7, 2**64]},
 ]
-NORMALISED = [
+JAXKV = [
     {"t": 0, "in": 1100, "out": 5, "ids": [0, 1]},
     {"t": 9, "in": 600, "out": 1, "ids": [0], "stop": "end_turn"},
     {"t": 9.0, "in": 1024, "out": 1, "ids": [0, 2]},
@@ -33,7 +33,7 @@ def write(path, lines):
 
 def test_both_formats_are_read(tmp_path):
     for lines, name in itertools.product(
-        (MOONCAKE, NORMALISED), ("a.jsonl", "a.jsonl.gz", "a")
+        (MOONCAKE, JAXKV), ("a.jsonl", "a.jsonl.gz", "a")
     ):
         path = write(tmp_path / name, lines)
         if name == "a":  # Gzip is recognised by content, not by name.
@@ -69,6 +69,70 @@ def test_fields_lines_and_requests_may_be_left_out_or_empty(tmp_path):
     assert read_trace(path, block_size=16).num_block_refs == 3
     with pytest.raises(ValueError, match="block_size=0 must be at least 1"):
         read_trace(path, block_size=0)
+
+
+def test_seconds_of_other_mooncake_formats_are_not_taken_for_milliseconds(tmp_path):
+    """Qwen-Bailian's hour of traffic was read as 4 s, in blocks of 512 tokens."""
+    ids = [5, 6, 7]
+    bailian = [
+        {"chat_id": n, "parent_chat_id": -1, "timestamp": 1.5 * n, "turn": 1}
+        | {"input_length": 40, "output_length": 3, "type": "text", "hash_ids": ids}
+        for n in range(3)
+    ]
+    lmcache = [
+        {"timestamp": 1711929600 + 1.5 * n, "request_id": "r", "model_name": "m"}
+        | {"chunk_size": 16, "seq_len": 40, "dtypes": ["float8_e4m3fn"]}
+        | {"chunk_hashes": [f"0x{'ab' * 32}{n:02x}" for n in range(2)]}
+        for n in range(3)
+    ]
+    for lines, num_output in ((bailian, 3), (lmcache, -1)):
+        trace = read_trace(write(tmp_path / "a.jsonl", lines))
+        assert trace.block_size == 16
+        assert trace.time_ms.tolist() == [0, 1500, 3000]
+        assert trace.num_blocks.tolist() == [2, 2, 2]
+        assert trace.num_unique_blocks == 2
+        assert trace.output_tokens.tolist() == [num_output] * 3
+
+
+def test_files_that_lack_times_or_blocks_are_refused_by_what_they_lack(tmp_path):
+    message = {"role": "user", "content": "hello"}
+    for line, reason in (
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens",
+            "Azure's LLM inference trace",
+        ),
+        (
+            "arrived_at,num_prefill_tokens,num_decode_tokens",
+            "this trace has lengths",
+        ),
+        (
+            {"session_id": "a", "turns": [{"text": "hello"}]},
+            "sessions (AIPerf, inf",
+        ),
+        (
+            {"session_id": "a", "delay": 5, "input_length": 9, "hash_ids": [1]},
+            "a session without timestamps (AIPerf) does not say when a turn comes",
+        ),
+        (
+            {"timestamp": 0, "requests": [{"prompt": "a"}]},
+            "an AIBrix workload",
+        ),
+        (
+            {"model": "m", "messages": [message]},
+            "an OpenAI request log",
+        ),
+        (
+            {"custom_id": "1", "body": {"messages": [message]}},
+            "an OpenAI request log",
+        ),
+        ({"timestamp": 0, "text_input": "hello"}, "this file has texts and no blocks"),
+    ):
+        path = tmp_path / "a.jsonl"
+        path.write_text(line if isinstance(line, str) else json.dumps(line))
+        with pytest.raises(TraceError) as caught:
+            read_trace(path)
+        assert str(caught.value).startswith(f"{path}:1: ")
+        assert reason in str(caught.value)
 
 
 # Fields to replace in a good line, or a whole line, and the fault.
@@ -139,7 +203,15 @@ def test_a_bad_file_is_named(tmp_path):
         ("a.jsonl.gz", b"", ": the file has no request"),
         ("a.jsonl", b"\n\n", ": the file has no request"),
         ("a.jsonl", no_block, ": no request has a full block of 512 tokens"),
-        ("a.jsonl", b'{"a": 1}', ":1: no known format: the fields must be timestamp,"),
+        (
+            "a.jsonl",
+            b'{"a": 1}',
+            ":1: no known format, whose fields are (Moonc",
+        ),
+        (
+            *("a.jsonl", json.dumps(MOONCAKE[0] | {"hash_ids": [1]}).encode()),
+            ":1: 'hash_ids' has 1 blocks, too few for 1100 tokens in blocks of 512; is",
+        ),
         ("a.jsonl", b"\xff\xfe\n", ":1: is not UTF-8 text"),
         ("a.jsonl", utf_16, ":1: is not UTF-8 text"),
         ("a.gz", gzip.compress(utf_16, mtime=0), ":1: is not UTF-8 text"),

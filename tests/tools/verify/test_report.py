@@ -11,7 +11,7 @@ from jaxkv.tools import main as cli
 from jaxkv.tools.machine import versions
 from jaxkv.tools.verify import command, supervise
 from jaxkv.tools.verify.records import NO_TIME, STAGES, Result, StageLog
-from jaxkv.tools.verify.report import Report, reason_of
+from jaxkv.tools.verify.report import Report, last_lines, reason_of
 
 DEVICE = {
     "name": "8 x tpu TPU v6 lite",
@@ -39,7 +39,6 @@ RESULTS = {
             },
         )
     ],
-    "ttft": [Result("returning prompts", "SKIP", command.USAGE.name)],
 }
 NOT_RUN = ["races", "failures", "engine"]
 
@@ -52,17 +51,30 @@ def report_of(**changes):
 
 def test_a_report_names_the_machine_the_counts_and_what_was_not_checked():
     report = report_of()
-    assert (report.verdict, report.unchecked) == ("PASS", [*NOT_RUN, "ttft"])
+    assert (report.verdict, report.unchecked) == ("PARTIAL", NOT_RUN)
     assert report.advice == ["Extents of 32 MiB are faster"]
     late = report_of(blocks=[Result("x", "PASS", ""), Result("y", "SKIP", NO_TIME)])
-    assert ", 1 left out for want of time" in late.row
-    assert late.summary[0] == f"Not checked: y (blocks); {'; '.join(NOT_RUN)}; ttft."
+    assert ", 1 out of time" in late.row
+    assert late.summary[0] == f"Not checked: y (blocks); {'; '.join(NOT_RUN)}."
     assert "Not shown: several hosts" in late.summary[-1]
     on_cpu = Result("device", "PASS", "", 0.1, DEVICE | {"name": "8 x cpu"})
     on_cpu = report_of(devices=[on_cpu])
     assert "Not shown: an accelerator, several hosts" in on_cpu.summary[-1]
     assert report.row.startswith("| 8 x tpu TPU v6 lite, 180 cores of AMD EPYC | jax")
-    assert report.row.endswith("| 2026-11-26 | PASS: 4 passed, 2 not supported |")
+    assert report.row.endswith("| 2026-11-26 | PARTIAL: 4 passed, 1 not supported |")
+
+
+def test_pass_means_that_no_check_was_left_out_and_only_pass_has_a_row():
+    passed = [Result("x", "PASS", ""), Result("y", "SKIP", "not supported: a TPU")]
+    every = dict.fromkeys([stage.name for stage in STAGES], passed)
+    late = [Result("x", "PASS", ""), Result("y", "SKIP", NO_TIME)]
+    for changes, verdict in (({}, "PASS"), ({"blocks": late}, "PARTIAL")):
+        report = report_of(**every | changes)
+        assert report.verdict == verdict
+        assert (report.row in last_lines(report, "x")) == (verdict == "PASS")
+    assert report_of(blocks=passed).verdict == "PARTIAL"  # Stages are missing.
+    out_of_time = [Result("transfers", "SKIP", NO_TIME)]
+    assert report_of(devices=out_of_time).verdict == "PARTIAL"
 
 
 def test_one_failure_is_the_verdict_and_a_device_without_transfers_is_none():
@@ -85,15 +97,16 @@ def test_the_command_writes_the_figures_and_ends_with_the_verdict(
     monkeypatch.setattr(command, "run_stages", run_stages)
     monkeypatch.chdir(tmp_path)
     line = "verify --only blocks --budget 90s --stall 1m"
-    out, _, figures = run_line(line)
+    out, _, figures = run_line(line, 3)
+    assert out.startswith("2 of 6 stages, at most 1.5 min\n")
     assert "SKIP  int4 (staged): not supported" in out
-    assert "PASS: 3 passed, 1 not supported, in " in out
-    assert f"| {figures['machine']} | jaxkv " in out
+    assert "PARTIAL: 3 passed, 1 not supported, in " in out
+    assert "| jaxkv " not in out
     assert [*figures] == [
         *("verdict", "counts", "unchecked", "advice", "machine", "versions", "date"),
         *("command", "budget_s", "seconds", "stages"),
     ]
-    run_line(f"{line} --resume")
+    run_line(f"{line} --resume", 3)
     path = tmp_path / "jaxkv-verify" / "run.json"
     for text in (json.dumps({"versions": 1}), "{}", "[]", ""):
         path.write_text(text)
@@ -134,7 +147,7 @@ def test_no_file_behind_a_link_in_the_folder_is_written_or_truncated(
         log = StageLog(folder / "devices.jsonl")
         log.append(end=True)
         with contextlib.suppress(OSError):
-            supervise._run_process("devices", log, 1, 1, print)
+            supervise._run_process("devices", log, 1, 1, 1, print)
 
     monkeypatch.setattr(command, "run_stages", run_stages)
     monkeypatch.setattr("sys.executable", "/bin/true")

@@ -12,6 +12,7 @@ from jaxkv.tools.verify.__main__ import run_stage
 from jaxkv.tools.verify.records import (
     NO_TIME,
     Check,
+    Result,
     Stage,
     StageLog,
     Turn,
@@ -69,12 +70,13 @@ def fake_stage(tmp_path, monkeypatch):
     clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
     monkeypatch.setattr(supervise, "time", clock)
 
-    def run(stages=(STAGE,)):
-        found = {}
+    found = {}
+
+    def run(stages=(STAGE,), budget_s=1e6):
         supervise.run_stages(
             list(stages),
             tmp_path,
-            1e6,
+            budget_s,
             3000.0,
             lambda *_: None,
             lambda stage, results: found.update({stage.name: results}) or "",
@@ -125,6 +127,26 @@ def test_a_stage_that_does_not_start_fails_with_its_last_line(fake_stage, tmp_pa
     (result,) = fake_stage.run().values()
     assert (result.name, result.verdict) == ("start", "FAIL")
     assert "exit code 1: ModuleNotFoundError: No module named" in result.detail
+
+
+def test_the_budget_is_a_limit_and_the_checks_that_it_ends_are_named(
+    fake_stage, tmp_path, monkeypatch
+):
+    text = MODULE.replace(
+        'Check("aborts", aborts),\n        Check("excused"', 'Check("excused"'
+    )
+    (tmp_path / "sitecustomize.py").write_text(text)
+    monkeypatch.setattr(supervise, "_MAX_LATE_SHARE", 0.0)
+    results = fake_stage.run(budget_s=2000.0)
+    assert {name: results[name].detail for name in ("hangs", "last")} == {
+        "hangs": NO_TIME,
+        "last": NO_TIME,
+    }
+    assert results["first"].verdict == "PASS"
+    assert fake_stage.log.read().has_ended
+    assert list(fake_stage.run(budget_s=0.0).values()) == [
+        Result("start", "SKIP", NO_TIME)
+    ]
 
 
 def run_here(log, checks, end_s):

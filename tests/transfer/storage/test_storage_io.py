@@ -3,8 +3,11 @@
 import collections
 import dataclasses
 import gc
+import itertools
+import operator
 import random
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -18,7 +21,7 @@ from jaxkv.transfer.storage import (
     StoreError,
 )
 from jaxkv.transfer.storage.census import Bound
-from jaxkv.transfer.storage.storage_io import Rate
+from jaxkv.transfer.storage.storage_io import Listed, Rate
 from jaxkv.transfer.storage.store import Lanes
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.refused_threads import refused_threads
@@ -198,6 +201,8 @@ def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(
             assert storage.stats.open_read_bytes <= max_bytes
             if rng.random() < 0.02:
                 store.let_go()
+            if storage.is_down and rng.random() < 0.1:
+                wait_for(lambda: store.let_go() * 0 or not storage.is_down)
             clock.now_s += rng.random() / 4
             take(storage.wait(0.001) if rng.random() < 0.3 else storage.poll())
         store.faults = Faults()
@@ -280,29 +285,82 @@ def test_reads_end_at_their_deadline_and_a_late_answer_is_thrown_away(faulty, cl
         assert storage.stats.num_late == 2
         # Their memory is the store's until it answers.
         assert storage.stats.open_read_bytes == 2 * OBJECT
+        faulty.faults.hang = 0.0
+        faulty.let_go()
+        # The late answers are thrown away by other threads.
+        wait_for(lambda: storage.stats.open_read_bytes == 0)
+        assert storage.stats.num_read == 0
+
+
+def test_reads_beyond_the_queues_room_are_busy(faulty, clock):
+    with StorageIO(faulty, BLOCKS, read_bytes=1 * OBJECT, clock=clock) as storage:
+        write_all(storage, 1, 2)
+        faulty.faults.hang = 1.0
         tickets = storage.submit_reads([key(1), key(2)], FOREVER)
         (busy,) = storage.poll()
         assert busy.ticket == tickets[1]
         assert (busy.outcome, busy.reason) == ("failed", "busy")
-        wait_for(lambda: faulty.num_faults["hang"] == 3)
+        wait_for(lambda: faulty.num_faults["hang"] == 1)
         faulty.let_go()
         (done,) = wait_all(storage, 1)
         assert bytes(done.payload) == payload(1)
-        # The late answers are thrown away by other threads.
-        wait_for(lambda: storage.stats.open_read_bytes == 0)
-        assert storage.stats.num_read == 1
 
 
-def test_a_store_that_hangs_for_long_leaves_no_pile_of_reads(faulty, clock):
+def test_a_store_that_hangs_is_asked_by_one_call_and_all_else_fails_at_once(
+    faulty, clock
+):
     faulty.faults.hang = 1.0
     with StorageIO(faulty, BLOCKS, num_in_flight=2, clock=clock) as storage:
-        for _ in range(500):
+        storage.submit_reads([key(9)], FOREVER)
+        wait_for(lambda: faulty.num_hanging == 1)
+        for number in range(500):
             storage.submit_reads(map(key, range(4)), clock.now_s + 1)
+            storage.submit_probes([list(map(key, range(4)))], clock.now_s + 1)
+            (written,) = storage.submit_writes(writes(1))
+            assert (written is None) == (number > 0)
             clock.now_s += 1
             storage.poll()
+        assert storage.is_down
         assert storage.stats.open_read_bytes <= 2 * OBJECT
-        assert len(storage._queues["read"]) <= 40
-        assert storage.stats.num_late == 2000
+        assert not any(storage._queues.values())
+        assert storage.stats.num_late == 4
+        assert storage.stats.failed == {
+            **{"probe late": 1, "probe down": 499, "read down": 1996}
+        }
+        storage.list_all()
+        assert storage.take_pages(1)[1] == Listed(False)
+        faulty.faults.hang = 0.0
+        assert storage.is_down, "no call has been answered"
+        faulty.let_go()
+        wait_for(lambda: not storage.is_down)
+        write_all(storage, 1)
+        storage.submit_reads([key(1)], FOREVER)
+        (done,) = wait_all(storage, 1)
+        assert bytes(done.payload) == payload(1)
+
+
+def test_a_store_that_cannot_be_reached_is_tried_again_less_and_less_often(faulty):
+    calls_s = []
+
+    def exists(names):
+        calls_s.append(time.monotonic())
+        if len(calls_s) < 4:
+            raise StoreError("unreachable", "refused")
+        return [False] * len(names)
+
+    def get(names, max_bytes):
+        raise StoreError("unreachable", "refused")
+
+    faulty.exists, faulty.get = exists, get
+    with StorageIO(faulty, BLOCKS) as storage:
+        storage.submit_reads([key(1), key(2)], FOREVER)
+        assert [done.reason for done in wait_all(storage, 2)] in (
+            ["unreachable"] * 2,
+            ["unreachable", "down"],
+        )
+        wait_for(lambda: len(calls_s) == 4 and not storage.is_down)
+        pauses_s = [after - before for before, after in itertools.pairwise(calls_s)]
+        assert all(map(operator.ge, pauses_s, (0.1, 0.2, 0.4)))
 
 
 def test_the_end_of_one_queued_read_does_not_scan_the_queue(faulty, faulty_storage):

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from jaxkv.keys.keyed import ID_BITS, hash_keys
 from jaxkv.keys.packed import keys_to_words
+from jaxkv.scheduling.record.keyed import ID_BITS, hash_keys
 
 WORD = (1 << 64) - 1
 
