@@ -138,10 +138,11 @@ class RuleSettings(Settings):
         "passed to `OffloadScheduler.note_rates`.",
     )
     keep_heads: bool = settings.flag(
-        True,
+        False,
         "scheduler",
         "Refuse to store a block that would evict an earlier block of its own prefix, "
-        "and store as much of a prefix as fits. `false`: as vLLM does.",
+        "and store as much of a prefix as fits. `false`: as vLLM does, and as traces "
+        "and shadows are replayed.",
     )
     flush_on_preemption: bool = settings.flag(
         False,

@@ -108,8 +108,8 @@ def random_setup(rng, *, groups=None, **fixed):
             * values.get("blocks_per_host_block", 1),
             "storage_write": rng.choice(
                 ("on_reuse", "through", "on_evict")
-                if (values["cache_policy"], values["executor"], values["retention"])
-                == ("lru", "native", False)
+                if (values["cache_policy"], values.get("executor"), values["retention"])
+                == ("lru", None, False)
                 else ("on_reuse", "through")
             ),
             "max_storage_blocks": rng.choice((1, 3, 128)),

@@ -79,6 +79,40 @@ WORLDS = {
         *("part", "lose", "leave"),
         max_storage_blocks=1,
     ),
+    "store, large": replace(  # The host has no room for the whole prefix.
+        _STORE,
+        requests=(("aabbcd", 6), ("aabbcd", 5)),
+        num_device_blocks=8,
+        num_host_blocks=4,
+        num_storage_blocks=6,
+    ),
+    "store, slow": replace(
+        _with(
+            replace(
+                _STORE,
+                requests=(("aabbc", 5), ("aabbd", 4)),
+                num_device_blocks=8,
+                num_host_blocks=6,
+                num_storage_blocks=6,
+            ),
+            *("forget", "part"),
+            skip_slow_loads=True,
+            block_bytes=10,
+            max_storage_blocks=1,
+            storage_probe_s=0.005,
+        ),
+        rates=((1e3, 1.0, 1e3), (5.0, 1.0, 4.0), (0.0, 1.0, 4.0), (1e3, 0.0, 1e3)),
+        served=(0,),
+    ),
+    "hybrid, large": replace(
+        _HYBRID,
+        requests=(("aabbcd", 6), ("aabbc", 5)),
+        num_device_blocks=14,
+        num_host_blocks=4,
+        rules=replace(THROUGH, storage_probe_s=0.005),
+        num_storage_blocks=12,
+        listed=(0,),
+    ),
     "hybrid, in windows": replace(
         _HYBRID,
         requests=(("aabb", 4), ("aabb", 3)),
@@ -112,6 +146,17 @@ WORLDS = {
         *("part", "together", "leave"),
         storage_probe_s=0.005,
     ),
+    "store, awaited, few": _with(
+        replace(
+            _STORE,
+            requests=(("abc", 3), ("def", 3), ("dee", 3)),
+            num_device_blocks=8,
+            num_host_blocks=4,
+            num_storage_blocks=2,
+            awaiting=(0, 1, 2),
+        ),
+        *("part", "leave"),
+    ),
     "store, queue": _with(
         replace(
             _STORE,
@@ -133,6 +178,13 @@ WORLDS = {
     ),
     "states": replace(_HYBRID, groups=(FullAttention(1), Mamba(1))),
     "chunks": replace(_HYBRID, groups=(FullAttention(1), ChunkedLocal(1, 2))),
+    "local": Setup(  # At a chunk's start nothing is read, so nothing is loaded.
+        (("aabb", 4), ("aab", 3)),
+        (ChunkedLocal(1, 2),),
+        num_device_blocks=5,
+        num_host_blocks=4,
+        acts=("fail", "preempt", "forget", "gap"),
+    ),
     # Rules, one or two at a time.
     "shared": _with(_WARM, "less", "lose", delay_shared_loads=True),
     "few in flight": _with(_WARM, "together", "less", max_blocks_in_flight=1),
@@ -179,6 +231,19 @@ WORLDS = {
         served=(0,),
     ),
     "prompts": _with(_SMALL, prompt_only=True, max_unseen_blocks=1),
+    "heads kept": _with(
+        replace(_SMALL, requests=GROWING, num_device_blocks=7), keep_heads=True
+    ),
+    "heads kept, large": _with(
+        replace(
+            _WARM,
+            requests=(("aabbcd", 6), ("aabbcc", 5)),
+            num_device_blocks=9,
+            num_host_blocks=4,
+        ),
+        "less",
+        keep_heads=True,
+    ),
     "heads": _with(replace(_WARM, requests=LONG), max_offload_tokens=2),
     # What is rare.
     "two workers": _with(_WARM, "part", "together", world_size=2),

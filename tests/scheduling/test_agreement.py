@@ -202,11 +202,11 @@ def test_a_load_that_fails_in_one_process_fails_in_all(run, num_processes):
         copier, issued = process.engine._copier, []
         load = copier.load
 
-        def refuse_one(leaves, targets, arrays, group):
+        def refuse_one(leaves, targets, arrays):
             issued.append(targets)
             if process.number == 1 and any(NUM_BLOCKS - 2 in ids for ids in targets):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
-            return load(leaves, targets, arrays, group)
+            return load(leaves, targets, arrays)
 
         copier.load = refuse_one
         process.step(meta=meta)

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from jaxkv import OffloadConfig, OffloadingManager
+from jaxkv.scheduling import scheduler as scheduler_module
 from jaxkv.scheduling.whatif import auto, shadows
 from jaxkv.scheduling.whatif.auto import CANDIDATES, PolicyChoice
 from jaxkv.scheduling.whatif.key_sample import NUM_GROUPS, KeySample
@@ -128,7 +129,7 @@ def test_hits_are_right_through_all_policy_changes(mode, full_blocks, monkeypatc
     text = f"with {outlook.policy} (auto, {outlook.num_changes} change"
     assert text in outlook.sentence
     assert {shadow.policy for shadow in outlook.shadows} == set(CANDIDATES)
-    assert scheduler.stats.num_host_hit_tokens > 70
+    assert scheduler.stats.num_host_hit_tokens > 50
     traffic.rig.settle()
     traffic.rig.end()
 
@@ -156,7 +157,12 @@ def test_a_candidate_named_as_a_shadow_is_shadowed_once():
     assert named == [("lru", 16), ("lru", 32), ("arc", 16), *added]
 
 
-def test_stores_pause_while_no_shadow_finds_anything_and_go_on_when_one_does():
+def test_stores_pause_while_no_shadow_finds_anything_and_go_on_when_one_does(
+    monkeypatch,
+):
+    # `hazard`, with which auto begins, stores next to nothing here.
+    for module in (auto, scheduler_module):
+        monkeypatch.setattr(module, "CANDIDATES", ("lru", "slru", "hazard"))
     rig = Rig(policy="auto", host_blocks=8, device_blocks=12)
     scheduler = rig.scheduler
     for n in range(20):

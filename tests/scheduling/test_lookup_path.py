@@ -13,7 +13,9 @@ from tests.rigs.offload_rig import Rig, make_keys, make_request
 
 ROOMS = ("jaxkv.search.", "jaxkv.scheduling.")  # The lower first.
 MAX_FILES = {"load": 6, "load above a store": 8, "fetch": 8}
-MAX_ENTRIES = {"load": 6, "load above a store": 10, "fetch": 10}
+# The sources of a search are made below before a boundary adds its own.
+MAX_CLIMBS = {"load": 1, "load above a store": 2, "fetch": 2}
+MAX_ENTRIES = {"load": 6, "load above a store": 12, "fetch": 12}
 
 
 def files_entered(call):
@@ -78,10 +80,10 @@ def paths():
     return traces
 
 
-def test_a_lookup_enters_few_files_and_climbs_once():
+def test_a_lookup_enters_few_files_and_climbs_seldom():
     traces = paths()
     assert traces.keys() == MAX_FILES.keys()
     for name, entered in traces.items():
         assert len(set(entered)) <= MAX_FILES[name], entered
         assert len(entered) <= MAX_ENTRIES[name], entered
-        assert num_climbs(entered) <= 1, entered
+        assert num_climbs(entered) <= MAX_CLIMBS[name], entered

@@ -163,11 +163,11 @@ def test_a_load_that_fails_does_not_fail_those_beside_it(monkeypatch):
     copier, calls = loading.engine._copier, []
     stage = copier.stage
 
-    def fail_once(extents, group):
+    def fail_once(extents):
         calls.append(len(extents))
         if len(extents) > 1 or calls.count(1) == 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no staging memory")
-        return stage(extents, group)
+        return stage(extents)
 
     monkeypatch.setattr(copier, "stage", fail_once)
     # "both" has blocks in the extent of "bad", and in another one with "good".
@@ -220,11 +220,11 @@ def test_random_loads_failures_and_aborts_leave_every_block_right(
     engine, truth = loading.engine, np.arange(NUM_BLOCKS, dtype=np.float32)
     stage, calls = engine._copier.stage, itertools.count()
 
-    def fail_now_and_then(extents, group):
+    def fail_now_and_then(extents):
         # By number, as how many calls there are depends on when transfers land.
         if len(extents) > 1 or next(calls) % 7 == 3:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no staging memory")
-        return stage(extents, group)
+        return stage(extents)
 
     def overwrite(devices, value):
         """Write blocks, as the next owner does in a later program."""

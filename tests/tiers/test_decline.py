@@ -1,4 +1,4 @@
-"""A tier whose policy declines blocks: what is counted, explained and left alone."""
+"""A tier whose policy declines blocks: what is counted and left alone."""
 
 from jaxkv.tiers.host import OffloadingManager
 
@@ -29,7 +29,7 @@ def returning(manager, now_ms):
 def test_one_off_prompts_do_not_evict_a_prompt_that_comes_back():
     found = {}
     for policy in ("lru", "hazard"):
-        manager = OffloadingManager(16, NUM_BLOCKS, policy, remember_drops=100)
+        manager = OffloadingManager(16, NUM_BLOCKS, policy)
         found[policy] = num_stored = 0
         for step in range(400):
             now_ms = 20_000 * step
@@ -45,8 +45,6 @@ def test_one_off_prompts_do_not_evict_a_prompt_that_comes_back():
             # Room for one of them is left, which they give to one another.
             assert num_stored <= 20 * 75
             assert manager.num_declined >= 20 * 75
-            last = [b"one-off %d %d" % (n, i) for n in (397, 398, 399) for i in (0, 19)]
-            assert "declined" in {manager.drops.reason_of(key) for key in last}
     assert found["lru"] == 0
     assert found["hazard"] >= 20 * 45
 

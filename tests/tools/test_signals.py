@@ -185,7 +185,7 @@ def test_what_is_public_is_imported_when_it_is_used():
     assert run_python(text).stdout == printed
     with pytest.raises(AttributeError, match="no attribute 'nothing_of_this_name'"):
         _ = jaxkv.nothing_of_this_name
-    assert COMMANDS[-3:] == ("status", "store", "verify")
+    assert tuple(COMMANDS)[-3:] == ("status", "store", "verify")
 
 
 def fork_command(prelude, line):

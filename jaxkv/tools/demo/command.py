@@ -70,7 +70,7 @@ offloading:
   --host-bytes SIZE  host memory for KV
   --mode NAME  eager: store blocks when computed; lazy: just before eviction
   --policy NAME  eviction policy: {", ".join([*policy_names(), AUTO])}
-      (default: finish the load first)
+      (default: lru)
   --storage URL  folder or URL of a store behind host memory, kept for later runs
   --storage-bytes SIZE  capacity of the store
 

@@ -112,11 +112,11 @@ class SharedStore:
         # So that making room does not evict what the rest continues.
         pinned = rows[:num][is_there[:num]].astype(np.int64)
         host.pin(pinned)
-        num_fetched, placed = BareTier(host).place(lacking)
+        _, placed = BareTier(host).place(lacking)
         if placed is not None:
             host.complete_step(placed[1].block_ids, 0)
         host.complete_step(pinned, len(pinned))
-        return num_fetched if placed is not None else 0
+        return placed[1].num_stored if placed is not None else 0
 
     def touch(self, keys: Words) -> None:
         """Mark blocks as used by a request."""

@@ -23,7 +23,7 @@ def test_it_prints_and_writes_all_designs_next_to_the_limit(capsys, tmp_path):
     assert transfer.main([*line.split(), "--json", str(figures)]) == 0
     (out, err), written = capsys.readouterr(), json.loads(figures.read_text())
     assert [line.partition(" ...")[0] for line in err.splitlines()] == [
-        "4 KiB blocks: filling host memory",
+        "4 KiB blocks",
         "4 KiB blocks, 16 KiB",
         "4 KiB blocks, 64 KiB",
     ]

@@ -341,16 +341,19 @@ def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
 
 
 def test_a_drain_waits_no_longer_than_the_deadline(tmp_path, monkeypatch):
-    faults = Faults(hang=1.0)
+    faults = Faults()
 
     def open_hanging(url):
         return FaultyStore(open_store(url), 0, faults)
 
     monkeypatch.setattr(storage_worker, "open_store", open_hanging)
     config = {"storage": str(tmp_path), "storage_write": "through"}
-    engine = Engine(steps_of("full"), plain(storage_deadline_s=0.2, **config))
+    config |= {"storage_deadline_s": 0.2, "storage_probe_s": 0.0}
+    engine = Engine(steps_of("full"), plain(**config))
+    engine.list_storage()
     # A clock that stands still: the deadline is one of real time.
     engine.worker.storage._clock = lambda: 0.0
+    faults.hang = 1.0
     engine.submit(list(range(50)), 5)
     while engine.has_work or not engine.worker.storage.num_in_flight:
         engine.step()

@@ -68,7 +68,7 @@ def serve_plainly(trace, capacity, fleet):
         either = {*host.held, *store.held}
         prefix = keys[: next((i for i, b in enumerate(keys) if b not in either), None)]
         lacking = [block for block in prefix if block not in host.held]
-        host.place(lacking[: max(capacity // 2, 1)], spared=prefix)
+        host.place(lacking[:capacity], spared=prefix)
         store.touch(keys)
         hits.append(host.count(keys))
         host.touch(keys)
