@@ -385,10 +385,12 @@ class EagerStores(Chooser):
         name, factor = progress.request.request_id, self._factor
         for group, spec in enumerate(self._groups):
             first = num_tokens // spec.block_size
-            if first >= progress.num_computed[group]:
+            # Others may store what the last step has written.
+            num_written = progress.min_tokens // spec.block_size
+            if first >= max(num_written, progress.num_computed[group]):
                 continue
             kept = first // factor * factor
-            progress.num_computed[group] = kept
+            progress.num_computed[group] = min(progress.num_computed[group], kept)
             progress.num_offered[group] = min(progress.num_offered[group], kept)
             progress.whole_at = progress.refused_at = -1
             if not is_end:

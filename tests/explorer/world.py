@@ -402,7 +402,7 @@ class World:
             if r.phase == DONE:
                 continue
             is_new = r.num_computed_tokens > self.starts.get(name, 0)
-            if "back" in acts and r.phase == RUNNING and is_new:
+            if "back" in acts and r.phase == RUNNING and is_new and self._is_alone(r):
                 actions.append(("back", name))
             if r.phase == WAITING and name not in self.silent:
                 if not self.is_to_reset:
@@ -716,7 +716,20 @@ class World:
         self._do_again(name)
 
     def _do_back(self, name):
-        self._named(name).num_computed_tokens -= 1
+        r = self._named(name)
+        # Nobody else may find what the request is about to overwrite.
+        self.pool.evict(self._last_blocks(r))
+        r.num_computed_tokens -= 1
+
+    def _last_blocks(self, r):
+        """Return the blocks of a request's last computed token, one a group."""
+        last = max(r.num_computed_tokens - 1, 0)
+        pairs = zip(self.groups, r.tables, strict=True)
+        return [table[last // spec.block_size] for spec, table in pairs]
+
+    def _is_alone(self, r):
+        refs = self.pool.state.ref_cnt
+        return all(refs[block] == 1 for block in self._last_blocks(r))
 
     def _do_again(self, name):
         r = self._named(name)
