@@ -68,6 +68,7 @@ _WEIGHTS = {
     "reset": 0.05,
 }
 _MAX_ACTIONS = 120
+_REST_ENDS = 0.3  # How likely a walk ends before an action if all requests have ended.
 _REFUSE_EVERY = 20
 
 
@@ -88,9 +89,10 @@ def walk(setup, rng, num_actions):
         while num_left > 0:
             world.restore(start)
             actions = []
-            num = min(rng.randrange(1, _MAX_ACTIONS), num_left)
-            num_left -= num
-            for n in range(num):
+            for n in range(min(rng.randrange(1, _MAX_ACTIONS), num_left)):
+                num_left -= 1
+                if world.is_at_rest and rng.random() < _REST_ENDS:
+                    break
                 if n % _REFUSE_EVERY == _REFUSE_EVERY // 2:
                     world.try_refused()
                 choices = world.actions()

@@ -247,7 +247,7 @@ class World:
         self.setup = setup
         self.seen = Counter()  # How often each thing has happened.
         self._state = None
-        self._is_at_rest = False  # All has ended, and was checked.
+        self.is_at_rest = False  # All has ended, and was checked.
         self.groups = setup.groups
         self.pool = DeviceBlockPool(setup.num_device_blocks + 1)
 
@@ -350,7 +350,7 @@ class World:
         state, rest = saved
         if self._state is state:
             return  # Nothing has happened since.
-        self._is_at_rest = False
+        self.is_at_rest = False
         restore(self.scheduler, state)
         self._state = state
         requests, engine = pickle.loads(rest)
@@ -525,9 +525,9 @@ class World:
         self.check()
         has_ended = all(r.phase == DONE for r in self.requests) and not self.transfers
         if not has_ended:
-            self._is_at_rest = False
-        elif kind not in _OUTSIDE and not (kind == "step" and self._is_at_rest):
-            self._is_at_rest = self._check_end()
+            self.is_at_rest = False
+        elif kind not in _OUTSIDE and not (kind == "step" and self.is_at_rest):
+            self.is_at_rest = self._check_end()
 
     def _num_asked_below(self):
         below = self.scheduler.below

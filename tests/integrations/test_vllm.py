@@ -328,6 +328,28 @@ def test_a_response_reports_what_its_request_found(newest):
     assert set(plain.scheduler.response_params.values()) == {None}
 
 
+def test_a_response_explains_what_its_request_was_offered(newest):
+    engine = make_warm_engine(extra={"report_requests": True})
+
+    def answer(prompt=range(18), **attributes):
+        request = Request(f"asked {next(NUMBERS)}", prompt, 1)
+        vars(request).update(attributes)
+        engine.run(request)
+        return engine.scheduler.response_params[request.request_id]["jaxkv"]
+
+    hit = answer(kv_transfer_params={"explain": True})
+    head, _, *rows = hit.pop("explain").splitlines()
+    assert head.endswith(f"18 tokens, 0 computed, {TOKENS} more offered.")
+    assert rows == [f"0      0-{TOKENS // 4 - 1}     0-{TOKENS - 1}    host"]
+    assert hit["host"] == TOKENS
+    missed = answer(range(50, 68), kv_transfer_params={"explain": True})["explain"]
+    assert "0 more offered." in missed
+    assert missed.endswith("none")
+    whole = {"kv_transfer_params": {"explain": True}, "skip_reading_prefix_cache": True}
+    assert answer(**whole)["explain"] == "It must compute its whole prompt."
+    assert "explain" not in answer(kv_transfer_params={"explain": False})
+
+
 def test_hybrid_models_are_refused_on_vllm_019(monkeypatch):
     fake_vllm.install(monkeypatch, "0.19")
     with pytest.raises(ValueError, match="2 KV cache groups need a vLLM that calls"):

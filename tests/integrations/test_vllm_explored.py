@@ -8,7 +8,6 @@ most a given number of choices, as delay-bounded schedulers do (Emmi et al.,
 "Delay-bounded scheduling", POPL 2011): no state of vLLM's has to be copied or compared.
 """
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -276,9 +275,8 @@ class World:
         elif event == "both reset":
             scheduler.reset_prefix_cache(reset_connector=True)
         elif event == "preempted":
-            # It preempts all running requests, and then says if blocks were in flight.
-            with contextlib.suppress(RuntimeError):
-                scheduler.reset_prefix_cache(reset_running_requests=True)
+            # It raises if blocks are still held.
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
         elif event in alive:
             scheduler.finish_requests(event, RequestStatus.FINISHED_ABORTED)
         if event.startswith("comes"):

@@ -16,7 +16,7 @@ from jaxkv.integrations.vllm.rank_hooks import (
     step_while_idle,
 )
 from jaxkv.integrations.vllm.ranks import RankSteps, StepMetadata
-from jaxkv.integrations.vllm.scheduler import SchedulerHalf
+from jaxkv.integrations.vllm.scheduler import SchedulerHalf, end_before_resets
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
 from jaxkv.integrations.vllm.worker import WorkerHalf, WorkerReport
 from jaxkv.scheduling.protocol import NO_REPORTS
@@ -44,11 +44,11 @@ def _join_vllm_log() -> None:
 
 
 def _try_hook(install: Callable[[], None], consequence: str) -> None:
-    """Install a hook of `rank_hooks`; log the consequence if it does not fit."""
+    """Install a hook into vLLM; log the consequence if it does not fit."""
     try:
         install()
     except (ImportError, AttributeError) as error:
-        _LOG.warning("with several ranks, %s: %s", consequence, error)
+        _LOG.warning("%s: %s", consequence, error)
 
 
 class _OtherHalf:
@@ -119,12 +119,12 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         else:
             self._worker = WorkerHalf(config, engine_id)
             if config.num_ranks > 1:
-                _try_hook(
-                    pass_on_stats, "the log and /metrics have no metrics of jaxkv"
-                )
-                _try_hook(route_by_backlog, "returning users often go to another rank")
+                lacks = "with several ranks, the log and /metrics lack jaxkv's metrics"
+                _try_hook(pass_on_stats, lacks)
+                spread = "with several ranks, returning users often go to another rank"
+                _try_hook(route_by_backlog, spread)
         # For methods of only one half.
-        self._of_scheduler = self._scheduler or cast(
+        self.of_scheduler = self._scheduler or cast(
             SchedulerHalf, _OtherHalf("scheduler", "worker")
         )
         self._of_worker = self._worker or cast(
@@ -143,15 +143,21 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
         Blocks in flight are held in the pool.
         """
-        self._of_scheduler.bind_block_pool(gpu_block_pool)
+        self.of_scheduler.bind_block_pool(gpu_block_pool)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Bind its block pool; with several ranks, count host hits in routing, too."""
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
+        if self._num_ranks == self._num_hosts == 1:
+            _try_hook(
+                end_before_resets,
+                "reset_prefix_cache(reset_running_requests=True) fails during loads",
+            )
         if self._num_ranks == 1:
             return
-        count_host_hits(kv_cache_manager, self._of_scheduler.count_hit_tokens)
-        _try_hook(step_while_idle, "transfers end only in steps that others cause")
+        count_host_hits(kv_cache_manager, self.of_scheduler.count_hit_tokens)
+        ends = "with several ranks, transfers end only in steps that others cause"
+        _try_hook(step_while_idle, ends)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -161,13 +167,13 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         None to ask again in a later step, such as while blocks are fetched from the
         store. And return whether the request has to wait for the tokens.
         """
-        return self._of_scheduler.query(request, num_computed_tokens)
+        return self.of_scheduler.query(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
         """Return the sources of tokens, by vLLM's names: host, or store and host."""
-        fetched = self._of_scheduler.scheduler.num_fetched_tokens(request.request_id)
+        fetched = self.of_scheduler.scheduler.num_fetched_tokens(request.request_id)
         num_from_storage = min(fetched, num_external_tokens)
         names = self._sources
         host = getattr(names, "HOST", None)
@@ -183,18 +189,18 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     ) -> None:
         """Record all blocks of a request, and the accepted tokens of its offer."""
         block_ids = blocks.get_block_ids()
-        self._of_scheduler.note_blocks(request, block_ids, num_external_tokens)
+        self.of_scheduler.note_blocks(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata | RankSteps:
         """Return the transfers of a step, from vLLM's `SchedulerOutput`."""
-        return self._of_scheduler.build_metadata(scheduler_output)
+        return self.of_scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Process the worker's report, from vLLM's `KVConnectorOutput`."""
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
         if report is None:
             return
-        part = self._of_scheduler.note_report(report)
+        part = self.of_scheduler.note_report(report)
         if part is not report.output and connector_output.finished_recving:
             # tpu-inference gives each rank the loads of all, and vLLM knows its own.
             connector_output.finished_recving &= {
@@ -215,25 +221,25 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
         False: its blocks may be freed at once, as blocks in flight are held separately.
         """
-        return False, self._of_scheduler.finish(request, block_ids)
+        return False, self.of_scheduler.finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must continue to step though no request is left."""
-        return self._of_scheduler.has_pending_transfers()
+        return self.of_scheduler.has_pending_transfers()
 
     def has_pending_block_frees(self) -> bool:
         """Whether the end of transfers frees blocks, so that vLLM need not preempt.
 
         vLLM then waits for a step before it preempts a request.
         """
-        return self._of_scheduler.has_pending_block_frees()
+        return self.of_scheduler.has_pending_block_frees()
 
     def take_events(self) -> Iterable[Any]:
         """Return vLLM's events of blocks stored in host and store, or removed.
 
         Like events of vLLM's own pool, they have tokens, parent, adapter and group.
         """
-        return self._of_scheduler.take_events()
+        return self.of_scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         """Clear the host tier, and disable the store; return whether it was cleared.

@@ -19,6 +19,7 @@ from jaxkv._util import gib, shown
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
+from jaxkv.integrations.vllm.installed import find_name
 from jaxkv.integrations.vllm.pool import (
     MARK_BYTES,
     PRIVATE_END,
@@ -49,6 +50,7 @@ from jaxkv.types import BlockKey, Stop
 Value = TypeVar("Value")
 
 _LOG = logging.getLogger("jaxkv")
+_OUTPUT = find_name("vllm.v1.outputs", "KVConnectorOutput")
 # The steps that the rate of prefill is the median of.
 _RATE_STEPS = 15
 # States that loads leave free: a running request takes one for each step's end, and
@@ -120,6 +122,8 @@ class VllmRequest:
         self.max_load_tokens: int | None = None
         self.retention: Retention | None = None
         self.remote_prefill = False  # Another engine computes and stores its prompt.
+        self.is_explained = False  # Whether its response explains its last offer, ...
+        self.explanation: str | None = None  # ... with this text.
         if getattr(request, "kv_transfer_params", None):
             self._max_offload_tokens = _param(
                 request, "max_offload_tokens", _num_tokens
@@ -127,6 +131,7 @@ class VllmRequest:
             self.max_load_tokens = _param(request, "max_load_tokens", _num_tokens)
             self.retention = _param(request, "retention", Retention.of)
             self.remote_prefill = bool(_param(request, "do_remote_prefill", _flag))
+            self.is_explained = bool(_param(request, "explain", _flag))
         if self.retention is None and getattr(request, "kv_hints", None) is not None:
             self.retention = _hint(request, "kv.retain", Retention.of)
         self._events = events
@@ -292,6 +297,7 @@ class SchedulerHalf:
         self._num_settled: tuple[tuple[int, int], ...] = ()
         self._has_logged_reset = False  # Since the last step.
         self._pool: VllmBlockPool | None = None
+        self._num_reports = 0  # The number of the last report.
         self._requests: dict[str, VllmRequest] = {}
         # Requests that got blocks since the metadata of the last step.
         self._allocated: set[str] = set()
@@ -344,6 +350,35 @@ class SchedulerHalf:
 
         call_before(pool, "reset_prefix_cache", notice)
 
+    def end_transfers(self, scheduler: Any) -> None:
+        """End all transfers, so that vLLM's scheduler can free all blocks.
+
+        A request that waits for its load loses its blocks: vLLM admits it again.
+        """
+        worker, pool = WORKERS.get(self._engine_id), self._pool
+        if worker is None or pool is None:
+            return
+        earlier, new = worker.end_transfers()
+        for report in earlier:  # vLLM has those that are unknown, and continues them.
+            if report.number > self._num_reports:
+                self.note_report(report)
+        if new is not None:
+            ended = {*new.output.finished_recving, *new.output.failed_recving}
+            scheduler._update_from_kv_xfer_finished(
+                _OUTPUT(finished_recving=ended, kv_connector_worker_meta=new)
+            )
+        for request in scheduler.requests.values():
+            if request.status.name == "RUNNING":
+                continue  # vLLM preempts it.
+            if request.num_computed_tokens and not request.is_finished():
+                # It waits for its load, or for more blocks after it.
+                request.num_computed_tokens = 0  # It stores nothing.
+                self.scheduler.request_preempted(self._request(request))
+                self._must_wait.add(request.request_id)
+            scheduler.kv_cache_manager.free(request)
+        stores = self.scheduler._stores
+        stores.void(pool, stores.waiting.sources)
+
     def query(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens the host has than the device.
 
@@ -363,11 +398,11 @@ class SchedulerHalf:
         is_reset = self._is_reset()
         tracked = self._request(request)
         tracked.num_local_tokens = num_computed_tokens
-        if not is_reset:
-            return 0, False
-        if tracked.skips_prefix_cache or tracked.has_unknown_weights:
-            return 0, False
-        if request.request_id in self._must_compute:
+        refusal = self._refusal(tracked, is_reset)
+        if tracked.is_explained:
+            told = refusal or self.scheduler.explain(tracked, num_computed_tokens)
+            tracked.explanation = str(told)
+        if refusal is not None:
             return 0, False
         if request.request_id in self._must_wait:
             # vLLM 0.32 leaves it at the head of the queue of requests that hold blocks,
@@ -385,6 +420,18 @@ class SchedulerHalf:
         if answer[0] and not self._may_load():
             return None, False
         return answer
+
+    def _refusal(self, tracked: VllmRequest, is_reset: bool) -> str | None:
+        """Return why a request is offered nothing, whatever the host has."""
+        if not is_reset:
+            return "The host is being reset."
+        if tracked.skips_prefix_cache:
+            return "It must compute its whole prompt."
+        if tracked.has_unknown_weights:
+            return "Its adapter has unknown weights."
+        if tracked.request_id in self._must_compute:
+            return "Its load has failed."
+        return None
 
     def count_hit_tokens(
         self, block_hashes: Sequence[bytes], max_tokens: int, num_local_tokens: int
@@ -523,6 +570,10 @@ class SchedulerHalf:
         Returns the part of the report about this half's transfers.
         """
         part = report.output
+        if report.number:
+            if report.number <= self._num_reports:
+                return part  # `_end_transfers` has processed it.
+            self._num_reports = report.number
         if self._config.num_ranks > 1:
             part = report.by_rank.get(self._sender, NO_REPORTS)
         ended = self.scheduler.update_connector_output(part)
@@ -565,6 +616,8 @@ class SchedulerHalf:
         if self._summary is not None:
             params["jaxkv"] = self._summary
             self._summary = None
+        if tracked.explanation is not None:
+            params.setdefault("jaxkv", {})["explain"] = tracked.explanation
         return params or None
 
     def _note_summary(self, summary: dict[str, Any]) -> None:
@@ -733,6 +786,44 @@ class SchedulerHalf:
             new.has_unknown_weights |= earlier.has_unknown_weights
         self._requests[request.request_id] = new
         return new
+
+
+def end_before_resets() -> None:
+    """Let vLLM preempt all requests, and reset its pool, while transfers are in flight.
+
+    vLLM raises an error if blocks are still held. With asynchronous scheduling it keeps
+    those that a step in flight may write from connectors; jaxkv's transfers are ordered
+    after that step. ImportError if vLLM has no such scheduler.
+    """
+    from vllm.v1.core.sched.scheduler import (  # type: ignore[import-not-found]
+        Scheduler,
+    )
+
+    reset = Scheduler.reset_prefix_cache
+    if hasattr(reset, "__wrapped__"):
+        return  # For an earlier engine in this process.
+
+    @functools.wraps(reset)
+    def end_and_reset(
+        scheduler: Any, reset_running_requests: bool = False, *args: Any, **named: Any
+    ) -> Any:
+        half = getattr(scheduler.connector, "of_scheduler", None)
+        if not (reset_running_requests and isinstance(half, SchedulerHalf)):
+            return reset(scheduler, reset_running_requests, *args, **named)
+        half.end_transfers(scheduler)
+        deferred = getattr(scheduler, "deferred_frees", ())
+        while deferred:
+            scheduler.kv_cache_manager.block_pool.free_blocks(
+                deferred.popleft()[1][::-1]
+            )
+        defers = getattr(scheduler, "defer_block_free", False)
+        scheduler.defer_block_free = False
+        try:
+            return reset(scheduler, reset_running_requests, *args, **named)
+        finally:
+            scheduler.defer_block_free = defers
+
+    Scheduler.reset_prefix_cache = end_and_reset
 
 
 @functools.cache

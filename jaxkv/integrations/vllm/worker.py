@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
@@ -55,6 +56,8 @@ _LOG = logging.getLogger("jaxkv")
 # Seconds to compile the programs on two cores, for the log line at the start.
 _COMPILING_S = 5.0
 _TOUCHED_BYTES = 32 << 20
+# The most steps whose reports vLLM has not passed on; more than its engines have.
+_MAX_STEPS_AHEAD = 16
 
 # tpu-inference's caches are `[num_blocks, block, heads, packing, head_dim]`. These axes
 # separate heads, and a head's keys from its values.
@@ -86,6 +89,7 @@ class WorkerReport:
     # and the number of such steps so far, by the host's process index.
     misfits: frozenset[Adapter] = frozenset()
     num_misfits: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    number: int = 0  # Among the reports of its worker.
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Combine the reports of two hosts, the scheduler's first, as executors do."""
@@ -155,6 +159,9 @@ class WorkerHalf:
         self._num_misfits = 0
         WORKERS[engine_id] = self
         self._refused = NO_REPORTS  # Since the last poll.
+        # The last reports: vLLM may not have passed them on to the scheduler yet.
+        self._reports: deque[WorkerReport] = deque(maxlen=_MAX_STEPS_AHEAD)
+        self._num_reports = 0
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
         self._ranks: Ranks | None = None
@@ -428,6 +435,16 @@ class WorkerHalf:
         self._put_back(runner, pool)
         return output
 
+    def end_transfers(self) -> tuple[list[WorkerReport], WorkerReport | None]:
+        """Wait for all transfers; return the last reports, and a new one, if any."""
+        earlier, worker = list(self._reports), self._worker
+        if worker is not None and worker.num_in_flight:
+            ended = self._drain(self._runner, worker)
+            self._refused = ConnectorOutput.aggregate([self._refused, ended])
+        self.poll()
+        self._failed_blocks.clear()
+        return earlier, self.take_report()
+
     def _is_listed(self) -> bool:
         """Whether the store has been listed, or took too long."""
         storage = self._worker.storage if self._worker is not None else None
@@ -498,13 +515,17 @@ class WorkerHalf:
         if self._ranks is not None:
             report, by_rank = NO_REPORTS, self._ranks.cut(report)
         head = report, self._num_lost_pools, adapters, is_listed
-        return WorkerReport(
+        self._num_reports += 1
+        new = WorkerReport(
             *head,
             *rates,
             by_rank=by_rank,
             misfits=misfits,
             num_misfits={jax.process_index(): self._num_misfits},
+            number=self._num_reports,
         )
+        self._reports.append(new)
+        return new
 
     def _refuse(self, output: ConnectorOutput) -> None:
         """Report transfers as failed, however they ended."""

@@ -9,7 +9,6 @@ for each scenario: the tokens and log-probabilities of each request, and what wa
 counted.
 """
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -282,9 +281,8 @@ def interruptions(run):
         }
         num_steps += 1
         if num_steps % 25 == 0 and run.options["interrupts"]:
-            # It raises if blocks were in flight, but preempts all requests.
-            with contextlib.suppress(RuntimeError):
-                engine.reset_prefix_cache(reset_running_requests=True)
+            # It raises if blocks are still held.
+            assert engine.reset_prefix_cache(reset_running_requests=True)
     run.answers += [{"tokens": done[user], "logprobs": []} for user in sorted(done)]
     run.count()
 
