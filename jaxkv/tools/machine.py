@@ -40,7 +40,6 @@ def machine() -> dict[str, object]:
 
 
 def system() -> dict[str, object]:
-    """Describe the system in brief."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
@@ -48,7 +47,6 @@ def system() -> dict[str, object]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python, jaxkv, its dependencies and given packages."""
     installed = {
         "python": platform.python_version(),
         "jaxkv": __version__,
@@ -63,20 +61,17 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def num_cpus() -> int | None:
-    """Return the number of CPUs for this process; None if unknown."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
 
 
 def cpu_model() -> str | None:
-    """Return the model of the CPU; None if unknown."""
     match = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return match[1] if match else None
 
 
 def last_level_cache_bytes() -> int | None:
-    """Return the size of the largest CPU cache; None if unknown."""
     sizes = []
     for path in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"):
         match = re.fullmatch(r"(\d+)([KMG])", _read(path).strip())

@@ -38,7 +38,6 @@ def render_page(
     sections: Sequence[Section],
     command: str,
 ) -> str:
-    """Write a page."""
     listed = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts)
     contents = "".join(
         f'<li><a href="#{section.name}">{escape(section.title)}</a></li>'
@@ -67,7 +66,6 @@ def _render_section(section: Section) -> str:
 
 
 def paragraphs(lines: Iterable[str], kind: str = "") -> str:
-    """Write texts as paragraphs, of a class of the style sheet."""
     opened = f'<p class="{kind}">' if kind else "<p>"
     return "".join(f"{opened}{escape(line)}</p>" for line in lines)
 
@@ -78,7 +76,6 @@ def code(label: str, text: str) -> str:
 
 
 def bullets(items: Iterable[str]) -> str:
-    """Write a list, of HTML."""
     return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 

@@ -128,7 +128,6 @@ class Chart(NamedTuple):
 
     @property
     def drawn(self) -> list[tuple[Line, Look]]:
-        """The lines that are drawn, each with its look."""
         return [(line, line.look) for line in self.lines if line.look is not None]
 
     @property
@@ -141,7 +140,6 @@ class Chart(NamedTuple):
 
 
 def look_of(number: int) -> Look:
-    """Choose the look of a line of a chart."""
     return Look(
         f"s{number % _NUM_COLOURS}",
         _DASHES[number // 2 % len(_DASHES)],
@@ -241,7 +239,6 @@ class _Plot:
         self.width = width - self.left - self.wide
 
     def draw(self, has_rings: bool = False) -> str:
-        """Draw the axes, the lines and their names."""
         drawn = "".join(
             self._rule(value, "rule")
             + _tag(
@@ -359,7 +356,6 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _width(texts: Sequence[str]) -> int:
-    """Estimate the pixels of the longest text."""
     return math.ceil(_LETTER_PX * max(map(len, texts)))
 
 
@@ -383,5 +379,4 @@ def spread(
 
 
 def with_minus(text: str) -> str:
-    """Write numbers below 0 with a minus, which is longer than a hyphen."""
     return text.replace("-", "\N{MINUS SIGN}")

@@ -83,14 +83,17 @@ def _show_lines() -> Iterator[OnProgress]:
     def show(label: str, done: int, total: int) -> None:
         label = one_line(label.partition(": ")[0])
         if label not in quarters:
-            start = "\n" if quarters else ""
+            start = "\n" if is_within_line.is_set() else ""
             print(f"{start}{label} ...", end="", file=sys.stderr, flush=True)
             is_within_line.set()
             quarters[label] = 0
         quarter = 4 * done // total if total else 0
         if quarter > quarters[label] and label == list(quarters)[-1]:
             quarters[label] = quarter
-            print(f" {25 * quarter}%", end="", file=sys.stderr, flush=True)
+            end = "\n" if quarter == 4 else ""  # The output may follow.
+            print(f" {25 * quarter}%", end=end, file=sys.stderr, flush=True)
+            if end:
+                is_within_line.clear()
 
     try:
         yield show

@@ -48,7 +48,6 @@ class Speed:
 
     @property
     def text(self) -> str:
-        """Both figures, ``best / p50``."""
         return f"{self.best_gb_per_s:.2f} / {self.p50_gb_per_s:.2f}"
 
 
@@ -103,7 +102,6 @@ def speed(num_bytes: int, seconds: Sequence[float]) -> Speed:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
     start_s = time.perf_counter()
     call()
     return time.perf_counter() - start_s
@@ -178,7 +176,6 @@ class SpeedBench:
         return self._device_ids, self._host_ids
 
     def copy(self, direction: Direction) -> None:
-        """Save the chosen blocks, or load them."""
         if direction == "save":
             self.engine.save(self.pool, self._device_ids, self._host_ids)
         else:
@@ -247,7 +244,6 @@ class CopyLimit:
         self._next = 0
 
     def copy(self, direction: Direction) -> None:
-        """Copy the bytes once; both directions are the same here."""
         del direction
         np.copyto(self._target[self._next], self._source[self._next])
         self._next = (self._next + 1) % len(self._source)
@@ -269,7 +265,6 @@ class DevicePutLimit:
         memory.wait_for(self._on_host)
 
     def copy(self, direction: Direction) -> None:
-        """Copy the next of the arrays."""
         index = self._next
         self._next = (self._next + 1) % len(self._on_device)
         source, target, place = (

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -51,8 +52,6 @@ class Command(NamedTuple):
 
 
 def whole_number_from(minimum: int) -> Callable[[str], int]:
-    """Make a parser of whole numbers."""
-
     def parse(text: str) -> int:
         # At most nine digits: enough, and the limit for a seed of the weights.
         if re.fullmatch(r"\d{1,9}", text) and int(text) >= minimum:
@@ -67,8 +66,6 @@ def whole_number_from(minimum: int) -> Callable[[str], int]:
 def number_from(
     minimum: float, limits_text: str, maximum: float = _MAX_NUMBER
 ) -> Callable[[str], float]:
-    """Make a parser of numbers."""
-
     def parse(text: str) -> float:
         is_number = re.fullmatch(r"\d{1,18}(\.\d{1,9})?([eE][+-]?\d{1,2})?", text)
         if is_number and minimum <= float(text) < maximum:
@@ -81,14 +78,13 @@ def number_from(
 
 
 def one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    """Make a parser of names."""
+    return partial(_parse_name, choices)
 
-    def parse(text: str) -> str:
-        if text in choices:
-            return text
-        raise ValueError(f"unknown {shown(text)}: {did_you_mean(text, choices)}")
 
-    return parse
+def _parse_name(choices: Sequence[str], text: str) -> str:
+    if text in choices:
+        return text
+    raise ValueError(f"unknown {shown(text)}: {did_you_mean(text, choices)}")
 
 
 def parse_port(text: str) -> int:
@@ -126,8 +122,12 @@ class Option(NamedTuple):
 
     @property
     def field(self) -> str:
-        """Its attribute of `Args`."""
         return self.name.removeprefix("--").replace("-", "_")
+
+    @property
+    def choices(self) -> Sequence[str]:
+        """The names that it takes; empty if it takes others."""
+        return self.parse.args[0] if isinstance(self.parse, partial) else ()
 
 
 class Usage:
@@ -170,7 +170,6 @@ class Usage:
 
     @property
     def help(self) -> str:
-        """The help of the command."""
         line = " ".join(
             filter(None, ("usage:", self.name, self._argument, "[options]"))
         )
@@ -178,7 +177,6 @@ class Usage:
         return f"{line}\n\n{textwrap.fill(self._description, _WIDTH)}\n\n{entries}"
 
     def _render(self, entry: re.Match[str]) -> str:
-        """Write an entry in two columns."""
         option = self.options.get(_match(entry[1])[2])
         about = option.about if option else " ".join(entry[2].split())
         left, indent = f"  {entry[1]:{_COLUMN - 3}} ", " " * _COLUMN

@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import json
+import shlex
 import socket
+import subprocess
 
 import pytest
 from rich.console import Console
 
-from jaxkv.tools import console, progress
+from jaxkv.tools import commands, console, progress
 from jaxkv.tools import main as cli
 from jaxkv.tools.demo import command, run
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
@@ -73,6 +75,34 @@ def test_help_lists_the_commands_their_parts_and_their_options(capsys):
     ):
         assert cli.main(words.split()) == 0
         assert expected in capsys.readouterr().out, words
+
+
+def test_help_fits_80_columns_and_its_examples_are_command_lines():
+    for name, usage in commands.load_usages().items():
+        assert max(map(len, usage.help.split("\n"))) <= 80, name
+        examples = usage.help.partition("examples:\n")[2].splitlines()
+        assert examples, name
+        for example in examples:
+            words = shlex.split(example)
+            assert example.startswith(f"  jaxkv {name}"), example
+            usage.parse(words[1 + len(name.split()) :])
+
+
+def test_a_shell_completes_commands_options_and_names(capsys, tmp_path):
+    assert cli.main(["--completion"]) == 0
+    script = tmp_path / "jaxkv"
+    script.write_text(capsys.readouterr().out)
+    complete = '. "$0"; COMP_WORDS=(jaxkv "$@"); COMP_CWORD=$#; _jaxkv; '
+    for words, expected in (
+        (["d"], "demo doctor"),
+        (["store", ""], "ls size rm --help"),
+        (["store", "rm", "--n"], "--namespace"),
+        (["demo", "--mode", ""], "eager lazy"),
+        (["demo", "--json", ""], ""),  # Files
+    ):
+        echo = f"{complete} echo ${{COMPREPLY[*]}}"
+        line = ["bash", "-c", echo, str(script), *words]
+        assert subprocess.check_output(line, text=True) == f"{expected}\n", words
 
 
 def test_options_reach_the_run(fake, run_line, tmp_path):

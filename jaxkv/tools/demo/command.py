@@ -82,6 +82,10 @@ output:
       (default: until the comparison ends)
 {PLOT_OPTION.format("time to first token by turn")}
 {OUTPUT_OPTIONS}
+
+examples:
+  jaxkv demo
+  jaxkv demo --layers hybrid --record requests.jsonl --plot ttft.svg
 """,
     {
         "--seed": whole_number_from(0),
@@ -94,7 +98,6 @@ output:
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     names = {field.name for field in dataclasses.fields(DemoConfig)}
     values = {name: value for name, value in vars(args).items() if name in names}
     config = DemoConfig(**values | {"cache_policy": args.policy})

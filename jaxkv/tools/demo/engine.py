@@ -109,7 +109,6 @@ class EngineRequest:
 
     @property
     def ttft_s(self) -> float:
-        """Time from the arrival to the first token."""
         return self.first_token_s - self.arrival_s
 
     @property
@@ -151,7 +150,6 @@ class Batcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
         return bool(self._waiting or self._active)
 
     def add(self, request: EngineRequest) -> None:
@@ -392,7 +390,6 @@ class Batcher:
         bisect.insort(self._waiting, request, key=attrgetter("number"))
 
     def _release(self, request: EngineRequest) -> None:
-        """Free all blocks of a request, and drop its offer."""
         if self._offload is not None:
             self._offload.request_preempted(request)
         self._free_all(request)
@@ -413,10 +410,7 @@ class Engine:
     """Generates greedily for many requests at a time, on one thread."""
 
     def __init__(
-        self,
-        steps: Steps,
-        config: EngineConfig,
-        recorder: TraceRecorder | None = None,
+        self, steps: Steps, config: EngineConfig, recorder: TraceRecorder | None = None
     ) -> None:
         self.config = config
         self.blocks = DeviceBlockPool(config.device_blocks)  # The device tier
@@ -457,7 +451,6 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
         return self._batcher.has_work
 
     @property
@@ -544,7 +537,6 @@ class Engine:
 
     @property
     def has_storage(self) -> bool:
-        """Whether there is a store behind the host tier."""
         return self.worker is not None and self.worker.storage is not None
 
     def list_storage(self) -> None:

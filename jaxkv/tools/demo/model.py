@@ -249,11 +249,7 @@ def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> Pool:
 
 
 def paged_hidden(
-    model: Transformer,
-    pool: Pool,
-    tokens: Array,
-    positions: Array,
-    tables: Array,
+    model: Transformer, pool: Pool, tokens: Array, positions: Array, tables: Array
 ) -> tuple[Pool, Array]:
     """Run all layers on sequences with their KV in the pool; write their new KV.
 

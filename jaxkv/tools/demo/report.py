@@ -86,10 +86,7 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
         "on": _run_json(on),
         "bandwidth": dataclasses.asdict(record.bandwidth),
         "config": _config_json(record.config),
-        "machine": {
-            **system(),
-            "device": jax.devices()[0].device_kind,
-        },
+        "machine": {**system(), "device": jax.devices()[0].device_kind},
         "versions": versions("flax"),
     }
 
@@ -119,7 +116,6 @@ def _turn_numbers(run: RunRecord) -> list[int]:
 
 
 def print_report(record: DemoRecord, console: Console) -> None:
-    """Print the figures of both runs side by side."""
     sections = [(None, rows(record)) for rows in (_ttft_rows, _token_rows, _rows)]
     print_table(("KV offloading", "off", "on"), sections, console=console)
     console.print()

@@ -23,11 +23,7 @@ from jaxkv.tools.demo.records import (
     TurnRecord,
 )
 from jaxkv.tools.demo.steps import make_steps
-from jaxkv.tools.demo.workload import (
-    Conversation,
-    arrival_order,
-    make_conversations,
-)
+from jaxkv.tools.demo.workload import Conversation, arrival_order, make_conversations
 from jaxkv.tools.speed import measure_bandwidth
 
 OnEngine: TypeAlias = Callable[[Engine], None]
@@ -59,12 +55,10 @@ def check_config(config: DemoConfig) -> None:
 
 
 def model_config(config: DemoConfig) -> ModelConfig:
-    """Return the configuration of the demo's model."""
     return ModelConfig(layers=config.layers, window_tokens=config.window_tokens)
 
 
 def block_bytes(config: DemoConfig) -> int:
-    """Compute the bytes of a KV block of all layers of a group."""
     return config.block_size * model_config(config).kv_bytes_per_token
 
 
@@ -204,7 +198,6 @@ class Session:
         self._engine.close()
 
     def record(self) -> RunRecord:
-        """Return the record so far."""
         worker, transfer = self._engine.worker, self._engine.transfer
         bytes_each = transfer.block_bytes if transfer else 0
         stats = self._engine.offload.stats if self._engine.offload else OffloadStats()

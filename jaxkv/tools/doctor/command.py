@@ -53,6 +53,10 @@ store and extras:
 
 output:
 {OUTPUT_OPTIONS}
+
+examples:
+  jaxkv doctor
+  jaxkv doctor --host-bytes 64GiB --storage /mnt/kv --need metrics
 """,
     {"--need": one_of(list(EXTRAS))},
 )

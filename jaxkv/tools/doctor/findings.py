@@ -85,7 +85,6 @@ def _why(limit: HostLimit, size: int, rest: str) -> str:
 
 
 def judge(facts: Facts, question: Question) -> list[Finding]:
-    """Return what is wrong, then the notes."""
     findings = [
         *_backend_findings(facts),
         *(Finding("wrong", fault) for fault in facts.config_faults),

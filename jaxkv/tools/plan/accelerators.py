@@ -77,7 +77,6 @@ def find_accelerator(device_kind: str) -> Accelerator | None:
 
 
 def measure_flops_per_s() -> float:
-    """Time products of matrices in float32 on this machine."""
     product = jax.jit(jnp.matmul)
     rows = jnp.ones((_ROWS, _ROWS), jnp.float32)
     product(rows, rows).block_until_ready()

@@ -107,6 +107,11 @@ output:
 {files.PLOT_OPTION.format("tokens found and time saved against the size")}
 {files.OUTPUT_OPTIONS}
 {files.HTML_OPTION}
+
+examples:
+  jaxkv plan {_SYNTHETIC}
+  jaxkv plan trace.jsonl.gz --policy all,optimum --capacity 1%,10%
+  jaxkv plan trace.jsonl --model llama-3.1-8b --accelerator h100 --html out.html
 """,
     {
         **dict.fromkeys(
@@ -128,7 +133,6 @@ _OF_MODEL = (
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     files.check_files(args)
     files.check_extra("plan")
     names = "route", "storage_blocks", "storage_bytes"
@@ -195,7 +199,6 @@ def run(args: Args) -> int:
 
 
 def _open_trace(paths: list[str], block_size: int | None) -> Trace:
-    """Read the trace that a command line names, or make one up."""
     text = paths[0]
     name, _, number = text.partition(":")
     if name == _SYNTHETIC and len(paths) == 1:

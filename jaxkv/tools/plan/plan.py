@@ -144,7 +144,6 @@ class Recommendation:
 
     @property
     def pays(self) -> bool:
-        """Whether offloading pays."""
         return self.row is not None
 
 

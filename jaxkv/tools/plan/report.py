@@ -11,13 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._util import (
-    percent_text,
-    rounded_size,
-    size_text,
-    three_digits,
-    time_text,
-)
+from jaxkv._util import percent_text, rounded_size, size_text, three_digits, time_text
 from jaxkv.config import variable_of
 from jaxkv.tools import page
 from jaxkv.tools.console import print_charts, print_facts, print_lines
@@ -78,7 +72,6 @@ _DRAWN = "found", "saved"
 
 
 def print_setting(setting: Setting) -> None:
-    """Print what a plan is made with, and what of it is assumed."""
     print_facts(_facts_of(setting), 10)
 
 
@@ -242,7 +235,6 @@ def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
 
 
 def print_plan(setting: Setting, plan: Plan) -> None:
-    """Print what every size and policy would do, and the recommendation."""
     optimum, head = f"  {_label_of(OPTIMUM)}", _head_of(setting)
     print_charts(
         _charts_of(setting, plan),
@@ -279,7 +271,6 @@ def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
 
 
 def store_sentence(setting: Setting, plan: Plan) -> str:
-    """Return a sentence on the gain from a store."""
     demand, base, num = plan.demand, plan.base, setting.fleet.num_engines
     whose = f"the {num:,} engines share" if num > 1 else "the engine has to itself"
     hosts = f"{'hosts' if num > 1 else 'a host'} of {_size_text(setting, base.size)}"
@@ -422,7 +413,6 @@ def sentence(setting: Setting, plan: Plan) -> str:
 
 
 def _finding(setting: Setting, plan: Plan) -> str:
-    """Return a sentence on the policy that finds most at each size."""
     best: dict[int, PlanRow] = {}
     for row in plan.rows:
         before = best.setdefault(row.size, row)
@@ -459,7 +449,6 @@ def _settings_text(setting: Setting, plan: Plan) -> str:
 
 
 def _why_not(setting: Setting, plan: Plan, reason: Reason) -> str:
-    """Return why offloading does not pay."""
     demand, timing, admission = plan.demand, setting.timing, setting.admission
     rows = [row for row in plan.rows if row.policy != OPTIMUM]
     returning = percent_text(demand.returning_tokens, demand.input_tokens)
@@ -514,7 +503,6 @@ def _fields(value: object, *names: str) -> dict[str, Any]:
 
 
 def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
-    """Convert a plan for ``json.dump``."""
     trace, demand, fleet = setting.trace, plan.demand, setting.fleet
     names = "name", "num_requests", "num_block_refs", "num_unique_blocks", "block_size"
     figures: dict[str, Any] = {"trace": _fields(trace, *names)}
@@ -603,7 +591,6 @@ def _row_figures(setting: Setting, row: PlanRow, demand: Demand) -> dict[str, An
 
 
 def draw_plan(setting: Setting, plan: Plan) -> str:
-    """Draw tokens found and time saved against the size, a line for each policy."""
     drawn = [chart for chart in _charts_of(setting, plan) if chart.about]
     names = [setting.trace.name]
     names += [] if setting.timing is None else [setting.timing.model.name]
@@ -614,7 +601,6 @@ def draw_plan(setting: Setting, plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    """Return the title of the picture."""
     choice, demand = plan.recommendation, plan.demand
     if choice is None:
         wins = Counter(row.policy for row in _marked(plan))

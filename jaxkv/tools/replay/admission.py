@@ -110,7 +110,6 @@ class AskedGate:
         )
 
     def note(self, request: int) -> list[bool]:
-        """Count what a request asks for; say which of its blocks may be stored."""
         ids = self._trace.blocks_of(request).tolist()
         names = [number.to_bytes(4, "little") for number in ids]
         self._reuse.count(names[: self._num_asked[request]])

@@ -99,7 +99,6 @@ class DeviceCache:
         return len(self._find(request)[1])
 
     def serve(self, request: int) -> int:
-        """Serve a request; return how many blocks of it were there."""
         keys, cached = self._find(request)
         pool, num_held = self._pool, int(self._device.held[request])
         pool.touch(cached)

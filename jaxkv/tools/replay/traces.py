@@ -76,12 +76,10 @@ class Recording:
 
     @property
     def num_device_hit_tokens(self) -> int:
-        """Tokens that were found on the device."""
         return int(np.maximum(self.device_tokens, 0).sum())
 
     @property
     def num_host_hit_tokens(self) -> int:
-        """Tokens that came from the host."""
         return int(np.maximum(self.host_tokens, 0).sum())
 
 
@@ -111,7 +109,6 @@ class Trace:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests."""
         return len(self.offsets) - 1
 
     @property
@@ -130,7 +127,6 @@ class Trace:
         return self.num_blocks - self.num_output_blocks
 
     def blocks_of(self, request: int) -> NDArray[np.int32]:
-        """Return the blocks of a request: i32[n]."""
         return self.ids[self.offsets[request] : self.offsets[request + 1]]
 
     def tokens_of(self, hits: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -433,7 +429,6 @@ class _BadLineError(Exception):
 
 
 def _read_part(path: pathlib.Path, block_size: int | None) -> _Part:
-    """Read a file."""
     part = _Part(block_size or BLOCK_SIZE)
     form: _Format | None = None
     start_ms: float | None = None

@@ -57,7 +57,6 @@ _GAUGES = {
 
 
 def measure(before: Page, after: Page) -> Figures:
-    """Return what the engines of a page did between two readings."""
     # A counter falls only with a new process, whose counts began at 0.
     has_restarted = any(
         (_total(after, name) or 0.0) < (_total(before, name) or 0.0)
@@ -128,7 +127,6 @@ def _total(page: Page, name: str, direction: str = "") -> float | None:
 
 
 def _buckets(page: Page, name: str) -> Mapping[float, float]:
-    """Return the counts of a histogram's buckets by their upper bounds."""
     counts: dict[float, float] = defaultdict(float)
     for labels, value in page.samples.get(f"{name}_bucket", {}).items():
         with contextlib.suppress(ValueError):

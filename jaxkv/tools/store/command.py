@@ -40,6 +40,8 @@ store:
 _OUTPUT = f"""
 output:
 {OUTPUT_OPTIONS}
+
+examples:
 """
 
 
@@ -57,12 +59,12 @@ _LS = Usage(
     "jaxkv store ls",
     "List the namespaces of a store. An engine's start line has the name of its own. "
     "Buckets do not record when blocks were used.",
-    f"{_STORE}{_OUTPUT}",
+    f"{_STORE}{_OUTPUT}  jaxkv store ls /mnt/kv",
 )
 _SIZE = Usage(
     "jaxkv store size",
     "Add up the blocks and bytes of all namespaces of a store.",
-    f"{_STORE}{_OUTPUT}",
+    f"{_STORE}{_OUTPUT}  jaxkv store size s3://bucket/kv",
 )
 _RM = Usage(
     "jaxkv store rm",
@@ -75,7 +77,7 @@ what to remove:
   --namespace NAME  a name that `jaxkv store ls` prints (required)
   --yes  do not ask for confirmation
   --force  remove it even if it was used in the last 5 minutes
-{_OUTPUT}""",
+{_OUTPUT}  jaxkv store rm /mnt/kv --namespace {_ROOT}/{"0123456789abcdef" * 2}""",
     {"--namespace": _parse_name},
 )
 
@@ -139,7 +141,6 @@ def _size(args: Args) -> int:
 
 
 def _read(args: Args) -> tuple[str, list[Namespace], list[str], int | None]:
-    """Return the store's URL, namespaces, unreadable folders and free bytes."""
     from jaxkv.tools.store import namespaces as reading
     from jaxkv.transfer.storage import LocalStore
 

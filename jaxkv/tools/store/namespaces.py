@@ -63,7 +63,6 @@ class Namespace:
         return max(0.0, time.time() - self.used_us / 1e6)
 
     def add(self, name: str, rest: str) -> None:
-        """Count an object by its name."""
         if match := BLOCK_NAME.fullmatch(rest):
             self.num_objects[int(match[3])] += 1
             if len(self.samples) < _MAX_SAMPLES:

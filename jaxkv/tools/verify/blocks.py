@@ -103,7 +103,7 @@ LAYOUTS = {
             "q": (_leaf((24, 5), "int8"), _leaf((24, 3, 4), "float8_e5m2")),
             "scalar": _leaf((24,), "float32"),
             "flag": _leaf((24, 2, 2), "bool"),
-        },
+        }
     ),
     "one extent in flight at a time": Pool(
         _layers((24, 16, 8, 128)),
@@ -120,7 +120,6 @@ _SHARDED = {
 
 
 def ways_here() -> tuple[Way, ...]:
-    """Return the ways of this platform, the engine's default first."""
     return _WAYS.get(jax.devices()[0].platform, (Way("staged"),))
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from jaxkv._util import shown
+from jaxkv._util import shown, time_text
 from jaxkv._util.files import check_folder, open_file
 from jaxkv.tools.console import print_plain
 from jaxkv.tools.files import OUTPUT_OPTIONS, check_extra, check_files, write_files
@@ -75,6 +75,10 @@ results:
   --folder PATH  where the results of each stage are kept
   --resume  go on with the results in that folder, after a crash of the machine
 {OUTPUT_OPTIONS}
+
+examples:
+  jaxkv verify --quick
+  jaxkv verify --only speed --json speed.json
 """,
     {
         "--only": one_of(_NAMES),
@@ -108,8 +112,8 @@ def run(args: Args) -> int:
         _prepare(args.folder, args.resume),
         show_progress(is_quiet=args.quiet) as on_progress,
     ):
-        minutes = f"{budget_s / 60:.3g} min"
-        print_plain([f"{len(stages)} of {len(STAGES)} stages, at most {minutes}", ""])
+        limit = f"at most {time_text(budget_s)}"
+        print_plain([f"{len(stages)} of {len(STAGES)} stages, {limit}", ""])
         run_stages(stages, args.folder, budget_s, stall_s, on_progress, on_stage)
     seconds = round(time.monotonic() - start_s, 1)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()

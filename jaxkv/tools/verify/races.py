@@ -82,7 +82,6 @@ class _Race:
         self._loads: dict[Ticket, tuple[Ids, Ids]] = {}
 
     def calibrate(self) -> float:
-        """Make a step take some milliseconds; return the seconds."""
         nothing = np.full(_NUM_WRITTEN, _NUM_BLOCKS, np.int32)
         tags = np.zeros(_NUM_WRITTEN, np.uint32)
         self.pool, took_s = self._step.calibrate(_STEP_S, self.pool, nothing, tags)
@@ -112,7 +111,6 @@ class _Race:
         self.pool = self._step(self.pool, ids, new)
 
     def check(self) -> None:
-        """Wait for the comparisons so far."""
         for ticket, count in self._counts:
             if int(count):
                 raise WrongError(
@@ -176,7 +174,6 @@ class _Race:
         return int(self.rng.integers(1, _MAX_MOVED + 1))
 
     def _pick(self, ids: Iterable[int], max_ids: int) -> Ids:
-        """Choose distinct ids, at most all of them."""
         return self.rng.permutation(sorted(ids))[:max_ids].astype(np.int32)
 
 

@@ -97,7 +97,6 @@ class StageLog:
             file.write(f"\n{json.dumps(line)}")
 
     def write(self, *result: Any) -> None:
-        """Append a result, given by its fields."""
         self.append(result=Result(*result)._asdict())
 
     def size(self) -> int:

@@ -88,7 +88,6 @@ class Report(NamedTuple):
 
     @property
     def summary(self) -> list[str]:
-        """The lines that follow the verdict."""
         return [
             *([f"Not checked: {'; '.join(self.unchecked)}."] * bool(self.unchecked)),
             *(f"What to set: {text}." for text in self.advice),
@@ -97,7 +96,6 @@ class Report(NamedTuple):
 
 
 def count(results: Sequence[Result]) -> str:
-    """Count the checks by verdict, in words."""
     counts = Counter(
         "TIME" if result.detail == NO_TIME else str(result.verdict)
         for result in results
@@ -131,7 +129,6 @@ def stage_lines(stage: Stage, results: Sequence[Result]) -> Iterator[str]:
 
 
 def last_lines(report: Report, folder: str) -> Iterator[str]:
-    """Yield what the results come to."""
     yield f"{report.verdict}: {count(report.results)}, in {report.seconds:.0f} s."
     yield from report.summary
     if report.verdict == "FAIL":
