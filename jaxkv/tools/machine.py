@@ -39,13 +39,6 @@ def machine() -> dict[str, object]:
     }
 
 
-def system() -> dict[str, object]:
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu_count": os.cpu_count(),
-    }
-
-
 def versions(*packages: str) -> dict[str, str]:
     installed = {
         "python": platform.python_version(),

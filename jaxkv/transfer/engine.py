@@ -337,10 +337,7 @@ class TransferEngine:
 
     @owned
     def load(
-        self,
-        pool: PyTree,
-        host_block_ids: BlockIdsLike,
-        device_block_ids: BlockIdsLike,
+        self, pool: PyTree, host_block_ids: BlockIdsLike, device_block_ids: BlockIdsLike
     ) -> tuple[PyTree, Ticket]:
         """Copy host blocks to device blocks.
 

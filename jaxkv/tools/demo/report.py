@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
 from rich.console import Console
 
 from jaxkv._util import rounded_size
 from jaxkv.tools.console import print_table
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
-from jaxkv.tools.machine import system, versions
+from jaxkv.tools.machine import machine, versions
 from jaxkv.tools.pictures import Chart, Line, Places, Scale, draw_picture, look_of
 from jaxkv.transfer.storage.store_url import shown_url
 
@@ -86,7 +85,7 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
         "on": _run_json(on),
         "bandwidth": dataclasses.asdict(record.bandwidth),
         "config": _config_json(record.config),
-        "machine": {**system(), "device": jax.devices()[0].device_kind},
+        "machine": machine(),
         "versions": versions("flax"),
     }
 

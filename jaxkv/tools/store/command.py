@@ -96,13 +96,12 @@ def _ls(args: Args) -> int:
         for namespace in namespaces
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        f"{row[0]:{widths[0]}}  "
-        + "  ".join(
-            f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)
-        )
-        for row in rows
-    ]
+    lines = []
+    labels = "", *(namespace.label for namespace in namespaces)
+    for row, label in zip(rows, labels, strict=True):
+        cells = map(str.rjust, row[1:], widths[1:])
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+        lines += [f"  {label}"] * bool(label)
     print_plain(lines if namespaces else [f"No namespaces in {url}."])
     figures = {
         "url": url,
@@ -231,7 +230,7 @@ def _confirm(namespace: Namespace, url: str) -> None:
     print(
         f"{namespace.folder} in {one_line(url)}: {namespace.num_blocks:,} blocks, "
         f"{size_text(namespace)}, last used {age_text(namespace.age_s)}.\n"
-        "Remove it? [y/N] ",
+        f"{namespace.label or 'No label'}. Remove it? [y/N] ",
         end="",
         file=sys.stderr,
         flush=True,

@@ -41,9 +41,7 @@ _SERVER = _Scheme(
     *(_NODE, "(?:/[0-9]*/?)?", False, None, "redis"),
 )
 _CLUSTER = _SERVER._replace(
-    form="{}://HOST:PORT, or several nodes: HOST:PORT,HOST:PORT",
-    host=_NODES,
-    path="/?",
+    form="{}://HOST:PORT, or several nodes: HOST:PORT,HOST:PORT", host=_NODES, path="/?"
 )
 _SCHEMES: Mapping[str, _Scheme] = {
     "file": _Scheme(

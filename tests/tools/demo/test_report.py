@@ -94,7 +94,7 @@ def test_json_has_the_figures_that_matter():
     assert got["on"]["turns"][2]["host_hit_tokens"] == 700
     assert got["config"]["device_blocks"] == DemoConfig().device_blocks
     assert got["versions"]["jax"]
-    assert got["machine"]["cpu_count"] >= 1
+    assert got["machine"]["num_cpus"] >= 1
 
 
 TABLE = """
