@@ -1,4 +1,4 @@
-"""Facts about the machine of a measurement, and quartiles of its times."""
+"""Facts about the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ import os
 import pathlib
 import platform
 import re
-import statistics
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from jaxkv import __version__
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """Return the lower quartile, the median and the upper quartile.
-
-    >>> quartiles([1.0, 2.0, 3.0])
-    [1.0, 2.0, 3.0]
-    """
-    return statistics.quantiles(values, n=4)
 
 
 def machine() -> dict[str, object]:

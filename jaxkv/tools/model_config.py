@@ -59,7 +59,6 @@ NAMED_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
-    """Find a model's configuration, and its name for display."""
     if model in NAMED_MODELS:
         return model, NAMED_MODELS[model]
     path = pathlib.Path(model)

@@ -71,7 +71,6 @@ def paragraphs(lines: Iterable[str], kind: str = "") -> str:
 
 
 def code(label: str, text: str) -> str:
-    """Write lines of code, with a label for screen readers."""
     return f'<pre tabindex="0" aria-label="{label}"><code>{escape(text)}</code></pre>'
 
 
@@ -79,14 +78,11 @@ def bullets(items: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
-def section(chart: Chart, mark: str, title: str = "") -> Section:
-    """Write a chart and its table as a part of a page."""
-    inside = _drawn(chart) + _table(chart, mark)
-    return Section(chart.key, title or chart.title, inside)
+def section(chart: Chart, mark: str) -> Section:
+    return Section(chart.key, chart.title, _drawn(chart) + _table(chart, mark))
 
 
 def _table(chart: Chart, mark: str) -> str:
-    """Write a table that scrolls by itself where it is too wide."""
     places, name = chart.places, chart.key
     notes = places.notes or [""] * len(places.names)
     columns = "".join(
@@ -104,7 +100,7 @@ def _table(chart: Chart, mark: str) -> str:
         body += f'<tr><th scope="row">{escape(line.name)}</th>{texts}</tr>'
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-labelledby="{name}-c">'
-        f'<table id="{name}-t"><caption id="{name}-c"><span>{escape(chart.caption)}'
+        f'<table id="{name}-t"><caption id="{name}-c"><span>{escape(chart.title)}'
         "</span></caption>"
         f'<thead><tr><th scope="col">{escape(places.title)}</th>{columns}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"

@@ -111,16 +111,13 @@ class Scale(NamedTuple):
     at_axis: Callable[[float], str]
     in_short: Callable[[float], str]  # At the end of a line
     in_full: Callable[[float], str]  # In tables and tips
-    has_zero: bool = False  # Whether a line is drawn at 0
 
 
 class Chart(NamedTuple):
     """Figures of several lines at the same places."""
 
     key: str  # For machines: letters, digits and "_"
-    what: str  # What the values are, in a few words
-    title: str  # The same with the whole, or the baseline
-    caption: str  # The same with their unit
+    title: str  # What the values are
     places: Places  # Where the values stand
     lines: Sequence[Line]  # At least one
     scale: Scale  # How values are written
@@ -150,35 +147,31 @@ def look_of(number: int) -> Look:
 def draw_picture(
     title: str,
     facts: str,
-    grid: Sequence[Sequence[Chart]],
+    charts: Sequence[Chart],
     below: str,
     *,
     has_rings: bool = False,
 ) -> str:
-    """Draw rows of charts as an SVG file, with a title, and facts below it.
-
-    Marked values have rings.
-    """
+    """Draw charts side by side as an SVG file; marked values may have rings."""
     width, height, top = 640, 380, 44
     inside = _tag("title", escape(title)) + _tag("style", PALETTE)
     inside += _tag("rect", width="100%", height="100%", style="fill:var(--paper)")
     inside += _tag("text", escape(title), class_="name", x=8, y=28, font_size=18)
-    for row, charts in enumerate(grid):
-        for column, chart in enumerate(charts):
-            below_px = 56 if chart.places.notes else 40
-            plot = _Plot(chart, width, height - below_px - 46)
-            inside += _tag(
-                "svg",
-                _tag("text", escape(chart.what), class_="name", x=8 - plot.left, y=-18)
-                + _tag("text", escape(below), x="50%", y=plot.height + below_px, **_MID)
-                + plot.draw(has_rings),
-                x=column * width + plot.left,
-                y=top + row * height + 34,
-                width=plot.width,
-                height=plot.height,
-                overflow="visible",
-            )
-    width, height = width * max(map(len, grid)), top + height * len(grid) + 32
+    for column, chart in enumerate(charts):
+        below_px = 56 if chart.places.notes else 40
+        plot = _Plot(chart, width, height - below_px - 46)
+        inside += _tag(
+            "svg",
+            _tag("text", escape(chart.title), class_="name", x=8 - plot.left, y=-18)
+            + _tag("text", escape(below), x="50%", y=plot.height + below_px, **_MID)
+            + plot.draw(has_rings),
+            x=column * width + plot.left,
+            y=top + 34,
+            width=plot.width,
+            height=plot.height,
+            overflow="visible",
+        )
+    width, height = width * len(charts), top + height + 32
     inside += _tag("text", escape(facts), x=8, y=height - 12, **_colour("soft"))
     style = f"color:var(--ink);font:{_FONT_PX}px system-ui,sans-serif"
     box = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
@@ -246,7 +239,7 @@ class _Plot:
             )
             for value, name in self.ticks
         )
-        if self.low < 0 or self.chart.scale.has_zero:
+        if self.low < 0:
             drawn += self._rule(0, "soft", "zero")
         lines = (
             _tag(
@@ -264,7 +257,6 @@ class _Plot:
         return _tag("line", class_=f"rule {kind}", **ends, **_colour(colour))
 
     def _line(self, line: Line, look: Look, has_rings: bool) -> Iterator[str]:
-        """Draw a line with its marks; each mark shows its figure as a tip."""
         places, scale = self.chart.places, self.chart.scale
         heights = [self._y(value) for value in line.values]
         percents = [round(100 * share, 2) for share in places.shares]
@@ -293,7 +285,6 @@ class _Plot:
             yield _tag("svg", mark, x=f"{x}%", y=y, **_OPEN)
 
     def _line_names(self) -> str:
-        """Write names and values beside the ends of lines, without overlaps."""
         gap = min(1.3 * _FONT_PX, self.height / len(self.ends))
         ends = [self._y(line.values[-1]) for line, _ in self.chart.drawn]
         heights = spread(ends, gap, gap / 2, self.height - gap / 2)

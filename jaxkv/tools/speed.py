@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.tools.console import OnProgress
-from jaxkv.tools.machine import quartiles
 from jaxkv.transfer import TransferEngine, memory
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.tickets import Direction
@@ -97,7 +96,7 @@ def speed(num_bytes: int, seconds: Sequence[float]) -> Speed:
     return Speed(
         best_gb_per_s=num_bytes / min(seconds) / 1e9,
         p50_gb_per_s=num_bytes / statistics.median(seconds) / 1e9,
-        quartiles_s=quartiles(seconds),
+        quartiles_s=statistics.quantiles(seconds, n=4),
     )
 
 
@@ -163,7 +162,6 @@ class SpeedBench:
         return [*make()]
 
     def make_limit(self) -> CopyLimit | DevicePutLimit:
-        """Make the limit of the machine: a large contiguous copy for each device."""
         return make_limit(self.num_bytes, 2 * self.num_bytes, self._by_element)
 
     def choose(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -184,7 +182,6 @@ class SpeedBench:
         self.drain()
 
     def drain(self) -> None:
-        """Wait for all transfers; raise the error of one that failed."""
         self.pool, completions = self.engine.drain(self.pool)
         for completion in completions:
             if completion.error is not None:
@@ -280,7 +277,6 @@ class DevicePutLimit:
 def make_limit(
     num_bytes: int, working_set_bytes: int, place: jax.sharding.Sharding | None = None
 ) -> CopyLimit | DevicePutLimit:
-    """Make the limit of this machine for transfers of `num_bytes` to a place."""
     if is_cpu():
         return CopyLimit(num_bytes, working_set_bytes)
     zeros = jax.jit(lambda: jnp.zeros(num_bytes // 2, jnp.uint16), out_shardings=place)

@@ -1,6 +1,6 @@
 """The options of a command: its help text is their declaration.
 
-A line such as ``  --port PORT  where to listen (default: 9400)`` declares an option
+A line such as ``  --seed N  seed of the weights (default: 0)`` declares an option
 that takes a value. The name of the value chooses its parser (`_PARSERS`, or one that
 the command names), and ``NAME,...`` takes several values, which may be repeated. An
 option without a value is a flag. ``  -q, --quiet  text`` gives one a short name, too.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,24 +87,10 @@ def _parse_name(choices: Sequence[str], text: str) -> str:
     raise ValueError(f"unknown {shown(text)}: {did_you_mean(text, choices)}")
 
 
-def parse_port(text: str) -> int:
-    """Parse the number of a port; 0 is any free one.
-
-    >>> parse_port("9400")
-    9400
-    """
-    if re.fullmatch(r"[0-9]{1,5}", text) and int(text) < 1 << 16:
-        return int(text)
-    raise ValueError(
-        f"{shown(text)} must be a port, from 0 (any that is free) to 65535"
-    )
-
-
 _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "N": whole_number_from(1),
     "X": number_from(1e-9, "above 0"),
     "SIZE": parse_bytes,
-    "PORT": parse_port,
     "FILE": Path,
     "FILE.svg": Path,
     "FORMAT": one_of(FORMATS),
@@ -187,7 +173,6 @@ class Usage:
         )
 
     def parse(self, words: Sequence[str]) -> Args:
-        """Parse the words after the command; UsageError if they are wrong."""
         values: dict[str, Any] = {
             option.field: None if option.value else False
             for option in self.options.values()
@@ -247,7 +232,7 @@ def _match(entry: str) -> re.Match[str]:
 def _default_text(option: Option, default: Any) -> str:
     values = default if isinstance(default, tuple) else (default,)
     if option.value.startswith("SIZE"):
-        return sizes_text(values)
+        values = tuple(size_text(size, "") for size in values)
     return ",".join(map(str, values))
 
 
@@ -258,15 +243,6 @@ def _parse_value(option: Option, text: str) -> Any:
         return option.parse(text)
     except ValueError as error:
         raise UsageError(f"{option.name}: {error}") from error
-
-
-def sizes_text(sizes: Iterable[int]) -> str:
-    """Write sizes as an option takes them.
-
-    >>> sizes_text([65536, 1048576])
-    '64KiB,1MiB'
-    """
-    return ",".join(size_text(size, "") for size in sizes)
 
 
 def check_belongs(args: Args, names: Sequence[str], to: str, value: object) -> None:

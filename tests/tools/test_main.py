@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import shlex
-import socket
 import subprocess
 
 import pytest
@@ -43,23 +42,12 @@ def fake(monkeypatch):
     """Replace the run by a fake one; return the configurations it gets."""
     configs = []
 
-    def run_demo(config, on_progress, on_engine, recorder):
+    def run_demo(config, on_progress, recorder):
         configs.append(config)
         return fake_run(config, on_progress)
 
     monkeypatch.setattr(run, "run_demo", run_demo)
     return configs
-
-
-def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(refused, fake):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        err = refused(f"demo --serve-metrics {port}")
-    assert fake == []
-    assert err == (
-        f"jaxkv demo: error: --serve-metrics: cannot listen at 127.0.0.1:{port} "
-        "(Address already in use); choose another port, or 0 for any free one\n"
-    )
 
 
 def test_help_lists_the_commands_their_parts_and_their_options(capsys):
@@ -131,7 +119,7 @@ def test_options_reach_the_run(fake, run_line, tmp_path):
 
 
 def test_different_tokens_are_exit_1_with_the_report(monkeypatch, run_line):
-    monkeypatch.setattr(run, "run_demo", lambda c, p, *_: fake_run(c, p, (1, 9, 3)))
+    monkeypatch.setattr(run, "run_demo", lambda c, p, **_: fake_run(c, p, (1, 9, 3)))
     out, *_ = run_line("demo", 1)
     assert "Time to first token" in out
     assert "The answers differ: conversation 0, turn 1, first at token 1" in out
@@ -142,7 +130,7 @@ def test_an_error_of_the_run_is_one_line_and_a_bug_keeps_its_traceback(
 ):
     errors = [KeyboardInterrupt(), MemoryError("9.00 GiB"), ValueError("of ours")]
 
-    def run_demo(*_):
+    def run_demo(*_, recorder):
         raise errors.pop(0)
 
     monkeypatch.setattr(run, "run_demo", run_demo)

@@ -44,8 +44,6 @@ demo --json .                   | --json: cannot write '.' (Is a directory); nam
 demo -o .                       | --output: cannot write '.' (Is a directory); name a 
 doctor -o a --json a            | --json: 'a' is the file of --output too, which would
 doctor --format xml             | --format: unknown 'xml': choose from table, json
-demo --serve-metrics 65536      | '65536' must be a port, from 0 (any that is
-demo --seconds 9                | --seconds: it belongs to --serve-metrics
 
 plan                            | missing TRACE: `jaxkv plan --help` explains it
 plan none.jsonl               | TRACE: cannot read 'none.jsonl' (No such file or dir

@@ -216,7 +216,7 @@ def draw_ttft(record: DemoRecord) -> str:
         lines.append(Line(name, medians, look, dots=seconds))
     places = Places("Turn", turns, [f"{turn}" for turn in turns], is_even=True)
     what = "Time to first token: the median, and every request"
-    chart = Chart("ttft", what, what, what, places, lines, _SECONDS)
+    chart = Chart("ttft", what, places, lines, _SECONDS)
     speedup = returning_turn_ttft_speedup(record)
     title = "Time to first token, with and without offloading"
     if speedup is not None:
@@ -226,7 +226,7 @@ def draw_ttft(record: DemoRecord) -> str:
         f"{config.document_tokens:,} tokens; {config.device_blocks} KV blocks of "
         f"{config.block_size} tokens on the device"
     )
-    return draw_picture(title, facts, [[chart]], "turn of the conversation")
+    return draw_picture(title, facts, [chart], "turn of the conversation")
 
 
 _SECONDS = Scale("{:g} s".format, "{:.2f} s".format, "{:.3f} s".format)

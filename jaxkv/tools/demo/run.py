@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -63,7 +61,6 @@ def block_bytes(config: DemoConfig) -> int:
 
 
 def max_seq_tokens(config: DemoConfig) -> int:
-    """Compute the length of the longest conversation, with its last answer."""
     return config.document_tokens + config.turns * (
         config.question_tokens + config.answer_tokens
     )
@@ -138,19 +135,6 @@ def run_demo(
     )
 
 
-def keep_serving(
-    engine: Engine, config: DemoConfig, is_over: Callable[[], bool]
-) -> None:
-    """Hold more conversations with an engine, as many and as long."""
-    for number in itertools.count(1):
-        next_config = dataclasses.replace(config, seed=config.seed + number)
-        session = Session(engine, make_conversations(next_config), config.answer_tokens)
-        for _ in range(config.turns):
-            if is_over():
-                return
-            session.ask(lambda: None)
-
-
 class Session:
     """Conversations with one engine: all first questions, then all second ones, ...
 
@@ -173,7 +157,6 @@ class Session:
         )
 
     def ask(self, on_answer: Callable[[], None]) -> None:
-        """Submit the next question of every conversation and generate its answer."""
         start_s = time.perf_counter()
         engine = self._engine
         pending = deque(arrival_order(len(self._conversations), self._turn))
@@ -194,7 +177,6 @@ class Session:
         self._wall_s += time.perf_counter() - start_s
 
     def close(self) -> None:
-        """Finish what is being written to the store, if there is one."""
         self._engine.close()
 
     def record(self) -> RunRecord:

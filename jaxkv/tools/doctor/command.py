@@ -83,7 +83,6 @@ def run(args: Args) -> int:
 
 
 def _look_at_store(facts: Facts, args: Args) -> Facts:
-    """Try the store that the command line names, or else the settings."""
     config = facts.config or OffloadConfig()
     url = config.storage if args.storage is None else args.storage
     if url is None:
@@ -110,7 +109,6 @@ def _look_at_store(facts: Facts, args: Args) -> Facts:
 
 
 def _probe(facts: Facts, args: Args) -> Facts:
-    """Measure transfers, if an engine can be made."""
     if facts.mode is None or facts.refusals:
         return facts
     try:

@@ -220,7 +220,6 @@ def _open_trace(paths: list[str], block_size: int | None) -> Trace:
 
 
 def _choose_fleet(args: Args, trace: Trace) -> Fleet:
-    """Return the engines that --engines and --route name, without a store."""
     num, num_requests = args.engines or 1, trace.num_requests
     if num > num_requests:
         raise UsageError(
@@ -262,7 +261,6 @@ def _choose_admission(args: Args, trace: Trace) -> Admission | None:
 
 
 def _read_model(args: Args) -> ModelCosts | None:
-    """Return what a token costs; None to count tokens only."""
     if args.kv_dtype is not None:
         try:
             check_dtype(args.kv_dtype)
@@ -311,7 +309,6 @@ def _time(
 
 
 def _choose_device_blocks(args: Args, trace: Trace, unit: int) -> int | None:
-    """Return the blocks of the device's prefix cache; None if that is not said."""
     if args.device_bytes is not None:
         if args.device_blocks is not None:
             raise UsageError("--device-bytes: --device-blocks says it already")
@@ -326,7 +323,6 @@ def _choose_device_blocks(args: Args, trace: Trace, unit: int) -> int | None:
 def _choose_sizes(
     args: Args, trace: Trace, unit: int, *, has_model: bool
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return the host's sizes in ascending order, and what to note about them."""
     sizes = _sizes_of(args, "host_bytes", "capacity", trace, unit)
     if sizes is not None:
         return sizes, ()

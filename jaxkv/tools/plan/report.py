@@ -181,7 +181,6 @@ def _label_of(policy: str) -> str:
 
 
 def _by_policy(plan: Plan) -> dict[str, list[PlanRow]]:
-    """Return each policy's rows, from the smallest size to the largest."""
     by_policy: dict[str, list[PlanRow]] = {row.policy: [] for row in plan.rows}
     for row in sorted(plan.rows, key=lambda row: row.size):
         by_policy[row.policy].append(row)
@@ -202,7 +201,6 @@ def _marked(plan: Plan) -> list[PlanRow]:
 
 
 def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
-    """Show the figures of every size and policy, in the order of the table."""
     demand, marked = plan.demand, _marked(plan)
     sizes = sorted({row.size for row in plan.rows})
     places = _places_of(setting, "Host memory", sizes)
@@ -230,7 +228,7 @@ def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
             lines = [line._replace(marked=()) for line in lines if any(line.values)]
         about = f"{title}, for each policy and size." if key in _DRAWN else ""
         if lines and (key != "link" or demand.span_s is not None):
-            charts.append(Chart(key, title, title, title, places, lines, scale, about))
+            charts.append(Chart(key, title, places, lines, scale, about))
     return charts
 
 
@@ -252,7 +250,6 @@ def print_plan(setting: Setting, plan: Plan) -> None:
 
 
 def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
-    """Show what stores of several sizes would add."""
     stores, demand, base = plan.stores, plan.demand, plan.base
     places = _places_of(setting, "Shared store", [row.size for row in stores])
     name = f"{base.policy}, {_size_text(setting, base.size)}"
@@ -265,7 +262,7 @@ def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
         ("store_rate", "Least rate of reads that pays", rates, _RATE),
     ]
     return [
-        Chart(key, title, title, title, places, [Line(name, values)], scale)
+        Chart(key, title, places, [Line(name, values)], scale)
         for key, title, values, scale in figures[: 1 if setting.timing is None else 3]
     ]
 
@@ -334,7 +331,6 @@ def render_page(setting: Setting, plan: Plan, command: str) -> str:
 
 
 def _context(setting: Setting, plan: Plan) -> list[str]:
-    """Return lines on the most that can be found, and on the load of the link."""
     demand, choice = plan.demand, plan.recommendation
     device = ""
     if setting.device_blocks:
@@ -382,7 +378,6 @@ def saved_per_month(setting: Setting, plan: Plan) -> tuple[float, float] | None:
 
 
 def sentence(setting: Setting, plan: Plan) -> str:
-    """Return the recommendation and its reason, or without a timing what is found."""
     choice, demand = plan.recommendation, plan.demand
     if choice is None:
         return _finding(setting, plan)
@@ -431,7 +426,6 @@ def _beyond(demand: Demand) -> str:
 
 
 def settings_of(setting: Setting, plan: Plan) -> dict[str, str]:
-    """Return the variables to set; none if offloading does not pay."""
     row = plan.recommendation.row if plan.recommendation else None
     if row is None:
         return {}
@@ -597,7 +591,7 @@ def draw_plan(setting: Setting, plan: Plan) -> str:
     rules = f"; {setting.admission.text}" if setting.admission else ""
     facts, title = ", ".join(names) + rules, _headline(plan)
     has_rings = setting.timing is not None
-    return draw_picture(title, facts, [drawn], "host memory", has_rings=has_rings)
+    return draw_picture(title, facts, drawn, "host memory", has_rings=has_rings)
 
 
 def _headline(plan: Plan) -> str:

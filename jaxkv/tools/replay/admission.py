@@ -46,11 +46,6 @@ class Admission(settings.Settings):
 
     @property
     def text(self) -> str:
-        """The settings in short.
-
-        >>> Admission(store_threshold=2, prompt_only=True).text
-        'store_threshold=2, prompt_only=True'
-        """
         return ", ".join(f"{name}={value}" for name, value in self.changed.items())
 
 

@@ -95,7 +95,6 @@ class DeviceCache:
         self._pool = DeviceBlockPool(device.num_blocks + 1)  # And the null block.
 
     def find(self, request: int) -> int:
-        """Count the blocks of a request that are there, from the first on."""
         return len(self._find(request)[1])
 
     def serve(self, request: int) -> int:
@@ -115,7 +114,6 @@ class DeviceCache:
 
 
 def _tokens_of(trace: Trace) -> NDArray[np.int64]:
-    """Return the tokens with KV at each request's end: i64[R]."""
     if trace.recording is None:
         return trace.input_tokens
     # The last one that is generated is not read again.

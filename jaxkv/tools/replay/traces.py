@@ -113,7 +113,6 @@ class Trace:
 
     @property
     def num_block_refs(self) -> int:
-        """Number of blocks that all requests ask for, with repetitions."""
         return int(self.num_asked.sum())
 
     @property
@@ -608,7 +607,6 @@ def _parse_count(
 
 
 def _parse_header(fields: dict[str, Any], block_size: int | None) -> _Header:
-    """Read the first line of a recorded file."""
     if fields["format"] != FORMAT:
         raise _BadLineError(
             f"'format' is {_show(fields['format'])}; this version of jaxkv reads "

@@ -81,7 +81,6 @@ def measure(before: Page, after: Page) -> Figures:
 
 
 def _grown(before: Page, after: Page) -> Figures:
-    """Return how much counters have grown, and the durations in between."""
     counts = {
         key: None if _total(after, name) is None else _growth(before, after, name)
         for key, name in ((k, f"{n}_total") for k, n in (_COUNTS | _FAILURES).items())

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from jaxkv.tools.store.namespaces import Namespace
     from jaxkv.transfer.storage import BlobStore
 
-DESCRIPTION = "A namespace has the blocks of one model, layout and secret."
 _ROOT = "jaxkv1"
 _IN_USE_S = 300.0  # Engines list their store every minute by default.
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -162,7 +161,6 @@ def _url_of(args: Args) -> str:
 
 
 def _exit_code(unread: Sequence[str]) -> int:
-    """Report folders that could not be read."""
     if not unread:
         return EXIT_OK
     folders = f"{len(unread)} folder{'s' * (len(unread) > 1)}"
@@ -242,7 +240,6 @@ def _confirm(namespace: Namespace, url: str) -> None:
 def _remove(
     store: BlobStore, namespace: Namespace, on_progress: Any
 ) -> tuple[int, str]:
-    """Remove what can be removed; return how many objects, and the first error."""
     from jaxkv.tools.store.namespaces import removable_names
     from jaxkv.transfer.storage import LocalStore, StoreError
     from jaxkv.transfer.storage.local import TEMPORARY

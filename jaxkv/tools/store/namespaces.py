@@ -160,13 +160,9 @@ def removable_names(store: BlobStore, namespace: str) -> Iterator[list[str]]:
 
 def _is_ours(name: str) -> bool:
     """Whether a block or a record has this name."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return False
+    rest = match[1] if (match := _NAME.fullmatch(name)) else ""
     patterns = BLOCK_NAME, BOUND_NAME, LABEL_NAME
-    return match[1] == ORDER_NAME or any(
-        pattern.fullmatch(match[1]) for pattern in patterns
-    )
+    return rest == ORDER_NAME or any(pattern.fullmatch(rest) for pattern in patterns)
 
 
 def _record_times(store: BlobStore, fresh: list[tuple[str, Namespace]]) -> None:

@@ -50,19 +50,6 @@ _WAYS = {
     "cpu": (Way("fused"), Way("staged")),
     "tpu": (Way("staged"), Way("staged", "xla")),  # The first is by "dma".
 }
-_LESS_THAN_A_BYTE = "less than a byte per element; packed into uint8 its blocks move"
-# The one platform of a way, and why the others do without it.
-_WITHOUT = {
-    Way("fused"): (
-        "cpu",
-        "a program that reads host memory would hold the compute stream of this "
-        "device; the mode staged moves every block",
-    ),
-    Way("staged", "dma"): (
-        "tpu",
-        "asynchronous copies need a TPU; XLA's gathers and scatters move every block",
-    ),
-}
 
 
 class Pool(NamedTuple):
@@ -142,15 +129,7 @@ def list_checks() -> Sequence[Check]:
             add("host blocks as bytes, for stores", way, _check_bytes)
             for dtype in ("int8", "fp8"):
                 add(f"compression to {dtype}", way, _check_compression, dtype)
-            add("int4, uint4, float4", way, _refuse, _LESS_THAN_A_BYTE)
-    for way, (platform, why) in _WITHOUT.items():
-        if jax.devices()[0].platform != platform:
-            add("every block", way, _refuse, why)
     return checks
-
-
-def _refuse(why: str, way: Way, turn: Turn) -> Any:
-    raise UnsupportedError(why)
 
 
 def _check_dtypes(dtypes: Sequence[str], way: Way, turn: Turn) -> Any:

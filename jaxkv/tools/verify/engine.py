@@ -54,7 +54,6 @@ def _check(config: DemoConfig, turn: Turn) -> Any:
 def converse(
     config: DemoConfig, turn: Turn, on_engine: Callable[[Engine], Any] | None = None
 ) -> DemoRecord:
-    """Hold the conversations with offloading off and on; refuse different tokens."""
     from jaxkv.tools.demo.report import first_difference
     from jaxkv.tools.demo.run import run_demo
 

@@ -88,7 +88,6 @@ class _Race:
         return took_s
 
     def run_step(self) -> None:
-        """Report what has ended, begin new transfers, and overwrite blocks."""
         self.pool = self.engine.advance(self.pool)
         self._note(self.engine.poll())
         if self.engine.num_in_flight < _MAX_IN_FLIGHT:

@@ -16,8 +16,6 @@ _LIMITS = (
     "engine (vLLM, MaxText, JetStream), hours of load, and a host tier as large as "
     "yours."
 )
-
-
 _MAX_NAMED = 5
 
 
@@ -45,7 +43,6 @@ class Report(NamedTuple):
 
     @property
     def device(self) -> Mapping[str, Any]:
-        """The figures of the device; empty if it was not found."""
         figures = (result.figures for result in self.results if result.name == DEVICE)
         return next(figures, {})
 
@@ -59,7 +56,6 @@ class Report(NamedTuple):
 
     @property
     def row(self) -> str:
-        """A row for the table of reports in docs/support.md."""
         have = versions()
         names = ", ".join(f"{name} {have[name]}" for name in ("jaxkv", "jax", "python"))
         verdict = f"{self.verdict}: {count(self.results)}"

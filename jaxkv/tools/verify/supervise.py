@@ -144,7 +144,6 @@ def _follow(
     stall_s: float,
     on_progress: OnProgress,
 ) -> Literal["end", "late", "hang"]:
-    """Wait for a process and show its progress; return why the wait is over."""
     start_s = changed_s = time.monotonic()
     size = -1
     while process.poll() is None:
