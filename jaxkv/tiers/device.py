@@ -233,7 +233,7 @@ class DeviceBlockPool:
     def num_pending_free(self) -> int:
         """Blocks that become free once transfers in flight end.
 
-        An engine that preempts until it has enough blocks counts these, too.
+        An engine that preempts until it has enough blocks also counts these.
         """
         return int(self.state.num_pending_free)
 

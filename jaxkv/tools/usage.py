@@ -3,7 +3,7 @@
 A line such as ``  --seed N  seed of the weights (default: 0)`` declares an option
 that takes a value. The name of the value chooses its parser (`_PARSERS`, or one that
 the command names), and ``NAME,...`` takes several values, which may be repeated. An
-option without a value is a flag. ``  -q, --quiet  text`` gives one a short name, too.
+option without a value is a flag. ``  -q, --quiet  text`` adds a short name.
 ``  TRACE...  text`` declares arguments, ``  [URL]  text`` one that may be missing. The
 text goes on in lines that are indented further.
 """

@@ -152,8 +152,8 @@ def test_a_phase_leaves_the_progress_when_the_next_one_begins(width, monkeypatch
     monkeypatch.setattr(progress, "make_console", lambda stderr: console)
     with progress.show_progress() as on_progress:
         on_progress("compiling", 0, 0)
-        on_progress("asking, 51,269 blocks", 0, 96)
-        on_progress("asking, 51,269 blocks", 48, 96)
+        on_progress("serving, 51,269 blocks", 0, 96)
+        on_progress("serving, 51,269 blocks", 48, 96)
         console.file = file = io.StringIO()
         on_progress("measuring", 0, 0)
     shown = file.getvalue()

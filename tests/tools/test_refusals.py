@@ -87,7 +87,7 @@ plan MODEL --policy lur         | unknown 'lur': did you mean lru?
 plan long.jsonl --model llama-3.1-8b | 'in' must be a number of tokens from 0 to
 plan SMALL --host-bytes 1GiB     | --host-bytes: it belongs to --model, so give that
 plan SMALL --measure             | --measure: it belongs to --model, so give that too
-plan SMALL --policy optimum      | --policy: optimum is only a bound: name a policy, t
+plan SMALL --policy optimum      | --policy: optimum is only a bound: name a policy as
 plan SMALL --policy lru,optimum --engines 2 | --policy: optimum is for one engine: omi
 plan MODEL --host-bytes 1GiB --capacity 5 | --host-bytes: --capacity says it already
 

@@ -117,9 +117,9 @@ def run_demo(
     def count() -> None:
         nonlocal done
         done += 1
-        on_progress("asking", done, total)
+        on_progress("serving requests", done, total)
 
-    on_progress("asking", done, total)
+    on_progress("serving requests", done, total)
     for _ in range(config.turns):
         for session in sessions:
             session.ask(count)

@@ -38,7 +38,7 @@ from jaxkv.transfer import available_host_bytes
 _SYNTHETIC = "synthetic"
 _SYNTHETIC_REQUESTS = 2000
 _CAPACITIES = ["1%", "3%", "10%"]
-# Of the host tier that was recorded.
+# Shares of the recorded host tier, as default sizes.
 _SHARES = *(Fraction(quarters, 4) for quarters in range(1, 5)), Fraction(2)
 _NUM_SIZES = 5
 _ALL = "all"
@@ -235,7 +235,7 @@ def _choose_policies(names: list[str] | None, fleet: Fleet) -> list[str]:
     chosen = [name for name in names if name not in (_ALL, OPTIMUM)]
     chosen = list(dict.fromkeys(chosen + policy_names() * (_ALL in names)))
     if not chosen:
-        raise UsageError(f"--policy: {OPTIMUM} is only a bound: name a policy, too")
+        raise UsageError(f"--policy: {OPTIMUM} is only a bound: name a policy as well")
     if OPTIMUM in names and fleet != ONE_ENGINE:
         raise UsageError(f"--policy: {OPTIMUM} is for one engine: omit --engines")
     return chosen + [OPTIMUM] * (OPTIMUM in names)

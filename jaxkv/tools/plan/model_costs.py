@@ -29,7 +29,7 @@ from jaxkv.tools.model_config import (
 _MAX_LAYERS = 10_000
 _MAX_KV_BYTES = 1 << 30
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-# What limits the tokens that a token sees in layers of a kind.
+# By kind of layer: the key of the window that limits attention.
 _WINDOWS = {_FULL: None, _SLIDING: "sliding_window", _CHUNKED: "attention_chunk_size"}
 
 
@@ -245,7 +245,7 @@ _FAMILIES = frozenset(
 _TIED = ("gemma", "cohere")
 """Families whose output layer is the embedding unless their configuration says no."""
 
-# What configurations of these families leave out where it is the default.
+# Defaults that configurations of these families omit.
 _GEMMA3 = {
     "vocab_size": 262208,
     "num_attention_heads": 8,

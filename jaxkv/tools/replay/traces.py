@@ -520,7 +520,7 @@ def _detect_format(fields: dict[str, Any]) -> _Format:
         if name in fields:
             raise _BadLineError(reason)
     if names & set(form.needed):
-        return form  # What is missing is named.
+        return form  # The parser names the missing field.
     formats = "; ".join(f"{form.name}: {', '.join(form.needed)}" for form in _FORMATS)
     raise _BadLineError(f"no known format, whose fields are ({formats})")
 

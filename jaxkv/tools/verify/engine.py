@@ -63,7 +63,7 @@ def converse(
         return record
     if _cut_differently(config) != [answer.generated for answer in record.off.turns]:
         raise UnsupportedError(
-            "without jaxkv, too, the demo's model gives other tokens on this device if "
+            "even without jaxkv, the demo's model gives other tokens on this device if "
             "its prompts are cut differently; `blocks` and `races` compare all bytes"
         )
     raise WrongError(

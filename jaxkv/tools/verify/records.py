@@ -141,7 +141,7 @@ class Turn:
         self._next_beat_s = 0.0
 
     def beat(self, *_: Any) -> None:
-        """Show that the check makes progress; for progress callbacks, too."""
+        """Show that the check makes progress; also a progress callback."""
         if time.monotonic() >= self._next_beat_s:
             self.log.append(beat=True)
             self._next_beat_s = time.monotonic() + _BEAT_S

@@ -198,8 +198,8 @@ class _Operation(NamedTuple):
 class StorageIO(Resource):
     """Reads and writes the blocks of one shard in a store, in the background.
 
-    No method waits for the store. Any thread may call any method. `close` closes the
-    store, too.
+    No method waits for the store. Any thread may call any method. `close` also
+    closes the store.
 
     A store that cannot be reached, or answers no call until a deadline, is down: what
     it has to answer fails, and so does each new operation, as ``"down"``, until an
