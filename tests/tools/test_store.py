@@ -85,7 +85,7 @@ def test_namespaces_are_listed_with_blocks_bytes_use_and_limit(url, run_line):
     has_times = namespaces.open_store is open_store
     assert old["bytes_are_estimated"] is not has_times
     assert [age is not None and age < 60 for age in ages] == [has_times] * 2
-    row = rf"^{OLD.folder} +30 .* 20 blocks \(owner\)\n  {LABEL}$"
+    row = rf"^{OLD.folder} +30 .* 20 \(owner\)\n  {LABEL}$"
     assert re.search(row, out, re.M)
     assert (old["label"], new["label"]) == (LABEL, "")
     assert err == f"listing {figures['url']} ...\n"

@@ -288,7 +288,7 @@ def _limit_text(namespace: Namespace) -> str:
     if limit is None:
         return "none"
     owner = " (owner)" if namespace.owner_limit else ""
-    return f"{limit:,} blocks{owner}"
+    return f"{limit:,}{owner}"
 
 
 COMMANDS = {
