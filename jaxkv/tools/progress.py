@@ -30,28 +30,23 @@ def show_progress(*, is_quiet: bool = False) -> Iterator[OnProgress]:
             yield on_progress
         return
 
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        ProgressColumn,
-        TaskID,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as bars
     from rich.table import Column
 
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}", markup=False, table_column=Column()),
-        TaskProgressColumn(table_column=Column(no_wrap=True)),
-        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+    columns: list[bars.ProgressColumn] = [
+        bars.TextColumn("{task.description}", markup=False, table_column=Column()),
+        bars.TaskProgressColumn(table_column=Column(no_wrap=True)),
+        bars.TimeElapsedColumn(table_column=Column(no_wrap=True)),
     ]
     if console.width >= _MIN_COLUMNS_FOR_BARS:
-        columns.insert(1, BarColumn(bar_width=None if console.width < 80 else 40))
-        columns.append(TimeRemainingColumn(table_column=Column(no_wrap=True)))
-    progress = Progress(*columns, console=console, transient=True)
-    tasks: dict[str, TaskID] = {}
+        columns.insert(1, bars.BarColumn(bar_width=None if console.width < 80 else 40))
+        columns.append(bars.TimeRemainingColumn(table_column=Column(no_wrap=True)))
+    # Lines for a file must not be drawn above the bar, on the terminal of stderr.
+    is_drawn = sys.stdout is not None and sys.stdout.isatty()
+    progress = bars.Progress(
+        *columns, console=console, transient=True, redirect_stdout=is_drawn
+    )
+    tasks: dict[str, bars.TaskID] = {}
     totals: dict[str, int] = {}
 
     def show(label: str, done: int, total: int) -> None:

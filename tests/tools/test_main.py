@@ -177,6 +177,19 @@ def test_the_checks_of_a_stage_share_one_bar_and_brackets_are_shown(monkeypatch)
     assert "tokens" not in frame
 
 
+def test_lines_for_a_file_are_not_drawn_above_the_bar_of_a_terminal(
+    monkeypatch, capsys
+):
+    """`jaxkv verify > FILE` left all results on the screen, and none in the file."""
+    terminal = Console(file=io.StringIO(), width=80, force_terminal=True)
+    monkeypatch.setattr(progress, "make_console", lambda stderr: terminal)
+    with progress.show_progress() as on_progress:
+        on_progress("moving blocks", 1, 2)
+        print("a result")
+    assert capsys.readouterr().out == "a result\n"
+    assert "a result" not in terminal.file.getvalue()
+
+
 def test_help_and_a_typing_error_import_neither_jax_nor_numba():
     for words in (["--help"], ["dmeo"], ["store", "rm", "--help"], ["status"]):
         script = (
