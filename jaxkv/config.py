@@ -108,8 +108,7 @@ def _closed_on_error(
 
 
 def _check_secret(value: Any) -> str:
-    # Drop the final newline of a file, as for environment variables.
-    secret = value.strip() if isinstance(value, str) else ""
+    secret = value.strip() if isinstance(value, str) else ""  # Files end in a newline.
     if len(secret.encode()) < MIN_SECRET_BYTES:
         raise ValueError
     return secret
@@ -288,6 +287,12 @@ class OffloadConfig(RuleSettings, _HostSettings):
         or_none=True,
         or_zero=True,
     )
+    storage_label: str | None = settings.text(
+        None,
+        "storage",
+        "Label of this model's blocks, which `jaxkv store ls` shows. `null`: vLLM's "
+        "connector names model, dtype, block size and version. An empty text: none.",
+    )
     storage_secret: str | None = settings.declare(
         None,
         Key(
@@ -308,10 +313,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         _ENDPOINT,
     )
     events_replay_endpoint: str | None = settings.text(
-        None,
-        "events",
-        "Address that answers replay requests.",
-        _ENDPOINT,
+        None, "events", "Address that answers replay requests.", _ENDPOINT
     )
     events_topic: str = settings.text("", "events", "Topic that subscribers filter by.")
     metrics_port: int | None = settings.number(
@@ -546,8 +548,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             policy_clock: See `OffloadScheduler`. Required for several processes if
                 the cache policy depends on time, and with `retention`.
             tiers_below: See `OffloadScheduler`.
-            num_device_blocks: Blocks of the engine's pool, `engine.num_device_blocks`;
-                None if unknown.
+            num_device_blocks: `engine.num_device_blocks`; None if unknown.
 
         Raises:
             ValueError: The number of host blocks is unknown, or `OffloadScheduler`
@@ -633,8 +634,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             engine: The engine with the host blocks.
             namespace: Identifies everything that blocks depend on, like `Namespace`:
                 blocks of other namespaces are neither listed nor read.
-            num_blocks: Maximum host blocks in the store; None for as many as fit into
-                `storage_bytes`.
+            num_blocks: Maximum host blocks in the store; None: by `storage_bytes`.
             clock: Returns seconds; must never go back.
 
         Raises:
@@ -661,13 +661,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
             if num_blocks is None:  # Refuses too few bytes.
                 num_blocks = storage.num_blocks(cast(int, self.storage_bytes))
             storage.bound = Bound(num_blocks, self.storage_owner)
+            storage.storage_io.label = self.storage_label or ""
         return storage
 
     def make_recorder(self) -> TraceRecorder | None:
         """Make a `TraceRecorder`; None without `record`.
 
-        If several processes serve one model, only the first one records; the others
-        get None.
+        Of several processes of one model, only the first one records.
 
         Raises:
             ValueError: The secret is too short.

@@ -33,12 +33,13 @@ ABOUT = {
 FILES = {"jaxkv": "__init__.py", "config": "config.py", "types": "types.py"}
 
 MARGIN, WIDTH, HEIGHT, GAP = 62, 636, 44, 10
+FOLDERS_HEIGHT = 14
 STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #24292f; }
 .paper { fill: #ffffff; }
 .room { fill: #f3f6f9; stroke: #b6c0ca; }
 .name { font-weight: 600; }
-.folders { font: 10px ui-monospace, monospace; fill: #59636e; text-anchor: end; }
+.folders { font: 9px ui-monospace, monospace; fill: #59636e; }
 .lookup { stroke: #0b6285; fill: none; stroke-width: 2; }
 .bytes { stroke: #b3401f; fill: none; stroke-width: 2; }
 text.lookup { fill: #0b6285; stroke: none; text-anchor: middle; }
@@ -61,18 +62,17 @@ def folders_of(room):
     return sorted(f"{path.parent.name}/" for path in inits)
 
 
-def draw_room(room, x, y, width):
-    name, size = FILES.get(room, f"{room}/"), f'width="{width}" height="{HEIGHT}"'
+def draw_room(room, x, y, width, height):
+    name, size = FILES.get(room, f"{room}/"), f'width="{width}" height="{height}"'
     lines = [
         f'<rect class="room" x="{x}" y="{y}" {size} rx="5"/>',
         f'<text class="name" x="{x + 10}" y="{y + 18}">{name}</text>',
         f'<text x="{x + 10}" y="{y + 35}">{html.escape(ABOUT[room])}</text>',
     ]
     if folders := folders_of(room):
-        right = x + width - 10
-        lines.append(
-            f'<text class="folders" x="{right}" y="{y + 18}">{" ".join(folders)}</text>'
-        )
+        at, text = f'x="{x + 10}" y="{y + 50}"', " ".join(folders)
+        assert 5.6 * len(text) < width - 20, f"{room}: its folders leave their box"
+        lines.append(f'<text class="folders" {at}>{text}</text>')
     return lines
 
 
@@ -94,10 +94,12 @@ def draw():
     top, lines, middle = 10, [], {}
     for floor in reversed(FLOORS):
         width = (WIDTH - GAP * (len(floor) - 1)) // len(floor)
+        height = HEIGHT + FOLDERS_HEIGHT * any(map(folders_of, floor))
         for number, room in enumerate(floor):
-            lines += draw_room(room, MARGIN + number * (width + GAP), top, width)
-            middle[room] = top + HEIGHT // 2
-        top += HEIGHT + GAP
+            x = MARGIN + number * (width + GAP)
+            lines += draw_room(room, x, top, width, height)
+            middle[room] = top + height // 2
+        top += height + GAP
     stops = [middle[room] for room in ("search", "tiers", "policies")]
     start = middle["scheduling"]
     lines += draw_path("lookup", "a lookup", MARGIN - 24, start, stops, -1)

@@ -48,6 +48,7 @@ NEEDED = {
 TEXTS = {
     "shadow": "lru*2;off",
     "storage": "s3://bucket/kv",
+    "storage_label": "llama, bfloat16",
     "storage_secret": "sixteen letters.",
     "events_endpoint": "tcp://127.0.0.1:65535",
     "events_replay_endpoint": "ipc:///run/replay",
@@ -709,12 +710,13 @@ def test_the_store_gets_its_own_settings_and_no_others(monkeypatch):
 
     def open_storage(engine, url, **named):
         passed.update(named, url=url)
-        return SimpleNamespace()
+        return SimpleNamespace(storage_io=SimpleNamespace())
 
     monkeypatch.setattr(config_module, "open_storage", open_storage)
     settings = OffloadConfig(
         storage="kv",
         storage_owner=True,
+        storage_label="llama",
         deadline_s=1.0,
         storage_deadline_s=2.0,
         storage_await_s=3.0,
@@ -723,6 +725,7 @@ def test_the_store_gets_its_own_settings_and_no_others(monkeypatch):
     )
     storage = settings.open_storage(None, namespace=b"model", num_blocks=6)
     assert storage.bound == (6, True)
+    assert storage.storage_io.label == "llama"
     passed.pop("clock")
     assert passed == {
         "url": "kv",

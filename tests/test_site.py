@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxkv.tools.commands import load_usages
 from tests.rigs.browser import Browser, find_browser
 from tests.rigs.waiting import wait_for
 
@@ -86,6 +87,13 @@ def test_every_page_is_built_with_its_examples(site):
         text = html.unescape(re.sub("<[^>]*>", "", shown))
         for example in (ROOT / "examples").glob(pattern):
             assert example.read_text(encoding="utf-8").rstrip() in text, example.name
+
+
+def test_the_page_of_commands_is_their_help(site):
+    shown = (site / "commands" / "index.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub("<[^>]*>", "", shown))
+    for name, usage in load_usages().items():
+        assert usage.help in text, name
 
 
 def test_no_page_scrolls_sideways(site, address, browser):

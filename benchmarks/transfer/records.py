@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 
-from jaxkv.tools.machine import quartiles
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.tickets import Direction
 
@@ -63,7 +63,9 @@ def ratio(seconds: Sequence[float], baseline_s: Sequence[float]) -> Ratio:
     """
     return Ratio(
         best=min(baseline_s) / min(seconds),
-        quartiles=quartiles([b / a for a, b in zip(seconds, baseline_s, strict=True)]),
+        quartiles=statistics.quantiles(
+            [b / a for a, b in zip(seconds, baseline_s, strict=True)], n=4
+        ),
     )
 
 

@@ -6,6 +6,7 @@ the repository that a page links to, such as an example, becomes a page that sho
 
 import posixpath
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages at the root, and the files that pages link to."""
     files.append(File.generated(config, "assets/style.css", content=STYLE))
+    files.append(File.generated(config, "commands.md", content=commands_page()))
     for path, uri in AT_THE_ROOT.items():
         files.append(File.generated(config, uri, content=read(path)))
     pages = [(path, read(path)) for path in AT_THE_ROOT]
@@ -73,6 +75,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if own == uri:
             return relink(path, uri, markdown)
     return relink(f"docs/{uri}", uri, markdown)
+
+
+def commands_page() -> str:
+    """The help of every command, from the parser itself."""
+    sys.path.insert(0, str(ROOT))
+    from jaxkv.tools.commands import load_usages
+
+    texts = ["# Commands\n", "`jaxkv COMMAND --help` prints these pages.\n"]
+    for name, usage in load_usages().items():
+        texts.append(f"## jaxkv {name}\n\n```text\n{usage.help}\n```\n")
+    return "\n".join(texts)
 
 
 def relink(path: str, uri: str, markdown: str) -> str:

@@ -18,11 +18,11 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
 }
 """For each extra of a feature, its modules and the requirement of each module."""
 
-PLATFORMS: Mapping[str, Mapping[str, str]] = {
+PLATFORMS: Mapping[str, Mapping[str, str]] = {  # The same of each accelerator
     "cuda12": {"jax_cuda12_plugin": "jax[cuda12]>=0.10"},
+    "cuda13": {"jax_cuda13_plugin": "jax[cuda13]>=0.10"},
     "tpu": {"libtpu": "jax[tpu]>=0.10"},
 }
-"""For each extra of an accelerator, its modules and their requirements."""
 
 _ALL = {**EXTRAS, **PLATFORMS}
 

@@ -145,10 +145,7 @@ class EngineHooks:
         return num_offered
 
     def allocate(
-        self,
-        request: Any,
-        num_tokens: int,
-        allocate_slots: Callable[..., Slots | None],
+        self, request: Any, num_tokens: int, allocate_slots: Callable[..., Slots | None]
     ) -> Slots | None:
         """Allocate blocks for a request's next tokens, or for its load.
 

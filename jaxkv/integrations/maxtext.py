@@ -114,11 +114,7 @@ class MaxTextOffload(Resource):
         return self.store.max_tokens
 
     def resume(
-        self,
-        tokens: TokenIds,
-        extras: Extras = NO_EXTRAS,
-        *,
-        epoch: int | None = None,
+        self, tokens: TokenIds, extras: Extras = NO_EXTRAS, *, epoch: int | None = None
     ) -> Resumption:
         """Load the longest prefix to continue a prefill from. Waits for the bytes.
 
@@ -278,12 +274,7 @@ class MaxTextOffload(Resource):
         num_tokens = min(len(tokens) - 1, self.max_tokens)
         kv, has_all = maxtext_cache.slot_kv(needed, slot, num_tokens)
         return self.store.save(
-            tokens,
-            kv,
-            num_tokens,
-            extras,
-            only_if=lambda: bool(has_all),
-            epoch=epoch,
+            tokens, kv, num_tokens, extras, only_if=lambda: bool(has_all), epoch=epoch
         )
 
     def close(self) -> None:

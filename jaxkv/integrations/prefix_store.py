@@ -510,11 +510,7 @@ class PrefixStore(Resource):
                 self._stats.num_dropped_failed += len(stored)
 
     def _end_load(
-        self,
-        epoch: int,
-        keys: list[BlockKey],
-        block_ids: NDArray[np.int64],
-        ok: bool,
+        self, epoch: int, keys: list[BlockKey], block_ids: NDArray[np.int64], ok: bool
     ) -> None:
         with self._lock:
             if epoch == self._epoch:

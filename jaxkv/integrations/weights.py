@@ -192,7 +192,7 @@ def _was_moved_after(place: str, time_s: float) -> bool:
     if status.st_ctime <= time_s:
         return False
     if stat.S_ISDIR(status.st_mode):
-        # Making or deleting a file in it changes the other time, too.
+        # Adding or deleting a file in it also changes the other time.
         return status.st_mtime <= time_s
     return stat.S_ISLNK(status.st_mode)
 

@@ -110,7 +110,7 @@ class OffloadMetrics:
                     f"metrics' own, {sorted(reserved)}."
                 )
             if not _is_text(value):
-                # It would fail each scrape, of whatever else the registry has, too.
+                # It would fail every scrape of the whole registry.
                 raise ValueError(
                     f"label {name}={shown(value)} must be a text of valid Unicode, "
                     f'such as "{name}": "0".'

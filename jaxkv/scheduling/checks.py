@@ -23,9 +23,7 @@ from jaxkv.tiers.pools import DevicePool
 
 
 def check_arguments(
-    num_storage_blocks: object,
-    num_device_blocks: object,
-    policy_state: object,
+    num_storage_blocks: object, num_device_blocks: object, policy_state: object
 ) -> None:
     """Raise TypeError or ValueError for an argument of a scheduler."""
     check_whole(0, num_storage_blocks=num_storage_blocks)

@@ -59,7 +59,7 @@ class EagerStores(Chooser):
     was given the block meanwhile (`Places`) and its key has not changed since.
 
     A block that the host evicts while its request runs is stored again when the request
-    ends, because the device will evict it, too.
+    ends, because the device will also evict it.
     """
 
     def __init__(

@@ -19,13 +19,7 @@ from numpy.typing import NDArray
 
 from jaxkv._util import check_type, check_whole, shown
 from jaxkv.compiling import Bound, EntryPoints, copy_to_numpy
-from jaxkv.keys.packed import (
-    UnlistedKeys,
-    is_foreign,
-    lay_out,
-    pack,
-    words_to_keys,
-)
+from jaxkv.keys.packed import UnlistedKeys, is_foreign, lay_out, pack, words_to_keys
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies.directory import Directory
 from jaxkv.tiers import device_native as native
@@ -239,7 +233,7 @@ class DeviceBlockPool:
     def num_pending_free(self) -> int:
         """Blocks that become free once transfers in flight end.
 
-        An engine that preempts until it has enough blocks counts these, too.
+        An engine that preempts until it has enough blocks also counts these.
         """
         return int(self.state.num_pending_free)
 

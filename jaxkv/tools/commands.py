@@ -12,10 +12,18 @@ from jaxkv._util import did_you_mean, one_line, shown
 from jaxkv.tools import COMMANDS, SUBCOMMANDS, command_name
 from jaxkv.tools.files import formatted_output
 from jaxkv.tools.process import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OUTPUT_ERRORS
-from jaxkv.tools.usage import EXIT_FAILED, EXIT_OK, Command, CommandError, UsageError
+from jaxkv.tools.usage import (
+    EXIT_FAILED,
+    EXIT_OK,
+    Command,
+    CommandError,
+    Usage,
+    UsageError,
+)
 
 _HELP = "-h", "--help"
 _VERSION = "-V", "--version"
+_COMPLETION = "--completion"
 
 
 def run(argv: Sequence[str]) -> int:
@@ -52,11 +60,18 @@ def _run(argv: Sequence[str]) -> int:
     word, *rest = words
     if word in _HELP:
         text = _list_commands("jaxkv", "KV-cache offloading for JAX.", COMMANDS)
-        return _show(f"{text}\n`jaxkv --version` prints the version.")
+        return _show(
+            f"{text}\n`jaxkv --version` prints the version, `{_COMPLETION}` a script "
+            "for bash and zsh."
+        )
     if word in _VERSION:
         return _show(f"jaxkv {__version__}")
+    if word == _COMPLETION:
+        from jaxkv.tools.completion import completion_script
+
+        return _show(completion_script(load_usages()))
     if word not in COMMANDS:
-        raise _unknown(word, [*COMMANDS], [*_HELP, *_VERSION])
+        raise _unknown(word, [*COMMANDS], [*_HELP, *_VERSION, _COMPLETION])
     if siblings := SUBCOMMANDS.get(word):
         if rest[:1] and rest[0] in _HELP:
             text = "A namespace has the blocks of one model, layout and secret."
@@ -79,6 +94,14 @@ def load_commands(word: str) -> Mapping[str, Command]:
         commands: Mapping[str, Command] = module.COMMANDS
         return commands
     return {"": Command(module.USAGE, module.run)}
+
+
+def load_usages() -> dict[str, Usage]:
+    return {
+        f"{word} {name}".rstrip(): command.usage
+        for word in COMMANDS
+        for name, command in load_commands(word).items()
+    }
 
 
 def _without_password(word: str) -> str:

@@ -137,7 +137,6 @@ def _groups(widths: Sequence[int], room: int) -> list[slice]:
 
 
 def print_facts(facts: Iterable[tuple[str, str]], width: int) -> None:
-    """Print what something is, line by line."""
     print_lines(f"{name:{width}}{text}" for name, text in facts)
 
 

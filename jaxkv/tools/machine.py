@@ -1,4 +1,4 @@
-"""Facts about the machine of a measurement, and quartiles of its times."""
+"""Facts about the machine of a measurement."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ import os
 import pathlib
 import platform
 import re
-import statistics
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from jaxkv import __version__
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """Return the lower quartile, the median and the upper quartile.
-
-    >>> quartiles([1.0, 2.0, 3.0])
-    [1.0, 2.0, 3.0]
-    """
-    return statistics.quantiles(values, n=4)
 
 
 def machine() -> dict[str, object]:
@@ -39,16 +28,7 @@ def machine() -> dict[str, object]:
     }
 
 
-def system() -> dict[str, object]:
-    """Describe the system in brief."""
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cpu_count": os.cpu_count(),
-    }
-
-
 def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python, jaxkv, its dependencies and given packages."""
     installed = {
         "python": platform.python_version(),
         "jaxkv": __version__,
@@ -63,20 +43,17 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def num_cpus() -> int | None:
-    """Return the number of CPUs for this process; None if unknown."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
 
 
 def cpu_model() -> str | None:
-    """Return the model of the CPU; None if unknown."""
     match = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return match[1] if match else None
 
 
 def last_level_cache_bytes() -> int | None:
-    """Return the size of the largest CPU cache; None if unknown."""
     sizes = []
     for path in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"):
         match = re.fullmatch(r"(\d+)([KMG])", _read(path).strip())

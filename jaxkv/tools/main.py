@@ -33,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_as_process(argv: list[str]) -> NoReturn:
-    """Run a command, and end this process with its exit code."""
     name = command_name(argv)
     try:
         end_on_signals(name)

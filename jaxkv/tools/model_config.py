@@ -59,7 +59,6 @@ NAMED_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
-    """Find a model's configuration, and its name for display."""
     if model in NAMED_MODELS:
         return model, NAMED_MODELS[model]
     path = pathlib.Path(model)
@@ -110,12 +109,10 @@ class KvShape(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """Numbers of a token."""
         return max(2 * self.num_heads, 1) * self.head_dim
 
 
 def kv_shape_of(config: Mapping[str, Any]) -> KvShape:
-    """Return the shape of a layer's KV."""
     if config.get("kv_lora_rank") is not None:
         rank = number_of(config, "kv_lora_rank")
         return KvShape(0, rank + number_of(config, "qk_rope_head_dim"))

@@ -38,7 +38,6 @@ def render_page(
     sections: Sequence[Section],
     command: str,
 ) -> str:
-    """Write a page."""
     listed = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts)
     contents = "".join(
         f'<li><a href="#{section.name}">{escape(section.title)}</a></li>'
@@ -67,29 +66,23 @@ def _render_section(section: Section) -> str:
 
 
 def paragraphs(lines: Iterable[str], kind: str = "") -> str:
-    """Write texts as paragraphs, of a class of the style sheet."""
     opened = f'<p class="{kind}">' if kind else "<p>"
     return "".join(f"{opened}{escape(line)}</p>" for line in lines)
 
 
 def code(label: str, text: str) -> str:
-    """Write lines of code, with a label for screen readers."""
     return f'<pre tabindex="0" aria-label="{label}"><code>{escape(text)}</code></pre>'
 
 
 def bullets(items: Iterable[str]) -> str:
-    """Write a list, of HTML."""
     return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
-def section(chart: Chart, mark: str, title: str = "") -> Section:
-    """Write a chart and its table as a part of a page."""
-    inside = _drawn(chart) + _table(chart, mark)
-    return Section(chart.key, title or chart.title, inside)
+def section(chart: Chart, mark: str) -> Section:
+    return Section(chart.key, chart.title, _drawn(chart) + _table(chart, mark))
 
 
 def _table(chart: Chart, mark: str) -> str:
-    """Write a table that scrolls by itself where it is too wide."""
     places, name = chart.places, chart.key
     notes = places.notes or [""] * len(places.names)
     columns = "".join(
@@ -107,7 +100,7 @@ def _table(chart: Chart, mark: str) -> str:
         body += f'<tr><th scope="row">{escape(line.name)}</th>{texts}</tr>'
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-labelledby="{name}-c">'
-        f'<table id="{name}-t"><caption id="{name}-c"><span>{escape(chart.caption)}'
+        f'<table id="{name}-t"><caption id="{name}-c"><span>{escape(chart.title)}'
         "</span></caption>"
         f'<thead><tr><th scope="col">{escape(places.title)}</th>{columns}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"

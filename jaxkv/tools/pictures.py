@@ -111,16 +111,13 @@ class Scale(NamedTuple):
     at_axis: Callable[[float], str]
     in_short: Callable[[float], str]  # At the end of a line
     in_full: Callable[[float], str]  # In tables and tips
-    has_zero: bool = False  # Whether a line is drawn at 0
 
 
 class Chart(NamedTuple):
     """Figures of several lines at the same places."""
 
     key: str  # For machines: letters, digits and "_"
-    what: str  # What the values are, in a few words
-    title: str  # The same with the whole, or the baseline
-    caption: str  # The same with their unit
+    title: str  # What the values are
     places: Places  # Where the values stand
     lines: Sequence[Line]  # At least one
     scale: Scale  # How values are written
@@ -128,7 +125,6 @@ class Chart(NamedTuple):
 
     @property
     def drawn(self) -> list[tuple[Line, Look]]:
-        """The lines that are drawn, each with its look."""
         return [(line, line.look) for line in self.lines if line.look is not None]
 
     @property
@@ -141,7 +137,6 @@ class Chart(NamedTuple):
 
 
 def look_of(number: int) -> Look:
-    """Choose the look of a line of a chart."""
     return Look(
         f"s{number % _NUM_COLOURS}",
         _DASHES[number // 2 % len(_DASHES)],
@@ -152,35 +147,31 @@ def look_of(number: int) -> Look:
 def draw_picture(
     title: str,
     facts: str,
-    grid: Sequence[Sequence[Chart]],
+    charts: Sequence[Chart],
     below: str,
     *,
     has_rings: bool = False,
 ) -> str:
-    """Draw rows of charts as an SVG file, with a title, and facts below it.
-
-    Marked values have rings.
-    """
+    """Draw charts side by side as an SVG file; marked values may have rings."""
     width, height, top = 640, 380, 44
     inside = _tag("title", escape(title)) + _tag("style", PALETTE)
     inside += _tag("rect", width="100%", height="100%", style="fill:var(--paper)")
     inside += _tag("text", escape(title), class_="name", x=8, y=28, font_size=18)
-    for row, charts in enumerate(grid):
-        for column, chart in enumerate(charts):
-            below_px = 56 if chart.places.notes else 40
-            plot = _Plot(chart, width, height - below_px - 46)
-            inside += _tag(
-                "svg",
-                _tag("text", escape(chart.what), class_="name", x=8 - plot.left, y=-18)
-                + _tag("text", escape(below), x="50%", y=plot.height + below_px, **_MID)
-                + plot.draw(has_rings),
-                x=column * width + plot.left,
-                y=top + row * height + 34,
-                width=plot.width,
-                height=plot.height,
-                overflow="visible",
-            )
-    width, height = width * max(map(len, grid)), top + height * len(grid) + 32
+    for column, chart in enumerate(charts):
+        below_px = 56 if chart.places.notes else 40
+        plot = _Plot(chart, width, height - below_px - 46)
+        inside += _tag(
+            "svg",
+            _tag("text", escape(chart.title), class_="name", x=8 - plot.left, y=-18)
+            + _tag("text", escape(below), x="50%", y=plot.height + below_px, **_MID)
+            + plot.draw(has_rings),
+            x=column * width + plot.left,
+            y=top + 34,
+            width=plot.width,
+            height=plot.height,
+            overflow="visible",
+        )
+    width, height = width * len(charts), top + height + 32
     inside += _tag("text", escape(facts), x=8, y=height - 12, **_colour("soft"))
     style = f"color:var(--ink);font:{_FONT_PX}px system-ui,sans-serif"
     box = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
@@ -241,7 +232,6 @@ class _Plot:
         self.width = width - self.left - self.wide
 
     def draw(self, has_rings: bool = False) -> str:
-        """Draw the axes, the lines and their names."""
         drawn = "".join(
             self._rule(value, "rule")
             + _tag(
@@ -249,7 +239,7 @@ class _Plot:
             )
             for value, name in self.ticks
         )
-        if self.low < 0 or self.chart.scale.has_zero:
+        if self.low < 0:
             drawn += self._rule(0, "soft", "zero")
         lines = (
             _tag(
@@ -267,7 +257,6 @@ class _Plot:
         return _tag("line", class_=f"rule {kind}", **ends, **_colour(colour))
 
     def _line(self, line: Line, look: Look, has_rings: bool) -> Iterator[str]:
-        """Draw a line with its marks; each mark shows its figure as a tip."""
         places, scale = self.chart.places, self.chart.scale
         heights = [self._y(value) for value in line.values]
         percents = [round(100 * share, 2) for share in places.shares]
@@ -296,7 +285,6 @@ class _Plot:
             yield _tag("svg", mark, x=f"{x}%", y=y, **_OPEN)
 
     def _line_names(self) -> str:
-        """Write names and values beside the ends of lines, without overlaps."""
         gap = min(1.3 * _FONT_PX, self.height / len(self.ends))
         ends = [self._y(line.values[-1]) for line, _ in self.chart.drawn]
         heights = spread(ends, gap, gap / 2, self.height - gap / 2)
@@ -359,7 +347,6 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _width(texts: Sequence[str]) -> int:
-    """Estimate the pixels of the longest text."""
     return math.ceil(_LETTER_PX * max(map(len, texts)))
 
 
@@ -383,5 +370,4 @@ def spread(
 
 
 def with_minus(text: str) -> str:
-    """Write numbers below 0 with a minus, which is longer than a hyphen."""
     return text.replace("-", "\N{MINUS SIGN}")

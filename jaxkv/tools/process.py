@@ -72,7 +72,6 @@ def write_lines_at_once() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Flush the output, and end this process."""
     for stream in (sys.stdout, sys.stderr):
         if not _flush(stream) and not code:
             code = 1

@@ -30,28 +30,23 @@ def show_progress(*, is_quiet: bool = False) -> Iterator[OnProgress]:
             yield on_progress
         return
 
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        ProgressColumn,
-        TaskID,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as bars
     from rich.table import Column
 
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}", markup=False, table_column=Column()),
-        TaskProgressColumn(table_column=Column(no_wrap=True)),
-        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+    columns: list[bars.ProgressColumn] = [
+        bars.TextColumn("{task.description}", markup=False, table_column=Column()),
+        bars.TaskProgressColumn(table_column=Column(no_wrap=True)),
+        bars.TimeElapsedColumn(table_column=Column(no_wrap=True)),
     ]
     if console.width >= _MIN_COLUMNS_FOR_BARS:
-        columns.insert(1, BarColumn(bar_width=None if console.width < 80 else 40))
-        columns.append(TimeRemainingColumn(table_column=Column(no_wrap=True)))
-    progress = Progress(*columns, console=console, transient=True)
-    tasks: dict[str, TaskID] = {}
+        columns.insert(1, bars.BarColumn(bar_width=None if console.width < 80 else 40))
+        columns.append(bars.TimeRemainingColumn(table_column=Column(no_wrap=True)))
+    # Lines for a file must not be drawn above the bar, on the terminal of stderr.
+    is_drawn = sys.stdout is not None and sys.stdout.isatty()
+    progress = bars.Progress(
+        *columns, console=console, transient=True, redirect_stdout=is_drawn
+    )
+    tasks: dict[str, bars.TaskID] = {}
     totals: dict[str, int] = {}
 
     def show(label: str, done: int, total: int) -> None:
@@ -83,14 +78,17 @@ def _show_lines() -> Iterator[OnProgress]:
     def show(label: str, done: int, total: int) -> None:
         label = one_line(label.partition(": ")[0])
         if label not in quarters:
-            start = "\n" if quarters else ""
+            start = "\n" if is_within_line.is_set() else ""
             print(f"{start}{label} ...", end="", file=sys.stderr, flush=True)
             is_within_line.set()
             quarters[label] = 0
         quarter = 4 * done // total if total else 0
         if quarter > quarters[label] and label == list(quarters)[-1]:
             quarters[label] = quarter
-            print(f" {25 * quarter}%", end="", file=sys.stderr, flush=True)
+            end = "\n" if quarter == 4 else ""  # The output may follow.
+            print(f" {25 * quarter}%", end=end, file=sys.stderr, flush=True)
+            if end:
+                is_within_line.clear()
 
     try:
         yield show

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.tools.console import OnProgress
-from jaxkv.tools.machine import quartiles
 from jaxkv.transfer import TransferEngine, memory
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.tickets import Direction
@@ -48,7 +47,6 @@ class Speed:
 
     @property
     def text(self) -> str:
-        """Both figures, ``best / p50``."""
         return f"{self.best_gb_per_s:.2f} / {self.p50_gb_per_s:.2f}"
 
 
@@ -98,12 +96,11 @@ def speed(num_bytes: int, seconds: Sequence[float]) -> Speed:
     return Speed(
         best_gb_per_s=num_bytes / min(seconds) / 1e9,
         p50_gb_per_s=num_bytes / statistics.median(seconds) / 1e9,
-        quartiles_s=quartiles(seconds),
+        quartiles_s=statistics.quantiles(seconds, n=4),
     )
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Return the seconds that a call takes."""
     start_s = time.perf_counter()
     call()
     return time.perf_counter() - start_s
@@ -165,7 +162,6 @@ class SpeedBench:
         return [*make()]
 
     def make_limit(self) -> CopyLimit | DevicePutLimit:
-        """Make the limit of the machine: a large contiguous copy for each device."""
         return make_limit(self.num_bytes, 2 * self.num_bytes, self._by_element)
 
     def choose(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -178,7 +174,6 @@ class SpeedBench:
         return self._device_ids, self._host_ids
 
     def copy(self, direction: Direction) -> None:
-        """Save the chosen blocks, or load them."""
         if direction == "save":
             self.engine.save(self.pool, self._device_ids, self._host_ids)
         else:
@@ -187,7 +182,6 @@ class SpeedBench:
         self.drain()
 
     def drain(self) -> None:
-        """Wait for all transfers; raise the error of one that failed."""
         self.pool, completions = self.engine.drain(self.pool)
         for completion in completions:
             if completion.error is not None:
@@ -247,7 +241,6 @@ class CopyLimit:
         self._next = 0
 
     def copy(self, direction: Direction) -> None:
-        """Copy the bytes once; both directions are the same here."""
         del direction
         np.copyto(self._target[self._next], self._source[self._next])
         self._next = (self._next + 1) % len(self._source)
@@ -269,7 +262,6 @@ class DevicePutLimit:
         memory.wait_for(self._on_host)
 
     def copy(self, direction: Direction) -> None:
-        """Copy the next of the arrays."""
         index = self._next
         self._next = (self._next + 1) % len(self._on_device)
         source, target, place = (
@@ -285,7 +277,6 @@ class DevicePutLimit:
 def make_limit(
     num_bytes: int, working_set_bytes: int, place: jax.sharding.Sharding | None = None
 ) -> CopyLimit | DevicePutLimit:
-    """Make the limit of this machine for transfers of `num_bytes` to a place."""
     if is_cpu():
         return CopyLimit(num_bytes, working_set_bytes)
     zeros = jax.jit(lambda: jnp.zeros(num_bytes // 2, jnp.uint16), out_shardings=place)

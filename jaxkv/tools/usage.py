@@ -1,9 +1,9 @@
 """The options of a command: its help text is their declaration.
 
-A line such as ``  --port PORT  where to listen (default: 9400)`` declares an option
+A line such as ``  --seed N  seed of the weights (default: 0)`` declares an option
 that takes a value. The name of the value chooses its parser (`_PARSERS`, or one that
 the command names), and ``NAME,...`` takes several values, which may be repeated. An
-option without a value is a flag. ``  -q, --quiet  text`` gives one a short name, too.
+option without a value is a flag. ``  -q, --quiet  text`` adds a short name.
 ``  TRACE...  text`` declares arguments, ``  [URL]  text`` one that may be missing. The
 text goes on in lines that are indented further.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -51,8 +52,6 @@ class Command(NamedTuple):
 
 
 def whole_number_from(minimum: int) -> Callable[[str], int]:
-    """Make a parser of whole numbers."""
-
     def parse(text: str) -> int:
         # At most nine digits: enough, and the limit for a seed of the weights.
         if re.fullmatch(r"\d{1,9}", text) and int(text) >= minimum:
@@ -67,8 +66,6 @@ def whole_number_from(minimum: int) -> Callable[[str], int]:
 def number_from(
     minimum: float, limits_text: str, maximum: float = _MAX_NUMBER
 ) -> Callable[[str], float]:
-    """Make a parser of numbers."""
-
     def parse(text: str) -> float:
         is_number = re.fullmatch(r"\d{1,18}(\.\d{1,9})?([eE][+-]?\d{1,2})?", text)
         if is_number and minimum <= float(text) < maximum:
@@ -81,34 +78,19 @@ def number_from(
 
 
 def one_of(choices: Sequence[str]) -> Callable[[str], str]:
-    """Make a parser of names."""
-
-    def parse(text: str) -> str:
-        if text in choices:
-            return text
-        raise ValueError(f"unknown {shown(text)}: {did_you_mean(text, choices)}")
-
-    return parse
+    return partial(_parse_name, choices)
 
 
-def parse_port(text: str) -> int:
-    """Parse the number of a port; 0 is any free one.
-
-    >>> parse_port("9400")
-    9400
-    """
-    if re.fullmatch(r"[0-9]{1,5}", text) and int(text) < 1 << 16:
-        return int(text)
-    raise ValueError(
-        f"{shown(text)} must be a port, from 0 (any that is free) to 65535"
-    )
+def _parse_name(choices: Sequence[str], text: str) -> str:
+    if text in choices:
+        return text
+    raise ValueError(f"unknown {shown(text)}: {did_you_mean(text, choices)}")
 
 
 _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "N": whole_number_from(1),
     "X": number_from(1e-9, "above 0"),
     "SIZE": parse_bytes,
-    "PORT": parse_port,
     "FILE": Path,
     "FILE.svg": Path,
     "FORMAT": one_of(FORMATS),
@@ -126,8 +108,12 @@ class Option(NamedTuple):
 
     @property
     def field(self) -> str:
-        """Its attribute of `Args`."""
         return self.name.removeprefix("--").replace("-", "_")
+
+    @property
+    def choices(self) -> Sequence[str]:
+        """The names that it takes; empty if it takes others."""
+        return self.parse.args[0] if isinstance(self.parse, partial) else ()
 
 
 class Usage:
@@ -170,7 +156,6 @@ class Usage:
 
     @property
     def help(self) -> str:
-        """The help of the command."""
         line = " ".join(
             filter(None, ("usage:", self.name, self._argument, "[options]"))
         )
@@ -178,7 +163,6 @@ class Usage:
         return f"{line}\n\n{textwrap.fill(self._description, _WIDTH)}\n\n{entries}"
 
     def _render(self, entry: re.Match[str]) -> str:
-        """Write an entry in two columns."""
         option = self.options.get(_match(entry[1])[2])
         about = option.about if option else " ".join(entry[2].split())
         left, indent = f"  {entry[1]:{_COLUMN - 3}} ", " " * _COLUMN
@@ -189,7 +173,6 @@ class Usage:
         )
 
     def parse(self, words: Sequence[str]) -> Args:
-        """Parse the words after the command; UsageError if they are wrong."""
         values: dict[str, Any] = {
             option.field: None if option.value else False
             for option in self.options.values()
@@ -249,7 +232,7 @@ def _match(entry: str) -> re.Match[str]:
 def _default_text(option: Option, default: Any) -> str:
     values = default if isinstance(default, tuple) else (default,)
     if option.value.startswith("SIZE"):
-        return sizes_text(values)
+        values = tuple(size_text(size, "") for size in values)
     return ",".join(map(str, values))
 
 
@@ -260,15 +243,6 @@ def _parse_value(option: Option, text: str) -> Any:
         return option.parse(text)
     except ValueError as error:
         raise UsageError(f"{option.name}: {error}") from error
-
-
-def sizes_text(sizes: Iterable[int]) -> str:
-    """Write sizes as an option takes them.
-
-    >>> sizes_text([65536, 1048576])
-    '64KiB,1MiB'
-    """
-    return ",".join(size_text(size, "") for size in sizes)
 
 
 def check_belongs(args: Args, names: Sequence[str], to: str, value: object) -> None:

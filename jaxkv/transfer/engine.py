@@ -142,7 +142,7 @@ class TransferEngine:
             kernel: How the programs of the mode ``"staged"`` copy blocks: ``"dma"``, by
                 asynchronous copies of the TPU, or ``"xla"``, by gathers and scatters.
                 None takes ``"dma"`` on TPU where its compiler accepts the layout.
-            shared: What other engines have their extents in, too, in the mode
+            shared: Memory that other engines also have extents in, in the mode
                 ``"staged"``; None for memory of its own.
 
         Raises:
@@ -337,10 +337,7 @@ class TransferEngine:
 
     @owned
     def load(
-        self,
-        pool: PyTree,
-        host_block_ids: BlockIdsLike,
-        device_block_ids: BlockIdsLike,
+        self, pool: PyTree, host_block_ids: BlockIdsLike, device_block_ids: BlockIdsLike
     ) -> tuple[PyTree, Ticket]:
         """Copy host blocks to device blocks.
 

@@ -101,7 +101,7 @@ class ExtentTable:
         self.num_freed = 0
         """Counts what may have made room: `place` fails again until this changes."""
         self.shared: SharedMemory | None = None
-        """The memory that other tables have extents in, too; None for its own."""
+        """The memory shared with other tables' extents; None for its own."""
         # Made once, for all calls.
         self._places = np.arange(num_shards * extent_blocks)
         self._no_ids = np.zeros(0, np.int32)

@@ -1,8 +1,8 @@
-"""The rows of a host block, copied between the arrays of its extent and one payload.
+"""Copies of a host block between the arrays of its extent and one payload.
 
-A block has rows in every array, often many small ones. One call copies them all,
-without the interpreter's lock: to release and take it for every array would delay the
-thread that steps for longer than the copies take.
+A block has a row in every array, often many small ones. One call copies all rows with
+the GIL released: releasing and reacquiring the GIL per array costs the step thread more
+than the copies.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numba import types
 from jaxkv.compiling import compiled
 
 ADDRESS, NUM_PIECES, STRIDE_BYTES, PIECE_BYTES = range(4)
-"""The columns of a table of arrays: where an array's memory begins, in how many pieces
-the rows of a block lie, how far apart the pieces are, and how long each is."""
+"""The columns of a table of arrays: an array's address; the number of contiguous
+pieces of a block; the distance between pieces; the bytes per piece."""
 
 _MAX_PLACE = (1 << 31) - 1
 
@@ -27,21 +27,21 @@ _memcpy = types.ExternalFunction(
 
 
 def copy_out(table: Any, place: int, payload: Any) -> None:
-    """Copy the rows of a place into a payload; other threads may run meanwhile.
+    """Copy row `place` of every array into a payload, with the GIL released.
 
-    `table`, i64[p, 4], describes each array; `payload`, u8[n], is contiguous, and as
-    long as the pieces together. ValueError if not, or if the extent has no such place.
+    `table`, i64[p, 4], describes the arrays. `payload`, u8[n], is contiguous and as
+    long as all pieces of the row. ValueError if it is not, or if no such row exists.
     """
     _copy_checked(table, place, payload, True)
 
 
 def copy_in(table: Any, place: int, payload: Any) -> None:
-    """Copy a payload into the rows of a place; see `copy_out`."""
+    """Copy a payload into row `place` of every array; see `copy_out`."""
     _copy_checked(table, place, payload, False)
 
 
 def prepare() -> None:
-    """Compile all of it, unless it was kept on disk."""
+    """Compile the copies, or load them from disk."""
     _copy(np.empty((0, 4), np.int64), 0, 0, 0, True)
 
 
@@ -63,7 +63,7 @@ def _copy_checked(table: Any, place: int, payload: Any, is_out: bool) -> None:
 
 @functools.partial(compiled, nogil=True)
 def _copy(table: Any, place: int, address: int, num_bytes: int, is_out: bool) -> Any:
-    """Copy all rows and return True, or none if a size does not fit."""
+    """Copy all rows and return True; return False, copying none, if a size is wrong."""
     for part in range(table.shape[0]):
         piece_bytes = table[part, PIECE_BYTES]
         num_bytes -= table[part, NUM_PIECES] * piece_bytes

@@ -44,7 +44,7 @@ class _Joint:
     host_ids: NDArray[np.int32]  # i32[n]
     # The transfers in flight: the number of the pool, and the ticket there.
     tickets: set[tuple[int, Ticket]] = dataclasses.field(default_factory=set)
-    num_bytes: int = 0  # Of the transfers that have ended.
+    num_bytes: int = 0  # Bytes of ended transfers
     error: Exception | None = None  # The first one.
 
 

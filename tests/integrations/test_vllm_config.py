@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import jaxkv
 from jaxkv import ConfigError, FullAttention, Mamba, OffloadConfig, SlidingWindow
 from jaxkv.integrations.vllm import OffloadConnector
 from jaxkv.integrations.vllm.config import (
@@ -79,6 +80,7 @@ def test_the_keys_set_rules_and_sizes(monkeypatch):
         "storage_list_s": None,
         "storage_probe_s": 0.5,
         "storage_await_s": 7,
+        "storage_label": "",
         "storage_secret": "0123456789abcdef",
     }
     sizes = {"staging_bytes": "1MiB", "record_max_bytes": "2MiB"}
@@ -103,6 +105,10 @@ def test_the_keys_set_rules_and_sizes(monkeypatch):
         "record_max_bytes": 2 << 20,
         "storage_bytes": 1 << 20,
     }
+    labelled = read(extra={"storage": "kv", "storage_namespace": "weights"})
+    assert labelled.offload.storage_label == (
+        f"model, bfloat16, {BLOCK_SIZE} tokens a block, jaxkv {jaxkv.__version__}"
+    )
     storage = config.storage
     # A block is 2 layers of 4 tokens of 64 bytes, and a header of 192 bytes.
     assert storage.num_blocks == (1 << 20) // (512 + 192)

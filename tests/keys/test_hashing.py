@@ -1,4 +1,4 @@
-"""Keys of blocks: no two inputs share one, and the same input always has the same."""
+"""Block keys: unique per input, and equal for equal inputs."""
 
 import dataclasses
 import hashlib
@@ -25,7 +25,7 @@ NAMESPACE = Namespace("model", "epoch", "bfloat16", "layout", block_size=4)
 
 
 def encode_block(namespace, group, parent, tokens, extras=hashing.NO_EXTRAS):
-    """Encode a block, from the functions that a chain encodes its blocks with."""
+    """Encode a block with the functions that a chain uses."""
     constant = hashing._encode_constant(namespace, group, extras)
     context = hashing._encode_context(parent, extras)
     data = hashing.token_bytes(tokens)
@@ -36,7 +36,7 @@ def block_key(*block):
     return hashlib.sha256(encode_block(*block)).digest()
 
 
-# st.characters() has lone surrogates too, and low ones that look like framing.
+# Includes lone surrogates, and control characters that look like framing.
 texts = st.text(st.characters() | st.characters(max_codepoint=15), max_size=12)
 keys = st.binary(min_size=32, max_size=32)
 token_ids = st.integers(0, 2**32 - 1)
@@ -69,7 +69,7 @@ def blocks(draw):
 
 @given(blocks())
 def test_an_encoding_is_read_back_to_its_inputs(block):
-    """So no two inputs have the same, whatever their texts look like."""
+    """The encoding is therefore injective, whatever the texts contain."""
     assert decode_block(encode_block(*block)) == block
 
 
@@ -79,7 +79,7 @@ def test_multimodal_items_are_sorted_by_offset_and_then_by_content():
         assert Extras(multimodal=order).multimodal == items
 
 
-# Pinned: a change here orphans every block that anybody has stored.
+# Pinned: a change of the encoding orphans every stored block.
 
 
 def test_an_encoding_written_by_hand():
@@ -207,7 +207,7 @@ def test_what_a_chain_refuses_leaves_it_as_it_was():
 def test_following_a_list_hashes_its_changed_blocks_alone(data):
     extra, recorded = data.draw(extras(max_offset=30)), []
     chain = KeyChain(NAMESPACE, extra, record=recorded.append)
-    # Few tokens: a list often shrinks and grows again by the same ones.
+    # Few unique tokens, so that lists shrink and regrow with equal ones.
     some = st.lists(st.integers(0, 2), max_size=9)
     tokens, compared = [], []
     for _ in range(data.draw(st.integers(1, 8))):
@@ -265,7 +265,7 @@ def test_a_chain_does_not_keep_the_tokens_of_full_blocks():
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(chain.keys) == 244
-    assert held < 64_000  # bytes; the tokens have 4,000,000
+    assert held < 64_000  # Bytes; the tokens take 4,000,000.
 
 
 def test_refusals_name_the_value():
@@ -293,7 +293,7 @@ def test_refusals_name_the_value():
 
 
 def test_a_chain_records_what_its_keys_were_made_of():
-    """A record has all that `block_key` needs, and the tokens as they were fed."""
+    """A record holds the arguments of `block_key`, and the tokens as passed."""
     items = (
         MultimodalItem(b"two", 5),
         MultimodalItem(b"one", 5),

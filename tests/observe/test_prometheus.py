@@ -17,8 +17,6 @@ from tests.observe.dashboard import (
     source,
 )
 
-DEMO = "import sys; from jaxkv.tools.main import main; sys.exit(main())"
-
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
@@ -70,18 +68,3 @@ def test_the_example_that_keeps_running_gives_every_query_a_value(tmp_path):
         lines = log.read_text().splitlines()
         assert lines[1:3] == ["compiling ...", "serving prompts"]
         assert lines[-1].startswith("KV offload: stored ")
-
-
-def test_the_demo_serves_metrics_until_its_seconds_are_over(tmp_path):
-    words = ["-c", DEMO, "demo", "--serve-metrics", "0", "--seconds", "60"]
-    words += ["--conversations", "6", "--turns", "2", "--document-tokens", "600"]
-    words += ["--device-blocks", "60"]
-    began_s = time.monotonic()
-    with source(words, tmp_path) as (child, log, port):
-        with prometheus(port, tmp_path) as ask:
-            hits = "vllm:external_prefix_cache_hits_total"
-            (first,) = wait_for_values(ask, [f"{hits} > 0"]).values()
-            wait_for_values(ask, [f"{hits} > {first[0]}"])
-        assert child.wait(WAIT_S) == 0, log.read_text()
-        assert "generated tokens are identical" in log.read_text()
-    assert time.monotonic() - began_s > 60

@@ -1,11 +1,11 @@
 """Snapshots of an object and everything that it holds, as plain values.
 
-A snapshot walks over attributes: a new attribute needs no code here. Objects of jaxkv
-become `Entry` records, which refer to one another by name; arrays and containers are
-copied. Callables and the attributes in `_NOT_STATE` (caches, scratch memory, files) are
-skipped. Objects of other packages, such as engines' requests, are
-kept by reference. Objects whose class defines `__reduce__` are rebuilt. The digest
-leaves out the classes in `_NOT_DIGESTED`, and objects of other packages.
+A snapshot walks over attributes, so a new attribute needs no code here. Objects of
+jaxkv become `Entry` records, which refer to one another by name. Arrays and containers
+are copied. Callables and the attributes in `_NOT_STATE` (caches, scratch memory) are
+skipped. Objects of other packages, such as engines' requests, are kept by reference.
+Objects whose class defines `__reduce__` are rebuilt. The digest excludes the classes in
+`_NOT_DIGESTED` and objects of other packages.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class State:
 
     @property
     def digest(self) -> str:
-        """A digest of the state; equal states have the same in every process."""
+        """A digest of the state, equal in every process if the states are equal."""
         chunks: list[bytes] = []
         for name, (kind, fields) in self.entries.items():
             if kind not in _NOT_DIGESTED:
@@ -113,15 +113,15 @@ def snapshot(root: object, name: str = "scheduler") -> State:
 def restore(root: object, state: State) -> None:
     """Restore an object from a state of the same configuration.
 
-    Objects in attributes, or in tuples there, are changed in place if their class is
-    the same; objects in lists and dicts are new.
+    Objects in attributes, or in tuples in attributes, are changed in place if they have
+    the same class. Objects in lists and dicts are new.
     """
     entries = state.entries
     objects = {next(iter(entries)): root}
     matched = {id(root)}
 
     def match(held: Any, saved: Any) -> None:
-        """Match live objects to entries, to be changed in place."""
+        """Pair live objects with the entries that will overwrite them."""
         if type(saved) is Ref:
             is_unmatched = saved.name not in objects and id(held) not in matched
             if is_unmatched and type(held) is entries[saved.name].kind:
@@ -155,7 +155,7 @@ def restore(root: object, state: State) -> None:
 
 
 def _overwrite(held: Any, saved: Any) -> bool:
-    """Overwrite arrays, whose addresses others keep; False if one has another shape."""
+    """Overwrite arrays in place; return False if a shape differs."""
     if isinstance(saved, np.ndarray):
         fits = isinstance(held, np.ndarray) and held.shape == saved.shape
         if fits := fits and held.flags.writeable:
@@ -205,7 +205,7 @@ def _copied(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
     copied = [
         item
         if type(item) in _PLAIN
-        # Most items are arrays: copy these here, which is faster than `visit`.
+        # Most items are arrays, and copying them here is faster than `visit`.
         else item.copy()
         if type(item) is np.ndarray
         else visit(item, name)
@@ -273,7 +273,7 @@ def _attributes(kind: Any) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def _encode(value: Any, chunks: list[bytes]) -> None:
-    """Append a value; unequal ones that the digest has differ in their encodings."""
+    """Append an injective encoding of a value."""
     kind: Any = type(value)
     if isinstance(value, np.ndarray):
         chunks.append(f"{value.dtype.str}{value.shape}".encode() + value.tobytes())

@@ -182,6 +182,21 @@ def test_a_bound_that_the_store_has_evicted_holds_and_is_recorded_again(bound):
         assert store.exists([name])[0] is not bound.is_owners
 
 
+def test_a_label_is_recorded_beside_the_bound_until_the_store_loses_it():
+    store = MemoryStore()
+    name = BLOCKS.label_name("llama, bfloat16")
+    with StorageIO(store, BLOCKS) as storage:
+        listed(storage, Bound(9))
+        assert "label" not in str(*store.list(BLOCKS.folder))
+        storage.label = "llama, bfloat16"
+        for _ in range(2):
+            listed(storage, Bound(9))
+            assert store.exists([name]) == [True]
+            store.delete([name])
+    assert bytes.fromhex(name.rpartition(".")[2]) == b"llama, bfloat16"
+    assert len(BLOCKS.label_name("x" * 999)) < 255
+
+
 def test_an_owner_forgets_the_larger_bound_of_the_owner_before():
     store = MemoryStore()
     names = [BLOCKS.bound_name(Bound(number, True)) for number in (9, 3)]

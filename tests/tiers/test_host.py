@@ -35,10 +35,10 @@ def check(output, to_store, block_ids, evicted=()):
 
 
 def test_touch_makes_the_first_key_the_most_recent():
-    for policy in ("lru", make_lru(4, 5)):  # A policy is as good as its name.
+    for policy in ("lru", make_lru(4, 5)):  # A policy itself or its name
         manager = OffloadingManager(16, 4, policy)
         stored(manager, 1, 2, 3, 4)
-        # In parts, where a batch has more keys than the policy takes.
+        # A batch beyond the policy's limit is split.
         manager.touch([*keys(1, 2), *keys(*range(50, 67)), *keys(4)])
         assert stored(manager, 5, 6, 7).block_hashes_evicted == keys(3, 4, 2)
         assert manager.prepare_store(keys(*range(6))) is None  # more than fit
@@ -46,7 +46,7 @@ def test_touch_makes_the_first_key_the_most_recent():
 
 def test_specs_are_int64_and_name_their_medium():
     manager = OffloadingManager(16, num_blocks=4)
-    store = manager.prepare_store(iter(keys(1))).store_spec  # Iterators serve, too.
+    store = manager.prepare_store(iter(keys(1))).store_spec  # Any iterable of keys
     manager.complete_store(iter(keys(1)))
     for spec in (store, manager.prepare_load(keys(1)), manager.prepare_load(iter([]))):
         assert isinstance(spec.block_ids, np.ndarray)
@@ -97,7 +97,7 @@ def test_foreign_keys_come_back_as_they_were_given():
     assert manager.prepare_store(foreign[2:]).block_hashes_evicted == [b""]
     assert [e.block_hashes for e in manager.take_events()] == [foreign[:2], [b""]]
     manager.complete_store(foreign[2:], success=False)
-    assert list(manager._names.values()) == [b"x"]  # and no other is remembered
+    assert list(manager._names.values()) == [b"x"]  # No other key is kept.
 
 
 def test_refuses_bad_arguments(monkeypatch):
@@ -154,8 +154,8 @@ def test_only_keys_looked_up_often_enough_are_stored():
     check(manager.prepare_store([*keys(1, 2), foreign]), (), [])
     manager.lookup([*keys(1, 2), foreign])
     with pytest.raises(TypeError, match="'a' must be of type bytes"):
-        manager.lookup([*keys(2), "a"])  # It counts nothing.
-    manager.lookup([*keys(3, 1), foreign])  # all are counted, beyond the first miss
+        manager.lookup([*keys(2), "a"])  # Refused lookups count nothing.
+    manager.lookup([*keys(3, 1), foreign])  # Keys after the first miss count.
     output = manager.prepare_store([*keys(1, 2, 3), foreign])
     assert output.block_hashes_to_store == [*keys(1), foreign]
     manager.complete_store(output.block_hashes_to_store)
@@ -195,7 +195,7 @@ def test_batches_beyond_the_largest_are_served():
     repeated = keys(2, 1) * manager.policy.max_batch
     check(manager.prepare_store(repeated), (2, 1), [0, 1])
     manager.complete_store(keys(1, 2))
-    manager.touch([*keys(2), *many, *keys(2)])  # 2, many parts later: the most recent
+    manager.touch([*keys(2), *many, *keys(2)])  # Key 2 is touched last.
     assert manager.prepare_store(keys(5)).block_hashes_evicted == keys(1)
 
 
@@ -203,7 +203,12 @@ def test_a_touch_beyond_the_largest_batch_counts_as_a_use_in_each_part():
     manager = OffloadingManager(16, 6, make_arc(6, 6))
     manager.complete_step(manager.request_step(keys(*range(6))))
     manager.touch(keys(*range(12)))
-    assert manager.executor.state.policy.sizes.tolist() == [0, 0, 0, 6]  # All in T2.
+    assert manager.executor.state.policy.sizes.tolist() == [
+        0,
+        0,
+        0,
+        6,
+    ]  # All in T2: used twice
 
 
 def plain(output):
@@ -253,7 +258,7 @@ def test_a_step_of_which_a_part_has_ended_is_not_completed(executor):
     manager.complete_step(first)
     assert_refused(manager, second, "was ended before")
     assert manager.snapshot().ref_cnt == {keys(1)[0]: 0}
-    # One whose store has failed is ended by its parts.
+    # After a failed store, each part is completed by itself.
     step = manager.request_step(keys(1, 2))
     manager.complete_store(keys(2), success=False)
     assert_refused(manager, step, "was ended before")

@@ -72,7 +72,7 @@ def look_at_store(facts, args):
 def fixed(monkeypatch):
     # The keys are the same whichever extras are installed.
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1")
-    monkeypatch.setattr(demo_run, "run_demo", lambda c, p, *_: fake_run(c, p))
+    monkeypatch.setattr(demo_run, "run_demo", lambda c, p, recorder: fake_run(c, p))
     monkeypatch.setattr(doctor, "gather_facts", gather_facts)
     monkeypatch.setattr(doctor, "_look_at_store", look_at_store)
 

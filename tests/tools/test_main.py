@@ -3,12 +3,13 @@
 import dataclasses
 import io
 import json
-import socket
+import shlex
+import subprocess
 
 import pytest
 from rich.console import Console
 
-from jaxkv.tools import console, progress
+from jaxkv.tools import commands, console, progress
 from jaxkv.tools import main as cli
 from jaxkv.tools.demo import command, run
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
@@ -41,23 +42,12 @@ def fake(monkeypatch):
     """Replace the run by a fake one; return the configurations it gets."""
     configs = []
 
-    def run_demo(config, on_progress, on_engine, recorder):
+    def run_demo(config, on_progress, recorder):
         configs.append(config)
         return fake_run(config, on_progress)
 
     monkeypatch.setattr(run, "run_demo", run_demo)
     return configs
-
-
-def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(refused, fake):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        err = refused(f"demo --serve-metrics {port}")
-    assert fake == []
-    assert err == (
-        f"jaxkv demo: error: --serve-metrics: cannot listen at 127.0.0.1:{port} "
-        "(Address already in use); choose another port, or 0 for any free one\n"
-    )
 
 
 def test_help_lists_the_commands_their_parts_and_their_options(capsys):
@@ -73,6 +63,34 @@ def test_help_lists_the_commands_their_parts_and_their_options(capsys):
     ):
         assert cli.main(words.split()) == 0
         assert expected in capsys.readouterr().out, words
+
+
+def test_help_fits_80_columns_and_its_examples_are_command_lines():
+    for name, usage in commands.load_usages().items():
+        assert max(map(len, usage.help.split("\n"))) <= 80, name
+        examples = usage.help.partition("examples:\n")[2].splitlines()
+        assert examples, name
+        for example in examples:
+            words = shlex.split(example)
+            assert example.startswith(f"  jaxkv {name}"), example
+            usage.parse(words[1 + len(name.split()) :])
+
+
+def test_a_shell_completes_commands_options_and_names(capsys, tmp_path):
+    assert cli.main(["--completion"]) == 0
+    script = tmp_path / "jaxkv"
+    script.write_text(capsys.readouterr().out)
+    complete = '. "$0"; COMP_WORDS=(jaxkv "$@"); COMP_CWORD=$#; _jaxkv; '
+    for words, expected in (
+        (["d"], "demo doctor"),
+        (["store", ""], "ls size rm --help"),
+        (["store", "rm", "--n"], "--namespace"),
+        (["demo", "--mode", ""], "eager lazy"),
+        (["demo", "--json", ""], ""),  # Files
+    ):
+        echo = f"{complete} echo ${{COMPREPLY[*]}}"
+        line = ["bash", "-c", echo, str(script), *words]
+        assert subprocess.check_output(line, text=True) == f"{expected}\n", words
 
 
 def test_options_reach_the_run(fake, run_line, tmp_path):
@@ -101,7 +119,7 @@ def test_options_reach_the_run(fake, run_line, tmp_path):
 
 
 def test_different_tokens_are_exit_1_with_the_report(monkeypatch, run_line):
-    monkeypatch.setattr(run, "run_demo", lambda c, p, *_: fake_run(c, p, (1, 9, 3)))
+    monkeypatch.setattr(run, "run_demo", lambda c, p, **_: fake_run(c, p, (1, 9, 3)))
     out, *_ = run_line("demo", 1)
     assert "Time to first token" in out
     assert "The answers differ: conversation 0, turn 1, first at token 1" in out
@@ -112,7 +130,7 @@ def test_an_error_of_the_run_is_one_line_and_a_bug_keeps_its_traceback(
 ):
     errors = [KeyboardInterrupt(), MemoryError("9.00 GiB"), ValueError("of ours")]
 
-    def run_demo(*_):
+    def run_demo(*_, recorder):
         raise errors.pop(0)
 
     monkeypatch.setattr(run, "run_demo", run_demo)
@@ -134,8 +152,8 @@ def test_a_phase_leaves_the_progress_when_the_next_one_begins(width, monkeypatch
     monkeypatch.setattr(progress, "make_console", lambda stderr: console)
     with progress.show_progress() as on_progress:
         on_progress("compiling", 0, 0)
-        on_progress("asking, 51,269 blocks", 0, 96)
-        on_progress("asking, 51,269 blocks", 48, 96)
+        on_progress("serving, 51,269 blocks", 0, 96)
+        on_progress("serving, 51,269 blocks", 48, 96)
         console.file = file = io.StringIO()
         on_progress("measuring", 0, 0)
     shown = file.getvalue()
@@ -157,6 +175,19 @@ def test_the_checks_of_a_stage_share_one_bar_and_brackets_are_shown(monkeypatch)
     assert "blocks: [blocks, heads]" in frame
     assert "int8" not in frame
     assert "tokens" not in frame
+
+
+def test_lines_for_a_file_are_not_drawn_above_the_bar_of_a_terminal(
+    monkeypatch, capsys
+):
+    """`jaxkv verify > FILE` left all results on the screen, and none in the file."""
+    terminal = Console(file=io.StringIO(), width=80, force_terminal=True)
+    monkeypatch.setattr(progress, "make_console", lambda stderr: terminal)
+    with progress.show_progress() as on_progress:
+        on_progress("moving blocks", 1, 2)
+        print("a result")
+    assert capsys.readouterr().out == "a result\n"
+    assert "a result" not in terminal.file.getvalue()
 
 
 def test_help_and_a_typing_error_import_neither_jax_nor_numba():

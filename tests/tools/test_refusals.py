@@ -44,8 +44,6 @@ demo --json .                   | --json: cannot write '.' (Is a directory); nam
 demo -o .                       | --output: cannot write '.' (Is a directory); name a 
 doctor -o a --json a            | --json: 'a' is the file of --output too, which would
 doctor --format xml             | --format: unknown 'xml': choose from table, json
-demo --serve-metrics 65536      | '65536' must be a port, from 0 (any that is
-demo --seconds 9                | --seconds: it belongs to --serve-metrics
 
 plan                            | missing TRACE: `jaxkv plan --help` explains it
 plan none.jsonl               | TRACE: cannot read 'none.jsonl' (No such file or dir
@@ -89,7 +87,7 @@ plan MODEL --policy lur         | unknown 'lur': did you mean lru?
 plan long.jsonl --model llama-3.1-8b | 'in' must be a number of tokens from 0 to
 plan SMALL --host-bytes 1GiB     | --host-bytes: it belongs to --model, so give that
 plan SMALL --measure             | --measure: it belongs to --model, so give that too
-plan SMALL --policy optimum      | --policy: optimum is only a bound: name a policy, t
+plan SMALL --policy optimum      | --policy: optimum is only a bound: name a policy as
 plan SMALL --policy lru,optimum --engines 2 | --policy: optimum is for one engine: omi
 plan MODEL --host-bytes 1GiB --capacity 5 | --host-bytes: --capacity says it already
 

@@ -23,6 +23,7 @@ OLD = ObjectFormat(b"old model", "u8", PAYLOAD_BYTES, num_shards=2)
 NEW = ObjectFormat(b"new model", "u8", PAYLOAD_BYTES, secret="a secret of 16 bytes")
 NUM_OLD, NUM_NEW = 30, 5
 DAY_S = 86_400
+LABEL = "llama, bfloat16, 16 tokens a block"
 
 
 class Bucket(FaultyStore):
@@ -42,7 +43,8 @@ def fill(url):
                 store.put([(name, blob) for name in objects.all_names(key)])
         for bound in (Bound(40), Bound(20, True)):
             store.put([(OLD.bound_name(bound), [b"jaxkv\n"])])
-        store.put([(OLD.order_name, [b"x"]), (f"{OLD.folder}/readme", [b"x"])])
+        names = OLD.order_name, f"{OLD.folder}/readme", OLD.label_name(LABEL)
+        store.put([(name, [b"x"]) for name in names])
 
 
 def make_old(folder, age_s=3 * DAY_S):
@@ -83,7 +85,9 @@ def test_namespaces_are_listed_with_blocks_bytes_use_and_limit(url, run_line):
     has_times = namespaces.open_store is open_store
     assert old["bytes_are_estimated"] is not has_times
     assert [age is not None and age < 60 for age in ages] == [has_times] * 2
-    assert re.search(rf"^{OLD.folder} +30 .* 20 blocks \(owner\)$", out, re.M)
+    row = rf"^{OLD.folder} +30 .* 20 \(owner\)\n  {LABEL}$"
+    assert re.search(row, out, re.M)
+    assert (old["label"], new["label"]) == (LABEL, "")
     assert err == f"listing {figures['url']} ...\n"
     out, _, figures = run_line(f"store size {url}")
     assert (figures["namespaces"], figures["blocks"]) == (2, 35)
@@ -124,10 +128,10 @@ def test_an_old_namespace_is_removed_once_confirmed(
     monkeypatch.setattr("sys.stdin", Terminal("\nyes\n"))
     assert cli.main(line.split()) == 1
     err = capsys.readouterr().err
-    assert "30 blocks, 69.8 KiB, last used 3 d ago.\nRemove it? [y/N] " in err
+    assert f"30 blocks, 69.8 KiB, last used 3 d ago.\n{LABEL}. Remove it? [y/N] " in err
     assert err.endswith("not confirmed: nothing was removed\n")
     out, *_ = run_line(line)
-    assert f"Removed {OLD.folder}: 63 objects, 69.8 KiB.\n" in out
+    assert f"Removed {OLD.folder}: 64 objects, 69.8 KiB.\n" in out
     # Files that are not jaxkv's stay.
     assert [path.name for path in (tmp_path / OLD.folder).rglob("*")] == ["readme"]
     run_line(f"store rm {tmp_path} --namespace {NEW.folder} --yes --force")

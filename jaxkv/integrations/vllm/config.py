@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from jaxkv import (
     Mamba,
     OffloadConfig,
     SlidingWindow,
+    __version__,
     policy_names,
     register_policy,
 )
@@ -317,6 +318,9 @@ class ConnectorConfig:
             block_bytes * share * offload.blocks_per_host_block
         )
         num_host_blocks = _num_host_blocks(offload, host_block_bytes, num_ranks)
+        if offload.storage is not None and offload.storage_label is None:
+            label = _label_of(vllm_config, groups)
+            offload = dataclasses.replace(offload, storage_label=label)
         events = getattr(vllm_config, "kv_events_config", None)
         cache_config = vllm_config.cache_config
         layers = (
@@ -433,6 +437,16 @@ def _storage_of(
     deps = namespace.namespace_of(vllm_config, kv_cache_config, vllm.storage_namespace)
     about = namespace.summary(deps)
     return StorageConfig(offload.storage, num_blocks, namespace.encode(deps), about)
+
+
+def _label_of(config: Any, groups: Sequence[GroupSpec]) -> str:
+    """Return what `jaxkv store ls` shows of a model, without its folder's path."""
+    name = os.path.basename(str(config.model_config.model).rstrip("/"))
+    dtype = config.cache_config.cache_dtype
+    dtype = config.model_config.dtype if dtype == "auto" else dtype
+    sizes = "/".join(dict.fromkeys(str(group.block_size) for group in groups))
+    dtype = str(dtype).removeprefix("torch.")
+    return f"{name}, {dtype}, {sizes} tokens a block, jaxkv {__version__}"
 
 
 def _engine_rank(config: Any) -> int | None:

@@ -31,7 +31,7 @@ _BASES = tuple(base for name in _BASE_NAMES if (base := find_name(_BASE_MODULE, 
 def _join_vllm_log() -> None:
     """Write jaxkv's log lines to vLLM's log, unless jaxkv's logger has a handler.
 
-    vLLM sets up only its own logger, and drops lines of the root logger.
+    vLLM configures only its own logger and drops the root logger's lines.
     """
     ours, theirs = logging.getLogger("jaxkv"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
@@ -44,7 +44,7 @@ def _join_vllm_log() -> None:
 
 
 def _try_hook(install: Callable[[], None], consequence: str) -> None:
-    """Install a hook into vLLM; log the consequence if it does not fit."""
+    """Install a hook into vLLM; if vLLM's API differs, log the consequence."""
     try:
         install()
     except (ImportError, AttributeError) as error:
@@ -52,7 +52,7 @@ def _try_hook(install: Callable[[], None], consequence: str) -> None:
 
 
 class _OtherHalf:
-    """Stands for the half that a connector does not have."""
+    """Placeholder for the half of the connector that lives elsewhere."""
 
     def __init__(self, missing: str, existing: str) -> None:
         self._error = f"a method of the {missing} was called on the {existing}."
@@ -64,12 +64,12 @@ class _OtherHalf:
 class OffloadConnector(*_BASES):  # type: ignore[misc]
     """A host tier for vLLM's KV cache, over the KV caches of a JAX runner.
 
-    vLLM makes two of them, one next to its scheduler and one next to its runner, in one
-    process or in two. It has the methods of vLLM's `KVConnectorBase_V1`, from version
-    0.19 on. Without vLLM the class has no base and the same methods.
+    vLLM makes two connectors, one for its scheduler and one for its runner, in one
+    process or two. The class implements `KVConnectorBase_V1` of vLLM 0.19 and later.
+    Without vLLM it has the same methods and no base.
 
-    No call waits for a transfer: a store reads full, held blocks, so it may run during
-    the model, and only the request of a load waits for it.
+    No call waits for a transfer. A store reads full blocks that are held, so it can run
+    beside the model. A load delays only the request that needs it.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
@@ -133,20 +133,17 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: blocks that are not stored are computed again."""
+        """False: blocks that are not stored are recomputed."""
         return False
 
     # Called by vLLM's scheduler.
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Bind vLLM's block pool, and compile all decisions.
-
-        Blocks in flight are held in the pool.
-        """
+        """Bind vLLM's pool, which holds blocks in flight; compile all decisions."""
         self.of_scheduler.bind_block_pool(gpu_block_pool)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Bind its block pool; with several ranks, count host hits in routing, too."""
+        """Bind its block pool; with several ranks, include host hits in routing."""
         self.bind_gpu_block_pool(kv_cache_manager.block_pool)
         if self._num_ranks == self._num_hosts == 1:
             _try_hook(
@@ -162,10 +159,10 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many more tokens host and store have than vLLM's prefix cache.
+        """Return the tokens on host and store beyond vLLM's prefix cache.
 
-        None to ask again in a later step, such as while blocks are fetched from the
-        store. And return whether the request has to wait for the tokens.
+        None: vLLM must ask again in a later step, for example while the store is read.
+        The second value is whether the request must wait for a load.
         """
         return self.of_scheduler.query(request, num_computed_tokens)
 
@@ -202,7 +199,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             return
         part = self.of_scheduler.note_report(report)
         if part is not report.output and connector_output.finished_recving:
-            # tpu-inference gives each rank the loads of all, and vLLM knows its own.
+            # tpu-inference reports the loads of all ranks to each; keep this rank's.
             connector_output.finished_recving &= {
                 *part.finished_recving,
                 *part.failed_recving,
@@ -219,32 +216,29 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Finish a request, and return the ``kv_transfer_params`` of its response.
 
-        False: its blocks may be freed at once, as blocks in flight are held separately.
+        False: vLLM may free the blocks at once, because those in flight are held.
         """
         return False, self.of_scheduler.finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must continue to step though no request is left."""
+        """Whether vLLM must keep stepping although no request is left."""
         return self.of_scheduler.has_pending_transfers()
 
     def has_pending_block_frees(self) -> bool:
-        """Whether the end of transfers frees blocks, so that vLLM need not preempt.
-
-        vLLM then waits for a step before it preempts a request.
-        """
+        """Whether transfers will free blocks: vLLM then waits before it preempts."""
         return self.of_scheduler.has_pending_block_frees()
 
     def take_events(self) -> Iterable[Any]:
-        """Return vLLM's events of blocks stored in host and store, or removed.
+        """Return the events of blocks stored in or removed from host and store.
 
-        Like events of vLLM's own pool, they have tokens, parent, adapter and group.
+        They have tokens, parent, adapter and group, like the events of vLLM's pool.
         """
         return self.of_scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         """Clear the host tier, and disable the store; return whether it was cleared.
 
-        If not, nothing on the host is offered until it has been cleared.
+        If not, the host offers nothing until it has been cleared.
         """
         return self._scheduler.reset() if self._scheduler else None
 
@@ -256,7 +250,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> OffloadConnectorStats | None:
         """Return the changed metrics of this half; None if no report is due."""
-        # With several ranks, `pass_on_stats` asks the worker, once for all.
+        # With several ranks, `pass_on_stats` reads the worker's report once.
         half = self._scheduler or (self._worker if self._num_ranks == 1 else None)
         return None if half is None else half.take_stats()
 
@@ -299,7 +293,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         self._of_worker.lose_pool()
 
     def restore_kv_caches(self) -> None:
-        """Ignored: the runner's caches are read anew in every step."""
+        """Ignored: every step reads the runner's current caches."""
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Ignored: blocks in flight are held, and cannot be overwritten."""
@@ -328,7 +322,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             self._of_worker.start(self._metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Ignored: no request runs before its load was reported."""
+        """Ignored: a request runs only after its load was reported."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any

@@ -1,9 +1,9 @@
 """Hooks into tpu-inference's `DPScheduler`.
 
-Its ranks are processes that each have a vLLM scheduler with a connector. It routes a
-new request by the tokens that each rank then has to compute: it counts the whole
-prompts of waiting requests, and no host hits. It stops stepping when no rank has a
-request, and drops the statistics of connectors.
+Each rank is a process with a vLLM scheduler and a connector. `DPScheduler` routes a
+new request to the rank with the fewest tokens to compute, but counts the whole prompts
+of waiting requests and ignores host hits. It stops stepping once no rank has a request,
+and drops the statistics of connectors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxkv.integrations.vllm.worker import WORKERS
 
 _LOG = logging.getLogger("jaxkv")
 
-# The function of tpu-inference that asks for a rank's prefix cache to route a request.
+# tpu-inference's function that probes a rank's prefix cache to route a request.
 _PROBE = "_scheduler_worker_process"
 
-# A hit spares all later requests its tokens, and a rank's backlog is soon computed:
-# how many tokens of backlog a token of a hit outweighs.
+# The weight of a hit token relative to a backlog token: a hit is worth more, because
+# later requests of the user return to its rank, while a backlog is computed once.
 _HIT_WEIGHT = 8
 
 
@@ -34,9 +34,9 @@ def count_host_hits(
 ) -> None:
     """Include a rank's host hits when tpu-inference routes a request.
 
-    vLLM asks the same function for the blocks that a request gets: only tpu-inference's
-    question has another answer. `count` gets a request's block hashes, the maximum of
-    tokens, and the tokens on the device; it returns the tokens on device and host.
+    vLLM calls the same function to allocate blocks, so only tpu-inference's call gets
+    the larger count. `count` takes a request's block hashes, the maximum number of
+    tokens and the tokens on the device; it returns the tokens on device and host.
     """
     coordinator = getattr(kv_cache_manager, "coordinator", None)
     find = getattr(coordinator, "find_longest_cache_hit", None)
@@ -63,20 +63,20 @@ class Backlog:
 
     def __init__(self, num_ranks: int, max_requests: int) -> None:
         self._num_ranks = num_ranks
-        self._max_requests = max_requests  # That run in a rank at a time.
-        # The rank of each request with such tokens, and their number.
+        self._max_requests = max_requests  # Running requests per rank
+        # By request: its rank, and its tokens that are not computed yet.
         self._left: dict[str, tuple[int, int]] = {}
         self._num_routed = [0] * num_ranks
 
     def route(
         self, request_id: str, num_tokens: int, hits: Sequence[int], ranks: Counter[int]
     ) -> int:
-        """Choose the rank of a request by the backlog of each rank and its hits.
+        """Choose the rank with the lowest backlog minus weighted hits.
 
-        A rank that has its maximum of requests gets no more while another has fewer.
-        Among equals, idle ones too, requests are spread, so that all hosts fill.
+        A full rank is chosen only if all are full. Ties are broken round-robin, so that
+        every rank's host tier fills.
 
-        `hits` are the request's tokens that each rank has; `ranks` counts requests.
+        `hits` has the request's hit tokens per rank; `ranks` counts requests per rank.
         """
         loads: Counter[int] = Counter()
         for rank, num_left in self._left.values():
@@ -94,7 +94,7 @@ class Backlog:
     def record_step(
         self, num_tokens: Mapping[str, int], finished: Iterable[str]
     ) -> None:
-        """Subtract the tokens that a step computes; forget finished requests."""
+        """Subtract the tokens that a step computes; drop finished requests."""
         for name in self._left.keys() & num_tokens.keys():
             rank, num_left = self._left.pop(name)
             if num_left > num_tokens[name]:
@@ -104,11 +104,11 @@ class Backlog:
 
 
 def route_by_backlog() -> None:
-    """Route requests by a `Backlog`, which leaves out the hits of waiting requests.
+    """Route requests by a `Backlog`, which excludes the hits of waiting requests.
 
-    tpu-inference counts their whole prompts: when several users return to a rank at
+    tpu-inference counts their whole prompts: if several users return to one rank at
     once, it sends half of them elsewhere. ImportError without tpu-inference,
-    AttributeError if its scheduler has other methods.
+    AttributeError if its scheduler has a different API.
     """
     from tpu_inference.core.sched import (  # type: ignore[import-not-found]
         dp_scheduler,
@@ -118,7 +118,7 @@ def route_by_backlog() -> None:
     probe = dp_scheduler.SchedulerCommand.PROBE_COMPUTED_BLOCKS
     find, schedule = ranked._find_best_rank_for_request, ranked.schedule
     if hasattr(find, "__wrapped__"):
-        return  # For an earlier engine in this process.
+        return  # An earlier engine of this process has installed it.
 
     def backlog_of(scheduler: Any) -> Backlog:
         backlog: Backlog | None = vars(scheduler).get("jaxkv_backlog")
@@ -156,7 +156,7 @@ def route_by_backlog() -> None:
 def step_while_idle() -> None:
     """Keep a rank's scheduler stepping until its connector has nothing in flight.
 
-    ImportError if vLLM has no such scheduler.
+    ImportError if vLLM lacks this scheduler.
     """
     from vllm.v1.core.sched.scheduler import (  # type: ignore[import-not-found]
         Scheduler,
@@ -174,7 +174,7 @@ def step_while_idle() -> None:
 
 
 def pass_on_stats() -> None:
-    """Pass the statistics of all ranks and of the worker to vLLM.
+    """Forward the statistics of all ranks and of the worker to vLLM.
 
     ImportError without tpu-inference.
     """
@@ -182,7 +182,7 @@ def pass_on_stats() -> None:
 
     combine = dp_scheduler.DPScheduler._combine_scheduler_stats
     if hasattr(combine, "__wrapped__"):
-        return  # For an earlier engine in this process.
+        return  # An earlier engine of this process has installed it.
 
     @functools.wraps(combine)
     def combine_with_connectors(scheduler: Any, rank_stats: Sequence[Any]) -> Any:
@@ -206,9 +206,9 @@ def pass_on_stats() -> None:
 def sum_of_ranks(
     reports: Iterable[Mapping[str, Any] | None], last: dict[str, Any]
 ) -> OffloadConnectorStats:
-    """Add up the reports of all ranks.
+    """Sum the reports of all ranks.
 
-    A rank reports a gauge only when it changes: `last` keeps the values of all ranks.
+    A rank reports a gauge only when it changes, so `last` keeps each rank's value.
     """
     stats = OffloadConnectorStats()
     for rank, report in enumerate(reports):

@@ -117,7 +117,7 @@ class VllmRequest:
             for group in range(num_groups)
         ]
         self._keys_of_all = _Keys(request, adapter)
-        # Set by ``kv_transfer_params``; `retention` by the hint ``kv.retain``, too.
+        # Set by ``kv_transfer_params``; `retention` also by the hint ``kv.retain``.
         self._max_offload_tokens: int | None = None
         self.max_load_tokens: int | None = None
         self.retention: Retention | None = None

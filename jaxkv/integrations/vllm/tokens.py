@@ -13,7 +13,7 @@ In ``tpu_inference/runner/`` of 0.32.0, with or without a connector:
    token 0, in blocks with the hashes of the right tokens, which the prefix cache and
    any host tier then serve to others.
 
-``reset_prefix_cache(reset_running_requests=True)`` loses tokens, too: it preempts
+``reset_prefix_cache(reset_running_requests=True)`` also loses tokens: it preempts
 requests whose last results are in flight, vLLM drops these results, and the next step
 may resume the requests. ``_modify_prev_results`` then writes the dropped token over the
 last valid one, or a failed assertion ends the engine.

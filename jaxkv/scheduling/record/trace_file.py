@@ -34,11 +34,7 @@ class TraceFile:
     """
 
     def __init__(
-        self,
-        path: str,
-        max_bytes: int,
-        max_files: int,
-        header: Callable[[int], bytes],
+        self, path: str, max_bytes: int, max_files: int, header: Callable[[int], bytes]
     ) -> None:
         self.path, self._header = path, header
         self._max_bytes, self._max_files = max_bytes, max_files

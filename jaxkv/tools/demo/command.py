@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import shlex
-import socket
-import time
 from functools import partial
-from typing import TYPE_CHECKING
 
 from jaxkv._util import gib, rounded_size
 from jaxkv.policies import policy_names
@@ -30,14 +28,10 @@ from jaxkv.tools.usage import (
     Args,
     Usage,
     UsageError,
-    check_belongs,
     one_of,
     whole_number_from,
 )
 from jaxkv.transfer.storage.store_url import shown_url
-
-if TYPE_CHECKING:
-    from jaxkv.tools.demo.engine import Engine
 
 _LAYERS = {
     "full": "full attention in all layers",
@@ -76,12 +70,12 @@ offloading:
 
 output:
   --record FILE  record the requests for `jaxkv plan`
-  --serve-metrics PORT  serve Prometheus metrics on 127.0.0.1 (0: any free port)
-      during the run (default: off)
-  --seconds N  keep serving metrics, with more requests, for N seconds in all
-      (default: until the comparison ends)
 {PLOT_OPTION.format("time to first token by turn")}
 {OUTPUT_OPTIONS}
+
+examples:
+  jaxkv demo
+  jaxkv demo --layers hybrid --record requests.jsonl --plot ttft.svg
 """,
     {
         "--seed": whole_number_from(0),
@@ -94,17 +88,11 @@ output:
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     names = {field.name for field in dataclasses.fields(DemoConfig)}
     values = {name: value for name, value in vars(args).items() if name in names}
     config = DemoConfig(**values | {"cache_policy": args.policy})
     check_files(args)
     check_extra("the demo", ("flax", "rich"))
-    if args.serve_metrics is not None:
-        check_extra("--serve-metrics", ("prometheus_client",), "metrics")
-        _check_port(args.serve_metrics)
-    else:
-        check_belongs(args, ("seconds",), "--serve-metrics", None)
     if config.layers == "full" and config.window_tokens != DemoConfig.window_tokens:
         raise UsageError("--window-tokens: it belongs to --layers window or hybrid")
 
@@ -129,18 +117,9 @@ def run(args: Args) -> int:
             except OSError as error:
                 raise UsageError(f"--record: {error.strerror}") from error
         print_facts(_facts_of(config), 15)
-        watched: list[tuple[Engine, float]] = []
-
-        def watch(engine: Engine) -> None:
-            if args.serve_metrics is not None:
-                port = _serve_metrics(engine, args.serve_metrics, stack)
-                url = f"http://127.0.0.1:{port}/metrics"
-                print_facts([("Metrics", url)], 15)
-            watched.append((engine, time.monotonic()))
-
         try:
             with show_progress(is_quiet=args.quiet) as on_progress:
-                record = demo_run.run_demo(config, on_progress, watch, recorder)
+                record = demo_run.run_demo(config, on_progress, recorder=recorder)
         except MemoryError as error:
             raise UsageError(f"{_ASK_FOR_LESS}: {error}") from error
         report.print_report(record, make_console())
@@ -149,12 +128,6 @@ def run(args: Args) -> int:
             print_lines(_next_commands(recorder, record), is_code=True)
         draw = partial(report.draw_ttft, record)
         write_files(args, partial(report.to_json, record), draw)
-        if args.seconds is not None:
-            ((engine, began_s),) = watched
-            end_s = began_s + args.seconds
-            with show_progress(is_quiet=args.quiet) as on_progress:
-                on_progress("serving metrics", 0, 0)
-                demo_run.keep_serving(engine, config, lambda: time.monotonic() > end_s)
     return EXIT_OK if record.tokens_identical else EXIT_FAILED
 
 
@@ -177,35 +150,6 @@ def _next_commands(recorder: TraceRecorder, record: DemoRecord) -> list[str]:
         f"{rate:.0f} --load-gb-per-s {speed.load.p50_gb_per_s:.2f} --store-gb-per-s "
         f"{speed.save.p50_gb_per_s:.2f}",
     ]
-
-
-def _check_port(port: int) -> None:
-    """Refuse a port that is taken, before a long run."""
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-    except OSError as error:
-        raise UsageError(
-            f"--serve-metrics: cannot listen at 127.0.0.1:{port} ({error.strerror}); "
-            "choose another port, or 0 for any free one"
-        ) from error
-
-
-def _serve_metrics(engine: Engine, port: int, served: contextlib.ExitStack) -> int:
-    """Serve the metrics of an engine until the stack is closed; return the port."""
-    from prometheus_client import CollectorRegistry
-
-    from jaxkv.observe.metrics import OffloadMetrics
-
-    metrics = OffloadMetrics(
-        engine.offload, engine.worker, engine.blocks, CollectorRegistry()
-    )
-    served.callback(metrics.close)
-    try:
-        return metrics.serve(port)
-    except OSError as error:
-        raise UsageError(f"--serve-metrics: {error.strerror}") from error
 
 
 def _check_memory(config: DemoConfig) -> None:
@@ -234,7 +178,11 @@ def _facts_of(config: DemoConfig) -> list[tuple[str, str]]:
         if total > pool
         else "holds all of it; use fewer --device-blocks to see an effect"
     )
+    # At 4,000 tokens per second, which two cores compute, and 20 s to compile.
+    num_tokens = config.conversations * (config.turns + 1) * max_seq_tokens(config)
+    minutes = math.ceil((num_tokens / 4000 + 20) / 60)
     facts = [
+        ("Takes", f"about {minutes} minute{'s' * (minutes > 1)} on two CPU cores"),
         (
             "Conversations",
             f"{config.conversations} with {config.turns} turns each, about documents "

@@ -109,12 +109,10 @@ class EngineRequest:
 
     @property
     def ttft_s(self) -> float:
-        """Time from the arrival to the first token."""
         return self.first_token_s - self.arrival_s
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether more than the newest token remains to be computed."""
         return self.num_tokens - self.num_computed_tokens > 1 or not self.generated
 
     def append(self, token: int) -> None:
@@ -151,7 +149,6 @@ class Batcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
         return bool(self._waiting or self._active)
 
     def add(self, request: EngineRequest) -> None:
@@ -325,7 +322,6 @@ class Batcher:
         return True
 
     def _fits(self, request: EngineRequest, planned: dict[EngineRequest, int]) -> bool:
-        """Return whether a request fits next to the planned ones."""
         wanted = planned | {request: self._first_end(request)}
         num_blocks = sum(self._num_missing(r, end) for r, end in wanted.items())
         return num_blocks <= self._blocks.num_free
@@ -392,7 +388,6 @@ class Batcher:
         bisect.insort(self._waiting, request, key=attrgetter("number"))
 
     def _release(self, request: EngineRequest) -> None:
-        """Free all blocks of a request, and drop its offer."""
         if self._offload is not None:
             self._offload.request_preempted(request)
         self._free_all(request)
@@ -413,10 +408,7 @@ class Engine:
     """Generates greedily for many requests at a time, on one thread."""
 
     def __init__(
-        self,
-        steps: Steps,
-        config: EngineConfig,
-        recorder: TraceRecorder | None = None,
+        self, steps: Steps, config: EngineConfig, recorder: TraceRecorder | None = None
     ) -> None:
         self.config = config
         self.blocks = DeviceBlockPool(config.device_blocks)  # The device tier
@@ -457,7 +449,6 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
         return self._batcher.has_work
 
     @property
@@ -471,7 +462,6 @@ class Engine:
         *,
         remote_prefill: bool = False,
     ) -> EngineRequest:
-        """Add a request to the queue; return it. It is updated as it runs."""
         num_tokens = len(prompt) + max_new_tokens
         if not prompt or max_new_tokens < 1:
             raise ValueError(
@@ -513,7 +503,6 @@ class Engine:
         self._batcher.end(request, Phase.ABORTED)
 
     def step(self) -> list[EngineRequest]:
-        """Run one step; return the requests that finished."""
         if self.offload is not None and self.worker is not None:
             output = self.offload.update_connector_output(self.worker.poll())
             self._batcher.end_transfers(output)
@@ -535,7 +524,6 @@ class Engine:
         return finished
 
     def drain(self) -> None:
-        """Wait for the transfers in flight; for the end of a run."""
         if self.offload is None or self.worker is None:
             return
         self._start_transfers(SchedulerOutput({}))
@@ -544,7 +532,6 @@ class Engine:
 
     @property
     def has_storage(self) -> bool:
-        """Whether there is a store behind the host tier."""
         return self.worker is not None and self.worker.storage is not None
 
     def list_storage(self) -> None:
@@ -553,7 +540,6 @@ class Engine:
             self.offload.wait_for_storage(self.worker, math.inf)
 
     def close(self) -> None:
-        """Finish what is being written to the store, if there is one; let go of it."""
         if self.worker is None or self.worker.storage is None:
             return
         assert self.offload is not None
@@ -587,7 +573,6 @@ class Engine:
         self.pool = self.worker.start(meta, self.pool)
 
     def _prefill(self, request: EngineRequest) -> None:
-        """Compute one chunk of a prompt, and the next token if it is the last."""
         start = request.num_computed_tokens
         chunk = request.tokens[start : start + self.config.chunk_sizes[-1]]
         tables = request.block_ids_by_group
@@ -602,7 +587,6 @@ class Engine:
             request.append(token)
 
     def _decode(self, requests: Sequence[EngineRequest]) -> None:
-        """Compute the newest token of each request and add the next one."""
         self.pool, tokens = self._runner.decode(
             self.pool,
             [request.tokens[-1] for request in requests],

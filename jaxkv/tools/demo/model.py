@@ -102,12 +102,10 @@ class ModelConfig:
 
     @property
     def layers_per_group(self) -> int:
-        """Number of layers whose KV is in one block."""
         return self.num_layers // len(self.windows)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in a block of a group."""
         return 2 * self.layers_per_group * self.num_kv_heads * self.head_dim * 4
 
 
@@ -249,11 +247,7 @@ def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> Pool:
 
 
 def paged_hidden(
-    model: Transformer,
-    pool: Pool,
-    tokens: Array,
-    positions: Array,
-    tables: Array,
+    model: Transformer, pool: Pool, tokens: Array, positions: Array, tables: Array
 ) -> tuple[Pool, Array]:
     """Run all layers on sequences with their KV in the pool; write their new KV.
 

@@ -32,7 +32,7 @@ class DemoConfig:
     # Folder or URL of a store behind the host tier; None for none
     storage: str | None = dataclasses.field(default=None, repr=False)
     storage_bytes: int = 4 << 30  # Bytes that it may hold
-    seed: int = 0  # Seed of the weights and of the choice of documents
+    seed: int = 0  # Seed of the weights and documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,6 @@ class DemoRecord:
 
     @property
     def tokens_identical(self) -> bool:
-        """Whether every answer is the same, token by token, in both runs."""
         return [(t.conversation, t.turn, t.generated) for t in self.off.turns] == [
             (t.conversation, t.turn, t.generated) for t in self.on.turns
         ]

@@ -6,19 +6,17 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
 from rich.console import Console
 
 from jaxkv._util import rounded_size
 from jaxkv.tools.console import print_table
-from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
-from jaxkv.tools.machine import system, versions
+from jaxkv.tools.demo.records import DemoRecord, RunRecord, TurnRecord
+from jaxkv.tools.machine import machine, versions
 from jaxkv.tools.pictures import Chart, Line, Places, Scale, draw_picture, look_of
 from jaxkv.transfer.storage.store_url import shown_url
 
-NONE = "-"
-"""The text of a cell without a value."""
+NONE = "-"  # The text of a cell without a value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,7 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
     Returns the most important figures at the top, of the run with offloading unless
     stated otherwise; the figures of each run under "off" and "on".
     """
-    on = record.on
+    config, on = record.config, record.on
     return {
         "tokens_identical": record.tokens_identical,
         "returning_turn_ttft_speedup": returning_turn_ttft_speedup(record),
@@ -85,18 +83,11 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
         "off": _run_json(record.off),
         "on": _run_json(on),
         "bandwidth": dataclasses.asdict(record.bandwidth),
-        "config": _config_json(record.config),
-        "machine": {
-            **system(),
-            "device": jax.devices()[0].device_kind,
-        },
+        "config": dataclasses.asdict(config)
+        | {"storage": config.storage and shown_url(config.storage)},
+        "machine": machine(),
         "versions": versions("flax"),
     }
-
-
-def _config_json(config: DemoConfig) -> dict[str, Any]:
-    storage = config.storage and shown_url(config.storage)
-    return dataclasses.asdict(config) | {"storage": storage}
 
 
 def _run_json(run: RunRecord) -> dict[str, Any]:
@@ -119,7 +110,6 @@ def _turn_numbers(run: RunRecord) -> list[int]:
 
 
 def print_report(record: DemoRecord, console: Console) -> None:
-    """Print the figures of both runs side by side."""
     sections = [(None, rows(record)) for rows in (_ttft_rows, _token_rows, _rows)]
     print_table(("KV offloading", "off", "on"), sections, console=console)
     console.print()
@@ -183,13 +173,15 @@ def _rows(record: DemoRecord) -> Rows:
     ]
 
 
+def _speedup_text(speedup: float) -> str:
+    times = f"{speedup:.0f}" if speedup >= 10 else f"{speedup:.1f}"
+    return f"From turn 2 on, the first token comes {times} times as fast"
+
+
 def _print_verdict(record: DemoRecord, console: Console) -> None:
     speedup = returning_turn_ttft_speedup(record)
     if speedup is not None:
-        console.print(
-            f"From turn 2 on, the first token comes {speedup:.2f} times as fast (p50).",
-            highlight=False,
-        )
+        console.print(f"{_speedup_text(speedup)} (p50).", highlight=False)
     difference = first_difference(record)
     if difference is None:
         num_tokens = sum(len(t.generated) for t in record.off.turns)
@@ -221,17 +213,17 @@ def draw_ttft(record: DemoRecord) -> str:
         lines.append(Line(name, medians, look, dots=seconds))
     places = Places("Turn", turns, [f"{turn}" for turn in turns], is_even=True)
     what = "Time to first token: the median, and every request"
-    chart = Chart("ttft", what, what, what, places, lines, _SECONDS)
+    chart = Chart("ttft", what, places, lines, _SECONDS)
     speedup = returning_turn_ttft_speedup(record)
     title = "Time to first token, with and without offloading"
     if speedup is not None:
-        title = f"From turn 2 on, the first token comes {speedup:.1f} times as fast"
+        title = _speedup_text(speedup)
     facts = (
         f"{config.conversations} conversations about documents of "
         f"{config.document_tokens:,} tokens; {config.device_blocks} KV blocks of "
         f"{config.block_size} tokens on the device"
     )
-    return draw_picture(title, facts, [[chart]], "turn of the conversation")
+    return draw_picture(title, facts, [chart], "turn of the conversation")
 
 
 _SECONDS = Scale("{:g} s".format, "{:.2f} s".format, "{:.3f} s".format)

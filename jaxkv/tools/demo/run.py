@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,11 +21,7 @@ from jaxkv.tools.demo.records import (
     TurnRecord,
 )
 from jaxkv.tools.demo.steps import make_steps
-from jaxkv.tools.demo.workload import (
-    Conversation,
-    arrival_order,
-    make_conversations,
-)
+from jaxkv.tools.demo.workload import Conversation, arrival_order, make_conversations
 from jaxkv.tools.speed import measure_bandwidth
 
 OnEngine: TypeAlias = Callable[[Engine], None]
@@ -59,17 +53,14 @@ def check_config(config: DemoConfig) -> None:
 
 
 def model_config(config: DemoConfig) -> ModelConfig:
-    """Return the configuration of the demo's model."""
     return ModelConfig(layers=config.layers, window_tokens=config.window_tokens)
 
 
 def block_bytes(config: DemoConfig) -> int:
-    """Compute the bytes of a KV block of all layers of a group."""
     return config.block_size * model_config(config).kv_bytes_per_token
 
 
 def max_seq_tokens(config: DemoConfig) -> int:
-    """Compute the length of the longest conversation, with its last answer."""
     return config.document_tokens + config.turns * (
         config.question_tokens + config.answer_tokens
     )
@@ -126,9 +117,9 @@ def run_demo(
     def count() -> None:
         nonlocal done
         done += 1
-        on_progress("asking", done, total)
+        on_progress("serving requests", done, total)
 
-    on_progress("asking", done, total)
+    on_progress("serving requests", done, total)
     for _ in range(config.turns):
         for session in sessions:
             session.ask(count)
@@ -142,19 +133,6 @@ def run_demo(
         bandwidth=measure_bandwidth(on_progress, block_bytes=block_bytes(config)),
         host_capacity_bytes=host_blocks * block_bytes(config),
     )
-
-
-def keep_serving(
-    engine: Engine, config: DemoConfig, is_over: Callable[[], bool]
-) -> None:
-    """Hold more conversations with an engine, as many and as long."""
-    for number in itertools.count(1):
-        next_config = dataclasses.replace(config, seed=config.seed + number)
-        session = Session(engine, make_conversations(next_config), config.answer_tokens)
-        for _ in range(config.turns):
-            if is_over():
-                return
-            session.ask(lambda: None)
 
 
 class Session:
@@ -179,7 +157,6 @@ class Session:
         )
 
     def ask(self, on_answer: Callable[[], None]) -> None:
-        """Submit the next question of every conversation and generate its answer."""
         start_s = time.perf_counter()
         engine = self._engine
         pending = deque(arrival_order(len(self._conversations), self._turn))
@@ -200,11 +177,9 @@ class Session:
         self._wall_s += time.perf_counter() - start_s
 
     def close(self) -> None:
-        """Finish what is being written to the store, if there is one."""
         self._engine.close()
 
     def record(self) -> RunRecord:
-        """Return the record so far."""
         worker, transfer = self._engine.worker, self._engine.transfer
         bytes_each = transfer.block_bytes if transfer else 0
         stats = self._engine.offload.stats if self._engine.offload else OffloadStats()

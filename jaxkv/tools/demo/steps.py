@@ -40,21 +40,16 @@ class Steps(NamedTuple):
 
     config: ModelConfig  # The shape of the model
     model: Transformer  # The model itself, for `reference_forward`
-    # ``(pool, tokens, start, num_tokens, block_table)``. Compute T tokens of one
-    # sequence. `tokens` is i32[T]; its first `num_tokens` (i32[], at least 1) count;
-    # the first is at position `start` (i32[]); `block_table` is i32[C, M], a row for
-    # each group of layers, with arbitrary entries past the sequence and where no window
-    # reaches. `StepResult.logits` is f32[V], for the token after the last.
+    # Compute T tokens of a sequence: (pool, tokens i32[T], start i32[], num_tokens
+    # i32[], block_table i32[C, M]). The first `num_tokens` count, from `start` on; a
+    # table has a row for each group of layers, and any entries where nothing is read.
     prefill_chunk: Callable[..., StepResult]
-    # ``(pool, tokens, positions, block_tables)``. Compute one token, i32[N], of each of
-    # N sequences, at `positions` (i32[N], negative in rows of padding); `block_tables`
-    # is i32[C, N, M], as above. `StepResult.logits` is f32[N, V], meaningless in rows
-    # of padding.
+    # Compute a token of each of N sequences: (pool, tokens i32[N], positions i32[N],
+    # block_tables i32[C, N, M]). Positions are negative in rows of padding.
     decode: Callable[[Pool, ArrayLike, ArrayLike, ArrayLike], StepResult]
 
 
 def make_steps(config: ModelConfig, seed: int) -> Steps:
-    """Make a model with random weights and the functions that run it."""
     model = Transformer(config, nnx.Rngs(seed))
     graph, state = nnx.split(model)
     # A plain tuple of arrays crosses the jit boundary without running any Python.
@@ -132,7 +127,6 @@ class Runner:
         positions: Sequence[int],
         tables: Sequence[Tables],
     ) -> tuple[Pool, list[int]]:
-        """Compute one token of each sequence; wait for the next ones."""
         rows = self._config.concurrency
         num_padding = rows - len(tokens)
         result = self._steps.decode(

@@ -53,6 +53,10 @@ store and extras:
 
 output:
 {OUTPUT_OPTIONS}
+
+examples:
+  jaxkv doctor
+  jaxkv doctor --host-bytes 64GiB --storage /mnt/kv --need metrics
 """,
     {"--need": one_of(list(EXTRAS))},
 )
@@ -79,7 +83,6 @@ def run(args: Args) -> int:
 
 
 def _look_at_store(facts: Facts, args: Args) -> Facts:
-    """Try the store that the command line names, or else the settings."""
     config = facts.config or OffloadConfig()
     url = config.storage if args.storage is None else args.storage
     if url is None:
@@ -106,7 +109,6 @@ def _look_at_store(facts: Facts, args: Args) -> Facts:
 
 
 def _probe(facts: Facts, args: Args) -> Facts:
-    """Measure transfers, if an engine can be made."""
     if facts.mode is None or facts.refusals:
         return facts
     try:

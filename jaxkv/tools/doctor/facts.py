@@ -171,7 +171,7 @@ def _allocate(device: jax.Device) -> None:
 
 
 def _address_space_limits(proc_root: Path) -> Iterator[HostLimit]:
-    """Yield what `ulimit -v` leaves this process; mapped libraries count, too."""
+    """Yield what `ulimit -v` leaves this process, whose mapped libraries count."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return

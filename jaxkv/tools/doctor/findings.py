@@ -85,7 +85,6 @@ def _why(limit: HostLimit, size: int, rest: str) -> str:
 
 
 def judge(facts: Facts, question: Question) -> list[Finding]:
-    """Return what is wrong, then the notes."""
     findings = [
         *_backend_findings(facts),
         *(Finding("wrong", fault) for fault in facts.config_faults),
@@ -255,7 +254,6 @@ def _store_findings(facts: Facts) -> Iterator[Finding]:
 
 
 def _mode_findings(name: str, store: Store, folder: Folder) -> Iterator[Finding]:
-    """Report other users who can write blocks into the store."""
     if folder.mode is None or store.is_sealed:
         return
     writers = folder.mode & ~folder.file_mode & 0o022
@@ -272,7 +270,6 @@ def _mode_findings(name: str, store: Store, folder: Folder) -> Iterator[Finding]
 
 
 def _rooms(facts: Facts, question: Question) -> list[HostLimit]:
-    """Return the memory that the machine and its cgroups have for the host tier."""
     if facts.pool is not None and facts.pool.is_preallocated:
         return []
     pool_bytes = question.device_pool_bytes or 0

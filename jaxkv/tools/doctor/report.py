@@ -22,7 +22,6 @@ _MARKS = {"wrong": "WRONG", "note": "note "}
 
 
 def fact_lines(facts: Facts, best: Recommendation | None) -> list[str]:
-    """Return the facts and the recommendation, in lines of two columns."""
     rows = [*_machine_rows(facts), *_device_rows(facts), *_speed_rows(facts)]
     rows.append(("Extras", _extras_text(facts)))
     if facts.variables:

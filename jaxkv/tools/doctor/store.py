@@ -148,7 +148,6 @@ def _try(store: BlobStore) -> None:
 
 
 def _format(store: Store) -> ObjectFormat:
-    """Make a format of a folder that no engine reads."""
     secret = os.urandom(32).hex() if store.is_sealed else None
     return ObjectFormat(os.urandom(16), "jaxkv doctor", BLOCK_BYTES, secret=secret)
 
@@ -189,7 +188,6 @@ def _measure(store: BlobStore, storage: StorageIO) -> StoreSpeed:
 
 
 def _remove_empty_folders(root: str, name: str) -> None:
-    """Remove the folders of an object that was deleted, if they are empty."""
     with contextlib.suppress(OSError):
         while name := os.path.dirname(name):
             os.rmdir(f"{root}/{name}")

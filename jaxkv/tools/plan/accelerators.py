@@ -70,14 +70,11 @@ def find_accelerator(device_kind: str) -> Accelerator | None:
     >>> find_accelerator("TPU v6 lite").name, find_accelerator("TPU v2")
     ('v6e', None)
     """
-    for accelerator in ACCELERATORS.values():
-        if device_kind in accelerator.kinds:
-            return accelerator
-    return None
+    found = (row for row in ACCELERATORS.values() if device_kind in row.kinds)
+    return next(found, None)
 
 
 def measure_flops_per_s() -> float:
-    """Time products of matrices in float32 on this machine."""
     product = jax.jit(jnp.matmul)
     rows = jnp.ones((_ROWS, _ROWS), jnp.float32)
     product(rows, rows).block_until_ready()

@@ -38,7 +38,7 @@ from jaxkv.transfer import available_host_bytes
 _SYNTHETIC = "synthetic"
 _SYNTHETIC_REQUESTS = 2000
 _CAPACITIES = ["1%", "3%", "10%"]
-# Of the host tier that was recorded.
+# Shares of the recorded host tier, as default sizes.
 _SHARES = *(Fraction(quarters, 4) for quarters in range(1, 5)), Fraction(2)
 _NUM_SIZES = 5
 _ALL = "all"
@@ -107,6 +107,11 @@ output:
 {files.PLOT_OPTION.format("tokens found and time saved against the size")}
 {files.OUTPUT_OPTIONS}
 {files.HTML_OPTION}
+
+examples:
+  jaxkv plan {_SYNTHETIC}
+  jaxkv plan trace.jsonl.gz --policy all,optimum --capacity 1%,10%
+  jaxkv plan trace.jsonl --model llama-3.1-8b --accelerator h100 --html out.html
 """,
     {
         **dict.fromkeys(
@@ -128,7 +133,6 @@ _OF_MODEL = (
 
 
 def run(args: Args) -> int:
-    """Run the command; return its exit code."""
     files.check_files(args)
     files.check_extra("plan")
     names = "route", "storage_blocks", "storage_bytes"
@@ -195,7 +199,6 @@ def run(args: Args) -> int:
 
 
 def _open_trace(paths: list[str], block_size: int | None) -> Trace:
-    """Read the trace that a command line names, or make one up."""
     text = paths[0]
     name, _, number = text.partition(":")
     if name == _SYNTHETIC and len(paths) == 1:
@@ -217,7 +220,6 @@ def _open_trace(paths: list[str], block_size: int | None) -> Trace:
 
 
 def _choose_fleet(args: Args, trace: Trace) -> Fleet:
-    """Return the engines that --engines and --route name, without a store."""
     num, num_requests = args.engines or 1, trace.num_requests
     if num > num_requests:
         raise UsageError(
@@ -233,7 +235,7 @@ def _choose_policies(names: list[str] | None, fleet: Fleet) -> list[str]:
     chosen = [name for name in names if name not in (_ALL, OPTIMUM)]
     chosen = list(dict.fromkeys(chosen + policy_names() * (_ALL in names)))
     if not chosen:
-        raise UsageError(f"--policy: {OPTIMUM} is only a bound: name a policy, too")
+        raise UsageError(f"--policy: {OPTIMUM} is only a bound: name a policy as well")
     if OPTIMUM in names and fleet != ONE_ENGINE:
         raise UsageError(f"--policy: {OPTIMUM} is for one engine: omit --engines")
     return chosen + [OPTIMUM] * (OPTIMUM in names)
@@ -259,7 +261,6 @@ def _choose_admission(args: Args, trace: Trace) -> Admission | None:
 
 
 def _read_model(args: Args) -> ModelCosts | None:
-    """Return what a token costs; None to count tokens only."""
     if args.kv_dtype is not None:
         try:
             check_dtype(args.kv_dtype)
@@ -308,7 +309,6 @@ def _time(
 
 
 def _choose_device_blocks(args: Args, trace: Trace, unit: int) -> int | None:
-    """Return the blocks of the device's prefix cache; None if that is not said."""
     if args.device_bytes is not None:
         if args.device_blocks is not None:
             raise UsageError("--device-bytes: --device-blocks says it already")
@@ -323,7 +323,6 @@ def _choose_device_blocks(args: Args, trace: Trace, unit: int) -> int | None:
 def _choose_sizes(
     args: Args, trace: Trace, unit: int, *, has_model: bool
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return the host's sizes in ascending order, and what to note about them."""
     sizes = _sizes_of(args, "host_bytes", "capacity", trace, unit)
     if sizes is not None:
         return sizes, ()

@@ -29,7 +29,7 @@ from jaxkv.tools.model_config import (
 _MAX_LAYERS = 10_000
 _MAX_KV_BYTES = 1 << 30
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-# What limits the tokens that a token sees in layers of a kind.
+# By kind of layer: the key of the window that limits attention.
 _WINDOWS = {_FULL: None, _SLIDING: "sliding_window", _CHUNKED: "attention_chunk_size"}
 
 
@@ -97,7 +97,6 @@ class ModelCosts:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of the KV of a token in all layers."""
         return self.kv_bytes_per_token_on(1)
 
     def kv_bytes_per_token_on(self, num_devices: int) -> int:
@@ -246,7 +245,7 @@ _FAMILIES = frozenset(
 _TIED = ("gemma", "cohere")
 """Families whose output layer is the embedding unless their configuration says no."""
 
-# What configurations of these families leave out where it is the default.
+# Defaults that configurations of these families omit.
 _GEMMA3 = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -309,7 +308,6 @@ def _refuse(config: Mapping[str, Any], family: str) -> None:
 def _attention(
     config: Mapping[str, Any], hidden: int, dtype: str
 ) -> tuple[AttentionLayers, int]:
-    """Return one layer's attention, and the parameters of its matrices."""
     heads, kv = number_of(config, "num_attention_heads"), kv_shape_of(config)
     kv_bytes = kv.num_values * jnp.dtype(dtype).itemsize
     if kv.num_heads:
@@ -337,16 +335,12 @@ def _attention(
 def _attention_of(
     kind: Any, num_layers: int, attention: AttentionLayers, config: Mapping[str, Any]
 ) -> AttentionLayers:
-    """Return the layers of a kind of attention."""
     if not isinstance(kind, str) or kind not in _WINDOWS:
         raise ValueError(f"a layer of type {shown(kind)} is not known here; {_HINT}")
     key = _WINDOWS[kind]
     window = None if key is None else number_of(config, key)
     return dataclasses.replace(
-        attention,
-        num_layers=num_layers,
-        window=window,
-        is_chunked=kind == _CHUNKED,
+        attention, num_layers=num_layers, window=window, is_chunked=kind == _CHUNKED
     )
 
 
@@ -416,7 +410,6 @@ def _mlps(
 def _sparse_layers(
     config: Mapping[str, Any], family: str, num_layers: int
 ) -> list[bool]:
-    """Return for each layer whether its MLP has experts."""
     layers = range(num_layers)
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list) and len(kinds) == num_layers:

@@ -70,7 +70,6 @@ class Setting:
 
     @property
     def block_size(self) -> int:
-        """The size of a block of the trace, on all devices together."""
         if self.timing is None:
             return 1
         return self.trace.block_size * self.timing.model.kv_bytes_per_token
@@ -144,7 +143,6 @@ class Recommendation:
 
     @property
     def pays(self) -> bool:
-        """Whether offloading pays."""
         return self.row is not None
 
 
@@ -187,7 +185,6 @@ class Plan:
 def make_plan(
     setting: Setting, sizes: Sequence[int], results: Sequence[ReplayResult]
 ) -> Plan:
-    """Compute what the results of replays would save, and choose."""
     trace, timing = setting.trace, setting.timing
     start = _device_tokens(trace, results[0])
     returning = trace.tokens_of(find_returning(trace))
@@ -223,7 +220,6 @@ def add_stores(
     sizes: Sequence[int],
     results: Sequence[ReplayResult],
 ) -> Plan:
-    """Add to a plan what a store behind its engines would add."""
     trace, base, rows = setting.trace, plan.base, []
     start = _device_tokens(trace, without)
     by_size = {result.fleet.storage_blocks: result for result in results}

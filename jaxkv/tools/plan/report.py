@@ -11,13 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._util import (
-    percent_text,
-    rounded_size,
-    size_text,
-    three_digits,
-    time_text,
-)
+from jaxkv._util import percent_text, rounded_size, size_text, three_digits, time_text
 from jaxkv.config import variable_of
 from jaxkv.tools import page
 from jaxkv.tools.console import print_charts, print_facts, print_lines
@@ -78,7 +72,6 @@ _DRAWN = "found", "saved"
 
 
 def print_setting(setting: Setting) -> None:
-    """Print what a plan is made with, and what of it is assumed."""
     print_facts(_facts_of(setting), 10)
 
 
@@ -188,7 +181,6 @@ def _label_of(policy: str) -> str:
 
 
 def _by_policy(plan: Plan) -> dict[str, list[PlanRow]]:
-    """Return each policy's rows, from the smallest size to the largest."""
     by_policy: dict[str, list[PlanRow]] = {row.policy: [] for row in plan.rows}
     for row in sorted(plan.rows, key=lambda row: row.size):
         by_policy[row.policy].append(row)
@@ -209,7 +201,6 @@ def _marked(plan: Plan) -> list[PlanRow]:
 
 
 def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
-    """Show the figures of every size and policy, in the order of the table."""
     demand, marked = plan.demand, _marked(plan)
     sizes = sorted({row.size for row in plan.rows})
     places = _places_of(setting, "Host memory", sizes)
@@ -237,12 +228,11 @@ def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
             lines = [line._replace(marked=()) for line in lines if any(line.values)]
         about = f"{title}, for each policy and size." if key in _DRAWN else ""
         if lines and (key != "link" or demand.span_s is not None):
-            charts.append(Chart(key, title, title, title, places, lines, scale, about))
+            charts.append(Chart(key, title, places, lines, scale, about))
     return charts
 
 
 def print_plan(setting: Setting, plan: Plan) -> None:
-    """Print what every size and policy would do, and the recommendation."""
     optimum, head = f"  {_label_of(OPTIMUM)}", _head_of(setting)
     print_charts(
         _charts_of(setting, plan),
@@ -260,7 +250,6 @@ def print_plan(setting: Setting, plan: Plan) -> None:
 
 
 def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
-    """Show what stores of several sizes would add."""
     stores, demand, base = plan.stores, plan.demand, plan.base
     places = _places_of(setting, "Shared store", [row.size for row in stores])
     name = f"{base.policy}, {_size_text(setting, base.size)}"
@@ -273,13 +262,12 @@ def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
         ("store_rate", "Least rate of reads that pays", rates, _RATE),
     ]
     return [
-        Chart(key, title, title, title, places, [Line(name, values)], scale)
+        Chart(key, title, places, [Line(name, values)], scale)
         for key, title, values, scale in figures[: 1 if setting.timing is None else 3]
     ]
 
 
 def store_sentence(setting: Setting, plan: Plan) -> str:
-    """Return a sentence on the gain from a store."""
     demand, base, num = plan.demand, plan.base, setting.fleet.num_engines
     whose = f"the {num:,} engines share" if num > 1 else "the engine has to itself"
     hosts = f"{'hosts' if num > 1 else 'a host'} of {_size_text(setting, base.size)}"
@@ -343,7 +331,6 @@ def render_page(setting: Setting, plan: Plan, command: str) -> str:
 
 
 def _context(setting: Setting, plan: Plan) -> list[str]:
-    """Return lines on the most that can be found, and on the load of the link."""
     demand, choice = plan.demand, plan.recommendation
     device = ""
     if setting.device_blocks:
@@ -391,7 +378,6 @@ def saved_per_month(setting: Setting, plan: Plan) -> tuple[float, float] | None:
 
 
 def sentence(setting: Setting, plan: Plan) -> str:
-    """Return the recommendation and its reason, or without a timing what is found."""
     choice, demand = plan.recommendation, plan.demand
     if choice is None:
         return _finding(setting, plan)
@@ -422,7 +408,6 @@ def sentence(setting: Setting, plan: Plan) -> str:
 
 
 def _finding(setting: Setting, plan: Plan) -> str:
-    """Return a sentence on the policy that finds most at each size."""
     best: dict[int, PlanRow] = {}
     for row in plan.rows:
         before = best.setdefault(row.size, row)
@@ -441,7 +426,6 @@ def _beyond(demand: Demand) -> str:
 
 
 def settings_of(setting: Setting, plan: Plan) -> dict[str, str]:
-    """Return the variables to set; none if offloading does not pay."""
     row = plan.recommendation.row if plan.recommendation else None
     if row is None:
         return {}
@@ -459,7 +443,6 @@ def _settings_text(setting: Setting, plan: Plan) -> str:
 
 
 def _why_not(setting: Setting, plan: Plan, reason: Reason) -> str:
-    """Return why offloading does not pay."""
     demand, timing, admission = plan.demand, setting.timing, setting.admission
     rows = [row for row in plan.rows if row.policy != OPTIMUM]
     returning = percent_text(demand.returning_tokens, demand.input_tokens)
@@ -514,7 +497,6 @@ def _fields(value: object, *names: str) -> dict[str, Any]:
 
 
 def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
-    """Convert a plan for ``json.dump``."""
     trace, demand, fleet = setting.trace, plan.demand, setting.fleet
     names = "name", "num_requests", "num_block_refs", "num_unique_blocks", "block_size"
     figures: dict[str, Any] = {"trace": _fields(trace, *names)}
@@ -603,18 +585,16 @@ def _row_figures(setting: Setting, row: PlanRow, demand: Demand) -> dict[str, An
 
 
 def draw_plan(setting: Setting, plan: Plan) -> str:
-    """Draw tokens found and time saved against the size, a line for each policy."""
     drawn = [chart for chart in _charts_of(setting, plan) if chart.about]
     names = [setting.trace.name]
     names += [] if setting.timing is None else [setting.timing.model.name]
     rules = f"; {setting.admission.text}" if setting.admission else ""
     facts, title = ", ".join(names) + rules, _headline(plan)
     has_rings = setting.timing is not None
-    return draw_picture(title, facts, [drawn], "host memory", has_rings=has_rings)
+    return draw_picture(title, facts, drawn, "host memory", has_rings=has_rings)
 
 
 def _headline(plan: Plan) -> str:
-    """Return the title of the picture."""
     choice, demand = plan.recommendation, plan.demand
     if choice is None:
         wins = Counter(row.policy for row in _marked(plan))

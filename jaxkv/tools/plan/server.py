@@ -25,7 +25,6 @@ _RESERVE_SHARE = 0.1  # Of HBM: compiled programs, activations, the runtime
 
 
 def check_speeds(args: Args) -> None:
-    """Refuse speeds that contradict one another."""
     if args.measure and (args.load_gb_per_s or args.store_gb_per_s):
         raise UsageError("--measure: the speeds are given already")
     if args.mfu is not None and args.mfu > 1:

@@ -46,11 +46,6 @@ class Admission(settings.Settings):
 
     @property
     def text(self) -> str:
-        """The settings in short.
-
-        >>> Admission(store_threshold=2, prompt_only=True).text
-        'store_threshold=2, prompt_only=True'
-        """
         return ", ".join(f"{name}={value}" for name, value in self.changed.items())
 
 
@@ -110,7 +105,6 @@ class AskedGate:
         )
 
     def note(self, request: int) -> list[bool]:
-        """Count what a request asks for; say which of its blocks may be stored."""
         ids = self._trace.blocks_of(request).tolist()
         names = [number.to_bytes(4, "little") for number in ids]
         self._reuse.count(names[: self._num_asked[request]])

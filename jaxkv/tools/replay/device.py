@@ -95,11 +95,9 @@ class DeviceCache:
         self._pool = DeviceBlockPool(device.num_blocks + 1)  # And the null block.
 
     def find(self, request: int) -> int:
-        """Count the blocks of a request that are there, from the first on."""
         return len(self._find(request)[1])
 
     def serve(self, request: int) -> int:
-        """Serve a request; return how many blocks of it were there."""
         keys, cached = self._find(request)
         pool, num_held = self._pool, int(self._device.held[request])
         pool.touch(cached)
@@ -116,7 +114,6 @@ class DeviceCache:
 
 
 def _tokens_of(trace: Trace) -> NDArray[np.int64]:
-    """Return the tokens with KV at each request's end: i64[R]."""
     if trace.recording is None:
         return trace.input_tokens
     # The last one that is generated is not read again.

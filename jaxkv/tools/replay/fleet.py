@@ -119,7 +119,6 @@ class SharedStore:
         return placed[1].num_stored if placed is not None else 0
 
     def touch(self, keys: Words) -> None:
-        """Mark blocks as used by a request."""
         if len(keys):
             self.executor.touch(keys, True)
 

@@ -1,4 +1,4 @@
-"""A synthetic trace: conversations of several turns with shared system prompts."""
+"""A synthetic trace: conversations, and documents that are asked about once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, make_trace
 
 _SYSTEM_PROMPTS, _SYSTEM_BLOCKS = 8, 6  # System prompts, and blocks of each
 _MEAN_TURNS, _MEAN_GAP_MS = 5.0, 300.0
+# Of the requests, and their new blocks in those of a turn: a policy must resist them.
+_ONE_OFF_SHARE, _ONE_OFF_TURNS = 0.5, 3.0
 
 
 def make_synthetic_trace(
@@ -20,11 +22,12 @@ def make_synthetic_trace(
     max_open: int = 200,
     block_size: int = BLOCK_SIZE,
 ) -> Trace:
-    """Make a trace of conversations. Equal arguments give an equal trace.
+    """Make a trace. Equal arguments give an equal trace.
 
-    A request either begins a conversation, with a system prompt drawn by Zipf's law, or
-    continues an open one, drawn by Zipf's law from the most recent to the oldest. Its
-    prompt is the conversation so far, and new blocks.
+    Half of the requests ask about a document that never returns. The others begin a
+    conversation, or continue an open one, drawn by Zipf's law from the most recent to
+    the oldest. A prompt is a system prompt, drawn by Zipf's law, the conversation so
+    far, and new blocks.
 
     >>> trace = make_synthetic_trace(100, seed=1)
     >>> trace.num_requests, trace.num_block_refs > trace.num_unique_blocks
@@ -37,15 +40,18 @@ def make_synthetic_trace(
     requests, input_tokens = [], []
     for _ in range(num_requests):
         rank = int(np.searchsorted(recency, rng.random()))
-        if rng.random() * _MEAN_TURNS < 1 or rank >= len(open_):
+        is_one_off = rng.random() < _ONE_OFF_SHARE
+        if is_one_off or rng.random() * _MEAN_TURNS < 1 or rank >= len(open_):
             prompt = int(np.searchsorted(popularity, rng.random()))
             first = prompt * _SYSTEM_BLOCKS
             said = list(range(first, first + _SYSTEM_BLOCKS))
         else:
             said = open_.pop(-1 - rank)
-        num_new = int(rng.geometric(1 / turn_blocks))
+        mean_new = turn_blocks * (_ONE_OFF_TURNS if is_one_off else 1)
+        num_new = int(rng.geometric(1 / mean_new))
         said = said + list(itertools.islice(fresh, num_new))
-        open_ = [*open_, said][-max_open:]
+        if not is_one_off:
+            open_ = [*open_, said][-max_open:]
         requests.append(said)
         input_tokens.append(len(said) * block_size + int(rng.integers(block_size)))
     time_ms = np.cumsum(rng.exponential(_MEAN_GAP_MS, num_requests))

@@ -76,12 +76,10 @@ class Recording:
 
     @property
     def num_device_hit_tokens(self) -> int:
-        """Tokens that were found on the device."""
         return int(np.maximum(self.device_tokens, 0).sum())
 
     @property
     def num_host_hit_tokens(self) -> int:
-        """Tokens that came from the host."""
         return int(np.maximum(self.host_tokens, 0).sum())
 
 
@@ -111,12 +109,10 @@ class Trace:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests."""
         return len(self.offsets) - 1
 
     @property
     def num_block_refs(self) -> int:
-        """Number of blocks that all requests ask for, with repetitions."""
         return int(self.num_asked.sum())
 
     @property
@@ -130,7 +126,6 @@ class Trace:
         return self.num_blocks - self.num_output_blocks
 
     def blocks_of(self, request: int) -> NDArray[np.int32]:
-        """Return the blocks of a request: i32[n]."""
         return self.ids[self.offsets[request] : self.offsets[request + 1]]
 
     def tokens_of(self, hits: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -433,7 +428,6 @@ class _BadLineError(Exception):
 
 
 def _read_part(path: pathlib.Path, block_size: int | None) -> _Part:
-    """Read a file."""
     part = _Part(block_size or BLOCK_SIZE)
     form: _Format | None = None
     start_ms: float | None = None
@@ -526,7 +520,7 @@ def _detect_format(fields: dict[str, Any]) -> _Format:
         if name in fields:
             raise _BadLineError(reason)
     if names & set(form.needed):
-        return form  # What is missing is named.
+        return form  # The parser names the missing field.
     formats = "; ".join(f"{form.name}: {', '.join(form.needed)}" for form in _FORMATS)
     raise _BadLineError(f"no known format, whose fields are ({formats})")
 
@@ -613,7 +607,6 @@ def _parse_count(
 
 
 def _parse_header(fields: dict[str, Any], block_size: int | None) -> _Header:
-    """Read the first line of a recorded file."""
     if fields["format"] != FORMAT:
         raise _BadLineError(
             f"'format' is {_show(fields['format'])}; this version of jaxkv reads "

@@ -32,6 +32,10 @@ output:
   --every X  seconds between two frames, and of the interval that rates are about
   --once  print the figures of one interval and end
 {OUTPUT_OPTIONS}
+
+examples:
+  jaxkv status 8000
+  jaxkv status host-a:8000 host-b:8000 --once --json status.json
 """,
     parsers={"--every": number_from(0.1, "of at least 0.1 and below 86400", 86_400)},
     defaults={"every": 2.0},
@@ -51,7 +55,6 @@ class _Engine:
         self._last: list[str] = []
 
     def read(self) -> NoAnswerError | None:
-        """Read a page; return why there is none."""
         before, head = self._page, self.lines[0]
         try:
             self._page = read_page(self.url)

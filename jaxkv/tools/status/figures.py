@@ -57,7 +57,6 @@ _GAUGES = {
 
 
 def measure(before: Page, after: Page) -> Figures:
-    """Return what the engines of a page did between two readings."""
     # A counter falls only with a new process, whose counts began at 0.
     has_restarted = any(
         (_total(after, name) or 0.0) < (_total(before, name) or 0.0)
@@ -82,7 +81,6 @@ def measure(before: Page, after: Page) -> Figures:
 
 
 def _grown(before: Page, after: Page) -> Figures:
-    """Return how much counters have grown, and the durations in between."""
     counts = {
         key: None if _total(after, name) is None else _growth(before, after, name)
         for key, name in ((k, f"{n}_total") for k, n in (_COUNTS | _FAILURES).items())
@@ -128,7 +126,6 @@ def _total(page: Page, name: str, direction: str = "") -> float | None:
 
 
 def _buckets(page: Page, name: str) -> Mapping[float, float]:
-    """Return the counts of a histogram's buckets by their upper bounds."""
     counts: dict[float, float] = defaultdict(float)
     for labels, value in page.samples.get(f"{name}_bucket", {}).items():
         with contextlib.suppress(ValueError):

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from jaxkv.tools.store.namespaces import Namespace
     from jaxkv.transfer.storage import BlobStore
 
-DESCRIPTION = "A namespace has the blocks of one model, layout and secret."
 _ROOT = "jaxkv1"
 _IN_USE_S = 300.0  # Engines list their store every minute by default.
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -40,6 +39,8 @@ store:
 _OUTPUT = f"""
 output:
 {OUTPUT_OPTIONS}
+
+examples:
 """
 
 
@@ -57,12 +58,12 @@ _LS = Usage(
     "jaxkv store ls",
     "List the namespaces of a store. An engine's start line has the name of its own. "
     "Buckets do not record when blocks were used.",
-    f"{_STORE}{_OUTPUT}",
+    f"{_STORE}{_OUTPUT}  jaxkv store ls /mnt/kv",
 )
 _SIZE = Usage(
     "jaxkv store size",
     "Add up the blocks and bytes of all namespaces of a store.",
-    f"{_STORE}{_OUTPUT}",
+    f"{_STORE}{_OUTPUT}  jaxkv store size s3://bucket/kv",
 )
 _RM = Usage(
     "jaxkv store rm",
@@ -75,7 +76,7 @@ what to remove:
   --namespace NAME  a name that `jaxkv store ls` prints (required)
   --yes  do not ask for confirmation
   --force  remove it even if it was used in the last 5 minutes
-{_OUTPUT}""",
+{_OUTPUT}  jaxkv store rm /mnt/kv --namespace {_ROOT}/{"0123456789abcdef" * 2}""",
     {"--namespace": _parse_name},
 )
 
@@ -94,13 +95,12 @@ def _ls(args: Args) -> int:
         for namespace in namespaces
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        f"{row[0]:{widths[0]}}  "
-        + "  ".join(
-            f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)
-        )
-        for row in rows
-    ]
+    lines = []
+    labels = "", *(namespace.label for namespace in namespaces)
+    for row, label in zip(rows, labels, strict=True):
+        cells = map(str.rjust, row[1:], widths[1:])
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+        lines += [f"  {label}"] * bool(label)
     print_plain(lines if namespaces else [f"No namespaces in {url}."])
     figures = {
         "url": url,
@@ -139,7 +139,6 @@ def _size(args: Args) -> int:
 
 
 def _read(args: Args) -> tuple[str, list[Namespace], list[str], int | None]:
-    """Return the store's URL, namespaces, unreadable folders and free bytes."""
     from jaxkv.tools.store import namespaces as reading
     from jaxkv.transfer.storage import LocalStore
 
@@ -162,7 +161,6 @@ def _url_of(args: Args) -> str:
 
 
 def _exit_code(unread: Sequence[str]) -> int:
-    """Report folders that could not be read."""
     if not unread:
         return EXIT_OK
     folders = f"{len(unread)} folder{'s' * (len(unread) > 1)}"
@@ -230,7 +228,7 @@ def _confirm(namespace: Namespace, url: str) -> None:
     print(
         f"{namespace.folder} in {one_line(url)}: {namespace.num_blocks:,} blocks, "
         f"{size_text(namespace)}, last used {age_text(namespace.age_s)}.\n"
-        "Remove it? [y/N] ",
+        f"{namespace.label or 'No label'}. Remove it? [y/N] ",
         end="",
         file=sys.stderr,
         flush=True,
@@ -242,7 +240,6 @@ def _confirm(namespace: Namespace, url: str) -> None:
 def _remove(
     store: BlobStore, namespace: Namespace, on_progress: Any
 ) -> tuple[int, str]:
-    """Remove what can be removed; return how many objects, and the first error."""
     from jaxkv.tools.store.namespaces import removable_names
     from jaxkv.transfer.storage import LocalStore, StoreError
     from jaxkv.transfer.storage.local import TEMPORARY
@@ -291,7 +288,7 @@ def _limit_text(namespace: Namespace) -> str:
     if limit is None:
         return "none"
     owner = " (owner)" if namespace.owner_limit else ""
-    return f"{limit:,} blocks{owner}"
+    return f"{limit:,}{owner}"
 
 
 COMMANDS = {

@@ -19,6 +19,7 @@ from jaxkv.transfer.storage.objects import (
     BLOCK_NAME,
     BOUND_NAME,
     HEADER_BYTES,
+    LABEL_NAME,
     ORDER_NAME,
     ROOT,
     object_bytes_of,
@@ -45,6 +46,7 @@ class Namespace:
     used_us: int | None = None  # When an object was last used; None if unknown
     limit: int | None = None  # The largest recorded number of blocks
     owner_limit: int | None = None  # The owner's, which overrides others
+    label: str = ""  # What an engine says of the blocks
 
     @property
     def num_blocks(self) -> int:
@@ -63,13 +65,14 @@ class Namespace:
         return max(0.0, time.time() - self.used_us / 1e6)
 
     def add(self, name: str, rest: str) -> None:
-        """Count an object by its name."""
         if match := BLOCK_NAME.fullmatch(rest):
             self.num_objects[int(match[3])] += 1
             if len(self.samples) < _MAX_SAMPLES:
                 self.samples.append(name)
             return
         self.num_records += 1
+        if match := LABEL_NAME.fullmatch(rest):
+            self.label = one_line(bytes.fromhex(match[1]).decode("utf-8", "replace"))
         if match := BOUND_NAME.fullmatch(rest):
             num_blocks = int(match[2])
             if match[1] == "owner":
@@ -80,6 +83,7 @@ class Namespace:
     def to_json(self) -> dict[str, Any]:
         return {
             "namespace": self.folder,
+            "label": self.label,
             "blocks": self.num_blocks,
             "objects": self.num_objects.total(),
             "shards": len(self.num_objects),
@@ -156,13 +160,9 @@ def removable_names(store: BlobStore, namespace: str) -> Iterator[list[str]]:
 
 def _is_ours(name: str) -> bool:
     """Whether a block or a record has this name."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return False
-    patterns = BLOCK_NAME, BOUND_NAME
-    return match[1] == ORDER_NAME or any(
-        pattern.fullmatch(match[1]) for pattern in patterns
-    )
+    rest = match[1] if (match := _NAME.fullmatch(name)) else ""
+    patterns = BLOCK_NAME, BOUND_NAME, LABEL_NAME
+    return rest == ORDER_NAME or any(pattern.fullmatch(rest) for pattern in patterns)
 
 
 def _record_times(store: BlobStore, fresh: list[tuple[str, Namespace]]) -> None:

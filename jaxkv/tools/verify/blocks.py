@@ -50,19 +50,6 @@ _WAYS = {
     "cpu": (Way("fused"), Way("staged")),
     "tpu": (Way("staged"), Way("staged", "xla")),  # The first is by "dma".
 }
-_LESS_THAN_A_BYTE = "less than a byte per element; packed into uint8 its blocks move"
-# The one platform of a way, and why the others do without it.
-_WITHOUT = {
-    Way("fused"): (
-        "cpu",
-        "a program that reads host memory would hold the compute stream of this "
-        "device; the mode staged moves every block",
-    ),
-    Way("staged", "dma"): (
-        "tpu",
-        "asynchronous copies need a TPU; XLA's gathers and scatters move every block",
-    ),
-}
 
 
 class Pool(NamedTuple):
@@ -103,7 +90,7 @@ LAYOUTS = {
             "q": (_leaf((24, 5), "int8"), _leaf((24, 3, 4), "float8_e5m2")),
             "scalar": _leaf((24,), "float32"),
             "flag": _leaf((24, 2, 2), "bool"),
-        },
+        }
     ),
     "one extent in flight at a time": Pool(
         _layers((24, 16, 8, 128)),
@@ -120,7 +107,6 @@ _SHARDED = {
 
 
 def ways_here() -> tuple[Way, ...]:
-    """Return the ways of this platform, the engine's default first."""
     return _WAYS.get(jax.devices()[0].platform, (Way("staged"),))
 
 
@@ -143,15 +129,7 @@ def list_checks() -> Sequence[Check]:
             add("host blocks as bytes, for stores", way, _check_bytes)
             for dtype in ("int8", "fp8"):
                 add(f"compression to {dtype}", way, _check_compression, dtype)
-            add("int4, uint4, float4", way, _refuse, _LESS_THAN_A_BYTE)
-    for way, (platform, why) in _WITHOUT.items():
-        if jax.devices()[0].platform != platform:
-            add("every block", way, _refuse, why)
     return checks
-
-
-def _refuse(why: str, way: Way, turn: Turn) -> Any:
-    raise UnsupportedError(why)
 
 
 def _check_dtypes(dtypes: Sequence[str], way: Way, turn: Turn) -> Any:

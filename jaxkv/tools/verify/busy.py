@@ -48,7 +48,7 @@ class BusyStep:
     def __call__(self, pool: PyTree, *args: Any) -> PyTree:
         """Start a step, return the new pool; wait for the step before the last one.
 
-        An engine waits for tokens, too, so that it never is many steps ahead.
+        An engine also waits for tokens, and so is never many steps ahead.
         """
         pool, done = self._step(pool, self._matrix, self._number, *args)
         self._running.append(done)

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import IO
 
-from jaxkv._util import shown
+from jaxkv._util import shown, time_text
 from jaxkv._util.files import check_folder, open_file
-from jaxkv.tools.console import print_plain
+from jaxkv.tools.console import print_lines
 from jaxkv.tools.files import OUTPUT_OPTIONS, check_extra, check_files, write_files
 from jaxkv.tools.machine import versions
 from jaxkv.tools.progress import show_progress
@@ -75,6 +75,10 @@ results:
   --folder PATH  where the results of each stage are kept
   --resume  go on with the results in that folder, after a crash of the machine
 {OUTPUT_OPTIONS}
+
+examples:
+  jaxkv verify --quick
+  jaxkv verify --only speed --json speed.json
 """,
     {
         "--only": one_of(_NAMES),
@@ -101,20 +105,20 @@ def run(args: Args) -> int:
 
     def on_stage(stage: Stage, of_stage: tuple[Result, ...]) -> str:
         results[stage] = of_stage
-        print_plain(report.stage_lines(stage, of_stage))
+        print_lines(report.stage_lines(stage, of_stage))
         return report.reason_of(of_stage)
 
     with (
         _prepare(args.folder, args.resume),
         show_progress(is_quiet=args.quiet) as on_progress,
     ):
-        minutes = f"{budget_s / 60:.3g} min"
-        print_plain([f"{len(stages)} of {len(STAGES)} stages, at most {minutes}", ""])
+        limit = f"at most {time_text(budget_s)}"
+        print_lines([f"{len(stages)} of {len(STAGES)} stages, {limit}", ""])
         run_stages(stages, args.folder, budget_s, stall_s, on_progress, on_stage)
     seconds = round(time.monotonic() - start_s, 1)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     made = report.Report(results, budget_s, seconds, today)
-    print_plain(report.last_lines(made, str(args.folder)))
+    print_lines(report.last_lines(made, str(args.folder)))
     write_files(args, lambda: report.to_json(made, args.command_line))
     codes = {"PASS": EXIT_OK, "PARTIAL": _EXIT_PARTIAL}
     return codes.get(made.verdict, EXIT_FAILED)

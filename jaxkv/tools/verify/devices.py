@@ -33,7 +33,6 @@ _MAX_CHARS = 300
 
 
 def list_checks() -> Sequence[Check]:
-    """List the checks; starts jax."""
     facts = gather_facts()
     checks = {
         DEVICE: _look_at_device,

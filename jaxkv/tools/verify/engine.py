@@ -54,7 +54,6 @@ def _check(config: DemoConfig, turn: Turn) -> Any:
 def converse(
     config: DemoConfig, turn: Turn, on_engine: Callable[[Engine], Any] | None = None
 ) -> DemoRecord:
-    """Hold the conversations with offloading off and on; refuse different tokens."""
     from jaxkv.tools.demo.report import first_difference
     from jaxkv.tools.demo.run import run_demo
 
@@ -64,7 +63,7 @@ def converse(
         return record
     if _cut_differently(config) != [answer.generated for answer in record.off.turns]:
         raise UnsupportedError(
-            "without jaxkv, too, the demo's model gives other tokens on this device if "
+            "even without jaxkv, the demo's model gives other tokens on this device if "
             "its prompts are cut differently; `blocks` and `races` compare all bytes"
         )
     raise WrongError(

@@ -56,7 +56,6 @@ def list_checks() -> Sequence[Check]:
 
 @jax.jit
 def _late(number: Any) -> Any:
-    """Return a value that takes a while."""
     matrix = jnp.full((64, 64), 1 / 64, jnp.float32)
     return jax.lax.fori_loop(0, number, lambda _, x: x @ matrix, matrix)[0, 0]
 

@@ -1,7 +1,7 @@
-"""The stage `races`: transfers against steps that overwrite blocks as they may.
+"""The stage `races`: transfers beside steps that overwrite the blocks they may.
 
-Every block's bits follow from its tag. NumPy arrays keep the tags that device and host
-blocks must have; a step writes new ones while transfers are in flight.
+A block's bits are a function of its tag. NumPy arrays keep the expected tags of device
+and host blocks. Steps write new tags while transfers are in flight.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def make_blocks(xp: Any, tags: Any, leaf: int) -> Any:
 
 
 class _Race:
-    """A pool, its engine, and the tags that all blocks must have."""
+    """A pool, its engine, and the expected tags of all blocks."""
 
     def __init__(self, way: Way, options: Mapping[str, Any], num_devices: int) -> None:
         mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:num_devices]), ("x",))
@@ -65,7 +65,7 @@ class _Race:
         place = jax.sharding.NamedSharding(mesh, spec)
         self.rng = np.random.default_rng(7)
         self.tags = np.arange(_NUM_BLOCKS, dtype=np.uint32)
-        self.host_tags: dict[int, int] = {}  # Of the host blocks that can be loaded
+        self.host_tags: dict[int, int] = {}  # Expected tags of loadable host blocks
         self.num_moved = 0
         leaves = [make_blocks(np, self.tags, leaf) for leaf in range(_NUM_LEAVES)]
         self.pool = to_device(leaves, [place] * _NUM_LEAVES)
@@ -77,19 +77,17 @@ class _Race:
         self._step = BusyStep(_write, replicated)
         self._count_wrong = jax.jit(_count_wrong)
         self._counts: list[tuple[Ticket, jax.Array]] = []
-        # Device blocks, host blocks, and for saves the tags, of transfers in flight.
+        # Transfers in flight: device blocks, host blocks and, for saves, tags.
         self._saves: dict[Ticket, tuple[Ids, Ids, NDArray[np.uint32]]] = {}
         self._loads: dict[Ticket, tuple[Ids, Ids]] = {}
 
     def calibrate(self) -> float:
-        """Make a step take some milliseconds; return the seconds."""
         nothing = np.full(_NUM_WRITTEN, _NUM_BLOCKS, np.int32)
         tags = np.zeros(_NUM_WRITTEN, np.uint32)
         self.pool, took_s = self._step.calibrate(_STEP_S, self.pool, nothing, tags)
         return took_s
 
     def run_step(self) -> None:
-        """Report what has ended, begin new transfers, and overwrite blocks."""
         self.pool = self.engine.advance(self.pool)
         self._note(self.engine.poll())
         if self.engine.num_in_flight < _MAX_IN_FLIGHT:
@@ -97,7 +95,7 @@ class _Race:
                 self._load()
             if self.rng.random() < 0.7:
                 self._save()
-        # Not what a load in flight or a waiting save needs.
+        # A step may not overwrite blocks of a load in flight or of a waiting save.
         waiting = [
             blocks
             for ticket, (blocks, *_) in self._saves.items()
@@ -106,23 +104,22 @@ class _Race:
         held = _union(waiting) | _union(blocks for blocks, _ in self._loads.values())
         blocks = self._pick(set(range(_NUM_BLOCKS)) - held, _NUM_WRITTEN)
         self.tags[blocks] = self.rng.integers(1 << 32, size=len(blocks))
-        ids = np.full(_NUM_WRITTEN, _NUM_BLOCKS, np.int32)  # The rest is dropped.
+        ids = np.full(_NUM_WRITTEN, _NUM_BLOCKS, np.int32)  # Out of range: dropped
         ids[: len(blocks)] = blocks
         new = np.resize(self.tags[blocks], _NUM_WRITTEN)
         self.pool = self._step(self.pool, ids, new)
 
     def check(self) -> None:
-        """Wait for the comparisons so far."""
         for ticket, count in self._counts:
             if int(count):
                 raise WrongError(
-                    f"{ticket}: when it was reported, some of its blocks were not what "
-                    "was saved"
+                    f"{ticket}: some blocks differed from the saved ones when the load "
+                    "was reported"
                 )
         self._counts.clear()
 
     def finish(self) -> None:
-        """Wait for all transfers, and compare the whole pool with NumPy's blocks."""
+        """Wait for all transfers, and compare all blocks with the expected ones."""
         self.pool, done = self.engine.drain(self.pool)
         self._note(done)
         self.check()
@@ -132,7 +129,7 @@ class _Race:
         Oracle(leaves).check(self.pool, "at the end")
 
     def _note(self, completions: Sequence[Completion]) -> None:
-        """Make saved blocks loadable, and compare loaded ones without waiting."""
+        """Make saved blocks loadable, and start to compare loaded blocks."""
         check_successful(completions)
         for ticket in (completion.ticket for completion in completions):
             if ticket in self._saves:
@@ -148,7 +145,7 @@ class _Race:
         saving = _union(hosts for _, hosts, _ in self._saves.values())
         busy = saving | _union(hosts for _, hosts in self._loads.values())
         hosts = self._pick(set(range(_NUM_HOST_BLOCKS)) - busy, self._number())
-        # Half of the saves read blocks that loads in flight write.
+        # Half of the saves read blocks that a load in flight writes.
         loading = _union(blocks for blocks, _ in self._loads.values())
         is_after = loading and self.rng.random() < 0.5
         blocks = self._pick(loading if is_after else range(_NUM_BLOCKS), len(hosts))
@@ -156,7 +153,7 @@ class _Race:
         for host in hosts.tolist():
             self.host_tags.pop(host, None)
         ticket = self.engine.save(self.pool, blocks, hosts)
-        # A save after a load of the same device block gets what the load brings.
+        # A save after a load of the same device block reads the loaded bytes.
         self._saves[ticket] = blocks, hosts, self.tags[blocks]
         self.num_moved += len(blocks)
 
@@ -165,7 +162,7 @@ class _Race:
         blocks = self._pick(set(range(_NUM_BLOCKS)) - loading, self._number())
         hosts = self._pick(self.host_tags, len(blocks))
         if not len(hosts):
-            return  # Loads in flight write all blocks.
+            return  # All blocks are being loaded already.
         blocks = blocks[: len(hosts)]
         self.pool, ticket = self.engine.load(self.pool, hosts, blocks)
         self._loads[ticket] = blocks, hosts
@@ -176,7 +173,6 @@ class _Race:
         return int(self.rng.integers(1, _MAX_MOVED + 1))
 
     def _pick(self, ids: Iterable[int], max_ids: int) -> Ids:
-        """Choose distinct ids, at most all of them."""
         return self.rng.permutation(sorted(ids))[:max_ids].astype(np.int32)
 
 

@@ -97,7 +97,6 @@ class StageLog:
             file.write(f"\n{json.dumps(line)}")
 
     def write(self, *result: Any) -> None:
-        """Append a result, given by its fields."""
         self.append(result=Result(*result)._asdict())
 
     def size(self) -> int:
@@ -142,7 +141,7 @@ class Turn:
         self._next_beat_s = 0.0
 
     def beat(self, *_: Any) -> None:
-        """Show that the check makes progress; for progress callbacks, too."""
+        """Show that the check makes progress; also a progress callback."""
         if time.monotonic() >= self._next_beat_s:
             self.log.append(beat=True)
             self._next_beat_s = time.monotonic() + _BEAT_S

@@ -16,8 +16,6 @@ _LIMITS = (
     "engine (vLLM, MaxText, JetStream), hours of load, and a host tier as large as "
     "yours."
 )
-
-
 _MAX_NAMED = 5
 
 
@@ -45,7 +43,6 @@ class Report(NamedTuple):
 
     @property
     def device(self) -> Mapping[str, Any]:
-        """The figures of the device; empty if it was not found."""
         figures = (result.figures for result in self.results if result.name == DEVICE)
         return next(figures, {})
 
@@ -59,7 +56,6 @@ class Report(NamedTuple):
 
     @property
     def row(self) -> str:
-        """A row for the table of reports in docs/support.md."""
         have = versions()
         names = ", ".join(f"{name} {have[name]}" for name in ("jaxkv", "jax", "python"))
         verdict = f"{self.verdict}: {count(self.results)}"
@@ -88,7 +84,6 @@ class Report(NamedTuple):
 
     @property
     def summary(self) -> list[str]:
-        """The lines that follow the verdict."""
         return [
             *([f"Not checked: {'; '.join(self.unchecked)}."] * bool(self.unchecked)),
             *(f"What to set: {text}." for text in self.advice),
@@ -97,7 +92,6 @@ class Report(NamedTuple):
 
 
 def count(results: Sequence[Result]) -> str:
-    """Count the checks by verdict, in words."""
     counts = Counter(
         "TIME" if result.detail == NO_TIME else str(result.verdict)
         for result in results
@@ -131,7 +125,6 @@ def stage_lines(stage: Stage, results: Sequence[Result]) -> Iterator[str]:
 
 
 def last_lines(report: Report, folder: str) -> Iterator[str]:
-    """Yield what the results come to."""
     yield f"{report.verdict}: {count(report.results)}, in {report.seconds:.0f} s."
     yield from report.summary
     if report.verdict == "FAIL":

@@ -30,7 +30,6 @@ _OK_SHARE, _OK_HIDDEN, _OK_PIECE_US = 0.8, 0.5, 150.0
 
 
 def list_checks() -> Sequence[Check]:
-    """List the checks; on all devices of this process."""
     speeds = [
         Check(
             f"blocks of {size_text(block)}"

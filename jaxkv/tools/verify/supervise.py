@@ -12,14 +12,7 @@ from typing import Literal
 
 from jaxkv._util.files import open_file
 from jaxkv.tools.console import OnProgress
-from jaxkv.tools.verify.records import (
-    NO_TIME,
-    START,
-    Result,
-    Stage,
-    StageLog,
-    State,
-)
+from jaxkv.tools.verify.records import NO_TIME, START, Result, Stage, StageLog, State
 
 _PAUSE_S = 0.05
 _MAX_STARTS = 6
@@ -151,7 +144,6 @@ def _follow(
     stall_s: float,
     on_progress: OnProgress,
 ) -> Literal["end", "late", "hang"]:
-    """Wait for a process and show its progress; return why the wait is over."""
     start_s = changed_s = time.monotonic()
     size = -1
     while process.poll() is None:

@@ -43,7 +43,7 @@ class LocalStore:
     power failure one may be missing or damaged, which `decode` notices.
 
     A missing folder is made. Files have `mode`, which must be ``0o600`` or add others,
-    such as ``0o660`` for a group; folders have it, too, with permission to enter.
+    such as ``0o660`` for a group; folders get it with permission to enter.
     StoreError: the folder cannot be made or read.
     """
 

@@ -83,6 +83,7 @@ _REASONS: Sequence[tuple[int, RefusalReason]] = (
 ORDER_NAME = "order"
 ROOT = f"jaxkv{VERSION}"  # The folder of all namespaces
 BLOCK_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})")
+LABEL_NAME = re.compile(r"label\.((?:[0-9a-f]{2}){1,100})")
 BOUND_NAME = re.compile(r"(bound|owner)\.([1-9][0-9]{0,17})\.([0-9a-f]{16})")
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
@@ -209,6 +210,10 @@ class ObjectFormat:
             if hmac.compare_digest(self.bound_name(bound), match.string):
                 bounds.append(bound)
         return bounds
+
+    def label_name(self, label: str) -> str:
+        """Name the object whose name has the first 100 bytes of a label for people."""
+        return f"{self._folder}/label.{label.encode()[:100].hex()}"
 
     def _matches(
         self, pattern: re.Pattern[str], names: Iterable[str]

@@ -198,8 +198,8 @@ class _Operation(NamedTuple):
 class StorageIO(Resource):
     """Reads and writes the blocks of one shard in a store, in the background.
 
-    No method waits for the store. Any thread may call any method. `close` closes the
-    store, too.
+    No method waits for the store. Any thread may call any method. `close` also
+    closes the store.
 
     A store that cannot be reached, or answers no call until a deadline, is down: what
     it has to answer fails, and so does each new operation, as ``"down"``, until an
@@ -233,6 +233,7 @@ class StorageIO(Resource):
         check_whole(1, write_bytes=write_bytes, read_bytes=read_bytes)
         check_whole(1, num_in_flight=num_in_flight)
         self.objects = objects
+        self.label = ""  # See `ObjectFormat.label_name`. Set before `list_all`.
         self._store = store
         self._max_bytes = {"write": write_bytes, "read": read_bytes}
         self._clock = clock
@@ -942,6 +943,7 @@ class StorageIO(Resource):
     def _list(self, bound: Bound | None) -> None:
         listed = Listed(False)
         recorded: list[Bound] = []
+        labels = [self.objects.label_name(self.label)] if self.label else []
         census = Census(self._store, self.objects.order_name)
         try:
             for names in listed_names(self._store, self.objects.folder):
@@ -949,6 +951,7 @@ class StorageIO(Resource):
                 if bound is not None:
                     recorded += self.objects.bounds_of(names)
                     del recorded[_MAX_RECORDS:]
+                    labels = [name for name in labels if name not in names]
                     pairs = zip(page.keys, page.shards, strict=True)
                     block_names = [self.objects.name_of(*pair) for pair in pairs]
                     census.add_page(page.keys, block_names)
@@ -965,7 +968,7 @@ class StorageIO(Resource):
                 self._note_answer("list")
             listed = Listed(True)
             if bound is not None:
-                listed = self._keep_bound(bound, recorded, census)
+                listed = self._keep_bound(bound, recorded, census, labels)
         except Exception as error:
             with self._lock:
                 failure = error_of(error)
@@ -978,9 +981,9 @@ class StorageIO(Resource):
                 self._wakes_waiters.notify_all()
 
     def _keep_bound(
-        self, bound: Bound, recorded: list[Bound], census: Census
+        self, bound: Bound, recorded: list[Bound], census: Census, labels: list[str]
     ) -> Listed:
-        """Record this engine's bound, and delete blocks beyond the agreed one."""
+        """Record bound and labels, and delete blocks beyond the agreed bound."""
         known_bounds = self._known_bounds(bound, recorded)
         agreed = agreed_bound(bound, known_bounds)
         stale = [record for record in recorded if record.is_owners and record != bound]
@@ -990,11 +993,8 @@ class StorageIO(Resource):
         # Others need no record of a smaller bound than they know.
         if bound not in known_bounds and (bound == agreed or bound.is_owners):
             known_bounds.append(bound)
-        names = [
-            self.objects.bound_name(record)
-            for record in known_bounds
-            if record not in recorded
-        ]
+        unrecorded = [record for record in known_bounds if record not in recorded]
+        names = [*map(self.objects.bound_name, unrecorded), *labels]
         if names:
             records = [(name, [b"jaxkv\n"]) for name in names]
             self._record(lambda: answers_of(self._store.put(records)))

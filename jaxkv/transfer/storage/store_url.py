@@ -41,9 +41,7 @@ _SERVER = _Scheme(
     *(_NODE, "(?:/[0-9]*/?)?", False, None, "redis"),
 )
 _CLUSTER = _SERVER._replace(
-    form="{}://HOST:PORT, or several nodes: HOST:PORT,HOST:PORT",
-    host=_NODES,
-    path="/?",
+    form="{}://HOST:PORT, or several nodes: HOST:PORT,HOST:PORT", host=_NODES, path="/?"
 )
 _SCHEMES: Mapping[str, _Scheme] = {
     "file": _Scheme(
@@ -106,7 +104,7 @@ _ENDPOINT = re.compile(rf"https?://(?:[^\s/?#@]*@)?{_NODE}(?:/[^?#]*)?")
 class StoreUrl:
     """The checked URL of a store."""
 
-    scheme: str  # ``"file"`` for a plain path, too
+    scheme: str  # A plain path has ``"file"``.
     shown: str  # The URL without secrets, for messages
     text: str = field(repr=False)  # The URL, its scheme in lower case
     # Hosts and ports, or the bucket
@@ -128,7 +126,7 @@ class StoreUrl:
         ValueError: storage='localhost:6379' must begin with the scheme of a URL, such \
 as redis://localhost:6379, or with ./ to be a folder.
         """
-        is_text = isinstance(text, str)  # Bytes may contain a secret, too.
+        is_text = isinstance(text, str)  # Bytes may also contain a secret.
         url = _parse(text) if is_text else " must be a URL or the path of a folder"
         if isinstance(url, str):
             value = shown(shown_url(text)) if is_text else f"<{type(text).__name__}>"

@@ -35,7 +35,7 @@ def test_a_recorded_demo_is_replayed_with_the_hits_that_it_counted(
     out, err = capsys.readouterr()
     assert "Recorded 15 requests." in out
     assert err == (
-        "compiling ...\nasking ... 25% 50% 75% 100%\n"
+        "compiling ...\nserving requests ... 25% 50% 75% 100%\n"
         "moving blocks ... 25% 50% 75% 100%\n"
     )
     plan_command, timed_command = re.findall(r"^  jaxkv (.+)$", out, re.MULTILINE)

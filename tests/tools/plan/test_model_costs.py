@@ -38,7 +38,7 @@ QWEN3_30B_A3B = config(
     **{"num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": []},
     **{"sliding_window": None, "use_sliding_window": False},
 )
-# Its text_config leaves the vocabulary out.
+# Its text_config lacks the vocabulary.
 GEMMA3_27B = config(
     *("gemma3_text", (62, 5376, 32, 16, 21504)), head_dim=128, sliding_window=1024
 )
@@ -52,8 +52,8 @@ DEEPSEEK_V2_LITE = DEEPSEEK_V3 | config(
     **{"num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None},
 )
 
-# Parameters in the files of weights, and how many of them are norms, biases and gates,
-# which are no matrices: in each layer, and once.
+# Parameters in the weights files; those of norms, biases and gates, which are not
+# matrices, per layer; and those outside the layers.
 PUBLISHED = {
     "Llama 3.1 8B": (LLAMA_8B, 8_030_261_248, 2 * 4096, 4096),
     "Llama 3.1 70B": (LLAMA_70B, 70_553_706_496, 2 * 8192, 8192),
@@ -64,7 +64,7 @@ PUBLISHED = {
     "Qwen3 30B A3B": (QWEN3_30B_A3B, 30_532_122_624, 2 * 2048 + 2 * 128, 2048),
     "Gemma 3 1B": (GEMMA3_1B, 999_885_952, 4 * 1152 + 2 * 256, 1152),
     "Gemma 3 27B": (GEMMA3_27B, 27_009_346_304, 4 * 5376 + 2 * 128, 5376),
-    # 256 biases of the router in each of 58 layers.
+    # 58 layers have 256 router biases each.
     "DeepSeek V3": (
         DEEPSEEK_V3,
         671_026_419_200,
@@ -105,7 +105,7 @@ def test_devices_share_the_heads_but_not_less_than_one_and_not_a_latent():
     assert of_llama == [128, 64, 48, 16, 16]
     assert deepseek.kv_bytes_per_token_on(8) == deepseek.kv_bytes_per_token
     assert llama.load_bytes(0, 1000, 8) == 1000 * (16 << 10)
-    # Of some models only the bytes of a token's KV are known.
+    # Only the KV bytes per token of such a model are known.
     costs = plain_costs(1000)
     assert costs.kv_bytes_per_token == costs.kv_bytes_per_token_on(1) == 1000
     assert costs.load_bytes([0, 5], [7, 7]).tolist() == [7000, 2000]
@@ -113,7 +113,7 @@ def test_devices_share_the_heads_but_not_less_than_one_and_not_a_latent():
 
 
 def seen(position, window, is_chunked):
-    """Count the tokens that the one at a position sees, one by one."""
+    """Count the tokens that a position attends to, one by one."""
     first = 0
     if window and is_chunked:
         first = position // window * window
@@ -152,7 +152,7 @@ def test_flops_and_loads_are_those_of_each_token_and_layer_together(changes, win
     matrices = 24 * 8 * 4 * 2 + 24 * 8 * 2 * 2 + 3 * 24 * 40
 
     def flops(start, stop):
-        """Two for each parameter, and 2 * 2 * 8 a head for each token seen."""
+        """2 FLOPs per parameter, and 2 * 2 * 8 per head and attended token."""
         total = 0
         for position in range(start, stop):
             for window in windows:
@@ -164,11 +164,11 @@ def test_flops_and_loads_are_those_of_each_token_and_layer_together(changes, win
     starts, stops = np.array(spans).T
     expected = [flops(start, stop) for start, stop in spans]
     assert costs.prefill_flops(starts, stops).tolist() == expected
-    # What the token after a prefix sees of the prefix is what has to be loaded.
+    # A load brings the part of the prefix that the next token attends to.
     for num_tokens in range(13):
         needed = [seen(num_tokens, window, is_chunked) - 1 for window in windows]
         assert costs.load_bytes(0, num_tokens) == sum(needed) * 2 * 2 * 8 * 2
-        # The device may have the first of these tokens already.
+        # The device may hold the first tokens of that part.
         for start in range(num_tokens + 1):
             rest = sum(min(num_tokens - start, num_seen) for num_seen in needed)
             assert costs.load_bytes(start, num_tokens) == rest * 2 * 2 * 8 * 2

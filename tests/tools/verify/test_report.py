@@ -98,7 +98,7 @@ def test_the_command_writes_the_figures_and_ends_with_the_verdict(
     monkeypatch.chdir(tmp_path)
     line = "verify --only blocks --budget 90s --stall 1m"
     out, _, figures = run_line(line, 3)
-    assert out.startswith("2 of 6 stages, at most 1.5 min\n")
+    assert out.startswith("2 of 6 stages, at most 90 s\n")
     assert "SKIP  int4 (staged): not supported" in out
     assert "PARTIAL: 3 passed, 1 not supported, in " in out
     assert "| jaxkv " not in out
