@@ -60,7 +60,7 @@ from jaxkv.scheduling.record.recording import Recording
 from jaxkv.scheduling.reporting import Reporting
 from jaxkv.scheduling.request_log import RequestSummaries, Summary, log_summary
 from jaxkv.scheduling.requests import Requests, retention_of, stop_of
-from jaxkv.scheduling.rules import OffloadRules, check_groups
+from jaxkv.scheduling.rules import OffloadRules, check_groups, settings_of
 from jaxkv.scheduling.stats import Delays, OffloadStats
 from jaxkv.scheduling.stores import NO_STORES, Stores, StoreSteps
 from jaxkv.scheduling.whatif.auto import CANDIDATES, rules_of_auto
@@ -196,6 +196,13 @@ class OffloadScheduler(Reporting):
 
         self.delays, self.recorder = Delays(clock), recorder
         policy = cache_policy if isinstance(cache_policy, str) else None
+        # Empty once the first plan has carried them.
+        self._settings = settings_of(rules, num_host_blocks, num_storage_blocks) | {
+            "groups": str(groups),
+            "cache_policy": policy or type(cache_policy).__name__,
+            "executor": executor,
+            "tiers_below": str(len(self.below)),
+        }
         self._whatif = WhatIf(host, policy)
         if is_auto or rules.shadow is not None:
             deps = host, policy, rules, self._stats, self._gate, self._book, executor
@@ -508,9 +515,13 @@ class OffloadScheduler(Reporting):
         for boundary in self.below:
             if (move := boundary.issue()) is not None:
                 below += (move,)
-        if loading is NO_LOADS and storing is NO_STORES and not (need_flush or below):
+        has_more = need_flush or below or self._settings
+        if loading is NO_LOADS and storing is NO_STORES and not has_more:
             return NO_MOVES  # The case in most steps.
-        return OffloadMetadata(**loading, **storing, need_flush=need_flush, below=below)
+        more: Any = {"need_flush": need_flush, "below": below}
+        if self._settings:
+            more["settings"], self._settings = self._settings, {}
+        return OffloadMetadata(**loading, **storing, **more)
 
     def _budget(self) -> Budget:
         in_flight = self._loads.in_flight.num_blocks + self._stores.in_flight.num_blocks

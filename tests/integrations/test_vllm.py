@@ -26,6 +26,7 @@ from jaxkv.integrations.vllm.scheduler import (
 )
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.scheduling.protocol import NO_REPORTS, ConnectorOutput
+from jaxkv.scheduling.worker.worker import PlanMismatchError
 from jaxkv.search.groups import FullAttention
 from jaxkv.tools.replay.traces import read_trace
 from jaxkv.transfer import limits
@@ -580,6 +581,14 @@ def test_a_request_whose_input_streams_loads_its_own_kv(newest, windows):
     assert engine.scheduler.num_external_tokens > 0
     assert request.tokens == reference([*prompt, *streamed], 20)
     engine.check_nothing_leaked()
+
+
+def test_a_worker_with_other_settings_than_its_scheduler_is_refused(newest):
+    engine = Engine()
+    engine.runner.connector._worker._worker.settings["compression"] = "int8"
+    text = "compression is int8 in this worker, and None in its scheduler"
+    with pytest.raises(PlanMismatchError, match=text):
+        engine.run(Request("first", range(18), 1))
 
 
 def test_without_events_nothing_is_kept_for_them(newest):

@@ -57,10 +57,7 @@ class HostEvents:
         self._catalog = BlockCatalog()
 
     def record(self, request: Any, first: int, adapter: bytes = b"") -> None:
-        """Keep the inputs of the keys of a request's blocks, from block `first` on.
-
-        `adapter` is the mark at the end of the keys.
-        """
+        """Keep the inputs of a request's keys, which end with `adapter`'s mark."""
         extra_keys_of = _reader_of_extra_keys(request)
         lora = getattr(request, "lora_request", None)
         extras = Extras(lora_name=lora.name if lora else None)
