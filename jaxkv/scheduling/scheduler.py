@@ -74,9 +74,10 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.pools import DevicePool
-from jaxkv.types import BlockKey
+from jaxkv.types import NO_BLOCK, BlockKey
 
 _LIST_POLL_S = 1e-3
+_MAX_COUNTED_ROWS = 64
 
 
 class OffloadScheduler(Reporting):
@@ -455,6 +456,11 @@ class OffloadScheduler(Reporting):
         self._stats.count_request(request, num_local, num_external)
         requests.begin(request, keys)
         used = requests.row_keys(keys)
+        if num_local is not None and len(self.groups) == 1 and self._is_all_read:
+            first = (num_local + num_external) // host.block_size
+            after = host.find(used[first : first + _MAX_COUNTED_ROWS]) != NO_BLOCK
+            if not after.all():  # None is found past the first that the host lacks.
+                self._stats.num_headless += int(after[after.argmin() :].sum())
         for boundary in self.below:
             boundary.note_asked(used)
         host.count_lookup(used)
